@@ -1,0 +1,83 @@
+# Three images from one file: docker build --target gateway|engine|operator .
+# All run as user 10001 on a read-only root filesystem; only /tmp and /var/cache/headrace are written.
+
+FROM python:3.11-slim-bookworm AS wheel
+# g++ compiles the engine's CPU kernels into the wheel; no image below has it. Without kernels the wheel
+# would be pure, which the last command refuses.
+RUN apt-get update \
+ && apt-get install -y --no-install-recommends g++ libc6-dev \
+ && rm -rf /var/lib/apt/lists/*
+WORKDIR /src
+COPY . .
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
+ && test -e /wheels/headrace-*-linux_*.whl
+
+FROM python:3.11-slim-bookworm AS gateway-venv
+COPY --from=wheel /wheels /wheels
+COPY constraints.txt /
+RUN python -m venv /opt/headrace \
+ && /opt/headrace/bin/pip install --no-cache-dir -c /constraints.txt \
+      "$(echo /wheels/headrace-*.whl)[gateway]"
+
+FROM python:3.11-slim-bookworm AS operator-venv
+COPY --from=wheel /wheels /wheels
+COPY constraints.txt /
+RUN python -m venv /opt/headrace \
+ && /opt/headrace/bin/pip install --no-cache-dir -c /constraints.txt \
+      "$(echo /wheels/headrace-*.whl)[operator]"
+
+FROM python:3.11-slim-bookworm AS engine-venv
+COPY --from=wheel /wheels /wheels
+COPY constraints.txt /
+RUN python -m venv /opt/headrace \
+ && /opt/headrace/bin/pip install --no-cache-dir -c /constraints.txt \
+      "$(echo /wheels/headrace-*.whl)[engine]"
+
+FROM python:3.11-slim-bookworm AS base
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.vendor="Headrace" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
+RUN groupadd --gid 10001 headrace \
+ && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /var/cache/headrace \
+      --shell /usr/sbin/nologin headrace \
+ && install -d -o headrace -g headrace /var/cache/headrace
+# Everything that libraries like to write goes below HOME: mount a volume there for a read-only root.
+ENV PATH=/opt/headrace/bin:$PATH \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1 \
+    HOME=/var/cache/headrace \
+    HF_HOME=/var/cache/headrace/huggingface \
+    XDG_CACHE_HOME=/var/cache/headrace
+WORKDIR /var/cache/headrace
+USER 10001:10001
+STOPSIGNAL SIGTERM
+
+FROM base AS gateway
+LABEL org.opencontainers.image.title="headrace-gateway" \
+      org.opencontainers.image.description="OpenAI API in front of the request queue"
+COPY --from=gateway-venv /opt/headrace /opt/headrace
+ENV HEADRACE_GATEWAY_HOST=0.0.0.0 \
+    HEADRACE_GATEWAY_METRICS_HOST=0.0.0.0 \
+    HEADRACE_GATEWAY_METRICS_PORT=9400
+EXPOSE 8000 9400
+ENTRYPOINT ["python", "-m", "headrace_gateway"]
+
+FROM base AS operator
+LABEL org.opencontainers.image.title="headrace-operator" \
+      org.opencontainers.image.description="Deploys and scales model services"
+COPY --from=operator-venv /opt/headrace /opt/headrace
+ENTRYPOINT ["python", "-m", "headrace_operator"]
+
+FROM base AS engine
+LABEL org.opencontainers.image.title="headrace-engine" \
+      org.opencontainers.image.description="Inference engine: continuous batching over a paged KV cache"
+COPY --from=engine-venv /opt/headrace /opt/headrace
+ENV HEADRACE_ENGINE_METRICS_HOST=0.0.0.0 \
+    HEADRACE_ENGINE_METRICS_PORT=9400 \
+    TORCHINDUCTOR_CACHE_DIR=/var/cache/headrace/inductor \
+    TRITON_CACHE_DIR=/var/cache/headrace/triton
+EXPOSE 9400
+ENTRYPOINT ["python", "-m", "headrace_engine"]

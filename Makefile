@@ -1,0 +1,44 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help install system-packages up test check dashboards pictures clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+# Everything else builds on this stamp: it is renewed when a declared dependency changes.
+$(VENV)/.installed: pyproject.toml constraints.txt hatch_build.py $(wildcard engine/headrace_engine/kernels/*.cpp engine/headrace_engine/kernels/*.h)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+install: $(VENV)/.installed ## make .venv with everything in it
+
+# Tests skip what is missing here, but not in CI.
+system-packages: ## install the Debian packages that tests use (as root): prometheus, redis exporter
+	@command -v apt-get >/dev/null || { echo "no apt-get here: install prometheus (with promtool) and prometheus-redis-exporter"; exit 1; }
+	apt-get update -qq
+	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends prometheus prometheus-redis-exporter
+
+up: install ## serve the bundled model on http://localhost:8000
+	$(BIN)/headrace up $(ARGS)
+
+test: install ## run all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+check: install ## ruff, mypy strict, import-linter
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+dashboards: install ## write charts/headrace/dashboards from charts/generate
+	$(BIN)/python charts/generate/dashboards.py
+
+pictures: install ## draw docs/dashboards from a loaded server (needs system-packages, three minutes)
+	PYTHONPATH=tests/support $(BIN)/python charts/generate/pictures.py
+
+clean: ## remove the environment and what was built
+	rm -rf $(VENV) build dist .headrace

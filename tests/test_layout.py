@@ -1,0 +1,171 @@
+"""The house rules: where files may be, what may import what, what is documented exists."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import entry_points, requires
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("cli", "common", "engine", "operator", "service")
+DOCUMENTS = ("README.md", "docs/development.md", "docs/architecture.md")
+# Imports every module of a package while refusing the named ones.
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+package, blocked = sys.argv[1], set(sys.argv[2].split(","))
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in blocked:
+            raise ImportError(f"{name} is not allowed in {package}")
+
+sys.meta_path.insert(0, Blocker())
+top = importlib.import_module(package)
+for module in pkgutil.walk_packages(top.__path__, package + "."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+"""
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_is_only_a_source_root(room: str) -> None:
+    """operator/__init__.py would hide the standard library's module."""
+    assert not (ROOT / room / "__init__.py").exists()
+
+
+def test_test_folders_are_no_packages() -> None:
+    found = [path for path in (ROOT / "tests").rglob("__init__.py") if "support" not in path.parts]
+
+    assert found == []
+
+
+def test_the_wheel_holds_the_package_of_every_room(project: dict[str, Any]) -> None:
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    packages = [f"{room}/{path.parent.name}" for room in ROOMS for path in packages_of(room)]
+
+    assert sorted(wheel["packages"]) == sorted(packages)
+    assert sorted(wheel["dev-mode-dirs"]) == sorted(ROOMS)
+
+
+def test_every_room_is_checked(project: dict[str, Any]) -> None:
+    tools = project["tool"]
+
+    assert set(ROOMS) <= set(tools["mypy"]["mypy_path"])
+    assert set(ROOMS) <= set(tools["mypy"]["files"])
+    assert set(ROOMS) <= set(tools["ruff"]["src"])
+    packages = {path.parent.name for room in ROOMS for path in (ROOT / room).glob("*/__init__.py")}
+    assert set(tools["importlinter"]["root_packages"]) == packages
+
+
+@pytest.mark.parametrize(
+    ("package", "blocked"),
+    [
+        ("headrace_common", "torch,transformers,fastapi,uvicorn,kopf,kubernetes"),
+        ("headrace_gateway", "torch,transformers,kopf,kubernetes"),
+        ("headrace_cli", "torch,transformers,fastapi,uvicorn,kopf,kubernetes"),
+        ("headrace_operator", "torch,transformers,fastapi,uvicorn"),
+    ],
+)
+def test_a_package_imports_without_what_is_not_its_own(package: str, blocked: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL, package, blocked],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("extra", ["gateway", "operator"])
+def test_an_image_without_torch_stays_without_it(extra: str) -> None:
+    needed = closure("headrace", extra)
+
+    assert "pydantic" in needed
+    assert needed.isdisjoint({"torch", "transformers", "triton"})
+
+
+def test_the_command_resolves() -> None:
+    (command,) = (found for found in entry_points(group="console_scripts", name="headrace"))
+
+    assert callable(command.load())
+
+
+def test_every_pinned_version_is_exact() -> None:
+    lines = (ROOT / "constraints.txt").read_text().split()
+
+    assert [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.+!]+", line)] == []
+
+
+def test_every_documented_make_target_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {
+        name
+        for document in DOCUMENTS
+        for name in re.findall(r"\bmake ([a-z-]+)(?=[`\s]|$)", code(ROOT / document))
+    }
+
+    assert named
+    assert named <= targets
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_link_of_a_document_leads_somewhere(document: str) -> None:
+    path = ROOT / document
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)|src=\"([^\"]+)\"", path.read_text())
+    local = [link for pair in links for link in pair if link and "://" not in link]
+
+    assert local
+    assert [link for link in local if not (path.parent / link).exists()] == []
+
+
+def closure(package: str, extra: str = "") -> set[str]:
+    """Every distribution that installing `package[extra]` here brings along."""
+    found: set[str] = set()
+    open_ends = [(package, extra)]
+    while open_ends:
+        name, extras = open_ends.pop()
+        for line in requires(name) or ():
+            needed = Requirement(line)
+            wanted = needed.marker is None or needed.marker.evaluate({"extra": extras})
+            if wanted and needed.name not in found:
+                found.add(needed.name)
+                open_ends += [(needed.name, one) for one in (needed.extras or {""})]
+    return found
+
+
+def test_every_module_of_the_architecture_exists() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    sections = re.findall(r"^`(\w+/\w+)/`\n(.*?)(?=^`|\Z)", text, re.DOTALL | re.MULTILINE)
+    named = [
+        ROOT / package / name
+        for package, table in sections
+        for cell in re.findall(r"^\| (`[^|]+)\|", table, re.MULTILINE)
+        for name in re.findall(r"`([^`]+)`", cell)
+    ]
+
+    assert len(sections) == 5
+    assert [path for path in named if not (path.is_dir() or path.with_suffix(".py").exists())] == []
+
+
+def packages_of(room: str) -> list[Path]:
+    return sorted((ROOT / room).glob("*/__init__.py"))
+
+
+def code(document: Path) -> str:
+    """What a document shows as code, blocks and inline."""
+    text = document.read_text()
+    blocks = re.findall(r"```.*?\n(.*?)```", text, re.DOTALL)
+    inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    return "\n".join([*blocks, *inline])
