@@ -1,0 +1,336 @@
+"""Chat messages to prompt text through a checkpoint's own Jinja template.
+
+The environment is the one transformers gives (sandboxed, loop controls, tojson, raise_exception,
+strftime_now, generation blocks ignored), with bounds on time and size added: a template comes with
+the model, but what it loops over comes from users.
+"""
+
+import json
+import math
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from .checkpoint import TokenizerError, read_json, resolve
+from .errors import HeadraceError
+from .tokenizer import Tokenizer
+
+MAX_RENDERED_CHARS = 16 * 2**20
+MAX_RENDER_SECONDS = 5.0
+CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+_LOOP_FILTER = "headrace_loop"
+
+Message = Mapping[str, Any]
+
+
+class ChatTemplateError(HeadraceError):
+    """The template is missing or broken, or does not take these messages; the message says why."""
+
+    code = "chat_template_error"
+
+
+class ChatTemplate:
+    """A compiled template. Immutable, and safe to use from several threads."""
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str] | None = None,
+        *,
+        max_seconds: float = MAX_RENDER_SECONDS,
+        max_chars: int = MAX_RENDERED_CHARS,
+    ) -> None:
+        """Raises ChatTemplateError where the source is not a template."""
+        self.source = source
+        self._special_tokens = dict(special_tokens or {})
+        self._max_seconds = max_seconds
+        self._max_chars = max_chars
+        self._environment = _Environment(max_chars)
+        try:
+            self._template = self._environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ChatTemplateError(f"chat template, line {error.lineno}: {error}") from error
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
+        """The prompt as text. `variables` are the template's own (chat_template_kwargs).
+
+        Raises ChatTemplateError where the template refuses the messages, or takes too long over
+        them or makes too much of them.
+        """
+        chat = [_aliased(message) for message in messages]
+        final = _tag_final(chat, self.source) if continue_final_message else None
+        context = {
+            **self._special_tokens,
+            **variables,
+            "messages": chat,
+            "tools": tools,
+            "documents": documents,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        text = self._run(context)
+        return text if final is None else _cut_at_tag(text, final)
+
+    def _run(self, context: Mapping[str, Any]) -> str:
+        pieces: list[str] = []
+        size = 0
+        try:
+            with self._environment.deadline(self._max_seconds):
+                for piece in self._template.generate(context):
+                    self._environment.check()
+                    size += len(piece)
+                    if size > self._max_chars:
+                        raise ChatTemplateError(
+                            f"chat template: the prompt is over {self._max_chars} characters"
+                        )
+                    pieces.append(piece)
+        except jinja2.TemplateError as error:
+            raise ChatTemplateError(f"chat template: {error.message or error}") from error
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            TypeError,
+            ValueError,
+            RecursionError,
+            MemoryError,
+        ) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ChatTemplateError(f"chat template: {reason}") from error
+        return "".join(pieces)
+
+
+def load_chat_template(
+    source: str | Path,
+    tokenizer: Tokenizer,
+    *,
+    revision: str | None = None,
+    file: Path | None = None,
+) -> ChatTemplate | None:
+    """A checkpoint's chat template, None where it has none; `file` overrides it.
+
+    chat_template.jinja comes before tokenizer_config.json, as in transformers. Of several named
+    templates "default" is taken. Raises ChatTemplateError or TokenizerError.
+    """
+    text = file.read_text(encoding="utf-8") if file else _find_source(resolve(source, revision))
+    return None if text is None else ChatTemplate(text, tokenizer.special_tokens)
+
+
+def encode_chat(
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+    add_special_tokens: bool = False,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+) -> list[int]:
+    """Messages to prompt token ids: only the template's own special tokens are special."""
+    text = template.render(
+        tokenizer.protect(messages),
+        tools=tokenizer.protect(tools),
+        documents=tokenizer.protect(documents),
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        **tokenizer.protect(dict(variables or {})),
+    )
+    return tokenizer.encode_protected(text, add_special_tokens=add_special_tokens)
+
+
+def _find_source(folder: Path) -> str | None:
+    jinja_file = folder / "chat_template.jinja"
+    if jinja_file.is_file():
+        return jinja_file.read_text(encoding="utf-8")
+    value = read_json(folder / "tokenizer_config.json").get("chat_template")
+    if value is None:
+        value = read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(value, list):
+        named = {entry["name"]: entry["template"] for entry in value}
+        value = named.get("default")
+    if value is not None and not isinstance(value, str):
+        raise TokenizerError(f"{folder}: chat_template must be text, not {type(value).__name__}")
+    return value
+
+
+class _TooSlow(jinja2.TemplateRuntimeError):
+    pass
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """transformers' environment, stopped at the deadline of the render that runs in this thread.
+
+    Jinja has no endless loop of its own, so looking at the clock where a loop begins and at every
+    attribute, item and call is enough. The sandbox sends all of these through the environment.
+    """
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def __init__(self, max_chars: int) -> None:
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+        )
+        self._running = threading.local()
+        self._max_chars = max_chars
+        self.filters["tojson"] = _tojson
+        self.filters[_LOOP_FILTER] = self._loop
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+        self.globals["namespace"] = _Namespace
+
+    @contextmanager
+    def deadline(self, seconds: float) -> Iterator[None]:
+        self._running.until = time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            self._running.until = math.inf
+
+    def check(self) -> None:
+        if time.monotonic() > getattr(self._running, "until", math.inf):
+            raise _TooSlow("rendering took too long")
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        self.check()
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        self.check()
+        return super().getitem(obj, argument)
+
+    def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self.check()
+        return super().call(context, obj, *args, **kwargs)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        sizes = [x if isinstance(x, int) else len(x) for x in (left, right) if _has_size(x)]
+        if len(sizes) == 2 and _magnitude(operator, *sizes) > self._max_chars:
+            raise jinja2.exceptions.SecurityError(f"the result of {operator} is too large")
+        return super().call_binop(context, operator, left, right)
+
+    def _loop(self, iterable: Any) -> Any:
+        self.check()
+        return iterable
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        template = super()._parse(source, name, filename)
+        for loop in template.find_all(nodes.For):
+            loop.iter = nodes.Filter(
+                loop.iter, _LOOP_FILTER, [], [], None, None, lineno=loop.lineno
+            )
+        return template
+
+
+def _has_size(value: object) -> bool:
+    return isinstance(value, int | str | list | tuple)
+
+
+def _magnitude(operator: str, left: int, right: int) -> int:
+    """Of a product or a power: of a number its value, of a text its length."""
+    if operator == "*":
+        return abs(left) * abs(right)
+    return 1 << min(abs(left).bit_length() * abs(right), 64)
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` marks what the assistant said, for training: here it is only its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's, without attributes that lead to the interpreter's internals."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, rest = args[0], args[1:]
+        attributes = dict(*rest, **kwargs)
+        for name in attributes:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"namespace attribute {name!r} starts with _")
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Without Jinja's HTML escapes."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _aliased(message: Message) -> dict[str, Any]:
+    """A copy without the fields that are null; reasoning under every name that templates read."""
+    kept = {name: value for name, value in message.items() if value is not None}
+    for name in REASONING_FIELDS:
+        if name in kept:
+            return {"thinking": kept[name], **kept, "reasoning_content": kept[name]}
+    return kept
+
+
+def _tag_final(chat: list[dict[str, Any]], source: str) -> str:
+    """Marks the end of the final message's content, and returns that content."""
+    content = chat[-1].get("content") if chat else None
+    if not isinstance(content, str):
+        raise ChatTemplateError("continue_final_message: the final message has no text to continue")
+    if "content" not in source:
+        raise ChatTemplateError("continue_final_message: the chat template reads no content")
+    chat[-1] = {**chat[-1], "content": content + CONTINUE_TAG}
+    return content
+
+
+def _cut_at_tag(text: str, final: str) -> str:
+    position = text.rfind(CONTINUE_TAG.strip())
+    if position < 0 or final.strip() not in text:
+        raise ChatTemplateError(
+            "continue_final_message: the chat template does not render the final message as it is"
+        )
+    if text.startswith(CONTINUE_TAG, position):
+        return text[:position]
+    return text[:position].rstrip()

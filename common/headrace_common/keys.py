@@ -1,0 +1,142 @@
+"""Every Redis key of the queue protocol: its name, type, content and how long it lives.
+
+All keys of one shard of a model share a hash tag, so that a script over them runs on one node of a
+cluster; gateways and engines have tags of their own. Nothing else in the project spells a key.
+"""
+
+import secrets
+from urllib.parse import quote
+
+GROUP = "e"  # the one consumer group of a queue: the model's engines
+PRIORITIES = ("hi", "n", "lo")
+DEFAULT_SHARD = 0
+
+# Milliseconds. How long an engine may be silent before others take its requests over.
+LEASE_MS = 10_000
+# A gateway that did not beat for this long is gone: its requests are rebuilt from the journal.
+GATEWAY_TTL_MS = 10_000
+# An ended request is remembered for its gateway, should that have missed the last frames: it asks
+# again within seconds. Longer costs memory for every request ever run.
+ENDED_TTL_MS = 120_000
+# What a live request keeps beyond its deadline, so that the deadline itself is always answered.
+GRACE_MS = 600_000
+# A gateway's frames: as far back as a gateway may have been stalled, or a journal behind.
+FRAMES_KEPT_MS = 60_000
+FRAMES_TTL_MS = 120_000
+CONTROLS_TTL_MS = 120_000
+CONTROLS_KEPT = 1_000
+DEAD_LETTERS_KEPT = 10_000
+WAKEUPS_KEPT = 16
+
+
+def new_request_id(shard: int = DEFAULT_SHARD) -> str:
+    """128 random bits behind the shard, so that anyone who knows the id finds its keys."""
+    return f"{shard}.{secrets.token_hex(16)}"
+
+
+def new_incarnation(name: str) -> str:
+    """An id for one life of a gateway or engine: a restarted one must not answer to the old."""
+    return f"{name}.{secrets.token_hex(6)}"
+
+
+def shard_of(request_id: str) -> int:
+    """The shard that a request id names; DEFAULT_SHARD where it names none."""
+    shard, dot, _ = request_id.partition(".")
+    return int(shard) if dot and shard.isascii() and shard.isdigit() else DEFAULT_SHARD
+
+
+def _tag(*parts: object) -> str:
+    return "{" + ".".join(quote(str(part), safe="-_.~/") for part in parts) + "}"
+
+
+class ShardKeys:
+    """The keys of one shard of one model's queue."""
+
+    __slots__ = ("tag",)
+
+    def __init__(self, model: str, shard: int = DEFAULT_SHARD) -> None:
+        self.tag = _tag(model, shard)
+
+    def queue(self, priority: str) -> str:
+        """Stream with GROUP; entry {r: request id, v: version}. Acked and deleted together, at the
+        request's end; never trimmed, since a trim drops what nobody has read: bounded at ADMIT."""
+        return f"q:{self.tag}:{priority}"
+
+    @property
+    def queues(self) -> list[str]:
+        return [self.queue(priority) for priority in PRIORITIES]
+
+    def record(self, request_id: str) -> str:
+        """Hash, the request's state. Lives until deadline + GRACE_MS, once ended ENDED_TTL_MS.
+
+        st queued|running|done|failed|cancelled, q priority, mid entry id, a attempt, o owner,
+        g gateway, gs former gateways, je engine/attempt that writes the journal, f failures without
+        progress, pn tokens made, pt those at the last take, ph w(aiting)|x(ecuting),
+        fp fingerprint, d deadline, tk tokens, pk prompt tokens, v version, out outcome,
+        why failure code.
+        """
+        return self.records + request_id
+
+    @property
+    def records(self) -> str:
+        return f"r:{self.tag}:"
+
+    def payload(self, request_id: str) -> str:
+        """String, the msgpack request. Apart from the queue's entry, so that memory is freed at
+        once when the request ends. Lives as the record."""
+        return self.payloads + request_id
+
+    @property
+    def payloads(self) -> str:
+        return f"p:{self.tag}:"
+
+    def journal(self, request_id: str) -> str:
+        """Hash, output as far as beats wrote it. <choice>: number of tokens; <choice>:<index>:
+        packed ids from that output position; <choice>f: how it ended. Lives as the record, gone
+        at the request's end."""
+        return self.journals + request_id
+
+    @property
+    def journals(self) -> str:
+        return f"j:{self.tag}:"
+
+    @property
+    def stats(self) -> str:
+        """Hash of the shard: w/wt waiting requests/tokens, cn/cl reads since n/lo had their share,
+        er/et/e0 rate of endings, when last, when first. Lives for ever, a few fields."""
+        return f"s:{self.tag}"
+
+    @property
+    def wakeups(self) -> str:
+        """Stream, one entry when a started request becomes claimable. WAKEUPS_KEPT entries."""
+        return f"w:{self.tag}"
+
+    @property
+    def dead_letters(self) -> str:
+        """Stream {r: request id, why, n: failures}; never a prompt. DEAD_LETTERS_KEPT entries."""
+        return f"dl:{self.tag}"
+
+    @property
+    def engines(self) -> str:
+        """Set of engine ids; those whose status has lapsed are removed by readers."""
+        return f"eng:{self.tag}"
+
+    def status(self, engine_id: str) -> str:
+        """String, an engine's msgpack EngineStatus. Lives for one lease."""
+        return f"es:{self.tag}:{engine_id}"
+
+
+def frames(gateway_id: str) -> str:
+    """Stream {f: packed Frame} to one incarnation of a gateway, and the log from which a dead
+    gateway's streams are rebuilt. Trimmed to FRAMES_KEPT_MS, lives FRAMES_TTL_MS, renewed."""
+    return f"o:{_tag('g', gateway_id)}"
+
+
+def gateway_beat(gateway_id: str) -> str:
+    """String, there while the gateway lives. GATEWAY_TTL_MS, renewed by its beat."""
+    return f"gw:{_tag('g', gateway_id)}"
+
+
+def controls(engine_id: str) -> str:
+    """Stream {c: control message} to one engine. CONTROLS_KEPT entries, CONTROLS_TTL_MS."""
+    return f"c:{_tag('e', engine_id)}"

@@ -1,0 +1,339 @@
+"""Messages on the wire: what they hold and how they become bytes and back.
+
+msgpack with a version and a schema check; token ids travel as packed little-endian uint32. Decoding
+never runs code, never trusts a length, ignores unknown fields and refuses unknown versions.
+"""
+
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import msgpack
+
+from .errors import FailureCode, MessageError
+from .sampling import SamplingError, SamplingParams
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 16 * 2**20
+MAX_PROMPT_TOKENS = 2**21
+MAX_ID_CHARS = 256
+MAX_TRACE_CHARS = 1024
+
+_EMPTY: Mapping[str, str] = MappingProxyType({})
+
+
+class UnknownVersion(MessageError):
+    """The message is of a newer protocol: another consumer may understand it."""
+
+    code = "message_version_unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One accepted request as gateways write it and engines read it.
+
+    `sampling.seed` is always set and `sampling.stop` always empty: stop strings are the gateway's.
+    Times are Unix milliseconds. `priority` 0 is normal, lower is sooner. `trace` carries W3C
+    `traceparent` and `tracestate`.
+    """
+
+    request_id: str
+    model: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    created_ms: int
+    deadline_ms: int
+    tenant: str = "default"
+    cache_salt: bytes = b""
+    priority: int = 0
+    trace: Mapping[str, str] = field(default_factory=lambda: _EMPTY)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """At one position: the chosen token's log probability, its rank (1: most likely), the top."""
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """New tokens of one choice. `index` is the output position of the first of them.
+
+    `finish_reason` is `stop` or `length` on the choice's last message, `stop_token` the stop token
+    id that ended it (None: the end-of-sequence token).
+    """
+
+    request_id: str
+    attempt: int
+    choice: int
+    index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...] | None = None
+    finish_reason: str | None = None
+    stop_token: int | None = None
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceState:
+    """All that is known of one choice's output."""
+
+    token_ids: tuple[int, ...] = ()
+    finish_reason: str | None = None
+    stop_token: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Takeover:
+    """An engine took the request over and asks its gateway what the client has got.
+
+    `round` counts this engine's questions, so that a late answer to an earlier one is told apart.
+    Until the answer the engine sends no more tokens of the request.
+    """
+
+    request_id: str
+    attempt: int
+    round: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sync:
+    """The full output so far, for a gateway that has newly taken the client over."""
+
+    request_id: str
+    attempt: int
+    choices: tuple[ChoiceState, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The request ended without (the rest of) an answer."""
+
+    request_id: str
+    attempt: int
+    failure: FailureCode
+    message: str
+
+
+Reply = Tokens | Takeover | Sync | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """All that one engine tells one gateway after one step."""
+
+    engine_id: str
+    replies: tuple[Reply, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    """Nobody wants the request's answer any more."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopChoice:
+    """The gateway matched a stop string: this choice is complete."""
+
+    request_id: str
+    choice: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """Answer to Takeover: the client has exactly these tokens.
+
+    `round` is the question's. Round 0 was not asked for: the engine runs a history that is not the
+    client's, and must stop it and ask (Takeover). An engine ignores every other round but its last.
+    """
+
+    request_id: str
+    attempt: int
+    choices: tuple[ChoiceState, ...]
+    round: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resend:
+    """The gateway saw a gap: send this choice's tokens again from `index`."""
+
+    request_id: str
+    choice: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reroute:
+    """Another gateway holds the client now: send a Sync there and go on to it."""
+
+    request_id: str
+    gateway_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disown:
+    """The gateway does not know the request, or a newer engine owns it: drop it."""
+
+    request_id: str
+    attempt: int
+    superseded: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drain:
+    """Take no more work, finish what runs, then exit."""
+
+
+Control = Cancel | StopChoice | Resume | Resend | Reroute | Disown | Drain
+
+
+def encode_request(request: GenerateRequest) -> bytes:
+    """Packs a request. Raises MessageError where it is over the size limit."""
+    sampling = {
+        f.name: _plain(getattr(request.sampling, f.name))
+        for f in fields(SamplingParams)
+        if f.name != "stop"
+    }
+    body = {
+        "v": PROTOCOL_VERSION,
+        "id": request.request_id,
+        "model": request.model,
+        "prompt": pack_tokens(request.prompt_token_ids),
+        "sampling": sampling,
+        "created": request.created_ms,
+        "deadline": request.deadline_ms,
+        "tenant": request.tenant,
+        "salt": request.cache_salt,
+        "priority": request.priority,
+        "trace": dict(request.trace),
+    }
+    return _pack(body)
+
+
+def decode_request(data: bytes) -> GenerateRequest:
+    """Unpacks and checks a request. Raises MessageError (UnknownVersion for a newer protocol)."""
+    body = _unpack_map(data)
+    version = body.get("v")
+    if version != PROTOCOL_VERSION:
+        raise UnknownVersion(f"protocol version {version!r:.40} is not {PROTOCOL_VERSION}")
+    prompt = unpack_tokens(_get(body, "prompt", bytes))
+    if not 0 < len(prompt) <= MAX_PROMPT_TOKENS:
+        raise MessageError(
+            f"prompt: {len(prompt)} tokens are not between 1 and {MAX_PROMPT_TOKENS}"
+        )
+    return GenerateRequest(
+        request_id=_identifier(body, "id"),
+        model=_identifier(body, "model"),
+        prompt_token_ids=prompt,
+        sampling=_sampling(_get(body, "sampling", dict)),
+        created_ms=_get(body, "created", int),
+        deadline_ms=_get(body, "deadline", int),
+        tenant=_identifier(body, "tenant"),
+        cache_salt=_get(body, "salt", bytes),
+        priority=_get(body, "priority", int),
+        trace=_trace(_get(body, "trace", dict)),
+    )
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian uint32."""
+    packed = array("I", token_ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_tokens(data: bytes) -> tuple[int, ...]:
+    """Inverse of pack_tokens. Raises MessageError where the length is not a multiple of 4."""
+    if len(data) % 4:
+        raise MessageError(f"token ids: {len(data)} bytes are not a multiple of 4")
+    packed = array("I")
+    packed.frombytes(data)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return tuple(packed)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, tuple | list) else value
+
+
+def _pack(body: object) -> bytes:
+    data: bytes = msgpack.packb(body, use_bin_type=True)
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise MessageError(f"message of {len(data)} bytes is over {MAX_MESSAGE_BYTES}")
+    return data
+
+
+def _unpack(data: bytes) -> Any:
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise MessageError(f"message of {len(data)} bytes is over {MAX_MESSAGE_BYTES}")
+    try:
+        return msgpack.unpackb(
+            data,
+            raw=False,
+            strict_map_key=False,
+            ext_hook=_refuse_extension,
+        )
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise MessageError(f"not msgpack: {error}") from error
+
+
+def _refuse_extension(code: int, _data: bytes) -> object:
+    raise MessageError(f"msgpack extension type {code} is not allowed")
+
+
+def _unpack_map(data: bytes) -> dict[Any, Any]:
+    body = _unpack(data)
+    if not isinstance(body, dict):
+        raise MessageError(f"a message is a map, not {type(body).__name__}")
+    return body
+
+
+T = TypeVar("T")
+
+
+def _get(body: dict[Any, Any], name: str, kind: type[T]) -> T:
+    value = body.get(name)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise MessageError(f"{name}: must be {kind.__name__}, not {type(value).__name__}")
+    return value
+
+
+def _identifier(body: dict[Any, Any], name: str) -> str:
+    value: str = _get(body, name, str)
+    if not 0 < len(value) <= MAX_ID_CHARS:
+        raise MessageError(f"{name}: must have 1 to {MAX_ID_CHARS} characters")
+    return value
+
+
+def _trace(raw: dict[Any, Any]) -> Mapping[str, str]:
+    for key, value in raw.items():
+        if not isinstance(key, str) or not isinstance(value, str) or len(value) > MAX_TRACE_CHARS:
+            raise MessageError("trace: must map words to short strings")
+    return MappingProxyType(raw)
+
+
+_SAMPLING_FIELDS = frozenset(f.name for f in fields(SamplingParams)) - {"stop"}
+
+
+def _sampling(raw: dict[Any, Any]) -> SamplingParams:
+    known: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in raw.items()
+        if name in _SAMPLING_FIELDS
+    }
+    try:
+        return SamplingParams(**known)
+    except (SamplingError, TypeError) as error:
+        raise MessageError(f"sampling: {error}") from error

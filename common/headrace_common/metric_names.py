@@ -1,0 +1,381 @@
+"""Every metric, span and attribute name that Headrace exports, with units and histogram buckets.
+
+The names of others come first: OpenTelemetry's GenAI semantic conventions for requests and tokens,
+vLLM's (`vllm:`) for the gauges that routers such as the Gateway API inference extension scrape.
+Only constants: nothing here imports OpenTelemetry or records anything.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+_PROMETHEUS_UNITS = {"s": "_seconds", "By": "_bytes"}
+
+
+class MetricKind(StrEnum):
+    COUNTER = "counter"
+    UP_DOWN_COUNTER = "up_down_counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric. `unit` is UCUM (`s`, `{token}`), `buckets` are a histogram's upper edges."""
+
+    name: str
+    kind: MetricKind
+    unit: str
+    description: str
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def prometheus_name(self) -> str:
+        """The name on the Prometheus endpoint; a histogram adds `_bucket`, `_sum`, `_count`."""
+        base = self.name.replace(".", "_") + _PROMETHEUS_UNITS.get(self.unit, "")
+        return f"{base}_total" if self.kind is MetricKind.COUNTER else base
+
+
+# The conventions' edges, then upwards: long generations would all fall into the last bucket.
+_REQUEST_SECONDS = (
+    *(0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92),
+    *(163.84, 327.68, 655.36, 1310.72, 2621.44, 5242.88),
+)
+_FIRST_TOKEN_SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_OUTPUT_TOKEN_SECONDS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
+    *(5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_TOKEN_COUNTS = tuple(float(4**power) for power in range(14))
+_PHASE_SECONDS = (
+    *(0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0),
+    *(240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_STEP_SECONDS = (
+    *(0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512),
+    *(1.024, 2.048, 4.096, 8.192, 16.384, 32.768, 65.536),
+)
+_STEP_TOKENS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0,
+                16384.0)  # fmt: skip
+
+# OpenTelemetry GenAI semantic conventions, recorded by the gateway.
+REQUEST_DURATION = Metric(
+    "gen_ai.server.request.duration",
+    MetricKind.HISTOGRAM,
+    "s",
+    "Time from a request's arrival to its last byte.",
+    _REQUEST_SECONDS,
+)
+TIME_TO_FIRST_TOKEN = Metric(
+    "gen_ai.server.time_to_first_token",
+    MetricKind.HISTOGRAM,
+    "s",
+    "Time from a request's arrival to its first output token.",
+    _FIRST_TOKEN_SECONDS,
+)
+TIME_PER_OUTPUT_TOKEN = Metric(
+    "gen_ai.server.time_per_output_token",
+    MetricKind.HISTOGRAM,
+    "s",
+    "Mean time per output token after the first, one value a choice.",
+    _OUTPUT_TOKEN_SECONDS,
+)
+TOKEN_USAGE = Metric(
+    "gen_ai.client.token.usage",
+    MetricKind.HISTOGRAM,
+    "{token}",
+    "Input and output tokens of a request.",
+    _TOKEN_COUNTS,
+)
+
+# The queue. Every gateway reads the same queue: take max, not sum, over gateways of the gauges.
+QUEUE_DEPTH = Metric(
+    "headrace.queue.depth",
+    MetricKind.GAUGE,
+    "{request}",
+    "Requests that wait in a model's queue (the same value from every gateway).",
+)
+QUEUE_TOKENS = Metric(
+    "headrace.queue.tokens",
+    MetricKind.GAUGE,
+    "{token}",
+    "Prompt plus maximal output tokens of the waiting requests (the same from every gateway).",
+)
+QUEUE_PENDING = Metric(
+    "headrace.queue.pending",
+    MetricKind.GAUGE,
+    "{request}",
+    "Requests that engines have taken and not ended (the same value from every gateway).",
+)
+QUEUE_OLDEST_AGE = Metric(
+    "headrace.queue.oldest_age",
+    MetricKind.GAUGE,
+    "s",
+    "Age of the oldest waiting request (the same value from every gateway).",
+)
+QUEUE_ADMITTED = Metric(
+    "headrace.queue.admitted",
+    MetricKind.COUNTER,
+    "{request}",
+    "Requests that this gateway put on the queue.",
+)
+QUEUE_REJECTED = Metric(
+    "headrace.queue.rejected",
+    MetricKind.COUNTER,
+    "{request}",
+    "Requests that this gateway refused, by reason.",
+)
+QUEUE_REDELIVERIES = Metric(
+    "headrace.queue.redeliveries",
+    MetricKind.COUNTER,
+    "{request}",
+    "Requests that this engine took over from one that went silent or gave them back.",
+)
+QUEUE_DEAD_LETTERS = Metric(
+    "headrace.queue.dead_letters",
+    MetricKind.COUNTER,
+    "{message}",
+    "Messages set aside since they cannot be served; every gateway reports the same.",
+)
+
+# The gateway's connections.
+GATEWAY_DISCONNECTS = Metric(
+    "headrace.gateway.disconnects",
+    MetricKind.COUNTER,
+    "{request}",
+    "Requests whose client went away before the end.",
+)
+GATEWAY_REQUESTS_IN_FLIGHT = Metric(
+    "headrace.gateway.requests.in_flight",
+    MetricKind.UP_DOWN_COUNTER,
+    "{request}",
+    "Requests that this gateway is serving, by whether they stream.",
+)
+
+# The engine.
+ENGINE_REQUESTS = Metric(
+    "headrace.engine.requests",
+    MetricKind.GAUGE,
+    "{request}",
+    "Sequences in the engine's scheduler, by state.",
+)
+ENGINE_KV_UTILIZATION = Metric(
+    "headrace.engine.kv.utilization",
+    MetricKind.GAUGE,
+    "1",
+    "Share of KV blocks in use by sequences, 0 to 1.",
+)
+ENGINE_KV_BLOCKS = Metric(
+    "headrace.engine.kv.blocks",
+    MetricKind.GAUGE,
+    "{block}",
+    "KV blocks by state (used, cached, free) and place (device, host).",
+)
+ENGINE_STEP_DURATION = Metric(
+    "headrace.engine.step.duration",
+    MetricKind.HISTOGRAM,
+    "s",
+    "Duration of one engine step.",
+    _STEP_SECONDS,
+)
+ENGINE_STEP_TOKENS = Metric(
+    "headrace.engine.step.tokens",
+    MetricKind.HISTOGRAM,
+    "{token}",
+    "Tokens computed in one step, by phase.",
+    _STEP_TOKENS,
+)
+ENGINE_STEP_LAST_AGE = Metric(
+    "headrace.engine.step.last_age",
+    MetricKind.GAUGE,
+    "s",
+    "Time since the last finished step while there is work; 0 while idle.",
+)
+ENGINE_REQUEST_PHASE_DURATION = Metric(
+    "headrace.engine.request.phase.duration",
+    MetricKind.HISTOGRAM,
+    "s",
+    "Time that a request spent in a phase: queue, prefill, decode.",
+    _PHASE_SECONDS,
+)
+ENGINE_PREEMPTIONS = Metric(
+    "headrace.engine.preemptions",
+    MetricKind.COUNTER,
+    "{preemption}",
+    "Sequences that gave their KV blocks up, by kind.",
+)
+ENGINE_PREFIX_CACHE_TOKENS = Metric(
+    "headrace.engine.prefix_cache.tokens",
+    MetricKind.COUNTER,
+    "{token}",
+    "Prompt tokens looked up in the prefix cache, by result.",
+)
+ENGINE_SPEC_TOKENS = Metric(
+    "headrace.engine.spec.tokens",
+    MetricKind.COUNTER,
+    "{token}",
+    "Drafted tokens of speculative decoding, by result.",
+)
+ENGINE_TOKENS = Metric(
+    "headrace.engine.tokens",
+    MetricKind.COUNTER,
+    "{token}",
+    "Prompt tokens taken in and output tokens made, by type.",
+)
+
+# The operator. All carry the served model and, as K8S_NAMESPACE, where its ModelService is.
+OPERATOR_REPLICAS = Metric(
+    "headrace.operator.replicas",
+    MetricKind.GAUGE,
+    "{replica}",
+    "Engine replicas by kind (desired, ready).",
+)
+OPERATOR_DECISIONS = Metric(
+    "headrace.operator.decisions",
+    MetricKind.COUNTER,
+    "{decision}",
+    "Scaling decisions by reason.",
+)
+OPERATOR_SIGNAL = Metric(
+    "headrace.operator.signal",
+    MetricKind.GAUGE,
+    "",
+    "Present value of a scaling signal, by signal; absent while it cannot be read.",
+)
+OPERATOR_SIGNAL_TARGET = Metric(
+    "headrace.operator.signal.target",
+    MetricKind.GAUGE,
+    "",
+    "Value of a scaling signal above which replicas are added, by signal.",
+)
+OPERATOR_COLD_START_DURATION = Metric(
+    "headrace.operator.cold_start.duration",
+    MetricKind.HISTOGRAM,
+    "s",
+    "Time from an engine pod's creation until it is ready.",
+    _PHASE_SECONDS,
+)
+OPERATOR_RECONCILES = Metric(
+    "headrace.operator.reconciles",
+    MetricKind.COUNTER,
+    "{reconcile}",
+    "Finished reconciliations of a ModelService, by result (ok, error).",
+)
+
+GATEWAY_METRICS = (
+    REQUEST_DURATION,
+    TIME_TO_FIRST_TOKEN,
+    TIME_PER_OUTPUT_TOKEN,
+    TOKEN_USAGE,
+    QUEUE_DEPTH,
+    QUEUE_TOKENS,
+    QUEUE_PENDING,
+    QUEUE_OLDEST_AGE,
+    QUEUE_ADMITTED,
+    QUEUE_REJECTED,
+    QUEUE_DEAD_LETTERS,
+    GATEWAY_DISCONNECTS,
+    GATEWAY_REQUESTS_IN_FLIGHT,
+)
+ENGINE_METRICS = (
+    QUEUE_REDELIVERIES,
+    ENGINE_REQUESTS,
+    ENGINE_KV_UTILIZATION,
+    ENGINE_KV_BLOCKS,
+    ENGINE_STEP_DURATION,
+    ENGINE_STEP_TOKENS,
+    ENGINE_STEP_LAST_AGE,
+    ENGINE_REQUEST_PHASE_DURATION,
+    ENGINE_PREEMPTIONS,
+    ENGINE_PREFIX_CACHE_TOKENS,
+    ENGINE_TOKENS,
+)
+OPERATOR_METRICS = (
+    OPERATOR_REPLICAS,
+    OPERATOR_DECISIONS,
+    OPERATOR_SIGNAL,
+    OPERATOR_SIGNAL_TARGET,
+    OPERATOR_COLD_START_DURATION,
+    OPERATOR_RECONCILES,
+)
+ALL_METRICS = (*GATEWAY_METRICS, *ENGINE_METRICS, ENGINE_SPEC_TOKENS, *OPERATOR_METRICS)
+
+# Names on the engine's Prometheus endpoint that vLLM's users and inference routers look for.
+# OpenTelemetry allows no colon in a name, so they exist on the Prometheus endpoint only.
+VLLM_REQUESTS_RUNNING = "vllm:num_requests_running"
+VLLM_REQUESTS_WAITING = "vllm:num_requests_waiting"
+VLLM_KV_CACHE_USAGE = "vllm:kv_cache_usage_perc"
+VLLM_CACHE_CONFIG = "vllm:cache_config_info"
+VLLM_PREEMPTIONS = "vllm:num_preemptions"
+VLLM_PROMPT_TOKENS = "vllm:prompt_tokens"
+VLLM_GENERATION_TOKENS = "vllm:generation_tokens"
+VLLM_PREFIX_CACHE_QUERIES = "vllm:prefix_cache_queries"
+VLLM_PREFIX_CACHE_HITS = "vllm:prefix_cache_hits"
+VLLM_LABELS = ("model_name", "engine")
+
+# Attributes of metrics and spans.
+OPERATION_NAME = "gen_ai.operation.name"
+PROVIDER_NAME = "gen_ai.provider.name"
+REQUEST_MODEL = "gen_ai.request.model"
+REQUEST_ID = "gen_ai.request.id"
+REQUEST_MAX_TOKENS = "gen_ai.request.max_tokens"
+REQUEST_TEMPERATURE = "gen_ai.request.temperature"
+REQUEST_TOP_P = "gen_ai.request.top_p"
+REQUEST_TOP_K = "gen_ai.request.top_k"
+REQUEST_SEED = "gen_ai.request.seed"
+REQUEST_FREQUENCY_PENALTY = "gen_ai.request.frequency_penalty"
+REQUEST_PRESENCE_PENALTY = "gen_ai.request.presence_penalty"
+REQUEST_CHOICE_COUNT = "gen_ai.request.choice.count"
+REQUEST_STREAM = "gen_ai.request.stream"
+RESPONSE_ID = "gen_ai.response.id"
+RESPONSE_MODEL = "gen_ai.response.model"
+RESPONSE_FINISH_REASONS = "gen_ai.response.finish_reasons"
+RESPONSE_TIME_TO_FIRST_CHUNK = "gen_ai.response.time_to_first_chunk"
+USAGE_INPUT_TOKENS = "gen_ai.usage.input_tokens"
+USAGE_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+USAGE_CACHE_READ_TOKENS = "gen_ai.usage.cache_read.input_tokens"
+TOKEN_TYPE = "gen_ai.token.type"  # noqa: S105 - a name, not a secret
+INPUT_MESSAGES = "gen_ai.input.messages"
+OUTPUT_MESSAGES = "gen_ai.output.messages"
+ERROR_TYPE = "error.type"
+SERVER_ADDRESS = "server.address"
+SERVER_PORT = "server.port"
+K8S_NAMESPACE = "k8s.namespace.name"
+# vLLM's, outside the conventions but widely read.
+LATENCY_QUEUE = "gen_ai.latency.time_in_queue"
+LATENCY_TIME_TO_FIRST_TOKEN = "gen_ai.latency.time_to_first_token"  # noqa: S105
+LATENCY_PREFILL = "gen_ai.latency.time_in_model_prefill"
+LATENCY_DECODE = "gen_ai.latency.time_in_model_decode"
+LATENCY_E2E = "gen_ai.latency.e2e"
+# Ours.
+REASON = "reason"
+STATE = "state"
+PLACE = "place"
+PHASE = "phase"
+KIND = "kind"
+RESULT = "result"
+TYPE = "type"
+SIGNAL = "signal"
+STREAM = "stream"
+ENGINE_ID = "headrace.engine.id"
+ATTEMPT = "headrace.attempt"
+STEP_FIRST = "headrace.engine.step.first"
+STEP_LAST = "headrace.engine.step.last"
+STEP_NUMBER = "headrace.engine.step.number"
+STEP_SEQUENCES = "headrace.engine.step.sequences"
+STEP_TOKEN_COUNT = "headrace.engine.step.token_count"  # noqa: S105
+PREEMPTION_COUNT = "headrace.engine.preemption_count"
+TENANT = "headrace.tenant"
+
+PROVIDER = "headrace"
+OPERATION_CHAT = "chat"
+OPERATION_COMPLETION = "text_completion"
+
+# Spans inside one request's trace, below the gateway's `{operation} {model}`.
+SPAN_QUEUE = "headrace.queue"
+SPAN_ENGINE = "headrace.engine"
+SPAN_PREFILL = "headrace.engine.prefill"
+SPAN_DECODE = "headrace.engine.decode"
+SPAN_STEP = "headrace.engine.step"

@@ -1,0 +1,302 @@
+"""Decides which of the replies about one request its client gets: the gateway's rules, without I/O.
+
+Several engines may speak about a request: one that died, one that took over, one that froze and
+woke, one whose claim a rollback of Redis undid. The client must see one history. So the arbiter,
+not Redis and not an engine, says who is heard (the owner), and an engine that goes on with a
+request first asks it what the client has. Everything may come twice, late, or never.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..messages import (
+    ChoiceState,
+    Control,
+    Disown,
+    Failed,
+    Logprobs,
+    Reply,
+    Resend,
+    Resume,
+    Sync,
+    Takeover,
+    Tokens,
+)
+from .base import Outcome
+
+Sender = tuple[str, int]  # engine incarnation, attempt
+_ASK_AGAIN = 16  # messages behind a gap, or ignored ones, before the same thing is said again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deliver:
+    """Tokens that the client gets now; `finish_reason` ends the choice."""
+
+    choice: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...] | None = None
+    finish_reason: str | None = None
+    stop_token: int | None = None
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A control message for an engine."""
+
+    engine_id: str
+    control: Control
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The request ends here with this failure."""
+
+    failed: Failed
+
+
+@dataclass(frozen=True, slots=True)
+class Ignore:
+    """Nothing changed; `reason` is a word to count by."""
+
+    reason: str
+
+
+Action = Deliver | Send | Fail | Ignore
+
+
+class _Choice:
+    __slots__ = ("asked", "behind_gap", "finish_reason", "stop_token", "token_ids")
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self.stop_token: int | None = None
+        self.asked = -1  # the gap for which a Resend is under way
+        self.behind_gap = 0
+
+    def state(self) -> ChoiceState:
+        return ChoiceState(
+            token_ids=tuple(self.token_ids),
+            finish_reason=self.finish_reason,
+            stop_token=self.stop_token,
+        )
+
+    def extended_by(self, state: ChoiceState) -> bool:
+        """Whether a history begins with what the client has of this choice."""
+        known = len(self.token_ids)
+        return self.finish_reason is not None or list(state.token_ids[:known]) == self.token_ids
+
+
+class Arbiter:
+    """What the client of one request has, and whom it is from."""
+
+    def __init__(self, request_id: str, choices: int) -> None:
+        self.request_id = request_id
+        self.owner: Sender | None = None
+        self.failed: Failed | None = None
+        self._distrusted = False  # the owner said something else than before: it must ask first
+        self._choices = [_Choice() for _ in range(choices)]
+        self._retired: set[Sender] = set()
+        self._ignored: dict[Sender, int] = {}
+
+    @property
+    def attempt(self) -> int:
+        """The newest attempt that was heard; 0 before any."""
+        return 0 if self.owner is None else self.owner[1]
+
+    @property
+    def complete(self) -> bool:
+        """Every choice has ended."""
+        return all(choice.finish_reason is not None for choice in self._choices)
+
+    @property
+    def ended(self) -> bool:
+        return self.failed is not None or self.complete
+
+    def states(self) -> tuple[ChoiceState, ...]:
+        return tuple(choice.state() for choice in self._choices)
+
+    def token_count(self, choice: int) -> int:
+        return len(self._choices[choice].token_ids)
+
+    def stop_choice(self, choice: int, reason: str = "stop") -> bool:
+        """Ends a choice from the client's side; False where it had ended."""
+        if self._choices[choice].finish_reason is not None:
+            return False
+        self._choices[choice].finish_reason = reason
+        return True
+
+    def handle(self, engine_id: str, reply: Reply) -> Sequence[Action]:
+        """Takes one reply, in the order of the gateway's stream."""
+        sender = (engine_id, reply.attempt)
+        if self.ended:
+            return self._after_end(sender, reply)
+        if sender in self._retired:
+            return self._refuse(sender, reply, "retired")
+        match reply:
+            case Tokens():
+                return self._tokens(sender, reply)
+            case Takeover():
+                return self._takeover(sender, reply)
+            case Sync():
+                return self._sync(sender, reply)
+            case Failed():
+                return self._failed(sender, reply)
+
+    def settle(self, outcome: Outcome) -> Sequence[Action] | None:
+        """Takes the stored outcome of a request that ended without its last frames arriving.
+
+        None where it is of another history than the client's: what is missing is lost then.
+        """
+        if outcome.failed is not None:
+            self.failed = outcome.failed
+            return [Fail(outcome.failed)]
+        if len(outcome.choices) != len(self._choices) or not self._extended_by(outcome.choices):
+            return None
+        actions = self._deliver_states(outcome.choices, outcome.cached_tokens)
+        return actions if self.complete else None
+
+    # Rules
+
+    def _tokens(self, sender: Sender, reply: Tokens) -> Sequence[Action]:
+        if reply.choice >= len(self._choices):
+            return [Ignore("no_such_choice")]
+        if self.owner is None:
+            self.owner = sender
+        if sender == self.owner:
+            return self._extend(sender, reply)
+        if sender[1] >= self.attempt:
+            # Someone started over: Redis forgot the owner. It must ask before it is heard.
+            return self._nudge(sender, "restarted")
+        return self._refuse(sender, reply, "older_attempt")
+
+    def _extend(self, sender: Sender, reply: Tokens) -> Sequence[Action]:
+        choice = self._choices[reply.choice]
+        if choice.finish_reason is not None:
+            return [Ignore("choice_ended")]
+        known = len(choice.token_ids)
+        if self._distrusted or self._contradicts(choice, reply):
+            self._distrusted = True
+            return self._nudge(sender, "contradiction")
+        if reply.index > known:
+            return self._gap(sender, reply.choice)
+        new = reply.token_ids[known - reply.index :]
+        ends = reply.finish_reason is not None and reply.index + len(reply.token_ids) >= known
+        if not new and not ends:
+            return [Ignore("duplicate")]
+        choice.token_ids += new
+        choice.asked, choice.behind_gap = -1, 0
+        if ends:
+            choice.finish_reason, choice.stop_token = reply.finish_reason, reply.stop_token
+        logprobs = reply.logprobs and reply.logprobs[known - reply.index :]
+        return [
+            Deliver(
+                choice=reply.choice,
+                token_ids=new,
+                logprobs=logprobs,
+                finish_reason=reply.finish_reason if ends else None,
+                stop_token=reply.stop_token if ends else None,
+                cached_tokens=reply.cached_tokens,
+            )
+        ]
+
+    @staticmethod
+    def _contradicts(choice: _Choice, reply: Tokens) -> bool:
+        """Whether the reply says something else where the client has tokens already."""
+        had = choice.token_ids[reply.index : reply.index + len(reply.token_ids)]
+        return bool(had) and had != list(reply.token_ids[: len(had)])
+
+    def _gap(self, sender: Sender, number: int) -> Sequence[Action]:
+        choice = self._choices[number]
+        known = len(choice.token_ids)
+        choice.behind_gap += 1
+        if choice.asked == known and choice.behind_gap % _ASK_AGAIN:
+            return [Ignore("behind_gap")]
+        choice.asked = known
+        resend = Resend(request_id=self.request_id, choice=number, index=known)
+        return [Send(sender[0], resend)]
+
+    def _takeover(self, sender: Sender, reply: Takeover) -> Sequence[Action]:
+        if sender[1] < self.attempt:
+            return self._refuse(sender, reply, "older_attempt")
+        self._own(sender)
+        return [Send(sender[0], self._resume(sender[1], reply.round))]
+
+    def _sync(self, sender: Sender, reply: Sync) -> Sequence[Action]:
+        if sender[1] < self.attempt:
+            return self._refuse(sender, reply, "older_attempt")
+        if len(reply.choices) != len(self._choices) or not self._extended_by(reply.choices):
+            return self._nudge(sender, "diverged")
+        self._own(sender)
+        return self._deliver_states(reply.choices) or [Ignore("duplicate")]
+
+    def _failed(self, sender: Sender, reply: Failed) -> Sequence[Action]:
+        if sender != self.owner and sender[1] < self.attempt:
+            return [Ignore("older_attempt")]
+        self.failed = reply
+        return [Fail(reply)]
+
+    # Parts
+
+    def _own(self, sender: Sender) -> None:
+        """From now on `sender` is heard, and whoever was before it never again."""
+        if self.owner is not None and self.owner != sender:
+            self._retired.add(self.owner)
+        self.owner = sender
+        self._distrusted = False
+        for choice in self._choices:
+            choice.asked, choice.behind_gap = -1, 0
+
+    def _extended_by(self, states: Sequence[ChoiceState]) -> bool:
+        return all(c.extended_by(s) for c, s in zip(self._choices, states, strict=True))
+
+    def _deliver_states(
+        self, states: Sequence[ChoiceState], cached_tokens: int = 0
+    ) -> list[Action]:
+        actions: list[Action] = []
+        for number, (choice, state) in enumerate(zip(self._choices, states, strict=True)):
+            if choice.finish_reason is not None:
+                continue
+            new = state.token_ids[len(choice.token_ids) :]
+            choice.token_ids += new
+            choice.finish_reason, choice.stop_token = state.finish_reason, state.stop_token
+            if new or state.finish_reason is not None:
+                actions.append(
+                    Deliver(
+                        choice=number,
+                        token_ids=new,
+                        finish_reason=state.finish_reason,
+                        stop_token=state.stop_token,
+                        cached_tokens=cached_tokens,
+                    )
+                )
+        return actions
+
+    def _resume(self, attempt: int, number: int) -> Resume:
+        return Resume(
+            request_id=self.request_id, attempt=attempt, choices=self.states(), round=number
+        )
+
+    def _nudge(self, sender: Sender, reason: str) -> Sequence[Action]:
+        """Tells an engine that goes on with another history to stop and ask."""
+        if not self._often(sender):
+            return [Ignore(reason)]
+        return [Send(sender[0], self._resume(sender[1], 0)), Ignore(reason)]
+
+    def _refuse(self, sender: Sender, reply: Reply, reason: str) -> Sequence[Action]:
+        """Ignores a reply; tells its engine, at once if it asked, else now and then."""
+        if not isinstance(reply, Takeover | Sync) and not self._often(sender):
+            return [Ignore(reason)]
+        disown = Disown(request_id=self.request_id, attempt=sender[1], superseded=True)
+        return [Send(sender[0], disown), Ignore(reason)]
+
+    def _often(self, sender: Sender) -> bool:
+        count = self._ignored[sender] = self._ignored.get(sender, 0) + 1
+        return count % _ASK_AGAIN == 1
+
+    def _after_end(self, sender: Sender, reply: Reply) -> Sequence[Action]:
+        """The client has all it gets; who asks how to go on is told what there is."""
+        if isinstance(reply, Takeover) and self.failed is None and sender not in self._retired:
+            return [Send(sender[0], self._resume(sender[1], reply.round))]
+        return [Ignore("ended")]

@@ -1,0 +1,61 @@
+"""The least of a Redis client that the protocol needs: a command, and many in one round trip.
+
+Raises redis' own errors and repeats nothing. Timeouts are made here and not by the library: in
+Python 3.11 its way (asyncio.wait_for around each write) can swallow a task's cancellation.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from typing import Any
+
+from redis.asyncio import ConnectionPool, Redis
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+Argument = str | bytes | int | float
+Command = tuple[Argument, ...]
+
+
+class Client:
+    """Commands over the connections of one pool; `timeout` seconds for each round trip.
+
+    With `single` it has one connection for its life and fails when that is lost. Otherwise a lost
+    one is replaced unseen, which a reader that must begin anew then would not notice.
+    """
+
+    def __init__(self, pool: ConnectionPool, timeout: float, *, single: bool = False) -> None:
+        self._pool = pool
+        self._timeout = timeout
+        self._redis: Any = Redis(connection_pool=pool, single_connection_client=single)
+
+    async def command(self, *args: Argument) -> Any:
+        return await self._timed(self._redis.execute_command(*args))
+
+    async def pipeline(
+        self, commands: Sequence[Command], *, raise_on_error: bool = True
+    ) -> list[Any]:
+        """The commands' results; raises the first error, or has errors among the results."""
+        pipeline = self._redis.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(*command)
+        return list(await self._timed(pipeline.execute(raise_on_error=raise_on_error)))
+
+    async def _timed(self, reply: Awaitable[Any]) -> Any:
+        """Leaving early closes the connection: no later command can get this one's reply."""
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await reply
+        except TimeoutError as error:
+            raise RedisTimeoutError(f"no reply within {self._timeout:g} s") from error
+
+    async def reconnect(self) -> None:
+        """Leaves the connections that are idle now."""
+        await self._pool.disconnect(inuse_connections=False)
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+        await self._pool.disconnect()
+
+
+async def backoff(attempt: int, first: float = 0.02, longest: float = 1.0) -> None:
+    """Sleeps before the next try; doubles from `first` seconds up to `longest`."""
+    await asyncio.sleep(min(longest, first * 2 ** min(attempt, 16)))

@@ -1,0 +1,115 @@
+#!lua flags=allow-oom
+-- TAKE: hands waiting requests to an engine, by priority and age. Never waits.
+-- hi before n before lo, but n and lo each get one of SHARE that a class before them got.
+-- KEYS  1 stats, 2 dead letters, 3 wake-ups, 4 queue hi, 5 queue n, 6 queue lo,
+--       7 prefix of records, 8 of payloads, 9 of journals. Which requests come is known only when
+--       they are read, so their keys are made here from the prefixes: same hash tag, same slot.
+-- ARGV  1 engine id, 2 most requests, 3 most prompt tokens (-1: any), 4 protocol version,
+--       5 ms to keep the record of one that ends here
+-- Result  {leases, endings, left}. lease {request id, attempt, gateway, recovered, suspect, payload};
+--         ending {request id, attempt, gateway, why}; left: {priority, id} of the entry that did
+--         not fit the prompt tokens, or {}
+local stats, letters, wakeups = KEYS[1], KEYS[2], KEYS[3]
+local engine, version, ttl = ARGV[1], tonumber(ARGV[4]), ARGV[5]
+local room = tonumber(ARGV[3])
+local SHARE = 16
+local now = now_ms()
+local leases, endings, left = {}, {}, {}
+
+-- The id just below `id`: what the group must have read last for `id` to be next again.
+local function before(id)
+  local ms, seq = string.match(id, '^(%d+)-(%d+)$')
+  if seq ~= '0' then return string.format('%s-%.0f', ms, tonumber(seq) - 1) end
+  return string.format('%.0f-18446744073709551615', tonumber(ms) - 1)
+end
+
+local function unread(queue, id)
+  redis.call('XGROUP', 'SETID', queue, GROUP, before(id))
+  redis.call('XACK', queue, GROUP, id)
+end
+
+local function fail(queue, id, rid, v, why)
+  drop(queue, id)
+  no_longer_waiting(stats, v[7])
+  redis.call('HSET', KEYS[7] .. rid, 'st', 'failed', 'why', why)
+  keep_record(KEYS[7] .. rid, KEYS[8] .. rid, KEYS[9] .. rid, ttl)
+  endings[#endings + 1] = { rid, v[4], v[5], why }
+end
+
+local function lease(rid, v, payload)
+  local record, attempt = KEYS[7] .. rid, tonumber(v[4])
+  redis.call('HSET', record, 'st', 'running', 'o', engine, 'a', attempt + 1, 'ph', 'w')
+  -- A first run writes the journal from its start; a later one only behind RESUME.
+  if attempt == 0 then redis.call('HSET', record, 'je', engine .. '/1') end
+  no_longer_waiting(stats, v[7])
+  leases[#leases + 1] = { rid, attempt + 1, v[5], attempt > 0 and 1 or 0, 0, payload }
+end
+
+-- Deals with one entry just read; false where it does not fit and is first in the queue again.
+local function deal(queue, priority, entry)
+  local id, rid = entry[1], field(entry, 'r')
+  local v = rid and redis.call('HMGET', KEYS[7] .. rid, 'st', 'mid', 'd', 'a', 'g', 'v', 'tk', 'pk')
+  if not v or not v[1] then
+    drop(queue, id)
+    dead_letter(letters, rid or '', 'no_record', 0)
+  elseif v[2] ~= id or v[1] ~= 'queued' then
+    drop(queue, id)
+  elseif tonumber(v[3]) <= now then
+    fail(queue, id, rid, v, 'deadline_exceeded')
+  elseif tonumber(v[6]) > version then
+    redis.call('XCLAIM', queue, GROUP, engine, 0, id, 'IDLE', CLAIMABLE, 'JUSTID')
+    redis.call('HSET', KEYS[7] .. rid, 'st', 'running')
+    no_longer_waiting(stats, v[7])
+    redis.call('XADD', wakeups, 'MAXLEN', '~', 16, '*', 'r', rid)
+  elseif room >= 0 and tonumber(v[8]) > room then
+    unread(queue, id)
+    left = { priority, id }
+    return false
+  else
+    local payload = redis.call('GET', KEYS[8] .. rid)
+    if not payload then
+      dead_letter(letters, rid, 'no_payload', 0)
+      fail(queue, id, rid, v, 'message_malformed')
+    else
+      if room >= 0 then room = room - tonumber(v[8]) end
+      lease(rid, v, payload)
+    end
+  end
+  return true
+end
+
+-- Takes at most `most` from one class; returns how many, and whether that left it empty.
+local function take(priority, most)
+  local queue, start = KEYS[3 + priority], #leases
+  while #leases - start < most and #left == 0 do
+    local reply = in_group(queue, 'XREADGROUP', 'GROUP', GROUP, engine, 'COUNT', 1,
+      'STREAMS', queue, '>')
+    if not reply then return #leases - start, true end
+    deal(queue, priority, reply[1][2][1])
+  end
+  return #leases - start, false
+end
+
+local count = tonumber(ARGV[2])
+local credit = redis.call('HMGET', stats, 'cn', 'cl')
+local due = { 0, tonumber(credit[1] or 0), tonumber(credit[2] or 0) }
+for priority = 2, 3 do
+  local share = math.min(math.floor(due[priority] / SHARE), count - #leases)
+  if share > 0 then
+    take(priority, share)
+    due[priority] = due[priority] - share * SHARE
+  end
+end
+local emptied = 0
+for priority = 1, 3 do
+  local taken, empty = take(priority, count - #leases)
+  for lower = priority + 1, 3 do due[lower] = due[lower] + taken end
+  if empty then
+    due[priority] = 0
+    emptied = emptied + 1
+  end
+end
+if #leases > 0 then redis.call('HSET', stats, 'cn', due[2], 'cl', due[3]) end
+-- Nothing waits: whatever a foreign hand did to the streams, the counts are right again.
+if emptied == 3 then redis.call('HSET', stats, 'w', 0, 'wt', 0) end
+return { leases, endings, left }

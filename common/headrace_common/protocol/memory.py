@@ -1,0 +1,412 @@
+"""The queue protocol in memory, for tests and one-process use: the scripts' rules in Python.
+
+One MemoryBackend stands for one Redis; its gateways and engines must share an event loop. Requests,
+frames and control messages go through the same bytes as on the wire.
+"""
+
+import asyncio
+import itertools
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from .. import keys
+from ..errors import BackendUnavailable, FailureCode, RequestConflict
+from ..messages import GenerateRequest, encode_request
+from .base import EngineStatus, Outcome, Progress, QueueLimits, Verdict
+from .failures import ended_state
+from .requests import fingerprint, priority_class, token_cost
+
+SHARE = 16
+SUSPECT, POISON = 2, 4
+RATE_WINDOW = 30.0
+
+
+@dataclass(slots=True)
+class Record:
+    """One request's state; the fields are those of keys.ShardKeys.record. Times in seconds."""
+
+    payload: bytes
+    fingerprint: bytes
+    priority: int
+    deadline: float
+    tokens: int
+    prompt_tokens: int
+    gateway: str
+    admitted: float
+    attempt: int = 0
+    state: str = "queued"
+    owner: str = ""
+    former: list[str] = field(default_factory=list)
+    writer: str = ""
+    journal: list[tuple[list[int], str | None, int | None]] = field(default_factory=list)
+    failures: int = 0
+    progress: int = 0
+    progress_at_take: int = 0
+    executing: bool = False
+    beaten: float = -math.inf  # when its owner last beat; -inf: claimable at once
+    outcome: Outcome | None = None
+    why: FailureCode | None = None
+    expires: float = math.inf
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ("done", "failed", "cancelled")
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A lease before its payload is decoded."""
+
+    request_id: str
+    attempt: int
+    gateway: str
+    recovered: bool
+    suspect: bool
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """A request that the queue ended."""
+
+    request_id: str
+    attempt: int
+    gateway: str
+    why: FailureCode
+
+
+class Shard:
+    """One model's queue: waiting request ids by priority class (1-3), and all records."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, list[str]] = {1: [], 2: [], 3: []}
+        self.records: dict[str, Record] = {}
+        self.statuses: dict[str, tuple[float, EngineStatus]] = {}
+        self.dead_letters: list[tuple[str, str, int]] = []
+        self.due = {2: 0, 3: 0}
+        self.rate = 0.0
+        self.rated: float | None = None
+        self.first_rated = 0.0
+        self.wakeups = 0
+        self.changed = asyncio.Condition()
+
+    def started(self) -> Iterable[tuple[str, Record]]:
+        """Running requests, oldest first."""
+        return [(rid, r) for rid, r in self.records.items() if r.state == "running"]
+
+    def count_ending(self, now: float) -> None:
+        last = now if self.rated is None else self.rated
+        if self.rated is None:
+            self.first_rated = now
+        faded = self.rate * math.exp(-max(0.0, now - last) / RATE_WINDOW)
+        self.rate, self.rated = faded + 1 / RATE_WINDOW, now
+
+    def drain_rate(self, now: float) -> float:
+        if self.rated is None:
+            return 0.0
+        faded = self.rate * math.exp(-max(0.0, now - self.rated) / RATE_WINDOW)
+        return faded / -math.expm1(-max(1.0, now - self.first_rated) / RATE_WINDOW)
+
+
+class Log:
+    """A stream of messages with something to wait for; a reader keeps its own position.
+
+    Each message has a number that grows over all logs of a backend.
+    """
+
+    def __init__(self, numbers: Iterator[int]) -> None:
+        self.items: list[tuple[int, bytes]] = []
+        self.changed = asyncio.Condition()
+        self._numbers = numbers
+
+    async def add(self, data: bytes) -> None:
+        self.items.append((next(self._numbers), data))
+        async with self.changed:
+            self.changed.notify_all()
+
+
+class MemoryBackend:
+    """What Redis holds. `clock` gives Unix seconds; `available` False plays an outage."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self.clock = clock
+        self.available = True
+        self.shards: defaultdict[str, Shard] = defaultdict(Shard)
+        numbers = itertools.count(1)
+        self.frames: defaultdict[str, Log] = defaultdict(lambda: Log(numbers))
+        self.controls: defaultdict[str, Log] = defaultdict(lambda: Log(numbers))
+        self.gateways: dict[str, float] = {}
+
+    def check(self) -> None:
+        """Raises BackendUnavailable during an outage."""
+        if not self.available:
+            raise BackendUnavailable("memory: the backend is switched off")
+
+    def shard(self, model: str) -> Shard:
+        self.check()
+        shard = self.shards[model]
+        now = self.clock()
+        for rid in [rid for rid, r in shard.records.items() if r.expires <= now]:
+            self._remove_waiting(shard, rid)
+            del shard.records[rid]
+        return shard
+
+    @staticmethod
+    def _remove_waiting(shard: Shard, request_id: str) -> None:
+        for queue in shard.waiting.values():
+            if request_id in queue:
+                queue.remove(request_id)
+
+    async def wake(self, shard: Shard) -> None:
+        async with shard.changed:
+            shard.changed.notify_all()
+
+    # The scripts
+
+    def admit(
+        self,
+        request: GenerateRequest,
+        gateway: str,
+        limits: tuple[int, int],
+        seen: int | None,
+    ) -> tuple[Record | None, str]:
+        """ADMIT: (record, former gateway or "new"); (None, "") where there is no room.
+
+        Raises RequestConflict.
+        """
+        shard = self.shard(request.model)
+        record = shard.records.get(request.request_id)
+        if record is not None:
+            return self._attach(record, request, gateway)
+        tokens = token_cost(request)
+        waiting, held = self.waiting(shard)
+        full = QueueLimits(max_requests=limits[0], max_tokens=limits[1]).refuse(
+            waiting, held, tokens
+        )
+        if seen is None and full:
+            return None, ""
+        record = Record(
+            payload=encode_request(request),
+            fingerprint=fingerprint(request),
+            priority=priority_class(request.priority),
+            deadline=request.deadline_ms / 1000,
+            tokens=tokens,
+            prompt_tokens=len(request.prompt_token_ids),
+            gateway=gateway,
+            admitted=self.clock(),
+            attempt=seen or 0,
+            expires=(request.deadline_ms + keys.GRACE_MS) / 1000,
+        )
+        shard.records[request.request_id] = record
+        shard.waiting[record.priority].append(request.request_id)
+        return record, "new"
+
+    @staticmethod
+    def _attach(
+        record: Record, request: GenerateRequest, gateway: str
+    ) -> tuple[Record | None, str]:
+        if record.fingerprint != fingerprint(request):
+            raise RequestConflict(f"request id {request.request_id} is in use for another request")
+        former = ""
+        if not record.ended and record.gateway != gateway:
+            former = record.gateway
+            record.former.append(former)
+            record.gateway = gateway
+        return record, former
+
+    def waiting(self, shard: Shard) -> tuple[int, int]:
+        """Requests and tokens that wait."""
+        ids = [rid for queue in shard.waiting.values() for rid in queue]
+        return len(ids), sum(shard.records[rid].tokens for rid in ids)
+
+    def take(
+        self, shard: Shard, engine: str, count: int, room: int | None
+    ) -> tuple[list[Taken], list[Ending]]:
+        """TAKE."""
+        taken: list[Taken] = []
+        endings: list[Ending] = []
+        budget = [math.inf if room is None else room]
+        for priority in (2, 3):
+            share = min(shard.due[priority] // SHARE, count - len(taken))
+            self._take(shard, engine, priority, share, budget, taken, endings)
+            shard.due[priority] -= max(0, share) * SHARE
+        for priority in (1, 2, 3):
+            before = len(taken)
+            most = count - before
+            empty = self._take(shard, engine, priority, most, budget, taken, endings)
+            for lower in range(priority + 1, 4):
+                shard.due[lower] += len(taken) - before
+            if empty and priority in shard.due:
+                shard.due[priority] = 0
+        return taken, endings
+
+    def _take(
+        self,
+        shard: Shard,
+        engine: str,
+        priority: int,
+        most: int,
+        budget: list[float],
+        taken: list[Taken],
+        endings: list[Ending],
+    ) -> bool:
+        """Takes from one class while there is room; whether that left it empty."""
+        queue, start = shard.waiting[priority], len(taken)
+        while len(taken) - start < most:
+            if not queue:
+                return True
+            record = shard.records[queue[0]]
+            if record.deadline <= self.clock():
+                endings.append(self._fail(shard, queue.pop(0), FailureCode.DEADLINE, False))
+                continue
+            if record.prompt_tokens > budget[0]:
+                budget[0] = -1
+                return False
+            budget[0] -= record.prompt_tokens
+            taken.append(self._lease(queue.pop(0), record, engine, suspect=False))
+        return False
+
+    def _lease(self, rid: str, record: Record, engine: str, *, suspect: bool) -> Taken:
+        recovered = record.attempt > 0 or record.state == "running"
+        record.attempt += 1
+        record.state, record.owner, record.executing = "running", engine, False
+        record.beaten = self.clock()
+        if record.attempt == 1 and not recovered:
+            record.writer = f"{engine}/1"
+        return Taken(rid, record.attempt, record.gateway, recovered, suspect, record.payload)
+
+    def _fail(self, shard: Shard, rid: str, why: FailureCode, started: bool) -> Ending:
+        record = shard.records[rid]
+        record.state, record.why = "failed", why
+        record.expires = self.clock() + keys.ENDED_TTL_MS / 1000
+        if started:
+            shard.count_ending(self.clock())
+        return Ending(rid, record.attempt, record.gateway, why)
+
+    def reap(
+        self, shard: Shard, engine: str, count: int, lease: float, suspects: bool
+    ) -> tuple[list[Taken], list[Ending]]:
+        """REAP."""
+        taken: list[Taken] = []
+        endings: list[Ending] = []
+        for rid, record in sorted(shard.started(), key=lambda item: item[1].priority):
+            if len(taken) >= count:
+                break
+            if self.clock() - record.beaten < lease:
+                continue
+            if record.deadline <= self.clock():
+                endings.append(self._fail(shard, rid, FailureCode.DEADLINE, True))
+                continue
+            failures = _failures(record)
+            if failures >= POISON:
+                shard.dead_letters.append((rid, "poisoned", failures))
+                endings.append(self._fail(shard, rid, FailureCode.POISONED, True))
+            elif failures < SUSPECT or suspects:
+                suspects = suspects and failures < SUSPECT
+                record.failures, record.progress_at_take = failures, record.progress
+                suspect = failures >= SUSPECT
+                taken.append(self._lease(rid, record, engine, suspect=suspect))
+        return taken, endings
+
+    def owned(self, shard: Shard, rid: str, engine: str, attempt: int | None) -> Record | None:
+        """The record where the engine owns the request in that attempt (None: any)."""
+        record = shard.records.get(rid)
+        if record is None or record.owner != engine:
+            return None
+        return record if attempt is None or record.attempt == attempt else None
+
+    def beat(
+        self, shard: Shard, engine: str, item: Progress
+    ) -> tuple[Verdict, str, tuple[int, ...]]:
+        """BEAT."""
+        if item.request_id not in shard.records:
+            return Verdict.MISSING, "", item.journaled
+        record = self.owned(shard, item.request_id, engine, item.attempt)
+        if record is None:
+            return Verdict.STOLEN, "", item.journaled
+        if record.state == "cancelled":
+            return Verdict.CANCELLED, "", item.journaled
+        if record.ended:
+            return Verdict.STOLEN, "", item.journaled
+        record.beaten = self.clock()
+        record.executing = record.executing or item.executing
+        verdict = Verdict.EXPIRED if record.deadline <= self.clock() else Verdict.OWNED
+        if record.writer != f"{engine}/{item.attempt}":
+            return verdict, record.gateway, item.journaled
+        return verdict, record.gateway, _write_journal(record, item)
+
+    def release(self, shard: Shard, rid: str, engine: str, attempt: int | None, own: bool) -> bool:
+        """GIVEBACK."""
+        record = self.owned(shard, rid, engine, attempt)
+        if record is None or record.state != "running":
+            return False
+        record.beaten = -math.inf
+        if own:
+            record.owner, record.executing = "", False
+        shard.wakeups += 1
+        return True
+
+    def finish(self, shard: Shard, rid: str, engine: str, attempt: int, outcome: Outcome) -> bool:
+        """FINISH."""
+        record = self.owned(shard, rid, engine, attempt)
+        if record is None:
+            return False
+        state = ended_state(outcome)
+        if record.ended:
+            return record.state == state
+        record.state, record.outcome = state, outcome
+        record.why = outcome.failed.failure if outcome.failed else None
+        self._end(shard, record)
+        return True
+
+    def cancel(self, shard: Shard, rid: str) -> str:
+        """CANCEL: the engine to tell, or ""."""
+        record = shard.records.get(rid)
+        if record is None:
+            return ""
+        if not record.ended:
+            self._remove_waiting(shard, rid)
+            record.state, record.why = "cancelled", FailureCode.CANCELLED
+            self._end(shard, record)
+        return record.owner if record.state == "cancelled" else ""
+
+    def _end(self, shard: Shard, record: Record) -> None:
+        record.journal = []
+        record.expires = self.clock() + keys.ENDED_TTL_MS / 1000
+        shard.count_ending(self.clock())
+
+    def wipe(self) -> None:
+        """Loses everything, as an emptied Redis; readers and waiters stay connected."""
+        for shard in self.shards.values():
+            shard.records.clear()
+            shard.dead_letters.clear()
+            shard.statuses.clear()
+            shard.waiting = {1: [], 2: [], 3: []}
+        for log in (*self.frames.values(), *self.controls.values()):
+            log.items.clear()
+        self.gateways.clear()
+
+
+def _failures(record: Record) -> int:
+    if not record.executing:
+        return record.failures
+    return 0 if record.progress > record.progress_at_take else record.failures + 1
+
+
+def _write_journal(record: Record, item: Progress) -> tuple[int, ...]:
+    while len(record.journal) < len(item.choices):
+        record.journal.append(([], None, None))
+    for number, (index, choice) in enumerate(zip(item.journaled, item.choices, strict=True)):
+        tokens, reason, stop = record.journal[number]
+        if index > len(tokens):
+            continue
+        tokens += choice.token_ids[len(tokens) - index :]
+        if choice.finish_reason is not None:
+            reason, stop = choice.finish_reason, choice.stop_token
+        record.journal[number] = (tokens, reason, stop)
+    counts = tuple(len(tokens) for tokens, _, _ in record.journal)
+    record.progress = max(record.progress, sum(counts))
+    return counts

@@ -1,0 +1,272 @@
+"""Gateway's and engine's side of a MemoryBackend, with the behaviour of those over Redis."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+from .. import keys
+from ..errors import FailureCode, MessageError, QueueFull
+from ..frames import decode_control, decode_frame, encode_control, encode_frame
+from ..messages import (
+    Cancel,
+    ChoiceState,
+    Control,
+    Frame,
+    GenerateRequest,
+    Reply,
+    Reroute,
+    decode_request,
+)
+from .base import (
+    Admission,
+    AdmitState,
+    Beat,
+    EngineStatus,
+    Lease,
+    Outcome,
+    Progress,
+    QueueDepth,
+    QueueLimits,
+)
+from .failures import failed
+from .journal import rebuild_from
+from .leases import LeaseMemory
+from .memory import Ending, Log, MemoryBackend, Record, Taken
+
+
+async def _entries(log: Log) -> AsyncIterator[bytes]:
+    position = 0
+    while True:
+        async with log.changed:
+            while position == len(log.items):
+                await log.changed.wait()
+                position = min(position, len(log.items))
+        _, data = log.items[position]
+        position += 1
+        yield data
+
+
+class MemoryGatewayQueue:
+    """One incarnation of a gateway; see GatewayQueue."""
+
+    def __init__(self, backend: MemoryBackend, gateway_id: str) -> None:
+        self.gateway_id = gateway_id
+        self._backend = backend
+
+    async def start(self) -> None:
+        await self.beat()
+
+    async def admit(
+        self, request: GenerateRequest, limits: QueueLimits, *, seen: int | None = None
+    ) -> Admission:
+        bounds = (limits.max_requests, limits.max_tokens)
+        record, former = self._backend.admit(request, self.gateway_id, bounds, seen)
+        if record is None:
+            raise await self._full(request.model)
+        await self._backend.wake(self._backend.shard(request.model))
+        if former == "new":
+            return Admission(state=AdmitState.ADMITTED)
+        if record.ended:
+            return Admission(state=AdmitState.ENDED, outcome=_outcome(request.request_id, record))
+        if former and record.owner:
+            moved = Reroute(request_id=request.request_id, gateway_id=self.gateway_id)
+            await self.send(record.owner, moved)
+        return Admission(
+            state=AdmitState.ATTACHED, owner=record.owner or None, attempt=record.attempt
+        )
+
+    async def _full(self, model: str) -> QueueFull:
+        rate = await self.drain_rate(model)
+        waiting = (await self.depth(model)).waiting
+        retry_after = min(60.0, max(1.0, waiting / 10 / rate)) if rate > 0 else 5.0
+        return QueueFull(
+            f"{waiting} requests wait for {model}; try again later", retry_after=retry_after
+        )
+
+    async def frames(self) -> AsyncIterator[Frame]:
+        async for data in _entries(self._backend.frames[self.gateway_id]):
+            yield decode_frame(data)
+
+    async def send(self, engine_id: str, control: Control) -> None:
+        self._backend.check()
+        await self._backend.controls[engine_id].add(encode_control(control))
+
+    async def cancel(self, request_id: str, model: str) -> None:
+        owner = self._backend.cancel(self._backend.shard(model), request_id)
+        if owner:
+            await self.send(owner, Cancel(request_id=request_id))
+
+    async def release(self, request_id: str, model: str, engine_id: str, attempt: int) -> None:
+        shard = self._backend.shard(model)
+        if self._backend.release(shard, request_id, engine_id, attempt, own=False):
+            await self._backend.wake(shard)
+
+    async def depth(self, model: str) -> QueueDepth:
+        shard = self._backend.shard(model)
+        waiting, tokens = self._backend.waiting(shard)
+        ids = [rid for queue in shard.waiting.values() for rid in queue]
+        oldest = min((shard.records[rid].admitted for rid in ids), default=self._backend.clock())
+        return QueueDepth(
+            waiting=waiting,
+            waiting_tokens=tokens,
+            pending=sum(1 for _ in shard.started()),
+            oldest_age=self._backend.clock() - oldest,
+            dead_letters=len(shard.dead_letters),
+        )
+
+    async def engines(self, model: str) -> Sequence[EngineStatus]:
+        shard, now = self._backend.shard(model), self._backend.clock()
+        return [status for until, status in shard.statuses.values() if until > now]
+
+    async def drain_rate(self, model: str) -> float:
+        return self._backend.shard(model).drain_rate(self._backend.clock())
+
+    async def beat(self) -> None:
+        self._backend.check()
+        until = self._backend.clock() + keys.GATEWAY_TTL_MS / 1000
+        self._backend.gateways[self.gateway_id] = until
+
+    async def close(self) -> None:
+        """Nothing is held open."""
+
+
+class MemoryEngineQueue:
+    """One incarnation of an engine; see EngineQueue."""
+
+    def __init__(
+        self,
+        backend: MemoryBackend,
+        engine_id: str,
+        model: str,
+        *,
+        lease_ms: int = keys.LEASE_MS,
+    ) -> None:
+        self.engine_id = engine_id
+        self._backend = backend
+        self._model = model
+        self._lease = lease_ms / 1000
+        self._memory = LeaseMemory()
+        self._woken = 0
+        self._left: str | None = None
+
+    async def start(self) -> None:
+        self._woken = self._backend.shard(self._model).wakeups
+
+    async def take(self, count: int, prompt_tokens: int | None = None) -> Sequence[Lease]:
+        shard = self._backend.shard(self._model)
+        taken, endings = self._backend.take(shard, self.engine_id, count, prompt_tokens)
+        waiting = [rid for queue in shard.waiting.values() for rid in queue]
+        blocked = prompt_tokens is not None and len(taken) < count
+        self._left = waiting[-1] if blocked and waiting else None
+        return await self._leases(taken, endings)
+
+    async def reap(self, count: int, *, suspects: bool = True) -> Sequence[Lease]:
+        shard = self._backend.shard(self._model)
+        taken, endings = self._backend.reap(shard, self.engine_id, count, self._lease, suspects)
+        return await self._leases(taken, endings)
+
+    async def _leases(self, taken: Sequence[Taken], endings: Sequence[Ending]) -> list[Lease]:
+        leases = []
+        for item in taken:
+            try:
+                leases.append(self._memory.check(_lease(item)))
+            except MessageError:
+                message = failed(item.request_id, item.attempt, FailureCode.MALFORMED)
+                self._backend.shard(self._model).dead_letters.append(
+                    (item.request_id, "malformed", 0)
+                )
+                await self.finish(item.request_id, item.attempt, Outcome(failed=message))
+                await self.publish({item.gateway: [message]})
+        for end in endings:
+            await self.publish({end.gateway: [failed(end.request_id, end.attempt, end.why)]})
+        return leases
+
+    async def wait(self) -> None:
+        shard = self._backend.shards[self._model]
+        async with shard.changed:
+            while not self._awaited():
+                await shard.changed.wait()
+        self._woken = shard.wakeups
+
+    def _awaited(self) -> bool:
+        shard = self._backend.shards[self._model]
+        waiting = [rid for queue in shard.waiting.values() for rid in queue]
+        return shard.wakeups != self._woken or bool(waiting and waiting[-1] != self._left)
+
+    async def beat(self, progress: Sequence[Progress], status: EngineStatus) -> Mapping[str, Beat]:
+        shard = self._backend.shard(self._model)
+        shard.statuses[self.engine_id] = (self._backend.clock() + self._lease, status)
+        beats = {}
+        for item in progress:
+            verdict, gateway, journaled = self._backend.beat(shard, self.engine_id, item)
+            beats[item.request_id] = Beat(verdict=verdict, gateway_id=gateway, journaled=journaled)
+        return beats
+
+    async def journal(self, request_id: str) -> tuple[ChoiceState, ...] | None:
+        record = self._backend.shard(self._model).records.get(request_id)
+        if record is None or record.ended or not record.writer:
+            return None
+        frames = [
+            ((at, 0), decode_frame(data))
+            for gateway in dict.fromkeys([*record.former, record.gateway])
+            for at, data in self._backend.frames[gateway].items
+        ]
+        choices = decode_request(record.payload).sampling.n
+        known = [
+            ChoiceState(token_ids=tuple(t), finish_reason=r, stop_token=s)
+            for t, r, s in record.journal
+        ]
+        known += [ChoiceState()] * (choices - len(known))
+        return rebuild_from(request_id, record.writer, known, frames)
+
+    async def resume(self, request_id: str, attempt: int, choices: Sequence[ChoiceState]) -> bool:
+        shard = self._backend.shard(self._model)
+        record = self._backend.owned(shard, request_id, self.engine_id, attempt)
+        if record is None or record.state != "running":
+            return False
+        record.journal = [(list(c.token_ids), c.finish_reason, c.stop_token) for c in choices]
+        record.writer = f"{self.engine_id}/{attempt}"
+        record.progress = record.progress_at_take = sum(len(c.token_ids) for c in choices)
+        record.executing = True
+        return True
+
+    async def publish(self, replies: Mapping[str, Sequence[Reply]]) -> None:
+        self._backend.check()
+        for gateway_id, items in replies.items():
+            data = encode_frame(Frame(self.engine_id, tuple(items)))
+            await self._backend.frames[gateway_id].add(data)
+
+    async def controls(self) -> AsyncIterator[Control]:
+        async for data in _entries(self._backend.controls[self.engine_id]):
+            yield decode_control(data)
+
+    async def gateway_alive(self, gateway_id: str) -> bool:
+        self._backend.check()
+        return self._backend.gateways.get(gateway_id, 0.0) > self._backend.clock()
+
+    async def finish(self, request_id: str, attempt: int, outcome: Outcome) -> bool:
+        shard = self._backend.shard(self._model)
+        return self._backend.finish(shard, request_id, self.engine_id, attempt, outcome)
+
+    async def give_back(self, request_ids: Sequence[str]) -> None:
+        shard = self._backend.shard(self._model)
+        for request_id in request_ids:
+            self._backend.release(shard, request_id, self.engine_id, None, own=True)
+        await self._backend.wake(shard)
+
+    async def close(self) -> None:
+        self._backend.shards[self._model].statuses.pop(self.engine_id, None)
+
+
+def _lease(item: Taken) -> Lease:
+    return Lease(
+        request=decode_request(item.payload),
+        attempt=item.attempt,
+        gateway_id=item.gateway,
+        recovered=item.recovered,
+        suspect=item.suspect,
+    )
+
+
+def _outcome(request_id: str, record: Record) -> Outcome:
+    if record.outcome is not None:
+        return record.outcome
+    return Outcome(failed=failed(request_id, 0, record.why or FailureCode.INTERNAL))

@@ -1,0 +1,284 @@
+"""The gateway's side of the queue over Redis Streams.
+
+Everything here may be repeated: the scripts decide what is done. Holds no state of requests.
+"""
+
+import logging
+import math
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from redis.exceptions import ResponseError
+
+from .. import keys
+from ..errors import BackendUnavailable, FailureCode, MessageError, QueueFull, RequestConflict
+from ..frames import decode_frame, decode_outcome, encode_control
+from ..keys import ShardKeys
+from ..messages import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Control,
+    Frame,
+    GenerateRequest,
+    Reroute,
+    encode_request,
+)
+from .base import Admission, AdmitState, EngineStatus, Outcome, QueueDepth, QueueLimits
+from .client import Client, Command
+from .connection import Connection, check_backend, entries
+from .failures import failed
+from .requests import fingerprint, priority_class, token_cost
+from .status import decode_status
+
+logger = logging.getLogger(__name__)
+
+ADMIT_TRIES = 6  # about a second: a restart of Redis goes by unseen
+TRIES = 3
+RATE_WINDOW = 30.0  # seconds, as in the scripts
+
+
+class RedisGatewayQueue:
+    """One incarnation of a gateway; see GatewayQueue. `shards` is how many a model's queue has."""
+
+    def __init__(self, connection: Connection, gateway_id: str, *, shards: int = 1) -> None:
+        self.gateway_id = gateway_id
+        self._connection = connection
+        self._shards = shards
+
+    async def start(self) -> None:
+        """Checks the server, registers the gateway. Raises BackendUnfit, BackendUnavailable."""
+        await check_backend(self._connection)
+        await self.beat()
+
+    async def admit(
+        self, request: GenerateRequest, limits: QueueLimits, *, seen: int | None = None
+    ) -> Admission:
+        reply: list[Any] = [b"unknown"]
+        if seen is not None:
+            reply = await self._admit(request, limits, seen, b"")
+        if reply[0] == b"unknown":
+            reply = await self._admit(
+                request, limits, -1 if seen is None else seen, encode_request(request)
+            )
+        return await self._admission(request, reply)
+
+    async def _admit(
+        self, request: GenerateRequest, limits: QueueLimits, seen: int, payload: bytes
+    ) -> list[Any]:
+        shard = _shard(request.request_id, request.model)
+        rid = request.request_id
+        arguments = [
+            rid,
+            self.gateway_id,
+            fingerprint(request),
+            request.deadline_ms,
+            token_cost(request),
+            len(request.prompt_token_ids),
+            priority_class(request.priority),
+            PROTOCOL_VERSION,
+            limits.max_requests,
+            limits.max_tokens,
+            seen,
+            keys.GRACE_MS,
+            payload,
+        ]
+        names = [shard.record(rid), shard.payload(rid), shard.journal(rid), shard.stats]
+        reply: list[Any] = await self._connection.run(
+            "admit", names + shard.queues, arguments, tries=ADMIT_TRIES
+        )
+        return reply
+
+    async def _admission(self, request: GenerateRequest, reply: list[Any]) -> Admission:
+        rid = request.request_id
+        match reply[0]:
+            case b"admitted":
+                return Admission(state=AdmitState.ADMITTED)
+            case b"attached":
+                owner, attempt, former = reply[1].decode(), int(reply[2]), reply[3]
+                if owner and former:
+                    await self._tell(owner, Reroute(request_id=rid, gateway_id=self.gateway_id))
+                return Admission(state=AdmitState.ATTACHED, owner=owner or None, attempt=attempt)
+            case b"ended":
+                return Admission(state=AdmitState.ENDED, outcome=_outcome(rid, *reply[2:4]))
+            case b"conflict":
+                raise RequestConflict(f"request id {rid} is in use for another request")
+            case _:
+                raise await self._full(request.model, int(reply[1]))
+
+    async def _full(self, model: str, waiting: int) -> QueueFull:
+        rate = await self.drain_rate(model)
+        retry_after = min(60.0, max(1.0, waiting / 10 / rate)) if rate > 0 else 5.0
+        return QueueFull(
+            f"{waiting} requests wait for {model}; try again later", retry_after=retry_after
+        )
+
+    async def frames(self) -> AsyncIterator[Frame]:
+        """As GatewayQueue.frames. What cannot be read is logged and left out."""
+
+        async def first(client: Client, _cursor: str) -> str:
+            # From the beginning: frames may come twice, and a promoted replica with a slower clock
+            # gives out ids below the ones already read.
+            return "0-0"
+
+        async for _, fields in entries(self._connection, keys.frames(self.gateway_id), first):
+            try:
+                yield decode_frame(fields.get(b"f", b""))
+            except MessageError as error:
+                logger.warning("frame refused", extra={"error": str(error)})
+
+    async def send(self, engine_id: str, control: Control) -> None:
+        key = keys.controls(engine_id)
+
+        data = encode_control(control)
+        await self._pipeline(
+            ("XADD", key, "MAXLEN", "~", keys.CONTROLS_KEPT, "*", "c", data),
+            ("PEXPIRE", key, keys.CONTROLS_TTL_MS),
+        )
+
+    async def cancel(self, request_id: str, model: str) -> None:
+        shard = _shard(request_id, model)
+        names = [
+            shard.record(request_id),
+            shard.payload(request_id),
+            shard.journal(request_id),
+            shard.stats,
+            *shard.queues,
+        ]
+        _, owner = await self._connection.run("cancel", names, [keys.ENDED_TTL_MS], tries=TRIES)
+        if owner:
+            await self._tell(owner.decode(), Cancel(request_id=request_id))
+
+    async def _tell(self, engine_id: str, control: Control) -> None:
+        """Best effort: what the engine does not hear now, its next BEAT tells."""
+        try:
+            await self.send(engine_id, control)
+        except BackendUnavailable as error:
+            logger.warning("control message not written", extra={"error": str(error)})
+
+    async def release(self, request_id: str, model: str, engine_id: str, attempt: int) -> None:
+        shard = _shard(request_id, model)
+        await self._connection.run(
+            "giveback",
+            [shard.record(request_id), shard.wakeups, *shard.queues],
+            [request_id, engine_id, attempt, 0],
+            tries=TRIES,
+        )
+
+    async def depth(self, model: str) -> QueueDepth:
+        """The sum over the model's shards."""
+        parts = [await self._depth(ShardKeys(model, number)) for number in range(self._shards)]
+        return QueueDepth(
+            waiting=sum(part.waiting for part in parts),
+            waiting_tokens=sum(part.waiting_tokens for part in parts),
+            pending=sum(part.pending for part in parts),
+            oldest_age=max(part.oldest_age for part in parts),
+            dead_letters=sum(part.dead_letters for part in parts),
+        )
+
+    async def _depth(self, shard: ShardKeys) -> QueueDepth:
+        commands: list[Command] = [("HGET", shard.stats, "wt"), ("TIME",)]
+        commands.append(("XLEN", shard.dead_letters))
+        for queue in shard.queues:
+            commands += [("XLEN", queue), ("XINFO GROUPS", queue)]
+        results = await self._pipeline(*commands, raise_on_error=False)
+        tokens, (seconds, micros), dead_letters, *queues = results
+        waiting = pending = 0
+        oldest = math.inf
+        for number, queue in enumerate(shard.queues):
+            length, groups = queues[2 * number : 2 * number + 2]
+            group = _group(groups)
+            started = group["pending"] if group else 0
+            waiting += max(0, length - started)
+            pending += started
+            if length > started:
+                oldest = min(oldest, await self._oldest(queue, group))
+        now = seconds * 1000 + micros / 1000
+        return QueueDepth(
+            waiting=waiting,
+            waiting_tokens=max(0, int(tokens or 0)) if waiting else 0,
+            pending=pending,
+            oldest_age=0.0 if oldest == math.inf else max(0.0, (now - oldest) / 1000),
+            dead_letters=dead_letters,
+        )
+
+    async def _oldest(self, queue: str, group: dict[str, Any] | None) -> float:
+        """When the first unread entry was written, Unix ms; infinity where there is none."""
+        last = group["last-delivered-id"].decode() if group else "0-0"
+        (found,) = await self._pipeline(("XRANGE", queue, f"({last}", "+", "COUNT", 1))
+        return float(found[0][0].split(b"-")[0]) if found else math.inf
+
+    async def engines(self, model: str) -> Sequence[EngineStatus]:
+        found: list[EngineStatus] = []
+        for number in range(self._shards):
+            found += await self._engines(ShardKeys(model, number))
+        return found
+
+    async def _engines(self, shard: ShardKeys) -> list[EngineStatus]:
+        (members,) = await self._pipeline(("SMEMBERS", shard.engines))
+        if not members:
+            return []
+        ids = sorted(members)
+        (values,) = await self._pipeline(("MGET", *(shard.status(i.decode()) for i in ids)))
+        if lapsed := [engine for engine, value in zip(ids, values, strict=True) if value is None]:
+            await self._pipeline(("SREM", shard.engines, *lapsed))
+        return [decode_status(value) for value in values if value is not None]
+
+    async def drain_rate(self, model: str) -> float:
+        rates = [await self._rate(ShardKeys(model, number)) for number in range(self._shards)]
+        return sum(rates)
+
+    async def _rate(self, shard: ShardKeys) -> float:
+        (rate, last, first), (seconds, micros) = await self._pipeline(
+            ("HMGET", shard.stats, "er", "et", "e0"), ("TIME",)
+        )
+        now = seconds * 1000 + micros / 1000
+        return decayed_rate(rate, last, first, now)
+
+    async def beat(self) -> None:
+        await self._pipeline(
+            ("SET", keys.gateway_beat(self.gateway_id), b"", "PX", keys.GATEWAY_TTL_MS),
+            ("PEXPIRE", keys.frames(self.gateway_id), keys.FRAMES_TTL_MS),
+        )
+
+    async def _pipeline(self, *commands: Command, raise_on_error: bool = True) -> list[Any]:
+        """Commands that may be repeated, in one round trip. Raises BackendUnavailable."""
+        return await self._connection.attempt(
+            lambda: self._connection.client.pipeline(commands, raise_on_error=raise_on_error),
+            tries=TRIES,
+        )
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+
+def decayed_rate(
+    rate: bytes | None, last: bytes | None, first: bytes | None, now_ms: float
+) -> float:
+    """Endings a second from the scripts' fading sum; corrected for its first RATE_WINDOW."""
+    if rate is None or last is None or first is None:
+        return 0.0
+    faded = float(rate) * math.exp(-max(0.0, now_ms - float(last)) / 1000 / RATE_WINDOW)
+    age = max(1.0, (now_ms - float(first)) / 1000)
+    return faded / -math.expm1(-age / RATE_WINDOW)
+
+
+def _shard(request_id: str, model: str) -> ShardKeys:
+    return ShardKeys(model, keys.shard_of(request_id))
+
+
+def _group(groups: Any) -> dict[str, Any] | None:
+    """The engines' group of XINFO GROUPS; None where the stream or the group is not there yet."""
+    if isinstance(groups, ResponseError):
+        return None
+    for group in groups:
+        if group["name"] == keys.GROUP.encode():
+            found: dict[str, Any] = group
+            return found
+    return None
+
+
+def _outcome(request_id: str, why: bytes, outcome: bytes) -> Outcome:
+    """The stored outcome, or what a script ended without one."""
+    if outcome:
+        return decode_outcome(outcome)
+    return Outcome(failed=failed(request_id, 0, FailureCode(why.decode())))

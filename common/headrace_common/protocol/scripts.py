@@ -1,0 +1,61 @@
+"""The Lua scripts beside this file, loaded and run with the retries that each one may have."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from redis.exceptions import NoScriptError
+
+from .client import Argument, Client
+
+NAMES = ("admit", "take", "reap", "beat", "resume", "finish", "cancel", "giveback", "probe")
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """One script's text as a server of the given kind takes it, and its SHA1."""
+
+    text: bytes
+    sha: str
+
+
+def load_scripts(*, shebang: bool) -> dict[str, Script]:
+    """Reads all scripts. `shebang` False leaves out the flags line, which Redis 6.2 cannot read."""
+    folder = files(__package__) / "lua"
+    shared = (folder / "shared.lua").read_text()
+    return {name: _script((folder / f"{name}.lua").read_text(), shared, shebang) for name in NAMES}
+
+
+def _script(body: str, shared: str, shebang: bool) -> Script:
+    flags, _, rest = body.partition("\n")
+    text = "\n".join([flags, shared, rest] if shebang else [shared, rest]).encode()
+    return Script(text, hashlib.sha1(text, usedforsecurity=False).hexdigest())
+
+
+class Scripts:
+    """Runs scripts by their hash; a server that has forgotten them gets them again."""
+
+    def __init__(self, client: Client, scripts: dict[str, Script]) -> None:
+        self._client = client
+        self._scripts = scripts
+
+    async def run(self, name: str, keys: Sequence[str], args: Sequence[Argument]) -> Any:
+        script = self._scripts[name]
+        try:
+            return await self._client.command("EVALSHA", script.sha, len(keys), *keys, *args)
+        except NoScriptError:
+            return await self._client.command("EVAL", script.text, len(keys), *keys, *args)
+
+    async def run_many(
+        self, name: str, calls: Sequence[tuple[Sequence[str], Sequence[Argument]]]
+    ) -> list[Any]:
+        """One round trip for calls of an idempotent script; raises the first error."""
+        script = self._scripts[name]
+        commands = [("EVALSHA", script.sha, len(keys), *keys, *args) for keys, args in calls]
+        try:
+            return await self._client.pipeline(commands)
+        except NoScriptError:
+            await self._client.command("SCRIPT LOAD", script.text)
+            return await self._client.pipeline(commands)

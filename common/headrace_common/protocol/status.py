@@ -1,0 +1,40 @@
+"""An engine's status as bytes."""
+
+from dataclasses import asdict, fields
+from typing import Any
+
+import msgpack
+
+from ..errors import MessageError
+from .base import EngineStatus
+
+_FIELDS = {field.name: field.type for field in fields(EngineStatus)}
+_KINDS: dict[Any, tuple[type, ...]] = {
+    str: (str,),
+    int: (int,),
+    float: (float, int),
+    bool: (bool,),
+}
+MAX_STATUS_BYTES = 4096
+
+
+def encode_status(status: EngineStatus) -> bytes:
+    """Packs a status as a map of its fields."""
+    data: bytes = msgpack.packb(asdict(status))
+    return data
+
+
+def decode_status(data: bytes) -> EngineStatus:
+    """Unpacks and checks a status; unknown fields are ignored. Raises MessageError."""
+    if len(data) > MAX_STATUS_BYTES:
+        raise MessageError(f"engine status of {len(data)} bytes is over {MAX_STATUS_BYTES}")
+    try:
+        body = msgpack.unpackb(data, max_ext_len=0)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise MessageError(f"engine status: not msgpack: {error}") from error
+    if not isinstance(body, dict):
+        raise MessageError("engine status: must be a map")
+    for name, kind in _FIELDS.items():
+        if not isinstance(body.get(name), _KINDS[kind]):
+            raise MessageError(f"engine status: {name} is missing or of another type")
+    return EngineStatus(**{name: body[name] for name in _FIELDS})

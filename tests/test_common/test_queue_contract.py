@@ -1,0 +1,482 @@
+"""What gateways and engines may rely on, on both backends. What only Redis can do is elsewhere."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from headrace_common.errors import FailureCode, QueueFull, RequestConflict
+from headrace_common.messages import (
+    Cancel,
+    ChoiceState,
+    Failed,
+    Reroute,
+    Sync,
+    Takeover,
+    Tokens,
+)
+from headrace_common.protocol.base import (
+    AdmitState,
+    Beat,
+    EngineQueue,
+    Lease,
+    Outcome,
+    Progress,
+    QueueLimits,
+    Verdict,
+)
+from headrace_testing.backends import MODEL, Backend, make_request, make_status
+from headrace_testing.waiting import eventually, first
+
+LIMITS = QueueLimits()
+
+
+def progress(lease: Lease, *token_ids: int, journaled: int = 0, **options: Any) -> Progress:
+    return Progress(
+        request_id=lease.request.request_id,
+        attempt=lease.attempt,
+        journaled=(journaled,),
+        choices=(ChoiceState(token_ids=token_ids),),
+        **options,
+    )
+
+
+async def beat(engine: EngineQueue, item: Progress) -> Beat:
+    beats = await engine.beat([item], make_status(engine.engine_id))
+    return beats[item.request_id]
+
+
+def tokens(lease: Lease, index: int, *token_ids: int) -> Tokens:
+    return Tokens(
+        request_id=lease.request.request_id,
+        attempt=lease.attempt,
+        choice=0,
+        index=index,
+        token_ids=token_ids,
+    )
+
+
+def done(*token_ids: int) -> Outcome:
+    return Outcome(choices=(ChoiceState(token_ids=token_ids, finish_reason="length"),))
+
+
+async def started(backend: Backend, engine: EngineQueue) -> Lease:
+    """A request that `engine` has taken."""
+    gateway = backend.gateway()
+    await gateway.start()
+    await engine.start()
+    await gateway.admit(make_request(), LIMITS)
+    (lease,) = await engine.take(1)
+    return lease
+
+
+async def moved(backend: Backend, lease: Lease, old: EngineQueue, new: EngineQueue) -> Lease:
+    """The lease after `old` went silent and `new` reaped it."""
+    rid = lease.request.request_id
+    await backend.gateway().release(rid, MODEL, old.engine_id, lease.attempt)
+    (again,) = await new.reap(1)
+    return again
+
+
+async def test_a_request_arrives_as_it_was_sent(backend: Backend) -> None:
+    gateway, engine = backend.gateway("g1"), backend.engine()
+    request = make_request(prompt=(1, 0, 2**32 - 1), n=2)
+    assert (await gateway.admit(request, LIMITS)).state is AdmitState.ADMITTED
+    (lease,) = await engine.take(4)
+    assert lease == Lease(request=request, attempt=1, gateway_id="g1")
+
+
+async def test_admitting_again_delivers_once(backend: Backend) -> None:
+    gateway, engine = backend.gateway(), backend.engine()
+    request = make_request()
+    await gateway.admit(request, LIMITS)
+    again = await gateway.admit(request, LIMITS, seen=0)
+    assert (again.state, again.owner) == (AdmitState.ATTACHED, None)
+    assert len(await engine.take(4)) == 1
+    third = await gateway.admit(request, LIMITS, seen=0)
+    assert (third.owner, third.attempt) == ("e", 1)
+
+
+async def test_another_request_under_a_used_id_is_refused(backend: Backend) -> None:
+    gateway = backend.gateway()
+    request = make_request()
+    await gateway.admit(request, LIMITS)
+    with pytest.raises(RequestConflict):
+        await gateway.admit(make_request(request_id=request.request_id, prompt=(9,)), LIMITS)
+
+
+async def test_a_second_gateway_gets_the_stream(backend: Backend) -> None:
+    engine = backend.engine()
+    lease = await started(backend, engine)
+    other = backend.gateway("g2")
+    admission = await other.admit(lease.request, LIMITS)
+    assert (admission.state, admission.owner) == (AdmitState.ATTACHED, "e")
+    (control,) = await first(engine.controls(), 1)
+    assert control == Reroute(request_id=lease.request.request_id, gateway_id="g2")
+    assert (await beat(engine, progress(lease))).gateway_id == "g2"
+
+
+async def test_the_queue_is_bounded_in_requests(backend: Backend) -> None:
+    gateway, engine = backend.gateway(), backend.engine()
+    limits = QueueLimits(max_requests=2)
+    known = make_request()
+    for request in (known, make_request()):
+        await gateway.admit(request, limits)
+    with pytest.raises(QueueFull) as full:
+        await gateway.admit(make_request(), limits)
+    assert full.value.retry_after > 0
+    assert (await gateway.admit(known, limits, seen=0)).state is AdmitState.ATTACHED
+    await engine.take(1)
+    await gateway.admit(make_request(), limits)
+
+
+async def test_the_queue_is_bounded_in_tokens(backend: Backend) -> None:
+    gateway = backend.gateway()
+    limits = QueueLimits(max_tokens=40)
+    await gateway.admit(make_request(max_tokens=30), limits)
+    with pytest.raises(QueueFull):
+        await gateway.admit(make_request(max_tokens=30), limits)
+    assert (await gateway.depth(MODEL)).waiting_tokens == 33
+
+
+async def test_an_accepted_request_is_never_refused_again(backend: Backend) -> None:
+    gateway = backend.gateway()
+    await gateway.admit(make_request(), QueueLimits(max_requests=1))
+    lost = make_request()  # Redis knows nothing of it
+    again = await gateway.admit(lost, QueueLimits(max_requests=1), seen=2)
+    assert again.state is AdmitState.ADMITTED
+    engine = backend.engine()
+    leases = await engine.take(4)
+    assert [(le.attempt, le.recovered) for le in leases] == [(1, False), (3, True)]
+
+
+async def test_priorities_are_served_in_order(backend: Backend) -> None:
+    gateway, engine = backend.gateway(), backend.engine()
+    for priority in (5, 0, -1, 0, -3):
+        await gateway.admit(make_request(priority=priority), LIMITS)
+    leases = await engine.take(9)
+    assert [lease.request.priority for lease in leases] == [-1, -3, 0, 0, 5]
+
+
+async def test_low_priorities_are_not_starved(backend: Backend) -> None:
+    gateway, engine = backend.gateway(), backend.engine()
+    for priority in [-1] * 40 + [1, 1]:
+        await gateway.admit(make_request(priority=priority), LIMITS)
+    served = [(await engine.take(1))[0].request.priority for _ in range(36)]
+    assert served.count(1) == 2
+
+
+async def test_what_does_not_fit_stays_first(backend: Backend) -> None:
+    gateway, engine = backend.gateway(), backend.engine()
+    await engine.start()
+    large = make_request(prompt=(1,) * 50)
+    for request in (make_request(), large, make_request()):
+        await gateway.admit(request, LIMITS)
+    assert len(await engine.take(9, 40)) == 1
+    assert await engine.take(9, 40) == []
+    assert (await gateway.depth(MODEL)).waiting == 2
+    leases = await engine.take(9, 60)
+    assert [lease.request for lease in leases][0] == large
+    assert len(leases) == 2
+
+
+async def test_waiting_ends_with_something_new_only(backend: Backend) -> None:
+    gateway, engine = backend.gateway(), backend.engine()
+    await engine.start()
+    await gateway.admit(make_request(prompt=(1,) * 50), LIMITS)
+    assert await engine.take(9, 10) == []
+    waiting = asyncio.create_task(engine.wait())
+    done_early, _ = await asyncio.wait({waiting}, timeout=0.05)
+    assert not done_early, "an entry that did not fit is not new"
+    await gateway.admit(make_request(), LIMITS)
+    await asyncio.wait_for(waiting, 20)
+
+
+async def test_waiting_ends_when_a_started_request_is_free_again(backend: Backend) -> None:
+    engine, other = backend.engine("e1"), backend.engine("e2")
+    lease = await started(backend, engine)
+    await other.start()
+    waiting = asyncio.create_task(other.wait())
+    await asyncio.sleep(0)
+    await engine.give_back([lease.request.request_id])
+    await asyncio.wait_for(waiting, 20)
+    assert len(await other.reap(1)) == 1
+
+
+async def test_an_expired_request_is_answered_and_not_run(backend: Backend) -> None:
+    gateway, engine = backend.gateway(), backend.engine()
+    await gateway.start()
+    request = make_request(seconds=-1)
+    await gateway.admit(request, LIMITS)
+    assert await engine.take(4) == []
+    (frame,) = await first(gateway.frames(), 1)
+    assert isinstance(frame.replies[0], Failed)
+    assert frame.replies[0].failure is FailureCode.DEADLINE
+    ended = await gateway.admit(request, LIMITS, seen=0)
+    assert ended.outcome is not None and ended.outcome.failed is not None
+    assert ended.outcome.failed.failure is FailureCode.DEADLINE
+
+
+async def test_a_running_request_expires(backend: Backend) -> None:
+    gateway, engine = backend.gateway(), backend.engine()
+    await gateway.admit(make_request(seconds=0.05), LIMITS)
+    (lease,) = await engine.take(1)
+
+    async def expired() -> bool:
+        return (await beat(engine, progress(lease))).verdict is Verdict.EXPIRED
+
+    await eventually(expired)
+
+
+async def test_a_cancelled_waiting_request_is_never_run(backend: Backend) -> None:
+    gateway, engine = backend.gateway(), backend.engine()
+    request = make_request()
+    await gateway.admit(request, LIMITS)
+    for _ in range(2):
+        await gateway.cancel(request.request_id, MODEL)
+    assert await engine.take(4) == []
+    assert (await gateway.depth(MODEL)).waiting == 0
+    assert (await gateway.depth(MODEL)).waiting_tokens == 0
+    await gateway.cancel("0.unknown", MODEL)
+
+
+async def test_a_cancelled_running_request_is_told_to_its_engine(backend: Backend) -> None:
+    engine = backend.engine()
+    lease = await started(backend, engine)
+    gateway = backend.gateway()
+    await gateway.cancel(lease.request.request_id, MODEL)
+    (control,) = await first(engine.controls(), 1)
+    assert control == Cancel(request_id=lease.request.request_id)
+    assert (await beat(engine, progress(lease))).verdict is Verdict.CANCELLED
+    assert not await engine.finish(lease.request.request_id, lease.attempt, done(1))
+    assert (await gateway.depth(MODEL)).pending == 0
+
+
+async def test_a_finished_request_tells_its_outcome_to_whoever_asks(backend: Backend) -> None:
+    engine = backend.engine()
+    lease = await started(backend, engine)
+    for _ in range(2):
+        assert await engine.finish(lease.request.request_id, lease.attempt, done(5, 6))
+    gateway = backend.gateway()
+    admission = await gateway.admit(lease.request, LIMITS, seen=1)
+    assert (admission.state, admission.outcome) == (AdmitState.ENDED, done(5, 6))
+    await gateway.cancel(lease.request.request_id, MODEL)
+    assert (await gateway.admit(lease.request, LIMITS, seen=1)).outcome == done(5, 6)
+    assert await gateway.drain_rate(MODEL) > 0
+
+
+async def test_a_frozen_engine_cannot_take_its_request_back(backend: Backend) -> None:
+    engine, other = backend.engine("e1"), backend.engine("e2")
+    lease = await started(backend, engine)
+    again = await moved(backend, lease, engine, other)
+    assert (again.attempt, again.recovered, again.suspect) == (2, True, False)
+    assert (await beat(engine, progress(lease, 1))).verdict is Verdict.STOLEN
+    assert not await engine.finish(lease.request.request_id, 1, done(1))
+    assert not await engine.resume(lease.request.request_id, 1, [ChoiceState()])
+    await engine.give_back([lease.request.request_id])
+    assert await backend.engine("e3").reap(4) == []
+    assert (await beat(other, progress(again))).verdict is Verdict.OWNED
+
+
+async def test_a_lease_lapses_without_beats(backend: Backend) -> None:
+    engine, other = backend.engine("e1"), backend.engine("e2", lease_ms=20)
+    lease = await started(backend, engine)
+    assert await backend.engine("e3").reap(4) == []
+    found: list[Lease] = []
+
+    async def reaped() -> bool:
+        found.extend(await other.reap(4))
+        return bool(found)
+
+    await eventually(reaped)
+    assert found[0].request == lease.request
+
+
+async def test_only_the_owner_is_released(backend: Backend) -> None:
+    engine, other = backend.engine("e1"), backend.engine("e2")
+    lease = await started(backend, engine)
+    gateway = backend.gateway()
+    for engine_id, attempt in (("e2", 1), ("e1", 2)):
+        await gateway.release(lease.request.request_id, MODEL, engine_id, attempt)
+    assert await other.reap(4) == []
+
+
+async def test_the_journal_is_the_beats_and_the_frames_behind(backend: Backend) -> None:
+    engine = backend.engine()
+    lease = await started(backend, engine)
+    assert (await beat(engine, progress(lease, 10, 11))).journaled == (2,)
+    assert (await beat(engine, progress(lease, 12, journaled=2))).journaled == (3,)
+    await engine.publish({"g": [tokens(lease, 2, 12, 13)], "other": []})
+    await engine.publish({"g": [tokens(lease, 9, 99)]})  # behind a gap
+    found = await backend.engine("e2").journal(lease.request.request_id)
+    assert found == (ChoiceState(token_ids=(10, 11, 12, 13)),)
+
+
+async def test_a_beat_repeated_or_behind_a_gap_leaves_the_journal_whole(backend: Backend) -> None:
+    engine = backend.engine()
+    lease = await started(backend, engine)
+    for _ in range(2):
+        assert (await beat(engine, progress(lease, 10, 11))).journaled == (2,)
+    assert (await beat(engine, progress(lease, 50, journaled=9))).journaled == (2,)
+    found = await engine.journal(lease.request.request_id)
+    assert found == (ChoiceState(token_ids=(10, 11)),)
+
+
+async def test_the_journal_never_mixes_histories(backend: Backend) -> None:
+    """Gateway killed, engine moved, then killed before it could sync (PROTOCOL 4.4.1)."""
+    engine, other = backend.engine("e1"), backend.engine("e2")
+    lease = await started(backend, engine)
+    await beat(engine, progress(lease, 1, 2))
+    await engine.publish({"g": [tokens(lease, 2, 3, 4)]})
+    again = await moved(backend, lease, engine, other)
+    rid = lease.request.request_id
+    assert (await beat(other, progress(again, 7, 7, 7))).journaled == (0,)
+    assert await other.journal(rid) == (ChoiceState(token_ids=(1, 2, 3, 4)),)
+    await other.publish({"g": [Takeover(request_id=rid, attempt=2)]})
+    assert await other.resume(rid, 2, [ChoiceState(token_ids=(1, 2, 3))])
+    assert await other.journal(rid) == (ChoiceState(token_ids=(1, 2, 3)),)
+    await backend.gateway("g2").admit(lease.request, LIMITS)
+    await engine.publish({"g": [tokens(lease, 3, 4, 5, 6)]})  # the frozen one wakes
+    states = (ChoiceState(token_ids=(1, 2, 3, 40)),)
+    await other.publish({"g2": [Sync(request_id=rid, attempt=2, choices=states)]})
+    await other.publish({"g2": [tokens(again, 4, 50)]})
+    assert await other.journal(rid) == (ChoiceState(token_ids=(1, 2, 3, 40, 50)),)
+
+
+async def test_the_journal_keeps_how_a_choice_ended(backend: Backend) -> None:
+    gateway, engine = backend.gateway(), backend.engine()
+    await gateway.admit(make_request(n=2), LIMITS)
+    (lease,) = await engine.take(1)
+    item = Progress(
+        request_id=lease.request.request_id,
+        attempt=1,
+        journaled=(0, 0),
+        choices=(
+            ChoiceState(token_ids=(4,), finish_reason="stop", stop_token=2),
+            ChoiceState(token_ids=(5, 6)),
+        ),
+    )
+    assert (await beat(engine, item)).journaled == (1, 2)
+    assert await engine.journal(lease.request.request_id) == item.choices
+    assert await engine.resume(lease.request.request_id, 1, item.choices)
+    assert await engine.journal(lease.request.request_id) == item.choices
+    assert await engine.journal("0.unknown") is None
+
+
+async def test_poison_becomes_a_dead_letter(backend: Backend) -> None:
+    engines = [backend.engine(f"e{number}") for number in range(6)]
+    lease = await started(backend, engines[0])
+    suspects = []
+    for old, new in zip(engines, engines[1:4], strict=False):
+        await beat(old, progress(lease))
+        lease = await moved(backend, lease, old, new)
+        suspects.append(lease.suspect)
+    assert suspects == [False, True, True]
+    await beat(engines[3], progress(lease))
+    gateway = backend.gateway()
+    await gateway.release(lease.request.request_id, MODEL, "e3", lease.attempt)
+    assert await engines[4].reap(4) == []
+    (frame,) = await first(gateway.frames(), 1)
+    assert isinstance(frame.replies[0], Failed)
+    assert frame.replies[0].failure is FailureCode.POISONED
+    assert await backend.dead_letters() == [(lease.request.request_id, "poisoned")]
+    ended = await gateway.admit(lease.request, LIMITS, seen=4)
+    assert ended.outcome is not None and ended.outcome.failed is not None
+    assert ended.outcome.failed.failure is FailureCode.POISONED
+
+
+async def test_a_suspect_is_left_where_it_is_not_wanted(backend: Backend) -> None:
+    engines = [backend.engine(f"e{number}") for number in range(4)]
+    lease = await started(backend, engines[0])
+    for old, new in zip(engines, engines[1:2], strict=False):
+        await beat(old, progress(lease))
+        lease = await moved(backend, lease, old, new)
+    await beat(engines[1], progress(lease))
+    await backend.gateway().release(lease.request.request_id, MODEL, "e1", 2)
+    assert await engines[2].reap(4, suspects=False) == []
+    assert [item.suspect for item in await engines[2].reap(4)] == [True]
+
+
+async def test_innocents_are_not_counted(backend: Backend) -> None:
+    """Neither those that made tokens, nor those that only waited, nor those given back."""
+    engines = [backend.engine(f"e{number}") for number in range(14)]
+    lease = await started(backend, engines[0])
+    rid = lease.request.request_id
+    made: list[int] = []
+    for number, (old, new) in enumerate(zip(engines, engines[1:], strict=False)):
+        await old.resume(rid, lease.attempt, [ChoiceState(token_ids=tuple(made))])
+        if number % 3 == 0:
+            await beat(old, progress(lease, number, journaled=len(made)))
+            made.append(number)
+        elif number % 3 == 1:
+            await old.give_back([rid])
+        else:
+            lease = await moved(backend, lease, old, new)
+            await backend.gateway().release(rid, MODEL, new.engine_id, lease.attempt)
+            (lease,) = await engines[13].reap(1)
+            await engines[13].give_back([rid])
+        if number % 3 == 0:
+            lease = await moved(backend, lease, old, new)
+        else:
+            (lease,) = await new.reap(1)
+        assert not lease.suspect
+
+
+async def test_frames_come_in_order_and_again_from_the_start(backend: Backend) -> None:
+    engine = backend.engine()
+    lease = await started(backend, engine)
+    said: Sequence[Tokens] = [tokens(lease, index, index) for index in range(5)]
+    for item in said:
+        await engine.publish({"g": [item]})
+    gateway = backend.gateway()
+    for _ in range(2):
+        frames = await first(gateway.frames(), 5)
+        assert [frame.replies[0] for frame in frames] == list(said)
+        assert {frame.engine_id for frame in frames} == {"e"}
+
+
+async def test_depth_and_engines_are_told(backend: Backend) -> None:
+    gateway, engine = backend.gateway(), backend.engine()
+    await engine.start()
+    assert await gateway.engines(MODEL) == []
+    assert await gateway.drain_rate(MODEL) == 0
+    for _ in range(3):
+        await gateway.admit(make_request(), LIMITS)
+    await engine.take(1)
+    depth = await gateway.depth(MODEL)
+    assert (depth.waiting, depth.pending, depth.waiting_tokens) == (2, 1, 38)
+    assert 0 <= depth.oldest_age < 60
+    await engine.beat([], make_status())
+    assert await gateway.engines(MODEL) == [make_status()]
+    await engine.close()
+    assert await backend.gateway("g2").engines(MODEL) == []
+
+
+async def test_a_gateway_lives_while_it_beats(backend: Backend) -> None:
+    gateway, engine = backend.gateway("g9"), backend.engine()
+    assert not await engine.gateway_alive("g9")
+    await gateway.start()
+    assert await engine.gateway_alive("g9")
+
+
+async def test_after_a_loss_of_everything_requests_go_on(backend: Backend) -> None:
+    engine = backend.engine("e1")
+    lease = await started(backend, engine)
+    await backend.wipe()
+    assert (await beat(engine, progress(lease, 1))).verdict is Verdict.MISSING
+    assert not await engine.finish(lease.request.request_id, 1, done(1))
+    gateway = backend.gateway()
+    assert await engine.take(1) == [] and await engine.reap(1) == []
+    await gateway.admit(lease.request, LIMITS, seen=1)
+    (again,) = await backend.engine("e2").take(1)
+    assert (again.attempt, again.recovered) == (2, True)
+
+
+async def test_a_lease_given_twice_under_one_number_asks_first(backend: Backend) -> None:
+    engine = backend.engine("e1")
+    lease = await started(backend, engine)
+    await backend.wipe()
+    await backend.gateway().admit(lease.request, LIMITS)  # as a rollback: nothing seen
+    (again,) = await engine.take(1)
+    assert (again.attempt, again.recovered) == (1, True)

@@ -1,0 +1,180 @@
+"""The Lua scripts against their model in memory: random interleavings of two gateways and three
+engines give the same answers, and the streams hold exactly what is alive."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from headrace_common.errors import QueueFull
+from headrace_common.messages import ChoiceState, GenerateRequest
+from headrace_common.protocol.base import Admission, AdmitState, Outcome, Progress, QueueLimits
+from headrace_testing.backends import MODEL, InMemory, OverRedis, make_request, make_status
+from headrace_testing.valkey import ValkeyServer
+
+T = TypeVar("T")
+LIMITS = QueueLimits(max_requests=4, max_tokens=120)
+ENGINES = ("e0", "e1", "e2")
+engines = st.sampled_from(ENGINES)
+gateways = st.sampled_from(("g0", "g1"))
+requests = st.integers(0, 7)
+
+
+class ScriptsAndModel(RuleBasedStateMachine):
+    """Does everything twice and compares."""
+
+    server: ValkeyServer
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.redis = OverRedis(self.server.url)
+        self.model = InMemory()
+        self.run(self.redis.wipe())
+        both = (self.redis, self.model)
+        self.gateways = {name: [b.gateway(name) for b in both] for name in ("g0", "g1")}
+        self.engines = {name: [b.engine(name) for b in both] for name in ENGINES}
+        self.requests: list[GenerateRequest] = []
+        self.attempts: dict[str, int] = {}
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.runner.run(work)
+
+    def same(self, real: T, model: T) -> T:
+        assert real == model
+        return real
+
+    def teardown(self) -> None:
+        self.run(self.redis.close())
+        self.runner.close()
+
+    @initialize()
+    def make_requests(self) -> None:
+        self.requests = [
+            make_request(
+                request_id=f"0.r{number}", priority=number % 3 - 1, prompt=(1,) * (number + 1)
+            )
+            for number in range(8)
+        ]
+
+    @rule(gateway=gateways, number=requests, again=st.booleans())
+    def admit(self, gateway: str, number: int, again: bool) -> None:
+        request = self.requests[number]
+        seen = self.attempts.get(request.request_id, 0) if again else None
+        real, model = (
+            self.run(self.admitted(queue, request, seen)) for queue in self.gateways[gateway]
+        )
+        self.same(real, model)
+
+    async def admitted(
+        self, queue: Any, request: GenerateRequest, seen: int | None
+    ) -> Admission | str:
+        try:
+            admission: Admission = await queue.admit(request, LIMITS, seen=seen)
+        except QueueFull:
+            return "full"
+        if admission.state is AdmitState.ENDED:
+            return admission
+        return Admission(state=admission.state, owner=admission.owner, attempt=admission.attempt)
+
+    @rule(engine=engines, count=st.integers(1, 4), room=st.none() | st.integers(0, 12))
+    def take(self, engine: str, count: int, room: int | None) -> None:
+        real, model = (self.run(q.take(count, room)) for q in self.engines[engine])
+        for lease in self.same(real, model):
+            self.attempts[lease.request.request_id] = lease.attempt
+
+    @rule(engine=engines, count=st.integers(1, 3), suspects=st.booleans())
+    def reap(self, engine: str, count: int, suspects: bool) -> None:
+        real, model = (self.run(q.reap(count, suspects=suspects)) for q in self.engines[engine])
+        # Which of several comes first is the stream's order here and the admission's there.
+        assert len(real) == len(model)
+        if {lease.request.request_id for lease in real} == {
+            lease.request.request_id for lease in model
+        }:
+            for lease in real:
+                assert lease in model
+                self.attempts[lease.request.request_id] = lease.attempt
+
+    @rule(engine=engines, number=requests, made=st.integers(0, 3), executing=st.booleans())
+    def beat(self, engine: str, number: int, made: int, executing: bool) -> None:
+        rid = self.requests[number].request_id
+        item = Progress(
+            request_id=rid,
+            attempt=self.attempts.get(rid, 0),
+            journaled=(0,),
+            choices=(ChoiceState(token_ids=tuple(range(made))),),
+            executing=executing,
+        )
+        real, model = (self.run(q.beat([item], make_status(engine))) for q in self.engines[engine])
+        self.same(dict(real), dict(model))
+
+    @rule(engine=engines, number=requests, made=st.integers(0, 3))
+    def resume(self, engine: str, number: int, made: int) -> None:
+        rid = self.requests[number].request_id
+        states = [ChoiceState(token_ids=tuple(range(made)))]
+        attempt = self.attempts.get(rid, 0)
+        self.same(*(self.run(q.resume(rid, attempt, states)) for q in self.engines[engine]))
+
+    @rule(engine=engines, number=requests)
+    def read_journal(self, engine: str, number: int) -> None:
+        rid = self.requests[number].request_id
+        self.same(*(self.run(q.journal(rid)) for q in self.engines[engine]))
+
+    @rule(engine=engines, number=requests)
+    def finish(self, engine: str, number: int) -> None:
+        rid = self.requests[number].request_id
+        outcome = Outcome(choices=(ChoiceState(token_ids=(1,), finish_reason="length"),))
+        attempt = self.attempts.get(rid, 0)
+        self.same(*(self.run(q.finish(rid, attempt, outcome)) for q in self.engines[engine]))
+
+    @rule(engine=engines, number=requests)
+    def give_back(self, engine: str, number: int) -> None:
+        for queue in self.engines[engine]:
+            self.run(queue.give_back([self.requests[number].request_id]))
+
+    @rule(gateway=gateways, engine=engines, number=requests)
+    def release(self, gateway: str, engine: str, number: int) -> None:
+        rid = self.requests[number].request_id
+        for queue in self.gateways[gateway]:
+            self.run(queue.release(rid, MODEL, engine, self.attempts.get(rid, 0)))
+
+    @rule(gateway=gateways, number=requests)
+    def cancel(self, gateway: str, number: int) -> None:
+        for queue in self.gateways[gateway]:
+            self.run(queue.cancel(self.requests[number].request_id, MODEL))
+
+    @invariant()
+    def the_streams_hold_what_is_alive(self) -> None:
+        real, model = (self.run(q.depth(MODEL)) for q in self.gateways["g0"])
+        assert (real.waiting, real.pending, real.waiting_tokens) == (
+            model.waiting,
+            model.pending,
+            model.waiting_tokens,
+        )
+
+
+def test_the_scripts_do_what_their_model_does(valkey_server: ValkeyServer) -> None:
+    class Machine(ScriptsAndModel):
+        server = valkey_server
+
+    run_state_machine_as_test(
+        Machine, settings=settings(max_examples=25, stateful_step_count=40, deadline=None)
+    )
+
+
+@pytest.mark.parametrize("name", ["admit", "take", "reap", "beat", "finish"])
+def test_every_script_says_what_it_takes(name: str) -> None:
+    from importlib.resources import files
+
+    text = (files("headrace_common.protocol") / "lua" / f"{name}.lua").read_text()
+    assert all(f"-- {word}" in text for word in ("KEYS", "ARGV", "Result"))
