@@ -1,0 +1,127 @@
+"""The engine process: reads its settings, loads the model, serves until SIGTERM."""
+
+import os
+
+# libgomp reads it when torch loads it. Its default spins for milliseconds at every barrier, which
+# takes the cores from the gateway and Redis where they share them with the engine.
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+
+import asyncio
+import gc
+import logging
+import secrets
+import signal
+import socket
+import sys
+from importlib.metadata import version
+
+from pydantic import ValidationError
+from pydantic_settings import CliApp
+
+from headrace_common import logs, telemetry
+from headrace_common.errors import HeadraceError
+from headrace_common.protocol.connection import Connection, ConnectionConfig
+from headrace_common.protocol.redis_engine import RedisEngineQueue
+
+from .engine import Engine
+from .errors import EngineError
+from .runner import ModelRunner
+from .settings import EngineSettings
+from .worker import Worker, WorkerConfig
+
+logger = logging.getLogger("headrace_engine")
+
+EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h: starting again would not help
+EXIT_FAILED = 70  # EX_SOFTWARE
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the process's exit code."""
+    try:
+        settings = CliApp.run(EngineSettings, cli_args=arguments)
+        logs.configure(settings.log_level, settings.log_format)
+    except ValidationError as error:
+        for problem in error.errors():
+            name = ".".join(str(part) for part in problem["loc"])
+            print(f"headrace engine: {name}: {problem['msg']}", file=sys.stderr)  # noqa: T201
+        return EXIT_CONFIG
+    try:
+        engine = _load(settings)
+        asyncio.run(serve(settings, engine))
+    except (HeadraceError, EngineError) as error:
+        logger.error(
+            "engine cannot serve",
+            extra={"code": error.code, "error": str(error)},
+            exc_info=error.__cause__,
+        )
+        return EXIT_FAILED if error.code == "worker_failed" else EXIT_CONFIG
+    return 0
+
+
+def _load(settings: EngineSettings) -> Engine:
+    config = settings.engine_config()
+    runner = ModelRunner(config)
+    runner.warm_up()
+    # What is alive now stays: the collector need not look at it again between steps.
+    gc.collect()
+    gc.freeze()
+    return Engine(config, runner)
+
+
+async def serve(settings: EngineSettings, engine: Engine) -> None:
+    """Serves until SIGTERM or a drain message. Raises what breaks the service."""
+    # The random part makes a restarted pod another consumer than the one before.
+    engine_id = f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
+    connection = Connection(ConnectionConfig(url=settings.redis_url))
+    queue = RedisEngineQueue(
+        connection,
+        engine_id,
+        settings.name,
+        shard=settings.shard,
+        lease_ms=int(settings.lease * 1000),
+    )
+    worker: Worker | None = None
+    measures = telemetry.setup(
+        "headrace-engine",
+        version=version("headrace"),
+        instance_id=engine_id,
+        metrics_host=settings.metrics_host,
+        metrics_port=settings.metrics_port,
+        live=lambda: None if worker is None else worker.stuck(),
+        ready=lambda: "starting" if worker is None else worker.not_ready(),
+    )
+    try:
+        worker = Worker(_worker_config(settings, engine), queue, engine, measures)
+        running_loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            running_loop.add_signal_handler(number, worker.drain)
+        await worker.run()
+    finally:
+        await queue.close()
+        await connection.close()
+        await asyncio.to_thread(measures.shutdown)
+
+
+def _worker_config(settings: EngineSettings, engine: Engine) -> WorkerConfig:
+    return WorkerConfig(
+        model=settings.name,
+        max_model_len=engine.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        block_size=settings.block_size,
+        version=version("headrace"),
+        beat_interval=settings.beat_interval,
+        drain_timeout=settings.drain_timeout,
+        step_timeout=settings.step_timeout,
+    )
+
+
+def _exit(code: int) -> None:
+    """Ends the process at once: a step that hangs on its device would keep it for ever."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    _exit(main())

@@ -1,0 +1,183 @@
+"""A request that this engine owns: its output so far and the messages that tell of it.
+
+Pure bookkeeping between the engine's outputs and the queue's messages; no I/O.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from headrace_common.messages import ChoiceState, GenerateRequest, Logprobs, Sync, Tokens
+from headrace_common.protocol.base import Lease, Outcome, Progress
+
+from .outputs import SequenceOutput, TokenLogprobs
+from .request import EngineRequest
+
+
+@dataclass(slots=True)
+class ActiveChoice:
+    """One choice's output. `journaled` counts the tokens that the journal is known to have."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_token: int | None = None
+    journaled: int = 0
+    logprobs_from: int = 0
+
+    def state(self, start: int = 0) -> ChoiceState:
+        """The output behind position `start`."""
+        return ChoiceState(
+            token_ids=tuple(self.token_ids[start:]),
+            finish_reason=self.finish_reason,
+            stop_token=self.stop_token,
+        )
+
+
+class ActiveRequest:
+    """Output, fence and gateway of one leased request."""
+
+    __slots__ = (
+        "asked",
+        "attempt",
+        "cached_tokens",
+        "choices",
+        "executing",
+        "gateway_id",
+        "recovered",
+        "request",
+        "runs",
+    )
+
+    def __init__(self, lease: Lease) -> None:
+        self.request: GenerateRequest = lease.request
+        self.attempt = lease.attempt
+        self.gateway_id = lease.gateway_id
+        self.recovered = lease.recovered
+        self.executing = False
+        self.asked = 0  # how often the gateway was asked what its client has
+        self.runs = 0
+        self.cached_tokens = 0
+        self.choices = [ActiveChoice() for _ in range(lease.request.sampling.n)]
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def engine_key(self) -> str:
+        """The id inside the engine's core: a later run never meets an earlier one's outputs."""
+        return f"{self.request.request_id}#{self.attempt}.{self.runs}"
+
+    @property
+    def finished(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+    def restore(self, states: Sequence[ChoiceState]) -> None:
+        """Sets the output to exactly what the client has, as the journal now does."""
+        for choice, state in zip(self.choices, states, strict=False):
+            choice.token_ids = list(state.token_ids)
+            choice.finish_reason = state.finish_reason
+            choice.stop_token = state.stop_token
+            choice.journaled = choice.logprobs_from = len(choice.token_ids)
+
+    def engine_request(self, arrival: float) -> EngineRequest:
+        """A new run in the engine's core, under a new `engine_key`."""
+        self.runs += 1
+        request = self.request
+        assert request.sampling.seed is not None, "gateways always set a seed"
+        resumed = any(choice.token_ids for choice in self.choices)
+        return EngineRequest(
+            request_id=self.engine_key,
+            prompt_token_ids=request.prompt_token_ids,
+            params=request.sampling,
+            seed=request.sampling.seed,
+            arrival=arrival,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            resume=tuple(tuple(choice.token_ids) for choice in self.choices) if resumed else (),
+        )
+
+    def record(self, output: SequenceOutput) -> Tokens | None:
+        """Adds one step's output; returns the message for the gateway.
+
+        None where the choice is already complete (a stop string matched meanwhile).
+        """
+        choice = self.choices[output.choice]
+        if choice.finish_reason is not None:
+            return None
+        assert output.index == len(choice.token_ids), "the engine skipped or repeated a token"
+        logprobs = _wire_logprobs(output.logprobs)
+        choice.token_ids.extend(output.token_ids)
+        if logprobs is not None:
+            choice.logprobs.extend(logprobs)
+        choice.finish_reason = output.finish_reason
+        choice.stop_token = output.stop_token
+        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+        return Tokens(
+            request_id=self.request_id,
+            attempt=self.attempt,
+            choice=output.choice,
+            index=output.index,
+            token_ids=output.token_ids,
+            logprobs=logprobs,
+            finish_reason=output.finish_reason,
+            stop_token=output.stop_token,
+            cached_tokens=self.cached_tokens,
+        )
+
+    def tokens_from(self, number: int, index: int) -> Tokens:
+        """What choice `number` said from position `index` on, for a gateway that saw a gap."""
+        choice = self.choices[number]
+        index = min(index, len(choice.token_ids))
+        logprobs = None
+        if self.request.sampling.logprobs is not None and index >= choice.logprobs_from:
+            logprobs = tuple(choice.logprobs[index - choice.logprobs_from :])
+        return Tokens(
+            request_id=self.request_id,
+            attempt=self.attempt,
+            choice=number,
+            index=index,
+            token_ids=tuple(choice.token_ids[index:]),
+            logprobs=logprobs,
+            finish_reason=choice.finish_reason,
+            stop_token=choice.stop_token,
+            cached_tokens=self.cached_tokens,
+        )
+
+    def stop(self, number: int) -> None:
+        """Marks a choice as ended by a stop string that its gateway matched."""
+        if self.choices[number].finish_reason is None:
+            self.choices[number].finish_reason = "stop"
+
+    def sync(self) -> Sync:
+        return Sync(
+            request_id=self.request_id,
+            attempt=self.attempt,
+            choices=tuple(choice.state() for choice in self.choices),
+        )
+
+    def progress(self) -> Progress:
+        return Progress(
+            request_id=self.request_id,
+            attempt=self.attempt,
+            journaled=tuple(choice.journaled for choice in self.choices),
+            choices=tuple(choice.state(choice.journaled) for choice in self.choices),
+            executing=self.executing,
+        )
+
+    def note_journal(self, journaled: Sequence[int]) -> None:
+        """Takes note of how many tokens of each choice the journal holds."""
+        for choice, count in zip(self.choices, journaled, strict=False):
+            choice.journaled = min(count, len(choice.token_ids))
+
+    def outcome(self) -> Outcome:
+        return Outcome(
+            choices=tuple(choice.state() for choice in self.choices),
+            cached_tokens=self.cached_tokens,
+        )
+
+
+def _wire_logprobs(logprobs: tuple[TokenLogprobs, ...] | None) -> tuple[Logprobs, ...] | None:
+    if logprobs is None:
+        return None
+    return tuple(Logprobs(item.logprob, item.rank, item.top) for item in logprobs)

@@ -1,0 +1,80 @@
+"""The one protocol behind which every attention backend stands.
+
+A backend owns the layout of its KV cache: the runner passes the tensors that `allocate` made back
+to it and looks into none of them.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+
+LayerCache = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """Shape of one layer's keys and values."""
+
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParams:
+    """What a layer's attention needs beside tensors. `sliding_window` counts keys, own included."""
+
+    scale: float
+    softcap: float | None = None
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Where each token of a ragged batch belongs. S sequences, T tokens, all on the device.
+
+    query_start   int32 [S + 1]     token offsets of the sequences' runs
+    seq_lens      int32 [S]         keys of each sequence, this step's included
+    block_tables  int32 [S, B]      block ids, padded with 0 behind ceil(seq_len / block_size)
+    slots         int64 [T]         block * block_size + offset, where each token's KV is written
+    The first `num_decodes` sequences have one query token each.
+    """
+
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
+    slots: torch.Tensor
+    num_decodes: int
+    max_query_len: int
+    max_seq_len: int
+
+
+class AttentionBackend(Protocol):
+    name: ClassVar[str]
+
+    def allocate(self, num_blocks: int, spec: KVSpec) -> LayerCache:
+        """Zeroed KV memory of one layer for `num_blocks` blocks."""
+
+    def block_bytes(self, spec: KVSpec) -> int:
+        """Bytes that one block takes in one layer."""
+
+    def copy_blocks(self, cache: LayerCache, copies: torch.Tensor) -> None:
+        """Copies whole blocks; `copies` is int64 [N, 2] of (source, destination)."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        params: LayerParams,
+    ) -> torch.Tensor:
+        """Writes key and value at `slots`, then attends causally over each sequence's blocks.
+
+        query [T, Hq, D], key and value [T, Hkv, D] (rotary applied), Hq a multiple of Hkv.
+        Returns [T, Hq, D] in the query's dtype.
+        """

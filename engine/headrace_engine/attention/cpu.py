@@ -1,0 +1,148 @@
+"""Paged attention on CPUs, through the native kernels.
+
+The cache's layout is the kernels' own (kernels/cache.h). Where there are no native kernels, or for
+dtypes and head sizes that they lack, everything is left to the reference backend.
+"""
+
+import ctypes
+import logging
+from typing import ClassVar
+
+import torch
+
+from ..kernels import library
+from .base import AttentionMetadata, KVSpec, LayerCache, LayerParams
+from .memory import zeros
+from .reference import ReferenceBackend
+
+logger = logging.getLogger(__name__)
+
+TILE = 16
+MAX_HEAD_DIM = 256
+
+
+class CpuBackend:
+    """Cache: [blocks, tiles of a block, Hkv, 2, 16 * D], and an empty [blocks, block_size, 0] that
+    holds the block size."""
+
+    name: ClassVar[str] = "cpu"
+
+    def __init__(self, kernels: library.Kernels | None = None) -> None:
+        """`kernels` None loads the best ones for this CPU, or logs why there are none."""
+        self._kernels = kernels or _load()
+        self._reference = ReferenceBackend()
+        self._batch: tuple[AttentionMetadata, library.Batch] | None = None
+        self._layers: dict[tuple[LayerParams, int, torch.Size, int], library.Layer] = {}
+
+    def allocate(self, num_blocks: int, spec: KVSpec) -> LayerCache:
+        if not self._is_native(spec.dtype, spec.head_dim):
+            return self._reference.allocate(num_blocks, spec)
+        tiles = -(-spec.block_size // TILE)
+        shape = (num_blocks, tiles, spec.num_kv_heads, 2, TILE * spec.head_dim)
+        holder = torch.empty((num_blocks, spec.block_size, 0), dtype=spec.dtype)
+        return zeros(shape, spec.dtype, spec.device), holder
+
+    def block_bytes(self, spec: KVSpec) -> int:
+        if not self._is_native(spec.dtype, spec.head_dim):
+            return self._reference.block_bytes(spec)
+        tiles = -(-spec.block_size // TILE)
+        return 2 * tiles * TILE * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
+
+    def copy_blocks(self, cache: LayerCache, copies: torch.Tensor) -> None:
+        self._reference.copy_blocks(cache, copies)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        params: LayerParams,
+    ) -> torch.Tensor:
+        if self._kernels is None or not self._is_native(query.dtype, query.shape[2]):
+            return self._reference.forward(query, key, value, cache, metadata, params)
+        query, key, value = _rows(query), _rows(key), _rows(value)
+        output = torch.empty(query.shape, dtype=query.dtype)
+        failed = self._kernels.paged_attention(
+            output.data_ptr(),
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            cache[0].data_ptr(),
+            query.stride(0),
+            key.stride(0),
+            value.stride(0),
+            ctypes.addressof(self._describe_batch(metadata)),
+            ctypes.addressof(self._describe_layer(query, key, cache, params)),
+        )
+        if failed:
+            raise MemoryError("no memory for the work list of paged attention")
+        return output
+
+    def _is_native(self, dtype: torch.dtype, head_dim: int) -> bool:
+        return (
+            self._kernels is not None
+            and dtype in library.DTYPES
+            and head_dim % TILE == 0
+            and head_dim <= MAX_HEAD_DIM
+        )
+
+    def _describe_batch(self, metadata: AttentionMetadata) -> library.Batch:
+        """Made once a step: all layers pass the same metadata, which is held while it is used."""
+        if self._batch is None or self._batch[0] is not metadata:
+            self._batch = metadata, _batch(metadata)
+        return self._batch[1]
+
+    def _describe_layer(
+        self, query: torch.Tensor, key: torch.Tensor, cache: LayerCache, params: LayerParams
+    ) -> library.Layer:
+        heads, dim = query.shape[1:]
+        block_size = cache[1].shape[1]
+        found = self._layers.get((params, heads, key.shape[1:], block_size))
+        if found is None or found.is_bfloat16 != (query.dtype is torch.bfloat16):
+            found = library.Layer(
+                num_heads=heads,
+                num_kv_heads=key.shape[1],
+                head_dim=dim,
+                block_size=block_size,
+                window=params.sliding_window or 0,
+                is_bfloat16=query.dtype is torch.bfloat16,
+                scale=params.scale,
+                softcap=params.softcap or 0.0,
+            )
+            self._layers[params, heads, key.shape[1:], block_size] = found
+        return found
+
+
+def _load() -> library.Kernels | None:
+    try:
+        kernels = library.load()
+    except library.KernelsUnavailable as error:
+        logger.warning("no native kernels, attention will be slow", extra={"reason": str(error)})
+        return None
+    logger.info("native kernels loaded", extra={"instruction_set": kernels.isa})
+    return kernels
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """x [T, H, D] with the heads of a token side by side; rows may be apart, as in views of QKV."""
+    if x.stride(2) == 1 and x.stride(1) == x.shape[2]:
+        return x
+    return x.contiguous()
+
+
+def _batch(metadata: AttentionMetadata) -> library.Batch:
+    assert metadata.query_start.dtype is torch.int32 and metadata.query_start.is_contiguous()
+    assert metadata.seq_lens.dtype is torch.int32 and metadata.seq_lens.is_contiguous()
+    assert metadata.block_tables.dtype is torch.int32 and metadata.block_tables.stride(-1) == 1
+    assert metadata.slots.dtype is torch.int64 and metadata.slots.is_contiguous()
+    return library.Batch(
+        query_start=metadata.query_start.data_ptr(),
+        seq_lens=metadata.seq_lens.data_ptr(),
+        block_tables=metadata.block_tables.data_ptr(),
+        slots=metadata.slots.data_ptr(),
+        num_seqs=metadata.seq_lens.shape[0],
+        num_tokens=metadata.slots.shape[0],
+        table_stride=metadata.block_tables.stride(0),
+    )

@@ -1,0 +1,207 @@
+"""Paged attention on CUDA with Flash Attention kernels, reading KV blocks through a block table.
+
+Uses the flash-attn package where it is installed, else the kernels that torch carries. Where the
+kernel at hand cannot read pages of the cache's block size, the sequences' keys and values are
+gathered first: right for any size, but it moves more memory.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch.nn import functional as F
+
+from ..errors import ConfigError
+from .base import AttentionMetadata, KVSpec, LayerCache, LayerParams
+from .memory import zeros
+
+# Flash Attention 2 refuses other page sizes: "block size must be divisible by 256".
+PAGE_MULTIPLE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenInputs:
+    """One call of a kernel: either pages with a block table, or gathered keys and values."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    query_start: torch.Tensor
+    key_start: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor | None
+    max_query_len: int
+    max_seq_len: int
+    params: LayerParams
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """Keys to the left of a query and to its right, -1 for all, as the kernels count them."""
+        window = self.params.sliding_window
+        return (-1 if window is None else window - 1, 0)
+
+
+class Kernel(Protocol):
+    def pages(self, block_size: int) -> bool:
+        """Whether the kernel can read blocks of this size through a block table."""
+
+    def __call__(self, inputs: VarlenInputs) -> torch.Tensor:
+        """Causal attention, aligned at the ends of query and keys: [T, Hq, D]."""
+
+
+class FlashAttnKernel:
+    """flash-attn's flash_attn_varlen_func, version 2.6 or newer."""
+
+    def __init__(self, varlen: Callable[..., Any]) -> None:
+        self._varlen = varlen
+
+    def pages(self, block_size: int) -> bool:
+        return block_size % PAGE_MULTIPLE == 0
+
+    def __call__(self, inputs: VarlenInputs) -> torch.Tensor:
+        attended: torch.Tensor = self._varlen(
+            inputs.query,
+            inputs.key,
+            inputs.value,
+            inputs.query_start,
+            inputs.key_start,
+            inputs.max_query_len,
+            inputs.max_seq_len,
+            softmax_scale=inputs.params.scale,
+            causal=True,
+            window_size=inputs.window,
+            softcap=inputs.params.softcap or 0.0,
+            block_table=inputs.block_tables,
+        )
+        return attended
+
+
+class TorchKernel:
+    """torch.nn.attention.varlen.varlen_attn, as torch 2.13 has it.
+
+    A window of (-1, 0) is its way to ask for causal attention, (W, 0) for a causal window. Only
+    Flash Attention 3, where it has been activated, takes a block table, and then of any block size.
+    """
+
+    def __init__(self, varlen: Callable[..., Any], implementation: str | None) -> None:
+        self._varlen, self._implementation = varlen, implementation
+
+    def pages(self, block_size: int) -> bool:
+        return self._implementation == "FA3"
+
+    def __call__(self, inputs: VarlenInputs) -> torch.Tensor:
+        if inputs.params.softcap is not None:
+            raise ConfigError(
+                "torch's flash attention has no softcap, which this model needs: install "
+                "flash-attn or use attention_backend reference"
+            )
+        paged = inputs.block_tables is not None
+        pages = {"seqused_k": inputs.seq_lens, "block_table": inputs.block_tables} if paged else {}
+        attended: torch.Tensor = self._varlen(
+            inputs.query,
+            inputs.key,
+            inputs.value,
+            inputs.query_start,
+            None if paged else inputs.key_start,
+            inputs.max_query_len,
+            inputs.max_seq_len,
+            scale=inputs.params.scale,
+            window_size=inputs.window,
+            enable_gqa=inputs.query.shape[1] != inputs.key.shape[-2],
+            **pages,
+        )
+        return attended
+
+
+class FlashBackend:
+    """Cache: keys and values, each [blocks, block_size, Hkv, D].
+
+    Raises ConfigError where neither kernel is there, and for a softcap that the kernel lacks.
+    """
+
+    name: ClassVar[str] = "flash"
+
+    def __init__(self, kernel: Kernel | None = None) -> None:
+        self._kernel = kernel if kernel is not None else find_kernel()
+        # All layers of a step share one metadata, and so the places of their keys.
+        self._gathered: tuple[AttentionMetadata, torch.Tensor] | None = None
+
+    def allocate(self, num_blocks: int, spec: KVSpec) -> LayerCache:
+        shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        return zeros(shape, spec.dtype, spec.device), zeros(shape, spec.dtype, spec.device)
+
+    def block_bytes(self, spec: KVSpec) -> int:
+        return 2 * spec.block_size * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
+
+    def copy_blocks(self, cache: LayerCache, copies: torch.Tensor) -> None:
+        for part in cache:
+            part.index_copy_(0, copies[:, 1], part.index_select(0, copies[:, 0]))
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        params: LayerParams,
+    ) -> torch.Tensor:
+        for part, new in zip(cache, (key, value), strict=True):
+            part.flatten(0, 1).index_copy_(0, metadata.slots, new)
+        keys, values = cache
+        tables: torch.Tensor | None = metadata.block_tables
+        if not self._kernel.pages(keys.shape[1]):
+            index = self._key_slots(metadata, keys.shape[1])
+            keys, values = (part.flatten(0, 1).index_select(0, index) for part in cache)
+            tables = None
+        return self._kernel(
+            VarlenInputs(
+                query=query.contiguous(),
+                key=keys,
+                value=values,
+                query_start=metadata.query_start,
+                key_start=F.pad(metadata.seq_lens.cumsum(0, dtype=torch.int32), (1, 0)),
+                seq_lens=metadata.seq_lens,
+                block_tables=tables,
+                max_query_len=metadata.max_query_len,
+                max_seq_len=metadata.max_seq_len,
+                params=params,
+            )
+        )
+
+    def _key_slots(self, metadata: AttentionMetadata, block_size: int) -> torch.Tensor:
+        if self._gathered is None or self._gathered[0] is not metadata:
+            self._gathered = metadata, key_slots(metadata, block_size)
+        return self._gathered[1]
+
+
+def find_kernel() -> Kernel:
+    """flash-attn's kernel, else torch's. Raises ConfigError where there is neither."""
+    try:
+        return FlashAttnKernel(importlib.import_module("flash_attn").flash_attn_varlen_func)
+    except ImportError:
+        return _torch_kernel()
+
+
+def _torch_kernel() -> TorchKernel:
+    try:
+        varlen = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+        active = importlib.import_module("torch.nn.attention").current_flash_attention_impl()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            "attention_backend flash needs the package flash-attn, or a torch with "
+            f"torch.nn.attention.varlen: {error}"
+        ) from error
+    return TorchKernel(varlen, active)
+
+
+def key_slots(metadata: AttentionMetadata, block_size: int) -> torch.Tensor:
+    """int64 [sum of seq_lens]: where the keys of all sequences lie, one after the other."""
+    lengths = metadata.seq_lens.long()
+    starts = lengths.cumsum(0) - lengths
+    owner = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    position = torch.arange(owner.shape[0], device=lengths.device) - starts[owner]
+    blocks = metadata.block_tables[owner, position // block_size].long()
+    return blocks * block_size + position % block_size

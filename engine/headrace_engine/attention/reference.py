@@ -1,0 +1,79 @@
+"""Paged attention in plain torch: the truth that every other backend is tested against.
+
+Correct on any device, dtype, head grouping, scale, softcap and window; computes in float32, one
+sequence after the other, and makes no attempt to be fast.
+"""
+
+from typing import ClassVar
+
+import torch
+
+from .base import AttentionMetadata, KVSpec, LayerCache, LayerParams
+from .memory import zeros
+
+
+class ReferenceBackend:
+    """Cache: keys and values, each [blocks, block_size, Hkv, D]."""
+
+    name: ClassVar[str] = "reference"
+
+    def allocate(self, num_blocks: int, spec: KVSpec) -> LayerCache:
+        shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        return zeros(shape, spec.dtype, spec.device), zeros(shape, spec.dtype, spec.device)
+
+    def block_bytes(self, spec: KVSpec) -> int:
+        return 2 * spec.block_size * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
+
+    def copy_blocks(self, cache: LayerCache, copies: torch.Tensor) -> None:
+        for part in cache:
+            part[copies[:, 1]] = part[copies[:, 0]]
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        params: LayerParams,
+    ) -> torch.Tensor:
+        for part, new in zip(cache, (key, value), strict=True):
+            part.flatten(0, 1).index_copy_(0, metadata.slots, new.to(part.dtype))
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        starts = metadata.query_start.tolist()
+        for index, length in enumerate(metadata.seq_lens.tolist()):
+            rows = slice(starts[index], starts[index + 1])
+            keys, values = (_gather(part, metadata.block_tables[index], length) for part in cache)
+            output[rows] = attend(query[rows], keys, values, params)
+        return output
+
+
+def _gather(part: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:
+    """Keys or values [length, Hkv, D] of one sequence, float32."""
+    count = -(-length // part.shape[1])
+    return part.index_select(0, blocks[:count].long()).flatten(0, 1)[:length].float()
+
+
+def attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: LayerParams
+) -> torch.Tensor:
+    """Causal attention of the last n positions: query [n, Hq, D], keys and values [L, Hkv, D]."""
+    n, heads, dim = query.shape
+    grouped = query.float().view(n, keys.shape[1], -1, dim)
+    scores = torch.einsum("nhgd,lhd->hgnl", grouped, keys) * params.scale
+    if params.softcap is not None:
+        scores = torch.tanh(scores / params.softcap) * params.softcap
+    scores = scores.masked_fill(~_visible(n, keys.shape[0], params, query.device), -torch.inf)
+    weights = torch.softmax(scores, dim=-1)
+    attended = torch.einsum("hgnl,lhd->nhgd", weights, values)
+    return attended.reshape(n, heads, -1).to(query.dtype)
+
+
+def _visible(n: int, length: int, params: LayerParams, device: torch.device) -> torch.Tensor:
+    """bool [n, length]: which keys each of the last n positions sees."""
+    positions = torch.arange(length - n, length, device=device)[:, None]
+    keys = torch.arange(length, device=device)[None, :]
+    visible = keys <= positions
+    if params.sliding_window is not None:
+        visible &= keys > positions - params.sliding_window
+    return visible

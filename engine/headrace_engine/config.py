@@ -1,0 +1,49 @@
+"""Frozen configuration of one engine. Values that are computed live in properties or elsewhere."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .errors import ConfigError
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What an engine runs and how much it may take on at once.
+
+    `model` is a folder or a hub id. `kv_cache_bytes` None measures: what is free after the weights
+    and a profile run of the largest step, times `memory_utilization`. `max_model_len` None takes
+    the checkpoint's. `watermark` is the share of blocks that admission leaves free, so that running
+    sequences can grow before one must be preempted. `model_implementation`: `auto` is native where
+    the architecture has a native path, else transformers.
+    """
+
+    model: str
+    revision: str | None = None
+    dtype: DType = "auto"
+    device: str = "auto"
+    attention_backend: str = "auto"
+    model_implementation: Literal["auto", "native", "transformers"] = "auto"
+    max_model_len: int | None = None
+    block_size: int = 16
+    kv_cache_bytes: int | None = None
+    num_blocks: int | None = None
+    memory_utilization: float = 0.9
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    enable_prefix_caching: bool = True
+    watermark: float = 0.01
+    seed: int = 0
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not 0.0 <= self.watermark < 1.0:
+            raise ConfigError(f"watermark must be in [0, 1), not {self.watermark}")
+        if not 0.0 < self.memory_utilization <= 1.0:
+            raise ConfigError(
+                f"memory_utilization must be in (0, 1], not {self.memory_utilization}"
+            )

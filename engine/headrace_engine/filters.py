@@ -1,0 +1,142 @@
+"""min_p, top_k and top_p: which tokens of a row may be drawn, and the draw itself.
+
+In vLLM's order: min_p, then top_k, then top_p over what is left. Each filter becomes a threshold
+on the row's scaled logits; tokens that tie with the last one kept are kept too.
+"""
+
+import math
+from collections.abc import Sequence as Rows
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from headrace_common.sampling import SamplingParams
+
+# Most likely tokens that are sorted first for top_p; rows whose nucleus is larger sort all.
+NUCLEUS_CANDIDATES = 256
+# Probabilities are summed in groups of this many tokens before one token is looked for.
+GROUP = 256
+
+
+def thresholds(scaled: torch.Tensor, params: Rows[SamplingParams]) -> torch.Tensor | None:
+    """float32 [R]: each row keeps scaled logits at or above it; None where no row filters.
+
+    scaled is float32 [R, V], divided by the temperature and with a maximum of 0 in each row.
+    """
+    lowest = np.array([_min_p(one) for one in params], dtype=np.float32)
+    vocab = scaled.shape[1]
+    ranked = [row for row, one in enumerate(params) if 0 < one.top_k < vocab or one.top_p < 1.0]
+    if not ranked and bool(np.isneginf(lowest).all()):
+        return None
+    found = torch.from_numpy(lowest).to(scaled.device)
+    narrow = [row for row in ranked if _candidates(params[row], vocab) < vocab]
+    wide = [row for row in ranked if _candidates(params[row], vocab) >= vocab]
+    if narrow:
+        count = max(_candidates(params[row], vocab) for row in narrow)
+        wide += _rank(scaled, params, narrow, count, found)
+    if wide:
+        _rank(scaled, params, wide, vocab, found)
+    return found
+
+
+def draw(scaled: torch.Tensor, lowest: torch.Tensor | None, uniforms: torch.Tensor) -> torch.Tensor:
+    """Token ids int64 [R]: the inverse of the distribution function, in token order, at `uniforms`.
+
+    uniforms is float64 [R] in [0, 1). A token that is filtered out is never drawn.
+    """
+    weights = scaled.exp()
+    if lowest is not None:
+        weights = weights.masked_fill_(scaled < lowest[:, None], 0.0)
+    weights = F.pad(weights, (0, -weights.shape[1] % GROUP))
+    weights = weights.view(len(weights), -1, GROUP)
+    groups = weights.sum(-1, dtype=torch.float64).cumsum(-1)
+    target = uniforms * groups[:, -1]
+    group = _search(groups, target)
+    before = F.pad(groups, (1, 0)).gather(1, group[:, None]).squeeze(1)
+    rows = torch.arange(len(weights), device=scaled.device)
+    inner = weights[rows, group].double().cumsum(-1)
+    return group * GROUP + _search(inner, target - before)
+
+
+def _search(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """First column whose cumulative sum is above the target, which is kept below the row's sum:
+    rounding must never choose a column without weight."""
+    total = cumulative[:, -1]
+    target = torch.minimum(target.clamp_min(0.0), torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
+
+
+def _min_p(params: SamplingParams) -> float:
+    return math.log(params.min_p) if params.min_p > 0.0 else -math.inf
+
+
+def _candidates(params: SamplingParams, vocab: int) -> int:
+    """How many of the most likely tokens decide the filters, most of the time."""
+    if 0 < params.top_k < vocab:
+        return params.top_k
+    return min(vocab, NUCLEUS_CANDIDATES)
+
+
+def _rank(
+    scaled: torch.Tensor,
+    params: Rows[SamplingParams],
+    rows: list[int],
+    count: int,
+    found: torch.Tensor,
+) -> list[int]:
+    """Raises the thresholds of `rows` from their `count` largest values, sorted downwards.
+
+    Returns the rows whose nucleus may reach beyond those values.
+    """
+    index = torch.tensor(rows, device=scaled.device)
+    block = scaled if len(rows) == len(scaled) else scaled.index_select(0, index)
+    lowest = found.index_select(0, index)
+    top = _largest(block, count)
+    vocab = scaled.shape[1]
+    ks = torch.tensor([_top_k(params[row], vocab) for row in rows], device=scaled.device)
+    kth = top.gather(1, (ks.clamp_max(count) - 1)[:, None]).squeeze(1)
+    lowest = torch.where(ks < vocab, torch.maximum(lowest, kth), lowest)
+    ps = torch.tensor([params[row].top_p for row in rows], device=scaled.device)
+    nucleus, complete = _nucleus(block, top, lowest, ps.double(), ks)
+    complete |= count == vocab
+    cut = complete & (ps < 1.0)
+    found[index] = torch.where(cut, torch.maximum(lowest, nucleus), lowest)
+    missed = (~complete & (ps < 1.0)).tolist()
+    return [row for row, again in zip(rows, missed, strict=True) if again]
+
+
+def _nucleus(
+    block: torch.Tensor,
+    top: torch.Tensor,
+    lowest: torch.Tensor,
+    ps: torch.Tensor,
+    ks: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest value of each row's nucleus, and whether `top` reaches the nucleus's end."""
+    kept = top.exp().double().masked_fill_(top < lowest[:, None], 0.0)
+    limited = ks < block.shape[1]
+    everything = block.exp().masked_fill_(block < lowest[:, None], 0.0).sum(-1, dtype=torch.float64)
+    cumulative = kept.cumsum(-1)
+    total = torch.where(limited, cumulative[:, -1], everything)
+    target = ps * total
+    inside = ((cumulative - kept) < target[:, None]) & (kept > 0)
+    size = inside.sum(-1).clamp_min(1)
+    smallest = top.gather(1, (size - 1)[:, None]).squeeze(1)
+    return smallest, limited | (cumulative[:, -1] >= target)
+
+
+def _top_k(params: SamplingParams, vocab: int) -> int:
+    return params.top_k if 0 < params.top_k < vocab else vocab
+
+
+def _largest(block: torch.Tensor, count: int) -> torch.Tensor:
+    """The `count` largest values of each row, downwards."""
+    if block.device.type != "cpu":
+        return block.topk(count, dim=-1).values
+    # numpy sorts and partitions with vector instructions, torch on CPUs does not.
+    values = block.numpy()
+    start = values.shape[1] - count
+    if start > 0:
+        values = np.partition(values, start, axis=-1)[:, start:]
+    return torch.from_numpy(np.sort(values, axis=-1)[:, ::-1].copy())

@@ -1,0 +1,154 @@
+"""Loads the native kernels that `build.py` compiled, the best library that this CPU can run.
+
+Nothing is loaded at import. Where there is no library, `load` says why and callers fall back to
+plain torch. Must be called after torch is imported: the OpenMP symbols come from torch's runtime.
+"""
+
+import ctypes
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from .build import InstructionSet, instruction_sets, library_path
+
+INTERFACE = 1
+FORCE_ISA = "HEADRACE_CPU_ISA"
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class KernelsUnavailable(Exception):
+    """No native kernels can be loaded; the message says why and what to do."""
+
+
+class Batch(ctypes.Structure):
+    """`headrace_batch` of attention.h."""
+
+    _fields_ = [
+        ("query_start", ctypes.c_void_p),
+        ("seq_lens", ctypes.c_void_p),
+        ("block_tables", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("num_seqs", ctypes.c_int64),
+        ("num_tokens", ctypes.c_int64),
+        ("table_stride", ctypes.c_int64),
+    ]
+
+
+class Layer(ctypes.Structure):
+    """`headrace_layer` of attention.h."""
+
+    _fields_ = [
+        ("num_heads", ctypes.c_int64),
+        ("num_kv_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("window", ctypes.c_int64),
+        ("is_bfloat16", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    ]
+
+
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class Kernels:
+    """The functions of one library, as attention.h and elementwise.h declare them.
+
+    Tensors are passed as `data_ptr()`; the caller answers for shapes, strides and lifetimes.
+    """
+
+    def __init__(self, isa: str, path: Path) -> None:
+        self.isa = isa
+        self._library = _open(path)
+        version = self._bind("interface", ctypes.c_int)
+        if version() != INTERFACE:
+            raise KernelsUnavailable(f"{path} is of another version: {REMEDY}")
+        self.paged_attention = self._bind(
+            "paged_attention", ctypes.c_int, *[_POINTER] * 5, *[_INT] * 3, _POINTER, _POINTER
+        )
+        self.rms_norm = self._bind("rms_norm", None, *[_POINTER] * 3, *[_INT] * 3, _FLOAT, _INT)
+        self.add_rms_norm = self._bind(
+            "add_rms_norm", None, *[_POINTER] * 4, *[_INT] * 2, _FLOAT, _INT
+        )
+        self.rotate_qkv = self._bind("rotate_qkv", None, *[_POINTER] * 5, *[_INT] * 5, _FLOAT, _INT)
+        self.silu_mul = self._bind("silu_mul", None, *[_POINTER] * 2, *[_INT] * 4)
+        self.argmax = self._bind("argmax", None, *[_POINTER] * 2, *[_INT] * 4)
+
+    def _bind(
+        self, name: str, result: type[ctypes.c_int] | None, *arguments: type
+    ) -> Callable[..., int]:
+        function: Callable[..., int] = getattr(self._library, f"headrace_{name}")
+        function.restype = result  # type: ignore[attr-defined]  # a ctypes function, typed at run time
+        function.argtypes = arguments  # type: ignore[attr-defined]
+        return function
+
+
+REMEDY = "run `python -m headrace_engine.kernels.build`, which needs a C++ compiler"
+
+
+def load(isa: str | None = None) -> Kernels:
+    """The kernels for `isa`, or, if None, for $HEADRACE_CPU_ISA or else the best that runs here.
+
+    Raises KernelsUnavailable where there is no such library or it cannot be loaded.
+    """
+    wanted = isa or os.environ.get(FORCE_ISA)
+    runnable = [target.name for target in runnable_sets()]
+    if wanted is not None and wanted not in runnable:
+        raise KernelsUnavailable(f"{FORCE_ISA} {wanted!r} is none of {', '.join(runnable)}")
+    for name in [wanted] if wanted else runnable:
+        path = library_path(name)
+        if path.exists():
+            return Kernels(name, path)
+    raise KernelsUnavailable(f"no compiled kernels in {library_path('').parent}: {REMEDY}")
+
+
+def runnable_sets() -> list[InstructionSet]:
+    """The instruction sets that this CPU has, best first."""
+    flags = cpu_flags()
+    return [target for target in instruction_sets(platform.machine()) if target.cpu_flags <= flags]
+
+
+def cpu_flags() -> frozenset[str]:
+    """What the CPU can do, in the kernel's names; empty where there is no /proc/cpuinfo."""
+    try:
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines:
+            for line in lines:
+                if line.startswith("flags"):
+                    return frozenset(line.partition(":")[2].split())
+    except OSError:
+        pass
+    return frozenset()
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        _share_openmp()
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise KernelsUnavailable(f"{path} cannot be loaded: {error}") from error
+
+
+def _share_openmp() -> None:
+    """Makes the symbols of the OpenMP runtime that torch has loaded visible to what comes after."""
+    for runtime in openmp_runtimes():
+        ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
+
+
+def openmp_runtimes() -> frozenset[str]:
+    """Files of the OpenMP runtimes in this process."""
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    paths = {line.split(maxsplit=5)[5] for line in lines if len(line.split(maxsplit=5)) == 6}
+    return frozenset(path for path in paths if Path(path).name.startswith(_RUNTIMES))
+
+
+_RUNTIMES = ("libgomp", "libiomp5", "libomp")

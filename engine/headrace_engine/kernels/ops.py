@@ -1,0 +1,144 @@
+"""The decoder's element-wise operators through the native kernels.
+
+Takes float32 and bfloat16 on CPUs; what else comes, or lies in memory as the kernels do not expect,
+goes to plain torch. No results are written over inputs but where the `Ops` protocol allows it.
+"""
+
+import logging
+
+import torch
+
+from ..model.ops import HeadShape, Ops, QKNorm, TorchOps
+from .library import DTYPES, Kernels, KernelsUnavailable, load
+
+logger = logging.getLogger(__name__)
+
+
+def make_ops(device: torch.device) -> Ops:
+    """The fastest operators for `device`; logs why where the native ones cannot be had."""
+    if device.type != "cpu":
+        return TorchOps()
+    try:
+        return NativeOps(load())
+    except KernelsUnavailable as error:
+        logger.warning("no native kernels, operators will be slow", extra={"reason": str(error)})
+        return TorchOps()
+
+
+class NativeOps:
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._torch = TorchOps()
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if not (_is_native(x) and _is_dense(x) and x.dtype is weight.dtype):
+            return self._torch.rms_norm(x, weight, eps)
+        output = torch.empty_like(x)
+        width = x.shape[-1]
+        self._kernels.rms_norm(
+            output.data_ptr(),
+            x.data_ptr(),
+            weight.data_ptr(),
+            x.numel() // width,
+            width,
+            width,
+            eps,
+            x.dtype is torch.bfloat16,
+        )
+        return output
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not (_is_native(x) and _is_dense(x) and _is_dense(residual)):
+            return self._torch.add_rms_norm(x, residual, weight, eps)
+        if not x.dtype is residual.dtype is weight.dtype:
+            return self._torch.add_rms_norm(x, residual, weight, eps)
+        output = torch.empty_like(x)
+        width = x.shape[-1]
+        self._kernels.add_rms_norm(
+            output.data_ptr(),
+            residual.data_ptr(),
+            x.data_ptr(),
+            weight.data_ptr(),
+            x.numel() // width,
+            width,
+            eps,
+            x.dtype is torch.bfloat16,
+        )
+        return output, residual
+
+    def rotate_qkv(
+        self,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        shape: HeadShape,
+        norm: QKNorm | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if not (_is_native(qkv) and _is_dense(qkv) and _rotates(cos, sin, shape)):
+            return self._torch.rotate_qkv(qkv, cos, sin, shape, norm)
+        heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        tokens, width = qkv.shape
+        self._kernels.rotate_qkv(
+            qkv.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            norm.query.data_ptr() if norm else None,
+            norm.key.data_ptr() if norm else None,
+            tokens,
+            width,
+            heads,
+            kv_heads,
+            dim,
+            shape.eps,
+            qkv.dtype is torch.bfloat16,
+        )
+        rows = qkv.view(tokens, heads + 2 * kv_heads, dim)
+        keys, values = heads, heads + kv_heads
+        return rows[:, :keys], rows[:, keys:values], rows[:, values:]
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if not (_is_native(gate_up) and _is_dense(gate_up)):
+            return self._torch.silu_mul(gate_up)
+        double = gate_up.shape[-1]
+        width = double // 2
+        output = gate_up.new_empty((*gate_up.shape[:-1], width))
+        self._kernels.silu_mul(
+            output.data_ptr(),
+            gate_up.data_ptr(),
+            gate_up.numel() // double,
+            width,
+            double,
+            gate_up.dtype is torch.bfloat16,
+        )
+        return output
+
+    def argmax(self, x: torch.Tensor) -> torch.Tensor:
+        """int64 [N]: the index of the first largest element of each row of x [N, V]."""
+        if not (_is_native(x) and x.stride(-1) == 1):
+            return x.argmax(-1)
+        output = torch.empty(x.shape[0], dtype=torch.int64)
+        self._kernels.argmax(
+            output.data_ptr(), x.data_ptr(), *x.shape, x.stride(0), x.dtype is torch.bfloat16
+        )
+        return output
+
+
+def _is_native(x: torch.Tensor) -> bool:
+    return x.dtype in DTYPES and not x.is_cuda and x.numel() > 0
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    return x.is_contiguous()
+
+
+def _rotates(cos: torch.Tensor, sin: torch.Tensor, shape: HeadShape) -> bool:
+    """Whether the tables are float32 and turn whole heads."""
+    wanted = shape.head_dim // 2
+    return (
+        cos.dtype is sin.dtype is torch.float32
+        and cos.shape[-1] == sin.shape[-1] == wanted
+        and cos.is_contiguous()
+        and sin.is_contiguous()
+    )

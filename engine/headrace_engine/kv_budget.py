@@ -1,0 +1,161 @@
+"""How many KV blocks fit: measured from what the device has left after a profile run.
+
+Reads memory counters of the device, of the operating system and of the container; decides a number
+and allocates nothing.
+"""
+
+import gc
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from .config import EngineConfig
+from .errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+# With prefix caching, more blocks than running sequences can fill still serve later requests; on
+# CPUs, whose memory is shared with everything else, the cache is held to this many times that.
+CPU_CACHE_FACTOR = 4
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+
+
+def count_blocks(
+    config: EngineConfig,
+    device: torch.device,
+    bytes_per_block: int,
+    max_model_len: int,
+    profile: Callable[[], None],
+) -> int:
+    """Blocks of all layers together. `profile` runs the largest step the configuration allows.
+
+    Raises ConfigError where not even one block fits.
+    """
+    if config.num_blocks is not None:
+        blocks = config.num_blocks
+    elif config.kv_cache_bytes is not None:
+        blocks = config.kv_cache_bytes // bytes_per_block
+    else:
+        blocks = _measured(config, device, bytes_per_block, max_model_len, profile)
+    if blocks < 1:
+        raise ConfigError(
+            f"the KV cache has no room for one block of {bytes_per_block} bytes: raise "
+            "kv_cache_bytes, num_blocks or memory_utilization, or use a smaller model"
+        )
+    return blocks
+
+
+def _measured(
+    config: EngineConfig,
+    device: torch.device,
+    bytes_per_block: int,
+    max_model_len: int,
+    profile: Callable[[], None],
+) -> int:
+    if device.type == "cuda":
+        return _cuda_free(device, config, profile) // bytes_per_block
+    free = _cpu_free(config, profile)
+    sequence = -(-max_model_len // config.block_size)
+    useful = config.max_num_seqs * sequence
+    useful *= CPU_CACHE_FACTOR if config.enable_prefix_caching else 1
+    return min(free // bytes_per_block, useful)
+
+
+def _cuda_free(device: torch.device, config: EngineConfig, profile: Callable[[], None]) -> int:
+    """The utilised share of the whole card, less everything in use and the step's peak."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    profile()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total * config.memory_utilization) - (total - free) - peak
+
+
+def _cpu_free(config: EngineConfig, profile: Callable[[], None]) -> int:
+    """The utilised share of what is available, less the step's peak."""
+    gc.collect()
+    measurable = _reset_peak()
+    before = _resident("VmRSS")
+    profile()
+    peak = max(0, _resident("VmHWM" if measurable else "VmRSS") - before)
+    available = available_memory() + max(0, _resident("VmRSS") - before)
+    logger.info("memory measured", extra={"available_bytes": available, "step_bytes": peak})
+    return int(available * config.memory_utilization) - peak
+
+
+def available_memory() -> int:
+    """Bytes that this process may still take: of the machine, and of its container's limit."""
+    import psutil
+
+    available: int = psutil.virtual_memory().available
+    limit = cgroup_room()
+    return available if limit is None else min(available, limit)
+
+
+def cgroup_room(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What a memory limit of cgroup v2 or v1 leaves, or None without one.
+
+    Cached file pages count as used there but are given back on demand.
+    """
+    for limit_file, usage_file, stat_file, cached in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            "memory/memory.stat",
+            "total_inactive_file",
+        ),
+    ):
+        limit, usage = _number(root / limit_file), _number(root / usage_file)
+        if limit is not None and usage is not None:
+            return max(0, limit - usage + _stat(root / stat_file, cached))
+    return None
+
+
+def _number(path: Path) -> int | None:
+    """None for a file that is not there or says `max`."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _stat(path: Path, name: str) -> int:
+    try:
+        found = re.search(rf"^{name} (\d+)$", path.read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
+
+
+def _reset_peak() -> bool:
+    """Lowers Linux's high-water mark of this process to its present size."""
+    try:
+        _CLEAR_REFS.write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def _resident(name: str) -> int:
+    """VmRSS or VmHWM in bytes; psutil's resident size where there is no /proc."""
+    try:
+        found = re.search(rf"^{name}:\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    if found:
+        return int(found[1]) * 1024
+    import psutil
+
+    resident: int = psutil.Process().memory_info().rss
+    return resident

@@ -1,0 +1,260 @@
+"""The offline API: `LLM(model).generate(prompts, SamplingParams(...))`, with vLLM's names.
+
+Runs the engine in the caller's thread until every prompt is done; holds no queue and no server.
+"""
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypedDict
+
+from tqdm import tqdm
+
+from headrace_common.sampling import SamplingParams
+from headrace_common.tokenizer import Tokenizer
+
+from .config import EngineConfig
+from .engine import Engine
+from .errors import ConfigError, RequestError
+from .llm_outputs import CompletionOutput, RequestOutput
+from .llm_request import RunningRequest
+from .model.checkpoint import Checkpoint, load_checkpoint
+from .request import EngineRequest
+from .runner import ModelRunner
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: list[int]
+
+
+Prompt = str | TextPrompt | TokensPrompt
+Message = Mapping[str, Any]
+
+# vLLM's names of settings that are called otherwise here.
+ALIASES = {"gpu_memory_utilization": "memory_utilization"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    text: str | None
+    token_ids: list[int]
+
+
+class LLM:
+    """A model, loaded once and used for any number of calls; one thread at a time.
+
+    `options` are the fields of EngineConfig. `tokenizer` is a folder or hub id of its own where it
+    is not the model's; `skip_tokenizer_init` loads none, and prompts are then token ids.
+
+    Raises ConfigError, CheckpointError or headrace_common's TokenizerError: they say what is wrong.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        tokenizer: str | None = None,
+        skip_tokenizer_init: bool = False,
+        **options: Any,
+    ) -> None:
+        self._config = _config(model, options)
+        self._checkpoint: Checkpoint = load_checkpoint(model, self._config.revision)
+        self._source = tokenizer or str(self._checkpoint.folder)
+        self._tokenizer = None if skip_tokenizer_init else Tokenizer.load(self._source)
+        self._runner = ModelRunner(self._config)
+        self._runner.warm_up()
+        self._engine = Engine(self._config, self._runner)
+        self._random = random.Random(self._config.seed)  # noqa: S311  sampling, not secrets
+        self._counter = 0
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Raises ConfigError where the LLM was made without one."""
+        if self._tokenizer is None:
+            raise ConfigError("skip_tokenizer_init is set, so there is no tokenizer")
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """vLLM's defaults, with what the checkpoint's generation_config.json sets."""
+        generation = self._checkpoint.generation_config
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        chosen = {name: generation[name] for name in names if generation.get(name) is not None}
+        if generation.get("max_new_tokens") is not None:
+            chosen["max_tokens"] = generation["max_new_tokens"]
+        return SamplingParams(**chosen)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """One output a prompt, in the prompts' order; one set of parameters for all, or one each.
+
+        Raises RequestError, before anything runs, for a prompt that the engine cannot take.
+        """
+        single = isinstance(prompts, str | Mapping)
+        given: list[Any] = [prompts] if single else list(prompts)
+        return self._run([self._read(prompt) for prompt in given], sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or a list of them, through the checkpoint's chat template.
+
+        `chat_template` is the text of another template. Raises ConfigError where there is none.
+        """
+        from headrace_common.chat_template import ChatTemplate, encode_chat, load_chat_template
+
+        tokenizer = self.get_tokenizer()
+        template = (
+            load_chat_template(self._source, tokenizer)
+            if chat_template is None
+            else ChatTemplate(chat_template, tokenizer.special_tokens)
+        )
+        if template is None:
+            raise ConfigError(f"{self._source} has no chat template: pass chat_template")
+        prompts = [
+            encode_chat(
+                tokenizer,
+                template,
+                conversation,
+                tools=tools,
+                variables=chat_template_kwargs,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
+            for conversation in _conversations(messages)
+        ]
+        decoded = [tokenizer.decode(ids, skip_special_tokens=False) for ids in prompts]
+        given = [_Prompt(text, ids) for text, ids in zip(decoded, prompts, strict=True)]
+        return self._run(given, sampling_params, use_tqdm)
+
+    def _read(self, prompt: Any) -> _Prompt:
+        if isinstance(prompt, str):
+            return _Prompt(prompt, self.get_tokenizer().encode(prompt))
+        if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
+            return _Prompt(None, list(prompt["prompt_token_ids"]))
+        if isinstance(prompt, Mapping) and isinstance(prompt.get("prompt"), str):
+            return self._read(str(prompt["prompt"]))
+        raise RequestError(
+            "a prompt must be a text, {'prompt': text} or {'prompt_token_ids': [...]}, not "
+            f"{prompt!r:.80}"
+        )
+
+    def _run(
+        self,
+        prompts: list[_Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        params = self._match(sampling_params, len(prompts))
+        running: dict[str, RunningRequest] = {}
+        try:
+            for prompt, one in zip(prompts, params, strict=True):
+                request = self._start(prompt, one)
+                running[request.output.request_id] = request
+            self._finish(running, use_tqdm)
+        finally:
+            for request_id, request in running.items():
+                if not request.output.finished:
+                    self._engine.abort(request_id)
+        return [request.output for request in running.values()]
+
+    def _match(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        if params is None:
+            params = self.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise RequestError(f"sampling_params has {len(params)} entries for {count} prompts")
+        return list(params)
+
+    def _start(self, prompt: _Prompt, params: SamplingParams) -> RunningRequest:
+        if self._tokenizer is None and params.stop:
+            raise RequestError("stop strings need a tokenizer: leave skip_tokenizer_init off")
+        request_id = str(self._counter)
+        self._counter += 1
+        seed = self._random.getrandbits(63) if params.seed is None else params.seed
+        self._engine.add_request(
+            EngineRequest(
+                request_id=request_id,
+                prompt_token_ids=tuple(prompt.token_ids),
+                params=params,
+                seed=seed,
+                arrival=float(self._counter),
+            )
+        )
+        choices = [CompletionOutput(index) for index in range(params.n)]
+        output = RequestOutput(request_id, prompt.text, prompt.token_ids, choices)
+        return RunningRequest(output, params, self._tokenizer)
+
+    def _finish(self, running: Mapping[str, RunningRequest], use_tqdm: bool) -> None:
+        with _Progress(len(running), use_tqdm) as progress:
+            while self._engine.has_work:
+                touched: dict[str, RunningRequest] = {}
+                for step in self._engine.step():
+                    request = touched[step.request_id] = running[step.request_id]
+                    progress.tokens(len(step.token_ids))
+                    if request.push(step):
+                        self._engine.abort(step.request_id, step.choice)
+                for request in touched.values():
+                    if request.output.finished:
+                        progress.finished(len(request.output.prompt_token_ids))
+
+
+class _Progress:
+    """vLLM's progress bar: finished prompts, with the speed of input and output tokens."""
+
+    def __init__(self, total: int, shown: bool) -> None:
+        self._bar: Any = tqdm(
+            total=total, desc="Processed prompts", dynamic_ncols=True, disable=not shown
+        )
+        self._input = self._output = 0
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.close()
+
+    def tokens(self, count: int) -> None:
+        self._output += count
+
+    def finished(self, prompt_tokens: int) -> None:
+        self._input += prompt_tokens
+        if not self._bar.disable:
+            elapsed = max(1e-9, float(self._bar.format_dict["elapsed"]))
+            speeds = (total / elapsed for total in (self._input, self._output))
+            self._bar.set_postfix_str("input {:.1f} tok/s, output {:.1f} tok/s".format(*speeds))
+        self._bar.update()
+
+
+def _config(model: str, options: dict[str, Any]) -> EngineConfig:
+    renamed = {ALIASES.get(name, name): value for name, value in options.items()}
+    known = {field.name for field in fields(EngineConfig)}
+    unknown = sorted(set(renamed) - known)
+    if unknown:
+        raise ConfigError(f"unknown option {unknown[0]}; known are {', '.join(sorted(known))}")
+    return EngineConfig(model=model, **renamed)
+
+
+def _conversations(
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+) -> Iterable[Sequence[Message]]:
+    many: Any = messages if messages and not isinstance(messages[0], Mapping) else [messages]
+    return list(many)

@@ -1,0 +1,68 @@
+"""One prompt of the offline API while it runs: gathers tokens, text and log probabilities."""
+
+from collections.abc import Iterable
+
+from headrace_common.sampling import SamplingParams
+from headrace_common.text import ChoiceText
+from headrace_common.tokenizer import Tokenizer
+
+from .llm_outputs import CompletionOutput, Logprob, RequestOutput
+from .outputs import SequenceOutput, TokenLogprobs
+
+
+class RunningRequest:
+    """Builds the output of one request from the engine's steps. Without a tokenizer, no text."""
+
+    def __init__(
+        self, output: RequestOutput, params: SamplingParams, tokenizer: Tokenizer | None
+    ) -> None:
+        self.output = output
+        self._tokenizer = tokenizer
+        self._texts = [
+            None if tokenizer is None else ChoiceText(tokenizer, output.prompt_token_ids, params)
+            for _ in output.outputs
+        ]
+        for choice in output.outputs:
+            if params.logprobs is not None:
+                choice.logprobs, choice.cumulative_logprob = [], 0.0
+
+    def push(self, step: SequenceOutput) -> bool:
+        """Takes one step's tokens; True where a stop string just ended the choice, so that the
+        engine need not go on with it."""
+        choice = self.output.outputs[step.choice]
+        self.output.num_cached_tokens = max(self.output.num_cached_tokens, step.cached_tokens)
+        reason = None if step.finish_reason is None else str(step.finish_reason)
+        count, stop = len(step.token_ids), None
+        text = self._texts[step.choice]
+        if text is not None:
+            piece = text.push(step.token_ids, finish_reason=reason, stop_token=step.stop_token)
+            choice.text += piece.text
+            count, stop = piece.tokens, piece.stop
+        choice.token_ids.extend(step.token_ids[:count])
+        self._add_logprobs(choice, step, count)
+        choice.finish_reason = reason if stop is None else "stop"
+        choice.stop_reason = step.stop_token if stop is None else stop
+        return stop is not None and reason is None
+
+    def _add_logprobs(self, choice: CompletionOutput, step: SequenceOutput, count: int) -> None:
+        if choice.logprobs is None or step.logprobs is None:
+            return
+        for token_id, found in zip(step.token_ids[:count], step.logprobs[:count], strict=True):
+            choice.logprobs.append(self._position(token_id, found))
+            choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + found.logprob
+
+    def _position(self, token_id: int, found: TokenLogprobs) -> dict[int, Logprob]:
+        entries: Iterable[tuple[int, float, int]] = (
+            (top_id, logprob, rank) for rank, (top_id, logprob) in enumerate(found.top, start=1)
+        )
+        position = {
+            top_id: self._logprob(top_id, logprob, rank) for top_id, logprob, rank in entries
+        }
+        chosen = self._logprob(token_id, found.logprob, found.rank)
+        return {token_id: chosen, **position}
+
+    def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
+        text = None
+        if self._tokenizer is not None:
+            text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return Logprob(logprob, rank, text)

@@ -1,0 +1,46 @@
+"""What the runner needs of a model, whichever way it is implemented, and the batch it is given."""
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ..attention.base import AttentionMetadata, LayerCache
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One ragged batch on the device: T tokens, of which R rows sample.
+
+    input_ids   int64 [T]
+    positions   int64 [T]   position of each token in its own sequence
+    logits_rows int64 [R]   tokens whose logits are wanted
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    logits_rows: torch.Tensor
+    metadata: AttentionMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """Keys and values of one layer."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+class CausalModel(Protocol):
+    """A loaded decoder. Owns its weights; the KV caches are the runner's."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def kv_shapes(self) -> tuple[KVShape, ...]:
+        """One entry a layer."""
+
+    def forward(self, batch: ForwardBatch, caches: Rows[LayerCache]) -> torch.Tensor:
+        """Logits [R, vocab_size]; writes the keys and values of all T tokens into `caches`."""

@@ -1,0 +1,114 @@
+"""The element-wise operators of a decoder, behind one small protocol.
+
+`TorchOps` is plain torch, correct on every device and dtype, and the reference that native kernels
+are tested against. A faster set implements the same methods and is passed to the model instead.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """How a fused QKV row is cut: queries, keys, then values. `eps` is that of the QK norms."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float = 1e-6
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        kv = self.num_kv_heads * self.head_dim
+        return self.num_heads * self.head_dim, kv, kv
+
+
+@dataclass(frozen=True, slots=True)
+class QKNorm:
+    """Weights [head_dim] of the RMS norms that Qwen3 puts on each query and key head."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+
+
+class Ops(Protocol):
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x [..., H] divided by its root mean square over H (in float32), times weight [H]."""
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rms_norm(x + residual), x + residual); may write into `residual`."""
+
+    def rotate_qkv(
+        self,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        shape: HeadShape,
+        norm: QKNorm | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Cuts qkv [T, (Hq + 2 Hkv) * D] into q [T, Hq, D], k and v [T, Hkv, D].
+
+        q and k are normalised where `norm` is given, then rotated: element i of the first half
+        pairs with element i of the second half. cos and sin are float32 [T, D / 2]. May write
+        into `qkv`; the results may be views of it (strided rows, contiguous heads).
+        """
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up of gate_up [T, 2 I], the gate first: [T, I]."""
+
+    def argmax(self, x: torch.Tensor) -> torch.Tensor:
+        """int64 [N]: the first largest element of each row of x [N, V]; NaN is the largest."""
+
+
+class TorchOps:
+    """Plain torch; rounds to the tensors' dtype where transformers does."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return weight * wide.to(x.dtype)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def rotate_qkv(
+        self,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        shape: HeadShape,
+        norm: QKNorm | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        query, key, value = (
+            part.view(len(qkv), -1, shape.head_dim)
+            for part in torch.split(qkv, list(shape.sizes), dim=-1)
+        )
+        if norm is not None:
+            query = self.rms_norm(query, norm.query, shape.eps)
+            key = self.rms_norm(key, norm.key, shape.eps)
+        return _rotate(query, cos, sin), _rotate(key, cos, sin), value
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def argmax(self, x: torch.Tensor) -> torch.Tensor:
+        if x.device.type != "cpu":
+            return x.argmax(-1)
+        # numpy uses vector instructions here, torch on CPUs does not.
+        return torch.from_numpy(x.float().numpy().argmax(-1))
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    first, second = x.chunk(2, dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x.dtype)

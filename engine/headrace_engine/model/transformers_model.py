@@ -1,0 +1,268 @@
+"""Any decoder that transformers knows, with our paged attention inside.
+
+transformers' modelling code computes everything but attention: its AttentionInterface calls back
+into our backend, which finds each token's sequence in the step's metadata. No mask is registered
+under our name, so that transformers makes none. What a model asks of attention is recorded by a
+probe when it is loaded, compared with transformers' eager attention, and refused where it is more
+than the interface carries (position biases, chunked or recurrent layers, sinks).
+"""
+
+import inspect
+import logging
+from collections import Counter
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from ..attention.base import AttentionBackend, LayerCache, LayerParams
+from ..errors import CheckpointError, ConfigError
+from .base import ForwardBatch, KVShape
+from .checkpoint import Checkpoint
+from .context import pick_context
+from .layers import PackedLinear, can_pack
+from .probe import Probe, eager_logits, probe_ids
+from .registry import LoadedModel, Placement
+from .rope_lock import lock_rope
+
+logger = logging.getLogger(__name__)
+
+LAYER_KINDS = {"full_attention", "sliding_attention"}
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    batch: ForwardBatch
+    caches: Rows[LayerCache]
+
+
+class PagedAttention:
+    """The function that transformers calls for each layer. It probes until `layers` are known."""
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        self._backend = backend
+        self.probe: Probe | None = None
+        self.layers: dict[int, int] = {}
+        self.step: _Step | None = None
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        sliding_window: int | None = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """query [1, Hq, T, D], key and value [1, Hkv, T, D]; returns [1, T, Hq, Dv]."""
+        params = LayerParams(
+            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            softcap=softcap,
+            sliding_window=sliding_window,
+        )
+        if self.probe is not None:
+            return self.probe.attend(module, query, key, value, attention_mask, params, options)
+        assert self.step is not None, "attention was called outside a step"
+        index = self.layers[id(module)]
+        width = value.shape[-1]
+        attended = self._backend.forward(
+            _rows(query),
+            _rows(key),
+            F.pad(_rows(value), (0, key.shape[-1] - width)),
+            self.step.caches[index],
+            self.step.batch.metadata,
+            params,
+        )
+        return attended[..., :width].unsqueeze(0), None
+
+
+class TransformersModel:
+    """A causal language model of transformers, evaluated without a cache of its own."""
+
+    def __init__(
+        self, model: Any, attention: PagedAttention, kv_shapes: tuple[KVShape, ...]
+    ) -> None:
+        self._model, self._attention, self._kv_shapes = model, attention, kv_shapes
+        self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._vocab_size = int(model.get_input_embeddings().weight.shape[0])
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def kv_shapes(self) -> tuple[KVShape, ...]:
+        return self._kv_shapes
+
+    def forward(self, batch: ForwardBatch, caches: Rows[LayerCache]) -> torch.Tensor:
+        rows = {"logits_to_keep": batch.logits_rows} if self._keeps_rows else {}
+        self._attention.step = _Step(batch, caches)
+        try:
+            output = self._model(
+                input_ids=batch.input_ids[None],
+                position_ids=batch.positions[None],
+                use_cache=False,
+                **rows,
+            )
+        finally:
+            self._attention.step = None
+        logits: torch.Tensor = output.logits[0]
+        return logits if self._keeps_rows else logits.index_select(0, batch.logits_rows)
+
+
+def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
+    """Raises ConfigError for a model that cannot be served exactly, and says why."""
+    config = _read_config(checkpoint)
+    length = _context(checkpoint, config, placement.positions)
+    attention = PagedAttention(placement.attention)
+    model = _read_model(checkpoint, placement, config, _register(attention))
+    try:
+        lock_rope(model, length)
+    except ConfigError as error:
+        raise _refuse(checkpoint, str(error)) from error
+    shapes = _probe(checkpoint, model, attention, placement)
+    _pack(model)
+    return LoadedModel(TransformersModel(model, attention, shapes), length)
+
+
+def _context(checkpoint: Checkpoint, config: Any, wanted: int | None) -> int:
+    trained = getattr(config, "max_position_embeddings", None)
+    if not isinstance(trained, int):
+        if wanted is None:
+            raise _refuse(
+                checkpoint, "config.json has no max_position_embeddings: set max_model_len"
+            )
+        return wanted
+    rope = getattr(config, "rope_parameters", None) or {}
+    return pick_context(wanted, trained, str(rope.get("rope_type")), rope)
+
+
+def _read_config(checkpoint: Checkpoint) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        raise ConfigError(f"{checkpoint.folder / 'config.json'}: {error}") from error
+    config = config.get_text_config(decoder=True)
+    if getattr(config, "is_encoder_decoder", False):
+        raise _refuse(checkpoint, "it is an encoder-decoder")
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if not kinds <= LAYER_KINDS:
+        others = ", ".join(sorted(map(str, kinds - LAYER_KINDS)))
+        raise _refuse(checkpoint, f"layer_types has {others}")
+    return config
+
+
+def _read_model(checkpoint: Checkpoint, placement: Placement, config: Any, name: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    from .weights import scan
+
+    scan(checkpoint.folder)  # safetensors only, with our messages
+    kinds: Any = AutoModelForCausalLM._model_mapping
+    if type(config) not in kinds:
+        raise _refuse(
+            checkpoint, f"transformers has no causal language model for {config.model_type}"
+        )
+    kind = kinds[type(config)]
+    if not (kind._supports_attention_backend and kind._can_set_attn_implementation()):
+        raise _refuse(checkpoint, "its code in transformers does not use the attention interface")
+    try:
+        model, report = kind.from_pretrained(
+            checkpoint.folder,
+            config=config,
+            dtype=placement.dtype,
+            attn_implementation=name,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, by name
+        )
+    except (ValueError, OSError, RuntimeError) as error:
+        raise CheckpointError(f"{checkpoint.folder}: {error}") from error
+    for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if report.get(problem):
+            named = ", ".join(sorted(map(str, report[problem]))[:5])
+            raise CheckpointError(f"{checkpoint.folder}: {problem.replace('_', ' ')}: {named}")
+    return model.to(placement.device).eval()
+
+
+def _pack(model: torch.nn.Module) -> None:
+    """Lays the weights of linear layers out for the machine, but not those that are shared."""
+    owners = Counter(
+        id(parameter)
+        for module in model.modules()
+        for parameter in module.parameters(recurse=False)
+    )
+    for module in model.modules():
+        if type(module) is not torch.nn.Linear or owners[id(module.weight)] > 1:
+            continue
+        weight = module.weight.detach()
+        if can_pack(weight.device, weight.dtype):
+            packed = PackedLinear(weight, module.bias)
+            module.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
+            setattr(module, "forward", packed.__call__)  # noqa: B010  mypy: a method is assigned
+
+
+def _register(attention: PagedAttention) -> str:
+    """A name of its own for each model, as transformers' registry belongs to the whole process."""
+    from transformers import AttentionInterface
+
+    name = f"headrace_{id(attention):x}"
+    AttentionInterface.register(name, attention)
+    return name
+
+
+def _probe(
+    checkpoint: Checkpoint, model: Any, attention: PagedAttention, placement: Placement
+) -> tuple[KVShape, ...]:
+    """Runs two short sequences as one ragged batch through the model, ours against eager's."""
+    ids, positions, sizes = probe_ids(model.config.vocab_size, placement.device)
+    attention.probe = probe = Probe(sizes)
+    ours = model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
+    attention.probe = None
+    _check_probe(checkpoint, model.config, probe)
+    eager = eager_logits(model, ids, sizes)
+    tolerance = PROBE_TOLERANCE[placement.dtype] * float(eager.float().abs().max().clamp_min(1e-6))
+    distance = float((ours.float() - eager.float()).abs().max())
+    if not distance <= tolerance:
+        raise _refuse(
+            checkpoint,
+            f"its logits with paged attention differ from transformers' by {distance:.2g}: its "
+            "attention needs something that the attention interface does not pass on",
+        )
+    attention.layers = {key: index for index, key in enumerate(probe.shapes)}
+    return tuple(probe.shapes.values())
+
+
+def _check_probe(checkpoint: Checkpoint, config: Any, probe: Probe) -> None:
+    if probe.problem is not None:
+        raise _refuse(checkpoint, probe.problem)
+    if len(probe.shapes) != config.num_hidden_layers:
+        raise _refuse(
+            checkpoint,
+            f"{len(probe.shapes)} of its {config.num_hidden_layers} layers use attention",
+        )
+    kinds = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if kinds is None:
+        kinds = ["sliding_attention" if window is not None else "full_attention"]
+    slides = "sliding_attention" in kinds and window is not None
+    if slides and not any(probe.windows):
+        raise _refuse(checkpoint, "its sliding window is not passed to the attention interface")
+
+
+def _refuse(checkpoint: Checkpoint, reason: str) -> ConfigError:
+    return ConfigError(f"{checkpoint.folder}: {checkpoint.architecture} cannot be served: {reason}")
+
+
+def _rows(heads: torch.Tensor) -> torch.Tensor:
+    """[1, H, T, D] -> [T, H, D]"""
+    return heads[0].transpose(0, 1)

@@ -1,0 +1,39 @@
+"""What the engine's core hands out after a step."""
+
+from dataclasses import dataclass
+
+from .request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities at one position: the chosen token's, its rank (1: most likely), the top."""
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOutput:
+    """What one step added to one choice. `index` is the output position of the first new token.
+
+    A finished choice has a `finish_reason`; `stop_token` is the stop token id that ended it, None
+    for the end-of-sequence token. `cached_tokens` counts prompt tokens found in the prefix cache.
+    `logprobs` has one entry a token, or is None where the request asked for none.
+    """
+
+    request_id: str
+    choice: int
+    index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+    cached_tokens: int = 0

@@ -1,0 +1,89 @@
+"""Whether an engine can run a request at all, checked once when the request is added."""
+
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
+
+from headrace_common.sampling import SamplingError
+
+from .errors import RequestError
+from .request import EngineRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the model and its KV cache allow. `max_model_len` counts prompt and output tokens."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+    @property
+    def capacity(self) -> int:
+        """Token positions of the whole KV cache."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens of one sequence: the context, or the whole KV cache where less."""
+        return min(self.max_model_len, self.capacity)
+
+
+def check_request(request: EngineRequest, limits: Limits) -> None:
+    """Raises RequestError, naming field, value and remedy, where the request can never run."""
+    _check_prompt(request, limits)
+    _check_capacity(request, limits)
+    _check_resume(request, limits)
+    try:
+        request.params.check_vocabulary(limits.vocab_size)
+    except SamplingError as error:
+        raise RequestError(str(error)) from error
+
+
+def _check_prompt(request: EngineRequest, limits: Limits) -> None:
+    length = len(request.prompt_token_ids)
+    if length == 0:
+        raise RequestError("prompt_token_ids is empty: give at least one token")
+    if length >= limits.max_model_len:
+        raise RequestError(
+            f"prompt_token_ids has {length} tokens, but the context of {limits.max_model_len} "
+            f"must also hold an output token: send at most {limits.max_model_len - 1}"
+        )
+    _check_ids("prompt_token_ids", request.prompt_token_ids, limits.vocab_size)
+
+
+def _check_capacity(request: EngineRequest, limits: Limits) -> None:
+    """A request without max_tokens ends where the cache does; one that asks for more is refused."""
+    length, asked = len(request.prompt_token_ids), request.params.max_tokens
+    wanted = min(length + (1 if asked is None else asked), limits.max_model_len)
+    if wanted > limits.capacity:
+        raise RequestError(
+            f"prompt_token_ids and max_tokens come to {wanted} tokens, but the whole KV cache "
+            f"holds {limits.capacity}: ask for less or give the engine more KV memory"
+        )
+
+
+def _check_resume(request: EngineRequest, limits: Limits) -> None:
+    params, length = request.params, len(request.prompt_token_ids)
+    if not request.resume:
+        return
+    if len(request.resume) != params.n:
+        raise RequestError(f"resume has {len(request.resume)} choices, but n is {params.n}")
+    room = limits.max_length - length
+    room = room if params.max_tokens is None else min(room, params.max_tokens)
+    for choice, tokens in enumerate(request.resume):
+        if len(tokens) > room:
+            raise RequestError(
+                f"resume[{choice}] has {len(tokens)} tokens, but the request may have {room}"
+            )
+        if tokens:
+            _check_ids(f"resume[{choice}]", tokens, limits.vocab_size)
+
+
+def _check_ids(name: str, ids: Tokens[int], vocab_size: int) -> None:
+    for token in (min(ids), max(ids)):
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                f"{name} has token id {token}, but the model knows 0 to {vocab_size - 1}"
+            )

@@ -1,0 +1,343 @@
+"""Every attention backend against one dense computation: ragged mixes of prefill and decode, head
+groups, scales, softcaps, windows, dtypes, block copies.
+
+The CUDA kernels themselves cannot run here: the flash backend is tested with a stand-in for each
+kernel that takes the same arguments and computes densely.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from headrace_engine import attention
+from headrace_engine.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    KVSpec,
+    LayerCache,
+    LayerParams,
+)
+from headrace_engine.attention.flash import (
+    FlashAttnKernel,
+    FlashBackend,
+    TorchKernel,
+    key_slots,
+)
+from headrace_engine.errors import ConfigError
+from headrace_testing.engines import cpu_backends
+
+CPU = torch.device("cpu")
+BLOCKS = 40
+
+
+def dense(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: LayerParams
+) -> torch.Tensor:
+    """The last n positions' attention, one head and one query after the other, in float64."""
+    n, heads, _ = query.shape
+    length, group = len(keys), heads // keys.shape[1]
+    output = torch.zeros(n, heads, values.shape[2], dtype=torch.float64)
+    for row in range(n):
+        position = length - n + row
+        first = 0 if params.sliding_window is None else position + 1 - params.sliding_window
+        seen = slice(max(0, first), position + 1)
+        for head in range(heads):
+            scores = keys[seen, head // group].double() @ query[row, head].double() * params.scale
+            if params.softcap is not None:
+                scores = torch.tanh(scores / params.softcap) * params.softcap
+            output[row, head] = scores.softmax(0) @ values[seen, head // group].double()
+    return output
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sequences of (computed, new) tokens, with a layer's shape."""
+
+    runs: tuple[tuple[int, int], ...]
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 32
+    block_size: int = 4
+    params: LayerParams = LayerParams(scale=0.2)
+
+
+CASES = {
+    "decode": Case(((0, 1), (9, 1), (16, 1), (30, 1))),
+    "prefill": Case(((0, 7), (0, 1), (0, 33))),
+    "mixed": Case(((5, 1), (12, 1), (8, 9), (0, 17), (3, 2))),
+    "multi-head": Case(((5, 1), (2, 6)), heads=3, kv_heads=3),
+    "multi-query": Case(((5, 1), (2, 6)), heads=6, kv_heads=1, dim=64),
+    "odd head": Case(((5, 1), (2, 6)), dim=20),
+    "large blocks": Case(((5, 1), (0, 30), (17, 3)), block_size=16),
+    "odd blocks": Case(((5, 1), (0, 30), (17, 3)), block_size=5),
+    "window": Case(((5, 1), (29, 1), (0, 20), (11, 7)), params=LayerParams(0.2, None, 6)),
+    "window of one": Case(((5, 1), (0, 9)), params=LayerParams(0.2, None, 1)),
+    "softcap": Case(((5, 1), (0, 20)), params=LayerParams(0.7, 3.0)),
+    "softcap in a window": Case(((25, 1), (0, 20)), params=LayerParams(0.7, 3.0, 5)),
+    "large scale": Case(((5, 1), (0, 20)), params=LayerParams(4.0)),
+}
+
+
+class Scene:
+    """Random tokens of a case, their blocks shuffled, the computed part already in the cache."""
+
+    def __init__(self, case: Case, backend: AttentionBackend, dtype: torch.dtype) -> None:
+        self.case, self.backend = case, backend
+        self.generator = torch.Generator().manual_seed(5)
+        self.spec = KVSpec(case.kv_heads, case.dim, case.block_size, dtype, CPU)
+        self.cache: LayerCache = backend.allocate(BLOCKS, self.spec)
+        lengths = [start + new for start, new in case.runs]
+        self.keys = [self.random(length, case.kv_heads) for length in lengths]
+        self.values = [self.random(length, case.kv_heads) for length in lengths]
+        free = torch.randperm(BLOCKS, generator=self.generator).tolist()
+        counts = [-(-length // case.block_size) for length in lengths]
+        self.tables = [[free.pop() for _ in range(count)] for count in counts]
+        self.write([0] * len(lengths), [start for start, _ in case.runs])
+
+    def random(self, *shape: int) -> torch.Tensor:
+        made = torch.randn(*shape, self.case.dim, generator=self.generator)
+        return made.to(self.spec.dtype)
+
+    def write(self, starts: list[int], ends: list[int]) -> None:
+        """Runs a step whose output nobody reads."""
+        some = [index for index, end in enumerate(ends) if end > starts[index]]
+        if some:
+            self.forward(some, [starts[i] for i in some], [ends[i] for i in some])
+
+    def step(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(what the backend gives for the new tokens, what it must be)."""
+        starts = [start for start, _ in self.case.runs]
+        ends = [start + new for start, new in self.case.runs]
+        everything = list(range(len(ends)))
+        output, queries = self.forward(everything, starts, ends)
+        exact = [
+            dense(query, self.keys[i], self.values[i], self.case.params)
+            for i, query in zip(everything, queries, strict=True)
+        ]
+        return output, torch.cat(exact)
+
+    def forward(
+        self, which: list[int], starts: list[int], ends: list[int]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+        queries = [self.random(length, self.case.heads) for length in lengths]
+        spans = list(zip(which, starts, ends, strict=True))
+        output = self.backend.forward(
+            torch.cat(queries),
+            torch.cat([self.keys[i][start:end] for i, start, end in spans]),
+            torch.cat([self.values[i][start:end] for i, start, end in spans]),
+            self.cache,
+            self.metadata(which, starts, ends),
+            self.case.params,
+        )
+        return output, queries
+
+    def metadata(self, which: list[int], starts: list[int], ends: list[int]) -> AttentionMetadata:
+        size = self.case.block_size
+        lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+        decodes = next((i for i, length in enumerate(lengths) if length != 1), len(lengths))
+        tables = torch.zeros(len(which), max(-(-end // size) for end in ends), dtype=torch.int32)
+        slots: list[int] = []
+        for row, (index, start, end) in enumerate(zip(which, starts, ends, strict=True)):
+            used = self.tables[index][: -(-end // size)]
+            tables[row, : len(used)] = torch.tensor(used)
+            slots += [used[at // size] * size + at % size for at in range(start, end)]
+        return AttentionMetadata(
+            query_start=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+            seq_lens=torch.tensor(ends, dtype=torch.int32),
+            block_tables=tables,
+            slots=torch.tensor(slots),
+            num_decodes=decodes,
+            max_query_len=max(lengths),
+            max_seq_len=max(ends),
+        )
+
+
+def fake_flash_attn(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    block_table: torch.Tensor | None,
+) -> torch.Tensor:
+    """flash_attn_varlen_func's arguments and checks, computed densely."""
+    assert causal and window_size[1] == 0
+    assert cu_seqlens_q.dtype is cu_seqlens_k.dtype is torch.int32
+    assert max_seqlen_q == cu_seqlens_q.diff().max() and max_seqlen_k == cu_seqlens_k.diff().max()
+    window = None if window_size[0] < 0 else window_size[0] + 1
+    params = LayerParams(softmax_scale, softcap or None, window)
+    if block_table is not None:
+        assert k.shape[1] % 256 == 0, "Paged KV cache block size must be divisible by 256"
+    output = []
+    for row, length in enumerate(cu_seqlens_k.diff().tolist()):
+        if block_table is None:
+            span = slice(int(cu_seqlens_k[row]), int(cu_seqlens_k[row + 1]))
+            keys, values = k[span], v[span]
+        else:
+            blocks = block_table[row].long()
+            keys, values = (part[blocks].flatten(0, 1)[:length] for part in (k, v))
+        queries = q[int(cu_seqlens_q[row]) : int(cu_seqlens_q[row + 1])]
+        output.append(dense(queries, keys, values, params).to(q.dtype))
+    return torch.cat(output)
+
+
+def fake_torch_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+    seqused_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """torch.nn.attention.varlen.varlen_attn's arguments and checks, computed densely."""
+    assert enable_gqa == (query.shape[1] != key.shape[-2])
+    if block_table is not None:
+        assert seqused_k is not None and cu_seq_k is None
+        cu_seq_k = torch.nn.functional.pad(seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
+        key = key.repeat_interleave(1, dim=0)
+    assert cu_seq_k is not None
+    rows = []
+    for row, length in enumerate(cu_seq_k.diff().tolist()):
+        span = slice(int(cu_seq_k[row]), int(cu_seq_k[row + 1]))
+        keys, values = key[span], value[span]
+        if block_table is not None:
+            blocks = block_table[row].long()
+            keys, values = (part[blocks].flatten(0, 1)[:length] for part in (key, value))
+        window = None if window_size[0] < 0 else window_size[0] + 1
+        queries = query[int(cu_seq_q[row]) : int(cu_seq_q[row + 1])]
+        attended = dense(queries, keys, values, LayerParams(scale, None, window))
+        rows.append(attended.to(query.dtype))
+    return torch.cat(rows)
+
+
+def make_backend(name: str) -> AttentionBackend:
+    if name == "flash-attn":
+        return FlashBackend(FlashAttnKernel(fake_flash_attn))
+    if name == "torch":
+        return FlashBackend(TorchKernel(fake_torch_varlen, None))
+    if name == "torch-fa3":
+        return FlashBackend(TorchKernel(fake_torch_varlen, "FA3"))
+    return attention.select(name, CPU, torch.float32)
+
+
+TORCH_ONLY = ("torch", "torch-fa3")
+ALL = [*cpu_backends(), "flash-attn", *TORCH_ONLY]
+
+
+PAIRS = [
+    (case, name)
+    for case in CASES
+    for name in ALL
+    if name not in TORCH_ONLY or CASES[case].params.softcap is None  # refused, see below
+]
+
+
+@pytest.mark.parametrize(("case", "name"), PAIRS)
+def test_attention_equals_the_dense_computation(case: str, name: str) -> None:
+    found, exact = Scene(CASES[case], make_backend(name), torch.float32).step()
+    torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", cpu_backends())
+@pytest.mark.parametrize("case", ["mixed", "window", "softcap", "large blocks"])
+def test_bfloat16_is_exact_up_to_its_own_rounding(case: str, name: str) -> None:
+    found, exact = Scene(CASES[case], make_backend(name), torch.bfloat16).step()
+    assert found.dtype is torch.bfloat16
+    torch.testing.assert_close(found.double(), exact, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_copied_blocks_hold_the_same_keys(name: str) -> None:
+    scene = Scene(CASES["decode"], make_backend(name), torch.float32)
+    used = {block for table in scene.tables for block in table}
+    spare = [block for block in range(BLOCKS) if block not in used]
+    moves = list(zip(scene.tables[3][:3], spare[:3], strict=True))
+    scene.backend.copy_blocks(scene.cache, torch.tensor(moves))
+    scene.tables[3] = spare[:3] + scene.tables[3][3:]
+    found, exact = scene.step()
+    torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", cpu_backends())
+def test_garbage_behind_a_sequence_is_never_read(name: str) -> None:
+    scene = Scene(CASES["mixed"], make_backend(name), torch.float32)
+    used = {block for table in scene.tables for block in table}
+    spare = [block for block in range(BLOCKS) if block not in used]
+    for part in scene.cache:
+        part[spare] = torch.nan
+    found, exact = scene.step()
+    torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_block_bytes_are_what_allocate_takes(name: str) -> None:
+    backend = make_backend(name)
+    spec = KVSpec(2, 32, 16, torch.float32, CPU)
+    taken = sum(part.nbytes for part in backend.allocate(10, spec))
+    assert taken == 10 * backend.block_bytes(spec)
+
+
+@pytest.mark.parametrize("name", ["flash-attn", "torch-fa3"])
+def test_large_pages_are_read_in_place(name: str) -> None:
+    case = Case(((300, 1), (0, 20), (256, 3)), block_size=256)
+    found, exact = Scene(case, make_backend(name), torch.float32).step()
+    torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=2e-5)
+
+
+def test_gathered_slots_follow_the_block_tables() -> None:
+    metadata = AttentionMetadata(
+        query_start=torch.tensor([0, 1, 2], dtype=torch.int32),
+        seq_lens=torch.tensor([3, 5], dtype=torch.int32),
+        block_tables=torch.tensor([[7, 0], [2, 4]], dtype=torch.int32),
+        slots=torch.tensor([30, 16]),
+        num_decodes=2,
+        max_query_len=1,
+        max_seq_len=5,
+    )
+    assert key_slots(metadata, 4).tolist() == [28, 29, 30, 8, 9, 10, 11, 16]
+
+
+def test_torchs_kernel_refuses_a_softcap() -> None:
+    with pytest.raises(ConfigError, match="softcap"):
+        Scene(CASES["softcap"], make_backend("torch"), torch.float32).step()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("triton", {}, "must be one of auto, reference, cpu, flash"),
+        ("flash", {}, "needs a cuda device"),
+        ("cpu", {"device": torch.device("cuda")}, "needs a cpu device"),
+    ],
+)
+def test_a_backend_that_cannot_run_is_refused(
+    name: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        attention.select(name, options.get("device", CPU), torch.bfloat16)
+
+
+def test_auto_takes_the_fastest_backend_of_the_cpu() -> None:
+    expected = "cpu" if "cpu" in cpu_backends() else "reference"
+    assert attention.select("auto", CPU, torch.float32).name == expected
+
+
+def test_auto_falls_back_where_a_device_has_no_backend() -> None:
+    assert attention.select("auto", torch.device("meta"), torch.float32).name == "reference"

@@ -1,0 +1,191 @@
+"""The engine's metrics as Prometheus sees them, under our names and vLLM's, and its spans."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from headrace_common import metric_names as names
+from headrace_common.errors import FailureCode
+from headrace_common.messages import ChoiceState, Failed, GenerateRequest
+from headrace_common.protocol.base import Outcome
+from headrace_common.sampling import SamplingParams
+from headrace_common.telemetry import Telemetry, disabled, setup
+from headrace_engine.metrics import STEP_SPAN_INTERVAL, EngineMetrics
+from headrace_engine.scheduler import SchedulerStats
+from headrace_testing.telemetry import SpanMemory, scrape, value
+
+STATS = SchedulerStats(
+    running=4,
+    waiting=2,
+    swapped=1,
+    blocks_used=30,
+    blocks_cached=20,
+    blocks_free=50,
+    preemptions=3,
+    prefix_hit_tokens=64,
+    prefix_miss_tokens=36,
+    step_prefill_tokens=100,
+    step_decode_tokens=4,
+)
+SECOND = 1_000_000_000
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 102 * SECOND
+
+    def __call__(self) -> int:
+        return self.now
+
+
+@pytest.fixture
+def telemetry() -> Iterator[Telemetry]:
+    opened = setup("engine", metrics_port=0)
+    yield opened
+    opened.shutdown()
+
+
+def metrics_of(telemetry: Telemetry, clock: Clock | None = None) -> EngineMetrics:
+    return EngineMetrics(
+        telemetry,
+        model="demo",
+        engine_id="engine-a",
+        block_size=16,
+        stats=lambda: STATS,
+        step_age=lambda: 2.5,
+        clock_ns=clock or Clock(),
+    )
+
+
+def request_with(trace: dict[str, str]) -> GenerateRequest:
+    return GenerateRequest(
+        request_id="r1",
+        model="demo",
+        prompt_token_ids=tuple(range(50)),
+        sampling=SamplingParams(seed=1),
+        created_ms=100_000,
+        deadline_ms=200_000,
+        trace=trace,
+    )
+
+
+def test_the_engines_state_is_exported_before_its_first_step(telemetry: Telemetry) -> None:
+    metrics_of(telemetry)
+    assert telemetry.server is not None
+    families = scrape(telemetry.server.url)
+    requests, blocks = "headrace_engine_requests", "headrace_engine_kv_blocks"
+    assert value(families, requests, state="running", gen_ai_request_model="demo") == 4
+    assert value(families, requests, state="waiting") == 2
+    assert value(families, requests, state="swapped") == 1
+    assert value(families, "headrace_engine_kv_utilization") == 0.3
+    assert value(families, blocks, state="used", place="device") == 30
+    assert value(families, blocks, state="cached", place="device") == 20
+    assert value(families, blocks, state="free", place="device") == 50
+    assert value(families, "headrace_engine_preemptions_total", kind="recompute") == 3
+    assert value(families, "headrace_engine_prefix_cache_tokens_total", result="hit") == 64
+    assert value(families, "headrace_engine_prefix_cache_tokens_total", result="miss") == 36
+    assert value(families, "headrace_engine_step_last_age_seconds") == 2.5
+
+
+def test_a_request_that_another_engine_had_is_a_redelivery(telemetry: Telemetry) -> None:
+    metrics = metrics_of(telemetry)
+    metrics.taken(request_with({}), 1)
+    metrics.taken(request_with({}), 2)
+    assert telemetry.server is not None
+    families = scrape(telemetry.server.url)
+    assert value(families, "headrace_queue_redeliveries_total") == 1
+
+
+def test_steps_requests_and_tokens_are_counted(telemetry: Telemetry) -> None:
+    clock = Clock()
+    metrics = metrics_of(telemetry, clock)
+    request = request_with({})
+    metrics.taken(request)
+    metrics.observe(STATS, 0.25)
+    clock.now += SECOND
+    metrics.produced("r1", 1)
+    clock.now += 4 * SECOND
+    metrics.produced("r1", 8)
+    metrics.ended(request, Outcome(choices=(ChoiceState(token_ids=(1,) * 9),)))
+    assert telemetry.server is not None
+    families = scrape(telemetry.server.url)
+    assert value(families, "headrace_engine_step_duration_seconds_sum") == 0.25
+    assert value(families, "headrace_engine_step_tokens_sum", phase="prefill") == 100
+    assert value(families, "headrace_engine_step_tokens_sum", phase="decode") == 4
+    assert value(families, "headrace_engine_tokens_total", type="input") == 50
+    assert value(families, "headrace_engine_tokens_total", type="output") == 9
+    phase = "headrace_engine_request_phase_duration_seconds_sum"
+    assert value(families, phase, phase="queue") == 2.0
+    assert value(families, phase, phase="prefill") == 1.0
+    assert value(families, phase, phase="decode") == 4.0
+    assert {
+        metric.prometheus_name
+        for metric in names.ENGINE_METRICS
+        if metric is not names.QUEUE_REDELIVERIES
+    } <= {sample.name.removesuffix("_bucket") for f in families.values() for sample in f.samples}
+
+
+def test_routers_find_vllms_names(telemetry: Telemetry) -> None:
+    metrics = metrics_of(telemetry)
+    metrics.produced("r1", 5)
+    assert telemetry.server is not None
+    families = scrape(telemetry.server.url)
+    labels = {"model_name": "demo", "engine": "engine-a"}
+    assert value(families, "vllm:num_requests_waiting", **labels) == 2
+    assert value(families, "vllm:num_requests_running", **labels) == 4
+    assert value(families, "vllm:kv_cache_usage_perc", **labels) == 0.3
+    assert value(families, "vllm:num_preemptions_total", **labels) == 3
+    assert value(families, "vllm:generation_tokens_total", **labels) == 5
+    assert value(families, "vllm:prompt_tokens_total", **labels) == 0
+    assert value(families, "vllm:prefix_cache_queries_total", **labels) == 100
+    assert value(families, "vllm:prefix_cache_hits_total", **labels) == 64
+    size = {"block_size": "16", "num_gpu_blocks": "100"}
+    assert value(families, "vllm:cache_config_info", **labels, **size) == 1
+
+
+def test_a_requests_spans_are_written_when_it_ends() -> None:
+    memory, clock = SpanMemory(), Clock()
+    metrics = metrics_of(replace(disabled(), tracer=memory.tracer, tracing=True), clock)
+    request = request_with({"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"})
+    metrics.taken(request, attempt=2)
+    metrics.observe(STATS, 0.01)
+    metrics.produced("r1", 1)
+    assert memory.spans == {}
+    failed = Failed(request_id="r1", attempt=2, failure=FailureCode.DEADLINE, message="late")
+    metrics.ended(request, Outcome(choices=(ChoiceState(token_ids=(1,)),), failed=failed))
+    assert set(memory.spans) == {
+        names.SPAN_QUEUE,
+        names.SPAN_ENGINE,
+        names.SPAN_PREFILL,
+        names.SPAN_DECODE,
+    }
+    attributes = memory.spans[names.SPAN_ENGINE].attributes
+    assert attributes is not None
+    assert attributes[names.ERROR_TYPE] == "deadline_exceeded"
+    assert attributes[names.ATTEMPT] == 2
+    assert attributes[names.ENGINE_ID] == "engine-a"
+
+
+def test_a_request_that_moved_away_leaves_no_span() -> None:
+    memory = SpanMemory()
+    metrics = metrics_of(replace(disabled(), tracer=memory.tracer, tracing=True))
+    request = request_with({})
+    metrics.taken(request)
+    metrics.dropped("r1")
+    metrics.ended(request, Outcome())
+    assert memory.spans == {}
+
+
+def test_few_steps_become_spans() -> None:
+    memory = SpanMemory()
+    metrics = metrics_of(replace(disabled(), tracer=memory.tracer, tracing=True))
+    metrics.taken(request_with({"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}))
+    for _ in range(STEP_SPAN_INTERVAL - 1):
+        metrics.observe(STATS, 0.5)
+    assert memory.spans == {}
+    metrics.observe(STATS, 0.5)
+    step = memory.spans[names.SPAN_STEP]
+    assert [link.context.trace_id for link in step.links] == [int("a" * 32, 16)]
+    assert step.attributes is not None
+    assert step.attributes[names.STEP_NUMBER] == STEP_SPAN_INTERVAL

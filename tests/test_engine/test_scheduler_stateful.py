@@ -1,0 +1,241 @@
+"""The scheduler and its blocks under random arrivals, aborts and preemptions.
+
+Hypothesis drives an engine with a pool so small that sequences preempt each other. The fake runner
+checks each step's KV; the invariants check the books between steps. Not covered: the real runner.
+"""
+
+from collections import Counter
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from headrace_common.sampling import SamplingParams
+from headrace_engine.config import EngineConfig
+from headrace_engine.outputs import SequenceOutput
+from headrace_engine.policies import Fcfs
+from headrace_engine.request import EngineRequest, Sequence
+from headrace_engine.scheduler import Scheduler
+from headrace_engine.validation import Limits
+from headrace_testing.fake_runner import FakeRunner
+
+SHARED = tuple(range(1, 25))
+SALTS = (b"", b"tenant-a", b"tenant-b")
+Choice = tuple[str, int]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: dict[str, EngineRequest] = {}
+        self.outputs: dict[Choice, list[int]] = {}
+        self.aborted: set[Choice] = set()
+        self.ended: set[Choice] = set()
+        self.count = 0
+
+    @initialize(
+        num_blocks=st.integers(10, 24),
+        block_size=st.sampled_from([1, 3, 4]),
+        budget=st.sampled_from([2, 7, 16, 64]),
+        max_num_seqs=st.integers(1, 6),
+        caching=st.booleans(),
+        watermark=st.sampled_from([0.0, 0.1]),
+    )
+    def start(
+        self,
+        num_blocks: int,
+        block_size: int,
+        budget: int,
+        max_num_seqs: int,
+        caching: bool,
+        watermark: float,
+    ) -> None:
+        self.runner = FakeRunner(num_blocks=num_blocks, block_size=block_size, max_model_len=60)
+        limits = Limits(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=60,
+            vocab_size=self.runner.vocab_size,
+            eos_token_ids=self.runner.eos_token_ids,
+        )
+        config = EngineConfig(
+            model="fake",
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            enable_prefix_caching=caching,
+            watermark=watermark,
+        )
+        self.scheduler = Scheduler(config, limits, Fcfs())
+        self.max_running = min(max_num_seqs, budget)
+        self.capacity = num_blocks * block_size
+
+    @rule(
+        shared=st.integers(0, 24),
+        own=st.lists(st.integers(1, 49), min_size=1, max_size=8),
+        salt=st.sampled_from(SALTS),
+        n=st.sampled_from([1, 1, 2, 3, 8]),
+        max_tokens=st.one_of(st.none(), st.integers(1, 16)),
+        min_tokens=st.integers(0, 3),
+        resumed=st.lists(st.integers(0, 12), min_size=8, max_size=8),
+        late=st.integers(0, 3),
+    )
+    def add(
+        self,
+        shared: int,
+        own: list[int],
+        salt: bytes,
+        n: int,
+        max_tokens: int | None,
+        min_tokens: int,
+        resumed: list[int],
+        late: int,
+    ) -> None:
+        prompt = (*SHARED[:shared], *own)
+        if len(prompt) + (max_tokens or 1) > min(self.capacity, 60):
+            return
+        request = self.build(prompt, salt, n, max_tokens, min_tokens, late)
+        if sum(resumed) % 3 == 0:
+            request = self.resumed(request, resumed)
+        self.requests[request.request_id] = request
+        for choice in range(n):
+            tokens = request.resume[choice] if request.resume else ()
+            self.outputs[request.request_id, choice] = list(tokens)
+        self.collect(self.scheduler.add(request))
+
+    def build(
+        self,
+        prompt: tuple[int, ...],
+        salt: bytes,
+        n: int,
+        max_tokens: int | None,
+        min_tokens: int,
+        late: int,
+    ) -> EngineRequest:
+        self.count += 1
+        params = SamplingParams(
+            n=n,
+            max_tokens=max_tokens,
+            min_tokens=min(min_tokens, max_tokens or min_tokens),
+            stop_token_ids=(7,),
+        )
+        return EngineRequest(
+            request_id=f"r{self.count}",
+            prompt_token_ids=prompt,
+            params=params,
+            seed=self.count,
+            arrival=float(self.count - late),
+            cache_salt=salt,
+        )
+
+    def resumed(self, request: EngineRequest, lengths: list[int]) -> EngineRequest:
+        """The request as another engine left it: each choice got some of its tokens, or all."""
+        resume = tuple(
+            self.runner.expected(request, choice)[0][: lengths[choice]]
+            for choice in range(request.params.n)
+        )
+        return EngineRequest(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            params=request.params,
+            seed=request.seed,
+            arrival=request.arrival,
+            cache_salt=request.cache_salt,
+            resume=resume,
+        )
+
+    @precondition(lambda self: self.scheduler.has_work)
+    @rule(steps=st.integers(1, 6))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            if not self.scheduler.has_work:
+                return
+            self.one_step()
+            self.check_books()
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.abort_drawn(data)
+
+    @precondition(lambda self: self.scheduler.has_work)
+    @rule(data=st.data())
+    def abort_while_the_step_runs(self, data: st.DataObject) -> None:
+        plan = self.scheduler.plan()
+        assert plan is not None
+        result = self.runner.execute(plan)
+        self.abort_drawn(data)
+        self.collect(self.scheduler.update(plan, result))
+
+    def abort_drawn(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.requests)))
+        choices = range(self.requests[request_id].params.n)
+        choice = data.draw(st.one_of(st.none(), st.sampled_from(choices)))
+        self.scheduler.abort(request_id, choice)
+        hit = choices if choice is None else (choice,)
+        self.aborted.update((request_id, index) for index in hit)
+
+    def one_step(self) -> None:
+        plan = self.scheduler.plan()
+        assert plan is not None, "there is work, but nothing is scheduled"
+        self.collect(self.scheduler.update(plan, self.runner.execute(plan)))
+
+    def collect(self, outputs: list[SequenceOutput]) -> None:
+        for output in outputs:
+            key = output.request_id, output.choice
+            assert key not in self.ended and key not in self.aborted, "an output after the end"
+            assert output.index == len(self.outputs[key]), "a token was lost or came twice"
+            self.outputs[key] += output.token_ids
+            if output.finish_reason is not None:
+                self.ended.add(key)
+                tokens, stop = self.runner.expected(self.requests[key[0]], key[1])
+                assert tuple(self.outputs[key]) == tokens
+                assert (output.finish_reason, output.stop_token) == (stop.reason, stop.token)
+
+    @invariant()
+    def books_are_right(self) -> None:
+        if hasattr(self, "scheduler"):
+            self.check_books()
+
+    def check_books(self) -> None:
+        pool, size = self.scheduler.kv_cache.pool, self.scheduler.kv_cache.block_size
+        running = list(self.scheduler.running())
+        assert len(running) <= self.max_running
+        references = Counter(block for seq in running for block in seq.block_table)
+        assert pool.ref_counts == [references[block] for block in range(pool.num_blocks)]
+        free = pool.free_list()
+        assert sorted(free) == [b for b in range(pool.num_blocks) if not references[b]]
+        assert pool.num_free == len(free)
+        assert pool.num_cached == sum(pool.hashes[block] is not None for block in free)
+        for block, block_hash in enumerate(pool.hashes):
+            assert block_hash is None or pool.lookup(block_hash) == block
+        for sequence in running:
+            assert len(sequence.block_table) <= sequence.computed // size + 1, "blocks beyond need"
+        self.check_salts(running)
+
+    def check_salts(self, running: list[Sequence]) -> None:
+        salt_of: dict[int, bytes] = {}
+        for sequence in running:
+            for block in sequence.block_table:
+                salt = sequence.request.cache_salt
+                assert salt_of.setdefault(block, salt) == salt, "two tenants share a block"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        while self.scheduler.has_work:
+            self.one_step()
+            self.check_books()
+        stats = self.scheduler.stats()
+        assert stats.blocks_used == stats.running == stats.waiting == 0
+        assert self.ended | self.aborted == set(self.outputs)
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(
+    max_examples=100,
+    stateful_step_count=25,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
