@@ -1,0 +1,141 @@
+"""The gateway process: reads its settings, loads tokenizers, serves until SIGTERM."""
+
+import asyncio
+import gc
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable
+
+import uvloop
+from pydantic import ValidationError
+from pydantic_settings import CliApp
+from pydantic_settings import SettingsError as SettingsSourceError
+
+from headrace_common import keys, logs, telemetry
+from headrace_common.errors import HeadraceError, SettingsError
+from headrace_common.protocol.connection import Connection, ConnectionConfig
+from headrace_common.protocol.redis_gateway import RedisGatewayQueue
+
+from .app import Parts, create_app, package_version
+from .client import GenerationClient
+from .models import Models
+from .server import GatewayServer, listen, server_config
+from .settings import GatewaySettings
+
+logger = logging.getLogger("headrace_gateway")
+
+EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h: starting again would not help
+EXIT_UNAVAILABLE = 69  # EX_UNAVAILABLE: Redis may be there next time
+CLIENT_FAILED = "the queue's client has failed; the process must be restarted"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the process's exit code."""
+    try:
+        settings = CliApp.run(GatewaySettings, cli_args=arguments)
+        logs.configure(settings.log_level, settings.log_format)
+    except ValidationError as error:
+        for problem in error.errors():
+            name = ".".join(str(part) for part in problem["loc"])
+            _complain(f"{name}: {problem['msg']}")
+        return EXIT_CONFIG
+    except (SettingsError, SettingsSourceError) as error:
+        _complain(str(error))
+        return EXIT_CONFIG
+    try:
+        served = Models.load(settings)
+        gc.collect()
+        gc.freeze()
+        with _listen(settings) as listener, asyncio.Runner(loop_factory=_loop) as runner:
+            runner.run(serve(settings, served, listener))
+    except HeadraceError as error:
+        logger.error(
+            "gateway cannot serve",
+            extra={"code": error.code, "error": str(error)},
+            exc_info=error.__cause__,
+        )
+        return EXIT_UNAVAILABLE if error.code == "backend_unavailable" else EXIT_CONFIG
+    return 0
+
+
+async def serve(settings: GatewaySettings, served: Models, listener: socket.socket) -> None:
+    """Serves on a listening socket until SIGTERM. Raises HeadraceError where it cannot start."""
+    gateway_id = keys.new_incarnation(f"{socket.gethostname()}.{os.getpid()}")
+    connection = Connection(ConnectionConfig(url=settings.redis_url))
+    queue = RedisGatewayQueue(connection, gateway_id)
+    client = GenerationClient(queue, settings.queue_limits)
+    measures = telemetry.setup(
+        "headrace-gateway",
+        version=package_version(),
+        instance_id=gateway_id,
+        metrics_host=settings.metrics_host,
+        metrics_port=settings.metrics_port,
+        live=_liveness(client),
+        ready=_liveness(client),
+    )
+    try:
+        await client.start()
+        parts = Parts(
+            served=served,
+            client=client,
+            queue=queue,
+            telemetry=measures,
+            liveness=_liveness(client),
+        )
+        app = create_app(settings, parts)
+        server = GatewayServer(
+            server_config(app, settings),
+            on_drain=lambda: app.state.services.drain.begin(settings.drain_timeout),
+            on_ready=lambda: _announce(listener, served, gateway_id),
+        )
+        await server.serve(sockets=[listener])
+    finally:
+        await client.close()
+        await connection.close()
+        await asyncio.to_thread(measures.shutdown)
+
+
+def _announce(listener: socket.socket, served: Models, gateway_id: str) -> None:
+    logger.info(
+        "gateway ready",
+        extra={
+            "address": _address(listener),
+            "models": list(served.names),
+            "gateway_id": gateway_id,
+        },
+    )
+
+
+def _liveness(client: GenerationClient) -> Callable[[], str | None]:
+    return lambda: None if client.failed is None else CLIENT_FAILED
+
+
+def _listen(settings: GatewaySettings) -> socket.socket:
+    try:
+        return listen(settings)
+    except OSError as error:
+        if settings.fd is not None:
+            raise SettingsError(f"fd: {settings.fd} is not a listening socket: {error}") from error
+        raise SettingsError(
+            f"port: cannot listen on {settings.host}:{settings.port}: {error.strerror}; "
+            "choose another with HEADRACE_GATEWAY_PORT"
+        ) from error
+
+
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    return uvloop.new_event_loop()
+
+
+def _complain(message: str) -> None:
+    print(f"headrace gateway: {message}", file=sys.stderr)  # noqa: T201
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""From a checked body to accepted requests: deadline, length and token ids, then the queue.
+
+What cannot run on any engine is refused here, before it costs anything.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from headrace_common.errors import BackendUnavailable
+from headrace_common.keys import new_request_id
+from headrace_common.messages import GenerateRequest
+from headrace_common.sampling import SamplingParams
+
+from .engines import EngineDirectory
+from .errors import invalid, too_long
+from .models import ServedModel
+from .ports import Client, Generation
+
+DEADLINE_HEADER = "x-request-timeout"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Seconds of life of a request, and how much one HTTP request may ask for."""
+
+    default_deadline: float
+    max_deadline: float
+    max_choices: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One HTTP request's prompts with what they share. `sampling` still has its stop strings.
+
+    `request_id` is the first prompt's; the others get their own.
+    """
+
+    request_id: str
+    model: ServedModel
+    prompts: Sequence[Sequence[int]]
+    sampling: SamplingParams
+    priority: int = 0
+    cache_salt: str | None = None
+    trace: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A request that is in the queue, with the sampling parameters its reader needs."""
+
+    request: GenerateRequest
+    sampling: SamplingParams
+    generation: Generation
+
+
+class Admission:
+    """Raises ApiError for what is refused, QueueFull and BackendUnavailable as the client does."""
+
+    def __init__(
+        self,
+        client: Client,
+        engines: EngineDirectory,
+        limits: Limits,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._client = client
+        self._engines = engines
+        self._limits = limits
+        self._clock = clock
+
+    async def prepare(self, job: Job, headers: Mapping[str, str]) -> list[GenerateRequest]:
+        """Requests that would be accepted, one a prompt; nothing is queued yet."""
+        choices = job.sampling.n * len(job.prompts)
+        if choices > self._limits.max_choices:
+            raise invalid(
+                f"n: {choices} choices are over the limit of {self._limits.max_choices} a request.",
+                param="n",
+            )
+        job.sampling.check_vocabulary(job.model.tokenizer.model_vocab_size)
+        context = await self.context(job.model)
+        created_ms = int(self._clock() * 1000)
+        deadline_ms = created_ms + int(self._deadline(headers) * 1000)
+        return [
+            GenerateRequest(
+                request_id=new_request_id() if index else job.request_id,
+                model=job.model.name,
+                prompt_token_ids=tuple(prompt),
+                sampling=_for_engine(job.sampling, len(prompt), context),
+                created_ms=created_ms,
+                deadline_ms=deadline_ms,
+                cache_salt=(job.cache_salt or "").encode(),
+                priority=job.priority,
+                trace=job.trace or {},
+            )
+            for index, prompt in enumerate(job.prompts)
+        ]
+
+    async def submit(self, job: Job, requests: Sequence[GenerateRequest]) -> list[Accepted]:
+        """Queues all of them or, where one is refused, none."""
+        accepted: list[Accepted] = []
+        try:
+            for request in requests:
+                generation = await self._client.submit(request)
+                accepted.append(Accepted(request, job.sampling, generation))
+        except BaseException:
+            await cancel_all(accepted)
+            raise
+        return accepted
+
+    async def context(self, model: ServedModel) -> int | None:
+        """The longest prompt plus output in tokens; None where nobody knows yet."""
+        lengths = (model.max_model_len, await self._engines.max_model_len(model.name))
+        return min((length for length in lengths if length is not None), default=None)
+
+    async def known_context(self, model: ServedModel) -> int | None:
+        """As `context`, but without the queue what the checkpoint says."""
+        try:
+            return await self.context(model)
+        except BackendUnavailable:
+            return model.max_model_len
+
+    def _deadline(self, headers: Mapping[str, str]) -> float:
+        text = headers.get(DEADLINE_HEADER)
+        if text is None:
+            return self._limits.default_deadline
+        try:
+            seconds = float(text[:32])
+        except ValueError:
+            seconds = 0.0
+        if not 0 < seconds <= self._limits.max_deadline:
+            raise invalid(
+                f"{DEADLINE_HEADER}: must be seconds above 0 and at most "
+                f"{self._limits.max_deadline:g}.",
+                param=DEADLINE_HEADER,
+            )
+        return seconds
+
+
+async def cancel_all(accepted: Sequence[Accepted]) -> None:
+    """Cancels requests, to the end even where the caller is being cancelled."""
+    if accepted:
+        await asyncio.shield(asyncio.gather(*(each.generation.cancel() for each in accepted)))
+
+
+def _for_engine(params: SamplingParams, prompt_tokens: int, context: int | None) -> SamplingParams:
+    """Stop strings are the gateway's; the seed is fixed now, so that a moved request keeps it."""
+    seed = secrets.randbits(63) if params.seed is None else params.seed
+    max_tokens = params.max_tokens
+    if context is not None:
+        _check_length(prompt_tokens, max_tokens, context)
+        max_tokens = max_tokens or context - prompt_tokens
+    return replace(
+        params,
+        seed=seed,
+        stop=(),
+        max_tokens=max_tokens,
+        min_tokens=min(params.min_tokens, max_tokens or params.min_tokens),
+    )
+
+
+def _check_length(prompt_tokens: int, max_tokens: int | None, context: int) -> None:
+    wanted = max_tokens or 1
+    if prompt_tokens + wanted > context:
+        raise too_long(
+            context,
+            f"{prompt_tokens + wanted} tokens ({prompt_tokens} in the prompt, {wanted} in the "
+            "completion)",
+        )

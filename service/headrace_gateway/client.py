@@ -1,0 +1,337 @@
+"""The gateway's way to the engines: requests go into the queue, generations come out.
+
+One task reads this gateway's frames and hands each reply to its generation. Where a generation
+hears nothing, the request is admitted again (which changes nothing if all is well) and taken from
+an engine that went silent. Knows nothing of HTTP or text.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Coroutine
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from headrace_common.errors import (
+    BackendUnavailable,
+    FailureCode,
+    HeadraceError,
+    RequestConflict,
+)
+from headrace_common.messages import (
+    Control,
+    Disown,
+    Frame,
+    GenerateRequest,
+    Reply,
+    Sync,
+    Takeover,
+)
+from headrace_common.protocol.base import (
+    Admission,
+    AdmitState,
+    GatewayQueue,
+    QueueLimits,
+)
+
+from .generation import Delta, Generation, GenerationState, Hooks
+
+__all__ = ["ClientConfig", "Delta", "Generation", "GenerationClient", "GenerationState"]
+
+logger = logging.getLogger(__name__)
+
+REMEMBERED = 10_000  # ended requests whose late frames are not worth an answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientConfig:
+    """Times in seconds.
+
+    `silence`: an engine that sent nothing for this long is given up. `recheck`: a request of which
+    nothing was heard is asked about after this long, then twice, up to `longest_recheck`.
+    """
+
+    beat_interval: float = 3.0
+    silence: float = 2.5
+    recheck: float = 2.5
+    longest_recheck: float = 20.0
+
+
+@dataclass(slots=True)
+class _Watch:
+    """When a generation is next asked about, and which engine is then believed to have it."""
+
+    due: float
+    pause: float
+    suspect: tuple[str, int] | None = None
+    suspected_at: float = 0.0
+
+
+class GenerationClient:
+    """Submits requests and follows them to their end, whatever dies on the way.
+
+    `clock` gives Unix seconds, for deadlines. Use from one event loop.
+    """
+
+    def __init__(
+        self,
+        queue: GatewayQueue,
+        limits: QueueLimits,
+        clock: Callable[[], float] = time.time,
+        config: ClientConfig | None = None,
+    ) -> None:
+        self.queue = queue
+        self.ignored: Counter[str] = Counter()  # replies dropped, by reason
+        self._limits = limits
+        self._clock = clock
+        self._config = config or ClientConfig()
+        self._active: dict[str, Generation] = {}
+        self._watches: dict[str, _Watch] = {}
+        self._deadlines: dict[str, asyncio.TimerHandle] = {}
+        self._heard: dict[str, float] = {}
+        self._unavailable_at = 0.0  # when Redis last could not be reached
+        self._ended: OrderedDict[str, float] = OrderedDict()
+        self._disowned: OrderedDict[tuple[str, str], float] = OrderedDict()
+        self._outgoing: asyncio.Queue[tuple[str, Control]] = asyncio.Queue()
+        self._hooks = Hooks(self._send, self._forget, self._abandon, self._count)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._background: set[asyncio.Task[None]] = set()
+        self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def active(self) -> int:
+        """Requests in flight."""
+        return len(self._active)
+
+    @property
+    def failed(self) -> BaseException | None:
+        """What ended one of the client's own tasks: it serves no more and must be restarted."""
+        for task in self._tasks:
+            if task.done() and not task.cancelled():
+                return task.exception() or RuntimeError("a task of the client ended")
+        return None
+
+    async def start(self) -> None:
+        """Registers the gateway. Raises BackendUnfit, BackendUnavailable."""
+        await self.queue.start()
+        self._tasks = [
+            asyncio.create_task(self._read(), name="frames"),
+            asyncio.create_task(self._write(), name="controls"),
+            asyncio.create_task(self._beat(), name="beat"),
+        ]
+        for task in self._tasks:
+            task.add_done_callback(self._on_task_done)
+
+    async def close(self) -> None:
+        """Cancels what is in flight and ends."""
+        for generation in list(self._active.values()):
+            await generation.cancel()
+        tasks = [*self._tasks, *self._background]
+        if self._watcher is not None:
+            tasks.append(self._watcher)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks = []
+        await self.queue.close()
+
+    async def submit(self, request: GenerateRequest) -> Generation:
+        """Queues a request. Raises QueueFull, RequestConflict, BackendUnavailable."""
+        if request.request_id in self._active:
+            raise RequestConflict(f"request {request.request_id} is in flight here already")
+        generation = Generation(request, self._hooks, time.monotonic())
+        self._active[request.request_id] = generation  # first: frames may come before the reply
+        try:
+            admission = await self.queue.admit(request, self._limits)
+        except (HeadraceError, asyncio.CancelledError) as error:
+            self._active.pop(request.request_id, None)
+            if not isinstance(error, HeadraceError) or isinstance(error, BackendUnavailable):
+                self._in_background(self._abandon(generation))  # its reply may be what was lost
+            raise
+        if generation.state is not GenerationState.ENDED:
+            self._follow(generation)
+            self._admitted(generation, admission)
+        return generation
+
+    # Following a request
+
+    def _follow(self, generation: Generation) -> None:
+        pause = self._config.recheck
+        rid = generation.request_id
+        self._watches[rid] = _Watch(time.monotonic() + pause, pause)
+        left = generation.request.deadline_ms / 1000 - self._clock()
+        loop = asyncio.get_running_loop()
+        self._deadlines[rid] = loop.call_later(max(0.0, left), self._expire, generation)
+        if self._watcher is None or self._watcher.done():
+            self._watcher = asyncio.create_task(self._watch(), name="watch")
+            self._watcher.add_done_callback(self._on_task_done)
+
+    def _expire(self, generation: Generation) -> None:
+        if generation.state is GenerationState.ENDED:
+            return
+        generation.fail(FailureCode.DEADLINE, "the request's deadline is over")
+        self._in_background(self._abandon(generation))
+
+    def _forget(self, generation: Generation) -> None:
+        rid = generation.request_id
+        self._active.pop(rid, None)
+        self._watches.pop(rid, None)
+        if timer := self._deadlines.pop(rid, None):
+            timer.cancel()
+        self._ended[rid] = time.monotonic()
+        while len(self._ended) > REMEMBERED:
+            self._ended.popitem(last=False)
+
+    async def _abandon(self, generation: Generation) -> None:
+        """Takes a request out of the queue. Where Redis is away, its engine is told later: every
+        frame of a request that nobody knows is answered with Disown."""
+        try:
+            await self.queue.cancel(generation.request_id, generation.request.model)
+        except BackendUnavailable as error:
+            logger.warning(
+                "cancel not written",
+                extra={"request_id": generation.request_id, "error": str(error)},
+            )
+
+    def _admitted(self, generation: Generation, admission: Admission) -> None:
+        """Takes what ADMIT said of a request."""
+        if admission.state is not AdmitState.ENDED:
+            return
+        assert admission.outcome is not None, "an ended request has an outcome"
+        if not generation.settle(admission.outcome):
+            generation.fail(FailureCode.LOST, "the rest of the answer is lost; send it again")
+
+    # Frames
+
+    async def _read(self) -> None:
+        async with aclosing(self.queue.frames()) as frames:  # type: ignore[type-var]
+            async for frame in frames:
+                self._dispatch(frame)
+
+    def _dispatch(self, frame: Frame) -> None:
+        now = time.monotonic()
+        self._heard[frame.engine_id] = now
+        for reply in frame.replies:
+            generation = self._active.get(reply.request_id)
+            if generation is None:
+                self._unknown(frame.engine_id, reply, now)
+            else:
+                generation.handle(frame.engine_id, reply, now)
+
+    def _unknown(self, engine_id: str, reply: Reply, now: float) -> None:
+        """Answers an engine that runs what nobody here waits for; late frames are let pass."""
+        self._count("unknown_request")
+        key = (engine_id, reply.request_id)
+        asked = isinstance(reply, Takeover | Sync)
+        lately = now - self._ended.get(reply.request_id, -1e9) < self._config.silence
+        told = now - self._disowned.get(key, -1e9) < self._config.silence
+        if not asked and (lately or told or getattr(reply, "finish_reason", None)):
+            return
+        self._disowned[key] = now
+        while len(self._disowned) > REMEMBERED:
+            self._disowned.popitem(last=False)
+        disown = Disown(request_id=reply.request_id, attempt=reply.attempt, superseded=False)
+        self._send(engine_id, disown)
+
+    def _count(self, reason: str) -> None:
+        self.ignored[reason] += 1
+
+    # Control messages
+
+    def _send(self, engine_id: str, control: Control) -> None:
+        self._outgoing.put_nowait((engine_id, control))
+
+    async def _write(self) -> None:
+        while True:
+            engine_id, control = await self._outgoing.get()
+            try:
+                await self.queue.send(engine_id, control)
+            except BackendUnavailable as error:
+                # Each has a backstop: the engine asks again, a gap is seen again, BEAT tells.
+                logger.warning("control message not written", extra={"error": str(error)})
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.beat_interval)
+            try:
+                await self.queue.beat()
+            except BackendUnavailable as error:
+                self._unavailable_at = time.monotonic()
+                logger.warning("redis unavailable, beat missed", extra={"error": str(error)})
+
+    # Watchdog
+
+    async def _watch(self) -> None:
+        """Runs while requests are in flight."""
+        while self._active:
+            await asyncio.sleep(self._config.silence / 4)
+            try:
+                for generation in list(self._active.values()):
+                    await self._check(generation, time.monotonic())
+            except BackendUnavailable as error:
+                self._unavailable_at = time.monotonic()
+                logger.warning("redis unavailable, will ask again", extra={"error": str(error)})
+            horizon = time.monotonic() - 100 * self._config.silence
+            self._heard = {k: at for k, at in self._heard.items() if at > horizon}
+
+    async def _check(self, generation: Generation, now: float) -> None:
+        watch = self._watches.get(generation.request_id)
+        if watch is None:
+            return
+        owner = generation.arbiter.owner or watch.suspect
+        if owner is not None and self._is_silent(owner[0], generation, watch):
+            await self._recheck(generation, watch, now)
+        elif now - generation.heard_at < self._config.recheck:
+            watch.due, watch.pause = now + self._config.recheck, self._config.recheck
+        elif now >= watch.due:
+            await self._recheck(generation, watch, now)
+
+    def _is_silent(self, engine_id: str, generation: Generation, watch: _Watch) -> bool:
+        """Whether an engine could have spoken and did not. Redis away is not its silence."""
+        heard = self._heard.get(engine_id, 0.0)
+        since = max(heard, generation.heard_at, watch.suspected_at, self._unavailable_at)
+        return time.monotonic() - since > self._config.silence
+
+    async def _recheck(self, generation: Generation, watch: _Watch, now: float) -> None:
+        """Admits a request again; takes it from an engine that was silent then and is still."""
+        watch.due = now + watch.pause
+        watch.pause = min(2 * watch.pause, self._config.longest_recheck)
+        try:
+            admission = await self.queue.admit(
+                generation.request, self._limits, seen=generation.arbiter.attempt
+            )
+        except RequestConflict:
+            generation.fail(FailureCode.INTERNAL, "the request's id is in use for another one")
+            return
+        if generation.state is GenerationState.ENDED:
+            return
+        self._admitted(generation, admission)
+        if admission.state is not AdmitState.ATTACHED or admission.owner is None:
+            watch.suspect = None
+            return
+        owner = (admission.owner, admission.attempt)
+        if owner not in (watch.suspect, generation.arbiter.owner):
+            # First seen now: it has the usual time to say something.
+            watch.suspect, watch.suspected_at = owner, now
+        elif self._is_silent(owner[0], generation, watch):
+            logger.warning(
+                "engine silent, request released",
+                extra={"request_id": generation.request_id, "engine_id": owner[0]},
+            )
+            await self.queue.release(generation.request_id, generation.request.model, *owner)
+
+    # Tasks
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or task.exception() is None:
+            return
+        logger.critical("client task failed", exc_info=task.exception())
+        for generation in list(self._active.values()):
+            generation.fail(FailureCode.INTERNAL, "the gateway failed")

@@ -1,0 +1,48 @@
+"""Which engines serve a model right now, read from the queue when somebody asks and not before."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from headrace_common.protocol.base import EngineStatus
+
+from .ports import EngineList
+
+LIFETIME_S = 1.0
+
+
+class EngineDirectory:
+    """A model's engines, at most LIFETIME_S old, so that a burst of requests reads them once."""
+
+    def __init__(self, queue: EngineList, clock: Callable[[], float] = time.monotonic) -> None:
+        self._queue = queue
+        self._clock = clock
+        self._known: dict[str, tuple[float, Sequence[EngineStatus]]] = {}
+
+    async def engines(self, model: str) -> Sequence[EngineStatus]:
+        """Raises BackendUnavailable where the queue cannot be read."""
+        taken_at, engines = self._known.get(model, (-LIFETIME_S, ()))
+        now = self._clock()
+        if now - taken_at >= LIFETIME_S:
+            engines = await self._queue.engines(model)
+            self._known[model] = (now, engines)
+        return engines
+
+    def forget(self) -> None:
+        """The next question reads the queue again."""
+        self._known.clear()
+
+    async def max_model_len(self, model: str) -> int | None:
+        """The longest sequence that every engine can run; None while there is none."""
+        return min((e.max_model_len for e in await self.engines(model)), default=None)
+
+    async def able(self, model: str, max_step_age: float) -> str | None:
+        """Why no engine can serve the model; None where one has made a step lately or could."""
+        engines = await self.engines(model)
+        if not engines:
+            return f"no engine serves {model}"
+        working = [e for e in engines if not e.draining]
+        if not working:
+            return f"all {len(engines)} engines of {model} are draining"
+        if min(e.last_step_age for e in working) > max_step_age:
+            return f"no engine of {model} has made a step for {max_step_age:g} s"
+        return None

@@ -1,0 +1,171 @@
+"""Every error as OpenAI clients read it: `{"error": {message, type, param, code}}` and a status.
+
+The only place where failures of the queue and the engine become HTTP. Messages are for the caller:
+they name the field, the value and what to do, never a prompt or an internal address.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from headrace_common.chat_template import ChatTemplateError
+from headrace_common.errors import (
+    BackendUnavailable,
+    FailureCode,
+    HeadraceError,
+    MessageError,
+    QueueFull,
+    RequestConflict,
+    RequestFailed,
+)
+from headrace_common.sampling import SamplingError
+
+INVALID_REQUEST = "invalid_request_error"
+RETRY_SOON_S = 2.0
+
+
+class ApiError(Exception):
+    """What a client is told instead of an answer. `retry_after` is in seconds."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID_REQUEST,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.code = code
+        self.param = param
+        self.retry_after = retry_after
+        self._headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    @property
+    def headers(self) -> dict[str, str]:
+        if self.retry_after is None:
+            return self._headers
+        return {**self._headers, "retry-after": str(max(1, math.ceil(self.retry_after)))}
+
+
+def invalid(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
+    """A request that can never succeed as it is."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def too_long(context: int, requested: str) -> ApiError:
+    """The prompt, or what it asks for, does not fit the model."""
+    return ApiError(
+        400,
+        f"This model's maximum context length is {context} tokens. However, you requested "
+        f"{requested}. Shorten the prompt or lower max_tokens.",
+        param="messages",
+        code="context_length_exceeded",
+    )
+
+
+def unavailable(message: str, *, code: str, retry_after: float = RETRY_SOON_S) -> ApiError:
+    """Nothing wrong with the request: it may succeed later."""
+    return ApiError(503, message, kind="server_error", code=code, retry_after=retry_after)
+
+
+_FAILURES: Mapping[FailureCode, tuple[int, str]] = {
+    FailureCode.DEADLINE: (504, "timeout_error"),
+    FailureCode.CANCELLED: (499, "request_cancelled"),
+    FailureCode.INVALID: (400, INVALID_REQUEST),
+    FailureCode.MALFORMED: (500, "server_error"),
+    FailureCode.POISONED: (500, "server_error"),
+    FailureCode.LOST: (503, "server_error"),
+    FailureCode.INTERNAL: (500, "server_error"),
+}
+# The same request would fail again: clients that retry on 5xx are told not to.
+_HOPELESS = frozenset({FailureCode.DEADLINE, FailureCode.MALFORMED, FailureCode.POISONED})
+
+
+def to_api_error(error: HeadraceError | SamplingError) -> ApiError:
+    """The one mapping of failures to HTTP."""
+    match error:
+        case SamplingError():
+            return invalid(str(error), param=error.field)
+        case RequestFailed():
+            return _failed(error)
+        case QueueFull():
+            return _full(error)
+        case ChatTemplateError():
+            return invalid(str(error), param="messages", code=error.code)
+        case MessageError():
+            return ApiError(413, str(error), code="request_too_large")
+        case RequestConflict():
+            return ApiError(409, str(error), code=error.code, headers={"x-should-retry": "false"})
+        case BackendUnavailable():
+            return unavailable("The request queue cannot be reached; try again.", code=error.code)
+        case _:
+            return ApiError(500, "Internal error.", kind="server_error", code="internal_error")
+
+
+def _failed(error: RequestFailed) -> ApiError:
+    status, kind = _FAILURES[error.failure]
+    headers = {"x-should-retry": "false"} if error.failure in _HOPELESS else None
+    retry_after = RETRY_SOON_S if error.failure is FailureCode.LOST else None
+    return ApiError(
+        status,
+        str(error),
+        kind=kind,
+        code=error.failure.value,
+        retry_after=retry_after,
+        headers=headers,
+    )
+
+
+def _full(error: QueueFull) -> ApiError:
+    if error.tenant:
+        return ApiError(
+            429,
+            str(error),
+            kind="rate_limit_error",
+            code="tenant_queue_full",
+            retry_after=error.retry_after,
+        )
+    return unavailable(str(error), code=error.code, retry_after=error.retry_after)
+
+
+def from_validation(error: ValidationError) -> ApiError:
+    """The first fault of a body, named as OpenAI names fields (`messages[0].role`)."""
+    faults = error.errors(include_url=False, include_context=False, include_input=False)
+    first = faults[0]
+    param = field_path(first["loc"])
+    if first["type"] == "extra_forbidden":
+        message = f"Unknown field: '{param}'. Remove it."
+        return invalid(message, param=param, code="unknown_parameter")
+    reason = first["msg"].removeprefix("Value error, ")
+    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+    return invalid(f"{param}: {reason}{more}" if param else reason, param=param or None)
+
+
+def field_path(location: tuple[int | str, ...]) -> str:
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and part != "str":  # a union's branch, not a field
+            path += f".{part}" if path else part
+    return path

@@ -1,0 +1,184 @@
+"""One request in flight as its caller sees it: an iterator of deltas, to be stopped or cancelled.
+
+Holds what the client has (the arbiter) and hands it on; talks to the queue only through the client
+that made it.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from types import TracebackType
+from typing import Self
+
+from headrace_common.errors import FailureCode, RequestFailed
+from headrace_common.messages import Control, Failed, GenerateRequest, Logprobs, Reply, StopChoice
+from headrace_common.protocol.arbiter import Action, Arbiter, Deliver, Fail, Ignore, Send
+from headrace_common.protocol.base import Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """New tokens of one choice, in order; `finish_reason` (stop, length) comes with its last.
+
+    `stop_token` is the stop token id that ended it, None for the end-of-sequence token.
+    `logprobs` has one entry a token, or is None: not asked for, or said by an engine that is gone.
+    """
+
+    choice: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...] | None = None
+    finish_reason: str | None = None
+    stop_token: int | None = None
+    cached_tokens: int = 0
+
+
+class GenerationState(StrEnum):
+    QUEUED = "queued"  # no engine has said anything of it yet
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What a generation needs of its client."""
+
+    send: Callable[[str, Control], None]
+    ended: Callable[["Generation"], None]
+    abandon: Callable[["Generation"], Awaitable[None]]
+    ignored: Callable[[str], None]
+
+
+class Generation:
+    """Async iterator of Delta until every choice has ended. Raises RequestFailed.
+
+    Use it in `async with`: leaving the block before the end cancels the request. Cancelling a task
+    that waits for the next delta does not (waiting with a timeout is common); cancel() does.
+    """
+
+    def __init__(self, request: GenerateRequest, hooks: Hooks, now: float) -> None:
+        self.request = request
+        self.arbiter = Arbiter(request.request_id, request.sampling.n)
+        self.heard_at = now  # monotonic seconds: when an engine last spoke of it
+        self._hooks = hooks
+        self._deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
+        self._failure: Failed | None = None
+        self._ended = False
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def state(self) -> GenerationState:
+        if self._ended:
+            return GenerationState.ENDED
+        return GenerationState.QUEUED if self.arbiter.owner is None else GenerationState.RUNNING
+
+    @property
+    def started(self) -> bool:
+        """Whether an engine has spoken of it."""
+        return self.arbiter.owner is not None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        delta = await self._deltas.get()
+        if delta is not None:
+            return delta
+        self._deltas.put_nowait(None)  # the end stays the end
+        if self._failure is not None:
+            raise RequestFailed(self._failure.failure, self._failure.message)
+        raise StopAsyncIteration
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.cancel()
+
+    async def stop_choice(self, choice: int) -> None:
+        """Ends a choice as a matched stop string does; its engine stops making tokens of it."""
+        if self._ended or not self.arbiter.stop_choice(choice):
+            return
+        owner = self.arbiter.owner
+        if owner is not None:
+            self._hooks.send(owner[0], StopChoice(request_id=self.request_id, choice=choice))
+        self._end_if_complete()
+
+    async def cancel(self) -> None:
+        """Ends the request where it has not ended; the iterator raises. Safe to call twice."""
+        if not self._ended:
+            self.fail(FailureCode.CANCELLED, "the request was cancelled")
+            await self._hooks.abandon(self)
+
+    # For the client
+
+    def fail(self, failure: FailureCode, message: str) -> None:
+        """Ends the request here; does not tell the queue."""
+        self._end(
+            Failed(
+                request_id=self.request_id,
+                attempt=self.arbiter.attempt,
+                failure=failure,
+                message=message,
+            )
+        )
+
+    def handle(self, engine_id: str, reply: Reply, now: float) -> None:
+        """Takes one reply of an engine."""
+        actions = self.arbiter.handle(engine_id, reply)
+        if not any(isinstance(action, Ignore) for action in actions):
+            self.heard_at = now
+        self._carry_out(actions)
+
+    def settle(self, outcome: Outcome) -> bool:
+        """Takes the stored outcome; False where it is not of the client's history."""
+        actions = self.arbiter.settle(outcome)
+        if actions is None:
+            return False
+        self._carry_out(actions)
+        return True
+
+    def _carry_out(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Deliver():
+                    self._deliver(action)
+                case Send():
+                    self._hooks.send(action.engine_id, action.control)
+                case Fail():
+                    self._end(action.failed)
+                case Ignore():
+                    self._hooks.ignored(action.reason)
+        self._end_if_complete()
+
+    def _deliver(self, action: Deliver) -> None:
+        self._deltas.put_nowait(
+            Delta(
+                choice=action.choice,
+                token_ids=action.token_ids,
+                logprobs=action.logprobs,
+                finish_reason=action.finish_reason,
+                stop_token=action.stop_token,
+                cached_tokens=action.cached_tokens,
+            )
+        )
+
+    def _end_if_complete(self) -> None:
+        if self.arbiter.complete:
+            self._end(None)
+
+    def _end(self, failure: Failed | None) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        self._failure = failure
+        self._deltas.put_nowait(None)
+        self._hooks.ended(self)

@@ -1,0 +1,70 @@
+"""Log probabilities in OpenAI's two forms: chat's (with bytes) and completions' (four lists)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from headrace_common.messages import Logprobs
+from headrace_common.tokenizer import Tokenizer
+
+# JSON has no -infinity; what OpenAI sends for "never".
+IMPOSSIBLE = -9999.0
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[Logprobs], count: int
+) -> dict[str, Any]:
+    """`{"content": [...]}` with one entry a token and up to `count` alternatives in each."""
+    return {
+        "content": [
+            {
+                **_entry(tokenizer, token_id, position.logprob),
+                "top_logprobs": [
+                    _entry(tokenizer, *alternative) for alternative in position.top[:count]
+                ],
+            }
+            for token_id, position in zip(token_ids, logprobs, strict=True)
+        ]
+    }
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    logprobs: Sequence[Logprobs],
+    count: int,
+    offset: int,
+) -> tuple[dict[str, Any], int]:
+    """The four lists, and the offset in characters at which the next token begins."""
+    tokens = [token_text(tokenizer, token_id) for token_id in token_ids]
+    offsets = []
+    for text in tokens:
+        offsets.append(offset)
+        offset += len(text)
+    top = [
+        {
+            token_text(tokenizer, other): max(value, IMPOSSIBLE)
+            for other, value in (*position.top[:count], (token_id, position.logprob))
+        }
+        for token_id, position in zip(token_ids, logprobs, strict=True)
+    ]
+    lists = {
+        "text_offset": offsets,
+        "token_logprobs": [max(position.logprob, IMPOSSIBLE) for position in logprobs],
+        "tokens": tokens,
+        "top_logprobs": top,
+    }
+    return lists, offset
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    """A single token's text; bytes that are no character by themselves as \\xNN."""
+    return tokenizer.token_bytes(token_id).decode("utf-8", errors="backslashreplace")
+
+
+def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    raw = tokenizer.token_bytes(token_id)
+    return {
+        "token": raw.decode("utf-8", errors="backslashreplace"),
+        "logprob": max(logprob, IMPOSSIBLE),
+        "bytes": list(raw),
+    }

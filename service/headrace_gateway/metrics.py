@@ -1,0 +1,196 @@
+"""What a gateway measures: requests as its clients see them, and the queue behind it.
+
+The caller says what happened; nothing here decides. Names, units and buckets are in
+headrace_common.metric_names. Labels are closed sets: never ids, prompts or tenants.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from opentelemetry.metrics import Meter, Observation
+
+from headrace_common import metric_names as names
+from headrace_common.errors import BackendUnavailable
+from headrace_common.instruments import (
+    counter,
+    histogram,
+    observed_counter,
+    observed_gauge,
+    up_down_counter,
+)
+from headrace_common.protocol.base import QueueDepth
+
+READING_LIFETIME_S = 1.0
+READING_TIMEOUT_S = 2.0
+
+
+class RejectReason(StrEnum):
+    """Why a request was not taken."""
+
+    QUEUE_FULL = "queue_full"
+    TENANT_LIMIT = "tenant_limit"
+    NO_ENGINES = "no_engines"
+    BACKEND_UNAVAILABLE = "backend_unavailable"
+    SHUTTING_DOWN = "shutting_down"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletedRequest:
+    """One request as its client saw it. Times in seconds from its arrival, by a monotonic clock.
+
+    `time_to_first_token` is None where no token came. `token_spans` has for each choice its output
+    tokens and the seconds between its first and its last. `error_type` is the error's code, None
+    for success.
+    """
+
+    model: str
+    operation: str
+    duration: float
+    input_tokens: int
+    token_spans: Sequence[tuple[int, float]]
+    time_to_first_token: float | None = None
+    error_type: str | None = None
+
+
+class GatewayMetrics:
+    """The gateway's instruments. Every method is cheap and safe on the event loop."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._duration = histogram(meter, names.REQUEST_DURATION)
+        self._first_token = histogram(meter, names.TIME_TO_FIRST_TOKEN)
+        self._per_token = histogram(meter, names.TIME_PER_OUTPUT_TOKEN)
+        self._usage = histogram(meter, names.TOKEN_USAGE)
+        self._admitted = counter(meter, names.QUEUE_ADMITTED)
+        self._rejected = counter(meter, names.QUEUE_REJECTED)
+        self._disconnects = counter(meter, names.GATEWAY_DISCONNECTS)
+        self._in_flight = up_down_counter(meter, names.GATEWAY_REQUESTS_IN_FLIGHT)
+
+    def admitted(self, model: str) -> None:
+        self._admitted.add(1, {names.REQUEST_MODEL: model})
+
+    def rejected(self, model: str, reason: RejectReason) -> None:
+        self._rejected.add(1, {names.REQUEST_MODEL: model, names.REASON: reason.value})
+
+    def disconnected(self, model: str) -> None:
+        """The client went away before the end."""
+        self._disconnects.add(1, {names.REQUEST_MODEL: model})
+
+    def started(self, model: str, *, stream: bool) -> None:
+        """A request is being served; pair it with `stopped`, whatever comes between."""
+        self._in_flight.add(1, _flight(model, stream))
+
+    def stopped(self, model: str, *, stream: bool) -> None:
+        self._in_flight.add(-1, _flight(model, stream))
+
+    def completed(self, request: CompletedRequest) -> None:
+        """Records durations and tokens of a request that ended, well or not."""
+        attributes = {
+            names.OPERATION_NAME: request.operation,
+            names.PROVIDER_NAME: names.PROVIDER,
+            names.REQUEST_MODEL: request.model,
+        }
+        ended = attributes
+        if request.error_type is not None:
+            ended = {**attributes, names.ERROR_TYPE: request.error_type}
+        self._duration.record(request.duration, ended)
+        if request.input_tokens:  # a refused request used none
+            self._record_tokens(request, attributes)
+        if request.time_to_first_token is not None:
+            self._first_token.record(request.time_to_first_token, attributes)
+        for tokens, seconds in request.token_spans:
+            if tokens > 1:
+                self._per_token.record(seconds / (tokens - 1), attributes)
+
+    def _record_tokens(self, request: CompletedRequest, attributes: Mapping[str, str]) -> None:
+        output = sum(tokens for tokens, _ in request.token_spans)
+        self._usage.record(request.input_tokens, {**attributes, names.TOKEN_TYPE: "input"})
+        self._usage.record(output, {**attributes, names.TOKEN_TYPE: "output"})
+
+    def observe_queue(self, readings: "QueueReadings") -> None:
+        """Exports the depth of the queues; they are read only when an exporter asks. Call once."""
+        for metric, value in _DEPTH_VALUES:
+            observed_gauge(self._meter, metric, _observer(readings, value))
+        letters = _observer(readings, lambda depth: depth.dead_letters)
+        observed_counter(self._meter, names.QUEUE_DEAD_LETTERS, letters)
+
+
+class Depths(Protocol):
+    """The part of a GatewayQueue that is read here."""
+
+    async def depth(self, model: str) -> QueueDepth: ...
+
+
+class QueueReadings:
+    """Lets exporters' threads read the queues through the gateway's event loop.
+
+    A reading serves all gauges of one scrape. Where Redis does not answer in time there is none,
+    so that the gauges show a gap and not an old value.
+    """
+
+    def __init__(
+        self,
+        queue: Depths,
+        models: Callable[[], Iterable[str]],
+        loop: asyncio.AbstractEventLoop,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._queue = queue
+        self._models = models
+        self._loop = loop
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._taken_at = -READING_LIFETIME_S
+        self._depths: Mapping[str, QueueDepth] = {}
+
+    def current(self) -> Mapping[str, QueueDepth]:
+        """Depth by model, at most READING_LIFETIME_S old. Blocks; never call it on the loop."""
+        with self._lock:
+            if self._clock() - self._taken_at >= READING_LIFETIME_S:
+                self._depths = self._read()
+                self._taken_at = self._clock()
+            return self._depths
+
+    def _read(self) -> Mapping[str, QueueDepth]:
+        if self._loop.is_closed():
+            return {}
+        reading = self._read_all()
+        try:
+            future = asyncio.run_coroutine_threadsafe(reading, self._loop)
+        except RuntimeError:  # the loop was closed meanwhile
+            reading.close()
+            return {}
+        try:
+            return future.result(READING_TIMEOUT_S)
+        except (TimeoutError, asyncio.CancelledError, BackendUnavailable):
+            future.cancel()
+            return {}
+
+    async def _read_all(self) -> Mapping[str, QueueDepth]:
+        return {model: await self._queue.depth(model) for model in self._models()}
+
+
+_DEPTH_VALUES: tuple[tuple[names.Metric, Callable[[QueueDepth], float]], ...] = (
+    (names.QUEUE_DEPTH, lambda depth: depth.waiting),
+    (names.QUEUE_TOKENS, lambda depth: depth.waiting_tokens),
+    (names.QUEUE_PENDING, lambda depth: depth.pending),
+    (names.QUEUE_OLDEST_AGE, lambda depth: depth.oldest_age),
+)
+
+
+def _observer(
+    readings: QueueReadings, value: Callable[[QueueDepth], float]
+) -> Callable[[], Iterable[Observation]]:
+    return lambda: [
+        Observation(value(depth), {names.REQUEST_MODEL: model})
+        for model, depth in readings.current().items()
+    ]
+
+
+def _flight(model: str, stream: bool) -> Mapping[str, str]:
+    return {names.REQUEST_MODEL: model, names.STREAM: "true" if stream else "false"}

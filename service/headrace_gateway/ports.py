@@ -1,0 +1,47 @@
+"""What the gateway asks of the queue's client, so that routes and tests need no Redis."""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from headrace_common.messages import GenerateRequest, Logprobs
+from headrace_common.protocol.base import EngineStatus
+
+
+class Delta(Protocol):
+    """New tokens of one choice, in order and each once."""
+
+    @property
+    def choice(self) -> int: ...
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def logprobs(self) -> Sequence[Logprobs] | None: ...
+    @property
+    def finish_reason(self) -> str | None: ...
+    @property
+    def stop_token(self) -> int | None: ...
+    @property
+    def cached_tokens(self) -> int: ...
+
+
+class Generation(Protocol):
+    """One accepted request. Iterating raises RequestFailed where it ends without an answer."""
+
+    def __aiter__(self) -> AsyncIterator[Delta]: ...
+
+    async def stop_choice(self, choice: int) -> None:
+        """This choice is complete: a stop string was found."""
+
+    async def cancel(self) -> None:
+        """Nobody wants the answer any more. Does nothing once it has ended."""
+
+
+class Client(Protocol):
+    async def submit(self, request: GenerateRequest) -> Generation:
+        """Queues a request. Raises QueueFull or BackendUnavailable."""
+
+
+class EngineList(Protocol):
+    """The part of a GatewayQueue that tells which engines serve a model."""
+
+    async def engines(self, model: str) -> Sequence[EngineStatus]: ...

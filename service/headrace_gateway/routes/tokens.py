@@ -1,0 +1,53 @@
+"""POST /tokenize and /detokenize, with vLLM's bodies."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from ..errors import invalid
+from ..models import ServedModel
+from ..prompts import ChatOptions
+from ..schemas import DetokenizeRequest, TokenizeRequest, parse
+from ..services import Services, WithServices
+from .documents import body_of
+
+router = APIRouter()
+
+
+@router.post("/tokenize", openapi_extra=body_of(TokenizeRequest))
+async def tokenize(request: Request, services: WithServices) -> dict[str, Any]:
+    """Token ids of a prompt, or of a chat as the model would see it."""
+    body = parse(TokenizeRequest, await request.body())
+    model = services.models.get(body.model)
+    context = await services.admission.known_context(model)
+    ids = await _encode(body, model, services)
+    tokens = [model.tokenizer.id_to_token(i) for i in ids] if body.return_token_strs else None
+    return {
+        "count": len(ids),
+        "max_model_len": context,
+        "tokens": ids,
+        "token_strs": tokens,
+    }
+
+
+@router.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
+async def detokenize(request: Request, services: WithServices) -> dict[str, Any]:
+    """Text of token ids."""
+    body = parse(DetokenizeRequest, await request.body())
+    model = services.models.get(body.model)
+    return {"prompt": await services.prompts.decode(model, body.tokens)}
+
+
+async def _encode(body: TokenizeRequest, model: ServedModel, services: Services) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("Give either prompt or messages.", param="prompt")
+    if body.messages is None:
+        special = body.add_special_tokens is not False
+        return await services.prompts.text(model, body.prompt or "", add_special_tokens=special)
+    options = ChatOptions(
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        add_special_tokens=body.add_special_tokens is True,
+        variables=body.chat_template_kwargs,
+    )
+    return await services.prompts.chat(model, body.messages, options)

@@ -1,0 +1,95 @@
+"""One accepted request while it generates: its choices' text, stops and counts.
+
+Knows neither HTTP nor the shape of answers.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from headrace_common.messages import Logprobs
+from headrace_common.text import ChoiceText
+from headrace_common.tokenizer import Tokenizer
+
+from .admission import Accepted
+from .ports import Delta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """News of one choice. `stop_reason` is the stop string or stop token id that ended it."""
+
+    choice: int
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[Logprobs] | None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of all of an HTTP request's prompts and choices."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def add(self, other: "Usage") -> None:
+        self.prompt_tokens += other.prompt_tokens
+        self.completion_tokens += other.completion_tokens
+        self.cached_tokens += other.cached_tokens
+
+    @property
+    def body(self) -> dict[str, object]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class Run:
+    """Reads one generation to its end. `first_choice` is where its choices begin in the answer."""
+
+    def __init__(self, accepted: Accepted, tokenizer: Tokenizer, first_choice: int = 0) -> None:
+        prompt = accepted.request.prompt_token_ids
+        self.accepted = accepted
+        self._generation = accepted.generation
+        self._first_choice = first_choice
+        self._open = {
+            choice: ChoiceText(tokenizer, prompt, accepted.sampling)
+            for choice in range(accepted.sampling.n)
+        }
+        self.usage = Usage(prompt_tokens=len(prompt))
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Ends when every choice has. Raises RequestFailed."""
+        async for delta in self._generation:
+            self.usage.cached_tokens = max(self.usage.cached_tokens, delta.cached_tokens)
+            text = self._open.get(delta.choice)
+            if text is None:
+                continue  # tokens made before the engine heard of a stop
+            piece = self._piece(delta, text)
+            if piece.finish_reason is not None:
+                del self._open[delta.choice]
+                if delta.finish_reason is None:
+                    await self._generation.stop_choice(delta.choice)
+            yield piece
+            if not self._open:
+                return
+
+    def _piece(self, delta: Delta, choice: ChoiceText) -> Piece:
+        new = choice.push(
+            delta.token_ids, finish_reason=delta.finish_reason, stop_token=delta.stop_token
+        )
+        self.usage.completion_tokens += new.tokens
+        stopped = new.stop is not None
+        return Piece(
+            choice=self._first_choice + delta.choice,
+            text=new.text,
+            token_ids=delta.token_ids[: new.tokens],
+            logprobs=delta.logprobs[: new.tokens] if delta.logprobs is not None else None,
+            finish_reason="stop" if stopped else delta.finish_reason,
+            stop_reason=new.stop if stopped else delta.stop_token,
+        )

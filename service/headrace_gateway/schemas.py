@@ -1,0 +1,256 @@
+"""Request bodies of the OpenAI API, checked. Responses are plain dicts, made elsewhere.
+
+Fields that this server does not have are refused by name, with what to do instead, unless they hold
+the value that changes nothing; null is the same as absent. Nothing is ignored.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import pydantic_core
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    model_validator,
+)
+
+from headrace_common.sampling import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingError,
+    SamplingParams,
+)
+
+from .errors import from_validation, invalid
+
+MAX_MESSAGES = 4096
+MAX_CACHE_SALT_CHARS = 1024
+
+BodyType = TypeVar("BodyType", bound=BaseModel)
+_Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class StreamOptions(_Body):
+    include_usage: StrictBool = False
+
+
+class SamplingBody(_Body):
+    """What chat and completions share: OpenAI's fields, then vLLM's."""
+
+    model: StrictStr | None = None
+    stream: StrictBool = False
+    stream_options: StreamOptions | None = None
+    n: StrictInt | None = None
+    temperature: _Number | None = None
+    top_p: _Number | None = None
+    presence_penalty: _Number | None = None
+    frequency_penalty: _Number | None = None
+    logit_bias: dict[str, _Number] | None = Field(None, max_length=MAX_LOGIT_BIAS)
+    seed: StrictInt | None = None
+    stop: StrictStr | list[StrictStr] | None = None
+    user: StrictStr | None = None
+    safety_identifier: StrictStr | None = None
+
+    top_k: StrictInt | None = None
+    min_p: _Number | None = None
+    repetition_penalty: _Number | None = None
+    stop_token_ids: list[StrictInt] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
+    ignore_eos: StrictBool | None = None
+    min_tokens: StrictInt | None = None
+    include_stop_str_in_output: StrictBool | None = None
+    skip_special_tokens: StrictBool | None = None
+    priority: StrictInt = Field(0, ge=-(2**31), lt=2**31)
+    cache_salt: StrictStr | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_CHARS)
+    return_token_ids: StrictBool = False
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(self, **more: Any) -> SamplingParams:
+        """Raises SamplingError for a value out of range."""
+        names = (
+            "n temperature top_p presence_penalty frequency_penalty seed top_k min_p "
+            "repetition_penalty stop_token_ids ignore_eos min_tokens stop "
+            "include_stop_str_in_output skip_special_tokens"
+        ).split()
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.logit_bias is not None:
+            given["logit_bias"] = {_token_id(key): value for key, value in self.logit_bias.items()}
+        return SamplingParams(**{**given, **more})
+
+
+class TextPart(_Body):
+    type: Literal["text"]
+    text: StrictStr
+
+
+class FunctionCall(_Body):
+    name: StrictStr
+    arguments: StrictStr
+
+
+class ToolCall(_Body):
+    id: StrictStr | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(_Body):
+    """One message of a chat. `tool_calls` and role `tool` are history: rendered, never made."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: StrictStr | list[TextPart] | None = None
+    name: StrictStr | None = None
+    reasoning_content: StrictStr | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: StrictStr | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, value: Any) -> Any:
+        """SDKs send an answer's message back as it came, with every empty field."""
+        if isinstance(value, dict):
+            return {name: item for name, item in value.items() if item is not None}
+        return value
+
+    @model_validator(mode="after")
+    def _says_something(self) -> "Message":
+        if self.content is None and self.tool_calls is None:
+            raise ValueError("a message needs content")
+        return self
+
+
+class ChatRequest(SamplingBody):
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_tokens: StrictInt | None = None
+    max_completion_tokens: StrictInt | None = Field(None, ge=1, lt=2**31)
+    logprobs: StrictBool = False
+    top_logprobs: StrictInt | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    add_generation_prompt: StrictBool = True
+    continue_final_message: StrictBool = False
+    add_special_tokens: StrictBool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(SamplingBody):
+    """`prompt` is checked where it is read: it is text, token ids, or a list of either."""
+
+    prompt: Any
+    max_tokens: StrictInt | None = None
+    logprobs: StrictInt | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    best_of: StrictInt | None = None
+    add_special_tokens: StrictBool = True
+
+
+class TokenizeRequest(_Body):
+    """vLLM's body: a prompt, or messages for the chat template."""
+
+    model: StrictStr | None = None
+    prompt: StrictStr | None = None
+    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    add_special_tokens: StrictBool | None = None
+    return_token_strs: StrictBool = False
+    add_generation_prompt: StrictBool = True
+    continue_final_message: StrictBool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(_Body):
+    model: StrictStr | None = None
+    tokens: list[Annotated[int, Field(strict=True, ge=0, lt=2**31)]]
+
+
+_NO_TOOLS = "this server does not call tools; describe the tool in a message and parse the answer"
+_NO_GRAMMAR = "this server does not constrain output; ask for the format in a message"
+_NO_TEMPLATE = "templates come from the server's model; pass variables in chat_template_kwargs"
+_NO_AUDIO = "this server answers with text only"
+_NO_STORE = "this server keeps nothing"
+_LEAVE_OUT = "leave it out"
+
+# field -> (values that change nothing, what to do)
+UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "tools": (([],), _NO_TOOLS),
+    "tool_choice": (("none", "auto"), _NO_TOOLS),
+    "parallel_tool_calls": ((True, False), _NO_TOOLS),
+    "functions": (([],), _NO_TOOLS),
+    "function_call": (("none", "auto"), _NO_TOOLS),
+    "response_format": (({"type": "text"},), _NO_GRAMMAR),
+    "structured_outputs": ((), _NO_GRAMMAR),
+    "guided_json": ((), _NO_GRAMMAR),
+    "guided_regex": ((), _NO_GRAMMAR),
+    "guided_choice": ((), _NO_GRAMMAR),
+    "guided_grammar": ((), _NO_GRAMMAR),
+    "chat_template": ((), _NO_TEMPLATE),
+    "documents": (([],), "put the documents into a message"),
+    "modalities": ((["text"],), _NO_AUDIO),
+    "audio": ((), _NO_AUDIO),
+    "prediction": ((), _LEAVE_OUT),
+    "reasoning_effort": ((), "pass the template's own switch in chat_template_kwargs"),
+    "verbosity": ((), _LEAVE_OUT),
+    "web_search_options": ((), _LEAVE_OUT),
+    "service_tier": (("auto", "default"), "use priority"),
+    "store": ((False,), _NO_STORE),
+    "metadata": (({},), _NO_STORE),
+    "prompt_cache_key": ((), "prompts are cached by content; use cache_salt to part callers"),
+    "prompt_cache_retention": ((), _LEAVE_OUT),
+    "echo": ((False,), "put the prompt before the answer yourself"),
+    "suffix": (("",), "this server does not fill in the middle"),
+    "use_beam_search": ((False,), "use n with a temperature"),
+    "length_penalty": ((1, 1.0), _LEAVE_OUT),
+    "prompt_logprobs": ((), "only logprobs of the output are given"),
+    "truncate_prompt_tokens": ((), "shorten the prompt yourself"),
+    "allowed_token_ids": (([],), "use logit_bias"),
+    "bad_words": (([],), "use logit_bias"),
+    "spaces_between_special_tokens": ((True,), _LEAVE_OUT),
+    "return_tokens_as_token_ids": ((False,), "use return_token_ids"),
+    "request_id": ((), "send it in the header X-Request-Id"),
+}
+
+
+def parse(kind: type[BodyType], raw: bytes) -> BodyType:
+    """Bytes to a checked body. Raises ApiError, which names the field."""
+    content = _load_json(raw)
+    fields = {name: value for name, value in content.items() if value is not None}
+    for name in UNSUPPORTED.keys() & fields.keys() - kind.model_fields.keys():
+        neutral, remedy = UNSUPPORTED[name]
+        if fields[name] not in neutral:
+            raise invalid(
+                f"{name} is not supported: {remedy}.", param=name, code="unsupported_parameter"
+            )
+        del fields[name]
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise from_validation(error) from error
+
+
+def check_stream_options(body: SamplingBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options is only for stream: true.", param="stream_options")
+
+
+def _load_json(raw: bytes) -> dict[str, Any]:
+    try:
+        content = pydantic_core.from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise invalid(f"The body is not valid JSON: {error}.", code="invalid_json") from error
+    if not isinstance(content, dict):
+        raise invalid("The body must be a JSON object.", code="invalid_json")
+    return content
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) <= 10):
+        raise SamplingError("logit_bias", f"keys are token ids, not {key!r:.40}")
+    return int(key)

@@ -1,0 +1,207 @@
+"""uvicorn as this gateway runs it: no polling, clients that dawdle or overdo it are dropped.
+
+uvicorn itself limits neither the size of headers nor the time a client takes for them, and wakes up
+ten times a second to see whether it should stop.
+"""
+
+import asyncio
+import json
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from .body import refusal
+from .errors import ApiError, unavailable
+from .settings import GatewaySettings
+from .sse import ABORT
+
+MAX_HEADER_BYTES = 64 * 1024
+BACKLOG = 2048
+# Answers that a drain cuts short still need a moment to reach their clients.
+FAREWELL_SECONDS = 2.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+_TOO_LARGE = f"The request's headers are over {MAX_HEADER_BYTES} bytes."
+_STATUS_LINES = {
+    400: b"HTTP/1.1 400 Bad Request\r\n",
+    408: b"HTTP/1.1 408 Request Timeout\r\n",
+    431: b"HTTP/1.1 431 Request Header Fields Too Large\r\n",
+}
+
+
+class GatewayProtocol(HttpToolsProtocol):
+    """HTTP/1.1 with bounds on a request's headers. `header_timeout` in seconds."""
+
+    header_timeout: float = 10.0
+    max_connections: int = 10_000
+
+    _header_bytes = 0
+    _in_headers = False
+    _header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_headers:
+            self._header_bytes += len(data)
+        super().data_received(data)
+        if self._in_headers and self._header_bytes > MAX_HEADER_BYTES:
+            self._refuse(431, _TOO_LARGE)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["state"][ABORT] = self.transport.abort
+        self._await_headers()
+
+    def on_headers_complete(self) -> None:
+        self._in_headers = False
+        self._stop_timer()
+        self.app = self._app_for_request()
+        super().on_headers_complete()
+
+    def _app_for_request(self) -> Any:
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if size > MAX_HEADER_BYTES:
+            return refusal(ApiError(431, _TOO_LARGE, code="headers_too_large"))
+        if len(self.connections) > self.max_connections:
+            return refusal(unavailable("Too many open connections.", code="too_many_connections"))
+        return self.config.loaded_app
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, msg)
+
+    def _await_headers(self) -> None:
+        if self._in_headers:
+            return
+        self._in_headers = True
+        self._header_bytes = 0
+        self._header_timer = self.loop.call_later(self.header_timeout, self._too_slow)
+
+    def _too_slow(self) -> None:
+        if self._in_headers and not self.transport.is_closing():
+            self._refuse(408, "The request's headers did not arrive in time.")
+
+    def _stop_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _refuse(self, status: int, message: str) -> None:
+        if self.transport.is_closing():
+            return
+        body = json.dumps(ApiError(status, message).body).encode()
+        self.transport.write(
+            _STATUS_LINES[status]
+            + b"content-type: application/json\r\nconnection: close\r\n"
+            + b"content-length: "
+            + str(len(body)).encode()
+            + b"\r\n\r\n"
+            + body
+        )
+        self.transport.close()
+
+
+class GatewayServer(uvicorn.Server):
+    """Stops on SIGINT and SIGTERM; `on_drain` hears of it first. A second signal stops at once.
+
+    `on_ready` is called when requests are taken and signals are heard.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        on_drain: Callable[[], None],
+        on_ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(config)
+        self._on_drain = on_drain
+        self._on_ready = on_ready
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """Accepts nothing more and lets what runs end; called again, ends it."""
+        if self.should_exit:
+            self.force_exit = True
+            return
+        self.should_exit = True
+        self._on_drain()
+        self._stopping.set()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
+
+    async def main_loop(self) -> None:
+        await self._stopping.wait()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Through the event loop, which sleeps until something happens."""
+        loop = asyncio.get_running_loop()
+        try:
+            for number in SIGNALS:
+                loop.add_signal_handler(number, self.stop)
+        except (ValueError, RuntimeError):  # not the main thread: signals are others' business
+            yield
+            return
+        try:
+            yield
+        finally:
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)
+
+
+def server_config(app: ASGIApp, settings: GatewaySettings) -> uvicorn.Config:
+    protocol = type(
+        "Protocol",
+        (GatewayProtocol,),
+        {"header_timeout": settings.header_timeout, "max_connections": settings.max_connections},
+    )
+    return uvicorn.Config(
+        app,
+        loop="uvloop",
+        http=protocol,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        date_header=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=int(settings.drain_timeout + FAREWELL_SECONDS) + 1,
+    )
+
+
+def listen(settings: GatewaySettings) -> socket.socket:
+    """The API's listening socket: the parent's, or one of our own. Raises OSError."""
+    listener = _bind(settings) if settings.fd is None else socket.socket(fileno=settings.fd)
+    # Accepted sockets inherit it. Without it each answer waits for the client's delayed ACK.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+def _bind(settings: GatewaySettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((settings.host, settings.port))
+        listener.listen(BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener

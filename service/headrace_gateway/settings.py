@@ -1,0 +1,94 @@
+"""Settings of the gateway process: HEADRACE_GATEWAY_* in the environment, or flags."""
+
+from typing import Literal
+
+from pydantic import ByteSize, Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from headrace_common.protocol.base import QueueLimits
+
+ModelSource = str
+
+
+class GatewaySettings(BaseSettings):
+    """Read once at start; a value that is out of range stops the start and is named."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="HEADRACE_GATEWAY_",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_prog_name="headrace gateway",
+        extra="forbid",
+        frozen=True,
+    )
+
+    redis_url: str = Field("redis://127.0.0.1:6379/0", description="Redis or Valkey of the queue")
+    model: str = Field(description="folder of a checkpoint, or its hub id; the first model served")
+    served_model_name: str | None = Field(
+        None, description="name that clients use; default: the folder's, or the hub id's last part"
+    )
+    revision: str | None = Field(None, description="revision of the hub id, best a commit")
+    chat_template: str | None = Field(
+        None, description="file of a chat template to use for the first model instead of its own"
+    )
+    extra_models: dict[str, ModelSource] = Field(
+        default_factory=dict, description='further models, {"name": "folder or hub id"}'
+    )
+    max_model_len: int | None = Field(
+        None, ge=1, description="longest prompt plus output; default: what the engines say"
+    )
+
+    host: str = Field("127.0.0.1", description="address of the API")
+    port: int = Field(8000, ge=0, le=65535, description="port of the API; 0 picks one")
+    fd: int | None = Field(
+        None, ge=0, description="listening socket passed by the parent, instead of host and port"
+    )
+    metrics_host: str = Field("127.0.0.1", description="address of /metrics")
+    metrics_port: int | None = Field(
+        None, ge=0, le=65535, description="port of /metrics; 0 picks one; default: none"
+    )
+
+    max_queued_requests: int = Field(1024, ge=1, description="waiting requests of one model")
+    max_queued_tokens: int = Field(
+        4_000_000, ge=1, description="prompt plus output tokens of one model's waiting requests"
+    )
+    default_deadline: float = Field(
+        600.0, gt=0, description="seconds until a request must have ended, where it names none"
+    )
+    max_deadline: float = Field(3600.0, gt=0, description="the most seconds that it may name")
+    max_prompts: int = Field(64, ge=1, description="prompts in one completions request")
+    max_choices: int = Field(128, ge=1, description="n times the prompts of one request")
+    max_body_bytes: ByteSize = Field(
+        ByteSize(8 * 2**20), ge=1024, description="largest request body, as 8MiB"
+    )
+    max_connections: int = Field(10_000, ge=1, description="open connections before 503")
+
+    keep_alive_interval: float = Field(
+        15.0, gt=0, description="seconds of silence in a stream before a comment is sent"
+    )
+    header_timeout: float = Field(10.0, gt=0, description="seconds a client has for its headers")
+    body_timeout: float = Field(60.0, gt=0, description="seconds a client has for its body")
+    write_timeout: float = Field(
+        30.0, gt=0, description="seconds without the client reading after which it is dropped"
+    )
+    drain_timeout: float = Field(
+        30.0, ge=0, description="seconds that running streams have after SIGTERM"
+    )
+    max_step_age: float = Field(
+        60.0, gt=0, description="seconds without a step after which an engine counts as hung"
+    )
+    tokenizer_threads: int = Field(2, ge=1, le=64, description="threads for long prompts")
+
+    log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR")
+    log_format: Literal["auto", "json", "text"] = Field(
+        "auto", description="json lines, or text to read; auto: text on a terminal"
+    )
+
+    @property
+    def name(self) -> str:
+        """The first model's name for clients, the same that the engine's settings derive."""
+        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+
+    @property
+    def queue_limits(self) -> QueueLimits:
+        return QueueLimits(max_requests=self.max_queued_requests, max_tokens=self.max_queued_tokens)

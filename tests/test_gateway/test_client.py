@@ -1,0 +1,284 @@
+"""The gateway's client on the queue in memory: what its callers may rely on."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+
+import pytest
+
+from headrace_common.errors import FailureCode, QueueFull, RequestConflict, RequestFailed
+from headrace_common.messages import ChoiceState, Takeover, Tokens
+from headrace_common.protocol.base import EngineQueue, Lease, Outcome, QueueLimits
+from headrace_gateway.client import (
+    ClientConfig,
+    Delta,
+    Generation,
+    GenerationClient,
+    GenerationState,
+)
+from headrace_testing.backends import MODEL, InMemory, make_request, make_status
+from headrace_testing.fake_engine import FakeEngine, is_one_history
+from headrace_testing.waiting import eventually, first
+
+CONFIG = ClientConfig(beat_interval=0.1, silence=0.2, recheck=0.2, longest_recheck=0.4)
+
+
+@pytest.fixture
+def memory() -> InMemory:
+    return InMemory()
+
+
+@pytest.fixture
+async def client(memory: InMemory) -> AsyncIterator[GenerationClient]:
+    client = GenerationClient(memory.gateway(), QueueLimits(max_requests=2), config=CONFIG)
+    await client.start()
+    yield client
+    await client.close()
+
+
+@pytest.fixture
+async def serve(memory: InMemory) -> AsyncIterator[Callable[[str], FakeEngine]]:
+    """Starts fake engines."""
+    tasks = []
+
+    def start(name: str) -> FakeEngine:
+        engine = FakeEngine(memory.engine(name, lease_ms=500), MODEL, token_delay=0.001)
+        tasks.append(asyncio.create_task(engine.run()))
+        return engine
+
+    yield start
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def collect(generation: Generation) -> list[Delta]:
+    async with asyncio.timeout(30):
+        return [delta async for delta in generation]
+
+
+async def leased(engine: EngineQueue) -> Lease:
+    (lease,) = await engine.take(1)
+    return lease
+
+
+def tokens(lease: Lease, index: int, *ids: int, end: str | None = None) -> Tokens:
+    return Tokens(
+        request_id=lease.request.request_id,
+        attempt=lease.attempt,
+        choice=0,
+        index=index,
+        token_ids=ids,
+        finish_reason=end,
+    )
+
+
+async def test_a_generation_yields_every_choice_to_its_end(
+    client: GenerationClient, serve: Callable[[str], FakeEngine]
+) -> None:
+    serve("e1")
+    generation = await client.submit(make_request(n=3, max_tokens=7))
+    deltas = await collect(generation)
+    for choice in range(3):
+        ids = [t for d in deltas if d.choice == choice for t in d.token_ids]
+        assert len(ids) == 7 and is_one_history(choice, ids)
+    assert [d.finish_reason for d in deltas if d.finish_reason] == ["length"] * 3
+    assert generation.state is GenerationState.ENDED
+    assert await collect(generation) == []
+    assert client.active == 0
+
+
+async def test_it_tells_whether_an_engine_has_begun(
+    client: GenerationClient, memory: InMemory
+) -> None:
+    generation = await client.submit(make_request())
+    assert (generation.state, generation.started) == (GenerationState.QUEUED, False)
+    engine = memory.engine()
+    await engine.publish({"g": [tokens(await leased(engine), 0, 5)]})
+    assert (await anext(generation)).token_ids == (5,)
+    assert generation.state is GenerationState.RUNNING
+
+
+async def test_cancel_reaches_queue_and_engine(
+    client: GenerationClient, serve: Callable[[str], FakeEngine]
+) -> None:
+    engine = serve("e1")
+    engine.token_delay = 0.05
+    async with await client.submit(make_request(max_tokens=10_000)) as generation:
+        await anext(generation)
+    with pytest.raises(RequestFailed) as failed:
+        await anext(generation)
+    assert failed.value.failure is FailureCode.CANCELLED
+
+    async def is_free() -> bool:
+        depth = await client.queue.depth(MODEL)
+        return not engine.active and depth.pending == 0
+
+    await eventually(is_free)
+    await generation.cancel()
+
+
+async def test_a_stopped_choice_ends_alone(
+    client: GenerationClient, serve: Callable[[str], FakeEngine]
+) -> None:
+    engine = serve("e1")
+    engine.token_delay = 0.02
+    generation = await client.submit(make_request(n=2, max_tokens=60))
+    while (await anext(generation)).choice != 0:
+        pass
+    await generation.stop_choice(0)
+    deltas = await collect(generation)
+    assert deltas[-1].choice == 1 and deltas[-1].finish_reason == "length"
+
+    async def is_free() -> bool:
+        return not engine.active
+
+    await eventually(is_free)
+
+
+async def test_waiting_with_a_timeout_does_not_cancel(
+    client: GenerationClient, memory: InMemory
+) -> None:
+    generation = await client.submit(make_request())
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await anext(generation)
+    engine = memory.engine()
+    await engine.publish({"g": [tokens(await leased(engine), 0, 5, end="stop")]})
+    assert [d.token_ids for d in await collect(generation)] == [(5,)]
+
+
+async def test_a_full_queue_is_told_and_leaves_nothing(client: GenerationClient) -> None:
+    for _ in range(2):
+        await client.submit(make_request())
+    with pytest.raises(QueueFull):
+        await client.submit(make_request())
+    assert client.active == 2
+
+
+async def test_one_id_cannot_be_in_flight_twice(client: GenerationClient) -> None:
+    request = make_request()
+    await client.submit(request)
+    with pytest.raises(RequestConflict):
+        await client.submit(request)
+
+
+async def test_the_deadline_is_kept_without_any_engine(client: GenerationClient) -> None:
+    generation = await client.submit(make_request(seconds=0.05))
+    with pytest.raises(RequestFailed) as failed:
+        await collect(generation)
+    assert failed.value.failure is FailureCode.DEADLINE
+
+    async def is_gone() -> bool:
+        return (await client.queue.depth(MODEL)).waiting == 0
+
+    await eventually(is_gone)
+
+
+async def test_a_silent_engine_loses_its_request(
+    client: GenerationClient, memory: InMemory
+) -> None:
+    generation = await client.submit(make_request())
+    silent, other = memory.engine("e1"), memory.engine("e2")
+    lease = await leased(silent)
+    await silent.publish({"g": [tokens(lease, 0, 5, 6)]})
+    found: list[Lease] = []
+
+    async def released() -> bool:
+        found.extend(await other.reap(1))
+        return bool(found)
+
+    await eventually(released)
+    rid = lease.request.request_id
+    await other.publish({"g": [Takeover(request_id=rid, attempt=2)]})
+    (resume,) = await first(other.controls(), 1)
+    assert getattr(resume, "choices", None) == (ChoiceState(token_ids=(5, 6)),)
+    await silent.publish({"g": [tokens(lease, 2, 66)]})
+    await other.publish({"g": [tokens(found[0], 2, 7, end="stop")]})
+    assert [t for d in await collect(generation) for t in d.token_ids] == [5, 6, 7]
+
+
+async def test_signs_of_life_keep_a_request_with_a_slow_engine(
+    client: GenerationClient, memory: InMemory
+) -> None:
+    await client.submit(make_request())
+    slow, other = memory.engine("e1"), memory.engine("e2")
+    await leased(slow)
+    for _ in range(12):  # six times the silence that would cost it the request
+        await slow.publish({"g": []})
+        await asyncio.sleep(CONFIG.silence / 2)
+        assert await other.reap(1) == []
+
+
+async def test_a_lost_request_is_queued_again(client: GenerationClient, memory: InMemory) -> None:
+    generation = await client.submit(make_request())
+    await memory.wipe()
+    engine = memory.engine()
+    found: list[Lease] = []
+
+    async def queued() -> bool:
+        found.extend(await engine.take(1))
+        return bool(found)
+
+    await eventually(queued)
+    await engine.publish({"g": [tokens(found[0], 0, 5, end="stop")]})
+    assert len(await collect(generation)) == 1
+
+
+async def test_lost_last_frames_come_from_the_stored_outcome(
+    client: GenerationClient, memory: InMemory
+) -> None:
+    generation = await client.submit(make_request())
+    engine = memory.engine()
+    lease = await leased(engine)
+    await engine.publish({"g": [tokens(lease, 0, 5)]})
+    state = ChoiceState(token_ids=(5, 6), finish_reason="length")
+    await engine.finish(lease.request.request_id, 1, Outcome(choices=(state,)))
+    assert [d.token_ids for d in await collect(generation)] == [(5,), (6,)]
+
+
+async def test_an_outcome_of_another_history_is_an_error_not_text(
+    client: GenerationClient, memory: InMemory
+) -> None:
+    generation = await client.submit(make_request())
+    engine = memory.engine()
+    lease = await leased(engine)
+    await engine.publish({"g": [tokens(lease, 0, 5)]})
+    state = ChoiceState(token_ids=(9, 9), finish_reason="length")
+    await engine.finish(lease.request.request_id, 1, Outcome(choices=(state,)))
+    with pytest.raises(RequestFailed) as failed:
+        await collect(generation)
+    assert failed.value.failure is FailureCode.LOST
+
+
+async def test_who_runs_what_nobody_wants_is_told(
+    client: GenerationClient, memory: InMemory
+) -> None:
+    engine = memory.engine()
+    await engine.publish({"g": [Takeover(request_id="0.gone", attempt=3)]})
+    (control,) = await first(engine.controls(), 1)
+    assert getattr(control, "superseded", None) is False
+    assert client.ignored["unknown_request"] == 1
+
+
+async def test_an_outage_is_survived(client: GenerationClient, memory: InMemory) -> None:
+    generation = await client.submit(make_request())
+    memory.store.available = False
+    await asyncio.sleep(3 * CONFIG.silence)
+    memory.store.available = True
+    engine = memory.engine()
+    await engine.beat([], make_status())
+    await engine.publish({"g": [tokens(await leased(engine), 0, 5, end="stop")]})
+    assert len(await collect(generation)) == 1
+
+
+async def test_close_ends_what_is_in_flight(memory: InMemory) -> None:
+    client = GenerationClient(memory.gateway("g2"), QueueLimits(), config=CONFIG)
+    await client.start()
+    generation = await client.submit(make_request())
+    await client.close()
+    with pytest.raises(RequestFailed):
+        await collect(generation)
+    with suppress(RequestFailed):
+        await anext(generation)
+    assert client.failed is None

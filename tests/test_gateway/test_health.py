@@ -1,0 +1,87 @@
+"""Liveness is the process; readiness is an engine that works or could."""
+
+import pytest
+
+from headrace_common.errors import BackendUnavailable
+from headrace_testing.gateway import Gateway, engine_status
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def test_ready_where_an_engine_idles_or_steps(gateway: Gateway) -> None:
+    for age in (0.0, 59.0):
+        gateway.engine.statuses = [engine_status(last_step_age=age, running=1)]
+        gateway.forget_engines()
+        assert (await gateway.http.get("/health/ready")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("statuses", "reason"),
+    [
+        ([], "no engine serves tiny"),
+        ([engine_status(draining=True)], "all 1 engines of tiny are draining"),
+        ([engine_status(last_step_age=61.0)], "no engine of tiny has made a step for 60 s"),
+        (
+            [engine_status(draining=True), engine_status(last_step_age=61.0)],
+            "no engine of tiny has made a step for 60 s",
+        ),
+    ],
+)
+async def test_not_ready_names_the_reason(
+    gateway: Gateway, statuses: list[object], reason: str
+) -> None:
+    gateway.engine.statuses = statuses  # type: ignore[assignment]
+
+    answer = await gateway.http.get("/health/ready")
+
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"] == f"Not ready: {reason}."
+
+
+async def test_not_ready_without_the_queue_but_live(gateway: Gateway) -> None:
+    gateway.engine.unreachable = BackendUnavailable("gone")
+
+    answer = await gateway.http.get("/health/ready")
+
+    assert "queue cannot be reached" in answer.json()["error"]["message"]
+    assert (await gateway.http.get("/health/live")).json() == {"status": "ok"}
+
+
+async def test_one_working_engine_is_enough(gateway: Gateway) -> None:
+    gateway.engine.statuses = [engine_status(last_step_age=999.0), engine_status()]
+
+    assert (await gateway.http.get("/health/ready")).status_code == 200
+
+
+async def test_requests_are_taken_while_no_engine_runs(gateway: Gateway) -> None:
+    gateway.engine.statuses = []
+
+    assert (await gateway.complete()).status_code == 200
+
+
+async def test_the_version_is_told(gateway: Gateway) -> None:
+    assert (await gateway.http.get("/version")).json()["version"]
+
+
+async def test_models_tell_the_length_that_every_engine_can_run(gateway: Gateway) -> None:
+    gateway.engine.statuses = [engine_status(max_model_len=300), engine_status(max_model_len=200)]
+
+    answer = (await gateway.http.get("/v1/models")).json()
+
+    assert answer["data"][0]["max_model_len"] == 200
+
+
+async def test_models_are_listed_without_the_queue(gateway: Gateway) -> None:
+    gateway.engine.unreachable = BackendUnavailable("gone")
+
+    answer = (await gateway.http.get("/v1/models")).json()
+
+    assert answer["data"][0]["max_model_len"] == 4096
+
+
+async def test_the_api_is_documented(gateway: Gateway) -> None:
+    document = (await gateway.http.get("/openapi.json")).json()
+
+    schemas = document["components"]["schemas"]
+    assert {"ChatRequest", "CompletionRequest", "Message", "TextPart"} <= schemas.keys()
+    assert "/v1/chat/completions" in document["paths"]

@@ -1,0 +1,149 @@
+"""The gateway's metrics as Prometheus sees them, and the queue read through the event loop."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from headrace_common import metric_names as names
+from headrace_common.errors import BackendUnavailable
+from headrace_common.protocol.base import QueueDepth
+from headrace_common.telemetry import Telemetry, setup
+from headrace_gateway.metrics import (
+    READING_LIFETIME_S,
+    CompletedRequest,
+    GatewayMetrics,
+    QueueReadings,
+    RejectReason,
+)
+from headrace_testing.telemetry import scrape, value
+
+
+class FakeDepths:
+    def __init__(self) -> None:
+        self.reads = 0
+        self.failing = False
+
+    async def depth(self, model: str) -> QueueDepth:
+        self.reads += 1
+        if self.failing:
+            raise BackendUnavailable("redis is gone")
+        return QueueDepth(waiting=3, waiting_tokens=900, pending=2, oldest_age=1.5, dead_letters=4)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def telemetry() -> Iterator[Telemetry]:
+    opened = setup("gateway", metrics_port=0)
+    yield opened
+    opened.shutdown()
+
+
+def url_of(telemetry: Telemetry) -> str:
+    assert telemetry.server is not None
+    return telemetry.server.url
+
+
+def test_a_completed_request_is_measured(telemetry: Telemetry) -> None:
+    metrics = GatewayMetrics(telemetry.meter)
+    metrics.completed(
+        CompletedRequest(
+            model="demo",
+            operation=names.OPERATION_CHAT,
+            duration=3.0,
+            input_tokens=100,
+            token_spans=[(11, 1.0), (1, 0.0)],
+            time_to_first_token=0.5,
+        )
+    )
+    families = scrape(url_of(telemetry))
+    model = {"gen_ai_request_model": "demo", "gen_ai_operation_name": "chat"}
+    assert value(families, "gen_ai_server_request_duration_seconds_sum", **model) == 3.0
+    assert value(families, "gen_ai_server_time_to_first_token_seconds_sum", **model) == 0.5
+    # One token has no time per token after the first.
+    assert value(families, "gen_ai_server_time_per_output_token_seconds_count", **model) == 1
+    assert value(families, "gen_ai_server_time_per_output_token_seconds_sum", **model) == 0.1
+    usage = "gen_ai_client_token_usage_sum"
+    assert value(families, usage, gen_ai_token_type="input", **model) == 100
+    assert value(families, usage, gen_ai_token_type="output", **model) == 12
+
+
+def test_a_failed_request_names_its_error(telemetry: Telemetry) -> None:
+    metrics = GatewayMetrics(telemetry.meter)
+    metrics.completed(
+        CompletedRequest(
+            model="demo",
+            operation=names.OPERATION_CHAT,
+            duration=1.0,
+            input_tokens=5,
+            token_spans=[],
+            error_type="deadline_exceeded",
+        )
+    )
+    families = scrape(url_of(telemetry))
+    name = "gen_ai_server_request_duration_seconds_count"
+    assert value(families, name, error_type="deadline_exceeded") == 1
+    assert "gen_ai_server_time_to_first_token_seconds" not in families
+
+
+def test_admission_and_connections_are_counted(telemetry: Telemetry) -> None:
+    metrics = GatewayMetrics(telemetry.meter)
+    metrics.admitted("demo")
+    metrics.rejected("demo", RejectReason.QUEUE_FULL)
+    metrics.rejected("demo", RejectReason.QUEUE_FULL)
+    metrics.disconnected("demo")
+    metrics.started("demo", stream=True)
+    metrics.started("demo", stream=False)
+    metrics.stopped("demo", stream=False)
+    families = scrape(url_of(telemetry))
+    assert value(families, "headrace_queue_admitted_total") == 1
+    assert value(families, "headrace_queue_rejected_total", reason="queue_full") == 2
+    assert value(families, "headrace_gateway_disconnects_total") == 1
+    assert value(families, "headrace_gateway_requests_in_flight", stream="true") == 1
+    assert value(families, "headrace_gateway_requests_in_flight", stream="false") == 0
+
+
+async def test_the_queue_is_read_once_a_scrape_and_only_then(telemetry: Telemetry) -> None:
+    queue, clock = FakeDepths(), Clock()
+    readings = QueueReadings(queue, lambda: ["demo"], asyncio.get_running_loop(), clock)
+    GatewayMetrics(telemetry.meter).observe_queue(readings)
+    assert queue.reads == 0
+    families = await asyncio.to_thread(scrape, url_of(telemetry))
+    model = {"gen_ai_request_model": "demo"}
+    assert value(families, "headrace_queue_depth", **model) == 3
+    assert value(families, "headrace_queue_tokens", **model) == 900
+    assert value(families, "headrace_queue_pending", **model) == 2
+    assert value(families, "headrace_queue_oldest_age_seconds", **model) == 1.5
+    assert queue.reads == 1
+    clock.now += READING_LIFETIME_S
+    await asyncio.to_thread(scrape, url_of(telemetry))
+    assert queue.reads == 2
+
+
+async def test_an_unreachable_queue_leaves_a_gap_and_comes_back(telemetry: Telemetry) -> None:
+    queue, clock = FakeDepths(), Clock()
+    readings = QueueReadings(queue, lambda: ["demo"], asyncio.get_running_loop(), clock)
+    metrics = GatewayMetrics(telemetry.meter)
+    metrics.observe_queue(readings)
+    metrics.admitted("demo")
+    queue.failing = True
+    families = await asyncio.to_thread(scrape, url_of(telemetry))
+    assert "headrace_queue_depth" not in families
+    assert value(families, "headrace_queue_admitted_total") == 1
+    queue.failing = False
+    clock.now += READING_LIFETIME_S
+    families = await asyncio.to_thread(scrape, url_of(telemetry))
+    assert value(families, "headrace_queue_depth") == 3
+
+
+def test_a_closed_event_loop_leaves_a_gap() -> None:
+    loop = asyncio.new_event_loop()
+    loop.close()
+    assert QueueReadings(FakeDepths(), lambda: ["demo"], loop).current() == {}

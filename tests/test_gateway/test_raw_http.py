@@ -1,0 +1,97 @@
+"""Broken HTTP, and clients that dawdle or come in crowds: answered, then closed."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace_testing.gateway import Gateway, serve
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def assert_works(gateway: Gateway) -> None:
+    assert (await gateway.complete()).status_code == 200
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+RAW_REQUESTS: dict[str, tuple[bytes, int]] = {
+    "no http": (b"\x16\x03\x01 hello\r\n\r\n", 400),
+    "bad length": (HEAD + b"content-length: -5\r\n\r\n", 400),
+    "length in words": (HEAD + b"content-length: many\r\n\r\n", 400),
+    "two lengths": (HEAD + b"content-length: 2\r\ncontent-length: 3\r\n\r\n{}", 400),
+    "missing length": (HEAD + b"\r\n", 400),
+    "giant length": (HEAD + b"content-length: 99999999999999999\r\n\r\n{", 413),
+    "huge header": (HEAD + b"x-a: " + b"a" * 10**6 + b"\r\n\r\n", 431),
+    "endless header": (HEAD + b"x-a: " + b"a" * 10**6, 431),
+    "many headers": (HEAD + b"x-a: aaaaaaaaaaaaaaa\r\n" * 5000 + b"\r\n", 431),
+    "bad chunk": (HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n", 400),
+}
+
+
+@pytest.mark.parametrize(("raw", "status"), RAW_REQUESTS.values(), ids=RAW_REQUESTS.keys())
+async def test_broken_http_is_answered_and_closed(
+    gateway: Gateway, raw: bytes, status: int
+) -> None:
+    reader, writer = await gateway.connect()
+    writer.write(raw)
+
+    head, body = await raw_answer(reader)
+
+    assert head.startswith(b"HTTP/1.1 %d " % status)
+    assert body["error"]["message"]
+    writer.close()
+    await assert_works(gateway)
+
+
+async def raw_answer(reader: asyncio.StreamReader) -> tuple[bytes, dict[str, Any]]:
+    async with asyncio.timeout(30):
+        head = await reader.readuntil(b"\r\n\r\n")
+        lengths = [line for line in head.split(b"\r\n") if line.startswith(b"content-length")]
+        content = await reader.readexactly(int(lengths[0].split(b":")[1]))
+    body: dict[str, Any] = json.loads(content)
+    return head, body
+
+
+@pytest.mark.parametrize(
+    ("settings", "raw"),
+    [
+        ({"header_timeout": 0.05}, b""),
+        ({"header_timeout": 0.05}, HEAD),
+        ({"body_timeout": 0.05}, HEAD + b"content-length: 10\r\n\r\n{"),
+    ],
+    ids=["silence", "half of the headers", "half of the body"],
+)
+async def test_dawdling_clients_are_dropped(
+    checkpoint: Path, settings: dict[str, Any], raw: bytes
+) -> None:
+    async with serve(checkpoint, **settings) as gateway:
+        reader, writer = await gateway.connect()
+        writer.write(raw)
+        head, _ = await raw_answer(reader)
+        assert head.startswith(b"HTTP/1.1 408 ")
+        writer.close()
+        await assert_works(gateway)
+
+
+async def test_a_connection_is_reused_after_an_error(gateway: Gateway) -> None:
+    reader, writer = await gateway.connect()
+    request = HEAD + b"content-length: 2\r\n\r\n{}"
+    writer.write(request)
+    first, _ = await raw_answer(reader)
+    writer.write(request)
+    second, _ = await raw_answer(reader)
+    writer.close()
+
+    assert first.startswith(b"HTTP/1.1 400") and second.startswith(b"HTTP/1.1 400")
+
+
+async def test_too_many_connections_are_told_to_come_back(checkpoint: Path) -> None:
+    async with serve(checkpoint, max_connections=1) as gateway:
+        _, writer = await gateway.connect()
+        answer = await gateway.complete()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "too_many_connections")
+        assert answer.headers["retry-after"] == "2"
+        writer.close()
