@@ -1,0 +1,32 @@
+"""What one check of the doctor found."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Level(StrEnum):
+    OK = "ok"
+    WARNING = "warning"  # works, but not as well as it could
+    FAIL = "fail"  # `up` cannot work
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`remedy` says what to do; empty where there is nothing to do."""
+
+    level: Level
+    subject: str
+    detail: str
+    remedy: str = ""
+
+
+def ok(subject: str, detail: str) -> Finding:
+    return Finding(Level.OK, subject, detail)
+
+
+def warning(subject: str, detail: str, remedy: str) -> Finding:
+    return Finding(Level.WARNING, subject, detail, remedy)
+
+
+def fail(subject: str, detail: str, remedy: str) -> Finding:
+    return Finding(Level.FAIL, subject, detail, remedy)

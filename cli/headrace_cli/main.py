@@ -1,0 +1,185 @@
+"""The `headrace` command: parses arguments, calls one function per command, prints errors.
+
+Heavy imports stay inside the commands, so that `--help` and `--version` are instant.
+"""
+
+import os
+import sys
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+from .errors import CliError, UsageError
+
+app = typer.Typer(
+    name="headrace",
+    help="Serves large language models: OpenAI API, durable queue, continuous batching.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_PASS_THROUGH = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "help_option_names": [],
+}
+
+
+def main() -> None:
+    """Entry point. Errors that a person can mend are one message and exit code 1 (usage: 2)."""
+    try:
+        app()
+    except CliError as error:
+        Console(stderr=True).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"headrace {version('headrace')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
+@app.command(context_settings={"allow_extra_args": True})
+def up(
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Option(help="Folder or hub id; default: the bundled demo model.")
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name that clients use; default: the model's last part.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address of the API.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the API.")] = 8000,
+    engines: Annotated[int, typer.Option(min=1, help="Engine processes.")] = 1,
+    gateways: Annotated[int, typer.Option(min=1, help="Gateway processes.")] = 1,
+    redis: Annotated[
+        str | None,
+        typer.Option(envvar="REDIS_URL", help="Redis or Valkey to use instead of an own one."),
+    ] = None,
+    data_dir: Annotated[Path, typer.Option(help="Queue data and logs.")] = Path(".headrace"),
+    drain_timeout: Annotated[
+        float, typer.Option(min=0, help="Seconds that running requests get at the end.")
+    ] = 30.0,
+) -> None:
+    """Serve a model on this machine: queue, engines and gateways. Engine flags go after `--`."""
+    import asyncio
+
+    _need("engine", "torch", "transformers")
+    _need("gateway", "fastapi", "uvicorn")
+    _need("up", "httpx")
+    from .checks.model import refuse_unusable
+    from .datadir import DataDir
+    from .report import TerminalReport
+    from .stack import UpConfig, checked_engine_args
+    from .up import Up, run_up
+
+    config = UpConfig(
+        model=model,
+        served_model_name=served_model_name,
+        host=host,
+        port=port,
+        engines=engines,
+        gateways=gateways,
+        drain_timeout=drain_timeout,
+        engine_args=checked_engine_args(context.args),
+    )
+    refuse_unusable(model)
+
+    async def run(report: TerminalReport, data: DataDir) -> int:
+        return await run_up(Up(config, data=data, report=report, redis_url=redis))
+
+    with DataDir(data_dir) as data, TerminalReport(Console()) as report:
+        code = asyncio.run(run(report, data))
+    raise typer.Exit(code)
+
+
+@app.command(context_settings=_PASS_THROUGH)
+def gateway(context: typer.Context) -> None:
+    """Run one gateway; `headrace gateway --help` lists its settings."""
+    _become("headrace_gateway", context.args, "gateway", "fastapi", "uvicorn")
+
+
+@app.command(context_settings=_PASS_THROUGH)
+def engine(context: typer.Context) -> None:
+    """Run one engine; `headrace engine --help` lists its settings."""
+    _become("headrace_engine", context.args, "engine", "torch", "transformers")
+
+
+@app.command(context_settings=_PASS_THROUGH)
+def simulate(context: typer.Context) -> None:
+    """Try autoscaling on a trace in virtual time; `headrace simulate --help` lists its options."""
+    _become("headrace_operator.simulation", context.args, "simulate", "numpy")
+
+
+def _become(module: str, args: list[str], extra: str, *packages: str) -> NoReturn:
+    _need(extra, *packages)
+    os.execv(sys.executable, [sys.executable, "-m", module, *args])  # noqa: S606
+
+
+def _need(extra: str, *packages: str) -> None:
+    if any(find_spec(package) is None for package in packages):
+        raise UsageError("this command needs more packages", f"pip install 'headrace[{extra}]'")
+
+
+@app.command()
+def chat(
+    url: Annotated[
+        str, typer.Option(envvar="OPENAI_BASE_URL", help="OpenAI API to talk to.")
+    ] = "http://127.0.0.1:8000/v1",
+    model: Annotated[str | None, typer.Option(help="Default: the first that is served.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as bearer token.")
+    ] = None,
+    once: Annotated[
+        str | None, typer.Option(help="Send this one message, print the answer, end.")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy.")] = None,
+) -> None:
+    """Chat with a served model in the terminal."""
+    _need("up", "httpx")
+    from .chat import ChatConfig, run_chat
+
+    config = ChatConfig(
+        url=url.rstrip("/"),
+        model=model,
+        system=system,
+        api_key=api_key,
+        max_tokens=max_tokens,
+        temperature=temperature,
+    )
+    run_chat(config, once)
+
+
+@app.command()
+def doctor(
+    model: Annotated[str | None, typer.Option(help="Folder or hub id; default: demo.")] = None,
+    host: Annotated[str, typer.Option(help="Address of the API.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the API.")] = 8000,
+    redis: Annotated[
+        str | None, typer.Option(envvar="REDIS_URL", help="Redis or Valkey to be used.")
+    ] = None,
+    data_dir: Annotated[Path, typer.Option(help="Queue data and logs.")] = Path(".headrace"),
+) -> None:
+    """Check this machine and say what to do."""
+    from .doctor import DoctorConfig, run_doctor
+
+    config = DoctorConfig(model=model, host=host, port=port, redis_url=redis, data_dir=data_dir)
+    healthy = run_doctor(config, Console())
+    raise typer.Exit(0 if healthy else 1)

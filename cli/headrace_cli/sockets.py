@@ -1,0 +1,58 @@
+"""Sockets that `up` opens for its children. No waiting here."""
+
+import socket
+
+from .errors import UsageError
+
+BACKLOG = 2048
+_PORTS_TRIED = 200
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening TCP socket for several gateways to share. Raises UsageError where it is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise UsageError(
+            f"cannot listen on {host}:{port} ({error.strerror or error})",
+            "choose another --port or --host, or stop the program that uses it",
+        ) from error
+    sock.setblocking(False)
+    return sock
+
+
+def free_ports(count: int, *, host: str, start: int) -> list[int]:
+    """The first `count` ports from `start` on that nobody listens on. Raises UsageError."""
+    found: list[int] = []
+    for port in range(start, min(start + _PORTS_TRIED, 65536)):
+        if len(found) == count:
+            break
+        if is_free(host, port):
+            found.append(port)
+    if len(found) < count:
+        raise UsageError(f"no {count} free ports between {start} and {start + _PORTS_TRIED}")
+    return found
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a program could listen there now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def client_host(host: str) -> str:
+    """The address a client on this machine uses for a server that listens on `host`."""
+    wildcard = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104
+    address = wildcard.get(host, host)
+    return f"[{address}]" if ":" in address else address

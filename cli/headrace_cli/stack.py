@@ -1,0 +1,143 @@
+"""Which processes `up` runs and with what settings; pure: nothing is started or read here."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+
+from .child import ChildSpec
+from .errors import UsageError
+from .sockets import client_host
+
+DEMO_MODEL_NAME = "headrace-demo"
+_DRAIN_MARGIN = 15.0  # beyond the child's own budget, before it is killed
+_BEFORE = "give it to `headrace up` itself, before the two dashes"
+_CHOSEN = "`headrace up` chooses it for each process; see the log files in the data folder"
+_OWN_FLAGS = {
+    "--model": _BEFORE,
+    "--served-model-name": _BEFORE,
+    "--drain-timeout": _BEFORE,
+    "--redis-url": "use --redis before the two dashes",
+    "--metrics-host": _CHOSEN,
+    "--metrics-port": _CHOSEN,
+    "--log-format": _CHOSEN,
+}
+_THREADS = "HEADRACE_ENGINE_THREADS"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpConfig:
+    """What a person asked `up` for. `model` None is the bundled demo model; seconds."""
+
+    model: str | None = None
+    served_model_name: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    engines: int = 1
+    gateways: int = 1
+    drain_timeout: float = 30.0
+    engine_args: tuple[str, ...] = ()
+
+    @property
+    def model_path(self) -> str:
+        return self.model if self.model is not None else demo_model()
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model: by default the last part of its path or hub id."""
+        if self.served_model_name:
+            return self.served_model_name
+        if self.model is None:
+            return DEMO_MODEL_NAME
+        return self.model.rstrip("/").rsplit("/", 1)[-1]
+
+    @property
+    def url(self) -> str:
+        return f"http://{client_host(self.host)}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """What engines share: GPUs by the names CUDA_VISIBLE_DEVICES takes, and CPU cores."""
+
+    gpus: Sequence[str] = ()
+    cores: int = 1
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+    def env(self, index: int, config: UpConfig) -> dict[str, str]:
+        """Variables that keep several engines out of each other's way; one engine takes all."""
+        if config.engines == 1:
+            return {}
+        if self.gpus:
+            return {"CUDA_VISIBLE_DEVICES": self.gpus[index % len(self.gpus)]}
+        if _THREADS in self.environ or any(a.startswith("--threads") for a in config.engine_args):
+            return {}
+        return {_THREADS: str(max(1, self.cores // config.engines))}
+
+
+def checked_engine_args(args: Sequence[str]) -> tuple[str, ...]:
+    """What stands behind `--`. Raises UsageError for what `up` has to know or to choose itself."""
+    if args and not args[0].startswith("-"):
+        raise UsageError(f"unexpected argument {args[0]!r}", "a model is given with --model")
+    for arg in args:
+        if (flag := arg.partition("=")[0]) in _OWN_FLAGS:
+            raise UsageError(f"{flag} cannot be given to the engines", _OWN_FLAGS[flag])
+    return tuple(args)
+
+
+def demo_model() -> str:
+    """The folder of the model that is part of the package."""
+    return str(files("headrace_common") / "demo_model")
+
+
+def engine_spec(
+    index: int, config: UpConfig, *, redis_url: str, metrics_port: int, placement: Placement
+) -> ChildSpec:
+    env = {
+        "HEADRACE_ENGINE_REDIS_URL": redis_url,
+        "HEADRACE_ENGINE_MODEL": config.model_path,
+        "HEADRACE_ENGINE_SERVED_MODEL_NAME": config.model_name,
+        "HEADRACE_ENGINE_METRICS_HOST": "127.0.0.1",
+        "HEADRACE_ENGINE_METRICS_PORT": str(metrics_port),
+        "HEADRACE_ENGINE_DRAIN_TIMEOUT": str(config.drain_timeout),
+        "HEADRACE_ENGINE_LOG_FORMAT": "json",
+        **placement.env(index, config),
+    }
+    argv = (sys.executable, "-m", "headrace_engine", *config.engine_args)
+    return _spec(f"engine-{index}", argv, env, config)
+
+
+def gateway_spec(
+    index: int, config: UpConfig, *, redis_url: str, metrics_port: int, fd: int
+) -> ChildSpec:
+    """`fd` is the listening socket that all gateways share."""
+    env = {
+        "HEADRACE_GATEWAY_REDIS_URL": redis_url,
+        "HEADRACE_GATEWAY_MODEL": config.model_path,
+        "HEADRACE_GATEWAY_SERVED_MODEL_NAME": config.model_name,
+        "HEADRACE_GATEWAY_HOST": config.host,
+        "HEADRACE_GATEWAY_PORT": str(config.port),
+        "HEADRACE_GATEWAY_FD": str(fd),
+        "HEADRACE_GATEWAY_METRICS_HOST": "127.0.0.1",
+        "HEADRACE_GATEWAY_METRICS_PORT": str(metrics_port),
+        "HEADRACE_GATEWAY_DRAIN_TIMEOUT": str(config.drain_timeout),
+        "HEADRACE_GATEWAY_LOG_FORMAT": "json",
+    }
+    argv = (sys.executable, "-m", "headrace_gateway")
+    return _spec(f"gateway-{index}", argv, env, config, fds=(fd,))
+
+
+def _spec(
+    name: str,
+    argv: tuple[str, ...],
+    env: dict[str, str],
+    config: UpConfig,
+    fds: tuple[int, ...] = (),
+) -> ChildSpec:
+    return ChildSpec(
+        name=name,
+        argv=argv,
+        env={"PYTHONUNBUFFERED": "1", **env},
+        pass_fds=fds,
+        drain_seconds=config.drain_timeout + _DRAIN_MARGIN,
+    )

@@ -1,0 +1,207 @@
+"""`headrace up`: queue server, engines and gateways as one thing that starts, stays and drains.
+
+Start: queue, then engines and gateways together. Drain: gateways (they stop accepting and let
+their streams end), engines, queue. Every wait ends at once when a child gives up or a signal comes.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from .child import ChildSpec
+from .datadir import DataDir
+from .logs import LogFile
+from .machine import usable_cores, visible_gpus
+from .queue_server import check_redis, until_answering
+from .report import Report
+from .sockets import free_ports, listen
+from .stack import Placement, UpConfig, engine_spec, gateway_spec
+from .supervisor import RestartPolicy, Service, Supervisor
+from .valkey import find_server, remove_socket, server_spec, socket_path, socket_url
+
+# Between two looks at a starting child's health: it opens its port only when it can answer.
+_PROBE_SECONDS = 0.2
+_FIRST_METRICS_PORT = 9400
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Stopped(Exception):
+    """A person or the system asked us to end."""
+
+
+class Up:
+    """One run of `up`. `redis_url` None means the embedded server."""
+
+    def __init__(
+        self, config: UpConfig, *, data: DataDir, report: Report, redis_url: str | None
+    ) -> None:
+        self._config = config
+        self._data = data
+        self._report = report
+        self._redis_url = redis_url
+        self._policy = RestartPolicy()
+        self._supervisor = Supervisor()
+        self._stop = asyncio.Event()
+        self._groups: list[list[Service]] = []
+        self._listener: socket.socket | None = None
+        self._socket: Path | None = None
+        self.killed = False
+
+    def interrupt(self) -> None:
+        """First call: drain. Second call: kill."""
+        if self._stop.is_set():
+            self.killed = True
+            self._supervisor.kill()
+            return
+        self._stop.set()
+        self._report.event("draining; once more to kill")
+
+    async def run(self) -> None:
+        """Returns after a drain. Raises UsageError or StartFailed where it cannot serve."""
+        try:
+            with suppress(Stopped):
+                await self._start()
+                await self._or_stop(asyncio.Event().wait())
+        finally:
+            await self._drain()
+
+    async def _start(self) -> None:
+        self._listener = listen(self._config.host, self._config.port)
+        redis_url = self._redis_url or await self._start_queue()
+        await self._or_stop(check_redis(redis_url))
+        self._start_children(redis_url, self._listener.fileno())
+        for service in (service for group in self._groups for service in group):
+            await self._or_stop(service.ready.wait())
+        async with _client() as client:
+            await self._or_stop(until_healthy(client, f"{self._config.url}/health/ready"))
+        self._report.block(welcome(self._config))
+
+    async def _start_queue(self) -> str:
+        path = self._socket = socket_path(self._data.queue)
+        spec = server_spec(find_server(), self._data.queue, path)
+        url = socket_url(path)
+        queue = self._service(spec, lambda: until_answering(url))
+        self._launch([queue])
+        await self._or_stop(queue.ready.wait())
+        return url
+
+    def _start_children(self, redis_url: str, fd: int) -> None:
+        config = self._config
+        count = config.engines + config.gateways
+        ports = free_ports(count, host="127.0.0.1", start=_FIRST_METRICS_PORT)
+        placement = Placement(
+            gpus=visible_gpus(os.environ), cores=usable_cores(), environ=os.environ
+        )
+        engines, gateways = [], []
+        for i, port in enumerate(ports[: config.engines]):
+            spec = engine_spec(
+                i, config, redis_url=redis_url, metrics_port=port, placement=placement
+            )
+            engines.append(self._http_service(spec, port, "ready"))
+        for i, port in enumerate(ports[config.engines :]):
+            spec = gateway_spec(i, config, redis_url=redis_url, metrics_port=port, fd=fd)
+            gateways.append(self._http_service(spec, port, "live"))
+        self._launch(engines)
+        self._launch(gateways)
+
+    def _http_service(self, spec: ChildSpec, port: int, check: str) -> Service:
+        async def ready() -> None:
+            async with _client() as client:
+                await until_healthy(client, f"http://127.0.0.1:{port}/health/{check}")
+
+        return self._service(spec, ready)
+
+    def _service(self, spec: ChildSpec, ready: Callable[[], Awaitable[None]]) -> Service:
+        log = LogFile(self._data.log(spec.name))
+        return Service(spec, log=log, report=self._report, policy=self._policy, ready=ready)
+
+    def _launch(self, services: list[Service]) -> None:
+        self._groups.append(services)
+        for service in services:
+            self._supervisor.start(service)
+
+    async def _or_stop(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Waits for `work`. Raises Stopped at a signal and StartFailed where a child gives up."""
+        task = asyncio.create_task(work)
+        stop = asyncio.create_task(self._stop.wait())
+        failed = self._supervisor.failed
+        try:
+            await asyncio.wait({task, stop, failed}, return_when=asyncio.FIRST_COMPLETED)
+            if failed.done():
+                failed.result()
+            if stop.done():
+                raise Stopped
+            task.result()
+        finally:
+            task.cancel()
+            stop.cancel()
+            await asyncio.gather(task, stop, return_exceptions=True)
+
+    async def _drain(self) -> None:
+        """Last started, first stopped; our end of the listening socket goes with the gateways."""
+        self._stop.set()
+        if self._listener is not None:
+            self._listener.close()
+        for group in reversed(self._groups):
+            self._announce(group)
+            await self._supervisor.stop(group)
+        if self._socket is not None:
+            remove_socket(self._socket, self._data.queue)
+
+    def _announce(self, group: Sequence[Service]) -> None:
+        names = ", ".join(service.spec.name for service in group if service.pid is not None)
+        if names and not self.killed:
+            self._report.event(f"stopping {names}")
+
+
+async def run_up(up: Up) -> int:
+    """Runs it under signals. Exit code 0 after a drain, 130 after a kill."""
+    loop = asyncio.get_running_loop()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, up.interrupt)
+    try:
+        await up.run()
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+    return 130 if up.killed else 0
+
+
+def _client() -> httpx.AsyncClient:
+    return httpx.AsyncClient(trust_env=False, timeout=5.0)
+
+
+async def until_healthy(client: httpx.AsyncClient, url: str) -> None:
+    """Returns at the first 200."""
+    while True:
+        with suppress(httpx.TransportError):
+            if (await client.get(url)).status_code == httpx.codes.OK:
+                return
+        await asyncio.sleep(_PROBE_SECONDS)
+
+
+def welcome(config: UpConfig) -> str:
+    """What to do with the running service."""
+    url = config.url
+    message = {"role": "user", "content": "Hello!"}
+    body = json.dumps({"model": config.model_name, "messages": [message]})
+    chat = "headrace chat" if config.port == 8000 else f"headrace chat --url {url}/v1"
+    return "\n".join(
+        [
+            f"{config.model_name} is served at {url}/v1 (OpenAI API)",
+            "",
+            f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\",
+            f"    -d '{body}'",
+            f"  {chat}",
+            "",
+            "Ctrl-C drains and stops.",
+        ]
+    )

