@@ -1,0 +1,1 @@
+"""The Kubernetes objects that a ModelService wants: pure functions from values to manifests."""

@@ -1,0 +1,121 @@
+"""The small objects beside the Deployments: Service, budget, account, claim, model card."""
+
+import json
+from typing import Any
+
+from .. import names
+from ..spec import ModelService
+from .defaults import Platform
+from .metadata import metadata
+from .source import source
+
+Manifest = dict[str, Any]
+
+
+def service(owner: ModelService) -> Manifest:
+    """Headless, for scrapers: no request is sent to engines, they pull."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(owner, names.service(owner.name)),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": names.selector(owner.name),
+            "ports": [
+                {
+                    "name": names.METRICS_PORT_NAME,
+                    "port": names.METRICS_PORT,
+                    "protocol": "TCP",
+                    "targetPort": names.METRICS_PORT_NAME,
+                }
+            ],
+        },
+    }
+
+
+def service_account(owner: ModelService) -> Manifest:
+    """Without rights, and without a token in the pods."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": metadata(owner, names.service_account(owner.name)),
+        "automountServiceAccountToken": False,
+    }
+
+
+def disruption_budget(owner: ModelService) -> Manifest:
+    """One engine at a time leaves a drained node, so that the others take its work."""
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": metadata(owner, names.disruption_budget(owner.name)),
+        "spec": {
+            "maxUnavailable": 1,
+            # An engine that is not ready serves nobody: it need not hold a node back.
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+            "selector": {"matchLabels": names.selector(owner.name)},
+        },
+    }
+
+
+def cache_claim(owner: ModelService) -> Manifest | None:
+    """The claim for downloads and kernels, where it is to outlive a pod."""
+    cache = owner.spec.engine.cache
+    if not cache.persistent:
+        return None
+    spec: Manifest = {
+        "accessModes": [cache.access_mode],
+        "resources": {"requests": {"storage": cache.size}},
+    }
+    if cache.storage_class_name is not None:
+        spec["storageClassName"] = cache.storage_class_name
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": metadata(owner, names.cache_claim(owner.name)),
+        "spec": spec,
+    }
+
+
+def config_map(owner: ModelService, platform: Platform) -> Manifest:
+    """What others must know of the model: the name that clients use and where its files are."""
+    found = source(owner.spec.model, downloader_image=platform.downloader_image)
+    card = {
+        "served_model_name": owner.served_name,
+        "model": found.model,
+        "revision": found.revision,
+        "max_model_len": owner.spec.engine.settings.max_model_len,
+        "shard": owner.spec.queue.shard,
+    }
+    card = {key: value for key, value in card.items() if value is not None}
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata(owner, names.config_map(owner.name)),
+        "data": {"model.json": json.dumps(card, sort_keys=True)},
+    }
+
+
+def service_monitor(owner: ModelService) -> Manifest | None:
+    """For the Prometheus operator, where asked for."""
+    monitoring = owner.spec.monitoring
+    if not monitoring.service_monitor:
+        return None
+    meta = metadata(owner, names.service_monitor(owner.name))
+    meta["labels"] = {**monitoring.labels, **meta["labels"]}
+    return {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "ServiceMonitor",
+        "metadata": meta,
+        "spec": {
+            "selector": {"matchLabels": names.selector(owner.name)},
+            "endpoints": [
+                {
+                    "port": names.METRICS_PORT_NAME,
+                    "path": "/metrics",
+                    "interval": f"{monitoring.interval_seconds}s",
+                }
+            ],
+        },
+    }

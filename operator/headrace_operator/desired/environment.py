@@ -1,0 +1,73 @@
+"""The engine process's environment: its settings as HEADRACE_ENGINE_*, and the user's on top."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from .. import names
+from ..spec import ModelService
+from .defaults import Platform
+from .source import Source
+
+Manifest = dict[str, Any]
+PREFIX = "HEADRACE_ENGINE_"
+CA_DIR = "/etc/headrace/redis-ca"
+
+
+def environment(service: ModelService, platform: Platform, source: Source) -> list[Manifest]:
+    """Container `env`, each name once; the user's own variables win."""
+    spec = service.spec
+    variables: dict[str, Manifest] = {}
+    for name, value in _settings(service, source).items():
+        variables[name] = {"name": name, "value": value}
+    queue = _queue(service, platform)
+    for variable in (queue, *source.env, *_identity(service, platform), *spec.engine.env):
+        variables[variable["name"]] = dict(variable)
+    return list(variables.values())
+
+
+def _settings(service: ModelService, source: Source) -> Mapping[str, str]:
+    spec = service.spec
+    chosen = spec.engine.settings.model_dump(exclude_none=True, by_alias=False)
+    chosen.setdefault("device", "cpu" if spec.engine.gpu is None else "cuda")
+    chosen |= {
+        "model": source.model,
+        "served_model_name": service.served_name,
+        "shard": spec.queue.shard,
+        "drain_timeout": spec.drain.timeout_seconds,
+        "metrics_host": "0.0.0.0",  # noqa: S104 - the pod's own address; the policy guards it
+        "metrics_port": names.METRICS_PORT,
+    }
+    if source.revision is not None:
+        chosen["revision"] = source.revision
+    return {f"{PREFIX}{name.upper()}": _text(value) for name, value in chosen.items()}
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _queue(service: ModelService, platform: Platform) -> Manifest:
+    name = f"{PREFIX}REDIS_URL"
+    own = service.spec.queue.url_secret
+    secret = (own.name, own.key) if own is not None else platform.queue_secret
+    if secret is None:
+        return {"name": name, "value": platform.queue_url}
+    reference = {"name": secret[0], "key": secret[1]}
+    return {"name": name, "valueFrom": {"secretKeyRef": reference}}
+
+
+def _identity(service: ModelService, platform: Platform) -> list[Manifest]:
+    """What telemetry says of the pod, and where it sends it."""
+    found: list[Manifest] = [
+        {"name": "K8S_POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+        {
+            "name": "OTEL_RESOURCE_ATTRIBUTES",
+            "value": f"k8s.namespace.name={service.namespace},k8s.pod.name=$(K8S_POD_NAME),"
+            f"headrace.model_service={service.name}",
+        },
+    ]
+    if platform.otlp_endpoint is not None:
+        found.append({"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": platform.otlp_endpoint})
+        # Metrics are scraped from the pod; sent as well, they would count double.
+        found.append({"name": "OTEL_METRICS_EXPORTER", "value": "none"})
+    return found

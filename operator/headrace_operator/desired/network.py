@@ -1,0 +1,71 @@
+"""The NetworkPolicy of engines: scraped from near, they reach DNS, the queue and their model."""
+
+from typing import Any
+
+from .. import names
+from ..spec import ModelService
+from .defaults import Platform
+from .metadata import metadata
+
+Manifest = dict[str, Any]
+
+_NAMESPACE_LABEL = "kubernetes.io/metadata.name"
+# Cloud metadata services: an engine that loads foreign weights must not get the node's identity.
+_LINK_LOCAL = ["169.254.0.0/16"]
+_ANYWHERE = [
+    {"ipBlock": {"cidr": "0.0.0.0/0", "except": _LINK_LOCAL}},
+    {"ipBlock": {"cidr": "::/0", "except": ["fe80::/10", "fd00:ec2::254/128"]}},
+]
+
+
+def network_policy(service: ModelService, platform: Platform) -> Manifest | None:
+    """None where the spec switches it off."""
+    wanted = service.spec.network_policy
+    if not wanted.enabled:
+        return None
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": metadata(service, names.network_policy(service.name)),
+        "spec": {
+            "podSelector": {"matchLabels": names.selector(service.name)},
+            "policyTypes": ["Ingress", "Egress"],
+            "ingress": [_scrapers(platform)],
+            "egress": [*_egress(service, platform), *wanted.extra_egress],
+        },
+    }
+
+
+def _scrapers(platform: Platform) -> Manifest:
+    peers: list[Manifest] = [{"podSelector": {}}]
+    for namespace in platform.metrics_namespaces:
+        peers.append({"namespaceSelector": {"matchLabels": {_NAMESPACE_LABEL: namespace}}})
+    return {"from": peers, "ports": [{"protocol": "TCP", "port": names.METRICS_PORT}]}
+
+
+def _egress(service: ModelService, platform: Platform) -> list[Manifest]:
+    rules: list[Manifest] = [
+        {"ports": [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]},
+        {"ports": [{"protocol": "TCP", "port": platform.queue_port}]},
+    ]
+    if platform.otlp_endpoint is not None:
+        rules.append({"ports": [{"protocol": "TCP", "port": 4318}]})
+    if ports := _download_ports(service):
+        rules.append({"to": _ANYWHERE, "ports": [{"protocol": "TCP", "port": p} for p in ports]})
+    return rules
+
+
+def _download_ports(service: ModelService) -> list[int]:
+    """Ports of the model's source: HTTPS, or the one in the endpoint."""
+    remote = service.spec.model.hub or service.spec.model.uri
+    if remote is None:
+        return []
+    if remote.endpoint is None:
+        return [443]
+    return [port_of(remote.endpoint, 443 if remote.endpoint.startswith("https") else 80)]
+
+
+def port_of(url: str, default: int) -> int:
+    """The port that a URL names. A wrong one counts as none: the connection will tell."""
+    port = url.partition("://")[2].partition("/")[0].rpartition("@")[2].rpartition(":")[2]
+    return int(port) if port.isdigit() else default

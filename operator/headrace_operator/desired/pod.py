@@ -1,0 +1,158 @@
+"""An engine's pod: one container that runs the engine, and what it needs on its node."""
+
+from typing import Any
+
+from .. import names
+from ..sections import EngineSpec
+from ..spec import ModelService
+from .defaults import Platform
+from .environment import CA_DIR, environment
+from .security import CONTAINER_SECURITY, POD_SECURITY
+from .source import Source, source
+
+Manifest = dict[str, Any]
+
+CACHE_DIR = "/var/cache/headrace"  # HOME of the image: everything that libraries like to write
+GRACE_MARGIN = 15  # seconds after the drain to give back what is left and to say goodbye
+STARTUP_PERIOD = 10
+GPU_PRODUCT = "nvidia.com/gpu.product"
+
+
+def pod_template(service: ModelService, platform: Platform, track: str) -> Manifest:
+    """`spec.template` of one track's Deployment."""
+    engine = service.spec.engine
+    labels = {**engine.pod_labels, **names.labels(service.name), names.TRACK: track}
+    metadata: Manifest = {"labels": labels}
+    if engine.pod_annotations:
+        metadata["annotations"] = dict(engine.pod_annotations)
+    return {"metadata": metadata, "spec": _pod(service, platform, track)}
+
+
+def _pod(service: ModelService, platform: Platform, track: str) -> Manifest:
+    spec = service.spec
+    canary = spec.canary if track == names.CANARY else None
+    found = source(
+        spec.model,
+        downloader_image=platform.downloader_image,
+        revision=None if canary is None else canary.revision,
+    )
+    image = (canary and canary.image) or spec.engine.image or platform.engine_image
+    pull_secrets = (*platform.image_pull_secrets, *spec.engine.image_pull_secrets)
+    pod: Manifest = {
+        "serviceAccountName": names.service_account(service.name),
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": spec.drain.timeout_seconds + GRACE_MARGIN,
+        "securityContext": POD_SECURITY,
+        "containers": [_container(service, platform, found, image)],
+        "volumes": _volumes(service, platform, found),
+    }
+    if found.init_containers:
+        pod["initContainers"] = list(found.init_containers)
+    if pull_secrets:
+        pod["imagePullSecrets"] = [{"name": name} for name in dict.fromkeys(pull_secrets)]
+    return pod | _scheduling(service.name, spec.engine)
+
+
+def _container(service: ModelService, platform: Platform, found: Source, image: str) -> Manifest:
+    engine = service.spec.engine
+    container: Manifest = {
+        "name": names.CONTAINER,
+        "image": image,
+        "imagePullPolicy": engine.image_pull_policy or platform.engine_image_pull_policy,
+        "env": environment(service, platform, found),
+        "ports": [{"name": names.METRICS_PORT_NAME, "containerPort": names.METRICS_PORT}],
+        "resources": _resources(engine),
+        "securityContext": CONTAINER_SECURITY,
+        "volumeMounts": _mounts(platform, found),
+        **_probes(engine),
+    }
+    if engine.extra_args:
+        container["args"] = list(engine.extra_args)
+    if engine.env_from:
+        container["envFrom"] = list(engine.env_from)
+    return container
+
+
+def _resources(engine: EngineSpec) -> Manifest:
+    """GPUs are limits; Kubernetes takes the request to be the same."""
+    limits = dict(engine.resources.limits)
+    if engine.gpu is not None:
+        limits[engine.gpu.resource_name] = str(engine.gpu.count)
+    found: Manifest = {}
+    if engine.resources.requests:
+        found["requests"] = dict(engine.resources.requests)
+    if limits:
+        found["limits"] = limits
+    return found
+
+
+def _probes(engine: EngineSpec) -> Manifest:
+    """Liveness is the age of the last step; the metrics port opens when the model is loaded."""
+    failures = -(-engine.startup_timeout_seconds // STARTUP_PERIOD)
+    return {
+        "startupProbe": _probe("live", period=STARTUP_PERIOD, failures=failures),
+        "livenessProbe": _probe("live", period=10, failures=3),
+        "readinessProbe": _probe("ready", period=5, failures=2),
+    }
+
+
+def _probe(check: str, *, period: int, failures: int) -> Manifest:
+    return {
+        "httpGet": {"path": f"/health/{check}", "port": names.METRICS_PORT_NAME},
+        "periodSeconds": period,
+        "timeoutSeconds": 5,
+        "failureThreshold": failures,
+    }
+
+
+def _volumes(service: ModelService, platform: Platform, found: Source) -> list[Manifest]:
+    engine = service.spec.engine
+    volumes = [
+        {"name": "tmp", "emptyDir": {}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": engine.shared_memory}},
+        _cache(service.name, engine),
+        *found.volumes,
+    ]
+    if platform.queue_ca_secret is not None:
+        volumes.append({"name": "queue-ca", "secret": {"secretName": platform.queue_ca_secret}})
+    return volumes
+
+
+def _cache(name: str, engine: EngineSpec) -> Manifest:
+    if engine.cache.persistent:
+        claim = {"claimName": names.cache_claim(name)}
+        return {"name": "cache", "persistentVolumeClaim": claim}
+    return {"name": "cache", "emptyDir": {"sizeLimit": engine.cache.size}}
+
+
+def _mounts(platform: Platform, found: Source) -> list[Manifest]:
+    mounts: list[Manifest] = [
+        {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108
+        {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108
+        {"name": "cache", "mountPath": CACHE_DIR},
+        *found.mounts,
+    ]
+    if platform.queue_ca_secret is not None:
+        mounts.append({"name": "queue-ca", "mountPath": CA_DIR, "readOnly": True})
+    return mounts
+
+
+def _scheduling(name: str, engine: EngineSpec) -> Manifest:
+    selector = dict(engine.node_selector)
+    if engine.gpu is not None and engine.gpu.product is not None:
+        selector[GPU_PRODUCT] = engine.gpu.product
+    spread = [
+        {"labelSelector": {"matchLabels": names.selector(name)}, **constraint}
+        for constraint in engine.topology_spread_constraints
+    ]
+    fields: Manifest = {
+        "nodeSelector": selector,
+        "tolerations": list(engine.tolerations),
+        "affinity": engine.affinity,
+        "topologySpreadConstraints": spread,
+        "priorityClassName": engine.priority_class_name,
+        "runtimeClassName": engine.runtime_class_name,
+        "schedulerName": engine.scheduler_name,
+    }
+    return {key: value for key, value in fields.items() if value}

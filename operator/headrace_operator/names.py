@@ -1,0 +1,106 @@
+"""Labels, annotations and child names of everything that the operator makes.
+
+Selector labels never change for the life of a ModelService: a Deployment's selector is immutable.
+"""
+
+from collections.abc import Mapping
+
+GROUP = "headrace.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "ModelService"
+PLURAL = "modelservices"
+
+FIELD_MANAGER = "headrace-operator"
+MANAGED_BY = "app.kubernetes.io/managed-by"
+NAME = "app.kubernetes.io/name"
+INSTANCE = "app.kubernetes.io/instance"
+COMPONENT = "app.kubernetes.io/component"
+PART_OF = "app.kubernetes.io/part-of"
+MODEL_SERVICE = f"{GROUP}/model-service"
+TRACK = f"{GROUP}/track"
+STABLE = "stable"
+CANARY = "canary"
+
+DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
+VICTIM_COST = "-1000000"
+ENDED_COST = "-2000000"  # before those that still drain
+NO_COST = "0"
+
+CONTAINER = "engine"
+METRICS_PORT_NAME = "metrics"
+METRICS_PORT = 9400
+
+# A pod's name is its Deployment's plus 17 characters, and engines tell their pod's name in their
+# engine id, where a host name ends after 63.
+MAX_NAME_CHARS = 40
+
+
+def selector(name: str) -> dict[str, str]:
+    """Labels that select every engine pod of a ModelService."""
+    return {NAME: "headrace-engine", INSTANCE: name, MODEL_SERVICE: name}
+
+
+def track_selector(name: str, track: str) -> dict[str, str]:
+    """Labels that select the engine pods of one of its Deployments."""
+    return {**selector(name), TRACK: track}
+
+
+def labels(name: str) -> dict[str, str]:
+    """Labels of every child object."""
+    return {
+        **selector(name),
+        COMPONENT: "engine",
+        PART_OF: "headrace",
+        MANAGED_BY: FIELD_MANAGER,
+    }
+
+
+def selector_text(labels: Mapping[str, str]) -> str:
+    """Labels as the query parameter `labelSelector`."""
+    return ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
+
+
+def deployment(name: str, track: str = STABLE) -> str:
+    return f"{name}-engine" if track == STABLE else f"{name}-engine-{track}"
+
+
+def service(name: str) -> str:
+    return f"{name}-engine"
+
+
+def service_account(name: str) -> str:
+    return f"{name}-engine"
+
+
+def disruption_budget(name: str) -> str:
+    return f"{name}-engine"
+
+
+def network_policy(name: str) -> str:
+    return f"{name}-engine"
+
+
+def service_monitor(name: str) -> str:
+    return f"{name}-engine"
+
+
+def cache_claim(name: str) -> str:
+    return f"{name}-cache"
+
+
+def config_map(name: str) -> str:
+    return f"{name}-model"
+
+
+def scaling_memory(name: str) -> str:
+    return f"{name}-scaling"
+
+
+def autoscaler(name: str) -> str:
+    return name
+
+
+def pod_of_engine(engine_id: str) -> str:
+    """The pod that an engine runs in: ids are `<host name>.<pid>.<random>`, the host is the pod."""
+    return engine_id.rsplit(".", 2)[0]

@@ -1,0 +1,215 @@
+"""Makes one ModelService real: read, decide, apply, tell. The same for every cause.
+
+Level-triggered: nothing depends on which event came, and a call that was cut off is made good by
+the next. Never touches the spec.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from . import engine_pods, names
+from .cluster import Cluster
+from .desired.children import canary_of, companions_of, unwanted
+from .desired.defaults import Platform
+from .desired.deployment import deployment
+from .errors import ClusterError, InvalidSpec, NotFound
+from .memory import ScalingMemory
+from .recorder import Recorder
+from .scaler import Scaled, Scaler
+from .spec import ModelService
+from .status import Seen, drains, failed_status, status_of, transitions
+
+logger = logging.getLogger(__name__)
+Manifest = dict[str, Any]
+Key = tuple[str, str]
+Problem = tuple[str, str]
+
+
+class Reconciler:
+    """One call at a time for each ModelService; `clock` gives Unix seconds."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        platform: Platform,
+        scaler: Scaler,
+        memory: ScalingMemory,
+        recorder: Recorder,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._cluster = cluster
+        self._platform = platform
+        self._scaler = scaler
+        self._memory = memory
+        self._recorder = recorder
+        self._clock = clock
+
+    def forget(self, key: Key) -> None:
+        """The ModelService is gone; its children go with it."""
+        self._memory.forget(key)
+        self._recorder.forget(key)
+
+    async def reconcile(self, key: Key) -> None:
+        """Raises ClusterError where the API server does not answer."""
+        try:
+            body = await self._cluster.get(names.API_VERSION, names.KIND, *key)
+        except NotFound:
+            return
+        if "deletionTimestamp" in body["metadata"]:
+            return
+        try:
+            service = ModelService.parse(body)
+        except InvalidSpec as error:
+            logger.warning("spec refused", extra={"model_service": key[1], "error": str(error)})
+            await self._tell(body, self._failed(body, error))
+            return
+        await self._reconcile(service, body)
+
+    async def _reconcile(self, service: ModelService, body: Manifest) -> None:
+        now = self._clock()
+        previous = body.get("status") or {}
+        current = await self._deployment(service)
+        pods = engine_pods.live(
+            await self._cluster.list("v1", "Pod", service.namespace, names.selector(service.name))
+        )
+        stable = engine_pods.of_track(pods, names.STABLE)
+        deployed = None if current is None else int(current["spec"].get("replicas", 1))
+        scaled = await self._scaler.scale(
+            service, stable, deployed=deployed, draining=drains(previous), now=now
+        )
+        refused = await self._apply(service, scaled)
+        seen = _seen(current, scaled, stable, pods, refused)
+        await self._announce(body, service, deployed, scaled)
+        await self._tell(body, status_of(service, seen, previous, now))
+        self._recorder.record(service, seen)
+
+    async def _deployment(self, service: ModelService) -> Manifest | None:
+        name = names.deployment(service.name)
+        try:
+            return await self._cluster.get("apps/v1", "Deployment", service.namespace, name)
+        except NotFound:
+            return None
+
+    async def _apply(self, service: ModelService, scaled: Scaled) -> Problem | None:
+        """Applies every child, whatever becomes of the others; the first refusal is the problem."""
+        wanted = [
+            *companions_of(service, self._platform),
+            deployment(service, self._platform, replicas=scaled.replicas),
+        ]
+        if (canary := canary_of(service, self._platform)) is not None:
+            wanted.append(canary)
+        refused = [await self._applied(manifest) for manifest in wanted]
+        refused += [await self._removed(service, child) for child in unwanted(service)]
+        return next((problem for problem in refused if problem is not None), None)
+
+    async def _applied(self, manifest: Manifest) -> Problem | None:
+        try:
+            await self._cluster.apply(manifest)
+        except ClusterError as error:
+            return _refusal(f"{manifest['kind']} {manifest['metadata']['name']}", error)
+        return None
+
+    async def _removed(self, service: ModelService, child: Any) -> Problem | None:
+        """Removes a child of ours; one of that name which another has made stays."""
+        try:
+            found = await self._cluster.get(
+                child.api_version, child.kind, service.namespace, child.name
+            )
+            if _is_owned(found, service):
+                await self._cluster.delete(
+                    child.api_version, child.kind, service.namespace, child.name
+                )
+        except NotFound:
+            return None
+        except ClusterError as error:
+            return None if child.optional else _refusal(f"{child.kind} {child.name}", error)
+        return None
+
+    async def _announce(
+        self, body: Manifest, service: ModelService, deployed: int | None, scaled: Scaled
+    ) -> None:
+        """An Event for a change of the wanted count, once."""
+        before = (body.get("status") or {}).get("desiredReplicas", deployed)
+        if before is None or before == scaled.desired:
+            return
+        decision = scaled.decision
+        why = "spec.replicas says so" if decision is None else decision.message
+        reason = "ScaledUp" if scaled.desired > before else "ScaledDown"
+        text = f"from {before} to {scaled.desired} engines: {why}"
+        logger.info("scaled", extra={"model_service": service.name, "to": scaled.desired,
+                                     "was": before, "why": why})  # fmt: skip
+        await self._event(body, "Normal", reason, text)
+
+    def _failed(self, body: Manifest, error: InvalidSpec) -> Manifest:
+        previous = body.get("status") or {}
+        generation = body["metadata"].get("generation", 0)
+        return failed_status(generation, error, previous, self._clock())
+
+    async def _tell(self, body: Manifest, status: Manifest) -> None:
+        """Writes the status where it has changed, and an Event for each transition."""
+        previous = body.get("status") or {}
+        for change in transitions(previous.get("conditions", ()), status["conditions"]):
+            await self._event(body, change.kind, change.reason, change.message)
+        changed = {k: v for k, v in status.items() if previous.get(k) != v}
+        if changed:
+            meta = body["metadata"]
+            try:
+                await self._cluster.patch_status(meta["namespace"], meta["name"], changed)
+            except NotFound:
+                logger.info("deleted meanwhile", extra={"model_service": meta["name"]})
+
+    async def _event(self, body: Manifest, kind: str, reason: str, message: str) -> None:
+        """Best effort: the conditions say the same."""
+        try:
+            await self._cluster.event(body, kind=kind, reason=reason, message=message)
+        except ClusterError as error:
+            logger.warning("event not written", extra={"reason": reason, "error": str(error)})
+
+
+def _refusal(what: str, error: ClusterError) -> Problem:
+    logger.warning("child not applied", extra={"child": what, "error": str(error)})
+    return error.code, f"{what}: {error}"
+
+
+def _is_owned(found: Mapping[str, Any], service: ModelService) -> bool:
+    owners = found["metadata"].get("ownerReferences", ())
+    return any(owner.get("uid") == service.uid for owner in owners)
+
+
+def _seen(
+    current: Manifest | None,
+    scaled: Scaled,
+    stable: Sequence[Manifest],
+    pods: Sequence[Manifest],
+    refused: Problem | None,
+) -> Seen:
+    status = {} if current is None else current.get("status", {})
+    leaving = {victim.pod for victim in scaled.draining}
+    ready = [
+        pod
+        for pod in stable
+        if engine_pods.is_ready(pod) and pod["metadata"]["name"] not in leaving
+    ]
+    return Seen(
+        replicas=len(stable),
+        ready=len(ready),
+        updated=status.get("updatedReplicas", 0),
+        desired=scaled.desired,
+        canary=len(engine_pods.of_track(pods, names.CANARY)),
+        backlog=scaled.backlog,
+        decision=scaled.decision,
+        draining=scaled.draining,
+        problem=refused or engine_pods.problem(pods) or _stalled(status),
+        signals_problem=scaled.signals_problem,
+    )
+
+
+def _stalled(status: Mapping[str, Any]) -> Problem | None:
+    """What the Deployment itself complains of."""
+    for condition in status.get("conditions", ()):
+        bad = {"Progressing": "False", "ReplicaFailure": "True"}.get(condition["type"])
+        if bad == condition["status"]:
+            return condition.get("reason", condition["type"]), condition.get("message", "")
+    return None

@@ -1,0 +1,60 @@
+"""HPA v2's `behavior`: stabilization windows and step limits, with the meaning it has there."""
+
+from math import ceil
+
+from .history import Wish
+from .policy import ScalingRules, StepKind
+
+
+def stabilized(
+    wanted: int, current: int, highest: tuple[Wish, ...], lowest: tuple[Wish, ...]
+) -> int:
+    """Up only as far as the lowest wish of the up window, down only to the highest of the other.
+
+    Both windows hold `wanted`, as their newest wish.
+    """
+    if wanted > current:
+        return max(current, min(wish for _, wish in lowest))
+    return min(current, max(wish for _, wish in highest))
+
+
+def highest_allowed(
+    current: int, rules: ScalingRules, changes: tuple[Wish, ...], now: float
+) -> int | None:
+    """The count that the step limits of scaling up allow; None is no limit."""
+    if rules.select_policy == "Disabled":
+        return current
+    allowed = []
+    for limit in rules.policies:
+        start = current - _made(changes, 1, limit.period, now)
+        if limit.kind is StepKind.PODS:
+            allowed.append(start + limit.value)
+        else:
+            allowed.append(ceil(start * (1 + limit.value / 100)))
+    return max(current, _select(rules, allowed, most=True)) if allowed else None
+
+
+def lowest_allowed(
+    current: int, rules: ScalingRules, changes: tuple[Wish, ...], now: float
+) -> int | None:
+    """The count that the step limits of scaling down allow; None is no limit."""
+    if rules.select_policy == "Disabled":
+        return current
+    allowed = []
+    for limit in rules.policies:
+        start = current - _made(changes, -1, limit.period, now)
+        if limit.kind is StepKind.PODS:
+            allowed.append(start - limit.value)
+        else:
+            allowed.append(int(start * (1 - limit.value / 100)))
+    return min(current, max(0, _select(rules, allowed, most=False))) if allowed else None
+
+
+def _made(changes: tuple[Wish, ...], sign: int, period: float, now: float) -> int:
+    """Changes of one direction within the period, with their sign."""
+    return sum(by for at, by in changes if by * sign > 0 and now - at < period)
+
+
+def _select(rules: ScalingRules, allowed: list[int], *, most: bool) -> int:
+    generous = rules.select_policy == "Max"
+    return max(allowed) if generous == most else min(allowed)

@@ -1,0 +1,56 @@
+"""What is seen of one model at one moment: its queue, its engines and its replica counts."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueSignals:
+    """The model's queue, as every gateway reports it (take the maximum over gateways).
+
+    `waiting_tokens` are prompt plus maximal output tokens of the waiting requests, `pending` the
+    requests that engines have taken and not ended, `oldest_age` the seconds that the oldest waiting
+    request has waited. `arrival_rate` is the requests a second lately admitted, summed over
+    gateways; None where it is not known.
+    """
+
+    waiting: int
+    waiting_tokens: int = 0
+    pending: int = 0
+    oldest_age: float = 0.0
+    arrival_rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSignals:
+    """The ready engines of the model, together.
+
+    `running` sequences of at most `capacity` (both sums), `kv_utilization` the mean share of KV
+    blocks in use, 0 to 1. `requests_per_second` ended and `tokens_per_second` prompt plus output
+    tokens are sums of what was lately measured; None where it is not known.
+    """
+
+    running: int
+    capacity: int
+    kv_utilization: float = 0.0
+    requests_per_second: float | None = None
+    tokens_per_second: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """`at` is when the metrics were true, Unix seconds of the clock that `decide` gets as `now`.
+
+    `replicas` is the count that is asked for (spec.replicas), `ready` the pods that serve. `queue`
+    or `engines` None means that their metrics are missing; engines may be None with no pod ready.
+    """
+
+    at: float
+    replicas: int
+    ready: int
+    queue: QueueSignals | None
+    engines: EngineSignals | None = None
+
+    @property
+    def starting(self) -> int:
+        """Replicas that are asked for and do not serve yet."""
+        return max(0, self.replicas - self.ready)

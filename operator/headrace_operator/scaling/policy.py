@@ -1,0 +1,115 @@
+"""What the owner of a model wants of its scaling: bounds, targets, speeds. Times are in seconds."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+
+class PolicyError(ValueError):
+    """A value of a policy is out of range; the text names field, value and what is allowed."""
+
+
+def _require(holds: bool, name: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise PolicyError(f"{name}: {value} is out of range; it must be {allowed}")
+
+
+class StepKind(StrEnum):
+    PODS = "Pods"
+    PERCENT = "Percent"
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimit:
+    """At most `value` pods, or percent of the count at its start, within any `period`."""
+
+    kind: StepKind
+    value: int
+    period: float
+
+    def __post_init__(self) -> None:
+        _require(self.value > 0, "value", self.value, "above 0")
+        _require(self.period > 0, "period", self.period, "above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingRules:
+    """One direction of HPA v2's `behavior`, with its meaning.
+
+    `Max` allows what the most generous limit allows, `Min` the strictest, `Disabled` nothing. The
+    count moves only as far as every wish of the last `stabilization_window` would have moved it.
+    """
+
+    stabilization_window: float
+    policies: tuple[StepLimit, ...] = ()
+    select_policy: Literal["Max", "Min", "Disabled"] = "Max"
+
+    def __post_init__(self) -> None:
+        window = self.stabilization_window
+        _require(0 <= window <= 3600, "stabilization_window", window, "0 to 3600")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """Scale ahead of load that earlier days had at the same time of day.
+
+    `days` of memory; the same weekday counts as much as all other days together. Replicas are ready
+    `lead` seconds before they are needed, on top of the learned cold start.
+    """
+
+    days: int = 7
+    lead: float = 60.0
+
+    def __post_init__(self) -> None:
+        _require(1 <= self.days <= 28, "days", self.days, "1 to 28")
+        _require(self.lead >= 0, "lead", self.lead, "at least 0")
+
+
+DEFAULT_UP = ScalingRules(
+    0.0, (StepLimit(StepKind.PERCENT, 100, 15.0), StepLimit(StepKind.PODS, 4, 15.0))
+)
+DEFAULT_DOWN = ScalingRules(
+    300.0, (StepLimit(StepKind.PERCENT, 25, 60.0), StepLimit(StepKind.PODS, 1, 60.0))
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingPolicy:
+    """Bounds and targets. `min_replicas` 0 allows scaling to zero after `idle_time`.
+
+    `drain_time` is the longest that waiting work may take to be done, `max_age` the longest wait of
+    one request. `utilization` is the target share of the engines' sequences that run,
+    `kv_utilization` that of KV blocks in use. Deviations within `tolerance` change nothing.
+    Metrics older than `stale_after` freeze the count. `cold_start` and `engine_requests_per_second`
+    (of one engine at full load) are first guesses, replaced by what is measured.
+    """
+
+    min_replicas: int = 1
+    max_replicas: int = 10
+    drain_time: float = 30.0
+    max_age: float = 10.0
+    utilization: float = 0.6
+    kv_utilization: float = 0.8
+    tolerance: float = 0.1
+    idle_time: float = 600.0
+    stale_after: float = 60.0
+    cold_start: float = 120.0
+    engine_requests_per_second: float | None = None
+    scale_up: ScalingRules = DEFAULT_UP
+    scale_down: ScalingRules = DEFAULT_DOWN
+    forecast: Forecast | None = None
+
+    def __post_init__(self) -> None:
+        lowest, highest = self.min_replicas, self.max_replicas
+        _require(lowest >= 0, "min_replicas", lowest, "at least 0")
+        _require(highest >= max(1, lowest), "max_replicas", highest, "at least 1 and min_replicas")
+        for name in ("drain_time", "max_age", "stale_after", "cold_start", "idle_time"):
+            _require(getattr(self, name) > 0, name, getattr(self, name), "above 0")
+        for name in ("utilization", "kv_utilization"):
+            _require(0 < getattr(self, name) <= 1, name, getattr(self, name), "above 0, at most 1")
+        _require(0 <= self.tolerance < 1, "tolerance", self.tolerance, "0 to below 1")
+        rate = self.engine_requests_per_second
+        _require(rate is None or rate > 0, "engine_requests_per_second", rate, "above 0")
+
+    def clamp(self, replicas: int) -> int:
+        return min(self.max_replicas, max(self.min_replicas, replicas))

@@ -1,0 +1,141 @@
+"""From signals to replica counts: what each one would have, before tolerance, bounds and limits.
+
+Arrivals and running sequences tell what a steady load needs; the backlog tells what it takes to
+catch up, counting on the engines that are starting; age and KV cache catch what those miss.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+
+from .forecast import forecast_load
+from .history import History
+from .observation import Observation, QueueSignals
+from .policy import ScalingPolicy
+from .reason import Signal
+
+STALLED = 2.0
+"""A start that takes so many times the usual one no longer holds further starts back."""
+TOKEN_EXCESS = 2.0
+"""Token backlog counts at most so many times that of as many requests of usual length: clients
+declare far more output than they get."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """`value` of a signal beside its `target`, and the `replicas` it asks for, as a real number."""
+
+    signal: Signal
+    value: float
+    target: float
+    replicas: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Work in one unit, requests or tokens: waiting, arriving a second, done a second by one."""
+
+    backlog: float
+    arriving: float
+    speed: float
+
+
+def steady_estimates(
+    seen: Observation, policy: ScalingPolicy, history: History
+) -> tuple[Estimate, ...]:
+    """What the present load needs if it goes on."""
+    found = []
+    queue, engines = seen.queue, seen.engines
+    speed = history.engine_requests or policy.engine_requests_per_second
+    if queue is not None and queue.arrival_rate is not None and speed:
+        needed = queue.arrival_rate / (speed * policy.utilization)
+        found.append(
+            Estimate(Signal.ARRIVALS, queue.arrival_rate, speed * policy.utilization, needed)
+        )
+    if engines is not None and engines.capacity > 0:
+        share = history.busy or 0.0
+        needed = seen.ready * share / policy.utilization
+        found.append(Estimate(Signal.RUNNING, share, policy.utilization, needed))
+        full, most = engines.kv_utilization, policy.kv_utilization
+        found.append(Estimate(Signal.KV_UTILIZATION, full, most, seen.ready * full / most))
+    return tuple(found)
+
+
+def urgent_estimates(
+    seen: Observation, queue: QueueSignals, policy: ScalingPolicy, history: History, now: float
+) -> tuple[Estimate, ...]:
+    """What waiting work needs; 0 where the engines there are, with those starting, will do."""
+    found = []
+    arriving = queue.arrival_rate or 0.0
+    speed = history.engine_requests or policy.engine_requests_per_second
+    if speed:
+        work = _Work(queue.waiting, arriving, speed)
+        found.append(_backlog(Signal.BACKLOG_REQUESTS, work, seen, policy, history, now))
+    elif queue.waiting:
+        found.append(_backlog_by_capacity(seen, queue, policy, history))
+    if speed and history.engine_requests and history.engine_tokens:
+        usual = history.engine_tokens / history.engine_requests
+        backlog = min(queue.waiting_tokens, TOKEN_EXCESS * usual * queue.waiting)
+        work = _Work(backlog, arriving * usual, history.engine_tokens)
+        found.append(_backlog(Signal.BACKLOG_TOKENS, work, seen, policy, history, now))
+    found.append(_age(seen, queue, policy, history, now))
+    return tuple(found)
+
+
+def forecast_estimate(policy: ScalingPolicy, history: History, now: float) -> tuple[Estimate, ...]:
+    if policy.forecast is None:
+        return ()
+    ahead = (history.cold_start or policy.cold_start) + policy.forecast.lead
+    needed = forecast_load(history.loads, now, ahead, policy.forecast.days)
+    return (Estimate(Signal.FORECAST, needed, needed, needed),)
+
+
+def _backlog(
+    signal: Signal,
+    work: _Work,
+    seen: Observation,
+    policy: ScalingPolicy,
+    history: History,
+    now: float,
+) -> Estimate:
+    """Engines that drain the backlog within the drain time, once they could be there.
+
+    Value and target are seconds: how long the engines of now would need, and the drain time.
+    """
+    drain, cold_start = policy.drain_time, history.cold_start or policy.cold_start
+    starts = [max(0.0, start + cold_start - now) for start in history.starts]
+    value = work.backlog / (work.speed * max(1, seen.ready))
+    missing = work.backlog > 0 and _left(work, seen.ready, starts, drain) > 0
+    if not missing:
+        return Estimate(signal, value, drain, 0.0)
+    left = _left(work, seen.ready, starts, drain + cold_start)
+    extra = max(0.0, left) / (work.speed * drain)
+    return Estimate(signal, value, drain, seen.replicas + extra)
+
+
+def _left(work: _Work, ready: int, starts: list[float], horizon: float) -> float:
+    """Work left after `horizon` seconds with the present engines and those that start meanwhile."""
+    seconds = ready * horizon + sum(max(0.0, horizon - start) for start in starts)
+    return work.backlog + work.arriving * horizon - work.speed * seconds
+
+
+def _backlog_by_capacity(
+    seen: Observation, queue: QueueSignals, policy: ScalingPolicy, history: History
+) -> Estimate:
+    """While no speed is known: engines that could run all there is at once; one without a size."""
+    running = seen.engines.running if seen.engines is not None else 0
+    size = history.engine_capacity
+    needed = (running + queue.waiting) / (size * policy.utilization) if size else 1.0
+    return Estimate(Signal.BACKLOG_REQUESTS, queue.waiting, size or 0.0, needed)
+
+
+def _age(
+    seen: Observation, queue: QueueSignals, policy: ScalingPolicy, history: History, now: float
+) -> Estimate:
+    """A tenth more, at least one, unless a start that may still help is under way."""
+    age, most = queue.oldest_age, policy.max_age
+    if queue.waiting == 0 or age <= most:
+        return Estimate(Signal.OLDEST_AGE, age, most, 0.0)
+    cold_start = history.cold_start or policy.cold_start
+    starting = any(now - start < STALLED * cold_start for start in history.starts)
+    extra = 0 if starting else max(1, ceil(seen.replicas / 10))
+    return Estimate(Signal.OLDEST_AGE, age, most, float(seen.replicas + extra))

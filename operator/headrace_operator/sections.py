@@ -1,0 +1,291 @@
+"""The sections of a ModelService's spec: fields, defaults, bounds and rules.
+
+The custom resource definition is generated from these classes, so a field is here or nowhere.
+`cel` rules are checked by the API server and, in Python, by the validator beside them.
+"""
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic.alias_generators import to_camel
+
+Quantity = str | int
+Opaque = dict[str, Any]
+"""An object of Kubernetes' own API, passed on as it is; the API server checks it."""
+
+DNS_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+
+
+class Section(BaseModel):
+    """Frozen; unknown fields are refused, never ignored. `cel`: (rule, message) pairs."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        alias_generator=to_camel,
+        validate_by_name=True,
+        serialize_by_alias=True,
+        use_attribute_docstrings=True,
+    )
+    cel: ClassVar[tuple[tuple[str, str], ...]] = ()
+
+
+class SecretKey(Section):
+    name: str = Field(min_length=1, max_length=253)
+    """Name of a Secret in the ModelService's namespace."""
+    key: str = Field("token", min_length=1, max_length=253)
+    """Key inside the Secret."""
+
+
+class HubModel(Section):
+    id: str = Field(min_length=1, max_length=256, pattern=r"^[\w.-]+(/[\w.-]+)?$")
+    """Hub id, as Qwen/Qwen3-8B."""
+    revision: str | None = Field(None, min_length=1, max_length=128)
+    """Branch, tag or, best, commit. A branch may give two pods different weights."""
+    token_secret: SecretKey | None = None
+    """Secret with the hub's token, for gated models."""
+    endpoint: str | None = Field(None, pattern=r"^https?://.+")
+    """Address of a mirror of the hub."""
+
+
+class ClaimModel(Section):
+    claim_name: str = Field(min_length=1, max_length=253, pattern=DNS_LABEL)
+    """PersistentVolumeClaim that holds the checkpoint; mounted read-only in every engine."""
+    path: str = Field("", max_length=1024, pattern=r"^([\w.-]+(/[\w.-]+)*)?$")
+    """Folder of the checkpoint inside the volume; the volume's root where absent."""
+
+
+class ImageModel(Section):
+    reference: str = Field(min_length=1, max_length=1024)
+    """OCI image or artifact with the checkpoint, mounted as an image volume."""
+    pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+    """When the kubelet pulls it."""
+    path: str = Field("", max_length=1024, pattern=r"^([\w.-]+(/[\w.-]+)*)?$")
+    """Folder of the checkpoint inside the image."""
+
+
+class UriModel(Section):
+    uri: str = Field(pattern=r"^(s3|gs)://[^/\s]+/\S+$", max_length=2048)
+    """s3://bucket/folder or gs://bucket/folder, copied by an init container before each start."""
+    endpoint: str | None = Field(None, pattern=r"^https?://.+")
+    """Address of a store that speaks S3, where it is not Amazon's."""
+    region: str | None = Field(None, min_length=1, max_length=64)
+    """Region of the bucket."""
+    credentials_secret: str | None = Field(None, min_length=1, max_length=253)
+    """Secret whose keys become the copier's environment, as AWS_ACCESS_KEY_ID."""
+    size_limit: Quantity | None = None
+    """Most that the copy may take of the node's disk."""
+
+
+class ModelSpec(Section):
+    cel: ClassVar[tuple[tuple[str, str], ...]] = (
+        (
+            "[has(self.hub), has(self.persistentVolumeClaim), has(self.image), has(self.uri)]"
+            ".filter(given, given).size() == 1",
+            "exactly one of hub, persistentVolumeClaim, image and uri must be given",
+        ),
+    )
+    served_name: str | None = Field(None, min_length=1, max_length=256)
+    """Name that clients ask for; the ModelService's name where absent."""
+    hub: HubModel | None = None
+    """From the Hugging Face hub."""
+    persistent_volume_claim: ClaimModel | None = None
+    """From a volume."""
+    image: ImageModel | None = None
+    """From an OCI registry."""
+    uri: UriModel | None = None
+    """From an object store."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "ModelSpec":
+        given = [self.hub, self.persistent_volume_claim, self.image, self.uri]
+        if sum(source is not None for source in given) != 1:
+            raise ValueError(self.cel[0][1])
+        return self
+
+
+class GpuSpec(Section):
+    count: int = Field(1, ge=1, le=16)
+    """GPUs of one engine."""
+    resource_name: str = Field("nvidia.com/gpu", min_length=1, max_length=253)
+    """Extended resource to ask for, as nvidia.com/mig-3g.40gb."""
+    product: str | None = Field(None, min_length=1, max_length=63)
+    """GPU type: value of the node label nvidia.com/gpu.product."""
+
+
+class ResourcesSpec(Section):
+    requests: dict[str, Quantity] = Field(default_factory=dict)
+    """What the scheduler sets aside."""
+    limits: dict[str, Quantity] = Field(default_factory=dict)
+    """What the engine may use."""
+
+
+class EngineSettingsSpec(Section):
+    """Settings of the engine process; what is absent keeps the engine's own default."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
+    """Type of weights and activations."""
+    device: str | None = Field(None, pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    """Where it runs; cuda where a GPU is asked for, else cpu."""
+    attention_backend: str | None = Field(None, min_length=1, max_length=32)
+    """auto, reference, cpu or flash."""
+    model_implementation: Literal["auto", "native", "transformers"] | None = None
+    """auto is native where the architecture has a native path."""
+    max_model_len: int | None = Field(None, ge=1)
+    """Longest prompt plus output in tokens."""
+    block_size: int | None = Field(None, ge=1, le=1024)
+    """Tokens a KV block."""
+    kv_cache_memory: str | int | None = None
+    """Bytes of KV cache, as 2GiB."""
+    num_blocks: int | None = Field(None, ge=1)
+    """KV blocks, instead of bytes."""
+    memory_utilization: float | None = Field(None, gt=0, le=1, strict=False)
+    """Share of the free memory that the KV cache may take."""
+    max_num_seqs: int | None = Field(None, ge=1)
+    """Sequences that run at once."""
+    max_num_batched_tokens: int | None = Field(None, ge=1)
+    """Tokens a step."""
+    enable_prefix_caching: bool | None = None
+    """Reuse the KV of equal prompt beginnings."""
+    watermark: float | None = Field(None, ge=0, lt=1, strict=False)
+    """Share of blocks kept free at admission."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads."""
+    lease: float | None = Field(None, gt=0, strict=False)
+    """Seconds until a silent engine's work is taken."""
+    beat_interval: float | None = Field(None, gt=0, strict=False)
+    """Seconds between renewals of the lease."""
+    step_timeout: float | None = Field(None, gt=0, strict=False)
+    """Seconds after which a step counts as hung."""
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] | None = None
+    """Least severe log line that is written."""
+    log_format: Literal["json", "text"] | None = None
+    """Log lines as JSON or as text."""
+
+
+class RolloutSpec(Section):
+    cel: ClassVar[tuple[tuple[str, str], ...]] = (
+        (
+            "!has(self.maxSurge) || !has(self.maxUnavailable) "
+            "|| self.maxSurge > 0 || self.maxUnavailable > 0",
+            "maxSurge and maxUnavailable must not both be 0",
+        ),
+    )
+    max_surge: int = Field(1, ge=0)
+    """Engines above the wanted number during a rollout. 0 needs no spare GPU, but has a gap."""
+    max_unavailable: int = Field(0, ge=0)
+    """Engines below the wanted number during a rollout."""
+
+    @model_validator(mode="after")
+    def _moves(self) -> "RolloutSpec":
+        if self.max_surge == self.max_unavailable == 0:
+            raise ValueError(self.cel[0][1])
+        return self
+
+
+class CacheSpec(Section):
+    size: Quantity = "50Gi"
+    """Size of the volume for downloaded weights and compiled kernels."""
+    persistent: bool = False
+    """Keep it in a PersistentVolumeClaim that all engines share, not with each pod."""
+    storage_class_name: str | None = Field(None, max_length=253)
+    """Storage class of the claim; the cluster's default where absent."""
+    access_mode: Literal["ReadWriteMany", "ReadWriteOnce"] = "ReadWriteMany"
+    """ReadWriteOnce keeps all engines on one node."""
+
+
+class EngineSpec(Section):
+    image: str | None = Field(None, min_length=1, max_length=1024)
+    """Image of the engine; the operator's default where absent."""
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
+    """When the kubelet pulls it."""
+    image_pull_secrets: tuple[str, ...] = Field((), strict=False)
+    """Names of Secrets with registry credentials."""
+    resources: ResourcesSpec = ResourcesSpec()
+    """CPU and memory. GPUs are asked for by `gpu`."""
+    gpu: GpuSpec | None = None
+    """GPUs of one engine; without it the engine runs on the CPU."""
+    tensor_parallel_size: int = Field(1, ge=1, le=64)
+    """GPUs that share one copy of the model. This release's engine runs on one: only 1."""
+    settings: EngineSettingsSpec = EngineSettingsSpec()
+    """Settings of the engine process."""
+    extra_args: tuple[str, ...] = Field((), strict=False)
+    """Further flags of the engine process; they win over `settings`."""
+    env: tuple[Opaque, ...] = Field((), strict=False)
+    """Further environment variables, as in a container; they win over the operator's."""
+    env_from: tuple[Opaque, ...] = Field((), strict=False)
+    """ConfigMaps and Secrets whose keys become environment variables, as in a container."""
+    shared_memory: Quantity = "1Gi"
+    """Size of /dev/shm. It counts as the engine's memory."""
+    cache: CacheSpec = CacheSpec()
+    """Volume for downloaded weights and compiled kernels."""
+    startup_timeout_seconds: int = Field(1800, ge=10, le=86400)
+    """How long loading the model may take before the engine is started anew."""
+    rollout: RolloutSpec = RolloutSpec()
+    """How a change reaches the engines. By default a new one is ready before an old one goes."""
+    node_selector: dict[str, str] = Field(default_factory=dict)
+    """Node labels that engines need."""
+    tolerations: tuple[Opaque, ...] = Field((), strict=False)
+    """Taints that engines tolerate."""
+    affinity: Opaque = Field(default_factory=dict)
+    """Affinity of engines, as in a pod."""
+    topology_spread_constraints: tuple[Opaque, ...] = Field((), strict=False)
+    """Spread of engines, as in a pod, with the label selector filled in where absent."""
+    priority_class_name: str | None = Field(None, max_length=253)
+    """Priority class of engines."""
+    runtime_class_name: str | None = Field(None, max_length=253)
+    """Runtime class of engines."""
+    scheduler_name: str | None = Field(None, max_length=253)
+    """Scheduler of engines."""
+    pod_labels: dict[str, str] = Field(default_factory=dict)
+    """Further labels of engine pods."""
+    pod_annotations: dict[str, str] = Field(default_factory=dict)
+    """Further annotations of engine pods."""
+
+
+class DrainSpec(Section):
+    timeout_seconds: int = Field(300, ge=0, le=86400)
+    """How long an engine may finish its work before it gives the rest back to the queue."""
+
+
+class CanarySpec(Section):
+    cel: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("has(self.image) || has(self.revision)", "a canary needs an image or a revision"),
+    )
+    replicas: int = Field(1, ge=0, le=1000)
+    """Engines of the new revision. They share the queue, so their share of the engines is the
+    canary's share of the requests."""
+    image: str | None = Field(None, min_length=1, max_length=1024)
+    """Engine image of the canary."""
+    revision: str | None = Field(None, min_length=1, max_length=128)
+    """Hub revision of the canary's model."""
+
+    @model_validator(mode="after")
+    def _differs(self) -> "CanarySpec":
+        if self.image is None and self.revision is None:
+            raise ValueError(self.cel[0][1])
+        return self
+
+
+class QueueSpec(Section):
+    url_secret: SecretKey | None = None
+    """Secret with the URL of Redis or Valkey; the operator's default where absent."""
+    shard: int = Field(0, ge=0, le=1023)
+    """Shard of the model's queue that these engines serve."""
+
+
+class MonitoringSpec(Section):
+    service_monitor: bool = False
+    """Make a ServiceMonitor, for the Prometheus operator."""
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Labels that your Prometheus selects ServiceMonitors by."""
+    interval_seconds: int = Field(15, ge=1, le=3600)
+    """Seconds between scrapes."""
+
+
+class NetworkPolicySpec(Section):
+    enabled: bool = True
+    """Deny engines what they do not need."""
+    extra_egress: tuple[Opaque, ...] = Field((), strict=False)
+    """Further rules, as in a NetworkPolicy."""

@@ -1,0 +1,113 @@
+"""Settings of the operator process: HEADRACE_OPERATOR_* in the environment, or flags so named."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from .desired.defaults import Platform
+from .desired.network import port_of
+
+
+class OperatorSettings(BaseSettings):
+    """Read once at start; a value that is out of range stops the start and is named."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="HEADRACE_OPERATOR_",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_prog_name="headrace operator",
+        extra="forbid",
+        frozen=True,
+    )
+
+    namespace: str = Field("default", description="the operator's own namespace, and its Lease's")
+    watch_all_namespaces: bool = Field(
+        False, description="serve ModelServices of every namespace, not only the operator's own"
+    )
+    identity: str | None = Field(
+        None, description="name of this replica in the Lease; default: host name and a random part"
+    )
+    leader_election: bool = Field(True, description="work only while holding the Lease")
+    lease_name: str = Field("headrace-operator", description="name of the Lease")
+    lease_duration: float = Field(
+        15.0, ge=2, description="seconds after which a silent leader is replaced"
+    )
+    resync_interval: float = Field(
+        15.0, gt=0, description="seconds between two looks at a ModelService without any change"
+    )
+
+    redis_url: str = Field(
+        "redis://127.0.0.1:6379/0", description="Redis or Valkey, to tell engines to drain"
+    )
+    engine_redis_secret: str | None = Field(
+        None, description="Secret with the URL for engines; default: redis_url in their environment"
+    )
+    engine_redis_secret_key: str = Field("url", description="key in that Secret")
+    engine_redis_ca_secret: str | None = Field(
+        None, description="Secret with the CA of a rediss:// server for engines"
+    )
+    engine_image: str = Field(description="image of engines whose ModelService names none")
+    engine_image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field(
+        "IfNotPresent", description="when the kubelet pulls that image"
+    )
+    engine_image_pull_secrets: tuple[str, ...] = Field(
+        (), description='Secrets with registry credentials, ["name"]'
+    )
+    downloader_image: str = Field(
+        "docker.io/rclone/rclone:1.74.1", description="image with rclone, for models from s3 or gs"
+    )
+    engine_otlp_endpoint: str | None = Field(
+        None, description="OTLP/HTTP endpoint for the traces of engines"
+    )
+    metrics_namespaces: tuple[str, ...] = Field(
+        (), description='namespaces that may scrape engines, beside their own, ["monitoring"]'
+    )
+
+    prometheus_url: str | None = Field(
+        None, description="Prometheus to read signals from; default: scrape gateways and engines"
+    )
+    gateway_namespace: str | None = Field(
+        None, description="namespace of the gateways; default: the operator's own"
+    )
+    gateway_selector: str = Field(
+        "app.kubernetes.io/component=gateway", description="labels of gateway pods, as kubectl -l"
+    )
+    signal_timeout: float = Field(5.0, gt=0, description="seconds to wait for a metrics endpoint")
+
+    metrics_host: str = Field("127.0.0.1", description="address of /metrics and /health")
+    metrics_port: int | None = Field(
+        None, ge=0, le=65535, description="port of /metrics and /health; 0 picks one; default: none"
+    )
+    log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR")
+    log_format: Literal["auto", "json", "text"] = Field(
+        "auto", description="json lines, or text to read; auto: text on a terminal"
+    )
+
+    @model_validator(mode="after")
+    def _readable_selector(self) -> "OperatorSettings":
+        if not all("=" in part for part in self.gateway_selector.split(",")):
+            raise ValueError("gateway_selector must be label=value pairs with commas between them")
+        return self
+
+    @property
+    def gateway_labels(self) -> dict[str, str]:
+        pairs = (part.split("=", 1) for part in self.gateway_selector.split(","))
+        return {key.strip(): value.strip() for key, value in pairs}
+
+    @property
+    def platform(self) -> Platform:
+        secret = self.engine_redis_secret
+        own = (self.namespace,) if self.watch_all_namespaces else ()
+        return Platform(
+            engine_image=self.engine_image,
+            engine_image_pull_policy=self.engine_image_pull_policy,
+            image_pull_secrets=self.engine_image_pull_secrets,
+            downloader_image=self.downloader_image,
+            queue_url=self.redis_url,
+            queue_port=port_of(self.redis_url, 6379),
+            queue_secret=None if secret is None else (secret, self.engine_redis_secret_key),
+            queue_ca_secret=self.engine_redis_ca_secret,
+            otlp_endpoint=self.engine_otlp_endpoint,
+            metrics_namespaces=tuple(dict.fromkeys((*own, *self.metrics_namespaces))),
+        )

@@ -1,0 +1,171 @@
+"""`headrace simulate`: reads the options, compares policies, prints and writes the results."""
+
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import track
+
+from headrace_common.protocol.base import QueueLimits
+from headrace_operator.scaling import Forecast, PolicyError, ScalingPolicy
+
+from .comparison import POLICIES, Comparison, default_policy
+from .engine_profile import load_profile
+from .errors import SimulationError
+from .report import table, write_json, write_plot
+from .result import Objectives
+from .workload import DAY, Diurnal, Trace, diurnal, read_csv
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+_LIMITS = QueueLimits()
+_POLICY = ScalingPolicy()
+_LOAD = Diurnal()
+_GOALS = Objectives()
+
+
+@dataclass(frozen=True, slots=True)
+class _Outputs:
+    json: Path | None
+    plot: Path | None
+
+
+@app.command()
+def simulate(
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="CSV with arrival_seconds,prompt_tokens,output_tokens; default: a made-up day."
+        ),
+    ] = None,
+    engine_profile: Annotated[
+        Path | None,
+        typer.Option(help="JSON of benchmarks/calibrate.py; default: an example, not measured."),
+    ] = None,
+    days: Annotated[float, typer.Option(min=0.01, help="Length of the made-up trace.")] = 1.0,
+    peak_rate: Annotated[
+        float, typer.Option(min=0.001, help="Its requests a second at the top of a day.")
+    ] = _LOAD.peak_rate,
+    bursts: Annotated[int, typer.Option(min=0, help="Its bursts a day.")] = _LOAD.bursts,
+    burst: Annotated[
+        float, typer.Option(min=0, help="The largest burst, as a share of the peak rate.")
+    ] = _LOAD.burst,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the made-up trace.")] = 0,
+    ttft: Annotated[
+        float, typer.Option(min=0, help="Objective: seconds to the first token.")
+    ] = _GOALS.time_to_first_token,
+    tpot: Annotated[
+        float, typer.Option(min=0, help="Objective: seconds per output token after it.")
+    ] = _GOALS.time_per_output_token,
+    min_replicas: Annotated[int, typer.Option(min=0, help="0 scales to zero.")] = 1,
+    max_replicas: Annotated[
+        int | None, typer.Option(min=1, max=1000, help="Default: twice the fixed peak fleet.")
+    ] = None,
+    utilization: Annotated[
+        float, typer.Option(help="Target of all policies: share of sequences that run.")
+    ] = _POLICY.utilization,
+    drain_time: Annotated[
+        float, typer.Option(help="Seconds in which waiting work is to be done.")
+    ] = _POLICY.drain_time,
+    forecast: Annotated[
+        bool, typer.Option(help="Scale ahead of what earlier days had (--days above 1).")
+    ] = False,
+    max_queued_requests: Annotated[
+        int, typer.Option(min=1, help="The gateways' bound of waiting requests.")
+    ] = _LIMITS.max_requests,
+    max_queued_tokens: Annotated[
+        int, typer.Option(min=1, help="The gateways' bound of waiting tokens.")
+    ] = _LIMITS.max_tokens,
+    policy: Annotated[
+        list[str] | None, typer.Option(help=f"Any of {', '.join(POLICIES)}; repeat it.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="File for the results.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG file for a picture.")] = None,
+) -> None:
+    """Try scaling policies on a trace in virtual time, with the operator's own decision."""
+    load = Diurnal(
+        seconds=days * DAY,
+        peak_rate=peak_rate,
+        bursts=round(bursts * max(1.0, days)),
+        burst=burst,
+        seed=seed,
+    )
+    wanted = ScalingPolicy(
+        min_replicas=min_replicas,
+        max_replicas=max(1, min_replicas) if max_replicas is None else max_replicas,
+        utilization=utilization,
+        drain_time=drain_time,
+        forecast=Forecast() if forecast else None,
+    )
+    arrivals = _trace(trace, load)
+    profile = load_profile(engine_profile)
+    _compare(
+        Comparison(
+            trace=arrivals,
+            profile=profile,
+            policy=wanted if max_replicas else default_policy(arrivals, profile, wanted),
+            objectives=Objectives(time_to_first_token=ttft, time_per_output_token=tpot),
+            limits=QueueLimits(max_requests=max_queued_requests, max_tokens=max_queued_tokens),
+        ),
+        _names(policy),
+        {"trace": asdict(load) if trace is None else str(trace)},
+        _Outputs(json, plot),
+    )
+
+
+def _trace(path: Path | None, load: Diurnal) -> Trace:
+    found = diurnal(load) if path is None else read_csv(path)
+    if not len(found):
+        raise SimulationError("the made-up trace has no requests; raise --peak-rate or --days")
+    return found
+
+
+def _names(chosen: list[str] | None) -> tuple[str, ...]:
+    unknown = [name for name in chosen or () if name not in POLICIES]
+    if unknown:
+        raise SimulationError(f"--policy {unknown[0]}: unknown; choose of {', '.join(POLICIES)}")
+    return tuple(dict.fromkeys(chosen)) if chosen else POLICIES
+
+
+def _compare(
+    comparison: Comparison, names: tuple[str, ...], inputs: dict[str, Any], outputs: _Outputs
+) -> None:
+    console = Console()
+    trace, profile = comparison.trace, comparison.profile
+    title = (
+        f"{len(trace):,} requests in {trace.seconds / 3600:.1f} hours, engine {profile.name}, "
+        f"TTFT {comparison.objectives.time_to_first_token:g} s, "
+        f"TPOT {comparison.objectives.time_per_output_token * 1000:g} ms"
+    )
+    console.print(title, highlight=False)
+    progress = Console(stderr=True)
+    runs = comparison.run(names)
+    working = track(runs, "simulating", len(names), console=progress, transient=True)
+    results = list(working)
+    console.print(table(results))
+    inputs |= {
+        "requests": len(trace),
+        "profile": asdict(profile),
+        "policy": asdict(comparison.policy),
+        "objectives": asdict(comparison.objectives),
+        "limits": asdict(comparison.limits),
+    }
+    if outputs.json is not None:
+        write_json(outputs.json, inputs, results)
+    if outputs.plot is not None:
+        write_plot(outputs.plot, title, results)
+
+
+def main() -> None:
+    """Entry point. What a person can mend is one line and exit code 2."""
+    try:
+        app(prog_name="headrace simulate")
+    except (SimulationError, PolicyError) as error:
+        Console(stderr=True).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""The same trace under several policies: fixed fleets, HPA's algorithm and Headrace."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import ceil
+
+import numpy as np
+
+from headrace_common.protocol.base import QueueLimits
+from headrace_operator.scaling import ScalingPolicy
+
+from .engine_profile import EngineProfile
+from .result import Objectives, Result
+from .run import Setup, simulate
+from .scalers import FixedScaler, HeadraceScaler, HpaScaler, Scaler
+from .workload import Trace
+
+PEAK_WINDOW = 300.0
+"""The fixed peak fleet is made for the busiest so many seconds."""
+WARM_WINDOW = 1800.0
+"""Scaled fleets begin with the engines that so many first seconds need."""
+MOST_ENGINES = 1000
+
+POLICIES = ("peak", "mean", "hpa", "headrace")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Engines at the target utilization: for the busiest minutes, the mean, and the beginning."""
+
+    peak: int
+    mean: int
+    start: int
+
+
+def fleet_sizes(trace: Trace, profile: EngineProfile, utilization: float) -> Sizes:
+    prompt, output = float(trace.prompts.mean()), float(trace.outputs.mean())
+    speed = profile.requests_per_second(utilization, prompt, output)
+    first = np.count_nonzero(trace.arrivals <= WARM_WINDOW) / min(
+        WARM_WINDOW, max(1.0, trace.seconds)
+    )
+    return Sizes(
+        peak=max(1, ceil(trace.busiest_rate(min(PEAK_WINDOW, max(1.0, trace.seconds))) / speed)),
+        mean=max(1, ceil(len(trace) / max(1.0, trace.seconds) / speed)),
+        start=max(1, ceil(first / speed)),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What is compared on what. `policy.utilization` is the target of all four."""
+
+    trace: Trace
+    profile: EngineProfile
+    policy: ScalingPolicy
+    objectives: Objectives
+    limits: QueueLimits
+
+    def sizes(self) -> Sizes:
+        return fleet_sizes(self.trace, self.profile, self.policy.utilization)
+
+    def run(self, names: tuple[str, ...] = POLICIES) -> Iterator[Result]:
+        """One result a policy, as each is done."""
+        sizes = self.sizes()
+        for name in names:
+            scaler, begin = self._scaler(name, sizes)
+            setup = Setup(
+                trace=self.trace,
+                profile=self.profile,
+                objectives=self.objectives,
+                limits=self.limits,
+                replicas=begin,
+            )
+            yield simulate(setup, scaler)
+
+    def _scaler(self, name: str, sizes: Sizes) -> tuple[Scaler, int]:
+        policy = self.policy
+        begin = policy.clamp(sizes.start)
+        match name:
+            case "peak":
+                return FixedScaler("fixed peak", sizes.peak), sizes.peak
+            case "mean":
+                return FixedScaler("fixed mean", sizes.mean), sizes.mean
+            case "hpa":
+                lowest, highest = policy.min_replicas, policy.max_replicas
+                target = policy.utilization
+                hpa = HpaScaler("HPA", target=target, lowest=lowest, highest=highest)
+                return hpa, max(1, begin)
+        return HeadraceScaler("Headrace", policy), begin
+
+
+def default_policy(trace: Trace, profile: EngineProfile, policy: ScalingPolicy) -> ScalingPolicy:
+    """The policy with room for twice the fixed peak fleet, at most 1,000 engines."""
+    peak = fleet_sizes(trace, profile, policy.utilization).peak
+    most = min(MOST_ENGINES, max(2 * peak, policy.min_replicas, 1))
+    return replace(policy, max_replicas=most)

@@ -1,0 +1,143 @@
+"""One engine under continuous batching, as a fluid: exact between events, without single steps.
+
+All decoding sequences get a token a step. While prompts are to be computed, each step also takes
+a chunk of them and is longer for it, as in the engine's own scheduler: decodes first, then prompts
+in order, within the budget of tokens a step. A request reserves KV for its whole length, so nothing
+is ever preempted; the engine itself reserves less and preempts instead.
+"""
+
+from collections import deque
+from heapq import heappop, heappush
+
+from .engine_profile import EngineProfile
+
+NEVER = float("inf")
+_NOTHING = 1e-6
+"""Tokens that rounding may leave of a finished piece of work."""
+
+
+class EngineCosts:
+    """A profile, unpacked for speed; shared by all engines."""
+
+    def __init__(self, profile: EngineProfile) -> None:
+        self.steps = profile.step_seconds()
+        self.prefill_seconds = 1 / profile.prefill_tokens_per_second
+        self.max_num_seqs = profile.max_num_seqs
+        self.budget = profile.max_num_batched_tokens
+        self.kv_tokens = profile.kv_tokens
+
+
+class SimulatedEngine:
+    """`start`s requests and tells when it next has something to `collect`. Times never go back."""
+
+    __slots__ = (
+        "_at",
+        "_costs",
+        "_decode_rate",
+        "_decoding",
+        "_passed",
+        "_prefill_left",
+        "_prefill_rate",
+        "_prefilling",
+        "draining",
+        "kv_used",
+        "number",
+        "running",
+        "started_at",
+        "tokens_out",
+    )
+
+    def __init__(self, number: int, costs: EngineCosts, started_at: float, now: float) -> None:
+        self.number = number
+        self.started_at = started_at
+        self.running = 0
+        self.kv_used = 0
+        self.tokens_out = 0.0
+        self.draining = False
+        self._costs = costs
+        self._at = now
+        # Tokens that a sequence decoding from the beginning would have; one ends when this passes
+        # the value that it was given, so that progress costs nothing per sequence.
+        self._passed = 0.0
+        self._decoding: list[tuple[float, int, int]] = []
+        self._prefilling: deque[tuple[int, int, int]] = deque()
+        self._prefill_left = 0.0
+        self._decode_rate = 0.0
+        self._prefill_rate = 0.0
+
+    def has_room(self, prompt: int, output: int) -> bool:
+        """A lone request is always taken, as the engine refuses what can never fit."""
+        if self.running == 0:
+            return True
+        fits = self.kv_used + prompt + output <= self._costs.kv_tokens
+        return fits and self.running < self._costs.max_num_seqs
+
+    def start(self, request: int, prompt: int, output: int, now: float) -> None:
+        self._advance(now)
+        if not self._prefilling:
+            self._prefill_left = prompt
+        self._prefilling.append((request, prompt, output))
+        self.running += 1
+        self.kv_used += prompt + output
+        self._set_rates()
+
+    def next_event(self) -> float:
+        """When the first prompt or the first answer will be complete."""
+        soonest = NEVER
+        if self._prefilling:
+            soonest = self._at + max(0.0, self._prefill_left) / self._prefill_rate
+        if self._decoding:
+            left = max(0.0, self._decoding[0][0] - self._passed)
+            soonest = min(soonest, self._at + left / self._decode_rate)
+        return soonest
+
+    def collect(self, now: float) -> tuple[list[int], list[int]]:
+        """Requests that had their first token since the last time, and requests that ended."""
+        self._advance(now)
+        begun: list[int] = []
+        ended: list[int] = []
+        while self._prefilling and self._prefill_left <= _NOTHING:
+            self._end_prefill(begun, ended)
+        while self._decoding and self._decoding[0][0] - self._passed <= _NOTHING:
+            _, request, tokens = heappop(self._decoding)
+            self._end(request, tokens, ended)
+        self._set_rates()
+        return begun, ended
+
+    def _end_prefill(self, begun: list[int], ended: list[int]) -> None:
+        request, prompt, output = self._prefilling.popleft()
+        begun.append(request)
+        self.tokens_out += 1
+        if output > 1:
+            item = (self._passed + output - 1, request, prompt + output)
+            heappush(self._decoding, item)
+        else:
+            self._end(request, prompt + output, ended)
+        self._prefill_left = self._prefilling[0][1] if self._prefilling else 0.0
+
+    def _end(self, request: int, tokens: int, ended: list[int]) -> None:
+        self.running -= 1
+        self.kv_used -= tokens
+        ended.append(request)
+
+    def _advance(self, now: float) -> None:
+        passed = now - self._at
+        if passed > 0:
+            made = passed * self._decode_rate
+            self._passed += made
+            self.tokens_out += made * len(self._decoding)
+            self._prefill_left -= passed * self._prefill_rate
+            self._at = now
+
+    def _set_rates(self) -> None:
+        decoding = len(self._decoding)
+        step = self._costs.steps[decoding or 1]
+        if self._prefilling:
+            # The first prompt is whole in one step with the next ones where they fit together.
+            waiting = self._prefill_left + sum(item[1] for item in list(self._prefilling)[1:4])
+            chunk = min(self._costs.budget - decoding, max(1.0, waiting))
+            step += chunk * self._costs.prefill_seconds
+            self._prefill_rate = chunk / step
+        else:
+            self._prefill_rate = 0.0
+        self._decode_rate = 1 / step if decoding else 0.0

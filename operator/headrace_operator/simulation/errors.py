@@ -1,0 +1,5 @@
+"""What a user of the simulator can mend."""
+
+
+class SimulationError(Exception):
+    """An input cannot be used; the text names the file or option, the value and the remedy."""

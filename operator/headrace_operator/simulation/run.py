@@ -1,0 +1,235 @@
+"""One policy over one trace in virtual time: arrivals, admission, engines, scaling."""
+
+from collections import deque
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
+
+import numpy as np
+
+from headrace_common.protocol.base import QueueLimits
+from headrace_operator.scaling import EngineSignals, Observation, QueueSignals
+
+from .engine import NEVER, SimulatedEngine
+from .engine_profile import EngineProfile
+from .fleet import Fleet
+from .result import Objectives, Result, Sample, Timings, quantiles
+from .scalers import Scaler
+from .workload import Trace
+
+RATE_WINDOW = 60.0
+"""Seconds over which rates are measured, as by a Prometheus `rate(...[1m])`."""
+SAMPLE_EVERY = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What all policies of a comparison share. `replicas` serve at the beginning."""
+
+    trace: Trace
+    profile: EngineProfile
+    objectives: Objectives
+    limits: QueueLimits
+    deadline: float = 600.0
+    replicas: int = 1
+
+
+def simulate(setup: Setup, scaler: Scaler) -> Result:
+    """Runs until every request has ended; costs are counted until the last arrival."""
+    return _Run(setup, scaler).result()
+
+
+class _Run:
+    def __init__(self, setup: Setup, scaler: Scaler) -> None:
+        self._setup = setup
+        self._scaler = scaler
+        self._fleet = Fleet(setup.profile)
+        self._arrivals: list[float] = setup.trace.arrivals.tolist()
+        self._prompts: list[int] = setup.trace.prompts.tolist()
+        self._outputs: list[int] = setup.trace.outputs.tolist()
+        self._first = np.full(len(self._arrivals), np.nan)
+        self._ends = np.full(len(self._arrivals), np.nan)
+        self._waiting: deque[int] = deque()
+        self._waiting_tokens = 0
+        self._events: list[tuple[float, int, int]] = []
+        self._order = count()
+        self._scheduled: dict[int, tuple[float, int]] = {}
+        self._readies: list[tuple[float, int]] = []
+        self._arrived = self._admitted = self._refused = self._expired = self._ended = 0
+        self._prompt_tokens = 0
+        self._counters: deque[tuple[float, int, int, float]] = deque()
+        self._ups = self._downs = self._most = 0
+        self._samples: list[Sample] = []
+
+    def result(self) -> Result:
+        self._fleet.start_serving(self._setup.replicas, 0.0)
+        self._most = self._setup.replicas
+        self._loop()
+        until = self._setup.trace.seconds
+        timings = Timings(
+            self._setup.trace.arrivals, self._setup.trace.outputs, self._first, self._ends
+        )
+        return Result(
+            name=self._scaler.name,
+            requests=len(self._arrivals),
+            refused=self._refused,
+            expired=self._expired,
+            attainment=timings.attainment(self._setup.objectives),
+            time_to_first_token=quantiles(timings.first()),
+            time_per_output_token=quantiles(timings.per_token()),
+            gpu_hours=self._fleet.engine_seconds(until) / 3600 * self._setup.profile.gpus,
+            scale_ups=self._ups,
+            scale_downs=self._downs,
+            most_engines=self._most,
+            samples=tuple(self._samples),
+        )
+
+    def _loop(self) -> None:
+        tick = 0.0
+        total = len(self._arrivals)
+        while self._refused + self._expired + self._ended < total:
+            arrival = self._arrivals[self._arrived] if self._arrived < total else NEVER
+            event = self._events[0][0] if self._events else NEVER
+            ready = self._readies[0][0] if self._readies else NEVER
+            now = min(arrival, event, ready, tick)
+            if now == event:
+                self._engine_event()
+            elif now == arrival:
+                self._arrive(now)
+            elif now == ready:
+                self._pod_ready()
+            else:
+                self._scale(now)
+                tick += self._scaler.interval
+
+    def _arrive(self, now: float) -> None:
+        request = self._arrived
+        self._arrived += 1
+        tokens = self._prompts[request] + self._outputs[request]
+        if self._setup.limits.refuse(len(self._waiting), self._waiting_tokens, tokens):
+            self._refused += 1
+            return
+        self._admitted += 1
+        self._waiting.append(request)
+        self._waiting_tokens += tokens
+        self._dispatch(now)
+
+    def _dispatch(self, now: float) -> None:
+        """Gives waiting requests, oldest first, to engines with room; drops those too late."""
+        while self._waiting:
+            request = self._waiting[0]
+            prompt, output = self._prompts[request], self._outputs[request]
+            late = now - self._arrivals[request] > self._setup.deadline
+            engine = None if late else self._fleet.least_loaded(prompt, output)
+            if not late and engine is None:
+                return
+            self._waiting.popleft()
+            self._waiting_tokens -= prompt + output
+            if engine is None:
+                self._expired += 1
+                continue
+            engine.start(request, prompt, output, now)
+            self._fleet.note_load(engine)
+            self._schedule(engine)
+
+    def _schedule(self, engine: SimulatedEngine) -> None:
+        """Replaces the engine's next event."""
+        at, order = engine.next_event(), next(self._order)
+        self._scheduled[engine.number] = (at, order)
+        if at < NEVER:
+            heappush(self._events, (at, order, engine.number))
+
+    def _engine_event(self) -> None:
+        at, order, number = heappop(self._events)
+        if self._scheduled.get(number) != (at, order):
+            return
+        engine = self._fleet.engines[number]
+        begun, ended = engine.collect(at)
+        for request in begun:
+            self._first[request] = at
+            self._prompt_tokens += self._prompts[request]
+        for request in ended:
+            self._ends[request] = at
+        self._ended += len(ended)
+        self._schedule(engine)
+        if ended:
+            self._fleet.note_load(engine)
+            self._fleet.retire_if_done(engine, at)
+            self._dispatch(at)
+
+    def _pod_ready(self) -> None:
+        at, number = heappop(self._readies)
+        if self._fleet.ready(number, at):
+            self._dispatch(at)
+
+    def _scale(self, now: float) -> None:
+        if self._waiting:
+            self._dispatch(now)  # drops what is too late even where nothing moves
+        seen = self._observe(now)
+        wanted = self._scaler.replicas(seen, now)
+        change = wanted - self._fleet.desired
+        if change > 0:
+            self._ups += 1
+            for pod in self._fleet.create(change, now):
+                heappush(self._readies, pod)
+        elif change < 0:
+            self._downs += 1
+            self._fleet.remove(-change, now)
+        self._most = max(self._most, wanted)
+        if not self._samples or now - self._samples[-1].at >= SAMPLE_EVERY:
+            self._samples.append(self._sample(seen, wanted, now))
+
+    def _observe(self, now: float) -> Observation:
+        """What the operator would read from the metrics of gateways and engines."""
+        fleet = self._fleet
+        admitted, requests, tokens = self._rates(now)
+        oldest = now - self._arrivals[self._waiting[0]] if self._waiting else 0.0
+        engines = EngineSignals(
+            running=fleet.running,
+            capacity=fleet.capacity(),
+            kv_utilization=fleet.kv_utilization(),
+            requests_per_second=requests,
+            tokens_per_second=tokens,
+        )
+        in_flight = sum(engine.running for engine in fleet.engines.values())
+        return Observation(
+            at=now,
+            replicas=fleet.desired,
+            ready=len(fleet.serving),
+            queue=QueueSignals(
+                waiting=len(self._waiting),
+                waiting_tokens=self._waiting_tokens,
+                pending=in_flight,
+                oldest_age=oldest,
+                arrival_rate=admitted,
+            ),
+            engines=engines if fleet.serving else None,
+        )
+
+    def _rates(self, now: float) -> tuple[float | None, float | None, float | None]:
+        """Requests admitted, requests ended and tokens computed a second, lately."""
+        tokens = self._fleet.tokens_out + self._prompt_tokens
+        counters = self._counters
+        counters.append((now, self._admitted, self._ended, tokens))
+        while len(counters) > 2 and now - counters[1][0] >= RATE_WINDOW:
+            counters.popleft()
+        at, admitted, ended, before = counters[0]
+        if now == at:
+            return None, None, None
+        seconds = now - at
+        return (
+            (self._admitted - admitted) / seconds,
+            (self._ended - ended) / seconds,
+            (tokens - before) / seconds,
+        )
+
+    def _sample(self, seen: Observation, wanted: int, now: float) -> Sample:
+        assert seen.queue is not None, "a simulated queue is always seen"
+        return Sample(
+            at=now,
+            desired=wanted,
+            ready=seen.ready,
+            waiting=seen.queue.waiting,
+            running=seen.queue.pending,
+            arrival_rate=seen.queue.arrival_rate or 0.0,
+        )

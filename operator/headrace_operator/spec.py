@@ -1,0 +1,127 @@
+"""A ModelService as the operator understands it: the only reader of raw objects of this kind.
+
+`ModelService.parse` gives a frozen value or raises InvalidSpec. Reads no cluster and no settings.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pydantic import Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from . import names
+from .errors import InvalidSpec
+from .scaling_section import ScalingSpec
+from .sections import (
+    CanarySpec,
+    DrainSpec,
+    EngineSpec,
+    ModelSpec,
+    MonitoringSpec,
+    NetworkPolicySpec,
+    QueueSpec,
+    Section,
+)
+
+MAX_TENSOR_PARALLEL_SIZE = 1  # what headrace_engine can do
+
+
+class ModelServiceSpec(Section):
+    cel: ClassVar[tuple[tuple[str, str], ...]] = (
+        (
+            "!has(self.canary) || !has(self.canary.revision) || has(self.model.hub)",
+            "canary.revision needs model.hub",
+        ),
+        (
+            "!has(self.scaling) || !has(self.scaling.mode) || self.scaling.mode != 'keda' "
+            "|| has(self.scaling.prometheusUrl)",
+            "mode keda needs scaling.prometheusUrl",
+        ),
+    )
+    model: ModelSpec
+    """Where the checkpoint comes from."""
+    engine: EngineSpec = EngineSpec()
+    """How engines run."""
+    replicas: int = Field(1, ge=0, le=1000)
+    """Engines wanted, for `kubectl scale` and autoscalers. Read in every mode but operator."""
+    scaling: ScalingSpec = ScalingSpec()
+    """How many engines run."""
+    drain: DrainSpec = DrainSpec()
+    """What engines do with their work when they leave."""
+    canary: CanarySpec | None = None
+    """Some engines of another revision beside the others."""
+    queue: QueueSpec = QueueSpec()
+    """Where the requests come from."""
+    monitoring: MonitoringSpec = MonitoringSpec()
+    """Who scrapes the engines."""
+    network_policy: NetworkPolicySpec = NetworkPolicySpec()
+    """What engines may reach."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelService:
+    """One served model. `generation` counts changes of its spec."""
+
+    name: str
+    namespace: str
+    uid: str
+    generation: int
+    spec: ModelServiceSpec
+
+    @property
+    def served_name(self) -> str:
+        return self.spec.model.served_name or self.name
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.namespace, self.name
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> "ModelService":
+        """Reads an object as the API server gives it. Raises InvalidSpec for the first problem."""
+        meta = body["metadata"]
+        _check_name(meta["name"])
+        try:
+            spec = ModelServiceSpec.model_validate(body.get("spec") or {})
+        except ValidationError as error:
+            raise _invalid(error.errors(include_url=False)[0]) from error
+        _check_references(spec)
+        return cls(
+            name=meta["name"],
+            namespace=meta["namespace"],
+            uid=meta.get("uid", ""),
+            generation=meta.get("generation", 0),
+            spec=spec,
+        )
+
+
+def _check_name(name: str) -> None:
+    if len(name) > names.MAX_NAME_CHARS or "." in name:
+        raise InvalidSpec(
+            "metadata.name",
+            f"{name!r} must have at most {names.MAX_NAME_CHARS} characters and no dot, "
+            "for pods and services to be named after it",
+        )
+
+
+def _check_references(spec: ModelServiceSpec) -> None:
+    """What concerns more than one section; the schema's rules say the same where they can."""
+    if spec.canary is not None and spec.canary.revision is not None and spec.model.hub is None:
+        raise InvalidSpec("spec.canary.revision", spec.cel[0][1])
+    if spec.scaling.mode == "keda" and spec.scaling.prometheus_url is None:
+        raise InvalidSpec("spec.scaling.prometheusUrl", spec.cel[1][1])
+    size = spec.engine.tensor_parallel_size
+    if size > MAX_TENSOR_PARALLEL_SIZE:
+        raise InvalidSpec(
+            "spec.engine.tensorParallelSize",
+            f"{size} is not supported: this release's engine runs on one GPU; use 1",
+        )
+
+
+def _invalid(problem: ErrorDetails) -> InvalidSpec:
+    path = ["spec", *(part for part in problem["loc"] if part not in ("str", "int"))]
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] not in ("missing", "value_error", "extra_forbidden"):
+        message = f"{problem['input']!r:.80} is wrong: {message[:1].lower()}{message[1:]}"
+    return InvalidSpec(".".join(str(part) for part in path), message)

@@ -1,0 +1,31 @@
+"""The operator's word reaches a real engine's queue through a real server."""
+
+from pathlib import Path
+
+from headrace_common.messages import Drain
+from headrace_common.protocol.connection import Connection, ConnectionConfig
+from headrace_common.protocol.redis_engine import RedisEngineQueue
+from headrace_operator.drain import QueueDirectory
+from headrace_testing.operators import engine_status
+from headrace_testing.valkey import ValkeyServer
+from headrace_testing.waiting import first
+
+
+async def test_an_engine_is_found_and_told_to_drain(tmp_path: Path) -> None:
+    server = ValkeyServer(tmp_path, appendonly=False)
+    server.start()
+    connection = Connection(ConnectionConfig(url=server.url))
+    status = engine_status("qwen-engine-5c-x", running=3)
+    engine = RedisEngineQueue(connection, status.engine_id, "qwen", shard=1)
+    directory = QueueDirectory(connection)
+    try:
+        await engine.start()
+        await engine.beat((), status)
+        assert await directory.engines("qwen", 1) == [status]
+        assert await directory.engines("other", 0) == []
+        await directory.drain(status.engine_id)
+        assert await first(engine.controls(), 1) == [Drain()]
+    finally:
+        await engine.close()
+        await connection.close()
+        server.stop()

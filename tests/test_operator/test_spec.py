@@ -1,0 +1,153 @@
+"""Reading of ModelServices: every refusal names the field, and the schema has what is read."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from headrace_engine.settings import EngineSettings
+from headrace_operator import schema
+from headrace_operator.errors import InvalidSpec
+from headrace_operator.sections import EngineSettingsSpec
+from headrace_operator.signals import DEFAULT_CAPACITY
+from headrace_operator.spec import ModelService, ModelServiceSpec
+from headrace_testing.model_services import HUB, body, service
+
+CRD = Path(__file__).parents[2] / "charts/headrace/files/crds/modelservices.yaml"
+
+
+def test_a_short_spec_has_defaults_for_the_rest() -> None:
+    found = service()
+    assert found.served_name == "qwen"
+    assert found.spec.scaling.mode == "operator"
+    assert found.spec.drain.timeout_seconds == 300
+
+
+def test_the_served_name_may_differ_from_the_object() -> None:
+    assert service(model={**HUB, "servedName": "Qwen/Qwen3"}).served_name == "Qwen/Qwen3"
+
+
+@pytest.mark.parametrize(
+    ("spec", "field", "words"),
+    [
+        ({"model": {}}, "spec.model", "exactly one of hub"),
+        (
+            {"model": {**HUB, "image": {"reference": "r/m:1"}}},
+            "spec.model",
+            "exactly one of hub",
+        ),
+        ({"model": {"hub": {}}}, "spec.model.hub.id", "required"),
+        ({"model": {"hub": {"id": "a b"}}}, "spec.model.hub.id", "'a b' is wrong"),
+        ({"model": {"uri": {"uri": "http://x/y"}}}, "spec.model.uri.uri", "http://x/y"),
+        ({"engin": {}}, "spec.engin", "not permitted"),
+        ({"engine": {"gpu": {"count": 0}}}, "spec.engine.gpu.count", "0 is wrong"),
+        ({"engine": {"tensorParallelSize": 2}}, "spec.engine.tensorParallelSize", "use 1"),
+        (
+            {"engine": {"rollout": {"maxSurge": 0, "maxUnavailable": 0}}},
+            "spec.engine.rollout",
+            "must not both be 0",
+        ),
+        ({"engine": {"settings": {"dtype": "int3"}}}, "spec.engine.settings.dtype", "int3"),
+        ({"replicas": "two"}, "spec.replicas", "'two' is wrong"),
+        ({"scaling": {"minReplicas": 3, "maxReplicas": 2}}, "spec.scaling", "minReplicas"),
+        ({"scaling": {"mode": "hpa", "minReplicas": 0}}, "spec.scaling", "scale to zero"),
+        ({"scaling": {"mode": "keda"}}, "spec.scaling.prometheusUrl", "mode keda needs"),
+        ({"scaling": {"mode": "magic"}}, "spec.scaling.mode", "'magic' is wrong"),
+        ({"canary": {"replicas": 1}}, "spec.canary", "needs an image or a revision"),
+        (
+            {"model": {"image": {"reference": "r/m:1"}}, "canary": {"revision": "x"}},
+            "spec.canary.revision",
+            "needs model.hub",
+        ),
+    ],
+)
+def test_a_wrong_spec_names_field_and_problem(spec: dict[str, Any], field: str, words: str) -> None:
+    with pytest.raises(InvalidSpec) as caught:
+        service(**spec)
+    assert caught.value.field == field
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["x" * 41, "a.b"])
+def test_a_name_that_pods_cannot_bear_is_refused(name: str) -> None:
+    with pytest.raises(InvalidSpec, match=r"metadata\.name"):
+        ModelService.parse(body(name))
+
+
+def test_a_missing_spec_is_refused() -> None:
+    with pytest.raises(InvalidSpec, match=r"spec\.model"):
+        ModelService.parse({**body(), "spec": None})
+
+
+def test_the_definition_in_the_chart_is_the_generated_one() -> None:
+    assert CRD.read_text() == schema.text(), "run python -m headrace_operator.schema"
+
+
+def _fields(model: type[BaseModel]) -> set[str]:
+    return {str(field.alias) for field in model.model_fields.values()}
+
+
+def test_the_schema_has_exactly_the_fields_that_are_read() -> None:
+    definition = yaml.safe_load(CRD.read_text())
+    root = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    seen = 0
+
+    def compare(node: dict[str, Any], model: type[BaseModel], path: str) -> None:
+        nonlocal seen
+        assert set(node["properties"]) == _fields(model), path
+        required = {str(f.alias) for f in model.model_fields.values() if f.is_required()}
+        assert set(node.get("required", ())) == required, path
+        seen += len(node["properties"])
+        for name, child in schema._children(model):
+            compare(node["properties"][name], child, f"{path}.{name}")
+
+    compare(root["properties"]["spec"], ModelServiceSpec, "spec")
+    assert seen > 100
+
+
+def _walk(node: Any) -> list[dict[str, Any]]:
+    if isinstance(node, list):
+        return [found for item in node for found in _walk(item)]
+    if not isinstance(node, dict):
+        return []
+    return [node, *(found for value in node.values() for found in _walk(value))]
+
+
+def test_the_schema_is_structural() -> None:
+    """No reference, no union and a type everywhere, as the API server demands."""
+    for node in _walk(schema.spec_schema()):
+        assert not {"$ref", "anyOf", "allOf", "oneOf", "title"} & set(node)
+        if "properties" in node and isinstance(node.get("type"), str):
+            for name, child in node["properties"].items():
+                assert "type" in child or "x-kubernetes-int-or-string" in child, name
+                assert child.get("description"), f"{name} says nothing of itself"
+
+
+def test_rules_of_sections_are_rules_of_the_schema() -> None:
+    spec = schema.spec_schema()
+    rules = {
+        rule["message"] for node in _walk(spec) for rule in node.get("x-kubernetes-validations", ())
+    }
+    assert len(rules) == 7
+
+
+def test_printer_columns_and_subresources() -> None:
+    definition = schema.definition()["spec"]
+    (version,) = definition["versions"]
+    columns = [column["name"] for column in version["additionalPrinterColumns"]]
+    assert columns == ["Model", "Ready", "Desired", "Backlog", "Reason", "Age"]
+    assert definition["names"]["shortNames"] == ["ms"]
+    assert version["subresources"]["scale"]["specReplicasPath"] == ".spec.replicas"
+
+
+def test_engine_settings_are_those_of_the_engine() -> None:
+    """What the operator sets itself is not in the section; all else is, under the same name."""
+    own = {"redis_url", "model", "revision", "served_model_name", "shard", "drain_timeout"}
+    own |= {"metrics_host", "metrics_port"}
+    assert set(EngineSettingsSpec.model_fields) == set(EngineSettings.model_fields) - own
+
+
+def test_the_capacity_guess_is_the_engines_default() -> None:
+    assert EngineSettings.model_fields["max_num_seqs"].default == DEFAULT_CAPACITY

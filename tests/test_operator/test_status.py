@@ -1,0 +1,121 @@
+"""Conditions and transitions: each state has its word, and is told once."""
+
+from typing import Any
+
+import pytest
+
+from headrace_operator import status
+from headrace_operator.drain import Draining
+from headrace_operator.errors import InvalidSpec
+from headrace_operator.scaling.decision import Decision
+from headrace_operator.scaling.history import History
+from headrace_operator.scaling.reason import Limit, Reason
+from headrace_operator.status import Seen
+from headrace_testing.model_services import service
+
+NOW = 1_767_225_600.0  # 2026-01-01T00:00:00Z
+
+
+def seen(**changes: Any) -> Seen:
+    return Seen(**{"replicas": 2, "ready": 2, "updated": 2, "desired": 2, **changes})
+
+
+def decision(reason: Reason = Reason.STEADY, **changes: Any) -> Decision:
+    values = {"replicas": 2, "wanted": 2, "message": "text", "history": History(), **changes}
+    return Decision(reason=reason, **values)
+
+
+def words(found: Seen, **spec: Any) -> dict[str, tuple[str, str]]:
+    return {c.type: (c.status, c.reason) for c in status.conditions(service(**spec), found)}
+
+
+@pytest.mark.parametrize(
+    ("found", "kind", "expected"),
+    [
+        (seen(), "Ready", ("True", "EnginesReady")),
+        (seen(ready=0), "Ready", ("False", "NoEngineReady")),
+        (seen(ready=0, desired=0, updated=0), "Ready", ("True", "ScaledToZero")),
+        (seen(), "Progressing", ("False", "Complete")),
+        (seen(ready=1), "Progressing", ("True", "EnginesStarting")),
+        (seen(updated=1), "Progressing", ("True", "RollingOut")),
+        (
+            seen(draining=(Draining(pod="p", engine_id="e", since=0),)),
+            "Progressing",
+            ("True", "Draining"),
+        ),
+        (seen(), "Degraded", ("False", "AsExpected")),
+        (seen(problem=("Unschedulable", "no GPU")), "Degraded", ("True", "Unschedulable")),
+        (seen(), "ScalingActive", ("Unknown", "NotDecided")),
+        (seen(decision=decision()), "ScalingActive", ("True", "Steady")),
+        (
+            seen(decision=decision(Reason.STALE_METRICS, frozen=True)),
+            "ScalingActive",
+            ("False", "MetricsStale"),
+        ),
+        (seen(signals_problem="no gateway"), "ScalingActive", ("False", "MetricsMissing")),
+        (seen(decision=decision()), "ScalingLimited", ("False", "WithinLimits")),
+        (
+            seen(decision=decision(limited=Limit.MAX_REPLICAS)),
+            "ScalingLimited",
+            ("True", "TooManyReplicas"),
+        ),
+    ],
+)
+def test_each_state_has_its_word(found: Seen, kind: str, expected: tuple[str, str]) -> None:
+    assert words(found)[kind] == expected
+
+
+def test_other_modes_say_who_scales() -> None:
+    for mode, word in (("none", "ScaledByHand"), ("hpa", "ScaledByHPA")):
+        assert words(seen(), scaling={"mode": mode})["ScalingActive"] == ("True", word)
+
+
+def test_a_condition_keeps_its_time_until_its_status_changes() -> None:
+    first = status.status_of(service(), seen(), {}, NOW)
+    later = status.status_of(service(), seen(ready=0), first, NOW + 60)
+    times = {c["type"]: c["lastTransitionTime"] for c in later["conditions"]}
+    assert times["Degraded"] == "2026-01-01T00:00:00Z"
+    assert times["Ready"] == "2026-01-01T00:01:00Z"
+
+
+def test_a_decision_keeps_its_time_while_its_result_is_the_same() -> None:
+    first = status.status_of(service(), seen(decision=decision()), {}, NOW)
+    same = status.status_of(service(), seen(decision=decision(message="new")), first, NOW + 60)
+    assert same["lastDecision"]["time"] == "2026-01-01T00:00:00Z"
+    assert same["lastDecision"]["message"] == "new"
+    other = seen(decision=decision(Reason.BACKLOG, replicas=3))
+    changed = status.status_of(service(), other, same, NOW + 60)
+    assert changed["lastDecision"]["time"] == "2026-01-01T00:01:00Z"
+
+
+def test_drains_survive_in_the_status() -> None:
+    draining = (Draining(pod="p", engine_id="e", since=NOW),)
+    assert status.drains(status.status_of(service(), seen(draining=draining), {}, NOW)) == list(
+        draining
+    )
+    assert status.drains({}) == []
+
+
+def test_an_invalid_spec_degrades_and_leaves_the_rest() -> None:
+    before = status.status_of(service(), seen(), {}, NOW)
+    failed = status.failed_status(7, InvalidSpec("spec.x", "is wrong"), before, NOW + 5)
+    assert failed["observedGeneration"] == 7
+    found = {c["type"]: c for c in failed["conditions"]}
+    assert found["Degraded"]["reason"] == "InvalidSpec"
+    assert found["Degraded"]["message"] == "spec.x: is wrong"
+    assert found["Ready"]["reason"] == "EnginesReady"
+
+
+def test_events_are_made_of_transitions_alone() -> None:
+    fresh = status.status_of(service(), seen(ready=0), {}, NOW)["conditions"]
+    assert [c.reason for c in status.transitions((), fresh)] == ["NoEngineReady"]
+    assert status.transitions(fresh, fresh) == []
+    well = status.status_of(service(), seen(), {"conditions": fresh}, NOW)["conditions"]
+    changes = {c.reason: c.kind for c in status.transitions(fresh, well)}
+    assert changes == {"EnginesReady": "Normal", "Complete": "Normal"}
+
+
+def test_another_trouble_is_another_event() -> None:
+    one = status.status_of(service(), seen(problem=("A", "")), {}, NOW)["conditions"]
+    two = status.status_of(service(), seen(problem=("B", "")), {}, NOW)["conditions"]
+    assert [(c.kind, c.reason) for c in status.transitions(one, two)] == [("Warning", "B")]
