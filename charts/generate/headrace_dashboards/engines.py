@@ -1,0 +1,195 @@
+"""Inside the engines: batches, steps, KV cache, where requests spend their time."""
+
+from headrace_common import metric_names as names
+
+from . import promql as q
+from .panel import Dashboard, Look, Panel, Query, Row, Unit
+from .service import percentiles, scope
+
+_POD = f"{{{{{q.POD}}}}}"
+
+
+def dashboard() -> Dashboard:
+    return Dashboard(
+        name="engines",
+        title="Headrace / Engines",
+        description="Continuous batching and the KV cache, engine by engine.",
+        variables=scope(names.ENGINE_KV_UTILIZATION),
+        rows=(
+            Row("Batch", _batch()),
+            Row("Steps", _steps()),
+            Row("KV cache", _cache()),
+            Row("Requests", _requests()),
+            Row("Processes", _processes()),
+        ),
+    )
+
+
+def _batch() -> tuple[Panel, ...]:
+    state, kind = q.label(names.STATE), q.label(names.TYPE)
+    sequences = q.series(names.ENGINE_REQUESTS)
+    running = q.series(names.ENGINE_REQUESTS, f'{state}="running"')
+    return (
+        Panel(
+            title="Sequences",
+            description="Running ones are the batch; waiting ones were taken but do not fit yet.",
+            queries=(Query(q.total(sequences, state), f"{{{{{state}}}}}"),),
+            look=Look.STACKED,
+        ),
+        Panel(
+            title="Batch size by engine",
+            description="Sequences that each engine computes in a step.",
+            queries=(Query(q.total(running, q.POD), _POD),),
+        ),
+        Panel(
+            title="Tokens",
+            description="Prompt tokens taken in and output tokens made, a second.",
+            queries=(Query(q.total(q.rate(names.ENGINE_TOKENS), kind), f"{{{{{kind}}}}}"),),
+            unit=Unit.TOKENS_PER_SECOND,
+        ),
+    )
+
+
+def _steps() -> tuple[Panel, ...]:
+    phase = q.label(names.PHASE)
+    return (
+        Panel(
+            title="Step time",
+            description="How long one engine step takes; inter-token latency follows it.",
+            queries=percentiles(names.ENGINE_STEP_DURATION),
+            unit=Unit.SECONDS,
+        ),
+        Panel(
+            title="Step time, spread",
+            description="How many steps took how long, over time.",
+            queries=(Query(q.buckets(names.ENGINE_STEP_DURATION)),),
+            unit=Unit.SECONDS,
+            look=Look.HEATMAP,
+        ),
+        Panel(
+            title="Tokens per step",
+            description="Mean over the steps that had tokens of that phase.",
+            queries=(Query(q.mean(names.ENGINE_STEP_TOKENS, "", phase), f"{{{{{phase}}}}}"),),
+            unit=Unit.TOKENS,
+        ),
+        Panel(
+            title="Decode tokens per step, spread",
+            description="How full the decode part of batches is, over time.",
+            queries=(Query(q.buckets(names.ENGINE_STEP_TOKENS, f'{phase}="decode"')),),
+            unit=Unit.TOKENS,
+            look=Look.HEATMAP,
+        ),
+        Panel(
+            title="Steps",
+            description="Steps a second of each engine.",
+            queries=(
+                Query(q.total(q.rate(names.ENGINE_STEP_DURATION, suffix="_count"), q.POD), _POD),
+            ),
+            unit=Unit.PER_SECOND,
+        ),
+        Panel(
+            title="Time since the last step",
+            description="While there is work; an engine that only grows here is stuck.",
+            queries=(Query(f"max by ({q.POD}) ({q.series(names.ENGINE_STEP_LAST_AGE)})", _POD),),
+            unit=Unit.SECONDS,
+        ),
+    )
+
+
+def _cache() -> tuple[Panel, ...]:
+    state, place, kind = q.label(names.STATE), q.label(names.PLACE), q.label(names.KIND)
+    blocks = q.total(q.series(names.ENGINE_KV_BLOCKS), state, place)
+    return (
+        Panel(
+            title="KV utilisation",
+            description="Share of blocks that sequences hold; cached ones can be had back.",
+            queries=(Query(f"max by ({q.POD}) ({q.series(names.ENGINE_KV_UTILIZATION)})", _POD),),
+            unit=Unit.SHARE,
+            maximum=1,
+        ),
+        Panel(
+            title="KV blocks",
+            description="Of all engines: used by sequences, kept for prefixes, free.",
+            queries=(Query(blocks, f"{{{{{state}}}}} {{{{{place}}}}}"),),
+            look=Look.STACKED,
+        ),
+        Panel(
+            title="Preemptions",
+            description="Sequences that gave their KV blocks up to others, a second.",
+            queries=(
+                Query(
+                    q.total(q.rate(names.ENGINE_PREEMPTIONS), q.POD, kind), f"{_POD} {{{{{kind}}}}}"
+                ),
+            ),
+            unit=Unit.PER_SECOND,
+        ),
+        Panel(
+            title="Prefix hit rate",
+            description="Share of prompt tokens whose KV was found in the prefix cache.",
+            queries=(Query(_share_of(names.ENGINE_PREFIX_CACHE_TOKENS, "hit"), "hit rate"),),
+            unit=Unit.SHARE,
+            maximum=1,
+        ),
+        Panel(
+            title="Prefix lookups",
+            description="Prompt tokens looked up in the prefix cache, a second, by result.",
+            queries=(_by_result(names.ENGINE_PREFIX_CACHE_TOKENS),),
+            unit=Unit.TOKENS_PER_SECOND,
+            look=Look.STACKED,
+        ),
+        Panel(
+            title="Speculation",
+            description="Drafted tokens a second, by whether they were accepted.",
+            queries=(_by_result(names.ENGINE_SPEC_TOKENS),),
+            unit=Unit.TOKENS_PER_SECOND,
+            look=Look.STACKED,
+        ),
+    )
+
+
+def _share_of(metric: names.Metric, result: str) -> str:
+    part = q.rate(metric, f'{q.label(names.RESULT)}="{result}"')
+    return q.ratio(q.total(part), q.total(q.rate(metric)))
+
+
+def _by_result(metric: names.Metric) -> Query:
+    result = q.label(names.RESULT)
+    return Query(q.total(q.rate(metric), result), f"{{{{{result}}}}}")
+
+
+def _requests() -> tuple[Panel, ...]:
+    phases = (
+        ("queue", "Time in the queue", "From admission until an engine took the request."),
+        ("prefill", "Time in prefill", "From the take to the first output token."),
+        ("decode", "Time in decode", "From the first output token to the last."),
+    )
+    return tuple(
+        Panel(
+            title=title,
+            description=description,
+            queries=percentiles(
+                names.ENGINE_REQUEST_PHASE_DURATION, f'{q.label(names.PHASE)}="{phase}"'
+            ),
+            unit=Unit.SECONDS,
+        )
+        for phase, title, description in phases
+    )
+
+
+def _processes() -> tuple[Panel, ...]:
+    engines = f"and on ({q.NAMESPACE}, {q.POD}) {q.series(names.ENGINE_KV_UTILIZATION)}"
+    return (
+        Panel(
+            title="CPU",
+            description="Cores that each engine process uses.",
+            queries=(Query(f"rate({q.pods(q.PROCESS_CPU)}[{q.WINDOW}]) {engines}", _POD),),
+            width=12,
+        ),
+        Panel(
+            title="Memory",
+            description="Resident memory of each engine process, without the GPU's.",
+            queries=(Query(f"{q.pods(q.PROCESS_MEMORY)} {engines}", _POD),),
+            unit=Unit.BYTES,
+            width=12,
+        ),
+    )

@@ -1,0 +1,85 @@
+"""What a dashboard shows, as plain data: no Grafana in here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Look(StrEnum):
+    """How a panel is drawn."""
+
+    LINES = "lines"
+    STACKED = "stacked"
+    BARS = "bars"
+    HEATMAP = "heatmap"
+    STAT = "stat"
+
+
+class Unit(StrEnum):
+    """Grafana's unit ids."""
+
+    SECONDS = "s"
+    PER_SECOND = "reqps"
+    SHORT = "short"
+    SHARE = "percentunit"
+    BYTES = "bytes"
+    TOKENS = "suffix: tok"
+    TOKENS_PER_SECOND = "suffix: tok/s"
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """PromQL, and the name of each of its series with labels as `{{label}}`."""
+
+    expr: str
+    legend: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """`width` in Grafana's 24 columns, `height` in its rows. `maximum` fixes the axis' end.
+
+    `warn` and `alarm` are values from which a stat turns yellow and red.
+    """
+
+    title: str
+    description: str
+    queries: Sequence[Query]
+    unit: Unit = Unit.SHORT
+    look: Look = Look.LINES
+    width: int = 8
+    height: int = 8
+    maximum: float | None = None
+    warn: float | None = None
+    alarm: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    title: str
+    panels: Sequence[Panel]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variable:
+    """A choice at the dashboard's top: the values that a label of a series has."""
+
+    name: str
+    label: str
+    query: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dashboard:
+    """`name` is the file's and, behind `headrace-`, the uid's."""
+
+    name: str
+    title: str
+    description: str
+    variables: Sequence[Variable]
+    rows: Sequence[Row]
+    tags: Sequence[str] = field(default=("headrace", "llm"))
+
+    @property
+    def panels(self) -> list[Panel]:
+        return [panel for row in self.rows for panel in row.panels]

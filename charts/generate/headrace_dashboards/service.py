@@ -1,0 +1,293 @@
+"""The service as its users see it: traffic, errors, latency, the queue, Redis."""
+
+from headrace_common import metric_names as names
+from headrace_common.metric_names import Metric
+
+from . import promql as q
+from .panel import Dashboard, Look, Panel, Query, Row, Unit, Variable
+
+PERCENTILES = (0.5, 0.9, 0.95, 0.99)
+_ANSWERED = f'{q.CODE}=""'
+_FAILED = f'{q.CODE}!="",{q.CODE}!~"{q.CLIENT_FAULTS}"'
+
+
+def dashboard() -> Dashboard:
+    return Dashboard(
+        name="service",
+        title="Headrace / Service",
+        description="Requests, latencies and the queue, as clients and gateways see them.",
+        variables=scope(names.QUEUE_DEPTH),
+        rows=(
+            Row("Now", _now()),
+            Row("Traffic", _traffic()),
+            Row("Latency", _latency()),
+            Row("Queue", _queue()),
+            Row("Faults and Redis", _faults()),
+        ),
+    )
+
+
+def scope(metric: Metric) -> tuple[Variable, Variable]:
+    """Namespaces and models, as far as they have a metric."""
+    name = metric.prometheus_name
+    owned = metric in names.OPERATOR_METRICS
+    namespace = q.label(names.K8S_NAMESPACE) if owned else q.NAMESPACE
+    return (
+        Variable(name="namespace", label="Namespace", query=f"label_values({name}, {namespace})"),
+        Variable(
+            name="model",
+            label="Model",
+            query=f'label_values({name}{{{namespace}=~"$namespace"}}, {q.MODEL})',
+        ),
+    )
+
+
+def percentiles(metric: Metric, match: str = "") -> tuple[Query, ...]:
+    return tuple(
+        Query(q.quantile(share, metric, match), f"p{100 * share:.0f}") for share in PERCENTILES
+    )
+
+
+def _now() -> tuple[Panel, ...]:
+    ended = q.total(q.rate(names.REQUEST_DURATION, suffix="_count"))
+    failed = q.total(q.rate(names.REQUEST_DURATION, _FAILED, "_count"))
+    output = q.rate(names.TOKEN_USAGE, f'{q.TOKEN_TYPE}="output"', "_sum")
+    return (
+        _stat("Request rate", "Requests that ended, a second.", ended, Unit.PER_SECOND),
+        _stat(
+            "Failures",
+            "Share of requests that the service failed or refused; what clients did is left out.",
+            f"({failed} or vector(0)) / {ended}",
+            Unit.SHARE,
+            warn=0.001,
+            alarm=0.01,
+        ),
+        _stat(
+            "First token, p95",
+            "95th percentile of the time to first token.",
+            q.quantile(0.95, names.TIME_TO_FIRST_TOKEN),
+            Unit.SECONDS,
+        ),
+        _stat("Output", "Output tokens a second.", q.total(output), Unit.TOKENS_PER_SECOND),
+        _stat(
+            "Oldest waiting request",
+            "How long the first in the queue has waited.",
+            f"max({q.series(names.QUEUE_OLDEST_AGE)})",
+            Unit.SECONDS,
+            warn=30,
+            alarm=60,
+        ),
+        _stat(
+            "Engines",
+            "Engine processes that export metrics.",
+            f"count({q.series(names.ENGINE_KV_UTILIZATION)})",
+        ),
+    )
+
+
+def _stat(
+    title: str,
+    description: str,
+    expr: str,
+    unit: Unit = Unit.SHORT,
+    warn: float | None = None,
+    alarm: float | None = None,
+) -> Panel:
+    return Panel(
+        title=title,
+        description=description,
+        queries=(Query(expr),),
+        unit=unit,
+        look=Look.STAT,
+        width=4,
+        height=4,
+        warn=warn,
+        alarm=alarm,
+    )
+
+
+def _traffic() -> tuple[Panel, ...]:
+    operation, stream = q.label(names.OPERATION_NAME), q.label(names.STREAM)
+    ended = q.rate(names.REQUEST_DURATION, suffix="_count")
+    errors = q.rate(names.REQUEST_DURATION, f'{q.CODE}!=""', "_count")
+    return (
+        Panel(
+            title="Requests",
+            description="Requests that ended, a second, by operation.",
+            queries=(
+                Query(q.total(ended, q.MODEL, operation), f"{{{{{q.MODEL}}}}} {{{{{operation}}}}}"),
+            ),
+            unit=Unit.PER_SECOND,
+            look=Look.STACKED,
+        ),
+        Panel(
+            title="Errors",
+            description="Requests that ended with an error, a second, by its code.",
+            queries=(Query(q.total(errors, q.CODE), f"{{{{{q.CODE}}}}}"),),
+            unit=Unit.PER_SECOND,
+            look=Look.STACKED,
+        ),
+        Panel(
+            title="In flight",
+            description="Requests that gateways are serving, by whether they stream.",
+            queries=(
+                Query(
+                    q.total(q.series(names.GATEWAY_REQUESTS_IN_FLIGHT), stream),
+                    f"stream={{{{{stream}}}}}",
+                ),
+            ),
+            look=Look.STACKED,
+        ),
+        Panel(
+            title="Tokens",
+            description="Tokens of the requests that ended, a second.",
+            queries=(
+                Query(
+                    q.total(q.rate(names.TOKEN_USAGE, suffix="_sum"), q.TOKEN_TYPE),
+                    f"{{{{{q.TOKEN_TYPE}}}}}",
+                ),
+            ),
+            unit=Unit.TOKENS_PER_SECOND,
+        ),
+        Panel(
+            title="Prompt lengths",
+            description="Input tokens a request.",
+            queries=(Query(q.buckets(names.TOKEN_USAGE, f'{q.TOKEN_TYPE}="input"')),),
+            unit=Unit.TOKENS,
+            look=Look.HEATMAP,
+        ),
+        Panel(
+            title="Output lengths",
+            description="Output tokens a request.",
+            queries=(Query(q.buckets(names.TOKEN_USAGE, f'{q.TOKEN_TYPE}="output"')),),
+            unit=Unit.TOKENS,
+            look=Look.HEATMAP,
+        ),
+    )
+
+
+def _latency() -> tuple[Panel, ...]:
+    def lines(title: str, description: str, metric: Metric, match: str = "") -> Panel:
+        queries = percentiles(metric, match)
+        return Panel(title=title, description=description, queries=queries, unit=Unit.SECONDS)
+
+    def spread(title: str, metric: Metric, match: str = "") -> Panel:
+        return Panel(
+            title=title,
+            description=f"{metric.description} How many fell where, over time.",
+            queries=(Query(q.buckets(metric, match)),),
+            unit=Unit.SECONDS,
+            look=Look.HEATMAP,
+        )
+
+    return (
+        lines(
+            "Time to first token",
+            "From a request's arrival to its first output token: waiting and prefill.",
+            names.TIME_TO_FIRST_TOKEN,
+        ),
+        lines(
+            "Time per output token",
+            "Mean inter-token latency of each answer after its first token.",
+            names.TIME_PER_OUTPUT_TOKEN,
+        ),
+        lines(
+            "End to end",
+            "From arrival to last byte, of requests without error; grows with output lengths.",
+            names.REQUEST_DURATION,
+            _ANSWERED,
+        ),
+        spread("Time to first token, spread", names.TIME_TO_FIRST_TOKEN),
+        spread("Time per output token, spread", names.TIME_PER_OUTPUT_TOKEN),
+        spread("End to end, spread", names.REQUEST_DURATION, _ANSWERED),
+    )
+
+
+def _queue() -> tuple[Panel, ...]:
+    model, reason = f"{{{{{q.MODEL}}}}}", q.label(names.REASON)
+    return (
+        Panel(
+            title="Waiting and running",
+            description="Requests that wait in the queue, and those that engines have taken.",
+            queries=(
+                Query(q.same_everywhere(names.QUEUE_DEPTH), f"waiting {model}"),
+                Query(q.same_everywhere(names.QUEUE_PENDING), f"running {model}"),
+            ),
+            look=Look.STACKED,
+            width=6,
+        ),
+        Panel(
+            title="Waiting tokens",
+            description="Prompt plus maximal output tokens of the waiting requests.",
+            queries=(Query(q.same_everywhere(names.QUEUE_TOKENS), model),),
+            unit=Unit.TOKENS,
+            width=6,
+        ),
+        Panel(
+            title="Age of the oldest",
+            description="How long the first in the queue has waited.",
+            queries=(Query(q.same_everywhere(names.QUEUE_OLDEST_AGE), model),),
+            unit=Unit.SECONDS,
+            width=6,
+        ),
+        Panel(
+            title="Admitted and refused",
+            description=(
+                "Requests put on the queue, and refused by reason: queue_full is answered 503, "
+                "tenant_limit 429, backend_unavailable means that Redis was not reached."
+            ),
+            queries=(
+                Query(q.total(q.rate(names.QUEUE_ADMITTED)), "admitted"),
+                Query(q.total(q.rate(names.QUEUE_REJECTED), reason), f"{{{{{reason}}}}}"),
+            ),
+            unit=Unit.PER_SECOND,
+            width=6,
+        ),
+    )
+
+
+def _faults() -> tuple[Panel, ...]:
+    return (
+        Panel(
+            title="Disconnects and redeliveries",
+            description=(
+                "Clients that went away before the end; requests that another engine took over "
+                "because theirs went silent."
+            ),
+            queries=(
+                Query(q.total(q.increase(names.GATEWAY_DISCONNECTS)), "disconnects"),
+                Query(q.total(q.increase(names.QUEUE_REDELIVERIES)), "redeliveries"),
+            ),
+            look=Look.BARS,
+            width=6,
+        ),
+        Panel(
+            title="Dead letters",
+            description="Messages set aside since they cannot be served. Always worth a look.",
+            queries=(
+                Query(
+                    f"max by ({q.MODEL}) ({q.increase(names.QUEUE_DEAD_LETTERS)})",
+                    f"{{{{{q.MODEL}}}}}",
+                ),
+            ),
+            look=Look.BARS,
+            width=6,
+        ),
+        Panel(
+            title="Redis memory",
+            description="Used, and the limit at which admission stops. Needs redis_exporter.",
+            queries=(
+                Query(f"max({q.pods(q.REDIS_MEMORY_USED)})", "used"),
+                Query(f"max({q.pods(q.REDIS_MEMORY_MAX)}) > 0", "limit"),
+            ),
+            unit=Unit.BYTES,
+            width=6,
+        ),
+        Panel(
+            title="Redis commands",
+            description="Commands a second, scripts' own included. Needs redis_exporter.",
+            queries=(Query(q.total(f"rate({q.pods(q.REDIS_COMMANDS)}[{q.WINDOW}])"), "commands"),),
+            unit=Unit.PER_SECOND,
+            width=6,
+        ),
+    )

@@ -1,0 +1,79 @@
+"""`helm test`: the API answers, lists its models, and chats with those that an engine serves.
+
+Runs in the gateway's image with nothing but the standard library. HEADRACE_URL is the API's
+address; HEADRACE_OPERATOR_URL, if set, the operator's health port. Exit status 0 is a pass.
+"""
+
+import json
+import os
+import sys
+import urllib.error
+import urllib.request
+
+TIMEOUT_S = 60.0
+
+
+def say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+
+
+def call(url: str, body: object = None) -> dict[str, object]:
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, data, headers)  # noqa: S310 - the chart's addresses
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:  # noqa: S310
+        text = response.read().decode()
+    answer = json.loads(text) if text.startswith("{") else {}
+    return answer if isinstance(answer, dict) else {}
+
+
+def served(base: str) -> list[str]:
+    """Names of the models that the gateway knows. Raises ValueError where the list is none."""
+    models = call(f"{base}/v1/models").get("data")
+    if not isinstance(models, list) or not models:
+        raise ValueError("/v1/models lists no model")
+    return [str(model["id"]) for model in models]
+
+
+def ready(base: str) -> bool:
+    """Whether engines of every model are ready: without a ModelService there are none."""
+    try:
+        call(f"{base}/health/ready")
+    except urllib.error.HTTPError as error:
+        if error.code != 503:
+            raise
+        say(f"no answer asked for: {error.read().decode()}")
+        return False
+    return True
+
+
+def chat(base: str, model: str) -> None:
+    """Raises ValueError where the answer holds no token."""
+    message = {"role": "user", "content": "Say hello."}
+    body = {"model": model, "messages": [message], "max_tokens": 4}
+    usage = call(f"{base}/v1/chat/completions", body).get("usage")
+    if not isinstance(usage, dict) or not usage.get("completion_tokens"):
+        raise ValueError(f"{model} answered without a token")
+    say(f"{model} answered with {usage['completion_tokens']} tokens")
+
+
+def main() -> int:
+    base = os.environ["HEADRACE_URL"]
+    try:
+        call(f"{base}/health/live")
+        names = served(base)
+        say(f"gateway lists {', '.join(names)}")
+        for name in names if ready(base) else ():
+            chat(base, name)
+        operator = os.environ.get("HEADRACE_OPERATOR_URL")
+        if operator:
+            call(operator)
+            say("operator is live")
+    except (OSError, ValueError) as error:
+        say(f"failed: {error}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

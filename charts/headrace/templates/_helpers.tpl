@@ -1,0 +1,383 @@
+{{- define "headrace.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" }}
+{{- end }}
+
+{{- define "headrace.fullname" -}}
+{{- if .Values.fullnameOverride }}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" }}
+{{- else if contains (include "headrace.name" .) .Release.Name }}
+{{- .Release.Name | trunc 40 | trimSuffix "-" }}
+{{- else }}
+{{- printf "%s-%s" .Release.Name (include "headrace.name" .) | trunc 40 | trimSuffix "-" }}
+{{- end }}
+{{- end }}
+
+{{/* Name of a component's objects. Takes (list $ "gateway"). */}}
+{{- define "headrace.componentName" -}}
+{{- printf "%s-%s" (include "headrace.fullname" (index . 0)) (index . 1) }}
+{{- end }}
+
+{{/* Never changed and never versioned: a Deployment's selector is immutable. Takes (list $ "gateway"). */}}
+{{- define "headrace.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "headrace.name" (index . 0) }}
+app.kubernetes.io/instance: {{ (index . 0).Release.Name }}
+app.kubernetes.io/component: {{ index . 1 }}
+{{- end }}
+
+{{/* Labels of pods: nothing versioned, so that an upgrade restarts only what it changes. Takes (list $ "gateway"). */}}
+{{- define "headrace.podLabels" -}}
+{{- $own := include "headrace.selectorLabels" . | fromYaml -}}
+{{- merge $own (dict "app.kubernetes.io/part-of" "headrace") (index . 0).Values.commonLabels | toYaml }}
+{{- end }}
+
+{{/* Labels of objects. Takes (list $ "gateway"). */}}
+{{- define "headrace.labels" -}}
+{{- $root := index . 0 -}}
+{{- $release := dict
+      "app.kubernetes.io/managed-by" $root.Release.Service
+      "app.kubernetes.io/version" $root.Chart.AppVersion
+      "helm.sh/chart" (printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_") -}}
+{{- merge $release (include "headrace.podLabels" . | fromYaml) | toYaml }}
+{{- end }}
+
+{{/* Image of one of the three targets of the Dockerfile. Takes (list $ "gateway"). */}}
+{{- define "headrace.image" -}}
+{{- $root := index . 0 -}}
+{{- printf "%s-%s:%s" $root.Values.image.repository (index . 1) (default $root.Chart.AppVersion $root.Values.image.tag) }}
+{{- end }}
+
+{{- define "headrace.pullSecrets" -}}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Restricted Pod Security for a pod; the user exists in the images. */}}
+{{- define "headrace.podSecurityContext" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile:
+  type: RuntimeDefault
+{{- end }}
+
+{{- define "headrace.containerSecurityContext" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end }}
+
+{{/* Where pods may run. Takes a component's values. */}}
+{{- define "headrace.scheduling" -}}
+{{- with .nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- end }}
+
+{{/* Settings as environment variables. Takes (dict "prefix" "HEADRACE_GATEWAY_" "settings" {...}). */}}
+{{- define "headrace.settingsEnv" -}}
+{{- $prefix := .prefix -}}
+{{- range $name, $value := .settings }}
+{{- if and (not (kindIs "invalid" $value)) (or (not (kindIs "map" $value)) $value) }}
+- name: {{ printf "%s%s" $prefix (upper $name) }}
+  value: {{ include "headrace.settingText" $value | quote }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* One value as a setting's text: maps and lists as JSON, whole numbers without an exponent. */}}
+{{- define "headrace.settingText" -}}
+{{- if or (kindIs "map" .) (kindIs "slice" .) -}}
+{{ toJson . }}
+{{- else if and (kindIs "float64" .) (eq (floor .) .) -}}
+{{ int64 . }}
+{{- else -}}
+{{ . }}
+{{- end -}}
+{{- end }}
+
+{{- define "headrace.redis.secretName" -}}
+{{- if eq .Values.redis.mode "external" }}
+{{- default (include "headrace.componentName" (list . "redis")) .Values.redis.external.existingSecret }}
+{{- else }}
+{{- default (include "headrace.componentName" (list . "redis")) .Values.redis.bundled.existingSecret }}
+{{- end }}
+{{- end }}
+
+{{- define "headrace.redis.secretKey" -}}
+{{- if and (eq .Values.redis.mode "external") .Values.redis.external.existingSecret }}
+{{- .Values.redis.external.existingSecretKey }}
+{{- else }}
+{{- "url" }}
+{{- end }}
+{{- end }}
+
+{{- define "headrace.redis.port" -}}
+{{- if eq .Values.redis.mode "external" }}{{ .Values.redis.external.port }}{{ else }}6379{{ end }}
+{{- end }}
+
+{{/* The URL without a password of an external server, with its CA where there is one. */}}
+{{- define "headrace.redis.externalUrl" -}}
+{{- $external := .Values.redis.external -}}
+{{- $external.url -}}
+{{- if $external.caSecret -}}
+{{- ternary "&" "?" (contains "?" $external.url) -}}ssl_ca_certs=/etc/headrace/redis-ca/ca.crt
+{{- end -}}
+{{- end }}
+
+{{/* Rolls pods when the values point them to another Redis. */}}
+{{- define "headrace.redis.checksum" -}}
+{{- $redis := .Values.redis -}}
+{{- $used := ternary (toJson $redis.external) $redis.bundled.existingSecret (eq $redis.mode "external") -}}
+{{- printf "%s %s" $redis.mode $used | sha256sum | trunc 16 }}
+{{- end }}
+
+{{- define "headrace.otlpEndpoint" -}}
+{{- if .Values.telemetry.otlpEndpoint }}
+{{- .Values.telemetry.otlpEndpoint }}
+{{- else if .Values.otelCollector.enabled }}
+{{- printf "http://%s.%s.svc:4318" (include "headrace.componentName" (list . "otel-collector")) .Release.Namespace }}
+{{- end }}
+{{- end }}
+
+{{/* OTEL_* of a process, as environment variables. */}}
+{{- define "headrace.otelEnv" -}}
+{{- $endpoint := include "headrace.otlpEndpoint" . -}}
+{{- if $endpoint }}
+- name: OTEL_EXPORTER_OTLP_ENDPOINT
+  value: {{ $endpoint | quote }}
+- name: OTEL_METRICS_EXPORTER
+  value: {{ ternary "otlp" "none" .Values.telemetry.otlpMetrics }}
+- name: OTEL_TRACES_SAMPLER
+  value: parentbased_traceidratio
+- name: OTEL_TRACES_SAMPLER_ARG
+  value: {{ .Values.telemetry.traceRatio | quote }}
+{{- end }}
+{{- end }}
+
+{{/* "true" where objects of the Prometheus operator are wanted. */}}
+{{- define "headrace.prometheusOperator" -}}
+{{- $wanted := .Values.monitoring.prometheusOperator -}}
+{{- if or (eq (toString $wanted) "true") (and (eq (toString $wanted) "auto") (.Capabilities.APIVersions.Has "monitoring.coreos.com/v1")) -}}
+true
+{{- end -}}
+{{- end }}
+
+{{/* Peers that may scrape metrics: the release's namespace and the named ones. */}}
+{{- define "headrace.metricsFrom" -}}
+- podSelector: {}
+{{- range .Values.networkPolicy.metricsNamespaces }}
+- namespaceSelector:
+    matchLabels: {kubernetes.io/metadata.name: {{ . }}}
+{{- end }}
+{{- end }}
+
+{{/* Egress that every component needs: names, Redis, traces. */}}
+{{- define "headrace.egress.dns" -}}
+- to:
+    - namespaceSelector: {}
+    - ipBlock: {cidr: 169.254.20.10/32}
+  ports:
+    - {port: 53, protocol: UDP}
+    - {port: 53, protocol: TCP}
+{{- end }}
+
+{{- define "headrace.egress.redis" -}}
+{{- if eq .Values.redis.mode "bundled" -}}
+- to:
+    - podSelector:
+        matchLabels:
+          {{- include "headrace.selectorLabels" (list . "redis") | nindent 10 }}
+  ports:
+    - {port: 6379, protocol: TCP}
+{{- else if .Values.redis.external.cidrs -}}
+- ports:
+    - {port: {{ .Values.redis.external.port }}, protocol: TCP}
+  to:
+    {{- range .Values.redis.external.cidrs }}
+    - ipBlock: {cidr: {{ . | quote }}}
+    {{- end }}
+{{- else -}}
+{{ include "headrace.egress.port" .Values.redis.external.port }}
+{{- end }}
+{{- end }}
+
+{{/* The port of a URL, given or by its scheme. */}}
+{{- define "headrace.urlPort" -}}
+{{- $default := ternary "443" "80" (hasPrefix "https:" .) -}}
+{{- regexFind ":[0-9]+$" (urlParse .).host | trimPrefix ":" | default $default }}
+{{- end }}
+
+{{- define "headrace.egress.otlp" -}}
+{{- if .Values.telemetry.otlpEndpoint -}}
+{{ include "headrace.egress.port" (include "headrace.urlPort" .Values.telemetry.otlpEndpoint) }}
+{{- else if .Values.otelCollector.enabled -}}
+- to:
+    - podSelector:
+        matchLabels:
+          {{- include "headrace.selectorLabels" (list . "otel-collector") | nindent 10 }}
+  ports:
+    - {port: 4318, protocol: TCP}
+{{- end }}
+{{- end }}
+
+{{/* Anywhere but link-local addresses, where clouds keep credentials. */}}
+{{- define "headrace.anywhere" -}}
+- ipBlock: {cidr: 0.0.0.0/0, except: [169.254.0.0/16]}
+- ipBlock: {cidr: "::/0", except: ["fe80::/10", "fd00:ec2::254/128"]}
+{{- end }}
+
+{{/* Tokenizers come from outside the cluster. */}}
+{{- define "headrace.egress.https" -}}
+- to:
+    {{- include "headrace.anywhere" . | nindent 4 }}
+  ports:
+    - {port: 443, protocol: TCP}
+{{- end }}
+
+{{/* A server that only a name or URL tells, in the cluster or outside. Takes its port. */}}
+{{- define "headrace.egress.port" -}}
+- to:
+    - namespaceSelector: {}
+    {{- include "headrace.anywhere" . | nindent 4 }}
+  ports:
+    - {port: {{ . }}, protocol: TCP}
+{{- end }}
+
+{{/* All that is wrong with the values at once, each with what would mend it. */}}
+{{- define "headrace.validate" -}}
+{{- $problems := list -}}
+{{- $external := .Values.redis.external -}}
+{{- if eq .Values.redis.mode "external" -}}
+{{- if not (or $external.url $external.existingSecret) -}}
+{{- $problems = append $problems "redis.external has neither url nor existingSecret: set redis.external.existingSecret to a Secret that holds the URL" -}}
+{{- end -}}
+{{- if and $external.url $external.existingSecret -}}
+{{- $problems = append $problems "redis.external has both url and existingSecret: leave one empty" -}}
+{{- end -}}
+{{- if regexMatch "://[^/]*@" $external.url -}}
+{{- $problems = append $problems "redis.external.url holds a password, which would be readable in the release: put the URL into a Secret and set redis.external.existingSecret" -}}
+{{- end -}}
+{{- end -}}
+{{- $scaling := .Values.gateway.autoscaling -}}
+{{- if $scaling.enabled -}}
+{{- if gt (int $scaling.minReplicas) (int $scaling.maxReplicas) -}}
+{{- $problems = append $problems "gateway.autoscaling.minReplicas is above maxReplicas: lower the one or raise the other" -}}
+{{- end -}}
+{{- if not (or $scaling.targetCPUUtilizationPercentage $scaling.targetRequestsInFlight) -}}
+{{- $problems = append $problems "gateway.autoscaling has no target: set gateway.autoscaling.targetCPUUtilizationPercentage" -}}
+{{- end -}}
+{{- if and $scaling.targetCPUUtilizationPercentage (not (dig "requests" "cpu" "" .Values.gateway.resources)) -}}
+{{- $problems = append $problems "gateway.autoscaling aims at CPU and the pods request none: set gateway.resources.requests.cpu" -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}
+{{- $problems = append $problems "httpRoute has no gateway to attach to: set httpRoute.parentRefs" -}}
+{{- end -}}
+{{- if and .Values.ingress.tlsSecret (not .Values.ingress.hosts) -}}
+{{- $problems = append $problems "ingress.tlsSecret needs host names: set ingress.hosts" -}}
+{{- end -}}
+{{- if $problems -}}
+{{- fail (printf "\n- %s" (join "\n- " $problems)) -}}
+{{- end -}}
+{{- end }}
+
+{{/* Labels that the operator gives every engine pod. */}}
+{{- define "headrace.engineLabels" -}}
+app.kubernetes.io/name: headrace-engine
+app.kubernetes.io/managed-by: headrace-operator
+{{- end }}
+
+{{- define "headrace.redis.config" -}}
+bind * -::*
+port 6379
+dir /data
+# Every write is in the file within a second; no snapshots beside it.
+appendonly {{ ternary "yes" "no" .Values.redis.bundled.persistence.enabled }}
+appendfsync everysec
+save ""
+# A full server refuses requests. It must never drop one that was accepted.
+maxmemory {{ .Values.redis.bundled.maxMemory }}
+maxmemory-policy noeviction
+tcp-keepalive 60
+# Written by the container before the start, from the Secret.
+include /run/redis/auth.conf
+{{- end }}
+
+{{- define "headrace.otel.config" -}}
+{{- $exporter := ternary "otlphttp" "debug" (ne .Values.otelCollector.exportEndpoint "") -}}
+receivers:
+  otlp:
+    protocols:
+      http: {endpoint: "0.0.0.0:4318"}
+processors:
+  memory_limiter: {check_interval: 1s, limit_percentage: 80, spike_limit_percentage: 20}
+  batch: {}
+exporters:
+  {{- if .Values.otelCollector.exportEndpoint }}
+  otlphttp: {endpoint: {{ .Values.otelCollector.exportEndpoint | quote }}}
+  {{- else }}
+  debug: {verbosity: basic}
+  {{- end }}
+extensions:
+  health_check: {endpoint: "0.0.0.0:13133"}
+service:
+  extensions: [health_check]
+  pipelines:
+    {{- range list "traces" "metrics" }}
+    {{ . }}: {receivers: [otlp], processors: [memory_limiter, batch], exporters: [{{ $exporter }}]}
+    {{- end }}
+{{- end }}
+
+{{/* A ClusterRole's name is shared by all namespaces. */}}
+{{- define "headrace.operator.roleName" -}}
+{{- $name := include "headrace.componentName" (list . "operator") -}}
+{{- ternary (printf "%s-%s" .Release.Namespace $name) $name .Values.operator.watchAllNamespaces }}
+{{- end }}
+
+{{/* Settings of the operator: the chart's own, the user's, and defaults that the user may replace. */}}
+{{- define "headrace.operator.settings" -}}
+{{- $selector := list -}}
+{{- range $key, $value := include "headrace.selectorLabels" (list . "gateway") | fromYaml -}}
+{{- $selector = append $selector (printf "%s=%s" $key $value) -}}
+{{- end -}}
+{{- $own := dict
+      "namespace" .Release.Namespace
+      "watch_all_namespaces" .Values.operator.watchAllNamespaces
+      "lease_name" (include "headrace.componentName" (list . "operator"))
+      "engine_redis_secret" (include "headrace.redis.secretName" .)
+      "engine_redis_secret_key" (include "headrace.redis.secretKey" .)
+      "engine_image_pull_policy" .Values.image.pullPolicy
+      "gateway_selector" (join "," $selector)
+      "metrics_namespaces" .Values.networkPolicy.metricsNamespaces
+      "metrics_port" 9400 -}}
+{{- if .Values.image.pullSecrets -}}
+{{- $_ := set $own "engine_image_pull_secrets" .Values.image.pullSecrets -}}
+{{- end -}}
+{{- if and (eq .Values.redis.mode "external") .Values.redis.external.caSecret -}}
+{{- $_ := set $own "engine_redis_ca_secret" .Values.redis.external.caSecret -}}
+{{- end -}}
+{{- with include "headrace.otlpEndpoint" . -}}
+{{- $_ := set $own "engine_otlp_endpoint" . -}}
+{{- end -}}
+{{- $defaults := dict "engine_image" (include "headrace.image" (list . "engine")) "metrics_host" "0.0.0.0" -}}
+{{- merge $own .Values.operator.settings $defaults | toYaml }}
+{{- end }}

@@ -1,0 +1,126 @@
+"""The alert rules as files: valid, tested by promtool, with a page for each alert."""
+
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import yaml
+
+from headrace_common.keys import GROUP, PRIORITIES, ShardKeys
+from headrace_common.metric_names import ALL_METRICS, MetricKind
+from headrace_dashboards import promql
+from headrace_testing.prometheus import PROMTOOL, require_program
+from headrace_testing.valkey import ValkeyServer
+
+ROOT = Path(__file__).resolve().parents[2]
+RULES = ROOT / "charts" / "headrace" / "rules" / "alerts.yaml"
+UNIT_TESTS = sorted((Path(__file__).parent / "alerts").glob("*.yaml"))
+PAGE = ROOT / "docs" / "operations.md"
+RUNBOOK = "docs/operations.md#"
+OTHERS = {"redis_up", promql.REDIS_MEMORY_USED, promql.REDIS_MEMORY_MAX, "target_info"}
+
+
+def rules() -> list[dict[str, Any]]:
+    return [
+        rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]
+    ]
+
+
+ALERTS = {str(rule["alert"]): rule for rule in rules() if "alert" in rule}
+
+
+def promtool(*arguments: str) -> None:
+    done = subprocess.run(
+        [require_program(PROMTOOL), *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_prometheus_accepts_the_rules() -> None:
+    promtool("check", "rules", str(RULES))
+
+
+@pytest.mark.parametrize("file", UNIT_TESTS, ids=lambda path: path.stem)
+def test_alerts_fire_when_they_should(file: Path) -> None:
+    promtool("test", "rules", str(file))
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_an_alert_is_seen_to_fire(name: str) -> None:
+    text = " ".join(file.read_text() for file in UNIT_TESTS)
+
+    assert re.search(rf'ALERTS\{{alertname="{name}",alertstate="firing",[^}}]+\}}\'\n', text)
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_an_alert_says_what_to_do(name: str) -> None:
+    alert = ALERTS[name]
+
+    assert set(alert["annotations"]) == {"summary", "description", "runbook_url"}
+    assert alert["labels"]["severity"] in ("warning", "critical")
+    assert alert["annotations"]["runbook_url"] == RUNBOOK + name.lower()
+    assert re.search(rf"^#+ {name}$", PAGE.read_text(), re.MULTILINE)
+
+
+def test_the_page_has_no_alert_that_is_not_there() -> None:
+    described = re.findall(r"^#+ (Headrace[A-Z]\w+)$", PAGE.read_text(), re.MULTILINE)
+
+    assert sorted(described) == sorted(ALERTS)
+
+
+def test_rules_ask_for_metrics_that_are_exported() -> None:
+    suffixes = {MetricKind.HISTOGRAM: ("_bucket", "_sum", "_count")}
+    known = OTHERS | {str(rule["record"]) for rule in rules() if "record" in rule}
+    for metric in ALL_METRICS:
+        known |= {metric.prometheus_name + end for end in suffixes.get(metric.kind, ("",))}
+    text = " ".join(str(rule["expr"]) for rule in rules())
+    asked = set(re.findall(r"\b(?:headrace|gen_ai_server|redis|target)[_:][\w:]+", text))
+
+    assert asked
+    assert asked <= known
+
+
+def test_alerts_and_dashboards_agree_on_whose_fault_an_error_is() -> None:
+    (failures,) = [
+        rule for rule in rules() if rule.get("record") == "headrace:request_failures:rate5m"
+    ]
+
+    assert f'error_type!~"{promql.CLIENT_FAULTS}"' in failures["expr"]
+
+
+@pytest.fixture(scope="module")
+def queue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[redis.Redis]:
+    """A server with the empty queue of a model `m`."""
+    server = ValkeyServer(tmp_path_factory.mktemp("valkey"))
+    server.start()
+    with redis.Redis.from_url(server.url) as client:
+        for priority in PRIORITIES:
+            client.xgroup_create(ShardKeys("m").queue(priority), GROUP, mkstream=True)
+        client.response_callbacks.clear()
+        yield client
+    server.stop()
+
+
+def redis_commands() -> list[str]:
+    found = re.findall(r"(?:^    |[`;] ?)rc ([A-Z][^#`;\n]*)", PAGE.read_text(), re.MULTILINE)
+    return sorted({command.strip() for command in found})
+
+
+@pytest.mark.parametrize("command", redis_commands())
+def test_a_documented_redis_command_works(queue: redis.Redis, command: str) -> None:
+    queue.execute_command(*shlex.split(command))  # type: ignore[no-untyped-call]
+
+
+def test_documented_keys_are_those_of_the_protocol() -> None:
+    shard = ShardKeys("m")
+    known = {shard.stats, shard.engines, shard.dead_letters, *shard.queues}
+
+    named = set(re.findall(r"'(\w+:\{m\.0\}(?::\w+)?)'", PAGE.read_text()))
+
+    assert named
+    assert named <= known | {shard.record("REQUEST_ID")}

@@ -1,0 +1,73 @@
+"""The script of `helm test`, run as in its pod: against the real gateway application."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest_asyncio
+
+from headrace_testing.charts import CHART, named, render
+from headrace_testing.gateway import MODEL, Gateway, gateway_checkpoint, serve
+from headrace_testing.valkey import free_port
+
+SCRIPT = CHART / "files" / "helm_test.py"
+
+
+@pytest_asyncio.fixture
+async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
+    async with serve(gateway_checkpoint(tmp_path)) as running:
+        yield running
+
+
+async def helm_test(url: str, **environment: str) -> tuple[int | None, str]:
+    """Exit status and output."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", str(SCRIPT)),
+        env={"HEADRACE_URL": url, **environment},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    output, _ = await asyncio.wait_for(process.communicate(), 60)
+    return process.returncode, output.decode()
+
+
+async def test_a_release_with_engines_answers(gateway: Gateway) -> None:
+    status, output = await helm_test(gateway.url)
+
+    assert status == 0, output
+    assert f"gateway lists {MODEL}" in output
+    assert f"{MODEL} answered with" in output
+
+
+async def test_a_release_without_engines_passes_and_says_so(gateway: Gateway) -> None:
+    gateway.engine.statuses = []
+    gateway.forget_engines()
+
+    status, output = await helm_test(gateway.url)
+
+    assert status == 0, output
+    assert f"no engine serves {MODEL}" in output
+    assert "answered" not in output
+
+
+async def test_a_release_without_a_gateway_fails() -> None:
+    status, output = await helm_test(f"http://127.0.0.1:{free_port()}")
+
+    assert status == 1
+    assert output.startswith("failed: ")
+
+
+async def test_an_operator_that_does_not_answer_fails_the_test(gateway: Gateway) -> None:
+    operator = f"http://127.0.0.1:{free_port()}/health/live"
+
+    status, output = await helm_test(gateway.url, HEADRACE_OPERATOR_URL=operator)
+
+    assert status == 1
+    assert "failed: " in output
+
+
+def test_the_pod_runs_this_script() -> None:
+    config = named(render(), "ConfigMap", "headrace-test")
+
+    assert config["data"]["helm_test.py"].strip() == SCRIPT.read_text().strip()

@@ -1,0 +1,227 @@
+"""NetworkPolicies: with all of them in force, exactly the needed connections are possible.
+
+The policies are evaluated here as Kubernetes defines them, for pods of the release, engine pods as
+the operator labels them, and strangers. Addresses outside the cluster are tried one by one.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from ipaddress import ip_address, ip_network
+from typing import Any
+
+import pytest
+
+from headrace_operator import names
+from headrace_testing.charts import (
+    NAMESPACE,
+    SCENARIOS,
+    Manifest,
+    of_kind,
+    render,
+    scenario,
+    selects,
+    workloads,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A pod, or with an address only, a machine outside the cluster."""
+
+    name: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    namespace: str = NAMESPACE
+    address: str | None = None
+
+
+ENGINE = Place("engine", names.labels("demo"))
+FAR_ENGINE = Place("far engine", names.labels("demo"), namespace="team")
+PROMETHEUS = Place("prometheus", {"app": "prometheus"}, namespace="monitoring")
+STRANGER = Place("stranger", {"app": "stranger"}, namespace="default")
+DNS = Place("dns", {"k8s-app": "kube-dns"}, namespace="kube-system")
+HUB = Place("hub", address="18.172.134.88")
+METADATA = Place("cloud metadata", address="169.254.169.254")
+API = Place("kubernetes api", address="10.96.0.1")
+OTHERS = (ENGINE, FAR_ENGINE, PROMETHEUS, STRANGER, DNS, HUB, METADATA, API)
+PORTS = (53, 443, 4318, 6379, 6380, 6443, 8000, 9400)
+
+
+def own_places(objects: list[Manifest]) -> list[Place]:
+    return [Place(each.name.removeprefix("headrace-"), each.labels) for each in workloads(objects)]
+
+
+def allowed(policies: list[Manifest], source: Place, target: Place, port: int) -> bool:
+    leaves = _passes(policies, source, "Egress", target, port)
+    return leaves and _passes(policies, target, "Ingress", source, port)
+
+
+def _passes(
+    policies: list[Manifest], subject: Place, direction: str, peer: Place, port: int
+) -> bool:
+    if subject.address is not None:
+        return True
+    mine = [p for p in policies if _applies(p, subject, direction)]
+    return not mine or any(
+        _rule(r, peer, port, direction) for p in mine for r in _rules(p, direction)
+    )
+
+
+def _applies(policy: Manifest, subject: Place, direction: str) -> bool:
+    spec = policy["spec"]
+    near = policy["metadata"]["namespace"] == subject.namespace
+    return (
+        near
+        and direction in spec["policyTypes"]
+        and selects(spec["podSelector"].get("matchLabels", {}), subject.labels)
+    )
+
+
+def _rules(policy: Manifest, direction: str) -> list[dict[str, Any]]:
+    rules: list[dict[str, Any]] = policy["spec"].get(direction.lower()) or []
+    return rules
+
+
+def _rule(rule: dict[str, Any], peer: Place, port: int, direction: str) -> bool:
+    ports = rule.get("ports")
+    if ports and port not in {p["port"] for p in ports}:
+        return False
+    peers = rule.get("from" if direction == "Ingress" else "to")
+    return not peers or any(_peer(each, peer) for each in peers)
+
+
+def _peer(wanted: dict[str, Any], peer: Place) -> bool:
+    if block := wanted.get("ipBlock"):
+        return peer.address is not None and _within(block, peer.address)
+    if peer.address is not None:
+        return False
+    namespaces = wanted.get("namespaceSelector")
+    if namespaces is None:
+        near = peer.namespace == NAMESPACE
+    else:
+        labels = {"kubernetes.io/metadata.name": peer.namespace}
+        near = selects(namespaces.get("matchLabels", {}), labels)
+    return near and selects(wanted.get("podSelector", {}).get("matchLabels", {}), peer.labels)
+
+
+def _within(block: dict[str, Any], address: str) -> bool:
+    inside = ip_address(address) in ip_network(block["cidr"])
+    return inside and not any(ip_address(address) in ip_network(n) for n in block.get("except", ()))
+
+
+def connections(
+    objects: list[Manifest], ports: tuple[int, ...] = PORTS
+) -> set[tuple[str, str, int]]:
+    """All (from, to, port) with a pod of the release at one end that the policies let pass."""
+    policies, own = of_kind(objects, "NetworkPolicy"), own_places(objects)
+    return {
+        (source.name, target.name, port)
+        for source, target in _pairs(own)
+        for port in ports
+        if allowed(policies, source, target, port)
+    }
+
+
+def _pairs(own: list[Place]) -> Iterator[tuple[Place, Place]]:
+    for one in own:
+        yield from ((one, other) for other in [*own, *OTHERS] if other != one)
+        yield from ((other, one) for other in OTHERS)
+
+
+def test_by_default_exactly_the_needed_connections_pass() -> None:
+    callers = ("test-api", "operator", "engine", "far engine", "prometheus", "stranger", "dns")
+    api = {(caller, "gateway", 8000) for caller in (*callers, "hub", "cloud metadata")}
+    api.add(("kubernetes api", "gateway", 8000))
+    # The operator may call any API server, whose address it does not know, on these ports.
+    anywhere = {("operator", place.name, port) for place in OTHERS for port in (443, 6443)}
+    api.discard(("operator", "gateway", 8000))
+
+    assert connections(render()) == api | anywhere | {
+        ("gateway", "dns", 53),
+        ("gateway", "redis", 6379),
+        ("gateway", "hub", 443),
+        ("gateway", "kubernetes api", 443),
+        ("operator", "dns", 53),
+        ("operator", "redis", 6379),
+        ("operator", "gateway", 9400),
+        ("operator", "engine", 9400),
+        ("engine", "redis", 6379),
+        ("engine", "gateway", 9400),
+        ("engine", "operator", 9400),
+        ("prometheus", "gateway", 9400),
+        ("prometheus", "operator", 9400),
+        ("test-api", "dns", 53),
+        ("test-api", "gateway", 8000),
+        ("test-api", "operator", 9400),
+    } | {
+        # Name servers may be any pod of the cluster.
+        (own, place, 53)
+        for own in ("gateway", "operator", "test-api")
+        for place in ("engine", "far engine", "prometheus", "stranger")
+    }
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_nobody_reads_cloud_credentials(name: str) -> None:
+    """Metadata services speak HTTP; gateways, which fetch from anywhere, get no port of them."""
+    reached = connections(render(scenario(name)), (80, 443))
+    pods = {source for source, target, port in reached if target == METADATA.name and port == 80}
+
+    assert pods == set()
+    assert ("gateway", METADATA.name, 443) not in reached
+
+
+def test_redis_itself_calls_nobody() -> None:
+    assert not {c for c in connections(render()) if c[0] == "redis"}
+
+
+def test_redis_answers_nobody_else() -> None:
+    callers = {c[0] for c in connections(render()) if c[1] == "redis"}
+
+    assert callers == {"gateway", "operator", "engine"}
+
+
+def test_engines_of_every_namespace_reach_redis_where_the_operator_watches_all() -> None:
+    passing = connections(render(scenario("full-values")))
+
+    assert ("far engine", "redis", 6379) in passing
+    assert ("operator", "far engine", 9400) in passing
+    assert ("far engine", "otel-collector", 4318) in passing
+
+
+def test_the_api_can_be_kept_to_the_ingress_and_the_test() -> None:
+    ingress = Place("ingress", {}, namespace="ingress-nginx")
+    objects = render(scenario("full-values"))
+    policies = of_kind(objects, "NetworkPolicy")
+    (gateway,) = (place for place in own_places(objects) if place.name == "gateway")
+
+    assert allowed(policies, ingress, gateway, 8000)
+    assert {c[0] for c in connections(objects) if c[1:] == ("gateway", 8000)} == {"test-api"}
+
+
+def test_an_external_redis_is_reached_at_its_addresses_and_nowhere_else() -> None:
+    objects = render(scenario("external-redis-values"))
+    policies = of_kind(objects, "NetworkPolicy")
+    (gateway,) = (place for place in own_places(objects) if place.name == "gateway")
+
+    assert allowed(policies, gateway, Place("redis", address="10.20.1.2"), 6380)
+    assert not allowed(policies, gateway, Place("redis", address="10.20.1.2"), 6379)
+    assert not allowed(policies, gateway, Place("other", address="10.30.1.2"), 6380)
+
+
+def test_the_kubernetes_api_can_be_named() -> None:
+    passing = connections(render(scenario("full-values")))
+
+    assert ("operator", "kubernetes api", 443) in passing
+    assert ("operator", "hub", 443) not in passing
+    assert ("operator", "cloud metadata", 443) not in passing
+
+
+def test_without_policies_there_is_none() -> None:
+    assert of_kind(render({"networkPolicy": {"enabled": False}}), "NetworkPolicy") == []
+
+
+@pytest.mark.parametrize("labels", [ENGINE.labels, FAR_ENGINE.labels])
+def test_engine_pods_are_not_pods_of_the_release(labels: Mapping[str, str]) -> None:
+    """Their policy is the operator's: default deny of the chart must not add to it."""
+    for policy in of_kind(render(), "NetworkPolicy"):
+        assert not selects(policy["spec"]["podSelector"]["matchLabels"], labels)

@@ -1,0 +1,208 @@
+"""Every panel's and every rule's PromQL against a real Prometheus over real processes under load.
+
+The processes are a gateway, a gateway with a full queue, an engine, Valkey and its exporter. What
+cannot be there is listed in ABSENT with the reason, and must not be: a listed metric that appears
+fails the test.
+"""
+
+import asyncio
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import redis
+import yaml
+
+from dashboards import dashboards
+from headrace_common import metric_names as names
+from headrace_dashboards.panel import Dashboard, Panel, Variable
+from headrace_testing.checkpoints import save_checkpoint
+from headrace_testing.processes import until
+from headrace_testing.prometheus import (
+    REDIS_EXPORTER,
+    PrometheusServer,
+    RedisExporter,
+    Target,
+    require_program,
+)
+from headrace_testing.stack import MODEL, EngineProcess, GatewayProcess, Stack
+
+RULES = Path(__file__).resolve().parents[2] / "charts" / "headrace" / "rules" / "alerts.yaml"
+ABSENT = {
+    **{metric: "needs the operator and a cluster" for metric in names.OPERATOR_METRICS},
+    names.ENGINE_SPEC_TOKENS: "the engine does not speculate",
+    names.QUEUE_REDELIVERIES: "there is no series before the first redelivery",
+}
+PANELS = [(each, panel) for each in dashboards() for panel in each.panels]
+VARIABLES = [variable for each in dashboards() for variable in each.variables]
+GROUPS: list[dict[str, Any]] = yaml.safe_load(RULES.read_text())["groups"]
+EXPRESSIONS = {
+    rule.get("alert", rule.get("record")): str(rule["expr"])
+    for group in GROUPS
+    for rule in group["rules"]
+}
+# A metric with its matchers, as far as it is ours or Redis': not functions, labels or keywords.
+SELECTOR = re.compile(
+    r"\b((?:headrace[_:]|gen_ai_|redis_|target_)[\w:]+)(?=[\s\[{)]|$)(\{[^}]*\})?"
+)
+LABELS = ("gen_ai_request_model", "gen_ai_token_type")
+
+
+def title(value: object) -> str | None:
+    return getattr(value, "title", None)
+
+
+@pytest.fixture(scope="module")
+def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrometheusServer]:
+    """Prometheus after two rounds of load, so that every rate has a slope."""
+    require_program(REDIS_EXPORTER)
+    folder = tmp_path_factory.mktemp("monitored")
+    checkpoint = save_checkpoint(folder, "llama", max_position_embeddings=1024)
+    stack = Stack(checkpoint, folder)
+    limit_memory(stack.valkey.url)
+    exporter = RedisExporter(stack.valkey.url, folder)
+    stack.add_engine()
+    stack.add_gateway()
+    stack.add_gateway("--max-queued-requests", "1")
+    server = PrometheusServer(folder, targets(stack, exporter), [RULES])
+    try:
+        stack.await_engines(1)
+        server.await_ready()
+        server.await_targets()
+        for _ in range(2):
+            asyncio.run(load(stack))
+            await_scrapes(server)
+        yield server
+    finally:
+        server.close()
+        exporter.close()
+        stack.close()
+
+
+def limit_memory(redis_url: str) -> None:
+    with redis.Redis.from_url(redis_url) as client:
+        client.config_set("maxmemory", "1gb")
+
+
+def targets(stack: Stack, exporter: RedisExporter) -> list[Target]:
+    processes: list[EngineProcess | GatewayProcess] = [*stack.engines, *stack.gateways]
+    ports = {process.name: process.metrics_port for process in processes}
+    ports["redis"] = exporter.port
+    return [Target(port, {"namespace": "demo", "pod": pod}) for pod, port in ports.items()]
+
+
+async def load(stack: Stack) -> None:
+    """Whole answers, streams, a client that leaves, and a request refused for a full queue."""
+    url, small = (f"{gateway.url}/v1/completions" for gateway in stack.gateways)
+    body = {"model": MODEL, "prompt": list(range(3, 67)), "max_tokens": 24, "ignore_eos": True}
+    async with httpx.AsyncClient(timeout=60) as client:
+        answers = await asyncio.gather(
+            *(client.post(url, json={**body, "stream": number % 2 == 0}) for number in range(8))
+        )
+        assert {answer.status_code for answer in answers} == {200}
+        long = {**body, "stream": True, "max_tokens": 900}
+        async with client.stream("POST", url, json=long) as left:
+            await anext(left.aiter_bytes())
+        stack.engines[0].signal(signal.SIGSTOP)
+        statuses = [
+            answer.status_code
+            for answer in await asyncio.gather(*(post_and_wake(client, small, stack) for _ in "12"))
+        ]
+        assert statuses.count(200) == 1, statuses
+
+
+async def post_and_wake(client: httpx.AsyncClient, url: str, stack: Stack) -> httpx.Response:
+    """One of two requests for a queue of one: the refused one comes back and frees the engine."""
+    body = {"model": MODEL, "prompt": "hello", "max_tokens": 4}
+    answer = await client.post(url, json=body)
+    stack.engines[0].signal(signal.SIGCONT)
+    return answer
+
+
+def await_scrapes(server: PrometheusServer) -> None:
+    """Waits until all that has happened has been scraped twice."""
+    done = server.query("time()")[1]
+    oldest = "min(timestamp(up))"
+    until(lambda: float(server.query(oldest)[0]["value"][1]) > float(done) + 2, "two more scrapes")
+
+
+def test_the_gateway_was_used(prometheus: PrometheusServer) -> None:
+    """What all others build on: the load has reached Prometheus."""
+    served = prometheus.query("sum by (error_type) (gen_ai_server_request_duration_seconds_count)")
+
+    by_error = {each["metric"].get("error_type"): int(each["value"][1]) for each in served}
+    assert by_error == {None: 18, "client_disconnected": 2, "queue_full": 2}
+
+
+@pytest.mark.parametrize(("dashboard", "panel"), PANELS, ids=title)
+def test_a_panel_has_data(prometheus: PrometheusServer, dashboard: Dashboard, panel: Panel) -> None:
+    for query in panel.queries:
+        found = prometheus.query(filled_in(query.expr))
+        absent = [metric for metric in ABSENT if metric.prometheus_name in query.expr]
+
+        assert bool(found) != bool(absent), f"{query.expr}: {found or 'no data'}"
+
+
+@pytest.mark.parametrize(("dashboard", "panel"), PANELS, ids=title)
+def test_a_legend_names_labels_that_are_there(
+    prometheus: PrometheusServer, dashboard: Dashboard, panel: Panel
+) -> None:
+    for query in panel.queries:
+        wanted = set(re.findall(r"\{\{(\w+)\}\}", query.legend))
+        for series in prometheus.query(filled_in(query.expr)):
+            assert wanted <= set(series["metric"]), query.expr
+
+
+@pytest.mark.parametrize("variable", VARIABLES, ids=lambda variable: variable.query)
+def test_a_variable_has_values(prometheus: PrometheusServer, variable: Variable) -> None:
+    found = re.fullmatch(r"label_values\((.*), (\w+)\)", variable.query)
+    assert found is not None
+    selector, label = filled_in(found[1]), found[2]
+
+    values = prometheus.api(f"label/{label}/values", **{"match[]": selector})
+
+    absent = any(metric.prometheus_name in selector for metric in ABSENT)
+    assert bool(values) != absent
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_a_rule_asks_for_series_that_exist(prometheus: PrometheusServer, name: str) -> None:
+    """An alert is silent when all is well, but each of its series must be there."""
+    selectors = [
+        metric + matchers
+        for metric, matchers in SELECTOR.findall(EXPRESSIONS[name])
+        if metric not in LABELS
+    ]
+
+    assert selectors
+    for selector in selectors:
+        absent = any(selector.startswith(metric.prometheus_name) for metric in ABSENT)
+        assert bool(prometheus.query(selector)) != absent, selector
+
+
+def test_prometheus_evaluates_every_rule(prometheus: PrometheusServer) -> None:
+    def rules() -> list[dict[str, Any]]:
+        groups = prometheus.api("rules")["groups"]
+        return [rule for group in groups for rule in group["rules"]]
+
+    until(lambda: all(rule["health"] != "unknown" for rule in rules()), "all rules evaluated")
+
+    assert {rule["name"] for rule in rules()} == set(EXPRESSIONS)
+    assert [rule for rule in rules() if rule["health"] != "ok"] == []
+
+
+def test_no_alert_fires(prometheus: PrometheusServer) -> None:
+    """Those about the refused requests are pending at most."""
+    alerts = prometheus.api("alerts")["alerts"]
+
+    assert [alert for alert in alerts if alert["state"] == "firing"] == []
+
+
+def filled_in(expression: str) -> str:
+    """With every variable at "All" and the window that Grafana would choose."""
+    text = expression.replace("$__rate_interval", "1m")
+    return text.replace("$namespace", ".*").replace("$model", ".*")

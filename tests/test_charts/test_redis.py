@@ -1,0 +1,151 @@
+"""The bundled Redis: its container's own command with a real server, and its Secret."""
+
+import asyncio
+import os
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from redis.asyncio.connection import parse_url
+from redis.exceptions import AuthenticationError
+
+from headrace_common.protocol.connection import Connection, ConnectionConfig, wait_for_backend
+from headrace_testing.charts import named, of_kind, plain_secrets, render, scenario, workload
+from headrace_testing.valkey import free_port, require_server
+
+PASSWORD = "a-password"
+
+
+@pytest.fixture
+def port(tmp_path: Path) -> int:
+    return free_port()
+
+
+@pytest_asyncio.fixture
+async def server(tmp_path: Path, port: int) -> AsyncIterator[Connection]:
+    """The container's command as rendered, with the container's paths below a folder."""
+    objects = render()
+    config = named(objects, "ConfigMap", "headrace-redis")["data"]["redis.conf"]
+    command = workload(objects, "headrace-redis").containers[0]["command"]
+    for folder in ("data", "etc", "run", "bin"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "bin" / "valkey-server").symlink_to(require_server())
+    (tmp_path / "etc" / "redis.conf").write_text(_moved(config, tmp_path, port))
+    environment = {
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "REDIS_PASSWORD": PASSWORD,
+        "REDISCLI_AUTH": PASSWORD,
+    }
+    script = [*command[:-1], _moved(command[-1], tmp_path, port)]
+    process = await asyncio.create_subprocess_exec(
+        *script, env=environment, stdout=subprocess.DEVNULL
+    )
+    connection = Connection(ConnectionConfig(url=f"redis://:{PASSWORD}@127.0.0.1:{port}/0"))
+    try:
+        await wait_for_backend(connection, 30.0)
+        yield connection
+    finally:
+        await connection.close()
+        process.terminate()
+        assert await asyncio.wait_for(process.wait(), 30) == 0
+
+
+def _moved(text: str, folder: Path, port: int) -> str:
+    moved = text.replace("/etc/redis", f"{folder}/etc").replace("/run/redis", f"{folder}/run")
+    moved = moved.replace("dir /data", f"dir {folder}/data").replace("port 6379", f"port {port}")
+    return moved.replace("bind * -::*", "bind 127.0.0.1")
+
+
+async def test_the_bundled_server_keeps_the_queue_s_promises(
+    server: Connection, tmp_path: Path
+) -> None:
+    """wait_for_backend has accepted it: version, memory policy, scripts."""
+    answer = await server.client.command("CONFIG", "GET", "*")
+    settings = dict(zip(answer[::2], answer[1::2], strict=True))
+
+    assert settings[b"appendonly"] == b"yes"
+    assert settings[b"maxmemory-policy"] == b"noeviction"
+    assert settings[b"maxmemory"] == str(384 * 2**20).encode()
+    assert (tmp_path / "data" / "appendonlydir").is_dir()
+
+
+async def test_the_bundled_server_refuses_callers_without_the_password(
+    server: Connection, port: int
+) -> None:
+    stranger = Connection(ConnectionConfig(url=f"redis://127.0.0.1:{port}/0"))
+
+    with pytest.raises(AuthenticationError):
+        await stranger.client.command("PING")
+    await stranger.close()
+
+
+async def test_the_password_is_in_a_file_that_only_the_server_reads(
+    server: Connection, tmp_path: Path
+) -> None:
+    path = tmp_path / "run" / "auth.conf"
+
+    assert path.stat().st_mode & 0o077 == 0
+    assert PASSWORD in path.read_text()
+
+
+def test_the_secret_holds_a_url_with_its_password_and_the_service_s_name() -> None:
+    objects = render()
+    secret = plain_secrets(objects)["headrace-redis"]
+    service = named(objects, "Service", "headrace-redis")
+    port = service["spec"]["ports"][0]["port"]
+
+    assert secret["password"].isalnum()
+    assert secret["url"] == f"redis://:{secret['password']}@headrace-redis.llm.svc:{port}/0"
+
+
+def test_a_named_secret_replaces_the_generated_one() -> None:
+    objects = render({"redis": {"bundled": {"existingSecret": "mine"}}})
+    variables = workload(objects, "headrace-redis").environment
+
+    assert of_kind(objects, "Secret") == []
+    reference = variables["REDIS_PASSWORD"]["valueFrom"]["secretKeyRef"]
+    assert reference == {"name": "mine", "key": "password"}
+
+
+def test_an_external_redis_leaves_nothing_of_the_bundled_one() -> None:
+    objects = render(scenario("external-redis-values"))
+
+    assert of_kind(objects, "StatefulSet") == []
+    assert of_kind(objects, "Secret") == []
+    assert "headrace-redis" not in {m["metadata"]["name"] for m in objects}
+
+
+def test_a_ca_of_one_s_own_is_mounted_where_the_url_says() -> None:
+    objects = render(scenario("tls-values"))
+    url = plain_secrets(objects)["headrace-redis"]["url"]
+    mounts = workload(objects, "headrace-gateway").containers[0]["volumeMounts"]
+
+    assert url == "rediss://redis.example.com:6380/0?ssl_ca_certs=/etc/headrace/redis-ca/ca.crt"
+    assert "/etc/headrace/redis-ca" in {mount["mountPath"] for mount in mounts}
+
+
+def test_a_url_with_a_ca_is_one_that_the_client_takes() -> None:
+    url = plain_secrets(render(scenario("tls-values")))["headrace-redis"]["url"]
+
+    assert dict(parse_url(url))["ssl_ca_certs"] == "/etc/headrace/redis-ca/ca.crt"
+
+
+@pytest.mark.parametrize(("retain", "policy"), [(False, "Delete"), (True, "Retain")])
+def test_the_claim_goes_with_the_release_unless_retained(retain: bool, policy: str) -> None:
+    values = {"redis": {"bundled": {"persistence": {"retain": retain}}}}
+    spec = named(render(values), "StatefulSet", "headrace-redis")["spec"]
+
+    assert spec["persistentVolumeClaimRetentionPolicy"]["whenDeleted"] == policy
+
+
+def test_without_persistence_there_is_no_claim() -> None:
+    values = {"redis": {"bundled": {"persistence": {"enabled": False}}}}
+    objects = render(values)
+    redis = workload(objects, "headrace-redis")
+
+    assert "volumeClaimTemplates" not in redis.manifest["spec"]
+    assert {"name": "data", "emptyDir": {}} in redis.spec["volumes"]
+    config = named(objects, "ConfigMap", "headrace-redis")["data"]["redis.conf"]
+    assert "appendonly no" in config
