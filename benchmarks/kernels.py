@@ -1,0 +1,300 @@
+"""Each native CPU kernel beside the torch operations that it replaces, interleaved, and the share
+of this machine's measured roof that it reaches.
+
+    python benchmarks/kernels.py [--threads N] [--rounds 9] [--dtype bfloat16] [--isa NAME]
+        [--only TEXT] [--json FILE]
+
+The roofs are measured in the same run: the rate at which all threads read memory (`bandwidth`) and
+the rate of a large matrix product (`products`). A kernel's work is the memory it must move, or the
+products it must form; what it moves comes from memory, not from a cache, as in a real step: every
+measurement walks over several layers' tensors. Figures are medians.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+from headrace_engine.attention.base import AttentionMetadata, KVSpec, LayerParams
+from headrace_engine.attention.cpu import CpuBackend
+from headrace_engine.kernels import library
+from headrace_engine.kernels.ops import NativeOps
+from headrace_engine.model.ops import HeadShape, TorchOps
+
+BLOCK_SIZE = 16
+COPIES = 4  # tensors of each kind that a measurement walks over, so that none stays in a cache
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """`native` and `torch` do the same `calls` times. `amount` is the work of one: bytes for the
+    roof `bandwidth`, floating-point operations for `products`."""
+
+    name: str
+    native: Call
+    torch: Call
+    calls: int
+    amount: float
+    roof: str
+
+
+@dataclass(frozen=True)
+class Result:
+    name: str
+    native_us: float
+    torch_us: float
+    speedup: float
+    rate_g_per_s: float
+    roof: str
+    share_of_roof: float
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Attention of one layer: sequences of (new tokens, keys with them)."""
+
+    name: str
+    runs: tuple[tuple[int, int], ...]
+    heads: int = 8
+    kv_heads: int = 4
+    dim: int = 64
+
+
+SHAPES = (
+    Shape("decode, 64 of 330 keys", ((1, 330),) * 64),
+    Shape("decode, 1 of 8000 keys", ((1, 8000),)),
+    Shape("decode, 16 of 512 keys, 32/8 heads of 128", ((1, 512),) * 16, 32, 8, 128),
+    Shape("prefill, 8 of 256", ((256, 256),) * 8),
+    Shape("prefill, 512 after 3584", ((512, 4096),)),
+    Shape("mixed, 32 decodes and 2 prefills", ((1, 330),) * 32 + ((256, 256),) * 2),
+)
+
+
+def attention(shape: Shape, dtype: torch.dtype, backend: CpuBackend) -> Kernel:
+    generator = torch.Generator().manual_seed(0)
+    counts = [-(-length // BLOCK_SIZE) for _, length in shape.runs]
+    ids = torch.randperm(sum(counts), generator=generator).int()
+    tables = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+    offsets = itertools.accumulate(counts, initial=0)
+    for row, (begin, end) in enumerate(itertools.pairwise(offsets)):
+        tables[row, : end - begin] = ids[begin:end]
+    positions = [torch.arange(length - new, length) for new, length in shape.runs]
+    slots = [
+        tables[row, at // BLOCK_SIZE].long() * BLOCK_SIZE + at % BLOCK_SIZE
+        for row, at in enumerate(positions)
+    ]
+    starts = list(itertools.accumulate((new for new, _ in shape.runs), initial=0))
+    metadata = AttentionMetadata(
+        query_start=torch.tensor(starts, dtype=torch.int32),
+        seq_lens=torch.tensor([length for _, length in shape.runs], dtype=torch.int32),
+        block_tables=tables,
+        slots=torch.cat(slots),
+        num_decodes=sum(new == 1 for new, _ in shape.runs),
+        max_query_len=max(new for new, _ in shape.runs),
+        max_seq_len=max(length for _, length in shape.runs),
+    )
+    spec = KVSpec(shape.kv_heads, shape.dim, BLOCK_SIZE, dtype, torch.device("cpu"))
+    params = LayerParams(shape.dim**-0.5)
+    caches = [backend.allocate(sum(counts), spec) for _ in range(COPIES)]
+    for cache in caches:
+        cache[0].normal_()
+    query = torch.randn(starts[-1], shape.heads, shape.dim).to(dtype)
+    key, value = (torch.randn(starts[-1], shape.kv_heads, shape.dim).to(dtype) for _ in range(2))
+
+    def native() -> None:
+        for cache in caches:
+            backend.forward(query, key, value, cache, metadata, params)
+
+    pairs = sum(new * (length - new) + new * (new + 1) // 2 for new, length in shape.runs)
+    keys = sum(length for _, length in shape.runs)
+    flops = 4 * pairs * shape.heads * shape.dim
+    moved = 2 * keys * shape.kv_heads * shape.dim * dtype.itemsize
+    decoding = metadata.max_query_len == 1
+    return Kernel(
+        f"attention: {shape.name}",
+        native,
+        _sdpa(shape, dtype),
+        COPIES,
+        moved if decoding else flops,
+        "bandwidth" if decoding else "products",
+    )
+
+
+def _sdpa(shape: Shape, dtype: torch.dtype) -> Call:
+    """torch's own attention over keys and values that already lie side by side, not in blocks."""
+    groups = Counter(shape.runs)
+    made = []
+    for (new, length), count in groups.items():
+        query = torch.randn(count, shape.heads, new, shape.dim).to(dtype)
+        for _ in range(COPIES):
+            key, value = (
+                torch.randn(count, shape.kv_heads, length, shape.dim).to(dtype) for _ in range(2)
+            )
+            mask = torch.ones(new, length, dtype=torch.bool).tril(length - new)
+            made.append((query, key, value, mask if 1 < new < length else None, new == length))
+
+    def run() -> None:
+        for query, key, value, mask, causal in made:
+            F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                is_causal=causal and mask is None,
+                enable_gqa=True,
+            )
+
+    return run
+
+
+def elementwise(rows: int, dtype: torch.dtype, native: NativeOps) -> Iterator[Kernel]:
+    """The operators of a decoder of hidden size 512, and argmax over a vocabulary of 32,000."""
+    plain, hidden, inner, size = TorchOps(), 512, 1536, dtype.itemsize
+    shape = HeadShape(8, 4, 64)
+    count = min(1000, max(COPIES, 2**25 // (rows * 2 * inner * size)))
+    weight = torch.ones(hidden, dtype=dtype)
+
+    def many(width: int) -> list[torch.Tensor]:
+        return [torch.randn(rows, width).to(dtype) for _ in range(count)]
+
+    xs, residuals, gates, qkvs = many(hidden), many(hidden), many(2 * inner), many(1024)
+    logits = [torch.randn(rows, 32_000).to(dtype) for _ in range(2)]
+    cos, sin = torch.ones(rows, 32), torch.zeros(rows, 32)
+
+    def kernel(
+        name: str, width: int, calls: int, call: Callable[[NativeOps | TorchOps], object]
+    ) -> Kernel:
+        def call_native() -> None:
+            call(native)
+
+        def call_torch() -> None:
+            call(plain)
+
+        moved = width * rows * size
+        return Kernel(f"{name}, {rows} rows", call_native, call_torch, calls, moved, "bandwidth")
+
+    yield kernel(
+        "rms_norm", 2 * hidden, count, lambda ops: [ops.rms_norm(x, weight, 1e-6) for x in xs]
+    )
+    yield kernel(
+        "add_rms_norm",
+        4 * hidden,
+        count,
+        lambda ops: [
+            ops.add_rms_norm(x, residual, weight, 1e-6)
+            for x, residual in zip(xs, residuals, strict=True)
+        ],
+    )
+    yield kernel(
+        "rotate_qkv",
+        2 * 768,
+        count,
+        lambda ops: [ops.rotate_qkv(qkv, cos, sin, shape, None) for qkv in qkvs],
+    )
+    yield kernel(
+        "silu_mul", 3 * inner, count, lambda ops: [ops.silu_mul(gate_up) for gate_up in gates]
+    )
+    yield kernel("argmax", 32_000, len(logits), lambda ops: [ops.argmax(x) for x in logits])
+
+
+def measure(kernel: Kernel, rounds: int, roofs: dict[str, float]) -> Result:
+    native, plain = interleaved((kernel.native, kernel.torch), rounds)
+    native, plain = native / kernel.calls, plain / kernel.calls
+    rate = kernel.amount / native / 1e9
+    return Result(
+        kernel.name,
+        native * 1e6,
+        plain * 1e6,
+        plain / native,
+        rate,
+        kernel.roof,
+        rate / roofs[kernel.roof],
+    )
+
+
+def interleaved(calls: tuple[Call, ...], rounds: int) -> list[float]:
+    """Median seconds of each call; they take turns, so that what disturbs one disturbs all."""
+    times: list[list[float]] = [[] for _ in calls]
+    for call in calls:
+        call()
+    for _ in range(rounds):
+        for call, taken in zip(calls, times, strict=True):
+            begin = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - begin)
+    return [statistics.median(taken) for taken in times]
+
+
+def measure_roofs(dtype: torch.dtype, rounds: int) -> dict[str, float]:
+    """GB/s that all threads read, and GFLOP/s of a product of 512 x 2048 x 2048."""
+    memory = torch.ones(2**27)
+    x, weight = torch.randn(512, 2048).to(dtype), torch.randn(2048, 2048).to(dtype)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 512)
+
+    def product() -> torch.Tensor:
+        found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+        return found
+
+    reading, multiplying = interleaved((memory.sum, product), rounds)
+    return {
+        "bandwidth": memory.nbytes / reading / 1e9,
+        "products": 2 * 512 * 2048 * 2048 / multiplying / 1e9,
+    }
+
+
+def kernels(options: argparse.Namespace, dtype: torch.dtype) -> Iterator[Kernel]:
+    loaded = library.load(options.isa)
+    print(f"instruction set {loaded.isa}, {dtype}, {torch.get_num_threads()} threads")
+    for shape in SHAPES:
+        if options.only in f"attention: {shape.name}":
+            yield attention(shape, dtype, CpuBackend(loaded))
+    for rows in (1, 64, 2048):
+        for kernel in elementwise(rows, dtype, NativeOps(loaded)):
+            if options.only in kernel.name:
+                yield kernel
+
+
+def report(result: Result) -> None:
+    unit = "GB/s" if result.roof == "bandwidth" else "GFLOP/s"
+    print(
+        f"{result.name:<54} {result.native_us:9.1f} us  torch {result.torch_us:9.1f} us"
+        f"  {result.speedup:6.1f}x  {result.rate_g_per_s:8.1f} {unit:<8}"
+        f" {result.share_of_roof:4.0%} of {result.roof}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--isa", help="an instruction set's name; the best one if not given")
+    parser.add_argument("--only", default="", help="kernels whose name holds this text")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[options.dtype]
+    with torch.inference_mode():
+        roofs = measure_roofs(dtype, options.rounds)
+        print(", ".join(f"{name} {rate:.1f} G/s" for name, rate in roofs.items()))
+        results = []
+        for kernel in kernels(options, dtype):
+            results.append(measure(kernel, options.rounds, roofs))
+            report(results[-1])
+    if options.json is not None:
+        found = {"roofs": roofs, "results": [asdict(result) for result in results]}
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

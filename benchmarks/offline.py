@@ -1,0 +1,371 @@
+"""Offline throughput: Headrace's LLM beside what transformers offers, interleaved in one run.
+
+    python benchmarks/offline.py [--model DIR] [--requests 64] [--rounds 3]
+        [--peers transformers-static,transformers-continuous] [--json FILE]
+
+Every engine runs in a process of its own, so that each has its own threads and memory, and they
+take turns: one round each, then the next. Prompts have 16-512 tokens, outputs 16-128, greedy, the
+end-of-sequence token ignored. Without --model a random-weight Llama of 42 M parameters is made.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+HEADRACE = "headrace"
+PEERS = ("transformers-static", "transformers-continuous")
+STATIC_BATCH = 16
+VOCAB_SIZE = 32_000
+
+
+@dataclass(frozen=True)
+class Work:
+    """One request: prompt ids and the number of tokens to generate."""
+
+    prompt: list[int]
+    output_tokens: int
+
+
+def make_workload(requests: int, vocab_size: int, number: int = 0) -> list[Work]:
+    """The workload of round `number`: the same lengths, but other tokens in every round.
+
+    So nothing that an engine keeps of an earlier round can be used again.
+    """
+    lengths, tokens = random.Random(0), random.Random(1 + number)
+    return [
+        Work(
+            prompt=[tokens.randrange(3, vocab_size) for _ in range(lengths.randint(16, 512))],
+            output_tokens=lengths.randint(16, 128),
+        )
+        for _ in range(requests)
+    ]
+
+
+def make_model(folder: Path) -> None:
+    """A Llama of 42 M parameters with random weights whose greedy output is not trivial."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
+
+
+Run = Callable[[Sequence[Work]], list[list[int]]]
+
+
+def headrace_runner(model: str, dtype: str, threads: int) -> Run:
+    from headrace_engine import LLM, SamplingParams
+
+    llm = LLM(model, dtype=dtype, threads=threads, skip_tokenizer_init=True)
+
+    def run(work: Sequence[Work]) -> list[list[int]]:
+        outputs = llm.generate(
+            [{"prompt_token_ids": item.prompt} for item in work],
+            [
+                SamplingParams(temperature=0, max_tokens=item.output_tokens, ignore_eos=True)
+                for item in work
+            ],
+            use_tqdm=False,
+        )
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    return run
+
+
+def _transformers_model(model: str, dtype: str, threads: int) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(False)
+    net: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    return net.eval()
+
+
+def static_runner(model: str, dtype: str, threads: int) -> Run:
+    import torch
+
+    net = _transformers_model(model, dtype, threads)
+
+    def batch(items: Sequence[Work]) -> list[list[int]]:
+        width = max(len(item.prompt) for item in items)
+        longest = max(item.output_tokens for item in items)
+        pads = [width - len(item.prompt) for item in items]
+        ids = torch.tensor([[0] * pad + item.prompt for pad, item in zip(pads, items, strict=True)])
+        mask = torch.tensor([[0] * pad + [1] * (width - pad) for pad in pads])
+        generated = net.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=longest,
+            min_new_tokens=longest,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+        return [
+            generated[row, width : width + item.output_tokens].tolist()
+            for row, item in enumerate(items)
+        ]
+
+    def run(work: Sequence[Work]) -> list[list[int]]:
+        outputs: list[list[int]] = []
+        for start in range(0, len(work), STATIC_BATCH):
+            outputs += batch(work[start : start + STATIC_BATCH])
+        return outputs
+
+    return run
+
+
+def continuous_runner(model: str, dtype: str, threads: int) -> Run:
+    import transformers
+    from transformers.generation.continuous_batching.utils import WorkloadHints
+
+    net = _transformers_model(model, dtype, threads)
+    make_config: Any = transformers.GenerationConfig
+    config = make_config(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=128)
+    hints = WorkloadHints(max_prompt_length=512, max_generated_length=128, num_requests=64)
+    manager = net.init_continuous_batching(generation_config=config, workload_hints=hints)
+    manager.start()
+
+    def run(work: Sequence[Work]) -> list[list[int]]:
+        ids = [manager.add_request(item.prompt, max_new_tokens=item.output_tokens) for item in work]
+        results: dict[str, list[int]] = {}
+        while len(results) < len(ids):
+            result = manager.get_result(timeout=1)
+            if result is not None and result.is_finished():
+                if result.error:
+                    raise RuntimeError(result.error)
+                results[result.request_id] = list(result.generated_tokens)
+            elif result is None and not manager.is_running():
+                raise RuntimeError("transformers' continuous batching stopped")
+        return [results[request_id] for request_id in ids]
+
+    return run
+
+
+RUNNERS: dict[str, Callable[[str, str, int], Run]] = {
+    HEADRACE: headrace_runner,
+    "transformers-static": static_runner,
+    "transformers-continuous": continuous_runner,
+}
+
+
+def child(engine: str, model: str, dtype: str, threads: int, requests: int) -> None:
+    """One engine's process: loads, warms up, then runs the workload once a line on stdin."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever libraries print must not mix with the answers
+    vocab_size = int(json.loads((Path(model) / "config.json").read_text())["vocab_size"])
+    started = time.perf_counter()
+    run = RUNNERS[engine](model, dtype, threads)
+    run([Work(item.prompt[:16], 4) for item in make_workload(4, vocab_size, -1)])
+    answers.write(json.dumps({"load_s": time.perf_counter() - started}) + "\n")
+    for line in sys.stdin:
+        work = make_workload(requests, vocab_size, int(line))
+        begin = time.perf_counter()
+        outputs = run(work)
+        seconds = time.perf_counter() - begin
+        wanted = [item.output_tokens for item in work]
+        if [len(output) for output in outputs] != wanted:
+            raise RuntimeError(f"{engine} did not generate what was asked for")
+        answers.write(json.dumps({"seconds": seconds, "rss_mb": _rss_mb()}) + "\n")
+    os._exit(0)  # transformers' manager has a thread that would keep the process
+
+
+def _rss_mb() -> int:
+    import psutil
+
+    return int(psutil.Process().memory_info().rss / 2**20)
+
+
+class Contestant:
+    """An engine's process as the parent sees it; frozen while it is not its turn."""
+
+    def __init__(self, engine: str, options: argparse.Namespace, model: str) -> None:
+        self.engine = engine
+        self.seconds: list[float] = []
+        self.rss_mb = 0
+        command = [sys.executable, __file__, "--child", engine, "--model", model]
+        command += ["--dtype", options.dtype, "--threads", str(options.threads)]
+        command += ["--requests", str(options.requests)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        self.load_s = float(self._answer()["load_s"])
+        self._process.send_signal(signal.SIGSTOP)
+
+    def run(self, number: int) -> float:
+        self._process.send_signal(signal.SIGCONT)
+        print(number, file=_pipe(self._process.stdin), flush=True)
+        answer = self._answer()
+        self._process.send_signal(signal.SIGSTOP)
+        self.seconds.append(float(answer["seconds"]))
+        self.rss_mb = int(answer["rss_mb"])
+        return self.seconds[-1]
+
+    def close(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+        _pipe(self._process.stdin).close()
+        self._process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        line = _pipe(self._process.stdout).readline()
+        if not line:
+            raise SystemExit(f"{self.engine} ended with {self._process.wait()}; see above")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def _pipe(stream: Any) -> TextIO:
+    assert stream is not None
+    pipe: TextIO = stream
+    return pipe
+
+
+@dataclass(frozen=True)
+class Result:
+    engine: str
+    output_tokens_per_s: float
+    seconds: float
+    seconds_min: float
+    seconds_max: float
+    load_s: float
+    rss_mb: int
+
+
+def compare(options: argparse.Namespace, model: str) -> dict[str, Any]:
+    vocab_size = int(json.loads((Path(model) / "config.json").read_text())["vocab_size"])
+    work = make_workload(options.requests, vocab_size)
+    tokens = sum(item.output_tokens for item in work)
+    engines = [HEADRACE, *options.peers]
+    contestants = [Contestant(engine, options, model) for engine in engines]
+    for number in range(options.rounds):
+        for contestant in contestants:
+            seconds = contestant.run(number)
+            print(
+                f"round {number + 1}/{options.rounds}  {contestant.engine:26}"
+                f"{seconds:8.2f} s {tokens / seconds:9.1f} tok/s",
+                file=sys.stderr,
+            )
+    for contestant in contestants:
+        contestant.close()
+    results = [_result(contestant, tokens) for contestant in contestants]
+    ours = results[0].output_tokens_per_s
+    return {
+        "results": [asdict(result) for result in results],
+        "ratios": {r.engine: ours / r.output_tokens_per_s for r in results[1:]},
+        "workload": {
+            "requests": len(work),
+            "prompt_tokens": sum(len(item.prompt) for item in work),
+            "output_tokens": tokens,
+            "dtype": options.dtype,
+            "threads": options.threads,
+            "rounds": options.rounds,
+        },
+        "machine": {"processor": _processor(), "cores": os.cpu_count()},
+    }
+
+
+def _result(contestant: Contestant, tokens: int) -> Result:
+    seconds = statistics.median(contestant.seconds)
+    return Result(
+        engine=contestant.engine,
+        output_tokens_per_s=tokens / seconds,
+        seconds=seconds,
+        seconds_min=min(contestant.seconds),
+        seconds_max=max(contestant.seconds),
+        load_s=contestant.load_s,
+        rss_mb=contestant.rss_mb,
+    )
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def show(report: dict[str, Any]) -> None:
+    work = report["workload"]
+    print(
+        f"{work['requests']} requests, {work['prompt_tokens']} prompt and "
+        f"{work['output_tokens']} output tokens, {work['dtype']}, {work['threads']} threads, "
+        f"{report['machine']['processor']}"
+    )
+    print(
+        f"{'engine':28}{'out tok/s':>10}{'s (median)':>12}{'min-max':>16}{'load s':>8}{'RSS MB':>8}"
+    )
+    for row in report["results"]:
+        spread = f"{row['seconds_min']:.2f}-{row['seconds_max']:.2f}"
+        print(
+            f"{row['engine']:28}{row['output_tokens_per_s']:10.1f}{row['seconds']:12.2f}"
+            f"{spread:>16}{row['load_s']:8.1f}{row['rss_mb']:8}"
+        )
+    for engine, ratio in report["ratios"].items():
+        print(f"headrace / {engine}: {ratio:.2f}x")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", help="folder of a checkpoint")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peers", default=",".join(PEERS), help="comma-separated; may be empty")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--json", type=Path, help="file to write the report to")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.peers = [peer for peer in options.peers.split(",") if peer]
+    unknown = set(options.peers) - set(PEERS)
+    if unknown:
+        parser.error(f"--peers: {', '.join(sorted(unknown))} is not one of {', '.join(PEERS)}")
+    return options
+
+
+def main() -> None:
+    options = arguments()
+    if options.child:
+        child(options.child, options.model, options.dtype, options.threads, options.requests)
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        model = options.model
+        if model is None:
+            model = scratch
+            make_model(Path(scratch))
+        report = compare(options, model)
+    show(report)
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

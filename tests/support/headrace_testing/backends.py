@@ -1,0 +1,132 @@
+"""Queue backends for tests: the same handles over memory and over a real Valkey."""
+
+import time
+from typing import Protocol
+
+from headrace_common import keys
+from headrace_common.messages import GenerateRequest
+from headrace_common.protocol.base import EngineQueue, EngineStatus, GatewayQueue
+from headrace_common.protocol.client import Client
+from headrace_common.protocol.connection import Connection, ConnectionConfig
+from headrace_common.protocol.memory import MemoryBackend
+from headrace_common.protocol.memory_queues import MemoryEngineQueue, MemoryGatewayQueue
+from headrace_common.protocol.redis_engine import RedisEngineQueue
+from headrace_common.protocol.redis_gateway import RedisGatewayQueue
+from headrace_common.sampling import SamplingParams
+
+MODEL = "org/model-1"
+
+
+class Backend(Protocol):
+    """Makes queues that share one store."""
+
+    def gateway(self, name: str = "g") -> GatewayQueue: ...
+
+    def engine(self, name: str = "e", *, lease_ms: int = 60_000) -> EngineQueue: ...
+
+    async def wipe(self) -> None: ...
+
+    async def dead_letters(self) -> list[tuple[str, str]]:
+        """Request id and reason of each."""
+
+    async def close(self) -> None: ...
+
+
+class InMemory:
+    """A Backend in this process."""
+
+    def __init__(self) -> None:
+        self.store = MemoryBackend()
+
+    def gateway(self, name: str = "g") -> GatewayQueue:
+        return MemoryGatewayQueue(self.store, name)
+
+    def engine(self, name: str = "e", *, lease_ms: int = 60_000) -> EngineQueue:
+        return MemoryEngineQueue(self.store, name, MODEL, lease_ms=lease_ms)
+
+    async def wipe(self) -> None:
+        self.store.wipe()
+
+    async def dead_letters(self) -> list[tuple[str, str]]:
+        return [(rid, why) for rid, why, _ in self.store.shards[MODEL].dead_letters]
+
+    async def close(self) -> None:
+        """Nothing is held open."""
+
+
+class OverRedis:
+    """A Backend at a url; each queue has connections of its own, as in its own process."""
+
+    def __init__(self, url: str, *, block: float = 10.0) -> None:
+        self.config = ConnectionConfig(url=url, block=block)
+        self.keys = keys.ShardKeys(MODEL)
+        self.connection = Connection(self.config)
+        self._connections = [self.connection]
+        self._engines: list[RedisEngineQueue] = []
+
+    @property
+    def client(self) -> Client:
+        return self.connection.client
+
+    def connect(self) -> Connection:
+        connection = Connection(self.config)
+        self._connections.append(connection)
+        return connection
+
+    def gateway(self, name: str = "g") -> GatewayQueue:
+        return RedisGatewayQueue(self.connect(), name)
+
+    def engine(self, name: str = "e", *, lease_ms: int = 60_000) -> EngineQueue:
+        queue = RedisEngineQueue(self.connect(), name, MODEL, lease_ms=lease_ms)
+        self._engines.append(queue)
+        return queue
+
+    async def wipe(self) -> None:
+        await self.client.command("FLUSHALL")
+
+    async def dead_letters(self) -> list[tuple[str, str]]:
+        found = await self.client.command("XRANGE", self.keys.dead_letters, "-", "+")
+        return [(fields[b"r"].decode(), fields[b"why"].decode()) for _, fields in found]
+
+    async def close(self) -> None:
+        for queue in self._engines:
+            await queue.close()
+        for connection in self._connections:
+            await connection.close()
+
+
+def make_request(
+    *,
+    request_id: str | None = None,
+    prompt: tuple[int, ...] = (1, 2, 3),
+    n: int = 1,
+    max_tokens: int = 16,
+    priority: int = 0,
+    seconds: float = 600.0,
+) -> GenerateRequest:
+    """A request for MODEL that must be answered within `seconds`."""
+    now = int(time.time() * 1000)
+    return GenerateRequest(
+        request_id=request_id or keys.new_request_id(),
+        model=MODEL,
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(n=n, max_tokens=max_tokens, seed=7),
+        created_ms=now,
+        deadline_ms=now + int(seconds * 1000),
+        priority=priority,
+    )
+
+
+def make_status(engine_id: str = "e") -> EngineStatus:
+    return EngineStatus(
+        engine_id=engine_id,
+        model=MODEL,
+        max_model_len=4096,
+        running=1,
+        capacity=16,
+        kv_utilization=0.5,
+        tokens_per_second=10.0,
+        last_step_age=0.0,
+        draining=False,
+        version="1",
+    )

@@ -1,0 +1,121 @@
+"""Request bodies that must be refused, each by name: what attackers and careless clients send."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from .checkpoints import VOCAB
+from .single import CONTEXT
+from .stack import MODEL
+
+_PROMPT = b'"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4'
+
+
+@dataclass(frozen=True, slots=True)
+class BadBody:
+    """`param` is the field that the answer must name, where one is to blame."""
+
+    name: str
+    content: bytes
+    param: str | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+def bad_bodies() -> list[BadBody]:
+    """PROTOCOL: bodies, prompts and counts, sampling numbers, token lists."""
+    return [*_malformed(), *_prompts(), *_numbers(), *_lists()]
+
+
+def _completion(name: str, param: str | None = None, **fields: Any) -> BadBody:
+    body = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 4, **fields}
+    return BadBody(name, json.dumps(body).encode(), param)
+
+
+def _raw(field: str, literal: str) -> BadBody:
+    content = b'{%b, "%b": %b}' % (_PROMPT, field.encode(), literal.encode())
+    return BadBody(f"{field} {literal}", content)
+
+
+def _malformed() -> list[BadBody]:
+    nested = b'{%b, "x": %b1%b}' % (_PROMPT, b"[" * 100_000, b"]" * 100_000)
+    return [
+        BadBody("empty", b""),
+        BadBody("not json", b"prompt=hello"),
+        BadBody("cut short", b'{"model": "tiny", "prompt": "he'),
+        BadBody("not an object", b"[1, 2]"),
+        BadBody("invalid utf-8", b'{"model": "tiny", "prompt": "\xff\xfe"}'),
+        BadBody("half a surrogate", b'{"model": "tiny", "prompt": "\\ud800"}'),
+        BadBody("deep nesting", nested),
+        BadBody("over the limit", b'{"prompt": "%b"}' % (b"a" * 9 * 2**20)),
+        BadBody("gzip", b"\x1f\x8b\x08", headers=(("content-encoding", "gzip"),)),
+        BadBody("form", b"a=1", headers=(("content-type", "application/x-www-form-urlencoded"),)),
+        BadBody("huge header", b"{}", headers=(("x-pad", "a" * 100_000),)),
+    ]
+
+
+def _prompts() -> list[BadBody]:
+    bodies = [
+        _completion("no prompt", "prompt", prompt=None),
+        _completion("a million prompts", "prompt", prompt=["a"] * 1_000_000),
+        _completion("id below zero", "prompt", prompt=[5, -1]),
+        _completion("id at the vocabulary's size", "prompt", prompt=[5, VOCAB]),
+        _completion("id of 64 bits", "prompt", prompt=[2**63]),
+        _completion("fraction of an id", "prompt", prompt=[5, 1.5]),
+        _completion("true as an id", "prompt", prompt=[True]),
+        _completion("empty text", "prompt", prompt=""),
+        _completion("no prompts", "prompt", prompt=[]),
+        _completion("empty ids", "prompt[0]", prompt=[[]]),
+        _completion("ids beside text", "prompt[1]", prompt=["a", [5]]),
+        _completion("an object", "prompt", prompt={"a": 1}),
+        _completion("longer than the context", prompt=[5] * (CONTEXT + 1)),
+        _completion("context exceeded by one", prompt=[5] * (CONTEXT - 3)),
+    ]
+    for value in (0, -1, 2**63, 1.5, "4", True):
+        bodies.append(_completion(f"max_tokens {value!r}", "max_tokens", max_tokens=value))
+    for name in ("n", "best_of"):
+        for value in (0, -1, 10**9, 2**64, "2"):
+            bodies.append(_completion(f"{name} {value!r}", name, **{name: value}))
+    return bodies
+
+
+def _numbers() -> list[BadBody]:
+    numbers = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
+    bodies = [_raw(name, word) for name in numbers for word in ("NaN", "Infinity", "-Infinity")]
+    for name in (*numbers, "repetition_penalty"):
+        low = -3 if "penalty" in name else -1
+        unfit: tuple[object, ...] = (low, 1e308, "1", True, [])
+        for value in unfit:
+            bodies.append(_completion(f"{name} {value!r}", name, **{name: value}))
+    for name, values in {
+        "top_k": (-5, 2**31, 1.5),
+        "seed": (2**63, -(2**63) - 1, 10**30, 1.5),
+        "min_tokens": (-1, 5, 2**63),
+        "priority": (2**31, 0.5),
+        "logprobs": (-1, 21, 10**6, True),
+    }.items():
+        for number in values:
+            bodies.append(_completion(f"{name} {number!r}", name, **{name: number}))
+    return bodies
+
+
+def _lists() -> list[BadBody]:
+    many = list(range(1_000_000))
+    return [
+        _completion("bias of no token", "logit_bias", logit_bias={str(VOCAB): 1}),
+        _completion("bias below zero", "logit_bias", logit_bias={"-1": 1}),
+        _completion("bias of a word", "logit_bias", logit_bias={"a": 1}),
+        _completion("bias too strong", "logit_bias", logit_bias={"5": 1e6}),
+        _completion("bias is no number", "logit_bias", logit_bias={"5": "1"}),
+        _completion(
+            "very many biases", "logit_bias", logit_bias={str(token): 1 for token in many[:500_000]}
+        ),
+        _completion("stop at no token", "stop_token_ids", stop_token_ids=[VOCAB]),
+        _completion("stop below zero", "stop_token_ids", stop_token_ids=[-1]),
+        _completion("a million stop ids", "stop_token_ids", stop_token_ids=many),
+        _completion("very many stops", "stop", stop=["x"] * 10_000),
+        _completion("a long stop", "stop", stop="x" * 2**20),
+        _completion("an empty stop", "stop", stop=[""]),
+        _completion("unknown field", "no_such_field", no_such_field=1),
+        _completion("unsupported field", "suffix", suffix="x"),
+        _completion("unknown model", "model", model="x" * 100_000),
+    ]

@@ -1,0 +1,206 @@
+"""Tiny random checkpoints of real architectures, saved as transformers saves them.
+
+Small vocabularies and wide initial weights give logits that lie far apart, so that a greedy path
+has no near-ties: float32 products of other shapes round differently, and a tie would flip.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+VOCAB = 256
+EOS = 2
+MARGIN = 1e-3
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+}
+_GROUPED: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A transformers config class, by name, and what the tiny model sets in it."""
+
+    config: str
+    options: dict[str, Any]
+
+
+SHAPES: dict[str, Shape] = {
+    "llama": Shape("LlamaConfig", {**_GROUPED, "tie_word_embeddings": False}),
+    "llama3-rope": Shape(
+        "LlamaConfig",
+        {
+            **_GROUPED,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "mistral": Shape("MistralConfig", {**_GROUPED, "sliding_window": 12}),
+    "qwen2": Shape("Qwen2Config", {**_GROUPED, "tie_word_embeddings": True}),
+    "qwen2-window": Shape(
+        "Qwen2Config",
+        {**_GROUPED, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "qwen3": Shape("Qwen3Config", {**_GROUPED, "head_dim": 32}),
+    "gemma2": Shape(
+        "Gemma2Config",
+        {
+            **_GROUPED,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 10,
+            "attn_logit_softcapping": 20.0,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    "gpt_neox": Shape("GPTNeoXConfig", {**_SIZES, "tie_word_embeddings": False}),
+    "phi3": Shape("Phi3Config", {**_GROUPED, "sliding_window": 14}),
+}
+
+_LINES = (
+    "the cat sat on the mat and looked at the moon",
+    "a headrace feeds the wheels of a mill from the stream",
+    "one two three four five six seven eight nine ten",
+    "tokens flow through blocks of memory, page after page",
+)
+
+
+def make_config(name: str, **changes: Any) -> transformers.PretrainedConfig:
+    shape = SHAPES[name]
+    config: transformers.PretrainedConfig = getattr(transformers, shape.config)(
+        **{**shape.options, **changes}
+    )
+    return config
+
+
+def make_model(name: str, seed: int = 0, **changes: Any) -> Any:
+    """A random model in float32 whose every layer matters to the output."""
+    config = make_config(name, **changes)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        build: Any = transformers.AutoModelForCausalLM
+        model = build.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                _initialise(parameter_name, parameter)
+    return model.eval()
+
+
+def save_checkpoint(
+    folder: Path,
+    name: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    shard: str = "1GB",
+    **changes: Any,
+) -> Path:
+    """Saves model and tokenizer into `folder`; `shard` is the largest size of one file."""
+    model = make_model(name, **changes).to(dtype)
+    model.save_pretrained(folder, max_shard_size=shard)
+    make_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def make_tokenizer() -> Tokenizer:
+    """A byte-level BPE tokenizer of a few hundred tokens, trained on a few lines."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=["<pad>", "<s>", "</s>"],
+        initial_alphabet=sorted(set("".join(_LINES)) | {"Ġ"}),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_LINES, trainer)
+    return tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class GreedyPath:
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+
+
+class Reference:
+    """transformers' own greedy generation on a checkpoint, one prompt at a time."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        load: Any = transformers.AutoModelForCausalLM.from_pretrained
+        self.model = load(folder, dtype=dtype, attn_implementation="eager").eval()
+        self.generate = cache(self._generate)
+
+    def _generate(self, prompt: tuple[int, ...], length: int) -> tuple[GreedyPath, float]:
+        """The path of `length` tokens and its smallest distance between the two best logits."""
+        with torch.inference_mode():
+            result = self.model.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                max_new_tokens=length,
+                min_new_tokens=length,
+                do_sample=False,
+                return_dict_in_generate=True,
+                output_scores=True,
+            )
+        best = torch.stack(result.scores).squeeze(1).topk(2).values
+        output = tuple(result.sequences[0, len(prompt) :].tolist())
+        return GreedyPath(prompt, output), float((best[:, 0] - best[:, 1]).min())
+
+    def logits(self, ids: Sequence[int]) -> torch.Tensor:
+        """float32 [len(ids), vocabulary]."""
+        with torch.inference_mode():
+            logits: torch.Tensor = self.model(torch.tensor([list(ids)])).logits[0].float()
+        return logits
+
+    def clear_paths(
+        self,
+        count: int,
+        length: int,
+        prompt_length: Callable[[int], int] = lambda index: 3 + (index * 7) % 40,
+        prefix: tuple[int, ...] = (),
+    ) -> list[GreedyPath]:
+        """Greedy paths of random prompts without near-ties: none closer than MARGIN."""
+        generator = torch.Generator().manual_seed(count * 1000 + length)
+        found: list[GreedyPath] = []
+        while len(found) < count:
+            size = prompt_length(len(found))
+            tail = torch.randint(3, VOCAB, (size,), generator=generator).tolist()
+            path, margin = self.generate((*prefix, *tail), length)
+            if margin > MARGIN:
+                found.append(path)
+        return found
+
+
+def _initialise(name: str, parameter: torch.Tensor) -> None:
+    if "norm" in name:
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    elif parameter.ndim == 1:
+        parameter.copy_(0.3 * torch.randn_like(parameter))
+    elif "embed" in name or "lm_head" in name:
+        parameter.copy_(torch.randn_like(parameter) * 0.5)
+    else:
+        parameter.copy_(torch.randn_like(parameter) * 1.5 / math.sqrt(parameter.shape[1]))

@@ -1,0 +1,121 @@
+"""Builders of engine requests, schedulers and engines over the fake runner, with short defaults."""
+
+from collections.abc import Iterable
+
+from headrace_common.sampling import SamplingParams
+from headrace_engine.config import EngineConfig
+from headrace_engine.outputs import SequenceOutput
+from headrace_engine.policies import Fcfs
+from headrace_engine.request import EngineRequest
+from headrace_engine.scheduler import Scheduler
+from headrace_engine.validation import Limits
+
+from .fake_runner import FakeRunner
+
+Choice = tuple[str, int]
+
+
+def make_request(
+    request_id: str,
+    prompt: Iterable[int],
+    *,
+    params: SamplingParams | None = None,
+    seed: int = 1,
+    arrival: float = 0.0,
+    cache_salt: bytes = b"",
+    resume: tuple[tuple[int, ...], ...] = (),
+) -> EngineRequest:
+    """Without `params`: four tokens, whatever they are."""
+    return EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt),
+        params=params or SamplingParams(max_tokens=4, ignore_eos=True),
+        seed=seed,
+        arrival=arrival,
+        cache_salt=cache_salt,
+        resume=resume,
+    )
+
+
+def make_config(
+    *,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 64,
+    enable_prefix_caching: bool = True,
+    watermark: float = 0.0,
+) -> EngineConfig:
+    return EngineConfig(
+        model="fake",
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        enable_prefix_caching=enable_prefix_caching,
+        watermark=watermark,
+    )
+
+
+def limits_of(runner: FakeRunner) -> Limits:
+    return Limits(
+        num_blocks=runner.num_blocks,
+        block_size=runner.block_size,
+        max_model_len=runner.max_model_len,
+        vocab_size=runner.vocab_size,
+        eos_token_ids=runner.eos_token_ids,
+    )
+
+
+class Rig:
+    """A scheduler with its fake runner, and what came out of it so far."""
+
+    def __init__(self, runner: FakeRunner, config: EngineConfig) -> None:
+        self.runner = runner
+        self.scheduler = Scheduler(config, limits_of(runner), Fcfs())
+        self.outputs: list[SequenceOutput] = []
+
+    def add(self, *requests: EngineRequest) -> None:
+        for request in requests:
+            self.outputs += self.scheduler.add(request)
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            plan = self.scheduler.plan()
+            assert plan is not None, "there is nothing to do"
+            self.outputs += self.scheduler.update(plan, self.runner.execute(plan))
+
+    def finish(self) -> None:
+        while self.scheduler.has_work:
+            self.step()
+
+    def shape(self) -> list[tuple[str, int, int]]:
+        """The last step: id, start and length of each run."""
+        return [
+            (item.sequence.request.request_id, item.start, item.length)
+            for item in self.runner.steps[-1].scheduled
+        ]
+
+    def tokens(self) -> dict[Choice, tuple[int, ...]]:
+        found: dict[Choice, tuple[int, ...]] = {}
+        for output in self.outputs:
+            key = output.request_id, output.choice
+            found[key] = found.get(key, ()) + output.token_ids
+        return found
+
+    def expected(self, *requests: EngineRequest) -> dict[Choice, tuple[int, ...]]:
+        """What an undisturbed run gives, without the tokens that the request resumes from."""
+        return {
+            (request.request_id, choice): self.runner.expected(request, choice)[0][
+                len(request.resume[choice]) if request.resume else 0 :
+            ]
+            for request in requests
+            for choice in range(request.params.n)
+        }
+
+
+def make_rig(
+    config: EngineConfig | None = None,
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_model_len: int = 128,
+) -> Rig:
+    runner = FakeRunner(num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len)
+    return Rig(runner, config or make_config())

@@ -1,0 +1,250 @@
+"""The gateway's application over real sockets, with an engine that answers from a script."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+
+from headrace_common.errors import FailureCode, HeadraceError, RequestFailed
+from headrace_common.messages import GenerateRequest, Logprobs
+from headrace_common.protocol.base import EngineStatus, QueueDepth
+from headrace_common.tokenizer import Tokenizer
+from headrace_gateway.app import Parts, create_app
+from headrace_gateway.client import Delta
+from headrace_gateway.models import Models
+from headrace_gateway.server import GatewayServer, listen, server_config
+from headrace_gateway.settings import GatewaySettings
+
+from .tokenizers import byte_level_tokenizer, write_checkpoint
+
+MODEL = "tiny"
+ANSWER = "Once upon a time there was a stream."
+MAX_MODEL_LEN = 512
+
+Script = Callable[[GenerateRequest], Sequence[Delta]]
+
+
+class ScriptedEngine:
+    """The queue and an engine in one: says `ANSWER`, or what `script` makes of a request.
+
+    Before each delta it waits for `gate`, so that a test can hold an answer where it wants.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.reset()
+
+    def reset(self) -> None:
+        """As new."""
+        self.script: Script = self.say(ANSWER)
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.refusal: HeadraceError | None = None
+        self.failure: RequestFailed | None = None
+        self.submitted: list[GenerateRequest] = []
+        self.stopped: list[tuple[str, int]] = []
+        self.cancelled = asyncio.Event()
+        self.cancellations: list[str] = []
+        self.statuses: list[EngineStatus] = [engine_status()]
+        self.unreachable: HeadraceError | None = None
+
+    def say(self, text: str, *, eos: bool = True) -> Script:
+        """One token a delta, choices in turn; an end-of-sequence token unless it gets too long."""
+
+        def script(request: GenerateRequest) -> list[Delta]:
+            ids = self.tokenizer.encode(text)
+            if eos:
+                ids.append(self.tokenizer.eos_token_ids[0])
+            ids = ids[: request.sampling.max_tokens]
+            return [
+                self._delta(request, choice, index, ids)
+                for index in range(len(ids))
+                for choice in range(request.sampling.n)
+            ]
+
+        return script
+
+    def _delta(
+        self, request: GenerateRequest, choice: int, index: int, ids: Sequence[int]
+    ) -> Delta:
+        ended = None
+        if index == len(ids) - 1:
+            ended = "stop" if ids[-1] in self.tokenizer.eos_token_ids else "length"
+        return Delta(
+            choice=choice,
+            token_ids=(ids[index],),
+            logprobs=_logprobs(request, ids[index]),
+            finish_reason=ended,
+            cached_tokens=2,
+        )
+
+    async def submit(self, request: GenerateRequest) -> "ScriptedGeneration":
+        if self.refusal is not None:
+            raise self.refusal
+        self.submitted.append(request)
+        return ScriptedGeneration(self, request)
+
+    async def engines(self, model: str) -> Sequence[EngineStatus]:
+        if self.unreachable is not None:
+            raise self.unreachable
+        return self.statuses
+
+    async def depth(self, model: str) -> QueueDepth:
+        return QueueDepth(waiting=0, waiting_tokens=0, pending=0, oldest_age=0.0)
+
+
+class ScriptedGeneration:
+    def __init__(self, engine: ScriptedEngine, request: GenerateRequest) -> None:
+        self._engine = engine
+        self._request = request
+        self._ended = False
+        self._open = set(range(request.sampling.n))
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        for delta in self._engine.script(self._request):
+            await asyncio.sleep(0)  # as a queue does
+            await self._engine.gate.wait()
+            if delta.choice not in self._open:
+                continue
+            if delta.finish_reason is not None:
+                self._open.discard(delta.choice)
+            self._ended = not self._open
+            yield delta
+        if self._engine.failure is not None:
+            self._ended = True
+            raise self._engine.failure
+
+    async def stop_choice(self, choice: int) -> None:
+        self._engine.stopped.append((self._request.request_id, choice))
+        self._open.discard(choice)
+        self._ended = not self._open
+
+    async def cancel(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._engine.cancellations.append(self._request.request_id)
+            self._engine.cancelled.set()
+
+
+def _logprobs(request: GenerateRequest, token_id: int) -> tuple[Logprobs, ...] | None:
+    count = request.sampling.logprobs
+    if count is None:
+        return None
+    others = [(token_id, -0.5), (token_id + 1, -1.5), (token_id + 2, float("-inf"))]
+    return (Logprobs(-0.5, 1, tuple(others[:count])),)
+
+
+def failed(code: FailureCode, message: str = "it failed") -> RequestFailed:
+    return RequestFailed(code, message)
+
+
+def engine_status(**changes: Any) -> EngineStatus:
+    status: dict[str, Any] = {
+        "engine_id": "e.1",
+        "model": MODEL,
+        "max_model_len": MAX_MODEL_LEN,
+        "running": 0,
+        "capacity": 16,
+        "kv_utilization": 0.0,
+        "tokens_per_second": 0.0,
+        "last_step_age": 0.0,
+        "draining": False,
+        "version": "1",
+    }
+    return EngineStatus(**{**status, **changes})
+
+
+def gateway_checkpoint(folder: Path) -> Path:
+    return write_checkpoint(
+        folder,
+        byte_level_tokenizer(),
+        config={"vocab_size": 512, "max_position_embeddings": 4096},
+        eos_token="<|im_end|>",
+    )
+
+
+@dataclass(slots=True)
+class Gateway:
+    """A running application and its address."""
+
+    port: int
+    engine: ScriptedEngine
+    app: FastAPI
+    server: GatewayServer
+    http: httpx.AsyncClient
+    _tasks: list["asyncio.Task[None]"] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def chat(self, **fields: Any) -> httpx.Response:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], **fields}
+        return await self.http.post("/v1/chat/completions", json=body)
+
+    async def complete(self, **fields: Any) -> httpx.Response:
+        body = {"model": MODEL, "prompt": "Hello world", **fields}
+        return await self.http.post("/v1/completions", json=body)
+
+    async def is_idle(self) -> bool:
+        """Whether no request is being served."""
+        return not self.server.server_state.tasks
+
+    def forget_engines(self) -> None:
+        """Makes the gateway read the list of engines again at once."""
+        self.app.state.services.engines.forget()
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.port)
+
+
+@asynccontextmanager
+async def serve(
+    folder: Path, engine: ScriptedEngine | None = None, **settings: Any
+) -> AsyncIterator[Gateway]:
+    """The application of a checkpoint folder on a free port of loopback."""
+    settings = {"drain_timeout": 0.0, **settings}
+    chosen = GatewaySettings(model=str(folder), served_model_name=MODEL, port=0, **settings)
+    served = Models.load(chosen)
+    engine = engine or ScriptedEngine(served.get(MODEL).tokenizer)
+    app = create_app(chosen, Parts(served=served, client=engine, queue=engine))
+    async with running(app, chosen) as (server, port):
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
+            yield Gateway(port, engine, app, server, http)
+
+
+@asynccontextmanager
+async def running(
+    app: FastAPI, settings: GatewaySettings
+) -> AsyncIterator[tuple[GatewayServer, int]]:
+    """Serves an application in this event loop until the block ends."""
+    server = GatewayServer(
+        server_config(app, settings),
+        on_drain=lambda: app.state.services.drain.begin(settings.drain_timeout),
+    )
+    with listen(settings) as listener:
+        port = listener.getsockname()[1]
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        async with asyncio.timeout(30):
+            while not server.started:
+                assert not serving.done(), serving.exception()
+                await asyncio.sleep(0)
+        try:
+            yield server, port
+        finally:
+            server.stop()
+            await serving
+
+
+def events(text: str) -> Iterator[dict[str, Any]]:
+    """The data of each event of a stream but the final [DONE]."""
+    for block in text.split("\n\n"):
+        for line in block.splitlines():
+            if line.startswith("data: ") and line != "data: [DONE]":
+                yield json.loads(line[6:])

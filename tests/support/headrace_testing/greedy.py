@@ -1,0 +1,54 @@
+"""Prompts whose greedy output is beyond doubt: transformers' logits have no near-tie on the way."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from headrace_engine import LLM, SamplingParams
+
+from .checkpoints import MARGIN, VOCAB
+
+
+@dataclass(frozen=True, slots=True)
+class GreedyCase:
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+
+
+def clear_cases(checkpoint: Path, count: int, length: int, seed: int = 0) -> list[GreedyCase]:
+    """`count` random prompts with their `length` greedy tokens.
+
+    The engine proposes; transformers confirms each path in one forward pass: every token is its
+    argmax, with a distance of MARGIN to the next best one.
+    """
+    llm = LLM(str(checkpoint), dtype="float32", num_blocks=4096, max_num_seqs=64)
+    load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    model = load(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(seed)
+    params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+    found: list[GreedyCase] = []
+    while len(found) < count:
+        prompts = [
+            torch.randint(3, VOCAB, (4 + 5 * (i % 12),), generator=generator).tolist()
+            for i in range(64)
+        ]
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+        )
+        for prompt, output in zip(prompts, outputs, strict=True):
+            case = GreedyCase(tuple(prompt), tuple(output.outputs[0].token_ids))
+            if _clear(model, case):
+                found.append(case)
+    return found[:count]
+
+
+def _clear(model: Any, case: GreedyCase) -> bool:
+    ids = [*case.prompt, *case.output]
+    with torch.inference_mode():
+        logits = model(torch.tensor([ids])).logits[0, len(case.prompt) - 1 : -1].float()
+    best = logits.topk(2)
+    agrees: bool = best.indices[:, 0].tolist() == list(case.output)
+    return agrees and bool((best.values[:, 0] - best.values[:, 1]).min() > MARGIN)

@@ -1,0 +1,116 @@
+"""A small OpenAI-compatible server with scripted answers, for tests of clients."""
+
+import json
+import threading
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any, Self
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`stalls`: after its pieces it says nothing more until the client hangs up."""
+
+    pieces: tuple[str, ...] = ()
+    reasoning: tuple[str, ...] = ()
+    status: int = 200
+    error: str = ""
+    error_event: str = ""
+    stalls: bool = False
+
+
+@dataclass
+class Recorded:
+    body: dict[str, Any]
+    authorization: str | None
+    hung_up: threading.Event = field(default_factory=threading.Event)
+
+
+class OpenAIServer:
+    """Answers POST /v1/chat/completions with `answers` in turn; `requests` holds what came."""
+
+    def __init__(self, *answers: Answer, model: str = "scripted") -> None:
+        self.answers = list(answers)
+        self.requests: list[Recorded] = []
+        self.model = model
+        self._http = _Server(self)
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,))
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._http.server_port}/v1"
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._http.shutdown()
+        self._thread.join()
+        self._http.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, script: OpenAIServer) -> None:
+        self.script = script
+        super().__init__(("127.0.0.1", 0), _Handler)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+
+    def do_GET(self) -> None:
+        self._json(
+            200, {"object": "list", "data": [{"id": self.server.script.model, "object": "model"}]}
+        )
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        recorded = Recorded(body, self.headers.get("Authorization"))
+        self.server.script.requests.append(recorded)
+        answer = self.server.script.answers.pop(0)
+        if answer.error:
+            self._json(answer.status, {"error": {"message": answer.error, "type": "x"}})
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        self._stream(answer, recorded)
+
+    def _stream(self, answer: Answer, recorded: Recorded) -> None:
+        self._event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+        for text in answer.reasoning:
+            self._event({"choices": [{"delta": {"reasoning_content": text}}]})
+        for text in answer.pieces:
+            self._event({"choices": [{"delta": {"content": text}}]})
+        if answer.stalls:
+            self.connection.recv(1)  # returns when the client hangs up
+            recorded.hung_up.set()
+            return
+        if answer.error_event:
+            self._event({"error": {"message": answer.error_event}})
+            return
+        self._event({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+        self._event({"choices": [], "usage": {"total_tokens": 3}})
+        self.wfile.write(b": ping\n\ndata: [DONE]\n\n")
+
+    def _event(self, chunk: dict[str, Any]) -> None:
+        self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
+
+    def _json(self, status: int, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Says nothing."""

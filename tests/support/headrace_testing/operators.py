@@ -1,0 +1,154 @@
+"""The operator for tests: real but for its signals, its clock and the engines' directory."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import kopf
+from kubernetes.aio.client import Configuration
+
+from headrace_common import telemetry
+from headrace_common.errors import BackendUnavailable
+from headrace_common.protocol.base import EngineStatus
+from headrace_operator.cluster import Cluster
+from headrace_operator.controller import Controller
+from headrace_operator.errors import SignalsUnavailable
+from headrace_operator.handlers import configure, register
+from headrace_operator.memory import ScalingMemory
+from headrace_operator.reconciler import Reconciler
+from headrace_operator.recorder import Recorder
+from headrace_operator.scaler import Scaler
+from headrace_operator.scaling.observation import EngineSignals, QueueSignals
+from headrace_operator.signals import PodAddress, Signals
+from headrace_operator.spec import ModelService
+
+from .kubernetes import NAMESPACE, User
+from .model_services import PLATFORM
+
+
+@dataclass(slots=True)
+class Scene:
+    """What the operator sees besides the API server. `waiting` None: no metrics."""
+
+    now: float = 1_000_000.0
+    age: float = 0.0
+    waiting: int | None = 0
+    running: int = 0
+    engines: int = 1
+    statuses: list[EngineStatus] = field(default_factory=list)
+    drained: list[str] = field(default_factory=list)
+    queue_down: bool = False
+
+    def clock(self) -> float:
+        return self.now
+
+    async def read(self, service: ModelService, pods: Sequence[PodAddress]) -> Signals:
+        if self.waiting is None:
+            raise SignalsUnavailable("no gateway pod is running")
+        queue = QueueSignals(waiting=self.waiting, oldest_age=self.waiting / 10)
+        engines = EngineSignals(running=self.running, capacity=64 * max(1, self.engines))
+        return Signals(at=self.now - self.age, queue=queue, engines=engines)
+
+
+@dataclass(slots=True)
+class Directory:
+    """The engines of a scene."""
+
+    scene: Scene
+
+    async def engines(self, model: str, shard: int) -> Sequence[EngineStatus]:
+        if self.scene.queue_down:
+            raise BackendUnavailable("redis: connection refused")
+        return self.scene.statuses
+
+    async def drain(self, engine_id: str) -> None:
+        self.scene.drained.append(engine_id)
+
+
+def engine_status(pod: str, *, running: int = 0, draining: bool = False) -> EngineStatus:
+    """What the engine in a pod tells of itself."""
+    return EngineStatus(
+        engine_id=f"{pod}.1.abc",
+        model="qwen",
+        max_model_len=4096,
+        running=running,
+        capacity=64,
+        kv_utilization=0.0,
+        tokens_per_second=0.0,
+        last_step_age=0.0,
+        draining=draining,
+        version="1",
+    )
+
+
+@asynccontextmanager
+async def operator(user: User, scene: Scene) -> AsyncIterator[set[tuple[str, str]]]:
+    """Runs the operator, with short intervals, until the block ends; gives the keys it looks after.
+
+    In a thread with a loop of its own: kopf waits at its end for every task of its loop, and the
+    API server's would be among them.
+    """
+    stop, keys = threading.Event(), set[tuple[str, str]]()
+    running = asyncio.create_task(
+        asyncio.to_thread(lambda: asyncio.run(_operate(user.url, scene, stop, keys)))
+    )
+    try:
+        yield keys
+    finally:
+        stop.set()
+        await running
+
+
+async def _operate(
+    url: str, scene: Scene, stop: threading.Event, keys: set[tuple[str, str]]
+) -> None:
+    cluster = Cluster(Configuration(host=url))
+    memory = ScalingMemory(cluster)
+    scaler = Scaler(cluster, scene, Directory(scene), memory)
+    recorder = Recorder(telemetry.disabled().meter)
+    reconciler = Reconciler(cluster, PLATFORM, scaler, memory, recorder, scene.clock)
+    controller = _Watched(keys, reconciler.reconcile, interval=0.05, gap=0.01)
+    registry, settings = kopf.OperatorRegistry(), kopf.OperatorSettings()
+    configure(settings)
+    settings.queueing.idle_timeout = settings.queueing.exit_timeout = 0.05
+    register(registry, controller, reconciler)
+
+    @kopf.on.login(registry=registry)
+    def log_in(**_: object) -> kopf.ConnectionInfo:
+        return kopf.ConnectionInfo(server=url)
+
+    try:
+        await kopf.operator(
+            registry=registry,
+            settings=settings,
+            namespaces=(NAMESPACE,),
+            standalone=True,
+            stop_flag=stop,
+        )
+    finally:
+        await cluster.close()
+
+
+class _Watched(Controller):
+    """Tells which keys it looks after."""
+
+    def __init__(
+        self,
+        watched: set[tuple[str, str]],
+        reconcile: Callable[[tuple[str, str]], Awaitable[None]],
+        *,
+        interval: float,
+        gap: float,
+    ) -> None:
+        super().__init__(reconcile, interval=interval, gap=gap)
+        self._watched = watched
+
+    def wake(self, key: tuple[str, str]) -> None:
+        super().wake(key)
+        self._watched.add(key)
+
+    def forget(self, key: tuple[str, str]) -> None:
+        super().forget(key)
+        self._watched.discard(key)

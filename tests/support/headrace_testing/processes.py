@@ -1,0 +1,96 @@
+"""Real Headrace processes for tests: started, signalled and ended by their own pid."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+START_TIMEOUT_S = 120.0
+
+
+def until(condition: Callable[[], bool], what: str, timeout_s: float = START_TIMEOUT_S) -> None:
+    """Waits until a condition holds; fails the test with `what` after a generous limit."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s:.0f} s: {what}")
+        time.sleep(0.02)
+
+
+class HeadraceProcess:
+    """One `python -m MODULE ARGUMENTS`, its log in a file; killed when the block ends.
+
+    `env` is laid over our own environment.
+    """
+
+    def __init__(
+        self, module: str, arguments: Sequence[str], log: Path, env: Mapping[str, str] | None = None
+    ) -> None:
+        self.name = log.stem
+        self.log = log
+        with log.open("ab") as out:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                stdout=out,
+                stderr=out,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._popen.poll() is None
+
+    def signal(self, number: signal.Signals) -> None:
+        self._popen.send_signal(number)
+
+    def kill(self) -> None:
+        if self.alive:
+            self.signal(signal.SIGKILL)
+        self._popen.wait()
+
+    def wait(self, timeout_s: float = START_TIMEOUT_S) -> int:
+        """The exit status once the process has ended."""
+        return self._popen.wait(timeout_s)
+
+    def log_entries(self) -> list[dict[str, object]]:
+        """Every JSON line that it has logged."""
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        return [json.loads(line) for line in lines if line.startswith("{")]
+
+    def logged(self, message: str) -> dict[str, object] | None:
+        """The first JSON log line with this message; fails the test where the process has died."""
+        for entry in self.log_entries():
+            if entry.get("message") == message:
+                return entry
+        if not self.alive:
+            raise AssertionError(f"{self.name} ended:\n{self.log.read_text()[-4000:]}")
+        return None
+
+    def await_log(self, message: str) -> dict[str, object]:
+        """Waits for a log line and returns its fields."""
+        until(lambda: self.logged(message) is not None, f"{self.name} to log {message!r}")
+        entry = self.logged(message)
+        assert entry is not None
+        return entry

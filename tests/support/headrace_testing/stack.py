@@ -1,0 +1,159 @@
+"""A whole Headrace of real processes on loopback: Valkey, engines, gateways."""
+
+import asyncio
+import re
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from headrace_common.protocol.base import EngineStatus
+from headrace_common.protocol.connection import Connection, ConnectionConfig
+from headrace_common.protocol.redis_gateway import RedisGatewayQueue
+
+from .processes import HeadraceProcess, until
+from .valkey import ValkeyServer, free_port
+
+MODEL = "tiny"
+LEASE_S = 2.0
+
+
+class EngineProcess(HeadraceProcess):
+    """`python -m headrace_engine` with a metrics port."""
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        redis_url: str,
+        log: Path,
+        *flags: str,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.metrics_port = free_port()
+        arguments = ["--model", str(checkpoint), "--served-model-name", MODEL]
+        arguments += ["--redis-url", redis_url, "--dtype", "float32", "--threads", "1"]
+        arguments += ["--lease", str(LEASE_S), "--beat-interval", "0.5", "--num-blocks", "2048"]
+        arguments += ["--metrics-port", str(self.metrics_port), *flags]
+        super().__init__("headrace_engine", arguments, log, env)
+
+    def metric(self, name: str, labels: str = "") -> float:
+        """Sum of a metric's samples whose labels hold the text `labels`."""
+        url = f"http://127.0.0.1:{self.metrics_port}/metrics"
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            text = answer.read().decode()
+        pattern = rf"^{re.escape(name)}(?:\{{(.*)\}})? (\S+)$"
+        found = re.findall(pattern, text, re.MULTILINE)
+        assert found, f"{name} is not exported:\n{text[:2000]}"
+        return sum(float(value) for own, value in found if labels in own)
+
+    @property
+    def idle(self) -> bool:
+        """No sequence and no used KV block."""
+        return (
+            self.metric("headrace_engine_requests") == 0
+            and self.metric("headrace_engine_kv_blocks", 'state="used"') == 0
+        )
+
+
+class GatewayProcess(HeadraceProcess):
+    """`python -m headrace_gateway` on a port of its own."""
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        redis_url: str,
+        log: Path,
+        *flags: str,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.port, self.metrics_port = free_port(), free_port()
+        arguments = ["--model", str(checkpoint), "--served-model-name", MODEL]
+        arguments += ["--redis-url", redis_url, "--port", str(self.port)]
+        arguments += ["--metrics-port", str(self.metrics_port), *flags]
+        super().__init__("headrace_gateway", arguments, log, env)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+class Stack:
+    """Processes over one checkpoint; `close` ends them all. `env` is theirs beside ours."""
+
+    def __init__(
+        self, checkpoint: Path, folder: Path, env: Mapping[str, str] | None = None
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._folder = folder
+        self._env = env
+        self._count = 0
+        self.valkey = ValkeyServer(folder / "valkey")
+        self.valkey.start()
+        self.engines: list[EngineProcess] = []
+        self.gateways: list[GatewayProcess] = []
+
+    def add_engine(self, *flags: str) -> EngineProcess:
+        engine = EngineProcess(
+            self._checkpoint, self.valkey.url, self._log("engine"), *flags, env=self._env
+        )
+        self.engines.append(engine)
+        return engine
+
+    def add_gateway(self, *flags: str) -> GatewayProcess:
+        gateway = GatewayProcess(
+            self._checkpoint, self.valkey.url, self._log("gateway"), *flags, env=self._env
+        )
+        self.gateways.append(gateway)
+        return gateway
+
+    def _log(self, kind: str) -> Path:
+        self._count += 1
+        return self._folder / f"{kind}-{self._count}.log"
+
+    def await_engines(self, count: int) -> None:
+        """Waits until `count` engines announce themselves in the queue and gateways are ready."""
+        for engine in self.engines:
+            engine.await_log("engine ready")
+        until(lambda: len(self.engine_status()) >= count, f"{count} engines in the queue")
+        for gateway in self.gateways:
+            until(lambda g=gateway: _ready(g.url), f"{gateway.name} to be ready")  # type: ignore[misc]
+
+    def engine_status(self) -> Sequence[EngineStatus]:
+        async def ask() -> Sequence[EngineStatus]:
+            connection = Connection(ConnectionConfig(url=self.valkey.url))
+            try:
+                return await RedisGatewayQueue(connection, "test").engines(MODEL)
+            finally:
+                await connection.close()
+
+        return asyncio.run(ask())
+
+    def queue_is_empty(self) -> bool:
+        """Nothing waits in the queue and nobody owns anything."""
+
+        async def ask() -> bool:
+            connection = Connection(ConnectionConfig(url=self.valkey.url))
+            try:
+                depth = await RedisGatewayQueue(connection, "test").depth(MODEL)
+                return depth.waiting == 0 and depth.pending == 0
+            finally:
+                await connection.close()
+
+        return asyncio.run(ask())
+
+    def retire(self, engine: EngineProcess) -> None:
+        """Ends an engine for good."""
+        engine.kill()
+        self.engines.remove(engine)
+
+    def close(self) -> None:
+        for process in (*self.engines, *self.gateways):
+            process.kill()
+        self.valkey.stop()
+
+
+def _ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health/ready", timeout=10) as answer:
+            return int(answer.status) == 200
+    except OSError:
+        return False

