@@ -34,9 +34,7 @@ class RejectReason(StrEnum):
 
     QUEUE_FULL = "queue_full"
     TENANT_LIMIT = "tenant_limit"
-    NO_ENGINES = "no_engines"
     BACKEND_UNAVAILABLE = "backend_unavailable"
-    SHUTTING_DOWN = "shutting_down"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
