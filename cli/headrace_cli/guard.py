@@ -13,7 +13,6 @@ import sys
 from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
-EX_CONFIG = 78
 
 
 def main(argv: list[str]) -> NoReturn:
@@ -29,7 +28,7 @@ def main(argv: list[str]) -> NoReturn:
         os.execvp(program[0], program)  # noqa: S606
     except OSError as error:
         sys.stderr.write(f"cannot run {program[0]}: {error.strerror}\n")
-        sys.exit(EX_CONFIG)
+        sys.exit(os.EX_CONFIG)
 
 
 def die_with_parent() -> None:

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 
+from headrace_common.checkpoint import default_name
+
 from .child import ChildSpec
 from .errors import UsageError
 from .sockets import client_host
@@ -49,7 +51,7 @@ class UpConfig:
             return self.served_model_name
         if self.model is None:
             return DEMO_MODEL_NAME
-        return self.model.rstrip("/").rsplit("/", 1)[-1]
+        return default_name(self.model)
 
     @property
     def url(self) -> str:

@@ -64,3 +64,8 @@ def _download(repository: str, revision: str | None) -> Path:
         raise TokenizerError(
             f"{repository}: neither a folder here nor a repository that the hub gives: {error}"
         ) from error
+
+
+def default_name(model: str) -> str:
+    """What clients call a model where no name is set: the folder's, or the hub id's last part."""
+    return model.rstrip("/").rsplit("/", 1)[-1]

@@ -9,17 +9,14 @@ os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 import asyncio
 import gc
 import logging
-import secrets
 import signal
 import socket
 import sys
 from importlib.metadata import version
 
-from pydantic import ValidationError
-from pydantic_settings import CliApp
-
-from headrace_common import logs, telemetry
+from headrace_common import keys, telemetry
 from headrace_common.errors import HeadraceError
+from headrace_common.process import EXIT_CONFIG, EXIT_FAILED, read_settings
 from headrace_common.protocol.connection import Connection, ConnectionConfig
 from headrace_common.protocol.redis_engine import RedisEngineQueue
 
@@ -31,19 +28,11 @@ from .worker import Worker, WorkerConfig
 
 logger = logging.getLogger("headrace_engine")
 
-EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h: starting again would not help
-EXIT_FAILED = 70  # EX_SOFTWARE
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the process's exit code."""
-    try:
-        settings = CliApp.run(EngineSettings, cli_args=arguments)
-        logs.configure(settings.log_level, settings.log_format)
-    except ValidationError as error:
-        for problem in error.errors():
-            name = ".".join(str(part) for part in problem["loc"])
-            print(f"headrace engine: {name}: {problem['msg']}", file=sys.stderr)  # noqa: T201
+    settings = read_settings(EngineSettings, "headrace engine", arguments)
+    if settings is None:
         return EXIT_CONFIG
     try:
         engine = _load(settings)
@@ -70,8 +59,7 @@ def _load(settings: EngineSettings) -> Engine:
 
 async def serve(settings: EngineSettings, engine: Engine) -> None:
     """Serves until SIGTERM or a drain message. Raises what breaks the service."""
-    # The random part makes a restarted pod another consumer than the one before.
-    engine_id = f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
+    engine_id = keys.new_incarnation(f"{socket.gethostname()}.{os.getpid()}")
     connection = Connection(ConnectionConfig(url=settings.redis_url))
     queue = RedisEngineQueue(
         connection,

@@ -14,6 +14,7 @@ from typing import TypeVar
 from headrace_common.errors import BackendUnavailable
 from headrace_common.messages import Reply
 from headrace_common.protocol.base import EngineQueue, Outcome
+from headrace_common.protocol.client import backoff
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -24,7 +25,7 @@ LONGEST_PAUSE = 2.0
 
 async def persist(action: Callable[[], Awaitable[T]], what: str) -> T:
     """Repeats an idempotent action until Redis takes it, with growing pauses (seconds)."""
-    pause = FIRST_PAUSE
+    attempt = 0
     while True:
         try:
             return await action()
@@ -32,8 +33,8 @@ async def persist(action: Callable[[], Awaitable[T]], what: str) -> T:
             logger.warning(
                 "redis unavailable, will retry", extra={"what": what, "error": str(error)}
             )
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+        await backoff(attempt, FIRST_PAUSE, LONGEST_PAUSE)
+        attempt += 1
 
 
 class Outbox:

@@ -5,6 +5,8 @@ from typing import Literal
 from pydantic import ByteSize, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from headrace_common.checkpoint import default_name
+
 from .config import DType, EngineConfig
 
 
@@ -70,8 +72,8 @@ class EngineSettings(BaseSettings):
 
     @property
     def name(self) -> str:
-        """The served model's name: the last two parts of a hub id, or the folder's name."""
-        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+        """The served model's name for clients."""
+        return self.served_model_name or default_name(self.model)
 
     def engine_config(self) -> EngineConfig:
         return EngineConfig(

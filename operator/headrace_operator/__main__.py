@@ -12,11 +12,10 @@ from typing import Any
 
 from kubernetes.aio import config
 from kubernetes.aio.client import Configuration
-from pydantic import ValidationError
-from pydantic_settings import CliApp
 
-from headrace_common import logs, telemetry
+from headrace_common import telemetry
 from headrace_common.errors import HeadraceError, SettingsError
+from headrace_common.process import EXIT_CONFIG, EXIT_FAILED, read_settings
 
 from .cluster import Cluster
 from .lease import Lease, LeaseConfig
@@ -25,22 +24,14 @@ from .settings import OperatorSettings
 
 logger = logging.getLogger("headrace_operator")
 
-EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h: starting again would not help
-EXIT_FAILED = 70  # EX_SOFTWARE
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the process's exit code."""
-    try:
-        settings = CliApp.run(OperatorSettings, cli_args=arguments)
-        logs.configure(settings.log_level, settings.log_format)
-        # kopf tells of every event that its handler took it.
-        logging.getLogger("kopf.objects").setLevel(logging.WARNING)
-    except ValidationError as error:
-        for problem in error.errors():
-            name = ".".join(str(part) for part in problem["loc"])
-            print(f"headrace operator: {name}: {problem['msg']}", file=sys.stderr)  # noqa: T201
+    settings = read_settings(OperatorSettings, "headrace operator", arguments)
+    if settings is None:
         return EXIT_CONFIG
+    # kopf tells of every event that its handler took it.
+    logging.getLogger("kopf.objects").setLevel(logging.WARNING)
     try:
         return asyncio.run(serve(settings))
     except HeadraceError as error:

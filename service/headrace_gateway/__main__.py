@@ -9,12 +9,10 @@ import sys
 from collections.abc import Callable
 
 import uvloop
-from pydantic import ValidationError
-from pydantic_settings import CliApp
-from pydantic_settings import SettingsError as SettingsSourceError
 
-from headrace_common import keys, logs, telemetry
+from headrace_common import keys, telemetry
 from headrace_common.errors import HeadraceError, SettingsError
+from headrace_common.process import EXIT_CONFIG, EXIT_UNAVAILABLE, read_settings
 from headrace_common.protocol.connection import Connection, ConnectionConfig
 from headrace_common.protocol.redis_gateway import RedisGatewayQueue
 
@@ -26,23 +24,13 @@ from .settings import GatewaySettings
 
 logger = logging.getLogger("headrace_gateway")
 
-EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h: starting again would not help
-EXIT_UNAVAILABLE = 69  # EX_UNAVAILABLE: Redis may be there next time
 CLIENT_FAILED = "the queue's client has failed; the process must be restarted"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the process's exit code."""
-    try:
-        settings = CliApp.run(GatewaySettings, cli_args=arguments)
-        logs.configure(settings.log_level, settings.log_format)
-    except ValidationError as error:
-        for problem in error.errors():
-            name = ".".join(str(part) for part in problem["loc"])
-            _complain(f"{name}: {problem['msg']}")
-        return EXIT_CONFIG
-    except (SettingsError, SettingsSourceError) as error:
-        _complain(str(error))
+    settings = read_settings(GatewaySettings, "headrace gateway", arguments)
+    if settings is None:
         return EXIT_CONFIG
     try:
         served = Models.load(settings)
@@ -131,10 +119,6 @@ def _address(listener: socket.socket) -> str:
 
 def _loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
-
-
-def _complain(message: str) -> None:
-    print(f"headrace gateway: {message}", file=sys.stderr)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import ByteSize, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from headrace_common.checkpoint import default_name
 from headrace_common.protocol.base import QueueLimits
 
 ModelSource = str
@@ -87,7 +88,7 @@ class GatewaySettings(BaseSettings):
     @property
     def name(self) -> str:
         """The first model's name for clients, the same that the engine's settings derive."""
-        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+        return self.served_model_name or default_name(self.model)
 
     @property
     def queue_limits(self) -> QueueLimits:

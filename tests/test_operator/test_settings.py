@@ -3,7 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from headrace_operator.__main__ import EXIT_CONFIG, main
+from headrace_common.process import EXIT_CONFIG
+from headrace_operator.__main__ import main
 from headrace_operator.scaling.policy import DEFAULT_DOWN, DEFAULT_UP, StepKind, StepLimit
 from headrace_operator.scaling_policy import scaling_policy
 from headrace_operator.settings import OperatorSettings

@@ -1,0 +1,55 @@
+"""What a process says of settings that it cannot use."""
+
+import logging
+from collections.abc import Iterator
+from typing import Literal
+
+import pytest
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from headrace_common.process import read_settings
+
+
+class Settings(BaseSettings):
+    model_config = SettingsConfigDict(env_prefix="TRIAL_", cli_kebab_case=True)
+
+    seats: int = Field(1, ge=1)
+    names: dict[str, str] = Field(default_factory=dict)
+    log_level: str = "INFO"
+    log_format: Literal["auto", "json", "text"] = "json"
+
+
+@pytest.fixture(autouse=True)
+def untouched_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = before
+    logging.captureWarnings(False)
+
+
+def test_good_settings_are_read() -> None:
+    settings = read_settings(Settings, "trial", ["--seats", "3"])
+    assert settings is not None and settings.seats == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "told"),
+    [
+        (["--seats", "0"], {}, "trial: seats: Input should be greater than or equal to 1"),
+        (["--log-level", "LOUD"], {}, "trial: log level: must be one of DEBUG,"),
+        ([], {"TRIAL_NAMES": "{"}, 'trial: error parsing value for field "names"'),
+    ],
+)
+def test_bad_settings_are_named(
+    arguments: list[str],
+    environment: dict[str, str],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert read_settings(Settings, "trial", arguments) is None
+    assert capsys.readouterr().err.startswith(told)
