@@ -2,8 +2,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
+IMAGE_BUILD ?= docker build
+IMAGE_LOAD ?= :
+
 .DEFAULT_GOAL := help
-.PHONY: help install system-packages up test check dashboards pictures clean
+.PHONY: help install system-packages up test images test-cluster check dashboards pictures clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -27,6 +30,14 @@ up: install ## serve the bundled model on http://localhost:8000
 
 test: install ## run all tests
 	$(BIN)/python -m pytest $(ARGS)
+
+images: ## build the images that the cluster tests use: IMAGE_BUILD, IMAGE_LOAD="kind load docker-image"
+	@for tag in dev dev-next; do for target in gateway operator engine; do \
+	  $(IMAGE_BUILD) --target $$target --tag headrace-$$target:$$tag . && \
+	  $(IMAGE_LOAD) headrace-$$target:$$tag || exit 1; done; done
+
+test-cluster: install ## run the tests on the cluster of KUBECONFIG, which has the images and an ingress at INGRESS_URL
+	$(BIN)/python -m pytest tests_cluster --timeout 900 $(ARGS)
 
 check: install ## ruff, mypy strict, import-linter
 	$(BIN)/ruff format --check .

@@ -17,7 +17,7 @@ _MARKS = {Level.OK: "[green]ok[/]", Level.WARNING: "[yellow]warning[/]", Level.F
 class DoctorConfig:
     """The same choices as for `up`."""
 
-    model: str | None
+    model: str
     host: str
     port: int
     redis_url: str | None

@@ -13,6 +13,8 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
+from headrace_common.checkpoint import DEMO_MODEL
+
 from .errors import CliError, UsageError
 
 app = typer.Typer(
@@ -58,8 +60,8 @@ def options(
 def up(
     context: typer.Context,
     model: Annotated[
-        str | None, typer.Option(help="Folder or hub id; default: the bundled demo model.")
-    ] = None,
+        str, typer.Option(help="Folder, hub id, or the bundled demo model.")
+    ] = DEMO_MODEL,
     served_model_name: Annotated[
         str | None, typer.Option(help="Name that clients use; default: the model's last part.")
     ] = None,
@@ -169,7 +171,9 @@ def chat(
 
 @app.command()
 def doctor(
-    model: Annotated[str | None, typer.Option(help="Folder or hub id; default: demo.")] = None,
+    model: Annotated[
+        str, typer.Option(help="Folder, hub id, or the bundled demo model.")
+    ] = DEMO_MODEL,
     host: Annotated[str, typer.Option(help="Address of the API.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the API.")] = 8000,
     redis: Annotated[

@@ -3,15 +3,13 @@
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
 
-from headrace_common.checkpoint import default_name
+from headrace_common.checkpoint import DEMO_MODEL, default_name
 
 from .child import ChildSpec
 from .errors import UsageError
 from .sockets import client_host
 
-DEMO_MODEL_NAME = "headrace-demo"
 _DRAIN_MARGIN = 15.0  # beyond the child's own budget, before it is killed
 _BEFORE = "give it to `headrace up` itself, before the two dashes"
 _CHOSEN = "`headrace up` chooses it for each process; see the log files in the data folder"
@@ -29,9 +27,9 @@ _THREADS = "HEADRACE_ENGINE_THREADS"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpConfig:
-    """What a person asked `up` for. `model` None is the bundled demo model; seconds."""
+    """What a person asked `up` for: `model` is a folder, a hub id or DEMO_MODEL; seconds."""
 
-    model: str | None = None
+    model: str = DEMO_MODEL
     served_model_name: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
@@ -41,17 +39,9 @@ class UpConfig:
     engine_args: tuple[str, ...] = ()
 
     @property
-    def model_path(self) -> str:
-        return self.model if self.model is not None else demo_model()
-
-    @property
     def model_name(self) -> str:
         """What clients call the model: by default the last part of its path or hub id."""
-        if self.served_model_name:
-            return self.served_model_name
-        if self.model is None:
-            return DEMO_MODEL_NAME
-        return default_name(self.model)
+        return self.served_model_name or default_name(self.model)
 
     @property
     def url(self) -> str:
@@ -87,18 +77,15 @@ def checked_engine_args(args: Sequence[str]) -> tuple[str, ...]:
     return tuple(args)
 
 
-def demo_model() -> str:
-    """The folder of the model that is part of the package."""
-    return str(files("headrace_common") / "demo_model")
-
-
 def engine_spec(
     index: int, config: UpConfig, *, redis_url: str, metrics_port: int, placement: Placement
 ) -> ChildSpec:
     env = {
         "HEADRACE_ENGINE_REDIS_URL": redis_url,
-        "HEADRACE_ENGINE_MODEL": config.model_path,
+        "HEADRACE_ENGINE_MODEL": config.model,
         "HEADRACE_ENGINE_SERVED_MODEL_NAME": config.model_name,
+        # Our gateways are told of it; a registration would outlive this run and be theirs for ever.
+        "HEADRACE_ENGINE_REGISTER_MODEL": "false",
         "HEADRACE_ENGINE_METRICS_HOST": "127.0.0.1",
         "HEADRACE_ENGINE_METRICS_PORT": str(metrics_port),
         "HEADRACE_ENGINE_DRAIN_TIMEOUT": str(config.drain_timeout),
@@ -115,7 +102,7 @@ def gateway_spec(
     """`fd` is the listening socket that all gateways share."""
     env = {
         "HEADRACE_GATEWAY_REDIS_URL": redis_url,
-        "HEADRACE_GATEWAY_MODEL": config.model_path,
+        "HEADRACE_GATEWAY_MODEL": config.model,
         "HEADRACE_GATEWAY_SERVED_MODEL_NAME": config.model_name,
         "HEADRACE_GATEWAY_HOST": config.host,
         "HEADRACE_GATEWAY_PORT": str(config.port),

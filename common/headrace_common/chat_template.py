@@ -21,7 +21,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from .checkpoint import TokenizerError, read_json, resolve
+from .checkpoint import CHAT_TEMPLATE_FILE, CheckpointFiles, TokenizerError, read_files
 from .errors import HeadraceError
 from .tokenizer import Tokenizer
 
@@ -121,18 +121,19 @@ class ChatTemplate:
 
 
 def load_chat_template(
-    source: str | Path,
-    tokenizer: Tokenizer,
-    *,
-    revision: str | None = None,
-    file: Path | None = None,
+    source: str | Path, tokenizer: Tokenizer, *, revision: str | None = None
 ) -> ChatTemplate | None:
-    """A checkpoint's chat template, None where it has none; `file` overrides it.
+    """The chat template of a folder or a hub id; see find_chat_template."""
+    return find_chat_template(read_files(source, revision), tokenizer)
+
+
+def find_chat_template(files: CheckpointFiles, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """A checkpoint's chat template, None where it has none.
 
     chat_template.jinja comes before tokenizer_config.json, as in transformers. Of several named
     templates "default" is taken. Raises ChatTemplateError or TokenizerError.
     """
-    text = file.read_text(encoding="utf-8") if file else _find_source(resolve(source, revision))
+    text = _find_source(files)
     return None if text is None else ChatTemplate(text, tokenizer.special_tokens)
 
 
@@ -160,18 +161,19 @@ def encode_chat(
     return tokenizer.encode_protected(text, add_special_tokens=add_special_tokens)
 
 
-def _find_source(folder: Path) -> str | None:
-    jinja_file = folder / "chat_template.jinja"
-    if jinja_file.is_file():
-        return jinja_file.read_text(encoding="utf-8")
-    value = read_json(folder / "tokenizer_config.json").get("chat_template")
+def _find_source(files: CheckpointFiles) -> str | None:
+    text = files.text(CHAT_TEMPLATE_FILE)
+    if text is not None:
+        return text
+    value = files.json("tokenizer_config.json").get("chat_template")
     if value is None:
-        value = read_json(folder / "chat_template.json").get("chat_template")
+        value = files.json("chat_template.json").get("chat_template")
     if isinstance(value, list):
         named = {entry["name"]: entry["template"] for entry in value}
         value = named.get("default")
     if value is not None and not isinstance(value, str):
-        raise TokenizerError(f"{folder}: chat_template must be text, not {type(value).__name__}")
+        kind = type(value).__name__
+        raise TokenizerError(f"{files.origin}: chat_template must be text, not {kind}")
     return value
 
 

@@ -140,3 +140,15 @@ def gateway_beat(gateway_id: str) -> str:
 def controls(engine_id: str) -> str:
     """Stream {c: control message} to one engine. CONTROLS_KEPT entries, CONTROLS_TTL_MS."""
     return f"c:{_tag('e', engine_id)}"
+
+
+# Hash, an entry {name: msgpack RegisteredModel} for each model that engines have registered. For
+# ever: who owns an entry removes it. A tag of its own, since entries and files change together.
+MODELS = "m:{m}"
+# Its field that names this life of the data: another one tells that Redis has lost what it held.
+MODELS_STORE = b""
+
+
+def model_files(model: str) -> str:
+    """String, a registered model's tokenizer and configuration files, compressed. As its entry."""
+    return f"mf:{{m}}:{model}"

@@ -161,6 +161,12 @@ ENGINE_REQUESTS = Metric(
     "{request}",
     "Sequences in the engine's scheduler, by state.",
 )
+ENGINE_CAPACITY = Metric(
+    "headrace.engine.capacity",
+    MetricKind.GAUGE,
+    "{sequence}",
+    "Sequences that this engine runs at once at most.",
+)
 ENGINE_KV_UTILIZATION = Metric(
     "headrace.engine.kv.utilization",
     MetricKind.GAUGE,
@@ -282,6 +288,7 @@ GATEWAY_METRICS = (
 ENGINE_METRICS = (
     QUEUE_REDELIVERIES,
     ENGINE_REQUESTS,
+    ENGINE_CAPACITY,
     ENGINE_KV_UTILIZATION,
     ENGINE_KV_BLOCKS,
     ENGINE_STEP_DURATION,

@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from .checkpoint import TokenizerError, read_json, resolve
+from .checkpoint import CheckpointFiles, TokenizerError, read_files
 
 SPECIAL_NAMES = (
     "bos_token",
@@ -64,16 +64,21 @@ class Tokenizer:
     @classmethod
     def load(cls, source: str | Path, revision: str | None = None) -> "Tokenizer":
         """Loads from a folder or a hub id. Raises TokenizerError, which names the file at fault."""
-        folder = resolve(source, revision)
-        backend = _read_backend(folder / "tokenizer.json")
-        config = read_json(folder / "tokenizer_config.json")
-        specials = _special_tokens(config, read_json(folder / "special_tokens_map.json"))
+        return cls.from_files(read_files(source, revision))
+
+    @classmethod
+    def from_files(cls, files: CheckpointFiles) -> "Tokenizer":
+        """Loads from a checkpoint's files. Raises TokenizerError as above."""
+        backend = _read_backend(files)
+        config = files.json("tokenizer_config.json")
+        specials = _special_tokens(config, files.json("special_tokens_map.json"))
         _add_missing_tokens(backend, config, specials)
-        model = read_json(folder / "config.json")
+        model = files.json("config.json")
+        generation = files.json("generation_config.json")
         return cls(
             backend,
             special_tokens=specials,
-            eos_token_ids=_eos_ids(backend, specials, folder, model),
+            eos_token_ids=_eos_ids(backend, specials, generation, model),
             model_vocab_size=_vocab_size(model),
         )
 
@@ -193,14 +198,16 @@ def _rename_in_model(model: dict[str, Any], names: Mapping[str, str]) -> None:
         model["unk_token"] = names[model["unk_token"]]
 
 
-def _read_backend(path: Path) -> tokenizers.Tokenizer:
-    if not path.is_file():
+def _read_backend(files: CheckpointFiles) -> tokenizers.Tokenizer:
+    path = f"{files.origin}/tokenizer.json"
+    content = files.contents.get("tokenizer.json")
+    if content is None:
         raise TokenizerError(
             f"{path} is missing: save the tokenizer with transformers' "
             "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        backend = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:
         raise TokenizerError(f"{path}: {error}") from error
     backend.no_truncation()
@@ -243,11 +250,10 @@ def _added_token(token: Mapping[str, Any]) -> AddedToken:
 def _eos_ids(
     backend: tokenizers.Tokenizer,
     specials: Mapping[str, str],
-    folder: Path,
+    generation: Mapping[str, Any],
     model: Mapping[str, Any],
 ) -> tuple[int, ...]:
     """Generation stops at the tokenizer's eos and at all that generation_config.json names."""
-    generation = read_json(folder / "generation_config.json")
     configured = generation.get("eos_token_id", model.get("eos_token_id"))
     ids = list(configured) if isinstance(configured, list) else [configured]
     if "eos_token" in specials:

@@ -19,9 +19,11 @@ from headrace_common.errors import HeadraceError
 from headrace_common.process import EXIT_CONFIG, EXIT_FAILED, read_settings
 from headrace_common.protocol.connection import Connection, ConnectionConfig
 from headrace_common.protocol.redis_engine import RedisEngineQueue
+from headrace_common.protocol.redis_registry import RedisModelRegistry
 
 from .engine import Engine
 from .errors import EngineError
+from .registration import ModelSource, Registration
 from .runner import ModelRunner
 from .settings import EngineSettings
 from .worker import Worker, WorkerConfig
@@ -35,6 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
     if settings is None:
         return EXIT_CONFIG
     try:
+        if settings.register_model:
+            _source(settings).read()  # before the weights, which may take minutes
         engine = _load(settings)
         asyncio.run(serve(settings, engine))
     except (HeadraceError, EngineError) as error:
@@ -79,7 +83,8 @@ async def serve(settings: EngineSettings, engine: Engine) -> None:
         ready=lambda: "starting" if worker is None else worker.not_ready(),
     )
     try:
-        worker = Worker(_worker_config(settings, engine), queue, engine, measures)
+        registration = _registration(settings, engine, connection)
+        worker = Worker(_worker_config(settings, engine), queue, engine, measures, registration)
         running_loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             running_loop.add_signal_handler(number, worker.drain)
@@ -88,6 +93,26 @@ async def serve(settings: EngineSettings, engine: Engine) -> None:
         await queue.close()
         await connection.close()
         await asyncio.to_thread(measures.shutdown)
+
+
+def _source(settings: EngineSettings) -> ModelSource:
+    return ModelSource(
+        model=settings.model, revision=settings.revision, chat_template=settings.chat_template
+    )
+
+
+def _registration(
+    settings: EngineSettings, engine: Engine, connection: Connection
+) -> Registration | None:
+    if not settings.register_model:
+        return None
+    return Registration(
+        RedisModelRegistry(connection),
+        _source(settings),
+        name=settings.name,
+        max_model_len=engine.max_model_len,
+        owner=settings.owner,
+    )
 
 
 def _worker_config(settings: EngineSettings, engine: Engine) -> WorkerConfig:

@@ -16,7 +16,8 @@ class EngineConfig:
     and a profile run of the largest step, times `memory_utilization`. `max_model_len` None takes
     the checkpoint's. `watermark` is the share of blocks that admission leaves free, so that running
     sequences can grow before one must be preempted. `model_implementation`: `auto` is native where
-    the architecture has a native path, else transformers.
+    the architecture has a native path, else transformers. `quantization` int8 keeps the weights of
+    linear layers in 8 bits, a scale for each output; native models on CPUs have it.
     """
 
     model: str
@@ -25,6 +26,7 @@ class EngineConfig:
     device: str = "auto"
     attention_backend: str = "auto"
     model_implementation: Literal["auto", "native", "transformers"] = "auto"
+    quantization: Literal["none", "int8"] = "none"
     max_model_len: int | None = None
     block_size: int = 16
     kv_cache_bytes: int | None = None

@@ -43,7 +43,7 @@ class EngineMetrics:
     free.
 
     `stats` gives the engine's present state and is read only when an exporter collects, on its
-    thread. `step_age` gives seconds since the last finished step while there is work, else 0.
+    thread. `capacity` is the most sequences that run at once, `step_age` gives seconds since the last finished step while there is work, else 0.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class EngineMetrics:
         model: str,
         engine_id: str,
         block_size: int,
+        capacity: int,
         stats: Callable[[], SchedulerStats],
         step_age: Callable[[], float],
         clock_ns: Callable[[], int] = time.time_ns,
@@ -68,7 +69,7 @@ class EngineMetrics:
         self._tracked: dict[str, _Tracked] = {}
         self._labels = {names.REQUEST_MODEL: model}
         self._make_instruments(telemetry.meter)
-        self._observe_all(telemetry.meter, step_age)
+        self._observe_all(telemetry.meter, step_age, capacity)
         telemetry.register(_VllmNames(self._snapshot, model, engine_id, block_size))
 
     def _make_instruments(self, meter: Meter) -> None:
@@ -177,11 +178,12 @@ class EngineMetrics:
     def _snapshot(self) -> "_Snapshot":
         return _Snapshot(self._stats(), self._input_tokens, self._output_tokens)
 
-    def _observe_all(self, meter: Meter, step_age: Callable[[], float]) -> None:
+    def _observe_all(self, meter: Meter, step_age: Callable[[], float], capacity: int) -> None:
         for metric, read in _GAUGES:
             observed_gauge(meter, metric, self._observer(read))
         for metric, read in _COUNTERS:
             observed_counter(meter, metric, self._observer(read))
+        observed_gauge(meter, names.ENGINE_CAPACITY, lambda: [Observation(capacity, self._labels)])
         observed_gauge(
             meter, names.ENGINE_STEP_LAST_AGE, lambda: [Observation(step_age(), self._labels)]
         )

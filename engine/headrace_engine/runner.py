@@ -51,7 +51,14 @@ class ModelRunner:
         # The reference is plain torch throughout, native kernels included in all else.
         plain = self._attention.name == "reference"
         ops = TorchOps() if plain else make_ops(self._device)
-        placement = Placement(self._device, self._dtype, self._attention, ops, config.max_model_len)
+        placement = Placement(
+            self._device,
+            self._dtype,
+            self._attention,
+            ops,
+            config.max_model_len,
+            config.quantization,
+        )
         with torch.inference_mode():
             loaded = load_model(config, checkpoint, placement)
         self._model: CausalModel = loaded.model

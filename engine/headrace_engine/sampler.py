@@ -5,6 +5,7 @@ other rows. Greedy rows without options cost one argmax.
 """
 
 from collections.abc import Sequence as Rows
+from math import isfinite
 
 import numpy as np
 import torch
@@ -34,8 +35,7 @@ class Sampler:
         if any(map(wants_adjusting, sequences)):
             logits = logits.float()
             adjust(logits, sequences, self._eos_token_ids)
-        tokens = self._ops.argmax(logits)
-        best = logits.gather(1, tokens[:, None]).squeeze(1)
+        tokens, best = self._ops.argmax(logits)
         broken = _neutralise_broken(logits, best)
         _replace_random(tokens, logits, best, sequences)
         ids = tokens.tolist()
@@ -52,13 +52,11 @@ class Sampler:
 
 def _neutralise_broken(logits: torch.Tensor, best: torch.Tensor) -> frozenset[int]:
     """The rows whose best logit is NaN or infinite; they are zeroed, so that drawing is safe."""
-    finite = best.isfinite()
-    if bool(finite.all()):
-        return frozenset()
-    broken = (~finite).nonzero().squeeze(1)
-    logits[broken] = 0
-    best[broken] = 0
-    return frozenset(broken.tolist())
+    broken = [row for row, value in enumerate(best.tolist()) if not isfinite(value)]
+    if broken:
+        logits[broken] = 0
+        best[broken] = 0
+    return frozenset(broken)
 
 
 def _replace_random(

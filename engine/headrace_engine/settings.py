@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import ByteSize, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from headrace_common.checkpoint import default_name
+from headrace_common.checkpoint import default_name, local_source
 
 from .config import DType, EngineConfig
 
@@ -22,10 +22,19 @@ class EngineSettings(BaseSettings):
     )
 
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="Redis or Valkey to pull from")
-    model: str = Field(description="folder of a checkpoint, or its hub id")
+    model: str = Field(description="folder of a checkpoint, its hub id, or headrace-demo")
     revision: str | None = Field(None, description="revision of the hub id, best a commit")
     served_model_name: str | None = Field(
         None, description="name that clients use; default: the model's"
+    )
+    chat_template: str | None = Field(
+        None, description="file of a chat template to use instead of the model's own"
+    )
+    register_model: bool = Field(
+        True, description="tell gateways of the model; false where another engine of it does"
+    )
+    owner: str = Field(
+        "", description="namespace/name of the ModelService that the model's registration is of"
     )
     shard: int = Field(0, ge=0, description="queue shard of the model that this engine serves")
 
@@ -77,7 +86,7 @@ class EngineSettings(BaseSettings):
 
     def engine_config(self) -> EngineConfig:
         return EngineConfig(
-            model=self.model,
+            model=local_source(self.model),
             revision=self.revision,
             dtype=self.dtype,
             device=self.device,

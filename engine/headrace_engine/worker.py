@@ -26,6 +26,7 @@ from .loop import EngineLoop
 from .metrics import EngineMetrics
 from .outbox import Outbox, persist
 from .outputs import SequenceOutput
+from .registration import Registration
 from .roster import Roster
 from .scheduler import SchedulerStats
 
@@ -71,10 +72,16 @@ class Worker:
     """
 
     def __init__(
-        self, config: WorkerConfig, queue: EngineQueue, engine: Engine, telemetry: Telemetry
+        self,
+        config: WorkerConfig,
+        queue: EngineQueue,
+        engine: Engine,
+        telemetry: Telemetry,
+        registration: Registration | None = None,
     ) -> None:
         self._config = config
         self._queue = queue
+        self._registration = registration
         self._stats = engine.stats()
         self._loop = EngineLoop(
             engine,
@@ -87,6 +94,7 @@ class Worker:
             model=config.model,
             engine_id=queue.engine_id,
             block_size=config.block_size,
+            capacity=config.max_num_seqs,
             stats=lambda: self._stats,
             step_age=self.stalled_for,
         )
@@ -143,14 +151,16 @@ class Worker:
 
     async def run(self) -> None:
         await persist(self._queue.start, "start")
+        if self._registration is not None:
+            await self._registration.announce()
         self._loop.start()
         await persist(partial(self._beat_once, ()), "first beat")
         self._serving = True
         logger.info("engine ready", extra={"model": self._config.model})
-        tasks = [
-            asyncio.create_task(service())
-            for service in (self._outbox.run, self._controls, self._beats, self._signs_of_life)
-        ]
+        services = [self._outbox.run, self._controls, self._beats, self._signs_of_life]
+        if self._registration is not None:
+            services.append(partial(self._registration.keep, self._draining.is_set))
+        tasks = [asyncio.create_task(service()) for service in services]
         try:
             await self._until(self._intake(), *tasks)
             await self._until(self._finish_or_give_back(), *tasks)

@@ -1,6 +1,7 @@
 """Engine pods as the API server shows them: readiness, addresses, and what is wrong with them."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from headrace_common.protocol.base import EngineStatus
@@ -11,6 +12,7 @@ from .signals import PodAddress
 
 Manifest = dict[str, Any]
 
+CRASHES = 2  # restarts after which a container that is not ready counts as crashing
 # Waiting states of a container that do not pass by themselves.
 _BAD_WAITS = frozenset(
     {
@@ -39,6 +41,16 @@ def is_ready(pod: Mapping[str, Any]) -> bool:
         condition["type"] == "Ready" and condition["status"] == "True"
         for condition in pod.get("status", {}).get("conditions", ())
     )
+
+
+def start_duration(pod: Mapping[str, Any]) -> float | None:
+    """Seconds from the pod's creation until it was ready; None where the API does not say."""
+    for condition in pod.get("status", {}).get("conditions", ()):
+        if condition["type"] == "Ready" and "lastTransitionTime" in condition:
+            ready = datetime.fromisoformat(condition["lastTransitionTime"])
+            created = datetime.fromisoformat(pod["metadata"]["creationTimestamp"])
+            return max(0.0, (ready - created).total_seconds())
+    return None
 
 
 def addresses(pods: Iterable[Manifest]) -> list[PodAddress]:
@@ -99,7 +111,10 @@ def _broken(pod: Mapping[str, Any]) -> tuple[str, str] | None:
     for container in (*status.get("initContainerStatuses", ()), *_containers(status)):
         waiting = container.get("state", {}).get("waiting", {})
         if waiting.get("reason") in _BAD_WAITS:
-            return waiting["reason"], waiting.get("message") or _last_end(container)
+            parts = (waiting.get("message", ""), _last_end(container))
+            return waiting["reason"], "; ".join(part for part in parts if part)
+        if container.get("restartCount", 0) >= CRASHES and not container.get("ready"):
+            return "CrashLoopBackOff", _last_end(container)  # it runs once more, for a moment
     return None
 
 
@@ -108,6 +123,13 @@ def _containers(status: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def _last_end(container: Mapping[str, Any]) -> str:
-    ended = container.get("lastState", {}).get("terminated", {})
-    code = ended.get("exitCode")
-    return f"container {container.get('name')} ended with exit code {code}"
+    """How its last run ended, with the last line that it wrote; nothing where it never ran."""
+    ended = container.get("lastState", {}).get("terminated")
+    if ended is None:
+        return ""
+    text = f"container {container.get('name')} ended with exit code {ended.get('exitCode')}"
+    reason = ended.get("reason")
+    if reason not in (None, "Error"):
+        text += f" ({reason})"
+    lines = str(ended.get("message") or "").splitlines()
+    return f"{text}: {lines[-1][:400]}" if lines else text

@@ -2,6 +2,7 @@
 
 OperatorError
 ├── InvalidSpec         a ModelService cannot be understood; names the field, the value, the remedy
+├── ServedNameTaken     another owner's engines have registered the name that clients ask for
 ├── SignalsUnavailable  metrics could not be read: nothing may be decided on them
 └── ClusterError        the Kubernetes API refused or did not answer
     ├── NotFound        the object, or its kind, is not there
@@ -25,6 +26,19 @@ class InvalidSpec(OperatorError):
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
         self.field = field
+
+
+class ServedNameTaken(OperatorError):
+    """Engines of both would take requests from one queue and answer with either's model."""
+
+    code = "ServedNameTaken"
+
+    def __init__(self, name: str, owner: str, rival: str) -> None:
+        super().__init__(
+            f"model.servedName {name!r} of ModelService {owner} is registered by {rival}: engines "
+            "of both would take requests from the same queue and answer for each other; give one "
+            "of them another servedName, or delete one"
+        )
 
 
 class SignalsUnavailable(OperatorError):

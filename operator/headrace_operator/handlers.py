@@ -1,5 +1,6 @@
 """What kopf is asked to watch. Every event ends in a wake-up of its ModelService's task."""
 
+import asyncio
 from typing import Any
 
 import kopf
@@ -7,12 +8,21 @@ import kopf
 from . import names
 from .controller import Controller
 from .reconciler import Reconciler
+from .registry_cleaner import RegistryCleaner
 
 
 def register(
-    registry: kopf.OperatorRegistry, controller: Controller, reconciler: Reconciler
+    registry: kopf.OperatorRegistry,
+    controller: Controller,
+    reconciler: Reconciler,
+    cleaner: RegistryCleaner,
+    interval: float,
 ) -> None:
-    """Adds the handlers to an explicit registry; kopf's global one stays empty."""
+    """Adds the handlers to an explicit registry; kopf's global one stays empty.
+
+    `interval` seconds are between two looks at the registry of models.
+    """
+    cleaning: list[asyncio.Task[None]] = []
     seen: dict[tuple[str, str], tuple[str, int]] = {}
 
     @kopf.on.event(names.GROUP, names.VERSION, names.PLURAL, registry=registry)
@@ -25,6 +35,7 @@ def register(
             seen.pop(key, None)
             controller.forget(key)
             reconciler.forget(key)
+            cleaner.wake()
             return
         version = (body.metadata.get("uid", ""), int(body.metadata.get("generation", 0)))
         if seen.get(key) != version:
@@ -42,10 +53,17 @@ def register(
         """Engines became ready or went, or somebody changed or deleted the Deployment."""
         controller.nudge((namespace or "", labels.get(names.MODEL_SERVICE, "")))
 
+    @kopf.on.startup(registry=registry)
+    async def start(**_: Any) -> None:
+        cleaning.append(asyncio.create_task(cleaner.run(interval), name="registry of models"))
+
     @kopf.on.cleanup(registry=registry)
     async def stop(**_: Any) -> None:
         """Before kopf waits for tasks that it takes for hung."""
         await controller.close()
+        for task in cleaning:
+            task.cancel()
+        await asyncio.gather(*cleaning, return_exceptions=True)
 
 
 def configure(settings: kopf.OperatorSettings) -> None:

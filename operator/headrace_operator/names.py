@@ -89,10 +89,6 @@ def cache_claim(name: str) -> str:
     return f"{name}-cache"
 
 
-def config_map(name: str) -> str:
-    return f"{name}-model"
-
-
 def scaling_memory(name: str) -> str:
     return f"{name}-scaling"
 

@@ -10,6 +10,7 @@ import aiohttp
 import kopf
 
 from headrace_common.protocol.connection import Connection, ConnectionConfig
+from headrace_common.protocol.redis_registry import RedisModelRegistry
 from headrace_common.telemetry import Telemetry
 
 from . import engine_pods
@@ -21,6 +22,8 @@ from .memory import ScalingMemory
 from .prometheus import PrometheusSignals
 from .reconciler import Reconciler
 from .recorder import Recorder
+from .registrations import Registrations
+from .registry_cleaner import RegistryCleaner
 from .scaler import Scaler
 from .scrape import ScrapedSignals
 from .settings import OperatorSettings
@@ -45,12 +48,15 @@ class ChosenSignals:
             return await self._prometheus.read(service, pods)
         return await self._scraped.read(service, pods)
 
+    def forget(self, key: tuple[str, str]) -> None:
+        self._scraped.forget(key)
+
 
 @asynccontextmanager
 async def parts(
     settings: OperatorSettings, cluster: Cluster, telemetry: Telemetry
-) -> AsyncIterator[tuple[Controller, Reconciler]]:
-    """The controller and reconciler, with what they need opened around them."""
+) -> AsyncIterator[tuple[Controller, Reconciler, RegistryCleaner]]:
+    """The controller and what it drives, with what they need opened around them."""
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
         connection = Connection(ConnectionConfig(url=settings.redis_url))
@@ -62,12 +68,17 @@ async def parts(
         url = settings.prometheus_url
         prometheus = PrometheusSignals(session, url, timeout=settings.signal_timeout)
         signals = ChosenSignals(prometheus, scraped, everywhere=url is not None)
-        scaler = Scaler(cluster, signals, QueueDirectory(connection), memory)
+        directory = QueueDirectory(connection)
+        scaler = Scaler(cluster, signals, directory, memory)
         recorder = Recorder(telemetry.meter)
-        reconciler = Reconciler(cluster, settings.platform, scaler, memory, recorder)
+        registry = RedisModelRegistry(connection)
+        namespace = None if settings.watch_all_namespaces else settings.namespace
+        registrations = Registrations(cluster, registry, namespace)
+        reconciler = Reconciler(cluster, settings.platform, scaler, registrations, recorder)
+        cleaner = RegistryCleaner(cluster, registry, directory, namespace)
         controller = Controller(reconciler.reconcile, interval=settings.resync_interval)
         stack.push_async_callback(controller.close)
-        yield controller, reconciler
+        yield controller, reconciler, cleaner
 
 
 async def _gateways(cluster: Cluster, settings: OperatorSettings) -> list[PodAddress]:
@@ -91,8 +102,8 @@ async def run(
     operator_settings = kopf.OperatorSettings()
     configure(operator_settings)
     _log_in(registry, vault_login)
-    async with parts(settings, cluster, telemetry) as (controller, reconciler):
-        register(registry, controller, reconciler)
+    async with parts(settings, cluster, telemetry) as (controller, reconciler, cleaner):
+        register(registry, controller, reconciler, cleaner, settings.resync_interval)
         await kopf.operator(
             registry=registry,
             settings=operator_settings,

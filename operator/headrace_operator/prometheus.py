@@ -33,6 +33,7 @@ def queries(model: str) -> dict[str, str]:
         "arrivals": _rate(f"{metrics.QUEUE_ADMITTED.prometheus_name}{{{label}}}"),
         "running": f"sum({running})",
         "engines": f"count({running})",
+        "capacity": f"avg({metrics.ENGINE_CAPACITY.prometheus_name}{{{label}}})",
         "kv_utilization": f"avg({metrics.ENGINE_KV_UTILIZATION.prometheus_name}{{{label}}})",
         "tokens": _rate(f"{metrics.ENGINE_TOKENS.prometheus_name}{{{label}}}"),
         "requests": _rate(f'{ended}{{{label},phase="decode"}}'),
@@ -64,6 +65,9 @@ class PrometheusSignals:
             )
         return _signals(values["at"], values, capacity_of_one(service))
 
+    def forget(self, key: tuple[str, str]) -> None:
+        """Nothing is kept between two readings."""
+
     async def _query(self, url: str, text: str) -> float | None:
         target = f"{url.rstrip('/')}/api/v1/query"
         try:
@@ -88,6 +92,8 @@ def value_of(answer: Any) -> float | None:
 
 
 def _signals(at: float, values: dict[str, float | None], capacity: int) -> Signals:
+    """`capacity` is the guess for one engine while none has told its own."""
+
     def number(name: str) -> float:
         return values[name] or 0.0
 
@@ -102,7 +108,7 @@ def _signals(at: float, values: dict[str, float | None], capacity: int) -> Signa
     if values["engines"]:
         engines = EngineSignals(
             running=int(number("running")),
-            capacity=capacity * int(number("engines")),
+            capacity=round((values["capacity"] or capacity) * number("engines")),
             kv_utilization=min(1.0, number("kv_utilization")),
             requests_per_second=values["requests"],
             tokens_per_second=values["tokens"],

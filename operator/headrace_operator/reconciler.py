@@ -14,12 +14,13 @@ from .cluster import Cluster
 from .desired.children import canary_of, companions_of, unwanted
 from .desired.defaults import Platform
 from .desired.deployment import deployment
-from .errors import ClusterError, InvalidSpec, NotFound
-from .memory import ScalingMemory
+from .desired.environment import SERVED_NAME
+from .errors import ClusterError, InvalidSpec, NotFound, OperatorError, ServedNameTaken
 from .recorder import Recorder
+from .registrations import Registration, Registrations
 from .scaler import Scaled, Scaler
 from .spec import ModelService
-from .status import Seen, drains, failed_status, status_of, transitions
+from .status import Seen, counted, drains, failed_status, status_of, transitions, why_scaled
 
 logger = logging.getLogger(__name__)
 Manifest = dict[str, Any]
@@ -35,55 +36,80 @@ class Reconciler:
         cluster: Cluster,
         platform: Platform,
         scaler: Scaler,
-        memory: ScalingMemory,
+        registrations: Registrations,
         recorder: Recorder,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._cluster = cluster
         self._platform = platform
         self._scaler = scaler
-        self._memory = memory
+        self._registrations = registrations
         self._recorder = recorder
         self._clock = clock
 
     def forget(self, key: Key) -> None:
         """The ModelService is gone; its children go with it."""
-        self._memory.forget(key)
+        self._scaler.forget(key)
         self._recorder.forget(key)
 
     async def reconcile(self, key: Key) -> None:
         """Raises ClusterError where the API server does not answer."""
+        done = False
+        try:
+            done = await self._attempt(key)
+        finally:
+            self._recorder.reconciled(key, ok=done)
+
+    async def _attempt(self, key: Key) -> bool:
+        """False where an object was refused."""
         try:
             body = await self._cluster.get(names.API_VERSION, names.KIND, *key)
         except NotFound:
-            return
+            return True
         if "deletionTimestamp" in body["metadata"]:
-            return
+            return True
         try:
             service = ModelService.parse(body)
-        except InvalidSpec as error:
+            registration = await self._registrations.of(service)
+            current = await self._deployment(service)
+            taken = _taken(service, registration)
+            if taken is not None and not _serves(current, service.served_name):
+                raise taken
+        except (InvalidSpec, ServedNameTaken) as error:
             logger.warning("spec refused", extra={"model_service": key[1], "error": str(error)})
             await self._tell(body, self._failed(body, error))
-            return
-        await self._reconcile(service, body)
+            return True
+        return await self._reconcile(service, body, current, registration)
 
-    async def _reconcile(self, service: ModelService, body: Manifest) -> None:
+    async def _reconcile(
+        self,
+        service: ModelService,
+        body: Manifest,
+        current: Manifest | None,
+        registration: Registration,
+    ) -> bool:
         now = self._clock()
         previous = body.get("status") or {}
-        current = await self._deployment(service)
         pods = engine_pods.live(
             await self._cluster.list("v1", "Pod", service.namespace, names.selector(service.name))
         )
         stable = engine_pods.of_track(pods, names.STABLE)
         deployed = None if current is None else int(current["spec"].get("replicas", 1))
         scaled = await self._scaler.scale(
-            service, stable, deployed=deployed, draining=drains(previous), now=now
+            service,
+            stable,
+            deployed=deployed,
+            draining=drains(previous),
+            now=now,
+            registered=registration.registered is not False,
         )
         refused = await self._apply(service, scaled)
-        seen = _seen(current, scaled, stable, pods, refused)
+        seen = _seen(current, scaled, stable, pods, refused or _problem(service, registration))
         await self._announce(body, service, deployed, scaled)
         await self._tell(body, status_of(service, seen, previous, now))
         self._recorder.record(service, seen)
+        self._recorder.record_starts(service, pods)
+        return refused is None
 
     async def _deployment(self, service: ModelService) -> Manifest | None:
         name = names.deployment(service.name)
@@ -130,19 +156,21 @@ class Reconciler:
     async def _announce(
         self, body: Manifest, service: ModelService, deployed: int | None, scaled: Scaled
     ) -> None:
-        """An Event for a change of the wanted count, once."""
+        """An Event for the first count, and for each change of the wanted one."""
         before = (body.get("status") or {}).get("desiredReplicas", deployed)
-        if before is None or before == scaled.desired:
+        if before == scaled.desired:
             return
-        decision = scaled.decision
-        why = "spec.replicas says so" if decision is None else decision.message
-        reason = "ScaledUp" if scaled.desired > before else "ScaledDown"
-        text = f"from {before} to {scaled.desired} engines: {why}"
+        why = why_scaled(service, scaled.desired, scaled.decision)
+        if before is None:
+            reason, text = "Created", f"{counted(scaled.desired)} to begin with: {why}"
+        else:
+            reason = "ScaledUp" if scaled.desired > before else "ScaledDown"
+            text = f"from {before} to {counted(scaled.desired)}: {why}"
         logger.info("scaled", extra={"model_service": service.name, "to": scaled.desired,
                                      "was": before, "why": why})  # fmt: skip
         await self._event(body, "Normal", reason, text)
 
-    def _failed(self, body: Manifest, error: InvalidSpec) -> Manifest:
+    def _failed(self, body: Manifest, error: OperatorError) -> Manifest:
         previous = body.get("status") or {}
         generation = body["metadata"].get("generation", 0)
         return failed_status(generation, error, previous, self._clock())
@@ -168,6 +196,29 @@ class Reconciler:
             logger.warning("event not written", extra={"reason": reason, "error": str(error)})
 
 
+def _taken(service: ModelService, registration: Registration) -> ServedNameTaken | None:
+    if registration.rival is None:
+        return None
+    return ServedNameTaken(service.served_name, service.owner, registration.rival)
+
+
+def _problem(service: ModelService, registration: Registration) -> Problem | None:
+    """Engines that have the name already go on: another's mistake must not end a service."""
+    taken = _taken(service, registration)
+    return None if taken is None else (taken.code, str(taken))
+
+
+def _serves(deployment: Manifest | None, name: str) -> bool:
+    """Whether engines of this Deployment bear this served name."""
+    if deployment is None:
+        return False
+    return any(
+        (variable["name"], variable.get("value")) == (SERVED_NAME, name)
+        for container in deployment["spec"]["template"]["spec"]["containers"]
+        for variable in container.get("env", ())
+    )
+
+
 def _refusal(what: str, error: ClusterError) -> Problem:
     logger.warning("child not applied", extra={"child": what, "error": str(error)})
     return error.code, f"{what}: {error}"
@@ -183,7 +234,7 @@ def _seen(
     scaled: Scaled,
     stable: Sequence[Manifest],
     pods: Sequence[Manifest],
-    refused: Problem | None,
+    problem: Problem | None,
 ) -> Seen:
     status = {} if current is None else current.get("status", {})
     leaving = {victim.pod for victim in scaled.draining}
@@ -201,7 +252,7 @@ def _seen(
         backlog=scaled.backlog,
         decision=scaled.decision,
         draining=scaled.draining,
-        problem=refused or engine_pods.problem(pods) or _stalled(status),
+        problem=problem or engine_pods.problem(pods) or _stalled(status),
         signals_problem=scaled.signals_problem,
     )
 

@@ -64,16 +64,21 @@ class Scaler:
         deployed: int | None,
         draining: Sequence[Draining],
         now: float,
+        registered: bool = True,
     ) -> Scaled:
-        """`deployed` is the Deployment's count, None where there is none yet."""
+        """`deployed` is the Deployment's count, None where there is none yet.
+
+        `registered` False: gateways cannot know the model before an engine has told them.
+        """
         signals, problem = await self._read(service, pods)
+        problem = problem or _unmeasured(signals, pods)
         backlog = _backlog(signals)
         if deployed is None:
-            first = initial_replicas(service)
+            first = initial_replicas(service, registered=registered)
             return Scaled(replicas=first, desired=first, backlog=backlog, signals_problem=problem)
         asked = max(0, deployed - len(draining))
-        decision = await self._decide(service, pods, signals, asked, draining, now)
-        desired = service.spec.replicas if decision is None else decision.replicas
+        decision = await self._decide(service, pods, signals, asked, draining, now, registered)
+        desired = followed(service, registered) if decision is None else decision.replicas
         replicas, still = deployed, tuple(draining)
         if desired >= deployed and not draining:
             replicas = desired
@@ -91,6 +96,10 @@ class Scaler:
             signals_problem=problem,
         )
 
+    def forget(self, key: tuple[str, str]) -> None:
+        self._signals.forget(key)
+        self._memory.forget(key)
+
     async def _read(
         self, service: ModelService, pods: Sequence[Manifest]
     ) -> tuple[Signals | None, str | None]:
@@ -107,6 +116,7 @@ class Scaler:
         asked: int,
         draining: Sequence[Draining],
         now: float,
+        registered: bool,
     ) -> Decision | None:
         """None in the modes where somebody else decides."""
         if service.spec.scaling.mode != "operator":
@@ -116,9 +126,11 @@ class Scaler:
             engine_pods.is_ready(pod) and pod["metadata"]["name"] not in leaving for pod in pods
         )
         if signals is None:
-            seen = Observation(at=now, replicas=asked, ready=ready, queue=None)
+            seen = Observation(
+                at=now, replicas=asked, ready=ready, queue=None, registered=registered
+            )
         else:
-            seen = observation(signals, replicas=asked, ready=ready)
+            seen = observation(signals, replicas=asked, ready=ready, registered=registered)
         history = await self._memory.load(service)
         decision = decide(seen, scaling_policy(service.spec.scaling), history, now)
         await self._memory.keep(service, decision.history, now)
@@ -138,7 +150,9 @@ class Scaler:
         """The Deployment's count, and who drains now."""
         try:
             statuses = await self._directory.engines(service.served_name, service.spec.queue.shard)
-            planned, engines = _plan(service, pods, statuses, cached, (deployed, desired), now,
+            surplus = deployed - desired
+            absent = min(max(0, surplus), _absent(pods, draining, deployed))
+            planned, engines = _plan(service, pods, statuses, cached, surplus - absent, now,
                                      draining)  # fmt: skip
             await self._mark(service.namespace, planned)
             for engine_id in planned.tell(engines):
@@ -146,7 +160,7 @@ class Scaler:
         except BackendUnavailable as error:
             logger.warning("scale-down waits for redis", extra={"error": str(error)})
             return max(deployed, desired), draining
-        kept = deployed - len(planned.ended)
+        kept = deployed - absent - len(planned.ended)
         still = (*planned.waiting, *planned.start)
         return max(kept, desired), still
 
@@ -164,27 +178,48 @@ class Scaler:
                 continue  # it has gone by itself
 
 
+def _absent(pods: Sequence[Manifest], draining: Sequence[Draining], deployed: int) -> int:
+    """Engines that are asked for and have no pod, as under a quota: nothing is lost with them."""
+    present = {pod["metadata"]["name"] for pod in pods}
+    gone = sum(victim.pod not in present for victim in draining)
+    return max(0, deployed - len(present) - gone)
+
+
 def _plan(
     service: ModelService,
     pods: Sequence[Manifest],
     statuses: Sequence[EngineStatus],
     cached: Mapping[str, float],
-    counts: tuple[int, int],
+    surplus: int,
     now: float,
     draining: tuple[Draining, ...],
 ) -> tuple[DrainPlan, list[EnginePod]]:
-    deployed, desired = counts
     engines = engine_pods.engine_pods(pods, statuses, cached)
     timeout = service.spec.drain.timeout_seconds + DRAIN_MARGIN
-    surplus = deployed - desired
     return plan(engines, draining, surplus=surplus, now=now, timeout=timeout), engines
+
+
+def _unmeasured(signals: Signals | None, pods: Sequence[Manifest]) -> str | None:
+    """Engines that serve and tell nothing of it."""
+    ready = sum(engine_pods.is_ready(pod) for pod in pods)
+    if signals is None or signals.engines is not None or not ready:
+        return None
+    return f"no engine of {ready} ready ones gives metrics"
 
 
 def _backlog(signals: Signals | None) -> int | None:
     return None if signals is None or signals.queue is None else signals.queue.waiting
 
 
-def initial_replicas(service: ModelService) -> int:
+def initial_replicas(service: ModelService, *, registered: bool = True) -> int:
     """Of a new ModelService: the least in mode operator, else what spec.replicas says."""
-    scaling = service.spec.scaling
-    return scaling.min_replicas if scaling.mode == "operator" else service.spec.replicas
+    if service.spec.scaling.mode != "operator":
+        return followed(service, registered)
+    return max(service.spec.scaling.min_replicas, 0 if registered else 1)
+
+
+def followed(service: ModelService, registered: bool) -> int:
+    """spec.replicas, but one engine instead of KEDA's zero for a model that is not known yet: KEDA
+    would wait for its requests for ever."""
+    wanted = service.spec.replicas
+    return max(1, wanted) if service.spec.scaling.mode == "keda" and not registered else wanted

@@ -78,12 +78,17 @@ class UriModel(Section):
     """Most that the copy may take of the node's disk."""
 
 
+class LocalModel(Section):
+    path: str = Field(pattern=r"^(headrace-demo|/\S+)$", max_length=1024)
+    """Folder of the checkpoint inside the engine's image, or headrace-demo: the bundled model."""
+
+
 class ModelSpec(Section):
     cel: ClassVar[tuple[tuple[str, str], ...]] = (
         (
-            "[has(self.hub), has(self.persistentVolumeClaim), has(self.image), has(self.uri)]"
-            ".filter(given, given).size() == 1",
-            "exactly one of hub, persistentVolumeClaim, image and uri must be given",
+            "[has(self.hub), has(self.persistentVolumeClaim), has(self.image), has(self.uri), "
+            "has(self.local)].filter(given, given).size() == 1",
+            "exactly one of hub, persistentVolumeClaim, image, uri and local must be given",
         ),
     )
     served_name: str | None = Field(None, min_length=1, max_length=256)
@@ -96,10 +101,12 @@ class ModelSpec(Section):
     """From an OCI registry."""
     uri: UriModel | None = None
     """From an object store."""
+    local: LocalModel | None = None
+    """In the engine's image: nothing is fetched."""
 
     @model_validator(mode="after")
     def _one_source(self) -> "ModelSpec":
-        given = [self.hub, self.persistent_volume_claim, self.image, self.uri]
+        given = [self.hub, self.persistent_volume_claim, self.image, self.uri, self.local]
         if sum(source is not None for source in given) != 1:
             raise ValueError(self.cel[0][1])
         return self
@@ -132,6 +139,8 @@ class EngineSettingsSpec(Section):
     """auto, reference, cpu or flash."""
     model_implementation: Literal["auto", "native", "transformers"] | None = None
     """auto is native where the architecture has a native path."""
+    chat_template: str | None = Field(None, min_length=1, max_length=1024)
+    """File, inside the pod, of a chat template that replaces the checkpoint's own."""
     max_model_len: int | None = Field(None, ge=1)
     """Longest prompt plus output in tokens."""
     block_size: int | None = Field(None, ge=1, le=1024)
@@ -268,8 +277,15 @@ class CanarySpec(Section):
         return self
 
 
+class UrlSecret(Section):
+    name: str = Field(min_length=1, max_length=253)
+    """Name of a Secret in the ModelService's namespace."""
+    key: str = Field("url", min_length=1, max_length=253)
+    """Key inside the Secret."""
+
+
 class QueueSpec(Section):
-    url_secret: SecretKey | None = None
+    url_secret: UrlSecret | None = None
     """Secret with the URL of Redis or Valkey; the operator's default where absent."""
     shard: int = Field(0, ge=0, le=1023)
     """Shard of the model's queue that these engines serve."""

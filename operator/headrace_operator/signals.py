@@ -36,6 +36,9 @@ class SignalSource(Protocol):
         """The newest signals; older ones where there are no new ones. Raises SignalsUnavailable
         where there never were any."""
 
+    def forget(self, key: tuple[str, str]) -> None:
+        """The ModelService (namespace, name) is gone."""
+
 
 @dataclass(frozen=True, slots=True)
 class PodAddress:
@@ -59,7 +62,9 @@ class Counters:
     values: Mapping[str, float]
 
 
-def observation(signals: Signals, *, replicas: int, ready: int) -> Observation:
+def observation(
+    signals: Signals, *, replicas: int, ready: int, registered: bool = True
+) -> Observation:
     """What `decide` looks at. `replicas` are asked for, `ready` serve."""
     return Observation(
         at=signals.at,
@@ -67,11 +72,12 @@ def observation(signals: Signals, *, replicas: int, ready: int) -> Observation:
         ready=ready,
         queue=signals.queue,
         engines=signals.engines,
+        registered=registered,
     )
 
 
 def capacity_of_one(service: ModelService) -> int:
-    """Sequences that one engine runs at once."""
+    """Sequences that one engine runs at once, for engines that do not tell: a guess."""
     return service.spec.engine.settings.max_num_seqs or DEFAULT_CAPACITY
 
 
@@ -102,7 +108,8 @@ def queue_signals(
 def engine_signals(
     pages: Sequence[Samples], model: str, *, capacity: int, rates: Mapping[str, float] | None
 ) -> EngineSignals | None:
-    """Sums over the engines that answered; `capacity` is that of one. None where none did."""
+    """Sums over the engines that answered; `capacity` is the guess for one that does not tell its
+    own. None where none answered."""
     running = [
         sum(_values(page, metrics.ENGINE_REQUESTS.prometheus_name, model, state="running"))
         for page in pages
@@ -115,9 +122,10 @@ def engine_signals(
     if not pages:
         return None
     rates = rates or {}
+    told = [_values(page, metrics.ENGINE_CAPACITY.prometheus_name, model) for page in pages]
     return EngineSignals(
         running=int(sum(running)),
-        capacity=capacity * len(pages),
+        capacity=sum(int(values[0]) if values else capacity for values in told),
         kv_utilization=min(1.0, max(0.0, sum(used) / len(used))) if used else 0.0,
         requests_per_second=rates.get("requests"),
         tokens_per_second=rates.get("tokens"),

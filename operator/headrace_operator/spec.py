@@ -74,6 +74,11 @@ class ModelService:
         return self.spec.model.served_name or self.name
 
     @property
+    def owner(self) -> str:
+        """The name of this object in the registry of models."""
+        return f"{self.namespace}/{self.name}"
+
+    @property
     def key(self) -> tuple[str, str]:
         return self.namespace, self.name
 

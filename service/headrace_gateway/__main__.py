@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import uvloop
 
@@ -15,16 +15,21 @@ from headrace_common.errors import HeadraceError, SettingsError
 from headrace_common.process import EXIT_CONFIG, EXIT_UNAVAILABLE, read_settings
 from headrace_common.protocol.connection import Connection, ConnectionConfig
 from headrace_common.protocol.redis_gateway import RedisGatewayQueue
+from headrace_common.protocol.redis_registry import RedisModelRegistry
+from headrace_common.protocol.registry import Files, RegisteredModel
 
 from .app import Parts, create_app, package_version
 from .client import GenerationClient
-from .models import Models
+from .discovery import Discovery
+from .loading import load_registered, load_static
+from .models import Models, ServedModel
 from .server import GatewayServer, listen, server_config
 from .settings import GatewaySettings
 
 logger = logging.getLogger("headrace_gateway")
 
 CLIENT_FAILED = "the queue's client has failed; the process must be restarted"
+DISCOVERY_FAILED = "the discovery of models has failed; the process must be restarted"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -33,11 +38,11 @@ def main(arguments: list[str] | None = None) -> int:
     if settings is None:
         return EXIT_CONFIG
     try:
-        served = Models.load(settings)
+        static = load_static(settings)
         gc.collect()
         gc.freeze()
         with _listen(settings) as listener, asyncio.Runner(loop_factory=_loop) as runner:
-            runner.run(serve(settings, served, listener))
+            runner.run(serve(settings, static, listener))
     except HeadraceError as error:
         logger.error(
             "gateway cannot serve",
@@ -48,29 +53,35 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-async def serve(settings: GatewaySettings, served: Models, listener: socket.socket) -> None:
+async def serve(
+    settings: GatewaySettings, static: Mapping[str, ServedModel], listener: socket.socket
+) -> None:
     """Serves on a listening socket until SIGTERM. Raises HeadraceError where it cannot start."""
     gateway_id = keys.new_incarnation(f"{socket.gethostname()}.{os.getpid()}")
     connection = Connection(ConnectionConfig(url=settings.redis_url))
     queue = RedisGatewayQueue(connection, gateway_id)
     client = GenerationClient(queue, settings.queue_limits)
+    discovery = _discovery(settings, static, connection)
+    served = Models(static, discovery)
+    liveness = _liveness(client, discovery)
     measures = telemetry.setup(
         "headrace-gateway",
         version=package_version(),
         instance_id=gateway_id,
         metrics_host=settings.metrics_host,
         metrics_port=settings.metrics_port,
-        live=_liveness(client),
-        ready=_liveness(client),
+        live=liveness,
+        ready=liveness,
     )
     try:
         await client.start()
+        await discovery.start()
         parts = Parts(
             served=served,
             client=client,
             queue=queue,
             telemetry=measures,
-            liveness=_liveness(client),
+            liveness=liveness,
         )
         app = create_app(settings, parts)
         server = GatewayServer(
@@ -80,6 +91,7 @@ async def serve(settings: GatewaySettings, served: Models, listener: socket.sock
         )
         await server.serve(sockets=[listener])
     finally:
+        await discovery.close()
         await client.close()
         await connection.close()
         await asyncio.to_thread(measures.shutdown)
@@ -96,8 +108,22 @@ def _announce(listener: socket.socket, served: Models, gateway_id: str) -> None:
     )
 
 
-def _liveness(client: GenerationClient) -> Callable[[], str | None]:
-    return lambda: None if client.failed is None else CLIENT_FAILED
+def _discovery(
+    settings: GatewaySettings, static: Mapping[str, ServedModel], connection: Connection
+) -> Discovery:
+    async def load(model: RegisteredModel, files: Files) -> ServedModel:
+        return await asyncio.to_thread(load_registered, model, files, settings.max_model_len)
+
+    return Discovery(RedisModelRegistry(connection), load, ignored=static)
+
+
+def _liveness(client: GenerationClient, discovery: Discovery) -> Callable[[], str | None]:
+    def liveness() -> str | None:
+        if client.failed is not None:
+            return CLIENT_FAILED
+        return None if discovery.failed is None else DISCOVERY_FAILED
+
+    return liveness
 
 
 def _listen(settings: GatewaySettings) -> socket.socket:

@@ -112,15 +112,15 @@ class Admission:
 
     async def context(self, model: ServedModel) -> int | None:
         """The longest prompt plus output in tokens; None where nobody knows yet."""
-        lengths = (model.max_model_len, await self._engines.max_model_len(model.name))
-        return min((length for length in lengths if length is not None), default=None)
+        running = await self._engines.max_model_len(model.name)
+        return _shortest(model.max_model_len, running or model.usual_model_len)
 
     async def known_context(self, model: ServedModel) -> int | None:
-        """As `context`, but without the queue what the checkpoint says."""
+        """As `context`, but without the queue what the model's files and entry say."""
         try:
             return await self.context(model)
         except BackendUnavailable:
-            return model.max_model_len
+            return _shortest(model.max_model_len, model.usual_model_len)
 
     def _deadline(self, headers: Mapping[str, str]) -> float:
         text = headers.get(DEADLINE_HEADER)
@@ -137,6 +137,10 @@ class Admission:
                 param=DEADLINE_HEADER,
             )
         return seconds
+
+
+def _shortest(*lengths: int | None) -> int | None:
+    return min((length for length in lengths if length is not None), default=None)
 
 
 async def cancel_all(accepted: Sequence[Accepted]) -> None:

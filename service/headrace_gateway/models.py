@@ -1,89 +1,98 @@
-"""The models that this gateway serves: their tokenizers, templates and limits, loaded at start."""
+"""The models that this gateway serves under the names that clients use.
 
-import time
+Those of the settings are loaded at start and win; the others come and go with the registry.
+"""
+
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Protocol
 
-from headrace_common.chat_template import ChatTemplate, load_chat_template
-from headrace_common.checkpoint import TokenizerError, read_json, resolve
-from headrace_common.errors import SettingsError
+from headrace_common.chat_template import ChatTemplate
 from headrace_common.tokenizer import Tokenizer
 
-from .errors import ApiError
-from .settings import GatewaySettings
+from .errors import ApiError, invalid, unavailable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """One model under the name that clients use. `max_model_len` is the checkpoint's own limit."""
+    """One model under the name that clients use. Lengths are in tokens of prompt plus output.
+
+    `max_model_len` is a limit whatever the engines say, `usual_model_len` what counts while no
+    engine says anything.
+    """
 
     name: str
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     max_model_len: int | None
     created: int
+    usual_model_len: int | None = None
+
+
+class Discovered(Protocol):
+    """Models that others tell of."""
+
+    @property
+    def served(self) -> Mapping[str, ServedModel]: ...
+
+    async def look(self, name: str | None) -> None:
+        """Looks whether there is such a model (None: any), and loads it."""
 
 
 class Models:
-    """All served models by name. The first is used where a request names none."""
+    """All served models by name: `static` ones and those of `discovered`."""
 
-    def __init__(self, models: Mapping[str, ServedModel]) -> None:
-        assert models
-        self._models = dict(models)
+    def __init__(
+        self, static: Mapping[str, ServedModel], discovered: Discovered | None = None
+    ) -> None:
+        self._static = dict(static)
+        self._discovered = discovered
 
-    @classmethod
-    def load(cls, settings: GatewaySettings) -> "Models":
-        """Loads what the settings name. Raises SettingsError with the setting at fault."""
-        template = Path(settings.chat_template) if settings.chat_template else None
-        first = _load(settings.name, settings.model, settings, template=template)
-        others = {
-            name: _load(name, source, settings) for name, source in settings.extra_models.items()
-        }
-        return cls({first.name: first, **others})
+    async def find(self, name: str | None) -> ServedModel:
+        """As `get`, but a model that is not known is looked for first."""
+        if self._discovered is not None and not self._has(name):
+            await self._discovered.look(name)
+        return self.get(name)
 
     def get(self, name: str | None) -> ServedModel:
-        """Raises ApiError (404) for a model that is not served."""
+        """The model of that name; for None the only one. Raises ApiError."""
+        models = self._all()
         if name is None:
-            return next(iter(self._models.values()))
-        if name not in self._models:
+            return _only(models)
+        if name not in models:
+            served = f"served: {', '.join(models)}" if models else "none is registered yet"
             raise ApiError(
                 404,
-                f"The model {name[:200]!r} is not served here; served: {', '.join(self._models)}.",
+                f"The model {name[:200]!r} is not served here; {served}.",
                 param="model",
                 code="model_not_found",
             )
-        return self._models[name]
+        return models[name]
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self._models)
+        return tuple(self._all())
 
     def __iter__(self) -> Iterator[ServedModel]:
-        return iter(self._models.values())
+        return iter(self._all().values())
+
+    def _has(self, name: str | None) -> bool:
+        models = self._all()
+        return bool(models) if name is None else name in models
+
+    def _all(self) -> dict[str, ServedModel]:
+        if self._discovered is None:
+            return self._static
+        return {**self._static, **self._discovered.served, **self._static}
 
 
-def _load(
-    name: str, source: str, settings: GatewaySettings, *, template: Path | None = None
-) -> ServedModel:
-    try:
-        folder = resolve(source, settings.revision)
-        tokenizer = Tokenizer.load(folder)
-        chat_template = load_chat_template(folder, tokenizer, file=template)
-        config = read_json(folder / "config.json")
-    except (TokenizerError, OSError) as error:
-        raise SettingsError(f"model {name!r}: {error}") from error
-    return ServedModel(
-        name=name,
-        tokenizer=tokenizer,
-        chat_template=chat_template,
-        max_model_len=settings.max_model_len or _positions(config),
-        created=int(time.time()),
-    )
-
-
-def _positions(config: Mapping[str, object]) -> int | None:
-    text_config = config.get("text_config")
-    source = text_config if isinstance(text_config, dict) else config
-    value = source.get("max_position_embeddings", source.get("n_positions"))
-    return value if isinstance(value, int) and value > 0 else None
+def _only(models: Mapping[str, ServedModel]) -> ServedModel:
+    if not models:
+        raise unavailable("No model is registered yet.", code="no_model")
+    if len(models) > 1:
+        raise invalid(
+            f"model: name one of the models that are served here: {', '.join(models)}.",
+            param="model",
+            code="model_required",
+        )
+    return next(iter(models.values()))

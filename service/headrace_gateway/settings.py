@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import ByteSize, Field
+from pydantic import ByteSize, Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from headrace_common.checkpoint import default_name
@@ -24,13 +24,17 @@ class GatewaySettings(BaseSettings):
     )
 
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="Redis or Valkey of the queue")
-    model: str = Field(description="folder of a checkpoint, or its hub id; the first model served")
+    model: str | None = Field(
+        None,
+        description="folder of a checkpoint, its hub id, or headrace-demo; beside the models that "
+        "engines register",
+    )
     served_model_name: str | None = Field(
         None, description="name that clients use; default: the folder's, or the hub id's last part"
     )
     revision: str | None = Field(None, description="revision of the hub id, best a commit")
     chat_template: str | None = Field(
-        None, description="file of a chat template to use for the first model instead of its own"
+        None, description="file of a chat template to use for the model instead of its own"
     )
     extra_models: dict[str, ModelSource] = Field(
         default_factory=dict, description='further models, {"name": "folder or hub id"}'
@@ -85,10 +89,17 @@ class GatewaySettings(BaseSettings):
         "auto", description="json lines, or text to read; auto: text on a terminal"
     )
 
+    @model_validator(mode="after")
+    def _of_the_model(self) -> "GatewaySettings":
+        for name in ("served_model_name", "revision", "chat_template"):
+            if getattr(self, name) is not None and self.model is None:
+                raise ValueError(f"{name} is of the setting model, which is not given")
+        return self
+
     @property
-    def name(self) -> str:
-        """The first model's name for clients, the same that the engine's settings derive."""
-        return self.served_model_name or default_name(self.model)
+    def name(self) -> str | None:
+        """The model's name for clients, the same that the engine's settings derive."""
+        return None if self.model is None else self.served_model_name or default_name(self.model)
 
     @property
     def queue_limits(self) -> QueueLimits:

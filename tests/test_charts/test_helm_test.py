@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest_asyncio
 
+from headrace_gateway.app import Parts, create_app
+from headrace_gateway.models import Models
+from headrace_gateway.settings import GatewaySettings
 from headrace_testing.charts import CHART, named, render
-from headrace_testing.gateway import MODEL, Gateway, gateway_checkpoint, serve
+from headrace_testing.gateway import MODEL, Gateway, gateway_checkpoint, running, serve
 from headrace_testing.valkey import free_port
 
 SCRIPT = CHART / "files" / "helm_test.py"
@@ -49,6 +52,26 @@ async def test_a_release_without_engines_passes_and_says_so(gateway: Gateway) ->
     assert status == 0, output
     assert f"no engine serves {MODEL}" in output
     assert "answered" not in output
+
+
+async def test_each_model_with_a_ready_engine_is_asked(tmp_path: Path) -> None:
+    folder = gateway_checkpoint(tmp_path)
+    async with serve(folder, extra_models={"asleep": str(folder)}) as gateway:
+        status, output = await helm_test(gateway.url)
+
+    assert status == 0, output
+    assert f"{MODEL} answered with" in output
+    assert "asleep is not asked: " in output
+
+
+async def test_a_release_without_a_model_passes_and_says_so(gateway: Gateway) -> None:
+    settings = GatewaySettings(port=0, drain_timeout=0)
+    parts = Parts(served=Models({}), client=gateway.engine, queue=gateway.engine)
+    async with running(create_app(settings, parts), settings) as (_, port):
+        status, output = await helm_test(f"http://127.0.0.1:{port}")
+
+    assert status == 0, output
+    assert "gateway lists no model yet: apply a ModelService" in output
 
 
 async def test_a_release_without_a_gateway_fails() -> None:

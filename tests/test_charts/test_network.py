@@ -138,8 +138,6 @@ def test_by_default_exactly_the_needed_connections_pass() -> None:
     assert connections(render()) == api | anywhere | {
         ("gateway", "dns", 53),
         ("gateway", "redis", 6379),
-        ("gateway", "hub", 443),
-        ("gateway", "kubernetes api", 443),
         ("operator", "dns", 53),
         ("operator", "redis", 6379),
         ("operator", "gateway", 9400),
@@ -168,6 +166,23 @@ def test_nobody_reads_cloud_credentials(name: str) -> None:
 
     assert pods == set()
     assert ("gateway", METADATA.name, 443) not in reached
+
+
+@pytest.mark.parametrize(
+    ("settings", "fetches"),
+    [
+        ({"model": "Qwen/Qwen3-8B"}, True),
+        ({"extra_models": {"qwen": "Qwen/Qwen3-8B"}}, True),
+        ({"model": "/models/qwen"}, False),
+        ({"model": "headrace-demo"}, False),
+    ],
+)
+def test_gateways_reach_a_hub_where_their_settings_name_one(
+    settings: dict[str, Any], fetches: bool
+) -> None:
+    passing = connections(render({"gateway": {"settings": settings}}))
+
+    assert (("gateway", "hub", 443) in passing) == fetches
 
 
 def test_redis_itself_calls_nobody() -> None:

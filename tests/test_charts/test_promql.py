@@ -1,8 +1,8 @@
 """Every panel's and every rule's PromQL against a real Prometheus over real processes under load.
 
-The processes are a gateway, a gateway with a full queue, an engine, Valkey and its exporter. What
-cannot be there is listed in ABSENT with the reason, and must not be: a listed metric that appears
-fails the test.
+The processes are a gateway, a gateway with a full queue, an engine, Valkey and its exporter. The
+operator's own recorder and exporter are in this process, told of two scalings. What cannot be there
+is listed in ABSENT with the reason, and must not be: a listed metric that appears fails the test.
 """
 
 import asyncio
@@ -19,8 +19,17 @@ import yaml
 
 from dashboards import dashboards
 from headrace_common import metric_names as names
+from headrace_common import telemetry
 from headrace_dashboards.panel import Dashboard, Panel, Variable
+from headrace_operator.recorder import Recorder
+from headrace_operator.scaling.decision import Decision
+from headrace_operator.scaling.history import History
+from headrace_operator.scaling.reason import Reason, Signal
+from headrace_operator.scaling.signals import Estimate
+from headrace_operator.status import Seen
 from headrace_testing.checkpoints import save_checkpoint
+from headrace_testing.kubernetes import READY_POD, pod
+from headrace_testing.model_services import service
 from headrace_testing.processes import until
 from headrace_testing.prometheus import (
     REDIS_EXPORTER,
@@ -33,7 +42,6 @@ from headrace_testing.stack import MODEL, EngineProcess, GatewayProcess, Stack
 
 RULES = Path(__file__).resolve().parents[2] / "charts" / "headrace" / "rules" / "alerts.yaml"
 ABSENT = {
-    **{metric: "needs the operator and a cluster" for metric in names.OPERATOR_METRICS},
     names.ENGINE_SPEC_TOKENS: "the engine does not speculate",
     names.QUEUE_REDELIVERIES: "there is no series before the first redelivery",
 }
@@ -68,17 +76,22 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrometheusS
     stack.add_engine()
     stack.add_gateway()
     stack.add_gateway("--max-queued-requests", "1")
-    server = PrometheusServer(folder, targets(stack, exporter), [RULES])
+    operator = telemetry.setup("headrace-operator", metrics_port=0)
+    recorder = Recorder(operator.meter)
+    scale(recorder, pods=0)
+    server = PrometheusServer(folder, targets(stack, exporter, operator), [RULES])
     try:
         stack.await_engines(1)
         server.await_ready()
         server.await_targets()
-        for _ in range(2):
+        for pods in (1, 2):
+            scale(recorder, pods)
             asyncio.run(load(stack))
             await_scrapes(server)
         yield server
     finally:
         server.close()
+        operator.shutdown()
         exporter.close()
         stack.close()
 
@@ -88,10 +101,31 @@ def limit_memory(redis_url: str) -> None:
         client.config_set("maxmemory", "1gb")
 
 
-def targets(stack: Stack, exporter: RedisExporter) -> list[Target]:
+def scale(recorder: Recorder, pods: int) -> None:
+    """What a reconciliation tells when so many engines have come up."""
+    served = {"local": {"path": "headrace-demo"}, "servedName": MODEL}
+    owner = service(model=served)
+    ready = READY_POD[0] | {"lastTransitionTime": "2026-01-01T00:00:40Z"}
+    present = [pod(f"engine-{number}", owner.name, conditions=[ready]) for number in range(pods)]
+    decision = Decision(
+        replicas=pods,
+        wanted=pods,
+        reason=Reason.BACKLOG,
+        message="",
+        history=History(),
+        estimates=(Estimate(Signal.BACKLOG_REQUESTS, 40.0, 30.0, 2.0),),
+    )
+    seen = Seen(replicas=pods, ready=pods, updated=pods, desired=pods, decision=decision)
+    recorder.record(owner, seen)
+    recorder.record_starts(owner, present)
+    recorder.reconciled(owner.key, ok=True)
+
+
+def targets(stack: Stack, exporter: RedisExporter, operator: telemetry.Telemetry) -> list[Target]:
     processes: list[EngineProcess | GatewayProcess] = [*stack.engines, *stack.gateways]
     ports = {process.name: process.metrics_port for process in processes}
-    ports["redis"] = exporter.port
+    assert operator.server is not None
+    ports |= {"redis": exporter.port, "operator": operator.server.port}
     return [Target(port, {"namespace": "demo", "pod": pod}) for pod, port in ports.items()]
 
 

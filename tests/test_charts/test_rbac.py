@@ -85,6 +85,12 @@ def test_the_operator_may_mark_pods_and_write_events(granted: set[Rule]) -> None
     }
 
 
+def test_the_operator_may_keep_its_memory(granted: set[Rule]) -> None:
+    assert {rule for rule in granted if rule[1] == "configmaps"} == {
+        ("", "configmaps", verb) for verb in ("get", "create", "patch")
+    }
+
+
 def test_the_operator_may_read_no_secret_and_take_no_rights(granted: set[Rule]) -> None:
     resources = {resource for _, resource, _ in granted}
 

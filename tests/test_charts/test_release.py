@@ -3,10 +3,12 @@
 import json
 import re
 import tomllib
+from pathlib import Path
 
 import pytest
 import yaml
 
+from headrace_common.checkpoint import local_source
 from headrace_operator import names
 from headrace_operator.spec import ModelService
 from headrace_testing.charts import (
@@ -40,8 +42,8 @@ def test_the_notes_hold_a_modelservice_that_the_operator_understands(name: str) 
     body["metadata"]["namespace"] = "llm"
     service = ModelService.parse(body)
 
-    gateway = workload(render(scenario(name)), "headrace-gateway").environment
-    assert service.served_name == gateway["HEADRACE_GATEWAY_SERVED_MODEL_NAME"]["value"]
+    assert service.spec.model.local is not None
+    assert Path(local_source(service.spec.model.local.path), "config.json").is_file()
 
 
 def test_the_notes_tell_the_next_command() -> None:

@@ -214,6 +214,7 @@ def test_a_wrong_value_is_refused_with_its_path(values: dict[str, Any], named: s
             {"gateway": {"autoscaling": {"enabled": True}, "resources": {"requests": None}}},
             "gateway.resources.requests.cpu",
         ),
+        ({"gateway": {"settings": {"served_model_name": "m"}}}, "gateway.settings.model"),
         ({"httpRoute": {"enabled": True}}, "httpRoute.parentRefs"),
         ({"ingress": {"enabled": True, "tlsSecret": "tls"}}, "ingress.hosts"),
     ],

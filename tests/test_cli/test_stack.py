@@ -10,7 +10,6 @@ from headrace_cli.stack import (
     Placement,
     UpConfig,
     checked_engine_args,
-    demo_model,
     engine_spec,
     gateway_spec,
 )
@@ -21,6 +20,7 @@ from headrace_cli.valkey import (
     server_version,
     socket_path,
 )
+from headrace_common.checkpoint import local_source
 
 
 def engine_env(index: int, config: UpConfig, placement: Placement) -> dict[str, str]:
@@ -31,7 +31,7 @@ def engine_env(index: int, config: UpConfig, placement: Placement) -> dict[str, 
 def test_without_a_model_the_bundled_one_is_served() -> None:
     config = UpConfig()
 
-    assert config.model_path == demo_model()
+    assert Path(local_source(config.model), "config.json").is_file()
     assert config.model_name == "headrace-demo"
 
 

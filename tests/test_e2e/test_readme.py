@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_cli.stack import demo_model
+from headrace_common.checkpoint import demo_folder
 from headrace_testing.headrace_up import HEADRACE, UpProcess
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ def test_the_terminal_chat(served: UpProcess) -> None:
 
 
 def test_the_offline_example() -> None:
-    example = block("python", "import LLM").replace("Qwen/Qwen3-0.6B", demo_model())
+    example = block("python", "import LLM").replace("Qwen/Qwen3-0.6B", str(demo_folder()))
     lines = run(sys.executable, "-c", example).splitlines()
     assert [line.partition(" -> ")[0] for line in lines] == [
         "The capital of France is",

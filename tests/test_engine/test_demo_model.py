@@ -4,18 +4,17 @@ import json
 import operator
 import random
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-import headrace_common
 from dialogues import generate, probes
 from exercises import sums
+from headrace_common.checkpoint import demo_folder
 from review import Talker
 
-FOLDER = Path(headrace_common.__file__).parent / "demo_model"
+FOLDER = demo_folder()
 LIMIT_BYTES = 9_500_000
 ANSWERS = (
     ("What is 7 + 8?", "7 + 8 = 15."),

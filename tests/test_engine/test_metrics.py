@@ -52,6 +52,7 @@ def metrics_of(telemetry: Telemetry, clock: Clock | None = None) -> EngineMetric
         model="demo",
         engine_id="engine-a",
         block_size=16,
+        capacity=64,
         stats=lambda: STATS,
         step_age=lambda: 2.5,
         clock_ns=clock or Clock(),

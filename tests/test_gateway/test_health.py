@@ -1,9 +1,11 @@
 """Liveness is the process; readiness is an engine that works or could."""
 
+from pathlib import Path
+
 import pytest
 
 from headrace_common.errors import BackendUnavailable
-from headrace_testing.gateway import Gateway, engine_status
+from headrace_testing.gateway import Gateway, engine_status, serve
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -51,6 +53,25 @@ async def test_one_working_engine_is_enough(gateway: Gateway) -> None:
     gateway.engine.statuses = [engine_status(last_step_age=999.0), engine_status()]
 
     assert (await gateway.http.get("/health/ready")).status_code == 200
+
+
+async def test_one_model_can_be_asked_about(gateway: Gateway) -> None:
+    found = await gateway.http.get("/health/ready", params={"model": "tiny"})
+    unknown = await gateway.http.get("/health/ready", params={"model": "other"})
+
+    assert (found.status_code, unknown.status_code) == (200, 404)
+
+
+async def test_one_model_with_an_engine_is_enough(checkpoint: Path) -> None:
+    async with serve(checkpoint, extra_models={"other": str(checkpoint)}) as gateway:
+        one = await gateway.http.get("/health/ready")
+        gateway.engine.statuses = []
+        gateway.forget_engines()
+        none = await gateway.http.get("/health/ready")
+
+    assert one.status_code == 200
+    message = none.json()["error"]["message"]
+    assert message == "Not ready: no engine serves tiny; no engine serves other."
 
 
 async def test_requests_are_taken_while_no_engine_runs(gateway: Gateway) -> None:

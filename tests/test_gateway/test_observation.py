@@ -12,6 +12,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from headrace_common.telemetry import Telemetry
 from headrace_gateway.app import Parts, create_app
+from headrace_gateway.loading import load_static
 from headrace_gateway.models import Models, ServedModel
 from headrace_gateway.prompts import INLINE_CHARS, PromptEncoder
 from headrace_gateway.settings import GatewaySettings
@@ -31,7 +32,7 @@ async def test_a_request_is_traced_measured_and_logged(
     settings = GatewaySettings(
         model=str(checkpoint), served_model_name=MODEL, port=0, drain_timeout=0
     )
-    served = Models.load(settings)
+    served = Models(load_static(settings))
     engine = ScriptedEngine(served.get(MODEL).tokenizer)
     telemetry = Telemetry(meter=meter, tracer=spans.tracer, tracing=True, measuring=True)
     parts = Parts(served=served, client=engine, queue=engine, telemetry=telemetry)

@@ -10,6 +10,7 @@ import pytest
 from headrace_common.protocol.base import QueueLimits
 from headrace_gateway.app import Parts, create_app
 from headrace_gateway.client import GenerationClient
+from headrace_gateway.loading import load_static
 from headrace_gateway.models import Models
 from headrace_gateway.settings import GatewaySettings
 from headrace_testing.backends import MODEL, Backend, InMemory, OverRedis
@@ -40,7 +41,7 @@ async def http(backend: Backend, checkpoint: Path) -> AsyncIterator[httpx.AsyncC
     queue = backend.gateway()
     client = GenerationClient(queue, QueueLimits(max_requests=4))
     await client.start()
-    parts = Parts(served=Models.load(settings), client=client, queue=queue)
+    parts = Parts(served=Models(load_static(settings)), client=client, queue=queue)
     async with running(create_app(settings, parts), settings) as (_, port):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
             yield http

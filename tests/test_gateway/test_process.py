@@ -135,6 +135,26 @@ def test_bad_settings_are_named(tmp_path: Path) -> None:
     assert "Traceback" not in ended.stderr
 
 
+def test_settings_of_a_model_need_the_model() -> None:
+    ended = run("--served-model-name", "x")
+
+    assert ended.returncode == 78
+    assert "served_model_name is of the setting model" in ended.stderr
+
+
+def test_without_a_model_it_waits_for_one(valkey: ValkeyServer, tmp_path: Path) -> None:
+    flags = ["--port", "0", "--log-format", "json", "--redis-url", valkey.url]
+    with HeadraceProcess("headrace_gateway", flags, tmp_path / "log") as process:
+        address = str(process.await_log("gateway ready")["address"])
+        live = httpx.get(f"{address}/health/live", timeout=30)
+        ready = httpx.get(f"{address}/health/ready", timeout=30)
+        answer = httpx.post(f"{address}/v1/completions", json={"prompt": "x"}, timeout=30)
+
+    assert live.status_code == 200
+    assert "no model is registered yet" in ready.json()["error"]["message"]
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_model")
+
+
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     ended = run("--model", str(tmp_path))
 

@@ -157,6 +157,20 @@ def test_a_hub_token_comes_from_its_secret() -> None:
     assert "HEADRACE_ENGINE_REVISION" not in values
 
 
+def test_a_local_model_needs_no_volume_and_no_way_out() -> None:
+    owner: dict[str, Any] = {"model": {"local": {"path": "headrace-demo"}}}
+    assert env(**owner)["HEADRACE_ENGINE_MODEL"] == "headrace-demo"
+    assert {volume["name"] for volume in pod(**owner)["volumes"]} == {"tmp", "shm", "cache"}
+    policy = network_policy(service(**owner), PLATFORM)
+    assert policy is not None
+    assert [rule["ports"][0]["port"] for rule in policy["spec"]["egress"]] == [53, 6379]
+
+
+def test_an_engine_registers_in_the_name_of_its_model_service() -> None:
+    assert env()["HEADRACE_ENGINE_OWNER"] == "models/qwen"
+    assert "HEADRACE_ENGINE_REGISTER_MODEL" not in env()
+
+
 def test_a_claim_is_mounted_read_only() -> None:
     claim = {"claimName": "weights", "path": "qwen/8b"}
     found = pod(model={"persistentVolumeClaim": claim})
@@ -227,13 +241,13 @@ def test_the_queue_comes_from_a_secret_where_there_is_one() -> None:
     ]
     assert variable["valueFrom"] == {"secretKeyRef": {"name": "redis", "key": "url"}}
     assert {"name": "queue-ca", "secret": {"secretName": "ca"}} in found["volumes"]
-    own = service(queue={"urlSecret": {"name": "mine", "key": "u"}})
+    own = service(queue={"urlSecret": {"name": "mine"}})
     (variable,) = [
         v
         for v in spec_of(deployment(own, platform, replicas=1))["containers"][0]["env"]
         if v["name"] == "HEADRACE_ENGINE_REDIS_URL"
     ]
-    assert variable["valueFrom"] == {"secretKeyRef": {"name": "mine", "key": "u"}}
+    assert variable["valueFrom"] == {"secretKeyRef": {"name": "mine", "key": "url"}}
 
 
 def test_scheduling_fields_are_passed_on() -> None:
@@ -271,6 +285,9 @@ def test_a_canary_differs_in_image_and_revision_alone() -> None:
     assert {"name": "HEADRACE_ENGINE_REVISION", "value": "def"} in spec_of(found)["containers"][0][
         "env"
     ]
+    assert {"name": "HEADRACE_ENGINE_REGISTER_MODEL", "value": "false"} in spec_of(found)[
+        "containers"
+    ][0]["env"]
     assert found["spec"]["selector"] != stable["spec"]["selector"]
     assert canary_of(service(), PLATFORM) is None
 
@@ -279,7 +296,6 @@ def test_companions_are_those_asked_for() -> None:
     kinds = [found["kind"] for found in companions_of(service(), PLATFORM)]
     assert kinds == [
         "ServiceAccount",
-        "ConfigMap",
         "NetworkPolicy",
         "Service",
         "PodDisruptionBudget",
@@ -293,7 +309,6 @@ def test_companions_are_those_asked_for() -> None:
     kinds = [found["kind"] for found in companions_of(more, PLATFORM)]
     assert kinds == [
         "ServiceAccount",
-        "ConfigMap",
         "PersistentVolumeClaim",
         "Service",
         "PodDisruptionBudget",
@@ -341,6 +356,10 @@ def test_engines_may_reach_what_they_need() -> None:
     (scrapers,) = found["spec"]["ingress"]
     assert scrapers["ports"] == [{"protocol": "TCP", "port": 9400}]
     assert len(scrapers["from"]) == 2
+    for endpoint, port in (("https://otlp.example.com", 443), ("http://otel:9999/v1", 9999)):
+        found = network_policy(service(), replace(PLATFORM, otlp_endpoint=endpoint))
+        assert found is not None
+        assert {"ports": [{"protocol": "TCP", "port": port}]} in found["spec"]["egress"]
     local = network_policy(service(model={"image": {"reference": "r/m:1"}}), PLATFORM)
     assert local is not None
     ports = {port["port"] for rule in local["spec"]["egress"] for port in rule["ports"]}

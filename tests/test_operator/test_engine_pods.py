@@ -1,5 +1,7 @@
 """What is read off pods."""
 
+from typing import Any
+
 from headrace_operator import engine_pods, names
 from headrace_testing.kubernetes import pod
 from headrace_testing.operators import engine_status
@@ -63,3 +65,30 @@ def test_a_crash_is_told_with_its_exit_code() -> None:
         "CrashLoopBackOff",
         "pod a: container engine ended with exit code 78",
     )
+
+
+def test_a_crash_is_told_with_the_engine_s_last_word() -> None:
+    crashing = pod("a", "m", ready=False)
+    ended = {"exitCode": 137, "reason": "OOMKilled", "message": "loading\nno memory left\n"}
+    container: dict[str, Any] = {
+        "name": "engine",
+        "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}},
+        "lastState": {"terminated": ended},
+    }
+    crashing["status"]["containerStatuses"] = [container]
+    told = "container engine ended with exit code 137 (OOMKilled): no memory left"
+    assert engine_pods.problem([crashing]) == ("CrashLoopBackOff", f"pod a: back-off 10s; {told}")
+    container |= {"state": {"running": {}}, "restartCount": 2, "ready": False}
+    assert engine_pods.problem([crashing]) == ("CrashLoopBackOff", f"pod a: {told}")
+    container |= {"ready": True}
+    assert engine_pods.problem([crashing]) is None
+
+
+def test_a_start_lasts_from_creation_to_readiness() -> None:
+    started = pod("a", "m")
+    assert engine_pods.start_duration(started) is None
+    started["metadata"]["creationTimestamp"] = "2026-01-01T00:00:00Z"
+    started["status"]["conditions"] = [
+        {"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:01:30Z"}
+    ]
+    assert engine_pods.start_duration(started) == 90.0

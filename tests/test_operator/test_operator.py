@@ -8,11 +8,12 @@ from typing import Any
 
 from headrace_operator import names
 from headrace_testing.kubernetes import User, pod
-from headrace_testing.model_services import body
-from headrace_testing.operators import Scene, engine_status, operator
+from headrace_testing.model_services import HUB, body
+from headrace_testing.operators import Scene, engine_status, operator, register_model
 from headrace_testing.waiting import eventually
 
 CONTROLLED: dict[str, Any] = {"scaling": {"minReplicas": 1, "maxReplicas": 8}}
+FROM_ZERO: dict[str, Any] = {"minReplicas": 0, "maxReplicas": 3, "idleSeconds": 60}
 
 
 async def until(condition: Any) -> None:
@@ -46,7 +47,6 @@ async def test_a_new_model_service_gets_all_its_objects(user: User, scene: Scene
         ("serviceaccounts", "qwen-engine"),
         ("poddisruptionbudgets", "qwen-engine"),
         ("networkpolicies", "qwen-engine"),
-        ("configmaps", "qwen-model"),
     ):
         found = user.server.find(plural, name)
         assert found is not None, plural
@@ -158,17 +158,20 @@ async def test_a_backlog_adds_engines_and_says_why(user: User, scene: Scene) -> 
 
 async def test_missing_metrics_freeze_the_count_and_say_so(user: User, scene: Scene) -> None:
     scene.waiting = None
+    await register_model(scene, "qwen", "models/qwen")
     async with operator(user, scene):
         await user.create(body(**CONTROLLED))
         await until(lambda: reason(user, "ScalingActive") == "MetricsMissing")
         assert replicas(user) == 1
         (active,) = [c for c in status(user)["conditions"] if c["type"] == "ScalingActive"]
         assert active["status"] == "False"
-        assert active["message"] == "no gateway pod is running"
+        why = "no gateway pod is running; the number of engines stays as it is"
+        assert active["message"] == why
 
 
 async def test_stale_metrics_freeze_the_count_and_say_so(user: User, scene: Scene) -> None:
     scene.waiting, scene.age = 900, 3600.0
+    await register_model(scene, "qwen", "models/qwen")
     async with operator(user, scene):
         await user.create(body(**CONTROLLED))
         await until(lambda: reason(user, "ScalingActive") == "MetricsStale")
@@ -177,8 +180,9 @@ async def test_stale_metrics_freeze_the_count_and_say_so(user: User, scene: Scen
 
 async def test_the_first_request_starts_an_engine_from_zero(user: User, scene: Scene) -> None:
     scene.engines = 0
+    await register_model(scene, "qwen", "models/qwen")
     async with operator(user, scene):
-        await user.create(body(scaling={"minReplicas": 0, "maxReplicas": 3}))
+        await user.create(body(scaling=FROM_ZERO))
         await until(lambda: reason(user, "Ready") == "ScaledToZero")
         assert replicas(user) == 0
         scene.now, scene.waiting = scene.now + 5, 1
@@ -219,6 +223,19 @@ async def test_a_drain_goes_on_after_a_restart_of_the_operator(user: User, scene
     async with operator(user, scene):
         await until(lambda: replicas(user) == 1)
     assert set(scene.drained) == {"a.1.abc"}
+
+
+async def test_an_engine_that_has_no_pod_goes_before_one_that_serves(
+    user: User, scene: Scene
+) -> None:
+    await user.create(pod("a", "qwen"))
+    scene.statuses = [engine_status("a")]
+    async with operator(user, scene):
+        await user.create(body(replicas=2, scaling={"mode": "none"}))
+        await until(lambda: replicas(user) == 2)
+        await user.change_spec("qwen", {"replicas": 1})
+        await until(lambda: replicas(user) == 1)
+        assert scene.drained == []
 
 
 async def test_scale_down_waits_while_the_queue_is_down(user: User, scene: Scene) -> None:
@@ -284,3 +301,102 @@ async def test_a_pod_that_cannot_start_degrades_with_its_reason(user: User, scen
         await until(lambda: reason(user, "Degraded") == "ImagePullBackOff")
         await until(lambda: "ImagePullBackOff" in user.server.events())
     assert reason(user, "Ready") == "NoEngineReady"
+
+
+async def test_a_new_model_is_no_cause_for_alarm(user: User, scene: Scene) -> None:
+    scene.waiting = None
+    async with operator(user, scene):
+        await user.create(body(**CONTROLLED))
+        await until(lambda: reason(user, "ScalingActive") == "InitialScale")
+    assert "MetricsMissing" not in user.server.events()
+
+
+async def test_an_unknown_model_gets_one_engine_that_makes_it_known_and_goes(
+    user: User, scene: Scene
+) -> None:
+    scene.engines, scene.waiting = 0, None
+    async with operator(user, scene):
+        await user.create(body(scaling=FROM_ZERO))
+        await until(lambda: status(user).get("lastDecision", {}).get("reason") == "InitialScale")
+        assert replicas(user) == 1
+        assert user.server.conditions("qwen")["ScalingActive"] == ("True", "InitialScale")
+        await register_model(scene, "qwen", "models/qwen")
+        scene.waiting = 0
+        await until(lambda: reason(user, "ScalingActive") == "Steady")
+        assert replicas(user) == 1
+        scene.now += 61
+        await until(lambda: replicas(user) == 0)
+        await until(lambda: reason(user, "Ready") == "ScaledToZero")
+
+
+async def test_keda_finds_a_model_known_before_it_may_scale_to_zero(
+    user: User, scene: Scene
+) -> None:
+    scaling = {"mode": "keda", "minReplicas": 0, "prometheusUrl": "http://prometheus:9090"}
+    async with operator(user, scene):
+        await user.create(body(scaling=scaling, replicas=0))
+        await until(lambda: replicas(user) == 1)
+        await register_model(scene, "qwen", "models/qwen")
+        await until(lambda: replicas(user) == 0)
+
+
+async def test_reconciliation_goes_on_without_redis(user: User, scene: Scene) -> None:
+    scene.queue_down = True
+    async with operator(user, scene):
+        await user.create(body())
+        await until(lambda: reason(user, "Degraded") == "AsExpected")
+        assert replicas(user) == 1
+
+
+async def test_a_served_name_of_another_is_not_given_to_new_engines(
+    user: User, scene: Scene
+) -> None:
+    await user.create(body("first", model={**HUB, "servedName": "chat"}))
+    await register_model(scene, "chat", "models/first")
+    async with operator(user, scene):
+        await user.create(body(model={**HUB, "servedName": "chat"}))
+        await until(lambda: reason(user, "Degraded") == "ServedNameTaken")
+        (degraded,) = [c for c in status(user)["conditions"] if c["type"] == "Degraded"]
+        assert "ModelService models/first" in degraded["message"]
+        assert "ModelService models/qwen" in degraded["message"]
+        assert reason(user, "Ready") == "ServedNameTaken"
+        await until(lambda: replicas(user, "first-engine") == 1)
+        assert replicas(user) is None
+        await user.change_spec("qwen", {"model": {**HUB, "servedName": "other"}})
+        await until(lambda: replicas(user) == 1)
+        await until(lambda: reason(user, "Degraded") == "AsExpected")
+
+
+async def test_engines_that_have_a_name_keep_it_when_another_registers_it(
+    user: User, scene: Scene
+) -> None:
+    async with operator(user, scene):
+        await user.create(body(replicas=1, scaling={"mode": "none"}))
+        await until(lambda: replicas(user) == 1)
+        await register_model(scene, "qwen", "")
+        await until(lambda: reason(user, "Degraded") == "ServedNameTaken")
+        await user.change_spec("qwen", {"replicas": 3})
+        await until(lambda: replicas(user) == 3)
+
+
+async def test_a_name_that_nobody_claims_any_more_is_free(user: User, scene: Scene) -> None:
+    await user.create(body("renamed", model={**HUB, "servedName": "new"}))
+    await register_model(scene, "chat", "models/renamed")
+    async with operator(user, scene):
+        await user.create(body(model={**HUB, "servedName": "chat"}))
+        await until(lambda: replicas(user) == 1)
+
+
+async def test_the_model_of_a_deleted_model_service_is_forgotten(user: User, scene: Scene) -> None:
+    await register_model(scene, "qwen", "models/qwen")
+    async with operator(user, scene) as keys:
+        await user.create(body())
+        await until(lambda: keys)
+        await user.delete(names.API_VERSION, names.PLURAL, "qwen")
+        await until(lambda: not keys)
+
+        def gone() -> bool:
+            scene.now += 5
+            return not scene.backend.models
+
+        await until(gone)

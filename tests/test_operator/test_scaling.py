@@ -266,6 +266,67 @@ def test_estimates_name_value_and_target() -> None:
     assert running.replicas == pytest.approx(6.4)
 
 
+def test_a_rate_of_next_to_nothing_teaches_nothing() -> None:
+    decision = first(
+        see(1, share=0.5, rate=5e-324), replace(POLICY, engine_requests_per_second=None)
+    )
+    busy = see(1, at=15.0, share=0.5, rate=5e-324, waiting=9, arrival_rate=5.0)
+    decision = decide(busy, POLICY, decision.history, 15.0)
+
+    assert decision.history.engine_requests is None
+    assert decision.replicas <= POLICY.max_replicas
+
+
+def unknown(ready: int, *, replicas: int | None = None, **queue: float) -> Observation:
+    return replace(see(ready, replicas=replicas, **queue), registered=False)
+
+
+FROM_ZERO = replace(POLICY, min_replicas=0)
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        unknown(0),
+        unknown(1),
+        replace(unknown(0), queue=None),
+        replace(unknown(0), at=-1000.0),
+        replace(unknown(0, replicas=1), queue=None),
+    ],
+)
+def test_a_model_that_nobody_knows_gets_one_engine(seen: Observation) -> None:
+    decision = decide(seen, FROM_ZERO, History(), 0.0)
+
+    assert (decision.replicas, decision.reason) == (1, Reason.INITIAL_SCALE)
+    assert not decision.frozen
+    assert decision.limited is None
+
+
+def test_an_unknown_model_with_a_backlog_scales_as_any() -> None:
+    decision = first(unknown(1, waiting=230), FROM_ZERO)
+
+    assert decision.replicas > 1
+    assert decision.reason is Reason.BACKLOG
+
+
+def test_a_model_that_keeps_an_engine_needs_no_other_to_be_known() -> None:
+    assert first(unknown(1)).reason is Reason.STEADY
+    assert first(replace(unknown(3), queue=None)).reason is Reason.MISSING_METRICS
+    starting = first(replace(unknown(0, replicas=1), queue=None))
+    assert (starting.reason, starting.frozen) == (Reason.INITIAL_SCALE, False)
+
+
+def test_a_model_that_became_known_idles_to_zero() -> None:
+    decision = first(unknown(1), FROM_ZERO)
+    counts = {}
+    for now in range(15, 601, 15):
+        decision = decide(see(1, at=now), FROM_ZERO, decision.history, now)
+        counts[now] = decision.replicas
+
+    assert {now for now, count in counts.items() if count == 0} == {600}
+    assert decision.reason is Reason.IDLE
+
+
 @pytest.mark.parametrize("reason", list(Reason))
 def test_every_reason_is_one_word_with_a_sentence(reason: Reason) -> None:
     assert reason.isalpha()

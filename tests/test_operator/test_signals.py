@@ -32,8 +32,8 @@ headrace_queue_admitted_total{{{MODEL}}} {admitted}
 """
 
 
-def engine_page(running: int, tokens: int = 0, ended: int = 0) -> str:
-    return f"""# TYPE headrace_engine_requests gauge
+def engine_page(running: int, tokens: int = 0, ended: int = 0, capacity: str = "") -> str:
+    return f"""{capacity}# TYPE headrace_engine_requests gauge
 headrace_engine_requests{{{MODEL},state="running"}} {running}
 headrace_engine_requests{{{MODEL},state="waiting"}} 50
 # TYPE headrace_engine_kv_utilization gauge
@@ -146,6 +146,15 @@ async def test_the_capacity_is_the_one_of_the_settings(pods: Pods) -> None:
     assert found.engines.capacity == 8
 
 
+async def test_the_capacity_is_what_the_engines_tell(pods: Pods) -> None:
+    told = f"# TYPE headrace_engine_capacity gauge\nheadrace_engine_capacity{{{MODEL}}} 16\n"
+    pods.pages = {"g1": gateway_page(0), "e1": engine_page(1), "e2": engine_page(1, capacity=told)}
+    engines = [pods.address("e1"), pods.address("e2")]
+    found = await source(pods, "g1").read(service(), engines)
+    assert found.engines is not None
+    assert found.engines.capacity == 64 + 16
+
+
 async def test_rates_come_from_two_readings(pods: Pods) -> None:
     signals = source(pods, "g1")
     engines = [pods.address("e1")]
@@ -247,6 +256,10 @@ async def test_prometheus_tells_the_same() -> None:
     assert (found.at, found.queue.waiting, found.queue.arrival_rate) == (990.0, 5, 2.5)
     assert (found.engines.running, found.engines.capacity) == (7, 128)
     assert found.engines.tokens_per_second == 80
+    async with prometheus({**values, "capacity": 16}) as signals:
+        found = await signals.read(service(), ())
+    assert found.engines is not None
+    assert found.engines.capacity == 32
 
 
 async def test_prometheus_without_the_queue_says_so() -> None:

@@ -38,6 +38,7 @@ def test_the_served_name_may_differ_from_the_object() -> None:
             "spec.model",
             "exactly one of hub",
         ),
+        ({"model": {"local": {"path": "folder"}}}, "spec.model.local.path", "'folder' is wrong"),
         ({"model": {"hub": {}}}, "spec.model.hub.id", "required"),
         ({"model": {"hub": {"id": "a b"}}}, "spec.model.hub.id", "'a b' is wrong"),
         ({"model": {"uri": {"uri": "http://x/y"}}}, "spec.model.uri.uri", "http://x/y"),
@@ -145,7 +146,7 @@ def test_printer_columns_and_subresources() -> None:
 def test_engine_settings_are_those_of_the_engine() -> None:
     """What the operator sets itself is not in the section; all else is, under the same name."""
     own = {"redis_url", "model", "revision", "served_model_name", "shard", "drain_timeout"}
-    own |= {"metrics_host", "metrics_port"}
+    own |= {"metrics_host", "metrics_port", "owner", "register_model"}
     assert set(EngineSettingsSpec.model_fields) == set(EngineSettings.model_fields) - own
 
 

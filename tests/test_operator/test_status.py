@@ -38,6 +38,8 @@ def words(found: Seen, **spec: Any) -> dict[str, tuple[str, str]]:
         (seen(), "Progressing", ("False", "Complete")),
         (seen(ready=1), "Progressing", ("True", "EnginesStarting")),
         (seen(updated=1), "Progressing", ("True", "RollingOut")),
+        (seen(replicas=3), "Progressing", ("True", "RollingOut")),
+        (seen(replicas=0, ready=0, updated=0), "Progressing", ("True", "EnginesStarting")),
         (
             seen(draining=(Draining(pod="p", engine_id="e", since=0),)),
             "Progressing",
@@ -52,7 +54,18 @@ def words(found: Seen, **spec: Any) -> dict[str, tuple[str, str]]:
             "ScalingActive",
             ("False", "MetricsStale"),
         ),
-        (seen(signals_problem="no gateway"), "ScalingActive", ("False", "MetricsMissing")),
+        (
+            seen(decision=decision(Reason.INITIAL_SCALE), signals_problem="no gateway"),
+            "ScalingActive",
+            ("True", "InitialScale"),
+        ),
+        (
+            seen(
+                decision=decision(Reason.MISSING_METRICS, frozen=True), signals_problem="no gateway"
+            ),
+            "ScalingActive",
+            ("False", "MetricsMissing"),
+        ),
         (seen(decision=decision()), "ScalingLimited", ("False", "WithinLimits")),
         (
             seen(decision=decision(limited=Limit.MAX_REPLICAS)),
@@ -108,11 +121,39 @@ def test_an_invalid_spec_degrades_and_leaves_the_rest() -> None:
 
 def test_events_are_made_of_transitions_alone() -> None:
     fresh = status.status_of(service(), seen(ready=0), {}, NOW)["conditions"]
-    assert [c.reason for c in status.transitions((), fresh)] == ["NoEngineReady"]
+    assert status.transitions((), fresh) == []
     assert status.transitions(fresh, fresh) == []
     well = status.status_of(service(), seen(), {"conditions": fresh}, NOW)["conditions"]
     changes = {c.reason: c.kind for c in status.transitions(fresh, well)}
     assert changes == {"EnginesReady": "Normal", "Complete": "Normal"}
+
+
+def test_the_loss_of_the_last_engine_is_an_alarm_and_a_start_from_zero_is_none() -> None:
+    kinds = []
+    for before in (seen(), seen(ready=0, desired=0)):
+        old = status.status_of(service(), before, {}, NOW)["conditions"]
+        new = status.status_of(service(), seen(ready=0), {"conditions": old}, NOW)["conditions"]
+        told = {c.reason: c.kind for c in status.transitions(old, new)}
+        kinds.append(told["NoEngineReady"])
+    assert kinds == ["Warning", "Normal"]
+
+
+def test_of_limits_only_the_upper_bound_is_an_event() -> None:
+    free = status.status_of(service(), seen(decision=decision()), {}, NOW)["conditions"]
+    told = {}
+    for limit in Limit:
+        held = seen(decision=decision(limited=limit))
+        now = status.status_of(service(), held, {"conditions": free}, NOW)["conditions"]
+        told[limit] = [c.reason for c in status.transitions(free, now)]
+    assert told == {limit: [] for limit in Limit} | {Limit.MAX_REPLICAS: ["TooManyReplicas"]}
+
+
+def test_trouble_of_a_new_one_is_told_at_once() -> None:
+    error = InvalidSpec("spec.x", "is wrong")
+    failed = status.failed_status(1, error, {}, NOW)["conditions"]
+    assert [(c.kind, c.reason) for c in status.transitions((), failed)] == [
+        ("Warning", "InvalidSpec")
+    ]
 
 
 def test_another_trouble_is_another_event() -> None:

@@ -38,8 +38,11 @@ def _batch() -> tuple[Panel, ...]:
         ),
         Panel(
             title="Batch size by engine",
-            description="Sequences that each engine computes in a step.",
-            queries=(Query(q.total(running, q.POD), _POD),),
+            description="Sequences that each engine computes in a step, and the most that one may.",
+            queries=(
+                Query(q.total(running, q.POD), _POD),
+                Query(f"max({q.series(names.ENGINE_CAPACITY)})", "at most"),
+            ),
         ),
         Panel(
             title="Tokens",

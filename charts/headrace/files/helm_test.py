@@ -1,5 +1,6 @@
-"""`helm test`: the API answers, lists its models, and chats with those that an engine serves.
+"""`helm test`: the API answers, lists its models, and chats with each that has a ready engine.
 
+A release has no model until there is a ModelService; that passes too, and is said.
 Runs in the gateway's image with nothing but the standard library. HEADRACE_URL is the API's
 address; HEADRACE_OPERATOR_URL, if set, the operator's health port. Exit status 0 is a pass.
 """
@@ -8,6 +9,7 @@ import json
 import os
 import sys
 import urllib.error
+import urllib.parse
 import urllib.request
 
 TIMEOUT_S = 60.0
@@ -30,19 +32,20 @@ def call(url: str, body: object = None) -> dict[str, object]:
 def served(base: str) -> list[str]:
     """Names of the models that the gateway knows. Raises ValueError where the list is none."""
     models = call(f"{base}/v1/models").get("data")
-    if not isinstance(models, list) or not models:
-        raise ValueError("/v1/models lists no model")
+    if not isinstance(models, list):
+        raise ValueError("/v1/models is no list of models")
     return [str(model["id"]) for model in models]
 
 
-def ready(base: str) -> bool:
-    """Whether engines of every model are ready: without a ModelService there are none."""
+def ready(base: str, model: str) -> bool:
+    """Whether an engine of the model is ready: one that was scaled to zero is left there."""
+    query = urllib.parse.urlencode({"model": model})
     try:
-        call(f"{base}/health/ready")
+        call(f"{base}/health/ready?{query}")
     except urllib.error.HTTPError as error:
         if error.code != 503:
             raise
-        say(f"no answer asked for: {error.read().decode()}")
+        say(f"{model} is not asked: {error.read().decode()}")
         return False
     return True
 
@@ -57,14 +60,19 @@ def chat(base: str, model: str) -> None:
     say(f"{model} answered with {usage['completion_tokens']} tokens")
 
 
+def ask_models(base: str) -> None:
+    names = served(base)
+    say(f"gateway lists {', '.join(names) or 'no model yet: apply a ModelService'}")
+    for name in names:
+        if ready(base, name):
+            chat(base, name)
+
+
 def main() -> int:
     base = os.environ["HEADRACE_URL"]
     try:
         call(f"{base}/health/live")
-        names = served(base)
-        say(f"gateway lists {', '.join(names)}")
-        for name in names if ready(base) else ():
-            chat(base, name)
+        ask_models(base)
         operator = os.environ.get("HEADRACE_OPERATOR_URL")
         if operator:
             call(operator)

@@ -92,11 +92,11 @@ priorityClassName: {{ . }}
 {{- end }}
 {{- end }}
 
-{{/* Settings as environment variables. Takes (dict "prefix" "HEADRACE_GATEWAY_" "settings" {...}). */}}
+{{/* Settings as environment variables; what is null or empty is left out. Takes (dict "prefix" "HEADRACE_GATEWAY_" "settings" {...}). */}}
 {{- define "headrace.settingsEnv" -}}
 {{- $prefix := .prefix -}}
 {{- range $name, $value := .settings }}
-{{- if and (not (kindIs "invalid" $value)) (or (not (kindIs "map" $value)) $value) }}
+{{- if not (or (kindIs "invalid" $value) (and (kindIs "map" $value) (not $value)) (eq (toString $value) "")) }}
 - name: {{ printf "%s%s" $prefix (upper $name) }}
   value: {{ include "headrace.settingText" $value | quote }}
 {{- end }}
@@ -245,7 +245,15 @@ true
 - ipBlock: {cidr: "::/0", except: ["fe80::/10", "fd00:ec2::254/128"]}
 {{- end }}
 
-{{/* Tokenizers come from outside the cluster. */}}
+{{/* "true" where a model of the gateways' settings is fetched from a hub. */}}
+{{- define "headrace.gateway.fetches" -}}
+{{- $settings := .Values.gateway.settings -}}
+{{- range concat (list $settings.model) (values $settings.extra_models) -}}
+{{- if not (or (empty .) (hasPrefix "/" .) (eq . "headrace-demo")) -}}true{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{/* A hub outside the cluster. */}}
 {{- define "headrace.egress.https" -}}
 - to:
     {{- include "headrace.anywhere" . | nindent 4 }}
@@ -287,6 +295,12 @@ true
 {{- end -}}
 {{- if and $scaling.targetCPUUtilizationPercentage (not (dig "requests" "cpu" "" .Values.gateway.resources)) -}}
 {{- $problems = append $problems "gateway.autoscaling aims at CPU and the pods request none: set gateway.resources.requests.cpu" -}}
+{{- end -}}
+{{- end -}}
+{{- $settings := .Values.gateway.settings -}}
+{{- range list "served_model_name" "revision" "chat_template" -}}
+{{- if and (get $settings .) (not $settings.model) -}}
+{{- $problems = append $problems (printf "gateway.settings.%s is of a model that the settings name and they name none: set gateway.settings.model, or the ModelService's own fields instead" .) -}}
 {{- end -}}
 {{- end -}}
 {{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}

@@ -6,20 +6,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from headrace_common.checkpoint import local_source
+
 from ..errors import UsageError
-from ..stack import demo_model
 from .finding import Finding, Level, fail, ok, warning
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_SECONDS = 5.0
 
 
-def check(model: str | None) -> Iterator[Finding]:
+def check(model: str) -> Iterator[Finding]:
     folder = _folder(model)
     if folder is not None:
         yield from _check_folder(folder)
-    elif _HUB_ID.fullmatch(str(model)):
-        yield from _check_hub(str(model))
+    elif _HUB_ID.fullmatch(model):
+        yield from _check_hub(model)
     else:
         yield fail(
             "model",
@@ -28,26 +29,26 @@ def check(model: str | None) -> Iterator[Finding]:
         )
 
 
-def refuse_unusable(model: str | None) -> None:
+def refuse_unusable(model: str) -> None:
     """Raises UsageError where it is plain without the network that no engine can load it."""
-    if _folder(model) is None and _HUB_ID.fullmatch(str(model)):
+    if _folder(model) is None and _HUB_ID.fullmatch(model):
         return
     for finding in check(model):
         if finding.level is Level.FAIL:
             raise UsageError(finding.detail, finding.remedy)
 
 
-def weight_bytes(model: str | None) -> int | None:
+def weight_bytes(model: str) -> int | None:
     """Size of the safetensors files; None where they are not on this machine."""
-    folder = _folder(model) or (_cached(str(model)) if _HUB_ID.fullmatch(str(model)) else None)
+    folder = _folder(model) or (_cached(model) if _HUB_ID.fullmatch(model) else None)
     if folder is None:
         return None
     return sum(path.stat().st_size for path in folder.glob("*.safetensors")) or None
 
 
-def _folder(model: str | None) -> Path | None:
-    path = Path(model if model is not None else demo_model())
-    return path if model is None or path.is_dir() else None
+def _folder(model: str) -> Path | None:
+    path = Path(local_source(model))
+    return path if path.is_dir() else None
 
 
 def _check_folder(folder: Path) -> Iterator[Finding]:

@@ -17,6 +17,7 @@ from ..errors import BackendUnavailable, FailureCode, RequestConflict
 from ..messages import GenerateRequest, encode_request
 from .base import EngineStatus, Outcome, Progress, QueueLimits, Verdict
 from .failures import ended_state
+from .registry import RegisteredModel
 from .requests import fingerprint, priority_class, token_cost
 
 SHARE = 16
@@ -139,6 +140,8 @@ class MemoryBackend:
         self.frames: defaultdict[str, Log] = defaultdict(lambda: Log(numbers))
         self.controls: defaultdict[str, Log] = defaultdict(lambda: Log(numbers))
         self.gateways: dict[str, float] = {}
+        self.models: dict[str, tuple[RegisteredModel, bytes]] = {}
+        self.models_store = ""
 
     def check(self) -> None:
         """Raises BackendUnavailable during an outage."""
@@ -388,6 +391,8 @@ class MemoryBackend:
         for log in (*self.frames.values(), *self.controls.values()):
             log.items.clear()
         self.gateways.clear()
+        self.models.clear()
+        self.models_store = ""
 
 
 def _failures(record: Record) -> int:

@@ -10,7 +10,19 @@ from redis.exceptions import NoScriptError
 
 from .client import Argument, Client
 
-NAMES = ("admit", "take", "reap", "beat", "resume", "finish", "cancel", "giveback", "probe")
+NAMES = (
+    "admit",
+    "take",
+    "reap",
+    "beat",
+    "resume",
+    "finish",
+    "cancel",
+    "giveback",
+    "register",
+    "unregister",
+    "probe",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from ..kernels import library
+from ..kernels import library, structs
 from .base import AttentionMetadata, KVSpec, LayerCache, LayerParams
 from .memory import zeros
 from .reference import ReferenceBackend
@@ -31,11 +31,15 @@ class CpuBackend:
         """`kernels` None loads the best ones for this CPU, or logs why there are none."""
         self._kernels = kernels or _load()
         self._reference = ReferenceBackend()
-        self._batch: tuple[AttentionMetadata, library.Batch] | None = None
-        self._layers: dict[tuple[LayerParams, int, torch.Size, int], library.Layer] = {}
+        self._batch: tuple[AttentionMetadata, structs.Batch] | None = None
+        self._layers: dict[tuple[LayerParams, int, torch.Size, int], structs.Layer] = {}
+
+    @property
+    def kernels(self) -> library.Kernels | None:
+        return self._kernels
 
     def allocate(self, num_blocks: int, spec: KVSpec) -> LayerCache:
-        if not self._is_native(spec.dtype, spec.head_dim):
+        if not self.is_native(spec.dtype, spec.head_dim):
             return self._reference.allocate(num_blocks, spec)
         tiles = -(-spec.block_size // TILE)
         shape = (num_blocks, tiles, spec.num_kv_heads, 2, TILE * spec.head_dim)
@@ -43,7 +47,7 @@ class CpuBackend:
         return zeros(shape, spec.dtype, spec.device), holder
 
     def block_bytes(self, spec: KVSpec) -> int:
-        if not self._is_native(spec.dtype, spec.head_dim):
+        if not self.is_native(spec.dtype, spec.head_dim):
             return self._reference.block_bytes(spec)
         tiles = -(-spec.block_size // TILE)
         return 2 * tiles * TILE * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
@@ -60,7 +64,7 @@ class CpuBackend:
         metadata: AttentionMetadata,
         params: LayerParams,
     ) -> torch.Tensor:
-        if self._kernels is None or not self._is_native(query.dtype, query.shape[2]):
+        if self._kernels is None or not self.is_native(query.dtype, query.shape[2]):
             return self._reference.forward(query, key, value, cache, metadata, params)
         query, key, value = _rows(query), _rows(key), _rows(value)
         output = torch.empty(query.shape, dtype=query.dtype)
@@ -80,7 +84,8 @@ class CpuBackend:
             raise MemoryError("no memory for the work list of paged attention")
         return output
 
-    def _is_native(self, dtype: torch.dtype, head_dim: int) -> bool:
+    def is_native(self, dtype: torch.dtype, head_dim: int) -> bool:
+        """Whether the native kernels serve heads of this kind; else the reference does."""
         return (
             self._kernels is not None
             and dtype in library.DTYPES
@@ -88,20 +93,20 @@ class CpuBackend:
             and head_dim <= MAX_HEAD_DIM
         )
 
-    def _describe_batch(self, metadata: AttentionMetadata) -> library.Batch:
+    def _describe_batch(self, metadata: AttentionMetadata) -> structs.Batch:
         """Made once a step: all layers pass the same metadata, which is held while it is used."""
         if self._batch is None or self._batch[0] is not metadata:
-            self._batch = metadata, _batch(metadata)
+            self._batch = metadata, describe(metadata)
         return self._batch[1]
 
     def _describe_layer(
         self, query: torch.Tensor, key: torch.Tensor, cache: LayerCache, params: LayerParams
-    ) -> library.Layer:
+    ) -> structs.Layer:
         heads, dim = query.shape[1:]
         block_size = cache[1].shape[1]
         found = self._layers.get((params, heads, key.shape[1:], block_size))
         if found is None or found.is_bfloat16 != (query.dtype is torch.bfloat16):
-            found = library.Layer(
+            found = structs.Layer(
                 num_heads=heads,
                 num_kv_heads=key.shape[1],
                 head_dim=dim,
@@ -132,12 +137,13 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous()
 
 
-def _batch(metadata: AttentionMetadata) -> library.Batch:
+def describe(metadata: AttentionMetadata) -> structs.Batch:
+    """Points into the metadata's tensors, which must outlive it."""
     assert metadata.query_start.dtype is torch.int32 and metadata.query_start.is_contiguous()
     assert metadata.seq_lens.dtype is torch.int32 and metadata.seq_lens.is_contiguous()
     assert metadata.block_tables.dtype is torch.int32 and metadata.block_tables.stride(-1) == 1
     assert metadata.slots.dtype is torch.int64 and metadata.slots.is_contiguous()
-    return library.Batch(
+    return structs.Batch(
         query_start=metadata.query_start.data_ptr(),
         seq_lens=metadata.seq_lens.data_ptr(),
         block_tables=metadata.block_tables.data_ptr(),

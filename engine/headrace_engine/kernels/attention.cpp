@@ -1,278 +1,44 @@
-// Paged attention over a ragged batch: decode rows and prefill chunks alike.
-//
-// The rows of a sequence and KV head are its (token, grouped query head) pairs, token first. A work
-// item is up to kMaxRows of them over a range of keys; items are shared out to threads as these
-// become free. Few rows over many keys are split into ranges of kSplit keys and merged afterwards;
-// where to split depends on the sequence alone, so its result does not depend on its neighbours.
+// Paged attention as an operator of its own, on the threads of torch's OpenMP runtime.
 #include "attention.h"
 
 #include <omp.h>
 
-#include <cstdlib>
-
-#include "cache.h"
-#include "softmax.h"
+#include "paged.h"
 
 namespace headrace {
 namespace {
-
-constexpr int kMaxRows = 48;
-constexpr int kMaxDims = 256;
-constexpr int kSplit = 512;
-
-struct Item {
-  int32_t sequence, head, row_begin, rows, key_begin, key_end;
-  float* partial;  // [rows][maximum, total, dims outputs]; null: the item is a whole result
-};
-
-struct Merge {
-  int32_t sequence, head, rows, parts;
-  float* partial;
-};
-
-template <class Math>
-struct Run {
-  using Element = typename Math::Element;
-  using Factor = typename Math::Factor;
-
-  Element* output;
-  const Element* query;
-  int64_t query_stride;
-  Cache<Math> cache;
-  const headrace_batch& batch;
-  const headrace_layer& layer;
-  ScoreScale scale;
-  int dims, group;
-
-  Item* items = nullptr;
-  Merge* merges = nullptr;
-  float* partials = nullptr;
-  Element* gathered = nullptr;  // a copy of a chunk for each thread, where blocks are no whole tiles
-  int64_t item_count = 0, merge_count = 0, partial_floats = 0;
-
-  int64_t gather_size() const { return 2 * kChunk * dims; }
-
-  int query_tokens(int64_t s) const { return batch.query_start[s + 1] - batch.query_start[s]; }
-
-  // First key that the token at `position` may see.
-  int first_key(int position) const {
-    return layer.window > 0 && position + 1 > layer.window ? position + 1 - int(layer.window) : 0;
-  }
-
-  // Calls emit(row_begin, rows, key_begin, key_end, parts, part) for each item of a sequence's head.
-  template <class Emit>
-  void divide(int64_t s, Emit emit) const {
-    const int tokens = query_tokens(s), before = batch.seq_lens[s] - tokens;
-    const int rows = tokens * group;
-    if (rows > 0 && rows <= kMaxRows) {
-      const int first = first_key(before) / kSplit, end = before + tokens;
-      const int parts = (end - 1) / kSplit + 1 - first;
-      for (int part = 0; part < parts; ++part) {
-        const int begin = (first + part) * kSplit, low = first_key(before) / kTile * kTile;
-        emit(0, rows, begin > low ? begin : low, begin + kSplit < end ? begin + kSplit : end, parts,
-             part);
-      }
-      return;
-    }
-    for (int begin = (rows - 1) / kMaxRows * kMaxRows; begin >= 0 && rows > 0; begin -= kMaxRows) {
-      const int count = rows - begin < kMaxRows ? rows - begin : kMaxRows;
-      const int last = before + (begin + count - 1) / group;
-      emit(begin, count, first_key(before + begin / group) / kTile * kTile, last + 1, 1, 0);
-    }
-  }
-
-  void count() {
-    for (int64_t s = 0; s < batch.num_seqs; ++s)
-      divide(s, [&](int, int rows, int, int, int parts, int part) {
-        item_count += layer.num_kv_heads;
-        if (parts == 1) return;
-        partial_floats += int64_t(rows) * (dims + 2) * layer.num_kv_heads;
-        if (part == 0) merge_count += layer.num_kv_heads;
-      });
-  }
-
-  // Long work first: prefill chunks stand behind the decodes in a batch, so go backwards.
-  void list() {
-    Item* item = items;
-    Merge* merge = merges;
-    float* partial = partials;
-    for (int64_t s = batch.num_seqs - 1; s >= 0; --s)
-      for (int head = 0; head < layer.num_kv_heads; ++head)
-        divide(s, [&](int begin, int rows, int key_begin, int key_end, int parts, int part) {
-          *item = {int32_t(s), head, begin, rows, key_begin, key_end, nullptr};
-          if (parts > 1) {
-            if (part == 0) *merge++ = {int32_t(s), head, rows, parts, partial};
-            item->partial = partial;
-            partial += int64_t(rows) * (dims + 2);
-          }
-          ++item;
-        });
-  }
-
-  int64_t element_offset(const Item& item, int row) const {
-    const int token = (item.row_begin + row) / group, member = (item.row_begin + row) % group;
-    return int64_t(batch.query_start[item.sequence] + token) * layer.num_heads * dims +
-           (int64_t(item.head) * group + member) * dims;
-  }
-
-  void load_queries(const Item& item, Factor* queries) const {
-    for (int r = 0; r < item.rows; ++r) {
-      const int token = (item.row_begin + r) / group, member = (item.row_begin + r) % group;
-      const Element* from = query + (batch.query_start[item.sequence] + token) * query_stride +
-                            (int64_t(item.head) * group + member) * dims;
-      Math::pack_row(queries + r * dims, from, dims);
-    }
-  }
-
-  // Tiles of the keys of `item` from `begin`, at most a chunk of them.
-  Tiles<Math> find(const Item& item, int begin, Element* gathered) const {
-    const int32_t* blocks = batch.block_tables + item.sequence * batch.table_stride;
-    const int tokens = item.key_end - begin < kChunk ? item.key_end - begin : kChunk;
-    return cache.find(blocks, item.head, begin, tokens, gathered);
-  }
-
-  // `next` is the item that this thread takes up afterwards, most likely.
-  void attend(const Item& item, const Item& next, Element* gathered) const {
-    alignas(64) Factor queries[kMaxRows * kMaxDims];
-    alignas(64) float outputs[kMaxRows * kMaxDims];
-    RowState states[kMaxRows];
-    load_queries(item, queries);
-    std::memset(outputs, 0, sizeof(float) * item.rows * dims);
-    Tiles<Math> tiles = find(item, item.key_begin, gathered);
-    for (int begin = item.key_begin; begin < item.key_end; begin += kChunk) {
-      const bool more = begin + kChunk < item.key_end;
-      Tiles<Math> ahead = tiles;
-      if (!gathered) ahead = more ? find(item, begin + kChunk, nullptr) : find(next, next.key_begin, nullptr);
-      attend_chunk(item, begin, queries, tiles, ahead, states, outputs);
-      tiles = gathered && more ? find(item, begin + kChunk, gathered) : ahead;
-    }
-    if (item.partial)
-      keep(item, states, outputs);
-    else
-      finish(item, states, outputs);
-  }
-
-  void attend_chunk(const Item& item, int begin, const Factor* queries, const Tiles<Math>& tiles,
-                    const Tiles<Math>& ahead, RowState* states, float* outputs) const {
-    alignas(64) float scores[kMaxRows * kChunk];
-    alignas(64) Factor weights[kMaxRows * kChunk];
-    float decay[kMaxRows];
-    score<Math>(item.rows, queries, tiles.keys, ahead.keys, tiles.count, dims, scores, kChunk);
-    const int before = batch.seq_lens[item.sequence] - query_tokens(item.sequence);
-    for (int r = 0; r < item.rows; ++r) {
-      const int position = before + (item.row_begin + r) / group;
-      const int first = first_key(position) - begin, last = position + 1 - begin;
-      decay[r] = weigh<Math>(scores + r * kChunk, first > 0 ? first : 0,
-                             last < tiles.tokens ? last : tiles.tokens, tiles.count * kTile, scale,
-                             states[r], weights + r * kChunk);
-    }
-    accumulate<Math>(item.rows, weights, kChunk, tiles.values, ahead.values, tiles.tokens, dims,
-                     decay, outputs);
-  }
-
-  void keep(const Item& item, const RowState* states, const float* outputs) const {
-    for (int r = 0; r < item.rows; ++r) {
-      float* row = item.partial + int64_t(r) * (dims + 2);
-      row[0] = states[r].maximum;
-      row[1] = states[r].total;
-      std::memcpy(row + 2, outputs + r * dims, sizeof(float) * dims);
-    }
-  }
-
-  void finish(const Item& item, const RowState* states, const float* outputs) const {
-    for (int r = 0; r < item.rows; ++r) {
-      Element* to = output + element_offset(item, r);
-      const float factor = 1 / states[r].total;
-      for (int d = 0; d < dims; d += kLanes) store(to + d, load(outputs + r * dims + d) * factor);
-    }
-  }
-
-  void merge(const Merge& merge) const {
-    const Item item = {merge.sequence, merge.head, 0, merge.rows, 0, 0, nullptr};
-    const int64_t stride = int64_t(merge.rows) * (dims + 2);
-    alignas(64) float outputs[kMaxDims];
-    for (int r = 0; r < merge.rows; ++r) {
-      const float* row = merge.partial + int64_t(r) * (dims + 2);
-      float best = row[0], total = 0;
-      for (int p = 1; p < merge.parts; ++p) best = row[p * stride] > best ? row[p * stride] : best;
-      std::memset(outputs, 0, sizeof(float) * dims);
-      for (int p = 0; p < merge.parts; ++p) {
-        const float* part = row + p * stride;
-        const float factor = exp2(splat((part[0] - best) * scale.slope))[0];
-        total += factor * part[1];
-        for (int d = 0; d < dims; d += kLanes)
-          store(outputs + d, load(outputs + d) + load(part + 2 + d) * factor);
-      }
-      Element* to = output + element_offset(item, r);
-      for (int d = 0; d < dims; d += kLanes) store(to + d, load(outputs + d) * (1 / total));
-    }
-  }
-
-  bool reserve() {
-    count();
-    items = static_cast<Item*>(std::malloc(sizeof(Item) * (item_count + 1)));
-    merges = static_cast<Merge*>(std::malloc(sizeof(Merge) * (merge_count + 1)));
-    partials = static_cast<float*>(std::malloc(sizeof(float) * (partial_floats + 1)));
-    if (!cache.is_tiled())
-      gathered = static_cast<Element*>(
-          std::malloc(sizeof(Element) * gather_size() * omp_get_max_threads()));
-    return items && merges && partials && (gathered || cache.is_tiled());
-  }
-
-  void release() {
-    std::free(items);
-    std::free(merges);
-    std::free(partials);
-    std::free(gathered);
-  }
-
-  void write(const Element* key, const Element* value, int64_t key_stride, int64_t value_stride) {
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < batch.num_tokens; ++t)
-      for (int head = 0; head < layer.num_kv_heads; ++head)
-        cache.write(batch.slots[t], head, key + t * key_stride + head * dims,
-                    value + t * value_stride + head * dims);
-  }
-
-  void compute() {
-    Element* own = gathered ? gathered + omp_get_thread_num() * gather_size() : nullptr;
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < item_count; ++i) {
-      const int64_t next = i + omp_get_num_threads();
-      attend(items[i], items[next < item_count ? next : i], own);
-    }
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < merge_count; ++i) merge(merges[i]);
-  }
-};
 
 template <class Math>
 int run(void* output, const void* query, const void* key, const void* value, void* cache,
         int64_t query_stride, int64_t key_stride, int64_t value_stride,
         const headrace_batch& batch, const headrace_layer& layer) {
   using Element = typename Math::Element;
-  const int dims = int(layer.head_dim);
-  Run<Math> run{static_cast<Element*>(output),
-                static_cast<const Element*>(query),
-                query_stride,
-                Cache<Math>(static_cast<Element*>(cache), layer),
-                batch,
-                layer,
-                ScoreScale(layer.scale, layer.softcap),
-                dims,
-                int(layer.num_heads / layer.num_kv_heads)};
-  const bool reserved = run.reserve();
-  if (reserved) {
-    run.list();
+  const Element *keys = static_cast<const Element*>(key), *values = static_cast<const Element*>(value);
+  PagedAttention<Math> attention{static_cast<Element*>(output),
+                                 static_cast<const Element*>(query),
+                                 query_stride,
+                                 Cache<Math>(static_cast<Element*>(cache), layer),
+                                 batch,
+                                 layer,
+                                 ScoreScale(layer.scale, layer.softcap),
+                                 int(layer.head_dim),
+                                 int(layer.num_heads / layer.num_kv_heads)};
+  const bool prepared = attention.prepare(omp_get_max_threads());
+  if (prepared) {
 #pragma omp parallel
     {
-      run.write(static_cast<const Element*>(key), static_cast<const Element*>(value), key_stride,
-                value_stride);
-      run.compute();
+#pragma omp for schedule(static)
+      for (int64_t t = 0; t < batch.num_tokens; ++t)
+        attention.write(t, keys + t * key_stride, values + t * value_stride);
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t i = 0; i < attention.item_count; ++i)
+        attention.compute(i, omp_get_thread_num(), omp_get_num_threads());
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t i = 0; i < attention.merge_count; ++i) attention.merge(attention.merges[i]);
     }
   }
-  run.release();
-  return reserved ? 0 : 1;
+  attention.release();
+  return prepared ? 0 : 1;
 }
 
 }  // namespace

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = ("attention.cpp", "elementwise.cpp")
+SOURCES = ("attention.cpp", "decoder.cpp", "elementwise.cpp", "pool.cpp")
 COMMON_FLAGS = (
     "-std=c++17",
     "-O3",
@@ -49,7 +49,9 @@ BASELINE = InstructionSet("baseline", (), frozenset())
 # Best first. The last one of each architecture runs on every CPU of it.
 X86_64 = (
     InstructionSet(
-        "avx512_bf16", ("-march=x86-64-v4", "-mavx512bf16", _WIDE), _AVX512 | {"avx512_bf16"}
+        "avx512_bf16",
+        ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", _WIDE),
+        _AVX512 | {"avx512_bf16", "avx512_vnni"},
     ),
     InstructionSet("avx512", ("-march=x86-64-v4", _WIDE), _AVX512),
     InstructionSet("avx2", ("-march=x86-64-v3",), _AVX2),
@@ -132,7 +134,7 @@ def _compile(compiler: list[str], target: InstructionSet, folder: Path) -> Path:
             compile_flags = (*COMMON_FLAGS, *target.flags, "-c", str(HERE / source))
             _run([*compiler, *compile_flags, "-o", str(output)])
         # Without -fopenmp: its symbols stay open, to be resolved by torch's runtime.
-        _run([*compiler, "-shared", *map(str, objects), "-o", str(partial)])
+        _run([*compiler, "-shared", "-pthread", *map(str, objects), "-o", str(partial)])
         partial.replace(library)
     finally:
         for path in (*objects, partial):

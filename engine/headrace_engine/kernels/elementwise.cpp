@@ -1,7 +1,7 @@
 // The small operators of a decoder, one pass over memory each, threaded over rows.
 #include "elementwise.h"
 
-#include "simd.h"
+#include "rows.h"
 
 namespace headrace {
 namespace {
@@ -9,39 +9,12 @@ namespace {
 // Fewer elements than this are not worth waking another thread for.
 constexpr int64_t kSerial = 16384;
 
-// The `width` elements behind the last whole vector are passed one by one.
-inline int64_t whole(int64_t width) { return width - width % kLanes; }
-
-template <class T>
-float mean_square(const T* x, int64_t width) {
-  Floats squares{};
-  for (int64_t i = 0; i < whole(width); i += kLanes) {
-    Floats v = load(x + i);
-    squares += v * v;
-  }
-  float total = sum(squares);
-  for (int64_t i = whole(width); i < width; ++i) total += widen(x[i]) * widen(x[i]);
-  return total / float(width);
-}
-
-// Rounds to T before the weight is applied, as transformers does.
-template <class T>
-void normalize(T* output, const T* x, const T* weight, int64_t width, float epsilon) {
-  const float factor = 1 / __builtin_sqrtf(mean_square(x, width) + epsilon);
-  for (int64_t i = 0; i < whole(width); i += kLanes)
-    store(output + i, load(weight + i) * rounded(load(x + i) * factor, T{}));
-  for (int64_t i = whole(width); i < width; ++i) {
-    const float normal = widen(narrow_to<T>(widen(x[i]) * factor));
-    output[i] = narrow_to<T>(widen(weight[i]) * normal);
-  }
-}
-
 template <class T>
 void rms_norm(T* output, const T* x, const T* weight, int64_t rows, int64_t width, int64_t stride,
               float epsilon) {
 #pragma omp parallel for schedule(static) if (rows * width > kSerial)
   for (int64_t r = 0; r < rows; ++r)
-    normalize(output + r * width, x + r * stride, weight, width, epsilon);
+    normalize_row(output + r * width, x + r * stride, weight, width, epsilon);
 }
 
 template <class T>
@@ -58,22 +31,7 @@ void add_rms_norm(T* output, T* residual, const T* x, const T* weight, int64_t r
 #pragma omp parallel for schedule(static) if (rows * width > kSerial)
   for (int64_t r = 0; r < rows; ++r) {
     add(residual + r * width, x + r * width, width);
-    normalize(output + r * width, residual + r * width, weight, width, epsilon);
-  }
-}
-
-template <class T>
-void rotate(T* head, const float* cos, const float* sin, int64_t half) {
-  for (int64_t i = 0; i < whole(half); i += kLanes) {
-    const Floats c = load(cos + i), s = load(sin + i);
-    const Floats first = load(head + i), second = load(head + half + i);
-    store(head + i, first * c - second * s);
-    store(head + half + i, second * c + first * s);
-  }
-  for (int64_t i = whole(half); i < half; ++i) {
-    const float first = widen(head[i]), second = widen(head[half + i]);
-    head[i] = narrow_to<T>(first * cos[i] - second * sin[i]);
-    head[half + i] = narrow_to<T>(second * cos[i] + first * sin[i]);
+    normalize_row(output + r * width, residual + r * width, weight, width, epsilon);
   }
 }
 
@@ -87,17 +45,10 @@ void rotate_qkv(T* qkv, const float* cos, const float* sin, const T* query_norm,
     for (int64_t h = 0; h < heads; ++h) {
       T* head = qkv + r * stride + h * dims;
       const T* norm = h < num_heads ? query_norm : key_norm;
-      if (norm) normalize(head, head, norm, dims, epsilon);
+      if (norm) normalize_row(head, head, norm, dims, epsilon);
       rotate(head, cos + r * half, sin + r * half, half);
     }
 }
-
-// Below -128 it is 0 in float32, which the quotient would miss, since exp2 ends at 2^127.
-inline Floats silu(Floats x) {
-  const Floats bounded = x < splat(-128.0f) ? splat(-128.0f) : x;
-  return bounded / (1.0f + exp2(bounded * -kLog2e));
-}
-inline float silu(float x) { return silu(splat(x))[0]; }
 
 template <class T>
 void silu_mul(T* output, const T* gate_up, int64_t rows, int64_t width, int64_t stride) {
@@ -110,41 +61,6 @@ void silu_mul(T* output, const T* gate_up, int64_t rows, int64_t width, int64_t 
     for (int64_t i = whole(width); i < width; ++i)
       to[i] = narrow_to<T>(widen(narrow_to<T>(silu(widen(gate[i])))) * widen(up[i]));
   }
-}
-
-// NaN is larger than every number, and stays the largest once it is found.
-inline bool is_larger(float x, float best) { return x > best || x != x; }
-
-template <class T>
-int64_t find_largest(const T* x, int64_t width) {
-  Floats best = splat(-__builtin_inff());
-  Ints numbers = lane_numbers(), found = numbers;
-  for (int64_t i = 0; i < whole(width); i += kLanes) {
-    const Floats v = load(x + i);
-    const Ints larger = (v > best) | (v != v);
-    best = larger ? v : best;
-    found = larger ? numbers : found;
-    numbers += kLanes;
-  }
-  float value = -__builtin_inff();
-  int64_t index = 0;
-  for (int lane = 0; lane < kLanes && width >= kLanes; ++lane)
-    if (is_larger(best[lane], value) || (best[lane] == value && found[lane] < index)) {
-      value = best[lane];
-      index = found[lane];
-    }
-  for (int64_t i = whole(width); i < width; ++i)
-    if (is_larger(widen(x[i]), value)) {
-      value = widen(x[i]);
-      index = i;
-    }
-  return index;
-}
-
-template <class T>
-void argmax(int64_t* output, const T* x, int64_t rows, int64_t width, int64_t stride) {
-#pragma omp parallel for schedule(static) if (rows * width > kSerial)
-  for (int64_t r = 0; r < rows; ++r) output[r] = find_largest(x + r * stride, width);
 }
 
 template <class T>
@@ -162,7 +78,7 @@ const T* as(const void* memory) {
 using headrace::as;
 using headrace::bfloat16;
 
-int headrace_interface() { return 1; }
+int headrace_interface() { return 2; }
 
 void headrace_rms_norm(void* output, const void* x, const void* weight, int64_t rows, int64_t width,
                        int64_t x_stride, float epsilon, int64_t is_bfloat16) {
@@ -202,12 +118,4 @@ void headrace_silu_mul(void* output, const void* gate_up, int64_t rows, int64_t 
     headrace::silu_mul(as<bfloat16>(output), as<bfloat16>(gate_up), rows, width, stride);
   else
     headrace::silu_mul(as<float>(output), as<float>(gate_up), rows, width, stride);
-}
-
-void headrace_argmax(int64_t* output, const void* x, int64_t rows, int64_t width, int64_t stride,
-                     int64_t is_bfloat16) {
-  if (is_bfloat16)
-    headrace::argmax(output, as<bfloat16>(x), rows, width, stride);
-  else
-    headrace::argmax(output, as<float>(x), rows, width, stride);
 }

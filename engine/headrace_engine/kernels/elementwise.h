@@ -25,7 +25,3 @@ HEADRACE_EXPORT void headrace_rotate_qkv(void* qkv, const float* cos, const floa
 
 HEADRACE_EXPORT void headrace_silu_mul(void* output, const void* gate_up, int64_t rows,
                                        int64_t width, int64_t stride, int64_t is_bfloat16);
-
-// Index of each row's first largest element. NaN counts as larger than every number.
-HEADRACE_EXPORT void headrace_argmax(int64_t* output, const void* x, int64_t rows, int64_t width,
-                                     int64_t stride, int64_t is_bfloat16);

@@ -14,7 +14,7 @@ import torch
 
 from .build import InstructionSet, instruction_sets, library_path
 
-INTERFACE = 1
+INTERFACE = 2
 FORCE_ISA = "HEADRACE_CPU_ISA"
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -23,40 +23,11 @@ class KernelsUnavailable(Exception):
     """No native kernels can be loaded; the message says why and what to do."""
 
 
-class Batch(ctypes.Structure):
-    """`headrace_batch` of attention.h."""
-
-    _fields_ = [
-        ("query_start", ctypes.c_void_p),
-        ("seq_lens", ctypes.c_void_p),
-        ("block_tables", ctypes.c_void_p),
-        ("slots", ctypes.c_void_p),
-        ("num_seqs", ctypes.c_int64),
-        ("num_tokens", ctypes.c_int64),
-        ("table_stride", ctypes.c_int64),
-    ]
-
-
-class Layer(ctypes.Structure):
-    """`headrace_layer` of attention.h."""
-
-    _fields_ = [
-        ("num_heads", ctypes.c_int64),
-        ("num_kv_heads", ctypes.c_int64),
-        ("head_dim", ctypes.c_int64),
-        ("block_size", ctypes.c_int64),
-        ("window", ctypes.c_int64),
-        ("is_bfloat16", ctypes.c_int64),
-        ("scale", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-    ]
-
-
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 class Kernels:
-    """The functions of one library, as attention.h and elementwise.h declare them.
+    """The functions of one library, as attention.h, elementwise.h and decoder.h declare them.
 
     Tensors are passed as `data_ptr()`; the caller answers for shapes, strides and lifetimes.
     """
@@ -76,11 +47,15 @@ class Kernels:
         )
         self.rotate_qkv = self._bind("rotate_qkv", None, *[_POINTER] * 5, *[_INT] * 5, _FLOAT, _INT)
         self.silu_mul = self._bind("silu_mul", None, *[_POINTER] * 2, *[_INT] * 4)
-        self.argmax = self._bind("argmax", None, *[_POINTER] * 2, *[_INT] * 4)
+        self.argmax = self._bind("argmax", None, *[_POINTER] * 4, *[_INT] * 4)
+        self.executor_create = self._bind("executor_create", _POINTER, _INT)
+        self.executor_destroy = self._bind("executor_destroy", None, _POINTER)
+        self.forward = self._bind("forward", ctypes.c_int, *[_POINTER] * 3)
+        self.pack_weight = self._bind("pack_weight", None, *[_POINTER] * 4, *[_INT] * 3)
+        # Outputs of a linear layer that lie together in memory.
+        self.panel = self._bind("panel", ctypes.c_int64)()
 
-    def _bind(
-        self, name: str, result: type[ctypes.c_int] | None, *arguments: type
-    ) -> Callable[..., int]:
+    def _bind(self, name: str, result: type | None, *arguments: type) -> Callable[..., int]:
         function: Callable[..., int] = getattr(self._library, f"headrace_{name}")
         function.restype = result  # type: ignore[attr-defined]  # a ctypes function, typed at run time
         function.argtypes = arguments  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ import logging
 import torch
 
 from ..model.ops import HeadShape, Ops, QKNorm, TorchOps
+from .executor import Executor
 from .library import DTYPES, Kernels, KernelsUnavailable, load
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ def make_ops(device: torch.device) -> Ops:
 class NativeOps:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
+        self.executor = Executor(kernels, torch.get_num_threads())
         self._torch = TorchOps()
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -114,15 +116,10 @@ class NativeOps:
         )
         return output
 
-    def argmax(self, x: torch.Tensor) -> torch.Tensor:
-        """int64 [N]: the index of the first largest element of each row of x [N, V]."""
+    def argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not (_is_native(x) and x.stride(-1) == 1):
-            return x.argmax(-1)
-        output = torch.empty(x.shape[0], dtype=torch.int64)
-        self._kernels.argmax(
-            output.data_ptr(), x.data_ptr(), *x.shape, x.stride(0), x.dtype is torch.bfloat16
-        )
-        return output
+            return self._torch.argmax(x)
+        return self.executor.argmax(x)
 
 
 def _is_native(x: torch.Tensor) -> bool:

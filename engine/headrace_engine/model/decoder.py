@@ -46,7 +46,7 @@ class Decoder:
         self._heads = HeadShape(
             config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
         )
-        reader.check(expected_tensors(config), ignored=_ignored(config))
+        reader.check(expected_tensors(config), ignored=ignored_tensors(config))
         self._embedding = reader.read("model.embed_tokens.weight")
         self._layers = [_read_layer(config, reader, index) for index in range(config.num_layers)]
         self._norm = reader.read("model.norm.weight")
@@ -134,7 +134,7 @@ def _layer_tensors(config: ModelConfig) -> dict[str, Shape]:
     return found
 
 
-def _ignored(config: ModelConfig) -> tuple[str, ...]:
+def ignored_tensors(config: ModelConfig) -> tuple[str, ...]:
     """A tied output matrix may be saved a second time."""
     return ("lm_head.weight",) if config.tie_word_embeddings else ()
 

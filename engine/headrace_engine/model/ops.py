@@ -61,8 +61,9 @@ class Ops(Protocol):
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up of gate_up [T, 2 I], the gate first: [T, I]."""
 
-    def argmax(self, x: torch.Tensor) -> torch.Tensor:
-        """int64 [N]: the first largest element of each row of x [N, V]; NaN is the largest."""
+    def argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first largest element of each row of x [N, V]: where it is, int64 [N], and what it
+        is, of any float dtype [N]. NaN is the largest."""
 
 
 class TorchOps:
@@ -100,11 +101,11 @@ class TorchOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    def argmax(self, x: torch.Tensor) -> torch.Tensor:
-        if x.device.type != "cpu":
-            return x.argmax(-1)
-        # numpy uses vector instructions here, torch on CPUs does not.
-        return torch.from_numpy(x.float().numpy().argmax(-1))
+    def argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # On CPUs numpy uses vector instructions here and torch does not.
+        cpu = x.device.type == "cpu"
+        indices = torch.from_numpy(x.float().numpy().argmax(-1)) if cpu else x.argmax(-1)
+        return indices, x.gather(1, indices[:, None]).squeeze(1)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ class Placement:
     attention: AttentionBackend
     ops: Ops
     positions: int | None
+    quantization: str = "none"
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,11 @@ class RotaryTable:
         self._cos = (angles.cos() * scale).to(device)
         self._sin = (angles.sin() * scale).to(device)
 
+    @property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, sin) of all positions."""
+        return self._cos, self._sin
+
     def lookup(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(cos, sin), each [T, head_dim / 2], of int64 positions [T]."""
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)

@@ -118,6 +118,11 @@ class TransformersModel:
 
 def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     """Raises ConfigError for a model that cannot be served exactly, and says why."""
+    if placement.quantization != "none":
+        raise ConfigError(
+            f"quantization {placement.quantization} needs one of the native models: use "
+            "quantization none"
+        )
     config = _read_config(checkpoint)
     length = _context(checkpoint, config, placement.positions)
     attention = PagedAttention(placement.attention)

@@ -76,6 +76,10 @@ class WeightReader:
     def read(self, name: str) -> torch.Tensor:
         return self.stack((name,))
 
+    def view(self, name: str) -> torch.Tensor:
+        """A tensor for reading only: pages of the mapped file where nothing is to be converted."""
+        return self._open(name).to(device=self._device, dtype=self._dtype).contiguous()
+
     def stack(self, names: Iterable[str]) -> torch.Tensor:
         """The named tensors below each other (dimension 0), in memory of their own."""
         parts = [self._open(name) for name in names]

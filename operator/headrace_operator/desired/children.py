@@ -28,7 +28,6 @@ def companions_of(service: ModelService, platform: Platform) -> list[Manifest]:
     """All children but the Deployments, in the order in which they are needed."""
     found = [
         companions.service_account(service),
-        companions.config_map(service, platform),
         companions.cache_claim(service),
         network_policy(service, platform),
         companions.service(service),

@@ -1,13 +1,10 @@
-"""The small objects beside the Deployments: Service, budget, account, claim, model card."""
+"""The small objects beside the Deployments: Service, budget, account, claim, monitor."""
 
-import json
 from typing import Any
 
 from .. import names
 from ..spec import ModelService
-from .defaults import Platform
 from .metadata import metadata
-from .source import source
 
 Manifest = dict[str, Any]
 
@@ -75,25 +72,6 @@ def cache_claim(owner: ModelService) -> Manifest | None:
         "kind": "PersistentVolumeClaim",
         "metadata": metadata(owner, names.cache_claim(owner.name)),
         "spec": spec,
-    }
-
-
-def config_map(owner: ModelService, platform: Platform) -> Manifest:
-    """What others must know of the model: the name that clients use and where its files are."""
-    found = source(owner.spec.model, downloader_image=platform.downloader_image)
-    card = {
-        "served_model_name": owner.served_name,
-        "model": found.model,
-        "revision": found.revision,
-        "max_model_len": owner.spec.engine.settings.max_model_len,
-        "shard": owner.spec.queue.shard,
-    }
-    card = {key: value for key, value in card.items() if value is not None}
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": metadata(owner, names.config_map(owner.name)),
-        "data": {"model.json": json.dumps(card, sort_keys=True)},
     }
 
 

@@ -10,14 +10,17 @@ from .source import Source
 
 Manifest = dict[str, Any]
 PREFIX = "HEADRACE_ENGINE_"
+SERVED_NAME = f"{PREFIX}SERVED_MODEL_NAME"
 CA_DIR = "/etc/headrace/redis-ca"
 
 
-def environment(service: ModelService, platform: Platform, source: Source) -> list[Manifest]:
+def environment(
+    service: ModelService, platform: Platform, source: Source, track: str
+) -> list[Manifest]:
     """Container `env`, each name once; the user's own variables win."""
     spec = service.spec
     variables: dict[str, Manifest] = {}
-    for name, value in _settings(service, source).items():
+    for name, value in _settings(service, source, track).items():
         variables[name] = {"name": name, "value": value}
     queue = _queue(service, platform)
     for variable in (queue, *source.env, *_identity(service, platform), *spec.engine.env):
@@ -25,13 +28,14 @@ def environment(service: ModelService, platform: Platform, source: Source) -> li
     return list(variables.values())
 
 
-def _settings(service: ModelService, source: Source) -> Mapping[str, str]:
+def _settings(service: ModelService, source: Source, track: str) -> Mapping[str, str]:
     spec = service.spec
     chosen = spec.engine.settings.model_dump(exclude_none=True, by_alias=False)
     chosen.setdefault("device", "cpu" if spec.engine.gpu is None else "cuda")
     chosen |= {
         "model": source.model,
         "served_model_name": service.served_name,
+        "owner": service.owner,
         "shard": spec.queue.shard,
         "drain_timeout": spec.drain.timeout_seconds,
         "metrics_host": "0.0.0.0",  # noqa: S104 - the pod's own address; the policy guards it
@@ -39,6 +43,8 @@ def _settings(service: ModelService, source: Source) -> Mapping[str, str]:
     }
     if source.revision is not None:
         chosen["revision"] = source.revision
+    if track == names.CANARY:  # gateways go on with the stable revision's tokenizer and template
+        chosen["register_model"] = False
     return {f"{PREFIX}{name.upper()}": _text(value) for name, value in chosen.items()}
 
 

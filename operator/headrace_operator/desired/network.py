@@ -49,7 +49,7 @@ def _egress(service: ModelService, platform: Platform) -> list[Manifest]:
         {"ports": [{"protocol": "TCP", "port": platform.queue_port}]},
     ]
     if platform.otlp_endpoint is not None:
-        rules.append({"ports": [{"protocol": "TCP", "port": 4318}]})
+        rules.append({"ports": [{"protocol": "TCP", "port": _port_of(platform.otlp_endpoint)}]})
     if ports := _download_ports(service):
         rules.append({"to": _ANYWHERE, "ports": [{"protocol": "TCP", "port": p} for p in ports]})
     return rules
@@ -60,9 +60,12 @@ def _download_ports(service: ModelService) -> list[int]:
     remote = service.spec.model.hub or service.spec.model.uri
     if remote is None:
         return []
-    if remote.endpoint is None:
-        return [443]
-    return [port_of(remote.endpoint, 443 if remote.endpoint.startswith("https") else 80)]
+    return [443 if remote.endpoint is None else _port_of(remote.endpoint)]
+
+
+def _port_of(url: str) -> int:
+    """The port of an HTTP address, given or by its scheme."""
+    return port_of(url, 443 if url.startswith("https:") else 80)
 
 
 def port_of(url: str, default: int) -> int:

@@ -44,7 +44,7 @@ def _pod(service: ModelService, platform: Platform, track: str) -> Manifest:
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": spec.drain.timeout_seconds + GRACE_MARGIN,
         "securityContext": POD_SECURITY,
-        "containers": [_container(service, platform, found, image)],
+        "containers": [_container(service, platform, found, image, track)],
         "volumes": _volumes(service, platform, found),
     }
     if found.init_containers:
@@ -54,14 +54,18 @@ def _pod(service: ModelService, platform: Platform, track: str) -> Manifest:
     return pod | _scheduling(service.name, spec.engine)
 
 
-def _container(service: ModelService, platform: Platform, found: Source, image: str) -> Manifest:
+def _container(
+    service: ModelService, platform: Platform, found: Source, image: str, track: str
+) -> Manifest:
     engine = service.spec.engine
     container: Manifest = {
         "name": names.CONTAINER,
         "image": image,
         "imagePullPolicy": engine.image_pull_policy or platform.engine_image_pull_policy,
-        "env": environment(service, platform, found),
+        "env": environment(service, platform, found, track),
         "ports": [{"name": names.METRICS_PORT_NAME, "containerPort": names.METRICS_PORT}],
+        # The end of the log becomes the pod's, and so the ModelService's, word of what went wrong.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "resources": _resources(engine),
         "securityContext": CONTAINER_SECURITY,
         "volumeMounts": _mounts(platform, found),

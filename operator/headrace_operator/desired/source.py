@@ -33,8 +33,10 @@ def source(model: ModelSpec, *, downloader_image: str, revision: str | None = No
         return _claim(model.persistent_volume_claim)
     if model.image is not None:
         return _image(model.image)
-    assert model.uri is not None, "the spec has exactly one source"
-    return _uri(model.uri, downloader_image)
+    if model.uri is not None:
+        return _uri(model.uri, downloader_image)
+    assert model.local is not None, "the spec has exactly one source"
+    return Source(model=model.local.path)
 
 
 def _hub(hub: HubModel, revision: str | None) -> Source:

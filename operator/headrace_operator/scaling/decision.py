@@ -1,6 +1,6 @@
 """`decide`: the replica count of a model, and why it is that."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from .history import History
@@ -54,6 +54,8 @@ def decide(
 
     `history` is the last decision's, or History(). `now` is Unix seconds and never goes back.
     """
+    if not observation.registered:
+        return _introduce(observation, policy, history, now)
     queue = observation.queue
     if observation.at < now - policy.stale_after:
         return _freeze(observation, policy, history, Reason.STALE_METRICS)
@@ -67,6 +69,23 @@ def decide(
     wish = _wish(observation, queue, policy, history, (steady, urgent), now)
     history = history.with_wish(wish.replicas, observation.replicas, policy, now)
     return _limited(observation, policy, history, wish, (*steady, *urgent), now)
+
+
+def _introduce(seen: Observation, policy: ScalingPolicy, history: History, now: float) -> Decision:
+    """Not less than one engine: without it the model stays unknown, so that nobody can ask for it.
+
+    Its metrics are missing for the same reason: no trouble as long as the first engines start.
+    """
+    least = max(1, policy.min_replicas)
+    known = replace(seen, registered=True)
+    decision = decide(known, replace(policy, min_replicas=least), history, now)
+    expected = decision.frozen or least != policy.min_replicas
+    if decision.replicas > least or not expected:
+        return decision
+    reason = Reason.INITIAL_SCALE
+    return replace(
+        decision, wanted=least, reason=reason, message=reason.sentence, limited=None, frozen=False
+    )
 
 
 def _freeze(seen: Observation, policy: ScalingPolicy, history: History, reason: Reason) -> Decision:

@@ -17,6 +17,8 @@ LEAST_BUSY = 0.1
 SMOOTHING = 45.0
 """Time constant in seconds of the learned speeds; starts of pods are averaged by count."""
 START_WEIGHT = 0.3
+LEAST_RATE = 1e-6
+"""A second. What is slower was not measured, and to divide by it would ask for endless engines."""
 
 Wish = tuple[float, int]
 """A moment in Unix seconds, and the count wished for, or the change that was made."""
@@ -150,7 +152,7 @@ def _mix(old: float, new: float, weight: float) -> float:
 
 
 def _speed(old: float | None, rate: float | None, at_load: float, weight: float) -> float | None:
-    if rate is None or rate <= 0:
+    if rate is None or rate < LEAST_RATE:
         return old
     new = rate * at_load
     return new if old is None else _mix(old, new, weight)

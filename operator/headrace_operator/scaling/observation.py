@@ -42,6 +42,7 @@ class Observation:
 
     `replicas` is the count that is asked for (spec.replicas), `ready` the pods that serve. `queue`
     or `engines` None means that their metrics are missing; engines may be None with no pod ready.
+    `registered`: gateways can know the model; a first engine has to tell them.
     """
 
     at: float
@@ -49,6 +50,7 @@ class Observation:
     ready: int
     queue: QueueSignals | None
     engines: EngineSignals | None = None
+    registered: bool = True
 
     @property
     def starting(self) -> int:

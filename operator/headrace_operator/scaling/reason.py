@@ -24,6 +24,10 @@ class Reason(StrEnum):
     ARRIVALS = ("ArrivalsRose", "Requests arrive faster than these engines serve at their target.")
     FORECAST = ("LoadExpected", "Earlier days had more load at the time that is about to come.")
     FROM_ZERO = ("FirstRequest", "A request came while there was no engine.")
+    INITIAL_SCALE = (
+        "InitialScale",
+        "No engine has registered the model yet, so gateways do not know it; the first one starts.",
+    )
     LOAD_FELL = ("LoadFell", "Fewer engines have been enough for the whole stabilisation window.")
     IDLE = ("Idle", "There was no work for the idle time, so no engine is kept.")
     STEADY = ("Steady", "The engines fit the load.")

@@ -21,7 +21,7 @@ async def create_chat_completion(request: Request, services: WithServices) -> Re
     """Answers a conversation, whole or as a stream of server-sent events."""
     body = parse(ChatRequest, await request.body())
     check_stream_options(body)
-    model = services.models.get(body.model)
+    model = await services.models.find(body.model)
     sampling = _sampling(body)
     options = ChatOptions(
         add_generation_prompt=body.add_generation_prompt,

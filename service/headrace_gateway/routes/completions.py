@@ -21,7 +21,7 @@ async def create_completion(request: Request, services: WithServices) -> Respons
     """Continues a prompt (text or token ids) or several, whole or as server-sent events."""
     body = parse(CompletionRequest, await request.body())
     check_stream_options(body)
-    model = services.models.get(body.model)
+    model = await services.models.find(body.model)
     sampling = _sampling(body)
 
     async def encode() -> list[list[int]]:

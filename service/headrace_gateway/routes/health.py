@@ -1,7 +1,10 @@
 """GET /health/live, /health/ready, /version.
 
-Live: this process answers. Ready: some engine of every model has made a step lately or could.
+Live: this process answers. Ready: some engine of some model, or of the one asked for, has made a
+step lately or could; a model that is scaled to zero must not make the others unreachable.
 """
+
+from collections.abc import Sequence
 
 from fastapi import APIRouter
 
@@ -23,9 +26,11 @@ async def live(services: WithServices) -> dict[str, str]:
 
 
 @router.get("/health/ready")
-async def ready(services: WithServices) -> dict[str, str]:
-    """Whether a request would be worked on now; 503 with the reason where not."""
-    reason = await _unready(services)
+async def ready(services: WithServices, model: str | None = None) -> dict[str, str]:
+    """Whether a request for `model`, or for any at all, would be worked on now; else 503 with the
+    reason, or 404 for a model that is not known."""
+    names = services.models.names if model is None else ((await services.models.find(model)).name,)
+    reason = await _unready(services, names)
     if reason is not None:
         raise unavailable(f"Not ready: {reason}.", code="not_ready")
     return {"status": "ok"}
@@ -36,17 +41,24 @@ async def version(services: WithServices) -> dict[str, str]:
     return {"version": services.version}
 
 
-async def _unready(services: Services) -> str | None:
+async def _unready(services: Services, names: Sequence[str]) -> str | None:
     if services.drain.draining:
         return "this gateway is shutting down"
     broken = services.liveness()
     if broken is not None:
         return broken
     try:
-        for model in services.models.names:
-            reason = await services.engines.able(model, services.settings.max_step_age)
-            if reason is not None:
-                return reason
+        return await _unable(services, names)
     except BackendUnavailable:
         return "the request queue cannot be reached"
-    return None
+
+
+async def _unable(services: Services, names: Sequence[str]) -> str | None:
+    """Why none of the models can be served; None where one can."""
+    reasons: list[str] = []
+    for model in names:
+        reason = await services.engines.able(model, services.settings.max_step_age)
+        if reason is None:
+            return None
+        reasons.append(reason)
+    return "; ".join(reasons) or "no model is registered yet"

@@ -22,7 +22,7 @@ async def list_models(services: WithServices) -> dict[str, Any]:
 @router.get("/v1/models/{model_id:path}")
 async def retrieve_model(model_id: str, services: WithServices) -> dict[str, Any]:
     """One served model."""
-    return await _card(services, services.models.get(model_id))
+    return await _card(services, await services.models.find(model_id))
 
 
 async def _card(services: Services, model: ServedModel) -> dict[str, Any]:

@@ -18,7 +18,7 @@ router = APIRouter()
 async def tokenize(request: Request, services: WithServices) -> dict[str, Any]:
     """Token ids of a prompt, or of a chat as the model would see it."""
     body = parse(TokenizeRequest, await request.body())
-    model = services.models.get(body.model)
+    model = await services.models.find(body.model)
     context = await services.admission.known_context(model)
     ids = await _encode(body, model, services)
     tokens = [model.tokenizer.id_to_token(i) for i in ids] if body.return_token_strs else None
@@ -34,7 +34,7 @@ async def tokenize(request: Request, services: WithServices) -> dict[str, Any]:
 async def detokenize(request: Request, services: WithServices) -> dict[str, Any]:
     """Text of token ids."""
     body = parse(DetokenizeRequest, await request.body())
-    model = services.models.get(body.model)
+    model = await services.models.find(body.model)
     return {"prompt": await services.prompts.decode(model, body.tokens)}
 
 

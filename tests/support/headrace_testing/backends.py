@@ -10,8 +10,11 @@ from headrace_common.protocol.client import Client
 from headrace_common.protocol.connection import Connection, ConnectionConfig
 from headrace_common.protocol.memory import MemoryBackend
 from headrace_common.protocol.memory_queues import MemoryEngineQueue, MemoryGatewayQueue
+from headrace_common.protocol.memory_registry import MemoryModelRegistry
 from headrace_common.protocol.redis_engine import RedisEngineQueue
 from headrace_common.protocol.redis_gateway import RedisGatewayQueue
+from headrace_common.protocol.redis_registry import RedisModelRegistry
+from headrace_common.protocol.registry import ModelRegistry
 from headrace_common.sampling import SamplingParams
 
 MODEL = "org/model-1"
@@ -23,6 +26,8 @@ class Backend(Protocol):
     def gateway(self, name: str = "g") -> GatewayQueue: ...
 
     def engine(self, name: str = "e", *, lease_ms: int = 60_000) -> EngineQueue: ...
+
+    def registry(self) -> ModelRegistry: ...
 
     async def wipe(self) -> None: ...
 
@@ -43,6 +48,9 @@ class InMemory:
 
     def engine(self, name: str = "e", *, lease_ms: int = 60_000) -> EngineQueue:
         return MemoryEngineQueue(self.store, name, MODEL, lease_ms=lease_ms)
+
+    def registry(self) -> ModelRegistry:
+        return MemoryModelRegistry(self.store)
 
     async def wipe(self) -> None:
         self.store.wipe()
@@ -80,6 +88,9 @@ class OverRedis:
         queue = RedisEngineQueue(self.connect(), name, MODEL, lease_ms=lease_ms)
         self._engines.append(queue)
         return queue
+
+    def registry(self) -> ModelRegistry:
+        return RedisModelRegistry(self.connect())
 
     async def wipe(self) -> None:
         await self.client.command("FLUSHALL")

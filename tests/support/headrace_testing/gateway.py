@@ -17,6 +17,7 @@ from headrace_common.protocol.base import EngineStatus, QueueDepth
 from headrace_common.tokenizer import Tokenizer
 from headrace_gateway.app import Parts, create_app
 from headrace_gateway.client import Delta
+from headrace_gateway.loading import load_static
 from headrace_gateway.models import Models
 from headrace_gateway.server import GatewayServer, listen, server_config
 from headrace_gateway.settings import GatewaySettings
@@ -93,7 +94,7 @@ class ScriptedEngine:
     async def engines(self, model: str) -> Sequence[EngineStatus]:
         if self.unreachable is not None:
             raise self.unreachable
-        return self.statuses
+        return [status for status in self.statuses if status.model == model]
 
     async def depth(self, model: str) -> QueueDepth:
         return QueueDepth(waiting=0, waiting_tokens=0, pending=0, oldest_age=0.0)
@@ -211,7 +212,7 @@ async def serve(
     """The application of a checkpoint folder on a free port of loopback."""
     settings = {"drain_timeout": 0.0, **settings}
     chosen = GatewaySettings(model=str(folder), served_model_name=MODEL, port=0, **settings)
-    served = Models.load(chosen)
+    served = Models(load_static(chosen))
     engine = engine or ScriptedEngine(served.get(MODEL).tokenizer)
     app = create_app(chosen, Parts(served=served, client=engine, queue=engine))
     async with running(app, chosen) as (server, port):

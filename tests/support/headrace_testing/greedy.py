@@ -18,7 +18,9 @@ class GreedyCase:
     output: tuple[int, ...]
 
 
-def clear_cases(checkpoint: Path, count: int, length: int, seed: int = 0) -> list[GreedyCase]:
+def clear_cases(
+    checkpoint: Path, count: int, length: int, seed: int = 0, vocabulary: int = VOCAB
+) -> list[GreedyCase]:
     """`count` random prompts with their `length` greedy tokens.
 
     The engine proposes; transformers confirms each path in one forward pass: every token is its
@@ -32,7 +34,7 @@ def clear_cases(checkpoint: Path, count: int, length: int, seed: int = 0) -> lis
     found: list[GreedyCase] = []
     while len(found) < count:
         prompts = [
-            torch.randint(3, VOCAB, (4 + 5 * (i % 12),), generator=generator).tolist()
+            torch.randint(3, vocabulary, (4 + 5 * (i % 12),), generator=generator).tolist()
             for i in range(64)
         ]
         outputs = llm.generate(

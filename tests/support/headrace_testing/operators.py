@@ -1,4 +1,4 @@
-"""The operator for tests: real but for its signals, its clock and the engines' directory."""
+"""The operator for tests: real but for its signals, its clock and the queue, which is in memory."""
 
 import asyncio
 import threading
@@ -12,6 +12,9 @@ from kubernetes.aio.client import Configuration
 from headrace_common import telemetry
 from headrace_common.errors import BackendUnavailable
 from headrace_common.protocol.base import EngineStatus
+from headrace_common.protocol.memory import MemoryBackend
+from headrace_common.protocol.memory_registry import MemoryModelRegistry
+from headrace_common.protocol.registry import RegisteredModel, digest_of
 from headrace_operator.cluster import Cluster
 from headrace_operator.controller import Controller
 from headrace_operator.errors import SignalsUnavailable
@@ -19,6 +22,8 @@ from headrace_operator.handlers import configure, register
 from headrace_operator.memory import ScalingMemory
 from headrace_operator.reconciler import Reconciler
 from headrace_operator.recorder import Recorder
+from headrace_operator.registrations import Registrations
+from headrace_operator.registry_cleaner import RegistryCleaner
 from headrace_operator.scaler import Scaler
 from headrace_operator.scaling.observation import EngineSignals, QueueSignals
 from headrace_operator.signals import PodAddress, Signals
@@ -39,7 +44,19 @@ class Scene:
     engines: int = 1
     statuses: list[EngineStatus] = field(default_factory=list)
     drained: list[str] = field(default_factory=list)
-    queue_down: bool = False
+    backend: MemoryBackend = field(default_factory=MemoryBackend)
+
+    @property
+    def queue_down(self) -> bool:
+        return not self.backend.available
+
+    @queue_down.setter
+    def queue_down(self, down: bool) -> None:
+        self.backend.available = not down
+
+    @property
+    def registry(self) -> MemoryModelRegistry:
+        return MemoryModelRegistry(self.backend)
 
     def clock(self) -> float:
         return self.now
@@ -50,6 +67,9 @@ class Scene:
         queue = QueueSignals(waiting=self.waiting, oldest_age=self.waiting / 10)
         engines = EngineSignals(running=self.running, capacity=64 * max(1, self.engines))
         return Signals(at=self.now - self.age, queue=queue, engines=engines)
+
+    def forget(self, key: tuple[str, str]) -> None:
+        """A scene remembers nothing of a ModelService."""
 
 
 @dataclass(slots=True)
@@ -65,6 +85,14 @@ class Directory:
 
     async def drain(self, engine_id: str) -> None:
         self.scene.drained.append(engine_id)
+
+
+async def register_model(scene: Scene, name: str, owner: str) -> None:
+    """What an engine of this owner does at its start."""
+    model = RegisteredModel(
+        name=name, digest=digest_of({}), max_model_len=4096, created=0, owner=owner
+    )
+    await scene.registry.register(model, {})
 
 
 def engine_status(pod: str, *, running: int = 0, draining: bool = False) -> EngineStatus:
@@ -106,14 +134,17 @@ async def _operate(
 ) -> None:
     cluster = Cluster(Configuration(host=url))
     memory = ScalingMemory(cluster)
-    scaler = Scaler(cluster, scene, Directory(scene), memory)
+    directory = Directory(scene)
+    scaler = Scaler(cluster, scene, directory, memory)
     recorder = Recorder(telemetry.disabled().meter)
-    reconciler = Reconciler(cluster, PLATFORM, scaler, memory, recorder, scene.clock)
+    registrations = Registrations(cluster, scene.registry, NAMESPACE)
+    reconciler = Reconciler(cluster, PLATFORM, scaler, registrations, recorder, scene.clock)
+    cleaner = RegistryCleaner(cluster, scene.registry, directory, NAMESPACE, scene.clock)
     controller = _Watched(keys, reconciler.reconcile, interval=0.05, gap=0.01)
     registry, settings = kopf.OperatorRegistry(), kopf.OperatorSettings()
     configure(settings)
     settings.queueing.idle_timeout = settings.queueing.exit_timeout = 0.05
-    register(registry, controller, reconciler)
+    register(registry, controller, reconciler, cleaner, 0.05)
 
     @kopf.on.login(registry=registry)
     def log_in(**_: object) -> kopf.ConnectionInfo:

@@ -55,19 +55,20 @@ class EngineProcess(HeadraceProcess):
 
 
 class GatewayProcess(HeadraceProcess):
-    """`python -m headrace_gateway` on a port of its own."""
+    """`python -m headrace_gateway` on a port of its own; `checkpoint` None finds its models."""
 
     def __init__(
         self,
-        checkpoint: Path,
+        checkpoint: Path | None,
         redis_url: str,
         log: Path,
         *flags: str,
         env: Mapping[str, str] | None = None,
     ) -> None:
         self.port, self.metrics_port = free_port(), free_port()
-        arguments = ["--model", str(checkpoint), "--served-model-name", MODEL]
-        arguments += ["--redis-url", redis_url, "--port", str(self.port)]
+        arguments = ["--redis-url", redis_url, "--port", str(self.port)]
+        if checkpoint is not None:
+            arguments += ["--model", str(checkpoint), "--served-model-name", MODEL]
         arguments += ["--metrics-port", str(self.metrics_port), *flags]
         super().__init__("headrace_gateway", arguments, log, env)
 

@@ -1,0 +1,86 @@
+// What the decoder's small operators do with one row.
+#pragma once
+
+#include "simd.h"
+
+namespace headrace {
+
+// The `width` elements behind the last whole vector are passed one by one.
+inline int64_t whole(int64_t width) { return width - width % kLanes; }
+
+template <class T>
+float mean_square(const T* x, int64_t width) {
+  Floats squares{};
+  for (int64_t i = 0; i < whole(width); i += kLanes) {
+    Floats v = load(x + i);
+    squares += v * v;
+  }
+  float total = sum(squares);
+  for (int64_t i = whole(width); i < width; ++i) total += widen(x[i]) * widen(x[i]);
+  return total / float(width);
+}
+
+// Rounds to T before the weight is applied, as transformers does.
+template <class T, class X, class Weight>
+void normalize_row(T* output, const X* x, const Weight* weight, int64_t width, float epsilon) {
+  const float factor = 1 / __builtin_sqrtf(mean_square(x, width) + epsilon);
+  for (int64_t i = 0; i < whole(width); i += kLanes)
+    store(output + i, load(weight + i) * rounded(load(x + i) * factor, T{}));
+  for (int64_t i = whole(width); i < width; ++i) {
+    const float normal = widen(narrow_to<T>(widen(x[i]) * factor));
+    output[i] = narrow_to<T>(widen(weight[i]) * normal);
+  }
+}
+
+template <class T>
+void rotate(T* head, const float* cos, const float* sin, int64_t half) {
+  for (int64_t i = 0; i < whole(half); i += kLanes) {
+    const Floats c = load(cos + i), s = load(sin + i);
+    const Floats first = load(head + i), second = load(head + half + i);
+    store(head + i, first * c - second * s);
+    store(head + half + i, second * c + first * s);
+  }
+  for (int64_t i = whole(half); i < half; ++i) {
+    const float first = widen(head[i]), second = widen(head[half + i]);
+    head[i] = narrow_to<T>(first * cos[i] - second * sin[i]);
+    head[half + i] = narrow_to<T>(second * cos[i] + first * sin[i]);
+  }
+}
+
+// Below -128 it is 0 in float32, which the quotient would miss, since exp2 ends at 2^127.
+inline Floats silu(Floats x) {
+  const Floats bounded = x < splat(-128.0f) ? splat(-128.0f) : x;
+  return bounded / (1.0f + exp2(bounded * -kLog2e));
+}
+inline float silu(float x) { return silu(splat(x))[0]; }
+
+// NaN is larger than every number, and stays the largest once it is found.
+inline bool is_larger(float x, float best) { return x > best || x != x; }
+
+template <class T>
+int64_t find_largest(const T* x, int64_t width) {
+  Floats best = splat(-__builtin_inff());
+  Ints numbers = lane_numbers(), found = numbers;
+  for (int64_t i = 0; i < whole(width); i += kLanes) {
+    const Floats v = load(x + i);
+    const Ints larger = (v > best) | (v != v);
+    best = larger ? v : best;
+    found = larger ? numbers : found;
+    numbers += kLanes;
+  }
+  float value = -__builtin_inff();
+  int64_t index = 0;
+  for (int lane = 0; lane < kLanes && width >= kLanes; ++lane)
+    if (is_larger(best[lane], value) || (best[lane] == value && found[lane] < index)) {
+      value = best[lane];
+      index = found[lane];
+    }
+  for (int64_t i = whole(width); i < width; ++i)
+    if (is_larger(widen(x[i]), value)) {
+      value = widen(x[i]);
+      index = i;
+    }
+  return index;
+}
+
+}  // namespace headrace

@@ -1,0 +1,101 @@
+"""The structs of the native kernels' C interface, field by field as attention.h and decoder.h have
+them. Pointers are held as numbers: whoever fills a struct keeps what it points to alive.
+"""
+
+import ctypes
+
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class Batch(ctypes.Structure):
+    """`headrace_batch` of attention.h."""
+
+    _fields_ = [
+        ("query_start", _POINTER),
+        ("seq_lens", _POINTER),
+        ("block_tables", _POINTER),
+        ("slots", _POINTER),
+        ("num_seqs", _INT),
+        ("num_tokens", _INT),
+        ("table_stride", _INT),
+    ]
+
+
+class Layer(ctypes.Structure):
+    """`headrace_layer` of attention.h."""
+
+    _fields_ = [
+        ("num_heads", _INT),
+        ("num_kv_heads", _INT),
+        ("head_dim", _INT),
+        ("block_size", _INT),
+        ("window", _INT),
+        ("is_bfloat16", _INT),
+        ("scale", _FLOAT),
+        ("softcap", _FLOAT),
+    ]
+
+
+class Linear(ctypes.Structure):
+    """`headrace_linear` of decoder.h."""
+
+    _fields_ = [
+        ("weight", _POINTER),
+        ("scales", _POINTER),
+        ("bias", _POINTER),
+        ("inputs", _INT),
+        ("outputs", _INT),
+    ]
+
+
+class DecoderLayer(ctypes.Structure):
+    """`headrace_decoder_layer` of decoder.h."""
+
+    _fields_ = [
+        ("input_norm", _POINTER),
+        ("post_attention_norm", _POINTER),
+        ("query_norm", _POINTER),
+        ("key_norm", _POINTER),
+        ("qkv", Linear),
+        ("o", Linear),
+        ("gate_up", Linear),
+        ("down", Linear),
+        ("window", _INT),
+    ]
+
+
+class Decoder(ctypes.Structure):
+    """`headrace_decoder` of decoder.h."""
+
+    _fields_ = [
+        ("layers", _POINTER),
+        ("embedding", _POINTER),
+        ("cos", _POINTER),
+        ("sin", _POINTER),
+        ("norm", _POINTER),
+        ("lm_head", Linear),
+        ("num_layers", _INT),
+        ("hidden", _INT),
+        ("inner", _INT),
+        ("num_heads", _INT),
+        ("num_kv_heads", _INT),
+        ("head_dim", _INT),
+        ("block_size", _INT),
+        ("is_bfloat16", _INT),
+        ("epsilon", _FLOAT),
+    ]
+
+
+class Step(ctypes.Structure):
+    """`headrace_step` of decoder.h."""
+
+    _fields_ = [
+        ("input_ids", _POINTER),
+        ("positions", _POINTER),
+        ("logits_rows", _POINTER),
+        ("caches", _POINTER),
+        ("logits", _POINTER),
+        ("num_logits", _INT),
+        ("logits_stride", _INT),
+        ("batch", Batch),
+    ]

@@ -1,0 +1,237 @@
+"""Follows the registry of models: loads what engines register, drops what is removed.
+
+What is loaded stays served while Redis is away. A model that cannot be loaded is logged and tried
+again later; it holds up no other one.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+
+from headrace_common.errors import BackendUnavailable, BackendUnfit, HeadraceError
+from headrace_common.protocol.registry import Files, ModelRegistry, RegisteredModel
+
+from .errors import unavailable
+from .models import ServedModel
+
+logger = logging.getLogger(__name__)
+
+REFRESH_S = 2.0
+# Between two looks for names that clients ask for, however many they make up.
+LOOK_S = 0.25
+# After Redis has lost its data, until the engines have registered everything anew.
+LOST_S = 90.0
+# Between two tries to load the same files.
+RETRY_S = 30.0
+
+Load = Callable[[RegisteredModel, Files], Awaitable[ServedModel]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    entry: RegisteredModel
+    served: ServedModel
+
+
+class Discovery:
+    """The registered models but those named in `ignored`. `load` makes one from its files.
+
+    All on one event loop. Times in seconds of `clock`.
+    """
+
+    def __init__(
+        self,
+        registry: ModelRegistry,
+        load: Load,
+        *,
+        ignored: Collection[str] = (),
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> None:
+        self._registry = registry
+        self._load = load
+        self._ignored = frozenset(ignored)
+        self._clock = clock
+        self._sleep = sleep
+        self._loaded: dict[str, _Loaded] = {}
+        self._loads: dict[str, tuple[RegisteredModel, asyncio.Task[None]]] = {}
+        self._failures: dict[str, tuple[RegisteredModel, float]] = {}
+        self._one_load = asyncio.Lock()  # many large tokenizers at once would need much memory
+        self._one_look = asyncio.Lock()
+        self._looked = -LOOK_S
+        self._registered: Collection[str] = ()
+        self._store = ""
+        self._lost_until = -math.inf
+        self._trouble: HeadraceError | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.served: Mapping[str, ServedModel] = {}
+
+    @property
+    def failed(self) -> BaseException | None:
+        """What ended the following of the registry: a bug, and the process must be restarted."""
+        task = self._task
+        if task is None or not task.done() or task.cancelled():
+            return None
+        return task.exception() or RuntimeError("the task of the discovery ended")
+
+    async def start(self) -> None:
+        """Loads what is registered now, as far as it can be, and follows the registry from then."""
+        await self._refresh()
+        if tasks := self._tasks():
+            await asyncio.wait(tasks)
+        self._task = asyncio.create_task(self._run(), name="discovery")
+        self._task.add_done_callback(_log_failure)
+
+    async def close(self) -> None:
+        tasks = self._tasks()
+        if self._task is not None:
+            tasks.append(self._task)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            await self._sleep(REFRESH_S)
+            await self._refresh()
+
+    def _tasks(self) -> list["asyncio.Task[None]"]:
+        return [task for _, task in self._loads.values()]
+
+    async def look(self, name: str | None) -> None:
+        """Reads the registry unless that was just done, and waits for this model to be loaded.
+
+        Raises BackendUnavailable where nobody can tell whether there is such a model, and ApiError
+        (503) where there is but its files could not be loaded.
+        """
+        async with self._one_look:
+            if self._clock() - self._looked >= LOOK_S:
+                await self._read()
+        if self._trouble is not None:
+            raise BackendUnavailable(str(self._trouble)) from self._trouble
+        wanted = [task for key, (_, task) in self._loads.items() if name in (key, None)]
+        if wanted:
+            await asyncio.wait(wanted)
+        if name in self._registered and name not in self.served:
+            raise unavailable(
+                f"The model {name!r} is registered, but cannot be loaded here now.",
+                code="model_unavailable",
+            )
+
+    async def _refresh(self) -> None:
+        async with self._one_look:
+            await self._read()
+
+    async def _read(self) -> None:
+        try:
+            entries = await self._registry.models()
+        except (BackendUnavailable, BackendUnfit) as error:
+            self._note(error)
+        else:
+            self._note(None)
+            self._note_store(entries.store)
+            self._follow({n: e for n, e in entries.items() if n not in self._ignored})
+        self._looked = self._clock()
+
+    def _note(self, trouble: HeadraceError | None) -> None:
+        """Logs changes only: this is read every few seconds."""
+        if trouble is not None and self._trouble is None:
+            extra = {"code": trouble.code, "error": str(trouble)}
+            logger.warning("models cannot be read, those known stay", extra=extra)
+        elif trouble is None and self._trouble is not None:
+            logger.info("models can be read again")
+        self._trouble = trouble
+
+    def _note_store(self, store: str) -> None:
+        if self._loaded and store != self._store:
+            logger.warning("redis has lost the registered models, those known stay for a while")
+            self._lost_until = self._clock() + LOST_S
+        self._store = store
+
+    def _follow(self, entries: Mapping[str, RegisteredModel]) -> None:
+        for name in self._loads.keys() - entries.keys():
+            self._loads.pop(name)[1].cancel()
+        for name in self._failures.keys() - entries.keys():
+            del self._failures[name]
+        if self._clock() >= self._lost_until:
+            for name in self._loaded.keys() - entries.keys():
+                del self._loaded[name]
+                logger.info("model removed", extra={"model": name})
+        self._registered = entries.keys()
+        for entry in entries.values():
+            self._want(entry)
+        self._publish()
+
+    def _want(self, entry: RegisteredModel) -> None:
+        """Has this entry served, at once or after loading its files."""
+        known = self._loaded.get(entry.name)
+        if known is not None and known.entry.digest == entry.digest:
+            self._cancel_load(entry.name)
+            if known.entry != entry:
+                self._loaded[entry.name] = _Loaded(entry, _renewed(known.served, entry))
+            return
+        loading, _ = self._loads.get(entry.name, (None, None))
+        if loading == entry or self._failed_lately(entry):
+            return
+        self._cancel_load(entry.name)
+        task = asyncio.create_task(self._run_load(entry))
+        self._loads[entry.name] = (entry, task)
+        task.add_done_callback(lambda done: self._on_loaded(entry, done))
+
+    def _cancel_load(self, name: str) -> None:
+        if name in self._loads:
+            self._loads.pop(name)[1].cancel()
+
+    def _failed_lately(self, entry: RegisteredModel) -> bool:
+        failed, at = self._failures.get(entry.name, (None, 0.0))
+        return failed == entry and self._clock() - at < RETRY_S
+
+    async def _run_load(self, entry: RegisteredModel) -> None:
+        async with self._one_load:
+            twin = next(
+                (each for each in self._loaded.values() if each.entry.digest == entry.digest), None
+            )
+            if twin is not None:
+                served = _renewed(twin.served, entry)
+            else:
+                served = await self._load(entry, await self._registry.files(entry))
+        self._loaded[entry.name] = _Loaded(entry, served)
+        self._failures.pop(entry.name, None)
+        self._publish()
+        logger.info("model loaded", extra={"model": entry.name, "digest": entry.digest})
+
+    def _on_loaded(self, entry: RegisteredModel, task: "asyncio.Task[None]") -> None:
+        """Whatever a load broke on, the bundle of one model must not cost another one anything."""
+        if self._loads.get(entry.name, (None, None))[1] is task:
+            del self._loads[entry.name]
+        error = None if task.cancelled() else task.exception()
+        if error is None or isinstance(error, BackendUnavailable):  # the next refresh tries again
+            return
+        self._failures[entry.name] = (entry, self._clock())
+        logger.error(
+            "a registered model cannot be loaded",
+            extra={
+                "model": entry.name,
+                "code": getattr(error, "code", type(error).__name__),
+                "error": str(error),
+            },
+            exc_info=None if isinstance(error, HeadraceError) else error,
+        )
+
+    def _publish(self) -> None:
+        self.served = {name: self._loaded[name].served for name in sorted(self._loaded)}
+
+
+def _log_failure(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.critical("the discovery of models failed", exc_info=task.exception())
+
+
+def _renewed(served: ServedModel, entry: RegisteredModel) -> ServedModel:
+    """The same files under an entry that says something else about them."""
+    return replace(
+        served, name=entry.name, usual_model_len=entry.max_model_len, created=entry.created
+    )

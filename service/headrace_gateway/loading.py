@@ -1,0 +1,71 @@
+"""From a checkpoint's files to a model that is served, be it of the settings or registered."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from headrace_common.chat_template import ChatTemplateError, find_chat_template
+from headrace_common.checkpoint import CheckpointFiles, TokenizerError, read_files
+from headrace_common.errors import SettingsError
+from headrace_common.protocol.registry import Files, RegisteredModel
+from headrace_common.tokenizer import Tokenizer
+
+from .models import ServedModel
+from .settings import GatewaySettings
+
+
+def load_static(settings: GatewaySettings) -> dict[str, ServedModel]:
+    """Loads what the settings name. Raises SettingsError with the setting at fault."""
+    models: dict[str, ServedModel] = {}
+    if settings.model is not None and settings.name is not None:
+        models[settings.name] = _static(settings.name, settings.model, settings, first=True)
+    for name, source in settings.extra_models.items():
+        models[name] = _static(name, source, settings)
+    return models
+
+
+def load_registered(
+    model: RegisteredModel, contents: Files, max_model_len: int | None
+) -> ServedModel:
+    """Loads a registered model's files: CPU work for a thread, as long as some seconds.
+
+    Raises TokenizerError or ChatTemplateError.
+    """
+    files = CheckpointFiles(f"registered model {model.name}", contents)
+    tokenizer = Tokenizer.from_files(files)
+    return ServedModel(
+        name=model.name,
+        tokenizer=tokenizer,
+        chat_template=find_chat_template(files, tokenizer),
+        max_model_len=max_model_len,
+        usual_model_len=model.max_model_len,
+        created=model.created,
+    )
+
+
+def _static(
+    name: str, source: str, settings: GatewaySettings, *, first: bool = False
+) -> ServedModel:
+    try:
+        files = read_files(source, settings.revision)
+        if first and settings.chat_template:
+            files = files.with_chat_template(Path(settings.chat_template).read_bytes())
+        tokenizer = Tokenizer.from_files(files)
+        chat_template = find_chat_template(files, tokenizer)
+        config = files.json("config.json")
+    except (TokenizerError, ChatTemplateError, OSError) as error:
+        raise SettingsError(f"model {name!r}: {error}") from error
+    return ServedModel(
+        name=name,
+        tokenizer=tokenizer,
+        chat_template=chat_template,
+        max_model_len=settings.max_model_len or _positions(config),
+        created=int(time.time()),
+    )
+
+
+def _positions(config: Mapping[str, object]) -> int | None:
+    text_config = config.get("text_config")
+    source = text_config if isinstance(text_config, dict) else config
+    value = source.get("max_position_embeddings", source.get("n_positions"))
+    return value if isinstance(value, int) and value > 0 else None

@@ -1,0 +1,31 @@
+"""`headrace simulate` as a person types it: the command passes its options on to the simulator."""
+
+import subprocess
+import sys
+
+
+def headrace(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "headrace_cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_small_trace_gives_a_table_with_a_line_for_each_policy() -> None:
+    done = headrace("simulate", "--days", "0.01", "--policy", "peak", "--policy", "headrace")
+
+    title, head, *lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert "requests in 0.2 hours" in title
+    assert {"policy", "SLO", "GPU-hours", "share"} <= set(head.split())
+    assert [line.split("  ")[0].strip() for line in lines] == ["fixed peak", "Headrace"]
+    assert all("%" in line for line in lines)
+
+
+def test_what_a_person_can_mend_is_one_line() -> None:
+    done = headrace("simulate", "--policy", "best")
+
+    assert done.returncode == 2
+    assert done.stderr.strip().startswith("error: --policy best: unknown; choose of ")

@@ -1,0 +1,187 @@
+"""The fused decoder against the one in plain torch, for every instruction set that this CPU runs:
+ragged batches, biases, head norms, windows, odd sizes, rows with no logits, threads, weights in 8
+bits, broken numbers. That greedy tokens equal transformers' is test_models' business.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headrace_common.sampling import SamplingParams
+from headrace_engine.batch import build
+from headrace_engine.errors import ConfigError
+from headrace_engine.kernels import library
+from headrace_engine.kernels.executor import Executor
+from headrace_engine.model.fused import FusedDecoder
+from headrace_engine.plan import ScheduledSequence, StepPlan
+from headrace_engine.request import EngineRequest, Sequence
+from headrace_engine.runner import ModelRunner
+from headrace_testing.checkpoints import VOCAB, save_checkpoint
+from headrace_testing.engines import make_runner
+
+BLOCK_SIZE = 4
+# (tokens that are known, tokens computed by the step): prefills, chunks of them, single rows
+PREFILL = ((1, 1), (37, 37), (5, 5), (70, 70))
+MIXED = ((40, 1), (9, 1), (30, 13), (50, 50), (17, 17))
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True, "vocab_size": 250},
+    "llama3-rope": {"intermediate_size": 112},
+    "qwen2-window": {},
+    "qwen3": {"num_attention_heads": 6, "num_key_value_heads": 2},
+}
+
+
+@pytest.fixture(params=[target.name for target in library.runnable_sets()])
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv(library.FORCE_ISA, request.param)
+    return str(request.param)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def step_of(runs: tuple[tuple[int, int], ...], samples: bool = True) -> StepPlan:
+    """One sequence a run, of random tokens, each with blocks of its own."""
+    rng = np.random.default_rng(5)
+    scheduled, block = [], 0
+    for index, (known, length) in enumerate(runs):
+        ids = rng.integers(0, 250, known).tolist()
+        request = EngineRequest(
+            request_id=str(index), prompt_token_ids=tuple(ids), params=SamplingParams(), seed=0
+        )
+        count = -(-known // BLOCK_SIZE)
+        sequence = Sequence(request, 0, ids, block_table=list(range(block, block + count)))
+        block += count
+        scheduled.append(ScheduledSequence(sequence, known - length, length, samples))
+    return StepPlan(tuple(scheduled), (), sum(length for _, length in runs))
+
+
+def logits_of(runner: ModelRunner, runs: tuple[tuple[int, int], ...] = PREFILL) -> torch.Tensor:
+    """Logits of the runs' last tokens, after all that lies before the runs has been computed."""
+    plan = step_of(runs)
+    before = tuple(
+        ScheduledSequence(item.sequence, 0, item.start, False)
+        for item in plan.scheduled
+        if item.start
+    )
+    caches = runner._allocate(64)
+    with torch.inference_mode():
+        if before:
+            first = StepPlan(before, (), sum(item.length for item in before))
+            forward(runner, first, caches)
+        return forward(runner, plan, caches).float().clone()
+
+
+def forward(runner: ModelRunner, plan: StepPlan, caches: Any) -> torch.Tensor:
+    return runner.model.forward(build(plan, BLOCK_SIZE, runner.device).forward, caches)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("runs", [PREFILL, MIXED, ((3, 1),)], ids=["prefill", "mixed", "one"])
+def test_float32_logits_equal_those_of_plain_torch(
+    name: str, runs: tuple[tuple[int, int], ...], isa: str, tmp_path: Path
+) -> None:
+    folder = save_checkpoint(tmp_path, name, **SHAPES[name])
+    fused = make_runner(folder, attention_backend="cpu")
+    assert isinstance(fused.model, FusedDecoder)
+    found, expected = logits_of(fused, runs), logits_of(make_runner(folder), runs)
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_bfloat16_logits_err_no_more_than_those_of_plain_torch(
+    name: str, isa: str, tmp_path: Path
+) -> None:
+    folder = save_checkpoint(tmp_path, name, dtype=torch.bfloat16, **SHAPES[name])
+    exact = logits_of(make_runner(folder, dtype="float32"))
+    plain = logits_of(make_runner(folder, dtype="bfloat16"))
+    found = logits_of(make_runner(folder, dtype="bfloat16", attention_backend="cpu"))
+    assert error(found, exact) < 1.2 * error(plain, exact)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "llama3-rope"])
+def test_weights_in_8_bits_err_little(name: str, dtype: str, isa: str, tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, name, dtype=getattr(torch, dtype), **SHAPES[name])
+    exact = logits_of(make_runner(folder, dtype="float32"), MIXED)
+    options = {"attention_backend": "cpu", "quantization": "int8"}
+    found = logits_of(make_runner(folder, dtype=dtype, **options), MIXED)
+    assert error(found, exact) < 0.07
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Of the logits, relative to their spread."""
+    return float((found - exact).pow(2).mean().sqrt() / exact.std())
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_logits_do_not_depend_on_threads_or_on_the_batch(
+    quantization: str, threads: None, tmp_path: Path
+) -> None:
+    folder = save_checkpoint(tmp_path, "qwen2")
+    options = {"attention_backend": "cpu", "quantization": quantization}
+    found = [logits_of(make_runner(folder, threads=count, **options), MIXED) for count in (1, 2, 5)]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    alone = logits_of(make_runner(folder, **options), MIXED[:1])
+    assert torch.equal(alone[0], found[0][0])
+
+
+def test_a_step_without_logits_writes_the_cache(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, "llama")
+    runner = make_runner(folder, attention_backend="cpu")
+    caches = runner._allocate(64)
+    assert forward(runner, step_of(PREFILL, samples=False), caches).shape == (0, VOCAB)
+    assert all(bool(cache[0].any()) for cache in caches)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_broken_weights_give_broken_logits(quantization: str, isa: str, tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, "llama")
+    runner = make_runner(folder, attention_backend="cpu", quantization=quantization)
+    model = runner.model
+    assert isinstance(model, FusedDecoder)
+    embedding = next(kept for kept in model._kept if getattr(kept, "shape", ()) == (VOCAB, 64))
+    assert isinstance(embedding, torch.Tensor)
+    with torch.inference_mode():
+        embedding.fill_(torch.nan)
+    assert not bool(logits_of(runner).isfinite().any())
+
+
+def test_8_bits_are_refused_where_they_cannot_be_had(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, "llama")
+    with pytest.raises(ConfigError, match="quantization int8 needs"):
+        make_runner(folder, attention_backend="reference", quantization="int8")
+    with pytest.raises(ConfigError, match="quantization int8 needs"):
+        make_runner(
+            folder,
+            attention_backend="cpu",
+            quantization="int8",
+            model_implementation="transformers",
+        )
+
+
+def test_sizes_that_are_no_multiple_of_a_vector_are_left_to_torch(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, "llama", intermediate_size=100)
+    runner = make_runner(folder, attention_backend="cpu")
+    assert not isinstance(runner.model, FusedDecoder)
+    expected = logits_of(make_runner(folder))
+    torch.testing.assert_close(logits_of(runner), expected, atol=2e-4, rtol=2e-4)
+
+
+def test_many_threads_share_short_loops(isa: str) -> None:
+    """More threads than cores, so that helpers are late for most loops."""
+    executor = Executor(library.load(isa), 8)
+    x = torch.randn(9, 100, generator=torch.Generator().manual_seed(0))
+    expected = x.argmax(-1)
+    for _ in range(500):
+        indices, values = executor.argmax(x)
+        assert torch.equal(indices, expected)
+        assert torch.equal(values, x.amax(-1))

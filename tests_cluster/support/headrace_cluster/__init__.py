@@ -1,0 +1,1 @@
+"""Support for the tests on a real cluster: kubectl, helm, load through the ingress, pictures."""

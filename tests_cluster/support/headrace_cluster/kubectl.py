@@ -1,0 +1,68 @@
+"""kubectl, as a user of the cluster types it. The cluster is the one that KUBECONFIG names."""
+
+import json
+import subprocess
+from collections.abc import Mapping
+from typing import Any
+
+Manifest = dict[str, Any]
+COMMAND_TIMEOUT_S = 240
+
+
+class CommandFailed(Exception):
+    """A command ended with a status other than 0; the text is what it said."""
+
+
+def run(*command: str, stdin: str | None = None) -> str:
+    """Standard output. Raises CommandFailed."""
+    done = subprocess.run(
+        command,
+        input=stdin,
+        stdin=None if stdin is not None else subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode:
+        raise CommandFailed(f"{' '.join(command)}: {done.stderr.strip()}{done.stdout.strip()}")
+    return done.stdout
+
+
+class Kubectl:
+    """In one namespace."""
+
+    def __init__(self, namespace: str) -> None:
+        self.namespace = namespace
+
+    def __call__(self, *arguments: str, stdin: str | None = None) -> str:
+        return run("kubectl", "--namespace", self.namespace, *arguments, stdin=stdin)
+
+    def apply(self, manifest: Mapping[str, Any], *flags: str) -> str:
+        return self("apply", *flags, "-f", "-", stdin=json.dumps(manifest))
+
+    def get(self, kind: str, name: str) -> Manifest:
+        found: Manifest = json.loads(self("get", kind, name, "-o", "json"))
+        return found
+
+    def items(self, kind: str, selector: str = "") -> list[Manifest]:
+        chosen = ("--selector", selector) if selector else ()
+        found: list[Manifest] = json.loads(self("get", kind, *chosen, "-o", "json"))["items"]
+        return found
+
+    def names(self, kind: str, selector: str = "") -> list[str]:
+        return sorted(item["metadata"]["name"] for item in self.items(kind, selector))
+
+    def patch(self, kind: str, name: str, patch: Mapping[str, Any]) -> None:
+        self("patch", kind, name, "--type", "merge", "--patch", json.dumps(patch))
+
+    def kill(self, pod: str) -> None:
+        """Ends a pod without a word, as a node that dies does."""
+        self("delete", "pod", pod, "--grace-period=0", "--force", "--wait=false")
+
+    def events(self, name: str) -> list[Manifest]:
+        """Those about one object, the oldest first."""
+        return sorted(
+            (event for event in self.items("events") if event["involvedObject"]["name"] == name),
+            key=lambda event: str(event["firstTimestamp"]),
+        )

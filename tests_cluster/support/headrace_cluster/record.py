@@ -1,0 +1,101 @@
+"""Load and engines over time, sampled while a test runs, and drawn."""
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+from matplotlib.figure import Figure
+
+from .load import Load
+from .release import Service
+
+INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """`at` in seconds since the beginning; the rest are counts."""
+
+    at: float
+    in_flight: int
+    backlog: int
+    desired: int
+    ready: int
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Reads a ModelService's status once a second while its block runs."""
+
+    service: Service
+    samples: list[Sample] = field(default_factory=list)
+    _loads: list[Load] = field(default_factory=list)
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        self._thread = threading.Thread(target=self._run, name="recorder")
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        assert self._thread is not None
+        self._thread.join()
+
+    def watch(self, load: Load) -> None:
+        """Counts the load's requests too."""
+        self._loads.append(load)
+
+    @property
+    def last(self) -> Sample:
+        return self.samples[-1]
+
+    def most(self, what: Literal["desired", "ready", "backlog"]) -> int:
+        return max((getattr(sample, what) for sample in self.samples), default=0)
+
+    def _run(self) -> None:
+        begun = time.monotonic()
+        while not self._stop.wait(INTERVAL_S):
+            status = self.service.status
+            self.samples.append(
+                Sample(
+                    at=time.monotonic() - begun,
+                    in_flight=sum(load.in_flight() for load in self._loads),
+                    backlog=status.get("backlog") or 0,
+                    desired=status.get("desiredReplicas", 0),
+                    ready=status.get("readyReplicas", 0),
+                )
+            )
+
+
+def plot(samples: Sequence[Sample], path: Path) -> None:
+    """Requests above, engines below, over one axis of time."""
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    requests, engines = figure.subplots(2, 1, sharex=True)
+    times = [sample.at for sample in samples]
+    requests.fill_between(times, [s.in_flight for s in samples], step="post", alpha=0.25,
+                          label="in flight, as the clients see it")  # fmt: skip
+    requests.step(times, [s.backlog for s in samples], where="post", color="C3", label="waiting")
+    requests.set_ylabel("requests")
+    engines.step(times, [s.desired for s in samples], where="post", color="C1", label="desired")
+    engines.fill_between(times, [s.ready for s in samples], step="post", alpha=0.35, color="C2",
+                         label="ready")  # fmt: skip
+    engines.set_ylabel("engines")
+    engines.set_xlabel("seconds")
+    engines.yaxis.get_major_locator().set_params(integer=True)
+    for axes in (requests, engines):
+        axes.legend(loc="upper right", frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_ylim(bottom=0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)

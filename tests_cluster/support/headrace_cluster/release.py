@@ -1,0 +1,165 @@
+"""One installed release of the chart and what its users see of it."""
+
+import os
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from headrace_testing.processes import until
+
+from .kubectl import CommandFailed, Kubectl, Manifest, run
+
+ROOT = Path(__file__).resolve().parents[3]
+CHART = ROOT / "charts" / "headrace"
+VALUES = CHART / "ci" / "small-values.yaml"
+LABEL = "app.kubernetes.io/part-of=headrace"
+PATIENCE_S = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """In a namespace of its own, with restricted Pod Security enforced. Install it first."""
+
+    name: str = "headrace"
+    namespace: str = field(default_factory=lambda: f"headrace-test-{secrets.token_hex(3)}")
+
+    @property
+    def kubectl(self) -> Kubectl:
+        return Kubectl(self.namespace)
+
+    @property
+    def url(self) -> str:
+        """Where the ingress answers."""
+        return os.environ.get("INGRESS_URL", "http://127.0.0.1:8080")
+
+    def install(self, *flags: str) -> str:
+        run("kubectl", "create", "namespace", self.namespace)
+        level = "pod-security.kubernetes.io/enforce=restricted"
+        run("kubectl", "label", "namespace", self.namespace, level)
+        return self._helm("install", *flags)
+
+    def upgrade(self, *flags: str) -> str:
+        return self._helm("upgrade", *flags)
+
+    def _helm(self, verb: str, *flags: str) -> str:
+        values = ("--values", str(VALUES))
+        place = ("--namespace", self.namespace, "--wait", "--timeout", "3m")
+        return run("helm", verb, self.name, str(CHART), *values, *place, *flags)
+
+    def test(self) -> str:
+        """What `helm test` says with the logs of its pod. Raises CommandFailed."""
+        place = ("--namespace", self.namespace, "--timeout", "2m", "--logs")
+        return run("helm", "test", self.name, *place)
+
+    def uninstall(self) -> None:
+        run("helm", "uninstall", self.name, "--namespace", self.namespace, "--wait")
+
+    def remove(self) -> None:
+        """The release, where it is still there, and its namespace."""
+        if run("helm", "list", "--namespace", self.namespace, "--short").strip():
+            self.uninstall()
+        run("kubectl", "delete", "namespace", self.namespace, "--wait=true", "--timeout=120s")
+
+    def models(self) -> list[str]:
+        """What the API lists; nothing while no gateway answers."""
+        try:
+            answer = httpx.get(f"{self.url}/v1/models", timeout=10)
+        except httpx.TransportError:
+            return []
+        return [model["id"] for model in answer.json()["data"]] if answer.is_success else []
+
+    def pods(self, component: str) -> list[str]:
+        """Pods of the chart's own: gateway, operator or redis. Not those on their way out."""
+        selector = f"app.kubernetes.io/component={component}"
+        return [
+            pod["metadata"]["name"]
+            for pod in self.kubectl.items("pods", selector)
+            if "deletionTimestamp" not in pod["metadata"]
+        ]
+
+    def until_rolled_out(self, workload: str) -> None:
+        """`workload` as deployment/NAME or statefulset/NAME."""
+        self.kubectl("rollout", "status", workload, f"--timeout={PATIENCE_S:.0f}s")
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A ModelService of a release, by its name."""
+
+    release: Release
+    name: str
+
+    @property
+    def kubectl(self) -> Kubectl:
+        return self.release.kubectl
+
+    @property
+    def selector(self) -> str:
+        return f"headrace.dev/model-service={self.name}"
+
+    @property
+    def deployment(self) -> str:
+        return f"{self.name}-engine"
+
+    def read(self) -> Manifest:
+        return self.kubectl.get("modelservice", self.name)
+
+    @property
+    def status(self) -> Manifest:
+        found: Manifest = self.read().get("status", {})
+        return found
+
+    def condition(self, kind: str) -> Manifest:
+        found = [c for c in self.status.get("conditions", ()) if c["type"] == kind]
+        return found[0] if found else {}
+
+    def patch(self, spec: Manifest) -> None:
+        self.kubectl.patch("modelservice", self.name, {"spec": spec})
+
+    def engines(self) -> list[str]:
+        """Names of engine pods that are not on their way out."""
+        return sorted(
+            pod["metadata"]["name"]
+            for pod in self.kubectl.items("pods", self.selector)
+            if "deletionTimestamp" not in pod["metadata"]
+        )
+
+    def until_ready(self, engines: int) -> None:
+        """Exactly so many engines, all ready, and the newest spec seen."""
+
+        def settled() -> bool:
+            found = self.read()
+            status = found.get("status", {})
+            return (
+                status.get("observedGeneration") == found["metadata"]["generation"]
+                and status.get("readyReplicas") == engines
+                and status.get("replicas") == engines
+                and self.condition("Progressing").get("status") == "False"
+                and len(self.engines()) == engines
+            )
+
+        until(settled, f"{self.name} to have {engines} ready engines", PATIENCE_S)
+
+    def delete(self) -> None:
+        """And wait until nothing of it is left."""
+        self.kubectl("delete", "modelservice", self.name, "--wait=true")
+        until(lambda: not self.remains(), f"{self.name} to leave nothing behind", PATIENCE_S)
+
+    def remains(self) -> list[str]:
+        """Kinds and names of what the operator has made for it."""
+        found = []
+        for kind in ("deployments", "pods", "services", "serviceaccounts", "configmaps",
+                     "poddisruptionbudgets", "networkpolicies"):  # fmt: skip
+            found += [f"{kind}/{name}" for name in self.kubectl.names(kind, self.selector)]
+        return found
+
+
+def refusal(release: Release, manifest: Manifest) -> str:
+    """What the API server says to a manifest that it refuses."""
+    try:
+        release.kubectl.apply(manifest, "--dry-run=server")
+    except CommandFailed as refused:
+        return str(refused)
+    raise AssertionError(f"accepted: {manifest}")

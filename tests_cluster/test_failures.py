@@ -1,0 +1,163 @@
+"""Pods die and operators change while clients stream: every answer is right."""
+
+import json
+
+import pytest
+
+from headrace_cluster.load import Load
+from headrace_cluster.release import Release, Service
+from headrace_cluster.specs import MODEL
+from headrace_testing.greedy import GreedyCase
+from headrace_testing.processes import until
+
+CLIENTS = 8
+OPERATOR = "headrace-operator"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engines(service: Service) -> None:
+    """Two of them, so that one can take over."""
+    service.patch({"replicas": 2})
+    service.until_ready(2)
+
+
+@pytest.fixture
+def load(service: Service, cases: list[GreedyCase]) -> Load:
+    return Load(service.release.url, MODEL, cases, clients=CLIENTS)
+
+
+def test_engine_killed(service: Service, load: Load) -> None:
+    with load:
+        load.await_answers(CLIENTS)
+        service.kubectl.kill(service.engines()[0])
+        load.await_answers(2 * CLIENTS)
+
+    service.until_ready(2)
+
+
+def test_engine_evicted_as_a_node_drain_does(service: Service, load: Load) -> None:
+    with load:
+        load.await_answers(CLIENTS)
+        evict(service, service.engines()[0])
+        load.await_answers(2 * CLIENTS)
+
+    service.until_ready(2)
+
+
+def test_engine_scaled_away_finishes_its_streams(service: Service, load: Load) -> None:
+    with load:
+        load.await_answers(CLIENTS)
+        service.kubectl("scale", "modelservice", MODEL, "--replicas=1")
+        service.until_ready(1)
+        load.await_answers(CLIENTS)
+
+    service.kubectl("scale", "modelservice", MODEL, "--replicas=2")
+    service.until_ready(2)
+
+
+def test_valkey_killed(service: Service, load: Load) -> None:
+    release = service.release
+    (pod,) = release.pods("redis")
+    was_born = release.kubectl.get("pod", pod)["metadata"]["uid"]
+    # Requests that come while there is no queue are refused with Retry-After: the SDK tries again.
+    load.retries = 20
+    with load:
+        load.await_answers(CLIENTS)
+        release.kubectl.kill(pod)
+        release.until_rolled_out("statefulset/headrace-redis")
+        load.await_answers(2 * CLIENTS)
+
+    assert release.kubectl.get("pod", pod)["metadata"]["uid"] != was_born
+    service.until_ready(2)
+
+
+def test_gateway_deleted_finishes_its_streams(service: Service, load: Load) -> None:
+    release = service.release
+    (old,) = release.pods("gateway")
+    with load:
+        load.await_answers(CLIENTS)
+        # Ready before the old one goes, as in a rolling update.
+        release.kubectl("scale", "deployment", "headrace-gateway", "--replicas=2")
+        release.until_rolled_out("deployment/headrace-gateway")
+        cost = {"controller.kubernetes.io/pod-deletion-cost": "-1"}
+        release.kubectl.patch("pod", old, {"metadata": {"annotations": cost}})
+        release.kubectl("scale", "deployment", "headrace-gateway", "--replicas=1")
+        load.await_answers(2 * CLIENTS)
+
+    assert old not in release.pods("gateway")
+
+
+def test_gateway_killed(service: Service, load: Load) -> None:
+    """Its connections break; what the clients ask again is answered, and nothing else is left."""
+    release = service.release
+    load.retries, load.stream = 20, False
+    with load:
+        load.await_answers(CLIENTS)
+        release.kubectl.kill(release.pods("gateway")[0])
+        release.until_rolled_out("deployment/headrace-gateway")
+        load.await_answers(2 * CLIENTS)
+
+    until(lambda: service.status.get("backlog") == 0, "the queue to be empty")
+
+
+def test_operator_killed_in_the_middle_of_a_change(service: Service, load: Load) -> None:
+    with load:
+        load.await_answers(CLIENTS)
+        service.patch({"replicas": 3, "engine": {"settings": {"maxNumSeqs": 5}}})
+        until(lambda: len(service.engines()) > 2, "the change to begin")
+        service.kubectl.kill(service.release.pods("operator")[0])
+        service.until_ready(3)
+        service.patch({"replicas": 2})
+        service.until_ready(2)
+
+
+def test_of_two_operators_one_works_and_the_other_takes_over(service: Service) -> None:
+    release, kubectl = service.release, service.kubectl
+    kubectl("scale", "deployment", OPERATOR, "--replicas=2")
+    release.until_rolled_out(f"deployment/{OPERATOR}")
+    leader = holder(release)
+    assert leader in release.pods("operator")
+
+    kubectl.kill(leader)
+    until(lambda: holder(release) not in ("", leader), "the other operator to lead")
+    service.patch({"replicas": 1})
+    service.until_ready(1)
+
+    kubectl("scale", "deployment", OPERATOR, "--replicas=1")
+    release.until_rolled_out(f"deployment/{OPERATOR}")
+    service.patch({"replicas": 2})
+    service.until_ready(2)
+
+
+def test_without_an_operator_nothing_changes(service: Service, load: Load) -> None:
+    release, kubectl = service.release, service.kubectl
+    before = service.engines()
+    kubectl("scale", "deployment", OPERATOR, "--replicas=0")
+    until(lambda: not release.pods("operator"), "the operator to be gone")
+    with load:
+        load.await_answers(2 * CLIENTS)
+
+    assert service.engines() == before
+    kubectl("scale", "deployment", OPERATOR, "--replicas=1")
+    release.until_rolled_out(f"deployment/{OPERATOR}")
+
+
+def holder(release: Release) -> str:
+    """The pod that holds the operators' lease."""
+    leases = [
+        lease for lease in release.kubectl.items("leases") if OPERATOR in lease["metadata"]["name"]
+    ]
+    assert len(leases) == 1
+    identity = str(leases[0]["spec"].get("holderIdentity") or "")
+    return next((pod for pod in release.pods("operator") if identity.startswith(pod)), "")
+
+
+def evict(service: Service, pod: str) -> None:
+    """Through the API that `kubectl drain` uses, which heeds disruption budgets."""
+    body = {
+        "apiVersion": "policy/v1",
+        "kind": "Eviction",
+        "metadata": {"name": pod, "namespace": service.release.namespace},
+    }
+    path = f"/api/v1/namespaces/{service.release.namespace}/pods/{pod}/eviction"
+    service.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(body))

@@ -1,0 +1,97 @@
+"""helm install, helm test, the rights of what runs, and helm uninstall."""
+
+import json
+
+import pytest
+
+from headrace_cluster.kubectl import CommandFailed, run
+from headrace_cluster.release import Release, Service
+from headrace_cluster.specs import MODEL, demo_service
+from headrace_testing.processes import until
+
+COMPONENTS = ("gateway", "operator", "redis")
+# What Kubernetes puts into every namespace by itself.
+ALWAYS_THERE = {"configmap/kube-root-ca.crt", "serviceaccount/default"}
+
+
+def test_helm_test_passes_before_there_is_a_model(release: Release) -> None:
+    assert "Succeeded" in release.test()
+
+
+def test_every_component_runs_under_restricted_pod_security(release: Release) -> None:
+    for component in COMPONENTS:
+        assert release.pods(component), component
+
+    # The server warns of pods that a level would not let in.
+    level = "pod-security.kubernetes.io/enforce=restricted"
+    said = run("kubectl", "label", "--overwrite", "--dry-run=server", "namespace",
+               release.namespace, level)  # fmt: skip
+    assert "violate" not in said
+
+
+@pytest.mark.parametrize(
+    ("allowed", "verb", "resource"),
+    [
+        (True, "list", "modelservices.headrace.dev"),
+        (True, "patch", "modelservices.headrace.dev/status"),
+        (True, "patch", "deployments.apps"),
+        (True, "create", "events"),
+        (False, "delete", "modelservices.headrace.dev"),
+        (False, "list", "secrets"),
+        (False, "create", "pods"),
+        (False, "create", "pods/exec"),
+        (False, "create", "rolebindings.rbac.authorization.k8s.io"),
+        (False, "list", "nodes"),
+    ],
+)
+def test_the_operator_has_only_the_rights_that_it_needs(
+    release: Release, allowed: bool, verb: str, resource: str
+) -> None:
+    assert may(release, "headrace-operator", verb, resource) is allowed
+
+
+def test_the_operator_has_no_rights_in_other_namespaces(release: Release) -> None:
+    asked = ("list", "deployments.apps", "--namespace", "default")
+
+    assert not may(release, "headrace-operator", *asked)
+
+
+def test_gateways_have_no_rights(release: Release) -> None:
+    for resource in ("secrets", "pods", "configmaps", "modelservices.headrace.dev"):
+        assert not may(release, "headrace-gateway", "get", resource), resource
+
+
+def test_uninstall_leaves_nothing_behind(release: Release) -> None:
+    """Custom resource definitions go too, because ci/small-values.yaml says so."""
+    service = Service(release, MODEL)
+    release.kubectl.apply(demo_service())
+    service.until_ready(1)
+    assert "demo answered with" in release.test()
+
+    release.uninstall()
+
+    until(lambda: left_in_namespace(release) == set(), "the namespace to be empty", 180)
+    assert left_in_cluster() == []
+
+
+def may(release: Release, account: str, *asked: str) -> bool:
+    user = f"system:serviceaccount:{release.namespace}:{account}"
+    try:
+        return release.kubectl("auth", "can-i", *asked, "--as", user).strip() == "yes"
+    except CommandFailed as refused:
+        assert "no" in str(refused)
+        return False
+
+
+def left_in_namespace(release: Release) -> set[str]:
+    kinds = run("kubectl", "api-resources", "--namespaced", "--verbs=list", "-o", "name").split()
+    wanted = ",".join(sorted(kind for kind in kinds if not kind.startswith("events")))
+    found = json.loads(release.kubectl("get", wanted, "-o", "json"))["items"]
+    names = {f"{item['kind'].lower()}/{item['metadata']['name']}" for item in found}
+    return names - ALWAYS_THERE
+
+
+def left_in_cluster() -> list[str]:
+    kinds = "clusterroles,clusterrolebindings,customresourcedefinitions,persistentvolumes"
+    found = json.loads(run("kubectl", "get", kinds, "-o", "json"))["items"]
+    return [item["metadata"]["name"] for item in found if "headrace" in json.dumps(item)]

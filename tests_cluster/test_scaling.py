@@ -1,0 +1,108 @@
+"""Engines follow the load through the ingress: from none to several and back to none."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from headrace_cluster.load import Load
+from headrace_cluster.record import Recorder, plot
+from headrace_cluster.release import ROOT, Release, Service
+from headrace_cluster.specs import MODEL, demo_service
+from headrace_testing.greedy import GreedyCase
+from headrace_testing.processes import until
+
+MOST = 3
+# What takes ten minutes in production, within seconds.
+SCALING = {
+    "mode": "operator",
+    "minReplicas": 0,
+    "maxReplicas": MOST,
+    "idleSeconds": 10,
+    "coldStartSeconds": 15,
+    "targets": {"drainSeconds": 5, "oldestAgeSeconds": 5},
+    "behavior": {
+        "scaleDown": {
+            "stabilizationWindowSeconds": 10,
+            "policies": [{"type": "Pods", "value": 1, "periodSeconds": 5}],
+        }
+    },
+}
+PATIENCE_S = 240.0
+
+
+@pytest.fixture(scope="module")
+def scaled(release: Release) -> Service:
+    """Served once, since gateways learn a model from its first engine, and then idle."""
+    service = Service(release, MODEL)
+    release.kubectl.apply(demo_service(scaling=SCALING))
+    until(lambda: MODEL in release.models(), "the model to be known", PATIENCE_S)
+    until_none(service)
+    return service
+
+
+def test_replicas_follow_the_load_and_every_answer_is_right(
+    scaled: Service, cases: list[GreedyCase]
+) -> None:
+    few, many = 2, 24
+    with Recorder(scaled) as recorder:
+        with Load(scaled.release.url, MODEL, cases, clients=few) as load:
+            recorder.watch(load)
+            load.await_answers(6)
+        one = recorder.most("desired")
+        with Load(scaled.release.url, MODEL, cases, clients=many) as load:
+            recorder.watch(load)
+            until(lambda: recorder.most("ready") == MOST, f"{MOST} engines to be ready", PATIENCE_S)
+            load.await_answers(many)
+        with Load(scaled.release.url, MODEL, cases, clients=few) as load:
+            recorder.watch(load)
+            until(
+                lambda: recorder.last.desired < MOST and load.in_flight() <= few,
+                "engines to leave under load",
+                PATIENCE_S,
+            )
+            load.await_answers(few)
+        until_none(scaled)
+    plot(recorder.samples, picture())
+
+    assert one == 1
+    reasons = [event["reason"] for event in scaled.kubectl.events(MODEL)]
+    assert {"ScaledUp", "ScaledDown"} <= set(reasons)
+
+
+def test_a_model_without_engines_is_listed_and_one_request_starts_it(
+    scaled: Service, cases: list[GreedyCase]
+) -> None:
+    assert scaled.engines() == []
+    assert scaled.release.models() == [MODEL]
+
+    with Load(scaled.release.url, MODEL, cases, clients=1, requests=1) as load:
+        load.join()
+
+    until_none(scaled)
+
+
+def test_an_operator_that_starts_while_requests_wait_starts_engines(
+    scaled: Service, cases: list[GreedyCase]
+) -> None:
+    release, kubectl = scaled.release, scaled.kubectl
+    kubectl("scale", "deployment", "headrace-operator", "--replicas=0")
+    until(lambda: not release.pods("operator"), "the operator to be gone")
+
+    with Load(release.url, MODEL, cases, clients=2, requests=2) as load:
+        until(lambda: load.in_flight() == 2, "the requests to wait")
+        assert scaled.engines() == []
+        kubectl("scale", "deployment", "headrace-operator", "--replicas=1")
+        load.join()
+
+    until_none(scaled)
+
+
+def until_none(service: Service) -> None:
+    until(lambda: service.engines() == [], "no engine to be left", PATIENCE_S)
+
+
+def picture() -> Path:
+    """Where the picture of the run goes."""
+    default = ROOT / ".headrace" / "cluster" / "scaling.png"
+    return Path(os.environ.get("CLUSTER_PICTURE", default))
