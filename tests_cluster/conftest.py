@@ -14,6 +14,7 @@ from headrace_testing.processes import until
 
 CASES = 24
 OUTPUT_TOKENS = 64
+LONG_OUTPUT_TOKENS = 256
 VOCABULARY = 2048  # of the demo model
 
 _releases: list[Release] = []
@@ -24,6 +25,13 @@ def cases() -> list[GreedyCase]:
     """Prompts of the demo model with their greedy outputs, confirmed by transformers."""
     checkpoint = resolve("headrace-demo", None)
     return clear_cases(checkpoint, CASES, OUTPUT_TOKENS, vocabulary=VOCABULARY)
+
+
+@pytest.fixture(scope="session")
+def long_cases() -> list[GreedyCase]:
+    """As `cases`, with more work for the engines."""
+    checkpoint = resolve("headrace-demo", None)
+    return clear_cases(checkpoint, CASES, LONG_OUTPUT_TOKENS, vocabulary=VOCABULARY)
 
 
 @pytest.fixture(scope="module")

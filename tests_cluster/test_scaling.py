@@ -1,6 +1,8 @@
 """Engines follow the load through the ingress: from none to several and back to none."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -42,26 +44,26 @@ def scaled(release: Release) -> Service:
 
 
 def test_replicas_follow_the_load_and_every_answer_is_right(
-    scaled: Service, cases: list[GreedyCase]
+    scaled: Service, long_cases: list[GreedyCase]
 ) -> None:
-    few, many = 2, 24
-    with Recorder(scaled) as recorder:
-        with Load(scaled.release.url, MODEL, cases, clients=few) as load:
+    few, many = 1, 32
+    recorder = Recorder(scaled)
+
+    @contextmanager
+    def load(clients: int) -> Iterator[Load]:
+        with Load(scaled.release.url, MODEL, long_cases, clients=clients, stream=False) as load:
             recorder.watch(load)
-            load.await_answers(6)
+            yield load
+
+    with recorder:
+        with load(few) as light:
+            light.await_answers(10)
         one = recorder.most("desired")
-        with Load(scaled.release.url, MODEL, cases, clients=many) as load:
-            recorder.watch(load)
+        with load(many) as heavy:
             until(lambda: recorder.most("ready") == MOST, f"{MOST} engines to be ready", PATIENCE_S)
-            load.await_answers(many)
-        with Load(scaled.release.url, MODEL, cases, clients=few) as load:
-            recorder.watch(load)
-            until(
-                lambda: recorder.last.desired < MOST and load.in_flight() <= few,
-                "engines to leave under load",
-                PATIENCE_S,
-            )
-            load.await_answers(few)
+            heavy.await_answers(many)
+        with load(few):
+            until(lambda: recorder.last.desired < MOST, "engines to leave under load", PATIENCE_S)
         until_none(scaled)
     plot(recorder.samples, picture())
 
@@ -73,7 +75,7 @@ def test_replicas_follow_the_load_and_every_answer_is_right(
 def test_a_model_without_engines_is_listed_and_one_request_starts_it(
     scaled: Service, cases: list[GreedyCase]
 ) -> None:
-    assert scaled.engines() == []
+    until_none(scaled)
     assert scaled.release.models() == [MODEL]
 
     with Load(scaled.release.url, MODEL, cases, clients=1, requests=1) as load:
@@ -86,6 +88,7 @@ def test_an_operator_that_starts_while_requests_wait_starts_engines(
     scaled: Service, cases: list[GreedyCase]
 ) -> None:
     release, kubectl = scaled.release, scaled.kubectl
+    until_none(scaled)
     kubectl("scale", "deployment", "headrace-operator", "--replicas=0")
     until(lambda: not release.pods("operator"), "the operator to be gone")
 

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from headrace_common.checkpoint import DEMO_MODEL
 
+from . import keys_commands
 from .errors import CliError, UsageError
 
 app = typer.Typer(
@@ -24,6 +25,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(keys_commands.app)
 
 _PASS_THROUGH = {
     "allow_extra_args": True,

@@ -2,13 +2,13 @@
 
 import asyncio
 from contextlib import suppress
-from urllib.parse import urlsplit, urlunsplit
 
 import redis.asyncio
 import redis.exceptions
 
 from headrace_common.errors import BackendUnavailable, BackendUnfit, SettingsError
 from headrace_common.protocol.connection import Connection, ConnectionConfig, check_backend
+from headrace_common.protocol.endpoint import masked
 
 from .errors import UsageError
 
@@ -45,12 +45,3 @@ async def check_redis(url: str) -> None:
         raise UsageError(f"{masked(url)} is not fit for the queue", str(error)) from error
     finally:
         await connection.close()
-
-
-def masked(url: str) -> str:
-    """The URL without its password."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    user, _, place = parts.netloc.rpartition("@")
-    return urlunsplit(parts._replace(netloc=f"{user.split(':')[0]}:***@{place}"))

@@ -6,6 +6,7 @@ count: every list is checked before it is used.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -48,7 +49,25 @@ CANCEL, STOP_CHOICE, RESUME, RESEND, REROUTE, DISOWN, DRAIN = range(10, 17)
 
 def encode_frame(frame: Frame) -> bytes:
     """Packs a frame. Raises MessageError where it is over the size limit."""
+    try:
+        return _pack_frame(frame)
+    except MessageError:
+        lighter = tuple(
+            replace(reply, choices=_without_logprobs(reply.choices))
+            if isinstance(reply, Sync)
+            else reply
+            for reply in frame.replies
+        )
+        return _pack_frame(replace(frame, replies=lighter))
+
+
+def _pack_frame(frame: Frame) -> bytes:
     return _pack([PROTOCOL_VERSION, frame.engine_id, [_reply(reply) for reply in frame.replies]])
+
+
+def _without_logprobs(states: Sequence[ChoiceState]) -> tuple[ChoiceState, ...]:
+    """Tokens must arrive; log probabilities of very long outputs are what can be left out."""
+    return tuple(replace(state, logprobs=None) for state in states)
 
 
 def decode_frame(data: bytes) -> Frame:
@@ -59,7 +78,13 @@ def decode_frame(data: bytes) -> Frame:
 
 def encode_control(control: Control) -> bytes:
     """Packs a control message. Raises MessageError where it is over the size limit."""
-    return _pack([PROTOCOL_VERSION, *_control(control)])
+    try:
+        return _pack([PROTOCOL_VERSION, *_control(control)])
+    except MessageError:
+        if not isinstance(control, Resume):
+            raise
+        lighter = replace(control, choices=_without_logprobs(control.choices))
+        return _pack([PROTOCOL_VERSION, *_control(lighter)])
 
 
 def decode_control(data: bytes) -> Control:
@@ -79,6 +104,13 @@ def decode_control(data: bytes) -> Control:
 
 def encode_outcome(outcome: Outcome) -> bytes:
     """Packs an outcome. Raises MessageError where it is over the size limit."""
+    try:
+        return _pack_outcome(outcome)
+    except MessageError:
+        return _pack_outcome(replace(outcome, choices=_without_logprobs(outcome.choices)))
+
+
+def _pack_outcome(outcome: Outcome) -> bytes:
     failed = outcome.failed
     return _pack(
         [
@@ -117,6 +149,21 @@ def decode_ending(data: bytes) -> tuple[str | None, int | None]:
     return reason, int(stop) if stop else None
 
 
+def encode_logprobs(logprobs: Sequence[Logprobs] | None) -> bytes:
+    """Log probabilities for the journal; empty where there are none, or too many for a message."""
+    if logprobs is None:
+        return b""
+    try:
+        return _pack(_positions(logprobs))
+    except MessageError:
+        return b""
+
+
+def decode_logprobs(data: bytes, tokens: int) -> tuple[Logprobs, ...]:
+    """Inverse of encode_logprobs for that many tokens. Raises MessageError."""
+    return _to_positions(_unpack(data), tokens) or ()
+
+
 def _reply(reply: Reply) -> list[object]:
     if isinstance(reply, Tokens):
         return _tokens(reply)
@@ -125,7 +172,7 @@ def _reply(reply: Reply) -> list[object]:
         case Takeover():
             return [TAKEOVER, *head, reply.round]
         case Sync():
-            return [SYNC, *head, [_state(choice) for choice in reply.choices]]
+            return [SYNC, *head, [_state(choice) for choice in reply.choices], reply.cached_tokens]
         case Failed():
             return [FAILED, *head, reply.failure.value, reply.message[:MAX_TEXT_CHARS]]
 
@@ -134,13 +181,17 @@ def _tokens(t: Tokens) -> list[object]:
     """The hot one: what is at its default is left out."""
     item: list[object] = [TOKENS, t.request_id, t.attempt, t.choice, t.index, t.token_ids]
     if t.finish_reason or t.logprobs is not None or t.cached_tokens:
-        logprobs = t.logprobs and [[p.logprob, p.rank, p.top] for p in t.logprobs]
-        item += [t.finish_reason, t.stop_token, t.cached_tokens, logprobs]
+        item += [t.finish_reason, t.stop_token, t.cached_tokens, _positions(t.logprobs)]
     return item
 
 
 def _state(choice: ChoiceState) -> list[object]:
-    return [pack_tokens(choice.token_ids), choice.finish_reason, choice.stop_token]
+    item: list[object] = [pack_tokens(choice.token_ids), choice.finish_reason, choice.stop_token]
+    return item if choice.logprobs is None else [*item, _positions(choice.logprobs)]
+
+
+def _positions(logprobs: Sequence[Logprobs] | None) -> list[object] | None:
+    return None if logprobs is None else [[p.logprob, p.rank, p.top] for p in logprobs]
 
 
 def _control(control: Control) -> list[object]:
@@ -231,7 +282,9 @@ def _to_reply(value: object) -> Reply:
     if kind == TAKEOVER:
         return Takeover(request_id=request_id, attempt=attempt, round=_count(item[3]))
     if kind == SYNC:
-        return Sync(request_id=request_id, attempt=attempt, choices=_to_states(item[3]))
+        cached = _count(item[4]) if len(item) > 4 else 0
+        choices = _to_states(item[3])
+        return Sync(request_id=request_id, attempt=attempt, choices=choices, cached_tokens=cached)
     if kind == FAILED:
         return _to_failed(item, request_id, attempt)
     raise MessageError(f"reply of unknown kind {kind!r:.40}")
@@ -245,9 +298,6 @@ def _to_tokens(item: list[Any], request_id: str, attempt: int) -> Tokens:
         return Tokens(
             request_id=request_id, attempt=attempt, choice=choice, index=index, token_ids=ids
         )
-    logprobs = None if item[9] is None else tuple(map(_to_logprobs, _items(item[9])))
-    if logprobs is not None and len(logprobs) != len(ids):
-        raise MessageError(f"{len(logprobs)} log probabilities for {len(ids)} tokens")
     return Tokens(
         request_id=request_id,
         attempt=attempt,
@@ -257,8 +307,17 @@ def _to_tokens(item: list[Any], request_id: str, attempt: int) -> Tokens:
         finish_reason=_finish_reason(item[6]),
         stop_token=_token(item[7]),
         cached_tokens=_count(item[8]),
-        logprobs=logprobs,
+        logprobs=_to_positions(item[9], len(ids)),
     )
+
+
+def _to_positions(value: object, tokens: int) -> tuple[Logprobs, ...] | None:
+    if value is None:
+        return None
+    logprobs = tuple(map(_to_logprobs, _items(value)))
+    if len(logprobs) != tokens:
+        raise MessageError(f"{len(logprobs)} log probabilities for {tokens} tokens")
+    return logprobs
 
 
 def _to_failed(item: list[Any], request_id: str, attempt: int) -> Failed:
@@ -310,10 +369,12 @@ def _to_state(value: object) -> ChoiceState:
     _at_least(item, 3)
     if not isinstance(item[0], bytes):
         raise MessageError("a choice's tokens must be packed bytes")
+    token_ids = unpack_tokens(item[0])
     return ChoiceState(
-        token_ids=unpack_tokens(item[0]),
+        token_ids=token_ids,
         finish_reason=_finish_reason(item[1]),
         stop_token=_token(item[2]),
+        logprobs=_to_positions(item[3], len(token_ids)) if len(item) > 3 else None,
     )
 
 

@@ -73,7 +73,7 @@ class ShardKeys:
         g gateway, gs former gateways, je engine/attempt that writes the journal, f failures without
         progress, pn tokens made, pt those at the last take, ph w(aiting)|x(ecuting),
         fp fingerprint, d deadline, tk tokens, pk prompt tokens, v version, out outcome,
-        why failure code.
+        why failure code, kp ms to keep it once ended, where that is longer.
         """
         return self.records + request_id
 
@@ -92,8 +92,8 @@ class ShardKeys:
 
     def journal(self, request_id: str) -> str:
         """Hash, output as far as beats wrote it. <choice>: number of tokens; <choice>:<index>:
-        packed ids from that output position; <choice>f: how it ended. Lives as the record, gone
-        at the request's end."""
+        packed ids from that output position; <choice>l:<index>: their log probabilities, where
+        asked for; <choice>f: how it ended. Lives as the record, gone at the request's end."""
         return self.journals + request_id
 
     @property
@@ -152,3 +152,31 @@ MODELS_STORE = b""
 def model_files(model: str) -> str:
     """String, a registered model's tokenizer and configuration files, compressed. As its entry."""
     return f"mf:{{m}}:{model}"
+
+
+def stored_request(request_id: str) -> str:
+    """Hash, what any gateway needs to serve a request's answer: n name of its generation, b msgpack
+    StoredRequest. Lives until no outcome of it can be left."""
+    return f"rq:{_tag(request_id)}"
+
+
+def wanted(request_id: str) -> str:
+    """String, there while a client wants the request's answer or may come back for it."""
+    return f"rw:{_tag(request_id)}"
+
+
+# String, random bytes that all gateways share, so that nobody else can tell a request's id from its
+# idempotency key. For ever.
+KEY_SALT = "rk:{rk}"
+
+
+def key_usage(key_id: str) -> str:
+    """Hash, what an API key has used of its limits: r requests, t tokens, at Unix ms of both,
+    d usual duration of a request in ms. Until all is forgotten, then IDLE_MS."""
+    return f"ku:{_tag('k', key_id)}"
+
+
+def key_leases(key_id: str) -> str:
+    """Sorted set, an API key's running requests by when their gateway must have renewed them (Unix
+    ms). Lives one lease, renewed."""
+    return f"kl:{_tag('k', key_id)}"

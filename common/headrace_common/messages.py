@@ -37,7 +37,9 @@ class GenerateRequest:
 
     `sampling.seed` is always set and `sampling.stop` always empty: stop strings are the gateway's.
     Times are Unix milliseconds. `priority` 0 is normal, lower is sooner. `trace` carries W3C
-    `traceparent` and `tracestate`.
+    `traceparent` and `tracestate`. `keep_ms`: how long its outcome can be read once it has ended
+    (0: only as long as its gateway may need it). `window_ms`: how long it runs on while no gateway
+    follows it, where that is longer than the engine's own patience.
     """
 
     request_id: str
@@ -50,6 +52,8 @@ class GenerateRequest:
     cache_salt: bytes = b""
     priority: int = 0
     trace: Mapping[str, str] = field(default_factory=lambda: _EMPTY)
+    keep_ms: int = 0
+    window_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +86,15 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceState:
-    """All that is known of one choice's output."""
+    """All that is known of one choice's output.
+
+    `logprobs` has one entry a token, or is None: not asked for, or not known of all tokens.
+    """
 
     token_ids: tuple[int, ...] = ()
     finish_reason: str | None = None
     stop_token: int | None = None
+    logprobs: tuple[Logprobs, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +117,7 @@ class Sync:
     request_id: str
     attempt: int
     choices: tuple[ChoiceState, ...]
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +223,8 @@ def encode_request(request: GenerateRequest) -> bytes:
         "salt": request.cache_salt,
         "priority": request.priority,
         "trace": dict(request.trace),
+        "keep": request.keep_ms,
+        "window": request.window_ms,
     }
     return _pack(body)
 
@@ -240,6 +251,8 @@ def decode_request(data: bytes) -> GenerateRequest:
         cache_salt=_get(body, "salt", bytes),
         priority=_get(body, "priority", int),
         trace=_trace(_get(body, "trace", dict)),
+        keep_ms=_get({"keep": 0, **body}, "keep", int),
+        window_ms=_get({"window": 0, **body}, "window", int),
     )
 
 

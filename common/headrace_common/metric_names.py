@@ -153,6 +153,24 @@ GATEWAY_REQUESTS_IN_FLIGHT = Metric(
     "{request}",
     "Requests that this gateway is serving, by whether they stream.",
 )
+GATEWAY_API_KEYS = Metric(
+    "headrace.gateway.api_keys",
+    MetricKind.GAUGE,
+    "{key}",
+    "API keys that this gateway accepts; absent where keys are off.",
+)
+GATEWAY_API_KEYS_CURRENT = Metric(
+    "headrace.gateway.api_keys.current",
+    MetricKind.GAUGE,
+    "1",
+    "1 where the keys are those of their file, 0 where that cannot be used and older ones count.",
+)
+GATEWAY_UNAUTHORIZED = Metric(
+    "headrace.gateway.unauthorized",
+    MetricKind.COUNTER,
+    "{request}",
+    "Requests that were refused for want of a valid API key.",
+)
 
 # The engine.
 ENGINE_REQUESTS = Metric(
@@ -284,6 +302,19 @@ GATEWAY_METRICS = (
     QUEUE_DEAD_LETTERS,
     GATEWAY_DISCONNECTS,
     GATEWAY_REQUESTS_IN_FLIGHT,
+    GATEWAY_API_KEYS,
+    GATEWAY_API_KEYS_CURRENT,
+    GATEWAY_UNAUTHORIZED,
+)
+# With API keys on these carry TENANT_LABEL: the tenants of the keys, or OTHER_TENANTS. The others
+# do not, since their histograms would cost more series than they tell.
+TENANT_METRICS = (
+    REQUEST_DURATION,
+    TIME_TO_FIRST_TOKEN,
+    TOKEN_USAGE,
+    QUEUE_ADMITTED,
+    QUEUE_REJECTED,
+    GATEWAY_REQUESTS_IN_FLIGHT,
 )
 ENGINE_METRICS = (
     QUEUE_REDELIVERIES,
@@ -375,6 +406,8 @@ STEP_SEQUENCES = "headrace.engine.step.sequences"
 STEP_TOKEN_COUNT = "headrace.engine.step.token_count"  # noqa: S105
 PREEMPTION_COUNT = "headrace.engine.preemption_count"
 TENANT = "headrace.tenant"
+TENANT_LABEL = "tenant"
+OTHER_TENANTS = "other"
 
 PROVIDER = "headrace"
 OPERATION_CHAT = "chat"

@@ -23,6 +23,7 @@ from headrace_common.protocol.redis_registry import RedisModelRegistry
 
 from .engine import Engine
 from .errors import EngineError
+from .policies import make_policy
 from .registration import ModelSource, Registration
 from .runner import ModelRunner
 from .settings import EngineSettings
@@ -53,12 +54,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _load(settings: EngineSettings) -> Engine:
     config = settings.engine_config()
+    policy = make_policy(config.policy, config.policy_options)  # before the weights, as above
     runner = ModelRunner(config)
     runner.warm_up()
     # What is alive now stays: the collector need not look at it again between steps.
     gc.collect()
     gc.freeze()
-    return Engine(config, runner)
+    return Engine(config, runner, policy)
 
 
 async def serve(settings: EngineSettings, engine: Engine) -> None:
@@ -121,6 +123,7 @@ def _worker_config(settings: EngineSettings, engine: Engine) -> WorkerConfig:
         max_model_len=engine.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         block_size=settings.block_size,
+        lookahead=settings.taken_ahead,
         version=version("headrace"),
         beat_interval=settings.beat_interval,
         drain_timeout=settings.drain_timeout,

@@ -10,12 +10,14 @@ from headrace_common.messages import ChoiceState, GenerateRequest, Logprobs, Syn
 from headrace_common.protocol.base import Lease, Outcome, Progress
 
 from .outputs import SequenceOutput, TokenLogprobs
-from .request import EngineRequest
+from .request import EngineRequest, FinishReason
 
 
 @dataclass(slots=True)
 class ActiveChoice:
-    """One choice's output. `journaled` counts the tokens that the journal is known to have."""
+    """One choice's output. `journaled` counts the tokens that the journal is known to have,
+    `logprobs_from` those before the first whose log probabilities are known.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
@@ -30,7 +32,14 @@ class ActiveChoice:
             token_ids=tuple(self.token_ids[start:]),
             finish_reason=self.finish_reason,
             stop_token=self.stop_token,
+            logprobs=self.logprobs_behind(start),
         )
+
+    def logprobs_behind(self, start: int) -> tuple[Logprobs, ...] | None:
+        """Of all tokens behind `start`, or None where some are not known."""
+        first = start - self.logprobs_from
+        complete = self.logprobs_from + len(self.logprobs) == len(self.token_ids)
+        return tuple(self.logprobs[first:]) if complete and first >= 0 and self.logprobs else None
 
 
 class ActiveRequest:
@@ -69,6 +78,10 @@ class ActiveRequest:
         return f"{self.request.request_id}#{self.attempt}.{self.runs}"
 
     @property
+    def has_output(self) -> bool:
+        return any(choice.token_ids for choice in self.choices)
+
+    @property
     def finished(self) -> bool:
         return all(choice.finish_reason is not None for choice in self.choices)
 
@@ -78,14 +91,15 @@ class ActiveRequest:
             choice.token_ids = list(state.token_ids)
             choice.finish_reason = state.finish_reason
             choice.stop_token = state.stop_token
-            choice.journaled = choice.logprobs_from = len(choice.token_ids)
+            choice.logprobs = list(state.logprobs or ())
+            choice.journaled = len(choice.token_ids)
+            choice.logprobs_from = len(choice.token_ids) - len(choice.logprobs)
 
     def engine_request(self, arrival: float) -> EngineRequest:
         """A new run in the engine's core, under a new `engine_key`."""
         self.runs += 1
         request = self.request
         assert request.sampling.seed is not None, "gateways always set a seed"
-        resumed = any(choice.token_ids for choice in self.choices)
         return EngineRequest(
             request_id=self.engine_key,
             prompt_token_ids=request.prompt_token_ids,
@@ -93,8 +107,10 @@ class ActiveRequest:
             seed=request.sampling.seed,
             arrival=arrival,
             priority=request.priority,
+            deadline=request.deadline_ms / 1000,
+            tenant=request.tenant,
             cache_salt=request.cache_salt,
-            resume=tuple(tuple(choice.token_ids) for choice in self.choices) if resumed else (),
+            resume=tuple(tuple(one.token_ids) for one in self.choices) if self.has_output else (),
         )
 
     def record(self, output: SequenceOutput) -> Tokens | None:
@@ -110,7 +126,7 @@ class ActiveRequest:
         choice.token_ids.extend(output.token_ids)
         if logprobs is not None:
             choice.logprobs.extend(logprobs)
-        choice.finish_reason = output.finish_reason
+        choice.finish_reason = _wire_reason(output.finish_reason)
         choice.stop_token = output.stop_token
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
         return Tokens(
@@ -120,7 +136,7 @@ class ActiveRequest:
             index=output.index,
             token_ids=output.token_ids,
             logprobs=logprobs,
-            finish_reason=output.finish_reason,
+            finish_reason=choice.finish_reason,
             stop_token=output.stop_token,
             cached_tokens=self.cached_tokens,
         )
@@ -129,16 +145,13 @@ class ActiveRequest:
         """What choice `number` said from position `index` on, for a gateway that saw a gap."""
         choice = self.choices[number]
         index = min(index, len(choice.token_ids))
-        logprobs = None
-        if self.request.sampling.logprobs is not None and index >= choice.logprobs_from:
-            logprobs = tuple(choice.logprobs[index - choice.logprobs_from :])
         return Tokens(
             request_id=self.request_id,
             attempt=self.attempt,
             choice=number,
             index=index,
             token_ids=tuple(choice.token_ids[index:]),
-            logprobs=logprobs,
+            logprobs=choice.logprobs_behind(index),
             finish_reason=choice.finish_reason,
             stop_token=choice.stop_token,
             cached_tokens=self.cached_tokens,
@@ -154,6 +167,7 @@ class ActiveRequest:
             request_id=self.request_id,
             attempt=self.attempt,
             choices=tuple(choice.state() for choice in self.choices),
+            cached_tokens=self.cached_tokens,
         )
 
     def progress(self) -> Progress:
@@ -175,6 +189,11 @@ class ActiveRequest:
             choices=tuple(choice.state() for choice in self.choices),
             cached_tokens=self.cached_tokens,
         )
+
+
+def _wire_reason(reason: FinishReason | None) -> str | None:
+    """Output that the policy cut short is, for a client, one that reached a limit."""
+    return FinishReason.LENGTH if reason is FinishReason.ABORT else reason
 
 
 def _wire_logprobs(logprobs: tuple[TokenLogprobs, ...] | None) -> tuple[Logprobs, ...] | None:

@@ -1,11 +1,15 @@
 """Frozen configuration of one engine. Values that are computed live in properties or elsewhere."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
 from .errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+_NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +40,8 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
     watermark: float = 0.01
+    policy: str = "fcfs"
+    policy_options: Mapping[str, object] = field(default_factory=lambda: _NO_OPTIONS)
     seed: int = 0
     threads: int | None = None
 

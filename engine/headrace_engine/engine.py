@@ -8,9 +8,10 @@ from typing import Protocol
 from .config import EngineConfig
 from .outputs import SequenceOutput
 from .plan import StepPlan, StepResult
-from .policies import Fcfs, Policy
+from .policies import Policy, make_policy
 from .request import EngineRequest
-from .scheduler import Scheduler, SchedulerStats
+from .scheduler import Scheduler
+from .stats import SchedulerStats
 from .validation import Limits
 
 
@@ -33,6 +34,8 @@ class Runner(Protocol):
 
 
 class Engine:
+    """`policy` replaces the one that the configuration names; no two engines may share one."""
+
     def __init__(self, config: EngineConfig, runner: Runner, policy: Policy | None = None) -> None:
         self._runner = runner
         self.max_model_len = runner.max_model_len
@@ -43,7 +46,8 @@ class Engine:
             vocab_size=runner.vocab_size,
             eos_token_ids=runner.eos_token_ids,
         )
-        self._scheduler = Scheduler(config, limits, policy or Fcfs())
+        policy = policy or make_policy(config.policy, config.policy_options)
+        self._scheduler = Scheduler(config, limits, policy)
         # Ends of resumed choices that had nothing left to do: handed out by the next step.
         self._ended: list[SequenceOutput] = []
 
@@ -68,6 +72,7 @@ class Engine:
         """One iteration of all running sequences; no output where there is no work."""
         outputs, self._ended = self._ended, []
         plan = self._scheduler.plan()
+        outputs += self._scheduler.take_shed()
         if plan is None:
             assert not self._scheduler.has_work, "sequences wait, but none can be scheduled"
             return outputs

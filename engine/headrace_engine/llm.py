@@ -4,8 +4,10 @@ Runs the engine in the caller's thread until every prompt is done; holds no queu
 """
 
 import random
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from math import inf
 from typing import Any, TypedDict
 
 from tqdm import tqdm
@@ -19,6 +21,7 @@ from .errors import ConfigError, RequestError
 from .llm_outputs import CompletionOutput, RequestOutput
 from .llm_request import RunningRequest
 from .model.checkpoint import Checkpoint, load_checkpoint
+from .policies import make_policy
 from .request import EngineRequest
 from .runner import ModelRunner
 
@@ -44,6 +47,15 @@ class _Prompt:
     token_ids: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What scheduling policies look at; `timeout` in seconds."""
+
+    priority: int = 0
+    tenant: str = "default"
+    timeout: float = inf
+
+
 class LLM:
     """A model, loaded once and used for any number of calls; one thread at a time.
 
@@ -65,9 +77,10 @@ class LLM:
         self._checkpoint: Checkpoint = load_checkpoint(model, self._config.revision)
         self._source = tokenizer or str(self._checkpoint.folder)
         self._tokenizer = None if skip_tokenizer_init else Tokenizer.load(self._source)
+        policy = make_policy(self._config.policy, self._config.policy_options)
         self._runner = ModelRunner(self._config)
         self._runner.warm_up()
-        self._engine = Engine(self._config, self._runner)
+        self._engine = Engine(self._config, self._runner, policy)
         self._random = random.Random(self._config.seed)  # noqa: S311  sampling, not secrets
         self._counter = 0
 
@@ -91,14 +104,22 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: int | Sequence[int] = 0,
+        tenant: str | Sequence[str] = "default",
+        timeout: float | Sequence[float] | None = None,
     ) -> list[RequestOutput]:
         """One output a prompt, in the prompts' order; one set of parameters for all, or one each.
 
-        Raises RequestError, before anything runs, for a prompt that the engine cannot take.
+        `priority` (lower is sooner), `tenant` and `timeout` (seconds) are what scheduling policies
+        look at, for all or one each. Raises RequestError, before anything runs, for a prompt that
+        the engine cannot take.
         """
         single = isinstance(prompts, str | Mapping)
         given: list[Any] = [prompts] if single else list(prompts)
-        return self._run([self._read(prompt) for prompt in given], sampling_params, use_tqdm)
+        places = _places(len(given), priority, tenant, timeout)
+        read = [self._read(prompt) for prompt in given]
+        return self._run(read, sampling_params, use_tqdm, places)
 
     def chat(
         self,
@@ -159,12 +180,14 @@ class LLM:
         prompts: list[_Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
+        places: Sequence[_Place] | None = None,
     ) -> list[RequestOutput]:
         params = self._match(sampling_params, len(prompts))
         running: dict[str, RunningRequest] = {}
         try:
-            for prompt, one in zip(prompts, params, strict=True):
-                request = self._start(prompt, one)
+            places = places or [_Place()] * len(prompts)
+            for prompt, one, place in zip(prompts, params, places, strict=True):
+                request = self._start(prompt, one, place)
                 running[request.output.request_id] = request
             self._finish(running, use_tqdm)
         finally:
@@ -184,19 +207,23 @@ class LLM:
             raise RequestError(f"sampling_params has {len(params)} entries for {count} prompts")
         return list(params)
 
-    def _start(self, prompt: _Prompt, params: SamplingParams) -> RunningRequest:
+    def _start(self, prompt: _Prompt, params: SamplingParams, place: _Place) -> RunningRequest:
         if self._tokenizer is None and params.stop:
             raise RequestError("stop strings need a tokenizer: leave skip_tokenizer_init off")
         request_id = str(self._counter)
         self._counter += 1
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
+        now = time.time()
         self._engine.add_request(
             EngineRequest(
                 request_id=request_id,
                 prompt_token_ids=tuple(prompt.token_ids),
                 params=params,
                 seed=seed,
-                arrival=float(self._counter),
+                arrival=now,
+                priority=place.priority,
+                deadline=now + place.timeout,
+                tenant=place.tenant,
             )
         )
         choices = [CompletionOutput(index) for index in range(params.n)]
@@ -251,6 +278,26 @@ def _config(model: str, options: dict[str, Any]) -> EngineConfig:
     if unknown:
         raise ConfigError(f"unknown option {unknown[0]}; known are {', '.join(sorted(known))}")
     return EngineConfig(model=model, **renamed)
+
+
+def _places(
+    count: int,
+    priority: int | Sequence[int],
+    tenant: str | Sequence[str],
+    timeout: float | Sequence[float] | None,
+) -> list[_Place]:
+    """Raises RequestError where a list has another length than the prompts."""
+    lists: list[list[Any]] = []
+    for name, value in (
+        ("priority", priority),
+        ("tenant", tenant),
+        ("timeout", inf if timeout is None else timeout),
+    ):
+        each = [value] * count if isinstance(value, str | int | float) else list(value)
+        if len(each) != count:
+            raise RequestError(f"{name} has {len(each)} entries for {count} prompts")
+        lists.append(each)
+    return [_Place(*values) for values in zip(*lists, strict=True)]
 
 
 def _conversations(

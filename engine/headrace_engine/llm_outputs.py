@@ -15,6 +15,7 @@ class Logprob:
 @dataclass(slots=True)
 class CompletionOutput:
     """One choice. `stop_reason` is the stop string or stop token id that ended it, else None.
+    Where the scheduling policy ended it (`finish_reason` abort), `stop_reason` says why.
 
     `logprobs` has an entry a token, which maps token ids (the chosen one and the most likely) to
     their log probabilities; None where the request asked for none.

@@ -42,6 +42,8 @@ class RunningRequest:
         self._add_logprobs(choice, step, count)
         choice.finish_reason = reason if stop is None else "stop"
         choice.stop_reason = step.stop_token if stop is None else stop
+        if step.reason is not None:
+            choice.stop_reason = step.reason
         return stop is not None and reason is None
 
     def _add_logprobs(self, choice: CompletionOutput, step: SequenceOutput, count: int) -> None:

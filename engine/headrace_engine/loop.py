@@ -15,7 +15,7 @@ from .engine import Engine
 from .errors import RequestError
 from .outputs import SequenceOutput
 from .request import EngineRequest
-from .scheduler import SchedulerStats
+from .stats import SchedulerStats
 
 OnStep = Callable[[list[SequenceOutput], SchedulerStats, float | None], None]
 OnRejected = Callable[[str, RequestError], None]

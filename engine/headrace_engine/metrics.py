@@ -20,7 +20,7 @@ from headrace_common.protocol.base import Outcome
 from headrace_common.telemetry import Telemetry
 from headrace_common.tracing import EngineTimes, record_engine_spans, record_step_span
 
-from .scheduler import SchedulerStats
+from .stats import SchedulerStats
 
 STEP_SPAN_INTERVAL = 1000
 """One step in so many becomes a span that links to the requests of its batch."""
@@ -43,7 +43,8 @@ class EngineMetrics:
     free.
 
     `stats` gives the engine's present state and is read only when an exporter collects, on its
-    thread. `capacity` is the most sequences that run at once, `step_age` gives seconds since the last finished step while there is work, else 0.
+    thread. `capacity` is the most sequences that run at once; `step_age` gives seconds since the
+    last finished step while there is work, else 0.
     """
 
     def __init__(

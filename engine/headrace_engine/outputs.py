@@ -26,7 +26,8 @@ class SequenceOutput:
 
     A finished choice has a `finish_reason`; `stop_token` is the stop token id that ended it, None
     for the end-of-sequence token. `cached_tokens` counts prompt tokens found in the prefix cache.
-    `logprobs` has one entry a token, or is None where the request asked for none.
+    `logprobs` has one entry a token, or is None where the request asked for none. `reason` says
+    in words why the policy ended a choice, whose `finish_reason` is then ABORT.
     """
 
     request_id: str
@@ -37,3 +38,4 @@ class SequenceOutput:
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
     cached_tokens: int = 0
+    reason: str | None = None

@@ -1,17 +1,18 @@
 """The scheduler's decision for one step and the runner's answer: all that passes between them."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .outputs import SampledToken
 from .request import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """A run of one sequence's known tokens, positions [start, start + length).
 
     The KV of positions [0, start) is in the sequence's blocks; this step computes the rest of the
     run and, where it ends with the last known token, samples the next one (`samples`).
+    A tuple, as one is made for each sequence in each step.
     """
 
     sequence: Sequence

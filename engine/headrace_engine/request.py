@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 
 from headrace_common.sampling import SamplingParams
 
@@ -40,6 +41,7 @@ class EngineRequest:
     `resume` holds, for a request that another engine began, the output tokens that the client
     already has, one tuple a choice: they are kept apart from the prompt, so that penalties, length
     limits and random numbers go on as if nothing had happened. `cache_salt` parts prefix caches.
+    `arrival` and `deadline` are seconds of one clock. `priority` 0 is normal, lower is sooner.
     """
 
     request_id: str
@@ -48,6 +50,8 @@ class EngineRequest:
     seed: int
     arrival: float = 0.0
     priority: int = 0
+    deadline: float = inf
+    tenant: str = "default"
     cache_salt: bytes = b""
     resume: tuple[tuple[int, ...], ...] = ()
 

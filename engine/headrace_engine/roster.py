@@ -212,6 +212,9 @@ class Roster:
         if active is not None and output.finish_reason is FinishReason.ERROR:
             self._fail(active, FailureCode.INTERNAL, "the model's output is not finite")
             return 0
+        if active is not None and output.reason is not None and not active.has_output:
+            self._fail(active, FailureCode.DEADLINE, output.reason)
+            return 0
         tokens = None if active is None else active.record(output)
         if active is None or tokens is None:
             return 0
@@ -228,9 +231,14 @@ class Roster:
 
     # Endings
 
-    def cancel_orphans(self, gateway_id: str) -> None:
-        """Ends the requests of a gateway that is gone for good."""
-        for active in [one for one in self._active.values() if one.gateway_id == gateway_id]:
+    def cancel_orphans(self, gateway_id: str, gone_for: float) -> None:
+        """Ends requests of a gateway that is gone for longer (seconds) than they may wait."""
+        orphans = [
+            one
+            for one in self._active.values()
+            if one.gateway_id == gateway_id and one.request.window_ms / 1000 <= gone_for
+        ]
+        for active in orphans:
             logger.info("request cancelled: its gateway is gone", extra=_fields(active))
             self._fail(active, FailureCode.CANCELLED, "its gateway is gone")
 

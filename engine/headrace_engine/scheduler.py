@@ -4,14 +4,15 @@ It decides and keeps the books; it runs no model and reads no clock. Each step t
 that decode come first, then running prefills, then newly admitted ones, a chunk each.
 
 It never deadlocks: a request that cannot fit the whole pool is refused, the earliest running
-sequence is never preempted for a later one, and the one that runs alone has the whole pool.
+sequence is never preempted for a later one, and the one that runs alone has the whole pool. Who is
+early and who is late is the policy's to say. A step costs O(running), however many wait.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import chain
 
 from .config import EngineConfig
+from .displacement import choose_victims
 from .errors import RequestError
 from .group import Group, open_group
 from .kv_cache import Copies, KVCache
@@ -19,35 +20,10 @@ from .outputs import SampledToken, SequenceOutput
 from .plan import ScheduledSequence, StepPlan, StepResult
 from .policies import Policy
 from .request import EngineRequest, FinishReason, Sequence, State
+from .stats import SchedulerStats
 from .stopping import StopRule
 from .validation import Limits, check_request
-from .waiting import Key, WaitingQueue
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerStats:
-    """Sequences by state, blocks by use, totals since the start, and the last step's tokens.
-
-    `blocks_cached` are free blocks whose content can still be hit; `blocks_free` hold nothing.
-    Prefix-cache tokens are counted at a sequence's first admission, not when it is recomputed.
-    """
-
-    running: int
-    waiting: int
-    swapped: int
-    blocks_used: int
-    blocks_cached: int
-    blocks_free: int
-    preemptions: int
-    prefix_hit_tokens: int
-    prefix_miss_tokens: int
-    step_prefill_tokens: int
-    step_decode_tokens: int
-
-    @property
-    def kv_utilization(self) -> float:
-        """Share of the blocks that are used, 0 to 1."""
-        return self.blocks_used / (self.blocks_used + self.blocks_cached + self.blocks_free)
+from .waiting import Key
 
 
 class Scheduler:
@@ -64,11 +40,13 @@ class Scheduler:
         self._kv = KVCache(limits.num_blocks, limits.block_size, config.enable_prefix_caching)
         self._watermark = int(config.watermark * limits.num_blocks)
         self._groups: dict[str, Group] = {}
-        self._waiting = WaitingQueue()
+        self._waiting = policy.queue()
         # Running sequences, in the order in which they came to that phase. A dict is a set that
         # keeps its order and removes in O(1).
         self._decoding: dict[Sequence, None] = {}
         self._prefilling: dict[Sequence, None] = {}
+        # Ends by the policy that nobody was told of yet.
+        self._shed: list[SequenceOutput] = []
         self._arrivals = 0
         self._unfinished = 0
         self._preemptions = 0
@@ -121,6 +99,7 @@ class Scheduler:
         if group.sequences:
             self._groups[request.request_id] = group
             self._unfinished += len(group.sequences)
+            self._policy.arrived(request)
             self._queue_leader(group)
         return ended
 
@@ -133,8 +112,20 @@ class Scheduler:
             if choice is None or sequence.choice == choice:
                 self._finish(group, sequence)
 
+    def take_shed(self) -> list[SequenceOutput]:
+        """The last outputs of choices that the policy ended since this was asked last."""
+        shed, self._shed = self._shed, []
+        return shed
+
     def plan(self) -> StepPlan | None:
-        """Decides the next step and gives it its blocks; None where nothing is to be done."""
+        """Decides the next step and gives it its blocks; None where nothing is to be done.
+
+        The policy may end requests here: see `take_shed`.
+        """
+        for request_id, reason in self._policy.expired():
+            self._end(self._groups[request_id], reason)
+        if self._policy.preempts and self._waiting:
+            self._displace()
         needy = self._make_room()
         copies: Copies = []
         for sequence in needy:
@@ -173,6 +164,7 @@ class Scheduler:
                 outputs.append(self._append(group, sequence, token))
             elif item.samples:
                 outputs.append(self._break(group, sequence))
+        self._policy.stepped(plan)
         return outputs
 
     def _append(self, group: Group, sequence: Sequence, token: SampledToken) -> SequenceOutput:
@@ -183,6 +175,7 @@ class Scheduler:
         sequence.token_ids.append(token.token_id)
         stop = group.rule.check(token.token_id, index + 1)
         if stop is not None:
+            self._policy.finished(sequence)
             self._finish(group, sequence)
         return SequenceOutput(
             sequence.request.request_id,
@@ -206,6 +199,22 @@ class Scheduler:
             finish_reason=FinishReason.ERROR,
         )
 
+    def _end(self, group: Group, reason: str) -> None:
+        """Ends all choices of a request because the policy says so; their output stays as it is."""
+        for sequence in group.sequences.copy():
+            self._finish(group, sequence)
+            self._shed.append(
+                SequenceOutput(
+                    request_id=sequence.request.request_id,
+                    choice=sequence.choice,
+                    index=sequence.output_length,
+                    token_ids=(),
+                    finish_reason=FinishReason.ABORT,
+                    cached_tokens=sequence.cached_tokens,
+                    reason=reason,
+                )
+            )
+
     def _finish(self, group: Group, sequence: Sequence) -> None:
         if sequence.state is State.RUNNING:
             self._leave(sequence)
@@ -216,6 +225,7 @@ class Scheduler:
         group.drop(sequence)
         if not group.sequences:
             del self._groups[group.request.request_id]
+            self._policy.gone(group.request)
         elif sequence is group.leader:
             self._queue_leader(group)
 
@@ -273,7 +283,50 @@ class Scheduler:
         self._preemptions += 1
 
     def _key(self, sequence: Sequence) -> Key:
-        return (self._groups[sequence.request.request_id].key, sequence.choice)
+        group = self._groups[sequence.request.request_id]
+        if self._policy.dynamic:
+            return (self._policy.rank(group.request, group.key), sequence.choice)
+        return (group.key, sequence.choice)
+
+    def _displace(self) -> None:
+        """Starts what waits first in the place of what it may preempt, as far as the budget goes.
+
+        Comes before the step's decodes are planned, as some of them are what gives way.
+        """
+        tokens = self._token_budget - len(self._decoding)
+        while tokens > 0 and (head := self._waiting.peek()) is not None:
+            matched = self._kv.match_prefix(head)
+            victims = self._victims(head, self._kv.blocks_to_admit(head, matched))
+            if not victims:
+                return
+            for victim in victims:
+                self._preempt(victim)
+            first = self._waiting.pop()
+            assert first is head, "the policy let a later request preempt an earlier one"
+            self._start(head, matched)
+            tokens -= len(head.token_ids) - head.computed
+
+    def _victims(self, head: Sequence, blocks: int) -> list[Sequence] | None:
+        """What must give way for `head`, latest first; None where that would not be enough."""
+        outranks, request = self._policy.outranks, head.request
+        found = [each for each in self.running() if outranks(request, each.request)]
+        if not found:
+            return None
+        staying = set(self.running()).difference(found)
+        blocks += self._watermark + sum(map(self._growth, staying))
+        running = len(self._decoding) + len(self._prefilling)
+        return choose_victims(
+            sorted(found, key=self._key, reverse=True),
+            self._kv.pool,
+            blocks=blocks,
+            slots=self._max_running - running,
+            alone=len(found) == running,
+        )
+
+    def _growth(self, sequence: Sequence) -> int:
+        """The blocks that it still needs for all tokens it knows."""
+        missing = self._kv.blocks_for(len(sequence.token_ids)) - len(sequence.block_table)
+        return max(missing, len(self._kv.short((sequence,))))
 
     def _continue_prefills(
         self, budget: int, scheduled: list[ScheduledSequence], copies: Copies
@@ -304,12 +357,25 @@ class Scheduler:
             if sequence is None:
                 break
             matched = self._kv.match_prefix(sequence)
+            if self._refuse(sequence, matched):
+                continue
             if not self._has_room(sequence, matched):
                 break
             self._waiting.pop()
             self._start(sequence, matched)
             budget -= self._schedule_chunk(sequence, budget, scheduled, copies)
         return budget
+
+    def _refuse(self, sequence: Sequence, matched: list[int]) -> bool:
+        """Whether the policy ended the request of a leader: nothing of that has run yet."""
+        group = self._groups[sequence.request.request_id]
+        if sequence is not group.leader:
+            return False
+        tokens = len(sequence.token_ids) - len(matched) * self._limits.block_size
+        reason = self._policy.refusal(sequence, tokens)
+        if reason is not None:
+            self._end(group, reason)
+        return reason is not None
 
     def _has_room(self, sequence: Sequence, matched: list[int]) -> bool:
         """Whether all known tokens fit beside the watermark, which one that runs alone may use.
@@ -329,5 +395,6 @@ class Scheduler:
             sequence.cached_tokens = min(hits, sequence.prompt_length)
             self._prefix_hits += hits
             self._prefix_misses += len(sequence.token_ids) - hits
+            self._policy.admitted(sequence, len(sequence.token_ids) - hits)
         sequence.transition(State.RUNNING)
         self._prefilling[sequence] = None

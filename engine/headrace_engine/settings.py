@@ -1,6 +1,6 @@
 """Settings of the engine process: HEADRACE_ENGINE_* in the environment, or flags so named."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ByteSize, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -39,6 +39,9 @@ class EngineSettings(BaseSettings):
     shard: int = Field(0, ge=0, description="queue shard of the model that this engine serves")
 
     dtype: DType = Field("auto", description="auto takes the checkpoint's")
+    quantization: Literal["none", "int8"] = Field(
+        "none", description="int8 keeps linear layers in 8 bits; native models on CPUs"
+    )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     attention_backend: str = Field("auto", description="auto, reference, cpu or flash")
     model_implementation: Literal["auto", "native", "transformers"] = Field(
@@ -61,6 +64,18 @@ class EngineSettings(BaseSettings):
     max_num_batched_tokens: int = Field(2048, ge=1, description="tokens a step")
     enable_prefix_caching: bool = Field(True, description="reuse the KV of equal prompt beginnings")
     watermark: float = Field(0.01, ge=0, lt=1, description="share of blocks kept free at admission")
+    policy: str = Field(
+        "fcfs", description="fcfs, priority, sjf, fair, deadline, or module:Class of one's own"
+    )
+    policy_options: dict[str, Any] = Field(
+        default_factory=dict, description="the policy's options, as JSON; docs/policies.md"
+    )
+    lookahead: int | None = Field(
+        None,
+        ge=0,
+        description="requests taken beyond those that can start, for the policy to choose from; "
+        "default: 0 with fcfs, else max_num_seqs",
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads; default: torch's choice")
 
     lease: float = Field(10.0, gt=0, description="seconds until a silent engine's work is taken")
@@ -84,11 +99,19 @@ class EngineSettings(BaseSettings):
         """The served model's name for clients."""
         return self.served_model_name or default_name(self.model)
 
+    @property
+    def taken_ahead(self) -> int:
+        """Requests to take beyond those that can start."""
+        if self.lookahead is None:
+            return 0 if self.policy == "fcfs" else self.max_num_seqs
+        return self.lookahead
+
     def engine_config(self) -> EngineConfig:
         return EngineConfig(
             model=local_source(self.model),
             revision=self.revision,
             dtype=self.dtype,
+            quantization=self.quantization,
             device=self.device,
             attention_backend=self.attention_backend,
             model_implementation=self.model_implementation,
@@ -101,5 +124,7 @@ class EngineSettings(BaseSettings):
             max_num_batched_tokens=self.max_num_batched_tokens,
             enable_prefix_caching=self.enable_prefix_caching,
             watermark=self.watermark,
+            policy=self.policy,
+            policy_options=self.policy_options,
             threads=self.threads,
         )

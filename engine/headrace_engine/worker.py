@@ -28,7 +28,7 @@ from .outbox import Outbox, persist
 from .outputs import SequenceOutput
 from .registration import Registration
 from .roster import Roster
-from .scheduler import SchedulerStats
+from .stats import SchedulerStats
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -49,12 +49,15 @@ class WorkerConfig:
 
     `resume_timeout`: how long a gateway may take to say what its client has. `orphan_timeout`: how
     long a request runs on after its gateway is gone, for its client to come back through another.
+    `lookahead`: how many requests to take beyond those that can start, for the scheduling policy to
+    choose from.
     """
 
     model: str
     max_model_len: int
     max_num_seqs: int
     block_size: int
+    lookahead: int = 0
     version: str
     beat_interval: float = 3.0
     drain_timeout: float = 30.0
@@ -237,14 +240,16 @@ class Worker:
             await asyncio.gather(work, change, return_exceptions=True)
 
     def _room(self) -> int:
-        """How many more requests could start now: free sequences, and nothing that waits for KV."""
-        if self._draining.is_set() or self._roster.has_suspect or self._stats.waiting > 0:
+        """How many more requests to take: as many as could start now, and the lookahead."""
+        if self._draining.is_set() or self._roster.has_suspect:
             return 0
-        return max(0, self._config.max_num_seqs - self._roster.sequences)
+        lookahead, waiting = self._config.lookahead, self._stats.waiting
+        room = self._config.max_num_seqs + lookahead - self._roster.sequences
+        return max(0, min(room, lookahead - waiting) if waiting else room)
 
     def _free_tokens(self) -> int | None:
-        """Prompt tokens that fit the KV cache now; None where nothing runs."""
-        if not self._roster.requests:
+        """Prompt tokens that fit the KV cache now; None where nothing runs, or may wait here."""
+        if not self._roster.requests or self._config.lookahead:
             return None
         return (self._stats.blocks_free + self._stats.blocks_cached) * self._config.block_size
 
@@ -284,7 +289,7 @@ class Worker:
         self._gone_since = gone
         for gateway_id, since in gone.items():
             if now - since >= self._config.orphan_timeout:
-                self._roster.cancel_orphans(gateway_id)
+                self._roster.cancel_orphans(gateway_id, now - since)
 
     async def _beat(self, requests: Sequence[ActiveRequest]) -> None:
         """Renews leases and the engine's status; a beat that is missed is made up by the next."""

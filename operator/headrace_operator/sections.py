@@ -137,6 +137,8 @@ class EngineSettingsSpec(Section):
     """Where it runs; cuda where a GPU is asked for, else cpu."""
     attention_backend: str | None = Field(None, min_length=1, max_length=32)
     """auto, reference, cpu or flash."""
+    quantization: Literal["none", "int8"] | None = None
+    """int8 keeps linear layers in 8 bits."""
     model_implementation: Literal["auto", "native", "transformers"] | None = None
     """auto is native where the architecture has a native path."""
     chat_template: str | None = Field(None, min_length=1, max_length=1024)
@@ -159,6 +161,12 @@ class EngineSettingsSpec(Section):
     """Reuse the KV of equal prompt beginnings."""
     watermark: float | None = Field(None, ge=0, lt=1, strict=False)
     """Share of blocks kept free at admission."""
+    policy: str | None = Field(None, min_length=1, max_length=128)
+    """Which waiting request is next: fcfs, priority, sjf, fair, deadline, or module:Class."""
+    policy_options: Opaque | None = None
+    """Options of the policy."""
+    lookahead: int | None = Field(None, ge=0)
+    """Requests taken beyond those that can start, for the policy to choose from."""
     threads: int | None = Field(None, ge=1)
     """CPU threads."""
     lease: float | None = Field(None, gt=0, strict=False)

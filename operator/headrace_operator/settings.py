@@ -5,8 +5,9 @@ from typing import Literal
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from headrace_common.protocol.endpoint import parse_endpoint
+
 from .desired.defaults import Platform
-from .desired.network import port_of
 
 
 class OperatorSettings(BaseSettings):
@@ -46,6 +47,9 @@ class OperatorSettings(BaseSettings):
     engine_redis_secret_key: str = Field("url", description="key in that Secret")
     engine_redis_ca_secret: str | None = Field(
         None, description="Secret with the CA of a rediss:// server for engines"
+    )
+    engine_redis_ports: tuple[int, ...] = Field(
+        (), description="further ports of Redis: masters behind Sentinels, nodes of a cluster"
     )
     engine_image: str = Field(description="image of engines whose ModelService names none")
     engine_image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field(
@@ -96,6 +100,12 @@ class OperatorSettings(BaseSettings):
         return {key.strip(): value.strip() for key, value in pairs}
 
     @property
+    def _queue_ports(self) -> tuple[int, ...]:
+        """Of the URL, and those that Sentinels or a cluster's nodes lead on to."""
+        named = [port for _, port in parse_endpoint(self.redis_url).addresses]
+        return tuple(dict.fromkeys((*named, *self.engine_redis_ports)))
+
+    @property
     def platform(self) -> Platform:
         secret = self.engine_redis_secret
         own = (self.namespace,) if self.watch_all_namespaces else ()
@@ -105,7 +115,7 @@ class OperatorSettings(BaseSettings):
             image_pull_secrets=self.engine_image_pull_secrets,
             downloader_image=self.downloader_image,
             queue_url=self.redis_url,
-            queue_port=port_of(self.redis_url, 6379),
+            queue_ports=self._queue_ports,
             queue_secret=None if secret is None else (secret, self.engine_redis_secret_key),
             queue_ca_secret=self.engine_redis_ca_secret,
             otlp_endpoint=self.engine_otlp_endpoint,

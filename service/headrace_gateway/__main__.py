@@ -13,12 +13,15 @@ import uvloop
 from headrace_common import keys, telemetry
 from headrace_common.errors import HeadraceError, SettingsError
 from headrace_common.process import EXIT_CONFIG, EXIT_UNAVAILABLE, read_settings
-from headrace_common.protocol.connection import Connection, ConnectionConfig
+from headrace_common.protocol.connection import Connection, ConnectionConfig, wait_for_backend
 from headrace_common.protocol.redis_gateway import RedisGatewayQueue
+from headrace_common.protocol.redis_limits import RedisKeyUsage
 from headrace_common.protocol.redis_registry import RedisModelRegistry
+from headrace_common.protocol.redis_store import RedisRequestStore
 from headrace_common.protocol.registry import Files, RegisteredModel
 
-from .app import Parts, create_app, package_version
+from .api_keys import KeyFile
+from .app import Durable, Parts, create_app, package_version
 from .client import GenerationClient
 from .discovery import Discovery
 from .loading import load_registered, load_static
@@ -29,6 +32,7 @@ from .settings import GatewaySettings
 logger = logging.getLogger("headrace_gateway")
 
 CLIENT_FAILED = "the queue's client has failed; the process must be restarted"
+KEYS_FAILED = "the watch of the api keys has failed; the process must be restarted"
 DISCOVERY_FAILED = "the discovery of models has failed; the process must be restarted"
 
 
@@ -63,7 +67,8 @@ async def serve(
     client = GenerationClient(queue, settings.queue_limits)
     discovery = _discovery(settings, static, connection)
     served = Models(static, discovery)
-    liveness = _liveness(client, discovery)
+    api_keys = None if settings.api_keys_file is None else KeyFile(settings.api_keys_file)
+    liveness = _liveness(client, discovery, api_keys)
     measures = telemetry.setup(
         "headrace-gateway",
         version=package_version(),
@@ -74,6 +79,9 @@ async def serve(
         ready=liveness,
     )
     try:
+        if api_keys is not None:
+            await api_keys.start()
+        await wait_for_backend(connection, settings.startup_timeout)
         await client.start()
         await discovery.start()
         parts = Parts(
@@ -82,6 +90,9 @@ async def serve(
             queue=queue,
             telemetry=measures,
             liveness=liveness,
+            keys=api_keys,
+            usage=None if api_keys is None else RedisKeyUsage(connection),
+            durable=Durable(RedisRequestStore(connection), queue),
         )
         app = create_app(settings, parts)
         server = GatewayServer(
@@ -91,6 +102,8 @@ async def serve(
         )
         await server.serve(sockets=[listener])
     finally:
+        if api_keys is not None:
+            await api_keys.close()
         await discovery.close()
         await client.close()
         await connection.close()
@@ -117,10 +130,14 @@ def _discovery(
     return Discovery(RedisModelRegistry(connection), load, ignored=static)
 
 
-def _liveness(client: GenerationClient, discovery: Discovery) -> Callable[[], str | None]:
+def _liveness(
+    client: GenerationClient, discovery: Discovery, api_keys: KeyFile | None
+) -> Callable[[], str | None]:
     def liveness() -> str | None:
         if client.failed is not None:
             return CLIENT_FAILED
+        if api_keys is not None and api_keys.failed is not None:
+            return KEYS_FAILED
         return None if discovery.failed is None else DISCOVERY_FAILED
 
     return liveness

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from headrace_common.api_keys import DEFAULT_TENANT
 from headrace_common.errors import BackendUnavailable
 from headrace_common.keys import new_request_id
 from headrace_common.messages import GenerateRequest
@@ -35,7 +36,7 @@ class Limits:
 class Job:
     """One HTTP request's prompts with what they share. `sampling` still has its stop strings.
 
-    `request_id` is the first prompt's; the others get their own.
+    `request_id` is the first prompt's; the others get their own. `cache_salt` parts prefix caches.
     """
 
     request_id: str
@@ -43,7 +44,8 @@ class Job:
     prompts: Sequence[Sequence[int]]
     sampling: SamplingParams
     priority: int = 0
-    cache_salt: str | None = None
+    tenant: str = DEFAULT_TENANT
+    cache_salt: bytes = b""
     trace: Mapping[str, str] | None = None
 
 
@@ -91,7 +93,8 @@ class Admission:
                 sampling=_for_engine(job.sampling, len(prompt), context),
                 created_ms=created_ms,
                 deadline_ms=deadline_ms,
-                cache_salt=(job.cache_salt or "").encode(),
+                tenant=job.tenant,
+                cache_salt=job.cache_salt,
                 priority=job.priority,
                 trace=job.trace or {},
             )

@@ -1,6 +1,6 @@
 """Bodies of answers as OpenAI has them, whole and in chunks, as plain dicts."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -230,3 +230,10 @@ class CompletionAnswer:
             options.tokenizer, piece.token_ids, piece.logprobs, options.logprobs, choice.offset
         )
         return lists
+
+
+# By the operation's name, as it is kept with requests that outlive their gateway.
+ANSWERS: Mapping[str, Callable[[AnswerOptions], Answer]] = {
+    "chat": ChatAnswer,
+    "text_completion": CompletionAnswer,
+}

@@ -15,29 +15,46 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from headrace_common.errors import HeadraceError
+from headrace_common.protocol.limits import KeyUsage
+from headrace_common.protocol.store import RequestStore
 from headrace_common.sampling import SamplingError
 from headrace_common.telemetry import Telemetry, disabled
 
 from .admission import Admission, Limits
+from .api_keys import KeyFile
+from .authentication import OPEN_PATHS, Authentication
 from .body import BodyLimit
 from .drain import Drain
 from .engines import EngineDirectory
 from .errors import ApiError, to_api_error
+from .keeping import Keeping
+from .kept import KeptRequests, Lifetimes
+from .metering import MeteredClient
 from .metrics import Depths, GatewayMetrics, QueueReadings
 from .models import Models
 from .observation import Observer
-from .ports import Client, EngineList
+from .ports import Client, EngineList, Ledger
 from .prompts import PromptEncoder
+from .rate_limits import RateLimits
 from .responding import Delivery
-from .routes import chat, completions, health, models, tokens
-from .routes.documents import document_bodies
+from .routes import chat, completions, health, models, requests, tokens
+from .routes.documents import document_bodies, document_keys
 from .schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .services import Services
+from .sessions import Sessions
 from .settings import GatewaySettings
 
 
 class Queue(EngineList, Depths, Protocol):
     """What is read of the queue, for readiness and metrics."""
+
+
+@dataclass(frozen=True, slots=True)
+class Durable:
+    """What knows of requests whichever gateway has them."""
+
+    store: RequestStore
+    ledger: Ledger
 
 
 def always_live() -> str | None:
@@ -49,7 +66,9 @@ def always_live() -> str | None:
 class Parts:
     """The application's collaborators. `liveness` says what is broken beyond repair, if anything.
 
-    The client is started, and closed, by the caller, on the event loop that serves.
+    The client and the keys are started, and closed, by the caller, on the event loop that serves.
+    With `keys` every request needs one; `usage` counts what those with limits use. Without
+    `durable` a request lives no longer than its connection.
     """
 
     served: Models
@@ -57,18 +76,26 @@ class Parts:
     queue: Queue
     telemetry: Telemetry = field(default_factory=disabled)
     liveness: Callable[[], str | None] = always_live
+    keys: KeyFile | None = None
+    usage: KeyUsage | None = None
+    durable: Durable | None = None
 
 
 def create_app(settings: GatewaySettings, parts: Parts) -> FastAPI:
     """Wires the API."""
+    metrics = GatewayMetrics(parts.telemetry.meter)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         with ThreadPoolExecutor(settings.tokenizer_threads, "tokenizer") as executor:
-            services = _services(settings, parts, executor)
+            _observe(metrics, parts)
+            services = _services(settings, parts, executor, metrics)
             app.state.services = services
             yield
             services.drain.close()
+            services.keeping.close()
+            if services.rate_limits is not None:
+                await services.rate_limits.close()
 
     app = FastAPI(
         title="Headrace",
@@ -78,11 +105,14 @@ def create_app(settings: GatewaySettings, parts: Parts) -> FastAPI:
         docs_url=None,  # their pages load scripts from elsewhere
         redoc_url=None,
     )
-    for route in (chat, completions, models, tokens, health):
+    for route in (chat, completions, requests, models, tokens, health):
         app.include_router(route.router)
     document_bodies(app, (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest))
     _add_error_handlers(app)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, timeout=settings.body_timeout)
+    if parts.keys is not None:
+        document_keys(app, OPEN_PATHS)
+        app.add_middleware(Authentication, find=parts.keys.find, refused=metrics.unauthorized)
     return app
 
 
@@ -93,35 +123,61 @@ def package_version() -> str:
         return "unknown"
 
 
-def _services(settings: GatewaySettings, parts: Parts, executor: ThreadPoolExecutor) -> Services:
+def _services(
+    settings: GatewaySettings, parts: Parts, executor: ThreadPoolExecutor, metrics: GatewayMetrics
+) -> Services:
     engines = EngineDirectory(parts.queue)
     limits = Limits(
         default_deadline=settings.default_deadline,
         max_deadline=settings.max_deadline,
         max_choices=settings.max_choices,
     )
+    rate_limits = None if parts.usage is None else RateLimits(parts.usage)
+    client = parts.client if rate_limits is None else MeteredClient(parts.client, rate_limits)
+    observer = Observer(metrics, parts.telemetry.tracer)
+    delivery = Delivery(
+        keep_alive=settings.keep_alive_interval, write_timeout=settings.write_timeout
+    )
+    drain = Drain()
     return Services(
         settings=settings,
         models=parts.served,
         prompts=PromptEncoder(executor),
         engines=engines,
-        admission=Admission(parts.client, engines, limits),
-        observer=Observer(_metrics(parts), parts.telemetry.tracer),
-        delivery=Delivery(
-            keep_alive=settings.keep_alive_interval, write_timeout=settings.write_timeout
+        admission=Admission(client, engines, limits),
+        observer=observer,
+        delivery=delivery,
+        drain=drain,
+        keeping=Keeping(
+            _kept(settings, parts.durable, client),
+            models=parts.served,
+            observer=observer,
+            delivery=delivery,
+            drain=drain,
         ),
-        drain=Drain(),
         liveness=parts.liveness,
         version=package_version(),
+        keys_on=parts.keys is not None,
+        rate_limits=rate_limits,
     )
 
 
-def _metrics(parts: Parts) -> GatewayMetrics:
-    metrics = GatewayMetrics(parts.telemetry.meter)
+def _kept(
+    settings: GatewaySettings, durable: Durable | None, client: Client
+) -> KeptRequests | None:
+    if durable is None:
+        return None
+    sessions = Sessions(client, durable.store)
+    lifetimes = Lifetimes(result=settings.result_ttl, window=settings.resume_window)
+    return KeptRequests(durable.store, durable.ledger, sessions, lifetimes)
+
+
+def _observe(metrics: GatewayMetrics, parts: Parts) -> None:
     if parts.telemetry.measuring:
         loop = asyncio.get_running_loop()
         metrics.observe_queue(QueueReadings(parts.queue, lambda: parts.served.names, loop))
-    return metrics
+        if parts.keys is not None:
+            metrics.observe_keys(parts.keys)
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -11,7 +11,6 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 from headrace_common.errors import (
@@ -36,37 +35,15 @@ from headrace_common.protocol.base import (
     QueueLimits,
 )
 
+from .following import Following
 from .generation import Delta, Generation, GenerationState, Hooks
+from .watch import ClientConfig, Watch
 
 __all__ = ["ClientConfig", "Delta", "Generation", "GenerationClient", "GenerationState"]
 
 logger = logging.getLogger(__name__)
 
 REMEMBERED = 10_000  # ended requests whose late frames are not worth an answer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientConfig:
-    """Times in seconds.
-
-    `silence`: an engine that sent nothing for this long is given up. `recheck`: a request of which
-    nothing was heard is asked about after this long, then twice, up to `longest_recheck`.
-    """
-
-    beat_interval: float = 3.0
-    silence: float = 2.5
-    recheck: float = 2.5
-    longest_recheck: float = 20.0
-
-
-@dataclass(slots=True)
-class _Watch:
-    """When a generation is next asked about, and which engine is then believed to have it."""
-
-    due: float
-    pause: float
-    suspect: tuple[str, int] | None = None
-    suspected_at: float = 0.0
 
 
 class GenerationClient:
@@ -88,14 +65,16 @@ class GenerationClient:
         self._clock = clock
         self._config = config or ClientConfig()
         self._active: dict[str, Generation] = {}
-        self._watches: dict[str, _Watch] = {}
+        self._watches: dict[str, Watch] = {}
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._heard: dict[str, float] = {}
         self._unavailable_at = 0.0  # when Redis last could not be reached
         self._ended: OrderedDict[str, float] = OrderedDict()
         self._disowned: OrderedDict[tuple[str, str], float] = OrderedDict()
+        self._left: set[str] = set()  # requests that go on without this gateway
+        self._following = Following(queue, self._dispatch, self._on_task_done)
         self._outgoing: asyncio.Queue[tuple[str, Control]] = asyncio.Queue()
-        self._hooks = Hooks(self._send, self._forget, self._abandon, self._count)
+        self._hooks = Hooks(self._send, self._forget, self._abandon, self._count, self._left.add)
         self._tasks: list[asyncio.Task[None]] = []
         self._background: set[asyncio.Task[None]] = set()
         self._watcher: asyncio.Task[None] | None = None
@@ -125,9 +104,13 @@ class GenerationClient:
             task.add_done_callback(self._on_task_done)
 
     async def close(self) -> None:
-        """Cancels what is in flight and ends."""
+        """Cancels what is in flight, but leaves to others what they may go on with; ends."""
         for generation in list(self._active.values()):
-            await generation.cancel()
+            if generation.shared:
+                generation.leave()
+            else:
+                await generation.cancel()
+        await self._following.close()
         tasks = [*self._tasks, *self._background]
         if self._watcher is not None:
             tasks.append(self._watcher)
@@ -138,21 +121,26 @@ class GenerationClient:
         await self.queue.close()
 
     async def submit(self, request: GenerateRequest) -> Generation:
-        """Queues a request. Raises QueueFull, RequestConflict, BackendUnavailable."""
+        """Queues a request, or follows one that is known: to its end, wherever it is.
+
+        Raises QueueFull, RequestConflict, BackendUnavailable.
+        """
         if request.request_id in self._active:
             raise RequestConflict(f"request {request.request_id} is in flight here already")
         generation = Generation(request, self._hooks, time.monotonic())
+        self._left.discard(request.request_id)
         self._active[request.request_id] = generation  # first: frames may come before the reply
         try:
-            admission = await self.queue.admit(request, self._limits)
+            admission = await self.queue.admit(request, self._limits, polite=generation.shared)
         except (HeadraceError, asyncio.CancelledError) as error:
             self._active.pop(request.request_id, None)
-            if not isinstance(error, HeadraceError) or isinstance(error, BackendUnavailable):
+            unclear = not isinstance(error, HeadraceError) or isinstance(error, BackendUnavailable)
+            if unclear and not generation.shared:
                 self._in_background(self._abandon(generation))  # its reply may be what was lost
             raise
         if generation.state is not GenerationState.ENDED:
             self._follow(generation)
-            self._admitted(generation, admission)
+            await self._admitted(generation, admission)
         return generation
 
     # Following a request
@@ -160,7 +148,7 @@ class GenerationClient:
     def _follow(self, generation: Generation) -> None:
         pause = self._config.recheck
         rid = generation.request_id
-        self._watches[rid] = _Watch(time.monotonic() + pause, pause)
+        self._watches[rid] = Watch(time.monotonic() + pause, pause)
         left = generation.request.deadline_ms / 1000 - self._clock()
         loop = asyncio.get_running_loop()
         self._deadlines[rid] = loop.call_later(max(0.0, left), self._expire, generation)
@@ -180,6 +168,7 @@ class GenerationClient:
         self._watches.pop(rid, None)
         if timer := self._deadlines.pop(rid, None):
             timer.cancel()
+        self._stop_following()
         self._ended[rid] = time.monotonic()
         while len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)
@@ -195,13 +184,70 @@ class GenerationClient:
                 extra={"request_id": generation.request_id, "error": str(error)},
             )
 
-    def _admitted(self, generation: Generation, admission: Admission) -> None:
+    async def _admitted(self, generation: Generation, admission: Admission) -> None:
         """Takes what ADMIT said of a request."""
+        if admission.state is AdmitState.HELD:
+            await self._held(generation, admission)
+            return
         if admission.state is not AdmitState.ENDED:
+            self._hold(generation)
             return
         assert admission.outcome is not None, "an ended request has an outcome"
         if not generation.settle(admission.outcome):
             generation.fail(FailureCode.LOST, "the rest of the answer is lost; send it again")
+
+    # Requests that other gateways hold
+
+    async def _held(self, generation: Generation, admission: Admission) -> None:
+        """Follows the gateway that has the request; takes it over where that one is gone."""
+        holder = admission.gateway_id
+        assert holder is not None, "a held request has a gateway"
+        if not await self.queue.gateway_alive(holder):
+            await self._take_over(generation)
+        elif holder != generation.holder:
+            generation.holder = holder
+            self._stop_following()
+            await self._following.add(holder)
+            owner = None if admission.owner is None else (admission.owner, admission.attempt)
+            generation.catch_up(owner)
+
+    async def _take_over(self, generation: Generation) -> None:
+        """Goes on with a request whose gateway is gone."""
+        await self._catch_up(generation)
+        if generation.request_id not in self._active:
+            return
+        seen = generation.arbiter.attempt
+        admission = await self.queue.admit(generation.request, self._limits, seen=seen)
+        if generation.request_id in self._active:
+            await self._admitted(generation, admission)
+
+    async def _catch_up(self, generation: Generation) -> None:
+        """Should its engine be gone as well, the next one asks here what the client has: that is
+        what the journal knows. A living engine says it itself."""
+        owner = generation.arbiter.owner
+        heard = 0.0 if owner is None else self._heard.get(owner[0], 0.0)
+        if time.monotonic() - heard < self._config.silence:
+            return
+        states = await self.queue.journal(generation.request_id, generation.request.model)
+        if states is not None:
+            generation.adopt(states)
+
+    def _hold(self, generation: Generation) -> None:
+        """From now on the request's replies come to this gateway."""
+        if generation.holder is not None:
+            generation.holder = None
+            self._stop_following()
+
+    def _stop_following(self) -> None:
+        """Of gateways that have no request in flight here any more."""
+        if self._following.gateways:
+            self._following.keep({g.holder for g in self._active.values() if g.holder})
+
+    async def _check_holders(self) -> None:
+        for holder in self._following.gateways:
+            if not await self.queue.gateway_alive(holder):
+                for generation in [g for g in self._active.values() if g.holder == holder]:
+                    await self._take_over(generation)
 
     # Frames
 
@@ -210,19 +256,23 @@ class GenerationClient:
             async for frame in frames:
                 self._dispatch(frame)
 
-    def _dispatch(self, frame: Frame) -> None:
+    def _dispatch(self, frame: Frame, holder: str | None = None) -> None:
+        """Takes a frame to this gateway, or to `holder`: only for requests that it has."""
         now = time.monotonic()
         self._heard[frame.engine_id] = now
         for reply in frame.replies:
             generation = self._active.get(reply.request_id)
             if generation is None:
-                self._unknown(frame.engine_id, reply, now)
-            else:
+                if holder is None:
+                    self._unknown(frame.engine_id, reply, now)
+            elif holder is None or generation.holder == holder:
                 generation.handle(frame.engine_id, reply, now)
 
     def _unknown(self, engine_id: str, reply: Reply, now: float) -> None:
         """Answers an engine that runs what nobody here waits for; late frames are let pass."""
         self._count("unknown_request")
+        if reply.request_id in self._left:
+            return
         key = (engine_id, reply.request_id)
         asked = isinstance(reply, Takeover | Sync)
         lately = now - self._ended.get(reply.request_id, -1e9) < self._config.silence
@@ -257,6 +307,7 @@ class GenerationClient:
             await asyncio.sleep(self._config.beat_interval)
             try:
                 await self.queue.beat()
+                await self._check_holders()
             except BackendUnavailable as error:
                 self._unavailable_at = time.monotonic()
                 logger.warning("redis unavailable, beat missed", extra={"error": str(error)})
@@ -281,6 +332,8 @@ class GenerationClient:
         if watch is None:
             return
         owner = generation.arbiter.owner or watch.suspect
+        if generation.holder is not None:
+            owner = None  # it is its holder that looks after the engine
         if owner is not None and self._is_silent(owner[0], generation, watch):
             await self._recheck(generation, watch, now)
         elif now - generation.heard_at < self._config.recheck:
@@ -288,26 +341,29 @@ class GenerationClient:
         elif now >= watch.due:
             await self._recheck(generation, watch, now)
 
-    def _is_silent(self, engine_id: str, generation: Generation, watch: _Watch) -> bool:
+    def _is_silent(self, engine_id: str, generation: Generation, watch: Watch) -> bool:
         """Whether an engine could have spoken and did not. Redis away is not its silence."""
         heard = self._heard.get(engine_id, 0.0)
         since = max(heard, generation.heard_at, watch.suspected_at, self._unavailable_at)
         return time.monotonic() - since > self._config.silence
 
-    async def _recheck(self, generation: Generation, watch: _Watch, now: float) -> None:
+    async def _recheck(self, generation: Generation, watch: Watch, now: float) -> None:
         """Admits a request again; takes it from an engine that was silent then and is still."""
         watch.due = now + watch.pause
         watch.pause = min(2 * watch.pause, self._config.longest_recheck)
         try:
             admission = await self.queue.admit(
-                generation.request, self._limits, seen=generation.arbiter.attempt
+                generation.request,
+                self._limits,
+                seen=generation.arbiter.attempt,
+                polite=generation.shared,
             )
         except RequestConflict:
             generation.fail(FailureCode.INTERNAL, "the request's id is in use for another one")
             return
         if generation.state is GenerationState.ENDED:
             return
-        self._admitted(generation, admission)
+        await self._admitted(generation, admission)
         if admission.state is not AdmitState.ATTACHED or admission.owner is None:
             watch.suspect = None
             return

@@ -12,7 +12,16 @@ from types import TracebackType
 from typing import Self
 
 from headrace_common.errors import FailureCode, RequestFailed
-from headrace_common.messages import Control, Failed, GenerateRequest, Logprobs, Reply, StopChoice
+from headrace_common.messages import (
+    ChoiceState,
+    Control,
+    Failed,
+    GenerateRequest,
+    Logprobs,
+    Reply,
+    Resend,
+    StopChoice,
+)
 from headrace_common.protocol.arbiter import Action, Arbiter, Deliver, Fail, Ignore, Send
 from headrace_common.protocol.base import Outcome
 
@@ -47,6 +56,7 @@ class Hooks:
     ended: Callable[["Generation"], None]
     abandon: Callable[["Generation"], Awaitable[None]]
     ignored: Callable[[str], None]
+    left: Callable[[str], None]
 
 
 class Generation:
@@ -54,12 +64,15 @@ class Generation:
 
     Use it in `async with`: leaving the block before the end cancels the request. Cancelling a task
     that waits for the next delta does not (waiting with a timeout is common); cancel() does.
+
+    `holder` is another gateway whose replies it is made from: that one answers the engines.
     """
 
     def __init__(self, request: GenerateRequest, hooks: Hooks, now: float) -> None:
         self.request = request
         self.arbiter = Arbiter(request.request_id, request.sampling.n)
         self.heard_at = now  # monotonic seconds: when an engine last spoke of it
+        self.holder: str | None = None
         self._hooks = hooks
         self._deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
         self._failure: Failed | None = None
@@ -74,6 +87,11 @@ class Generation:
         if self._ended:
             return GenerationState.ENDED
         return GenerationState.QUEUED if self.arbiter.owner is None else GenerationState.RUNNING
+
+    @property
+    def shared(self) -> bool:
+        """Whether other gateways may have clients of it."""
+        return self.request.keep_ms > 0
 
     @property
     def started(self) -> bool:
@@ -118,7 +136,28 @@ class Generation:
             self.fail(FailureCode.CANCELLED, "the request was cancelled")
             await self._hooks.abandon(self)
 
+    def leave(self) -> None:
+        """Ends it here without ending the request; the iterator raises."""
+        if self._ended:
+            return
+        self._hooks.left(self.request_id)
+        self.fail(FailureCode.CANCELLED, "the request was left to other gateways")
+
     # For the client
+
+    def catch_up(self, owner: tuple[str, int] | None) -> None:
+        """Asks the engine that has it for what its holder was told before."""
+        if owner is None or self._ended:
+            return
+        self.arbiter.owner = self.arbiter.owner or owner
+        for choice in range(self.request.sampling.n):
+            index = self.arbiter.token_count(choice)
+            control = Resend(request_id=self.request_id, choice=choice, index=index)
+            self._hooks.send(owner[0], control)
+
+    def adopt(self, states: Sequence[ChoiceState]) -> None:
+        """Takes what the request's gateway was told before it was gone."""
+        self._carry_out(self.arbiter.adopt(states))
 
     def fail(self, failure: FailureCode, message: str) -> None:
         """Ends the request here; does not tell the queue."""
@@ -152,7 +191,8 @@ class Generation:
                 case Deliver():
                     self._deliver(action)
                 case Send():
-                    self._hooks.send(action.engine_id, action.control)
+                    if self.holder is None or isinstance(action.control, Resend):
+                        self._hooks.send(action.engine_id, action.control)
                 case Fail():
                     self._end(action.failed)
                 case Ignore():

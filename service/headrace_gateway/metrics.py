@@ -1,7 +1,8 @@
 """What a gateway measures: requests as its clients see them, and the queue behind it.
 
 The caller says what happened; nothing here decides. Names, units and buckets are in
-headrace_common.metric_names. Labels are closed sets: never ids, prompts or tenants.
+headrace_common.metric_names. Labels are closed sets: never ids or prompts, and tenants only as far
+as they are configured.
 """
 
 import asyncio
@@ -25,6 +26,9 @@ from headrace_common.instruments import (
 )
 from headrace_common.protocol.base import QueueDepth
 
+from .api_keys import KeyRing
+from .tenants import TenantLabels
+
 READING_LIFETIME_S = 1.0
 READING_TIMEOUT_S = 2.0
 
@@ -34,6 +38,7 @@ class RejectReason(StrEnum):
 
     QUEUE_FULL = "queue_full"
     TENANT_LIMIT = "tenant_limit"
+    RATE_LIMIT = "rate_limit"
     BACKEND_UNAVAILABLE = "backend_unavailable"
 
 
@@ -53,13 +58,18 @@ class CompletedRequest:
     token_spans: Sequence[tuple[int, float]]
     time_to_first_token: float | None = None
     error_type: str | None = None
+    tenant: str | None = None
 
 
 class GatewayMetrics:
-    """The gateway's instruments. Every method is cheap and safe on the event loop."""
+    """The gateway's instruments. Every method is cheap and safe on the event loop.
+
+    `tenant` is None where API keys are off.
+    """
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
+        self._tenants = TenantLabels()
         self._duration = histogram(meter, names.REQUEST_DURATION)
         self._first_token = histogram(meter, names.TIME_TO_FIRST_TOKEN)
         self._per_token = histogram(meter, names.TIME_PER_OUTPUT_TOKEN)
@@ -68,23 +78,29 @@ class GatewayMetrics:
         self._rejected = counter(meter, names.QUEUE_REJECTED)
         self._disconnects = counter(meter, names.GATEWAY_DISCONNECTS)
         self._in_flight = up_down_counter(meter, names.GATEWAY_REQUESTS_IN_FLIGHT)
+        self._unauthorized = counter(meter, names.GATEWAY_UNAUTHORIZED)
 
-    def admitted(self, model: str) -> None:
-        self._admitted.add(1, {names.REQUEST_MODEL: model})
+    def admitted(self, model: str, tenant: str | None = None) -> None:
+        self._admitted.add(1, self._of(tenant, {names.REQUEST_MODEL: model}))
 
-    def rejected(self, model: str, reason: RejectReason) -> None:
-        self._rejected.add(1, {names.REQUEST_MODEL: model, names.REASON: reason.value})
+    def rejected(self, model: str, reason: RejectReason, tenant: str | None = None) -> None:
+        attributes = {names.REQUEST_MODEL: model, names.REASON: reason.value}
+        self._rejected.add(1, self._of(tenant, attributes))
+
+    def unauthorized(self) -> None:
+        """A request came without a valid key."""
+        self._unauthorized.add(1)
 
     def disconnected(self, model: str) -> None:
         """The client went away before the end."""
         self._disconnects.add(1, {names.REQUEST_MODEL: model})
 
-    def started(self, model: str, *, stream: bool) -> None:
+    def started(self, model: str, *, stream: bool, tenant: str | None = None) -> None:
         """A request is being served; pair it with `stopped`, whatever comes between."""
-        self._in_flight.add(1, _flight(model, stream))
+        self._in_flight.add(1, self._of(tenant, _flight(model, stream)))
 
-    def stopped(self, model: str, *, stream: bool) -> None:
-        self._in_flight.add(-1, _flight(model, stream))
+    def stopped(self, model: str, *, stream: bool, tenant: str | None = None) -> None:
+        self._in_flight.add(-1, self._of(tenant, _flight(model, stream)))
 
     def completed(self, request: CompletedRequest) -> None:
         """Records durations and tokens of a request that ended, well or not."""
@@ -93,14 +109,15 @@ class GatewayMetrics:
             names.PROVIDER_NAME: names.PROVIDER,
             names.REQUEST_MODEL: request.model,
         }
-        ended = attributes
+        labels = self._of(request.tenant, attributes)
+        ended = labels
         if request.error_type is not None:
-            ended = {**attributes, names.ERROR_TYPE: request.error_type}
+            ended = {**labels, names.ERROR_TYPE: request.error_type}
         self._duration.record(request.duration, ended)
         if request.input_tokens:  # a refused request used none
-            self._record_tokens(request, attributes)
+            self._record_tokens(request, labels)
         if request.time_to_first_token is not None:
-            self._first_token.record(request.time_to_first_token, attributes)
+            self._first_token.record(request.time_to_first_token, labels)
         for tokens, seconds in request.token_spans:
             if tokens > 1:
                 self._per_token.record(seconds / (tokens - 1), attributes)
@@ -110,12 +127,37 @@ class GatewayMetrics:
         self._usage.record(request.input_tokens, {**attributes, names.TOKEN_TYPE: "input"})
         self._usage.record(output, {**attributes, names.TOKEN_TYPE: "output"})
 
+    def _of(self, tenant: str | None, attributes: Mapping[str, str]) -> Mapping[str, str]:
+        if tenant is None:
+            return attributes
+        return {**attributes, names.TENANT_LABEL: self._tenants.label(tenant)}
+
+    def observe_keys(self, keys: "Keys") -> None:
+        """Exports how many keys there are and whether they are those of their file. Call once."""
+        observed_gauge(
+            self._meter, names.GATEWAY_API_KEYS, lambda: [Observation(len(keys.ring.keys))]
+        )
+        observed_gauge(
+            self._meter,
+            names.GATEWAY_API_KEYS_CURRENT,
+            lambda: [Observation(int(keys.failing is None))],
+        )
+
     def observe_queue(self, readings: "QueueReadings") -> None:
         """Exports the depth of the queues; they are read only when an exporter asks. Call once."""
         for metric, value in _DEPTH_VALUES:
             observed_gauge(self._meter, metric, _observer(readings, value))
         letters = _observer(readings, lambda depth: depth.dead_letters)
         observed_counter(self._meter, names.QUEUE_DEAD_LETTERS, letters)
+
+
+class Keys(Protocol):
+    """The part of a KeyFile that is read here."""
+
+    @property
+    def ring(self) -> KeyRing: ...
+    @property
+    def failing(self) -> str | None: ...
 
 
 class Depths(Protocol):

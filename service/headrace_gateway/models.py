@@ -3,7 +3,7 @@
 Those of the settings are loaded at start and win; the others come and go with the registry.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,14 +43,22 @@ class Models:
     """All served models by name: `static` ones and those of `discovered`."""
 
     def __init__(
-        self, static: Mapping[str, ServedModel], discovered: Discovered | None = None
+        self,
+        static: Mapping[str, ServedModel],
+        discovered: Discovered | None = None,
+        allows: Callable[[str], bool] | None = None,
     ) -> None:
         self._static = dict(static)
         self._discovered = discovered
+        self._allows = allows
+
+    def only(self, allows: Callable[[str], bool]) -> "Models":
+        """The same models, of which the others are not there for whoever asks."""
+        return Models(self._static, self._discovered, allows)
 
     async def find(self, name: str | None) -> ServedModel:
         """As `get`, but a model that is not known is looked for first."""
-        if self._discovered is not None and not self._has(name):
+        if self._discovered is not None and not self._has(name) and self._may_have(name):
             await self._discovered.look(name)
         return self.get(name)
 
@@ -76,14 +84,20 @@ class Models:
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._all().values())
 
+    def _may_have(self, name: str | None) -> bool:
+        return self._allows is None or name is None or self._allows(name)
+
     def _has(self, name: str | None) -> bool:
         models = self._all()
         return bool(models) if name is None else name in models
 
     def _all(self) -> dict[str, ServedModel]:
-        if self._discovered is None:
-            return self._static
-        return {**self._static, **self._discovered.served, **self._static}
+        models = self._static
+        if self._discovered is not None:
+            models = {**self._static, **self._discovered.served, **self._static}
+        if self._allows is None:
+            return models
+        return {name: model for name, model in models.items() if self._allows(name)}
 
 
 def _only(models: Mapping[str, ServedModel]) -> ServedModel:

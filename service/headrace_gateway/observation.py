@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from opentelemetry.trace import Span, Tracer
 
+from headrace_common import metric_names as names
 from headrace_common import tracing
 from headrace_common.errors import BackendUnavailable, QueueFull
 from headrace_common.sampling import SamplingParams
 
 from .metrics import CompletedRequest, GatewayMetrics, RejectReason
+from .rate_limits import RateLimited
 from .run import Piece, Usage
 
 logger = logging.getLogger(__name__)
@@ -23,7 +25,8 @@ Clock = Callable[[], float]
 class RequestInfo:
     """`operation` is `chat` or `text_completion`; `headers` have lower-case names.
 
-    `request_id` is the queue's, `client_request_id` the caller's own name for it.
+    `request_id` is the queue's, `client_request_id` the caller's own name for it. `tenant` and
+    `key_id` are None where API keys are off.
     """
 
     request_id: str
@@ -33,6 +36,8 @@ class RequestInfo:
     sampling: SamplingParams
     stream: bool
     headers: Mapping[str, str]
+    tenant: str | None = None
+    key_id: str | None = None
 
 
 class Observer:
@@ -55,6 +60,8 @@ class Observer:
             headers=info.headers,
             stream=info.stream,
         )
+        if info.tenant is not None:
+            span.set_attribute(names.TENANT, info.tenant)
         return Observation(info, self._metrics, span, self._clock)
 
 
@@ -78,7 +85,8 @@ class Observation:
         self._started = clock()
         self._choices: dict[int, _ChoiceTimes] = {}
         self._finish_reasons: list[str] = []
-        metrics.started(info.model, stream=info.stream)
+        self._on_end: list[Callable[[bool], None]] = []
+        metrics.started(info.model, stream=info.stream, tenant=info.tenant)
 
     @property
     def trace(self) -> Mapping[str, str]:
@@ -87,16 +95,22 @@ class Observation:
 
     def admitted(self, requests: int) -> None:
         for _ in range(requests):
-            self._metrics.admitted(self._info.model)
+            self._metrics.admitted(self._info.model, self._info.tenant)
 
     def rejected(self, error: Exception) -> None:
         if isinstance(error, QueueFull):
             reason = RejectReason.TENANT_LIMIT if error.tenant else RejectReason.QUEUE_FULL
         elif isinstance(error, BackendUnavailable):
             reason = RejectReason.BACKEND_UNAVAILABLE
+        elif isinstance(error, RateLimited):
+            reason = RejectReason.RATE_LIMIT
         else:
             return
-        self._metrics.rejected(self._info.model, reason)
+        self._metrics.rejected(self._info.model, reason, self._info.tenant)
+
+    def on_end(self, tell: Callable[[bool], None]) -> None:
+        """Has `tell` called at the end, with whether that was a good one."""
+        self._on_end.append(tell)
 
     def piece(self, piece: Piece) -> None:
         if piece.token_ids:
@@ -114,7 +128,9 @@ class Observation:
         choices: Sequence[_ChoiceTimes] = list(self._choices.values())
         first = min((times.first for times in choices), default=None)
         to_first = None if first is None else first - self._started
-        self._metrics.stopped(self._info.model, stream=self._info.stream)
+        for tell in self._on_end:
+            tell(error_type is None)
+        self._metrics.stopped(self._info.model, stream=self._info.stream, tenant=self._info.tenant)
         self._metrics.completed(
             CompletedRequest(
                 model=self._info.model,
@@ -124,6 +140,7 @@ class Observation:
                 token_spans=[(times.tokens, times.last - times.first) for times in choices],
                 time_to_first_token=to_first,
                 error_type=error_type,
+                tenant=self._info.tenant,
             )
         )
         self._log(usage, to_first, error_type)
@@ -139,6 +156,11 @@ class Observation:
             ),
         )
 
+    def _caller_fields(self) -> Mapping[str, str]:
+        if self._info.tenant is None or self._info.key_id is None:
+            return {}
+        return {"tenant": self._info.tenant, "api_key": self._info.key_id}
+
     def _log(self, usage: Usage, to_first: float | None, error_type: str | None) -> None:
         logger.info(
             "request ended",
@@ -148,6 +170,7 @@ class Observation:
                 "trace_id": tracing.trace_id(self._span),
                 "operation": self._info.operation,
                 "model": self._info.model,
+                **self._caller_fields(),
                 "stream": self._info.stream,
                 "input_tokens": usage.prompt_tokens,
                 "output_tokens": usage.completion_tokens,

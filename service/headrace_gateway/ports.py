@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from headrace_common.messages import GenerateRequest, Logprobs
-from headrace_common.protocol.base import EngineStatus
+from headrace_common.protocol.base import EngineStatus, Standing
 
 
 class Delta(Protocol):
@@ -35,10 +35,21 @@ class Generation(Protocol):
     async def cancel(self) -> None:
         """Nobody wants the answer any more. Does nothing once it has ended."""
 
+    def leave(self) -> None:
+        """Ends it here; the request goes on, for whoever else follows it."""
+
 
 class Client(Protocol):
     async def submit(self, request: GenerateRequest) -> Generation:
         """Queues a request. Raises QueueFull or BackendUnavailable."""
+
+
+class Ledger(Protocol):
+    """The part of a GatewayQueue that knows requests whoever follows them."""
+
+    async def standing(self, request_id: str, model: str) -> Standing | None: ...
+
+    async def cancel(self, request_id: str, model: str) -> None: ...
 
 
 class EngineList(Protocol):

@@ -5,7 +5,7 @@ the socket, streaming or not), a reader that is too slow, or this gateway's own 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +13,24 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headrace_common.errors import HeadraceError
-from headrace_common.messages import GenerateRequest
+from headrace_common.tokenizer import Tokenizer
 
-from .admission import Accepted, Admission, Job, cancel_all
+from .admission import Accepted, cancel_all
 from .answers import Answer
 from .drain import Drain
 from .errors import ApiError, to_api_error, unavailable
+from .event_ids import ResumableEvents
 from .observation import Observation
 from .run import Piece, Run, Usage
-from .sse import EventStream, Writer, encode, event
+from .sse import (
+    KEEP_ALIVE,
+    KEEP_ALIVE_BETWEEN_IDS,
+    RETRY,
+    EventStream,
+    Writer,
+    encode,
+    event,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,26 +43,32 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """All that one request's answer is made from."""
+    """All that one request's answer is made from.
 
-    job: Job
-    requests: Sequence[GenerateRequest]
+    `accept` queues it. `kept` is the id of a request that goes on without this response, `events`
+    numbers what is streamed of it. `admits`: whether it is this response that queued it, so that it
+    is counted once.
+    """
+
+    accept: Callable[[], Awaitable[Sequence[Accepted]]]
+    tokenizer: Tokenizer
+    choices_per_prompt: int
     answer: Answer
     observation: Observation
     stream: bool
     include_usage: bool
     headers: Mapping[str, str]
+    kept: str | None = None
+    events: ResumableEvents | None = None
+    admits: bool = True
 
 
 class GenerationResponse(Response):
     """A response that queues its request when it is sent, and ends it when it cannot be."""
 
-    def __init__(
-        self, exchange: Exchange, admission: Admission, delivery: Delivery, drain: Drain
-    ) -> None:
+    def __init__(self, exchange: Exchange, delivery: Delivery, drain: Drain) -> None:
         super().__init__()
         self._exchange = exchange
-        self._admission = admission
         self._delivery = delivery
         self._drain = drain
         self._runs: list[Run] = []
@@ -73,12 +88,13 @@ class GenerationResponse(Response):
             raise
         finally:
             writer.close()
-            observation.end(self._usage(), error_type)
+            observation.end(self._usage() if self._exchange.admits else Usage(), error_type)
 
     async def _serve(self, writer: Writer, receive: Receive) -> str | None:
         """The code of an error that ended the answer after it began."""
-        accepted = await self._admission.submit(self._exchange.job, self._exchange.requests)
-        self._exchange.observation.admitted(len(accepted))
+        accepted = await self._exchange.accept()
+        if self._exchange.admits:
+            self._exchange.observation.admitted(len(accepted))
         self._runs = self._start_runs(accepted)
         work = asyncio.create_task(self._answer(writer))
         gone = asyncio.create_task(_disconnected(receive))
@@ -91,7 +107,7 @@ class GenerationResponse(Response):
         finally:
             complete = work.done() and not work.cancelled() and work.exception() is None
             await _stop(work, gone)
-            if not complete:
+            if not complete or self._exchange.kept is not None:
                 await cancel_all(accepted)
 
     async def _outcome(self, work: "asyncio.Task[str | None]") -> str | None:
@@ -107,7 +123,9 @@ class GenerationResponse(Response):
         if client_left:
             self._exchange.observation.disconnected()
             return "slow_reader" if writer.slow_reader else "client_disconnected"
-        error = unavailable("This server is shutting down; send it again.", code="shutting_down")
+        kept = self._exchange.kept
+        remedy = "send it again" if kept is None else f"read on at GET /v1/requests/{kept}/events"
+        error = unavailable(f"This server is shutting down; {remedy}.", code="shutting_down")
         if not writer.started:
             raise error
         await writer.body(event(error.body), more=False)
@@ -124,46 +142,70 @@ class GenerationResponse(Response):
         return None
 
     async def _stream(self, writer: Writer) -> str | None:
-        stream = EventStream(writer, keep_alive=self._delivery.keep_alive)
-        await stream.open(self._exchange.headers)
-        pings = asyncio.create_task(stream.keep_alive())
+        events = self._exchange.events
+        stream = EventStream(
+            writer,
+            self._exchange.headers,
+            keep_alive=self._delivery.keep_alive,
+            comment=KEEP_ALIVE if events is None else KEEP_ALIVE_BETWEEN_IDS,
+        )
+        if events is not None and events.caught_up:
+            await stream.open(RETRY)
+        pings = asyncio.create_task(stream.keep_alive(open_soon=events is None))
         try:
             return await self._events(stream)
         finally:
             await _stop(pings)
 
     async def _events(self, stream: EventStream) -> str | None:
-        exchange = self._exchange
-        request_id = exchange.requests[0].request_id
         try:
-            async for piece in self._pieces():
-                event_id = f"{request_id}:{self._tokens()}"
-                chunks = [event(chunk, event_id) for chunk in exchange.answer.chunks(piece)]
-                if chunks:
-                    await stream.send(b"".join(chunks))
-        except HeadraceError as error:
+            if self._exchange.events is None:
+                await self._send_events(stream)
+            else:
+                await self._send_missing_events(stream, self._exchange.events)
+        except (HeadraceError, ApiError) as error:
+            if not stream.opened:
+                raise
             # The status has been sent: the error can only travel in the stream.
-            failure = to_api_error(error)
+            failure = error if isinstance(error, ApiError) else to_api_error(error)
             await cancel_all([run.accepted for run in self._runs])
             await stream.close(event(failure.body))
             return failure.code
-        if exchange.include_usage:
-            await stream.send(event(exchange.answer.usage_chunk(self._usage())))
         await stream.close()
         return None
 
+    async def _send_events(self, stream: EventStream) -> None:
+        answer = self._exchange.answer
+        async for piece in self._pieces():
+            chunks = [event(chunk) for chunk in answer.chunks(piece)]
+            if chunks:
+                await stream.send(b"".join(chunks))
+        if self._exchange.include_usage:
+            await stream.send(event(answer.usage_chunk(self._usage())))
+
+    async def _send_missing_events(self, stream: EventStream, events: ResumableEvents) -> None:
+        """Behind those that the client has; the stream begins once it is known to fit them."""
+        answer = self._exchange.answer
+        async for piece in self._pieces():
+            missing = events.piece(piece, answer.chunks(piece))
+            if missing:
+                await stream.send(missing)
+        if self._exchange.include_usage:
+            missing = events.usage(answer.usage_chunk(self._usage()))
+            if missing:
+                await stream.send(missing)
+        events.end()
+
     def _start_runs(self, accepted: Sequence[Accepted]) -> list[Run]:
-        tokenizer, per_prompt = self._exchange.job.model.tokenizer, self._exchange.job.sampling.n
+        tokenizer, per_prompt = self._exchange.tokenizer, self._exchange.choices_per_prompt
         return [Run(each, tokenizer, index * per_prompt) for index, each in enumerate(accepted)]
 
     async def _pieces(self) -> AsyncIterator[Piece]:
         pieces = self._runs[0].pieces() if len(self._runs) == 1 else merged(self._runs)
         async for piece in pieces:
-            self._exchange.observation.piece(piece)
+            if self._exchange.admits:
+                self._exchange.observation.piece(piece)
             yield piece
-
-    def _tokens(self) -> int:
-        return sum(run.usage.completion_tokens for run in self._runs)
 
     def _usage(self) -> Usage:
         usage = Usage()

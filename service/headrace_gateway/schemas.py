@@ -72,6 +72,7 @@ class SamplingBody(_Body):
     priority: StrictInt = Field(0, ge=-(2**31), lt=2**31)
     cache_salt: StrictStr | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_CHARS)
     return_token_ids: StrictBool = False
+    background: StrictBool = False
 
     @property
     def include_usage(self) -> bool:

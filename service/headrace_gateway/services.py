@@ -2,26 +2,34 @@
 
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated
 
 from fastapi import Depends, Request, Response
 
+from headrace_common.api_keys import DEFAULT_TENANT
+from headrace_common.errors import BackendUnavailable
 from headrace_common.keys import new_request_id
+from headrace_common.messages import GenerateRequest
 from headrace_common.sampling import SamplingParams
 
 from .admission import Admission, Job
 from .answers import Answer, AnswerOptions
 from .drain import Drain
 from .engines import EngineDirectory
+from .keeping import Asked, Keeping, queue_id_of
 from .models import Models, ServedModel
-from .observation import Observer, RequestInfo
+from .observation import Observation, Observer, RequestInfo
 from .prompts import PromptEncoder
+from .rate_limits import RateLimited, RateLimits
 from .responding import Delivery, Exchange, GenerationResponse
 from .run import Usage
 from .schemas import SamplingBody
 from .settings import GatewaySettings
+from .tenants import Caller, Tenancy, caller_of
+from .wishes import wish_of
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -45,6 +53,8 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
+    """`caller` and `rate_limits` are None where API keys are off; `models` are the caller's."""
+
     settings: GatewaySettings
     models: Models
     prompts: PromptEncoder
@@ -53,8 +63,40 @@ class Services:
     observer: Observer
     delivery: Delivery
     drain: Drain
+    keeping: Keeping
     liveness: Callable[[], str | None]
     version: str
+    keys_on: bool = False
+    rate_limits: RateLimits | None = None
+    caller: Caller | None = None
+
+    def of(self, caller: Caller) -> "Services":
+        """The services as this caller may use them."""
+        return replace(self, caller=caller, models=self.models.only(caller.key.allows))
+
+    @property
+    def tenant(self) -> str:
+        return DEFAULT_TENANT if self.caller is None else self.caller.tenant
+
+    async def reserve(
+        self, job: Job, requests: Sequence[GenerateRequest], observation: Observation
+    ) -> Mapping[str, str]:
+        """Counts a request against its key's limits; returns what its answer says of them.
+
+        Raises RateLimited and BackendUnavailable.
+        """
+        if self.caller is None or self.rate_limits is None:
+            return {}
+        limits = self.rate_limits
+        try:
+            grant = await limits.reserve(self.caller, job.sampling, requests)
+        except (RateLimited, BackendUnavailable) as error:
+            observation.rejected(error)
+            raise
+        if grant is None:
+            return {}
+        observation.on_end(lambda well: limits.answered(grant, well=well))
+        return grant.headers
 
     async def generate(
         self, operation: Operation, request: Request, body: SamplingBody, call: Call
@@ -62,42 +104,67 @@ class Services:
         """The response that runs a call. Raises what refuses it before it is queued."""
         headers = dict(request.headers)
         client_id = client_request_id(headers)
+        wish = wish_of(headers, body)
+        request_id = queue_id = new_request_id()
+        if wish is not None:
+            request_id = await self.keeping.identify(wish, self.tenant)
+            queue_id = queue_id_of(request_id)
         info = RequestInfo(
-            request_id=new_request_id(),
+            request_id=request_id,
             client_request_id=client_id,
             operation=operation.name,
             model=call.model.name,
             sampling=call.sampling,
             stream=body.stream,
             headers=headers,
+            tenant=None if self.caller is None else self.caller.tenant,
+            key_id=None if self.caller is None else self.caller.key.id,
         )
         observation = self.observer.start(info)
         try:
-            job = await _job(call, body, info.request_id, observation.trace)
+            job = await _job(call, body, queue_id, observation.trace, self.caller)
             requests = await self.admission.prepare(job, headers)
+            limits = await self.reserve(job, requests, observation)
+            answered = {"x-request-id": client_id or request_id, **limits}
+            if wish is not None:
+                asked = Asked(wish, request_id, operation.name, body, requests)
+                return await self.keeping.answer(asked, call.model, observation, answered)
         except BaseException as error:
             observation.end(Usage(), getattr(error, "code", None) or "request_invalid")
             raise
         exchange = Exchange(
-            job=job,
-            requests=requests,
-            answer=operation.answer(_answer_options(job, body, info.request_id)),
+            accept=partial(self.admission.submit, job, requests),
+            tokenizer=job.model.tokenizer,
+            choices_per_prompt=job.sampling.n,
+            answer=operation.answer(_answer_options(job, body, request_id)),
             observation=observation,
             stream=body.stream,
             include_usage=body.include_usage,
-            headers={"x-request-id": client_id or info.request_id},
+            headers=answered,
         )
-        return GenerationResponse(exchange, self.admission, self.delivery, self.drain)
+        return GenerationResponse(exchange, self.delivery, self.drain)
 
 
-async def _job(call: Call, body: SamplingBody, request_id: str, trace: Mapping[str, str]) -> Job:
+async def _job(
+    call: Call,
+    body: SamplingBody,
+    request_id: str,
+    trace: Mapping[str, str],
+    caller: Caller | None,
+) -> Job:
+    if caller is None:
+        tenancy = Tenancy(priority=body.priority, cache_salt=(body.cache_salt or "").encode())
+    else:
+        asked = body.priority if "priority" in body.model_fields_set else None
+        tenancy = caller.tenancy(asked, body.cache_salt)
     return Job(
         request_id=request_id,
         model=call.model,
         prompts=await call.encode(),
         sampling=call.sampling,
-        priority=body.priority,
-        cache_salt=body.cache_salt,
+        priority=tenancy.priority,
+        tenant=tenancy.tenant,
+        cache_salt=tenancy.cache_salt,
         trace=trace,
     )
 
@@ -125,7 +192,8 @@ def client_request_id(headers: Mapping[str, str]) -> str | None:
 def _services(request: Request) -> Services:
     services = request.app.state.services
     assert isinstance(services, Services)
-    return services
+    caller = caller_of(request.scope["state"])
+    return services if caller is None else services.of(caller)
 
 
 WithServices = Annotated[Services, Depends(_services)]

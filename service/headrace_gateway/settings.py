@@ -1,5 +1,6 @@
 """Settings of the gateway process: HEADRACE_GATEWAY_* in the environment, or flags."""
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import ByteSize, Field, model_validator
@@ -24,6 +25,9 @@ class GatewaySettings(BaseSettings):
     )
 
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="Redis or Valkey of the queue")
+    startup_timeout: float = Field(
+        60.0, ge=0, description="seconds that Redis may be away at the start before this gives up"
+    )
     model: str | None = Field(
         None,
         description="folder of a checkpoint, its hub id, or headrace-demo; beside the models that "
@@ -41,6 +45,12 @@ class GatewaySettings(BaseSettings):
     )
     max_model_len: int | None = Field(
         None, ge=1, description="longest prompt plus output; default: what the engines say"
+    )
+
+    api_keys_file: Path | None = Field(
+        None,
+        description="YAML or JSON file of API keys, read again when it changes; default: none, "
+        "and everybody may ask",
     )
 
     host: str = Field("127.0.0.1", description="address of the API")
@@ -61,6 +71,17 @@ class GatewaySettings(BaseSettings):
         600.0, gt=0, description="seconds until a request must have ended, where it names none"
     )
     max_deadline: float = Field(3600.0, gt=0, description="the most seconds that it may name")
+    result_ttl: float = Field(
+        86_400.0,
+        gt=0,
+        description="seconds for which the outcome of a request with an Idempotency-Key, "
+        "x-resumable or background can be read",
+    )
+    resume_window: float = Field(
+        60.0,
+        gt=0,
+        description="seconds that such a request, but for background, runs on without a client",
+    )
     max_prompts: int = Field(64, ge=1, description="prompts in one completions request")
     max_choices: int = Field(128, ge=1, description="n times the prompts of one request")
     max_body_bytes: ByteSize = Field(

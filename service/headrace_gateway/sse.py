@@ -16,7 +16,15 @@ HEADERS = {
     "x-accel-buffering": "no",
 }
 KEEP_ALIVE = b": keep-alive\n\n"
+# In streams with ids an empty line ends an event for some clients, even behind a mere comment.
+KEEP_ALIVE_BETWEEN_IDS = b": keep-alive\n"
+# Milliseconds until a client that lost a resumable stream comes back; part of the next event.
+RETRY = b"retry: 500\n"
 DONE = b"data: [DONE]\n\n"
+# The status goes out with the first event where that comes soon: one packet less, a failure can
+# still have a status of its own, and no proxy gets an answer while it is still sending the end of
+# the request (Go's reverse proxy breaks such streams).
+OPEN_AFTER_S = 1.0
 # Where in a request's state our server protocol offers to reset the connection.
 ABORT = "headrace.abort"
 
@@ -72,33 +80,62 @@ class Writer:
 
 
 class EventStream:
-    """The events of one answer. `keep_alive` in seconds."""
+    """The events of one answer, opened by the first of them at the latest. `keep_alive` in seconds,
+    `comment` is what is sent then.
+    """
 
-    def __init__(self, writer: Writer, *, keep_alive: float) -> None:
+    def __init__(
+        self,
+        writer: Writer,
+        headers: Mapping[str, str],
+        *,
+        keep_alive: float,
+        comment: bytes = KEEP_ALIVE,
+    ) -> None:
         self._writer = writer
+        self._headers = {**HEADERS, **headers}
         self._interval = keep_alive
+        self._comment = comment
         self._lock = asyncio.Lock()
         self._clock = asyncio.get_running_loop().time
         self._last = self._clock()
 
-    async def open(self, headers: Mapping[str, str]) -> None:
-        await self._writer.start(200, {**HEADERS, **headers})
+    @property
+    def opened(self) -> bool:
+        return self._writer.started
+
+    async def open(self, first: bytes = b"") -> None:
+        await self._writer.start(200, self._headers)
+        if first:
+            await self._writer.body(first, more=True)
 
     async def send(self, content: bytes) -> None:
         async with self._lock:
+            if not self.opened:
+                await self.open()
             self._last = self._clock()
             await self._writer.body(content, more=True)
 
     async def close(self, content: bytes = DONE) -> None:
         async with self._lock:
+            if not self.opened:
+                await self.open()
             await self._writer.body(content, more=False)
 
-    async def keep_alive(self) -> None:
-        """Runs beside the answer; wakes up only when a comment may be due."""
+    async def keep_alive(self, *, open_soon: bool = False) -> None:
+        """Runs beside the answer; wakes up only when a comment may be due.
+
+        `open_soon`: the status is sent after OPEN_AFTER_S, and not only with the first event.
+        """
+        if open_soon:
+            await asyncio.sleep(min(OPEN_AFTER_S, self._interval))
+            async with self._lock:
+                if not self.opened:
+                    await self.open()
         while True:
             silent = self._clock() - self._last
             if silent >= self._interval:
-                await self.send(KEEP_ALIVE)
+                await self.send(self._comment)
                 silent = 0.0
             await asyncio.sleep(self._interval - silent)
 

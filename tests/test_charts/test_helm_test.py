@@ -1,7 +1,5 @@
 """The script of `helm test`, run as in its pod: against the real gateway application."""
 
-import asyncio
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,29 +8,16 @@ import pytest_asyncio
 from headrace_gateway.app import Parts, create_app
 from headrace_gateway.models import Models
 from headrace_gateway.settings import GatewaySettings
-from headrace_testing.charts import CHART, named, render
+from headrace_testing.charts import named, render
 from headrace_testing.gateway import MODEL, Gateway, gateway_checkpoint, running, serve
+from headrace_testing.helm_test import SCRIPT, helm_test
 from headrace_testing.valkey import free_port
-
-SCRIPT = CHART / "files" / "helm_test.py"
 
 
 @pytest_asyncio.fixture
 async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
     async with serve(gateway_checkpoint(tmp_path)) as running:
         yield running
-
-
-async def helm_test(url: str, **environment: str) -> tuple[int | None, str]:
-    """Exit status and output."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-I", str(SCRIPT)),
-        env={"HEADRACE_URL": url, **environment},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    output, _ = await asyncio.wait_for(process.communicate(), 60)
-    return process.returncode, output.decode()
 
 
 async def test_a_release_with_engines_answers(gateway: Gateway) -> None:

@@ -131,7 +131,7 @@ def test_the_operator_gives_engines_what_the_release_has(monkeypatch: pytest.Mon
     assert platform.engine_image == "headrace-engine:0.1.0"
     assert platform.queue_secret == ("queue", "redis-url")
     assert platform.queue_ca_secret == "queue-ca"
-    assert platform.queue_port == values["redis"]["external"]["port"]
+    assert platform.queue_ports == (values["redis"]["external"]["port"],)
 
 
 def test_the_operator_finds_the_gateways_of_its_release(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from headrace_operator.scaling.history import History
 from headrace_operator.scaling.reason import Reason, Signal
 from headrace_operator.scaling.signals import Estimate
 from headrace_operator.status import Seen
+from headrace_testing.api_keys import KeyBook
 from headrace_testing.checkpoints import save_checkpoint
 from headrace_testing.kubernetes import READY_POD, pod
 from headrace_testing.model_services import service
@@ -76,6 +77,10 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrometheusS
     stack.add_engine()
     stack.add_gateway()
     stack.add_gateway("--max-queued-requests", "1")
+    book = KeyBook(folder / "keys.yaml")
+    book.add("a", tenant="team-a")
+    book.add("b", tenant="team-b", limits={"tokens_per_minute": 10})
+    stack.add_gateway("--api-keys-file", str(book.path))
     operator = telemetry.setup("headrace-operator", metrics_port=0)
     recorder = Recorder(operator.meter)
     scale(recorder, pods=0)
@@ -86,7 +91,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrometheusS
         server.await_targets()
         for pods in (1, 2):
             scale(recorder, pods)
-            asyncio.run(load(stack))
+            asyncio.run(load(stack, book))
             await_scrapes(server)
         yield server
     finally:
@@ -129,15 +134,19 @@ def targets(stack: Stack, exporter: RedisExporter, operator: telemetry.Telemetry
     return [Target(port, {"namespace": "demo", "pod": pod}) for pod, port in ports.items()]
 
 
-async def load(stack: Stack) -> None:
-    """Whole answers, streams, a client that leaves, and a request refused for a full queue."""
-    url, small = (f"{gateway.url}/v1/completions" for gateway in stack.gateways)
+async def load(stack: Stack, book: KeyBook) -> None:
+    """Whole answers, streams, a client that leaves, and a request refused for a full queue; with
+    keys, one that is served, one over its limit and one without a key."""
+    url, small, guarded = (f"{gateway.url}/v1/completions" for gateway in stack.gateways)
     body = {"model": MODEL, "prompt": list(range(3, 67)), "max_tokens": 24, "ignore_eos": True}
     async with httpx.AsyncClient(timeout=60) as client:
         answers = await asyncio.gather(
             *(client.post(url, json={**body, "stream": number % 2 == 0}) for number in range(8))
         )
         assert {answer.status_code for answer in answers} == {200}
+        callers: list[dict[str, str]] = [book.headers("a"), book.headers("b"), {}]
+        of_tenants = [await client.post(guarded, json=body, headers=each) for each in callers]
+        assert [answer.status_code for answer in of_tenants] == [200, 429, 401]
         long = {**body, "stream": True, "max_tokens": 900}
         async with client.stream("POST", url, json=long) as left:
             await anext(left.aiter_bytes())
@@ -169,7 +178,12 @@ def test_the_gateway_was_used(prometheus: PrometheusServer) -> None:
     served = prometheus.query("sum by (error_type) (gen_ai_server_request_duration_seconds_count)")
 
     by_error = {each["metric"].get("error_type"): int(each["value"][1]) for each in served}
-    assert by_error == {None: 18, "client_disconnected": 2, "queue_full": 2}
+    assert by_error == {
+        None: 20,
+        "client_disconnected": 2,
+        "queue_full": 2,
+        "rate_limit_exceeded": 2,
+    }
 
 
 @pytest.mark.parametrize(("dashboard", "panel"), PANELS, ids=title)

@@ -12,7 +12,8 @@ from redis.asyncio.connection import parse_url
 from redis.exceptions import AuthenticationError
 
 from headrace_common.protocol.connection import Connection, ConnectionConfig, wait_for_backend
-from headrace_testing.charts import named, of_kind, plain_secrets, render, scenario, workload
+from headrace_common.protocol.endpoint import parse_endpoint
+from headrace_testing.charts import CHART, named, of_kind, plain_secrets, render, scenario, workload
 from headrace_testing.valkey import free_port, require_server
 
 PASSWORD = "a-password"
@@ -149,3 +150,58 @@ def test_without_persistence_there_is_no_claim() -> None:
     assert {"name": "data", "emptyDir": {}} in redis.spec["volumes"]
     config = named(objects, "ConfigMap", "headrace-redis")["data"]["redis.conf"]
     assert "appendonly no" in config
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis+sentinel://a:26379,b:26379/main/0",
+        "rediss+sentinel://a/main",
+        "redis+cluster://a,b:7000",
+        "rediss+cluster://a",
+    ],
+)
+def test_urls_of_sentinels_and_clusters_are_taken(url: str) -> None:
+    objects = render({"redis": {"mode": "external", "external": {"url": url}}})
+
+    assert parse_endpoint(plain_secrets(objects)["headrace-redis"]["url"]) == parse_endpoint(url)
+
+
+def test_pods_may_reach_sentinels_and_what_they_lead_to() -> None:
+    objects = render(scenario("sentinel-values"))
+    egress = named(objects, "NetworkPolicy", "headrace-gateway")["spec"]["egress"]
+    ports = [{item["port"] for item in rule.get("ports", ())} for rule in egress]
+    operator = workload(objects, "headrace-operator").environment
+
+    assert {26380, 6380} in ports
+    assert operator["HEADRACE_OPERATOR_ENGINE_REDIS_PORTS"]["value"] == "[26380,6380]"
+
+
+def test_each_role_may_have_a_url_of_its_own() -> None:
+    objects = render(scenario("sentinel-values"))
+    pods = {
+        role: workload(objects, f"headrace-{role}").environment for role in ("gateway", "operator")
+    }
+    own = {
+        role: env[f"HEADRACE_{role.upper()}_REDIS_URL"]["valueFrom"]["secretKeyRef"]
+        for role, env in pods.items()
+    }
+
+    assert own == {role: {"name": "queue", "key": role} for role in ("gateway", "operator")}
+    assert pods["operator"]["HEADRACE_OPERATOR_ENGINE_REDIS_SECRET_KEY"]["value"] == "engine"
+
+
+def test_a_client_certificate_is_mounted_with_the_ca() -> None:
+    pod = workload(render(scenario("sentinel-values")), "headrace-gateway").spec
+
+    assert {"name": "redis-ca", "secret": {"secretName": "queue-tls"}} in pod["volumes"]
+
+
+def test_there_is_a_user_for_each_role_with_no_password_and_no_category() -> None:
+    users = {path.stem: path.read_text().split() for path in (CHART / "files/acl").iterdir()}
+
+    assert users.keys() == {"gateway", "engine", "operator"}
+    for role, words in users.items():
+        assert words[:3] == ["user", f"headrace-{role}", "on"]
+        assert {word[0] for word in words[3:]} == {"~", "+"}
+        assert not any(word.startswith(("+@", "~*")) for word in words)

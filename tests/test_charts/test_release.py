@@ -156,6 +156,17 @@ def test_helm_test_runs_in_the_gateway_s_image_and_asks_both_services() -> None:
         assert services[host] == int(port)
 
 
+def test_only_the_test_s_pod_is_a_hook() -> None:
+    """`helm test --logs` asks for the logs of every hook."""
+    hooks = [
+        each["kind"]
+        for each in render()
+        if "helm.sh/hook" in each["metadata"].get("annotations", {})
+    ]
+
+    assert hooks == ["Pod"]
+
+
 def test_no_pod_of_a_service_is_the_test_s() -> None:
     objects = render()
     pod = workload(objects, "headrace-test-api")

@@ -14,12 +14,17 @@ from headrace_testing.charts import CHART, SCENARIOS, keys_of, render, scenario
 
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 # Ports are the chart's, and the URL comes from a Secret.
-GATEWAY_OWNED = {"redis_url", "port", "metrics_port", "fd"}
+GATEWAY_OWNED = {"redis_url", "port", "metrics_port", "fd", "api_keys_file"}
 # These follow from other values.
 OPERATOR_OWNED = {
     *("namespace", "watch_all_namespaces", "identity", "lease_name", "redis_url"),
     *("engine_redis_secret", "engine_redis_secret_key", "engine_redis_ca_secret"),
-    *("engine_image_pull_policy", "engine_image_pull_secrets", "engine_otlp_endpoint"),
+    *(
+        "engine_redis_ports",
+        "engine_image_pull_policy",
+        "engine_image_pull_secrets",
+        "engine_otlp_endpoint",
+    ),
     *("metrics_namespaces", "metrics_port", "gateway_namespace", "gateway_selector"),
 }
 MAX_LINES = 300

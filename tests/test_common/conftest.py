@@ -1,4 +1,4 @@
-"""Both backends of the queue, and the one real Valkey that this folder's tests share."""
+"""The backends of the queue, and the real Valkeys that this folder's tests share."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -7,6 +7,8 @@ import pytest
 from hypothesis import settings
 
 from headrace_testing.backends import Backend, InMemory, OverRedis
+from headrace_testing.redis_sets import ClusterSet, SentinelSet
+from headrace_testing.redis_users import OverUsers, server_with_users
 from headrace_testing.valkey import ValkeyServer
 
 settings.register_profile("steady", deadline=None, derandomize=True)
@@ -29,7 +31,38 @@ async def over_redis(valkey_server: ValkeyServer) -> AsyncIterator[OverRedis]:
     await backend.close()
 
 
-@pytest.fixture(params=["memory", "redis"])
+@pytest.fixture(scope="session")
+def sentinel_set(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SentinelSet]:
+    servers = SentinelSet(Path(tmp_path_factory.mktemp("sentinel")))
+    try:
+        servers.start()
+        yield servers
+    finally:
+        servers.stop()
+
+
+@pytest.fixture(scope="session")
+def cluster_set(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterSet]:
+    servers = ClusterSet(Path(tmp_path_factory.mktemp("cluster")))
+    try:
+        servers.start()
+        yield servers
+    finally:
+        servers.stop()
+
+
+@pytest.fixture(scope="session")
+def user_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+    server = server_with_users(Path(tmp_path_factory.mktemp("users")))
+    server.start()
+    yield server
+    server.stop()
+
+
+_SERVERS = {"redis": "valkey_server", "sentinel": "sentinel_set", "cluster": "cluster_set"}
+
+
+@pytest.fixture(params=["memory", *_SERVERS, "users"])
 async def backend(
     request: pytest.FixtureRequest,
 ) -> AsyncIterator[Backend]:
@@ -37,8 +70,10 @@ async def backend(
     if request.param == "memory":
         yield InMemory()
         return
-    server: ValkeyServer = request.getfixturevalue("valkey_server")
-    over = OverRedis(server.url)
+    if request.param == "users":
+        over: OverRedis = OverUsers(request.getfixturevalue("user_server"))
+    else:
+        over = OverRedis(request.getfixturevalue(_SERVERS[request.param]).url)
     await over.wipe()
     yield over
     await over.close()

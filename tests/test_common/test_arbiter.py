@@ -78,6 +78,47 @@ def test_log_probabilities_are_cut_like_their_tokens() -> None:
     assert (action.token_ids, action.logprobs) == ((8, 9), items[1:])
 
 
+def test_log_probabilities_are_part_of_the_history() -> None:
+    arbiter = Arbiter("r", 1)
+    items = tuple(Logprobs(-float(number), 1, ()) for number in range(3))
+    first = Tokens(request_id="r", attempt=1, choice=0, index=0, token_ids=(7,), logprobs=items[:1])
+    arbiter.handle("e", first)
+    state = ChoiceState(token_ids=(7, 8, 9), logprobs=items)
+    sync = Sync(request_id="r", attempt=1, choices=(state,), cached_tokens=4)
+    (action,) = arbiter.handle("e", sync)
+    assert isinstance(action, Deliver)
+    assert (action.logprobs, action.cached_tokens) == (items[1:], 4)
+    assert arbiter.states() == (state,)
+    (resume,) = sent(arbiter.handle("e2", takeover(2)))
+    assert isinstance(resume, Resume) and resume.choices == (state,)
+
+
+def test_what_a_dead_gateway_was_told_is_adopted() -> None:
+    arbiter = Arbiter("r", 1)
+    arbiter.handle("e", tokens(0, 7))
+    assert delivered(arbiter.adopt([ChoiceState(token_ids=(7, 8, 9))])) == [(8, 9)]
+    for other in ((7, 8), (1, 2, 3, 4)):
+        assert arbiter.adopt([ChoiceState(token_ids=other)]) == []
+    (resume,) = sent(arbiter.handle("e2", takeover(2)))
+    assert isinstance(resume, Resume) and resume.choices[0].token_ids == (7, 8, 9)
+
+
+def test_incomplete_log_probabilities_are_not_told_on() -> None:
+    arbiter = Arbiter("r", 1)
+    arbiter.handle("e", tokens(0, 7))
+    more = Tokens(
+        request_id="r",
+        attempt=1,
+        choice=0,
+        index=1,
+        token_ids=(8,),
+        logprobs=(Logprobs(-1.0, 1, ()),),
+    )
+    (action,) = arbiter.handle("e", more)
+    assert isinstance(action, Deliver) and action.logprobs is not None
+    assert arbiter.states() == (ChoiceState(token_ids=(7, 8)),)
+
+
 def test_a_gap_is_asked_for_once() -> None:
     arbiter = Arbiter("r", 1)
     arbiter.handle("e", tokens(0, 1))

@@ -45,19 +45,27 @@ counts = st.integers(0, 2**31)
 token = st.integers(0, 2**32 - 1)
 ids = st.text(min_size=1, max_size=40)
 reasons = st.sampled_from([None, "stop", "length"])
-states = st.builds(
-    ChoiceState,
-    token_ids=st.lists(token, max_size=8).map(tuple),
-    finish_reason=reasons,
-    stop_token=st.none() | token,
-)
-choices = st.lists(states, max_size=4).map(tuple)
 logprobs = st.builds(
     Logprobs,
     logprob=st.floats(allow_nan=False),
     rank=counts,
     top=st.lists(st.tuples(token, st.floats(allow_nan=False)), max_size=3).map(tuple),
 )
+
+
+@st.composite
+def choice_states(draw: st.DrawFn) -> ChoiceState:
+    token_ids = draw(st.lists(token, max_size=8))
+    size = len(token_ids)
+    return ChoiceState(
+        token_ids=tuple(token_ids),
+        finish_reason=draw(reasons),
+        stop_token=draw(st.none() | token),
+        logprobs=draw(st.none() | st.lists(logprobs, min_size=size, max_size=size).map(tuple)),
+    )
+
+
+choices = st.lists(choice_states(), max_size=4).map(tuple)
 
 
 @st.composite
@@ -86,7 +94,7 @@ failures = st.builds(
 replies: st.SearchStrategy[Reply] = (
     token_messages()
     | st.builds(Takeover, request_id=ids, attempt=counts, round=counts)
-    | st.builds(Sync, request_id=ids, attempt=counts, choices=choices)
+    | st.builds(Sync, request_id=ids, attempt=counts, choices=choices, cached_tokens=counts)
     | failures
 )
 controls: st.SearchStrategy[Control] = (
@@ -117,6 +125,19 @@ def test_an_outcome_comes_back_as_it_was(
 ) -> None:
     outcome = Outcome(choices=states, cached_tokens=cached, failed=failed)
     assert decode_outcome(encode_outcome(outcome)) == outcome
+
+
+def test_what_is_too_long_arrives_without_its_log_probabilities() -> None:
+    """Rather than not at all: 20 alternatives of each of 60,000 tokens are over the limit."""
+    position = Logprobs(-1.5, 1, tuple((2**31 + i, -1.5) for i in range(20)))
+    long = ChoiceState(token_ids=(7,) * 60_000, logprobs=(position,) * 60_000)
+    bare = (ChoiceState(token_ids=long.token_ids),)
+    sync = Sync(request_id="r", attempt=1, choices=(long,))
+    (reply,) = decode_frame(encode_frame(Frame("e", (sync,)))).replies
+    assert reply == Sync(request_id="r", attempt=1, choices=bare)
+    assert decode_outcome(encode_outcome(Outcome(choices=(long,)))).choices == bare
+    resume = decode_control(encode_control(Resume(request_id="r", attempt=1, choices=(long,))))
+    assert isinstance(resume, Resume) and resume.choices == bare
 
 
 @given(reasons, token)

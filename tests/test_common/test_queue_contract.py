@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from headrace_common.messages import (
     Cancel,
     ChoiceState,
     Failed,
+    Logprobs,
     Reroute,
     Sync,
     Takeover,
@@ -24,6 +26,7 @@ from headrace_common.protocol.base import (
     Outcome,
     Progress,
     QueueLimits,
+    Standing,
     Verdict,
 )
 from headrace_testing.backends import MODEL, Backend, make_request, make_status
@@ -480,3 +483,96 @@ async def test_a_lease_given_twice_under_one_number_asks_first(backend: Backend)
     await backend.gateway().admit(lease.request, LIMITS)  # as a rollback: nothing seen
     (again,) = await engine.take(1)
     assert (again.attempt, again.recovered) == (1, True)
+
+
+async def test_who_asks_politely_leaves_a_request_with_its_gateway(backend: Backend) -> None:
+    engine = backend.engine()
+    lease = await started(backend, engine)
+    other = backend.gateway("g2")
+    held = await other.admit(lease.request, LIMITS, polite=True)
+    assert (held.state, held.gateway_id) == (AdmitState.HELD, "g")
+    assert (held.owner, held.attempt) == ("e", 1)
+    assert (await beat(engine, progress(lease, 1))).gateway_id == "g"
+    own = await backend.gateway("g").admit(lease.request, LIMITS, polite=True)
+    assert own.state is AdmitState.ATTACHED
+    await engine.finish(lease.request.request_id, 1, done(1))
+    assert (await other.admit(lease.request, LIMITS, polite=True)).outcome == done(1)
+
+
+async def test_another_gateways_replies_can_be_followed(backend: Backend) -> None:
+    engine = backend.engine()
+    lease = await started(backend, engine)
+    await engine.publish({"g": [tokens(lease, 0, 1)]})
+    frames = await backend.gateway("g2").frames_to("g")
+    await engine.publish({"other": [tokens(lease, 0, 9)]})
+    await engine.publish({"g": [tokens(lease, 1, 2)]})
+    (frame,) = await first(frames, 1)
+    assert frame.replies == (tokens(lease, 1, 2),)
+
+
+async def test_a_gateway_that_closes_is_gone_at_once(backend: Backend) -> None:
+    gateway, observer = backend.gateway("g1"), backend.gateway("g2")
+    await gateway.start()
+    assert await observer.gateway_alive("g1")
+    await gateway.close()
+    assert not await observer.gateway_alive("g1")
+
+
+async def test_anyone_can_tell_where_a_request_is(backend: Backend) -> None:
+    gateway, engine = backend.gateway("g1"), backend.engine()
+    observer = backend.gateway("g2")
+    request = make_request()
+    rid = request.request_id
+    assert await observer.standing(rid, MODEL) is None
+    await gateway.admit(request, LIMITS)
+    assert await observer.standing(rid, MODEL) == Standing(started=False)
+    await engine.take(1)
+    assert await observer.standing(rid, MODEL) == Standing(started=True)
+    await engine.finish(rid, 1, done(1, 2))
+    assert await observer.standing(rid, MODEL) == Standing(started=True, outcome=done(1, 2))
+
+
+async def test_a_cancelled_request_stands_as_that(backend: Backend) -> None:
+    gateway = backend.gateway()
+    request = make_request()
+    await gateway.admit(request, LIMITS)
+    await gateway.cancel(request.request_id, MODEL)
+    standing = await gateway.standing(request.request_id, MODEL)
+    assert standing is not None and standing.outcome is not None
+    assert standing.outcome.failed is not None
+    assert standing.outcome.failed.failure is FailureCode.CANCELLED
+
+
+async def test_log_probabilities_survive_with_their_tokens(backend: Backend) -> None:
+    """In the journal, in frames behind it, and through RESUME and FINISH."""
+    engine, other = backend.engine("e1"), backend.engine("e2")
+    lease = await started(backend, engine)
+    rid = lease.request.request_id
+    known = tuple(Logprobs(-0.1 * i, i + 1, ((i, -0.1), (7, -9.5))) for i in range(4))
+    said = ChoiceState(token_ids=(1, 2), logprobs=known[:2])
+    await beat(engine, replace(progress(lease), choices=(said,)))
+    more = ChoiceState(token_ids=(3,), logprobs=known[2:3])
+    await beat(engine, replace(progress(lease, journaled=2), choices=(more,)))
+    await engine.publish({"g": [replace(tokens(lease, 3, 4), logprobs=known[3:])]})
+    whole = ChoiceState(token_ids=(1, 2, 3, 4), logprobs=known)
+    assert await other.journal(rid) == (whole,)
+    assert await backend.gateway("g2").journal(rid, MODEL) == (whole,)
+    await moved(backend, lease, engine, other)
+    assert await other.resume(rid, 2, [whole])
+    await other.publish({"g": [Takeover(request_id=rid, attempt=2)]})
+    assert await other.journal(rid) == (whole,)
+    outcome = Outcome(choices=(replace(whole, finish_reason="length"),))
+    await other.finish(rid, 2, outcome)
+    standing = await backend.gateway("g2").standing(rid, MODEL)
+    assert standing == Standing(started=True, outcome=outcome)
+
+
+async def test_log_probabilities_of_other_tokens_are_not_taken(backend: Backend) -> None:
+    """A beat was lost on the way and the next one says more, without them."""
+    engine = backend.engine()
+    lease = await started(backend, engine)
+    said = ChoiceState(token_ids=(1, 2), logprobs=(Logprobs(-1, 1, ()), Logprobs(-2, 1, ())))
+    await beat(engine, replace(progress(lease), choices=(said,)))
+    await beat(engine, progress(lease, 1, 2, 3))
+    (found,) = await engine.journal(lease.request.request_id) or ()
+    assert (found.token_ids, found.logprobs) == ((1, 2, 3), None)

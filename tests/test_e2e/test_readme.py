@@ -6,12 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from headrace_common.checkpoint import demo_folder
 from headrace_testing.headrace_up import HEADRACE, UpProcess
 
 ROOT = Path(__file__).parents[2]
+KEYS_FILE = "HEADRACE_GATEWAY_API_KEYS_FILE"
 
 
 def block(language: str, word: str) -> str:
@@ -38,8 +40,20 @@ def here(text: str, served: UpProcess) -> str:
 
 
 def test_the_curl_example(served: UpProcess) -> None:
-    answer = json.loads(run("bash", "-c", here(block("sh", "curl"), served)))
+    answer = json.loads(run("bash", "-c", here(block("sh", "What is Headrace?"), served)))
     assert len(answer["choices"][0]["message"]["content"].split()) > 3
+
+
+def test_the_resumed_stream_is_the_whole_answer(served: UpProcess) -> None:
+    example = here(block("sh", "Last-Event-ID"), served)
+    printed = run("bash", "-c", example)
+    (body,) = re.findall(r"-d '(.*)'", example)
+    asked = {**json.loads(body), "stream": False}
+    whole = httpx.post(f"{served.url}/v1/completions", json=asked, timeout=60).json()
+
+    assert printed.rstrip().endswith("data: [DONE]")
+    chunks = [json.loads(line) for line in re.findall(r"^data: ({.*})$", printed, re.MULTILINE)]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["choices"][0]["text"]
 
 
 def test_the_sdk_example(served: UpProcess) -> None:
@@ -51,6 +65,22 @@ def test_the_terminal_chat(served: UpProcess) -> None:
     command = block("sh", "headrace chat").strip().replace(".venv/bin/headrace", str(HEADRACE))
     printed = run("bash", "-c", f"{command} --url {served.url}/v1", stdin="Hello!\n")
     assert len(printed.split()) >= 3
+
+
+def test_the_api_keys_example(tmp_path: Path) -> None:
+    """As printed, in a folder of its own: the printed key is in the file that gateways have."""
+    export, create, up = (line for line in block("sh", "keys create").splitlines())
+    assert (export, up) == (f"export {KEYS_FILE}=keys.yaml", ".venv/bin/headrace up")
+    create = create.replace(".venv/bin/headrace", str(HEADRACE))
+    printed = run("bash", "-c", f"cd {tmp_path}\n{export}\n{create}").strip()
+    with UpProcess(tmp_path, env={KEYS_FILE: str(tmp_path / "keys.yaml")}) as guarded:
+        guarded.until_served()
+        statuses = []
+        for key in (printed, "hr-another"):
+            headers = {"authorization": f"Bearer {key}"}
+            statuses.append(httpx.get(f"{guarded.url}/v1/models", headers=headers).status_code)
+
+    assert statuses == [200, 401]
 
 
 def test_the_offline_example() -> None:

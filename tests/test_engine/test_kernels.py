@@ -224,3 +224,19 @@ def test_other_architectures_get_the_baseline_alone() -> None:
 def test_libraries_are_compiled_for_no_particular_machine() -> None:
     flags = [flag for target in build.X86_64 for flag in target.flags]
     assert not any("native" in flag for flag in (*build.COMMON_FLAGS, *flags))
+
+
+def test_products_on_amx_tiles_by_emulation(tmp_path: Path) -> None:
+    """Few machines have AMX; what is emulated are its instructions, not the code that uses them."""
+    try:
+        compiler = build._find_compiler(None)
+    except build.BuildError as error:
+        pytest.skip(str(error))
+    program = tmp_path / "tiles"
+    source = Path(__file__).with_name("emulated_tiles.cpp")
+    subprocess.run(
+        [*compiler, "-std=c++17", "-I", str(build.HERE), str(source), "-o", str(program)],
+        check=True,
+        timeout=120,
+    )
+    assert subprocess.run([program], check=False, timeout=60).returncode == 0

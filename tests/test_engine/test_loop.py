@@ -13,7 +13,7 @@ from headrace_engine.loop import EngineLoop
 from headrace_engine.outputs import SequenceOutput
 from headrace_engine.plan import StepPlan, StepResult
 from headrace_engine.request import FinishReason
-from headrace_engine.scheduler import SchedulerStats
+from headrace_engine.stats import SchedulerStats
 from headrace_testing.engine import make_config, make_request
 from headrace_testing.fake_runner import FakeRunner
 

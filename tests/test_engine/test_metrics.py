@@ -12,7 +12,7 @@ from headrace_common.protocol.base import Outcome
 from headrace_common.sampling import SamplingParams
 from headrace_common.telemetry import Telemetry, disabled, setup
 from headrace_engine.metrics import STEP_SPAN_INTERVAL, EngineMetrics
-from headrace_engine.scheduler import SchedulerStats
+from headrace_engine.stats import SchedulerStats
 from headrace_testing.telemetry import SpanMemory, scrape, value
 
 STATS = SchedulerStats(

@@ -1,10 +1,13 @@
-"""The scheduler and its blocks under random arrivals, aborts and preemptions.
+"""The scheduler and its blocks under random arrivals, aborts, preemptions and policies.
 
 Hypothesis drives an engine with a pool so small that sequences preempt each other. The fake runner
-checks each step's KV; the invariants check the books between steps. Not covered: the real runner.
+checks each step's KV; the invariants check the books between steps. Time is the machine's own. Not
+covered: the real runner.
 """
 
 from collections import Counter
+from dataclasses import replace
+from math import inf
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -13,14 +16,22 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from headrace_common.sampling import SamplingParams
 from headrace_engine.config import EngineConfig
 from headrace_engine.outputs import SequenceOutput
-from headrace_engine.policies import Fcfs
-from headrace_engine.request import EngineRequest, Sequence
+from headrace_engine.plan import StepPlan
+from headrace_engine.policies import POLICIES, make_policy
+from headrace_engine.request import EngineRequest, FinishReason, Sequence
 from headrace_engine.scheduler import Scheduler
 from headrace_engine.validation import Limits
 from headrace_testing.fake_runner import FakeRunner
 
 SHARED = tuple(range(1, 25))
 SALTS = (b"", b"tenant-a", b"tenant-b")
+TENANTS = ("a", "b", "c")
+# Ages and margins of a few steps, so that all that a policy does happens within a run.
+OPTIONS: dict[str, dict[str, object]] = {
+    "priority": {"ageing": 4.0},
+    "fair": {"weights": {"b": 3.0}},
+    "deadline": {"margin": 0.5, "horizon": 50.0},
+}
 Choice = tuple[str, int]
 
 
@@ -32,6 +43,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.aborted: set[Choice] = set()
         self.ended: set[Choice] = set()
         self.count = 0
+        self.now = 0.0
 
     @initialize(
         num_blocks=st.integers(10, 24),
@@ -40,6 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         caching=st.booleans(),
         watermark=st.sampled_from([0.0, 0.1]),
+        policy=st.sampled_from(sorted(POLICIES)),
     )
     def start(
         self,
@@ -49,6 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         caching: bool,
         watermark: float,
+        policy: str,
     ) -> None:
         self.runner = FakeRunner(num_blocks=num_blocks, block_size=block_size, max_model_len=60)
         limits = Limits(
@@ -65,7 +79,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             watermark=watermark,
         )
-        self.scheduler = Scheduler(config, limits, Fcfs())
+        options = OPTIONS.get(policy, {})
+        self.policy = policy
+        self.scheduler = Scheduler(config, limits, make_policy(policy, options, lambda: self.now))
         self.max_running = min(max_num_seqs, budget)
         self.capacity = num_blocks * block_size
 
@@ -78,6 +94,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_tokens=st.integers(0, 3),
         resumed=st.lists(st.integers(0, 12), min_size=8, max_size=8),
         late=st.integers(0, 3),
+        priority=st.integers(-2, 2),
+        tenant=st.sampled_from(TENANTS),
+        timeout=st.one_of(st.just(inf), st.integers(0, 30)),
     )
     def add(
         self,
@@ -89,11 +108,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_tokens: int,
         resumed: list[int],
         late: int,
+        priority: int,
+        tenant: str,
+        timeout: float,
     ) -> None:
         prompt = (*SHARED[:shared], *own)
         if len(prompt) + (max_tokens or 1) > min(self.capacity, 60):
             return
-        request = self.build(prompt, salt, n, max_tokens, min_tokens, late)
+        request = replace(
+            self.build(prompt, salt, n, max_tokens, min_tokens, late),
+            priority=priority,
+            tenant=tenant,
+            deadline=self.now + timeout,
+        )
         if sum(resumed) % 3 == 0:
             request = self.resumed(request, resumed)
         self.requests[request.request_id] = request
@@ -123,7 +150,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt_token_ids=prompt,
             params=params,
             seed=self.count,
-            arrival=float(self.count - late),
+            arrival=self.now - late,
             cache_salt=salt,
         )
 
@@ -133,15 +160,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.runner.expected(request, choice)[0][: lengths[choice]]
             for choice in range(request.params.n)
         )
-        return EngineRequest(
-            request_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
-            params=request.params,
-            seed=request.seed,
-            arrival=request.arrival,
-            cache_salt=request.cache_salt,
-            resume=resume,
-        )
+        return replace(request, resume=resume)
 
     @precondition(lambda self: self.scheduler.has_work)
     @rule(steps=st.integers(1, 6))
@@ -160,11 +179,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduler.has_work)
     @rule(data=st.data())
     def abort_while_the_step_runs(self, data: st.DataObject) -> None:
-        plan = self.scheduler.plan()
-        assert plan is not None
-        result = self.runner.execute(plan)
-        self.abort_drawn(data)
-        self.collect(self.scheduler.update(plan, result))
+        plan = self.plan()
+        if plan is not None:
+            result = self.runner.execute(plan)
+            self.abort_drawn(data)
+            self.collect(self.scheduler.update(plan, result))
 
     def abort_drawn(self, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.requests)))
@@ -175,9 +194,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.aborted.update((request_id, index) for index in hit)
 
     def one_step(self) -> None:
+        plan = self.plan()
+        if plan is not None:
+            self.collect(self.scheduler.update(plan, self.runner.execute(plan)))
+
+    def plan(self) -> StepPlan | None:
+        """The next step, a second later; None where the policy ended all that there was."""
+        self.now += 1.0
         plan = self.scheduler.plan()
-        assert plan is not None, "there is work, but nothing is scheduled"
-        self.collect(self.scheduler.update(plan, self.runner.execute(plan)))
+        shed = self.scheduler.take_shed()
+        assert plan is not None or shed, "there is work, but nothing is scheduled"
+        assert plan is not None or not self.scheduler.has_work
+        self.collect(shed)
+        return plan
 
     def collect(self, outputs: list[SequenceOutput]) -> None:
         for output in outputs:
@@ -187,9 +216,21 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.outputs[key] += output.token_ids
             if output.finish_reason is not None:
                 self.ended.add(key)
+                if output.finish_reason is FinishReason.ABORT:
+                    self.check_abort(output)
+                    continue
                 tokens, stop = self.runner.expected(self.requests[key[0]], key[1])
                 assert tuple(self.outputs[key]) == tokens
                 assert (output.finish_reason, output.stop_token) == (stop.reason, stop.token)
+
+    def check_abort(self, output: SequenceOutput) -> None:
+        request = self.requests[output.request_id]
+        assert self.policy == "deadline" and output.reason and not output.token_ids
+        tokens = tuple(self.outputs[output.request_id, output.choice])
+        expected = self.runner.expected(request, output.choice)[0]
+        assert tokens == expected[: len(tokens)], "the partial output is not the request's"
+        late = request.deadline - 0.5 <= self.now
+        assert late or "not begun" in output.reason, "ended before its time"
 
     @invariant()
     def books_are_right(self) -> None:
@@ -222,9 +263,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
-        while self.scheduler.has_work:
+        for _ in range(3000):
+            if not self.scheduler.has_work:
+                break
             self.one_step()
             self.check_books()
+        assert not self.scheduler.has_work, "it goes round in circles"
         stats = self.scheduler.stats()
         assert stats.blocks_used == stats.running == stats.waiting == 0
         assert self.ended | self.aborted == set(self.outputs)

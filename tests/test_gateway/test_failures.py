@@ -179,7 +179,6 @@ async def test_a_drain_that_takes_too_long_says_so(checkpoint: Path, stream: boo
         gateway.server.stop()
         answer = await asking
 
-    error = (list(events(answer.text))[-1] if stream else answer.json())["error"]
-    assert error["code"] == "shutting_down"
-    assert stream or answer.status_code == 503
+    assert answer.status_code == 503  # nothing was sent yet, so that a status still says it
+    assert answer.json()["error"]["code"] == "shutting_down"
     assert len(gateway.engine.cancellations) == 1

@@ -155,6 +155,15 @@ def test_without_a_model_it_waits_for_one(valkey: ValkeyServer, tmp_path: Path) 
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_model")
 
 
+def test_it_waits_for_a_redis_that_starts_later(checkpoint: Path, tmp_path: Path) -> None:
+    server = ValkeyServer(tmp_path / "valkey")
+    with start(checkpoint, tmp_path / "log", "--redis-url", server.url) as process:
+        process.await_log("waiting for redis")
+        server.start()
+        process.await_log("gateway ready")
+    server.kill()
+
+
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     ended = run("--model", str(tmp_path))
 
@@ -173,9 +182,8 @@ def test_a_port_in_use_is_named(checkpoint: Path) -> None:
 def test_an_absent_redis_is_named(checkpoint: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
-    ended = run(
-        "--model", str(checkpoint), "--port", "0", "--redis-url", f"redis://127.0.0.1:{port}/0"
-    )
+    flags = ["--redis-url", f"redis://127.0.0.1:{port}/0", "--startup-timeout", "0"]
+    ended = run("--model", str(checkpoint), "--port", "0", *flags)
 
     assert ended.returncode == 69
     assert "backend_unavailable" in ended.stderr

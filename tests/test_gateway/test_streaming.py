@@ -34,16 +34,16 @@ async def test_a_chat_stream_byte_by_byte(gateway: Gateway) -> None:
     tokens = gateway.engine.tokenizer.encode("Hi")
     texts = [gateway.engine.tokenizer.decode([token]) for token in tokens]
     opening = (
-        f'id: {rid}:1\ndata: {{{head},"choices":[{{"index":0,"delta":{{"role":"assistant",'
+        f'data: {{{head},"choices":[{{"index":0,"delta":{{"role":"assistant",'
         '"content":""},"logprobs":null,"finish_reason":null}],"usage":null}\n\n'
     )
     deltas = "".join(
-        f'id: {rid}:{number}\ndata: {{{head},"choices":[{{"index":0,"delta":{{"content":"{text}"}},'
+        f'data: {{{head},"choices":[{{"index":0,"delta":{{"content":"{text}"}},'
         '"logprobs":null,"finish_reason":null}],"usage":null}\n\n'
-        for number, text in enumerate(texts, 1)
+        for text in texts
     )
     ending = (
-        f'id: {rid}:{len(tokens) + 1}\ndata: {{{head},"choices":[{{"index":0,"delta":{{}},'
+        f'data: {{{head},"choices":[{{"index":0,"delta":{{}},'
         '"logprobs":null,"finish_reason":"stop","stop_reason":null}],"usage":null}\n\n'
     )
     prompt = len(gateway.engine.submitted[0].prompt_token_ids)
@@ -160,7 +160,7 @@ async def test_the_answer_waits_for_the_queue_under_open_headers(gateway: Gatewa
         gateway.engine.gate.set()
         text = (await answer.aread()).decode()
 
-    assert json.loads(text.splitlines()[1][6:])["object"] == "text_completion"
+    assert json.loads(text.splitlines()[0][6:])["object"] == "text_completion"
 
 
 async def test_a_slow_reader_is_cut_off(checkpoint: Path) -> None:

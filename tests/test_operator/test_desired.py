@@ -40,13 +40,17 @@ def env(**spec: Any) -> dict[str, Any]:
     }
 
 
-def test_every_engine_variable_is_a_setting_of_the_engine() -> None:
+def test_every_engine_variable_is_a_setting_of_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     settings = {
         "dtype": "bfloat16",
         "maxModelLen": 8192,
         "enablePrefixCaching": False,
         "kvCacheMemory": "2GiB",
         "memoryUtilization": 0.85,
+        "policy": "priority",
+        "policyOptions": {"ageing": 30},
     }
     values = env(engine={"settings": settings})
     ours = {
@@ -55,9 +59,12 @@ def test_every_engine_variable_is_a_setting_of_the_engine() -> None:
         if name.startswith(PREFIX)
     }
     assert set(ours) <= set(EngineSettings.model_fields)
-    read = EngineSettings.model_validate(ours)
+    for name, value in ours.items():
+        monkeypatch.setenv(f"{PREFIX}{name.upper()}", value)
+    read = EngineSettings()
     assert (read.model, read.revision, read.name) == ("Qwen/Qwen3-8B", "abc123", "qwen")
     assert (read.dtype, read.max_model_len) == ("bfloat16", 8192)
+    assert (read.policy, read.policy_options) == ("priority", {"ageing": 30})
     assert read.enable_prefix_caching is False
     assert (read.kv_cache_memory, read.memory_utilization) == (2 * 2**30, 0.85)
     assert read.redis_url == "redis://queue:6379/0"

@@ -239,6 +239,18 @@ def test_after_a_time_without_metrics_the_idle_time_begins_anew() -> None:
     assert decide(see(1, at=1030.0), policy, back.history, 1030.0).replicas == 1
 
 
+def test_work_that_came_and_went_between_two_looks_keeps_the_engine() -> None:
+    policy = replace(POLICY, min_replicas=0, idle_time=300.0)
+    decision = first(see(1), policy)
+    counts = {}
+    for now in range(15, 601, 15):
+        seen = see(1, at=now, arrival_rate=0.01 if now == 150 else 0.0)
+        decision = decide(seen, policy, decision.history, now)
+        counts[now] = decision.replicas
+
+    assert min(now for now, count in counts.items() if count == 0) == 450
+
+
 def test_load_of_the_day_before_is_met_before_it_comes() -> None:
     policy = replace(POLICY, forecast=Forecast(), cold_start=600.0)
     history = History()

@@ -19,7 +19,7 @@ def test_the_platform_follows_the_settings() -> None:
     found = settings(
         redis_url="redis://r:7000/1", engine_redis_secret="s", metrics_namespaces=("mon",)
     ).platform
-    assert (found.queue_port, found.queue_secret) == (7000, ("s", "url"))
+    assert (found.queue_ports, found.queue_secret) == ((7000,), ("s", "url"))
     assert found.metrics_namespaces == ("mon",)
 
 

@@ -17,6 +17,8 @@ def label(attribute: str) -> str:
 MODEL = label(names.REQUEST_MODEL)
 CODE = label(names.ERROR_TYPE)
 TOKEN_TYPE = label(names.TOKEN_TYPE)
+TENANT = label(names.TENANT_LABEL)
+KNOWN_TENANT = f'{TENANT}!=""'
 # What prometheus-redis-exporter and every process of ours export beside our own metrics.
 REDIS_MEMORY_USED = "redis_memory_used_bytes"
 REDIS_MEMORY_MAX = "redis_memory_max_bytes"
@@ -27,6 +29,7 @@ CLIENT_FAULTS = "|".join(
     (
         *("client_disconnected", "slow_reader", "cancelled", "request_invalid", "message_invalid"),
         *("request_conflict", "context_length_exceeded", "tenant_queue_full"),
+        *("rate_limit_exceeded", "priority_not_allowed"),
     )
 )
 """Error codes of the request's or its client's own making: no failure of the service."""

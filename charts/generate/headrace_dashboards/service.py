@@ -22,6 +22,7 @@ def dashboard() -> Dashboard:
             Row("Traffic", _traffic()),
             Row("Latency", _latency()),
             Row("Queue", _queue()),
+            Row("Tenants", _tenants()),
             Row("Faults and Redis", _faults()),
         ),
     )
@@ -234,7 +235,8 @@ def _queue() -> tuple[Panel, ...]:
             title="Admitted and refused",
             description=(
                 "Requests put on the queue, and refused by reason: queue_full is answered 503, "
-                "tenant_limit 429, backend_unavailable means that Redis was not reached."
+                "tenant_limit and rate_limit 429, backend_unavailable means that Redis was not "
+                "reached."
             ),
             queries=(
                 Query(q.total(q.rate(names.QUEUE_ADMITTED)), "admitted"),
@@ -242,6 +244,71 @@ def _queue() -> tuple[Panel, ...]:
             ),
             unit=Unit.PER_SECOND,
             width=6,
+        ),
+    )
+
+
+def _tenants() -> tuple[Panel, ...]:
+    """Empty where API keys are off."""
+    tenant, reason = f"{{{{{q.TENANT}}}}}", q.label(names.REASON)
+    requests = q.rate(names.REQUEST_DURATION, q.KNOWN_TENANT, "_count")
+    tokens = q.rate(names.TOKEN_USAGE, q.KNOWN_TENANT, "_sum")
+    waiting = q.quantile(0.95, names.TIME_TO_FIRST_TOKEN, q.KNOWN_TENANT, q.TENANT)
+    refused = q.total(q.rate(names.QUEUE_REJECTED, q.KNOWN_TENANT), q.TENANT, reason)
+    running = q.series(names.GATEWAY_REQUESTS_IN_FLIGHT, q.KNOWN_TENANT)
+    return (
+        Panel(
+            title="Requests by tenant",
+            description="Requests that ended, a second. Needs API keys, as all of this row.",
+            queries=(Query(q.total(requests, q.TENANT), tenant),),
+            unit=Unit.PER_SECOND,
+            look=Look.STACKED,
+        ),
+        Panel(
+            title="Tokens by tenant",
+            description="Input and output tokens of the requests that ended, a second.",
+            queries=(Query(q.total(tokens, q.TENANT), tenant),),
+            unit=Unit.TOKENS_PER_SECOND,
+            look=Look.STACKED,
+        ),
+        Panel(
+            title="First token by tenant, p95",
+            description="95th percentile of the time to first token: who waits for whom.",
+            queries=(Query(waiting, tenant),),
+            unit=Unit.SECONDS,
+        ),
+        Panel(
+            title="In flight by tenant",
+            description="Requests that gateways are serving.",
+            queries=(Query(q.total(running, q.TENANT), tenant),),
+            look=Look.STACKED,
+        ),
+        Panel(
+            title="Refused by tenant",
+            description=(
+                "Requests refused, a second, by reason: rate_limit is a limit of the tenant's key."
+            ),
+            queries=(Query(refused, f"{tenant} {{{{{reason}}}}}"),),
+            unit=Unit.PER_SECOND,
+            look=Look.STACKED,
+        ),
+        _keys(),
+    )
+
+
+def _keys() -> Panel:
+    current = q.pods(names.GATEWAY_API_KEYS_CURRENT.prometheus_name)
+    strangers = q.pods(names.GATEWAY_UNAUTHORIZED.prometheus_name)
+    return Panel(
+        title="API keys",
+        description=(
+            "Keys that gateways accept; gateways whose file of keys cannot be used, so that older "
+            "keys count; requests a second without a valid key."
+        ),
+        queries=(
+            Query(f"max({q.pods(names.GATEWAY_API_KEYS.prometheus_name)})", "keys"),
+            Query(f"count({current}) - sum({current})", "gateways with an unusable file"),
+            Query(q.total(f"rate({strangers}[{q.WINDOW}])"), "refused a second"),
         ),
     )
 

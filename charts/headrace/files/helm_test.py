@@ -2,7 +2,8 @@
 
 A release has no model until there is a ModelService; that passes too, and is said.
 Runs in the gateway's image with nothing but the standard library. HEADRACE_URL is the API's
-address; HEADRACE_OPERATOR_URL, if set, the operator's health port. Exit status 0 is a pass.
+address, HEADRACE_API_KEY a key where the API asks for one; HEADRACE_OPERATOR_URL, if set, the
+operator's health port. Exit status 0 is a pass.
 """
 
 import json
@@ -22,11 +23,24 @@ def say(text: str) -> None:
 def call(url: str, body: object = None) -> dict[str, object]:
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
+    if key := os.environ.get("HEADRACE_API_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
     request = urllib.request.Request(url, data, headers)  # noqa: S310 - the chart's addresses
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:  # noqa: S310
         text = response.read().decode()
     answer = json.loads(text) if text.startswith("{") else {}
     return answer if isinstance(answer, dict) else {}
+
+
+def needs_key(base: str) -> bool:
+    """Whether the API asks for a key and there is none: then only its health can be tested."""
+    if os.environ.get("HEADRACE_API_KEY"):
+        return False
+    try:
+        call(f"{base}/v1/models")
+    except urllib.error.HTTPError as error:
+        return error.code == 401
+    return False
 
 
 def served(base: str) -> list[str]:
@@ -61,6 +75,9 @@ def chat(base: str, model: str) -> None:
 
 
 def ask_models(base: str) -> None:
+    if needs_key(base):
+        say("models are not asked: the API needs a key, see gateway.apiKeys.testKeySecret")
+        return
     names = served(base)
     say(f"gateway lists {', '.join(names) or 'no model yet: apply a ModelService'}")
     for name in names:

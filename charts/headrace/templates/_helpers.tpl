@@ -122,9 +122,15 @@ priorityClassName: {{ . }}
 {{- end }}
 {{- end }}
 
+{{/* Of a role that may have a Redis user of its own: list of the context and "", "engine" or "operator". */}}
 {{- define "headrace.redis.secretKey" -}}
-{{- if and (eq .Values.redis.mode "external") .Values.redis.external.existingSecret }}
-{{- .Values.redis.external.existingSecretKey }}
+{{- $redis := (index . 0).Values.redis }}
+{{- if and (eq $redis.mode "external") $redis.external.existingSecret }}
+{{- $own := index . 1 }}
+{{- $key := "" }}
+{{- if eq $own "engine" }}{{ $key = $redis.external.engineSecretKey }}{{ end }}
+{{- if eq $own "operator" }}{{ $key = $redis.external.operatorSecretKey }}{{ end }}
+{{- default $redis.external.existingSecretKey $key }}
 {{- else }}
 {{- "url" }}
 {{- end }}
@@ -208,15 +214,17 @@ true
           {{- include "headrace.selectorLabels" (list . "redis") | nindent 10 }}
   ports:
     - {port: 6379, protocol: TCP}
-{{- else if .Values.redis.external.cidrs -}}
+{{- else -}}
 - ports:
-    - {port: {{ .Values.redis.external.port }}, protocol: TCP}
+    {{- range prepend .Values.redis.external.morePorts .Values.redis.external.port }}
+    - {port: {{ . }}, protocol: TCP}
+    {{- end }}
   to:
     {{- range .Values.redis.external.cidrs }}
     - ipBlock: {cidr: {{ . | quote }}}
+    {{- else }}
+    {{- include "headrace.anywhere" . | nindent 4 }}
     {{- end }}
-{{- else -}}
-{{ include "headrace.egress.port" .Values.redis.external.port }}
 {{- end }}
 {{- end }}
 
@@ -281,8 +289,11 @@ true
 {{- if and $external.url $external.existingSecret -}}
 {{- $problems = append $problems "redis.external has both url and existingSecret: leave one empty" -}}
 {{- end -}}
-{{- if regexMatch "://[^/]*@" $external.url -}}
+{{- if regexMatch "://[^/]*@|[?&][a-z_]*password=" $external.url -}}
 {{- $problems = append $problems "redis.external.url holds a password, which would be readable in the release: put the URL into a Secret and set redis.external.existingSecret" -}}
+{{- end -}}
+{{- if and $external.caSecret $external.url (not (hasPrefix "rediss" $external.url)) -}}
+{{- $problems = append $problems "redis.external.caSecret is for TLS: begin redis.external.url with rediss" -}}
 {{- end -}}
 {{- end -}}
 {{- $scaling := .Values.gateway.autoscaling -}}
@@ -302,6 +313,13 @@ true
 {{- if and (get $settings .) (not $settings.model) -}}
 {{- $problems = append $problems (printf "gateway.settings.%s is of a model that the settings name and they name none: set gateway.settings.model, or the ModelService's own fields instead" .) -}}
 {{- end -}}
+{{- end -}}
+{{- $keys := .Values.gateway.apiKeys -}}
+{{- if and $keys.enabled (not $keys.existingSecret) -}}
+{{- $problems = append $problems "gateway.apiKeys is enabled and no keys are given: make a Secret with headrace keys create ID --secret NAME and name it in gateway.apiKeys.existingSecret" -}}
+{{- end -}}
+{{- if and $keys.existingSecret (not $keys.enabled) -}}
+{{- $problems = append $problems "gateway.apiKeys.existingSecret is given, but everybody may ask: set gateway.apiKeys.enabled=true" -}}
 {{- end -}}
 {{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}
 {{- $problems = append $problems "httpRoute has no gateway to attach to: set httpRoute.parentRefs" -}}
@@ -378,7 +396,7 @@ service:
       "watch_all_namespaces" .Values.operator.watchAllNamespaces
       "lease_name" (include "headrace.componentName" (list . "operator"))
       "engine_redis_secret" (include "headrace.redis.secretName" .)
-      "engine_redis_secret_key" (include "headrace.redis.secretKey" .)
+      "engine_redis_secret_key" (include "headrace.redis.secretKey" (list . "engine"))
       "engine_image_pull_policy" .Values.image.pullPolicy
       "gateway_selector" (join "," $selector)
       "metrics_namespaces" .Values.networkPolicy.metricsNamespaces
@@ -388,6 +406,11 @@ service:
 {{- end -}}
 {{- if and (eq .Values.redis.mode "external") .Values.redis.external.caSecret -}}
 {{- $_ := set $own "engine_redis_ca_secret" .Values.redis.external.caSecret -}}
+{{- end -}}
+{{- if eq .Values.redis.mode "external" -}}
+{{- with .Values.redis.external -}}
+{{- $_ := set $own "engine_redis_ports" (uniq (prepend .morePorts .port)) -}}
+{{- end -}}
 {{- end -}}
 {{- with include "headrace.otlpEndpoint" . -}}
 {{- $_ := set $own "engine_otlp_endpoint" . -}}

@@ -3,8 +3,10 @@
 import asyncio
 from collections.abc import Iterator
 
+from headrace_common.protocol.endpoint import masked
+
 from ..errors import UsageError
-from ..queue_server import check_redis, masked
+from ..queue_server import check_redis
 from ..sockets import is_free
 from ..valkey import find_server
 from .finding import Finding, fail, ok

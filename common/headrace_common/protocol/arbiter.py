@@ -66,20 +66,28 @@ Action = Deliver | Send | Fail | Ignore
 
 
 class _Choice:
-    __slots__ = ("asked", "behind_gap", "finish_reason", "stop_token", "token_ids")
+    __slots__ = ("asked", "behind_gap", "finish_reason", "logprobs", "stop_token", "token_ids")
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
+        self.logprobs: list[Logprobs] = []  # as many as tokens, or no more come
         self.finish_reason: str | None = None
         self.stop_token: int | None = None
         self.asked = -1  # the gap for which a Resend is under way
         self.behind_gap = 0
 
+    def add(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None) -> None:
+        if logprobs is not None and len(self.logprobs) == len(self.token_ids):
+            self.logprobs += logprobs
+        self.token_ids += token_ids
+
     def state(self) -> ChoiceState:
+        known = self.logprobs and len(self.logprobs) == len(self.token_ids)
         return ChoiceState(
             token_ids=tuple(self.token_ids),
             finish_reason=self.finish_reason,
             stop_token=self.stop_token,
+            logprobs=tuple(self.logprobs) if known else None,
         )
 
     def extended_by(self, state: ChoiceState) -> bool:
@@ -144,6 +152,15 @@ class Arbiter:
             case Failed():
                 return self._failed(sender, reply)
 
+    def adopt(self, states: Sequence[ChoiceState]) -> Sequence[Action]:
+        """Takes what a gateway that is gone was told, from whoever the queue says that it is.
+
+        Changes nothing where that is of another history, or does not go beyond this one.
+        """
+        if self.ended or len(states) != len(self._choices) or not self._extended_by(states):
+            return []
+        return self._deliver_states(states)
+
     def settle(self, outcome: Outcome) -> Sequence[Action] | None:
         """Takes the stored outcome of a request that ended without its last frames arriving.
 
@@ -185,11 +202,11 @@ class Arbiter:
         ends = reply.finish_reason is not None and reply.index + len(reply.token_ids) >= known
         if not new and not ends:
             return [Ignore("duplicate")]
-        choice.token_ids += new
+        logprobs = reply.logprobs and reply.logprobs[known - reply.index :]
+        choice.add(new, logprobs)
         choice.asked, choice.behind_gap = -1, 0
         if ends:
             choice.finish_reason, choice.stop_token = reply.finish_reason, reply.stop_token
-        logprobs = reply.logprobs and reply.logprobs[known - reply.index :]
         return [
             Deliver(
                 choice=reply.choice,
@@ -229,7 +246,7 @@ class Arbiter:
         if len(reply.choices) != len(self._choices) or not self._extended_by(reply.choices):
             return self._nudge(sender, "diverged")
         self._own(sender)
-        return self._deliver_states(reply.choices) or [Ignore("duplicate")]
+        return self._deliver_states(reply.choices, reply.cached_tokens) or [Ignore("duplicate")]
 
     def _failed(self, sender: Sender, reply: Failed) -> Sequence[Action]:
         if sender != self.owner and sender[1] < self.attempt:
@@ -258,14 +275,16 @@ class Arbiter:
         for number, (choice, state) in enumerate(zip(self._choices, states, strict=True)):
             if choice.finish_reason is not None:
                 continue
-            new = state.token_ids[len(choice.token_ids) :]
-            choice.token_ids += new
+            known = len(choice.token_ids)
+            new, logprobs = state.token_ids[known:], state.logprobs and state.logprobs[known:]
+            choice.add(new, logprobs)
             choice.finish_reason, choice.stop_token = state.finish_reason, state.stop_token
             if new or state.finish_reason is not None:
                 actions.append(
                     Deliver(
                         choice=number,
                         token_ids=new,
+                        logprobs=logprobs,
                         finish_reason=state.finish_reason,
                         stop_token=state.stop_token,
                         cached_tokens=cached_tokens,

@@ -16,6 +16,7 @@ class AdmitState(StrEnum):
     ADMITTED = "admitted"  # newly in the queue
     ATTACHED = "attached"  # known and alive: its replies now come to this gateway
     ENDED = "ended"  # known and over: `outcome` holds the result
+    HELD = "held"  # known and alive, and its replies go on to the gateway `gateway_id`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,15 @@ class Admission:
     state: AdmitState
     owner: str | None = None
     attempt: int = 0
+    outcome: Outcome | None = None
+    gateway_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """Where a request is now. `outcome` is there once it has ended."""
+
+    started: bool
     outcome: Outcome | None = None
 
 
@@ -142,17 +152,34 @@ class GatewayQueue(Protocol):
         """Registers the gateway and makes its reply stream."""
 
     async def admit(
-        self, request: GenerateRequest, limits: QueueLimits, *, seen: int | None = None
+        self,
+        request: GenerateRequest,
+        limits: QueueLimits,
+        *,
+        seen: int | None = None,
+        polite: bool = False,
     ) -> Admission:
         """Queues a request; safe to repeat with the same request_id.
 
         `seen` marks a repetition for a request accepted before, with the newest attempt known of
         it: it is not refused for want of room, and if Redis has lost it, goes on behind `seen`.
-        Where it was another gateway's, its engine is told. Raises QueueFull, RequestConflict.
+        Where it was another gateway's, its engine is told; with `polite` that one keeps it (HELD),
+        and this one may follow `frames_to` it. Raises QueueFull, RequestConflict.
         """
 
     def frames(self) -> AsyncIterator[Frame]:
         """This gateway's reply stream in order, for ever; after a reconnect from its beginning."""
+
+    async def frames_to(self, gateway_id: str) -> AsyncIterator[Frame]:
+        """Another gateway's reply stream, for ever: all that is written after this has returned."""
+
+    async def gateway_alive(self, gateway_id: str) -> bool: ...
+
+    async def standing(self, request_id: str, model: str) -> Standing | None:
+        """Where a request is; changes nothing. None where the queue does not know it."""
+
+    async def journal(self, request_id: str, model: str) -> tuple[ChoiceState, ...] | None:
+        """As EngineQueue.journal, for a gateway that goes on with another one's request."""
 
     async def send(self, engine_id: str, control: Control) -> None:
         """Puts a control message before an engine."""
@@ -173,7 +200,8 @@ class GatewayQueue(Protocol):
     async def beat(self) -> None:
         """Says that this gateway lives and renews its stream."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Says that this gateway is gone."""
 
 
 class EngineQueue(Protocol):

@@ -5,6 +5,7 @@ Python 3.11 its way (asyncio.wait_for around each write) can swallow a task's ca
 """
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
@@ -15,7 +16,33 @@ Argument = str | bytes | int | float
 Command = tuple[Argument, ...]
 
 
-class Client:
+class Client(ABC):
+    """Sends commands to where their keys are."""
+
+    @abstractmethod
+    async def command(self, *args: Argument) -> Any:
+        """The command's result."""
+
+    @abstractmethod
+    async def pipeline(
+        self, commands: Sequence[Command], *, raise_on_error: bool = True
+    ) -> list[Any]:
+        """The commands' results; raises the first error, or has errors among the results."""
+
+    async def each(self, *args: Argument) -> list[Any]:
+        """The result of a command without keys from every server that holds data."""
+        return [await self.command(*args)]
+
+    @abstractmethod
+    async def reconnect(self) -> None:
+        """Leaves the connections that are idle now."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Closes all connections."""
+
+
+class PoolClient(Client):
     """Commands over the connections of one pool; `timeout` seconds for each round trip.
 
     With `single` it has one connection for its life and fails when that is lost. Otherwise a lost
@@ -33,7 +60,6 @@ class Client:
     async def pipeline(
         self, commands: Sequence[Command], *, raise_on_error: bool = True
     ) -> list[Any]:
-        """The commands' results; raises the first error, or has errors among the results."""
         pipeline = self._redis.pipeline(transaction=False)
         for command in commands:
             pipeline.execute_command(*command)
@@ -48,7 +74,6 @@ class Client:
             raise RedisTimeoutError(f"no reply within {self._timeout:g} s") from error
 
     async def reconnect(self) -> None:
-        """Leaves the connections that are idle now."""
         await self._pool.disconnect(inuse_connections=False)
 
     async def close(self) -> None:

@@ -8,26 +8,31 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from redis.asyncio import BlockingConnectionPool, ConnectionPool
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import (
+    AskError,
+    ClusterDownError,
     MasterDownError,
+    MovedError,
     NoPermissionError,
     OutOfMemoryError,
     ReadOnlyError,
     RedisError,
     ResponseError,
+    TryAgainError,
 )
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from ..errors import BackendUnavailable, BackendUnfit, HeadraceError, SettingsError
+from ..errors import BackendUnavailable, BackendUnfit, HeadraceError
 from .client import Client, backoff
+from .cluster import ClusterClient
+from .endpoint import Topology, parse_endpoint
+from .pools import ConnectionConfig as ConnectionConfig
+from .pools import Pools, at
 from .scripts import Scripts, load_scripts
+from .sentinel import Sentinels
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -35,51 +40,30 @@ T = TypeVar("T")
 OLDEST_VERSION = (6, 2)
 FLAGS_VERSION = (7, 0)  # since then a script may declare flags
 _BROKEN = (RedisConnectionError, RedisTimeoutError, ReadOnlyError, MasterDownError)
-_REFUSED_FOR_NOW = ("OOM", "NOREPLICAS", "MISCONF", "BUSY", "TRYAGAIN", "CLUSTERDOWN")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionConfig:
-    """Times in seconds. `block`: how long one blocking read waits before it asks again."""
-
-    url: str
-    command_timeout: float = 5.0
-    connect_timeout: float = 5.0
-    block: float = 10.0
-    max_connections: int = 16
+_LEFT = (ReadOnlyError, MasterDownError, RedisTimeoutError)
+_DEMOTED = ("NOREPLICAS", "UNBLOCKED")
+_MOVING = (AskError, ClusterDownError, MovedError, TryAgainError)
+_SCHEMES = {
+    "standalone": "redis://HOST:6379/0",
+    "sentinel": "redis+sentinel://HOST1:26379,HOST2:26379/MASTER/0",
+    "cluster": "redis+cluster://HOST1:6379,HOST2:6379",
+}
+_REFUSED_FOR_NOW = ("OOM", "MISCONF", "BUSY", *_DEMOTED)
 
 
 class Connection:
     """One process's way to Redis: a small pool for commands, a connection a blocking read."""
 
     def __init__(self, config: ConnectionConfig) -> None:
+        """Raises SettingsError where the URL is wrong."""
         self.config = config
-        try:
-            pool = BlockingConnectionPool.from_url(
-                config.url,
-                timeout=config.command_timeout,
-                max_connections=config.max_connections,
-                **self._options(),
-            )
-        except ValueError as error:
-            raise SettingsError(f"redis url: {error}") from error
-        self.client = Client(pool, config.command_timeout)
+        self.topology, self.client, self._reader = _clients(config)
         self._scripts: Scripts | None = None
 
-    def _options(self) -> dict[str, Any]:
-        return {
-            "protocol": 2,
-            "retry": Retry(NoBackoff(), 0),
-            "retry_on_error": [],
-            "socket_timeout": None,
-            "socket_connect_timeout": self.config.connect_timeout,
-            **({} if self.config.url.startswith("unix:") else {"socket_keepalive": True}),
-        }
-
     def reader(self) -> Client:
-        """A client with one connection, for a blocking read alone. The caller closes it."""
-        pool = ConnectionPool.from_url(self.config.url, max_connections=1, **self._options())
-        return Client(pool, self.config.block + self.config.command_timeout, single=True)
+        """A client with one connection, for a blocking read alone, of keys that share a hash tag.
+        The caller closes it."""
+        return self._reader()
 
     async def scripts(self) -> Scripts:
         """The scripts as this server takes them. Raises redis' errors."""
@@ -117,7 +101,7 @@ class Connection:
 
     async def _heal(self, error: RedisError) -> None:
         """A demoted primary keeps its connections: leave them, the name may point elsewhere now."""
-        if isinstance(error, ReadOnlyError | MasterDownError):
+        if isinstance(error, _LEFT) or str(error).startswith(_DEMOTED):
             await self.client.reconnect()
 
     async def close(self) -> None:
@@ -127,13 +111,29 @@ class Connection:
 def translate(error: RedisError) -> HeadraceError | None:
     """The error that callers know, or None where it is a bug of ours."""
     text = str(error)
-    if isinstance(error, (*_BROKEN, OutOfMemoryError)):
+    if isinstance(error, _MOVING):
+        return BackendUnavailable(f"redis: {error.status_code} {text}")
+    if isinstance(error, (*_BROKEN, OutOfMemoryError)) or "-READONLY" in text:
         return BackendUnavailable(f"redis: {text or type(error).__name__}")
     if isinstance(error, NoPermissionError) or "ACL failure" in text or "NOPERM" in text:
         return BackendUnfit(f"redis: the user lacks a permission: {text}")
     if isinstance(error, ResponseError) and text.startswith(_REFUSED_FOR_NOW):
         return BackendUnavailable(f"redis: {text}")
     return None
+
+
+def _clients(config: ConnectionConfig) -> tuple[Topology, Client, Callable[[], Client]]:
+    """How Redis is reached, a client for commands, and what makes clients for blocking reads."""
+    endpoint = parse_endpoint(config.url)
+    pools = Pools(endpoint, config)
+    if endpoint.topology is Topology.CLUSTER:
+        cluster = ClusterClient(pools)
+        return endpoint.topology, cluster, cluster.reader
+    if endpoint.topology is Topology.SENTINEL:
+        sentinels = Sentinels(pools)
+        return endpoint.topology, sentinels.client(), sentinels.reader
+    server = at(endpoint.addresses[0]) if endpoint.addresses else {}
+    return endpoint.topology, pools.client(server), lambda: pools.reader(server)
 
 
 async def entries(
@@ -181,10 +181,11 @@ async def check_backend(connection: Connection) -> None:
 
     Raises BackendUnfit, which names what is wrong and the remedy, or BackendUnavailable.
     """
-    info = await connection.attempt(lambda: _info(connection), tries=3)
-    _check_version(info)
-    _check_memory(info)
-    _check_persistence(info)
+    for info in await connection.attempt(lambda: _infos(connection), tries=3):
+        _check_mode(info, connection.topology)
+        _check_version(info)
+        _check_memory(info)
+        _check_persistence(info)
     scratch = f"{{headrace.probe.{secrets.token_hex(8)}}}"
     try:
         await connection.run("probe", [f"q:{scratch}", f"r:{scratch}"], [])
@@ -200,12 +201,21 @@ async def check_backend(connection: Connection) -> None:
         ) from error
 
 
-async def _info(connection: Connection) -> dict[str, Any]:
+async def _infos(connection: Connection) -> list[dict[str, Any]]:
     try:
-        info: dict[str, Any] = await connection.client.command("INFO")
+        return await connection.client.each("INFO")
     except NoPermissionError as error:
-        raise BackendUnfit(f"redis: {error}; grant +info to the user") from error
-    return info
+        raise BackendUnfit(
+            f"redis: {error}; grant +info to the user, with Sentinels +role too, with a cluster "
+            "+cluster|slots +asking"
+        ) from error
+
+
+def _check_mode(info: dict[str, Any], topology: Topology) -> None:
+    mode = info.get("redis_mode") or info.get("server_mode", "standalone")  # Valkey has the latter
+    wanted = "cluster" if topology is Topology.CLUSTER else "standalone"
+    if mode != wanted and mode in _SCHEMES:
+        raise BackendUnfit(f"this redis runs as {mode}: use a URL like {_SCHEMES[mode]}")
 
 
 def _check_version(info: dict[str, Any]) -> None:
@@ -239,8 +249,10 @@ async def wait_for_backend(connection: Connection, seconds: float) -> None:
     while True:
         try:
             return await check_backend(connection)
-        except BackendUnavailable:
+        except BackendUnavailable as error:
             if asyncio.get_running_loop().time() >= deadline:
                 raise
+            if attempt == 0:
+                logger.warning("waiting for redis", extra={"error": str(error)})
         await backoff(attempt)
         attempt += 1

@@ -7,23 +7,28 @@ different histories, and so are those before and after the engine asked anew (Ta
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..errors import MessageError
-from ..frames import decode_ending
-from ..messages import ChoiceState, Frame, Sync, Takeover, Tokens, unpack_tokens
+from ..frames import decode_ending, decode_logprobs
+from ..messages import ChoiceState, Frame, Logprobs, Sync, Takeover, Tokens, unpack_tokens
 
 EntryId = tuple[int, int]
 
 
 class _Choice:
-    def __init__(self, token_ids: list[int], reason: str | None, stop: int | None) -> None:
-        self.token_ids = token_ids
-        self.reason = reason
-        self.stop = stop
+    def __init__(self, state: ChoiceState) -> None:
+        self.token_ids = list(state.token_ids)
+        self.logprobs = list(state.logprobs or ())
+        self.reason = state.finish_reason
+        self.stop = state.stop_token
 
-    def extend(self, index: int, token_ids: tuple[int, ...]) -> bool:
+    def extend(
+        self, index: int, token_ids: tuple[int, ...], logprobs: tuple[Logprobs, ...] | None
+    ) -> bool:
         """Adds what is new of tokens from `index`; False where some before them are missing."""
         known = len(self.token_ids)
         if index > known:
             return False
+        if logprobs is not None and len(self.logprobs) == known:
+            self.logprobs += logprobs[known - index :]
         self.token_ids += token_ids[known - index :]
         return True
 
@@ -32,8 +37,12 @@ class _Choice:
             self.reason, self.stop = reason, stop
 
     def state(self) -> ChoiceState:
+        known = self.logprobs and len(self.logprobs) == len(self.token_ids)
         return ChoiceState(
-            token_ids=tuple(self.token_ids), finish_reason=self.reason, stop_token=self.stop
+            token_ids=tuple(self.token_ids),
+            finish_reason=self.reason,
+            stop_token=self.stop,
+            logprobs=tuple(self.logprobs) if known else None,
         )
 
 
@@ -59,7 +68,7 @@ def rebuild_from(
     frames: Iterable[tuple[EntryId, Frame]],
 ) -> tuple[ChoiceState, ...]:
     """As rebuild, from a journal that is read already."""
-    known = [_Choice(list(c.token_ids), c.finish_reason, c.stop_token) for c in journal]
+    known = [_Choice(state) for state in journal]
     said = sorted(_said(request_id, writer, frames), key=lambda item: item[0])
     takeovers = [at for at, reply in said if isinstance(reply, Takeover)]
     since = max(takeovers, default=(0, 0))
@@ -85,27 +94,38 @@ def _said(
 def _apply(known: list[_Choice], reply: Tokens | Sync | Takeover) -> None:
     if isinstance(reply, Tokens) and reply.choice < len(known):
         choice = known[reply.choice]
-        if choice.extend(reply.index, reply.token_ids):
+        if choice.extend(reply.index, reply.token_ids, reply.logprobs):
             choice.end(reply.finish_reason, reply.stop_token)
     elif isinstance(reply, Sync):
         for choice, state in zip(known, reply.choices, strict=False):
-            choice.extend(0, state.token_ids)
+            choice.extend(0, state.token_ids, state.logprobs)
             choice.end(state.finish_reason, state.stop_token)
 
 
 def _from_journal(journal: Mapping[bytes, bytes], number: int) -> _Choice:
     length = int(journal.get(b"%d" % number, 0))
-    prefix = b"%d:" % number
-    chunks = {
-        int(name[len(prefix) :]): unpack_tokens(data)
-        for name, data in journal.items()
-        if name.startswith(prefix)
-    }
     reason, stop = decode_ending(journal.get(b"%df" % number, b""))
-    choice = _Choice([], reason, stop)
+    choice = _Choice(ChoiceState(finish_reason=reason, stop_token=stop))
+    chunks = _by_index(journal, b"%d:" % number)
+    logprobs = _by_index(journal, b"%dl:" % number)
     for index in sorted(chunks):
-        if not choice.extend(index, chunks[index]):
+        tokens = unpack_tokens(chunks[index])
+        if not choice.extend(index, tokens, _positions(logprobs.get(index, b""), len(tokens))):
             raise MessageError(f"journal: tokens before {index} of choice {number} are missing")
     if len(choice.token_ids) != length:
         raise MessageError(f"journal: {len(choice.token_ids)} tokens of choice {number}: {length}")
     return choice
+
+
+def _positions(data: bytes, tokens: int) -> tuple[Logprobs, ...] | None:
+    """None where they are of other tokens: written before what is there now."""
+    try:
+        return decode_logprobs(data, tokens) if data else None
+    except MessageError:
+        return None
+
+
+def _by_index(journal: Mapping[bytes, bytes], prefix: bytes) -> dict[int, bytes]:
+    return {
+        int(name[len(prefix) :]): data for name, data in journal.items() if name.startswith(prefix)
+    }

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from .. import keys
 from ..errors import BackendUnavailable, FailureCode, RequestConflict
-from ..messages import GenerateRequest, encode_request
+from ..messages import ChoiceState, GenerateRequest, encode_request
 from .base import EngineStatus, Outcome, Progress, QueueLimits, Verdict
 from .failures import ended_state
 from .registry import RegisteredModel
@@ -42,7 +42,7 @@ class Record:
     owner: str = ""
     former: list[str] = field(default_factory=list)
     writer: str = ""
-    journal: list[tuple[list[int], str | None, int | None]] = field(default_factory=list)
+    journal: list[ChoiceState] = field(default_factory=list)
     failures: int = 0
     progress: int = 0
     progress_at_take: int = 0
@@ -51,6 +51,7 @@ class Record:
     outcome: Outcome | None = None
     why: FailureCode | None = None
     expires: float = math.inf
+    keep: float = 0.0
 
     @property
     def ended(self) -> bool:
@@ -142,11 +143,18 @@ class MemoryBackend:
         self.gateways: dict[str, float] = {}
         self.models: dict[str, tuple[RegisteredModel, bytes]] = {}
         self.models_store = ""
+        self.stored: dict[str, tuple[float, str, bytes]] = {}
+        self.wanted: dict[str, float] = {}
+        self.salt = b""
 
     def check(self) -> None:
         """Raises BackendUnavailable during an outage."""
         if not self.available:
             raise BackendUnavailable("memory: the backend is switched off")
+
+    def gateway_alive(self, gateway_id: str) -> bool:
+        self.check()
+        return self.gateways.get(gateway_id, 0.0) > self.clock()
 
     def shard(self, model: str) -> Shard:
         self.check()
@@ -175,14 +183,17 @@ class MemoryBackend:
         gateway: str,
         limits: tuple[int, int],
         seen: int | None,
+        polite: bool,
     ) -> tuple[Record | None, str]:
-        """ADMIT: (record, former gateway or "new"); (None, "") where there is no room.
+        """ADMIT: (record, former gateway, "held" or "new"); (None, "") where there is no room.
 
         Raises RequestConflict.
         """
         shard = self.shard(request.model)
         record = shard.records.get(request.request_id)
         if record is not None:
+            if polite and not record.ended and record.gateway != gateway:
+                return record, "held"
             return self._attach(record, request, gateway)
         tokens = token_cost(request)
         waiting, held = self.waiting(shard)
@@ -201,6 +212,7 @@ class MemoryBackend:
             gateway=gateway,
             admitted=self.clock(),
             attempt=seen or 0,
+            keep=request.keep_ms / 1000,
             expires=(request.deadline_ms + keys.GRACE_MS) / 1000,
         )
         shard.records[request.request_id] = record
@@ -284,7 +296,7 @@ class MemoryBackend:
     def _fail(self, shard: Shard, rid: str, why: FailureCode, started: bool) -> Ending:
         record = shard.records[rid]
         record.state, record.why = "failed", why
-        record.expires = self.clock() + keys.ENDED_TTL_MS / 1000
+        self._keep(record)
         if started:
             shard.count_ending(self.clock())
         return Ending(rid, record.attempt, record.gateway, why)
@@ -378,8 +390,11 @@ class MemoryBackend:
 
     def _end(self, shard: Shard, record: Record) -> None:
         record.journal = []
-        record.expires = self.clock() + keys.ENDED_TTL_MS / 1000
+        self._keep(record)
         shard.count_ending(self.clock())
+
+    def _keep(self, record: Record) -> None:
+        record.expires = self.clock() + max(keys.ENDED_TTL_MS / 1000, record.keep)
 
     def wipe(self) -> None:
         """Loses everything, as an emptied Redis; readers and waiters stay connected."""
@@ -393,6 +408,9 @@ class MemoryBackend:
         self.gateways.clear()
         self.models.clear()
         self.models_store = ""
+        self.stored.clear()
+        self.wanted.clear()
+        self.salt = b""
 
 
 def _failures(record: Record) -> int:
@@ -403,15 +421,25 @@ def _failures(record: Record) -> int:
 
 def _write_journal(record: Record, item: Progress) -> tuple[int, ...]:
     while len(record.journal) < len(item.choices):
-        record.journal.append(([], None, None))
+        record.journal.append(ChoiceState())
     for number, (index, choice) in enumerate(zip(item.journaled, item.choices, strict=True)):
-        tokens, reason, stop = record.journal[number]
-        if index > len(tokens):
-            continue
-        tokens += choice.token_ids[len(tokens) - index :]
-        if choice.finish_reason is not None:
-            reason, stop = choice.finish_reason, choice.stop_token
-        record.journal[number] = (tokens, reason, stop)
-    counts = tuple(len(tokens) for tokens, _, _ in record.journal)
+        if index <= len(record.journal[number].token_ids):
+            record.journal[number] = _extended(record.journal[number], index, choice)
+    counts = tuple(len(choice.token_ids) for choice in record.journal)
     record.progress = max(record.progress, sum(counts))
     return counts
+
+
+def _extended(known: ChoiceState, index: int, new: ChoiceState) -> ChoiceState:
+    """What the journal has of a choice with what was made from `index` on."""
+    behind = len(known.token_ids) - index
+    logprobs = None
+    if new.logprobs is not None and (known.logprobs is not None or not known.token_ids):
+        logprobs = (known.logprobs or ()) + new.logprobs[behind:]
+    ended = known if new.finish_reason is None else new
+    return ChoiceState(
+        token_ids=known.token_ids + new.token_ids[behind:],
+        finish_reason=ended.finish_reason,
+        stop_token=ended.stop_token,
+        logprobs=logprobs,
+    )

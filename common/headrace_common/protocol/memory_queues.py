@@ -25,6 +25,7 @@ from .base import (
     Progress,
     QueueDepth,
     QueueLimits,
+    Standing,
 )
 from .failures import failed
 from .journal import rebuild_from
@@ -32,8 +33,7 @@ from .leases import LeaseMemory
 from .memory import Ending, Log, MemoryBackend, Record, Taken
 
 
-async def _entries(log: Log) -> AsyncIterator[bytes]:
-    position = 0
+async def _entries(log: Log, position: int = 0) -> AsyncIterator[bytes]:
     while True:
         async with log.changed:
             while position == len(log.items):
@@ -42,6 +42,11 @@ async def _entries(log: Log) -> AsyncIterator[bytes]:
         _, data = log.items[position]
         position += 1
         yield data
+
+
+async def _decoded(messages: AsyncIterator[bytes]) -> AsyncIterator[Frame]:
+    async for data in messages:
+        yield decode_frame(data)
 
 
 class MemoryGatewayQueue:
@@ -55,10 +60,15 @@ class MemoryGatewayQueue:
         await self.beat()
 
     async def admit(
-        self, request: GenerateRequest, limits: QueueLimits, *, seen: int | None = None
+        self,
+        request: GenerateRequest,
+        limits: QueueLimits,
+        *,
+        seen: int | None = None,
+        polite: bool = False,
     ) -> Admission:
         bounds = (limits.max_requests, limits.max_tokens)
-        record, former = self._backend.admit(request, self.gateway_id, bounds, seen)
+        record, former = self._backend.admit(request, self.gateway_id, bounds, seen, polite)
         if record is None:
             raise await self._full(request.model)
         await self._backend.wake(self._backend.shard(request.model))
@@ -66,6 +76,13 @@ class MemoryGatewayQueue:
             return Admission(state=AdmitState.ADMITTED)
         if record.ended:
             return Admission(state=AdmitState.ENDED, outcome=_outcome(request.request_id, record))
+        if former == "held":
+            return Admission(
+                state=AdmitState.HELD,
+                owner=record.owner or None,
+                attempt=record.attempt,
+                gateway_id=record.gateway,
+            )
         if former and record.owner:
             moved = Reroute(request_id=request.request_id, gateway_id=self.gateway_id)
             await self.send(record.owner, moved)
@@ -81,9 +98,25 @@ class MemoryGatewayQueue:
             f"{waiting} requests wait for {model}; try again later", retry_after=retry_after
         )
 
-    async def frames(self) -> AsyncIterator[Frame]:
-        async for data in _entries(self._backend.frames[self.gateway_id]):
-            yield decode_frame(data)
+    def frames(self) -> AsyncIterator[Frame]:
+        return _decoded(_entries(self._backend.frames[self.gateway_id]))
+
+    async def frames_to(self, gateway_id: str) -> AsyncIterator[Frame]:
+        log = self._backend.frames[gateway_id]
+        return _decoded(_entries(log, len(log.items)))
+
+    async def gateway_alive(self, gateway_id: str) -> bool:
+        return self._backend.gateway_alive(gateway_id)
+
+    async def standing(self, request_id: str, model: str) -> Standing | None:
+        record = self._backend.shard(model).records.get(request_id)
+        if record is None:
+            return None
+        outcome = _outcome(request_id, record) if record.ended else None
+        return Standing(started=record.state != "queued", outcome=outcome)
+
+    async def journal(self, request_id: str, model: str) -> tuple[ChoiceState, ...] | None:
+        return _journal(self._backend, request_id, model)
 
     async def send(self, engine_id: str, control: Control) -> None:
         self._backend.check()
@@ -125,7 +158,7 @@ class MemoryGatewayQueue:
         self._backend.gateways[self.gateway_id] = until
 
     async def close(self) -> None:
-        """Nothing is held open."""
+        self._backend.gateways.pop(self.gateway_id, None)
 
 
 class MemoryEngineQueue:
@@ -201,28 +234,14 @@ class MemoryEngineQueue:
         return beats
 
     async def journal(self, request_id: str) -> tuple[ChoiceState, ...] | None:
-        record = self._backend.shard(self._model).records.get(request_id)
-        if record is None or record.ended or not record.writer:
-            return None
-        frames = [
-            ((at, 0), decode_frame(data))
-            for gateway in dict.fromkeys([*record.former, record.gateway])
-            for at, data in self._backend.frames[gateway].items
-        ]
-        choices = decode_request(record.payload).sampling.n
-        known = [
-            ChoiceState(token_ids=tuple(t), finish_reason=r, stop_token=s)
-            for t, r, s in record.journal
-        ]
-        known += [ChoiceState()] * (choices - len(known))
-        return rebuild_from(request_id, record.writer, known, frames)
+        return _journal(self._backend, request_id, self._model)
 
     async def resume(self, request_id: str, attempt: int, choices: Sequence[ChoiceState]) -> bool:
         shard = self._backend.shard(self._model)
         record = self._backend.owned(shard, request_id, self.engine_id, attempt)
         if record is None or record.state != "running":
             return False
-        record.journal = [(list(c.token_ids), c.finish_reason, c.stop_token) for c in choices]
+        record.journal = list(choices)
         record.writer = f"{self.engine_id}/{attempt}"
         record.progress = record.progress_at_take = sum(len(c.token_ids) for c in choices)
         record.executing = True
@@ -239,8 +258,7 @@ class MemoryEngineQueue:
             yield decode_control(data)
 
     async def gateway_alive(self, gateway_id: str) -> bool:
-        self._backend.check()
-        return self._backend.gateways.get(gateway_id, 0.0) > self._backend.clock()
+        return self._backend.gateway_alive(gateway_id)
 
     async def finish(self, request_id: str, attempt: int, outcome: Outcome) -> bool:
         shard = self._backend.shard(self._model)
@@ -254,6 +272,20 @@ class MemoryEngineQueue:
 
     async def close(self) -> None:
         self._backend.shards[self._model].statuses.pop(self.engine_id, None)
+
+
+def _journal(backend: MemoryBackend, request_id: str, model: str) -> tuple[ChoiceState, ...] | None:
+    record = backend.shard(model).records.get(request_id)
+    if record is None or record.ended or not record.writer:
+        return None
+    frames = [
+        ((at, 0), decode_frame(data))
+        for gateway in dict.fromkeys([*record.former, record.gateway])
+        for at, data in backend.frames[gateway].items
+    ]
+    choices = decode_request(record.payload).sampling.n
+    missing = [ChoiceState()] * (choices - len(record.journal))
+    return rebuild_from(request_id, record.writer, record.journal + missing, frames)
 
 
 def _lease(item: Taken) -> Lease:

@@ -14,7 +14,13 @@ from redis.exceptions import RedisError, ResponseError
 
 from .. import keys
 from ..errors import BackendUnavailable, FailureCode, MessageError
-from ..frames import decode_control, decode_frame, encode_ending, encode_frame, encode_outcome
+from ..frames import (
+    decode_control,
+    encode_ending,
+    encode_frame,
+    encode_logprobs,
+    encode_outcome,
+)
 from ..keys import ShardKeys
 from ..messages import (
     PROTOCOL_VERSION,
@@ -29,8 +35,8 @@ from .base import Beat, EngineStatus, Lease, Outcome, Progress, Verdict
 from .client import Client, Command, backoff
 from .connection import Connection, check_backend, entries, translate
 from .failures import ended_state, failed
-from .journal import EntryId, rebuild
 from .leases import LeaseMemory
+from .redis_journal import entry_id, read_journal
 from .status import encode_status
 
 logger = logging.getLogger(__name__)
@@ -174,7 +180,7 @@ class RedisEngineQueue:
         for number, (queue, groups) in enumerate(zip(self._keys.queues, results, strict=True)):
             found[queue] = _last_delivered(groups)
             if self._left is not None and self._left[0] == number:
-                found[queue] = max(found[queue], self._left[1], key=_entry_id)
+                found[queue] = max(found[queue], self._left[1], key=entry_id)
         return found
 
     async def _drop_waiter(self) -> None:
@@ -194,7 +200,7 @@ class RedisEngineQueue:
     def _beat_args(self, item: Progress) -> list[Any]:
         args: list[Any] = [self.engine_id, item.attempt, int(item.executing), keys.GRACE_MS]
         for index, choice in zip(item.journaled, item.choices, strict=True):
-            args += [index, pack_tokens(choice.token_ids), encode_ending(choice)]
+            args += [index, *_journaled(choice)]
         return args
 
     async def _publish_status(self, status: EngineStatus) -> None:
@@ -235,36 +241,12 @@ class RedisEngineQueue:
     # Output
 
     async def journal(self, request_id: str) -> tuple[ChoiceState, ...] | None:
-        record, journal, payload = await self._pipeline(
-            ("HMGET", self._keys.record(request_id), "je", "g", "gs"),
-            ("HGETALL", self._keys.journal(request_id)),
-            ("GET", self._keys.payload(request_id)),
-        )
-        writer, gateway, former = record
-        if not writer or payload is None:
-            return None
-        names = dict.fromkeys([*former.decode().split(), gateway.decode()])
-        try:
-            choices = decode_request(payload).sampling.n
-            frames = [frame for name in names for frame in await self._frames_of(name)]
-            return rebuild(request_id, writer.decode(), choices, journal, frames)
-        except MessageError as error:
-            logger.warning(
-                "journal unusable", extra={"request_id": request_id, "error": str(error)}
-            )
-            return None
-
-    async def _frames_of(self, gateway_id: str) -> list[tuple[EntryId, Frame]]:
-        (found,) = await self._pipeline(("XRANGE", keys.frames(gateway_id), "-", "+"))
-        return [
-            (_entry_id(name.decode()), decode_frame(fields.get(b"f", b"")))
-            for name, fields in found
-        ]
+        return await read_journal(self._pipeline, self._keys, request_id)
 
     async def resume(self, request_id: str, attempt: int, choices: Sequence[ChoiceState]) -> bool:
         args: list[Any] = [self.engine_id, attempt, keys.GRACE_MS]
         for choice in choices:
-            args += [pack_tokens(choice.token_ids), encode_ending(choice)]
+            args += _journaled(choice)
         names = self._request_keys(request_id)[:2]
         return bool(await self._connection.run("resume", names, args, tries=TRIES))
 
@@ -293,7 +275,7 @@ class RedisEngineQueue:
             written = await client.command(*commands[0])
         else:
             written = (await client.pipeline(commands))[0]
-        self._trim = _entry_id(written.decode())[0]
+        self._trim = entry_id(written.decode())[0]
 
     async def controls(self) -> AsyncIterator[Control]:
         """As EngineQueue.controls. Each message once, unless Redis was rolled back; a lost one has
@@ -305,7 +287,7 @@ class RedisEngineQueue:
             if not cursor or not newest:
                 return "0-0"
             last: str = newest[0][0].decode()
-            return min(cursor, last, key=_entry_id)
+            return min(cursor, last, key=entry_id)
 
         async for _, fields in entries(self._connection, key, first):
             try:
@@ -360,6 +342,15 @@ class RedisEngineQueue:
         await self._connection.close()
 
 
+def _journaled(choice: ChoiceState) -> list[bytes]:
+    """A choice's output as BEAT and RESUME write it to the journal."""
+    return [
+        pack_tokens(choice.token_ids),
+        encode_ending(choice),
+        encode_logprobs(choice.logprobs),
+    ]
+
+
 def _lease(item: list[Any]) -> Lease:
     """Raises MessageError."""
     _, attempt, gateway, recovered, suspect, payload = item
@@ -380,11 +371,6 @@ def _beat(item: Progress, result: list[Any]) -> Beat:
     gateway = result[1].decode() if len(result) > 1 else ""
     counts = tuple(int(count) for count in result[2:])
     return Beat(verdict=verdict, gateway_id=gateway, journaled=counts or item.journaled)
-
-
-def _entry_id(text: str) -> EntryId:
-    ms, _, sequence = text.partition("-")
-    return int(ms), int(sequence or 0)
 
 
 def _last_delivered(groups: Any) -> str:

@@ -5,10 +5,10 @@ Everything here may be repeated: the scripts decide what is done. Holds no state
 
 import logging
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
-from redis.exceptions import ResponseError
+from redis.exceptions import RedisError, ResponseError
 
 from .. import keys
 from ..errors import BackendUnavailable, FailureCode, MessageError, QueueFull, RequestConflict
@@ -17,16 +17,26 @@ from ..keys import ShardKeys
 from ..messages import (
     PROTOCOL_VERSION,
     Cancel,
+    ChoiceState,
     Control,
     Frame,
     GenerateRequest,
     Reroute,
     encode_request,
 )
-from .base import Admission, AdmitState, EngineStatus, Outcome, QueueDepth, QueueLimits
+from .base import (
+    Admission,
+    AdmitState,
+    EngineStatus,
+    Outcome,
+    QueueDepth,
+    QueueLimits,
+    Standing,
+)
 from .client import Client, Command
 from .connection import Connection, check_backend, entries
 from .failures import failed
+from .redis_journal import read_journal
 from .requests import fingerprint, priority_class, token_cost
 from .status import decode_status
 
@@ -51,19 +61,29 @@ class RedisGatewayQueue:
         await self.beat()
 
     async def admit(
-        self, request: GenerateRequest, limits: QueueLimits, *, seen: int | None = None
+        self,
+        request: GenerateRequest,
+        limits: QueueLimits,
+        *,
+        seen: int | None = None,
+        polite: bool = False,
     ) -> Admission:
         reply: list[Any] = [b"unknown"]
         if seen is not None:
-            reply = await self._admit(request, limits, seen, b"")
+            reply = await self._admit(request, limits, seen, b"", polite)
         if reply[0] == b"unknown":
-            reply = await self._admit(
-                request, limits, -1 if seen is None else seen, encode_request(request)
-            )
+            newest = -1 if seen is None else seen
+            payload = encode_request(request)
+            reply = await self._admit(request, limits, newest, payload, polite)
         return await self._admission(request, reply)
 
     async def _admit(
-        self, request: GenerateRequest, limits: QueueLimits, seen: int, payload: bytes
+        self,
+        request: GenerateRequest,
+        limits: QueueLimits,
+        seen: int,
+        payload: bytes,
+        polite: bool,
     ) -> list[Any]:
         shard = _shard(request.request_id, request.model)
         rid = request.request_id
@@ -81,6 +101,8 @@ class RedisGatewayQueue:
             seen,
             keys.GRACE_MS,
             payload,
+            request.keep_ms,
+            int(polite),
         ]
         names = [shard.record(rid), shard.payload(rid), shard.journal(rid), shard.stats]
         reply: list[Any] = await self._connection.run(
@@ -98,6 +120,13 @@ class RedisGatewayQueue:
                 if owner and former:
                     await self._tell(owner, Reroute(request_id=rid, gateway_id=self.gateway_id))
                 return Admission(state=AdmitState.ATTACHED, owner=owner or None, attempt=attempt)
+            case b"held":
+                return Admission(
+                    state=AdmitState.HELD,
+                    owner=reply[1].decode() or None,
+                    attempt=int(reply[2]),
+                    gateway_id=reply[3].decode(),
+                )
             case b"ended":
                 return Admission(state=AdmitState.ENDED, outcome=_outcome(rid, *reply[2:4]))
             case b"conflict":
@@ -112,7 +141,7 @@ class RedisGatewayQueue:
             f"{waiting} requests wait for {model}; try again later", retry_after=retry_after
         )
 
-    async def frames(self) -> AsyncIterator[Frame]:
+    def frames(self) -> AsyncIterator[Frame]:
         """As GatewayQueue.frames. What cannot be read is logged and left out."""
 
         async def first(client: Client, _cursor: str) -> str:
@@ -120,11 +149,44 @@ class RedisGatewayQueue:
             # gives out ids below the ones already read.
             return "0-0"
 
-        async for _, fields in entries(self._connection, keys.frames(self.gateway_id), first):
+        return self._frames(self.gateway_id, first)
+
+    async def frames_to(self, gateway_id: str) -> AsyncIterator[Frame]:
+        """As GatewayQueue.frames_to. After a reconnect from the beginning, as one's own."""
+        (newest,) = await self._pipeline(
+            ("XREVRANGE", keys.frames(gateway_id), "+", "-", "COUNT", 1)
+        )
+        start = newest[0][0].decode() if newest else "0-0"
+
+        async def first(_client: Client, cursor: str) -> str:
+            return "0-0" if cursor else start
+
+        return self._frames(gateway_id, first)
+
+    async def _frames(
+        self, gateway_id: str, first: Callable[[Client, str], Awaitable[str]]
+    ) -> AsyncIterator[Frame]:
+        async for _, fields in entries(self._connection, keys.frames(gateway_id), first):
             try:
                 yield decode_frame(fields.get(b"f", b""))
             except MessageError as error:
                 logger.warning("frame refused", extra={"error": str(error)})
+
+    async def gateway_alive(self, gateway_id: str) -> bool:
+        (found,) = await self._pipeline(("EXISTS", keys.gateway_beat(gateway_id)))
+        return bool(found)
+
+    async def standing(self, request_id: str, model: str) -> Standing | None:
+        record = _shard(request_id, model).record(request_id)
+        ((state, why, outcome),) = await self._pipeline(("HMGET", record, "st", "why", "out"))
+        if state is None:
+            return None
+        if state in (b"queued", b"running"):
+            return Standing(started=state == b"running")
+        return Standing(started=True, outcome=_outcome(request_id, why, outcome))
+
+    async def journal(self, request_id: str, model: str) -> tuple[ChoiceState, ...] | None:
+        return await read_journal(self._pipeline, _shard(request_id, model), request_id)
 
     async def send(self, engine_id: str, control: Control) -> None:
         key = keys.controls(engine_id)
@@ -248,6 +310,10 @@ class RedisGatewayQueue:
         )
 
     async def close(self) -> None:
+        try:
+            await self._connection.client.command("DEL", keys.gateway_beat(self.gateway_id))
+        except RedisError as error:
+            logger.warning("redis unavailable at close", extra={"error": str(error)})
         await self._connection.close()
 
 
@@ -277,8 +343,9 @@ def _group(groups: Any) -> dict[str, Any] | None:
     return None
 
 
-def _outcome(request_id: str, why: bytes, outcome: bytes) -> Outcome:
+def _outcome(request_id: str, why: bytes | None, outcome: bytes | None) -> Outcome:
     """The stored outcome, or what a script ended without one."""
     if outcome:
         return decode_outcome(outcome)
-    return Outcome(failed=failed(request_id, 0, FailureCode(why.decode())))
+    code = FailureCode(why.decode()) if why else FailureCode.INTERNAL
+    return Outcome(failed=failed(request_id, 0, code))

@@ -21,8 +21,15 @@ NAMES = (
     "giveback",
     "register",
     "unregister",
+    "store",
+    "unstore",
+    "reserve",
+    "settle",
+    "renew",
     "probe",
 )
+# Scripts with helpers of their own before them.
+_HELPERS = {"reserve": "usage", "settle": "usage"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +44,15 @@ def load_scripts(*, shebang: bool) -> dict[str, Script]:
     """Reads all scripts. `shebang` False leaves out the flags line, which Redis 6.2 cannot read."""
     folder = files(__package__) / "lua"
     shared = (folder / "shared.lua").read_text()
-    return {name: _script((folder / f"{name}.lua").read_text(), shared, shebang) for name in NAMES}
+
+    def helpers(name: str) -> str:
+        more = _HELPERS.get(name)
+        return shared if more is None else shared + (folder / f"{more}.lua").read_text()
+
+    return {
+        name: _script((folder / f"{name}.lua").read_text(), helpers(name), shebang)
+        for name in NAMES
+    }
 
 
 def _script(body: str, shared: str, shebang: bool) -> Script:
@@ -69,5 +84,5 @@ class Scripts:
         try:
             return await self._client.pipeline(commands)
         except NoScriptError:
-            await self._client.command("SCRIPT LOAD", script.text)
+            await self._client.each("SCRIPT LOAD", script.text)
             return await self._client.pipeline(commands)

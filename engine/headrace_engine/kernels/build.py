@@ -44,15 +44,17 @@ class InstructionSet:
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _WIDE = "-mprefer-vector-width=512"
+_BF16 = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", _WIDE)
 
 BASELINE = InstructionSet("baseline", (), frozenset())
 # Best first. The last one of each architecture runs on every CPU of it.
 X86_64 = (
     InstructionSet(
-        "avx512_bf16",
-        ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", _WIDE),
-        _AVX512 | {"avx512_bf16", "avx512_vnni"},
+        "amx",
+        (*_BF16, "-mamx-tile", "-mamx-bf16"),
+        _AVX512 | {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16"},
     ),
+    InstructionSet("avx512_bf16", _BF16, _AVX512 | {"avx512_bf16", "avx512_vnni"}),
     InstructionSet("avx512", ("-march=x86-64-v4", _WIDE), _AVX512),
     InstructionSet("avx2", ("-march=x86-64-v3",), _AVX2),
     BASELINE,

@@ -3,6 +3,11 @@
 
 #include "rows.h"
 
+#if defined(__AMX_BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace headrace {
 namespace {
 
@@ -78,7 +83,17 @@ const T* as(const void* memory) {
 using headrace::as;
 using headrace::bfloat16;
 
-int headrace_interface() { return 2; }
+int headrace_interface() { return 3; }
+
+int headrace_prepare() {
+#if defined(__AMX_BF16__)
+  // Linux gives the tile registers' memory only to processes that ask for it.
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0 ? 0 : 1;
+#else
+  return 0;
+#endif
+}
 
 void headrace_rms_norm(void* output, const void* x, const void* weight, int64_t rows, int64_t width,
                        int64_t x_stride, float epsilon, int64_t is_bfloat16) {

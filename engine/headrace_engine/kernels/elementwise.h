@@ -7,6 +7,9 @@
 // Raised with every change of this interface, so that a library of another build is refused.
 HEADRACE_EXPORT int headrace_interface();
 
+// Asks the system for what the library's instructions need. 0, or 1 where it is refused.
+HEADRACE_EXPORT int headrace_prepare();
+
 HEADRACE_EXPORT void headrace_rms_norm(void* output, const void* x, const void* weight,
                                        int64_t rows, int64_t width, int64_t x_stride, float epsilon,
                                        int64_t is_bfloat16);

@@ -14,7 +14,7 @@ import torch
 
 from .build import InstructionSet, instruction_sets, library_path
 
-INTERFACE = 2
+INTERFACE = 3
 FORCE_ISA = "HEADRACE_CPU_ISA"
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -38,6 +38,8 @@ class Kernels:
         version = self._bind("interface", ctypes.c_int)
         if version() != INTERFACE:
             raise KernelsUnavailable(f"{path} is of another version: {REMEDY}")
+        if self._bind("prepare", ctypes.c_int)():
+            raise KernelsUnavailable(f"the system does not let this process use {isa}")
         self.paged_attention = self._bind(
             "paged_attention", ctypes.c_int, *[_POINTER] * 5, *[_INT] * 3, _POINTER, _POINTER
         )
@@ -74,11 +76,16 @@ def load(isa: str | None = None) -> Kernels:
     runnable = [target.name for target in runnable_sets()]
     if wanted is not None and wanted not in runnable:
         raise KernelsUnavailable(f"{FORCE_ISA} {wanted!r} is none of {', '.join(runnable)}")
+    problem = KernelsUnavailable(f"no compiled kernels in {library_path('').parent}: {REMEDY}")
     for name in [wanted] if wanted else runnable:
         path = library_path(name)
-        if path.exists():
+        if not path.exists():
+            continue
+        try:
             return Kernels(name, path)
-    raise KernelsUnavailable(f"no compiled kernels in {library_path('').parent}: {REMEDY}")
+        except KernelsUnavailable as error:
+            problem = error
+    raise problem
 
 
 def runnable_sets() -> list[InstructionSet]:

@@ -9,6 +9,7 @@
 
 #include "pool.h"
 #include "tile.h"
+#include "tiles.h"
 
 namespace headrace {
 
@@ -199,6 +200,37 @@ inline const char* weights_after(int64_t item, int64_t chunks, int64_t panels, i
   return static_cast<const char*>(then) + (panel - panels) * panel_bytes;
 }
 
+#if HEADRACE_TILES
+// As `multiply` below, on AMX. Used for any number of rows, so that a row's result does not depend on
+// which others there are.
+template <class Emit>
+void multiply_on_tiles(Pool& pool, const Rows<bfloat16>& rows, const bfloat16* weight,
+                       int64_t inputs, int64_t outputs, const Emit& emit) {
+  static_assert(kPanel == 4 * kTileOutputs, "a panel is four tiles wide");
+  const int64_t panels = panels_of(outputs);
+  const int64_t chunk = rows_at_once(rows.count, panels, pool.threads(), kTileBlock);
+  const int64_t chunks = (rows.count + chunk - 1) / chunk;
+  pool.run(panels * chunks, [&](int64_t item, int) {
+    const int64_t panel = item / chunks, begin = item % chunks * chunk;
+    const int64_t end = begin + chunk < rows.count ? begin + chunk : rows.count;
+    int configured = 0;
+    for (int64_t r = begin; r < end; r += kTileBlock) {
+      const int count = end - r < kTileBlock ? int(end - r) : kTileBlock;
+      if (count != configured) {
+        const TileConfig config = tile_config(count);
+        _tile_loadconfig(&config);
+        configured = count;
+      }
+      Sums sums[kTileBlock];
+      multiply_tiles(count, rows.data + r * rows.stride, rows.stride,
+                     weight + panel * inputs * kPanel, inputs, reinterpret_cast<float*>(sums));
+      for (int i = 0; i < count; ++i) emit(r + i, panel, sums[i]);
+    }
+    _tile_release();
+  });
+}
+#endif
+
 // emit(row, panel, sums) for every row and panel. `scratch` holds kRows * inputs factors for each
 // thread, where factors are not what rows are made of. The first rows' products fetch what the
 // thread reads next into the cache. A few rows take no longer than their weights take to arrive;
@@ -211,6 +243,11 @@ void multiply(Pool& pool, const Rows<typename Math::Element>& rows,
   using Element = typename Math::Element;
   constexpr bool kSame = std::is_same<Factor, Element>::value;
   if (rows.count == 0) return;
+#if HEADRACE_TILES
+  if constexpr (std::is_same<Math, DotProduct>::value)
+    if (inputs % kTileInputs == 0)
+      return multiply_on_tiles(pool, rows, weight, inputs, outputs, emit);
+#endif
   const int64_t panels = panels_of(outputs), panel_bytes = inputs * kPanel * sizeof(Element);
   const int64_t chunk = rows_at_once(rows.count, panels, pool.threads(), kRows);
   const int64_t chunks = (rows.count + chunk - 1) / chunk;

@@ -143,6 +143,22 @@ inline Floats exp2(Floats x) {
   return vanishes ? Floats{} : bit_cast<Floats>(scaled);
 }
 
+#if defined(__AVX512F__)
+// 2^x of x <= 0 within 5e-5 of its value, a hundredth of what bfloat16 resolves; 0 for what is far
+// below, NaN for NaN.
+inline Floats rough_exp2(Floats x) {
+  const __m512 bounded = _mm512_max_ps(_mm512_set1_ps(-200.0f), bit_cast<__m512>(x));
+  const __m512 whole = _mm512_roundscale_ps(bounded, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const Floats f = bit_cast<Floats>(_mm512_sub_ps(bounded, whole));
+  Floats p = splat(9.6181291e-3f);
+  p = p * f + 5.5504109e-2f;
+  p = p * f + 2.4022651e-1f;
+  p = p * f + 6.9314718e-1f;
+  p = p * f + 1.0f;
+  return bit_cast<Floats>(_mm512_scalef_ps(bit_cast<__m512>(p), whole));
+}
+#endif
+
 constexpr float kLog2e = 1.44269504f;
 
 }  // namespace headrace

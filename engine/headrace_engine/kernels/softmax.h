@@ -57,7 +57,7 @@ inline float weigh(float* scores, int first, int last, int padded, const ScoreSc
   const float decay = now == before ? 1 : exp2(splat((before - now) * scale.slope))[0];
   Floats total{};
   for (int i = 0; i < padded; i += kLanes) {
-    Floats weight = exp2((load(scores + i) - now) * scale.slope);
+    Floats weight = Math::exponential((load(scores + i) - now) * scale.slope);
     total += weight;
     Math::pack_weights(weights, i, weight);
   }

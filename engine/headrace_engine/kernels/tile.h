@@ -23,6 +23,7 @@ constexpr int kRows = 2, kColumns = 2;
 #endif
 
 // Element: what the cache holds. Factor: what rows of queries and of softmax weights hold.
+// exponential: 2^x of softmax weights, x <= 0, as exact as a Factor can be.
 struct Float32 {
   using Element = float;
   using Factor = float;
@@ -37,6 +38,7 @@ struct Float32 {
     std::memcpy(to, from, count * sizeof(float));
   }
   static void pack_weights(Factor* to, int at, Floats weights) { store(to + at, weights); }
+  static Floats exponential(Floats x) { return exp2(x); }
 };
 
 // bfloat16 in memory, float32 arithmetic: for CPUs without bfloat16 dot products.
@@ -61,6 +63,7 @@ struct Widened {
     for (int i = 0; i < count; i += kLanes) store(to + i, load(from + i));
   }
   static void pack_weights(Factor* to, int at, Floats weights) { store(to + at, weights); }
+  static Floats exponential(Floats x) { return exp2(x); }
 };
 
 #if defined(__AVX512BF16__)
@@ -81,6 +84,7 @@ struct DotProduct {
     std::memcpy(to, from, count * sizeof(bfloat16));
   }
   static void pack_weights(Factor* to, int at, Floats weights) { store(to + at, weights); }
+  static Floats exponential(Floats x) { return rough_exp2(x); }
 };
 using BFloat16 = DotProduct;
 #else

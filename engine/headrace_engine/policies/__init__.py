@@ -2,5 +2,6 @@
 
 from .base import Policy
 from .fcfs import Fcfs
+from .registry import POLICIES, make_policy
 
-__all__ = ["Fcfs", "Policy"]
+__all__ = ["POLICIES", "Fcfs", "Policy", "make_policy"]

@@ -3,10 +3,12 @@
 from typing import ClassVar
 
 from ..request import EngineRequest
+from ..waiting import Rank
+from .base import Policy
 
 
-class Fcfs:
+class Fcfs(Policy):
     name: ClassVar[str] = "fcfs"
 
-    def key(self, request: EngineRequest, order: int) -> tuple[float, ...]:
+    def key(self, request: EngineRequest, order: int) -> Rank:
         return (request.arrival, order)

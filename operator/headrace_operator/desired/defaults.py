@@ -16,7 +16,7 @@ class Platform:
     image_pull_secrets: tuple[str, ...] = ()
     downloader_image: str = "docker.io/rclone/rclone:1.74.1"
     queue_url: str = "redis://127.0.0.1:6379/0"
-    queue_port: int = 6379
+    queue_ports: tuple[int, ...] = (6379,)
     queue_secret: tuple[str, str] | None = None
     queue_ca_secret: str | None = None
     otlp_endpoint: str | None = None

@@ -1,5 +1,6 @@
 """The engine process's environment: its settings as HEADRACE_ENGINE_*, and the user's on top."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,7 +50,9 @@ def _settings(service: ModelService, source: Source, track: str) -> Mapping[str,
 
 
 def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, (bool, dict)):
+        return json.dumps(value)
+    return str(value)
 
 
 def _queue(service: ModelService, platform: Platform) -> Manifest:

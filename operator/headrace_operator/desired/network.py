@@ -46,7 +46,7 @@ def _scrapers(platform: Platform) -> Manifest:
 def _egress(service: ModelService, platform: Platform) -> list[Manifest]:
     rules: list[Manifest] = [
         {"ports": [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]},
-        {"ports": [{"protocol": "TCP", "port": platform.queue_port}]},
+        {"ports": [{"protocol": "TCP", "port": port} for port in platform.queue_ports]},
     ]
     if platform.otlp_endpoint is not None:
         rules.append({"ports": [{"protocol": "TCP", "port": _port_of(platform.otlp_endpoint)}]})

@@ -142,9 +142,14 @@ class History:
 
 
 def _has_work(seen: Observation) -> bool:
-    running = 0 if seen.engines is None else seen.engines.running
-    queue = seen.queue
-    return running > 0 or (queue is not None and (queue.waiting > 0 or queue.pending > 0))
+    """Now, or since the last look: short requests come and go between two."""
+    queue, engines = seen.queue, seen.engines
+    values: list[float | None] = []
+    if engines is not None:
+        values += [engines.running, engines.tokens_per_second]
+    if queue is not None:
+        values += [queue.waiting, queue.pending, queue.arrival_rate]
+    return any(value is not None and value > 0 for value in values)
 
 
 def _mix(old: float, new: float, weight: float) -> float:

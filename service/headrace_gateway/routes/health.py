@@ -10,10 +10,13 @@ from fastapi import APIRouter
 
 from headrace_common.errors import BackendUnavailable
 
-from ..errors import unavailable
+from ..errors import ApiError, unavailable
 from ..services import Services, WithServices
 
 router = APIRouter()
+
+# With API keys on, strangers learn no names of models here.
+ANONYMOUS = "Not ready."
 
 
 @router.get("/health/live")
@@ -29,16 +32,26 @@ async def live(services: WithServices) -> dict[str, str]:
 async def ready(services: WithServices, model: str | None = None) -> dict[str, str]:
     """Whether a request for `model`, or for any at all, would be worked on now; else 503 with the
     reason, or 404 for a model that is not known."""
-    names = services.models.names if model is None else ((await services.models.find(model)).name,)
+    names = services.models.names if model is None else (await _named(services, model),)
     reason = await _unready(services, names)
     if reason is not None:
-        raise unavailable(f"Not ready: {reason}.", code="not_ready")
+        shown = ANONYMOUS if services.keys_on else f"Not ready: {reason}."
+        raise unavailable(shown, code="not_ready")
     return {"status": "ok"}
 
 
 @router.get("/version")
 async def version(services: WithServices) -> dict[str, str]:
     return {"version": services.version}
+
+
+async def _named(services: Services, model: str) -> str:
+    try:
+        return (await services.models.find(model)).name
+    except ApiError as error:
+        if services.keys_on and error.status == 404:
+            raise ApiError(404, ANONYMOUS, param="model", code=error.code) from error
+        raise
 
 
 async def _unready(services: Services, names: Sequence[str]) -> str | None:

@@ -1,6 +1,7 @@
 """Queue backends for tests: the same handles over memory and over a real Valkey."""
 
 import time
+from dataclasses import replace
 from typing import Protocol
 
 from headrace_common import keys
@@ -11,10 +12,13 @@ from headrace_common.protocol.connection import Connection, ConnectionConfig
 from headrace_common.protocol.memory import MemoryBackend
 from headrace_common.protocol.memory_queues import MemoryEngineQueue, MemoryGatewayQueue
 from headrace_common.protocol.memory_registry import MemoryModelRegistry
+from headrace_common.protocol.memory_store import MemoryRequestStore
 from headrace_common.protocol.redis_engine import RedisEngineQueue
 from headrace_common.protocol.redis_gateway import RedisGatewayQueue
 from headrace_common.protocol.redis_registry import RedisModelRegistry
+from headrace_common.protocol.redis_store import RedisRequestStore
 from headrace_common.protocol.registry import ModelRegistry
+from headrace_common.protocol.store import RequestStore
 from headrace_common.sampling import SamplingParams
 
 MODEL = "org/model-1"
@@ -28,6 +32,8 @@ class Backend(Protocol):
     def engine(self, name: str = "e", *, lease_ms: int = 60_000) -> EngineQueue: ...
 
     def registry(self) -> ModelRegistry: ...
+
+    def request_store(self) -> RequestStore: ...
 
     async def wipe(self) -> None: ...
 
@@ -51,6 +57,9 @@ class InMemory:
 
     def registry(self) -> ModelRegistry:
         return MemoryModelRegistry(self.store)
+
+    def request_store(self) -> RequestStore:
+        return MemoryRequestStore(self.store)
 
     async def wipe(self) -> None:
         self.store.wipe()
@@ -76,24 +85,30 @@ class OverRedis:
     def client(self) -> Client:
         return self.connection.client
 
-    def connect(self) -> Connection:
-        connection = Connection(self.config)
+    def connect(self, _role: str = "") -> Connection:
+        return self._connect(self.config.url)
+
+    def _connect(self, url: str) -> Connection:
+        connection = Connection(replace(self.config, url=url))
         self._connections.append(connection)
         return connection
 
     def gateway(self, name: str = "g") -> GatewayQueue:
-        return RedisGatewayQueue(self.connect(), name)
+        return RedisGatewayQueue(self.connect("gateway"), name)
 
     def engine(self, name: str = "e", *, lease_ms: int = 60_000) -> EngineQueue:
-        queue = RedisEngineQueue(self.connect(), name, MODEL, lease_ms=lease_ms)
+        queue = RedisEngineQueue(self.connect("engine"), name, MODEL, lease_ms=lease_ms)
         self._engines.append(queue)
         return queue
 
     def registry(self) -> ModelRegistry:
         return RedisModelRegistry(self.connect())
 
+    def request_store(self) -> RequestStore:
+        return RedisRequestStore(self.connect("gateway"))
+
     async def wipe(self) -> None:
-        await self.client.command("FLUSHALL")
+        await self.client.each("FLUSHALL")
 
     async def dead_letters(self) -> list[tuple[str, str]]:
         found = await self.client.command("XRANGE", self.keys.dead_letters, "-", "+")

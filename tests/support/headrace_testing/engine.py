@@ -1,11 +1,12 @@
 """Builders of engine requests, schedulers and engines over the fake runner, with short defaults."""
 
 from collections.abc import Iterable
+from math import inf
 
 from headrace_common.sampling import SamplingParams
 from headrace_engine.config import EngineConfig
 from headrace_engine.outputs import SequenceOutput
-from headrace_engine.policies import Fcfs
+from headrace_engine.policies import Fcfs, Policy
 from headrace_engine.request import EngineRequest
 from headrace_engine.scheduler import Scheduler
 from headrace_engine.validation import Limits
@@ -24,6 +25,9 @@ def make_request(
     arrival: float = 0.0,
     cache_salt: bytes = b"",
     resume: tuple[tuple[int, ...], ...] = (),
+    priority: int = 0,
+    tenant: str = "default",
+    deadline: float = inf,
 ) -> EngineRequest:
     """Without `params`: four tokens, whatever they are."""
     return EngineRequest(
@@ -34,6 +38,9 @@ def make_request(
         arrival=arrival,
         cache_salt=cache_salt,
         resume=resume,
+        priority=priority,
+        tenant=tenant,
+        deadline=deadline,
     )
 
 
@@ -66,9 +73,11 @@ def limits_of(runner: FakeRunner) -> Limits:
 class Rig:
     """A scheduler with its fake runner, and what came out of it so far."""
 
-    def __init__(self, runner: FakeRunner, config: EngineConfig) -> None:
+    def __init__(
+        self, runner: FakeRunner, config: EngineConfig, policy: Policy | None = None
+    ) -> None:
         self.runner = runner
-        self.scheduler = Scheduler(config, limits_of(runner), Fcfs())
+        self.scheduler = Scheduler(config, limits_of(runner), policy or Fcfs())
         self.outputs: list[SequenceOutput] = []
 
     def add(self, *requests: EngineRequest) -> None:
@@ -78,7 +87,11 @@ class Rig:
     def step(self, count: int = 1) -> None:
         for _ in range(count):
             plan = self.scheduler.plan()
-            assert plan is not None, "there is nothing to do"
+            shed = self.scheduler.take_shed()
+            self.outputs += shed
+            if plan is None:
+                assert shed, "there is nothing to do"
+                return
             self.outputs += self.scheduler.update(plan, self.runner.execute(plan))
 
     def finish(self) -> None:
@@ -116,6 +129,7 @@ def make_rig(
     num_blocks: int = 64,
     block_size: int = 4,
     max_model_len: int = 128,
+    policy: Policy | None = None,
 ) -> Rig:
     runner = FakeRunner(num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len)
-    return Rig(runner, config or make_config())
+    return Rig(runner, config or make_config(), policy)

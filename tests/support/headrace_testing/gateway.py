@@ -14,7 +14,9 @@ from fastapi import FastAPI
 from headrace_common.errors import FailureCode, HeadraceError, RequestFailed
 from headrace_common.messages import GenerateRequest, Logprobs
 from headrace_common.protocol.base import EngineStatus, QueueDepth
+from headrace_common.protocol.limits import KeyUsage
 from headrace_common.tokenizer import Tokenizer
+from headrace_gateway.api_keys import KeyFile
 from headrace_gateway.app import Parts, create_app
 from headrace_gateway.client import Delta
 from headrace_gateway.loading import load_static
@@ -132,6 +134,9 @@ class ScriptedGeneration:
             self._engine.cancellations.append(self._request.request_id)
             self._engine.cancelled.set()
 
+    def leave(self) -> None:
+        self._ended = True
+
 
 def _logprobs(request: GenerateRequest, token_id: int) -> tuple[Logprobs, ...] | None:
     count = request.sampling.logprobs
@@ -207,14 +212,20 @@ class Gateway:
 
 @asynccontextmanager
 async def serve(
-    folder: Path, engine: ScriptedEngine | None = None, **settings: Any
+    folder: Path,
+    engine: ScriptedEngine | None = None,
+    *,
+    keys: KeyFile | None = None,
+    usage: KeyUsage | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Gateway]:
     """The application of a checkpoint folder on a free port of loopback."""
     settings = {"drain_timeout": 0.0, **settings}
     chosen = GatewaySettings(model=str(folder), served_model_name=MODEL, port=0, **settings)
     served = Models(load_static(chosen))
     engine = engine or ScriptedEngine(served.get(MODEL).tokenizer)
-    app = create_app(chosen, Parts(served=served, client=engine, queue=engine))
+    parts = Parts(served=served, client=engine, queue=engine, keys=keys, usage=usage)
+    app = create_app(chosen, parts)
     async with running(app, chosen) as (server, port):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
             yield Gateway(port, engine, app, server, http)

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -20,9 +21,18 @@ HEADRACE = Path(sys.executable).with_name("headrace")
 
 
 class UpProcess:
-    """A running `headrace up`. Without a `port` it takes a free one. Killed when the block ends."""
+    """A running `headrace up`. Without a `port` it takes a free one. Killed when the block ends.
 
-    def __init__(self, folder: Path, *args: str, port: int | None = None) -> None:
+    `env` is laid over our own environment.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *args: str,
+        port: int | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         self.port = port or free_port()
         self.data = folder / "data"
         self._output = folder / "up.log"
@@ -34,7 +44,7 @@ class UpProcess:
                 stdout=out,
                 stderr=out,
                 stdin=subprocess.DEVNULL,
-                env=clean,
+                env={**clean, **(env or {})},
                 start_new_session=True,
             )
 

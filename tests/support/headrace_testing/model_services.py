@@ -11,7 +11,7 @@ from .kubernetes import NAMESPACE
 Manifest = dict[str, Any]
 HUB = {"hub": {"id": "Qwen/Qwen3-8B", "revision": "abc123"}}
 PLATFORM = Platform(
-    engine_image="headrace-engine:1.0", queue_url="redis://queue:6379/0", queue_port=6379
+    engine_image="headrace-engine:1.0", queue_url="redis://queue:6379/0", queue_ports=(6379,)
 )
 
 

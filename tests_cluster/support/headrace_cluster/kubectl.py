@@ -2,8 +2,10 @@
 
 import json
 import subprocess
+import tempfile
 from collections.abc import Mapping
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 Manifest = dict[str, Any]
 COMMAND_TIMEOUT_S = 240
@@ -13,8 +15,8 @@ class CommandFailed(Exception):
     """A command ended with a status other than 0; the text is what it said."""
 
 
-def run(*command: str, stdin: str | None = None) -> str:
-    """Standard output. Raises CommandFailed."""
+def run(*command: str, stdin: str | None = None, both: bool = False) -> str:
+    """Standard output, with `both` the error output too. Raises CommandFailed."""
     done = subprocess.run(
         command,
         input=stdin,
@@ -26,7 +28,7 @@ def run(*command: str, stdin: str | None = None) -> str:
     )
     if done.returncode:
         raise CommandFailed(f"{' '.join(command)}: {done.stderr.strip()}{done.stdout.strip()}")
-    return done.stdout
+    return done.stderr + done.stdout if both else done.stdout
 
 
 class Kubectl:
@@ -66,3 +68,35 @@ class Kubectl:
             (event for event in self.items("events") if event["involvedObject"]["name"] == name),
             key=lambda event: str(event["firstTimestamp"]),
         )
+
+
+class PodLog:
+    """What a pod logs while the block runs, to its end."""
+
+    def __init__(self, kubectl: Kubectl, pod: str) -> None:
+        self._lines: list[str] = []
+        self._file = tempfile.TemporaryFile("w+")
+        command = ["kubectl", "--namespace", kubectl.namespace, "logs", "--follow", pod]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=self._file, stderr=subprocess.DEVNULL
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._process.terminate()
+        self._process.wait()
+        with self._file:
+            self._file.seek(0)
+            self._lines = self._file.readlines()
+
+    def entries(self, message: str) -> list[Manifest]:
+        """JSON lines with this message, once the block has ended."""
+        lines = [json.loads(line) for line in self._lines if line.startswith("{")]
+        return [line for line in lines if line.get("message") == message]

@@ -49,9 +49,9 @@ class Release:
         return run("helm", verb, self.name, str(CHART), *values, *place, *flags)
 
     def test(self) -> str:
-        """What `helm test` says with the logs of its pod. Raises CommandFailed."""
-        place = ("--namespace", self.namespace, "--timeout", "2m", "--logs")
-        return run("helm", "test", self.name, *place)
+        """What `helm test` and its pod say. Raises CommandFailed."""
+        place = ("--namespace", self.namespace, "--timeout", "2m")
+        return run("helm", "test", self.name, *place, both=True)
 
     def uninstall(self) -> None:
         run("helm", "uninstall", self.name, "--namespace", self.namespace, "--wait")

@@ -5,8 +5,11 @@
 -- ARGV  1 request id, 2 gateway id, 3 fingerprint, 4 deadline (ms), 5 tokens, 6 prompt tokens,
 --       7 priority (1-3), 8 protocol version, 9 most waiting requests, 10 most waiting tokens,
 --       11 newest attempt seen (-1: first admission), 12 ms to keep behind the deadline,
---       13 payload ("" asks only: a repetition without the cost of sending it)
+--       13 payload ("" asks only: a repetition without the cost of sending it),
+--       14 ms to keep the record once it has ended, 15 whether to leave it to another gateway that
+--       has it (0/1)
 -- Result  {admitted} | {attached, owner, attempt, former gateway or ""} | {ended, state, why, outcome}
+--         | {held, owner, attempt, gateway}
 --         | {full, waiting requests, waiting tokens} | {conflict} | {unknown}: send the payload
 local record, payload, journal, stats = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local rid, gateway, fingerprint = ARGV[1], ARGV[2], ARGV[3]
@@ -24,6 +27,7 @@ local state = v[1]
 if state then
   if v[2] ~= fingerprint then return { 'conflict' } end
   if ended(state) then return { 'ended', state, v[9] or '', v[10] or '' } end
+  if ARGV[15] == '1' and v[3] ~= gateway then return { 'held', v[5], v[6], v[3] } end
   local former = ''
   if v[3] ~= gateway then
     former = v[3]
@@ -48,6 +52,7 @@ local expires = tonumber(ARGV[4]) + tonumber(ARGV[12])
 redis.call('HSET', record, 'st', 'queued', 'q', ARGV[7], 'mid', enqueue(), 'a', math.max(seen, 0),
   'o', '', 'g', gateway, 'gs', '', 'je', '', 'f', 0, 'pn', 0, 'pt', 0, 'ph', 'w',
   'fp', fingerprint, 'd', ARGV[4], 'tk', ARGV[5], 'pk', ARGV[6], 'v', ARGV[8])
+if ARGV[14] ~= '0' then redis.call('HSET', record, 'kp', ARGV[14]) end
 redis.call('PEXPIREAT', record, expires)
 redis.call('DEL', journal)
 redis.call('SET', payload, ARGV[13], 'PXAT', expires)

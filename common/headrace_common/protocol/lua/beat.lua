@@ -4,7 +4,8 @@
 -- another meanwhile would take it back.
 -- KEYS  1 record, 2 journal, 3 queue hi, 4 queue n, 5 queue lo
 -- ARGV  1 engine id, 2 attempt, 3 executing (0/1), 4 ms to keep behind the deadline, then for each
---       choice: index of the first token, packed tokens, how it ended ("" while it runs)
+--       choice: index of the first token, packed tokens, how it ended ("" while it runs), packed
+--       log probabilities ("" none)
 -- Result  {missing} | {cancelled} | {stolen} | {owned or expired, gateway, tokens journaled of each
 --         choice ...}; no counts where this engine may not write the journal yet (RESUME comes first)
 local record, journal = KEYS[1], KEYS[2]
@@ -22,8 +23,8 @@ if ARGV[3] == '1' then redis.call('HSET', record, 'ph', 'x') end
 if v[8] ~= engine .. '/' .. attempt then return result end
 
 local made, wrote = 0, false
-for i = 5, #ARGV, 3 do
-  local choice = tostring((i - 5) / 3)
+for i = 5, #ARGV, 4 do
+  local choice = tostring((i - 5) / 4)
   local index, tokens, ending = tonumber(ARGV[i]), ARGV[i + 1], ARGV[i + 2]
   local known = tonumber(redis.call('HGET', journal, choice) or 0)
   -- Behind a gap (Redis lost its last second) nothing is written: the result says from where.
@@ -31,6 +32,9 @@ for i = 5, #ARGV, 3 do
     local length = index + #tokens / 4
     if #tokens > 0 then
       redis.call('HSET', journal, choice .. ':' .. ARGV[i], tokens)
+      if ARGV[i + 3] ~= '' then
+        redis.call('HSET', journal, choice .. 'l:' .. ARGV[i], ARGV[i + 3])
+      end
     end
     if length > known then
       redis.call('HSET', journal, choice, length)

@@ -56,8 +56,10 @@ local function count_ending(stats, now)
   redis.call('HSET', stats, 'er', string.format('%.9g', rate), 'et', now, 'e0', v[3] or now)
 end
 
--- The record of an ended request stays for `ttl` ms, its payload and journal go.
+-- The record of an ended request stays for `ttl` ms, or as long as its gateway has asked for. Its
+-- payload and journal go.
 local function keep_record(record, payload, journal, ttl)
   redis.call('DEL', payload, journal)
-  redis.call('PEXPIRE', record, ttl)
+  local asked = tonumber(redis.call('HGET', record, 'kp') or 0)
+  redis.call('PEXPIRE', record, string.format('%.0f', math.max(tonumber(ttl), asked)))
 end

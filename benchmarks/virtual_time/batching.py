@@ -1,0 +1,93 @@
+"""When requests are given to the scheduler, and what a step costs then: the three ways to batch."""
+
+from collections import deque
+from dataclasses import dataclass
+from math import inf
+from typing import Protocol
+
+from headrace_engine.plan import ScheduledSequence, StepPlan
+
+from .cost import CostModel
+from .jobs import Job
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds of a step, token slots that it computed, and slots of output among them."""
+
+    seconds: float
+    slots: int
+    output_slots: int
+
+
+class Batching(Protocol):
+    def admit(self, queue: deque[Job], now: float, idle: bool, more: bool) -> list[Job]:
+        """Takes jobs out of the queue for the scheduler. `more`: others will arrive."""
+
+    def wake(self, queue: deque[Job]) -> float:
+        """When to ask again even if nothing arrives."""
+
+    def cost(self, plan: StepPlan, model: CostModel) -> StepCost: ...
+
+    def reserved(self, used: int) -> int:
+        """KV slots that are kept, of which the scheduler's blocks are `used`."""
+
+
+class Continuous:
+    """Iteration-level scheduling: requests enter and leave after every step; nothing is padded."""
+
+    def admit(self, queue: deque[Job], now: float, idle: bool, more: bool) -> list[Job]:
+        taken = list(queue)
+        queue.clear()
+        return taken
+
+    def wake(self, queue: deque[Job]) -> float:
+        return inf
+
+    def cost(self, plan: StepPlan, model: CostModel) -> StepCost:
+        prefill = sum(item.length for item in plan.scheduled if is_prefill(item))
+        decodes = plan.num_tokens - prefill
+        samples = sum(item.samples for item in plan.scheduled)
+        return StepCost(model.step(decodes, prefill), plan.num_tokens, samples)
+
+    def reserved(self, used: int) -> int:
+        return used
+
+
+class Batched:
+    """A batch runs until its last sequence ends; then the next one is put together.
+
+    Static batching waits for `size` requests; dynamic batching at most `wait` seconds from the
+    first one on. Prompts are padded to the longest, ended sequences keep their slots, and each
+    slot's KV is reserved for the longest prompt and the most output of its batch.
+    """
+
+    def __init__(self, size: int, wait: float = inf) -> None:
+        self._size = size
+        self._wait = wait
+        self._batch: list[Job] = []
+
+    def admit(self, queue: deque[Job], now: float, idle: bool, more: bool) -> list[Job]:
+        due = bool(queue) and (len(queue) >= self._size or not more or now >= self.wake(queue))
+        if not idle or not due:
+            return []
+        self._batch = [queue.popleft() for _ in range(min(self._size, len(queue)))]
+        return self._batch
+
+    def wake(self, queue: deque[Job]) -> float:
+        return queue[0].arrival + self._wait if queue else inf
+
+    def cost(self, plan: StepPlan, model: CostModel) -> StepCost:
+        size = len(self._batch)
+        if not is_prefill(plan.scheduled[0]):
+            return StepCost(model.step(size, 0), size, size)
+        slots = size * max(len(job.prompt) for job in self._batch)
+        return StepCost(model.step(0, slots), slots, size)
+
+    def reserved(self, used: int) -> int:
+        prompt = max(len(job.prompt) for job in self._batch)
+        return len(self._batch) * (prompt + max(job.max_tokens for job in self._batch))
+
+
+def is_prefill(item: ScheduledSequence) -> bool:
+    return item.start < item.sequence.prompt_length or item.length > 1

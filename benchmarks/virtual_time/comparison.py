@@ -1,0 +1,127 @@
+"""The runs that scheduling.py shows: batching against batching, policy against policy."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from math import inf
+from typing import Any
+
+from headrace_engine.policies import POLICIES
+from headrace_operator.simulation.engine_profile import EngineProfile
+from workload import Range
+
+from .batching import Batched, Batching, Continuous
+from .cost import CostModel
+from .jobs import Job, exactly, mixed, plain
+from .measures import Log, summary
+from .run import BLOCK_SIZE, Setup, VirtualEngine
+
+STATIC_EXAMPLE = (50, 200, 30, 150)
+PROMPTS, OUTPUTS = Range(16, 1024), Range(50, 500)
+DYNAMIC_WAIT_STEPS = 20
+"""Dynamic batching waits so many steps of a full batch for others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """`requests` in each run; `chunk`: tokens a step with chunked prefill.
+
+    `load` and `overload`: arrivals over what the engine can do, where batchings and where policies
+    are compared.
+    """
+
+    profile: EngineProfile
+    requests: int = 1000
+    chunk: int = 256
+    load: float = 0.7
+    overload: float = 1.5
+    seed: int = 0
+
+    def results(self) -> dict[str, Any]:
+        """Everything as plain JSON values."""
+        rate = self._capacity(plain(self.requests, PROMPTS, OUTPUTS, seed=self.seed))
+        return {
+            "profile": asdict(self.profile),
+            "requests": self.requests,
+            "seed": self.seed,
+            "chunk": self.chunk,
+            "static_waste": {",".join(map(str, STATIC_EXAMPLE)): self.static_waste(STATIC_EXAMPLE)},
+            "continuous_gain": self.gain(),
+            "batching": {
+                "load": self.load,
+                "requests_per_second": self.load * rate,
+                "runs": self.batchings(self.load * rate),
+            },
+            "policies": self.policies(),
+        }
+
+    def setup(self) -> Setup:
+        return Setup(
+            cost=CostModel.of(self.profile),
+            max_num_seqs=self.profile.max_num_seqs,
+            max_num_batched_tokens=self.chunk,
+            kv_tokens=self.profile.kv_tokens,
+        )
+
+    def static_waste(self, outputs: Sequence[int]) -> float:
+        """Share of one static batch's output slots that compute nothing that anyone wants."""
+        return self._run(exactly(outputs), Batched(len(outputs)), whole=True).output_waste
+
+    def gain(self) -> dict[str, Any]:
+        """Output tokens a second on work that is all there at once, by batching."""
+        jobs = plain(self.requests, PROMPTS, OUTPUTS, seed=self.seed)
+        speed = {
+            name: summary(log)["output_tokens_per_second"] for name, log in self._logs(jobs).items()
+        }
+        return {
+            "requests": self.requests,
+            "output_tokens": f"{OUTPUTS.low}-{OUTPUTS.high}",
+            "output_tokens_per_second": speed,
+            "over_static": speed["continuous, chunked prefill"] / speed["static"],
+            "over_dynamic": speed["continuous, chunked prefill"] / speed["dynamic"],
+        }
+
+    def batchings(self, rate: float) -> dict[str, dict[str, float]]:
+        """Each way to batch on the same arrivals, first come, first served."""
+        jobs = plain(self.requests, PROMPTS, OUTPUTS, rate=rate, seed=self.seed)
+        return {name: summary(log) for name, log in self._logs(jobs).items()}
+
+    def policies(self) -> dict[str, Any]:
+        """Each policy on the same mixture of tenants, which is more than the engine can do."""
+        probe = mixed(self.requests, rate=1.0, patience=inf, seed=self.seed)
+        capacity = self._capacity([replace(job, arrival=0.0, deadline=inf) for job in probe])
+        patience = 0.5 * OUTPUTS.high * self.setup().cost.decode_seconds[-1]
+        rate = self.overload * capacity
+        jobs = mixed(self.requests, rate=rate, patience=patience, seed=self.seed)
+        runs = {
+            policy: summary(self._run(jobs, Continuous(), policy=policy)) for policy in POLICIES
+        }
+        return {"load": self.overload, "requests_per_second": rate, "runs": runs}
+
+    def _capacity(self, jobs: Sequence[Job]) -> float:
+        """Requests a second that continuous batching does of these when all are there."""
+        return summary(self._run(jobs, Continuous()))["requests_per_second"]
+
+    def _logs(self, jobs: Sequence[Job]) -> dict[str, Log]:
+        size = self._batch_size(jobs)
+        wait = DYNAMIC_WAIT_STEPS * self.setup().cost.decode_seconds[-1]
+        return {
+            "static": self._run(jobs, Batched(size), whole=True),
+            "dynamic": self._run(jobs, Batched(size, wait), whole=True),
+            "continuous": self._run(jobs, Continuous(), whole=True),
+            "continuous, chunked prefill": self._run(jobs, Continuous()),
+        }
+
+    def _batch_size(self, jobs: Sequence[Job]) -> int:
+        """The largest batch whose reserved KV fits, with the longest prompt and output in it."""
+        longest = max(len(job.prompt) for job in jobs) + max(job.max_tokens for job in jobs)
+        return max(1, min(self.profile.max_num_seqs, self.profile.kv_tokens // longest))
+
+    def _run(
+        self, jobs: Sequence[Job], batching: Batching, *, whole: bool = False, policy: str = "fcfs"
+    ) -> Log:
+        """`whole`: prompts are computed in one step each, however long."""
+        setup = replace(self.setup(), policy=policy)
+        if whole:
+            longest = max(len(job.prompt) for job in jobs) + BLOCK_SIZE
+            setup = replace(setup, max_num_batched_tokens=setup.max_num_seqs * longest)
+        return VirtualEngine(setup, batching, jobs).run()

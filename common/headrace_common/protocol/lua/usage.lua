@@ -1,0 +1,35 @@
+-- Helpers for what an API key has used, put before the scripts that change it. A rate's bucket is
+-- kept as what was used of it and is not yet forgotten: it is forgotten evenly, all in a minute.
+
+local MINUTE = 60000 -- ms
+local SLACK = 1e-6 -- what sums of fractions may be off by
+local USUAL = 0.2 -- weight of the last request in the usual duration
+
+local function forgotten(used, limit, ms)
+  if limit <= 0 then return 0 end
+  return math.max(0, used - limit * ms / MINUTE)
+end
+
+-- Requests and tokens used, and the usual duration of a request in ms.
+local function read_usage(usage, requests, tokens, now)
+  local v = redis.call('HMGET', usage, 'r', 't', 'at', 'd')
+  local ms = math.max(0, now - tonumber(v[3] or now))
+  return forgotten(tonumber(v[1] or 0), requests, ms), forgotten(tonumber(v[2] or 0), tokens, ms),
+    tonumber(v[4] or 0)
+end
+
+-- The ms in which so much of a limit is forgotten.
+local function time_of(amount, limit)
+  return limit > 0 and math.max(0, amount) * MINUTE / limit or 0
+end
+
+local function left(limit, used)
+  return limit > 0 and math.max(0, math.floor(limit - used + SLACK)) or 0
+end
+
+local function write_usage(usage, requests, tokens, now, u, v, duration, idle)
+  redis.call('HSET', usage, 'r', string.format('%.6f', u), 't', string.format('%.6f', v),
+    'at', string.format('%.0f', now), 'd', string.format('%.3f', duration))
+  local full = math.max(time_of(u, requests), time_of(v, tokens))
+  redis.call('PEXPIRE', usage, string.format('%.0f', full + tonumber(idle)))
+end

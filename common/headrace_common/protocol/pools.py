@@ -1,0 +1,77 @@
+"""Connections to one server of an endpoint, with the options that all of them share."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from redis.asyncio import BlockingConnectionPool, ConnectionPool
+from redis.asyncio.connection import Connection, SSLConnection, UnixDomainSocketConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from .client import PoolClient
+from .endpoint import Address, Endpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionConfig:
+    """Times in seconds. `block`: how long one blocking read waits before it asks again."""
+
+    url: str
+    command_timeout: float = 5.0
+    connect_timeout: float = 5.0
+    block: float = 10.0
+    max_connections: int = 16
+
+
+class Pools:
+    """Makes clients of the servers of one endpoint."""
+
+    def __init__(self, endpoint: Endpoint, config: ConnectionConfig) -> None:
+        self.endpoint = endpoint
+        self.config = config
+
+    def client(self, server: Mapping[str, Any]) -> PoolClient:
+        """A client with a small pool. `server`: redis-py's options that say where it is."""
+        pool = BlockingConnectionPool(
+            timeout=self.config.command_timeout,
+            max_connections=self.config.max_connections,
+            **self._options(server),
+        )
+        return PoolClient(pool, self.config.command_timeout)
+
+    def reader(self, server: Mapping[str, Any]) -> PoolClient:
+        """A client with one connection, for a blocking read alone."""
+        pool = ConnectionPool(max_connections=1, **self._options(server))
+        return PoolClient(pool, self.config.block + self.config.command_timeout, single=True)
+
+    def sentinel(self, address: Address, timeout: float) -> PoolClient:
+        """A client of a Sentinel, with one connection and one user of its own."""
+        options = {**transport(self.endpoint), **self.endpoint.sentinel_options, **at(address)}
+        return PoolClient(ConnectionPool(**options, **self._common()), timeout)
+
+    def _options(self, server: Mapping[str, Any]) -> dict[str, Any]:
+        return {**transport(self.endpoint), **self.endpoint.options, **server, **self._common()}
+
+    def _common(self) -> dict[str, Any]:
+        return {
+            "protocol": 2,
+            "retry": Retry(NoBackoff(), 0),
+            "retry_on_error": [],
+            "socket_timeout": None,
+            "socket_connect_timeout": self.config.connect_timeout,
+        }
+
+
+def at(address: Address) -> dict[str, Any]:
+    """redis-py's options for a server's address."""
+    host, port = address
+    return {"host": host, "port": port}
+
+
+def transport(endpoint: Endpoint) -> dict[str, Any]:
+    """redis-py's options for the way to a server."""
+    if "path" in endpoint.options:
+        return {"connection_class": UnixDomainSocketConnection}
+    kind = SSLConnection if endpoint.tls else Connection
+    return {"connection_class": kind, "socket_keepalive": True}

@@ -1,0 +1,140 @@
+"""Requests whose answers any gateway can serve, whatever becomes of the one that accepted them.
+
+What is kept is the request and the shape of its answer; the output is in the queue's records. Under
+an idempotency key the first request stored is the one that counts. Implemented over Redis and, with
+the same contract tests, in memory.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgpack
+
+from ..errors import MessageError
+from ..messages import MAX_MESSAGE_BYTES, GenerateRequest, decode_request, encode_request
+
+VERSION = 1
+SALT_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRequest:
+    """One HTTP request under the id that clients know, with its `requests` in the queue.
+
+    `fingerprint` tells another body under the same key. `created` and `expires_ms` are Unix seconds
+    and milliseconds. `stop` are the stop strings, which the queue's requests do not have.
+    `background`: it runs to its end, whether or not a client is there.
+    """
+
+    request_id: str
+    operation: str
+    fingerprint: bytes
+    created: int
+    expires_ms: int
+    requests: tuple[GenerateRequest, ...]
+    stop: tuple[str, ...] = ()
+    include_usage: bool = False
+    return_token_ids: bool = False
+    background: bool = False
+
+    @property
+    def name(self) -> str:
+        """Tells it from another one that was stored under the same id, before or after."""
+        return self.requests[0].request_id
+
+    @property
+    def model(self) -> str:
+        return self.requests[0].model
+
+    @property
+    def window(self) -> float:
+        """Seconds that it runs on without a client."""
+        return self.requests[0].window_ms / 1000
+
+
+class RequestStore(Protocol):
+    """Raises BackendUnavailable where Redis cannot be reached."""
+
+    async def salt(self) -> bytes:
+        """SALT_BYTES random bytes, the same for all gateways."""
+
+    async def put(
+        self, stored: StoredRequest, replaces: StoredRequest | None = None
+    ) -> StoredRequest:
+        """Stores it where there is none, or only `replaces`; returns what is stored now."""
+
+    async def get(self, request_id: str) -> StoredRequest | None: ...
+
+    async def remove(self, stored: StoredRequest) -> None:
+        """Forgets exactly this one."""
+
+    async def want(self, request_id: str, seconds: float) -> None:
+        """Says that a client is there, or may come back within these seconds."""
+
+    async def wanted(self, request_id: str) -> float:
+        """For how many more seconds somebody has said so; 0 where nobody has."""
+
+
+def encode_stored(stored: StoredRequest) -> bytes:
+    """Packs it. Raises MessageError where it is over the size limit."""
+    data: bytes = msgpack.packb(
+        {
+            "v": VERSION,
+            "id": stored.request_id,
+            "operation": stored.operation,
+            "fingerprint": stored.fingerprint,
+            "created": stored.created,
+            "expires": stored.expires_ms,
+            "requests": [encode_request(request) for request in stored.requests],
+            "stop": list(stored.stop),
+            "include_usage": stored.include_usage,
+            "return_token_ids": stored.return_token_ids,
+            "background": stored.background,
+        }
+    )
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise MessageError(f"request of {len(data)} bytes is over {MAX_MESSAGE_BYTES}")
+    return data
+
+
+def decode_stored(data: bytes) -> StoredRequest:
+    """Unpacks and checks it; unknown fields are ignored. Raises MessageError."""
+    body = _unpacked(data)
+    return StoredRequest(
+        request_id=_field(body, "id", str),
+        operation=_field(body, "operation", str),
+        fingerprint=_field(body, "fingerprint", bytes),
+        created=_field(body, "created", int),
+        expires_ms=_field(body, "expires", int),
+        requests=tuple(decode_request(item) for item in _items(body, "requests", bytes)),
+        stop=tuple(_items(body, "stop", str)),
+        include_usage=_field(body, "include_usage", bool),
+        return_token_ids=_field(body, "return_token_ids", bool),
+        background=_field(body, "background", bool),
+    )
+
+
+def _unpacked(data: bytes) -> dict[str, Any]:
+    try:
+        body = msgpack.unpackb(data, max_ext_len=0)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise MessageError(f"stored request: not msgpack: {error}") from error
+    if not isinstance(body, dict) or body.get("v") != VERSION:
+        raise MessageError("stored request: of another version")
+    if not body.get("requests"):
+        raise MessageError("stored request: has no requests")
+    return body
+
+
+def _field(body: dict[str, Any], name: str, kind: type[Any]) -> Any:
+    value = body.get(name)
+    if type(value) is not kind:
+        raise MessageError(f"stored request: {name} is missing or of another type")
+    return value
+
+
+def _items(body: dict[str, Any], name: str, kind: type[Any]) -> list[Any]:
+    items: list[Any] = _field(body, name, list)
+    if not all(type(item) is kind for item in items):
+        raise MessageError(f"stored request: {name} has items of another type")
+    return items

@@ -1,0 +1,175 @@
+"""Ids of a resumable stream's events, and what of a stream its client has not got yet.
+
+An id is `<request id>:<events of choice 0>.<of choice 1>...-<checksum>`. The events of a choice
+follow from its tokens alone, so any gateway makes the same ones again and leaves out as many as the
+id says. The checksum is over the tokens before: nobody gets the rest of another answer.
+"""
+
+import re
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headrace_common.messages import pack_tokens
+
+from .errors import ApiError, invalid
+from .run import Piece
+from .sse import event
+
+REQUEST_ID = re.compile(r"[0-9a-f]{32}")
+MAX_EVENT_ID_CHARS = 65_536
+_EVENT_ID = re.compile(r"([0-9a-f]{32}):(\d{1,9}(?:\.\d{1,9})*)-([0-9a-f]{8})")
+
+Chunk = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a client's stream broke off: how many events it has of each choice.
+
+    `checksum` None: not checked. The usage event counts as one of a choice behind the last.
+    """
+
+    events: tuple[int, ...]
+    checksum: int | None = None
+
+
+START = Position((), None)
+
+
+def parse_event_id(text: str, request_id: str) -> Position:
+    """The position in an event id of this request. Raises ApiError."""
+    found = _EVENT_ID.fullmatch(text) if len(text) <= MAX_EVENT_ID_CHARS else None
+    if found is None:
+        raise invalid(
+            "Last-Event-ID: must be the id of an event of a resumable stream, as it was received.",
+            param="Last-Event-ID",
+            code="invalid_event_id",
+        )
+    if found[1] != request_id:
+        raise invalid(
+            "Last-Event-ID: is of another request; use the URL of the one that it begins with.",
+            param="Last-Event-ID",
+            code="invalid_event_id",
+        )
+    return Position(tuple(map(int, found[2].split("."))), int(found[3], 16))
+
+
+def parse_position(text: str) -> Position:
+    """The position of a stream of one choice as its number of events. Raises ApiError."""
+    if not (text.isascii() and text.isdigit() and len(text) <= 9):
+        raise invalid(
+            "starting_after: must be the number of events that are there already; with several "
+            "choices, send the last event's id as Last-Event-ID.",
+            param="starting_after",
+        )
+    return Position((int(text),))
+
+
+def check_position(had: Position, choices: int) -> None:
+    """Raises ApiError for what cannot be a position of so many choices."""
+    if had.events and not choices <= len(had.events) <= choices + 1:
+        raise invalid(
+            f"Last-Event-ID: names {len(had.events)} choices, but the request has {choices}.",
+            param="Last-Event-ID",
+            code="invalid_event_id",
+        )
+
+
+def request_of(event_id: str) -> str | None:
+    """The request that an event id names, if it is one."""
+    found = REQUEST_ID.match(event_id)
+    return found[0] if found else None
+
+
+class _Choice:
+    """One choice: events made, events and their checksum that the client has or is now sent."""
+
+    __slots__ = ("made", "mark", "shown", "tokens", "weight")
+
+    def __init__(self, number: int, had: int) -> None:
+        self.weight = 2 * number + 1  # so that equal changes of two choices do not cancel out
+        self.tokens = 0  # their checksum so far
+        self.made = 0
+        self.shown = had
+        self.mark = 0
+
+
+class ResumableEvents:
+    """Makes a stream's events with their ids, behind those that the client has."""
+
+    def __init__(self, request_id: str, choices: int, had: Position = START) -> None:
+        check_position(had, choices)
+        counts = had.events + (0,) * (choices + 1 - len(had.events))
+        self._prefix = f"{request_id}:"
+        self._choices = [_Choice(number, count) for number, count in enumerate(counts)]
+        self._expected = had.checksum
+        self._checksum = 0  # over the choices' marks
+        self._missing = sum(1 for count in counts if count)
+        self._waiting: list[tuple[_Choice, int, Chunk]] = []
+
+    @property
+    def caught_up(self) -> bool:
+        """Whether everything that the client has was made again."""
+        return self._missing == 0
+
+    def piece(self, piece: Piece, chunks: Iterable[Chunk]) -> bytes:
+        """The events of one piece that are to be sent now. Raises ApiError (stream_reset)."""
+        choice = self._choices[piece.choice]
+        if piece.token_ids:
+            choice.tokens = zlib.crc32(pack_tokens(piece.token_ids), choice.tokens)
+        return b"".join([self._event(choice, chunk) for chunk in chunks])
+
+    def usage(self, chunk: Chunk) -> bytes:
+        """The event behind the last choice's last one."""
+        return self._event(self._choices[-1], chunk)
+
+    def end(self) -> None:
+        """To be called at the end. Raises ApiError where the client has more than there is."""
+        if not self.caught_up:
+            raise stream_reset()
+
+    def _event(self, choice: _Choice, chunk: Chunk) -> bytes:
+        choice.made += 1
+        if choice.made > choice.shown:
+            if self.caught_up:
+                return self._sent(choice, choice.tokens, chunk)
+            self._waiting.append((choice, choice.tokens, chunk))
+        elif choice.made == choice.shown:
+            self._mark(choice, choice.tokens)
+            self._missing -= 1
+            if self.caught_up:
+                return self._catch_up()
+        return b""
+
+    def _catch_up(self) -> bytes:
+        if self._expected not in (None, self._checksum):
+            raise stream_reset()
+        waiting, self._waiting = self._waiting, []
+        return b"".join([self._sent(*each) for each in waiting])
+
+    def _sent(self, choice: _Choice, checksum: int, chunk: Chunk) -> bytes:
+        choice.shown += 1
+        self._mark(choice, checksum)
+        return event(chunk, self._event_id())
+
+    def _mark(self, choice: _Choice, checksum: int) -> None:
+        self._checksum = (self._checksum + choice.weight * (checksum - choice.mark)) % 2**32
+        choice.mark = checksum
+
+    def _event_id(self) -> str:
+        *choices, usage = [choice.shown for choice in self._choices]
+        counts = [*choices, usage] if usage else choices
+        return f"{self._prefix}{'.'.join(map(str, counts))}-{self._checksum:08x}"
+
+
+def stream_reset() -> ApiError:
+    """What is stored now does not begin with what the client has."""
+    return ApiError(
+        409,
+        "The stream cannot be resumed behind Last-Event-ID: the answer there is now another one. "
+        "Read it from its beginning without Last-Event-ID.",
+        code="stream_reset",
+        headers={"x-should-retry": "false"},
+    )

@@ -1,0 +1,198 @@
+"""Answers requests that outlive their connection: new ones, repeated ones, and by their id."""
+
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+from headrace_common.keys import DEFAULT_SHARD
+from headrace_common.messages import GenerateRequest
+from headrace_common.protocol.store import StoredRequest
+
+from .admission import Accepted, cancel_all
+from .drain import Drain
+from .errors import invalid
+from .event_ids import START, Position, ResumableEvents, check_position, parse_event_id
+from .kept import KeptRequests, answer_of
+from .models import Models, ServedModel
+from .observation import Observation, Observer, RequestInfo
+from .responding import Delivery, Exchange, GenerationResponse
+from .run import Usage
+from .schemas import SamplingBody
+from .sessions import sampling_of
+from .wishes import Wish, fingerprint
+
+Accept = Callable[[], Awaitable[Sequence[Accepted]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that is to outlive its connection, checked and with its prompts encoded."""
+
+    wish: Wish
+    request_id: str
+    operation: str
+    body: SamplingBody
+    requests: Sequence[GenerateRequest]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A request that is kept, and a client of it. `headers` are those of the response."""
+
+    stored: StoredRequest
+    model: ServedModel
+    observation: Observation
+    accept: Accept
+    headers: Mapping[str, str]
+
+
+def queue_id_of(request_id: str) -> str:
+    """A new id in the queue for the request that clients know by this one."""
+    return f"{DEFAULT_SHARD}.{request_id}.{secrets.token_hex(4)}"
+
+
+class Keeping:
+    """`kept` None: this gateway has no store, and such requests are refused."""
+
+    def __init__(
+        self,
+        kept: KeptRequests | None,
+        *,
+        models: Models,
+        observer: Observer,
+        delivery: Delivery,
+        drain: Drain,
+    ) -> None:
+        self._known = kept
+        self._models = models
+        self._observer = observer
+        self._delivery = delivery
+        self._drain = drain
+
+    @property
+    def _kept(self) -> KeptRequests:
+        if self._known is None:
+            raise invalid("This server keeps no requests beyond their connection.")
+        return self._known
+
+    def close(self) -> None:
+        """Leaves what runs here to other gateways."""
+        if self._known is not None:
+            self._known.close()
+
+    async def identify(self, wish: Wish, tenant: str) -> str:
+        """The request's id: the same for the same key. Raises ApiError."""
+        return await self._kept.identify(wish, tenant)
+
+    async def answer(
+        self, asked: Asked, model: ServedModel, observation: Observation, headers: Mapping[str, str]
+    ) -> Response:
+        """The response to a new request, or to one that was sent before. Raises what refuses it.
+
+        `headers` are those of the response.
+        """
+        wish, had = asked.wish, START
+        if wish.last_event_id is not None:
+            had = parse_event_id(wish.last_event_id, asked.request_id)
+        fresh = self._fresh(asked)
+        stored = await self._kept.keep(fresh, wish)
+        admits = stored.name == fresh.name
+        accept: Accept = partial(self._kept.open, stored, model, fresh=admits)
+        if wish.last_event_id is not None:
+            accept = partial(self._kept.reopen, stored, model)
+        if wish.background and not asked.body.stream:
+            return await self._in_background(stored, model, observation, accept, admits)
+        served = Served(stored, model, observation, accept, headers)
+        return self._response(served, had, stream=asked.body.stream, admits=admits)
+
+    def _fresh(self, asked: Asked) -> StoredRequest:
+        requests = self._kept.lasting(asked.requests, asked.wish)
+        stop = asked.body.stop
+        return StoredRequest(
+            request_id=asked.request_id,
+            operation=asked.operation,
+            fingerprint=fingerprint(asked.operation, asked.body),
+            created=int(time.time()),
+            expires_ms=requests[0].deadline_ms + requests[0].keep_ms,
+            requests=requests,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+            include_usage=asked.body.include_usage,
+            return_token_ids=asked.body.return_token_ids,
+            background=asked.wish.background,
+        )
+
+    async def _in_background(
+        self,
+        stored: StoredRequest,
+        model: ServedModel,
+        observation: Observation,
+        accept: Accept,
+        admits: bool,
+    ) -> Response:
+        accepted = await accept()
+        await cancel_all(accepted)  # nobody reads it here
+        if admits:
+            observation.admitted(len(accepted))
+        body = await self._kept.status(stored, model)
+        observation.end(Usage())
+        return JSONResponse(body, 202, headers={"location": f"/v1/requests/{stored.request_id}"})
+
+    async def events(
+        self, request_id: str, tenant: str, had: Position, headers: Mapping[str, str]
+    ) -> Response:
+        """The request's events behind those that the client has. `headers` are the request's."""
+        stored = await self._kept.find(request_id, tenant)
+        model = await self._models.find(stored.model)
+        check_position(had, _choices(stored))
+        info = RequestInfo(
+            request_id=request_id,
+            client_request_id=None,
+            operation=stored.operation,
+            model=stored.model,
+            sampling=sampling_of(stored),
+            stream=True,
+            headers=headers,
+        )
+        accept: Accept = partial(self._kept.reopen, stored, model)
+        answered = {"x-request-id": request_id}
+        served = Served(stored, model, self._observer.start(info), accept, answered)
+        return self._response(served, had, stream=True, admits=False)
+
+    async def status(self, request_id: str, tenant: str) -> dict[str, Any]:
+        """Where the request is, with its answer once it has ended."""
+        stored = await self._kept.find(request_id, tenant)
+        return await self._kept.status(stored, await self._models.find(stored.model))
+
+    async def cancel(self, request_id: str, tenant: str) -> dict[str, Any]:
+        """Ends the request; says where it is then."""
+        stored = await self._kept.find(request_id, tenant)
+        await self._kept.cancel(stored)
+        return await self._kept.status(stored, await self._models.find(stored.model))
+
+    def _response(
+        self, served: Served, had: Position, *, stream: bool, admits: bool
+    ) -> GenerationResponse:
+        stored = served.stored
+        exchange = Exchange(
+            accept=served.accept,
+            tokenizer=served.model.tokenizer,
+            choices_per_prompt=stored.requests[0].sampling.n,
+            answer=answer_of(stored, served.model),
+            observation=served.observation,
+            stream=stream,
+            include_usage=stored.include_usage,
+            headers={**served.headers, "content-location": f"/v1/requests/{stored.request_id}"},
+            kept=stored.request_id,
+            events=ResumableEvents(stored.request_id, _choices(stored), had) if stream else None,
+            admits=admits,
+        )
+        return GenerationResponse(exchange, self._delivery, self._drain)
+
+
+def _choices(stored: StoredRequest) -> int:
+    return stored.requests[0].sampling.n * len(stored.requests)

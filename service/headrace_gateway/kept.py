@@ -1,0 +1,267 @@
+"""Requests that any gateway can serve: kept under an id, found again, looked at, cancelled.
+
+Holds nothing itself: what is kept is in the store, the output in the queue's records, and what runs
+here in the sessions.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headrace_common.errors import BackendUnavailable, FailureCode, HeadraceError, RequestFailed
+from headrace_common.messages import GenerateRequest
+from headrace_common.protocol.base import Outcome, Standing
+from headrace_common.protocol.store import RequestStore, StoredRequest
+
+from .admission import Accepted
+from .answers import ANSWERS, Answer, AnswerOptions
+from .errors import ApiError, to_api_error
+from .event_ids import REQUEST_ID
+from .generation import Delta
+from .models import ServedModel
+from .ports import Ledger
+from .run import Run, Usage
+from .sessions import Sessions, sampling_of
+from .wishes import ID_CHARS, Wish, derived_id
+
+# Endings after which the same key starts anew: nothing was decided by them.
+NO_OUTCOME = frozenset({FailureCode.CANCELLED, FailureCode.LOST, FailureCode.INTERNAL})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lifetimes:
+    """Seconds: how long an outcome can be read, how long a request runs on without a client."""
+
+    result: float
+    window: float
+
+
+class KeptRequests:
+    """Raises ApiError, and BackendUnavailable where Redis cannot be reached."""
+
+    def __init__(
+        self,
+        store: RequestStore,
+        ledger: Ledger,
+        sessions: Sessions,
+        lifetimes: Lifetimes,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._ledger = ledger
+        self._sessions = sessions
+        self._lifetimes = lifetimes
+        self._clock = clock
+
+    def close(self) -> None:
+        """Leaves what runs here to other gateways."""
+        self._sessions.close()
+
+    async def identify(self, wish: Wish, tenant: str) -> str:
+        """The request's id: from its key, else random."""
+        if wish.key is None:
+            return secrets.token_hex(ID_CHARS // 2)
+        return derived_id(await self._store.salt(), tenant, wish.key)
+
+    def lasting(
+        self, requests: Sequence[GenerateRequest], wish: Wish
+    ) -> tuple[GenerateRequest, ...]:
+        """The queue's requests as they must be to outlive their client."""
+        keep = int(self._lifetimes.result * 1000)
+        window = int(self._lifetimes.window * 1000)
+        return tuple(
+            replace(
+                request,
+                keep_ms=keep,
+                window_ms=request.deadline_ms - request.created_ms if wish.background else window,
+            )
+            for request in requests
+        )
+
+    async def keep(self, fresh: StoredRequest, wish: Wish) -> StoredRequest:
+        """What is kept under its id now: this one, or the one that was there before."""
+        known = await self._store.put(fresh)
+        if known.name == fresh.name:
+            return known
+        if known.fingerprint != fresh.fingerprint:
+            raise ApiError(
+                422,
+                "Idempotency-Key: was used for a request with another body. Use a new key for "
+                "another request.",
+                param="Idempotency-Key",
+                code="idempotency_key_reused",
+                headers={"x-should-retry": "false"},
+            )
+        if wish.last_event_id is None and await self._is_over_without_outcome(known):
+            return await self._store.put(fresh, replaces=known)
+        return known
+
+    async def _is_over_without_outcome(self, stored: StoredRequest) -> bool:
+        standings = await self._standings(stored)
+        if None in standings:  # not in the queue yet, unless that can no longer be
+            return stored.requests[0].deadline_ms <= self._clock() * 1000
+        return any(
+            standing is not None
+            and standing.outcome is not None
+            and standing.outcome.failed is not None
+            and standing.outcome.failed.failure in NO_OUTCOME
+            for standing in standings
+        )
+
+    async def open(
+        self, stored: StoredRequest, model: ServedModel, *, fresh: bool
+    ) -> list[Accepted]:
+        """The request for one more reader; a `fresh` one that is refused is forgotten again."""
+        try:
+            return await self._sessions.open(stored, model.tokenizer, fresh=fresh)
+        except HeadraceError:
+            if fresh:
+                await self._forget(stored)
+            raise
+
+    async def _forget(self, stored: StoredRequest) -> None:
+        try:
+            await self._store.remove(stored)
+        except BackendUnavailable:
+            return  # the same key finds it again, and queues it then
+
+    async def find(self, request_id: str, tenant: str) -> StoredRequest:
+        """The tenant's request of that id."""
+        stored = None
+        if REQUEST_ID.fullmatch(request_id):
+            stored = await self._store.get(request_id)
+        if stored is None or stored.requests[0].tenant != tenant:
+            raise ApiError(
+                404,
+                "There is no request of this id, or it has expired: outcomes are kept for "
+                f"{self._lifetimes.result:g} s. Send the request again.",
+                code="request_not_found",
+            )
+        return stored
+
+    async def reopen(self, stored: StoredRequest, model: ServedModel) -> list[Accepted]:
+        """A request that was found, for one more reader. Never starts one that is lost."""
+        if None in await self._standings(stored):
+            raise _lost()
+        return await self.open(stored, model, fresh=False)
+
+    async def cancel(self, stored: StoredRequest) -> None:
+        """Ends it, wherever it waits or runs. Does nothing once it has ended."""
+        await self._sessions.cancel(stored)
+        for request in stored.requests:
+            await self._ledger.cancel(request.request_id, request.model)
+
+    async def status(self, stored: StoredRequest, model: ServedModel) -> dict[str, Any]:
+        """What GET /v1/requests/{id} says."""
+        standings = await self._standings(stored)
+        body: dict[str, Any] = {
+            "id": stored.request_id,
+            "object": "request",
+            "operation": stored.operation,
+            "model": stored.model,
+            "status": _status(standings),
+            "background": stored.background,
+            "created_at": stored.created,
+            "expires_at": stored.expires_ms // 1000,
+            "result": None,
+            "error": None,
+        }
+        outcomes = [standing.outcome for standing in standings if standing and standing.outcome]
+        failed = next((outcome.failed for outcome in outcomes if outcome.failed), None)
+        if failed is not None:
+            error = to_api_error(RequestFailed(failed.failure, failed.message))
+            return {**body, **error.body}
+        if None in standings:
+            return {**body, **_lost().body}
+        if body["status"] == "completed":
+            body["result"] = await _result(stored, model, outcomes)
+        return body
+
+    async def _standings(self, stored: StoredRequest) -> list[Standing | None]:
+        return await asyncio.gather(
+            *(self._ledger.standing(each.request_id, each.model) for each in stored.requests)
+        )
+
+
+def answer_of(stored: StoredRequest, model: ServedModel) -> Answer:
+    """An empty answer of the shape that was asked for."""
+    sampling = stored.requests[0].sampling
+    prompts = tuple(request.prompt_token_ids for request in stored.requests)
+    options = AnswerOptions(
+        answer_id=stored.request_id,
+        model=stored.model,
+        created=stored.created,
+        tokenizer=model.tokenizer,
+        choices=sampling.n * len(stored.requests),
+        choices_per_prompt=sampling.n,
+        logprobs=sampling.logprobs,
+        include_usage=stored.include_usage,
+        prompts=prompts if stored.return_token_ids else None,
+    )
+    return ANSWERS[stored.operation](options)
+
+
+def _lost() -> ApiError:
+    return ApiError(
+        410,
+        "The request's state is lost. Send it again.",
+        kind="server_error",
+        code="state_lost",
+        headers={"x-should-retry": "false"},
+    )
+
+
+def _status(standings: Sequence[Standing | None]) -> str:
+    known = [standing for standing in standings if standing is not None]
+    failures = [each.outcome.failed for each in known if each.outcome and each.outcome.failed]
+    if any(failure.failure is FailureCode.CANCELLED for failure in failures):
+        return "cancelled"
+    if failures or len(known) < len(standings):
+        return "failed"
+    if all(each.outcome is not None for each in known):
+        return "completed"
+    return "in_progress" if any(each.started for each in known) else "queued"
+
+
+async def _result(
+    stored: StoredRequest, model: ServedModel, outcomes: Sequence[Outcome]
+) -> Mapping[str, Any]:
+    """The whole answer, made from outcomes."""
+    answer, usage, sampling = answer_of(stored, model), Usage(), sampling_of(stored)
+    for index, (request, outcome) in enumerate(zip(stored.requests, outcomes, strict=True)):
+        accepted = Accepted(request, sampling, _Ended(outcome))
+        run = Run(accepted, model.tokenizer, index * sampling.n)
+        async for piece in run.pieces():
+            answer.add(piece)
+        usage.add(run.usage)
+    return answer.whole(usage)
+
+
+class _Ended:
+    """A stored outcome as a generation."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self._outcome = outcome
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        for number, choice in enumerate(self._outcome.choices):
+            yield Delta(
+                choice=number,
+                token_ids=choice.token_ids,
+                logprobs=choice.logprobs,
+                finish_reason=choice.finish_reason,
+                stop_token=choice.stop_token,
+                cached_tokens=self._outcome.cached_tokens,
+            )
+
+    async def stop_choice(self, choice: int) -> None:
+        """It has ended."""
+
+    async def cancel(self) -> None:
+        """It has ended."""
+
+    def leave(self) -> None:
+        """It has ended."""

@@ -1,0 +1,80 @@
+"""What a request says of its own life: its idempotency key, whether it outlives its client."""
+
+import hashlib
+import hmac
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .errors import ApiError, invalid
+from .event_ids import request_of
+from .schemas import SamplingBody
+
+KEY_HEADER = "idempotency-key"
+RESUMABLE_HEADER = "x-resumable"
+LAST_EVENT_HEADER = "last-event-id"
+MAX_KEY_CHARS = 255
+ID_CHARS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """A request that any gateway can serve. `key` None: nobody will send it again."""
+
+    key: str | None
+    background: bool
+    last_event_id: str | None
+
+
+def wish_of(headers: Mapping[str, str], body: SamplingBody) -> Wish | None:
+    """None for a request that lives as long as its connection. Raises ApiError."""
+    key = _key(headers.get(KEY_HEADER))
+    resumable = _switch(headers.get(RESUMABLE_HEADER))
+    last_event_id = headers.get(LAST_EVENT_HEADER)
+    if last_event_id is not None and key is None:
+        raise _needs_key(last_event_id)
+    if last_event_id is not None and not body.stream:
+        raise invalid("Last-Event-ID is only for stream: true.", param="Last-Event-ID")
+    if key is None and not resumable and not body.background:
+        return None
+    return Wish(key=key, background=body.background, last_event_id=last_event_id)
+
+
+def derived_id(salt: bytes, tenant: str, key: str) -> str:
+    """The same for the same key, unguessable without the salt."""
+    message = f"{len(tenant)}:{tenant}{key}".encode()
+    return hmac.new(salt, message, hashlib.sha256).hexdigest()[:ID_CHARS]
+
+
+def fingerprint(operation: str, body: SamplingBody) -> bytes:
+    """Tells another body under the same key; order and blanks of the JSON do not matter."""
+    fields = body.model_dump(mode="json", exclude_unset=True)
+    text = json.dumps([operation, fields], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).digest()
+
+
+def _key(text: str | None) -> str | None:
+    if text is None:
+        return None
+    if not 0 < len(text) <= MAX_KEY_CHARS or not (text.isascii() and text.isprintable()):
+        raise invalid(
+            f"Idempotency-Key: must be 1 to {MAX_KEY_CHARS} printable ASCII characters, such as a "
+            "UUID.",
+            param="Idempotency-Key",
+        )
+    return text
+
+
+def _switch(text: str | None) -> bool:
+    if text is not None and text.lower() not in ("true", "false"):
+        raise invalid(f"{RESUMABLE_HEADER}: must be true or false.", param=RESUMABLE_HEADER)
+    return text is not None and text.lower() == "true"
+
+
+def _needs_key(last_event_id: str) -> ApiError:
+    known = request_of(last_event_id)
+    where = f"GET /v1/requests/{known or '{id}'}/events"
+    return invalid(
+        f"Last-Event-ID needs the first request's Idempotency-Key here; or read on with {where}.",
+        param="Last-Event-ID",
+    )

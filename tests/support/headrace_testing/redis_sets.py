@@ -1,0 +1,192 @@
+"""Real Valkeys that work together: a master with a replica and Sentinel, and a cluster."""
+
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from headrace_testing.valkey import ValkeyServer, free_port, require_server
+
+MASTER = "main"
+_LIMIT_S = 60.0
+
+
+def _until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + _LIMIT_S
+    while True:
+        try:
+            if condition():
+                return
+        except redis.RedisError:
+            pass  # not up yet, or between two states
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {_LIMIT_S:.0f} s: {what}")
+        time.sleep(0.01)
+
+
+def ask(port: int, *command: str | int) -> Any:
+    """One command to one server, answered as RESP2 has it."""
+    with redis.Redis(port=port, protocol=2, decode_responses=True) as client:
+        return client.execute_command(*command)
+
+
+class SentinelSet:
+    """A master, its replica, and a Sentinel that fails over within about a second."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.port = free_port()
+        self.master = ValkeyServer(folder / "a", appendonly=False)
+        self.replica = ValkeyServer(
+            folder / "b", "--replicaof", "127.0.0.1", str(self.master.port), appendonly=False
+        )
+        self._sentinel: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """With a Sentinel that is not there, before the one that is."""
+        return f"redis+sentinel://127.0.0.1:1,127.0.0.1:{self.port}/{MASTER}/0"
+
+    def start(self) -> None:
+        self.master.start()
+        ask(self.master.port, "CONFIG", "SET", "repl-diskless-sync-delay", 0)
+        self.replica.start()
+        _until(lambda: self._synced(self.replica), "the replica to be in sync")
+        self._start_sentinel()
+        _until(lambda: len(ask(self.port, "SENTINEL", "REPLICAS", MASTER)) == 1, "Sentinel")
+
+    @staticmethod
+    def _synced(server: ValkeyServer) -> bool:
+        return bool(ask(server.port, "INFO", "replication")["master_link_status"] == "up")
+
+    def _start_sentinel(self) -> None:
+        config = self._folder / "sentinel.conf"
+        config.write_text(
+            f"port {self.port}\nbind 127.0.0.1\ndir {self._folder}\n"
+            f"sentinel monitor {MASTER} 127.0.0.1 {self.master.port} 1\n"
+            f"sentinel down-after-milliseconds {MASTER} 400\n"
+            f"sentinel failover-timeout {MASTER} 3000\n"
+        )
+        command = [require_server(), str(config), "--sentinel"]
+        with (self._folder / "sentinel.log").open("ab") as log:
+            self._sentinel = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def fail_over(self) -> None:
+        """Demotes the master, which stays reachable. Sentinel itself would do so 10 s later."""
+        ask(self.port, "SENTINEL", "FAILOVER", MASTER)
+        self.until_promoted()
+        ask(self.master.port, "REPLICAOF", "127.0.0.1", self.replica.port)
+
+    def cut_replica_off(self) -> None:
+        """It gets nothing more from its master, until unpause()."""
+        self.replica.pause()
+        ask(self.master.port, "CLIENT", "KILL", "TYPE", "replica")
+
+    def until_promoted(self) -> None:
+        expected = ["127.0.0.1", str(self.replica.port)]
+        _until(
+            lambda: ask(self.port, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", MASTER) == expected,
+            "the replica to be master",
+        )
+
+    def stop(self) -> None:
+        if self._sentinel is not None:
+            self._sentinel.kill()
+            self._sentinel.wait()
+        self.master.stop()
+        self.replica.stop()
+
+
+class ClusterSet:
+    """Three masters, and a replica of the first."""
+
+    def __init__(self, folder: Path) -> None:
+        self._bus_ports = [free_port() for _ in range(4)]
+        self.nodes = [self._node(folder / str(bus), bus) for bus in self._bus_ports]
+        self.masters, self.replica = self.nodes[:3], self.nodes[3]
+
+    @staticmethod
+    def _node(folder: Path, bus_port: int) -> ValkeyServer:
+        options = ["--cluster-enabled", "yes", "--cluster-port", str(bus_port)]
+        options += ["--cluster-node-timeout", "600", "--cluster-require-full-coverage", "no"]
+        options += ["--repl-diskless-sync-delay", "0", "--cluster-replica-validity-factor", "0"]
+        return ValkeyServer(folder, *options, appendonly=False)
+
+    @property
+    def url(self) -> str:
+        """Names one node; the others are found."""
+        return f"redis+cluster://127.0.0.1:1,127.0.0.1:{self.masters[1].port}"
+
+    def start(self) -> None:
+        for node in self.nodes:
+            node.start()
+        self._share_slots()
+        for node, bus in zip(self.nodes[1:], self._bus_ports[1:], strict=True):
+            ask(self.nodes[0].port, "CLUSTER", "MEET", "127.0.0.1", node.port, bus)
+        _until(lambda: all(self._knows(node, 4) for node in self.nodes), "the nodes to meet")
+        first = ask(self.masters[0].port, "CLUSTER", "MYID")
+        ask(self.replica.port, "CLUSTER", "REPLICATE", first)
+        _until(self._complete, "the cluster to be complete")
+
+    def _share_slots(self) -> None:
+        bounds = [0, 5461, 10923, 16384]
+        for number, node in enumerate(self.masters):
+            ask(node.port, "CONFIG", "SET", "cluster-announce-ip", "127.0.0.1")
+            ask(node.port, "CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+            ask(node.port, "CLUSTER", "ADDSLOTSRANGE", bounds[number], bounds[number + 1] - 1)
+
+    @staticmethod
+    def _knows(node: ValkeyServer, count: int) -> bool:
+        info = ask(node.port, "CLUSTER INFO")
+        return bool(info["cluster_known_nodes"] == str(count) and info["cluster_state"] == "ok")
+
+    def _complete(self) -> bool:
+        """Every node knows every slot, and the replica is one and has the data."""
+        link = ask(self.replica.port, "INFO", "replication")
+        return link.get("master_link_status") == "up" and all(
+            len(self.owners(node)) == 3 and self._replicas(node) == 1 for node in self.nodes
+        )
+
+    @staticmethod
+    def _replicas(node: ValkeyServer) -> int:
+        return sum(len(part) - 3 for part in _slots(node))
+
+    @staticmethod
+    def owners(node: ValkeyServer) -> list[int]:
+        """Ports of the masters in the order of their slots, as a node sees them."""
+        return [part[2][1] for part in sorted(_slots(node))]
+
+    def owner(self, slot: int) -> ValkeyServer:
+        port = next(part[2][1] for part in _slots(self.masters[1]) if part[0] <= slot <= part[1])
+        return next(node for node in self.nodes if node.port == port)
+
+    def until_promoted(self) -> None:
+        rest = [*self.masters[1:], self.replica]
+        _until(
+            lambda: all(self.replica.port in self.owners(node) for node in rest),
+            "the replica to be master",
+        )
+
+    def until_healed(self) -> None:
+        """The first master is back, as the replica of its successor."""
+        back = self.masters[0]
+
+        def healed() -> bool:
+            link = ask(back.port, "INFO", "replication").get("master_link_status")
+            return link == "up" and all(self._knows(node, 4) for node in self.nodes)
+
+        _until(healed, "the cluster to heal")
+
+    def stop(self) -> None:
+        for node in self.nodes:
+            node.stop()
+
+
+def _slots(node: ValkeyServer) -> list[Any]:
+    with redis.Redis(port=node.port, protocol=2, decode_responses=True) as client:
+        client.response_callbacks.clear()
+        found: list[Any] = client.execute_command("CLUSTER SLOTS")
+        return found

@@ -1,0 +1,93 @@
+"""Clients of resumable streams that come back, at any gateway, when their connection breaks."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+Event = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Broken:
+    """What a client has of a stream: its events' contents, the last id, whether it saw the end."""
+
+    events: list[Event] = field(default_factory=list)
+    last_id: str | None = None
+    done: bool = False
+    returned: int = 0
+
+    @property
+    def request_id(self) -> str:
+        assert self.last_id is not None, "no event has come"
+        return self.last_id.partition(":")[0]
+
+    def take(self, block: str) -> None:
+        """One event as it came, without the empty line behind it."""
+        for line in block.split("\n"):
+            name, _, value = line.partition(": ")
+            if name == "id":
+                self.last_id = value
+            elif name == "data" and value == "[DONE]":
+                self.done = True
+            elif name == "data":
+                self.events.append(content(json.loads(value)))
+
+
+def content(body: Mapping[str, Any]) -> Event:
+    """What an event says, without what differs between two requests."""
+    event = {name: value for name, value in body.items() if name not in ("id", "created")}
+    if event.get("usage"):
+        event["usage"] = {**event["usage"], "prompt_tokens_details": None}  # the cache is warm now
+    return event
+
+
+async def read(answer: httpx.Response, into: Broken, seen: Callable[[Broken], None]) -> None:
+    """Reads a stream until it ends or breaks; `seen` is called after each event."""
+    assert answer.status_code == 200, await answer.aread()
+    text = ""
+    async for piece in answer.aiter_text():
+        text += piece
+        *blocks, text = text.split("\n\n")
+        for block in blocks:
+            into.take(block)
+            seen(into)
+
+
+class Returning:
+    """A client that knows several gateways and goes on at the next one, however often it breaks."""
+
+    def __init__(
+        self, client: httpx.AsyncClient, urls: Sequence[str], seen: Callable[[Broken], None]
+    ) -> None:
+        self._client = client
+        self._urls = urls
+        self._seen = seen
+
+    async def stream(
+        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> Broken:
+        got = Broken()
+        request = {"method": "POST", "url": self._urls[0] + path, "json": body, "headers": headers}
+        while not got.done:
+            try:
+                async with self._client.stream(**request) as answer:  # type: ignore[arg-type]
+                    await read(answer, got, self._seen)
+            except httpx.TransportError:
+                pass
+            if got.done:
+                break
+            got.returned += 1
+            assert got.returned < 20, "the stream breaks again and again"
+            url = self._urls[got.returned % len(self._urls)]
+            if got.last_id is None:
+                request["url"] = url + path
+                continue
+            request = {
+                "method": "GET",
+                "url": f"{url}/v1/requests/{got.request_id}/events",
+                "headers": {"last-event-id": got.last_id},
+            }
+        return got

