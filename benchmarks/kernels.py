@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from headrace_engine.attention.base import AttentionMetadata, KVSpec, LayerParams
 from headrace_engine.attention.cpu import CpuBackend
 from headrace_engine.kernels import library
+from headrace_engine.kernels.executor import Executor
 from headrace_engine.kernels.ops import NativeOps
 from headrace_engine.model.ops import HeadShape, TorchOps
 
@@ -206,6 +207,34 @@ def elementwise(rows: int, dtype: torch.dtype, native: NativeOps) -> Iterator[Ke
     yield kernel("argmax", 32_000, len(logits), lambda ops: [ops.argmax(x) for x in logits])
 
 
+def linear(rows: int, dtype: torch.dtype, executor: Executor, quantize: bool) -> Kernel:
+    """Layers of 896 x 4864, more than a cache holds, beside torch's oneDNN, weights packed."""
+    inputs, outputs, count = 896, 4864, 12
+    weights = [torch.randn(outputs, inputs).to(dtype) for _ in range(count)]
+    packed = [torch.ops.mkldnn._reorder_linear_weight(weight, 256) for weight in weights]
+    layers = [executor.pack([weight], [], quantize) for weight in weights]
+    x = torch.randn(rows, inputs).to(dtype)
+
+    def native() -> None:
+        for layer in layers:
+            executor.linear(layer, x)
+
+    def plain() -> None:
+        for weight in packed:
+            torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+
+    few = rows < 16
+    size = 1 if quantize else dtype.itemsize
+    return Kernel(
+        f"linear{', int8' if quantize else ''}, {rows} rows",
+        native,
+        plain,
+        count,
+        inputs * outputs * size if few else 2 * rows * inputs * outputs,
+        "bandwidth" if few else "products",
+    )
+
+
 def measure(kernel: Kernel, rounds: int, roofs: dict[str, float]) -> Result:
     native, plain = interleaved((kernel.native, kernel.torch), rounds)
     native, plain = native / kernel.calls, plain / kernel.calls
@@ -257,6 +286,10 @@ def kernels(options: argparse.Namespace, dtype: torch.dtype) -> Iterator[Kernel]
     for shape in SHAPES:
         if options.only in f"attention: {shape.name}":
             yield attention(shape, dtype, CpuBackend(loaded))
+    executor = NativeOps(loaded).executor
+    for rows, quantize in itertools.product((1, 16, 64, 512), (False, True)):
+        if options.only in "linear":
+            yield linear(rows, dtype, executor, quantize)
     for rows in (1, 64, 2048):
         for kernel in elementwise(rows, dtype, NativeOps(loaded)):
             if options.only in kernel.name:

@@ -157,6 +157,7 @@ class Session:
         self._on_end = on_end
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._cancelling: asyncio.Task[None] | None = None
 
     def start(self, tokenizer: Tokenizer) -> None:
         follow = asyncio.create_task(self._follow(tokenizer), name="session")
@@ -175,9 +176,10 @@ class Session:
             logger.critical("a session failed", extra=self._fields, exc_info=error)
 
     def close(self) -> None:
-        """Stops following, and ends nothing."""
+        """Stops following, and ends nothing; a cancellation under way still reaches the queue."""
         for task in self._tasks:
-            task.cancel()
+            if task is not self._cancelling:
+                task.cancel()
 
     def accept(self) -> list[Accepted]:
         """The request for one more reader, who must leave it by `cancel`."""
@@ -207,6 +209,7 @@ class Session:
                 await self._wait(window / 3, lambda: not self.readers)
             elif await self._unwanted():
                 logger.info("request cancelled: no client came back", extra=self._fields)
+                self._cancelling = asyncio.current_task()
                 await self.cancel()
                 return
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from redis.crc import key_slot
+from redis.exceptions import MovedError
 
 from headrace_common import keys
 from headrace_common.errors import BackendUnavailable, BackendUnfit
@@ -222,26 +223,33 @@ async def test_a_slot_that_moves_is_followed(over: OverRedis, cluster_set: Clust
     await anext(frames)
     blocked = asyncio.ensure_future(anext(frames))
     await asyncio.wait({blocked}, timeout=0.05)
+    reader, read = over.connection.reader(), ("XREAD", "STREAMS", keys.frames(name), "0-0")
+    assert len((await reader.command(*read))[0][1]) == 1
     ids = {node: ask(node.port, "CLUSTER", "MYID") for node in (here, there)}
     ask(there.port, "CLUSTER", "SETSLOT", slot, "IMPORTING", ids[here])
     ask(here.port, "CLUSTER", "SETSLOT", slot, "MIGRATING", ids[there])
     ask(here.port, "MIGRATE", "127.0.0.1", there.port, keys.frames(name), 0, 5000)
     await engine.publish({name: [tokens("0.r", 1, 2)]})
     assert ask(there.port, "CLUSTER", "COUNTKEYSINSLOT", slot) == 1
+    assert await over.client.command("XLEN", keys.frames(name)) == 2
     later = over.gateway(name).frames()
     assert (await anext(later)).replies == (tokens("0.r", 1),)
     assert (await anext(later)).replies == (tokens("0.r", 1, 2),)
     for node in (there, here, *cluster_set.masters):
         ask(node.port, "CLUSTER", "SETSLOT", slot, "NODE", ids[there])
     await engine.publish({name: [tokens("0.r", 1, 2, 3)]})
+    assert await over.client.command("XLEN", keys.frames(name)) == 3
+    with pytest.raises(MovedError):
+        await reader.command(*read)
+    await reader.close()
     newest = (tokens("0.r", 1, 2, 3),)
     assert (await anext(later)).replies == newest
     async with asyncio.timeout(30):
         found = await blocked
         while found.replies != newest:
             found = await anext(frames)
-    for reader in (frames, later):
-        await reader.aclose()  # type: ignore[attr-defined]
+    for stream in (frames, later):
+        await stream.aclose()  # type: ignore[attr-defined]
 
 
 async def test_every_master_is_checked(over: OverRedis, cluster_set: ClusterSet) -> None:

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import signal
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -12,7 +14,7 @@ import pytest
 from headrace_testing.greedy import GreedyCase
 from headrace_testing.processes import until
 from headrace_testing.resuming import Broken, Returning
-from headrace_testing.stack import MODEL, GatewayProcess, Stack
+from headrace_testing.stack import MODEL, EngineProcess, GatewayProcess, Stack
 
 STREAMS = 16
 TOKENS = 160
@@ -197,6 +199,17 @@ def test_another_body_under_a_used_key_is_refused(
     assert refused.json()["error"]["code"] == "idempotency_key_reused"
 
 
+@contextmanager
+def frozen(engines: Sequence[EngineProcess]) -> Iterator[None]:
+    for engine in engines:
+        engine.signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for engine in engines:
+            engine.signal(signal.SIGCONT)
+
+
 def test_a_client_that_vanishes_has_its_window_and_no_more(
     stack: Stack, gateways: list[GatewayProcess], cases: list[GreedyCase]
 ) -> None:
@@ -210,12 +223,10 @@ def test_a_client_that_vanishes_has_its_window_and_no_more(
     }
     headers = {"x-resumable": "true"}
     url = f"{gateways[0].url}/v1/completions"
-    with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as answer:
-        location = answer.headers["content-location"]
-        next(answer.iter_lines())
-
-    status = gateways[1].url + location
-    until(lambda: httpx.get(status).json()["status"] == "cancelled", "the request to be cancelled")
+    with frozen(stack.engines):  # it shall not end before its window does
+        with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as answer:
+            status = gateways[1].url + answer.headers["content-location"]
+        until(lambda: httpx.get(status).json()["status"] == "cancelled", "it to be cancelled")
     until(stack.queue_is_empty, "the queue to be empty")
 
 

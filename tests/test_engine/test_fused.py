@@ -176,6 +176,24 @@ def test_sizes_that_are_no_multiple_of_a_vector_are_left_to_torch(tmp_path: Path
     torch.testing.assert_close(logits_of(runner), expected, atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("inputs", "outputs"), [(16, 1), (96, 70), (272, 128)])
+@pytest.mark.parametrize("quantize", [False, True], ids=["whole", "8 bits"])
+def test_linear_layers(
+    isa: str, dtype: torch.dtype, inputs: int, outputs: int, quantize: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
+    bias = torch.randn(outputs, generator=generator).to(dtype)
+    executor = Executor(library.load(isa), 2)
+    layer = executor.pack([weight], [bias], quantize)
+    for rows in (1, 2, 7, 40):
+        x = torch.randn(rows, inputs, generator=generator).to(dtype)
+        expected = x.float() @ weight.float().T + bias.float()
+        error_ = (executor.linear(layer, x) - expected).pow(2).mean().sqrt()
+        assert error_ < (0.02 if quantize else 1e-6) * inputs**0.5
+
+
 def test_many_threads_share_short_loops(isa: str) -> None:
     """More threads than cores, so that helpers are late for most loops."""
     executor = Executor(library.load(isa), 8)

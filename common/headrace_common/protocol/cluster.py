@@ -113,10 +113,10 @@ class ClusterClient(Client):
     async def _followed(self, command: Command, result: Any) -> Any:
         """The result that a redirected command has in the end."""
         for _ in range(REDIRECTIONS):
-            if isinstance(result, AskError):
-                _, result = await self.at((result.host, result.port), [_ASKING, command])
-            elif isinstance(result, MovedError):
+            if isinstance(result, MovedError):  # redis-py makes it an AskError too
                 (result,) = await self.at((result.host, result.port), [command])
+            elif isinstance(result, AskError):
+                _, result = await self.at((result.host, result.port), [_ASKING, command])
             else:
                 break
         return result
@@ -217,7 +217,7 @@ class ClusterReader(Client):
         try:
             return await self._at(self._node, args)
         except AskError as error:
-            if self._asking:
+            if self._asking or isinstance(error, MovedError):
                 raise
             await self.close()
             self._node, self._asking = (error.host, error.port), True

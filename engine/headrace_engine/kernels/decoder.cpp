@@ -53,6 +53,61 @@ class Memory {
 inline int64_t padded(int64_t outputs) { return panels_of(outputs) * kPanel; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
+// Calls body(row) for each row, on the pool where that is worth it.
+template <class Body>
+void each_row(Pool& pool, int64_t rows, int64_t width, const Body& body) {
+  const int64_t block = kSerialElements / width + 1, blocks = (rows + block - 1) / block;
+  pool.run(blocks, [&](int64_t item, int) {
+    const int64_t end = (item + 1) * block < rows ? (item + 1) * block : rows;
+    for (int64_t r = item * block; r < end; ++r) body(r);
+  });
+}
+
+// What products need beside rows and weights.
+struct Scratch {
+  float *factors = nullptr, *scales = nullptr;
+  int8_t* data = nullptr;
+  int32_t* sums = nullptr;
+
+  static int64_t bytes(int threads, int64_t rows, int64_t widest) {
+    return Memory::bytes<float>(threads * kRows * widest) + Memory::bytes<int8_t>(rows * widest) +
+           Memory::bytes<float>(rows * groups_of(widest)) +
+           Memory::bytes<int32_t>(rows * groups_of(widest));
+  }
+
+  void take(Memory& memory, int threads, int64_t rows, int64_t widest) {
+    factors = memory.take<float>(threads * kRows * widest);
+    data = memory.take<int8_t>(rows * widest);
+    scales = memory.take<float>(rows * groups_of(widest));
+    sums = memory.take<int32_t>(rows * groups_of(widest));
+  }
+};
+
+template <class Math, class Emit>
+void apply_linear(Pool& pool, const headrace_linear& linear, const headrace_linear* then,
+                  const Rows<typename Math::Element>& rows, const Scratch& scratch,
+                  const Emit& emit) {
+  using Element = typename Math::Element;
+  const auto biased = [&](int64_t row, int64_t panel, Sums& sums) {
+    if (linear.bias)
+      for (int c = 0; c < kColumns; ++c) sums.at[c] += load(linear.bias + panel * kPanel + c * kLanes);
+    emit(row, panel, sums);
+  };
+  const int64_t inputs = linear.inputs, groups = groups_of(inputs);
+  if (!linear.scales) {
+    multiply<Math>(pool, rows, static_cast<const Element*>(linear.weight), inputs, linear.outputs,
+                   then ? then->weight : nullptr, scratch.factors, biased);
+    return;
+  }
+  each_row(pool, rows.count, inputs, [&](int64_t r) {
+    quantize_row(rows.data + r * rows.stride, inputs, scratch.data + r * inputs,
+                 scratch.scales + r * groups, scratch.sums + r * groups);
+  });
+  multiply_quant(pool, QuantRows{scratch.data, scratch.scales, scratch.sums, inputs, groups, rows.count},
+                 static_cast<const uint8_t*>(linear.weight), linear.scales, inputs, linear.outputs,
+                 biased);
+}
+
 template <class Math>
 class Step {
  public:
@@ -80,40 +135,29 @@ class Step {
  private:
   bool allocate(Memory& memory) {
     const int64_t widest = larger(larger(hidden_, query_), decoder_.inner);
-    const int64_t groups = groups_of(widest), residuals = tokens_ + step_.num_logits;
-    const int64_t factors = int64_t(pool_.threads()) * kRows * widest;
+    const int64_t residuals = tokens_ + step_.num_logits;
     if (!memory.reserve(Memory::bytes<float>(residuals * padded(hidden_)) +
                         Memory::bytes<Element>(tokens_ * hidden_) +
                         Memory::bytes<Element>(tokens_ * qkv_stride_) +
                         Memory::bytes<Element>(2 * tokens_ * query_) +
                         Memory::bytes<Element>(tokens_ * gated_stride()) +
-                        Memory::bytes<float>(factors) + Memory::bytes<int8_t>(tokens_ * widest) +
-                        Memory::bytes<float>(tokens_ * groups) +
-                        Memory::bytes<int32_t>(tokens_ * groups)))
+                        Scratch::bytes(pool_.threads(), tokens_, widest)))
       return false;
     residual_ = memory.take<float>(residuals * padded(hidden_));
     normed_ = memory.take<Element>(tokens_ * hidden_);
     qkv_ = memory.take<Element>(tokens_ * qkv_stride_);
     attended_ = memory.take<Element>(2 * tokens_ * query_);
     gated_ = memory.take<Element>(tokens_ * gated_stride());
-    factors_ = memory.take<float>(factors);
-    quant_ = memory.take<int8_t>(tokens_ * widest);
-    quant_scales_ = memory.take<float>(tokens_ * groups);
-    quant_sums_ = memory.take<int32_t>(tokens_ * groups);
+    scratch_.take(memory, pool_.threads(), tokens_, widest);
     return true;
   }
 
   int64_t gated_stride() const { return padded(2 * decoder_.inner) / 2; }
   int64_t residual_stride() const { return padded(hidden_); }
 
-  // Calls body(row) for each row, on the pool where that is worth it.
   template <class Body>
   void each_row(int64_t rows, int64_t width, const Body& body) {
-    const int64_t block = kSerialElements / width + 1, blocks = (rows + block - 1) / block;
-    pool_.run(blocks, [&](int64_t item, int) {
-      const int64_t end = (item + 1) * block < rows ? (item + 1) * block : rows;
-      for (int64_t r = item * block; r < end; ++r) body(r);
-    });
+    headrace::each_row(pool_, rows, width, body);
   }
 
   // emit(row, panel, sums) for the product of rows with a layer's weights, its bias added. `then` is
@@ -121,26 +165,7 @@ class Step {
   template <class Emit>
   void apply(const headrace_linear& linear, const headrace_linear* then, const Element* data,
              int64_t stride, int64_t rows, const Emit& emit) {
-    const auto biased = [&](int64_t row, int64_t panel, Sums& sums) {
-      if (linear.bias)
-        for (int c = 0; c < kColumns; ++c)
-          sums.at[c] += load(linear.bias + panel * kPanel + c * kLanes);
-      emit(row, panel, sums);
-    };
-    if (!linear.scales) {
-      multiply<Math>(pool_, Rows<Element>{data, stride, rows},
-                     static_cast<const Element*>(linear.weight), linear.inputs, linear.outputs,
-                     then ? then->weight : nullptr, factors_, biased);
-      return;
-    }
-    const int64_t groups = groups_of(linear.inputs), inputs = linear.inputs;
-    each_row(rows, inputs, [&](int64_t r) {
-      quantize_row(data + r * stride, inputs, quant_ + r * inputs, quant_scales_ + r * groups,
-                   quant_sums_ + r * groups);
-    });
-    multiply_quant(pool_, QuantRows{quant_, quant_scales_, quant_sums_, inputs, groups, rows},
-                   static_cast<const uint8_t*>(linear.weight), linear.scales, inputs,
-                   linear.outputs, biased);
+    apply_linear<Math>(pool_, linear, then, Rows<Element>{data, stride, rows}, scratch_, emit);
   }
 
   void embed() {
@@ -261,11 +286,26 @@ class Step {
   const headrace_decoder& decoder_;
   const headrace_step& step_;
   const int64_t tokens_, hidden_, query_, key_value_, qkv_stride_;
-  float *residual_ = nullptr, *factors_ = nullptr, *quant_scales_ = nullptr;
+  float* residual_ = nullptr;
   Element *normed_ = nullptr, *qkv_ = nullptr, *attended_ = nullptr, *gated_ = nullptr;
-  int8_t* quant_ = nullptr;
-  int32_t* quant_sums_ = nullptr;
+  Scratch scratch_;
 };
+
+template <class Math>
+bool run_linear(Pool& pool, Memory& memory, const headrace_linear& linear, float* output,
+                const void* rows, int64_t count) {
+  if (!memory.reserve(Scratch::bytes(pool.threads(), count, linear.inputs))) return false;
+  Scratch scratch;
+  scratch.take(memory, pool.threads(), count, linear.inputs);
+  const auto* data = static_cast<const typename Math::Element*>(rows);
+  const int64_t stride = padded(linear.outputs);
+  apply_linear<Math>(pool, linear, nullptr, Rows<typename Math::Element>{data, linear.inputs, count},
+                     scratch, [&](int64_t row, int64_t panel, const Sums& sums) {
+                       float* to = output + row * stride + panel * kPanel;
+                       for (int c = 0; c < kColumns; ++c) store(to + c * kLanes, sums.at[c]);
+                     });
+  return true;
+}
 
 // One panel of weights in the kernels' layout.
 template <class Element, int kPack>
@@ -341,6 +381,13 @@ int headrace_forward(headrace_executor* executor, const headrace_decoder* decode
                         ? Step<BFloat16>(executor->pool, *decoder, *step).run(executor->memory)
                         : Step<Float32>(executor->pool, *decoder, *step).run(executor->memory);
   return done ? 0 : 1;
+}
+
+int headrace_linear_forward(headrace_executor* executor, const headrace_linear* linear,
+                            float* output, const void* rows, int64_t count, int64_t is_bfloat16) {
+  using namespace headrace;
+  auto* chosen = is_bfloat16 ? &run_linear<BFloat16> : &run_linear<Float32>;
+  return chosen(executor->pool, executor->memory, *linear, output, rows, count) ? 0 : 1;
 }
 
 int64_t headrace_panel() { return headrace::kPanel; }

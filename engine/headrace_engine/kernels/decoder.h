@@ -67,6 +67,12 @@ HEADRACE_EXPORT void headrace_executor_destroy(headrace_executor* executor);
 HEADRACE_EXPORT int headrace_forward(headrace_executor* executor, const headrace_decoder* decoder,
                                      const headrace_step* step);
 
+// One layer by itself: output [count, outputs padded] in float32 of dense rows [count, inputs].
+// Returns 0, or 1 where memory ran out.
+HEADRACE_EXPORT int headrace_linear_forward(headrace_executor* executor,
+                                            const headrace_linear* linear, float* output,
+                                            const void* rows, int64_t count, int64_t is_bfloat16);
+
 // Outputs of a panel: weights, scales and biases are padded to a multiple of it.
 HEADRACE_EXPORT int64_t headrace_panel();
 

@@ -65,6 +65,21 @@ class Executor:
         )
         return indices, values
 
+    def linear(self, layer: PackedLinear, x: torch.Tensor) -> torch.Tensor:
+        """x [N, in], dense, through one layer by itself: float32 [N, out]."""
+        output = torch.empty(len(x), self.padded(layer.outputs))
+        described = layer.describe()
+        if self._kernels.linear_forward(
+            self._handle,
+            ctypes.addressof(described),
+            output.data_ptr(),
+            x.data_ptr(),
+            len(x),
+            x.dtype is torch.bfloat16,
+        ):
+            raise MemoryError("no memory for a linear layer")
+        return output[:, : layer.outputs]
+
     def padded(self, outputs: int) -> int:
         """Outputs with what fills the last panel."""
         return -(-outputs // self._kernels.panel) * self._kernels.panel

@@ -14,7 +14,7 @@ import torch
 
 from .build import InstructionSet, instruction_sets, library_path
 
-INTERFACE = 3
+INTERFACE = 4
 FORCE_ISA = "HEADRACE_CPU_ISA"
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -53,6 +53,9 @@ class Kernels:
         self.executor_create = self._bind("executor_create", _POINTER, _INT)
         self.executor_destroy = self._bind("executor_destroy", None, _POINTER)
         self.forward = self._bind("forward", ctypes.c_int, *[_POINTER] * 3)
+        self.linear_forward = self._bind(
+            "linear_forward", ctypes.c_int, *[_POINTER] * 4, *[_INT] * 2
+        )
         self.pack_weight = self._bind("pack_weight", None, *[_POINTER] * 4, *[_INT] * 3)
         # Outputs of a linear layer that lie together in memory.
         self.panel = self._bind("panel", ctypes.c_int64)()

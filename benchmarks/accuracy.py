@@ -1,0 +1,107 @@
+"""What lower precision does to a model's numbers: logits of bfloat16 and int8 against float32.
+
+    python benchmarks/accuracy.py [--model headrace-demo] [--tokens 400]
+
+Logit error is relative to the logits' spread, over every position of a random prompt. For the
+bundled model there is also the perplexity of right replies to prompts that it was not trained on.
+"""
+
+import argparse
+import dataclasses
+import random
+import sys
+from collections.abc import Sequence as Rows
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from headrace_common.chat_template import encode_chat, load_chat_template
+from headrace_common.checkpoint import local_source
+from headrace_common.sampling import SamplingParams
+from headrace_common.tokenizer import Tokenizer
+from headrace_engine.batch import build
+from headrace_engine.config import EngineConfig
+from headrace_engine.plan import ScheduledSequence, StepPlan
+from headrace_engine.request import EngineRequest, Sequence
+from headrace_engine.runner import ModelRunner
+
+DEMO = "headrace-demo"
+BLOCK_SIZE, BLOCKS = 16, 64
+PER_KIND, SEED = 20, 0
+PRECISIONS: tuple[dict[str, Any], ...] = (
+    {"dtype": "float32"},
+    {"dtype": "bfloat16"},
+    {"dtype": "bfloat16", "quantization": "int8"},
+)
+
+
+class Prober:
+    """Logits of every position of a text, by a real runner."""
+
+    def __init__(self, model: str, precision: dict[str, Any]) -> None:
+        config = EngineConfig(
+            model=model, num_blocks=BLOCKS, block_size=BLOCK_SIZE, max_model_len=1024, **precision
+        )
+        self.runner = ModelRunner(config)
+        self._caches = self.runner._allocate(BLOCKS)
+
+    def logits(self, ids: Rows[int]) -> torch.Tensor:
+        request = EngineRequest(
+            request_id="probe", prompt_token_ids=tuple(ids), params=SamplingParams(), seed=0
+        )
+        sequence = Sequence(request, 0, list(ids), block_table=list(range(BLOCKS)))
+        run = ScheduledSequence(sequence, 0, len(ids), samples=True)
+        batch = build(StepPlan((run,), (), len(ids)), BLOCK_SIZE, self.runner.device).forward
+        every = dataclasses.replace(batch, logits_rows=torch.arange(len(ids)))
+        with torch.inference_mode():
+            return self.runner.model.forward(every, self._caches).float().clone()
+
+
+def replies(folder: str) -> list[tuple[list[int], int]]:
+    """Held-out prompts with a right reply each as token ids, and where the replies begin."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
+    from dialogues import probes
+
+    tokenizer = Tokenizer.load(folder)
+    template = load_chat_template(folder, tokenizer)
+    assert template is not None, "the bundled model has a chat template"
+    found = []
+    for probe in probes(PER_KIND, SEED):
+        before = encode_chat(tokenizer, template, [{"role": "user", "content": probe.prompt}])
+        found.append((before + tokenizer.encode(min(probe.accepted)), len(before)))
+    return found
+
+
+def perplexity(prober: Prober, texts: Rows[tuple[list[int], int]]) -> float:
+    losses = []
+    for ids, begin in texts:
+        logits = prober.logits(ids)[begin - 1 : -1]
+        losses.append(F.cross_entropy(logits, torch.tensor(ids[begin:]), reduction="none"))
+    return float(torch.cat(losses).mean().exp())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default=DEMO)
+    parser.add_argument("--tokens", type=int, default=400)
+    options = parser.parse_args()
+    folder = local_source(options.model)
+    texts = replies(folder) if options.model == DEMO else []
+    exact: torch.Tensor | None = None
+    for precision in PRECISIONS:
+        prober = Prober(folder, precision)
+        vocabulary, drawn = prober.runner.vocab_size, random.Random(1)
+        logits = prober.logits([drawn.randrange(3, vocabulary) for _ in range(options.tokens)])
+        exact = logits if exact is None else exact
+        error = float((logits - exact).pow(2).mean().sqrt() / exact.std())
+        same = float((logits.argmax(-1) == exact.argmax(-1)).float().mean())
+        line = (
+            f"{' '.join(precision.values()):16} logit error {error:.4f}, same best token {same:.1%}"
+        )
+        print(line + (f", perplexity {perplexity(prober, texts):.4f}" if texts else ""))
+
+
+if __name__ == "__main__":
+    main()
