@@ -33,6 +33,7 @@ BUILT_IN: dict[tuple[str, str], Check] = {
     ("v1", "ServiceAccount"): client.V1ServiceAccount.model_validate,
     ("apps/v1", "Deployment"): client.V1Deployment.model_validate,
     ("apps/v1", "StatefulSet"): client.V1StatefulSet.model_validate,
+    ("coordination.k8s.io/v1", "Lease"): client.V1Lease.model_validate,
     ("autoscaling/v2", "HorizontalPodAutoscaler"): client.V2HorizontalPodAutoscaler.model_validate,
     ("networking.k8s.io/v1", "Ingress"): client.V1Ingress.model_validate,
     ("networking.k8s.io/v1", "NetworkPolicy"): client.V1NetworkPolicy.model_validate,
