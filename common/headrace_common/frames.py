@@ -33,6 +33,7 @@ from .messages import (
     Takeover,
     Tokens,
     UnknownVersion,
+    pack_message,
     pack_tokens,
     unpack_tokens,
 )
@@ -62,7 +63,9 @@ def encode_frame(frame: Frame) -> bytes:
 
 
 def _pack_frame(frame: Frame) -> bytes:
-    return _pack([PROTOCOL_VERSION, frame.engine_id, [_reply(reply) for reply in frame.replies]])
+    return pack_message(
+        [PROTOCOL_VERSION, frame.engine_id, [_reply(reply) for reply in frame.replies]]
+    )
 
 
 def _without_logprobs(states: Sequence[ChoiceState]) -> tuple[ChoiceState, ...]:
@@ -79,12 +82,12 @@ def decode_frame(data: bytes) -> Frame:
 def encode_control(control: Control) -> bytes:
     """Packs a control message. Raises MessageError where it is over the size limit."""
     try:
-        return _pack([PROTOCOL_VERSION, *_control(control)])
+        return pack_message([PROTOCOL_VERSION, *_control(control)])
     except MessageError:
         if not isinstance(control, Resume):
             raise
         lighter = replace(control, choices=_without_logprobs(control.choices))
-        return _pack([PROTOCOL_VERSION, *_control(lighter)])
+        return pack_message([PROTOCOL_VERSION, *_control(lighter)])
 
 
 def decode_control(data: bytes) -> Control:
@@ -112,7 +115,7 @@ def encode_outcome(outcome: Outcome) -> bytes:
 
 def _pack_outcome(outcome: Outcome) -> bytes:
     failed = outcome.failed
-    return _pack(
+    return pack_message(
         [
             PROTOCOL_VERSION,
             [_state(choice) for choice in outcome.choices],
@@ -154,7 +157,7 @@ def encode_logprobs(logprobs: Sequence[Logprobs] | None) -> bytes:
     if logprobs is None:
         return b""
     try:
-        return _pack(_positions(logprobs))
+        return pack_message(_positions(logprobs))
     except MessageError:
         return b""
 
@@ -211,13 +214,6 @@ def _control(control: Control) -> list[object]:
             return [REROUTE, control.request_id, control.gateway_id]
         case Disown():
             return [DISOWN, control.request_id, control.attempt, control.superseded]
-
-
-def _pack(body: object) -> bytes:
-    data: bytes = msgpack.packb(body, use_bin_type=True)
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise MessageError(f"message of {len(data)} bytes is over {MAX_MESSAGE_BYTES}")
-    return data
 
 
 def _unpack(data: bytes) -> Any:

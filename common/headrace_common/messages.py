@@ -226,7 +226,7 @@ def encode_request(request: GenerateRequest) -> bytes:
         "keep": request.keep_ms,
         "window": request.window_ms,
     }
-    return _pack(body)
+    return pack_message(body)
 
 
 def decode_request(data: bytes) -> GenerateRequest:
@@ -281,7 +281,8 @@ def _plain(value: object) -> object:
     return list(value) if isinstance(value, tuple | list) else value
 
 
-def _pack(body: object) -> bytes:
+def pack_message(body: object) -> bytes:
+    """msgpack. Raises MessageError beyond MAX_MESSAGE_BYTES."""
     data: bytes = msgpack.packb(body, use_bin_type=True)
     if len(data) > MAX_MESSAGE_BYTES:
         raise MessageError(f"message of {len(data)} bytes is over {MAX_MESSAGE_BYTES}")

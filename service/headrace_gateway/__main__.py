@@ -13,7 +13,7 @@ import uvloop
 from headrace_common import keys, telemetry
 from headrace_common.errors import HeadraceError, SettingsError
 from headrace_common.process import EXIT_CONFIG, EXIT_UNAVAILABLE, read_settings
-from headrace_common.protocol.connection import Connection, ConnectionConfig, wait_for_backend
+from headrace_common.protocol.connection import Connection, ConnectionConfig, when_reachable
 from headrace_common.protocol.redis_gateway import RedisGatewayQueue
 from headrace_common.protocol.redis_limits import RedisKeyUsage
 from headrace_common.protocol.redis_registry import RedisModelRegistry
@@ -81,8 +81,7 @@ async def serve(
     try:
         if api_keys is not None:
             await api_keys.start()
-        await wait_for_backend(connection, settings.startup_timeout)
-        await client.start()
+        await when_reachable(client.start, settings.startup_timeout)
         await discovery.start()
         parts = Parts(
             served=served,

@@ -11,7 +11,12 @@ import pytest_asyncio
 from redis.asyncio.connection import parse_url
 from redis.exceptions import AuthenticationError
 
-from headrace_common.protocol.connection import Connection, ConnectionConfig, wait_for_backend
+from headrace_common.protocol.connection import (
+    Connection,
+    ConnectionConfig,
+    check_backend,
+    when_reachable,
+)
 from headrace_common.protocol.endpoint import parse_endpoint
 from headrace_testing.charts import CHART, named, of_kind, plain_secrets, render, scenario, workload
 from headrace_testing.valkey import free_port, require_server
@@ -45,7 +50,7 @@ async def server(tmp_path: Path, port: int) -> AsyncIterator[Connection]:
     )
     connection = Connection(ConnectionConfig(url=f"redis://:{PASSWORD}@127.0.0.1:{port}/0"))
     try:
-        await wait_for_backend(connection, 30.0)
+        await when_reachable(lambda: check_backend(connection), 30.0)
         yield connection
     finally:
         await connection.close()
@@ -62,7 +67,7 @@ def _moved(text: str, folder: Path, port: int) -> str:
 async def test_the_bundled_server_keeps_the_queue_s_promises(
     server: Connection, tmp_path: Path
 ) -> None:
-    """wait_for_backend has accepted it: version, memory policy, scripts."""
+    """check_backend has accepted it: version, memory policy, scripts."""
     answer = await server.client.command("CONFIG", "GET", "*")
     settings = dict(zip(answer[::2], answer[1::2], strict=True))
 

@@ -4,13 +4,14 @@ It is shared by the tests of a session, which must run on the session's event lo
 engine as new.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from headrace_testing.gateway import Gateway, gateway_checkpoint, serve
+from headrace_testing.valkey import ValkeyServer
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +30,11 @@ async def gateway(shared_gateway: Gateway) -> Gateway:
     shared_gateway.engine.reset()
     shared_gateway.forget_engines()
     return shared_gateway
+
+
+@pytest.fixture(scope="module")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+    server = ValkeyServer(tmp_path_factory.mktemp("valkey"))
+    server.start()
+    yield server
+    server.kill()

@@ -1,6 +1,5 @@
 """API keys of real gateway processes over a real Valkey: start, change and end of a file."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -12,14 +11,6 @@ from headrace_testing.processes import HeadraceProcess, until
 from headrace_testing.valkey import ValkeyServer
 
 EXIT_CONFIG = 78
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
-    server = ValkeyServer(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.kill()
 
 
 def start(checkpoint: Path, valkey: ValkeyServer, keys: Path, log: Path) -> HeadraceProcess:

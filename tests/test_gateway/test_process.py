@@ -5,23 +5,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import pytest
 
 from headrace_testing.gateway import MODEL
 from headrace_testing.processes import HeadraceProcess, until
 from headrace_testing.valkey import ValkeyServer
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
-    server = ValkeyServer(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.kill()
 
 
 def start(checkpoint: Path, log: Path, *flags: str) -> HeadraceProcess:

@@ -3,7 +3,7 @@ over real Valkey.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -350,14 +350,6 @@ async def test_durations_are_written_as_openai_does(seconds: float, text: str) -
 
 
 # Two gateways over Valkey
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
-    server = ValkeyServer(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.kill()
 
 
 @dataclass(slots=True)

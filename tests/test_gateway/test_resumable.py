@@ -1,7 +1,7 @@
 """Requests that outlive their connection, through two gateways on one queue with a fake engine."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,14 +30,6 @@ KEY = {"idempotency-key": "the key"}
 RESUMABLE = {"x-resumable": "true"}
 in_memory = pytest.mark.parametrize("backend", ["memory"], indirect=True)
 LONG: Mapping[str, Any] = {"prompt": [5, 6], "max_tokens": 100, "return_token_ids": True}
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
-    server = ValkeyServer(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.kill()
 
 
 @pytest.fixture(scope="module")

@@ -242,13 +242,13 @@ def _check_persistence(info: dict[str, Any]) -> None:
         )
 
 
-async def wait_for_backend(connection: Connection, seconds: float) -> None:
-    """check_backend, repeated while Redis cannot be reached. Raises as that does, at last."""
+async def when_reachable(action: Callable[[], Awaitable[T]], seconds: float) -> T:
+    """An action, repeated while Redis cannot be reached. Raises as that does, at last."""
     deadline = asyncio.get_running_loop().time() + seconds
     attempt = 0
     while True:
         try:
-            return await check_backend(connection)
+            return await action()
         except BackendUnavailable as error:
             if asyncio.get_running_loop().time() >= deadline:
                 raise
