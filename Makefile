@@ -14,7 +14,7 @@ help: ## list the targets
 # Everything else builds on this stamp: it is renewed when a declared dependency changes.
 $(VENV)/.installed: pyproject.toml constraints.txt hatch_build.py $(wildcard engine/headrace_engine/kernels/*.cpp engine/headrace_engine/kernels/*.h)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,sdks]'
 	@touch $@
 
 install: $(VENV)/.installed ## make .venv with everything in it

@@ -1,6 +1,8 @@
 """What lower precision does to a model's numbers: logits of bfloat16 and int8 against float32.
 
-    python benchmarks/accuracy.py [--model headrace-demo] [--tokens 400]
+    python benchmarks/accuracy.py [--model headrace-demo] [--tokens 400] [--quantized FOLDER]
+
+`--quantized` adds a checkpoint of the same model that was quantised with GPTQ, AWQ or the like.
 
 Logit error is relative to the logits' spread, over every position of a random prompt. For the
 bundled model there is also the perplexity of right replies to prompts that it was not trained on.
@@ -23,6 +25,7 @@ from headrace_common.sampling import SamplingParams
 from headrace_common.tokenizer import Tokenizer
 from headrace_engine.batch import build
 from headrace_engine.config import EngineConfig
+from headrace_engine.model.checkpoint import load_checkpoint
 from headrace_engine.plan import ScheduledSequence, StepPlan
 from headrace_engine.request import EngineRequest, Sequence
 from headrace_engine.runner import ModelRunner
@@ -86,12 +89,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default=DEMO)
     parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--quantized", help="a quantised checkpoint of the same model")
     options = parser.parse_args()
     folder = local_source(options.model)
     texts = replies(folder) if options.model == DEMO else []
     exact: torch.Tensor | None = None
-    for precision in PRECISIONS:
-        prober = Prober(folder, precision)
+    runs = [(folder, precision) for precision in PRECISIONS]
+    if options.quantized:
+        method = load_checkpoint(options.quantized).config["quantization_config"]["quant_method"]
+        runs.append((options.quantized, {"dtype": "bfloat16", "quantization": method}))
+    for source, precision in runs:
+        prober = Prober(source, precision)
         vocabulary, drawn = prober.runner.vocab_size, random.Random(1)
         logits = prober.logits([drawn.randrange(3, vocabulary) for _ in range(options.tokens)])
         exact = logits if exact is None else exact

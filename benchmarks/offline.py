@@ -1,18 +1,19 @@
 """Offline throughput: Headrace's LLM beside what transformers offers, interleaved in one run.
 
     python benchmarks/offline.py [--model DIR] [--requests 64] [--rounds 3]
-        [--peers transformers-static,transformers-continuous] [--json FILE]
+        [--peers transformers-static,transformers-continuous]
+        [--features int8,prefix-caching,ngram,everything] [--json FILE]
 
 Every engine runs in a process of its own, so that each has its own threads and memory, and they
 take turns: one round each, then the next. Prompts have 16-512 tokens, outputs 16-128, greedy, the
 end-of-sequence token ignored. Without --model a random-weight Llama of 42 M parameters is made.
+--features compares Headrace with itself instead: see offline_features.py.
 """
 
 import argparse
 import json
 import os
 import platform
-import random
 import signal
 import statistics
 import subprocess
@@ -24,33 +25,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from offline_features import FEATURES, WORKLOADS, Feature, Options, Work
+
 HEADRACE = "headrace"
 PEERS = ("transformers-static", "transformers-continuous")
 STATIC_BATCH = 16
 VOCAB_SIZE = 32_000
-
-
-@dataclass(frozen=True)
-class Work:
-    """One request: prompt ids and the number of tokens to generate."""
-
-    prompt: list[int]
-    output_tokens: int
-
-
-def make_workload(requests: int, vocab_size: int, number: int = 0) -> list[Work]:
-    """The workload of round `number`: the same lengths, but other tokens in every round.
-
-    So nothing that an engine keeps of an earlier round can be used again.
-    """
-    lengths, tokens = random.Random(0), random.Random(1 + number)
-    return [
-        Work(
-            prompt=[tokens.randrange(3, vocab_size) for _ in range(lengths.randint(16, 512))],
-            output_tokens=lengths.randint(16, 128),
-        )
-        for _ in range(requests)
-    ]
 
 
 def make_model(folder: Path) -> None:
@@ -72,6 +52,7 @@ def make_model(folder: Path) -> None:
         bos_token_id=1,
         eos_token_id=2,
     )
+    _make_tokenizer().save_pretrained(folder)
     model: Any = LlamaForCausalLM(config)
     model.to(torch.bfloat16).save_pretrained(folder)
 
@@ -79,16 +60,45 @@ def make_model(folder: Path) -> None:
 Run = Callable[[Sequence[Work]], list[list[int]]]
 
 
+def _make_tokenizer() -> Any:
+    """One word a token: enough to turn any output into text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(VOCAB_SIZE)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", unk_token="w0")
+
+
 def headrace_runner(model: str, dtype: str, threads: int) -> Run:
+    return _headrace(model, dtype, threads, {}, {}, tokenizer=False)
+
+
+def feature_runner(feature: Feature, enabled: bool) -> Callable[[str, str, int], Run]:
+    def make(model: str, dtype: str, threads: int) -> Run:
+        if not enabled:
+            return _headrace(model, dtype, threads, feature.off, {}, tokenizer=False)
+        return _headrace(
+            model, dtype, threads, feature.on, feature.sampling, tokenizer=feature.tokenizer
+        )
+
+    return make
+
+
+def _headrace(
+    model: str, dtype: str, threads: int, options: Options, sampling: Options, *, tokenizer: bool
+) -> Run:
     from headrace_engine import LLM, SamplingParams
 
-    llm = LLM(model, dtype=dtype, threads=threads, skip_tokenizer_init=True)
+    llm = LLM(model, dtype=dtype, threads=threads, skip_tokenizer_init=not tokenizer, **options)
 
     def run(work: Sequence[Work]) -> list[list[int]]:
         outputs = llm.generate(
             [{"prompt_token_ids": item.prompt} for item in work],
             [
-                SamplingParams(temperature=0, max_tokens=item.output_tokens, ignore_eos=True)
+                SamplingParams(
+                    temperature=0, max_tokens=item.output_tokens, ignore_eos=True, **sampling
+                )
                 for item in work
             ],
             use_tqdm=False,
@@ -173,20 +183,24 @@ RUNNERS: dict[str, Callable[[str, str, int], Run]] = {
     HEADRACE: headrace_runner,
     "transformers-static": static_runner,
     "transformers-continuous": continuous_runner,
+    **{f"{name}-off": feature_runner(each, False) for name, each in FEATURES.items()},
+    **{f"{name}-on": feature_runner(each, True) for name, each in FEATURES.items()},
 }
 
 
-def child(engine: str, model: str, dtype: str, threads: int, requests: int) -> None:
+def child(options: argparse.Namespace) -> None:
     """One engine's process: loads, warms up, then runs the workload once a line on stdin."""
+    engine, model = options.child, options.model
+    make_work = WORKLOADS[options.work]
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever libraries print must not mix with the answers
     vocab_size = int(json.loads((Path(model) / "config.json").read_text())["vocab_size"])
     started = time.perf_counter()
-    run = RUNNERS[engine](model, dtype, threads)
-    run([Work(item.prompt[:16], 4) for item in make_workload(4, vocab_size, -1)])
+    run = RUNNERS[engine](model, options.dtype, options.threads)
+    run([Work(item.prompt[:16], 4) for item in WORKLOADS["mixed"](4, vocab_size, -1)])
     answers.write(json.dumps({"load_s": time.perf_counter() - started}) + "\n")
     for line in sys.stdin:
-        work = make_workload(requests, vocab_size, int(line))
+        work = make_work(options.requests, vocab_size, int(line))
         begin = time.perf_counter()
         outputs = run(work)
         seconds = time.perf_counter() - begin
@@ -206,13 +220,13 @@ def _rss_mb() -> int:
 class Contestant:
     """An engine's process as the parent sees it; frozen while it is not its turn."""
 
-    def __init__(self, engine: str, options: argparse.Namespace, model: str) -> None:
+    def __init__(self, engine: str, options: argparse.Namespace, model: str, work: str) -> None:
         self.engine = engine
         self.seconds: list[float] = []
         self.rss_mb = 0
         command = [sys.executable, __file__, "--child", engine, "--model", model]
         command += ["--dtype", options.dtype, "--threads", str(options.threads)]
-        command += ["--requests", str(options.requests)]
+        command += ["--requests", str(options.requests), "--work", work]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
@@ -259,11 +273,38 @@ class Result:
 
 
 def compare(options: argparse.Namespace, model: str) -> dict[str, Any]:
+    """The report; with features one pair of engines for each, else Headrace and its peers."""
+    races = [(FEATURES[name].work, [f"{name}-on", f"{name}-off"]) for name in options.features]
+    if not options.features:
+        races = [("mixed", [HEADRACE, *options.peers])]
+    report: dict[str, Any] = {
+        "results": [],
+        "ratios": {},
+        "workload": {
+            "requests": options.requests,
+            "dtype": options.dtype,
+            "threads": options.threads,
+            "rounds": options.rounds,
+        },
+        "machine": {"processor": _processor(), "cores": os.cpu_count()},
+    }
+    for work, engines in races:
+        ours, *others = race(options, model, work, engines)
+        report["results"] += [asdict(result) for result in (ours, *others)]
+        for other in others:
+            ratio = ours.output_tokens_per_s / other.output_tokens_per_s
+            report["ratios"][f"{ours.engine}/{other.engine}"] = ratio
+    return report
+
+
+def race(
+    options: argparse.Namespace, model: str, work: str, engines: Sequence[str]
+) -> list["Result"]:
+    """All rounds of engines that take turns on one kind of work."""
     vocab_size = int(json.loads((Path(model) / "config.json").read_text())["vocab_size"])
-    work = make_workload(options.requests, vocab_size)
-    tokens = sum(item.output_tokens for item in work)
-    engines = [HEADRACE, *options.peers]
-    contestants = [Contestant(engine, options, model) for engine in engines]
+    jobs = WORKLOADS[work](options.requests, vocab_size, 0)
+    tokens = sum(item.output_tokens for item in jobs)
+    contestants = [Contestant(engine, options, model, work) for engine in engines]
     for number in range(options.rounds):
         for contestant in contestants:
             seconds = contestant.run(number)
@@ -274,21 +315,7 @@ def compare(options: argparse.Namespace, model: str) -> dict[str, Any]:
             )
     for contestant in contestants:
         contestant.close()
-    results = [_result(contestant, tokens) for contestant in contestants]
-    ours = results[0].output_tokens_per_s
-    return {
-        "results": [asdict(result) for result in results],
-        "ratios": {r.engine: ours / r.output_tokens_per_s for r in results[1:]},
-        "workload": {
-            "requests": len(work),
-            "prompt_tokens": sum(len(item.prompt) for item in work),
-            "output_tokens": tokens,
-            "dtype": options.dtype,
-            "threads": options.threads,
-            "rounds": options.rounds,
-        },
-        "machine": {"processor": _processor(), "cores": os.cpu_count()},
-    }
+    return [_result(contestant, tokens) for contestant in contestants]
 
 
 def _result(contestant: Contestant, tokens: int) -> Result:
@@ -316,8 +343,7 @@ def _processor() -> str:
 def show(report: dict[str, Any]) -> None:
     work = report["workload"]
     print(
-        f"{work['requests']} requests, {work['prompt_tokens']} prompt and "
-        f"{work['output_tokens']} output tokens, {work['dtype']}, {work['threads']} threads, "
+        f"{work['requests']} requests, {work['dtype']}, {work['threads']} threads, "
         f"{report['machine']['processor']}"
     )
     print(
@@ -329,8 +355,8 @@ def show(report: dict[str, Any]) -> None:
             f"{row['engine']:28}{row['output_tokens_per_s']:10.1f}{row['seconds']:12.2f}"
             f"{spread:>16}{row['load_s']:8.1f}{row['rss_mb']:8}"
         )
-    for engine, ratio in report["ratios"].items():
-        print(f"headrace / {engine}: {ratio:.2f}x")
+    for names, ratio in report["ratios"].items():
+        print(f"{names}: {ratio:.2f}x")
 
 
 def arguments() -> argparse.Namespace:
@@ -339,22 +365,30 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peers", default=",".join(PEERS), help="comma-separated; may be empty")
+    parser.add_argument("--features", default="", help=f"of {', '.join(FEATURES)}")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=Path, help="file to write the report to")
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--work", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.peers = [peer for peer in options.peers.split(",") if peer]
     unknown = set(options.peers) - set(PEERS)
     if unknown:
         parser.error(f"--peers: {', '.join(sorted(unknown))} is not one of {', '.join(PEERS)}")
+    options.features = [name for name in options.features.split(",") if name]
+    unknown = set(options.features) - set(FEATURES)
+    if unknown:
+        parser.error(
+            f"--features: {', '.join(sorted(unknown))} is not one of {', '.join(FEATURES)}"
+        )
     return options
 
 
 def main() -> None:
     options = arguments()
     if options.child:
-        child(options.child, options.model, options.dtype, options.threads, options.requests)
+        child(options)
         return
     with tempfile.TemporaryDirectory() as scratch:
         model = options.model

@@ -27,6 +27,8 @@ from typing import IO, Any
 import numpy as np
 import psutil
 
+import peer_servers
+
 CHILD = Path(__file__).with_name("peer_engines.py")
 LONG_PROMPT, LONG_COUNT, LONG_CONTEXT = 8000, 8, 8192
 SINGLE_PROMPT, SINGLE_OUTPUT = 32, 128
@@ -83,6 +85,7 @@ WORKLOADS = (
     Workload("half-1-int8", "half", "single", 1, (HEADRACE_INT8, LLAMA_Q8)),
     Workload("small-long", "small", "long", LONG_COUNT, (HEADRACE, VLLM)),
 )
+HTTP = "http-32"  # the servers, see peer_servers.py
 
 
 def jobs(workload: Workload, number: int) -> tuple[list[list[int]], list[int]]:
@@ -339,11 +342,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--verbose", action="store_true", help="show what the engines print")
     options = parser.parse_args()
     options.peers = Path(options.peers).resolve()
-    wanted = options.only.split(",") if options.only else [one.name for one in WORKLOADS]
-    unknown = set(wanted) - {one.name for one in WORKLOADS}
+    names = [*(one.name for one in WORKLOADS), HTTP]
+    wanted = options.only.split(",") if options.only else names
+    unknown = set(wanted) - set(names)
     if unknown:
         parser.error(f"--only: unknown workload {sorted(unknown)[0]}")
     options.workloads = [one for one in WORKLOADS if one.name in wanted]
+    options.http = HTTP in wanted
     return options
 
 
@@ -356,16 +361,20 @@ def main() -> None:
             results += found
             for reason in reasons:
                 print(reason, file=sys.stderr)
+    served = peer_servers.compete(options, _environment(VLLM, options)) if options.http else []
+    found_ratios = ratios(results) | peer_servers.ratios(served)
     print(f"{described['processor']}, {described['cores']} cores, {options.rounds} rounds")
-    show(results, ratios(results))
+    show(results, found_ratios)
+    peer_servers.show(served)
     if options.json is not None:
         report = {
             "date": datetime.now(UTC).date().isoformat(),
             "machine": described,
             "threads": options.threads,
             "rounds": options.rounds,
-            "ratios": ratios(results),
+            "ratios": found_ratios,
             "results": [asdict(result) | {"rate": result.rate} for result in results],
+            "servers": [asdict(result) for result in served],
         }
         options.json.write_text(json.dumps(report, indent=2) + "\n")
 

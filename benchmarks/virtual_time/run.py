@@ -19,7 +19,7 @@ from .jobs import EOS, TOKEN, VOCABULARY, Job
 from .measures import INPUT_WEIGHT, OUTPUT_WEIGHT, Log
 
 BLOCK_SIZE = 16
-LAST, OTHER = SampledToken(EOS), SampledToken(TOKEN)
+LAST, OTHER = (SampledToken(EOS),), (SampledToken(TOKEN),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from headrace_common.checkpoint import DEMO_MODEL
 
-from . import keys_commands
+from . import debug_commands, keys_commands, queue_commands
 from .errors import CliError, UsageError
 
 app = typer.Typer(
@@ -27,6 +27,8 @@ app = typer.Typer(
 )
 
 app.add_typer(keys_commands.app)
+app.add_typer(queue_commands.app)
+app.add_typer(debug_commands.app)
 
 _PASS_THROUGH = {
     "allow_extra_args": True,

@@ -5,6 +5,8 @@ import socket
 from .errors import UsageError
 
 BACKLOG = 2048
+# Of `headrace up`: its first engine has this one, where it is free.
+FIRST_METRICS_PORT = 9400
 _PORTS_TRIED = 200
 
 

@@ -22,14 +22,13 @@ from .logs import LogFile
 from .machine import usable_cores, visible_gpus
 from .queue_server import check_redis, until_answering
 from .report import Report
-from .sockets import free_ports, listen
+from .sockets import FIRST_METRICS_PORT, free_ports, listen
 from .stack import Placement, UpConfig, engine_spec, gateway_spec
 from .supervisor import RestartPolicy, Service, Supervisor
 from .valkey import find_server, remove_socket, server_spec, socket_path, socket_url
 
 # Between two looks at a starting child's health: it opens its port only when it can answer.
 _PROBE_SECONDS = 0.2
-_FIRST_METRICS_PORT = 9400
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -96,7 +95,7 @@ class Up:
     def _start_children(self, redis_url: str, fd: int) -> None:
         config = self._config
         count = config.engines + config.gateways
-        ports = free_ports(count, host="127.0.0.1", start=_FIRST_METRICS_PORT)
+        ports = free_ports(count, host="127.0.0.1", start=FIRST_METRICS_PORT)
         placement = Placement(
             gpus=visible_gpus(os.environ), cores=usable_cores(), environ=os.environ
         )

@@ -12,10 +12,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.meta
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -62,6 +64,12 @@ class ChatTemplate:
             self._template = self._environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(f"chat template, line {error.lineno}: {error}") from error
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The names that it reads and that whoever renders it may give."""
+        parsed = self._environment.parse(self.source)
+        return frozenset(jinja2.meta.find_undeclared_variables(parsed))
 
     def render(
         self,

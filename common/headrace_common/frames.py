@@ -37,11 +37,13 @@ from .messages import (
     pack_tokens,
     unpack_tokens,
 )
+from .pooling import MAX_EMBEDDING_SIZE
 from .protocol.base import Outcome
 from .sampling import MAX_CHOICES, MAX_LOGPROBS
 
 MAX_TEXT_CHARS = 4096
 MAX_TOKEN_ID = 2**32 - 1
+_MAX_EMBEDDING = 4 * MAX_EMBEDDING_SIZE
 _FINISH_REASONS = frozenset({"stop", "length"})
 
 TOKENS, TAKEOVER, SYNC, FAILED = 0, 2, 3, 4
@@ -183,13 +185,20 @@ def _reply(reply: Reply) -> list[object]:
 def _tokens(t: Tokens) -> list[object]:
     """The hot one: what is at its default is left out."""
     item: list[object] = [TOKENS, t.request_id, t.attempt, t.choice, t.index, t.token_ids]
-    if t.finish_reason or t.logprobs is not None or t.cached_tokens:
+    more = t.prompt_logprobs is not None
+    if t.finish_reason or t.logprobs is not None or t.cached_tokens or more:
         item += [t.finish_reason, t.stop_token, t.cached_tokens, _positions(t.logprobs)]
+        if t.embedding is not None or more:
+            item.append(t.embedding)
+        if more:
+            item.append(t.prompt_logprobs)
     return item
 
 
 def _state(choice: ChoiceState) -> list[object]:
     item: list[object] = [pack_tokens(choice.token_ids), choice.finish_reason, choice.stop_token]
+    if choice.embedding is not None:
+        return [*item, _positions(choice.logprobs), choice.embedding]
     return item if choice.logprobs is None else [*item, _positions(choice.logprobs)]
 
 
@@ -288,12 +297,10 @@ def _to_reply(value: object) -> Reply:
 
 def _to_tokens(item: list[Any], request_id: str, attempt: int) -> Tokens:
     _at_least(item, 6)
-    ids = tuple([_count(token, MAX_TOKEN_ID) for token in _items(item[5])])
+    ids = _token_ids(_items(item[5]))
     choice, index = _count(item[3], MAX_CHOICES - 1), _count(item[4])
     if len(item) < 10:
-        return Tokens(
-            request_id=request_id, attempt=attempt, choice=choice, index=index, token_ids=ids
-        )
+        return Tokens(request_id, attempt, choice, index, ids)
     return Tokens(
         request_id=request_id,
         attempt=attempt,
@@ -304,7 +311,30 @@ def _to_tokens(item: list[Any], request_id: str, attempt: int) -> Tokens:
         stop_token=_token(item[7]),
         cached_tokens=_count(item[8]),
         logprobs=_to_positions(item[9], len(ids)),
+        embedding=_to_embedding(item[10]) if len(item) > 10 else None,
+        prompt_logprobs=_to_bytes(item[11]) if len(item) > 11 else None,
     )
+
+
+def _token_ids(items: list[Any]) -> tuple[int, ...]:
+    for token in items:
+        if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
+            _count(token, MAX_TOKEN_ID)
+    return tuple(items)
+
+
+def _to_bytes(value: object) -> bytes | None:
+    if value is not None and not isinstance(value, bytes):
+        raise MessageError(f"must be bytes, not {type(value).__name__}")
+    return value
+
+
+def _to_embedding(value: object) -> bytes | None:
+    if value is None:
+        return None
+    if not isinstance(value, bytes) or len(value) % 4 or not 0 < len(value) <= _MAX_EMBEDDING:
+        raise MessageError(f"an embedding must be 1 to {MAX_EMBEDDING_SIZE} packed float32")
+    return value
 
 
 def _to_positions(value: object, tokens: int) -> tuple[Logprobs, ...] | None:
@@ -371,6 +401,7 @@ def _to_state(value: object) -> ChoiceState:
         finish_reason=_finish_reason(item[1]),
         stop_token=_token(item[2]),
         logprobs=_to_positions(item[3], len(token_ids)) if len(item) > 3 else None,
+        embedding=_to_embedding(item[4]) if len(item) > 4 else None,
     )
 
 

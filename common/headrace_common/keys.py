@@ -58,8 +58,10 @@ class ShardKeys:
         self.tag = _tag(model, shard)
 
     def queue(self, priority: str) -> str:
-        """Stream with GROUP; entry {r: request id, v: version}. Acked and deleted together, at the
-        request's end; never trimmed, since a trim drops what nobody has read: bounded at ADMIT."""
+        """Stream with GROUP; entry {r: request id, v: version, t: when it was admitted, where that
+        is not its id}: what runs, and of what waits the next one. Acked and deleted together, at
+        the request's end; never trimmed, since a trim drops what nobody has read: bounded at ADMIT.
+        """
         return f"q:{self.tag}:{priority}"
 
     @property
@@ -72,8 +74,9 @@ class ShardKeys:
         st queued|running|done|failed|cancelled, q priority, mid entry id, a attempt, o owner,
         g gateway, gs former gateways, je engine/attempt that writes the journal, f failures without
         progress, pn tokens made, pt those at the last take, ph w(aiting)|x(ecuting),
-        fp fingerprint, d deadline, tk tokens, pk prompt tokens, v version, out outcome,
-        why failure code, kp ms to keep it once ended, where that is longer.
+        fp fingerprint, d deadline, tk tokens, pk prompt tokens, v version, tn tenant, t when it
+        was admitted, out outcome, why failure code, kp ms to keep it once ended, where that is
+        longer.
         """
         return self.records + request_id
 
@@ -102,9 +105,39 @@ class ShardKeys:
 
     @property
     def stats(self) -> str:
-        """Hash of the shard: w/wt waiting requests/tokens, cn/cl reads since n/lo had their share,
-        er/et/e0 rate of endings, when last, when first. Lives for ever, a few fields."""
+        """Hash of the shard: w/wt waiting requests/tokens, w1-w3 those by priority, p1-p3 of them
+        in lists of their tenants, cn/cl reads since n/lo had their share, er/et/e0 rate of endings,
+        when last, when first. Lives for ever, a few fields."""
         return f"s:{self.tag}"
+
+    @property
+    def counters(self) -> str:
+        """Hash <tenant>: tokens that it has used, as far as they count; "": those of the last one
+        served. Until nothing was taken for an hour."""
+        return f"vc:{self.tag}"
+
+    @property
+    def tenants(self) -> str:
+        """Sorted set, tenants by how many requests of theirs wait."""
+        return f"tw:{self.tag}"
+
+    def waiting_tenants(self, priority: int) -> str:
+        """Sorted set, tenants with requests in lists of this priority (1-3) by their counters."""
+        return f"vt:{self.tag}:{priority}"
+
+    def tenant_list(self, priority: int, tenant: str) -> str:
+        """List, request ids of a tenant that wait behind the stream's entry, the oldest first."""
+        return f"{self.tenant_lists}{priority}:{tenant}"
+
+    @property
+    def tenant_lists(self) -> str:
+        return f"tq:{self.tag}:"
+
+    @property
+    def fairness(self) -> list[str]:
+        """What the scripts with lua/fairness.lua have as their last keys."""
+        waiting = [self.waiting_tenants(priority) for priority in (1, 2, 3)]
+        return [self.counters, self.tenants, *waiting, self.tenant_lists, self.records]
 
     @property
     def wakeups(self) -> str:
@@ -113,7 +146,8 @@ class ShardKeys:
 
     @property
     def dead_letters(self) -> str:
-        """Stream {r: request id, why, n: failures}; never a prompt. DEAD_LETTERS_KEPT entries."""
+        """Stream {r: request id, why, n: failures, a: attempt}; never a prompt. A poisonous
+        request's payload stays for a day. DEAD_LETTERS_KEPT entries."""
         return f"dl:{self.tag}"
 
     @property
@@ -180,3 +214,45 @@ def key_leases(key_id: str) -> str:
     """Sorted set, an API key's running requests by when their gateway must have renewed them (Unix
     ms). Lives one lease, renewed."""
     return f"kl:{_tag('k', key_id)}"
+
+
+def stored_file(file_id: str) -> str:
+    """Hash, a client's file: m JSON StoredFile once it is whole, <number> a piece of its content.
+    Until the file expires."""
+    return f"fi:{_tag('f', file_id)}"
+
+
+def tenant_files(tenant: str) -> str:
+    """Sorted set, a tenant's files: "<id>:<bytes>:<until>" by until when. As the last of them."""
+    return f"ft:{_tag('t', tenant)}"
+
+
+def batch(batch_id: str) -> str:
+    """Hash, a batch: m JSON BatchRequest, p JSON BatchProgress, c Unix time of its cancellation.
+    Until its kept_until."""
+    return f"ba:{_tag('b', batch_id)}"
+
+
+def batch_results(batch_id: str) -> str:
+    """Hash <line>: its result, until the batch has ended and they are files."""
+    return f"br:{_tag('b', batch_id)}"
+
+
+def batch_marks(batch_id: str) -> str:
+    """Hash <line>: "answered:bytes" of its result. As the results."""
+    return f"bm:{_tag('b', batch_id)}"
+
+
+def batch_lease(batch_id: str) -> str:
+    """String, the gateway that runs the batch. Lives one lease, renewed."""
+    return f"bl:{_tag('b', batch_id)}"
+
+
+def tenant_batches(tenant: str) -> str:
+    """Sorted set, a tenant's batches: "<id>:0:<until>" by until when. As the last of them."""
+    return f"bt:{_tag('t', tenant)}"
+
+
+# Sorted set, batches of all tenants that have not ended: "<id>:0:<until>" by until when they are
+# kept. A member goes with its batch's end.
+OPEN_BATCHES = "bo:{bo}"

@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 import msgpack
 
 from .errors import FailureCode, MessageError
+from .pooling import PoolingParams
 from .sampling import SamplingError, SamplingParams
+from .structured import StructuredOutputsParams
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 16 * 2**20
@@ -39,7 +41,8 @@ class GenerateRequest:
     Times are Unix milliseconds. `priority` 0 is normal, lower is sooner. `trace` carries W3C
     `traceparent` and `tracestate`. `keep_ms`: how long its outcome can be read once it has ended
     (0: only as long as its gateway may need it). `window_ms`: how long it runs on while no gateway
-    follows it, where that is longer than the engine's own patience.
+    follows it, where that is longer than the engine's own patience. With `pooling` it ends with the
+    prompt's embedding; an engine that does not know that field makes `max_tokens` tokens instead.
     """
 
     request_id: str
@@ -54,6 +57,7 @@ class GenerateRequest:
     trace: Mapping[str, str] = field(default_factory=lambda: _EMPTY)
     keep_ms: int = 0
     window_ms: int = 0
+    pooling: PoolingParams | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +69,14 @@ class Logprobs:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Tokens:
     """New tokens of one choice. `index` is the output position of the first of them.
 
     `finish_reason` is `stop` or `length` on the choice's last message, `stop_token` the stop token
-    id that ended it (None: the end-of-sequence token).
+    id that ended it (None: the end-of-sequence token). `embedding` is all there is where the
+    request asked for one: little-endian float32. `prompt_logprobs` (packed) come with a request's
+    first tokens.
     """
 
     request_id: str
@@ -82,6 +88,8 @@ class Tokens:
     finish_reason: str | None = None
     stop_token: int | None = None
     cached_tokens: int = 0
+    embedding: bytes | None = None
+    prompt_logprobs: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,12 +97,14 @@ class ChoiceState:
     """All that is known of one choice's output.
 
     `logprobs` has one entry a token, or is None: not asked for, or not known of all tokens.
+    `embedding` is as in Tokens.
     """
 
     token_ids: tuple[int, ...] = ()
     finish_reason: str | None = None
     stop_token: int | None = None
     logprobs: tuple[Logprobs, ...] | None = None
+    embedding: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +219,7 @@ def encode_request(request: GenerateRequest) -> bytes:
     sampling = {
         f.name: _plain(getattr(request.sampling, f.name))
         for f in fields(SamplingParams)
-        if f.name != "stop"
+        if f.name not in _NOT_SENT
     }
     body = {
         "v": PROTOCOL_VERSION,
@@ -226,6 +236,8 @@ def encode_request(request: GenerateRequest) -> bytes:
         "keep": request.keep_ms,
         "window": request.window_ms,
     }
+    if request.pooling is not None:
+        body["pooling"] = {"dimensions": request.pooling.dimensions}
     return pack_message(body)
 
 
@@ -253,6 +265,7 @@ def decode_request(data: bytes) -> GenerateRequest:
         trace=_trace(_get(body, "trace", dict)),
         keep_ms=_get({"keep": 0, **body}, "keep", int),
         window_ms=_get({"window": 0, **body}, "window", int),
+        pooling=_pooling(_get(body, "pooling", dict)) if "pooling" in body else None,
     )
 
 
@@ -276,6 +289,8 @@ def unpack_tokens(data: bytes) -> tuple[int, ...]:
 
 
 def _plain(value: object) -> object:
+    if isinstance(value, StructuredOutputsParams):
+        return value.to_wire()
     if isinstance(value, Mapping):
         return dict(value)
     return list(value) if isinstance(value, tuple | list) else value
@@ -338,7 +353,17 @@ def _trace(raw: dict[Any, Any]) -> Mapping[str, str]:
     return MappingProxyType(raw)
 
 
-_SAMPLING_FIELDS = frozenset(f.name for f in fields(SamplingParams)) - {"stop"}
+def _pooling(raw: dict[Any, Any]) -> PoolingParams:
+    dimensions = raw.get("dimensions")
+    try:
+        return PoolingParams(dimensions=dimensions)
+    except SamplingError as error:
+        raise MessageError(f"pooling: {error}") from error
+
+
+# Texts that gateways match or spell themselves.
+_NOT_SENT = frozenset({"stop", "bad_words"})
+_SAMPLING_FIELDS = frozenset(f.name for f in fields(SamplingParams)) - _NOT_SENT
 
 
 def _sampling(raw: dict[Any, Any]) -> SamplingParams:
@@ -348,6 +373,10 @@ def _sampling(raw: dict[Any, Any]) -> SamplingParams:
         if name in _SAMPLING_FIELDS
     }
     try:
+        if known.get("structured_outputs") is not None:
+            known["structured_outputs"] = StructuredOutputsParams.from_wire(
+                raw["structured_outputs"]
+            )
         return SamplingParams(**known)
     except (SamplingError, TypeError) as error:
         raise MessageError(f"sampling: {error}") from error

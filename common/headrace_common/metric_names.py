@@ -197,6 +197,18 @@ ENGINE_KV_BLOCKS = Metric(
     "{block}",
     "KV blocks by state (used, cached, free) and place (device, host).",
 )
+ENGINE_KV_WASTE = Metric(
+    "headrace.engine.kv.waste",
+    MetricKind.GAUGE,
+    "1",
+    "Token positions of used KV blocks that hold nothing, over those that hold something.",
+)
+ENGINE_KV_SWAPPED = Metric(
+    "headrace.engine.kv.swapped",
+    MetricKind.COUNTER,
+    "By",
+    "KV copied to host memory and back, by kind (out, in).",
+)
 ENGINE_STEP_DURATION = Metric(
     "headrace.engine.step.duration",
     MetricKind.HISTOGRAM,
@@ -221,7 +233,7 @@ ENGINE_REQUEST_PHASE_DURATION = Metric(
     "headrace.engine.request.phase.duration",
     MetricKind.HISTOGRAM,
     "s",
-    "Time that a request spent in a phase: queue, prefill, decode.",
+    "Time that a request spent in a phase: queue, compile, prefill, decode.",
     _PHASE_SECONDS,
 )
 ENGINE_PREEMPTIONS = Metric(
@@ -240,7 +252,7 @@ ENGINE_SPEC_TOKENS = Metric(
     "headrace.engine.spec.tokens",
     MetricKind.COUNTER,
     "{token}",
-    "Drafted tokens of speculative decoding, by result.",
+    "Drafted tokens of speculative decoding, by result (accepted, rejected); absent without it.",
 )
 ENGINE_TOKENS = Metric(
     "headrace.engine.tokens",
@@ -322,12 +334,15 @@ ENGINE_METRICS = (
     ENGINE_CAPACITY,
     ENGINE_KV_UTILIZATION,
     ENGINE_KV_BLOCKS,
+    ENGINE_KV_WASTE,
+    ENGINE_KV_SWAPPED,
     ENGINE_STEP_DURATION,
     ENGINE_STEP_TOKENS,
     ENGINE_STEP_LAST_AGE,
     ENGINE_REQUEST_PHASE_DURATION,
     ENGINE_PREEMPTIONS,
     ENGINE_PREFIX_CACHE_TOKENS,
+    ENGINE_SPEC_TOKENS,
     ENGINE_TOKENS,
 )
 OPERATOR_METRICS = (
@@ -338,7 +353,7 @@ OPERATOR_METRICS = (
     OPERATOR_COLD_START_DURATION,
     OPERATOR_RECONCILES,
 )
-ALL_METRICS = (*GATEWAY_METRICS, *ENGINE_METRICS, ENGINE_SPEC_TOKENS, *OPERATOR_METRICS)
+ALL_METRICS = (*GATEWAY_METRICS, *ENGINE_METRICS, *OPERATOR_METRICS)
 
 # Names on the engine's Prometheus endpoint that vLLM's users and inference routers look for.
 # OpenTelemetry allows no colon in a name, so they exist on the Prometheus endpoint only.
@@ -351,6 +366,10 @@ VLLM_PROMPT_TOKENS = "vllm:prompt_tokens"
 VLLM_GENERATION_TOKENS = "vllm:generation_tokens"
 VLLM_PREFIX_CACHE_QUERIES = "vllm:prefix_cache_queries"
 VLLM_PREFIX_CACHE_HITS = "vllm:prefix_cache_hits"
+VLLM_SPEC_DRAFTS = "vllm:spec_decode_num_drafts"
+VLLM_SPEC_DRAFT_TOKENS = "vllm:spec_decode_num_draft_tokens"
+VLLM_SPEC_ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
+VLLM_SPEC_ACCEPTED_PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 VLLM_LABELS = ("model_name", "engine")
 
 # Attributes of metrics and spans.

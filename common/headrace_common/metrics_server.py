@@ -1,19 +1,25 @@
 """The port of a process for its metrics and health: GET /metrics, /health/live, /health/ready.
 
+What else a process shows of itself to its operators are pages of its own.
+
 A thread of its own answers, so that a hung event loop or engine is still reported. It blocks on its
 sockets and never polls. It must never share a port with the API, nor call back into a process
-other than through the given functions, which run on its threads and must not block.
+other than through the given functions, which run on its threads; health checks must not block.
 """
 
 import gzip
+import json
 import logging
 import selectors
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from socketserver import ThreadingMixIn
+from typing import Literal
+from urllib.parse import parse_qsl
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
@@ -22,6 +28,9 @@ from .errors import SettingsError
 
 HealthCheck = Callable[[], str | None]
 """Says what is wrong, in words for an operator, or None where all is well."""
+
+PageAnswer = tuple[HTTPStatus, str, bytes]
+"""Status, content type and body."""
 
 CLIENT_TIMEOUT_S = 10.0
 MAX_CONNECTIONS = 16
@@ -33,12 +42,24 @@ def healthy() -> None:
     """The health check of a process that is well as long as it answers."""
 
 
+@dataclass(frozen=True, slots=True)
+class Page:
+    """`answer` gets the query's fields and may block: each request has a thread of its own."""
+
+    method: Literal["GET", "POST"]
+    answer: Callable[[Mapping[str, str]], PageAnswer]
+
+
+def json_answer(content: object, status: HTTPStatus = HTTPStatus.OK) -> PageAnswer:
+    return status, "application/json", json.dumps(content).encode()
+
+
 class _Server(ThreadingMixIn, HTTPServer):
     daemon_threads = True
     allow_reuse_address = True
     request_queue_size = 64
     timeout = 0.0  # handle_request() is called only when a connection waits
-    render: Callable[[str, str], tuple[HTTPStatus, dict[str, str], bytes]]
+    render: Callable[[str, str, str], tuple[HTTPStatus, dict[str, str], bytes]]
 
     def __init__(self, address: tuple[str, int], family: socket.AddressFamily) -> None:
         self.address_family = family
@@ -71,8 +92,14 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        status, headers, body = self.server.render(path, self.headers.get("Accept", ""))
+        self._answer()
+
+    def do_POST(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        accept = self.headers.get("Accept", "")
+        status, headers, body = self.server.render(self.command, self.path, accept)
         if len(body) > 1024 and "gzip" in self.headers.get("Accept-Encoding", ""):
             body = gzip.compress(body, compresslevel=1)
             headers["Content-Encoding"] = "gzip"
@@ -105,6 +132,7 @@ class MetricsServer:
     ) -> None:
         self._registry = registry
         self._checks = {"/health/live": live, "/health/ready": ready}
+        self._pages: Mapping[str, Page] = {}
         self._scrape = threading.Lock()
         self._http = _bind(host, port)
         self._http.render = self._render
@@ -117,6 +145,10 @@ class MetricsServer:
     def set_health(self, *, live: HealthCheck, ready: HealthCheck) -> None:
         """Replaces both checks, once what they look at exists."""
         self._checks = {"/health/live": live, "/health/ready": ready}
+
+    def set_pages(self, pages: Mapping[str, Page]) -> None:
+        """What is shown beside metrics and health, by path."""
+        self._pages = pages
 
     @property
     def url(self) -> str:
@@ -136,13 +168,27 @@ class MetricsServer:
             while all(key.fileobj is self._http for key, _ in selector.select()):
                 self._http.handle_request()
 
-    def _render(self, path: str, accept: str) -> tuple[HTTPStatus, dict[str, str], bytes]:
+    def _render(
+        self, method: str, target: str, accept: str
+    ) -> tuple[HTTPStatus, dict[str, str], bytes]:
+        path, _, query = target.partition("?")
+        page = self._pages.get(path)
+        if page is not None and page.method == method:
+            status, content_type, body = page.answer(dict(parse_qsl(query)))
+            return status, {"Content-Type": content_type}, body
+        if method != "GET" or page is not None:
+            allowed = "GET" if page is None else page.method
+            return HTTPStatus.METHOD_NOT_ALLOWED, {"Allow": allowed}, b""
         if path == "/metrics":
             return self._metrics(accept)
+        return self._health(path)
+
+    def _health(self, path: str) -> tuple[HTTPStatus, dict[str, str], bytes]:
         text = {"Content-Type": "text/plain; charset=utf-8"}
         check = self._checks.get(path)
         if check is None:
-            return HTTPStatus.NOT_FOUND, text, b"not found: /metrics /health/live /health/ready\n"
+            known = " ".join(("/metrics", *self._checks, *self._pages))
+            return HTTPStatus.NOT_FOUND, text, f"not found: {known}\n".encode()
         problem = check()
         if problem is None:
             return HTTPStatus.OK, text, b"ok\n"

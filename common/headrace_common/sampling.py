@@ -7,7 +7,12 @@ are vLLM's, so that scripts move over by changing an import.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from types import MappingProxyType
+from typing import Literal
+
+from .sampling_errors import SamplingError as SamplingError
+from .structured import StructuredOutputsParams
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
@@ -16,16 +21,14 @@ MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_SEED = 2**63 - 1
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
+MAX_BAD_WORD_TOKENS = 64
+MAX_ALLOWED_TOKEN_IDS = 65_536
+# Log probabilities of a prompt: its tokens times the alternatives of each.
+MAX_PROMPT_LOGPROB_ENTRIES = 2**19
 
 _NO_BIAS: Mapping[int, float] = MappingProxyType({})
-
-
-class SamplingError(ValueError):
-    """A sampling parameter is out of range. `field` names it; the message says what is allowed."""
-
-    def __init__(self, field_name: str, message: str) -> None:
-        super().__init__(f"{field_name}: {message}")
-        self.field = field_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +40,16 @@ class SamplingParams:
     model's context. `stop` strings are matched on text by whoever detokenises; the engine core
     sees only ids. Without a `seed` the caller draws one, so that a request that moves to another
     engine goes on with the same random numbers.
+
+    `structured_outputs` is what the output must match. `allowed_token_ids` None allows all.
+    `bad_words` never appear in the output: whoever has the tokenizer spells them as
+    `bad_words_token_ids`, which is what the engine reads. `prompt_logprobs` None returns none, k
+    those of each prompt token and of the k most likely ones at its place.
+
+    `best_of` choices run, and the `n` of the highest summed log probability are returned. With
+    `use_beam_search` that many beams are searched instead, as transformers does, and the score is
+    divided by the output's length to the power of `length_penalty`; `early_stopping` True ends the
+    search with the first `best_of` finished beams, "never" only once no better one can come.
 
     Raises SamplingError for a value out of range.
     """
@@ -59,6 +72,15 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    bad_words_token_ids: Sequence[Sequence[int]] = ()
+    prompt_logprobs: int | None = None
+    best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
         _whole("n", self.n, 1, MAX_CHOICES)
@@ -80,6 +102,15 @@ class SamplingParams:
             raise SamplingError("min_tokens", f"must not exceed max_tokens ({self.max_tokens})")
         self._check_stops()
         _check_bias(self.logit_bias)
+        if self.prompt_logprobs is not None:
+            _whole("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        _check_branches(self)
+        _check_allowed(self.allowed_token_ids)
+        _check_bad_words(self.bad_words, self.bad_words_token_ids)
+        if self.structured_outputs is not None and self.allowed_token_ids is not None:
+            raise SamplingError(
+                "allowed_token_ids", "cannot be combined with structured_outputs: leave one out"
+            )
 
     def _check_stops(self) -> None:
         if isinstance(self.stop, str):
@@ -99,14 +130,39 @@ class SamplingParams:
             _whole("stop_token_ids", token, 0, 2**31 - 1)
 
     @property
+    def branches(self) -> int:
+        """Choices that run: more than are returned where the best of them are chosen."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def answers_at_end(self) -> bool:
+        """Whether nothing is known of the answer before all choices have ended."""
+        return self.use_beam_search or self.branches > self.n
+
+    @property
     def greedy(self) -> bool:
         return self.temperature < 1e-5
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether any of the logits change before a token is chosen."""
+        return (
+            self.min_tokens > 0
+            or self.repetition_penalty != 1.0
+            or self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+            or self.structured_outputs is not None
+            or self.allowed_token_ids is not None
+            or bool(self.logit_bias or self.bad_words_token_ids)
+        )
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises SamplingError where a token id of a field is not below `vocab_size`."""
         for name, ids in (
             ("logit_bias", self.logit_bias.keys()),
             ("stop_token_ids", self.stop_token_ids),
+            ("allowed_token_ids", self.allowed_token_ids or ()),
+            ("bad_words", chain.from_iterable(self.bad_words_token_ids)),
         ):
             for token in ids:
                 if token >= vocab_size:
@@ -134,3 +190,74 @@ def _check_bias(bias: Mapping[int, float]) -> None:
     for token, value in bias.items():
         _whole("logit_bias", token, 0, 2**31 - 1)
         _number("logit_bias", value, -100.0, 100.0)
+
+
+def _check_allowed(ids: Sequence[int] | None) -> None:
+    if ids is None:
+        return
+    if not 0 < len(ids) <= MAX_ALLOWED_TOKEN_IDS:
+        raise SamplingError(
+            "allowed_token_ids", f"1 to {MAX_ALLOWED_TOKEN_IDS} ids are allowed, not {len(ids)}"
+        )
+    for token in ids:
+        _whole("allowed_token_ids", token, 0, 2**31 - 1)
+
+
+def _check_bad_words(words: Sequence[str], spelled: Sequence[Sequence[int]]) -> None:
+    if isinstance(words, str) or len(words) > MAX_BAD_WORDS:
+        raise SamplingError("bad_words", f"must be a list of at most {MAX_BAD_WORDS} words")
+    for word in words:
+        if not isinstance(word, str) or not word.strip() or len(word) > MAX_BAD_WORD_CHARS:
+            raise SamplingError(
+                "bad_words",
+                f"each must be a text of 1 to {MAX_BAD_WORD_CHARS} characters, not {word!r:.60}",
+            )
+    if len(spelled) > 2 * MAX_BAD_WORDS:  # with a space before it and without
+        raise SamplingError("bad_words", "too many spellings")
+    for ids in spelled:
+        if not 0 < len(ids) <= MAX_BAD_WORD_TOKENS:
+            raise SamplingError(
+                "bad_words", f"each may have at most {MAX_BAD_WORD_TOKENS} tokens, not {len(ids)}"
+            )
+        for token in ids:
+            _whole("bad_words", token, 0, 2**31 - 1)
+
+
+def _check_branches(params: SamplingParams) -> None:
+    if params.best_of is not None:
+        _whole("best_of", params.best_of, 1, MAX_CHOICES)
+        if params.best_of < params.n:
+            raise SamplingError("best_of", f"must not be less than n ({params.n})")
+    _number("length_penalty", params.length_penalty, -10.0, 10.0)
+    if not isinstance(params.early_stopping, bool) and params.early_stopping != "never":
+        raise SamplingError("early_stopping", 'must be true, false or "never"')
+    if params.prompt_logprobs is not None and params.answers_at_end:
+        raise SamplingError("prompt_logprobs", "cannot be combined with beam search or best_of")
+    if params.use_beam_search:
+        _check_beams(params)
+        return
+    for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+        if getattr(params, name) != neutral:
+            raise SamplingError(name, "is for beam search: set use_beam_search or leave it out")
+
+
+def _check_beams(params: SamplingParams) -> None:
+    """Beams are scored by the model alone: what changes or draws tokens has no meaning there."""
+    if params.temperature not in (0.0, 1.0):
+        raise SamplingError("temperature", "must be 0 or left out with use_beam_search")
+    neutral: dict[str, object] = {
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "min_tokens": 0,
+        "structured_outputs": None,
+        "allowed_token_ids": None,
+    }
+    changed = [name for name, value in neutral.items() if getattr(params, name) != value]
+    changed += [name for name in ("logit_bias", "stop", "bad_words") if getattr(params, name)]
+    if params.top_k > 0:
+        changed.append("top_k")
+    if changed:
+        raise SamplingError(changed[0], "has no meaning for beam search: leave one of them out")

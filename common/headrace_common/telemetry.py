@@ -8,7 +8,7 @@ are passed on explicitly, never set as OpenTelemetry's globals.
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal, assert_never
 
@@ -17,7 +17,7 @@ from opentelemetry.trace import NoOpTracerProvider, Tracer
 from pydantic import BeforeValidator, Field
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from .metrics_server import HealthCheck, MetricsServer, healthy
+from .metrics_server import HealthCheck, MetricsServer, Page, healthy
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import MetricReader
@@ -137,6 +137,11 @@ class Telemetry:
         """Sets what /health/live and /health/ready ask; they run on other threads."""
         if self.server is not None:
             self.server.set_health(live=live, ready=ready)
+
+    def set_pages(self, pages: Mapping[str, Page]) -> None:
+        """Sets what the metrics port shows beside metrics and health, if there is one."""
+        if self.server is not None:
+            self.server.set_pages(pages)
 
     def shutdown(self) -> None:
         """Sends what is left and closes the metrics port. Call once, at the end.

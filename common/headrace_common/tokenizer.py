@@ -139,6 +139,10 @@ class Tokenizer:
             return bytes([int(token[3:5], 16)])
         return token.replace(METASPACE, " ").encode()
 
+    def to_json(self) -> str:
+        """All of it as tokenizer.json has it, with the tokens that other files added."""
+        return self._backend.to_str()
+
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
 

@@ -4,10 +4,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace_common.sampling import SamplingParams as SamplingParams
+    from headrace_common.structured import GuidedDecodingParams as GuidedDecodingParams
+    from headrace_common.structured import StructuredOutputsParams as StructuredOutputsParams
 
     from .llm import LLM as LLM
+    from .llm_beams import BeamSearchParams as BeamSearchParams
 
-__all__ = ["LLM", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "BeamSearchParams",
+    "GuidedDecodingParams",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -16,8 +25,16 @@ def __getattr__(name: str) -> Any:
         from .llm import LLM
 
         return LLM
+    if name == "BeamSearchParams":
+        from .llm_beams import BeamSearchParams
+
+        return BeamSearchParams
     if name == "SamplingParams":
         from headrace_common.sampling import SamplingParams
 
         return SamplingParams
+    if name in ("GuidedDecodingParams", "StructuredOutputsParams"):
+        from headrace_common.structured import StructuredOutputsParams
+
+        return StructuredOutputsParams
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

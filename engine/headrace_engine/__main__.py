@@ -15,14 +15,18 @@ import sys
 from importlib.metadata import version
 
 from headrace_common import keys, telemetry
+from headrace_common.checkpoint import TokenizerError
 from headrace_common.errors import HeadraceError
 from headrace_common.process import EXIT_CONFIG, EXIT_FAILED, read_settings
 from headrace_common.protocol.connection import Connection, ConnectionConfig
 from headrace_common.protocol.redis_engine import RedisEngineQueue
 from headrace_common.protocol.redis_registry import RedisModelRegistry
+from headrace_common.tokenizer import Tokenizer
 
+from .config import EngineConfig
 from .engine import Engine
-from .errors import EngineError
+from .errors import EngineError, RequestError
+from .grammar.compiler import GrammarCompiler
 from .policies import make_policy
 from .registration import ModelSource, Registration
 from .runner import ModelRunner
@@ -40,8 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if settings.register_model:
             _source(settings).read()  # before the weights, which may take minutes
-        engine = _load(settings)
-        asyncio.run(serve(settings, engine))
+        engine, grammars = _load(settings)
+        asyncio.run(serve(settings, engine, grammars))
     except (HeadraceError, EngineError) as error:
         logger.error(
             "engine cannot serve",
@@ -52,18 +56,33 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _load(settings: EngineSettings) -> Engine:
+def _load(settings: EngineSettings) -> tuple[Engine, GrammarCompiler | None]:
     config = settings.engine_config()
     policy = make_policy(config.policy, config.policy_options)  # before the weights, as above
     runner = ModelRunner(config)
     runner.warm_up()
+    grammars = _grammars(config, runner)
     # What is alive now stays: the collector need not look at it again between steps.
     gc.collect()
     gc.freeze()
-    return Engine(config, runner, policy)
+    return Engine(config, runner, policy), grammars
 
 
-async def serve(settings: EngineSettings, engine: Engine) -> None:
+def _grammars(config: EngineConfig, runner: ModelRunner) -> GrammarCompiler | None:
+    """Made before the first request, as it holds up everything else in the process."""
+    if runner.pooler_config is not None:
+        return None
+    try:
+        tokenizer = Tokenizer.load(config.model, config.revision)
+        return GrammarCompiler(tokenizer, runner.vocab_size, runner.eos_token_ids)
+    except (TokenizerError, RequestError) as error:
+        logger.warning("no structured outputs", extra={"error": str(error)})
+        return None
+
+
+async def serve(
+    settings: EngineSettings, engine: Engine, grammars: GrammarCompiler | None = None
+) -> None:
     """Serves until SIGTERM or a drain message. Raises what breaks the service."""
     engine_id = keys.new_incarnation(f"{socket.gethostname()}.{os.getpid()}")
     connection = Connection(ConnectionConfig(url=settings.redis_url))
@@ -86,7 +105,9 @@ async def serve(settings: EngineSettings, engine: Engine) -> None:
     )
     try:
         registration = _registration(settings, engine, connection)
-        worker = Worker(_worker_config(settings, engine), queue, engine, measures, registration)
+        worker = Worker(
+            _worker_config(settings, engine), queue, engine, measures, registration, grammars
+        )
         running_loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             running_loop.add_signal_handler(number, worker.drain)

@@ -5,8 +5,10 @@ Pure bookkeeping between the engine's outputs and the queue's messages; no I/O.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from time import monotonic
 
 from headrace_common.messages import ChoiceState, GenerateRequest, Logprobs, Sync, Tokens
+from headrace_common.prompt_logprobs import pack_prompt_logprobs
 from headrace_common.protocol.base import Lease, Outcome, Progress
 
 from .outputs import SequenceOutput, TokenLogprobs
@@ -23,6 +25,7 @@ class ActiveChoice:
     logprobs: list[Logprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_token: int | None = None
+    embedding: bytes | None = None
     journaled: int = 0
     logprobs_from: int = 0
 
@@ -33,6 +36,7 @@ class ActiveChoice:
             finish_reason=self.finish_reason,
             stop_token=self.stop_token,
             logprobs=self.logprobs_behind(start),
+            embedding=self.embedding,
         )
 
     def logprobs_behind(self, start: int) -> tuple[Logprobs, ...] | None:
@@ -52,6 +56,8 @@ class ActiveRequest:
         "choices",
         "executing",
         "gateway_id",
+        "moved",
+        "prompt_logprobs",
         "recovered",
         "request",
         "runs",
@@ -63,9 +69,11 @@ class ActiveRequest:
         self.gateway_id = lease.gateway_id
         self.recovered = lease.recovered
         self.executing = False
+        self.moved = monotonic()  # when it last gave output, or came
         self.asked = 0  # how often the gateway was asked what its client has
         self.runs = 0
         self.cached_tokens = 0
+        self.prompt_logprobs: bytes | None = None
         self.choices = [ActiveChoice() for _ in range(lease.request.sampling.n)]
 
     @property
@@ -89,8 +97,10 @@ class ActiveRequest:
         """Sets the output to exactly what the client has, as the journal now does."""
         for choice, state in zip(self.choices, states, strict=False):
             choice.token_ids = list(state.token_ids)
-            choice.finish_reason = state.finish_reason
+            lost = self.request.pooling is not None and state.embedding is None
+            choice.finish_reason = None if lost else state.finish_reason
             choice.stop_token = state.stop_token
+            choice.embedding = state.embedding
             choice.logprobs = list(state.logprobs or ())
             choice.journaled = len(choice.token_ids)
             choice.logprobs_from = len(choice.token_ids) - len(choice.logprobs)
@@ -111,6 +121,7 @@ class ActiveRequest:
             tenant=request.tenant,
             cache_salt=request.cache_salt,
             resume=tuple(tuple(one.token_ids) for one in self.choices) if self.has_output else (),
+            pooling=request.pooling,
         )
 
     def record(self, output: SequenceOutput) -> Tokens | None:
@@ -123,12 +134,17 @@ class ActiveRequest:
             return None
         assert output.index == len(choice.token_ids), "the engine skipped or repeated a token"
         logprobs = _wire_logprobs(output.logprobs)
+        self.moved = monotonic()
         choice.token_ids.extend(output.token_ids)
         if logprobs is not None:
             choice.logprobs.extend(logprobs)
         choice.finish_reason = _wire_reason(output.finish_reason)
         choice.stop_token = output.stop_token
+        choice.embedding = output.embedding
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+        scored = _wire_logprobs(output.prompt_logprobs)
+        if scored is not None:
+            self.prompt_logprobs = pack_prompt_logprobs(scored)
         return Tokens(
             request_id=self.request_id,
             attempt=self.attempt,
@@ -139,6 +155,8 @@ class ActiveRequest:
             finish_reason=choice.finish_reason,
             stop_token=output.stop_token,
             cached_tokens=self.cached_tokens,
+            embedding=output.embedding,
+            prompt_logprobs=self._prompt_logprobs_at(output.index),
         )
 
     def tokens_from(self, number: int, index: int) -> Tokens:
@@ -155,7 +173,13 @@ class ActiveRequest:
             finish_reason=choice.finish_reason,
             stop_token=choice.stop_token,
             cached_tokens=self.cached_tokens,
+            embedding=choice.embedding,
+            prompt_logprobs=self._prompt_logprobs_at(index),
         )
+
+    def _prompt_logprobs_at(self, index: int) -> bytes | None:
+        """They come with the first tokens of a choice, and again where those do."""
+        return None if index else self.prompt_logprobs
 
     def stop(self, number: int) -> None:
         """Marks a choice as ended by a stop string that its gateway matched."""

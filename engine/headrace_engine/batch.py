@@ -12,32 +12,34 @@ import torch
 
 from .attention.base import AttentionMetadata
 from .model.base import ForwardBatch
-from .plan import ScheduledSequence, StepPlan
-from .request import Sequence
+from .plan import SampleRow, ScheduledSequence, StepPlan
 
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """`sampling` are the sequences of the rows of logits, in the plan's order."""
+    """`sampling` are the first rows of logits, in the plan's order.
+
+    Behind them come those of `scoring`, the runs of prompts that are scored, one after the other.
+    """
 
     forward: ForwardBatch
-    sampling: tuple[Sequence, ...]
+    sampling: tuple[SampleRow, ...]
+    scoring: tuple[ScheduledSequence, ...] = ()
 
 
 def build(plan: StepPlan, block_size: int, device: torch.device) -> StepBatch:
     """The plan as tensors on `device`. The plan's runs are not empty, decodes come first."""
     scheduled = plan.scheduled
     starts = np.array([item.start for item in scheduled], dtype=np.int64)
-    lengths = np.array([item.length for item in scheduled], dtype=np.int64)
+    lengths = _lengths(scheduled)
     query_start = np.zeros(len(scheduled) + 1, dtype=np.int64)
     np.cumsum(lengths, out=query_start[1:])
     positions = _positions(starts, lengths, query_start)
     tables = _block_tables(scheduled, starts + lengths, block_size)
     owner = np.repeat(np.arange(len(scheduled)), lengths)
     slots = tables[owner, positions // block_size] * block_size + positions % block_size
-    samples = np.array([item.samples for item in scheduled], dtype=bool)
     metadata = AttentionMetadata(
         query_start=_tensor(query_start.astype(np.int32), device),
         seq_lens=_tensor((starts + lengths).astype(np.int32), device),
@@ -50,16 +52,67 @@ def build(plan: StepPlan, block_size: int, device: torch.device) -> StepBatch:
     forward = ForwardBatch(
         input_ids=_tensor(_token_ids(scheduled, int(query_start[-1])), device),
         positions=_tensor(positions, device),
-        logits_rows=_tensor(query_start[1:][samples] - 1, device),
+        logits_rows=_tensor(_logits_rows(scheduled, query_start), device),
         metadata=metadata,
     )
-    return StepBatch(forward, tuple(item.sequence for item in scheduled if item.samples))
+    return StepBatch(forward, _sampling(scheduled), _scoring(scheduled))
+
+
+def _drafted(scheduled: tuple[ScheduledSequence, ...]) -> bool:
+    return any([item.drafts for item in scheduled])
+
+
+def _lengths(scheduled: tuple[ScheduledSequence, ...]) -> Ints:
+    if not _drafted(scheduled):
+        return np.array([item.length for item in scheduled], dtype=np.int64)
+    return np.array([item.length + len(item.drafts) for item in scheduled], dtype=np.int64)
 
 
 def _positions(starts: Ints, lengths: Ints, query_start: Ints) -> Ints:
     """start, start + 1, ... of each run, one after the other."""
     offsets: Ints = np.arange(query_start[-1]) + np.repeat(starts - query_start[:-1], lengths)
     return offsets
+
+
+def _logits_rows(scheduled: tuple[ScheduledSequence, ...], query_start: Ints) -> Ints:
+    """Of the rows that sample, then of those that are scored."""
+    sampling = _sampling_rows(scheduled, query_start)
+    if not _scoring(scheduled):
+        return sampling
+    scored = [
+        np.arange(begin, begin + item.scores)
+        for item, begin in zip(scheduled, query_start.tolist(), strict=False)
+    ]
+    return np.concatenate([sampling, *scored])
+
+
+def _scoring(scheduled: tuple[ScheduledSequence, ...]) -> tuple[ScheduledSequence, ...]:
+    return tuple([item for item in scheduled if item.scores])
+
+
+def _sampling_rows(scheduled: tuple[ScheduledSequence, ...], query_start: Ints) -> Ints:
+    """The last token of each run that samples, and those before it that drafts follow."""
+    if not _drafted(scheduled):
+        samples = np.array([item.samples for item in scheduled], dtype=bool)
+        last: Ints = query_start[1:][samples] - 1
+        return last
+    wanted = np.array([item.samples and 1 + len(item.drafts) for item in scheduled], dtype=np.int64)
+    owner = np.repeat(np.arange(len(scheduled)), wanted)
+    before = np.cumsum(wanted)[owner]
+    rows: Ints = query_start[1:][owner] + np.arange(len(owner)) - before
+    return rows
+
+
+def _sampling(scheduled: tuple[ScheduledSequence, ...]) -> tuple[SampleRow, ...]:
+    if not _drafted(scheduled):
+        return tuple([SampleRow(item.sequence) for item in scheduled if item.samples])
+    rows: list[SampleRow] = []
+    for item in scheduled:
+        if item.samples:
+            rows.append(SampleRow(item.sequence))
+            for count in range(len(item.drafts)):
+                rows.append(SampleRow(item.sequence, item.drafts[: count + 1]))
+    return tuple(rows)
 
 
 def _token_ids(scheduled: tuple[ScheduledSequence, ...], total: int) -> Ints:
@@ -69,6 +122,9 @@ def _token_ids(scheduled: tuple[ScheduledSequence, ...], total: int) -> Ints:
         end = at + item.length
         ids[at:end] = item.sequence.token_ids[item.start : item.start + item.length]
         at = end
+        if item.drafts:
+            at += len(item.drafts)
+            ids[end:at] = item.drafts
     return ids
 
 

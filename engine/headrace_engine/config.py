@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from types import MappingProxyType
 from typing import Literal
 
 from .errors import ConfigError
+from .speculation.config import SpeculativeConfig
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["none", "int8", "gptq", "awq", "compressed-tensors", "fp8"]
 
 _NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
 
@@ -19,9 +22,15 @@ class EngineConfig:
     `model` is a folder or a hub id. `kv_cache_bytes` None measures: what is free after the weights
     and a profile run of the largest step, times `memory_utilization`. `max_model_len` None takes
     the checkpoint's. `watermark` is the share of blocks that admission leaves free, so that running
-    sequences can grow before one must be preempted. `model_implementation`: `auto` is native where
-    the architecture has a native path, else transformers. `quantization` int8 keeps the weights of
-    linear layers in 8 bits, a scale for each output; native models on CPUs have it.
+    sequences can grow before one must be preempted. `swap_space` is host memory in GiB for the KV
+    of preempted sequences, where copying it costs less than computing it again. `itl_target`: the
+    seconds that a step should take at most while sequences decode, whatever prompts wait.
+    `model_implementation`: `auto` is native where the architecture has a native path, else
+    transformers. `quantization` int8 keeps the weights of linear layers in 8 bits, a scale for each
+    output; native models on CPUs have it. A quantised checkpoint is found by its config.json; its
+    name here refuses all others. `task` auto is
+    embed for checkpoints that were saved to embed, else generate; `pooler_config` (pooling_type,
+    normalize, matryoshka_dimensions) replaces what such a checkpoint says.
     """
 
     model: str
@@ -30,16 +39,21 @@ class EngineConfig:
     device: str = "auto"
     attention_backend: str = "auto"
     model_implementation: Literal["auto", "native", "transformers"] = "auto"
-    quantization: Literal["none", "int8"] = "none"
+    task: Literal["auto", "generate", "embed"] = "auto"
+    pooler_config: Mapping[str, object] = field(default_factory=lambda: _NO_OPTIONS)
+    quantization: Quantization = "none"
     max_model_len: int | None = None
     block_size: int = 16
     kv_cache_bytes: int | None = None
     num_blocks: int | None = None
     memory_utilization: float = 0.9
+    swap_space: float = 0.0
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
+    itl_target: float = inf
     enable_prefix_caching: bool = True
     watermark: float = 0.01
+    speculative_config: SpeculativeConfig | None = None
     policy: str = "fcfs"
     policy_options: Mapping[str, object] = field(default_factory=lambda: _NO_OPTIONS)
     seed: int = 0
@@ -49,8 +63,12 @@ class EngineConfig:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not self.itl_target > 0.0:
+            raise ConfigError(f"itl_target must be above 0 seconds, not {self.itl_target}")
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"watermark must be in [0, 1), not {self.watermark}")
+        if not 0.0 <= self.swap_space < inf:
+            raise ConfigError(f"swap_space must be GiB, 0 or more, not {self.swap_space}")
         if not 0.0 < self.memory_utilization <= 1.0:
             raise ConfigError(
                 f"memory_utilization must be in (0, 1], not {self.memory_utilization}"

@@ -20,7 +20,7 @@ def choose_victims(
     for count, sequence in enumerate(outranked):
         if slots + count > 0 and free >= blocks:
             return list(outranked[:count])
-        for block in sequence.block_table:
+        for block in sequence.block_table[sequence.released :]:
             dropped[block] += 1
             free += dropped[block] == pool.ref_counts[block]
     enough = slots + len(outranked) > 0 and (free >= blocks or alone)

@@ -3,16 +3,31 @@
 The scheduler decides, the runner does; neither knows the other.
 """
 
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Protocol
 
 from .config import EngineConfig
 from .outputs import SequenceOutput
-from .plan import StepPlan, StepResult
+from .plan import NO_DRAFTS, StepPlan, StepResult
 from .policies import Policy, make_policy
-from .request import EngineRequest
+from .pooler_config import PoolerConfig
+from .request import EngineRequest, Sequence, SequenceView
 from .scheduler import Scheduler
+from .speculation.draft_proposer import Drafter
+from .speculation.speculator import make_speculator
 from .stats import SchedulerStats
 from .validation import Limits
+
+
+class HostBlocks(Protocol):
+    """Host memory for swapped KV."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def bytes_per_block(self) -> int: ...
 
 
 class Runner(Protocol):
@@ -28,26 +43,59 @@ class Runner(Protocol):
     def max_model_len(self) -> int: ...
     @property
     def eos_token_ids(self) -> frozenset[int]: ...
+    @property
+    def sliding_window(self) -> int | None:
+        """How many keys a position sees in any layer, its own included; None: all."""
+
+    @property
+    def host_pool(self) -> HostBlocks | None:
+        """Where KV may be swapped to; None: nowhere."""
+
+    @property
+    def pooler_config(self) -> PoolerConfig | None:
+        """How a model that embeds does it; None for one that generates."""
+
+    @property
+    def draft_model(self) -> Drafter | None:
+        """The draft model of speculative decoding, where the configuration names one."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Makes the plan's copies, computes its runs and samples a token for each that asks."""
 
 
 class Engine:
-    """`policy` replaces the one that the configuration names; no two engines may share one."""
+    """`policy` replaces the one that the configuration names; no two engines may share one.
 
-    def __init__(self, config: EngineConfig, runner: Runner, policy: Policy | None = None) -> None:
-        self._runner = runner
+    `clock`, in seconds, tells what steps cost; what they compute does not depend on it.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        policy: Policy | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._runner, self._clock = runner, clock
         self.max_model_len = runner.max_model_len
+        host = runner.host_pool
         limits = Limits(
             num_blocks=runner.num_blocks,
             block_size=runner.block_size,
             max_model_len=runner.max_model_len,
             vocab_size=runner.vocab_size,
             eos_token_ids=runner.eos_token_ids,
+            pooler=runner.pooler_config,
+            sliding_window=runner.sliding_window,
+            num_host_blocks=0 if host is None else host.num_blocks,
+            bytes_per_block=0 if host is None else host.bytes_per_block,
         )
+        if limits.pooler is not None and limits.pooler.needs_all_tokens:
+            config = replace(config, enable_prefix_caching=False)
         policy = policy or make_policy(config.policy, config.policy_options)
         self._scheduler = Scheduler(config, limits, policy)
+        self._speculator = make_speculator(config, runner.draft_model)
         # Ends of resumed choices that had nothing left to do: handed out by the next step.
         self._ended: list[SequenceOutput] = []
 
@@ -71,12 +119,37 @@ class Engine:
     def step(self) -> list[SequenceOutput]:
         """One iteration of all running sequences; no output where there is no work."""
         outputs, self._ended = self._ended, []
-        plan = self._scheduler.plan()
+        plan = self._plan()
         outputs += self._scheduler.take_shed()
         if plan is None:
             assert not self._scheduler.has_work, "sequences wait, but none can be scheduled"
             return outputs
-        return outputs + self._scheduler.update(plan, self._runner.execute(plan))
+        return outputs + self._scheduler.update(plan, self._execute(plan))
+
+    def _plan(self) -> StepPlan | None:
+        if self._speculator is None:
+            return self._scheduler.plan()
+        decoding = self._scheduler.draftable()
+        return self._scheduler.plan(self._speculator.propose(decoding) if decoding else NO_DRAFTS)
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        if self._speculator is None:
+            return self._runner.execute(plan)
+        begun = self._clock()
+        result = self._runner.execute(plan)
+        self._speculator.observe(plan, result, self._clock() - begun)
+        return result
+
+    def sequences(self) -> dict[str, tuple[SequenceView, ...]]:
+        """The unfinished sequences by request. Any thread may ask, also while a step hangs."""
+        return self._scheduler.sequences()
+
+    def running(self) -> Iterator[Sequence]:
+        """The running sequences, as Scheduler.running gives them."""
+        return self._scheduler.running()
 
     def stats(self) -> SchedulerStats:
-        return self._scheduler.stats()
+        stats = self._scheduler.stats()
+        if self._speculator is None:
+            return stats
+        return replace(stats, speculation=self._speculator.stats())

@@ -6,7 +6,7 @@ and then share its blocks. A leader that is gone before that is succeeded by the
 
 from dataclasses import dataclass
 
-from .outputs import SequenceOutput
+from .outputs import SequenceOutput, TokenLogprobs
 from .request import EngineRequest, Sequence, State
 from .stopping import Stop, StopRule
 
@@ -15,7 +15,10 @@ from .stopping import Stop, StopRule
 class Group:
     """`sequences` are the unfinished choices; `followers` those of them that wait for `leader`.
 
-    `leader` is None once no choice follows any more.
+    `leader` is None once no choice follows any more. `width` is the number of beams of a beam
+    search, which may be more or fewer than there are sequences just now. `prompt_logprobs`
+    gathers those of the prompt but for its first token; None where none are wanted, or they were
+    handed out.
     """
 
     request: EngineRequest
@@ -24,6 +27,29 @@ class Group:
     sequences: list[Sequence]
     followers: list[Sequence]
     leader: Sequence | None = None
+    width: int = 1
+    prompt_logprobs: list[TokenLogprobs] | None = None
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log probabilities of prompt tokens are still to be computed."""
+        found = self.prompt_logprobs
+        return found is not None and len(found) < len(self.request.prompt_token_ids) - 1
+
+    def score(self, start: int, found: tuple[TokenLogprobs, ...]) -> None:
+        """Takes those of the tokens behind position `start`; known ones are passed over."""
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs += found[len(self.prompt_logprobs) - start :]
+
+    def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """Those of the whole prompt, once."""
+        found, self.prompt_logprobs = self.prompt_logprobs, None
+        return None if found is None else tuple(found)
+
+    @property
+    def together(self) -> bool:
+        """Whether its sequences run all at once or not at all."""
+        return self.width > 1
 
     def next_leader(self) -> Sequence | None:
         """Makes the first follower the leader; None where nobody follows."""
@@ -52,7 +78,10 @@ def open_group(
         else:
             sequence.transition(State.FINISHED)
             ended.append(_ending(sequence, stop))
-    return Group(request, key, rule, live, live.copy()), ended
+    group = Group(request, key, rule, live, live.copy())
+    if request.params.prompt_logprobs is not None and not request.resume:
+        group.prompt_logprobs = []
+    return group, ended
 
 
 def _ending(sequence: Sequence, stop: Stop) -> SequenceOutput:

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 # CPUs, whose memory is shared with everything else, the cache is held to this many times that.
 CPU_CACHE_FACTOR = 4
 
+GIB = 2**30
+
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
@@ -50,6 +52,25 @@ def count_blocks(
     return blocks
 
 
+def count_host_blocks(config: EngineConfig, device: torch.device, bytes_per_block: int) -> int:
+    """Blocks that fit the swap space. Raises ConfigError where the machine has less memory."""
+    wanted = int(config.swap_space * GIB)
+    if wanted == 0:
+        return 0
+    available = available_memory()
+    if device.type == "cuda" and wanted > available:
+        raise ConfigError(
+            f"swap_space is {config.swap_space} GiB, but {available / GIB:.1f} GiB of host memory "
+            "are free: lower it"
+        )
+    if wanted < bytes_per_block:
+        raise ConfigError(
+            f"swap_space {config.swap_space} GiB is less than one KV block of {bytes_per_block} "
+            "bytes: raise it, or set it to 0"
+        )
+    return wanted // bytes_per_block
+
+
 def _measured(
     config: EngineConfig,
     device: torch.device,
@@ -59,7 +80,7 @@ def _measured(
 ) -> int:
     if device.type == "cuda":
         return _cuda_free(device, config, profile) // bytes_per_block
-    free = _cpu_free(config, profile)
+    free = _cpu_free(config, profile) - int(config.swap_space * GIB)
     sequence = -(-max_model_len // config.block_size)
     useful = config.max_num_seqs * sequence
     useful *= CPU_CACHE_FACTOR if config.enable_prefix_caching else 1

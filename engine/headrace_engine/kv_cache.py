@@ -8,6 +8,10 @@ are handed out as (source, destination) pairs. It never preempts; its caller ask
                          [computed, end) is computed by the planned step, in blocks of its own
 
 Between steps a table covers `computed` and no block more, so only the last block has unused room.
+
+Where all layers of a model have a sliding window, blocks that no later position sees are released.
+Their places in the table then name a later block of the sequence, which attention may read but
+always masks; `Sequence.released` counts them.
 """
 
 from array import array
@@ -21,14 +25,24 @@ Copies = list[tuple[int, int]]
 
 
 class KVCache:
-    """The block tables over one pool. `prefix_caching` False shares blocks by fork only."""
+    """The block tables over one pool. `prefix_caching` False shares blocks by fork only.
 
-    __slots__ = ("block_size", "pool", "prefix_caching")
+    `window` is how many keys a position sees, its own included; None: all.
+    """
 
-    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
+    __slots__ = ("block_size", "pool", "prefix_caching", "window")
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        prefix_caching: bool = True,
+        window: int | None = None,
+    ) -> None:
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
         self.prefix_caching = prefix_caching
+        self.window = window
 
     def blocks_for(self, length: int) -> int:
         return -(-length // self.block_size)
@@ -36,14 +50,15 @@ class KVCache:
     def match_prefix(self, sequence: Sequence) -> list[int]:
         """The cached blocks that hold the sequence's first tokens; takes no reference.
 
-        Never covers the last known token: its logits are wanted, so it must be computed. Valid
-        until a block is allocated.
+        Never covers the last known token: its logits are wanted, so it must be computed; nor any
+        of a request that wants those of its whole prompt. Valid until a block is
+        allocated.
         """
-        if not self.prefix_caching:
+        if not self.prefix_caching or sequence.request.params.prompt_logprobs is not None:
             return []
         blocks: list[int] = []
         for index in range((len(sequence.token_ids) - 1) // self.block_size):
-            block = self.pool.lookup(self._block_hash(sequence, index))
+            block = self.pool.lookup(self.block_hash(sequence, index))
             if block is None:
                 break
             blocks.append(block)
@@ -106,35 +121,67 @@ class KVCache:
     def fork(self, parent: Sequence, child: Sequence, length: int) -> None:
         """Shares the blocks of the first `length` tokens, which both have and parent has computed.
 
-        The child is left to compute the last of them itself, for logits of its own.
+        A child that knows no more than those is left to compute the last of them itself, for logits
+        of its own.
         """
         assert not child.block_table and parent.computed >= length > 0
         child.block_table = parent.block_table[: self.blocks_for(length)]
-        for block in child.block_table:
-            self.pool.share(block)
+        self._share(parent, child)
         child.block_hashes = parent.block_hashes[: length // self.block_size]
-        child.computed = length - 1
+        child.computed = min(length, len(child.token_ids) - 1)
+
+    def branch(self, parent: Sequence, child: Sequence) -> None:
+        """Shares all that the parent has computed; both know the same tokens up to there."""
+        assert not child.block_table
+        child.block_table = parent.block_table.copy()
+        self._share(parent, child)
+        child.block_hashes = parent.block_hashes[: parent.computed // self.block_size]
+        child.computed = parent.computed
+
+    def slide(self, sequence: Sequence) -> None:
+        """Releases the blocks of which no position from the last computed one on sees anything."""
+        if self.window is None:
+            return
+        table, first = sequence.block_table, (sequence.computed - self.window) // self.block_size
+        if first <= sequence.released:
+            return
+        for index in range(sequence.released, first):
+            self.pool.release(table[index])
+        table[:first] = [table[first]] * first
+        sequence.released = first
 
     def register(self, sequence: Sequence, start: int, end: int) -> None:
         """Puts the blocks that the computed run [start, end) filled into the prefix cache."""
         if not self.prefix_caching:
             return
         for index in range(start // self.block_size, end // self.block_size):
-            self.pool.register(sequence.block_table[index], self._block_hash(sequence, index))
+            self.pool.register(sequence.block_table[index], self.block_hash(sequence, index))
+
+    def truncate(self, sequence: Sequence) -> None:
+        """Releases the blocks behind `computed`, which held drafts that were rejected."""
+        keep = self.blocks_for(sequence.computed)
+        for block in reversed(sequence.block_table[keep:]):
+            self.pool.release(block)
+        del sequence.block_table[keep:]
 
     def free(self, sequence: Sequence) -> None:
         """Releases all blocks, last first: the tail of a prefix is evicted before its head."""
-        for block in reversed(sequence.block_table):
+        for block in reversed(sequence.block_table[sequence.released :]):
             self.pool.release(block)
         sequence.block_table = []
-        sequence.computed = 0
+        sequence.computed = sequence.released = 0
+
+    def _share(self, parent: Sequence, child: Sequence) -> None:
+        child.released = parent.released
+        for block in child.block_table[child.released :]:
+            self.pool.share(block)
 
     def _shares_next(self, sequence: Sequence) -> bool:
         index = sequence.computed // self.block_size
         table = sequence.block_table
         return index < len(table) and self.pool.ref_counts[table[index]] > 1
 
-    def _block_hash(self, sequence: Sequence, index: int) -> bytes:
+    def block_hash(self, sequence: Sequence, index: int) -> bytes:
         """SHA-256 over the hash of the block before and the tokens; the first follows the salt.
 
         Collision-resistant, since a forged hit would hand one user's context to another.
@@ -146,3 +193,14 @@ class KVCache:
             before = hashes[-1] if hashes else sha256(sequence.request.cache_salt).digest()
             hashes.append(sha256(before + tokens.tobytes()).digest())
         return hashes[index]
+
+
+def unused_slots(running: Iterable[Sequence], block_size: int) -> int:
+    """Positions without KV in the blocks of `running`; all are in last blocks, shared or not."""
+    # Of those that share a last block, all but one are about to leave it.
+    unused = {
+        table[-1]: len(table) * block_size - sequence.computed
+        for sequence in running
+        if (table := sequence.block_table)
+    }
+    return sum(unused.values())

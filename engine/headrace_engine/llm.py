@@ -12,18 +12,26 @@ from typing import Any, TypedDict
 
 from tqdm import tqdm
 
+from headrace_common.bad_words import with_spelled_bad_words
+from headrace_common.checkpoint import local_source
+from headrace_common.pooling import PoolingParams
 from headrace_common.sampling import SamplingParams
 from headrace_common.tokenizer import Tokenizer
 
 from .config import EngineConfig
 from .engine import Engine
 from .errors import ConfigError, RequestError
+from .grammar.compiled import CompiledGrammar
+from .grammar.compiler import GrammarCompiler
+from .llm_beams import BeamSearchOutput, BeamSearchParams, beam_output
+from .llm_embeddings import EmbeddingRequestOutput, embed
 from .llm_outputs import CompletionOutput, RequestOutput
 from .llm_request import RunningRequest
 from .model.checkpoint import Checkpoint, load_checkpoint
 from .policies import make_policy
 from .request import EngineRequest
 from .runner import ModelRunner
+from .speculation.config import SpeculativeConfig
 
 
 class TextPrompt(TypedDict):
@@ -59,8 +67,9 @@ class _Place:
 class LLM:
     """A model, loaded once and used for any number of calls; one thread at a time.
 
-    `options` are the fields of EngineConfig. `tokenizer` is a folder or hub id of its own where it
-    is not the model's; `skip_tokenizer_init` loads none, and prompts are then token ids.
+    `options` are the fields of EngineConfig; `speculative_config` may be a dictionary, as in vLLM.
+    `tokenizer` is a folder or hub id of its own where it is not the model's; `skip_tokenizer_init`
+    loads none, and prompts are then token ids.
 
     Raises ConfigError, CheckpointError or headrace_common's TokenizerError: they say what is wrong.
     """
@@ -74,7 +83,7 @@ class LLM:
         **options: Any,
     ) -> None:
         self._config = _config(model, options)
-        self._checkpoint: Checkpoint = load_checkpoint(model, self._config.revision)
+        self._checkpoint: Checkpoint = load_checkpoint(self._config.model, self._config.revision)
         self._source = tokenizer or str(self._checkpoint.folder)
         self._tokenizer = None if skip_tokenizer_init else Tokenizer.load(self._source)
         policy = make_policy(self._config.policy, self._config.policy_options)
@@ -83,6 +92,7 @@ class LLM:
         self._engine = Engine(self._config, self._runner, policy)
         self._random = random.Random(self._config.seed)  # noqa: S311  sampling, not secrets
         self._counter = 0
+        self._grammars: GrammarCompiler | None = None
 
     def get_tokenizer(self) -> Tokenizer:
         """Raises ConfigError where the LLM was made without one."""
@@ -163,6 +173,31 @@ class LLM:
         given = [_Prompt(text, ids) for text, ids in zip(decoded, prompts, strict=True)]
         return self._run(given, sampling_params, use_tqdm)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """One vector a prompt, of a model that embeds (`task`). Raises RequestError."""
+        single = isinstance(prompts, str | Mapping)
+        given: list[Any] = [prompts] if single else list(prompts)
+        ids = [self._read(prompt).token_ids for prompt in given]
+        return embed(self._engine, ids, pooling_params or PoolingParams(), use_tqdm=use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """The best beams of each prompt, as transformers' `generate(num_beams=...)` finds them.
+
+        Raises RequestError where the beams cannot run together: see BeamSearchParams.
+        """
+        outputs = self.generate(prompts, params.sampling(), use_tqdm)
+        return [beam_output(output, params) for output in outputs]
+
     def _read(self, prompt: Any) -> _Prompt:
         if isinstance(prompt, str):
             return _Prompt(prompt, self.get_tokenizer().encode(prompt))
@@ -214,11 +249,13 @@ class LLM:
         self._counter += 1
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
         now = time.time()
+        grammar = self._compile(params)
         self._engine.add_request(
             EngineRequest(
                 request_id=request_id,
                 prompt_token_ids=tuple(prompt.token_ids),
-                params=params,
+                params=self._spelled(params),
+                grammar=grammar,
                 seed=seed,
                 arrival=now,
                 priority=place.priority,
@@ -229,6 +266,21 @@ class LLM:
         choices = [CompletionOutput(index) for index in range(params.n)]
         output = RequestOutput(request_id, prompt.text, prompt.token_ids, choices)
         return RunningRequest(output, params, self._tokenizer)
+
+    def _compile(self, params: SamplingParams) -> CompiledGrammar | None:
+        if params.structured_outputs is None:
+            return None
+        if self._grammars is None:
+            runner = self._runner
+            self._grammars = GrammarCompiler(
+                self.get_tokenizer(), runner.vocab_size, runner.eos_token_ids
+            )
+        return self._grammars.compile(params.structured_outputs)
+
+    def _spelled(self, params: SamplingParams) -> SamplingParams:
+        if not params.bad_words:
+            return params
+        return with_spelled_bad_words(params, self.get_tokenizer())
 
     def _finish(self, running: Mapping[str, RunningRequest], use_tqdm: bool) -> None:
         with _Progress(len(running), use_tqdm) as progress:
@@ -277,7 +329,10 @@ def _config(model: str, options: dict[str, Any]) -> EngineConfig:
     unknown = sorted(set(renamed) - known)
     if unknown:
         raise ConfigError(f"unknown option {unknown[0]}; known are {', '.join(sorted(known))}")
-    return EngineConfig(model=model, **renamed)
+    speculation = renamed.get("speculative_config")
+    if isinstance(speculation, Mapping):
+        renamed["speculative_config"] = SpeculativeConfig.of(speculation)
+    return EngineConfig(model=local_source(model), **renamed)
 
 
 def _places(

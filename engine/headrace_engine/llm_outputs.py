@@ -36,13 +36,18 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt and its choices. `prompt` is None where the prompt was given as token ids."""
+    """A prompt and its choices. `prompt` is None where the prompt was given as token ids.
+
+    `prompt_logprobs` has an entry for each of its tokens, None for the first one, which nothing
+    comes before; it is None where the request asked for none.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @property
     def finished(self) -> bool:

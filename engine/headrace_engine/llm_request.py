@@ -31,6 +31,8 @@ class RunningRequest:
         engine need not go on with it."""
         choice = self.output.outputs[step.choice]
         self.output.num_cached_tokens = max(self.output.num_cached_tokens, step.cached_tokens)
+        if step.prompt_logprobs is not None:
+            self.output.prompt_logprobs = [None, *self._prompt_positions(step.prompt_logprobs)]
         reason = None if step.finish_reason is None else str(step.finish_reason)
         count, stop = len(step.token_ids), None
         text = self._texts[step.choice]
@@ -52,6 +54,9 @@ class RunningRequest:
         for token_id, found in zip(step.token_ids[:count], step.logprobs[:count], strict=True):
             choice.logprobs.append(self._position(token_id, found))
             choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + found.logprob
+
+    def _prompt_positions(self, found: Iterable[TokenLogprobs]) -> Iterable[dict[int, Logprob]]:
+        return map(self._position, self.output.prompt_token_ids[1:], found)
 
     def _position(self, token_id: int, found: TokenLogprobs) -> dict[int, Logprob]:
         entries: Iterable[tuple[int, float, int]] = (

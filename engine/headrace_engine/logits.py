@@ -1,6 +1,7 @@
 """Changes of logits that sampling parameters ask for, before a token is chosen.
 
-In vLLM's order: min_tokens, logit_bias, repetition penalty, frequency and presence penalties.
+In vLLM's order: grammar, allowed tokens, bad words, min_tokens, logit_bias, repetition penalty,
+frequency and presence penalties.
 Every change touches single entries of its own row; rows that ask for nothing are not looked at.
 """
 
@@ -13,25 +14,23 @@ import torch
 
 from headrace_common.sampling import SamplingParams
 
-from .request import Sequence
+from .grammar.masks import apply_grammars, has_grammar
+from .plan import SampleRow
 
 
-def adjust(logits: torch.Tensor, sequences: Rows[Sequence], eos_token_ids: frozenset[int]) -> None:
+def adjust(logits: torch.Tensor, rows: Rows[SampleRow], eos_token_ids: frozenset[int]) -> None:
     """Changes `logits` float32 [R, V] in place."""
-    _mask_early_stops(logits, sequences, eos_token_ids)
-    _add_bias(logits, sequences)
-    _penalise_repetition(logits, sequences)
-    _penalise_output(logits, sequences)
+    apply_grammars(logits, rows, eos_token_ids)
+    _keep_allowed(logits, rows)
+    _mask_bad_words(logits, rows)
+    _mask_early_stops(logits, rows, eos_token_ids)
+    _add_bias(logits, rows)
+    _penalise_repetition(logits, rows)
+    _penalise_output(logits, rows)
 
 
-def wants_adjusting(sequence: Sequence) -> bool:
-    params = sequence.request.params
-    return (
-        sequence.output_length < params.min_tokens
-        or bool(params.logit_bias)
-        or params.repetition_penalty != 1.0
-        or _penalises_output(params)
-    )
+def wants_adjusting(row: SampleRow) -> bool:
+    return row.sequence.adjusted
 
 
 class _Entries:
@@ -62,55 +61,89 @@ class _Entries:
 
 
 def _mask_early_stops(
-    logits: torch.Tensor, sequences: Rows[Sequence], eos_token_ids: frozenset[int]
+    logits: torch.Tensor, rows: Rows[SampleRow], eos_token_ids: frozenset[int]
 ) -> None:
     entries = _Entries()
-    for row, sequence in enumerate(sequences):
-        params = sequence.request.params
-        if sequence.output_length < params.min_tokens:
+    for index, row in enumerate(rows):
+        params = row.sequence.request.params
+        if row.output_length < params.min_tokens and not has_grammar(row):
             stops = _ids(eos_token_ids.union(params.stop_token_ids))
-            entries.add(row, stops[stops < logits.shape[1]], -np.inf)
+            entries.add(index, stops[stops < logits.shape[1]], -np.inf)
     if entries:
-        index, values = entries.tensors(logits.device)
-        logits[index] = values
+        places, values = entries.tensors(logits.device)
+        logits[places] = values
 
 
-def _add_bias(logits: torch.Tensor, sequences: Rows[Sequence]) -> None:
+def _keep_allowed(logits: torch.Tensor, rows: Rows[SampleRow]) -> None:
+    for index, row in enumerate(rows):
+        allowed = row.sequence.request.params.allowed_token_ids
+        if allowed is not None:
+            columns = torch.from_numpy(_ids(allowed)).to(logits.device)
+            kept = logits[index, columns]
+            logits[index] = -torch.inf
+            logits[index, columns] = kept
+
+
+def _mask_bad_words(logits: torch.Tensor, rows: Rows[SampleRow]) -> None:
+    """The last token of a bad word, where the output ends with the tokens before it."""
     entries = _Entries()
-    for row, sequence in enumerate(sequences):
-        bias = sequence.request.params.logit_bias
-        if bias:
-            entries.add(row, _ids(bias.keys()), list(bias.values()))
+    for index, row in enumerate(rows):
+        words = row.sequence.request.params.bad_words_token_ids
+        if words:
+            last = [word[-1] for word in words if _ends_with(row, word[:-1])]
+            entries.add(index, _ids(last), -np.inf)
     if entries:
-        index, values = entries.tensors(logits.device)
-        logits[index] += values
+        places, values = entries.tensors(logits.device)
+        logits[places] = values
 
 
-def _penalise_repetition(logits: torch.Tensor, sequences: Rows[Sequence]) -> None:
+def _ends_with(row: SampleRow, ids: Rows[int]) -> bool:
+    """Whether the row's output ends with these tokens."""
+    size = len(ids)
+    if size > row.output_length:
+        return False
+    ahead = row.ahead[-size:] if size else ()
+    known = row.sequence.token_ids
+    missing = size - len(ahead)
+    return [*known[len(known) - missing :], *ahead] == [*ids]
+
+
+def _add_bias(logits: torch.Tensor, rows: Rows[SampleRow]) -> None:
+    entries = _Entries()
+    for index, row in enumerate(rows):
+        bias = row.sequence.request.params.logit_bias
+        if bias:
+            entries.add(index, _ids(bias.keys()), list(bias.values()))
+    if entries:
+        places, values = entries.tensors(logits.device)
+        logits[places] += values
+
+
+def _penalise_repetition(logits: torch.Tensor, rows: Rows[SampleRow]) -> None:
     """Tokens of prompt or output: positive logits divided by the penalty, others multiplied."""
     entries = _Entries()
-    for row, sequence in enumerate(sequences):
-        penalty = sequence.request.params.repetition_penalty
+    for index, row in enumerate(rows):
+        penalty = row.sequence.request.params.repetition_penalty
         if penalty != 1.0:
-            entries.add(row, np.unique(_ids(sequence.token_ids)), penalty)
+            entries.add(index, np.unique(_ids(row.token_ids)), penalty)
     if entries:
-        index, penalties = entries.tensors(logits.device)
-        found = logits[index]
-        logits[index] = torch.where(found > 0, found / penalties, found * penalties)
+        places, penalties = entries.tensors(logits.device)
+        found = logits[places]
+        logits[places] = torch.where(found > 0, found / penalties, found * penalties)
 
 
-def _penalise_output(logits: torch.Tensor, sequences: Rows[Sequence]) -> None:
+def _penalise_output(logits: torch.Tensor, rows: Rows[SampleRow]) -> None:
     """Output tokens only, as OpenAI defines the two penalties."""
     entries = _Entries()
-    for row, sequence in enumerate(sequences):
-        params = sequence.request.params
-        if sequence.output_length and _penalises_output(params):
-            output = sequence.token_ids[sequence.prompt_length :]
+    for index, row in enumerate(rows):
+        params = row.sequence.request.params
+        if row.output_length and _penalises_output(params):
+            output = row.token_ids[row.sequence.prompt_length :]
             ids, counts = np.unique(_ids(output), return_counts=True)
-            entries.add(row, ids, params.frequency_penalty * counts + params.presence_penalty)
+            entries.add(index, ids, params.frequency_penalty * counts + params.presence_penalty)
     if entries:
-        index, penalties = entries.tensors(logits.device)
-        logits[index] -= penalties
+        places, penalties = entries.tensors(logits.device)
+        logits[places] -= penalties
 
 
 def _penalises_output(params: SamplingParams) -> bool:

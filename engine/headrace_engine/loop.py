@@ -14,6 +14,7 @@ from threading import Condition, Thread
 from .engine import Engine
 from .errors import RequestError
 from .outputs import SequenceOutput
+from .profiling import StepProfiler
 from .request import EngineRequest
 from .stats import SchedulerStats
 
@@ -64,6 +65,7 @@ class EngineLoop:
         self._on_rejected = on_rejected
         self._on_failure = on_failure
         self._clock = clock
+        self.profiler = StepProfiler()
         self._condition = Condition()
         self._inbox: deque[_Add | _Abort] = deque()
         self._mode = _Mode.SERVE
@@ -154,7 +156,7 @@ class EngineLoop:
             self._obey(command)
         if self._engine.has_work:
             begun = self._clock()
-            outputs = self._engine.step()
+            outputs = self.profiler.step(self._engine.step)
             self._last_step_at = self._clock()
             self._on_step(outputs, self._engine.stats(), self._last_step_at - begun)
         elif any(isinstance(command, _Abort) for command in commands):

@@ -20,6 +20,7 @@ from headrace_common.protocol.base import Outcome
 from headrace_common.telemetry import Telemetry
 from headrace_common.tracing import EngineTimes, record_engine_spans, record_step_span
 
+from .speculation.stats import SpeculationStats
 from .stats import SchedulerStats
 
 STEP_SPAN_INTERVAL = 1000
@@ -91,6 +92,10 @@ class EngineMetrics:
         self._phases.record(waited, {**self._labels, names.PHASE: "queue"})
         if attempt > 1:
             self._redeliveries.add(1, self._labels)
+
+    def compiled(self, seconds: float) -> None:
+        """A request waited so long for what its output must match."""
+        self._phases.record(seconds, {**self._labels, names.PHASE: "compile"})
 
     def produced(self, request_id: str, tokens: int) -> None:
         """A step made output tokens for a request."""
@@ -219,15 +224,34 @@ def _blocks(now: _Snapshot) -> Iterable[tuple[dict[str, str], float]]:
     yield {names.STATE: "used", names.PLACE: "device"}, now.stats.blocks_used
     yield {names.STATE: "cached", names.PLACE: "device"}, now.stats.blocks_cached
     yield {names.STATE: "free", names.PLACE: "device"}, now.stats.blocks_free
+    yield {names.STATE: "used", names.PLACE: "host"}, now.stats.host_blocks_used
+    yield {names.STATE: "free", names.PLACE: "host"}, now.stats.host_blocks_free
+
+
+def _waste(now: _Snapshot) -> Iterable[tuple[dict[str, str], float]]:
+    yield {}, now.stats.kv_waste
+
+
+def _swapped(now: _Snapshot) -> Iterable[tuple[dict[str, str], float]]:
+    yield {names.KIND: "out"}, now.stats.swap_out_bytes
+    yield {names.KIND: "in"}, now.stats.swap_in_bytes
 
 
 def _preemptions(now: _Snapshot) -> Iterable[tuple[dict[str, str], float]]:
     yield {names.KIND: "recompute"}, now.stats.preemptions
+    yield {names.KIND: "swap"}, now.stats.swaps
 
 
 def _prefix_cache(now: _Snapshot) -> Iterable[tuple[dict[str, str], float]]:
     yield {names.RESULT: "hit"}, now.stats.prefix_hit_tokens
     yield {names.RESULT: "miss"}, now.stats.prefix_miss_tokens
+
+
+def _speculation(now: _Snapshot) -> Iterable[tuple[dict[str, str], float]]:
+    stats = now.stats.speculation
+    if stats is not None:
+        yield {names.RESULT: "accepted"}, stats.accepted_tokens
+        yield {names.RESULT: "rejected"}, stats.draft_tokens - stats.accepted_tokens
 
 
 def _tokens(now: _Snapshot) -> Iterable[tuple[dict[str, str], float]]:
@@ -239,10 +263,13 @@ _GAUGES: tuple[tuple[names.Metric, _Read], ...] = (
     (names.ENGINE_REQUESTS, _requests),
     (names.ENGINE_KV_UTILIZATION, _utilization),
     (names.ENGINE_KV_BLOCKS, _blocks),
+    (names.ENGINE_KV_WASTE, _waste),
 )
 _COUNTERS: tuple[tuple[names.Metric, _Read], ...] = (
     (names.ENGINE_PREEMPTIONS, _preemptions),
+    (names.ENGINE_KV_SWAPPED, _swapped),
     (names.ENGINE_PREFIX_CACHE_TOKENS, _prefix_cache),
+    (names.ENGINE_SPEC_TOKENS, _speculation),
     (names.ENGINE_TOKENS, _tokens),
 )
 
@@ -284,11 +311,28 @@ class _VllmNames(Collector):
         config.add_metric((*self._labels, str(self._block_size), str(total)), 1)
         yield config
         queries = stats.prefix_hit_tokens + stats.prefix_miss_tokens
-        yield self._counter(names.VLLM_PREEMPTIONS, "Preemptions.", stats.preemptions)
+        yield self._counter(names.VLLM_PREEMPTIONS, "Preemptions.", stats.preemptions + stats.swaps)
         yield self._counter(names.VLLM_PROMPT_TOKENS, "Prompt tokens.", now.input_tokens)
         yield self._counter(names.VLLM_GENERATION_TOKENS, "Output tokens.", now.output_tokens)
         yield self._counter(names.VLLM_PREFIX_CACHE_QUERIES, "Tokens looked up.", queries)
         yield self._counter(names.VLLM_PREFIX_CACHE_HITS, "Tokens found.", stats.prefix_hit_tokens)
+        if stats.speculation is not None:
+            yield from self._speculation(stats.speculation)
+
+    def _speculation(self, stats: SpeculationStats) -> Iterable[PrometheusMetric]:
+        yield self._counter(names.VLLM_SPEC_DRAFTS, "Proposals.", stats.drafts)
+        yield self._counter(names.VLLM_SPEC_DRAFT_TOKENS, "Drafted tokens.", stats.draft_tokens)
+        yield self._counter(
+            names.VLLM_SPEC_ACCEPTED, "Accepted drafted tokens.", stats.accepted_tokens
+        )
+        positions = CounterMetricFamily(
+            names.VLLM_SPEC_ACCEPTED_PER_POSITION,
+            "Proposals whose token at a position, from 0, was accepted.",
+            labels=(*names.VLLM_LABELS, "position"),
+        )
+        for position, count in enumerate(stats.accepted_per_position):
+            positions.add_metric((*self._labels, str(position)), count)
+        yield positions
 
     def _gauge(self, name: str, text: str, value: float) -> PrometheusMetric:
         family = GaugeMetricFamily(name, text, labels=names.VLLM_LABELS)

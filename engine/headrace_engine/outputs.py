@@ -27,7 +27,9 @@ class SequenceOutput:
     A finished choice has a `finish_reason`; `stop_token` is the stop token id that ended it, None
     for the end-of-sequence token. `cached_tokens` counts prompt tokens found in the prefix cache.
     `logprobs` has one entry a token, or is None where the request asked for none. `reason` says
-    in words why the policy ended a choice, whose `finish_reason` is then ABORT.
+    in words why the policy ended a choice, whose `finish_reason` is then ABORT, or why its
+    grammar did (ERROR). `embedding` (packed float32) is all there is where the request asked for
+    one. `prompt_logprobs`, of the prompt but for its first token, come once a request that asked.
     """
 
     request_id: str
@@ -39,3 +41,5 @@ class SequenceOutput:
     stop_token: int | None = None
     cached_tokens: int = 0
     reason: str | None = None
+    embedding: bytes | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None

@@ -3,10 +3,15 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
+from typing import TYPE_CHECKING
 
+from headrace_common.pooling import PoolingParams
 from headrace_common.sampling import SamplingParams
 
 from .errors import IllegalTransition
+
+if TYPE_CHECKING:
+    from .grammar.compiled import CompiledGrammar, GrammarCursor
 
 
 class State(StrEnum):
@@ -41,6 +46,10 @@ class EngineRequest:
     `resume` holds, for a request that another engine began, the output tokens that the client
     already has, one tuple a choice: they are kept apart from the prompt, so that penalties, length
     limits and random numbers go on as if nothing had happened. `cache_salt` parts prefix caches.
+    With `pooling` it ends with the prompt's embedding and makes no tokens. `grammar` is
+    `params.structured_outputs`, compiled by the caller. `candidates` is set inside the engine, for
+    beams: how many of the most likely tokens the search looks at. `logprobs` is what the sampler
+    reads: those, or the user's.
     `arrival` and `deadline` are seconds of one clock. `priority` 0 is normal, lower is sooner.
     """
 
@@ -54,15 +63,26 @@ class EngineRequest:
     tenant: str = "default"
     cache_salt: bytes = b""
     resume: tuple[tuple[int, ...], ...] = ()
+    pooling: PoolingParams | None = None
+    grammar: "CompiledGrammar | None" = None
+    candidates: int | None = None
+    logprobs: int | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        logprobs = self.params.logprobs if self.candidates is None else self.candidates
+        object.__setattr__(self, "logprobs", logprobs)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """One choice of a request. Owned by the scheduler; the runner only reads it.
 
     Token positions: [0, computed) have their KV in `block_table`; [computed, len(token_ids)) are
     known but not run yet (one token while decoding, more while prefilling or recomputing).
-    `block_hashes` are the prefix-cache keys of its leading full blocks, as far as asked for.
+    `block_hashes` are the prefix-cache keys of its leading full blocks, as far as asked for. While
+    it is SWAPPED, the KV of [0, computed) is in `host_blocks` and `block_table` is empty. The first
+    `released` places of `block_table` are of blocks that fell out of a sliding window. `adjusted`:
+    whether its parameters change logits before a token is chosen.
     """
 
     request: EngineRequest
@@ -70,9 +90,17 @@ class Sequence:
     token_ids: list[int]
     computed: int = 0
     block_table: list[int] = field(default_factory=list)
+    released: int = 0
     state: State = State.WAITING
     cached_tokens: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
+    host_blocks: list[int] = field(default_factory=list)
+    grammar_cursor: "GrammarCursor | None" = None
+    adjusted: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Asked for each row of each step.
+        self.adjusted = self.request.params.adjusts_logits
 
     @property
     def prompt_length(self) -> int:
@@ -89,3 +117,24 @@ class Sequence:
                 f"{self.request.request_id}/{self.choice}: {self.state} -> {to} is not allowed"
             )
         self.state = to
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceView:
+    """A sequence as it stands, for whoever looks from outside. `computed` tokens have their KV."""
+
+    choice: int
+    state: State
+    tokens: int
+    computed: int
+    blocks: int
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> "SequenceView":
+        return cls(
+            sequence.choice,
+            sequence.state,
+            len(sequence.token_ids),
+            sequence.computed,
+            len(sequence.block_table),
+        )

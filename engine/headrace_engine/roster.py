@@ -24,15 +24,16 @@ from headrace_common.messages import (
     Takeover,
 )
 from headrace_common.protocol.base import Beat, EngineQueue, Lease, Outcome, Progress, Verdict
-from headrace_common.tracing import carried_trace_id
 
 from .active import ActiveRequest
+from .compilation import Compilation
+from .endings import failure_of, log_fields, summary
 from .errors import RequestError
 from .loop import EngineLoop
 from .metrics import EngineMetrics
 from .outbox import Outbox, persist
 from .outputs import SequenceOutput
-from .request import FinishReason
+from .request import EngineRequest, FinishReason
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class Roster:
     `beat` renews the leases of some requests and acts on the verdicts, where Redis can be reached.
     `changed` is called when room may have come free, `failed` with an error that is a bug.
     `resume_timeout` (seconds): how long a gateway may take to say what its client has before it is
-    checked whether the gateway lives.
+    checked whether the gateway lives. `compilation` prepares requests that must match something.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Roster:
         *,
         queue: EngineQueue,
         loop: EngineLoop,
+        compilation: Compilation,
         outbox: Outbox,
         metrics: EngineMetrics,
         beat: Callable[[Sequence[ActiveRequest]], Awaitable[None]],
@@ -60,6 +62,7 @@ class Roster:
     ) -> None:
         self._queue = queue
         self._loop = loop
+        self._compilation = compilation
         self._outbox = outbox
         self._metrics = metrics
         self._beat = beat
@@ -79,7 +82,7 @@ class Roster:
 
     @property
     def sequences(self) -> int:
-        return sum(len(active.choices) for active in self._active.values())
+        return sum(active.request.sampling.branches for active in self._active.values())
 
     @property
     def has_suspect(self) -> bool:
@@ -128,6 +131,20 @@ class Roster:
     def _run(self, active: ActiveRequest) -> None:
         request = active.engine_request(active.request.created_ms / 1000)
         self._by_engine_key[request.request_id] = active
+        if request.params.structured_outputs is None:
+            self._start(active, request)
+        else:
+            self._spawn(self._compile_and_start(active, request))
+
+    async def _compile_and_start(self, active: ActiveRequest, request: EngineRequest) -> None:
+        try:
+            request = await self._compilation.complete(request)
+        except RequestError as error:
+            self.on_rejected(request.request_id, error)
+        if self._by_engine_key.get(request.request_id) is active:
+            self._start(active, request)
+
+    def _start(self, active: ActiveRequest, request: EngineRequest) -> None:
         self._loop.add(request)
         for number, choice in enumerate(active.choices):
             if choice.finish_reason is not None:
@@ -210,7 +227,7 @@ class Roster:
         """Passes new tokens on; returns how many."""
         active = self._by_engine_key.get(output.request_id)
         if active is not None and output.finish_reason is FinishReason.ERROR:
-            self._fail(active, FailureCode.INTERNAL, "the model's output is not finite")
+            self._fail(active, *failure_of(output))
             return 0
         if active is not None and output.reason is not None and not active.has_output:
             self._fail(active, FailureCode.DEADLINE, output.reason)
@@ -239,7 +256,7 @@ class Roster:
             if one.gateway_id == gateway_id and one.request.window_ms / 1000 <= gone_for
         ]
         for active in orphans:
-            logger.info("request cancelled: its gateway is gone", extra=_fields(active))
+            logger.info("request cancelled: its gateway is gone", extra=log_fields(active))
             self._fail(active, FailureCode.CANCELLED, "its gateway is gone")
 
     def drop(self, active: ActiveRequest) -> None:
@@ -252,7 +269,7 @@ class Roster:
         self._outbox.end(active.request_id, active.attempt, outcome)
         self._metrics.ended(active.request, outcome)
         self._forget(active)
-        logger.info("request ended", extra={**_fields(active), **_summary(outcome)})
+        logger.info("request ended", extra={**log_fields(active), **summary(outcome)})
 
     def _fail(self, active: ActiveRequest, failure: FailureCode, message: str) -> None:
         failed = Failed(
@@ -363,14 +380,14 @@ class Roster:
                 active.note_journal(beat.journaled)
                 self._reroute(active, beat.gateway_id)
             case Verdict.STOLEN:
-                logger.info("request taken over by another engine", extra=_fields(active))
+                logger.info("request taken over by another engine", extra=log_fields(active))
                 self.drop(active)
             case Verdict.CANCELLED:
                 self._fail(active, FailureCode.CANCELLED, "cancelled")
             case Verdict.EXPIRED:
                 self._fail(active, FailureCode.DEADLINE, "its deadline is over")
             case Verdict.MISSING:
-                logger.warning("redis has lost a running request", extra=_fields(active))
+                logger.warning("redis has lost a running request", extra=log_fields(active))
 
     async def close(self) -> None:
         """Ends what waits for gateways."""
@@ -378,16 +395,3 @@ class Roster:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _fields(active: ActiveRequest) -> dict[str, object]:
-    fields: dict[str, object] = {"request_id": active.request_id, "attempt": active.attempt}
-    trace_id = carried_trace_id(active.request.trace)
-    return fields if trace_id is None else {**fields, "trace_id": trace_id}
-
-
-def _summary(outcome: Outcome) -> dict[str, object]:
-    return {
-        "output_tokens": sum(len(choice.token_ids) for choice in outcome.choices),
-        "failure": None if outcome.failed is None else outcome.failed.failure.value,
-    }

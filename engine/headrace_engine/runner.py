@@ -4,35 +4,31 @@ Does what a plan says and decides nothing about sequences; never calls the sched
 """
 
 import logging
+from dataclasses import replace
+from time import perf_counter
 
-import numpy as np
 import torch
 
 from headrace_common.sampling import SamplingParams
 
-from . import attention
-from .attention.base import AttentionBackend, KVSpec, LayerCache
-from .batch import build
+from .attention.base import AttentionBackend, LayerCache
+from .batch import StepBatch, build
 from .config import EngineConfig
 from .errors import ConfigError
-from .kernels.ops import make_ops
+from .host_pool import HostPool
 from .kv_budget import count_blocks
-from .model.base import CausalModel
-from .model.checkpoint import Checkpoint, load_checkpoint
-from .model.ops import TorchOps
-from .model.registry import Placement, load_model
-from .model.weights import stored_dtype
-from .plan import ScheduledSequence, StepPlan, StepResult
+from .logprobs import score_prompts
+from .model.base import CausalModel, ForwardBatch
+from .outputs import SampledToken
+from .placement import place_model
+from .plan import SampleRow, ScheduledSequence, StepPlan, StepResult
+from .pooling import Pooler
 from .request import EngineRequest, Sequence
 from .sampler import Sampler
+from .speculation.acceptance import group
+from .speculation.draft_model import DraftModel
 
 logger = logging.getLogger(__name__)
-
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 
 class ModelRunner:
@@ -42,35 +38,27 @@ class ModelRunner:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        checkpoint = load_checkpoint(config.model, config.revision)
-        self._device = pick_device(config.device)
-        self._dtype = pick_dtype(config.dtype, checkpoint)
-        self._attention = attention.select(config.attention_backend, self._device, self._dtype)
-        # The reference is plain torch throughout, native kernels included in all else.
-        plain = self._attention.name == "reference"
-        ops = TorchOps() if plain else make_ops(self._device)
-        placement = Placement(
-            self._device,
-            self._dtype,
-            self._attention,
-            ops,
-            config.max_model_len,
-            config.quantization,
-        )
-        with torch.inference_mode():
-            loaded = load_model(config, checkpoint, placement)
-        self._model: CausalModel = loaded.model
-        self.max_model_len = loaded.max_model_len
-        self.vocab_size = self._model.vocab_size
-        self.eos_token_ids = frozenset(checkpoint.eos_token_ids)
+        draft = DraftModel.of(config)
+        placed = place_model(config)
+        self._placed, self._model, self._attention = placed, placed.model, placed.attention
+        self._device, self._dtype = placed.device, placed.dtype
+        self.max_model_len = placed.max_model_len
+        self.sliding_window = placed.sliding_window
+        self.vocab_size = placed.model.vocab_size
+        self.eos_token_ids = placed.eos_token_ids
         self.block_size = config.block_size
-        self._sampler = Sampler(self.eos_token_ids, ops)
+        self.pooler_config = placed.pooler_config
+        self._pooler = None if placed.pooler_config is None else Pooler(placed.pooler_config)
+        self._sampler = Sampler(self.eos_token_ids, placed.ops)
+        self._draft = draft
         self._config = config
         self._caches: tuple[LayerCache, ...] = ()
+        self.host_pool: HostPool | None = None  # the profile run swaps nothing
         self.num_blocks = self._size_cache()
         self._caches = self._allocate(self.num_blocks)
+        self.host_pool = HostPool(config, self._caches) if config.swap_space else None
+        if draft is not None:
+            draft.serve(self.num_blocks, self.vocab_size, self.eos_token_ids)
         logger.info("KV cache allocated", extra={"blocks": self.num_blocks})
 
     @property
@@ -86,19 +74,54 @@ class ModelRunner:
         return self._model
 
     @property
+    def draft_model(self) -> DraftModel | None:
+        """The draft model of speculative decoding, which has as many KV blocks as the target."""
+        return self._draft
+
+    @property
     def attention(self) -> AttentionBackend:
         return self._attention
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Copies blocks, computes the plan's runs and samples a token for each that asks."""
+        host, swapping, begun = self.host_pool, 0.0, perf_counter()
+        if host is not None:
+            with torch.inference_mode():
+                swapping = host.swap(plan)
+        result = self._compute(plan)
+        if host is not None:
+            host.synchronize()
+        return replace(result, seconds=perf_counter() - begun, swap_seconds=swapping)
+
+    def _compute(self, plan: StepPlan) -> StepResult:
         with torch.inference_mode():
             if plan.copies:
-                self._copy(plan.copies)
+                self._placed.copy_blocks(self._caches, plan.copies)
             batch = build(plan, self.block_size, self._device)
+            if self._pooler is not None:
+                return self._embed(self._pooler, plan, batch.forward)
             logits = self._model.forward(batch.forward, self._caches)
-            if not batch.sampling:
-                return StepResult(())
-            return StepResult(self._sampler.sample(logits, batch.sampling))
+            if batch.scoring:
+                return self._score(plan, batch, logits)
+            return StepResult(self._sample(plan, batch, logits))
+
+    def _sample(
+        self, plan: StepPlan, batch: StepBatch, logits: torch.Tensor
+    ) -> tuple[tuple[SampledToken, ...] | None, ...]:
+        if not batch.sampling:
+            return ()
+        drafts = [item.drafts for item in plan.scheduled if item.samples]
+        return group(drafts, self._sampler.sample(logits, batch.sampling))
+
+    def _score(self, plan: StepPlan, batch: StepBatch, logits: torch.Tensor) -> StepResult:
+        sampling = len(batch.sampling)
+        scored = score_prompts(logits[sampling:], batch.scoring)
+        return StepResult(self._sample(plan, batch, logits[:sampling]), scored=scored)
+
+    def _embed(self, pooler: Pooler, plan: StepPlan, batch: ForwardBatch) -> StepResult:
+        rows = pooler.rows(batch.logits_rows, plan.num_tokens)
+        hidden = self._model.forward(replace(batch, logits_rows=rows), self._caches)
+        return StepResult((), pooler.pool(plan, hidden))
 
     def warm_up(self) -> None:
         """Runs a small prefill and a decode, so that the first request meets warm code paths.
@@ -113,14 +136,13 @@ class ModelRunner:
         if length < self.block_size:
             step = ScheduledSequence(sequence, length, 1, samples=True)
             self.execute(StepPlan((step,), (), 1))
-
-    def _copy(self, copies: tuple[tuple[int, int], ...]) -> None:
-        pairs = torch.from_numpy(np.array(copies, dtype=np.int64)).to(self._device)
-        for cache in self._caches:
-            self._attention.copy_blocks(cache, pairs)
+        if self._draft is not None:
+            plan = _dummy_plan(1, 1, self.block_size, num_blocks=1)
+            self._draft.execute(plan, (SampleRow(plan.scheduled[0].sequence),))
 
     def _size_cache(self) -> int:
-        per_block = sum(self._attention.block_bytes(spec) for spec in self._specs())
+        per_block = self._placed.block_bytes(self.block_size)
+        per_block += 0 if self._draft is None else self._draft.block_bytes
         blocks = count_blocks(
             self._config, self._device, per_block, self.max_model_len, self._profile
         )
@@ -139,63 +161,41 @@ class ModelRunner:
         return blocks
 
     def _profile(self) -> None:
-        """The largest step: every token of the budget, every sequence sampling."""
+        """The largest step: every token of the budget, every sequence sampling, with drafts."""
+        speculation = self._config.speculative_config
+        drafts = 0 if speculation is None else speculation.num_speculative_tokens
         budget = self._config.max_num_batched_tokens
         length = min(-(-budget // min(self._config.max_num_seqs, budget)), self.max_model_len)
         sequences = -(-budget // length)
         blocks = -(-length // self.block_size)
         self._caches = self._allocate(blocks)
-        self.execute(_dummy_plan(sequences, length, self.block_size, blocks))
+        self.execute(_dummy_plan(sequences, length, self.block_size, blocks, drafts))
         self._caches = ()
 
     def _allocate(self, num_blocks: int) -> tuple[LayerCache, ...]:
-        return tuple(self._attention.allocate(num_blocks, spec) for spec in self._specs())
-
-    def _specs(self) -> list[KVSpec]:
-        return [
-            KVSpec(shape.num_kv_heads, shape.head_dim, self.block_size, self._dtype, self._device)
-            for shape in self._model.kv_shapes
-        ]
+        return self._placed.allocate(num_blocks, self.block_size)
 
 
-def pick_device(name: str) -> torch.device:
-    """The device of a setting; `auto` is the first GPU where there is one."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device {name!r} is not known to torch: {error}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device must be auto, cpu or cuda, not {name!r}")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device cuda was asked for, but torch finds no CUDA device")
-    return device
-
-
-def pick_dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype of a setting; `auto` is the checkpoint's, by config.json or by its tensors."""
-    if name == "auto":
-        name = checkpoint.dtype_name or "stored"
-    if name == "stored":
-        stored = stored_dtype(checkpoint.folder)
-        return torch.float32 if stored is torch.float64 else stored
-    if name not in DTYPES:
-        raise ConfigError(f"dtype must be one of auto, {', '.join(DTYPES)}, not {name!r}")
-    return DTYPES[name]
-
-
-def _dummy_plan(sequences: int, length: int, block_size: int, num_blocks: int) -> StepPlan:
-    """Prefills of zeros that all write into the same blocks."""
+def _dummy_plan(
+    sequences: int, length: int, block_size: int, num_blocks: int, drafts: int = 0
+) -> StepPlan:
+    """Prefills of zeros that all write into the same blocks; of `length` tokens up to `drafts` are
+    drafts."""
+    drafts = min(drafts, length - 1)
+    known = length - drafts
     blocks = list(range(num_blocks))
     assert num_blocks * block_size >= length, "a dummy sequence must fit its blocks"
     request = EngineRequest(
-        request_id="warm-up", prompt_token_ids=(0,) * length, params=SamplingParams(), seed=0
+        request_id="warm-up", prompt_token_ids=(0,) * known, params=SamplingParams(), seed=0
     )
     return StepPlan(
         tuple(
             ScheduledSequence(
-                Sequence(request, index, [0] * length, block_table=blocks), 0, length, samples=True
+                Sequence(request, index, [0] * known, block_table=blocks),
+                0,
+                known,
+                samples=True,
+                drafts=(0,) * drafts,
             )
             for index in range(sequences)
         ),

@@ -12,10 +12,11 @@ import torch
 
 from .filters import draw, thresholds
 from .logits import adjust, wants_adjusting
+from .logprobs import read_logprobs
 from .model.ops import Ops
 from .outputs import SampledToken, TokenLogprobs
+from .plan import SampleRow
 from .randomness import uniforms
-from .request import Sequence
 
 
 class Sampler:
@@ -23,30 +24,30 @@ class Sampler:
         self._eos_token_ids, self._ops = eos_token_ids, ops
 
     def sample(
-        self, logits: torch.Tensor, sequences: Rows[Sequence]
+        self, logits: torch.Tensor, rows: Rows[SampleRow]
     ) -> tuple[SampledToken | None, ...]:
         """One token a row, None for a row with NaN or infinite logits.
 
         `logits` [R, V], of any float dtype, belong to the sampler from here on.
         Log probabilities are the model's own, before any parameter changed them (vLLM's default).
         """
-        asked = _logprob_rows(sequences)
+        asked = _logprob_rows(rows)
         raw = torch.log_softmax(_take(logits, asked).float(), -1) if asked else None
-        if any(map(wants_adjusting, sequences)):
+        if any(map(wants_adjusting, rows)):
             logits = logits.float()
-            adjust(logits, sequences, self._eos_token_ids)
+            adjust(logits, rows, self._eos_token_ids)
         tokens, best = self._ops.argmax(logits)
         broken = _neutralise_broken(logits, best)
-        _replace_random(tokens, logits, best, sequences)
+        _replace_random(tokens, logits, best, rows)
         ids = tokens.tolist()
         if raw is None and not broken:
             return tuple(map(SampledToken, ids))
         found: dict[int, TokenLogprobs] = {}
         if raw is not None:
-            found = dict(zip(asked, _logprobs(raw, tokens[asked], sequences, asked), strict=True))
+            found = dict(zip(asked, _logprobs(raw, tokens[asked], rows, asked), strict=True))
         return tuple(
-            None if row in broken else SampledToken(token, found.get(row))
-            for row, token in enumerate(ids)
+            None if index in broken else SampledToken(token, found.get(index))
+            for index, token in enumerate(ids)
         )
 
 
@@ -60,50 +61,36 @@ def _neutralise_broken(logits: torch.Tensor, best: torch.Tensor) -> frozenset[in
 
 
 def _replace_random(
-    tokens: torch.Tensor, logits: torch.Tensor, best: torch.Tensor, sequences: Rows[Sequence]
+    tokens: torch.Tensor, logits: torch.Tensor, best: torch.Tensor, rows: Rows[SampleRow]
 ) -> None:
     """Writes the drawn tokens of the rows with a temperature over the greedy ones."""
-    rows = [row for row, one in enumerate(sequences) if not one.request.params.greedy]
-    if not rows:
+    drawing = [index for index, row in enumerate(rows) if not row.sequence.request.params.greedy]
+    if not drawing:
         return
-    chosen = [sequences[row] for row in rows]
-    params = [sequence.request.params for sequence in chosen]
+    chosen = [rows[index] for index in drawing]
+    params = [row.sequence.request.params for row in chosen]
     temperature = torch.tensor([one.temperature for one in params], device=logits.device)
-    scaled = _take(logits, rows).float() - _take(best, rows).float()[:, None]
+    scaled = _take(logits, drawing).float() - _take(best, drawing).float()[:, None]
     scaled /= temperature[:, None]
     numbers = uniforms(
-        [sequence.request.seed for sequence in chosen],
-        [sequence.choice for sequence in chosen],
-        [sequence.output_length for sequence in chosen],
+        [row.sequence.request.seed for row in chosen],
+        [row.sequence.choice for row in chosen],
+        [row.output_length for row in chosen],
     )
     drawn = draw(scaled, thresholds(scaled, params), torch.from_numpy(numbers).to(logits.device))
-    tokens[torch.tensor(rows, device=logits.device)] = drawn
+    tokens[torch.tensor(drawing, device=logits.device)] = drawn
 
 
-def _logprob_rows(sequences: Rows[Sequence]) -> list[int]:
-    return [row for row, one in enumerate(sequences) if one.request.params.logprobs is not None]
+def _logprob_rows(rows: Rows[SampleRow]) -> list[int]:
+    return [index for index, row in enumerate(rows) if row.sequence.request.logprobs is not None]
 
 
 def _logprobs(
-    raw: torch.Tensor, tokens: torch.Tensor, sequences: Rows[Sequence], rows: list[int]
+    raw: torch.Tensor, tokens: torch.Tensor, rows: Rows[SampleRow], asked: list[int]
 ) -> list[TokenLogprobs]:
-    """The entries of `rows`; raw log probabilities [N, V] and chosen tokens [N] are theirs."""
-    counts = [sequences[row].request.params.logprobs or 0 for row in rows]
-    chosen = raw.gather(1, tokens[:, None])
-    ranks = (raw > chosen).sum(-1) + 1
-    most = min(max(counts), raw.shape[1])
-    top = raw.topk(most, dim=-1)
-    return [
-        TokenLogprobs(logprob, rank, tuple(zip(ids[:count], values[:count], strict=True)))
-        for logprob, rank, ids, values, count in zip(
-            chosen.squeeze(1).tolist(),
-            ranks.tolist(),
-            top.indices.tolist(),
-            top.values.tolist(),
-            counts,
-            strict=True,
-        )
-    ]
+    """The entries of `asked`; raw log probabilities [N, V] and chosen tokens [N] are theirs."""
+    counts = [rows[index].sequence.request.logprobs or 0 for index in asked]
+    return read_logprobs(raw, tokens, counts)
 
 
 def _take(matrix: torch.Tensor, rows: list[int]) -> torch.Tensor:

@@ -9,21 +9,26 @@ early and who is late is the policy's to say. A step costs O(running), however m
 """
 
 from collections.abc import Iterator
-from itertools import chain
+from dataclasses import replace
 
+from .admission import Admission
+from .books import Books
 from .config import EngineConfig
-from .displacement import choose_victims
 from .errors import RequestError
 from .group import Group, open_group
-from .kv_cache import Copies, KVCache
-from .outputs import SampledToken, SequenceOutput
-from .plan import ScheduledSequence, StepPlan, StepResult
+from .held import HeldRequests
+from .host_cache import HostCache
+from .kv_cache import Copies, KVCache, unused_slots
+from .outputs import SampledToken, SequenceOutput, TokenLogprobs
+from .pacing import Pacing
+from .plan import NO_DRAFTS, Drafts, ScheduledSequence, StepPlan, StepResult
 from .policies import Policy
-from .request import EngineRequest, FinishReason, Sequence, State
+from .pressure import MemoryPressure
+from .request import EngineRequest, FinishReason, Sequence, SequenceView, State
 from .stats import SchedulerStats
 from .stopping import StopRule
+from .swapping import Swapping
 from .validation import Limits, check_request
-from .waiting import Key
 
 
 class Scheduler:
@@ -37,51 +42,76 @@ class Scheduler:
         self._token_budget = config.max_num_batched_tokens
         # Each running sequence may ask for a token a step, so none is left out of a step for ever.
         self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
-        self._kv = KVCache(limits.num_blocks, limits.block_size, config.enable_prefix_caching)
+        self._kv = KVCache(
+            limits.num_blocks,
+            limits.block_size,
+            config.enable_prefix_caching,
+            limits.sliding_window,
+        )
         self._watermark = int(config.watermark * limits.num_blocks)
-        self._groups: dict[str, Group] = {}
-        self._waiting = policy.queue()
-        # Running sequences, in the order in which they came to that phase. A dict is a set that
-        # keeps its order and removes in O(1).
-        self._decoding: dict[Sequence, None] = {}
-        self._prefilling: dict[Sequence, None] = {}
-        # Ends by the policy that nobody was told of yet.
-        self._shed: list[SequenceOutput] = []
+        host = HostCache(limits.num_host_blocks, self._kv) if limits.num_host_blocks else None
+        self._books = Books(policy, self._kv, self._max_running, host)
+        self._swapping = None if host is None else Swapping(self._books, host)
+        self._pressure = MemoryPressure(self._books, self._swapping, self._watermark)
+        self._admission = Admission(self._books, self._pressure, self._swapping, self._watermark)
+        self._held = HeldRequests(self._books, limits)
+        self._pacing = Pacing(config.itl_target)
         self._arrivals = 0
-        self._unfinished = 0
-        self._preemptions = 0
-        self._prefix_hits = 0
-        self._prefix_misses = 0
         self._step_prefill = 0
         self._step_decode = 0
 
     @property
     def has_work(self) -> bool:
-        return bool(self._groups)
+        return bool(self._books.groups)
 
     @property
     def kv_cache(self) -> KVCache:
         return self._kv
 
+    @property
+    def host_cache(self) -> HostCache | None:
+        """The blocks of swapped sequences; None without swap space."""
+        return self._books.host
+
+    def sequences(self) -> dict[str, tuple[SequenceView, ...]]:
+        """The unfinished sequences by request. Any thread may ask."""
+        return {
+            group.request.request_id: tuple(map(SequenceView.of, list(group.sequences)))
+            for group in list(self._books.groups.values())
+        }
+
     def running(self) -> Iterator[Sequence]:
         """The running sequences; they hold all used blocks. Valid until the next call."""
-        return chain(self._decoding, self._prefilling)
+        return self._books.running()
+
+    def swapped(self) -> Iterator[Sequence]:
+        """The sequences in host memory, in no order."""
+        return iter(self._books.swapped)
 
     def stats(self) -> SchedulerStats:
-        pool = self._kv.pool
-        running = len(self._decoding) + len(self._prefilling)
+        pool, books, swapping = self._kv.pool, self._books, self._swapping
+        running, swapped = books.num_running, len(books.swapped)
+        unused = unused_slots(books.running(), self._limits.block_size)
+        block_bytes = self._limits.bytes_per_block
         return SchedulerStats(
             running=running,
-            waiting=self._unfinished - running,
-            swapped=0,
+            waiting=books.unfinished - running - swapped,
+            swapped=swapped,
             blocks_used=pool.num_used,
             blocks_cached=pool.num_cached,
             blocks_free=pool.num_free - pool.num_cached,
-            preemptions=self._preemptions,
-            prefix_hit_tokens=self._prefix_hits,
-            prefix_miss_tokens=self._prefix_misses,
+            preemptions=self._pressure.recomputed,
+            prefix_hit_tokens=self._admission.prefix_hits,
+            prefix_miss_tokens=self._admission.prefix_misses,
             step_prefill_tokens=self._step_prefill,
             step_decode_tokens=self._step_decode,
+            swaps=0 if swapping is None else swapping.swapped_out,
+            swap_out_bytes=0 if swapping is None else swapping.blocks_out * block_bytes,
+            swap_in_bytes=0 if swapping is None else swapping.blocks_in * block_bytes,
+            host_blocks_used=0 if swapping is None else swapping.host.pool.num_used,
+            host_blocks_free=0 if swapping is None else swapping.host.pool.num_free,
+            kv_slots_used=pool.num_used * self._limits.block_size - unused,
+            kv_slots_unused=unused,
         )
 
     def add(self, request: EngineRequest) -> list[SequenceOutput]:
@@ -89,312 +119,254 @@ class Scheduler:
 
         Raises RequestError where the request cannot run here, or its id is in use.
         """
-        if request.request_id in self._groups:
+        if request.request_id in self._books.groups:
             raise RequestError(f"request_id {request.request_id!r} is running: choose another")
         check_request(request, self._limits)
         room = self._limits.max_length - len(request.prompt_token_ids)
         rule = StopRule.of(request.params, self._limits.eos_token_ids, room)
         self._arrivals += 1
-        group, ended = open_group(request, self._policy.key(request, self._arrivals), rule)
+        key = self._policy.key(request, self._arrivals)
+        if request.params.answers_at_end:
+            self._books.open(self._held.open(request, key, rule))
+            return []
+        group, ended = open_group(request, key, rule)
         if group.sequences:
-            self._groups[request.request_id] = group
-            self._unfinished += len(group.sequences)
-            self._policy.arrived(request)
-            self._queue_leader(group)
+            self._books.open(group)
         return ended
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """Ends one choice or all of a request without output; an unknown one is no error."""
-        group = self._groups.get(request_id)
+        if choice is not None and request_id in self._held:
+            if not self._held.mute(request_id, choice):
+                return
+            choice = None
+        self._held.forget(request_id)
+        group = self._books.groups.get(request_id)
         if group is None:
             return
         for sequence in group.sequences.copy():
             if choice is None or sequence.choice == choice:
-                self._finish(group, sequence)
+                self._books.finish(group, sequence)
 
     def take_shed(self) -> list[SequenceOutput]:
         """The last outputs of choices that the policy ended since this was asked last."""
-        shed, self._shed = self._shed, []
-        return shed
+        shed, self._books.shed = self._books.shed, []
+        return self._held.sift(shed) if shed else shed
 
-    def plan(self) -> StepPlan | None:
+    def draftable(self) -> list[tuple[Sequence, int]]:
+        """The decoding sequences and how many drafts each can use before its output is full."""
+        groups = self._books.groups
+        return [
+            (seq, groups[seq.request.request_id].rule.max_output - seq.output_length - 1)
+            for seq in self._books.decoding
+            if seq.request.candidates is None  # a beam's next token is its search's to choose
+        ]
+
+    def plan(self, drafts: Drafts = NO_DRAFTS) -> StepPlan | None:
         """Decides the next step and gives it its blocks; None where nothing is to be done.
 
+        `drafts` are run as far as budget and free blocks go once all else has its share.
         The policy may end requests here: see `take_shed`.
         """
+        books, swapping = self._books, self._swapping
+        if swapping is not None:
+            swapping.host.settle()
         for request_id, reason in self._policy.expired():
-            self._end(self._groups[request_id], reason)
-        if self._policy.preempts and self._waiting:
-            self._displace()
-        needy = self._make_room()
+            books.end(books.groups[request_id], reason)
+        if self._policy.preempts and (books.waiting or books.swapped):
+            self._admission.displace(self._token_budget - len(books.decoding))
+        needy = self._pressure.make_room()
         copies: Copies = []
         for sequence in needy:
             self._kv.extend(sequence, sequence.computed + 1, copies)
-        scheduled = [ScheduledSequence(seq, seq.computed, 1, True) for seq in self._decoding]
+        scheduled = [ScheduledSequence(seq, seq.computed, 1, True) for seq in books.decoding]
         decodes = len(scheduled)
-        budget = self._token_budget - decodes
-        if self._prefilling:
-            budget = self._continue_prefills(budget, scheduled, copies)
-        if self._waiting:
-            budget = self._admit(budget, scheduled, copies)
+        budget = room = self._pacing.prompt_tokens(self._token_budget - decodes, decodes)
+        if books.prefilling:
+            budget = self._admission.continue_prefills(budget, scheduled, copies)
+        if books.waiting or books.swapped:
+            budget = self._admission.admit(budget, scheduled, copies)
         if not scheduled:
             return None
-        tokens = self._token_budget - budget
-        self._step_decode = decodes
-        self._step_prefill = tokens - decodes
-        return StepPlan(tuple(scheduled), tuple(copies), tokens)
+        self._step_prefill = room - budget
+        tokens = decodes + self._step_prefill
+        if drafts and (rest := self._token_budget - tokens):
+            tokens += self._add_drafts(drafts, scheduled, decodes, rest, copies)
+        self._step_decode = tokens - self._step_prefill
+        if swapping is None:
+            return StepPlan(tuple(scheduled), tuple(copies), tokens)
+        return StepPlan(tuple(scheduled), tuple(copies), tokens, *swapping.take())
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
         """Books what the step computed. Choices that were aborted meanwhile are passed over."""
+        if result.embeddings:
+            return self._update_embeddings(plan, result.embeddings)
+        self._pressure.observe(plan, result)
+        computing = result.seconds - result.swap_seconds
+        self._pacing.observe(self._step_decode, self._step_prefill, computing)
+        self._score(plan, result)
         outputs: list[SequenceOutput] = []
         sampled = iter(result.sampled)
-        size = self._limits.block_size
-        for item in plan.scheduled:
-            token = next(sampled) if item.samples else None
-            sequence = item.sequence
+        size, groups = self._limits.block_size, self._books.groups
+        for sequence, start, length, samples, drafts, _ in plan.scheduled:
+            tokens = next(sampled) if samples else None
             if sequence.state is not State.RUNNING:
                 continue
-            end = sequence.computed = item.start + item.length
-            if end % size < item.length:  # the run filled a block
-                self._kv.register(sequence, item.start, end)
-            group = self._groups[sequence.request.request_id]
+            group = groups[sequence.request.request_id]
+            if drafts and tokens is not None:
+                tokens = self._accept(group, sequence, tokens)
+                length += len(tokens) - 1
+            end = sequence.computed = start + length
+            if end % size < length:  # the run filled a block
+                self._kv.register(sequence, start, end)
+            if drafts:
+                self._kv.truncate(sequence)
             if sequence is group.leader and end >= sequence.prompt_length:
                 self._fork_followers(group, sequence)
-            if token is not None:
-                outputs.append(self._append(group, sequence, token))
-            elif item.samples:
+            self._kv.slide(sequence)  # after the fork: followers may see what the leader does not
+            if tokens is not None:
+                outputs.append(self._append(group, sequence, tokens))
+            elif samples:
                 outputs.append(self._break(group, sequence))
         self._policy.stepped(plan)
-        return outputs
+        return self._held.sift(outputs)
 
-    def _append(self, group: Group, sequence: Sequence, token: SampledToken) -> SequenceOutput:
-        if sequence in self._prefilling:
-            del self._prefilling[sequence]
-            self._decoding[sequence] = None
-        index = sequence.output_length
-        sequence.token_ids.append(token.token_id)
-        stop = group.rule.check(token.token_id, index + 1)
+    def _score(self, plan: StepPlan, result: StepResult) -> None:
+        """Keeps log probabilities of prompts until the first output of their requests."""
+        if not result.scored:
+            return
+        runs = [item for item in plan.scheduled if item.scores]
+        for run, found in zip(runs, result.scored, strict=True):
+            group = self._books.groups.get(run.sequence.request.request_id)
+            if group is not None:
+                group.score(run.start, found)
+
+    def _update_embeddings(
+        self, plan: StepPlan, embeddings: tuple[bytes | None, ...]
+    ) -> list[SequenceOutput]:
+        """As update: whose prompt ended in this step has its embedding and is done."""
+        ending = [item.sequence for item in plan.scheduled if item.samples]
+        prefills = tuple(item._replace(samples=False) for item in plan.scheduled)
+        self.update(replace(plan, scheduled=prefills), StepResult(()))
+        return [
+            self._embed(sequence, embedding)
+            for sequence, embedding in zip(ending, embeddings, strict=True)
+            if sequence.state is State.RUNNING
+        ]
+
+    def _embed(self, sequence: Sequence, embedding: bytes | None) -> SequenceOutput:
+        group = self._books.groups[sequence.request.request_id]
+        if embedding is None:
+            return self._break(group, sequence)
+        self._policy.finished(sequence)
+        self._books.finish(group, sequence)
+        return SequenceOutput(
+            request_id=sequence.request.request_id,
+            choice=sequence.choice,
+            index=0,
+            token_ids=(),
+            finish_reason=FinishReason.STOP,
+            cached_tokens=sequence.cached_tokens,
+            embedding=embedding,
+        )
+
+    def _accept(
+        self, group: Group, sequence: Sequence, tokens: tuple[SampledToken, ...]
+    ) -> tuple[SampledToken, ...]:
+        """Makes accepted drafts known tokens; the tokens up to the first that ends the output."""
+        tokens = group.rule.cut(tokens, sequence.output_length)
+        sequence.token_ids.extend(token.token_id for token in tokens[:-1])
+        return tokens
+
+    def _append(
+        self, group: Group, sequence: Sequence, tokens: tuple[SampledToken, ...]
+    ) -> SequenceOutput:
+        """Makes the last token known; those before it are accepted drafts and known already."""
+        prefilling = self._books.prefilling
+        if prefilling and sequence in prefilling:
+            del prefilling[sequence]
+            self._books.decoding[sequence] = None
+        last = tokens[-1].token_id
+        sequence.token_ids.append(last)
+        length = sequence.output_length
+        stop = group.rule.check(last, length)
         if stop is not None:
             self._policy.finished(sequence)
-            self._finish(group, sequence)
+            self._books.finish(group, sequence)
         return SequenceOutput(
             sequence.request.request_id,
             sequence.choice,
-            index,
-            (token.token_id,),
-            None if token.logprobs is None else (token.logprobs,),
+            length - len(tokens),
+            (last,) if len(tokens) == 1 else tuple(token.token_id for token in tokens),
+            None if tokens[0].logprobs is None else _logprobs(tokens),
             None if stop is None else stop.reason,
             None if stop is None else stop.token,
             sequence.cached_tokens,
+            None,
+            None,
+            None if group.prompt_logprobs is None else group.take_prompt_logprobs(),
         )
 
     def _break(self, group: Group, sequence: Sequence) -> SequenceOutput:
-        """Ends a choice whose logits were not finite."""
-        self._finish(group, sequence)
+        """Ends a choice whose logits were not finite, or that its grammar leaves nothing to say."""
+        cursor = sequence.grammar_cursor
+        self._books.finish(group, sequence)
         return SequenceOutput(
             request_id=sequence.request.request_id,
             choice=sequence.choice,
             index=sequence.output_length,
             token_ids=(),
             finish_reason=FinishReason.ERROR,
+            reason=None if cursor is None else cursor.failure,
         )
-
-    def _end(self, group: Group, reason: str) -> None:
-        """Ends all choices of a request because the policy says so; their output stays as it is."""
-        for sequence in group.sequences.copy():
-            self._finish(group, sequence)
-            self._shed.append(
-                SequenceOutput(
-                    request_id=sequence.request.request_id,
-                    choice=sequence.choice,
-                    index=sequence.output_length,
-                    token_ids=(),
-                    finish_reason=FinishReason.ABORT,
-                    cached_tokens=sequence.cached_tokens,
-                    reason=reason,
-                )
-            )
-
-    def _finish(self, group: Group, sequence: Sequence) -> None:
-        if sequence.state is State.RUNNING:
-            self._leave(sequence)
-        else:
-            self._waiting.discard(sequence)
-        sequence.transition(State.FINISHED)
-        self._unfinished -= 1
-        group.drop(sequence)
-        if not group.sequences:
-            del self._groups[group.request.request_id]
-            self._policy.gone(group.request)
-        elif sequence is group.leader:
-            self._queue_leader(group)
-
-    def _leave(self, sequence: Sequence) -> None:
-        """Takes a sequence out of the running ones and gives its blocks back."""
-        self._decoding.pop(sequence, None)
-        self._prefilling.pop(sequence, None)
-        self._kv.free(sequence)
-
-    def _queue_leader(self, group: Group) -> None:
-        leader = group.next_leader()
-        if leader is not None:
-            self._waiting.push((group.key, leader.choice), leader)
 
     def _fork_followers(self, group: Group, leader: Sequence) -> None:
         """Starts the choices that waited for the prompt; those over `max_num_seqs` queue up."""
-        room = self._max_running - len(self._decoding) - len(self._prefilling)
+        room = len(group.followers) if group.together else self._books.free_slots
         for position, follower in enumerate(group.followers):
             if position >= room:
-                self._waiting.push((group.key, follower.choice), follower)
+                self._books.waiting.push((group.key, follower.choice), follower)
                 continue
             self._kv.fork(leader, follower, leader.prompt_length)
             follower.cached_tokens = leader.cached_tokens
             follower.transition(State.RUNNING)
-            phase = self._prefilling if follower.output_length else self._decoding
+            phase = self._books.prefilling if follower.output_length else self._books.decoding
             phase[follower] = None
         group.followers.clear()
         group.leader = None
 
-    def _make_room(self) -> list[Sequence]:
-        """Preempts until each decode can have its next block; returns those that need one.
-
-        Also, an earlier prefill that has no block to go on with takes one from a later sequence.
-        """
-        kv = self._kv
-        needy = kv.short(self._decoding)
-        while len(needy) > (free := kv.pool.num_free) or (
-            free == len(needy) and self._prefill_starves()
-        ):
-            self._preempt(max(self.running(), key=self._key))
-            needy = kv.short(self._decoding)
-        return needy
-
-    def _prefill_starves(self) -> bool:
-        if not self._prefilling:
-            return False
-        first = min(self._prefilling, key=self._key)
-        return bool(self._kv.short((first,))) and first is not max(self.running(), key=self._key)
-
-    def _preempt(self, victim: Sequence) -> None:
-        """Drops a sequence's KV, to be recomputed; its key puts it before all that came later."""
-        self._leave(victim)
-        victim.transition(State.PREEMPTED)
-        self._waiting.push(self._key(victim), victim)
-        self._preemptions += 1
-
-    def _key(self, sequence: Sequence) -> Key:
-        group = self._groups[sequence.request.request_id]
-        if self._policy.dynamic:
-            return (self._policy.rank(group.request, group.key), sequence.choice)
-        return (group.key, sequence.choice)
-
-    def _displace(self) -> None:
-        """Starts what waits first in the place of what it may preempt, as far as the budget goes.
-
-        Comes before the step's decodes are planned, as some of them are what gives way.
-        """
-        tokens = self._token_budget - len(self._decoding)
-        while tokens > 0 and (head := self._waiting.peek()) is not None:
-            matched = self._kv.match_prefix(head)
-            victims = self._victims(head, self._kv.blocks_to_admit(head, matched))
-            if not victims:
-                return
-            for victim in victims:
-                self._preempt(victim)
-            first = self._waiting.pop()
-            assert first is head, "the policy let a later request preempt an earlier one"
-            self._start(head, matched)
-            tokens -= len(head.token_ids) - head.computed
-
-    def _victims(self, head: Sequence, blocks: int) -> list[Sequence] | None:
-        """What must give way for `head`, latest first; None where that would not be enough."""
-        outranks, request = self._policy.outranks, head.request
-        found = [each for each in self.running() if outranks(request, each.request)]
-        if not found:
-            return None
-        staying = set(self.running()).difference(found)
-        blocks += self._watermark + sum(map(self._growth, staying))
-        running = len(self._decoding) + len(self._prefilling)
-        return choose_victims(
-            sorted(found, key=self._key, reverse=True),
-            self._kv.pool,
-            blocks=blocks,
-            slots=self._max_running - running,
-            alone=len(found) == running,
-        )
-
-    def _growth(self, sequence: Sequence) -> int:
-        """The blocks that it still needs for all tokens it knows."""
-        missing = self._kv.blocks_for(len(sequence.token_ids)) - len(sequence.block_table)
-        return max(missing, len(self._kv.short((sequence,))))
-
-    def _continue_prefills(
-        self, budget: int, scheduled: list[ScheduledSequence], copies: Copies
+    def _add_drafts(
+        self,
+        drafts: Drafts,
+        scheduled: list[ScheduledSequence],
+        decodes: int,
+        budget: int,
+        copies: Copies,
     ) -> int:
-        """A chunk for each running prefill, earliest first. Returns the rest of the budget."""
-        for sequence in sorted(self._prefilling, key=self._key):
-            if budget == 0:
-                break
-            budget -= self._schedule_chunk(sequence, budget, scheduled, copies)
-        return budget
+        """Puts drafts behind decodes, which come after those without; returns their number.
 
-    def _schedule_chunk(
-        self, sequence: Sequence, budget: int, scheduled: list[ScheduledSequence], copies: Copies
-    ) -> int:
-        """As much of the known tokens as budget and free blocks allow; returns their number."""
-        start, known = sequence.computed, len(sequence.token_ids)
-        end = self._kv.fit(sequence, min(known, start + budget))
-        if end <= start:
-            return 0
-        self._kv.extend(sequence, end, copies)
-        scheduled.append(ScheduledSequence(sequence, start, end - start, end == known))
-        return end - start
-
-    def _admit(self, budget: int, scheduled: list[ScheduledSequence], copies: Copies) -> int:
-        """Starts waiting sequences in order, until one does not fit. Returns the budget's rest."""
-        while budget > 0 and len(self._decoding) + len(self._prefilling) < self._max_running:
-            sequence = self._waiting.peek()
-            if sequence is None:
-                break
-            matched = self._kv.match_prefix(sequence)
-            if self._refuse(sequence, matched):
+        They take free blocks only, and not those below the watermark.
+        """
+        plain: list[ScheduledSequence] = []
+        drafted: list[ScheduledSequence] = []
+        rest = budget
+        for item in scheduled[:decodes]:
+            sequence = item.sequence
+            tokens = drafts.get(sequence, ())[:rest]
+            spare = max(0, self._kv.pool.num_free - self._watermark)
+            room = (len(sequence.block_table) + spare) * self._limits.block_size
+            tokens = tokens[: room - item.start - 1]
+            if not tokens:
+                plain.append(item)
                 continue
-            if not self._has_room(sequence, matched):
-                break
-            self._waiting.pop()
-            self._start(sequence, matched)
-            budget -= self._schedule_chunk(sequence, budget, scheduled, copies)
-        return budget
+            self._kv.extend(sequence, item.start + 1 + len(tokens), copies)
+            drafted.append(item._replace(drafts=tokens))
+            rest -= len(tokens)
+        scheduled[:decodes] = plain + drafted
+        return budget - rest
 
-    def _refuse(self, sequence: Sequence, matched: list[int]) -> bool:
-        """Whether the policy ended the request of a leader: nothing of that has run yet."""
-        group = self._groups[sequence.request.request_id]
-        if sequence is not group.leader:
-            return False
-        tokens = len(sequence.token_ids) - len(matched) * self._limits.block_size
-        reason = self._policy.refusal(sequence, tokens)
-        if reason is not None:
-            self._end(group, reason)
-        return reason is not None
 
-    def _has_room(self, sequence: Sequence, matched: list[int]) -> bool:
-        """Whether all known tokens fit beside the watermark, which one that runs alone may use.
-
-        No running prefill is robbed: budget is left only if each got all its blocks, or none is
-        free.
-        """
-        if not self._decoding and not self._prefilling:
-            return True
-        needed = self._kv.blocks_to_admit(sequence, matched) + self._watermark
-        return needed <= self._kv.pool.num_free
-
-    def _start(self, sequence: Sequence, matched: list[int]) -> None:
-        self._kv.start(sequence, matched)
-        if sequence.state is State.WAITING:
-            hits = sequence.computed
-            sequence.cached_tokens = min(hits, sequence.prompt_length)
-            self._prefix_hits += hits
-            self._prefix_misses += len(sequence.token_ids) - hits
-            self._policy.admitted(sequence, len(sequence.token_ids) - hits)
-        sequence.transition(State.RUNNING)
-        self._prefilling[sequence] = None
+def _logprobs(tokens: tuple[SampledToken, ...]) -> tuple[TokenLogprobs, ...] | None:
+    if tokens[0].logprobs is None:
+        return None
+    return tuple(token.logprobs for token in tokens if token.logprobs is not None)

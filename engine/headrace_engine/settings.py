@@ -7,7 +7,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from headrace_common.checkpoint import default_name, local_source
 
-from .config import DType, EngineConfig
+from .config import DType, EngineConfig, Quantization
+from .speculation.config import SpeculativeConfig
 
 
 class EngineSettings(BaseSettings):
@@ -39,13 +40,24 @@ class EngineSettings(BaseSettings):
     shard: int = Field(0, ge=0, description="queue shard of the model that this engine serves")
 
     dtype: DType = Field("auto", description="auto takes the checkpoint's")
-    quantization: Literal["none", "int8"] = Field(
-        "none", description="int8 keeps linear layers in 8 bits; native models on CPUs"
+    quantization: Quantization = Field(
+        "none",
+        description="int8 keeps linear layers in 8 bits, for native models on CPUs; gptq, awq, "
+        "compressed-tensors or fp8 refuse checkpoints that are not; docs/models.md",
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     attention_backend: str = Field("auto", description="auto, reference, cpu or flash")
     model_implementation: Literal["auto", "native", "transformers"] = Field(
         "auto", description="auto is native where the architecture has a native path"
+    )
+    task: Literal["auto", "generate", "embed"] = Field(
+        "auto",
+        description="generate text or make embeddings; auto is embed for checkpoints saved for that",
+    )
+    pooler_config: dict[str, Any] = Field(
+        default_factory=dict,
+        description="how an embedding model pools, as JSON: pooling_type (LAST, MEAN, CLS), "
+        "normalize, matryoshka_dimensions; default: what the checkpoint says",
     )
     max_model_len: int | None = Field(
         None, ge=1, description="longest prompt plus output in tokens; default: the checkpoint's"
@@ -60,10 +72,26 @@ class EngineSettings(BaseSettings):
     memory_utilization: float = Field(
         0.9, gt=0, le=1, description="share of the free memory that the KV cache may take"
     )
+    swap_space: float = Field(
+        0.0,
+        ge=0,
+        description="GiB of host memory that KV may be swapped to when blocks run out; 0: none",
+    )
     max_num_seqs: int = Field(64, ge=1, description="sequences that run at once")
     max_num_batched_tokens: int = Field(2048, ge=1, description="tokens a step")
+    itl_target: float = Field(
+        0.1,
+        gt=0,
+        description="seconds that a step should take at most while requests wait for their next "
+        "token; prompts of others are cut into pieces that fit",
+    )
     enable_prefix_caching: bool = Field(True, description="reuse the KV of equal prompt beginnings")
     watermark: float = Field(0.01, ge=0, lt=1, description="share of blocks kept free at admission")
+    speculative_config: dict[str, Any] | None = Field(
+        None,
+        description='speculative decoding, as JSON: {"method": "ngram"} or {"model": "<smaller '
+        'checkpoint>"}; docs/speculative-decoding.md',
+    )
     policy: str = Field(
         "fcfs", description="fcfs, priority, sjf, fair, deadline, or module:Class of one's own"
     )
@@ -115,15 +143,22 @@ class EngineSettings(BaseSettings):
             device=self.device,
             attention_backend=self.attention_backend,
             model_implementation=self.model_implementation,
+            task=self.task,
+            pooler_config=self.pooler_config,
             max_model_len=self.max_model_len,
             block_size=self.block_size,
             kv_cache_bytes=self.kv_cache_memory,
             num_blocks=self.num_blocks,
             memory_utilization=self.memory_utilization,
+            swap_space=self.swap_space,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            itl_target=self.itl_target,
             enable_prefix_caching=self.enable_prefix_caching,
             watermark=self.watermark,
+            speculative_config=None
+            if self.speculative_config is None
+            else SpeculativeConfig.of(self.speculative_config),
             policy=self.policy,
             policy_options=self.policy_options,
             threads=self.threads,

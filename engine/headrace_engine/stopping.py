@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from headrace_common.sampling import SamplingParams
 
+from .outputs import SampledToken
 from .request import FinishReason
 
 
@@ -41,10 +42,12 @@ class StopRule:
     ) -> "StopRule":
         """`max_output` is the context's limit: the most output tokens that it holds."""
         limit = max_output if params.max_tokens is None else min(params.max_tokens, max_output)
+        # A grammar that leaves nothing but the end has the last word on when the output ends.
+        structured = params.structured_outputs is not None
         return cls(
-            eos_token_ids=frozenset() if params.ignore_eos else eos_token_ids,
+            eos_token_ids=eos_token_ids if structured or not params.ignore_eos else frozenset(),
             stop_token_ids=frozenset(params.stop_token_ids),
-            min_tokens=params.min_tokens,
+            min_tokens=0 if structured else params.min_tokens,
             max_output=limit,
         )
 
@@ -56,3 +59,10 @@ class StopRule:
             if token in self.stop_token_ids:
                 return Stop(FinishReason.STOP, token)
         return _LENGTH if output_length >= self.max_output else None
+
+    def cut(self, tokens: tuple[SampledToken, ...], output_length: int) -> tuple[SampledToken, ...]:
+        """`tokens`, which follow `output_length` others, up to the first that ends the output."""
+        for count, token in enumerate(tokens, start=1):
+            if self.check(token.token_id, output_length + count) is not None:
+                return tokens[:count]
+        return tokens

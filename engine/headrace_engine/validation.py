@@ -6,18 +6,28 @@ from dataclasses import dataclass
 from headrace_common.sampling import SamplingError
 
 from .errors import RequestError
+from .pooler_config import PoolerConfig
 from .request import EngineRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the model and its KV cache allow. `max_model_len` counts prompt and output tokens."""
+    """What the model and its KV cache allow. `max_model_len` counts prompt and output tokens.
+
+    `sliding_window` is how many keys a position sees in any layer; None: all. `num_host_blocks` 0
+    swaps nothing; `bytes_per_block` is for statistics. With `pooler` the model
+    embeds, without it generates.
+    """
 
     num_blocks: int
     block_size: int
     max_model_len: int
     vocab_size: int
     eos_token_ids: frozenset[int]
+    num_host_blocks: int = 0
+    bytes_per_block: int = 0
+    pooler: PoolerConfig | None = None
+    sliding_window: int | None = None
 
     @property
     def capacity(self) -> int:
@@ -32,20 +42,44 @@ class Limits:
 
 def check_request(request: EngineRequest, limits: Limits) -> None:
     """Raises RequestError, naming field, value and remedy, where the request can never run."""
+    _check_task(request, limits)
     _check_prompt(request, limits)
     _check_capacity(request, limits)
     _check_resume(request, limits)
+    _check_grammar(request)
     try:
         request.params.check_vocabulary(limits.vocab_size)
     except SamplingError as error:
         raise RequestError(str(error)) from error
 
 
+def _check_task(request: EngineRequest, limits: Limits) -> None:
+    if request.pooling is None:
+        if limits.pooler is not None:
+            raise RequestError("this model makes embeddings, not text: use /v1/embeddings")
+        return
+    if limits.pooler is None:
+        raise RequestError("this model makes text, not embeddings: use an engine with task embed")
+    if request.params.n != 1:
+        raise RequestError(f"n must be 1 for an embedding, not {request.params.n}")
+    limits.pooler.check(request.pooling.dimensions)
+
+
+def _check_grammar(request: EngineRequest) -> None:
+    if request.params.structured_outputs is not None and request.grammar is None:
+        raise RequestError("structured_outputs need a tokenizer, and this engine has none")
+
+
 def _check_prompt(request: EngineRequest, limits: Limits) -> None:
     length = len(request.prompt_token_ids)
     if length == 0:
         raise RequestError("prompt_token_ids is empty: give at least one token")
-    if length >= limits.max_model_len:
+    if request.pooling is not None:
+        if length > limits.max_model_len:
+            raise RequestError(
+                f"prompt_token_ids has {length} tokens, but the context is {limits.max_model_len}"
+            )
+    elif length >= limits.max_model_len:
         raise RequestError(
             f"prompt_token_ids has {length} tokens, but the context of {limits.max_model_len} "
             f"must also hold an output token: send at most {limits.max_model_len - 1}"

@@ -5,7 +5,7 @@ others once they make up half of the heap, so that push, pop and discard are O(l
 a look at the first is O(1), however many wait.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -45,6 +45,10 @@ class LazyHeap(Generic[K, T]):
 
     def __len__(self) -> int:
         return len(self._live)
+
+    def __iter__(self) -> Iterator[T]:
+        """The items, in no order."""
+        return iter(self._live)
 
     def push(self, key: K, item: T) -> None:
         """`key` is unique: items themselves are not compared."""

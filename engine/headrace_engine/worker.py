@@ -20,15 +20,21 @@ from headrace_common.protocol.base import EngineQueue, EngineStatus, Lease, Prog
 from headrace_common.telemetry import Telemetry
 
 from .active import ActiveRequest
+from .compilation import Compilation
+from .debug_pages import DebugPages
 from .engine import Engine
 from .errors import EngineError, RequestError
+from .grammar.compiler import GrammarCompiler
+from .kv_budget import available_memory
 from .loop import EngineLoop
+from .memory_guard import MemoryGuard
 from .metrics import EngineMetrics
 from .outbox import Outbox, persist
 from .outputs import SequenceOutput
 from .registration import Registration
 from .roster import Roster
 from .stats import SchedulerStats
+from .step_log import StepLog
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -81,6 +87,7 @@ class Worker:
         engine: Engine,
         telemetry: Telemetry,
         registration: Registration | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._config = config
         self._queue = queue
@@ -102,6 +109,7 @@ class Worker:
             step_age=self.stalled_for,
         )
         self._outbox = Outbox(queue)
+        self._compilation = Compilation(grammars, self._metrics.compiled)
         self._serving = False
         self._gone_since: dict[str, float] = {}
         self._draining = asyncio.Event()
@@ -109,6 +117,7 @@ class Worker:
         self._roster = Roster(
             queue=queue,
             loop=self._loop,
+            compilation=self._compilation,
             outbox=self._outbox,
             metrics=self._metrics,
             beat=self._beat,
@@ -117,6 +126,16 @@ class Worker:
             resume_timeout=config.resume_timeout,
         )
         self._throughput = _Throughput(config.throughput_window)
+        self._memory = MemoryGuard(available_memory)
+        self._steps = StepLog()
+        debug = DebugPages(
+            engine,
+            self._steps,
+            self._loop.profiler,
+            lambda: self._roster.requests,
+            self.stalled_for,
+        )
+        telemetry.set_pages(debug.pages())
         self._event_loop = asyncio.get_running_loop()
         self._failure: asyncio.Future[None] = self._event_loop.create_future()
 
@@ -172,6 +191,7 @@ class Worker:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._roster.close()
+            self._compilation.close()
         self._loop.stop()
 
     async def _until(
@@ -193,6 +213,7 @@ class Worker:
         self._stats = stats
         if seconds is not None:
             self._metrics.observe(stats, seconds)
+            self._steps.add(stats, seconds, time.time())
         tokens = sum(map(self._roster.on_output, outputs))
         self._throughput.add(tokens, time.monotonic())
         self._changed.set()
@@ -242,6 +263,8 @@ class Worker:
     def _room(self) -> int:
         """How many more requests to take: as many as could start now, and the lookahead."""
         if self._draining.is_set() or self._roster.has_suspect:
+            return 0
+        if self._roster.requests and self._memory.short:
             return 0
         lookahead, waiting = self._config.lookahead, self._stats.waiting
         room = self._config.max_num_seqs + lookahead - self._roster.sequences

@@ -137,8 +137,10 @@ class EngineSettingsSpec(Section):
     """Where it runs; cuda where a GPU is asked for, else cpu."""
     attention_backend: str | None = Field(None, min_length=1, max_length=32)
     """auto, reference, cpu or flash."""
-    quantization: Literal["none", "int8"] | None = None
-    """int8 keeps linear layers in 8 bits."""
+    quantization: (
+        Literal["none", "int8", "gptq", "awq", "compressed-tensors", "fp8"] | None
+    ) = None
+    """int8 keeps linear layers in 8 bits; the others are what a checkpoint must be."""
     model_implementation: Literal["auto", "native", "transformers"] | None = None
     """auto is native where the architecture has a native path."""
     chat_template: str | None = Field(None, min_length=1, max_length=1024)
@@ -153,14 +155,24 @@ class EngineSettingsSpec(Section):
     """KV blocks, instead of bytes."""
     memory_utilization: float | None = Field(None, gt=0, le=1, strict=False)
     """Share of the free memory that the KV cache may take."""
+    swap_space: float | None = Field(None, ge=0, strict=False)
+    """GiB of host memory that KV may be swapped to."""
     max_num_seqs: int | None = Field(None, ge=1)
     """Sequences that run at once."""
     max_num_batched_tokens: int | None = Field(None, ge=1)
     """Tokens a step."""
+    itl_target: float | None = Field(None, gt=0, strict=False)
+    """Seconds a step should take at most while requests wait for their next token."""
     enable_prefix_caching: bool | None = None
     """Reuse the KV of equal prompt beginnings."""
     watermark: float | None = Field(None, ge=0, lt=1, strict=False)
     """Share of blocks kept free at admission."""
+    speculative_config: Opaque | None = None
+    """Speculative decoding: method ngram, or a smaller checkpoint as model."""
+    task: Literal["auto", "generate", "embed"] | None = None
+    """Whether the model generates or embeds; auto asks the checkpoint."""
+    pooler_config: Opaque | None = None
+    """How a model that embeds does it."""
     policy: str | None = Field(None, min_length=1, max_length=128)
     """Which waiting request is next: fcfs, priority, sjf, fair, deadline, or module:Class."""
     policy_options: Opaque | None = None

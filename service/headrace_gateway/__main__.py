@@ -22,6 +22,7 @@ from headrace_common.protocol.registry import Files, RegisteredModel
 
 from .api_keys import KeyFile
 from .app import Durable, Parts, create_app, package_version
+from .batches.assembly import open_storage
 from .client import GenerationClient
 from .discovery import Discovery
 from .loading import load_registered, load_static
@@ -92,6 +93,7 @@ async def serve(
             keys=api_keys,
             usage=None if api_keys is None else RedisKeyUsage(connection),
             durable=Durable(RedisRequestStore(connection), queue),
+            storage=open_storage(connection, settings, gateway_id),
         )
         app = create_app(settings, parts)
         server = GatewayServer(

@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from headrace_common.api_keys import DEFAULT_TENANT
+from headrace_common.bad_words import with_spelled_bad_words
 from headrace_common.errors import BackendUnavailable
 from headrace_common.keys import new_request_id
 from headrace_common.messages import GenerateRequest
-from headrace_common.sampling import SamplingParams
+from headrace_common.sampling import MAX_PROMPT_LOGPROB_ENTRIES, SamplingParams
 
 from .engines import EngineDirectory
 from .errors import invalid, too_long
@@ -75,22 +76,23 @@ class Admission:
 
     async def prepare(self, job: Job, headers: Mapping[str, str]) -> list[GenerateRequest]:
         """Requests that would be accepted, one a prompt; nothing is queued yet."""
-        choices = job.sampling.n * len(job.prompts)
+        choices = job.sampling.branches * len(job.prompts)
         if choices > self._limits.max_choices:
             raise invalid(
                 f"n: {choices} choices are over the limit of {self._limits.max_choices} a request.",
                 param="n",
             )
-        job.sampling.check_vocabulary(job.model.tokenizer.model_vocab_size)
+        sampling = with_spelled_bad_words(job.sampling, job.model.tokenizer)
+        sampling.check_vocabulary(job.model.tokenizer.model_vocab_size)
+        _check_prompt_logprobs(sampling, job.prompts)
         context = await self.context(job.model)
-        created_ms = int(self._clock() * 1000)
-        deadline_ms = created_ms + int(self._deadline(headers) * 1000)
+        created_ms, deadline_ms = self.lifetime(headers)
         return [
             GenerateRequest(
                 request_id=new_request_id() if index else job.request_id,
                 model=job.model.name,
                 prompt_token_ids=tuple(prompt),
-                sampling=_for_engine(job.sampling, len(prompt), context),
+                sampling=_for_engine(sampling, len(prompt), context),
                 created_ms=created_ms,
                 deadline_ms=deadline_ms,
                 tenant=job.tenant,
@@ -100,6 +102,11 @@ class Admission:
             )
             for index, prompt in enumerate(job.prompts)
         ]
+
+    def lifetime(self, headers: Mapping[str, str]) -> tuple[int, int]:
+        """When a request with these headers begins and must have ended, in Unix ms."""
+        created_ms = int(self._clock() * 1000)
+        return created_ms, created_ms + int(self._deadline(headers) * 1000)
 
     async def submit(self, job: Job, requests: Sequence[GenerateRequest]) -> list[Accepted]:
         """Queues all of them or, where one is refused, none."""
@@ -166,6 +173,21 @@ def _for_engine(params: SamplingParams, prompt_tokens: int, context: int | None)
         max_tokens=max_tokens,
         min_tokens=min(params.min_tokens, max_tokens or params.min_tokens),
     )
+
+
+def _check_prompt_logprobs(params: SamplingParams, prompts: Sequence[Sequence[int]]) -> None:
+    if params.prompt_logprobs is None:
+        return
+    longest = max(map(len, prompts))
+    entries = longest * (1 + params.prompt_logprobs)
+    if entries > MAX_PROMPT_LOGPROB_ENTRIES:
+        most = MAX_PROMPT_LOGPROB_ENTRIES // longest - 1
+        advice = f"ask for {most}" if most >= 0 else "shorten the prompt"
+        raise invalid(
+            f"prompt_logprobs: {params.prompt_logprobs} for each of {longest} tokens are too many; "
+            f"{advice}.",
+            param="prompt_logprobs",
+        )
 
 
 def _check_length(prompt_tokens: int, max_tokens: int | None, context: int) -> None:

@@ -1,20 +1,27 @@
 """Bodies of answers as OpenAI has them, whole and in chunks, as plain dicts."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from headrace_common.tokenizer import Tokenizer
 
+from .errors import ApiError
 from .logprobs import chat_logprobs, completion_logprobs
+from .output import PLAIN, OutputForm
+from .prompt_view import PromptView
 from .run import Piece, Usage
+from .sse import DONE
 
 Chunk = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
-    """What the request asked to see. `logprobs` None: none; else how many alternatives."""
+    """What the request asked to see. `logprobs` None: none; else how many alternatives.
+
+    `prompts` are shown in the answer, `prompt` is the first one whether it is shown or not.
+    """
 
     answer_id: str
     model: str
@@ -25,15 +32,30 @@ class AnswerOptions:
     include_usage: bool = False
     prompts: tuple[tuple[int, ...], ...] | None = None
     choices_per_prompt: int = 1
+    prompt: Sequence[int] = ()
+    form: OutputForm = PLAIN
+    view: PromptView | None = None
 
 
 class Answer(Protocol):
-    """One answer in the making: either read in chunks, or added up and read once at the end."""
+    """One answer in the making: either read in chunks, or added up and read once at the end.
+
+    `named`: its stream's events have names. `numbered`: they count as one row, also the last ones.
+    `done` is the stream's very end.
+    """
+
+    named: bool
+    numbered: bool
+    done: bytes
 
     def chunks(self, piece: Piece) -> Iterator[Chunk]:
         """What a stream sends for this piece; nothing where there is nothing to see yet."""
 
-    def usage_chunk(self, usage: Usage) -> Chunk: ...
+    def closing(self, usage: Usage) -> Iterator[Chunk]:
+        """What a stream sends behind the last piece."""
+
+    def failure(self, error: ApiError) -> Chunk:
+        """What ends a stream that cannot go on."""
 
     def add(self, piece: Piece) -> None: ...
 
@@ -67,7 +89,18 @@ def _joined(before: dict[str, list[Any]] | None, new: dict[str, list[Any]]) -> d
     return before
 
 
-class ChatAnswer:
+class OpenAIStream:
+    """How streams of chats and completions are written."""
+
+    named = False
+    numbered = False
+    done = DONE
+
+    def failure(self, error: ApiError) -> Chunk:
+        return error.body
+
+
+class ChatAnswer(OpenAIStream):
     def __init__(self, options: AnswerOptions) -> None:
         self._options = options
         self._choices = [_Choice() for _ in range(options.choices)]
@@ -87,10 +120,11 @@ class ChatAnswer:
         if piece.text or logprobs is not None or (self._shows_ids and piece.token_ids):
             yield self._chunk(piece, {"content": piece.text}, logprobs)
         if piece.finish_reason is not None:
-            yield self._finish(piece)
+            yield self._finish(piece, piece.finish_reason)
 
-    def usage_chunk(self, usage: Usage) -> Chunk:
-        return {**self._head, "choices": [], "usage": usage.body}
+    def closing(self, usage: Usage) -> Iterator[Chunk]:
+        if self._options.include_usage:
+            yield {**self._head, "choices": [], "usage": usage.body}
 
     def add(self, piece: Piece) -> None:
         self._choices[piece.choice].add(piece, self._logprobs(piece))
@@ -125,12 +159,12 @@ class ChatAnswer:
             choice["token_ids"] = list(piece.token_ids)
         return self._with_usage({**self._head, "choices": [choice]})
 
-    def _finish(self, piece: Piece) -> Chunk:
+    def _finish(self, piece: Piece, reason: str | None) -> Chunk:
         choice = {
             "index": piece.choice,
             "delta": {},
             "logprobs": None,
-            "finish_reason": piece.finish_reason,
+            "finish_reason": reason,
             "stop_reason": piece.stop_reason,
         }
         return self._with_usage({**self._head, "choices": [choice]})
@@ -162,7 +196,7 @@ class ChatAnswer:
         return {**body, "prompt_token_ids": list(self._options.prompts[0])}
 
 
-class CompletionAnswer:
+class CompletionAnswer(OpenAIStream):
     def __init__(self, options: AnswerOptions) -> None:
         self._options = options
         self._choices = [_Choice() for _ in range(options.choices)]
@@ -187,8 +221,9 @@ class CompletionAnswer:
         chunk = {**self._head, "choices": [body]}
         yield {**chunk, "usage": None} if self._options.include_usage else chunk
 
-    def usage_chunk(self, usage: Usage) -> Chunk:
-        return {**self._head, "choices": [], "usage": usage.body}
+    def closing(self, usage: Usage) -> Iterator[Chunk]:
+        if self._options.include_usage:
+            yield {**self._head, "choices": [], "usage": usage.body}
 
     def add(self, piece: Piece) -> None:
         choice = self._choices[piece.choice]
@@ -230,10 +265,3 @@ class CompletionAnswer:
             options.tokenizer, piece.token_ids, piece.logprobs, options.logprobs, choice.offset
         )
         return lists
-
-
-# By the operation's name, as it is kept with requests that outlive their gateway.
-ANSWERS: Mapping[str, Callable[[AnswerOptions], Answer]] = {
-    "chat": ChatAnswer,
-    "text_completion": CompletionAnswer,
-}

@@ -50,6 +50,11 @@ class KeyRing:
             return None
         return key
 
+    def named(self, key_id: str) -> ApiKey | None:
+        """The key with this id, unless it is unknown or has expired."""
+        key = next((key for key in self.keys if key.id == key_id), None)
+        return None if key is None or key.expired(self._clock()) else key
+
 
 class KeyFile:
     """The keys of a file that others change. `sleep` waits between two looks at it.

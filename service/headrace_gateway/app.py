@@ -4,49 +4,67 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from http import HTTPStatus
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as distribution_version
 from typing import Protocol
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException
+from fastapi import FastAPI
 
-from headrace_common.errors import HeadraceError
 from headrace_common.protocol.limits import KeyUsage
 from headrace_common.protocol.store import RequestStore
-from headrace_common.sampling import SamplingError
 from headrace_common.telemetry import Telemetry, disabled
 
 from .admission import Admission, Limits
 from .api_keys import KeyFile
 from .authentication import OPEN_PATHS, Authentication
+from .batches.assembly import Storage, make_desk, make_producer
+from .batches.desk import CreateBatch
+from .batches.producer import BatchProducer
 from .body import BodyLimit
+from .chat_output import ChatOutput
+from .constraints import Constraints
 from .drain import Drain
+from .embeddings import EmbeddingRequest
 from .engines import EngineDirectory
-from .errors import ApiError, to_api_error
+from .error_handlers import add_error_handlers
 from .keeping import Keeping
 from .kept import KeptRequests, Lifetimes
+from .messages_api.schemas import CountTokensRequest, MessagesRequest
 from .metering import MeteredClient
 from .metrics import Depths, GatewayMetrics, QueueReadings
 from .models import Models
 from .observation import Observer
-from .ports import Client, EngineList, Ledger
+from .ports import Client, EngineList, Ledger, Line
 from .prompts import PromptEncoder
 from .rate_limits import RateLimits
 from .responding import Delivery
-from .routes import chat, completions, health, models, requests, tokens
-from .routes.documents import document_bodies, document_keys
+from .responses_api.schemas import ResponsesRequest
+from .routes import (
+    batches,
+    chat,
+    completions,
+    embeddings,
+    files,
+    health,
+    messages,
+    models,
+    requests,
+    responses,
+    tokens,
+)
+from .routes.documents import document_bodies, document_errors, document_keys
 from .schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .services import Services
 from .sessions import Sessions
 from .settings import GatewaySettings
 
+# What a form has beside its file.
+FORM_BYTES = 16_384
 
-class Queue(EngineList, Depths, Protocol):
-    """What is read of the queue, for readiness and metrics."""
+
+class Queue(EngineList, Depths, Line, Protocol):
+    """What is read of the queue, for readiness, metrics and clients that wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +86,8 @@ class Parts:
 
     The client and the keys are started, and closed, by the caller, on the event loop that serves.
     With `keys` every request needs one; `usage` counts what those with limits use. Without
-    `durable` a request lives no longer than its connection.
+    `durable` a request lives no longer than its connection, without `storage` there are no files
+    and no batches.
     """
 
     served: Models
@@ -79,6 +98,7 @@ class Parts:
     keys: KeyFile | None = None
     usage: KeyUsage | None = None
     durable: Durable | None = None
+    storage: Storage | None = None
 
 
 def create_app(settings: GatewaySettings, parts: Parts) -> FastAPI:
@@ -90,8 +110,19 @@ def create_app(settings: GatewaySettings, parts: Parts) -> FastAPI:
         with ThreadPoolExecutor(settings.tokenizer_threads, "tokenizer") as executor:
             _observe(metrics, parts)
             services = _services(settings, parts, executor, metrics)
+            producer: BatchProducer | None = None
+            if parts.storage is not None:
+                keeping, drain = services.keeping, services.drain
+                producer = make_producer(
+                    app, parts.storage, settings, keeping, drain, parts.keys
+                )
+                desk = make_desk(parts.storage, settings, producer.wake)
+                services = replace(services, kept_files=desk)
+                producer.start()
             app.state.services = services
             yield
+            if producer is not None:
+                await producer.close()
             services.drain.close()
             services.keeping.close()
             if services.rate_limits is not None:
@@ -105,11 +136,42 @@ def create_app(settings: GatewaySettings, parts: Parts) -> FastAPI:
         docs_url=None,  # their pages load scripts from elsewhere
         redoc_url=None,
     )
-    for route in (chat, completions, requests, models, tokens, health):
+    for route in (
+        batches,
+        chat,
+        completions,
+        embeddings,
+        files,
+        responses,
+        messages,
+        requests,
+        models,
+        tokens,
+        health,
+    ):
         app.include_router(route.router)
-    document_bodies(app, (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest))
-    _add_error_handlers(app)
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, timeout=settings.body_timeout)
+    document_bodies(
+        app,
+        (
+            ChatRequest,
+            CompletionRequest,
+            CreateBatch,
+            EmbeddingRequest,
+            ResponsesRequest,
+            MessagesRequest,
+            CountTokensRequest,
+            TokenizeRequest,
+            DetokenizeRequest,
+        ),
+    )
+    document_errors(app)
+    add_error_handlers(app)
+    app.add_middleware(
+        BodyLimit,
+        max_bytes=settings.max_body_bytes,
+        max_upload_bytes=settings.max_file_bytes + FORM_BYTES,
+        timeout=settings.body_timeout,
+    )
     if parts.keys is not None:
         document_keys(app, OPEN_PATHS)
         app.add_middleware(Authentication, find=parts.keys.find, refused=metrics.unauthorized)
@@ -136,7 +198,9 @@ def _services(
     client = parts.client if rate_limits is None else MeteredClient(parts.client, rate_limits)
     observer = Observer(metrics, parts.telemetry.tracer)
     delivery = Delivery(
-        keep_alive=settings.keep_alive_interval, write_timeout=settings.write_timeout
+        keep_alive=settings.keep_alive_interval,
+        write_timeout=settings.write_timeout,
+        line=parts.queue,
     )
     drain = Drain()
     return Services(
@@ -157,6 +221,8 @@ def _services(
         ),
         liveness=parts.liveness,
         version=package_version(),
+        chat_output=ChatOutput(settings),
+        constraints=Constraints(executor),
         keys_on=parts.keys is not None,
         rate_limits=rate_limits,
     )
@@ -178,42 +244,3 @@ def _observe(metrics: GatewayMetrics, parts: Parts) -> None:
         metrics.observe_queue(QueueReadings(parts.queue, lambda: parts.served.names, loop))
         if parts.keys is not None:
             metrics.observe_keys(parts.keys)
-
-
-def _add_error_handlers(app: FastAPI) -> None:
-    @app.exception_handler(ApiError)
-    async def api_error(_: Request, error: ApiError) -> JSONResponse:
-        return _response(error)
-
-    @app.exception_handler(HeadraceError)
-    async def headrace_error(_: Request, error: HeadraceError) -> JSONResponse:
-        return _response(to_api_error(error))
-
-    @app.exception_handler(SamplingError)
-    async def sampling_error(_: Request, error: SamplingError) -> JSONResponse:
-        return _response(to_api_error(error))
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        return _response(_from_http(request, error))
-
-    @app.exception_handler(Exception)
-    async def unexpected(_: Request, error: Exception) -> JSONResponse:
-        # Starlette logs the traceback after this answer is sent.
-        return _response(
-            ApiError(500, "Internal error.", kind="server_error", code="internal_error")
-        )
-
-
-def _response(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body, error.status, headers=error.headers)
-
-
-def _from_http(request: Request, error: HTTPException) -> ApiError:
-    message = str(error.detail)
-    if error.status_code == HTTPStatus.NOT_FOUND:
-        message = f"Invalid URL ({request.method} {request.url.path[:200]})"
-    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        message = f"Not allowed to {request.method} on {request.url.path[:200]}."
-    code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
-    return ApiError(error.status_code, message, code=code, headers=error.headers)

@@ -1,7 +1,7 @@
 """Request bodies before anything reads them: whole, in time, within the limit, not compressed.
 
 Pure ASGI, outside of the framework, so that no route can forget it. Reads the body itself and hands
-on one message; what is refused is answered at once in OpenAI's form.
+on one message; what is refused is answered at once in its API's form.
 """
 
 import asyncio
@@ -11,11 +11,14 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError, invalid
+from .messages_api.errors import body_at
 
 # What is still read and thrown away after a refusal, so that a client that is still writing gets to
 # read the answer instead of a reset connection.
 LINGER_BYTES = 64 * 2**20
 LINGER_SECONDS = 2.0
+JSON, FORM = "application/json", "multipart/form-data"
+UPLOAD_PATHS = frozenset({"/v1/files"})
 METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 
 
@@ -24,11 +27,17 @@ class _Gone(Exception):
 
 
 class BodyLimit:
-    """ASGI middleware that reads bodies up to `max_bytes` within `timeout` seconds."""
+    """ASGI middleware that reads bodies up to `max_bytes` within `timeout` seconds.
 
-    def __init__(self, app: ASGIApp, *, max_bytes: int, timeout: float) -> None:
+    POSTs to UPLOAD_PATHS may be forms and have `max_upload_bytes`.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, max_bytes: int, max_upload_bytes: int, timeout: float
+    ) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._max_upload_bytes = max_upload_bytes
         self._timeout = timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -36,63 +45,70 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         try:
-            self._check_headers(scope)
+            limit, media = self._max_bytes, JSON
+            if scope["path"] in UPLOAD_PATHS:
+                limit, media = self._max_upload_bytes, FORM
+            _check_headers(scope, limit, media)
             async with asyncio.timeout(self._timeout):
-                body = await self._read(receive)
+                body = await _read(receive, limit)
         except ApiError as error:
-            await _refuse(error, receive, send)
+            await _refuse(error, scope, receive, send)
             return
         except TimeoutError:
             slow = ApiError(408, "The request body did not arrive in time.", code="body_timeout")
-            await _refuse(slow, receive, send)
+            await _refuse(slow, scope, receive, send)
             return
         except _Gone:
             return
         await self._app(scope, _replay(body, receive), send)
 
-    def _check_headers(self, scope: Scope) -> None:
-        headers = dict(scope["headers"])
-        encoding = headers.get(b"content-encoding", b"identity").strip().lower()
-        if encoding not in (b"", b"identity"):
-            raise ApiError(
-                415,
-                "Compressed request bodies are not accepted; send it without Content-Encoding.",
-                code="unsupported_encoding",
-            )
-        media = headers.get(b"content-type", b"application/json").partition(b";")[0]
-        if media.strip().lower() != b"application/json":
-            raise ApiError(
-                415,
-                "The body must be JSON; send Content-Type: application/json.",
-                code="unsupported_media_type",
-            )
-        length = headers.get(b"content-length", b"0")
-        if not length.isdigit():
-            raise invalid("Content-Length must be a number.", code="invalid_content_length")
-        if int(length[:19]) > self._max_bytes:
-            raise self._too_large()
 
-    async def _read(self, receive: Receive) -> bytes:
-        chunks: list[bytes] = []
-        size = 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise _Gone
-            chunk = message.get("body", b"")
-            size += len(chunk)
-            if size > self._max_bytes:
-                raise self._too_large()
-            chunks.append(chunk)
-            if not message.get("more_body", False):
-                return b"".join(chunks)
-
-    def _too_large(self) -> ApiError:
-        return ApiError(
-            413,
-            f"The request body is over the limit of {self._max_bytes} bytes.",
-            code="request_too_large",
+def _check_headers(scope: Scope, limit: int, media: str) -> None:
+    headers = dict(scope["headers"])
+    encoding = headers.get(b"content-encoding", b"identity").strip().lower()
+    if encoding not in (b"", b"identity"):
+        raise ApiError(
+            415,
+            "Compressed request bodies are not accepted; send it without Content-Encoding.",
+            code="unsupported_encoding",
         )
+    sent = headers.get(b"content-type", media.encode()).partition(b";")[0]
+    if sent.strip().lower() != media.encode():
+        what = "JSON" if media == JSON else "a form with a file"
+        raise ApiError(
+            415,
+            f"The body must be {what}; send Content-Type: {media}.",
+            code="unsupported_media_type",
+        )
+    length = headers.get(b"content-length", b"0")
+    if not length.isdigit():
+        raise invalid("Content-Length must be a number.", code="invalid_content_length")
+    if int(length[:19]) > limit:
+        raise _too_large(limit)
+
+
+async def _read(receive: Receive, limit: int) -> bytes:
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise _Gone
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size > limit:
+            raise _too_large(limit)
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(
+        413,
+        f"The request body is over the limit of {limit} bytes.",
+        code="request_too_large",
+    )
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
@@ -107,14 +123,14 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 def refusal(error: ApiError) -> ASGIApp:
     """An application that answers every request with this error and ends the connection."""
 
-    async def app(_: Scope, receive: Receive, send: Send) -> None:
-        await _refuse(error, receive, send)
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await _refuse(error, scope, receive, send)
 
     return app
 
 
-async def _refuse(error: ApiError, receive: Receive, send: Send) -> None:
-    content = json.dumps(error.body).encode()
+async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    content = json.dumps(body_at(scope["path"], error)).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(content)).encode()),

@@ -334,7 +334,11 @@ class GenerationClient:
         owner = generation.arbiter.owner or watch.suspect
         if generation.holder is not None:
             owner = None  # it is its holder that looks after the engine
-        if owner is not None and self._is_silent(owner[0], generation, watch):
+        if owner in (None, watch.released):
+            silent = False
+        else:
+            silent = self._is_silent(owner[0], generation, watch)
+        if silent:
             await self._recheck(generation, watch, now)
         elif now - generation.heard_at < self._config.recheck:
             watch.due, watch.pause = now + self._config.recheck, self._config.recheck
@@ -377,6 +381,7 @@ class GenerationClient:
                 extra={"request_id": generation.request_id, "engine_id": owner[0]},
             )
             await self.queue.release(generation.request_id, generation.request.model, *owner)
+            watch.released = owner
 
     # Tasks
 

@@ -72,13 +72,13 @@ def invalid(message: str, *, param: str | None = None, code: str | None = None) 
     return ApiError(400, message, param=param, code=code)
 
 
-def too_long(context: int, requested: str) -> ApiError:
+def too_long(context: int, requested: str, param: str = "messages") -> ApiError:
     """The prompt, or what it asks for, does not fit the model."""
     return ApiError(
         400,
         f"This model's maximum context length is {context} tokens. However, you requested "
         f"{requested}. Shorten the prompt or lower max_tokens.",
-        param="messages",
+        param=param,
         code="context_length_exceeded",
     )
 
@@ -148,11 +148,14 @@ def _full(error: QueueFull) -> ApiError:
     return unavailable(str(error), code=error.code, retry_after=error.retry_after)
 
 
-def from_validation(error: ValidationError) -> ApiError:
-    """The first fault of a body, named as OpenAI names fields (`messages[0].role`)."""
+def from_validation(error: ValidationError, place: str = "") -> ApiError:
+    """The first fault of a body, named as OpenAI names fields (`messages[0].role`).
+
+    `place` is where in the body the object is that was checked.
+    """
     faults = error.errors(include_url=False, include_context=False, include_input=False)
     first = faults[0]
-    param = field_path(first["loc"])
+    param = ".".join(filter(None, (place, field_path(first["loc"]))))
     if first["type"] == "extra_forbidden":
         message = f"Unknown field: '{param}'. Remove it."
         return invalid(message, param=param, code="unknown_parameter")

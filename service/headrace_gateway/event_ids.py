@@ -28,7 +28,7 @@ Chunk = Mapping[str, Any]
 class Position:
     """Where a client's stream broke off: how many events it has of each choice.
 
-    `checksum` None: not checked. The usage event counts as one of a choice behind the last.
+    `checksum` None: not checked. Events behind all choices count as those of one behind the last.
     """
 
     events: tuple[int, ...]
@@ -68,7 +68,10 @@ def parse_position(text: str) -> Position:
 
 
 def check_position(had: Position, choices: int) -> None:
-    """Raises ApiError for what cannot be a position of so many choices."""
+    """Raises ApiError for what cannot be a position of so many choices.
+
+    `choices` are those of the answer, whether or not its last events are counted apart.
+    """
     if had.events and not choices <= len(had.events) <= choices + 1:
         raise invalid(
             f"Last-Event-ID: names {len(had.events)} choices, but the request has {choices}.",
@@ -97,11 +100,25 @@ class _Choice:
 
 
 class ResumableEvents:
-    """Makes a stream's events with their ids, behind those that the client has."""
+    """Makes a stream's events with their ids, behind those that the client has.
 
-    def __init__(self, request_id: str, choices: int, had: Position = START) -> None:
+    `numbered`: the last events are counted with those of the last choice. `named` as for `event`.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        choices: int,
+        had: Position = START,
+        *,
+        named: bool = False,
+        numbered: bool = False,
+    ) -> None:
         check_position(had, choices)
-        counts = had.events + (0,) * (choices + 1 - len(had.events))
+        rows = choices if numbered else choices + 1
+        counts = (had.events + (0,) * rows)[:rows]
+        self._named = named
+        self._own_row = not numbered
         self._prefix = f"{request_id}:"
         self._choices = [_Choice(number, count) for number, count in enumerate(counts)]
         self._expected = had.checksum
@@ -121,8 +138,8 @@ class ResumableEvents:
             choice.tokens = zlib.crc32(pack_tokens(piece.token_ids), choice.tokens)
         return b"".join([self._event(choice, chunk) for chunk in chunks])
 
-    def usage(self, chunk: Chunk) -> bytes:
-        """The event behind the last choice's last one."""
+    def closing(self, chunk: Chunk) -> bytes:
+        """An event behind the last choice's last one."""
         return self._event(self._choices[-1], chunk)
 
     def end(self) -> None:
@@ -152,15 +169,16 @@ class ResumableEvents:
     def _sent(self, choice: _Choice, checksum: int, chunk: Chunk) -> bytes:
         choice.shown += 1
         self._mark(choice, checksum)
-        return event(chunk, self._event_id())
+        return event(chunk, self._event_id(), named=self._named)
 
     def _mark(self, choice: _Choice, checksum: int) -> None:
         self._checksum = (self._checksum + choice.weight * (checksum - choice.mark)) % 2**32
         choice.mark = checksum
 
     def _event_id(self) -> str:
-        *choices, usage = [choice.shown for choice in self._choices]
-        counts = [*choices, usage] if usage else choices
+        counts = [choice.shown for choice in self._choices]
+        if self._own_row and not counts[-1]:
+            counts.pop()
         return f"{self._prefix}{'.'.join(map(str, counts))}-{self._checksum:08x}"
 
 

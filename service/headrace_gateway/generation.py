@@ -5,6 +5,7 @@ that made it.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,7 +18,6 @@ from headrace_common.messages import (
     Control,
     Failed,
     GenerateRequest,
-    Logprobs,
     Reply,
     Resend,
     StopChoice,
@@ -25,21 +25,8 @@ from headrace_common.messages import (
 from headrace_common.protocol.arbiter import Action, Arbiter, Deliver, Fail, Ignore, Send
 from headrace_common.protocol.base import Outcome
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delta:
-    """New tokens of one choice, in order; `finish_reason` (stop, length) comes with its last.
-
-    `stop_token` is the stop token id that ended it, None for the end-of-sequence token.
-    `logprobs` has one entry a token, or is None: not asked for, or said by an engine that is gone.
-    """
-
-    choice: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[Logprobs, ...] | None = None
-    finish_reason: str | None = None
-    stop_token: int | None = None
-    cached_tokens: int = 0
+MOST_MERGED = 64  # tokens, so that one stream does not hold up the others
+Delta = Deliver  # what the arbiter lets through is what the client gets
 
 
 class GenerationState(StrEnum):
@@ -74,7 +61,8 @@ class Generation:
         self.heard_at = now  # monotonic seconds: when an engine last spoke of it
         self.holder: str | None = None
         self._hooks = hooks
-        self._deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
+        self._deltas: deque[Delta] = deque()
+        self._news: asyncio.Future[None] | None = None  # somebody waits for the next delta
         self._failure: Failed | None = None
         self._ended = False
 
@@ -102,13 +90,24 @@ class Generation:
         return self
 
     async def __anext__(self) -> Delta:
-        delta = await self._deltas.get()
-        if delta is not None:
-            return delta
-        self._deltas.put_nowait(None)  # the end stays the end
+        while not self._deltas and not self._ended:
+            await self._next()
+        if self._deltas:
+            return merged(self._deltas)
         if self._failure is not None:
             raise RequestFailed(self._failure.failure, self._failure.message)
         raise StopAsyncIteration
+
+    async def _next(self) -> None:
+        self._news = asyncio.get_running_loop().create_future()
+        try:
+            await self._news
+        finally:
+            self._news = None
+
+    def _tell(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
 
     async def __aenter__(self) -> Self:
         return self
@@ -173,6 +172,11 @@ class Generation:
     def handle(self, engine_id: str, reply: Reply, now: float) -> None:
         """Takes one reply of an engine."""
         actions = self.arbiter.handle(engine_id, reply)
+        if len(actions) == 1 and isinstance(actions[0], Deliver):  # all but always
+            self.heard_at = now
+            self._deliver(actions[0])
+            self._end_if_complete()
+            return
         if not any(isinstance(action, Ignore) for action in actions):
             self.heard_at = now
         self._carry_out(actions)
@@ -199,17 +203,9 @@ class Generation:
                     self._hooks.ignored(action.reason)
         self._end_if_complete()
 
-    def _deliver(self, action: Deliver) -> None:
-        self._deltas.put_nowait(
-            Delta(
-                choice=action.choice,
-                token_ids=action.token_ids,
-                logprobs=action.logprobs,
-                finish_reason=action.finish_reason,
-                stop_token=action.stop_token,
-                cached_tokens=action.cached_tokens,
-            )
-        )
+    def _deliver(self, delta: Delta) -> None:
+        self._deltas.append(delta)
+        self._tell()
 
     def _end_if_complete(self) -> None:
         if self.arbiter.complete:
@@ -220,5 +216,29 @@ class Generation:
             return
         self._ended = True
         self._failure = failure
-        self._deltas.put_nowait(None)
+        self._tell()
         self._hooks.ended(self)
+
+
+def merged(deltas: deque[Delta]) -> Delta:
+    """Takes the first of them, with what follows of the same choice: who reads slower than engines
+    make tokens gets more at a time. Log probabilities are left as they are, known or not."""
+    first = deltas.popleft()
+    if not deltas or deltas[0].choice != first.choice:
+        return first
+    known = first.logprobs is not None
+    token_ids, logprobs, last = list(first.token_ids), list(first.logprobs or ()), first
+    while (
+        deltas
+        and deltas[0].choice == first.choice
+        and (deltas[0].logprobs is not None) == known
+        and len(token_ids) < MOST_MERGED
+    ):
+        last = deltas.popleft()
+        token_ids += last.token_ids
+        logprobs += last.logprobs or ()
+    return last._replace(
+        token_ids=tuple(token_ids),
+        logprobs=tuple(logprobs) if known else None,
+        prompt_logprobs=first.prompt_logprobs,
+    )

@@ -5,24 +5,25 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from headrace_common.keys import DEFAULT_SHARD
 from headrace_common.messages import GenerateRequest
 from headrace_common.protocol.store import StoredRequest
 
 from .admission import Accepted, cancel_all
+from .answers import Answer
+from .calls import Call, Operation, measured_as
 from .drain import Drain
 from .errors import invalid
 from .event_ids import START, Position, ResumableEvents, check_position, parse_event_id
-from .kept import KeptRequests, answer_of
+from .kept import KeptRequests, View, answer_of
 from .models import Models, ServedModel
 from .observation import Observation, Observer, RequestInfo
 from .responding import Delivery, Exchange, GenerationResponse
 from .run import Usage
-from .schemas import SamplingBody
+from .schemas import GenerationBody
 from .sessions import sampling_of
 from .wishes import Wish, fingerprint
 
@@ -35,8 +36,9 @@ class Asked:
 
     wish: Wish
     request_id: str
-    operation: str
-    body: SamplingBody
+    operation: Operation
+    body: GenerationBody
+    call: Call
     requests: Sequence[GenerateRequest]
 
 
@@ -80,6 +82,11 @@ class Keeping:
             raise invalid("This server keeps no requests beyond their connection.")
         return self._known
 
+    @property
+    def available(self) -> bool:
+        """Whether this gateway can keep requests."""
+        return self._known is not None
+
     def close(self) -> None:
         """Leaves what runs here to other gateways."""
         if self._known is not None:
@@ -105,42 +112,39 @@ class Keeping:
         accept: Accept = partial(self._kept.open, stored, model, fresh=admits)
         if wish.last_event_id is not None:
             accept = partial(self._kept.reopen, stored, model)
-        if wish.background and not asked.body.stream:
-            return await self._in_background(stored, model, observation, accept, admits)
         served = Served(stored, model, observation, accept, headers)
+        if wish.background and not asked.body.stream:
+            view = await self._in_background(served, admits=admits)
+            response = asked.operation.accepted(view)
+            response.headers.update(headers)
+            return response
         return self._response(served, had, stream=asked.body.stream, admits=admits)
 
     def _fresh(self, asked: Asked) -> StoredRequest:
         requests = self._kept.lasting(asked.requests, asked.wish)
-        stop = asked.body.stop
+        call = asked.call
         return StoredRequest(
             request_id=asked.request_id,
-            operation=asked.operation,
-            fingerprint=fingerprint(asked.operation, asked.body),
+            operation=asked.operation.name,
+            fingerprint=fingerprint(asked.operation.name, asked.body),
             created=int(time.time()),
             expires_ms=requests[0].deadline_ms + requests[0].keep_ms,
             requests=requests,
-            stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
-            include_usage=asked.body.include_usage,
-            return_token_ids=asked.body.return_token_ids,
+            stop=tuple(call.sampling.stop),
+            include_usage=call.include_usage,
+            return_token_ids=call.shows_ids,
             background=asked.wish.background,
+            form=call.form.encode(),
         )
 
-    async def _in_background(
-        self,
-        stored: StoredRequest,
-        model: ServedModel,
-        observation: Observation,
-        accept: Accept,
-        admits: bool,
-    ) -> Response:
-        accepted = await accept()
+    async def _in_background(self, served: Served, *, admits: bool) -> View:
+        accepted = await served.accept()
         await cancel_all(accepted)  # nobody reads it here
         if admits:
-            observation.admitted(len(accepted))
-        body = await self._kept.status(stored, model)
-        observation.end(Usage())
-        return JSONResponse(body, 202, headers={"location": f"/v1/requests/{stored.request_id}"})
+            served.observation.admitted(len(accepted))
+        view = await self._kept.view(served.stored, served.model)
+        served.observation.end(Usage())
+        return view
 
     async def events(
         self, request_id: str, tenant: str, had: Position, headers: Mapping[str, str]
@@ -152,7 +156,7 @@ class Keeping:
         info = RequestInfo(
             request_id=request_id,
             client_request_id=None,
-            operation=stored.operation,
+            operation=measured_as(stored.operation),
             model=stored.model,
             sampling=sampling_of(stored),
             stream=True,
@@ -163,35 +167,49 @@ class Keeping:
         served = Served(stored, model, self._observer.start(info), accept, answered)
         return self._response(served, had, stream=True, admits=False)
 
-    async def status(self, request_id: str, tenant: str) -> dict[str, Any]:
+    async def view(self, request_id: str, tenant: str) -> View:
         """Where the request is, with its answer once it has ended."""
         stored = await self._kept.find(request_id, tenant)
-        return await self._kept.status(stored, await self._models.find(stored.model))
+        return await self._kept.view(stored, await self._models.find(stored.model))
 
-    async def cancel(self, request_id: str, tenant: str) -> dict[str, Any]:
+    async def cancel(self, request_id: str, tenant: str) -> View:
         """Ends the request; says where it is then."""
         stored = await self._kept.find(request_id, tenant)
         await self._kept.cancel(stored)
-        return await self._kept.status(stored, await self._models.find(stored.model))
+        return await self._kept.view(stored, await self._models.find(stored.model))
+
+    async def delete(self, request_id: str, tenant: str) -> None:
+        """Ends the request and forgets it."""
+        await self._kept.delete(await self._kept.find(request_id, tenant))
 
     def _response(
         self, served: Served, had: Position, *, stream: bool, admits: bool
     ) -> GenerationResponse:
         stored = served.stored
+        answer = answer_of(stored, served.model)
         exchange = Exchange(
             accept=served.accept,
             tokenizer=served.model.tokenizer,
             choices_per_prompt=stored.requests[0].sampling.n,
-            answer=answer_of(stored, served.model),
+            answer=answer,
             observation=served.observation,
             stream=stream,
-            include_usage=stored.include_usage,
             headers={**served.headers, "content-location": f"/v1/requests/{stored.request_id}"},
             kept=stored.request_id,
-            events=ResumableEvents(stored.request_id, _choices(stored), had) if stream else None,
+            events=_events(stored, answer, had) if stream else None,
             admits=admits,
         )
         return GenerationResponse(exchange, self._delivery, self._drain)
+
+
+def _events(stored: StoredRequest, answer: Answer, had: Position) -> ResumableEvents:
+    return ResumableEvents(
+        stored.request_id,
+        _choices(stored),
+        had,
+        named=answer.named,
+        numbered=answer.numbered,
+    )
 
 
 def _choices(stored: StoredRequest) -> int:

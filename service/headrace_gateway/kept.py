@@ -17,11 +17,13 @@ from headrace_common.protocol.base import Outcome, Standing
 from headrace_common.protocol.store import RequestStore, StoredRequest
 
 from .admission import Accepted
-from .answers import ANSWERS, Answer, AnswerOptions
+from .answers import Answer, AnswerOptions
+from .answers_by_name import ANSWERS
 from .errors import ApiError, to_api_error
 from .event_ids import REQUEST_ID
 from .generation import Delta
 from .models import ServedModel
+from .output import OutputForm
 from .ports import Ledger
 from .run import Run, Usage
 from .sessions import Sessions, sampling_of
@@ -37,6 +39,19 @@ class Lifetimes:
 
     result: float
     window: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """Where a kept request is: `queued`, `in_progress`, `completed`, `failed` or `cancelled`.
+
+    `result` is its whole answer once it has completed.
+    """
+
+    stored: StoredRequest
+    status: str
+    result: Mapping[str, Any] | None = None
+    error: ApiError | None = None
 
 
 class KeptRequests:
@@ -154,36 +169,46 @@ class KeptRequests:
         for request in stored.requests:
             await self._ledger.cancel(request.request_id, request.model)
 
-    async def status(self, stored: StoredRequest, model: ServedModel) -> dict[str, Any]:
-        """What GET /v1/requests/{id} says."""
+    async def view(self, stored: StoredRequest, model: ServedModel) -> View:
+        """Where it is, with its answer once it has ended."""
         standings = await self._standings(stored)
-        body: dict[str, Any] = {
-            "id": stored.request_id,
-            "object": "request",
-            "operation": stored.operation,
-            "model": stored.model,
-            "status": _status(standings),
-            "background": stored.background,
-            "created_at": stored.created,
-            "expires_at": stored.expires_ms // 1000,
-            "result": None,
-            "error": None,
-        }
+        status = _status(standings)
         outcomes = [standing.outcome for standing in standings if standing and standing.outcome]
         failed = next((outcome.failed for outcome in outcomes if outcome.failed), None)
         if failed is not None:
             error = to_api_error(RequestFailed(failed.failure, failed.message))
-            return {**body, **error.body}
+            return View(stored=stored, status=status, error=error)
         if None in standings:
-            return {**body, **_lost().body}
-        if body["status"] == "completed":
-            body["result"] = await _result(stored, model, outcomes)
-        return body
+            return View(stored=stored, status=status, error=_lost())
+        result = await _result(stored, model, outcomes) if status == "completed" else None
+        return View(stored=stored, status=status, result=result)
+
+    async def delete(self, stored: StoredRequest) -> None:
+        """Ends it and forgets it."""
+        await self.cancel(stored)
+        await self._store.remove(stored)
 
     async def _standings(self, stored: StoredRequest) -> list[Standing | None]:
         return await asyncio.gather(
             *(self._ledger.standing(each.request_id, each.model) for each in stored.requests)
         )
+
+
+def request_body(view: View) -> dict[str, Any]:
+    """What GET /v1/requests/{id} says."""
+    stored = view.stored
+    return {
+        "id": stored.request_id,
+        "object": "request",
+        "operation": stored.operation,
+        "model": stored.model,
+        "status": view.status,
+        "background": stored.background,
+        "created_at": stored.created,
+        "expires_at": stored.expires_ms // 1000,
+        "result": view.result,
+        "error": None if view.error is None else view.error.body["error"],
+    }
 
 
 def answer_of(stored: StoredRequest, model: ServedModel) -> Answer:
@@ -200,6 +225,8 @@ def answer_of(stored: StoredRequest, model: ServedModel) -> Answer:
         logprobs=sampling.logprobs,
         include_usage=stored.include_usage,
         prompts=prompts if stored.return_token_ids else None,
+        prompt=prompts[0],
+        form=OutputForm.decode(stored.form),
     )
     return ANSWERS[stored.operation](options)
 

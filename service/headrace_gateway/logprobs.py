@@ -1,5 +1,6 @@
 """Log probabilities in OpenAI's two forms: chat's (with bytes) and completions' (four lists)."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +9,8 @@ from headrace_common.tokenizer import Tokenizer
 
 # JSON has no -infinity; what OpenAI sends for "never".
 IMPOSSIBLE = -9999.0
+# Of a prompt's first token, which nothing comes before.
+UNKNOWN = Logprobs(math.nan, 0, ())
 
 
 def chat_logprobs(
@@ -41,19 +44,50 @@ def completion_logprobs(
         offsets.append(offset)
         offset += len(text)
     top = [
-        {
-            token_text(tokenizer, other): max(value, IMPOSSIBLE)
-            for other, value in (*position.top[:count], (token_id, position.logprob))
-        }
+        None if position is UNKNOWN else _alternatives(tokenizer, token_id, position, count)
         for token_id, position in zip(token_ids, logprobs, strict=True)
     ]
     lists = {
         "text_offset": offsets,
-        "token_logprobs": [max(position.logprob, IMPOSSIBLE) for position in logprobs],
+        "token_logprobs": [
+            None if position is UNKNOWN else max(position.logprob, IMPOSSIBLE)
+            for position in logprobs
+        ],
         "tokens": tokens,
         "top_logprobs": top,
     }
     return lists, offset
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, prompt: Sequence[int], logprobs: Sequence[Logprobs], count: int
+) -> list[dict[str, Any] | None]:
+    """vLLM's form: for each token but the first, by token id, it and the most likely ones."""
+    found: list[dict[str, Any] | None] = [None]
+    for token_id, position in zip(prompt[1:], logprobs, strict=True):
+        entries = {token_id: (position.logprob, position.rank)}
+        for rank, (other, value) in enumerate(position.top[:count], start=1):
+            entries.setdefault(other, (value, rank))
+        found.append(
+            {
+                str(other): {
+                    "logprob": max(value, IMPOSSIBLE),
+                    "rank": rank,
+                    "decoded_token": token_text(tokenizer, other),
+                }
+                for other, (value, rank) in entries.items()
+            }
+        )
+    return found
+
+
+def _alternatives(
+    tokenizer: Tokenizer, token_id: int, position: Logprobs, count: int
+) -> dict[str, float]:
+    return {
+        token_text(tokenizer, other): max(value, IMPOSSIBLE)
+        for other, value in (*position.top[:count], (token_id, position.logprob))
+    }
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from headrace_common.messages import GenerateRequest, Logprobs
-from headrace_common.protocol.base import EngineStatus, Standing
+from headrace_common.protocol.base import EngineStatus, Place, Standing
 
 
 class Delta(Protocol):
@@ -22,6 +22,10 @@ class Delta(Protocol):
     def stop_token(self) -> int | None: ...
     @property
     def cached_tokens(self) -> int: ...
+    @property
+    def embedding(self) -> bytes | None: ...
+    @property
+    def prompt_logprobs(self) -> bytes | None: ...
 
 
 class Generation(Protocol):
@@ -50,6 +54,12 @@ class Ledger(Protocol):
     async def standing(self, request_id: str, model: str) -> Standing | None: ...
 
     async def cancel(self, request_id: str, model: str) -> None: ...
+
+
+class Line(Protocol):
+    """The part of a GatewayQueue that tells how long a request may have to wait."""
+
+    async def place(self, request_id: str, model: str) -> Place | None: ...
 
 
 class EngineList(Protocol):

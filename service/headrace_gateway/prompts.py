@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from headrace_common.chat_template import encode_chat
 
+from .chat_messages import Message
 from .errors import invalid, too_long
 from .models import ServedModel
-from .schemas import Message
 
 # Tokenising takes about a millisecond for this many characters.
 INLINE_CHARS = 4096
@@ -33,6 +33,7 @@ class ChatOptions:
     continue_final_message: bool = False
     add_special_tokens: bool = False
     variables: Mapping[str, Any] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
 
 
 class PromptEncoder:
@@ -63,6 +64,7 @@ class PromptEncoder:
             model.tokenizer,
             model.chat_template,
             plain,
+            tools=options.tools,
             variables=options.variables,
             add_special_tokens=options.add_special_tokens,
             add_generation_prompt=options.add_generation_prompt,
@@ -70,6 +72,7 @@ class PromptEncoder:
         )
         size = sum(len(message["content"] or "") for message in plain)
         _check_size(model, size, context)
+        size += len(json.dumps(options.tools)) if options.tools else 0
         return _not_empty(await self._run(size, encode), "messages")
 
     async def completion(
@@ -80,15 +83,16 @@ class PromptEncoder:
         add_special_tokens: bool,
         max_prompts: int,
         context: int | None = None,
+        name: str = "prompt",
     ) -> list[list[int]]:
-        """One list of ids a prompt; `context` as for chats."""
-        prompts = _split(prompt, max_prompts)
+        """One list of ids a prompt; `context` as for chats. `name` is the field's, for errors."""
+        prompts = _split(prompt, max_prompts, name)
         for _, single in prompts:
             if isinstance(single, str):
                 _check_size(model, len(single), context)
         return [
-            await self._one(model, single, name, add_special_tokens=add_special_tokens)
-            for name, single in prompts
+            await self._one(model, single, place, add_special_tokens=add_special_tokens)
+            for place, single in prompts
         ]
 
     async def text(self, model: ServedModel, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -123,28 +127,28 @@ def _check_size(model: ServedModel, chars: int, context: int | None) -> None:
         raise too_long(context, f"at least {least} tokens in the prompt")
 
 
-def _split(prompt: object, max_prompts: int) -> list[tuple[str, object]]:
+def _split(prompt: object, max_prompts: int, name: str) -> list[tuple[str, object]]:
     """The single prompts in `prompt`, each with the name under which to complain about it."""
     if isinstance(prompt, str):
-        return [("prompt", prompt)]
+        return [(name, prompt)]
     if not isinstance(prompt, list):
-        raise invalid("prompt: must be text, token ids, or a list of either.", param="prompt")
+        raise invalid(f"{name}: must be text, token ids, or a list of either.", param=name)
     if not prompt:
-        raise invalid("prompt: must not be empty.", param="prompt")
+        raise invalid(f"{name}: must not be empty.", param=name)
     if not isinstance(prompt[0], str | list):
-        return [("prompt", prompt)]
+        return [(name, prompt)]
     if len(prompt) > max_prompts:
         raise invalid(
-            f"prompt: {len(prompt)} prompts are over the limit of {max_prompts} a request.",
-            param="prompt",
+            f"{name}: {len(prompt)} prompts are over the limit of {max_prompts} a request.",
+            param=name,
         )
     kind = type(prompt[0])
     for index, single in enumerate(prompt):
         if type(single) is not kind:
             raise invalid(
-                f"prompt[{index}]: texts and token ids cannot be mixed.", param=f"prompt[{index}]"
+                f"{name}[{index}]: texts and token ids cannot be mixed.", param=f"{name}[{index}]"
             )
-    return [(f"prompt[{index}]", single) for index, single in enumerate(prompt)]
+    return [(f"{name}[{index}]", single) for index, single in enumerate(prompt)]
 
 
 def _check_ids(ids: list[Any], vocab_size: int, name: str) -> None:
@@ -187,8 +191,12 @@ def _plain_message(message: Message, *, developer: bool) -> dict[str, Any]:
     content = message.content
     if isinstance(content, list):
         content = "\n".join(part.text for part in content)
+    reasoning = message.reasoning_content or message.reasoning
     role = "system" if message.role == "developer" and not developer else message.role
-    plain = {**message.model_dump(exclude_none=True), "role": role, "content": content}
+    fields = message.model_dump(exclude_none=True, exclude={"reasoning"})
+    plain = {**fields, "role": role, "content": content}
+    if reasoning is not None:
+        plain["reasoning_content"] = reasoning
     if message.tool_calls is not None:
         plain["tool_calls"] = [
             {

@@ -232,7 +232,7 @@ def _estimate(request: GenerateRequest, sampling: SamplingParams) -> int:
     asked = ASSUMED_OUTPUT if sampling.max_tokens is None else sampling.max_tokens
     most = request.sampling.max_tokens
     output = asked if most is None else min(asked, most)
-    return len(request.prompt_token_ids) + sampling.n * output
+    return len(request.prompt_token_ids) + sampling.branches * output
 
 
 def _refusal(reservation: Reservation, rates: Rates, tokens: int) -> RateLimited:

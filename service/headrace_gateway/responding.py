@@ -12,7 +12,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from headrace_common.errors import HeadraceError
+from headrace_common.errors import BackendUnavailable, HeadraceError
 from headrace_common.tokenizer import Tokenizer
 
 from .admission import Accepted, cancel_all
@@ -21,24 +21,26 @@ from .drain import Drain
 from .errors import ApiError, to_api_error, unavailable
 from .event_ids import ResumableEvents
 from .observation import Observation
+from .ports import Line
 from .run import Piece, Run, Usage
 from .sse import (
     KEEP_ALIVE,
-    KEEP_ALIVE_BETWEEN_IDS,
     RETRY,
     EventStream,
     Writer,
     encode,
     event,
+    queued_comment,
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """How answers reach clients. Seconds."""
+    """How answers reach clients. Seconds. `line` tells where requests are that wait."""
 
     keep_alive: float
     write_timeout: float
+    line: Line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,6 @@ class Exchange:
     answer: Answer
     observation: Observation
     stream: bool
-    include_usage: bool
     headers: Mapping[str, str]
     kept: str | None = None
     events: ResumableEvents | None = None
@@ -128,7 +129,7 @@ class GenerationResponse(Response):
         error = unavailable(f"This server is shutting down; {remedy}.", code="shutting_down")
         if not writer.started:
             raise error
-        await writer.body(event(error.body), more=False)
+        await writer.body(self._last_event(error), more=False)
         return "shutting_down"
 
     async def _answer(self, writer: Writer) -> str | None:
@@ -147,7 +148,7 @@ class GenerationResponse(Response):
             writer,
             self._exchange.headers,
             keep_alive=self._delivery.keep_alive,
-            comment=KEEP_ALIVE if events is None else KEEP_ALIVE_BETWEEN_IDS,
+            comment=self._comment,
         )
         if events is not None and events.caught_up:
             await stream.open(RETRY)
@@ -156,6 +157,19 @@ class GenerationResponse(Response):
             return await self._events(stream)
         finally:
             await _stop(pings)
+
+    async def _comment(self) -> bytes:
+        """What is sent while there is nothing else: where the request is, while it waits."""
+        text = KEEP_ALIVE
+        request = self._runs[0].accepted.request
+        try:
+            place = await self._delivery.line.place(request.request_id, request.model)
+        except BackendUnavailable:
+            place = None
+        if place is not None:
+            text = queued_comment(place)
+        # In streams with ids an empty line ends an event for some clients, even behind a comment.
+        return text + (b"\n" if self._exchange.events is None else b"")
 
     async def _events(self, stream: EventStream) -> str | None:
         try:
@@ -169,19 +183,19 @@ class GenerationResponse(Response):
             # The status has been sent: the error can only travel in the stream.
             failure = error if isinstance(error, ApiError) else to_api_error(error)
             await cancel_all([run.accepted for run in self._runs])
-            await stream.close(event(failure.body))
+            await stream.close(self._last_event(failure))
             return failure.code
-        await stream.close()
+        await stream.close(self._exchange.answer.done)
         return None
 
     async def _send_events(self, stream: EventStream) -> None:
         answer = self._exchange.answer
         async for piece in self._pieces():
-            chunks = [event(chunk) for chunk in answer.chunks(piece)]
+            chunks = [event(chunk, named=answer.named) for chunk in answer.chunks(piece)]
             if chunks:
                 await stream.send(b"".join(chunks))
-        if self._exchange.include_usage:
-            await stream.send(event(answer.usage_chunk(self._usage())))
+        for chunk in answer.closing(self._usage()):
+            await stream.send(event(chunk, named=answer.named))
 
     async def _send_missing_events(self, stream: EventStream, events: ResumableEvents) -> None:
         """Behind those that the client has; the stream begins once it is known to fit them."""
@@ -190,11 +204,15 @@ class GenerationResponse(Response):
             missing = events.piece(piece, answer.chunks(piece))
             if missing:
                 await stream.send(missing)
-        if self._exchange.include_usage:
-            missing = events.usage(answer.usage_chunk(self._usage()))
+        for chunk in answer.closing(self._usage()):
+            missing = events.closing(chunk)
             if missing:
                 await stream.send(missing)
         events.end()
+
+    def _last_event(self, error: ApiError) -> bytes:
+        answer = self._exchange.answer
+        return event(answer.failure(error), named=answer.named)
 
     def _start_runs(self, accepted: Sequence[Accepted]) -> list[Run]:
         tokenizer, per_prompt = self._exchange.tokenizer, self._exchange.choices_per_prompt

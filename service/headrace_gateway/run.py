@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from headrace_common.messages import Logprobs
+from headrace_common.prompt_logprobs import unpack_prompt_logprobs
 from headrace_common.text import ChoiceText
 from headrace_common.tokenizer import Tokenizer
 
@@ -16,7 +17,10 @@ from .ports import Delta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """News of one choice. `stop_reason` is the stop string or stop token id that ended it."""
+    """News of one choice. `stop_reason` is the stop string or stop token id that ended it.
+
+    `prompt_logprobs`, without those of the prompt's first token, come with the prompt's first news.
+    """
 
     choice: int
     text: str
@@ -24,6 +28,7 @@ class Piece:
     logprobs: Sequence[Logprobs] | None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    prompt_logprobs: Sequence[Logprobs] | None = None
 
 
 @dataclass(slots=True)
@@ -92,4 +97,9 @@ class Run:
             logprobs=delta.logprobs[: new.tokens] if delta.logprobs is not None else None,
             finish_reason="stop" if stopped else delta.finish_reason,
             stop_reason=new.stop if stopped else delta.stop_token,
+            prompt_logprobs=(
+                None
+                if delta.prompt_logprobs is None
+                else unpack_prompt_logprobs(delta.prompt_logprobs)
+            ),
         )

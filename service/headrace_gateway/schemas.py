@@ -5,21 +5,21 @@ the value that changes nothing; null is the same as absent. Nothing is ignored.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import pydantic_core
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Field,
     StrictBool,
     StrictInt,
     StrictStr,
     ValidationError,
-    model_validator,
 )
 
 from headrace_common.sampling import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_STOP_TOKEN_IDS,
@@ -27,28 +27,35 @@ from headrace_common.sampling import (
     SamplingParams,
 )
 
+from .chat_messages import Body, Message, Tool, ToolChoice
 from .errors import from_validation, invalid
+from .structured_fields import StructuredBody
 
 MAX_MESSAGES = 4096
+MAX_TOOLS = 512
 MAX_CACHE_SALT_CHARS = 1024
 
 BodyType = TypeVar("BodyType", bound=BaseModel)
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: StrictBool = False
 
 
-class SamplingBody(_Body):
-    """What chat and completions share: OpenAI's fields, then vLLM's."""
+class GenerationBody(Body):
+    """What all requests share that generate text."""
 
     model: StrictStr | None = None
     stream: StrictBool = False
+    background: StrictBool = False
+    priority: StrictInt = Field(0, ge=-(2**31), lt=2**31)
+    cache_salt: StrictStr | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_CHARS)
+
+
+class SamplingBody(GenerationBody, StructuredBody):
+    """What chat and completions share: OpenAI's fields, then vLLM's."""
+
     stream_options: StreamOptions | None = None
     n: StrictInt | None = None
     temperature: _Number | None = None
@@ -69,67 +76,37 @@ class SamplingBody(_Body):
     min_tokens: StrictInt | None = None
     include_stop_str_in_output: StrictBool | None = None
     skip_special_tokens: StrictBool | None = None
-    priority: StrictInt = Field(0, ge=-(2**31), lt=2**31)
-    cache_salt: StrictStr | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_CHARS)
+    allowed_token_ids: list[StrictInt] | None = Field(None, max_length=MAX_ALLOWED_TOKEN_IDS)
+    bad_words: list[StrictStr] | None = Field(None, max_length=MAX_BAD_WORDS)
+    prompt_logprobs: StrictInt | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    best_of: StrictInt | None = None
+    use_beam_search: StrictBool | None = None
+    length_penalty: _Number | None = None
+    early_stopping: Any = Field(None, json_schema_extra={"enum": [True, False, "never"]})
     return_token_ids: StrictBool = False
-    background: StrictBool = False
 
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(self, **more: Any) -> SamplingParams:
-        """Raises SamplingError for a value out of range."""
+        """Raises SamplingError for a value out of range, ApiError where fields conflict."""
         names = (
             "n temperature top_p presence_penalty frequency_penalty seed top_k min_p "
             "repetition_penalty stop_token_ids ignore_eos min_tokens stop "
-            "include_stop_str_in_output skip_special_tokens"
+            "include_stop_str_in_output skip_special_tokens allowed_token_ids bad_words "
+            "best_of use_beam_search length_penalty early_stopping"
         ).split()
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.logit_bias is not None:
             given["logit_bias"] = {_token_id(key): value for key, value in self.logit_bias.items()}
-        return SamplingParams(**{**given, **more})
-
-
-class TextPart(_Body):
-    type: Literal["text"]
-    text: StrictStr
-
-
-class FunctionCall(_Body):
-    name: StrictStr
-    arguments: StrictStr
-
-
-class ToolCall(_Body):
-    id: StrictStr | None = None
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class Message(_Body):
-    """One message of a chat. `tool_calls` and role `tool` are history: rendered, never made."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: StrictStr | list[TextPart] | None = None
-    name: StrictStr | None = None
-    reasoning_content: StrictStr | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: StrictStr | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_absent(cls, value: Any) -> Any:
-        """SDKs send an answer's message back as it came, with every empty field."""
-        if isinstance(value, dict):
-            return {name: item for name, item in value.items() if item is not None}
-        return value
-
-    @model_validator(mode="after")
-    def _says_something(self) -> "Message":
-        if self.content is None and self.tool_calls is None:
-            raise ValueError("a message needs content")
-        return self
+        sampling = SamplingParams(**{**given, "structured_outputs": self.structured(), **more})
+        if self.stream and sampling.answers_at_end:
+            name = "use_beam_search" if sampling.use_beam_search else "best_of"
+            raise invalid(
+                f"with {name} nothing is known before the end: leave stream out.", param="stream"
+            )
+        return sampling
 
 
 class ChatRequest(SamplingBody):
@@ -142,6 +119,10 @@ class ChatRequest(SamplingBody):
     continue_final_message: StrictBool = False
     add_special_tokens: StrictBool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: StrictStr | None = None
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: StrictBool = True
 
 
 class CompletionRequest(SamplingBody):
@@ -150,11 +131,11 @@ class CompletionRequest(SamplingBody):
     prompt: Any
     max_tokens: StrictInt | None = None
     logprobs: StrictInt | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    best_of: StrictInt | None = None
     add_special_tokens: StrictBool = True
+    echo: StrictBool = False
 
 
-class TokenizeRequest(_Body):
+class TokenizeRequest(Body):
     """vLLM's body: a prompt, or messages for the chat template."""
 
     model: StrictStr | None = None
@@ -165,15 +146,17 @@ class TokenizeRequest(_Body):
     add_generation_prompt: StrictBool = True
     continue_final_message: StrictBool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
 
 
-class DetokenizeRequest(_Body):
+class DetokenizeRequest(Body):
     model: StrictStr | None = None
     tokens: list[Annotated[int, Field(strict=True, ge=0, lt=2**31)]]
 
 
-_NO_TOOLS = "this server does not call tools; describe the tool in a message and parse the answer"
-_NO_GRAMMAR = "this server does not constrain output; ask for the format in a message"
+_NO_TOOLS = "tools are called in chats only"
+_NO_FUNCTIONS = "use tools and tool_choice"
+_NO_BEAMS = "ask /v1/completions or /v1/chat/completions for that"
 _NO_TEMPLATE = "templates come from the server's model; pass variables in chat_template_kwargs"
 _NO_AUDIO = "this server answers with text only"
 _NO_STORE = "this server keeps nothing"
@@ -184,20 +167,17 @@ UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "tools": (([],), _NO_TOOLS),
     "tool_choice": (("none", "auto"), _NO_TOOLS),
     "parallel_tool_calls": ((True, False), _NO_TOOLS),
-    "functions": (([],), _NO_TOOLS),
-    "function_call": (("none", "auto"), _NO_TOOLS),
-    "response_format": (({"type": "text"},), _NO_GRAMMAR),
-    "structured_outputs": ((), _NO_GRAMMAR),
-    "guided_json": ((), _NO_GRAMMAR),
-    "guided_regex": ((), _NO_GRAMMAR),
-    "guided_choice": ((), _NO_GRAMMAR),
-    "guided_grammar": ((), _NO_GRAMMAR),
+    "functions": (([],), _NO_FUNCTIONS),
+    "function_call": (("none", "auto"), _NO_FUNCTIONS),
+    "structural_tag": ((), _LEAVE_OUT),
+    "guided_decoding_backend": ((), _LEAVE_OUT),
+    "guided_whitespace_pattern": ((), _LEAVE_OUT),
     "chat_template": ((), _NO_TEMPLATE),
     "documents": (([],), "put the documents into a message"),
     "modalities": ((["text"],), _NO_AUDIO),
     "audio": ((), _NO_AUDIO),
     "prediction": ((), _LEAVE_OUT),
-    "reasoning_effort": ((), "pass the template's own switch in chat_template_kwargs"),
+    "reasoning_effort": ((), "models reason in chats only"),
     "verbosity": ((), _LEAVE_OUT),
     "web_search_options": ((), _LEAVE_OUT),
     "service_tier": (("auto", "default"), "use priority"),
@@ -205,26 +185,29 @@ UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "metadata": (({},), _NO_STORE),
     "prompt_cache_key": ((), "prompts are cached by content; use cache_salt to part callers"),
     "prompt_cache_retention": ((), _LEAVE_OUT),
-    "echo": ((False,), "put the prompt before the answer yourself"),
+    "echo": ((False,), "chats have no text to repeat"),
     "suffix": (("",), "this server does not fill in the middle"),
-    "use_beam_search": ((False,), "use n with a temperature"),
-    "length_penalty": ((1, 1.0), _LEAVE_OUT),
-    "prompt_logprobs": ((), "only logprobs of the output are given"),
+    "best_of": ((1,), _NO_BEAMS),
+    "use_beam_search": ((False,), _NO_BEAMS),
+    "length_penalty": ((1, 1.0), _NO_BEAMS),
+    "early_stopping": ((False,), _NO_BEAMS),
     "truncate_prompt_tokens": ((), "shorten the prompt yourself"),
-    "allowed_token_ids": (([],), "use logit_bias"),
-    "bad_words": (([],), "use logit_bias"),
     "spaces_between_special_tokens": ((True,), _LEAVE_OUT),
     "return_tokens_as_token_ids": ((False,), "use return_token_ids"),
     "request_id": ((), "send it in the header X-Request-Id"),
 }
 
 
-def parse(kind: type[BodyType], raw: bytes) -> BodyType:
+def parse(
+    kind: type[BodyType],
+    raw: bytes,
+    unsupported: Mapping[str, tuple[tuple[Any, ...], str]] = UNSUPPORTED,
+) -> BodyType:
     """Bytes to a checked body. Raises ApiError, which names the field."""
     content = _load_json(raw)
     fields = {name: value for name, value in content.items() if value is not None}
-    for name in UNSUPPORTED.keys() & fields.keys() - kind.model_fields.keys():
-        neutral, remedy = UNSUPPORTED[name]
+    for name in unsupported.keys() & fields.keys() - kind.model_fields.keys():
+        neutral, remedy = unsupported[name]
         if fields[name] not in neutral:
             raise invalid(
                 f"{name} is not supported: {remedy}.", param=name, code="unsupported_parameter"
@@ -234,6 +217,11 @@ def parse(kind: type[BodyType], raw: bytes) -> BodyType:
         return kind.model_validate(fields)
     except ValidationError as error:
         raise from_validation(error) from error
+
+
+def check_prompt_logprobs(body: SamplingBody) -> None:
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid("prompt_logprobs are not for stream: true.", param="prompt_logprobs")
 
 
 def check_stream_options(body: SamplingBody) -> None:

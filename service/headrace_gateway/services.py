@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated
@@ -13,42 +13,30 @@ from headrace_common.api_keys import DEFAULT_TENANT
 from headrace_common.errors import BackendUnavailable
 from headrace_common.keys import new_request_id
 from headrace_common.messages import GenerateRequest
-from headrace_common.sampling import SamplingParams
 
 from .admission import Admission, Job
-from .answers import Answer, AnswerOptions
+from .answers import AnswerOptions
+from .batches.desk import Desk
+from .calls import Call, Operation
+from .chat_output import ChatOutput
+from .constraints import Constraints
 from .drain import Drain
 from .engines import EngineDirectory
+from .errors import invalid
 from .keeping import Asked, Keeping, queue_id_of
-from .models import Models, ServedModel
+from .models import Models
 from .observation import Observation, Observer, RequestInfo
 from .prompts import PromptEncoder
 from .rate_limits import RateLimited, RateLimits
 from .responding import Delivery, Exchange, GenerationResponse
 from .run import Usage
-from .schemas import SamplingBody
+from .schemas import GenerationBody
 from .settings import GatewaySettings
-from .tenants import Caller, Tenancy, caller_of
+from .structured_fields import StructuredBody
+from .tenants import Caller, caller_of, tenancy_of
 from .wishes import wish_of
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
-    """A kind of generation, and what makes the body of its answer."""
-
-    name: str
-    answer: Callable[[AnswerOptions], Answer]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """What to run: `encode` makes the prompts' token ids, which takes time and may be refused."""
-
-    model: ServedModel
-    sampling: SamplingParams
-    encode: Callable[[], Awaitable[list[list[int]]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,13 +54,23 @@ class Services:
     keeping: Keeping
     liveness: Callable[[], str | None]
     version: str
+    chat_output: ChatOutput
+    constraints: Constraints
     keys_on: bool = False
     rate_limits: RateLimits | None = None
     caller: Caller | None = None
+    kept_files: Desk | None = None
 
     def of(self, caller: Caller) -> "Services":
         """The services as this caller may use them."""
         return replace(self, caller=caller, models=self.models.only(caller.key.allows))
+
+    @property
+    def desk(self) -> Desk:
+        """Files and batches. Raises ApiError where this server keeps none."""
+        if self.kept_files is None:
+            raise invalid("This server keeps no files and runs no batches.", code="no_batches")
+        return self.kept_files
 
     @property
     def tenant(self) -> str:
@@ -98,21 +96,29 @@ class Services:
         observation.on_end(lambda well: limits.answered(grant, well=well))
         return grant.headers
 
+    async def _check_structure(self, body: GenerationBody, call: Call) -> None:
+        """Raises ApiError for a constraint that no engine could compile."""
+        field = body.structured_field if isinstance(body, StructuredBody) else None
+        if field is None and call.form.calls is not None:
+            field = "tools"
+        await self.constraints.check(call.sampling.structured_outputs, field)
+
     async def generate(
-        self, operation: Operation, request: Request, body: SamplingBody, call: Call
+        self, operation: Operation, request: Request, body: GenerationBody, call: Call
     ) -> Response:
         """The response that runs a call. Raises what refuses it before it is queued."""
         headers = dict(request.headers)
         client_id = client_request_id(headers)
-        wish = wish_of(headers, body)
+        wish = wish_of(headers, body, kept=call.kept)
         request_id = queue_id = new_request_id()
         if wish is not None:
+            _check_view(call)
             request_id = await self.keeping.identify(wish, self.tenant)
             queue_id = queue_id_of(request_id)
         info = RequestInfo(
             request_id=request_id,
             client_request_id=client_id,
-            operation=operation.name,
+            operation=operation.measured_as,
             model=call.model.name,
             sampling=call.sampling,
             stream=body.stream,
@@ -122,12 +128,13 @@ class Services:
         )
         observation = self.observer.start(info)
         try:
+            await self._check_structure(body, call)
             job = await _job(call, body, queue_id, observation.trace, self.caller)
             requests = await self.admission.prepare(job, headers)
             limits = await self.reserve(job, requests, observation)
             answered = {"x-request-id": client_id or request_id, **limits}
             if wish is not None:
-                asked = Asked(wish, request_id, operation.name, body, requests)
+                asked = Asked(wish, request_id, operation, body, call, requests)
                 return await self.keeping.answer(asked, call.model, observation, answered)
         except BaseException as error:
             observation.end(Usage(), getattr(error, "code", None) or "request_invalid")
@@ -136,27 +143,31 @@ class Services:
             accept=partial(self.admission.submit, job, requests),
             tokenizer=job.model.tokenizer,
             choices_per_prompt=job.sampling.n,
-            answer=operation.answer(_answer_options(job, body, request_id)),
+            answer=operation.answer(_answer_options(job, call, request_id)),
             observation=observation,
             stream=body.stream,
-            include_usage=body.include_usage,
             headers=answered,
         )
         return GenerationResponse(exchange, self.delivery, self.drain)
 
 
+def _check_view(call: Call) -> None:
+    """Raises ApiError for what would be lost where another gateway goes on."""
+    if call.view is not None:
+        raise invalid(
+            "echo and prompt_logprobs are not for requests that outlive their connection.",
+            param="echo" if call.view.echo else "prompt_logprobs",
+        )
+
+
 async def _job(
     call: Call,
-    body: SamplingBody,
+    body: GenerationBody,
     request_id: str,
     trace: Mapping[str, str],
     caller: Caller | None,
 ) -> Job:
-    if caller is None:
-        tenancy = Tenancy(priority=body.priority, cache_salt=(body.cache_salt or "").encode())
-    else:
-        asked = body.priority if "priority" in body.model_fields_set else None
-        tenancy = caller.tenancy(asked, body.cache_salt)
+    tenancy = tenancy_of(caller, body)
     return Job(
         request_id=request_id,
         model=call.model,
@@ -169,7 +180,7 @@ async def _job(
     )
 
 
-def _answer_options(job: Job, body: SamplingBody, request_id: str) -> AnswerOptions:
+def _answer_options(job: Job, call: Call, request_id: str) -> AnswerOptions:
     return AnswerOptions(
         answer_id=request_id,
         model=job.model.name,
@@ -178,8 +189,11 @@ def _answer_options(job: Job, body: SamplingBody, request_id: str) -> AnswerOpti
         choices=job.sampling.n * len(job.prompts),
         choices_per_prompt=job.sampling.n,
         logprobs=job.sampling.logprobs,
-        include_usage=body.include_usage,
-        prompts=tuple(map(tuple, job.prompts)) if body.return_token_ids else None,
+        include_usage=call.include_usage,
+        prompts=tuple(map(tuple, job.prompts)) if call.shows_ids else None,
+        prompt=job.prompts[0],
+        form=call.form,
+        view=None if call.view is None else replace(call.view, prompts=job.prompts),
     )
 
 

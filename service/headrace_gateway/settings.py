@@ -43,6 +43,12 @@ class GatewaySettings(BaseSettings):
     extra_models: dict[str, ModelSource] = Field(
         default_factory=dict, description='further models, {"name": "folder or hub id"}'
     )
+    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "pythonic"] = (
+        Field("auto", description="how models write calls of tools; auto: as their templates do")
+    )
+    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3", "mistral"] = Field(
+        "auto", description="how models mark their reasoning; auto: as the chat template does"
+    )
     max_model_len: int | None = Field(
         None, ge=1, description="longest prompt plus output; default: what the engines say"
     )
@@ -67,6 +73,9 @@ class GatewaySettings(BaseSettings):
     max_queued_tokens: int = Field(
         4_000_000, ge=1, description="prompt plus output tokens of one model's waiting requests"
     )
+    max_queued_requests_per_tenant: int = Field(
+        0, ge=0, description="of these, those of one tenant; 0: as many as of all"
+    )
     default_deadline: float = Field(
         600.0, gt=0, description="seconds until a request must have ended, where it names none"
     )
@@ -83,7 +92,35 @@ class GatewaySettings(BaseSettings):
         description="seconds that such a request, but for background, runs on without a client",
     )
     max_prompts: int = Field(64, ge=1, description="prompts in one completions request")
+    max_embedding_inputs: int = Field(
+        2048, ge=1, description="inputs in one request for embeddings"
+    )
     max_choices: int = Field(128, ge=1, description="n times the prompts of one request")
+    max_file_bytes: ByteSize = Field(
+        ByteSize(64 * 2**20), ge=1024, description="largest file for batches, as 64MiB"
+    )
+    max_stored_bytes: ByteSize = Field(
+        ByteSize(256 * 2**20),
+        ge=1024,
+        description="bytes of one tenant's files together, which are in Redis",
+    )
+    max_stored_files: int = Field(1000, ge=1, description="files of one tenant")
+    file_ttl: float = Field(
+        604_800.0, ge=3600, description="seconds for which a file is kept, if not less is asked"
+    )
+    max_batch_requests: int = Field(50_000, ge=1, description="requests in one batch")
+    max_batch_output_bytes: ByteSize = Field(
+        ByteSize(256 * 2**20),
+        ge=1024,
+        description="bytes of one batch's results, beyond which its further requests fail",
+    )
+    max_open_batches: int = Field(
+        100, ge=1, description="batches of one tenant that have not ended"
+    )
+    max_running_batches: int = Field(8, ge=1, description="batches that this gateway runs at once")
+    batch_concurrency: int = Field(
+        32, ge=1, le=1024, description="requests of one batch that are in the queue at once"
+    )
     max_body_bytes: ByteSize = Field(
         ByteSize(8 * 2**20), ge=1024, description="largest request body, as 8MiB"
     )
@@ -124,4 +161,8 @@ class GatewaySettings(BaseSettings):
 
     @property
     def queue_limits(self) -> QueueLimits:
-        return QueueLimits(max_requests=self.max_queued_requests, max_tokens=self.max_queued_tokens)
+        return QueueLimits(
+            max_requests=self.max_queued_requests,
+            max_tokens=self.max_queued_tokens,
+            max_tenant_requests=self.max_queued_requests_per_tenant,
+        )

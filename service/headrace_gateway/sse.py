@@ -4,20 +4,21 @@ A client that does not read for too long is cut off, so that it holds neither me
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import pydantic_core
 from starlette.types import Scope, Send
+
+from headrace_common.protocol.base import Place
 
 HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
-KEEP_ALIVE = b": keep-alive\n\n"
-# In streams with ids an empty line ends an event for some clients, even behind a mere comment.
-KEEP_ALIVE_BETWEEN_IDS = b": keep-alive\n"
+KEEP_ALIVE = b": keep-alive\n"
 # Milliseconds until a client that lost a resumable stream comes back; part of the next event.
 RETRY = b"retry: 500\n"
 DONE = b"data: [DONE]\n\n"
@@ -81,7 +82,7 @@ class Writer:
 
 class EventStream:
     """The events of one answer, opened by the first of them at the latest. `keep_alive` in seconds,
-    `comment` is what is sent then.
+    `comment` makes what is sent then.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class EventStream:
         headers: Mapping[str, str],
         *,
         keep_alive: float,
-        comment: bytes = KEEP_ALIVE,
+        comment: Callable[[], Awaitable[bytes]],
     ) -> None:
         self._writer = writer
         self._headers = {**HEADERS, **headers}
@@ -135,15 +136,26 @@ class EventStream:
         while True:
             silent = self._clock() - self._last
             if silent >= self._interval:
-                await self.send(self._comment)
-                silent = 0.0
+                comment = await self._comment()
+                if self._clock() - self._last >= self._interval:  # nothing has come meanwhile
+                    await self.send(comment)
+                silent = self._clock() - self._last
             await asyncio.sleep(self._interval - silent)
+
+
+def queued_comment(place: Place) -> bytes:
+    """For people and clients that read comments: `: queued position=3 eta=12s`."""
+    eta = "" if place.eta is None else f" eta={max(1, math.ceil(place.eta))}s"
+    return f": queued position={place.position}{eta}\n".encode()
 
 
 def encode(body: Mapping[str, Any]) -> bytes:
     return pydantic_core.to_json(body)
 
 
-def event(body: Mapping[str, Any], event_id: str | None = None) -> bytes:
+def event(body: Mapping[str, Any], event_id: str | None = None, *, named: bool = False) -> bytes:
+    """`named`: with a line for the event's name, which is the body's type."""
     prefix = b"" if event_id is None else f"id: {event_id}\n".encode()
+    if named:
+        prefix += f"event: {body['type']}\n".encode()
     return prefix + b"data: " + encode(body) + b"\n\n"

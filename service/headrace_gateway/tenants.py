@@ -4,9 +4,9 @@ A caller is known only where API keys are on; without one everything is as if th
 """
 
 import hashlib
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from headrace_common.api_keys import DEFAULT_TENANT, ApiKey
 from headrace_common.metric_names import OTHER_TENANTS
@@ -59,6 +59,25 @@ class Caller:
             cache_salt=tenant_salt(self.tenant, cache_salt),
             tenant=self.tenant,
         )
+
+
+class Asking(Protocol):
+    """A body that may ask for a priority and for a prefix cache of its own."""
+
+    @property
+    def priority(self) -> int: ...
+    @property
+    def cache_salt(self) -> str | None: ...
+    @property
+    def model_fields_set(self) -> Set[str]: ...
+
+
+def tenancy_of(caller: Caller | None, body: Asking) -> Tenancy:
+    """What a caller's request gets, None: where keys are off. Raises ApiError."""
+    if caller is None:
+        return Tenancy(priority=body.priority, cache_salt=(body.cache_salt or "").encode())
+    asked = body.priority if "priority" in body.model_fields_set else None
+    return caller.tenancy(asked, body.cache_salt)
 
 
 def tenant_salt(tenant: str, asked: str | None) -> bytes:

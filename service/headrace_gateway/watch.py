@@ -19,9 +19,13 @@ class ClientConfig:
 
 @dataclass(slots=True)
 class Watch:
-    """When a generation is next asked about, and which engine is then believed to have it."""
+    """When a generation is next asked about, and which engine is then believed to have it.
+
+    `released`: the engine and attempt that it was taken from, while nobody else has it.
+    """
 
     due: float
     pause: float
     suspect: tuple[str, int] | None = None
     suspected_at: float = 0.0
+    released: tuple[str, int] | None = None

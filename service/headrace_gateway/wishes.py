@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .errors import ApiError, invalid
 from .event_ids import request_of
-from .schemas import SamplingBody
+from .schemas import GenerationBody
 
 KEY_HEADER = "idempotency-key"
 RESUMABLE_HEADER = "x-resumable"
@@ -26,8 +26,11 @@ class Wish:
     last_event_id: str | None
 
 
-def wish_of(headers: Mapping[str, str], body: SamplingBody) -> Wish | None:
-    """None for a request that lives as long as its connection. Raises ApiError."""
+def wish_of(headers: Mapping[str, str], body: GenerationBody, *, kept: bool = False) -> Wish | None:
+    """None for a request that lives as long as its connection. Raises ApiError.
+
+    `kept`: it is to be kept in any case.
+    """
     key = _key(headers.get(KEY_HEADER))
     resumable = _switch(headers.get(RESUMABLE_HEADER))
     last_event_id = headers.get(LAST_EVENT_HEADER)
@@ -35,7 +38,7 @@ def wish_of(headers: Mapping[str, str], body: SamplingBody) -> Wish | None:
         raise _needs_key(last_event_id)
     if last_event_id is not None and not body.stream:
         raise invalid("Last-Event-ID is only for stream: true.", param="Last-Event-ID")
-    if key is None and not resumable and not body.background:
+    if key is None and not resumable and not body.background and not kept:
         return None
     return Wish(key=key, background=body.background, last_event_id=last_event_id)
 
@@ -46,7 +49,7 @@ def derived_id(salt: bytes, tenant: str, key: str) -> str:
     return hmac.new(salt, message, hashlib.sha256).hexdigest()[:ID_CHARS]
 
 
-def fingerprint(operation: str, body: SamplingBody) -> bytes:
+def fingerprint(operation: str, body: GenerationBody) -> bytes:
     """Tells another body under the same key; order and blanks of the JSON do not matter."""
     fields = body.model_dump(mode="json", exclude_unset=True)
     text = json.dumps([operation, fields], sort_keys=True, separators=(",", ":"))

@@ -118,7 +118,7 @@ def test_a_documented_redis_command_works(queue: redis.Redis, command: str) -> N
 
 def test_documented_keys_are_those_of_the_protocol() -> None:
     shard = ShardKeys("m")
-    known = {shard.stats, shard.engines, shard.dead_letters, *shard.queues}
+    known = {shard.stats, shard.engines, shard.dead_letters, shard.tenants, *shard.queues}
 
     named = set(re.findall(r"'(\w+:\{m\.0\}(?::\w+)?)'", PAGE.read_text()))
 

@@ -170,3 +170,19 @@ def test_endless_output_is_ended() -> None:
 def test_a_final_message_without_text_cannot_be_continued() -> None:
     with pytest.raises(ChatTemplateError, match="continue_final_message"):
         ChatTemplate(CHATML).render([], continue_final_message=True)
+
+
+def test_the_variables_are_those_that_can_be_given() -> None:
+    source = (
+        "{% if not tools is defined %}{% set tools = none %}{% endif %}{% set own = 1 %}"
+        "{% macro one(x) %}{{ x }}{% if reasoning_effort %}!{% endif %}{% endmacro %}"
+        "{% generation %}{{ messages[0].thinking }}{{ one(own) }}{% endgeneration %}"
+        "{{ enable_thinking }}"
+    )
+
+    assert ChatTemplate(source).variables == {
+        "tools",
+        "reasoning_effort",
+        "messages",
+        "enable_thinking",
+    }

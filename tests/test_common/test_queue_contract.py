@@ -192,7 +192,7 @@ async def test_waiting_ends_with_something_new_only(backend: Backend) -> None:
     waiting = asyncio.create_task(engine.wait())
     done_early, _ = await asyncio.wait({waiting}, timeout=0.05)
     assert not done_early, "an entry that did not fit is not new"
-    await gateway.admit(make_request(), LIMITS)
+    await gateway.admit(make_request(priority=-1), LIMITS)
     await asyncio.wait_for(waiting, 20)
 
 

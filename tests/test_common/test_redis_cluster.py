@@ -16,6 +16,7 @@ from headrace_common.messages import Cancel, ChoiceState, Tokens
 from headrace_common.protocol.base import Outcome, Progress, QueueLimits
 from headrace_common.protocol.connection import Connection, ConnectionConfig, check_backend
 from headrace_common.protocol.limits import Rates, Settlement
+from headrace_common.protocol.redis_admin import DeadLetter, QueueAdmin
 from headrace_common.protocol.redis_limits import RedisKeyUsage
 from headrace_common.protocol.registry import RegisteredModel, digest_of
 from headrace_common.protocol.scripts import NAMES, Scripts
@@ -71,6 +72,8 @@ async def use_everything(over: OverRedis) -> None:
     request, other = make_request(), make_request()
     for item in (request, other):
         await gateway.admit(item, LIMITS)
+    assert (await gateway.place(other.request_id, MODEL)) is not None
+    await replay(QueueAdmin(over.connection), other.request_id)
     (lease, _) = await engine.take(2)
     rid = lease.request.request_id
     await engine.resume(rid, 1, (ChoiceState(token_ids=(1,)),))
@@ -92,6 +95,22 @@ async def use_everything(over: OverRedis) -> None:
     await gateway.drain_rate(MODEL)
     await gateway.release(rid, MODEL, "e", 1)
     await use_stores(over)
+
+
+async def replay(admin: QueueAdmin, request_id: str) -> None:
+    """Refused, since nothing is wrong with the request; but the script runs."""
+    await admin.status(MODEL)
+    await admin.peek(MODEL, limit=9)
+    letter = DeadLetter(
+        letter_id="1-1",
+        request_id=request_id,
+        why="poisoned",
+        failures=4,
+        at=0.0,
+        shard=0,
+        replayable=True,
+    )
+    assert not await admin.replay(MODEL, letter, seconds=60)
 
 
 async def use_stores(over: OverRedis) -> None:

@@ -3,6 +3,7 @@ engines give the same answers, and the streams hold exactly what is alive."""
 
 import asyncio
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
@@ -23,11 +24,13 @@ from headrace_testing.backends import MODEL, InMemory, OverRedis, make_request, 
 from headrace_testing.valkey import ValkeyServer
 
 T = TypeVar("T")
-LIMITS = QueueLimits(max_requests=4, max_tokens=120)
+LIMITS = QueueLimits(max_requests=9, max_tokens=60, max_tenant_requests=5)
+PRIORITIES = (0, 0, -1, 0, 0, 1, 0)
 ENGINES = ("e0", "e1", "e2")
 engines = st.sampled_from(ENGINES)
 gateways = st.sampled_from(("g0", "g1"))
-requests = st.integers(0, 7)
+REQUESTS = 12
+requests = st.integers(0, REQUESTS - 1)
 
 
 class ScriptsAndModel(RuleBasedStateMachine):
@@ -61,10 +64,16 @@ class ScriptsAndModel(RuleBasedStateMachine):
     @initialize()
     def make_requests(self) -> None:
         self.requests = [
-            make_request(
-                request_id=f"0.r{number}", priority=number % 3 - 1, prompt=(1,) * (number + 1)
+            replace(
+                make_request(
+                    request_id=f"0.r{number}",
+                    priority=PRIORITIES[number % len(PRIORITIES)],
+                    prompt=(1,) * (number % 8 + 1),
+                    max_tokens=2,
+                ),
+                tenant=f"t{number % 3}",
             )
-            for number in range(8)
+            for number in range(REQUESTS)
         ]
 
     @rule(gateway=gateways, number=requests, again=st.booleans())
@@ -76,13 +85,19 @@ class ScriptsAndModel(RuleBasedStateMachine):
         )
         self.same(real, model)
 
+    @rule(gateway=gateways, numbers=st.lists(requests, min_size=4, max_size=9))
+    def admit_many(self, gateway: str, numbers: list[int]) -> None:
+        for number in numbers:
+            for queue in self.gateways[gateway]:
+                self.run(self.admitted(queue, self.requests[number], None))
+
     async def admitted(
         self, queue: Any, request: GenerateRequest, seen: int | None
     ) -> Admission | str:
         try:
             admission: Admission = await queue.admit(request, LIMITS, seen=seen)
-        except QueueFull:
-            return "full"
+        except QueueFull as error:
+            return str(error)
         if admission.state is AdmitState.ENDED:
             return admission
         return Admission(state=admission.state, owner=admission.owner, attempt=admission.attempt)

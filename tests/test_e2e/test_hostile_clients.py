@@ -5,11 +5,14 @@ Each leaves the same engine serving, with no sequence, block or queue entry held
 
 import asyncio
 import json
+import re
 import socket
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import httpx
 import pytest
 from redis import Redis
 
@@ -22,7 +25,7 @@ from headrace_testing.stack import MODEL
 
 KEYS = ShardKeys(MODEL)
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-CROWD = 200
+CROWD = 1000
 
 
 @pytest.fixture(autouse=True)
@@ -39,11 +42,11 @@ def redis(single: SingleStack) -> Iterator[Redis]:
         yield client
 
 
-def request(**fields: object) -> bytes:
+def request(*, head: bytes = HEAD, **fields: object) -> bytes:
     """The bytes of a streaming completion that would take long."""
     body = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": LONG, "ignore_eos": True}
     content = json.dumps({**body, "stream": True, **fields}).encode()
-    return HEAD + b"Content-Length: %d\r\n\r\n" % len(content) + content
+    return head + b"Content-Length: %d\r\n\r\n" % len(content) + content
 
 
 def answer(connection: socket.socket) -> tuple[int, dict[str, str]]:
@@ -121,15 +124,46 @@ def test_idle_connections_beyond_the_limit_are_refused_and_the_idle_ones_closed(
 # Clients that go
 
 
-def test_a_client_that_never_reads_is_dropped(single: SingleStack) -> None:
+def slow_readers(single: SingleStack) -> int:
+    """Requests that ended because nobody read what was sent."""
+    ended = [entry.get("error_type") for entry in single.gateway.log_entries()]
+    return ended.count("slow_reader")
+
+
+@contextmanager
+def unread(single: SingleStack, sent: bytes) -> Iterator[bytes]:
+    """Sends a request and reads the first bytes of its answer, until it has been dropped."""
+    before = slow_readers(single)
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", single.gateway.port))
-        before = single.output_tokens()
-        connection.sendall(request(n=32, logprobs=20, max_tokens=LONG // 16))
-        until(lambda: single.output_tokens() > before, "the stream to begin")
-        single.until_clean()
-    assert single.output_tokens() - before < 32 * LONG // 16
+        connection.sendall(sent)
+        yield connection.recv(1024)
+        until(lambda: slow_readers(single) > before, "a client that does not read to be dropped")
+
+
+# More than the buffers of all sockets on the way hold.
+MUCH: dict[str, Any] = {"n": 32, "logprobs": 20, "max_tokens": LONG // 16}
+
+
+def test_a_client_that_never_reads_is_dropped(single: SingleStack) -> None:
+    with unread(single, request(**MUCH)):
+        assert single.complete().status_code == 200
+
+
+def test_a_resumable_client_that_never_reads_is_dropped_and_finds_its_stream_again(
+    single: SingleStack,
+) -> None:
+    with unread(single, request(head=HEAD + b"x-resumable: true\r\n", **MUCH)) as head:
+        (location,) = re.findall(rb"content-location: (\S+)", head.lower())
+    made = [0] * 32
+    url = f"{single.gateway.url}{location.decode()}/events"
+    with httpx.stream("GET", url, timeout=60) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    made[choice["index"]] += len(choice["logprobs"]["tokens"])
+    assert made == [MUCH["max_tokens"]] * 32
 
 
 def test_a_client_that_resets_its_stream_is_dropped(single: SingleStack) -> None:
@@ -148,7 +182,7 @@ def test_a_crowd_that_opens_and_leaves_at_once_holds_nothing(
     async def visit(number: int) -> None:
         """Leaves before the answer, at its beginning, or after its first event."""
         reader, writer = await asyncio.open_connection("127.0.0.1", single.gateway.port)
-        writer.write(request(n=1 + number % 2))
+        writer.write(request(n=1 + number % 2, max_tokens=LONG // 6))
         await writer.drain()
         if number % 4:
             await reader.readuntil(b"\r\n\r\n" if number % 4 < 3 else b"data: ")
@@ -162,7 +196,7 @@ def test_a_crowd_that_opens_and_leaves_at_once_holds_nothing(
     before = single.output_tokens()
     asyncio.run(crowd())
     single.until_clean()
-    assert single.output_tokens() - before < CROWD * LONG / 2
+    assert single.output_tokens() - before < CROWD * LONG / 12
     assert [redis.xlen(queue) for queue in KEYS.queues] == [0, 0, 0]
     for prefix in (KEYS.payloads, KEYS.journals):
         assert list(redis.scan_iter(f"{prefix}*", 10_000)) == []

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoTokenizer
 from dialogues import generate, probes
 from exercises import sums
 from headrace_common.checkpoint import demo_folder
+from headrace_engine import LLM, SamplingParams
 from review import Talker
 
 FOLDER = demo_folder()
@@ -103,3 +104,11 @@ def test_the_model_remembers_earlier_turns(talker: Talker) -> None:
         {"role": "user", "content": "What is my name?"},
     ]
     assert talker.replies([chat]) == ["Your name is Emma."]
+
+
+def test_the_offline_api_knows_it_by_its_name() -> None:
+    llm = LLM("headrace-demo", skip_tokenizer_init=True, num_blocks=8)
+
+    (output,) = llm.generate([{"prompt_token_ids": [5]}], SamplingParams(max_tokens=2))
+
+    assert len(output.outputs[0].token_ids) == 2

@@ -160,12 +160,9 @@ def test_8_bits_are_refused_where_they_cannot_be_had(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="quantization int8 needs"):
         make_runner(folder, attention_backend="reference", quantization="int8")
     with pytest.raises(ConfigError, match="quantization int8 needs"):
-        make_runner(
-            folder,
-            attention_backend="cpu",
-            quantization="int8",
-            model_implementation="transformers",
-        )
+        make_runner(folder, attention_backend="cpu", quantization="int8", dtype="float16")
+    with pytest.raises(ConfigError, match="quantization int8 needs"):
+        make_runner(folder, quantization="int8", model_implementation="transformers")
 
 
 def test_sizes_that_are_no_multiple_of_a_vector_are_left_to_torch(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 how the libraries are chosen, loaded and compiled.
 """
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import torch
 
 from headrace_engine.kernels import build, library
 from headrace_engine.kernels.ops import NativeOps, make_ops
+from headrace_engine.kernels.self_check import multiplies_rightly
 from headrace_engine.model.ops import HeadShape, QKNorm, TorchOps
 
 CPU = torch.device("cpu")
@@ -133,6 +135,36 @@ def test_other_dtypes_and_layouts_take_torch(ops: NativeOps) -> None:
 def test_no_rows_are_no_error(ops: NativeOps, dtype: torch.dtype) -> None:
     assert ops.silu_mul(random(0, 64, dtype=dtype)).shape == (0, 32)
     assert ops.rms_norm(random(0, 64, dtype=dtype), random(64, dtype=dtype), 1e-6).shape == (0, 64)
+
+
+class Miscalculating(library.Kernels):
+    """The kernels of this CPU under AMX's name, with one wrong result in each product."""
+
+    def __init__(self) -> None:
+        right = library.load()
+        super().__init__("amx", build.library_path(right.isa))
+        self._right = self.linear_forward
+        self.linear_forward = self._wrong
+
+    def _wrong(self, *arguments: int) -> int:
+        code = self._right(*arguments)
+        ctypes.c_float.from_address(arguments[2]).value += 1.0
+        return code
+
+
+def test_every_library_multiplies_rightly(ops: NativeOps) -> None:
+    assert multiplies_rightly(ops._kernels)
+
+
+def test_amx_that_gives_wrong_products_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = library.load()
+    loads = iter((Miscalculating(), usual))
+    monkeypatch.setattr("headrace_engine.kernels.ops.load", lambda *_isa: next(loads))
+
+    found = make_ops(torch.device("cpu"))
+
+    assert isinstance(found, NativeOps)
+    assert found._kernels is usual
 
 
 def test_ops_without_a_library_are_torch(monkeypatch: pytest.MonkeyPatch) -> None:

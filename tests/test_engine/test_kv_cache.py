@@ -164,4 +164,4 @@ def test_fit_counts_the_block_of_a_copy() -> None:
     assert cache.fit(child, 9) == 8
     other = sequence(1, b"other")
     cache.extend(other, 1, [])
-    assert cache.fit(child, 9) == 5
+    assert cache.fit(child, 9) == 6

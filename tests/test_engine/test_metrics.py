@@ -12,6 +12,7 @@ from headrace_common.protocol.base import Outcome
 from headrace_common.sampling import SamplingParams
 from headrace_common.telemetry import Telemetry, disabled, setup
 from headrace_engine.metrics import STEP_SPAN_INTERVAL, EngineMetrics
+from headrace_engine.speculation.stats import SpeculationStats
 from headrace_engine.stats import SchedulerStats
 from headrace_testing.telemetry import SpanMemory, scrape, value
 
@@ -27,6 +28,13 @@ STATS = SchedulerStats(
     prefix_miss_tokens=36,
     step_prefill_tokens=100,
     step_decode_tokens=4,
+    swaps=2,
+    swap_out_bytes=4096,
+    swap_in_bytes=1024,
+    host_blocks_used=6,
+    host_blocks_free=14,
+    kv_slots_used=400,
+    kv_slots_unused=10,
 )
 SECOND = 1_000_000_000
 
@@ -46,14 +54,16 @@ def telemetry() -> Iterator[Telemetry]:
     opened.shutdown()
 
 
-def metrics_of(telemetry: Telemetry, clock: Clock | None = None) -> EngineMetrics:
+def metrics_of(
+    telemetry: Telemetry, clock: Clock | None = None, stats: SchedulerStats = STATS
+) -> EngineMetrics:
     return EngineMetrics(
         telemetry,
         model="demo",
         engine_id="engine-a",
         block_size=16,
         capacity=64,
-        stats=lambda: STATS,
+        stats=lambda: stats,
         step_age=lambda: 2.5,
         clock_ns=clock or Clock(),
     )
@@ -83,7 +93,13 @@ def test_the_engines_state_is_exported_before_its_first_step(telemetry: Telemetr
     assert value(families, blocks, state="used", place="device") == 30
     assert value(families, blocks, state="cached", place="device") == 20
     assert value(families, blocks, state="free", place="device") == 50
+    assert value(families, blocks, state="used", place="host") == 6
+    assert value(families, blocks, state="free", place="host") == 14
+    assert value(families, "headrace_engine_kv_waste") == 0.025
+    assert value(families, "headrace_engine_kv_swapped_bytes_total", kind="out") == 4096
+    assert value(families, "headrace_engine_kv_swapped_bytes_total", kind="in") == 1024
     assert value(families, "headrace_engine_preemptions_total", kind="recompute") == 3
+    assert value(families, "headrace_engine_preemptions_total", kind="swap") == 2
     assert value(families, "headrace_engine_prefix_cache_tokens_total", result="hit") == 64
     assert value(families, "headrace_engine_prefix_cache_tokens_total", result="miss") == 36
     assert value(families, "headrace_engine_step_last_age_seconds") == 2.5
@@ -123,7 +139,7 @@ def test_steps_requests_and_tokens_are_counted(telemetry: Telemetry) -> None:
     assert {
         metric.prometheus_name
         for metric in names.ENGINE_METRICS
-        if metric is not names.QUEUE_REDELIVERIES
+        if metric not in (names.QUEUE_REDELIVERIES, names.ENGINE_SPEC_TOKENS)
     } <= {sample.name.removesuffix("_bucket") for f in families.values() for sample in f.samples}
 
 
@@ -136,7 +152,7 @@ def test_routers_find_vllms_names(telemetry: Telemetry) -> None:
     assert value(families, "vllm:num_requests_waiting", **labels) == 2
     assert value(families, "vllm:num_requests_running", **labels) == 4
     assert value(families, "vllm:kv_cache_usage_perc", **labels) == 0.3
-    assert value(families, "vllm:num_preemptions_total", **labels) == 3
+    assert value(families, "vllm:num_preemptions_total", **labels) == 5
     assert value(families, "vllm:generation_tokens_total", **labels) == 5
     assert value(families, "vllm:prompt_tokens_total", **labels) == 0
     assert value(families, "vllm:prefix_cache_queries_total", **labels) == 100
@@ -190,3 +206,26 @@ def test_few_steps_become_spans() -> None:
     assert [link.context.trace_id for link in step.links] == [int("a" * 32, 16)]
     assert step.attributes is not None
     assert step.attributes[names.STEP_NUMBER] == STEP_SPAN_INTERVAL
+
+
+def test_speculation_is_exported_where_it_is_on(telemetry: Telemetry) -> None:
+    speculation = SpeculationStats(
+        drafts=10, draft_tokens=40, accepted_tokens=13, accepted_per_position=(9, 3, 1, 0)
+    )
+    metrics_of(telemetry, stats=replace(STATS, speculation=speculation))
+    assert telemetry.server is not None
+    families = scrape(telemetry.server.url)
+    assert value(families, "headrace_engine_spec_tokens_total", result="accepted") == 13
+    assert value(families, "headrace_engine_spec_tokens_total", result="rejected") == 27
+    assert value(families, "vllm:spec_decode_num_drafts_total") == 10
+    assert value(families, "vllm:spec_decode_num_draft_tokens_total") == 40
+    assert value(families, "vllm:spec_decode_num_accepted_tokens_total") == 13
+    per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    found = [value(families, per_position, position=str(place)) for place in range(4)]
+    assert found == [9, 3, 1, 0]
+
+
+def test_speculation_is_not_exported_where_it_is_off(telemetry: Telemetry) -> None:
+    metrics_of(telemetry)
+    assert telemetry.server is not None
+    assert not [name for name in scrape(telemetry.server.url) if "spec_decode" in name]

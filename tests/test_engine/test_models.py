@@ -38,8 +38,25 @@ SIZES = {
     "reference": ((2, 1), (32, 64), (8, 512)),
     "cpu": ((1, 512), (3, 1), (8, 7), (32, 64), (16, 512)),
 }
-NATIVE = ["llama", "llama3-rope", "mistral", "qwen2", "qwen2-window", "qwen3"]
-FOREIGN = ["gemma2", "gpt_neox", "phi3"]
+NATIVE = [
+    "llama",
+    "llama3-rope",
+    "mistral",
+    "qwen2",
+    "qwen2-window",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gemma3-multimodal",
+    "phi3",
+    "phi3-partial",
+    "mixtral",
+    "qwen2-moe",
+    "qwen3-moe",
+]
+FOREIGN = ["gpt_neox", "olmo2"]
+MANY = ("llama", "mistral", "gemma2", "gpt_neox")
 
 CheckpointMaker = Callable[[str], Path]
 ReferenceMaker = Callable[[str], Reference]
@@ -70,8 +87,9 @@ def check(engine: Engine, paths: list[GreedyPath]) -> None:
 def test_greedy_tokens_equal_transformers(
     name: str, backend: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
 ) -> None:
-    paths = reference(name).clear_paths(32, LENGTH)
-    assert len({path.output for path in paths}) > 20, "the model must not ignore its prompt"
+    count = 32 if name in MANY else 10
+    paths = reference(name).clear_paths(count, LENGTH)
+    assert len({path.output for path in paths}) > count / 2, "the model must not ignore its prompt"
     for batch, chunk in SIZES[backend]:
         serve(
             checkpoint(name),
@@ -81,7 +99,7 @@ def test_greedy_tokens_equal_transformers(
         )
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "qwen2-window", "gemma3", "mixtral"])
 def test_preempted_sequences_continue_with_the_same_tokens(
     name: str, backend: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
 ) -> None:
@@ -96,7 +114,7 @@ def test_preempted_sequences_continue_with_the_same_tokens(
     assert engine.stats().preemptions > 0
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral", "phi3"])
+@pytest.mark.parametrize("name", ["qwen3", "phi3", "gemma2", "qwen3-moe"])
 def test_prefix_hits_change_no_token(
     name: str, backend: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
 ) -> None:
@@ -142,7 +160,9 @@ def test_sampled_tokens_depend_on_seed_and_choice_only(
     assert alone["0", 0].token_ids != alone["0", 1].token_ids
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "gemma2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "mixtral"]
+)
 def test_bfloat16_logits_are_as_close_as_those_of_transformers(
     name: str, backend: str, tmp_path: Path, reference: ReferenceMaker
 ) -> None:
@@ -173,18 +193,25 @@ def longrope(tmp_path: Path) -> Path:
     )
 
 
-def test_short_rotary_factors_where_the_context_is_short(tmp_path: Path) -> None:
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_short_rotary_factors_where_the_context_is_short(
+    implementation: str, tmp_path: Path
+) -> None:
     folder = longrope(tmp_path)
     paths = Reference(folder).clear_paths(4, 6, lambda _: 5)
-    engine = Engine(engine_config(folder), make_runner(folder, max_model_len=16))
+    runner = make_runner(folder, max_model_len=16, model_implementation=implementation)
+    engine = Engine(engine_config(folder), runner)
     outputs = run(engine, [request(str(i), p.prompt, greedy(6)) for i, p in enumerate(paths)])
     assert [tuple(one.token_ids) for one in outputs.values()] == [path.output for path in paths]
 
 
-def test_long_rotary_factors_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_long_rotary_factors_do_not_depend_on_the_batch(
+    implementation: str, tmp_path: Path
+) -> None:
     folder = longrope(tmp_path)
     paths = Reference(folder).clear_paths(3, LENGTH, lambda _: 30)
-    runner = make_runner(folder)
+    runner = make_runner(folder, model_implementation=implementation)
     check(Engine(engine_config(folder), runner), paths)
     short = request("short", (5, 6, 7), greedy(LENGTH))
     alone = run(Engine(engine_config(folder), runner), [short])
@@ -193,19 +220,20 @@ def test_long_rotary_factors_do_not_depend_on_the_batch(tmp_path: Path) -> None:
     assert together["short", 0] == alone["short", 0]
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "mixtral"])
 def test_transformers_serves_what_is_native_too(
-    checkpoint: CheckpointMaker, reference: ReferenceMaker
+    name: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
 ) -> None:
     serve(
-        checkpoint("qwen3"),
-        reference("qwen3").clear_paths(4, LENGTH),
+        checkpoint(name),
+        reference(name).clear_paths(4, LENGTH),
         model_implementation="transformers",
     )
 
 
 def test_native_is_refused_where_there_is_none(checkpoint: CheckpointMaker) -> None:
-    with pytest.raises(ConfigError, match="native has no Gemma2ForCausalLM"):
-        make_runner(checkpoint("gemma2"), model_implementation="native")
+    with pytest.raises(ConfigError, match="native has no GPTNeoXForCausalLM"):
+        make_runner(checkpoint("gpt_neox"), model_implementation="native")
 
 
 def test_a_field_that_native_cannot_honour_is_left_to_transformers(tmp_path: Path) -> None:

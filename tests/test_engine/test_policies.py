@@ -506,3 +506,20 @@ def test_what_is_wrong_with_a_policy_is_named(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         make_policy(name, options)
+
+
+def test_tokens_of_accepted_drafts_are_charged_too() -> None:
+    policy = Fair(output_weight=2.0)
+    rig = make_rig(policy=policy)
+    request = make_request("r", range(6), tenant="a")
+    rig.add(request)
+    rig.step()
+    charged = policy.counter("a")
+    (sequence,) = rig.scheduler.running()
+    (first, second, *_) = rig.runner.expected(request, 0)[0][1:]
+    plan = rig.scheduler.plan({sequence: (first, second + 1)})
+    assert plan is not None
+    rig.outputs += rig.scheduler.update(plan, rig.runner.execute(plan))
+    assert policy.counter("a") - charged == 2.0 * 2
+    rig.finish()
+    assert rig.tokens() == rig.expected(request)

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from headrace_engine.errors import ConfigError
 from headrace_engine.model.checkpoint import load_checkpoint
@@ -104,6 +106,105 @@ def test_dynamic_positions_beyond_the_context_use_their_own_length(tmp_path: Pat
         theirs = exact(tmp_path, torch.tensor([position]))
         torch.testing.assert_close(cos[position], theirs[0][0], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(sin[position], theirs[1][0], rtol=1e-4, atol=1e-4)
+
+
+PHI3: dict[str, Any] = {
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "pad_token_id": 0,
+    "original_max_position_embeddings": 32,
+}
+LONGROPE: dict[str, Any] = {
+    "type": "longrope",
+    "short_factor": [1.0 + 0.01 * index for index in range(16)],
+    "long_factor": [1.0 + 0.3 * index for index in range(16)],
+}
+LONGROPES: dict[str, dict[str, Any]] = {
+    "old": {"rope_scaling": LONGROPE, "rope_theta": 20000.0},
+    "su": {"rope_scaling": {**LONGROPE, "type": "su", "original_max_position_embeddings": 32}},
+    "new": {"rope_parameters": {**LONGROPE, "rope_type": "longrope", "rope_theta": 10000.0}},
+    "factors": {"rope_scaling": {**LONGROPE, "attention_factor": 1.25, "factor": 2.0}},
+    "partial": {
+        "rope_parameters": {
+            **{name: LONGROPE[name][:12] for name in ("short_factor", "long_factor")},
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.75,
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("length", [32, 33, CONTEXT], ids=["original", "one more", "longest"])
+@pytest.mark.parametrize("form", LONGROPES)
+def test_longrope_tables_equal_transformers(form: str, length: int, tmp_path: Path) -> None:
+    """Short factors within the original context; else the long ones, for early positions too."""
+    config = read(tmp_path, {**PHI3, **LONGROPES[form]})
+    embedding: Any = Phi3RotaryEmbedding(transformers.AutoConfig.from_pretrained(tmp_path))
+    theirs = embedding(torch.zeros(1), torch.arange(length)[None])
+    for ours, full in zip(table(config, length), theirs, strict=True):
+        half = full.shape[-1] // 2
+        torch.testing.assert_close(ours, full[0, :, :half], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({"short_factor": [1.0] * 15}, "short_factor must be a list of 16 numbers above 0"),
+        ({"long_factor": None}, "long_factor must be a list of 16"),
+        ({"long_factor": ["a"] * 16}, "long_factor must be a list of 16"),
+        ({"attention_factor": -1}, "attention_factor must be a number above 0"),
+    ],
+)
+def test_broken_longrope_is_named(form: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"config\.json: rope_scaling\.{message}"):
+        read(tmp_path, {**PHI3, "rope_scaling": {**LONGROPE, **form}})
+
+
+GEMMA3: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "layer_types": ["sliding_attention"],
+    "pad_token_id": 0,
+}
+GEMMA3_FORMS: dict[str, dict[str, Any]] = {
+    "absent": {},
+    "old": {
+        "rope_theta": 500000.0,
+        "rope_local_base_freq": 20000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "new": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("form", GEMMA3_FORMS)
+def test_layers_with_a_window_have_their_own_rotation(form: str, tmp_path: Path) -> None:
+    config = read(tmp_path, {**GEMMA3, **GEMMA3_FORMS[form]})
+    both = {**GEMMA3, **GEMMA3_FORMS[form], "num_hidden_layers": 2}
+    both["layer_types"] = ["sliding_attention", "full_attention"]
+    read(tmp_path, both)
+    embedding: Any = Gemma3RotaryEmbedding(transformers.AutoConfig.from_pretrained(tmp_path))
+    assert config.local_rope is not None
+    kinds = {"full_attention": config.rope, "sliding_attention": config.local_rope}
+    for kind, rope in kinds.items():
+        made = RotaryTable(rope, HEAD, CONTEXT, CONTEXT, torch.device("cpu")).tables
+        theirs = embedding(torch.zeros(1), torch.arange(CONTEXT)[None], kind)
+        for ours, full in zip(made, theirs, strict=True):
+            torch.testing.assert_close(ours, full[0, :, : HEAD // 2], rtol=1e-6, atol=1e-6)
+
+
+def test_gemma_interleaves_windows(tmp_path: Path) -> None:
+    gemma2 = {"architectures": ["Gemma2ForCausalLM"], "num_hidden_layers": 4, "sliding_window": 7}
+    assert read(tmp_path, gemma2).windows == (7, None, 7, None)
+    gemma3 = {"architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 7, "sliding_window": 7}
+    assert read(tmp_path, gemma3).windows == (7, 7, 7, 7, 7, None, 7)
+    assert read(tmp_path, {**gemma3, "sliding_window_pattern": 3}).windows[:3] == (7, 7, None)
 
 
 def test_layer_types_decide_which_layers_slide(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from headrace_engine.config import EngineConfig
 from headrace_engine.engine import Engine
 from headrace_engine.errors import ConfigError
 from headrace_engine.kv_budget import CPU_CACHE_FACTOR, count_blocks
-from headrace_engine.plan import ScheduledSequence, StepPlan
+from headrace_engine.plan import SampleRow, ScheduledSequence, StepPlan
 from headrace_engine.request import EngineRequest, FinishReason, Sequence
 from headrace_engine.runner import ModelRunner
 from headrace_testing.checkpoints import save_checkpoint
@@ -48,7 +48,7 @@ def test_a_batch_is_the_plan_as_tensors() -> None:
         7,
     )
     batch = build(plan, 4, CPU)
-    assert batch.sampling == (decode, prompt)
+    assert batch.sampling == (SampleRow(decode), SampleRow(prompt))
     forward, metadata = batch.forward, batch.forward.metadata
     assert forward.input_ids.tolist() == [14, 22, 23, 24, 25, 30, 31]
     assert forward.positions.tolist() == [4, 2, 3, 4, 5, 0, 1]

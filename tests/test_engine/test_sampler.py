@@ -15,6 +15,7 @@ from headrace_common.sampling import SamplingParams
 from headrace_engine.filters import NUCLEUS_CANDIDATES, draw, thresholds
 from headrace_engine.model.ops import TorchOps
 from headrace_engine.outputs import SampledToken
+from headrace_engine.plan import SampleRow
 from headrace_engine.randomness import uniforms
 from headrace_engine.request import EngineRequest, Sequence
 from headrace_engine.sampler import Sampler
@@ -44,7 +45,8 @@ def sample(logits: torch.Tensor, *sequences: Sequence) -> list[int]:
 
 def whole(logits: torch.Tensor, *sequences: Sequence) -> list[SampledToken]:
     """All that is sampled, where no row is broken."""
-    result = Sampler(frozenset({EOS}), TorchOps()).sample(logits.clone(), sequences)
+    rows = [SampleRow(one) for one in sequences]
+    result = Sampler(frozenset({EOS}), TorchOps()).sample(logits.clone(), rows)
     tokens = [one for one in result if one is not None]
     assert len(tokens) == len(sequences)
     return tokens
@@ -240,7 +242,7 @@ def test_broken_logits_give_no_token_and_leave_the_other_rows_alone(
     unbroken = sample(logits, *rows)
     logits[1, 17] = value
     logits[3, 0] = value
-    tokens = Sampler(frozenset({EOS}), TorchOps()).sample(logits, rows)
+    tokens = Sampler(frozenset({EOS}), TorchOps()).sample(logits, [SampleRow(row) for row in rows])
     assert [token and token.token_id for token in tokens] == [unbroken[0], None, unbroken[2], None]
 
 
@@ -254,7 +256,7 @@ def test_tokens_that_a_model_rules_out_are_no_error() -> None:
 def test_masking_every_token_is_an_error_not_garbage() -> None:
     params = SamplingParams(min_tokens=4, stop_token_ids=list(range(10)))
     assert Sampler(frozenset(), TorchOps()).sample(
-        random_logits(1, vocab=10), [sequence(params)]
+        random_logits(1, vocab=10), [SampleRow(sequence(params))]
     ) == (None,)
 
 

@@ -175,11 +175,11 @@ def test_the_budget_goes_to_the_earlier_prefill_first() -> None:
     rig = make_rig(make_config(max_num_batched_tokens=16))
     resume = ((5,) * 10, (6,) * 10)
     rig.add(make_request("a", [1, 2, 3, 4], params=params(20, n=2), resume=resume))
-    rig.add(make_request("b", range(1, 20), arrival=1.0))
+    rig.add(make_request("b", range(20, 39), arrival=1.0))
     rig.step()
     assert rig.shape() == [("a", 0, 14), ("b", 0, 2)]
     rig.step()
-    assert rig.shape() == [("a", 14, 1), ("a", 3, 11), ("b", 2, 4)]
+    assert rig.shape() == [("a", 14, 1), ("a", 4, 10), ("b", 2, 5)]
 
 
 def test_each_choice_reports_the_cached_tokens_of_the_prompt() -> None:

@@ -1,4 +1,4 @@
-"""The scheduler and its blocks under random arrivals, aborts, preemptions and policies.
+"""The scheduler and its blocks under random arrivals, aborts, preemptions, drafts and policies.
 
 Hypothesis drives an engine with a pool so small that sequences preempt each other. The fake runner
 checks each step's KV; the invariants check the books between steps. Time is the machine's own. Not
@@ -8,20 +8,23 @@ covered: the real runner.
 from collections import Counter
 from dataclasses import replace
 from math import inf
+from random import Random
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace_common.sampling import SamplingParams
 from headrace_engine.config import EngineConfig
+from headrace_engine.errors import RequestError
 from headrace_engine.outputs import SequenceOutput
 from headrace_engine.plan import StepPlan
 from headrace_engine.policies import POLICIES, make_policy
-from headrace_engine.request import EngineRequest, FinishReason, Sequence
+from headrace_engine.request import EngineRequest, FinishReason, Sequence, State
 from headrace_engine.scheduler import Scheduler
-from headrace_engine.validation import Limits
-from headrace_testing.fake_runner import FakeRunner
+from headrace_testing.engine import limits_of
+from headrace_testing.fake_runner import FakeRunner, expected_scores
 
 SHARED = tuple(range(1, 25))
 SALTS = (b"", b"tenant-a", b"tenant-b")
@@ -42,6 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.outputs: dict[Choice, list[int]] = {}
         self.aborted: set[Choice] = set()
         self.ended: set[Choice] = set()
+        self.scored: set[str] = set()
         self.count = 0
         self.now = 0.0
 
@@ -53,6 +57,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         watermark=st.sampled_from([0.0, 0.1]),
         policy=st.sampled_from(sorted(POLICIES)),
+        num_host_blocks=st.sampled_from([0, 0, 5, 40]),
+        block_seconds=st.sampled_from([0.1, 3.0, 6.0]),
+        most_drafts=st.sampled_from([0, 2, 9]),
+        window=st.sampled_from([None, None, 1, 6, 11]),
     )
     def start(
         self,
@@ -63,15 +71,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching: bool,
         watermark: float,
         policy: str,
+        num_host_blocks: int,
+        block_seconds: float,
+        most_drafts: int,
+        window: int | None,
     ) -> None:
-        self.runner = FakeRunner(num_blocks=num_blocks, block_size=block_size, max_model_len=60)
-        limits = Limits(
+        self.most_drafts = most_drafts
+        self.runner = FakeRunner(
             num_blocks=num_blocks,
             block_size=block_size,
             max_model_len=60,
-            vocab_size=self.runner.vocab_size,
-            eos_token_ids=self.runner.eos_token_ids,
+            num_host_blocks=num_host_blocks,
+            prompt_seconds=1.0,
+            block_seconds=block_seconds,
+            sliding_window=window,
         )
+        limits = limits_of(self.runner)
         config = EngineConfig(
             model="fake",
             max_num_seqs=max_num_seqs,
@@ -97,6 +112,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(-2, 2),
         tenant=st.sampled_from(TENANTS),
         timeout=st.one_of(st.just(inf), st.integers(0, 30)),
+        search=st.sampled_from(["", "", "", "best_of", "beams"]),
     )
     def add(
         self,
@@ -111,9 +127,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority: int,
         tenant: str,
         timeout: float,
+        search: str,
     ) -> None:
         prompt = (*SHARED[:shared], *own)
-        if len(prompt) + (max_tokens or 1) > min(self.capacity, 60):
+        if len(prompt) + (max_tokens or 6) > min(self.capacity, 60):
             return
         request = replace(
             self.build(prompt, salt, n, max_tokens, min_tokens, late),
@@ -121,10 +138,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             tenant=tenant,
             deadline=self.now + timeout,
         )
-        if sum(resumed) % 3 == 0:
+        if search:
+            request = replace(request, params=searching(request.params, search, sum(resumed)))
+        elif sum(resumed) % 3 == 0:
             request = self.resumed(request, resumed)
+        elif sum(resumed) % 3 == 1:
+            request = replace(request, params=replace(request.params, prompt_logprobs=0))
+        if search == "beams" and not self.beams_fit(request):
+            with pytest.raises(RequestError, match="beams"):
+                self.scheduler.add(request)
+            return
         self.requests[request.request_id] = request
-        for choice in range(n):
+        for choice in range(request.params.n):
             tokens = request.resume[choice] if request.resume else ()
             self.outputs[request.request_id, choice] = list(tokens)
         self.collect(self.scheduler.add(request))
@@ -153,6 +178,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             arrival=self.now - late,
             cache_salt=salt,
         )
+
+    def beams_fit(self, request: EngineRequest) -> bool:
+        width, params = request.params.branches, request.params
+        size, length = self.runner.block_size, len(request.prompt_token_ids)
+        blocks = -(-(length + (params.max_tokens or 0)) // size)
+        own = width * (blocks - length // size)
+        return width <= self.max_running and length // size + own < self.runner.num_blocks
 
     def resumed(self, request: EngineRequest, lengths: list[int]) -> EngineRequest:
         """The request as another engine left it: each choice got some of its tokens, or all."""
@@ -201,27 +233,66 @@ class SchedulerMachine(RuleBasedStateMachine):
     def plan(self) -> StepPlan | None:
         """The next step, a second later; None where the policy ended all that there was."""
         self.now += 1.0
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(self.drafts())
         shed = self.scheduler.take_shed()
         assert plan is not None or shed, "there is work, but nothing is scheduled"
         assert plan is not None or not self.scheduler.has_work
         self.collect(shed)
         return plan
 
+    def drafts(self) -> dict[Sequence, tuple[int, ...]]:
+        """For some decoding sequences some tokens, of which the first few are right."""
+        found = {}
+        for sequence, room in self.scheduler.draftable():
+            rng = Random(f"{self.now} {sequence.request.request_id} {sequence.choice}")
+            count = rng.randint(0, min(self.most_drafts, room))
+            right = rng.randint(0, count)
+            tokens = sequence.token_ids.copy()
+            for _ in range(right):
+                follows = self.runner.token_after(sequence.request, sequence.choice, tokens)
+                tokens.append(follows)
+            tokens += [rng.randrange(50) for _ in range(count - right)]
+            if count:
+                found[sequence] = tuple(tokens[len(sequence.token_ids) :])
+        return found
+
+    def check_scores(self, output: SequenceOutput) -> None:
+        """The prompt's log probabilities come whole with the first tokens, and once."""
+        request = self.requests[output.request_id]
+        wanted = request.params.prompt_logprobs is not None
+        if output.token_ids and wanted and output.request_id not in self.scored:
+            self.scored.add(output.request_id)
+            assert output.prompt_logprobs == expected_scores(request)
+        else:
+            assert output.prompt_logprobs is None
+
     def collect(self, outputs: list[SequenceOutput]) -> None:
         for output in outputs:
             key = output.request_id, output.choice
             assert key not in self.ended and key not in self.aborted, "an output after the end"
             assert output.index == len(self.outputs[key]), "a token was lost or came twice"
+            self.check_scores(output)
             self.outputs[key] += output.token_ids
             if output.finish_reason is not None:
                 self.ended.add(key)
                 if output.finish_reason is FinishReason.ABORT:
                     self.check_abort(output)
                     continue
-                tokens, stop = self.runner.expected(self.requests[key[0]], key[1])
-                assert tuple(self.outputs[key]) == tokens
-                assert (output.finish_reason, output.stop_token) == (stop.reason, stop.token)
+                self.check_end(self.requests[key[0]], output)
+
+    def check_end(self, request: EngineRequest, output: SequenceOutput) -> None:
+        params, choice = request.params, output.choice
+        tokens = tuple(self.outputs[output.request_id, choice])
+        if params.use_beam_search:
+            found = self.runner.expected_beams(request)[choice]
+            assert (tokens, output.finish_reason) == (found.tokens, found.stop.reason)
+            return
+        if params.answers_at_end:
+            assert tokens == self.runner.expected_best(request)[choice]
+            return
+        expected, stop = self.runner.expected(request, choice)
+        assert tokens == expected
+        assert (output.finish_reason, output.stop_token) == (stop.reason, stop.token)
 
     def check_abort(self, output: SequenceOutput) -> None:
         request = self.requests[output.request_id]
@@ -241,7 +312,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pool, size = self.scheduler.kv_cache.pool, self.scheduler.kv_cache.block_size
         running = list(self.scheduler.running())
         assert len(running) <= self.max_running
-        references = Counter(block for seq in running for block in seq.block_table)
+        references = Counter(block for seq in running for block in seq.block_table[seq.released :])
         assert pool.ref_counts == [references[block] for block in range(pool.num_blocks)]
         free = pool.free_list()
         assert sorted(free) == [b for b in range(pool.num_blocks) if not references[b]]
@@ -252,6 +323,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         for sequence in running:
             assert len(sequence.block_table) <= sequence.computed // size + 1, "blocks beyond need"
         self.check_salts(running)
+        self.check_host_books()
+
+    def check_host_books(self) -> None:
+        host = self.scheduler.host_cache
+        swapped = list(self.scheduler.swapped())
+        assert host is not None or not swapped
+        if host is None:
+            return
+        references = Counter(block for seq in swapped for block in seq.host_blocks)
+        references.update(host.unsettled)
+        blocks = range(host.pool.num_blocks)
+        assert host.pool.ref_counts == [references[block] for block in blocks]
+        size = self.scheduler.kv_cache.block_size
+        for sequence in swapped:
+            assert sequence.state is State.SWAPPED and not sequence.block_table
+            assert len(sequence.host_blocks) == -(-sequence.computed // size)
 
     def check_salts(self, running: list[Sequence]) -> None:
         salt_of: dict[int, bytes] = {}
@@ -270,8 +357,29 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.check_books()
         assert not self.scheduler.has_work, "it goes round in circles"
         stats = self.scheduler.stats()
-        assert stats.blocks_used == stats.running == stats.waiting == 0
+        assert stats.blocks_used == stats.running == stats.waiting == stats.swapped == 0
+        host = self.scheduler.host_cache
+        if host is not None:
+            host.settle()
+            assert host.pool.num_used == 0, "host blocks leak"
         assert self.ended | self.aborted == set(self.outputs)
+
+
+def searching(params: SamplingParams, search: str, number: int) -> SamplingParams:
+    """The parameters with more choices that run than are returned, by one way or the other."""
+    n = min(params.n, 3)
+    width = n + number % 3
+    if search == "best_of":
+        return replace(params, n=n, best_of=width)
+    return replace(
+        params,
+        n=n,
+        best_of=width,
+        use_beam_search=True,
+        min_tokens=0,
+        max_tokens=params.max_tokens or 6,
+        early_stopping=(False, True, "never")[number % 3],
+    )
 
 
 TestScheduler = SchedulerMachine.TestCase

@@ -70,6 +70,12 @@ def test_dtype_of_the_files_is_found_and_cast(tmp_path: Path) -> None:
     assert first_tokens(folder) == list(path.output)
 
 
+def test_float16_is_computed_in_bfloat16_on_cpus(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, "llama", dtype=torch.float16)
+    assert make_runner(folder, dtype="auto").dtype is torch.bfloat16
+    assert make_runner(folder, dtype="float16").dtype is torch.float16
+
+
 def test_stacked_tensors_lie_below_each_other(folder: Path) -> None:
     names = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"]
     tensors = load_file(folder / SINGLE_FILE)
@@ -174,7 +180,8 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"auto_map": {"AutoModel": "model.Evil"}}, "auto_map asks to run"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is not supported"),
+        ({"quantization_config": {"quant_method": "x"}}, r"quantization_config\.quant_method must"),
+        ({"quantization_config": "gptq"}, "quantization_config must be an object"),
         ({"architectures": ...}, "architectures must be a list"),
         ({"architectures": []}, "architectures must be a list"),
         ({"hidden_size": "big"}, "hidden_size must be a whole number above 0, not 'big'"),

@@ -73,7 +73,13 @@ COMPLETION_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"n": 1.5}, "n"),
     ({"n": True}, "n"),
     ({"best_of": 10**9}, "best_of"),
-    ({"best_of": 2}, "best_of"),
+    ({"best_of": 1, "n": 2}, "best_of"),
+    ({"best_of": 2, "stream": True}, "stream"),
+    ({"use_beam_search": True, "stream": True}, "stream"),
+    ({"use_beam_search": True, "temperature": 0.5}, "temperature"),
+    ({"use_beam_search": True, "stop": "x"}, "stop"),
+    ({"length_penalty": 2}, "length_penalty"),
+    ({"use_beam_search": True, "early_stopping": "soon"}, "early_stopping"),
     ({"prompt": ["x"] * 10**5}, "prompt"),
     ({"prompt": []}, "prompt"),
     ({"prompt": ""}, "prompt"),
@@ -132,12 +138,25 @@ COMPLETION_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
-    ({"echo": True}, "echo"),
     ({"suffix": "x"}, "suffix"),
-    ({"use_beam_search": True}, "use_beam_search"),
-    ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"use_beam_search": "yes"}, "use_beam_search"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"echo": 1}, "echo"),
+    ({"max_tokens": 0}, "max_tokens"),
     ({"truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
-    ({"guided_regex": "(a+)+b"}, "guided_regex"),
+    ({"guided_regex": "(a+"}, "guided_regex"),
+    ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
+    ({"structured_outputs": {"json": {"$ref": "http://x.example/y"}}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "structured_outputs"),
+    ({"structured_outputs": {"xml": "a"}}, "structured_outputs.xml"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
+    ({"allowed_token_ids": [5], "guided_regex": "a"}, "allowed_token_ids"),
+    ({"bad_words": ["  "]}, "bad_words"),
+    ({"bad_words": ["x"] * 10**4}, "bad_words"),
+    ({"bad_words": ["é" * 200]}, "bad_words"),
     ({"messages": []}, "messages"),
     ({"temprature": 1}, "temprature"),
     ({"model": 7}, "model"),
@@ -168,7 +187,9 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
     ({"modalities": ["audio"]}, "modalities"),
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 10**6}, "top_logprobs"),
@@ -200,10 +221,10 @@ async def test_pictures_are_refused_by_name(gateway: Gateway) -> None:
 
 
 async def test_a_refused_field_comes_with_a_remedy(gateway: Gateway) -> None:
-    error = assert_error(await gateway.complete(echo=True), 400)
+    error = assert_error(await gateway.complete(suffix="x"), 400)
 
     assert error["code"] == "unsupported_parameter"
-    assert error["message"] == "echo is not supported: put the prompt before the answer yourself."
+    assert error["message"] == "suffix is not supported: this server does not fill in the middle."
 
 
 async def test_too_long_a_prompt_names_both_numbers(gateway: Gateway) -> None:

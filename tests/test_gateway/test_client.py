@@ -1,14 +1,17 @@
 """The gateway's client on the queue in memory: what its callers may rely on."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from headrace_common.errors import FailureCode, QueueFull, RequestConflict, RequestFailed
-from headrace_common.messages import ChoiceState, Takeover, Tokens
-from headrace_common.protocol.base import EngineQueue, Lease, Outcome, QueueLimits
+from headrace_common.messages import ChoiceState, Logprobs, Takeover, Tokens
+from headrace_common.protocol.base import Admission, EngineQueue, Lease, Outcome, QueueLimits
 from headrace_gateway.client import (
     ClientConfig,
     Delta,
@@ -16,6 +19,7 @@ from headrace_gateway.client import (
     GenerationClient,
     GenerationState,
 )
+from headrace_gateway.generation import merged
 from headrace_testing.backends import MODEL, InMemory, make_request, make_status
 from headrace_testing.fake_engine import FakeEngine, is_one_history
 from headrace_testing.waiting import eventually, first
@@ -71,6 +75,46 @@ def tokens(lease: Lease, index: int, *ids: int, end: str | None = None) -> Token
         token_ids=ids,
         finish_reason=end,
     )
+
+
+async def test_a_reader_that_falls_behind_gets_more_at_a_time(
+    memory: InMemory, client: GenerationClient
+) -> None:
+    engine = memory.engine()
+    generation = await client.submit(make_request(n=2))
+    lease = await leased(engine)
+    other = replace(tokens(lease, 0, 9), choice=1)
+    replies = [tokens(lease, 0, 1), tokens(lease, 1, 2, 3), other, tokens(lease, 3, 4, end="stop")]
+    await engine.publish({lease.gateway_id: replies})
+
+    async def arrived() -> bool:
+        return generation.arbiter.token_count(0) == 4
+
+    await eventually(arrived)
+    deltas = [await anext(generation) for _ in range(3)]
+    assert [(delta.choice, delta.token_ids) for delta in deltas] == [
+        (0, (1, 2, 3)),
+        (1, (9,)),
+        (0, (4,)),
+    ]
+    assert [delta.finish_reason for delta in deltas] == [None, None, "stop"]
+
+
+def test_merging_keeps_log_probabilities_with_their_tokens() -> None:
+    first_token, second_token = Logprobs(-1.0, 1, ()), Logprobs(-2.0, 1, ())
+    known, unknown = Delta(0, (1,), (first_token,)), Delta(0, (3,))
+    last = Delta(0, (2,), (second_token,), "length")
+    both = Delta(0, (1, 2), (first_token, second_token), "length")
+    assert merged(deque([known, last])) == both
+    waiting = deque([known, unknown, unknown])
+    assert merged(waiting) == known
+    assert merged(waiting) == Delta(0, (3, 3))
+
+
+def test_one_stream_does_not_hold_up_the_others() -> None:
+    waiting = deque(Delta(0, (number,)) for number in range(100))
+    sizes = [len(merged(waiting).token_ids) for _ in range(2)]
+    assert sizes == [64, 36]
 
 
 async def test_a_generation_yields_every_choice_to_its_end(
@@ -196,6 +240,48 @@ async def test_a_silent_engine_loses_its_request(
     await silent.publish({"g": [tokens(lease, 2, 66)]})
     await other.publish({"g": [tokens(found[0], 2, 7, end="stop")]})
     assert [t for d in await collect(generation) for t in d.token_ids] == [5, 6, 7]
+
+
+async def test_a_silent_engine_is_not_asked_about_all_the_time(
+    memory: InMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be no other one, and thousands of such requests."""
+    config = ClientConfig(beat_interval=0.1, silence=0.04, recheck=0.04, longest_recheck=60.0)
+    queue = memory.gateway()
+    released: list[tuple[object, ...]] = []
+    release, admit = queue.release, queue.admit
+    admissions = 0
+
+    async def counted_release(*args: Any) -> None:
+        released.append(args)
+        await release(*args)
+
+    async def counted_admit(*args: Any, **options: Any) -> Admission:
+        nonlocal admissions
+        admissions += 1
+        return await admit(*args, **options)
+
+    monkeypatch.setattr(queue, "release", counted_release)
+    monkeypatch.setattr(queue, "admit", counted_admit)
+    client = GenerationClient(queue, QueueLimits(), config=config)
+    await client.start()
+    engine = memory.engine("e1")
+    generation = await client.submit(make_request())
+    lease = await leased(engine)
+    await engine.publish({"g": [tokens(lease, 0, 5)]})
+
+    async def given_up() -> bool:
+        return bool(released)
+
+    await eventually(given_up)
+    known = admissions
+
+    await asyncio.sleep(0.6)  # 60 turns of the watch, of which pauses that double leave 4
+
+    assert admissions - known <= 5
+    assert len(released) <= 6
+    await generation.cancel()
+    await client.close()
 
 
 async def test_signs_of_life_keep_a_request_with_a_slow_engine(

@@ -8,6 +8,7 @@ processes under the same faults are in test_e2e.
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ class Site:
         ]
         self.engines: dict[FakeEngine, asyncio.Task[None]] = {}
         self.drained: list[asyncio.Task[None]] = []
+        self.slots = 8  # of each engine
         self._born = 0
 
     async def start(self, engines: int) -> None:
@@ -48,7 +50,7 @@ class Site:
         self._born += 1
         queue = self.backend.engine(f"e{self._born}", lease_ms=1000)
         engine = FakeEngine(
-            queue, MODEL, slots=8, token_delay=0.01, beat_interval=0.2, seed=self._born
+            queue, MODEL, slots=self.slots, token_delay=0.01, beat_interval=0.2, seed=self._born
         )
         self.engines[engine] = asyncio.create_task(engine.run())
         return engine
@@ -109,6 +111,7 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
     server = ValkeyServer(tmp_path / "data")
     server.start()
     site = Site(server, seed=5)
+    site.slots = 3  # so that most requests wait, in the lists of their tenants
     await site.start(engines=3)
     yield site
     await site.close()
@@ -131,8 +134,11 @@ async def test_every_stream_completes_whole(
     site: Site, tmp_path: Path, faults: tuple[str, ...]
 ) -> None:
     requests = [
-        make_request(n=1 + number % 2, max_tokens=20 + 4 * number, priority=number % 3 - 1)
-        for number in range(12)
+        replace(
+            make_request(n=1 + number % 2, max_tokens=20 + 4 * number, priority=number % 3 - 1),
+            tenant=f"tenant-{number % 4}",
+        )
+        for number in range(16)
     ]
     answers = [asyncio.create_task(site.answer(request)) for request in requests]
     for kind in faults:

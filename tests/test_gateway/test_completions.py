@@ -176,6 +176,17 @@ async def test_vllm_fields_reach_the_engine(gateway: Gateway) -> None:
     assert (request.priority, request.cache_salt) == (-3, b"secret")
 
 
+async def test_best_of_and_beam_search_reach_the_engine(gateway: Gateway) -> None:
+    await gateway.complete(n=2, best_of=5)
+    fields = {"length_penalty": 0.5, "early_stopping": "never"}
+    await gateway.chat(best_of=4, use_beam_search=True, **fields)
+
+    best, beams = (request.sampling for request in gateway.engine.submitted)
+    assert (best.n, best.branches, best.use_beam_search) == (2, 5, False)
+    assert (beams.n, beams.branches, beams.use_beam_search) == (1, 4, True)
+    assert (beams.length_penalty, beams.early_stopping) == (0.5, "never")
+
+
 async def test_fields_that_change_nothing_are_taken(gateway: Gateway) -> None:
     answer = await gateway.chat(
         tools=None,

@@ -285,7 +285,7 @@ async def test_a_broken_model_costs_no_other_and_is_tried_again_later(
     assert [record.model for record in caplog.records] == ["broken"]  # type: ignore[attr-defined]
     with pytest.raises(ApiError, match="cannot be loaded") as refused:
         await world.models.find("broken")
-    assert refused.value.status == 503
+    assert (refused.value.status, refused.value.code) == (503, "model_unavailable")
 
     await world.later(RETRY_S)
     assert world.loads.count("broken") == 2

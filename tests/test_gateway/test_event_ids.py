@@ -3,7 +3,7 @@
 import asyncio
 import re
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +20,7 @@ from headrace_gateway.event_ids import START, Position, ResumableEvents, parse_e
 from headrace_gateway.kept import answer_of
 from headrace_gateway.loading import load_static
 from headrace_gateway.models import ServedModel
+from headrace_gateway.output import PLAIN, OutputForm
 from headrace_gateway.run import Run, Usage
 from headrace_gateway.sessions import sampling_of, single_tokens
 from headrace_gateway.settings import GatewaySettings
@@ -38,6 +39,7 @@ class Case:
     logprobs: int | None = None
     include_usage: bool = True
     eos: bool = True
+    form: OutputForm = PLAIN
 
 
 @pytest.fixture(scope="module", params=["byte_level", "metaspace"])
@@ -69,6 +71,7 @@ def stored(case: Case) -> StoredRequest:
         stop=case.stop,
         include_usage=case.include_usage,
         return_token_ids=True,
+        form=case.form.encode(),
     )
 
 
@@ -105,7 +108,7 @@ def cut(deltas: Sequence[Delta], sizes: Sequence[int]) -> list[Delta]:
         if some[0].logprobs is not None:
             logprobs = tuple(p for each in some for p in each.logprobs or ())
         ids = tuple(token for each in some for token in each.token_ids)
-        pieces.append(replace(some[-1], token_ids=ids, logprobs=logprobs))
+        pieces.append(some[-1]._replace(token_ids=ids, logprobs=logprobs))
     return pieces
 
 
@@ -143,10 +146,12 @@ class Scripted:
 def stream(case: Case, model: ServedModel, deltas: Sequence[Delta], had: Position) -> list[bytes]:
     """The events that a client gets behind what it has."""
     kept = stored(case)
-    events = ResumableEvents(REQUEST_ID, len(case.texts), had)
+    answer = answer_of(kept, model)
+    events = ResumableEvents(
+        REQUEST_ID, len(case.texts), had, named=answer.named, numbered=answer.numbered
+    )
 
     async def run() -> list[bytes]:
-        answer = answer_of(kept, model)
         reading = Run(
             Accepted(kept.requests[0], sampling_of(kept), Scripted(deltas)), model.tokenizer
         )
@@ -155,8 +160,7 @@ def stream(case: Case, model: ServedModel, deltas: Sequence[Delta], had: Positio
             sent.append(events.piece(piece, answer.chunks(piece)))
         usage = Usage()
         usage.add(reading.usage)
-        if case.include_usage:
-            sent.append(events.usage(answer.usage_chunk(usage)))
+        sent += [events.closing(chunk) for chunk in answer.closing(usage)]
         events.end()
         return [each + b"\n\n" for each in b"".join(sent).split(b"\n\n") if each]
 
@@ -211,6 +215,49 @@ def test_behind_every_event_come_exactly_the_others(
         ids = [event.split(b"\n")[0] for event in (*whole[:got], *rest)]
         assert ids[-1] == whole[-1].split(b"\n")[0]
         assert len(set(ids)) == len(ids)
+
+
+PARSED = st.builds(
+    Case,
+    texts=st.lists(
+        st.sampled_from(
+            ["<think>", "</think>", "\n", "a", "<tool_call>", "</tool_call>", '{"name": "f", ']
+            + ['"arguments": {"a": 1}}', '<tool_call>{"name": "g", "arguments": {"b": "c"}}']
+        ),
+        max_size=8,
+    ).map(lambda shards: ("".join(shards),)),
+    operation=st.sampled_from(["chat", "responses", "messages"]),
+    logprobs=st.sampled_from([None, 1]),
+    eos=st.booleans(),
+    form=st.builds(
+        OutputForm,
+        calls=st.sampled_from([None, "hermes"]),
+        reasoning=st.sampled_from([None, "qwen3"]),
+        single_call=st.booleans(),
+    ),
+)
+
+
+@settings(deadline=None, max_examples=40)
+@given(case=PARSED, sizes=st.tuples(SIZES, SIZES), places=st.tuples(*[st.integers(0, 400)] * 3))
+def test_answers_in_parts_are_gone_on_with_as_well(
+    model: ServedModel, case: Case, sizes: tuple[list[int], list[int]], places: tuple[int, ...]
+) -> None:
+    (deltas,) = outputs(case, model.tokenizer)
+    whole = stream(case, model, cut(deltas, sizes[0]), START)
+
+    for got in {1 + place % len(whole) for place in places}:
+        rest = stream(case, model, cut(deltas, sizes[1]), position(whole[got - 1]))
+        assert [*whole[:got], *rest] == whole
+
+
+def test_numbered_events_are_gone_on_with_by_their_number(model: ServedModel) -> None:
+    case = Case(texts=("Hello world",), operation="responses")
+    deltas = outputs(case, model.tokenizer)[0]
+    whole = stream(case, model, deltas, START)
+
+    for got in range(1, len(whole) + 1):
+        assert stream(case, model, deltas, Position((got,))) == whole[got:]
 
 
 def test_another_answer_is_not_gone_on_with(model: ServedModel) -> None:

@@ -462,6 +462,7 @@ async def test_two_gateways_charge_one_account(pair: Pair) -> None:
 async def test_a_request_that_outlives_its_client_is_charged_at_its_end(pair: Pair) -> None:
     answer = await pair.ask(0, "tokens", max_tokens=300, background=True)
     assert answer.status_code == 202, answer.text
+    assert answer.headers["x-ratelimit-limit-tokens"] == "1000"
     await pair.places("tokens", 0)
     after = await pair.ask(1, "tokens")
 

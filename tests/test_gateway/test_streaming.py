@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace_common.errors import FailureCode
+from headrace_common.errors import BackendUnavailable, FailureCode
+from headrace_common.protocol.base import Place
 from headrace_gateway.client import Delta
 from headrace_testing.gateway import ANSWER, Gateway, events, failed, serve
 from headrace_testing.waiting import eventually
@@ -130,6 +131,28 @@ async def test_comments_keep_a_silent_stream_alive(checkpoint: Path) -> None:
             rest = [line async for line in lines]
 
     assert silent == [": keep-alive", ""] * 2
+    assert rest[-2] == "data: [DONE]"
+
+
+@pytest.mark.parametrize(("eta", "said"), [(11.2, " eta=12s"), (None, "")])
+async def test_comments_say_where_a_waiting_request_is(
+    checkpoint: Path, eta: float | None, said: str
+) -> None:
+    async with serve(checkpoint, keep_alive_interval=0.02) as gateway:
+        gateway.engine.gate.clear()
+        gateway.engine.waiting_at = Place(position=3, eta=eta)
+        body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
+        async with gateway.http.stream("POST", "/v1/chat/completions", json=body) as answer:
+            lines = answer.aiter_lines()
+            waiting = [await anext(lines) for _ in range(2)]
+            gateway.engine.unreachable = BackendUnavailable("away")
+            async for line in lines:
+                if line == ": keep-alive":
+                    break
+            gateway.engine.gate.set()
+            rest = [line async for line in lines]
+
+    assert waiting == [f": queued position=3{said}", ""]
     assert rest[-2] == "data: [DONE]"
 
 

@@ -51,6 +51,9 @@ def test_every_engine_variable_is_a_setting_of_the_engine(
         "memoryUtilization": 0.85,
         "policy": "priority",
         "policyOptions": {"ageing": 30},
+        "itlTarget": 0.05,
+        "swapSpace": 2,
+        "speculativeConfig": {"method": "ngram"},
     }
     values = env(engine={"settings": settings})
     ours = {
@@ -65,6 +68,8 @@ def test_every_engine_variable_is_a_setting_of_the_engine(
     assert (read.model, read.revision, read.name) == ("Qwen/Qwen3-8B", "abc123", "qwen")
     assert (read.dtype, read.max_model_len) == ("bfloat16", 8192)
     assert (read.policy, read.policy_options) == ("priority", {"ageing": 30})
+    assert (read.itl_target, read.swap_space) == (0.05, 2.0)
+    assert read.speculative_config == {"method": "ngram"}
     assert read.enable_prefix_caching is False
     assert (read.kv_cache_memory, read.memory_utilization) == (2 * 2**30, 0.85)
     assert read.redis_url == "redis://queue:6379/0"

@@ -147,6 +147,20 @@ def _cache() -> tuple[Panel, ...]:
             unit=Unit.TOKENS_PER_SECOND,
             look=Look.STACKED,
         ),
+        Panel(
+            title="KV waste",
+            description="Places of used blocks that hold nothing, over those that hold something.",
+            queries=(Query(f"max by ({q.POD}) ({q.series(names.ENGINE_KV_WASTE)})", _POD),),
+            unit=Unit.SHARE,
+            width=12,
+        ),
+        Panel(
+            title="Swapped KV",
+            description="Copied to host memory (out) and back (in), of all engines.",
+            queries=(Query(q.total(q.rate(names.ENGINE_KV_SWAPPED), kind), f"{{{{{kind}}}}}"),),
+            unit=Unit.BYTES_PER_SECOND,
+            width=12,
+        ),
     )
 
 

@@ -23,6 +23,7 @@ class Unit(StrEnum):
     SHORT = "short"
     SHARE = "percentunit"
     BYTES = "bytes"
+    BYTES_PER_SECOND = "binBps"
     TOKENS = "suffix: tok"
     TOKENS_PER_SECOND = "suffix: tok/s"
 

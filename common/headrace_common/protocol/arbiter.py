@@ -8,6 +8,7 @@ request first asks it what the client has. Everything may come twice, late, or n
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..messages import (
     ChoiceState,
@@ -28,9 +29,15 @@ Sender = tuple[str, int]  # engine incarnation, attempt
 _ASK_AGAIN = 16  # messages behind a gap, or ignored ones, before the same thing is said again
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deliver:
-    """Tokens that the client gets now; `finish_reason` ends the choice."""
+class Deliver(NamedTuple):
+    """New tokens of one choice, which its client gets now and in this order.
+
+    `finish_reason` (stop, length) comes with the last, `stop_token` is the stop token id that ended
+    it, None for the end-of-sequence token. `logprobs` has one entry a token, or is None: not asked
+    for, or said by an engine that is gone. `embedding` (packed float32) is the whole answer to a
+    request that asked for one, `prompt_logprobs` (packed) come with its first tokens. A
+    tuple, since one is made of each token.
+    """
 
     choice: int
     token_ids: tuple[int, ...]
@@ -38,6 +45,8 @@ class Deliver:
     finish_reason: str | None = None
     stop_token: int | None = None
     cached_tokens: int = 0
+    embedding: bytes | None = None
+    prompt_logprobs: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +75,22 @@ Action = Deliver | Send | Fail | Ignore
 
 
 class _Choice:
-    __slots__ = ("asked", "behind_gap", "finish_reason", "logprobs", "stop_token", "token_ids")
+    __slots__ = (
+        "asked",
+        "behind_gap",
+        "embedding",
+        "finish_reason",
+        "logprobs",
+        "stop_token",
+        "token_ids",
+    )
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.logprobs: list[Logprobs] = []  # as many as tokens, or no more come
         self.finish_reason: str | None = None
         self.stop_token: int | None = None
+        self.embedding: bytes | None = None
         self.asked = -1  # the gap for which a Resend is under way
         self.behind_gap = 0
 
@@ -88,6 +106,7 @@ class _Choice:
             finish_reason=self.finish_reason,
             stop_token=self.stop_token,
             logprobs=tuple(self.logprobs) if known else None,
+            embedding=self.embedding,
         )
 
     def extended_by(self, state: ChoiceState) -> bool:
@@ -105,6 +124,7 @@ class Arbiter:
         self.failed: Failed | None = None
         self._distrusted = False  # the owner said something else than before: it must ask first
         self._choices = [_Choice() for _ in range(choices)]
+        self._open = choices  # how many have not ended
         self._retired: set[Sender] = set()
         self._ignored: dict[Sender, int] = {}
 
@@ -116,11 +136,11 @@ class Arbiter:
     @property
     def complete(self) -> bool:
         """Every choice has ended."""
-        return all(choice.finish_reason is not None for choice in self._choices)
+        return not self._open
 
     @property
     def ended(self) -> bool:
-        return self.failed is not None or self.complete
+        return not self._open or self.failed is not None
 
     def states(self) -> tuple[ChoiceState, ...]:
         return tuple(choice.state() for choice in self._choices)
@@ -132,7 +152,7 @@ class Arbiter:
         """Ends a choice from the client's side; False where it had ended."""
         if self._choices[choice].finish_reason is not None:
             return False
-        self._choices[choice].finish_reason = reason
+        self._end(self._choices[choice], reason, None)
         return True
 
     def handle(self, engine_id: str, reply: Reply) -> Sequence[Action]:
@@ -206,7 +226,8 @@ class Arbiter:
         choice.add(new, logprobs)
         choice.asked, choice.behind_gap = -1, 0
         if ends:
-            choice.finish_reason, choice.stop_token = reply.finish_reason, reply.stop_token
+            self._end(choice, reply.finish_reason, reply.stop_token)
+            choice.embedding = reply.embedding
         return [
             Deliver(
                 choice=reply.choice,
@@ -215,6 +236,8 @@ class Arbiter:
                 finish_reason=reply.finish_reason if ends else None,
                 stop_token=reply.stop_token if ends else None,
                 cached_tokens=reply.cached_tokens,
+                embedding=reply.embedding if ends else None,
+                prompt_logprobs=None if known else reply.prompt_logprobs,
             )
         ]
 
@@ -256,6 +279,12 @@ class Arbiter:
 
     # Parts
 
+    def _end(self, choice: _Choice, reason: str | None, stop_token: int | None) -> None:
+        """Ends a choice that has not ended, unless there is no reason."""
+        if reason is not None:
+            choice.finish_reason, choice.stop_token = reason, stop_token
+            self._open -= 1
+
     def _own(self, sender: Sender) -> None:
         """From now on `sender` is heard, and whoever was before it never again."""
         if self.owner is not None and self.owner != sender:
@@ -278,7 +307,8 @@ class Arbiter:
             known = len(choice.token_ids)
             new, logprobs = state.token_ids[known:], state.logprobs and state.logprobs[known:]
             choice.add(new, logprobs)
-            choice.finish_reason, choice.stop_token = state.finish_reason, state.stop_token
+            self._end(choice, state.finish_reason, state.stop_token)
+            choice.embedding = state.embedding
             if new or state.finish_reason is not None:
                 actions.append(
                     Deliver(
@@ -288,6 +318,7 @@ class Arbiter:
                         finish_reason=state.finish_reason,
                         stop_token=state.stop_token,
                         cached_tokens=cached_tokens,
+                        embedding=state.embedding,
                     )
                 )
         return actions

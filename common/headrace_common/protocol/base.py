@@ -47,15 +47,31 @@ class Standing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueLimits:
-    """Bounds of one model's queue: waiting requests, their prompt plus maximal output tokens."""
+    """Bounds of one model's queue: waiting requests, their prompt plus maximal output tokens, and
+    waiting requests of one tenant (0: only the bound for all)."""
 
     max_requests: int = 1024
     max_tokens: int = 4_000_000
+    max_tenant_requests: int = 0
 
     def refuse(self, waiting: int, waiting_tokens: int, tokens: int) -> bool:
         """Whether a request of so many tokens is one too many; a lone one may be of any size."""
         too_large = waiting > 0 and waiting_tokens + tokens > self.max_tokens
         return waiting >= self.max_requests or too_large
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """About where a waiting request is in its queue (1: next), and in how many seconds it may
+    start, by the rate at which others have lately ended (None where nothing has)."""
+
+    position: int
+    eta: float | None
+
+    @classmethod
+    def behind(cls, ahead: int, rate: float) -> "Place":
+        """The place behind so many others, of which `rate` go a second."""
+        return cls(position=ahead + 1, eta=(ahead + 1) / rate if rate > 0 else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +193,9 @@ class GatewayQueue(Protocol):
 
     async def standing(self, request_id: str, model: str) -> Standing | None:
         """Where a request is; changes nothing. None where the queue does not know it."""
+
+    async def place(self, request_id: str, model: str) -> Place | None:
+        """About where a waiting request is in its queue; None where it does not wait."""
 
     async def journal(self, request_id: str, model: str) -> tuple[ChoiceState, ...] | None:
         """As EngineQueue.journal, for a gateway that goes on with another one's request."""

@@ -6,12 +6,13 @@ Python 3.11 its way (asyncio.wait_for around each write) can swallow a task's ca
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from redis.asyncio import ConnectionPool, Redis
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+SCAN_PAGE = 1000
 Argument = str | bytes | int | float
 Command = tuple[Argument, ...]
 
@@ -32,6 +33,10 @@ class Client(ABC):
     async def each(self, *args: Argument) -> list[Any]:
         """The result of a command without keys from every server that holds data."""
         return [await self.command(*args)]
+
+    async def scan(self, pattern: str) -> list[bytes]:
+        """The keys of every server that match, each at least once. For tools: it reads them all."""
+        return await scan_with(self.command, pattern)
 
     @abstractmethod
     async def reconnect(self) -> None:
@@ -79,6 +84,18 @@ class PoolClient(Client):
     async def close(self) -> None:
         await self._redis.aclose()
         await self._pool.disconnect()
+
+
+async def scan_with(command: Callable[..., Awaitable[Any]], pattern: str) -> list[bytes]:
+    """The keys of one server that match; `command` sends it a command."""
+    found: list[bytes] = []
+    cursor = 0
+    while True:
+        position, batch = await command("SCAN", cursor, "MATCH", pattern, "COUNT", SCAN_PAGE)
+        found += batch
+        cursor = int(position)
+        if cursor == 0:
+            return found
 
 
 async def backoff(attempt: int, first: float = 0.02, longest: float = 1.0) -> None:

@@ -23,7 +23,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from ..errors import BackendUnfit
-from .client import Argument, Client, Command, PoolClient
+from .client import Argument, Client, Command, PoolClient, scan_with
 from .endpoint import Address
 from .pools import Pools, at
 from .slots import SlotMap, slot_of
@@ -128,6 +128,13 @@ class ClusterClient(Client):
             if isinstance(result, RedisError):
                 raise result
         return [result for (result,) in found]
+
+    async def scan(self, pattern: str) -> list[bytes]:
+        await self._refresh()
+        found: list[bytes] = []
+        for node in self._map.masters:
+            found += await scan_with(self._client(node).command, pattern)
+        return found
 
     async def address(self, slot: int | None) -> Address:
         """The node of a slot, or any where there is none. Raises redis' errors."""

@@ -43,6 +43,7 @@ _BROKEN = (RedisConnectionError, RedisTimeoutError, ReadOnlyError, MasterDownErr
 _LEFT = (ReadOnlyError, MasterDownError, RedisTimeoutError)
 _DEMOTED = ("NOREPLICAS", "UNBLOCKED")
 _MOVING = (AskError, ClusterDownError, MovedError, TryAgainError)
+MOST_ENTRIES = 16  # at a time, so that a reader far behind does not hold up all else
 _SCHEMES = {
     "standalone": "redis://HOST:6379/0",
     "sentinel": "redis+sentinel://HOST1:26379,HOST2:26379/MASTER/0",
@@ -153,7 +154,9 @@ async def entries(
         try:
             cursor = await first(client, cursor)
             while True:
-                reply = await client.command("XREAD", "BLOCK", block, "STREAMS", key, cursor)
+                reply = await client.command(
+                    "XREAD", "COUNT", MOST_ENTRIES, "BLOCK", block, "STREAMS", key, cursor
+                )
                 failures = 0
                 for _, batch in reply or ():
                     for entry_id, fields in batch:

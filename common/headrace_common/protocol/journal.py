@@ -19,6 +19,7 @@ class _Choice:
         self.logprobs = list(state.logprobs or ())
         self.reason = state.finish_reason
         self.stop = state.stop_token
+        self.embedding = state.embedding
 
     def extend(
         self, index: int, token_ids: tuple[int, ...], logprobs: tuple[Logprobs, ...] | None
@@ -32,9 +33,10 @@ class _Choice:
         self.token_ids += token_ids[known - index :]
         return True
 
-    def end(self, reason: str | None, stop: int | None) -> None:
-        if reason is not None:
-            self.reason, self.stop = reason, stop
+    def end(self, said: Tokens | ChoiceState) -> None:
+        if said.finish_reason is not None:
+            self.reason, self.stop = said.finish_reason, said.stop_token
+            self.embedding = said.embedding
 
     def state(self) -> ChoiceState:
         known = self.logprobs and len(self.logprobs) == len(self.token_ids)
@@ -43,6 +45,7 @@ class _Choice:
             finish_reason=self.reason,
             stop_token=self.stop,
             logprobs=tuple(self.logprobs) if known else None,
+            embedding=self.embedding,
         )
 
 
@@ -95,11 +98,11 @@ def _apply(known: list[_Choice], reply: Tokens | Sync | Takeover) -> None:
     if isinstance(reply, Tokens) and reply.choice < len(known):
         choice = known[reply.choice]
         if choice.extend(reply.index, reply.token_ids, reply.logprobs):
-            choice.end(reply.finish_reason, reply.stop_token)
+            choice.end(reply)
     elif isinstance(reply, Sync):
         for choice, state in zip(known, reply.choices, strict=False):
             choice.extend(0, state.token_ids, state.logprobs)
-            choice.end(state.finish_reason, state.stop_token)
+            choice.end(state)
 
 
 def _from_journal(journal: Mapping[bytes, bytes], number: int) -> _Choice:

@@ -17,6 +17,7 @@ from ..errors import BackendUnavailable, FailureCode, RequestConflict
 from ..messages import ChoiceState, GenerateRequest, encode_request
 from .base import EngineStatus, Outcome, Progress, QueueLimits, Verdict
 from .failures import ended_state
+from .memory_fairness import OUTPUT, Counters, FairQueue
 from .registry import RegisteredModel
 from .requests import fingerprint, priority_class, token_cost
 
@@ -35,6 +36,7 @@ class Record:
     deadline: float
     tokens: int
     prompt_tokens: int
+    tenant: str
     gateway: str
     admitted: float
     attempt: int = 0
@@ -84,7 +86,7 @@ class Shard:
     """One model's queue: waiting request ids by priority class (1-3), and all records."""
 
     def __init__(self) -> None:
-        self.waiting: dict[int, list[str]] = {1: [], 2: [], 3: []}
+        self.clear()
         self.records: dict[str, Record] = {}
         self.statuses: dict[str, tuple[float, EngineStatus]] = {}
         self.dead_letters: list[tuple[str, str, int]] = []
@@ -94,6 +96,11 @@ class Shard:
         self.first_rated = 0.0
         self.wakeups = 0
         self.changed = asyncio.Condition()
+
+    def clear(self) -> None:
+        """Nothing waits, and nobody has used anything."""
+        self.counters = Counters()
+        self.waiting = {priority: FairQueue(self.counters) for priority in (1, 2, 3)}
 
     def started(self) -> Iterable[tuple[str, Record]]:
         """Running requests, oldest first."""
@@ -168,8 +175,7 @@ class MemoryBackend:
     @staticmethod
     def _remove_waiting(shard: Shard, request_id: str) -> None:
         for queue in shard.waiting.values():
-            if request_id in queue:
-                queue.remove(request_id)
+            queue.remove(request_id)
 
     async def wake(self, shard: Shard) -> None:
         async with shard.changed:
@@ -181,11 +187,12 @@ class MemoryBackend:
         self,
         request: GenerateRequest,
         gateway: str,
-        limits: tuple[int, int],
+        limits: QueueLimits,
         seen: int | None,
         polite: bool,
     ) -> tuple[Record | None, str]:
-        """ADMIT: (record, former gateway, "held" or "new"); (None, "") where there is no room.
+        """ADMIT: (record, former gateway, "held" or "new"); (None, "" or "tenant") where there is
+        no room, for anybody or for the tenant.
 
         Raises RequestConflict.
         """
@@ -197,11 +204,11 @@ class MemoryBackend:
             return self._attach(record, request, gateway)
         tokens = token_cost(request)
         waiting, held = self.waiting(shard)
-        full = QueueLimits(max_requests=limits[0], max_tokens=limits[1]).refuse(
-            waiting, held, tokens
-        )
-        if seen is None and full:
+        if seen is None and limits.refuse(waiting, held, tokens):
             return None, ""
+        most = limits.max_tenant_requests
+        if seen is None and 0 < most <= self.waiting_of(shard, request.tenant):
+            return None, "tenant"
         record = Record(
             payload=encode_request(request),
             fingerprint=fingerprint(request),
@@ -209,6 +216,7 @@ class MemoryBackend:
             deadline=request.deadline_ms / 1000,
             tokens=tokens,
             prompt_tokens=len(request.prompt_token_ids),
+            tenant=request.tenant,
             gateway=gateway,
             admitted=self.clock(),
             attempt=seen or 0,
@@ -216,7 +224,7 @@ class MemoryBackend:
             expires=(request.deadline_ms + keys.GRACE_MS) / 1000,
         )
         shard.records[request.request_id] = record
-        shard.waiting[record.priority].append(request.request_id)
+        shard.waiting[record.priority].add(request.request_id, record.tenant)
         return record, "new"
 
     @staticmethod
@@ -237,6 +245,11 @@ class MemoryBackend:
         ids = [rid for queue in shard.waiting.values() for rid in queue]
         return len(ids), sum(shard.records[rid].tokens for rid in ids)
 
+    def waiting_of(self, shard: Shard, tenant: str) -> int:
+        """A tenant's waiting requests."""
+        ids = [rid for queue in shard.waiting.values() for rid in queue]
+        return sum(shard.records[rid].tenant == tenant for rid in ids)
+
     def take(
         self, shard: Shard, engine: str, count: int, room: int | None
     ) -> tuple[list[Taken], list[Ending]]:
@@ -256,6 +269,8 @@ class MemoryBackend:
                 shard.due[lower] += len(taken) - before
             if empty and priority in shard.due:
                 shard.due[priority] = 0
+        for queue in shard.waiting.values():
+            queue.keep_head()
         return taken, endings
 
     def _take(
@@ -271,17 +286,19 @@ class MemoryBackend:
         """Takes from one class while there is room; whether that left it empty."""
         queue, start = shard.waiting[priority], len(taken)
         while len(taken) - start < most:
-            if not queue:
+            rid = queue.first()
+            if rid is None:
                 return True
-            record = shard.records[queue[0]]
+            record = shard.records[rid]
             if record.deadline <= self.clock():
-                endings.append(self._fail(shard, queue.pop(0), FailureCode.DEADLINE, False))
+                endings.append(self._fail(shard, queue.pop(), FailureCode.DEADLINE, False))
                 continue
             if record.prompt_tokens > budget[0]:
                 budget[0] = -1
                 return False
             budget[0] -= record.prompt_tokens
-            taken.append(self._lease(queue.pop(0), record, engine, suspect=False))
+            shard.counters.serve(record.tenant, record.prompt_tokens)
+            taken.append(self._lease(queue.pop(), record, engine, suspect=False))
         return False
 
     def _lease(self, rid: str, record: Record, engine: str, *, suspect: bool) -> Taken:
@@ -351,7 +368,9 @@ class MemoryBackend:
         verdict = Verdict.EXPIRED if record.deadline <= self.clock() else Verdict.OWNED
         if record.writer != f"{engine}/{item.attempt}":
             return verdict, record.gateway, item.journaled
-        return verdict, record.gateway, _write_journal(record, item)
+        before, counts = record.progress, _write_journal(record, item)
+        shard.counters.charge(record.tenant, OUTPUT * (record.progress - before))
+        return verdict, record.gateway, counts
 
     def release(self, shard: Shard, rid: str, engine: str, attempt: int | None, own: bool) -> bool:
         """GIVEBACK."""
@@ -374,6 +393,8 @@ class MemoryBackend:
             return record.state == state
         record.state, record.outcome = state, outcome
         record.why = outcome.failed.failure if outcome.failed else None
+        output = sum(len(choice.token_ids) for choice in outcome.choices)
+        shard.counters.charge(record.tenant, OUTPUT * (output - record.progress))
         self._end(shard, record)
         return True
 
@@ -402,7 +423,7 @@ class MemoryBackend:
             shard.records.clear()
             shard.dead_letters.clear()
             shard.statuses.clear()
-            shard.waiting = {1: [], 2: [], 3: []}
+            shard.clear()
         for log in (*self.frames.values(), *self.controls.values()):
             log.items.clear()
         self.gateways.clear()

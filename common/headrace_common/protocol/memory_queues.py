@@ -22,15 +22,18 @@ from .base import (
     EngineStatus,
     Lease,
     Outcome,
+    Place,
     Progress,
     QueueDepth,
     QueueLimits,
     Standing,
 )
 from .failures import failed
+from .framing import frames_of
 from .journal import rebuild_from
 from .leases import LeaseMemory
-from .memory import Ending, Log, MemoryBackend, Record, Taken
+from .memory import Ending, Log, MemoryBackend, Record, Shard, Taken
+from .requests import queue_full
 
 
 async def _entries(log: Log, position: int = 0) -> AsyncIterator[bytes]:
@@ -67,10 +70,9 @@ class MemoryGatewayQueue:
         seen: int | None = None,
         polite: bool = False,
     ) -> Admission:
-        bounds = (limits.max_requests, limits.max_tokens)
-        record, former = self._backend.admit(request, self.gateway_id, bounds, seen, polite)
+        record, former = self._backend.admit(request, self.gateway_id, limits, seen, polite)
         if record is None:
-            raise await self._full(request.model)
+            raise await self._full(request, of_tenant=former == "tenant")
         await self._backend.wake(self._backend.shard(request.model))
         if former == "new":
             return Admission(state=AdmitState.ADMITTED)
@@ -90,13 +92,13 @@ class MemoryGatewayQueue:
             state=AdmitState.ATTACHED, owner=record.owner or None, attempt=record.attempt
         )
 
-    async def _full(self, model: str) -> QueueFull:
-        rate = await self.drain_rate(model)
-        waiting = (await self.depth(model)).waiting
-        retry_after = min(60.0, max(1.0, waiting / 10 / rate)) if rate > 0 else 5.0
-        return QueueFull(
-            f"{waiting} requests wait for {model}; try again later", retry_after=retry_after
-        )
+    async def _full(self, request: GenerateRequest, *, of_tenant: bool) -> QueueFull:
+        shard = self._backend.shard(request.model)
+        waiting = (await self.depth(request.model)).waiting
+        if of_tenant:
+            waiting = self._backend.waiting_of(shard, request.tenant)
+        rate = await self.drain_rate(request.model)
+        return queue_full(request, waiting, rate, tenant=of_tenant)
 
     def frames(self) -> AsyncIterator[Frame]:
         return _decoded(_entries(self._backend.frames[self.gateway_id]))
@@ -114,6 +116,15 @@ class MemoryGatewayQueue:
             return None
         outcome = _outcome(request_id, record) if record.ended else None
         return Standing(started=record.state != "queued", outcome=outcome)
+
+    async def place(self, request_id: str, model: str) -> Place | None:
+        shard, higher = self._backend.shard(model), 0
+        for queue in shard.waiting.values():
+            ahead = queue.ahead(request_id)
+            if ahead is not None:
+                return Place.behind(higher + ahead, await self.drain_rate(model))
+            higher += len(queue)
+        return None
 
     async def journal(self, request_id: str, model: str) -> tuple[ChoiceState, ...] | None:
         return _journal(self._backend, request_id, model)
@@ -178,7 +189,7 @@ class MemoryEngineQueue:
         self._lease = lease_ms / 1000
         self._memory = LeaseMemory()
         self._woken = 0
-        self._left: str | None = None
+        self._left: set[str] = set()
 
     async def start(self) -> None:
         self._woken = self._backend.shard(self._model).wakeups
@@ -186,9 +197,8 @@ class MemoryEngineQueue:
     async def take(self, count: int, prompt_tokens: int | None = None) -> Sequence[Lease]:
         shard = self._backend.shard(self._model)
         taken, endings = self._backend.take(shard, self.engine_id, count, prompt_tokens)
-        waiting = [rid for queue in shard.waiting.values() for rid in queue]
         blocked = prompt_tokens is not None and len(taken) < count
-        self._left = waiting[-1] if blocked and waiting else None
+        self._left = self._newest(shard) if blocked else set()
         return await self._leases(taken, endings)
 
     async def reap(self, count: int, *, suspects: bool = True) -> Sequence[Lease]:
@@ -221,8 +231,13 @@ class MemoryEngineQueue:
 
     def _awaited(self) -> bool:
         shard = self._backend.shards[self._model]
-        waiting = [rid for queue in shard.waiting.values() for rid in queue]
-        return shard.wakeups != self._woken or bool(waiting and waiting[-1] != self._left)
+        return shard.wakeups != self._woken or bool(self._newest(shard) - self._left)
+
+    @staticmethod
+    def _newest(shard: Shard) -> set[str]:
+        """What wakes engines: the newest unread entry of each priority."""
+        newest = (queue.newest for queue in shard.waiting.values())
+        return {rid for rid in newest if rid is not None}
 
     async def beat(self, progress: Sequence[Progress], status: EngineStatus) -> Mapping[str, Beat]:
         shard = self._backend.shard(self._model)
@@ -250,8 +265,9 @@ class MemoryEngineQueue:
     async def publish(self, replies: Mapping[str, Sequence[Reply]]) -> None:
         self._backend.check()
         for gateway_id, items in replies.items():
-            data = encode_frame(Frame(self.engine_id, tuple(items)))
-            await self._backend.frames[gateway_id].add(data)
+            for part in frames_of(items):
+                data = encode_frame(Frame(self.engine_id, tuple(part)))
+                await self._backend.frames[gateway_id].add(data)
 
     async def controls(self) -> AsyncIterator[Control]:
         async for data in _entries(self._backend.controls[self.engine_id]):

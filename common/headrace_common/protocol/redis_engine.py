@@ -35,6 +35,7 @@ from .base import Beat, EngineStatus, Lease, Outcome, Progress, Verdict
 from .client import Client, Command, backoff
 from .connection import Connection, check_backend, entries, translate
 from .failures import ended_state, failed
+from .framing import frames_of
 from .leases import LeaseMemory
 from .redis_journal import entry_id, read_journal
 from .status import encode_status
@@ -86,7 +87,8 @@ class RedisEngineQueue:
         room = -1 if prompt_tokens is None else prompt_tokens
         found, endings, left = await self._connection.run(
             "take",
-            [shard.stats, shard.dead_letters, shard.wakeups, *shard.queues, *prefixes],
+            [shard.stats, shard.dead_letters, shard.wakeups, *shard.queues, *prefixes]
+            + shard.fairness,
             [self.engine_id, count, room, PROTOCOL_VERSION, keys.ENDED_TTL_MS],
         )
         self._left = (int(left[0]) - 1, left[1].decode()) if left else None
@@ -181,6 +183,8 @@ class RedisEngineQueue:
             found[queue] = _last_delivered(groups)
             if self._left is not None and self._left[0] == number:
                 found[queue] = max(found[queue], self._left[1], key=entry_id)
+            elif self._left is not None and self._left[0] < number:
+                found[queue] = "$"  # nothing of it is taken before what was left
         return found
 
     async def _drop_waiter(self) -> None:
@@ -190,7 +194,10 @@ class RedisEngineQueue:
 
     async def beat(self, progress: Sequence[Progress], status: EngineStatus) -> Mapping[str, Beat]:
         await self._publish_status(status)
-        calls = [(self._request_keys(item.request_id), self._beat_args(item)) for item in progress]
+        calls = [
+            ([*self._request_keys(item.request_id), *self._keys.fairness], self._beat_args(item))
+            for item in progress
+        ]
         results = await self._run_many("beat", calls)
         return {
             item.request_id: _beat(item, result)
@@ -254,8 +261,9 @@ class RedisEngineQueue:
         commands: list[Command] = []
         now = time.monotonic()
         for gateway_id, items in replies.items():
-            frame = encode_frame(Frame(self.engine_id, tuple(items)))
-            commands += self._frame_commands(keys.frames(gateway_id), frame, now)
+            for part in frames_of(items):
+                frame = encode_frame(Frame(self.engine_id, tuple(part)))
+                commands += self._frame_commands(keys.frames(gateway_id), frame, now)
         if commands:
             await self._connection.attempt(lambda: self._write(commands), tries=TRIES)
 
@@ -314,11 +322,12 @@ class RedisEngineQueue:
             encode_outcome(outcome),
             keys.ENDED_TTL_MS,
             letter,
+            sum(len(choice.token_ids) for choice in outcome.choices),
         ]
         return bool(
             await self._connection.run(
                 "finish",
-                [*names, shard.stats, shard.dead_letters, *shard.queues],
+                [*names, shard.stats, shard.dead_letters, *shard.queues, *shard.fairness],
                 args,
                 tries=TRIES,
             )

@@ -11,7 +11,7 @@ from typing import Any
 from redis.exceptions import RedisError, ResponseError
 
 from .. import keys
-from ..errors import BackendUnavailable, FailureCode, MessageError, QueueFull, RequestConflict
+from ..errors import BackendUnavailable, FailureCode, MessageError, RequestConflict
 from ..frames import decode_frame, decode_outcome, encode_control
 from ..keys import ShardKeys
 from ..messages import (
@@ -29,6 +29,7 @@ from .base import (
     AdmitState,
     EngineStatus,
     Outcome,
+    Place,
     QueueDepth,
     QueueLimits,
     Standing,
@@ -37,7 +38,8 @@ from .client import Client, Command
 from .connection import Connection, check_backend, entries
 from .failures import failed
 from .redis_journal import read_journal
-from .requests import fingerprint, priority_class, token_cost
+from .redis_place import requests_ahead
+from .requests import fingerprint, priority_class, queue_full, token_cost
 from .status import decode_status
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,7 @@ logger = logging.getLogger(__name__)
 ADMIT_TRIES = 6  # about a second: a restart of Redis goes by unseen
 TRIES = 3
 RATE_WINDOW = 30.0  # seconds, as in the scripts
+MOST_TENANTS = 64  # that are asked for their oldest request: those that are next
 
 
 class RedisGatewayQueue:
@@ -103,10 +106,12 @@ class RedisGatewayQueue:
             payload,
             request.keep_ms,
             int(polite),
+            request.tenant,
+            limits.max_tenant_requests,
         ]
         names = [shard.record(rid), shard.payload(rid), shard.journal(rid), shard.stats]
         reply: list[Any] = await self._connection.run(
-            "admit", names + shard.queues, arguments, tries=ADMIT_TRIES
+            "admit", [*names, *shard.queues, *shard.fairness], arguments, tries=ADMIT_TRIES
         )
         return reply
 
@@ -131,15 +136,12 @@ class RedisGatewayQueue:
                 return Admission(state=AdmitState.ENDED, outcome=_outcome(rid, *reply[2:4]))
             case b"conflict":
                 raise RequestConflict(f"request id {rid} is in use for another request")
+            case b"tenant":
+                raise queue_full(
+                    request, int(reply[1]), await self.drain_rate(request.model), tenant=True
+                )
             case _:
-                raise await self._full(request.model, int(reply[1]))
-
-    async def _full(self, model: str, waiting: int) -> QueueFull:
-        rate = await self.drain_rate(model)
-        retry_after = min(60.0, max(1.0, waiting / 10 / rate)) if rate > 0 else 5.0
-        return QueueFull(
-            f"{waiting} requests wait for {model}; try again later", retry_after=retry_after
-        )
+                raise queue_full(request, int(reply[1]), await self.drain_rate(request.model))
 
     def frames(self) -> AsyncIterator[Frame]:
         """As GatewayQueue.frames. What cannot be read is logged and left out."""
@@ -185,6 +187,10 @@ class RedisGatewayQueue:
             return Standing(started=state == b"running")
         return Standing(started=True, outcome=_outcome(request_id, why, outcome))
 
+    async def place(self, request_id: str, model: str) -> Place | None:
+        ahead = await requests_ahead(self._pipeline, _shard(request_id, model), request_id)
+        return None if ahead is None else Place.behind(ahead, await self.drain_rate(model))
+
     async def journal(self, request_id: str, model: str) -> tuple[ChoiceState, ...] | None:
         return await read_journal(self._pipeline, _shard(request_id, model), request_id)
 
@@ -205,8 +211,10 @@ class RedisGatewayQueue:
             shard.journal(request_id),
             shard.stats,
             *shard.queues,
+            *shard.fairness,
         ]
-        _, owner = await self._connection.run("cancel", names, [keys.ENDED_TTL_MS], tries=TRIES)
+        arguments = [keys.ENDED_TTL_MS, request_id]
+        _, owner = await self._connection.run("cancel", names, arguments, tries=TRIES)
         if owner:
             await self._tell(owner.decode(), Cancel(request_id=request_id))
 
@@ -238,22 +246,25 @@ class RedisGatewayQueue:
         )
 
     async def _depth(self, shard: ShardKeys) -> QueueDepth:
-        commands: list[Command] = [("HGET", shard.stats, "wt"), ("TIME",)]
+        commands: list[Command] = [("HMGET", shard.stats, "wt", "p1", "p2", "p3"), ("TIME",)]
         commands.append(("XLEN", shard.dead_letters))
         for queue in shard.queues:
             commands += [("XLEN", queue), ("XINFO GROUPS", queue)]
         results = await self._pipeline(*commands, raise_on_error=False)
-        tokens, (seconds, micros), dead_letters, *queues = results
+        (tokens, *lists), (seconds, micros), dead_letters, *queues = results
         waiting = pending = 0
         oldest = math.inf
         for number, queue in enumerate(shard.queues):
             length, groups = queues[2 * number : 2 * number + 2]
             group = _group(groups)
             started = group["pending"] if group else 0
-            waiting += max(0, length - started)
+            parked = max(0, int(lists[number] or 0))
+            waiting += max(0, length - started) + parked
             pending += started
             if length > started:
                 oldest = min(oldest, await self._oldest(queue, group))
+            if parked:
+                oldest = min(oldest, await self._oldest_parked(shard, number + 1))
         now = seconds * 1000 + micros / 1000
         return QueueDepth(
             waiting=waiting,
@@ -267,7 +278,25 @@ class RedisGatewayQueue:
         """When the first unread entry was written, Unix ms; infinity where there is none."""
         last = group["last-delivered-id"].decode() if group else "0-0"
         (found,) = await self._pipeline(("XRANGE", queue, f"({last}", "+", "COUNT", 1))
-        return float(found[0][0].split(b"-")[0]) if found else math.inf
+        if not found:
+            return math.inf
+        name, fields = found[0]
+        return float(fields.get(b"t") or name.split(b"-")[0])
+
+    async def _oldest_parked(self, shard: ShardKeys, priority: int) -> float:
+        """When the oldest request in its tenant's list was admitted, Unix ms."""
+        (tenants,) = await self._pipeline(
+            ("ZRANGE", shard.waiting_tenants(priority), 0, MOST_TENANTS - 1)
+        )
+        if not tenants:
+            return math.inf
+        lists = [shard.tenant_list(priority, tenant.decode()) for tenant in tenants]
+        first = await self._pipeline(*(("LINDEX", name, 0) for name in lists))
+        records = [shard.record(rid.decode()) for rid in first if rid is not None]
+        if not records:
+            return math.inf
+        times = await self._pipeline(*(("HGET", record, "t") for record in records))
+        return min((float(at) for at in times if at), default=math.inf)
 
     async def engines(self, model: str) -> Sequence[EngineStatus]:
         found: list[EngineStatus] = []

@@ -2,6 +2,7 @@
 
 import hashlib
 
+from ..errors import QueueFull
 from ..messages import GenerateRequest, pack_tokens
 
 
@@ -12,8 +13,19 @@ def priority_class(priority: int) -> int:
 
 def token_cost(request: GenerateRequest) -> int:
     """Prompt plus maximal output tokens; output without a bound counts nothing."""
-    output = request.sampling.n * (request.sampling.max_tokens or 0)
+    output = request.sampling.branches * (request.sampling.max_tokens or 0)
     return len(request.prompt_token_ids) + output
+
+
+def queue_full(
+    request: GenerateRequest, waiting: int, rate: float, *, tenant: bool = False
+) -> QueueFull:
+    """The refusal where so many requests wait, of all or of the tenant, and `rate` end a second:
+    try again when a tenth of them has gone."""
+    retry_after = min(60.0, max(1.0, waiting / 10 / rate)) if rate > 0 else 5.0
+    whose = "of this tenant " if tenant else ""
+    message = f"{waiting} requests {whose}wait for {request.model}; try again later"
+    return QueueFull(message, retry_after=retry_after, tenant=tenant)
 
 
 def fingerprint(request: GenerateRequest) -> bytes:
@@ -26,6 +38,8 @@ def fingerprint(request: GenerateRequest) -> bytes:
         sampling.n,
         sampling.temperature,
         sampling.max_tokens,
+        *(() if request.pooling is None else (request.pooling,)),
+        *((sampling.branches, sampling.use_beam_search) if sampling.answers_at_end else ()),
     )
     digest = hashlib.sha256(repr(asked).encode())
     digest.update(pack_tokens(request.prompt_token_ids))

@@ -19,6 +19,7 @@ NAMES = (
     "finish",
     "cancel",
     "giveback",
+    "replay",
     "register",
     "unregister",
     "store",
@@ -29,7 +30,10 @@ NAMES = (
     "probe",
 )
 # Scripts with helpers of their own before them.
-_HELPERS = {"reserve": "usage", "settle": "usage"}
+_HELPERS = {
+    **dict.fromkeys(("reserve", "settle"), "usage"),
+    **dict.fromkeys(("admit", "take", "beat", "finish", "cancel", "replay"), "fairness"),
+}
 
 
 @dataclass(frozen=True, slots=True)

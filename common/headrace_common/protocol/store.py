@@ -23,7 +23,8 @@ class StoredRequest:
 
     `fingerprint` tells another body under the same key. `created` and `expires_ms` are Unix seconds
     and milliseconds. `stop` are the stop strings, which the queue's requests do not have.
-    `background`: it runs to its end, whether or not a client is there.
+    `background`: it runs to its end, whether or not a client is there. `form` is the gateway's own
+    text about how the output is read and answered.
     """
 
     request_id: str
@@ -36,6 +37,7 @@ class StoredRequest:
     include_usage: bool = False
     return_token_ids: bool = False
     background: bool = False
+    form: str = ""
 
     @property
     def name(self) -> str:
@@ -90,6 +92,7 @@ def encode_stored(stored: StoredRequest) -> bytes:
             "include_usage": stored.include_usage,
             "return_token_ids": stored.return_token_ids,
             "background": stored.background,
+            "form": stored.form,
         }
     )
     if len(data) > MAX_MESSAGE_BYTES:
@@ -111,6 +114,7 @@ def decode_stored(data: bytes) -> StoredRequest:
         include_usage=_field(body, "include_usage", bool),
         return_token_ids=_field(body, "return_token_ids", bool),
         background=_field(body, "background", bool),
+        form=_field({"form": "", **body}, "form", str),
     )
 
 

@@ -1,7 +1,7 @@
 """The one protocol behind which every attention backend stands.
 
 A backend owns the layout of its KV cache: the runner passes the tensors that `allocate` made back
-to it and looks into none of them.
+to it and looks into none of them. Only that blocks are their first dimension is known outside.
 """
 
 from dataclasses import dataclass
@@ -75,6 +75,8 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:
         """Writes key and value at `slots`, then attends causally over each sequence's blocks.
 
-        query [T, Hq, D], key and value [T, Hkv, D] (rotary applied), Hq a multiple of Hkv.
+        All is written before anything is read: a sequence may attend to what another one of the
+        same step computes, in blocks that both share.
+                query [T, Hq, D], key and value [T, Hkv, D] (rotary applied), Hq a multiple of Hkv.
         Returns [T, Hq, D] in the query's dtype.
         """

@@ -1,9 +1,15 @@
-"""Zeroed memory for KV caches, which on CPUs costs nothing before it is written."""
+"""Memory for KV caches: zeroed on the device, a pool of blocks on the host, moves between them.
+
+A block is the first dimension of each of a cache's tensors, whatever backend laid it out.
+"""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
+
+from .base import LayerCache
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -13,3 +19,38 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
         return torch.zeros(shape, dtype=dtype, device=device)
     buffer = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(buffer).view(dtype).view(shape)
+
+
+def host_blocks(cache: LayerCache, num_blocks: int) -> LayerCache:
+    """Host memory for `num_blocks` blocks of a layer's cache; pinned where that is on a GPU."""
+    return tuple(_host_part(part, (num_blocks, *part.shape[1:])) for part in cache)
+
+
+def _host_part(part: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    if part.device.type == "cuda":
+        return torch.empty(shape, dtype=part.dtype, pin_memory=True)
+    if math.prod(shape) == 0:
+        return torch.empty(shape, dtype=part.dtype)
+    return zeros(shape, part.dtype, torch.device("cpu"))
+
+
+def move_blocks(
+    source: LayerCache, destination: LayerCache, moves: Sequence[tuple[int, int]]
+) -> None:
+    """Copies whole blocks (from, to), neighbours at once; on a GPU in the order of its stream."""
+    for begin, to, count in _runs(moves):
+        for from_part, to_part in zip(source, destination, strict=True):
+            to_part[to : to + count].copy_(from_part[begin : begin + count], non_blocking=True)
+
+
+def _runs(moves: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """(from, to, blocks) of moves that go on where the one before ended."""
+    runs: list[tuple[int, int, int]] = []
+    for source, destination in moves:
+        if runs:
+            begin, to, count = runs[-1]
+            if (source, destination) == (begin + count, to + count):
+                runs[-1] = begin, to, count + 1
+                continue
+        runs.append((source, destination, 1))
+    return runs

@@ -49,9 +49,9 @@ struct QuantRows {
   int64_t stride, groups, count;
 };
 
-// sums[r][...] = rows . panel. Every number of rows adds up in the same order, so that a row's result
-// does not depend on which others there are.
-template <class Math, int R, bool Ahead>
+// sums[r][...] = rows . panel. Each step fetches `Ahead` lines of what is read next. Every number of
+// rows adds up in the same order, so that a row's result does not depend on which others there are.
+template <class Math, int R, int Ahead>
 inline void multiply_panel(const typename Math::Factor* rows, int64_t stride,
                            const typename Math::Element* panel, int64_t inputs, const char* ahead,
                            Sums* sums) {
@@ -62,7 +62,8 @@ inline void multiply_panel(const typename Math::Factor* rows, int64_t stride,
 #pragma GCC unroll 8
     for (int c = 0; c < kColumns; ++c)
       operands[c] = Math::operand(panel + k * kPanel + c * kLanes * kPack);
-    if (Ahead) prefetch(ahead + k / kPack * kLine);
+    for (int line = 0; line < Ahead; ++line)
+      prefetch(ahead + (k / kPack * Ahead + line) * kLine);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
@@ -75,7 +76,7 @@ inline void multiply_panel(const typename Math::Factor* rows, int64_t stride,
     for (int c = 0; c < kColumns; ++c) sums[r].at[c] = found[r][c];
 }
 
-template <class Math, bool Ahead>
+template <class Math, int Ahead>
 inline void multiply_block(int count, const typename Math::Factor* rows, int64_t stride,
                            const typename Math::Element* panel, int64_t inputs, const char* ahead,
                            Sums* sums) {
@@ -258,8 +259,12 @@ void multiply(Pool& pool, const Rows<typename Math::Element>& rows,
     const char* ahead =
         weights_after(item, chunks, panels, pool.threads(), weight, panel_bytes, then);
     const char* const enough = ahead + panel_bytes;
-    for (int64_t r = begin; r < end; r += kRows) {
-      const int count = end - r < kRows ? int(end - r) : kRows;
+    // The fewer blocks of rows there are, the more each fetches ahead.
+    const int lines = end - begin <= kRows ? 0 : end - begin <= 3 * kRows ? 2 : 1;
+    // Blocks are about equally high: one with a single row would wait for its own sums.
+    int64_t blocks = (end - begin + kRows - 1) / kRows;
+    for (int64_t r = begin, count; r < end; r += count, --blocks) {
+      count = (end - r + blocks - 1) / blocks;
       const Factor* own;
       int64_t stride = inputs;
       if constexpr (kSame) {
@@ -272,11 +277,14 @@ void multiply(Pool& pool, const Rows<typename Math::Element>& rows,
         own = packed;
       }
       Sums sums[kRows];
-      if (ahead < enough && end - begin > kRows) {
-        multiply_block<Math, true>(count, own, stride, from, inputs, ahead, sums);
+      if (ahead < enough && lines == 1) {
+        multiply_block<Math, 1>(count, own, stride, from, inputs, ahead, sums);
         ahead += inputs / Math::kPack * kLine;
+      } else if (ahead < enough && lines == 2) {
+        multiply_block<Math, 2>(count, own, stride, from, inputs, ahead, sums);
+        ahead += 2 * inputs / Math::kPack * kLine;
       } else {
-        multiply_block<Math, false>(count, own, stride, from, inputs, ahead, sums);
+        multiply_block<Math, 0>(count, own, stride, from, inputs, ahead, sums);
       }
       for (int i = 0; i < count; ++i) emit(r + i, panel, sums[i]);
     }

@@ -11,8 +11,11 @@ import torch
 from ..model.ops import HeadShape, Ops, QKNorm, TorchOps
 from .executor import Executor
 from .library import DTYPES, Kernels, KernelsUnavailable, load
+from .self_check import multiplies_rightly
 
 logger = logging.getLogger(__name__)
+
+AMX, WITHOUT_AMX = "amx", "avx512_bf16"
 
 
 def make_ops(device: torch.device) -> Ops:
@@ -20,10 +23,18 @@ def make_ops(device: torch.device) -> Ops:
     if device.type != "cpu":
         return TorchOps()
     try:
-        return NativeOps(load())
+        return NativeOps(_checked(load()))
     except KernelsUnavailable as error:
         logger.warning("no native kernels, operators will be slow", extra={"reason": str(error)})
         return TorchOps()
+
+
+def _checked(kernels: Kernels) -> Kernels:
+    """The kernels, or those without AMX where that gives wrong numbers here."""
+    if kernels.isa != AMX or multiplies_rightly(kernels):
+        return kernels
+    logger.warning("AMX gives wrong products on this machine and is not used")
+    return load(WITHOUT_AMX)
 
 
 class NativeOps:

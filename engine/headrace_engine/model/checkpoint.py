@@ -53,7 +53,7 @@ def load_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
     """Opens a folder or a hub id.
 
     Raises CheckpointError for a file that is missing or broken and ConfigError for a field of
-    config.json that asks for the checkpoint's own code or for quantised weights.
+    config.json that asks for the checkpoint's own code.
     """
     folder = _find_folder(model, revision)
     config = read_json(folder / "config.json")
@@ -62,26 +62,33 @@ def load_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
             f"{folder / 'config.json'}: auto_map asks to run the checkpoint's own code, which is "
             "never done; use a checkpoint of an architecture that transformers contains"
         )
-    if config.get("quantization_config"):
-        raise ConfigError(
-            f"{folder / 'config.json'}: quantization_config is not supported; use a checkpoint "
-            "with float32, bfloat16 or float16 weights"
-        )
     generation = folder / "generation_config.json"
     return Checkpoint(folder, config, read_json(generation) if generation.is_file() else {})
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object that a JSON file holds. Raises CheckpointError naming the file."""
+    content = _load_json(path)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, not {type(content).__name__}")
+    return content
+
+
+def read_json_list(path: Path) -> list[dict[str, Any]]:
+    """The list of objects that a JSON file holds. Raises CheckpointError naming the file."""
+    content = _load_json(path)
+    if not isinstance(content, list) or not all(isinstance(item, dict) for item in content):
+        raise CheckpointError(f"{path} must hold a list of JSON objects")
+    return content
+
+
+def _load_json(path: Path) -> Any:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing") from error
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, not {type(content).__name__}")
-    return content
 
 
 def _find_folder(model: str, revision: str | None) -> Path:

@@ -5,58 +5,44 @@ decoder cannot honour raises ConfigError naming file and field, never passes sil
 """
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Literal
 
-from ..errors import ConfigError
-from .checkpoint import Checkpoint, JsonObject
+from .architectures import ARCHITECTURES, Architecture, TensorLayout
+from .checkpoint import Checkpoint
+from .fields import Fields
+from .rope import RopeConfig, read_local_rope, read_rope
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+__all__ = ["ARCHITECTURES", "ExpertsConfig", "ModelConfig", "RopeConfig"]
 
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary embedding; `parameters` holds what the scaling of `rope_type` needs."""
-
-    rope_type: str
-    theta: float
-    parameters: JsonObject
+Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
-class Architecture:
-    """How one family differs from the common decoder.
+class ExpertsConfig:
+    """A mixture of experts in place of the MLP, in the layers whose entry of `sparse` is true.
 
-    `qkv_bias`, `o_bias` None follow config.json's attention_bias. `windows` says which layers
-    slide: none, all, or those that layer_types (or max_window_layers) names.
+    `per_token` experts of `count` compute each token; their weights are the softmax over all,
+    divided by their sum where `renormalise`. `shared_size` is the inner size of an expert that
+    computes every token, or None.
     """
 
-    qkv_bias: bool | None = None
-    o_bias: bool | None = None
-    qk_norm: bool = False
-    windows: str = "none"
-    head_dim: int | None = None
-    max_position_embeddings: int = 32768
-    sliding_window: int | None = None
-
-
-ARCHITECTURES: dict[str, Architecture] = {
-    "LlamaForCausalLM": Architecture(max_position_embeddings=2048),
-    "MistralForCausalLM": Architecture(
-        qkv_bias=False,
-        o_bias=False,
-        windows="all",
-        max_position_embeddings=131072,
-        sliding_window=4096,
-    ),
-    "Qwen2ForCausalLM": Architecture(qkv_bias=True, o_bias=False, windows="layers"),
-    "Qwen3ForCausalLM": Architecture(qk_norm=True, windows="layers", head_dim=128),
-}
+    count: int
+    per_token: int
+    intermediate_size: int
+    renormalise: bool
+    shared_size: int | None
+    sparse: tuple[bool, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder's shape. `windows` has one entry a layer: keys it sees, self included, or None."""
+    """A decoder's shape.
+
+    `windows` has one entry a layer: keys it sees, self included, or None; `local_rope` rotates the
+    layers with one. `scale` multiplies attention scores, `embedding_scale` embeddings. With
+    `offset_norms` norms multiply by 1 + weight; with `output_norms` there is one behind attention
+    and one behind the MLP.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -74,22 +60,49 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     windows: tuple[int | None, ...]
+    scale: float
+    local_rope: RopeConfig | None = None
+    layout: TensorLayout = "llama"
+    text_part: str = ""
+    activation: Activation = "silu"
+    embedding_scale: float | None = None
+    offset_norms: bool = False
+    output_norms: bool = False
+    attention_softcap: float | None = None
+    logits_softcap: float | None = None
+    experts: ExpertsConfig | None = None
 
     @classmethod
     def from_hf(cls, checkpoint: Checkpoint) -> "ModelConfig":
         """Raises ConfigError naming the first field that is missing, broken or not supported."""
-        fields = _Fields(checkpoint.folder / "config.json", checkpoint.config)
+        fields = Fields(checkpoint.folder / "config.json", checkpoint.config)
         family = ARCHITECTURES.get(checkpoint.architecture)
         if family is None:
             raise fields.error("architectures", f"one of {', '.join(ARCHITECTURES)}")
-        fields.require("hidden_act", ("silu", "swish"), default="silu")
+        if family.text_part:
+            fields = Fields(fields.path, fields.object("text_config"), prefix="text_config.")
         return _read(fields, family)
 
+    @property
+    def is_common(self) -> bool:
+        """Whether it is what Llama, Mistral, Qwen and Phi-3 share, but for switches that all native
+        implementations have: biases, QK norms, windows."""
+        extras = (self.local_rope, self.embedding_scale, self.experts)
+        caps = (self.attention_softcap, self.logits_softcap)
+        return (
+            all(extra is None for extra in extras + caps)
+            and not (self.offset_norms or self.output_norms)
+            and self.activation == "silu"
+            and self.scale == self.head_dim**-0.5
+            and self.rope.partial == 1.0
+        )
 
-def _read(fields: "_Fields", family: Architecture) -> ModelConfig:
-    hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+
+def _read(fields: Fields, family: Architecture) -> ModelConfig:
+    hidden = fields.whole("hidden_size")
+    heads = fields.whole("num_attention_heads", family.num_heads)
     head_dim = fields.whole("head_dim", default=family.head_dim or hidden // heads)
-    kv_heads = fields.whole("num_key_value_heads", default=heads)
+    kv_heads = fields.whole("num_key_value_heads", default=family.num_kv_heads or heads)
     if heads % kv_heads:
         raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
     if head_dim % 2:
@@ -97,124 +110,150 @@ def _read(fields: "_Fields", family: Architecture) -> ModelConfig:
     positions = fields.whole("max_position_embeddings", default=family.max_position_embeddings)
     bias = fields.flag("attention_bias")
     return ModelConfig(
-        vocab_size=fields.whole("vocab_size"),
+        vocab_size=fields.whole("vocab_size", family.vocab_size),
         hidden_size=hidden,
         intermediate_size=fields.whole("intermediate_size"),
         num_layers=fields.whole("num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=fields.number("rms_norm_eps", family.rms_norm_eps),
         max_position_embeddings=positions,
-        rope=_rope(fields, positions),
-        tie_word_embeddings=fields.flag("tie_word_embeddings"),
-        qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
+        rope=read_rope(fields, family, head_dim, positions),
+        local_rope=read_local_rope(fields, family, head_dim, positions),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", family.tie_word_embeddings),
+        qkv_bias=_qkv_bias(fields, family, bias),
         o_bias=bias if family.o_bias is None else family.o_bias,
         mlp_bias=fields.flag("mlp_bias"),
         qk_norm=family.qk_norm,
         windows=_windows(fields, family),
+        scale=_scale(fields, family, head_dim),
+        layout=family.layout,
+        text_part=family.text_part,
+        activation=_activation(fields, family),
+        embedding_scale=hidden**0.5 if family.gemma else None,
+        offset_norms=family.gemma,
+        output_norms=family.output_norms,
+        attention_softcap=_attention_softcap(fields, family),
+        logits_softcap=(
+            fields.optional("final_logit_softcapping", family.logits_softcap)
+            if family.output_norms
+            else None
+        ),
+        experts=_experts(fields, family),
     )
 
 
-def _windows(fields: "_Fields", family: Architecture) -> tuple[int | None, ...]:
+def _qkv_bias(fields: Fields, family: Architecture, bias: bool) -> bool:
+    if family.qkv_bias is None:
+        return bias
+    if family.qkv_bias_field is None:
+        return family.qkv_bias
+    return fields.flag(family.qkv_bias_field, family.qkv_bias)
+
+
+def _scale(fields: Fields, family: Architecture, head_dim: int) -> float:
+    if not family.output_norms:
+        return float(head_dim**-0.5)
+    return float(fields.number("query_pre_attn_scalar", 256.0) ** -0.5)
+
+
+def _activation(fields: Fields, family: Architecture) -> Activation:
+    if not family.gemma:
+        fields.require("hidden_act", ("silu", "swish"), default="silu")
+        return "silu"
+    name = "hidden_activation" if fields.get("hidden_activation", None) else "hidden_act"
+    fields.require(name, ("gelu_pytorch_tanh",), default="gelu_pytorch_tanh")
+    fields.require("use_bidirectional_attention", (False,), default=False)
+    return "gelu_tanh"
+
+
+def _attention_softcap(fields: Fields, family: Architecture) -> float | None:
+    cap = fields.optional("attn_logit_softcapping", family.attention_softcap)
+    if cap is not None and family.attention_softcap is None:
+        raise fields.error("attn_logit_softcapping", "null for this architecture")
+    return cap
+
+
+def _windows(fields: Fields, family: Architecture) -> tuple[int | None, ...]:
     layers = fields.whole("num_hidden_layers")
     if family.windows == "none":
         return (None,) * layers
     if family.windows == "all":
         return (fields.window("sliding_window", family.sliding_window),) * layers
-    window = fields.window("sliding_window", 4096) if fields.flag("use_sliding_window") else None
-    first = fields.get("max_window_layers", 28)
-    default = [
-        "full_attention" if index < first else "sliding_attention" for index in range(layers)
-    ]
-    if window is None:
-        default = ["full_attention"] * layers
-    kinds = fields.get("layer_types", default)
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise fields.error("layer_types", f"a list of {layers} names")
-    if not set(kinds) <= {"full_attention", "sliding_attention"}:
-        raise fields.error("layer_types", "made of full_attention and sliding_attention")
+    if family.windows == "interleaved":
+        window = fields.window("sliding_window", family.sliding_window)
+        if window is None and family.local_rope_theta is not None:
+            raise fields.error("sliding_window", "a whole number above 0")
+        return _named(fields, window, _interleaved(fields, family, layers))
+    used = fields.flag("use_sliding_window")
+    window = fields.window("sliding_window", 4096) if used else None
+    if family.windows == "switched":
+        return (window,) * layers
+    if window is not None and family.windows == "named" and "layer_types" not in fields:
+        raise fields.error("layer_types", f"a list of {layers} names where layers have a window")
+    first = fields.get("max_window_layers", 28) if window is not None else layers
+    return _named(fields, window, [index >= first for index in range(layers)])
+
+
+def _interleaved(fields: Fields, family: Architecture, layers: int) -> list[bool]:
+    every = fields.whole("sliding_window_pattern", default=family.global_every)
+    return [bool((index + 1) % every) for index in range(layers)]
+
+
+def _named(fields: Fields, window: int | None, sliding: list[bool]) -> tuple[int | None, ...]:
+    """Windows of the layers that layer_types names, or else of those in `sliding`."""
+    names = ("full_attention", "sliding_attention")
+    kinds = fields.get("layer_types", [names[slides] for slides in sliding])
+    if not isinstance(kinds, list) or len(kinds) != len(sliding):
+        raise fields.error("layer_types", f"a list of {len(sliding)} names")
+    if not set(kinds) <= set(names):
+        raise fields.error("layer_types", f"made of {' and '.join(names)}")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _rope(fields: "_Fields", positions: int) -> RopeConfig:
-    """Reads the new form (rope_parameters) and the old (rope_scaling beside rope_theta)."""
-    name = "rope_scaling" if fields.get("rope_scaling", None) else "rope_parameters"
-    parameters = fields.get(name, {})
-    if not isinstance(parameters, dict):
-        raise fields.error(name, "an object")
-    rope = _Fields(fields.path, parameters, prefix=f"{name}.")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ROPE_TYPES:
-        raise rope.error("rope_type", f"one of {', '.join(ROPE_TYPES)}")
-    for source in (rope, fields):
-        source.require("partial_rotary_factor", (1, 1.0), default=1.0)
-    theta = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
-    original = fields.get("original_max_position_embeddings", None)
-    merged = {"original_max_position_embeddings": positions, **parameters}
-    if original is not None:
-        merged["original_max_position_embeddings"] = original
-    _check_scaling(_Fields(fields.path, merged, prefix=f"{name}."), kind)
-    return RopeConfig(kind, theta, merged)
-
-
-def _check_scaling(rope: "_Fields", kind: str) -> None:
-    needed = {
-        "linear": ("factor",),
-        "dynamic": ("factor",),
-        "yarn": ("factor", "original_max_position_embeddings"),
-        "llama3": (
-            "factor",
-            "low_freq_factor",
-            "high_freq_factor",
-            "original_max_position_embeddings",
+def _experts(fields: Fields, family: Architecture) -> ExpertsConfig | None:
+    if family.experts == "none":
+        return None
+    if family.experts == "mixtral":
+        return _checked(
+            fields,
+            ExpertsConfig(
+                count=fields.whole("num_local_experts", 8),
+                per_token=fields.whole("num_experts_per_tok", 2),
+                intermediate_size=fields.whole("intermediate_size"),
+                renormalise=True,
+                shared_size=None,
+                sparse=(True,) * fields.whole("num_hidden_layers"),
+            ),
+        )
+    name = "num_experts" if "num_experts" in fields else "num_local_experts"
+    shared = fields.whole("shared_expert_intermediate_size", 5632) if family.shared_expert else None
+    return _checked(
+        fields,
+        ExpertsConfig(
+            count=fields.whole(name, 60 if family.shared_expert else 128),
+            per_token=fields.whole("num_experts_per_tok", 4 if family.shared_expert else 8),
+            intermediate_size=fields.whole(
+                "moe_intermediate_size", 1408 if family.shared_expert else 768
+            ),
+            renormalise=fields.flag("norm_topk_prob"),
+            shared_size=shared,
+            sparse=_sparse(fields),
         ),
-    }
-    for name in needed.get(kind, ()):
-        rope.number(name)
-    for name in ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
-        if rope.get(name, None) is not None:
-            rope.number(name)
+    )
 
 
-class _Fields:
-    """Typed access to one JSON object, with errors that name file and field."""
+def _checked(fields: Fields, experts: ExpertsConfig) -> ExpertsConfig:
+    if experts.per_token > experts.count:
+        raise fields.error("num_experts_per_tok", f"at most the number of experts {experts.count}")
+    return experts
 
-    def __init__(self, path: Path, content: JsonObject, prefix: str = "") -> None:
-        self.path, self._content, self._prefix = path, content, prefix
 
-    def get(self, name: str, default: Any) -> Any:
-        value = self._content.get(name)
-        return default if value is None else value
-
-    def error(self, name: str, wanted: str) -> ConfigError:
-        value = self._content.get(name)
-        return ConfigError(f"{self.path}: {self._prefix}{name} must be {wanted}, not {value!r:.80}")
-
-    def require(self, name: str, allowed: tuple[Any, ...], default: Any) -> None:
-        if self.get(name, default) not in allowed:
-            raise self.error(name, f"one of {', '.join(map(str, allowed))} for the native decoder")
-
-    def whole(self, name: str, default: int | None = None) -> int:
-        value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
-            raise self.error(name, "a whole number above 0")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
-            raise self.error(name, "a number above 0")
-        return float(value)
-
-    def flag(self, name: str) -> bool:
-        value = self.get(name, False)
-        if not isinstance(value, bool):
-            raise self.error(name, "true or false")
-        return value
-
-    def window(self, name: str, default: int | None) -> int | None:
-        """A present null switches the window off; only an absent field takes the default."""
-        if name not in self._content:
-            return default
-        return None if self._content[name] is None else self.whole(name)
+def _sparse(fields: Fields) -> tuple[bool, ...]:
+    step = fields.whole("decoder_sparse_step", 1)
+    dense = fields.get("mlp_only_layers", [])
+    if not isinstance(dense, list):
+        raise fields.error("mlp_only_layers", "a list of layers")
+    layers = range(fields.whole("num_hidden_layers"))
+    return tuple(index not in dense and (index + 1) % step == 0 for index in layers)

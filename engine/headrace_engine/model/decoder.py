@@ -1,4 +1,5 @@
-"""The native decoder: Llama, Mistral, Qwen2 and Qwen3 as one model with a few switches.
+"""The native decoder: Llama, Mistral, Qwen, Phi-3, Gemma and mixtures of experts as one model with
+a few switches.
 
 Fused products for QKV and for gate and up; logits only for the rows that sample, and behind the
 last layer's attention only those rows are computed at all.
@@ -11,28 +12,40 @@ import torch
 from torch.nn import functional as F
 
 from ..attention.base import AttentionBackend, LayerCache, LayerParams
+from ..kernels.ops import NativeOps
 from .base import ForwardBatch, KVShape
-from .config import ModelConfig
-from .layers import Linear, make_linear
-from .ops import HeadShape, Ops, QKNorm
+from .config import ExpertsConfig, ModelConfig
+from .feed_forward import FeedForward, GatedActivation, GatedMLP, SharedExpert, SparseMoe
+from .layers import Linear
+from .linear_maker import LinearMaker
+from .ops import HeadShape, Ops, QKNorm, WideOps, gelu_tanh_mul, soft_cap
 from .rotary import RotaryTable
 from .weights import Shape, WeightReader
+
+Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
+    """`attention_output_norm` and `mlp_output_norm` stand before the residual sums (Gemma)."""
+
     input_norm: torch.Tensor
-    post_attention_norm: torch.Tensor
+    mlp_norm: torch.Tensor
+    attention_output_norm: torch.Tensor | None
+    mlp_output_norm: torch.Tensor | None
     qkv: Linear
     qk_norm: QKNorm | None
     o: Linear
-    gate_up: Linear
-    down: Linear
+    mlp: FeedForward
     params: LayerParams
 
 
 class Decoder:
-    """A decoder whose weights `load` has read. Pre-norm residual blocks with a gated MLP."""
+    """A decoder whose weights `load` has read. Pre-norm residual blocks with a gated MLP.
+
+    `local_rotary` rotates the layers with a window; None where all layers share `rotary`.
+    `quantize` keeps linear layers in 8 bits, for which `ops` must be native.
+    """
 
     def __init__(
         self,
@@ -41,17 +54,26 @@ class Decoder:
         rotary: RotaryTable,
         ops: Ops,
         attention: AttentionBackend,
+        local_rotary: RotaryTable | None = None,
+        quantize: bool = False,
     ) -> None:
-        self._config, self._rotary, self._ops, self._attention = config, rotary, ops, attention
+        self._ops: Ops = ops
+        self._config, self._attention = config, attention
+        self._rotary, self._local_rotary = rotary, local_rotary
         self._heads = HeadShape(
             config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
         )
         reader.check(expected_tensors(config), ignored=ignored_tensors(config))
+        executor = ops.executor if isinstance(ops, NativeOps) else None
+        linears = LinearMaker(reader, executor, quantize)
+        source = _LayerReader(config, reader, linears, ops)
         self._embedding = reader.read("model.embed_tokens.weight")
-        self._layers = [_read_layer(config, reader, index) for index in range(config.num_layers)]
-        self._norm = reader.read("model.norm.weight")
+        self._layers = [source.layer(index) for index in range(config.num_layers)]
+        self._norm = source.norm("model.norm.weight")
         tied = config.tie_word_embeddings
-        self._lm_head = make_linear(self._embedding if tied else reader.read("lm_head.weight"))
+        self._lm_head = linears.make(("model.embed_tokens.weight" if tied else "lm_head.weight",))
+        if self._norm.dtype is not self._embedding.dtype:
+            self._ops = WideOps(ops)
 
     @property
     def vocab_size(self) -> int:
@@ -64,28 +86,45 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch, caches: Rows[LayerCache]) -> torch.Tensor:
         eps = self._config.rms_norm_eps
-        cos, sin = self._rotary.lookup(batch.positions)
-        residual = F.embedding(batch.input_ids, self._embedding)
+        rotation, local = self._rotations(batch.positions)
+        residual = self._embed(batch.input_ids)
         hidden = self._ops.rms_norm(residual, self._layers[0].input_norm, eps)
         for index, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
-            attended = self._attend(layer, hidden, (cos, sin), cache, batch)
+            turn = rotation if layer.params.sliding_window is None else local
+            attended = self._attend(layer, hidden, turn, cache, batch)
             last = index + 1 == len(self._layers)
             if last:
                 attended = attended.index_select(0, batch.logits_rows)
                 residual = residual.index_select(0, batch.logits_rows)
-            hidden, residual = self._ops.add_rms_norm(
-                layer.o(attended), residual, layer.post_attention_norm, eps
-            )
-            hidden = layer.down(self._ops.silu_mul(layer.gate_up(hidden)))
+            output = self._output_norm(layer.o(attended), layer.attention_output_norm)
+            hidden, residual = self._ops.add_rms_norm(output, residual, layer.mlp_norm, eps)
+            output = self._output_norm(layer.mlp(hidden), layer.mlp_output_norm)
             norm = self._norm if last else self._layers[index + 1].input_norm
-            hidden, residual = self._ops.add_rms_norm(hidden, residual, norm, eps)
-        return self._lm_head(hidden)
+            hidden, residual = self._ops.add_rms_norm(output, residual, norm, eps)
+        return soft_cap(self._lm_head(hidden), self._config.logits_softcap)
+
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        embedded = F.embedding(ids, self._embedding)
+        if self._config.embedding_scale is None:
+            return embedded
+        # Rounded to the weights' dtype first, as the models were trained.
+        return embedded * embedded.new_tensor(self._config.embedding_scale)
+
+    def _rotations(self, positions: torch.Tensor) -> tuple[Rotation, Rotation]:
+        """cos and sin of layers that see all keys, and of those with a window."""
+        rotation = self._rotary.lookup(positions)
+        if self._local_rotary is None:
+            return rotation, rotation
+        return rotation, self._local_rotary.lookup(positions)
+
+    def _output_norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        return x if weight is None else self._ops.rms_norm(x, weight, self._config.rms_norm_eps)
 
     def _attend(
         self,
         layer: DecoderLayer,
         hidden: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
+        rotation: Rotation,
         cache: LayerCache,
         batch: ForwardBatch,
     ) -> torch.Tensor:
@@ -96,73 +135,137 @@ class Decoder:
         return attended.reshape(attended.shape[0], -1)
 
 
+class _LayerReader:
+    """Makes layers out of a checkpoint's tensors."""
+
+    def __init__(
+        self, config: ModelConfig, reader: WeightReader, linears: LinearMaker, ops: Ops
+    ) -> None:
+        self._config, self._reader, self._linears = config, reader, linears
+        silu = config.activation == "silu"
+        self._activation: GatedActivation = ops.silu_mul if silu else gelu_tanh_mul
+
+    def layer(self, index: int) -> DecoderLayer:
+        config, prefix = self._config, f"model.layers.{index}."
+        attention = f"{prefix}self_attn."
+        between = "pre_feedforward" if config.output_norms else "post_attention"
+        return DecoderLayer(
+            input_norm=self.norm(f"{prefix}input_layernorm.weight"),
+            mlp_norm=self.norm(f"{prefix}{between}_layernorm.weight"),
+            attention_output_norm=self._output_norm(f"{prefix}post_attention_layernorm.weight"),
+            mlp_output_norm=self._output_norm(f"{prefix}post_feedforward_layernorm.weight"),
+            qkv=self._linear(attention, ("q_proj", "k_proj", "v_proj"), config.qkv_bias),
+            qk_norm=self._qk_norm(attention) if config.qk_norm else None,
+            o=self._linear(attention, ("o_proj",), config.o_bias),
+            mlp=self._feed_forward(f"{prefix}mlp.", index),
+            params=LayerParams(
+                scale=config.scale,
+                softcap=config.attention_softcap,
+                sliding_window=config.windows[index],
+            ),
+        )
+
+    def norm(self, name: str) -> torch.Tensor:
+        """A norm's weights; those that stand beside 1 are added to it in float32."""
+        weight = self._reader.read(name)
+        return weight.float() + 1.0 if self._config.offset_norms else weight
+
+    def _output_norm(self, name: str) -> torch.Tensor | None:
+        return self.norm(name) if self._config.output_norms else None
+
+    def _qk_norm(self, prefix: str) -> QKNorm:
+        return QKNorm(
+            query=self.norm(f"{prefix}q_norm.weight"), key=self.norm(f"{prefix}k_norm.weight")
+        )
+
+    def _feed_forward(self, prefix: str, index: int) -> FeedForward:
+        experts = self._config.experts
+        if experts is None or not experts.sparse[index]:
+            return self._mlp(prefix, self._config.mlp_bias)
+        return SparseMoe(
+            router=self._linears.make((f"{prefix}gate.weight",), exact=True),
+            experts=[self._mlp(f"{prefix}experts.{one}.") for one in range(experts.count)],
+            shared=self._shared(prefix) if experts.shared_size is not None else None,
+            config=experts,
+        )
+
+    def _shared(self, prefix: str) -> SharedExpert:
+        return SharedExpert(
+            mlp=self._mlp(f"{prefix}shared_expert."),
+            gate=self._linears.make((f"{prefix}shared_expert_gate.weight",), exact=True),
+        )
+
+    def _mlp(self, prefix: str, bias: bool = False) -> GatedMLP:
+        return GatedMLP(
+            gate_up=self._linear(prefix, ("gate_proj", "up_proj"), bias),
+            down=self._linear(prefix, ("down_proj",), bias),
+            activation=self._activation,
+        )
+
+    def _linear(self, prefix: str, names: tuple[str, ...], bias: bool) -> Linear:
+        return self._linears.make(
+            tuple(f"{prefix}{name}.weight" for name in names),
+            tuple(f"{prefix}{name}.bias" for name in names) if bias else (),
+        )
+
+
 def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
-    """Names and shapes of a checkpoint's tensors, as transformers saves them."""
+    """Names and shapes of a checkpoint's tensors, under Llama's names."""
     hidden = config.hidden_size
     expected: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for index in range(config.num_layers):
         prefix = f"model.layers.{index}."
-        expected |= {prefix + name: shape for name, shape in _layer_tensors(config).items()}
+        expected |= {prefix + name: shape for name, shape in _layer_tensors(config, index).items()}
     expected["model.norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
         expected["lm_head.weight"] = (config.vocab_size, hidden)
     return expected
 
 
-def _layer_tensors(config: ModelConfig) -> dict[str, Shape]:
-    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+def _layer_tensors(config: ModelConfig, index: int) -> dict[str, Shape]:
+    hidden, dim = config.hidden_size, config.head_dim
     q, kv = config.num_heads * dim, config.num_kv_heads * dim
-    matrices = {
-        "self_attn.q_proj": (q, hidden, config.qkv_bias),
-        "self_attn.k_proj": (kv, hidden, config.qkv_bias),
-        "self_attn.v_proj": (kv, hidden, config.qkv_bias),
-        "self_attn.o_proj": (hidden, q, config.o_bias),
-        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
-        "mlp.up_proj": (inner, hidden, config.mlp_bias),
-        "mlp.down_proj": (hidden, inner, config.mlp_bias),
-    }
     found: dict[str, Shape] = {
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
     }
-    for name, (rows, columns, bias) in matrices.items():
-        found[f"{name}.weight"] = (rows, columns)
-        if bias:
-            found[f"{name}.bias"] = (rows,)
+    if config.output_norms:
+        found["pre_feedforward_layernorm.weight"] = (hidden,)
+        found["post_feedforward_layernorm.weight"] = (hidden,)
+    found |= _matrix("self_attn.q_proj", q, hidden, config.qkv_bias)
+    found |= _matrix("self_attn.k_proj", kv, hidden, config.qkv_bias)
+    found |= _matrix("self_attn.v_proj", kv, hidden, config.qkv_bias)
+    found |= _matrix("self_attn.o_proj", hidden, q, config.o_bias)
     if config.qk_norm:
         found |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
+    if config.experts is not None and config.experts.sparse[index]:
+        return found | _moe_tensors(config.experts, hidden)
+    return found | _mlp_tensors("mlp", hidden, config.intermediate_size, config.mlp_bias)
+
+
+def _moe_tensors(experts: ExpertsConfig, hidden: int) -> dict[str, Shape]:
+    found: dict[str, Shape] = {"mlp.gate.weight": (experts.count, hidden)}
+    for index in range(experts.count):
+        found |= _mlp_tensors(f"mlp.experts.{index}", hidden, experts.intermediate_size)
+    if experts.shared_size is not None:
+        found |= _mlp_tensors("mlp.shared_expert", hidden, experts.shared_size)
+        found["mlp.shared_expert_gate.weight"] = (1, hidden)
     return found
+
+
+def _mlp_tensors(prefix: str, hidden: int, inner: int, bias: bool = False) -> dict[str, Shape]:
+    return {
+        **_matrix(f"{prefix}.gate_proj", inner, hidden, bias),
+        **_matrix(f"{prefix}.up_proj", inner, hidden, bias),
+        **_matrix(f"{prefix}.down_proj", hidden, inner, bias),
+    }
+
+
+def _matrix(name: str, rows: int, columns: int, bias: bool) -> dict[str, Shape]:
+    weight: dict[str, Shape] = {f"{name}.weight": (rows, columns)}
+    return weight | {f"{name}.bias": (rows,)} if bias else weight
 
 
 def ignored_tensors(config: ModelConfig) -> tuple[str, ...]:
     """A tied output matrix may be saved a second time."""
     return ("lm_head.weight",) if config.tie_word_embeddings else ()
-
-
-def _read_layer(config: ModelConfig, reader: WeightReader, index: int) -> DecoderLayer:
-    prefix = f"model.layers.{index}."
-    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-    window = config.windows[index]
-    return DecoderLayer(
-        input_norm=reader.read(f"{prefix}input_layernorm.weight"),
-        post_attention_norm=reader.read(f"{prefix}post_attention_layernorm.weight"),
-        qkv=_linear(reader, attention, ("q_proj", "k_proj", "v_proj"), config.qkv_bias),
-        qk_norm=_qk_norm(reader, attention) if config.qk_norm else None,
-        o=_linear(reader, attention, ("o_proj",), config.o_bias),
-        gate_up=_linear(reader, mlp, ("gate_proj", "up_proj"), config.mlp_bias),
-        down=_linear(reader, mlp, ("down_proj",), config.mlp_bias),
-        params=LayerParams(scale=config.head_dim**-0.5, sliding_window=window),
-    )
-
-
-def _linear(reader: WeightReader, prefix: str, names: tuple[str, ...], bias: bool) -> Linear:
-    return make_linear(
-        reader.stack(f"{prefix}{name}.weight" for name in names),
-        reader.stack(f"{prefix}{name}.bias" for name in names) if bias else None,
-    )
-
-
-def _qk_norm(reader: WeightReader, prefix: str) -> QKNorm:
-    return QKNorm(
-        query=reader.read(f"{prefix}q_norm.weight"), key=reader.read(f"{prefix}k_norm.weight")
-    )

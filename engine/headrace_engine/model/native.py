@@ -9,7 +9,13 @@ from .config import ModelConfig
 from .context import pick_context
 from .decoder import Decoder
 from .fused import FusedDecoder, fits
+from .hidden_states import HiddenStateReader, HiddenStates, without_head
+from .layout import TensorLayout
+from .linear_maker import NO_INT8, computes_natively
+from .loading import LoadProgress
+from .quantization.registry import find_format
 from .registry import LoadedModel, Placement
+from .rope import RopeConfig
 from .rotary import RotaryTable
 from .weights import WeightReader
 
@@ -17,23 +23,52 @@ from .weights import WeightReader
 def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     """Raises ConfigError or CheckpointError naming the field, file or tensor that is wrong."""
     config = ModelConfig.from_hf(checkpoint)
-    context, rope = config.max_position_embeddings, config.rope
-    length = pick_context(placement.positions, context, rope.rope_type, rope.parameters)
-    reader = WeightReader(checkpoint.folder, placement.dtype, placement.device)
-    rotary = RotaryTable(rope, config.head_dim, context, length, placement.device)
-    return LoadedModel(_make(config, reader, rotary, placement), length)
+    rope = config.rope
+    length = pick_context(
+        placement.positions, config.max_position_embeddings, rope.rope_type, rope.parameters
+    )
+    stored = find_format(checkpoint, placement.quantization)
+    eight = placement.quantization == "int8" or (stored is not None and stored.whole_numbers)
+    with LoadProgress() as progress:
+        source = (checkpoint.folder, placement.dtype, placement.device)
+        how = (TensorLayout(config).locate, progress, stored)
+        if not placement.hidden_states:
+            reader = WeightReader(*source, *how)
+            model = _make(config, reader, placement, length, eight)
+            return LoadedModel(model, length, _window(config))
+        states = HiddenStateReader(*source, *how, config)
+        bare = _make(without_head(config), states, placement, length, eight)
+        return LoadedModel(HiddenStates(bare, config.vocab_size), length, _window(config))
+
+
+def _window(config: ModelConfig) -> int | None:
+    """How many keys any layer sees; None where one sees all."""
+    windows = [window for window in config.windows if window is not None]
+    return max(windows) if len(windows) == config.num_layers else None
 
 
 def _make(
-    config: ModelConfig, reader: WeightReader, rotary: RotaryTable, placement: Placement
+    config: ModelConfig, reader: WeightReader, placement: Placement, length: int, eight: bool
 ) -> CausalModel:
-    attention, quantize = placement.attention, placement.quantization == "int8"
-    native = isinstance(attention, CpuBackend) and fits(config, attention, placement.dtype)
-    if native and isinstance(placement.ops, NativeOps):
-        return FusedDecoder(config, reader, rotary, placement.ops.executor, quantize)
-    if quantize:
-        raise ConfigError(
-            "quantization int8 needs the native CPU kernels and a decoder whose sizes are "
-            "multiples of 16: use quantization none"
-        )
-    return Decoder(config, reader, rotary, placement.ops, attention)
+    def table(rope: RopeConfig) -> RotaryTable:
+        context = config.max_position_embeddings
+        return RotaryTable(rope, config.head_dim, context, length, placement.device)
+
+    rotary, ops = table(config.rope), placement.ops
+    native = computes_natively(ops, placement.dtype)
+    if placement.quantization == "int8" and not native:
+        raise ConfigError(NO_INT8)
+    if isinstance(ops, NativeOps) and _is_fused(config, placement):
+        return FusedDecoder(config, reader, rotary, ops.executor, eight)
+    local = None if config.local_rope is None else table(config.local_rope)
+    return Decoder(config, reader, rotary, ops, placement.attention, local, eight and native)
+
+
+def _is_fused(config: ModelConfig, placement: Placement) -> bool:
+    """Whether the native kernels can compute whole steps of this decoder."""
+    attention = placement.attention
+    return (
+        isinstance(attention, CpuBackend)
+        and config.is_common
+        and fits(config, attention, placement.dtype)
+    )

@@ -54,7 +54,8 @@ class Ops(Protocol):
         """Cuts qkv [T, (Hq + 2 Hkv) * D] into q [T, Hq, D], k and v [T, Hkv, D].
 
         q and k are normalised where `norm` is given, then rotated: element i of the first half
-        pairs with element i of the second half. cos and sin are float32 [T, D / 2]. May write
+        pairs with element i of the second half. cos and sin are float32 [T, D / 2], or less wide
+        where only the first elements of a head are rotated. `norm` is of qkv's dtype. May write
         into `qkv`; the results may be views of it (strided rows, contiguous heads).
         """
 
@@ -108,8 +109,56 @@ class TorchOps:
         return indices, x.gather(1, indices[:, None]).squeeze(1)
 
 
+class WideOps:
+    """Norms in float32 around another set of operators, for float32 weights beside a narrower
+    dtype; the residual sum stays float32 from the first layer on."""
+
+    def __init__(self, inner: Ops) -> None:
+        self._inner = inner
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return self._inner.rms_norm(x.float(), weight, eps).to(x.dtype)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, total = self._inner.add_rms_norm(x.float(), residual.float(), weight, eps)
+        return normed.to(x.dtype), total
+
+    def rotate_qkv(
+        self,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        shape: HeadShape,
+        norm: QKNorm | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if norm is None:
+            return self._inner.rotate_qkv(qkv, cos, sin, shape, None)
+        query, key, value = self._inner.rotate_qkv(qkv.float(), cos, sin, shape, norm)
+        return query.to(qkv.dtype), key.to(qkv.dtype), value.to(qkv.dtype)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return self._inner.silu_mul(gate_up)
+
+    def argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._inner.argmax(x)
+
+
+def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gelu(gate) * up of gate_up [T, 2 I], the gate first: [T, I]. GELU's approximation by tanh."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def soft_cap(x: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """x squashed into (-cap, cap) by tanh; x itself without a cap."""
+    return x if cap is None else torch.tanh(x / cap) * cap
+
+
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    first, second = x.chunk(2, dim=-1)
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return rotated.to(x.dtype)
+    width = cos.shape[-1]
+    first, second, rest = x[..., :width], x[..., width : 2 * width], x[..., 2 * width :]
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat((*turned, rest), dim=-1).to(x.dtype)

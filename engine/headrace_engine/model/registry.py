@@ -10,6 +10,7 @@ import torch
 from ..attention.base import AttentionBackend
 from ..config import EngineConfig
 from ..errors import ConfigError
+from .architectures import ARCHITECTURES
 from .base import CausalModel
 from .checkpoint import Checkpoint
 from .ops import Ops
@@ -20,7 +21,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Where and how a model computes. `positions` is the longest context it must serve, or None
-    for the checkpoint's own."""
+    for the checkpoint's own. With `hidden_states` the model gives those where others give logits.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -28,12 +30,16 @@ class Placement:
     ops: Ops
     positions: int | None
     quantization: str = "none"
+    hidden_states: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
+    """`sliding_window` is how many keys a position sees in any layer; None: all."""
+
     model: CausalModel
     max_model_len: int
+    sliding_window: int | None = None
 
 
 class Loader(Protocol):
@@ -42,8 +48,7 @@ class Loader(Protocol):
 
 # Architecture -> module and function of its native implementation.
 NATIVE: dict[str, tuple[str, str]] = dict.fromkeys(
-    ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
-    ("headrace_engine.model.native", "load"),
+    ARCHITECTURES, ("headrace_engine.model.native", "load")
 )
 TRANSFORMERS = ("headrace_engine.model.transformers_model", "load")
 
@@ -61,7 +66,9 @@ def load_model(config: EngineConfig, checkpoint: Checkpoint, placement: Placemen
     try:
         return _loader(NATIVE[name])(checkpoint, placement)
     except ConfigError as error:
-        if wanted == "native":
+        # transformers' path would refuse these too, and say less of why.
+        quantized = placement.quantization != "none" or checkpoint.config.get("quantization_config")
+        if wanted == "native" or quantized:
             raise
         logger.warning("native model refused, transformers is used", extra={"reason": str(error)})
         return _loader(TRANSFORMERS)(checkpoint, placement)

@@ -8,27 +8,33 @@ from collections.abc import Callable
 
 import torch
 
-from .config import RopeConfig
+from .rope import RopeConfig
 
 Frequencies = tuple[torch.Tensor, float]
 
 
 class RotaryTable:
-    """cos and sin, float32 [positions, head_dim / 2], times the type's attention factor.
+    """cos and sin, float32 [positions, rotated / 2], times the type's attention factor.
+
+    `rotated` is how many elements of a head turn: all of head_dim but for partial embeddings.
 
     `dynamic` (NTK) depends on a sequence's length once that passes the checkpoint's context. Each
     position then uses the frequencies of the length that ends with it: what transformers uses for
     tokens generated one by one, and the same whatever the batch, the chunks or a shared prefix.
+
+    `longrope` has two sets of factors: the long ones where the table is longer than the original
+    context, else the short ones, for all positions alike.
     """
 
     def __init__(
         self, rope: RopeConfig, head_dim: int, context: int, positions: int, device: torch.device
     ) -> None:
-        inverse, scale = inverse_frequencies(rope, head_dim, context)
+        dim = rope.rotated(head_dim)
+        inverse, scale = _frequencies(rope, dim, context, positions)
         angles = torch.arange(positions).float()[:, None] * inverse
         if rope.rope_type == "dynamic" and positions > context:
             beyond = torch.arange(context, positions)
-            stretched = _dynamic(rope, head_dim, context, (beyond + 1).float()[:, None])
+            stretched = _dynamic(rope, dim, context, (beyond + 1).float()[:, None])
             angles[context:] = beyond.float()[:, None] * stretched
         self._cos = (angles.cos() * scale).to(device)
         self._sin = (angles.sin() * scale).to(device)
@@ -39,14 +45,15 @@ class RotaryTable:
         return self._cos, self._sin
 
     def lookup(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin), each [T, head_dim / 2], of int64 positions [T]."""
+        """(cos, sin), each [T, rotated / 2], of int64 positions [T]."""
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int, context: int) -> Frequencies:
-    """Inverse frequencies [head_dim / 2] within the checkpoint's context, and the factor of cos
-    and sin."""
-    return _TYPES[rope.rope_type](rope, head_dim)
+def _frequencies(rope: RopeConfig, dim: int, context: int, positions: int) -> Frequencies:
+    """Inverse frequencies [dim / 2] within the checkpoint's context; the factor of cos and sin."""
+    if rope.rope_type == "longrope":
+        return _longrope(rope, dim, context, positions)
+    return _TYPES[rope.rope_type](rope, dim)
 
 
 def _default(rope: RopeConfig, dim: int) -> Frequencies:
@@ -114,6 +121,19 @@ def _yarn_factor(rope: RopeConfig, factor: float) -> float:
 
 def _mscale(scale: float, weight: float) -> float:
     return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
+
+
+def _longrope(rope: RopeConfig, dim: int, context: int, positions: int) -> Frequencies:
+    """LongRoPE, https://arxiv.org/abs/2402.13753."""
+    original = rope.parameters["original_max_position_embeddings"]
+    name = "long_factor" if positions > original else "short_factor"
+    divisors = torch.tensor(rope.parameters[name], dtype=torch.float32)
+    factor = rope.parameters.get("factor") or context / original
+    given = rope.parameters.get("attention_factor")
+    if given is None:
+        given = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1.0 else 1.0
+    powers = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
+    return 1.0 / (divisors * powers), float(given)
 
 
 _TYPES: dict[str, Callable[[RopeConfig, int], Frequencies]] = {

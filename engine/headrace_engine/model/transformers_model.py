@@ -19,10 +19,11 @@ from torch.nn import functional as F
 
 from ..attention.base import AttentionBackend, LayerCache, LayerParams
 from ..errors import CheckpointError, ConfigError
+from ..kernels.ops import NativeOps
 from .base import ForwardBatch, KVShape
 from .checkpoint import Checkpoint
 from .context import pick_context
-from .layers import PackedLinear, can_pack
+from .linear_maker import NO_INT8, computes_natively, pack_linear
 from .probe import Probe, eager_logits, probe_ids
 from .registry import LoadedModel, Placement
 from .rope_lock import lock_rope
@@ -86,9 +87,14 @@ class TransformersModel:
     """A causal language model of transformers, evaluated without a cache of its own."""
 
     def __init__(
-        self, model: Any, attention: PagedAttention, kv_shapes: tuple[KVShape, ...]
+        self,
+        model: Any,
+        attention: PagedAttention,
+        kv_shapes: tuple[KVShape, ...],
+        hidden_states: bool = False,
     ) -> None:
         self._model, self._attention, self._kv_shapes = model, attention, kv_shapes
+        self._hidden_states = hidden_states
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._vocab_size = int(model.get_input_embeddings().weight.shape[0])
 
@@ -101,10 +107,12 @@ class TransformersModel:
         return self._kv_shapes
 
     def forward(self, batch: ForwardBatch, caches: Rows[LayerCache]) -> torch.Tensor:
-        rows = {"logits_to_keep": batch.logits_rows} if self._keeps_rows else {}
+        keeps = self._keeps_rows and not self._hidden_states
+        rows = {"logits_to_keep": batch.logits_rows} if keeps else {}
+        model = self._model.base_model if self._hidden_states else self._model
         self._attention.step = _Step(batch, caches)
         try:
-            output = self._model(
+            output = model(
                 input_ids=batch.input_ids[None],
                 position_ids=batch.positions[None],
                 use_cache=False,
@@ -112,16 +120,24 @@ class TransformersModel:
             )
         finally:
             self._attention.step = None
-        logits: torch.Tensor = output.logits[0]
-        return logits if self._keeps_rows else logits.index_select(0, batch.logits_rows)
+        found = output.last_hidden_state if self._hidden_states else output.logits
+        wanted: torch.Tensor = found[0]
+        return wanted if keeps else wanted.index_select(0, batch.logits_rows)
 
 
 def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     """Raises ConfigError for a model that cannot be served exactly, and says why."""
-    if placement.quantization != "none":
+    if placement.quantization == "int8" and not computes_natively(placement.ops, placement.dtype):
+        raise ConfigError(NO_INT8)
+    if placement.quantization not in ("none", "int8"):
         raise ConfigError(
-            f"quantization {placement.quantization} needs one of the native models: use "
-            "quantization none"
+            f"quantization {placement.quantization} needs one of the native models, and "
+            f"{checkpoint.architecture} is not: use quantization none"
+        )
+    if checkpoint.config.get("quantization_config"):
+        raise ConfigError(
+            f"{checkpoint.folder}: {checkpoint.architecture} is served through transformers, which "
+            "takes whole weights only: use a checkpoint without quantization_config"
         )
     config = _read_config(checkpoint)
     length = _context(checkpoint, config, placement.positions)
@@ -131,9 +147,11 @@ def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
         lock_rope(model, length)
     except ConfigError as error:
         raise _refuse(checkpoint, str(error)) from error
-    shapes = _probe(checkpoint, model, attention, placement)
-    _pack(model)
-    return LoadedModel(TransformersModel(model, attention, shapes), length)
+    probe = _probe(checkpoint, model, attention, placement)
+    shapes = tuple(probe.shapes.values())
+    _pack(model, placement)
+    served = TransformersModel(model, attention, shapes, placement.hidden_states)
+    return LoadedModel(served, length, probe.sliding_window)
 
 
 def _context(checkpoint: Checkpoint, config: Any, wanted: int | None) -> int:
@@ -193,14 +211,25 @@ def _read_model(checkpoint: Checkpoint, placement: Placement, config: Any, name:
     except (ValueError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{checkpoint.folder}: {error}") from error
     for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
-        if report.get(problem):
-            named = ", ".join(sorted(map(str, report[problem]))[:5])
+        found = set(map(str, report.get(problem) or ()))
+        if placement.hidden_states and problem == "missing_keys":
+            found -= _head_keys(model)
+        if found:
+            named = ", ".join(sorted(found)[:5])
             raise CheckpointError(f"{checkpoint.folder}: {problem.replace('_', ' ')}: {named}")
     return model.to(placement.device).eval()
 
 
-def _pack(model: torch.nn.Module) -> None:
+def _head_keys(model: Any) -> set[str]:
+    """The parameters outside the bare model, which hidden states do not need."""
+    bare = f"{model.base_model_prefix}."
+    return {name for name, _ in model.named_parameters() if not name.startswith(bare)}
+
+
+def _pack(model: torch.nn.Module, placement: Placement) -> None:
     """Lays the weights of linear layers out for the machine, but not those that are shared."""
+    executor = placement.ops.executor if isinstance(placement.ops, NativeOps) else None
+    quantize = placement.quantization == "int8"
     owners = Counter(
         id(parameter)
         for module in model.modules()
@@ -209,10 +238,9 @@ def _pack(model: torch.nn.Module) -> None:
     for module in model.modules():
         if type(module) is not torch.nn.Linear or owners[id(module.weight)] > 1:
             continue
-        weight = module.weight.detach()
-        if can_pack(weight.device, weight.dtype):
-            packed = PackedLinear(weight, module.bias)
-            module.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
+        packed = pack_linear(module.weight.detach(), module.bias, executor, quantize)
+        if packed is not None:
+            module.weight = torch.nn.Parameter(module.weight.new_empty(0), requires_grad=False)
             setattr(module, "forward", packed.__call__)  # noqa: B010  mypy: a method is assigned
 
 
@@ -227,7 +255,7 @@ def _register(attention: PagedAttention) -> str:
 
 def _probe(
     checkpoint: Checkpoint, model: Any, attention: PagedAttention, placement: Placement
-) -> tuple[KVShape, ...]:
+) -> Probe:
     """Runs two short sequences as one ragged batch through the model, ours against eager's."""
     ids, positions, sizes = probe_ids(model.config.vocab_size, placement.device)
     attention.probe = probe = Probe(sizes)
@@ -244,7 +272,7 @@ def _probe(
             "attention needs something that the attention interface does not pass on",
         )
     attention.layers = {key: index for index, key in enumerate(probe.shapes)}
-    return tuple(probe.shapes.values())
+    return probe
 
 
 def _check_probe(checkpoint: Checkpoint, config: Any, probe: Probe) -> None:

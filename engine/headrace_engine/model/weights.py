@@ -1,25 +1,28 @@
-"""Weights out of safetensors files, memory-mapped and read tensor by tensor.
+"""A checkpoint's weights as the decoder asks for them: by its usual names, in one dtype.
 
 Headers are checked against what the model expects before anything is read, so that a wrong
-checkpoint fails at once, by file and tensor. Pickled weights are refused: loading one can run code.
+checkpoint fails at once, by file and tensor. Quantised weights come as floats, or as they are for
+layers that compute with them.
 """
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError
-from .checkpoint import read_json
+from .layout import Piece, plain_layout
+from .loading import LoadProgress
+from .quantization.base import QuantizedFormat, TensorSpec
+from .quantization.weight import QuantizedWeight, stack
+from .tensor_files import INDEX_FILE, SINGLE_FILE, Shape, TensorFiles, TensorInfo, scan
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
+__all__ = ["INDEX_FILE", "SINGLE_FILE", "Shape", "WeightReader", "scan", "stored_dtype"]
+
 MAX_NAMED = 5
-
-Shape = tuple[int, ...]
+EMBEDDING = "model.embed_tokens.weight"
+# What may lie beside the weights and changes nothing where activations and KV stay unquantised.
+HARMLESS = (".inv_freq", ".input_scale", ".output_scale", ".k_scale", ".v_scale", ".weight_shape")
 _FLOATS = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -28,88 +31,145 @@ _FLOATS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    file: Path
-    shape: Shape
-    dtype: str
-
-
 class WeightReader:
-    """Reads tensors as `dtype` onto `device`. Raises CheckpointError for whatever is wrong."""
+    """Reads tensors as `dtype` onto `device`. Raises CheckpointError for whatever is wrong.
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        self._folder, self._dtype, self._device = folder, dtype, device
-        self._tensors = scan(folder)
+    `locate` says under which name, and in which rows of it, a tensor is stored; `quantized` how
+    those matrices are packed that are quantised.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        locate: Callable[[str], Piece] = plain_layout,
+        progress: LoadProgress | None = None,
+        quantized: QuantizedFormat | None = None,
+    ) -> None:
+        self.dtype, self.device, self._locate = dtype, device, locate
+        self._format = quantized
+        self._files = TensorFiles(folder, progress)
+        self._shapes: dict[str, Shape] = {}  # of stored tensors
+        self._expected: Mapping[str, Shape] = {}
+        # Parts of one stored matrix are asked for one after the other.
+        self._unpacked: tuple[str, QuantizedWeight | torch.Tensor] | None = None
 
     def check(self, expected: Mapping[str, Shape], ignored: Collection[str] = ()) -> None:
-        """Holds the files' headers against the expected names and shapes.
+        """Holds the files' headers against the expected names and shapes, in the order of reading.
 
         `ignored` names tensors that may be there and are not read.
         """
-        missing = [name for name in expected if name not in self._tensors]
-        if missing:
-            raise CheckpointError(f"{self._folder}: missing tensors: {_some(missing)}")
+        self._expected = expected
         for name, shape in expected.items():
-            found = self._tensors[name]
-            if found.shape != shape:
-                raise CheckpointError(
-                    f"{found.file}: {name} has shape {list(found.shape)}, but config.json asks "
-                    f"for {list(shape)}"
-                )
-            if found.dtype not in _FLOATS:
-                raise CheckpointError(f"{found.file}: {name} has unsupported dtype {found.dtype}")
-        self._check_unexpected(expected, ignored)
+            piece = self._locate(name)
+            whole = shape if piece.rows is None else (piece.rows, *shape[1:])
+            self._shapes[piece.stored] = whole
+        wanted: dict[str, TensorSpec] = {}
+        for stored, shape in self._shapes.items():
+            wanted |= self._specs(stored, shape)
+        tensors = self._files.tensors
+        missing = [name for name in wanted if name not in tensors]
+        if missing:
+            raise CheckpointError(f"{self._files.folder}: missing tensors: {_some(missing)}")
+        for name, spec in wanted.items():
+            _check_tensor(name, spec, tensors[name])
+        self._check_unexpected(wanted, [self._locate(name).stored for name in ignored])
+        self._files.plan(wanted)
 
-    def _check_unexpected(self, expected: Mapping[str, Shape], ignored: Collection[str]) -> None:
+    def _specs(self, stored: str, shape: Shape) -> Mapping[str, TensorSpec]:
+        if self._format is not None and self._is_quantized(stored):
+            return self._format.tensors(stored.removesuffix(".weight"), shape, self._files)
+        return {stored: TensorSpec((shape,), tuple(_FLOATS))}
+
+    def _is_quantized(self, stored: str) -> bool:
+        if self._format is None or not stored.endswith(".weight"):
+            return False
+        return self._format.stores(stored.removesuffix(".weight"), self._files)
+
+    def _check_unexpected(self, wanted: Collection[str], ignored: Collection[str]) -> None:
+        tensors = self._files.tensors
+        # Beside a decoder that is one part of a model lie the others, which are not read.
+        stored = self._locate(EMBEDDING).stored
+        part = stored.removesuffix(EMBEDDING) if stored.endswith(EMBEDDING) else ""
         extra = [
             name
-            for name in self._tensors
-            if name not in expected and name not in ignored and not name.endswith(".inv_freq")
+            for name in tensors
+            if name not in wanted
+            and name.startswith(part)
+            and name not in ignored
+            and not name.endswith(HARMLESS)
+            and not self._is_empty_bias(name)
         ]
         if extra:
-            file = self._tensors[extra[0]].file
             raise CheckpointError(
-                f"{file}: tensors that the model has no place for: {_some(extra)}"
+                f"{tensors[extra[0]].file}: tensors that the model has no place for: {_some(extra)}"
             )
+
+    def _is_empty_bias(self, name: str) -> bool:
+        """Some quantisers give every layer a bias, of zeros where the model has none."""
+        if not name.endswith(".bias") or not self._is_quantized(f"{name[:-5]}.weight"):
+            return False
+        return not bool(self._files.load(name).any())
+
+    def shape(self, name: str) -> Shape:
+        """Of a tensor that `check` was told of."""
+        return self._expected[name]
 
     def read(self, name: str) -> torch.Tensor:
         return self.stack((name,))
 
     def view(self, name: str) -> torch.Tensor:
         """A tensor for reading only: pages of the mapped file where nothing is to be converted."""
-        return self._open(name).to(device=self._device, dtype=self._dtype).contiguous()
+        return self._load(name).to(device=self.device, dtype=self.dtype).contiguous()
 
     def stack(self, names: Iterable[str]) -> torch.Tensor:
         """The named tensors below each other (dimension 0), in memory of their own."""
-        parts = [self._open(name) for name in names]
+        parts = [self._load(name) for name in names]
         rows = sum(part.shape[0] for part in parts)
-        out = torch.empty((rows, *parts[0].shape[1:]), dtype=self._dtype, device=self._device)
+        out = torch.empty((rows, *parts[0].shape[1:]), dtype=self.dtype, device=self.device)
         start = 0
         for part in parts:
             out[start : start + part.shape[0]].copy_(part)
             start += part.shape[0]
         return out
 
-    def _open(self, name: str) -> torch.Tensor:
-        info = self._tensors[name]
-        try:
-            with _open(info.file) as file:
-                tensor: torch.Tensor = file.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{info.file}: {name} cannot be read: {error}") from error
-        return tensor
+    def quantized(self, names: Iterable[str]) -> QuantizedWeight | None:
+        """The named matrices below each other as they are packed, where all are of one kind."""
+        parts: list[QuantizedWeight] = []
+        for name in names:
+            piece = self._locate(name)
+            if not self._is_quantized(piece.stored):
+                return None
+            weight = self._unpack(piece)
+            if not isinstance(weight, QuantizedWeight):
+                return None
+            parts.append(weight.rows(piece.start, piece.stop) if piece.rows else weight)
+        return stack(parts)
 
+    def _load(self, name: str) -> torch.Tensor:
+        piece = self._locate(name)
+        if not self._is_quantized(piece.stored):
+            tensor = self._files.load(piece.stored)
+            return tensor if piece.rows is None else tensor[piece.start : piece.stop]
+        weight = self._unpack(piece)
+        start, stop = (piece.start, piece.stop) if piece.rows is not None else (0, None)
+        if isinstance(weight, torch.Tensor):
+            return weight[start:stop]
+        return weight.rows(start, stop).dequantize()
 
-def scan(folder: Path) -> dict[str, TensorInfo]:
-    """Every tensor of a checkpoint by name, from the headers of its safetensors files."""
-    found: dict[str, TensorInfo] = {}
-    for file in _files(folder):
-        for name, info in _header(file).items():
-            if name in found:
-                raise CheckpointError(f"{file}: {name} is also in {found[name].file}")
-            found[name] = info
-    return found
+    def _unpack(self, piece: Piece) -> QuantizedWeight | torch.Tensor:
+        """All of the matrix that a piece is of."""
+        assert self._format is not None, "only quantised matrices are unpacked"
+        stored = piece.stored
+        if self._unpacked is None or self._unpacked[0] != stored:
+            module = stored.removesuffix(".weight")
+            weight = self._format.read(module, self._shapes[stored], self._files)
+            self._unpacked = stored, weight
+        weight = self._unpacked[1]
+        if piece.rows is None or piece.stop == piece.rows:
+            self._unpacked = None  # nothing more of it will be asked for
+        return weight
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
@@ -120,54 +180,14 @@ def stored_dtype(folder: Path) -> torch.dtype:
     return _FLOATS[max(sorted(set(names)), key=names.count)]
 
 
-def _header(file: Path) -> dict[str, TensorInfo]:
-    try:
-        with _open(file) as opened:
-            return {name: _info(file, opened.get_slice(name)) for name in opened.keys()}
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{file} is missing") from error
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file} is not a readable safetensors file: {error}") from error
-
-
-def _open(file: Path) -> Any:
-    return safe_open(file, framework="pt")
-
-
-def _info(file: Path, header: Any) -> TensorInfo:
-    return TensorInfo(file, tuple(header.get_shape()), str(header.get_dtype()))
-
-
-def _files(folder: Path) -> list[Path]:
-    index = folder / INDEX_FILE
-    if index.is_file():
-        return _indexed(index)
-    if (folder / SINGLE_FILE).is_file():
-        return [folder / SINGLE_FILE]
-    pickles = sorted(
-        path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)
-    )
-    if pickles:
+def _check_tensor(name: str, spec: TensorSpec, found: TensorInfo) -> None:
+    if found.shape not in spec.shapes:
+        wanted = " or ".join(str(list(shape)) for shape in spec.shapes)
         raise CheckpointError(
-            f"{folder / pickles[0]} is a pickle, which can run code when it is loaded; save the "
-            "model with safetensors (transformers: model.save_pretrained(folder))"
+            f"{found.file}: {name} has shape {list(found.shape)}, but config.json asks for {wanted}"
         )
-    raise CheckpointError(f"{folder / SINGLE_FILE} is missing")
-
-
-def _indexed(index: Path) -> list[Path]:
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index}: weight_map must be an object that names files")
-    names = set(weight_map.values())
-    for name in names:
-        plain = isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
-        if not plain:
-            raise CheckpointError(
-                f"{index}: weight_map names {name!r:.80}; only safetensors files beside the index "
-                "are allowed"
-            )
-    return [index.parent / name for name in sorted(names)]
+    if found.dtype not in spec.dtypes:
+        raise CheckpointError(f"{found.file}: {name} has unsupported dtype {found.dtype}")
 
 
 def _some(names: list[str]) -> str:

@@ -89,8 +89,9 @@ class BestSpeed:
     def observe(self, plan: StepPlan, seconds: float) -> None:
         if seconds <= 0.0:
             return
-        if plan.num_tokens == len(plan.scheduled):
-            self._step = min(self._step * self.FADE or inf, seconds)
+        if all(item.length == 1 for item in plan.scheduled):
+            most = 1 + max(len(item.drafts) for item in plan.scheduled)  # tokens of one sequence
+            self._step = min(self._step * self.FADE or inf, seconds / most)
         else:
             self._token = min(self._token * self.FADE or inf, seconds / plan.num_tokens)
 

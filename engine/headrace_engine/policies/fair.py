@@ -76,8 +76,9 @@ class Fair(Policy):
 
     def stepped(self, plan: StepPlan) -> None:
         for item in plan.scheduled:
-            if item.samples:
-                self._charge(item.sequence.request.tenant, self._output_weight)
+            made = len(item.sequence.token_ids) - item.start - item.length
+            if item.samples and made:
+                self._charge(item.sequence.request.tenant, self._output_weight * made)
 
     def gone(self, request: EngineRequest) -> None:
         left = self._unfinished[request.tenant] - 1

@@ -4,14 +4,25 @@ from fastapi import APIRouter, Request, Response
 
 from headrace_common.sampling import SamplingParams
 
-from ..answers import ChatAnswer
+from ..answers import Answer, AnswerOptions
+from ..calls import Call, Operation
+from ..chat_output import tooling
 from ..errors import invalid
+from ..parsed_chat import chat_answer
+from ..prompt_view import PromptView
 from ..prompts import ChatOptions
-from ..schemas import ChatRequest, check_stream_options, parse
-from ..services import Call, Operation, WithServices
+from ..schemas import ChatRequest, check_prompt_logprobs, check_stream_options, parse
+from ..services import WithServices
+from ..template_variables import with_effort, without_thinking
+from ..viewed import viewed
 from .documents import body_of
 
-CHAT = Operation(name="chat", answer=ChatAnswer)
+
+def _answer(options: AnswerOptions) -> Answer:
+    return viewed(chat_answer(options), options)
+
+
+CHAT = Operation(name="chat", answer=_answer)
 
 router = APIRouter()
 
@@ -21,21 +32,37 @@ async def create_chat_completion(request: Request, services: WithServices) -> Re
     """Answers a conversation, whole or as a stream of server-sent events."""
     body = parse(ChatRequest, await request.body())
     check_stream_options(body)
+    check_prompt_logprobs(body)
     model = await services.models.find(body.model)
-    sampling = _sampling(body)
+    tools = tooling(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
+    form, sampling = services.chat_output.plan(model, _sampling(body), tools)
+    variables = with_effort(model, body.chat_template_kwargs, body.reasoning_effort)
     options = ChatOptions(
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         add_special_tokens=body.add_special_tokens,
-        variables=body.chat_template_kwargs,
+        variables=without_thinking(model, variables, sampling),
+        tools=tools.for_template(),
     )
 
     async def encode() -> list[list[int]]:
         context = await services.admission.context(model)
         return [await services.prompts.chat(model, body.messages, options, context)]
 
-    call = Call(model=model, sampling=sampling, encode=encode)
+    call = Call(
+        model=model,
+        sampling=sampling,
+        encode=encode,
+        form=form,
+        include_usage=body.include_usage,
+        shows_ids=body.return_token_ids,
+        view=_view(body),
+    )
     return await services.generate(CHAT, request, body, call)
+
+
+def _view(body: ChatRequest) -> PromptView | None:
+    return None if body.prompt_logprobs is None else PromptView(logprobs=body.prompt_logprobs)
 
 
 def _sampling(body: ChatRequest) -> SamplingParams:
@@ -45,4 +72,4 @@ def _sampling(body: ChatRequest) -> SamplingParams:
         raise invalid("Give max_completion_tokens or max_tokens, not both.", param="max_tokens")
     limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return body.sampling(max_tokens=limit, logprobs=logprobs)
+    return body.sampling(max_tokens=limit, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)

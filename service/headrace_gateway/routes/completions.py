@@ -4,13 +4,20 @@ from fastapi import APIRouter, Request, Response
 
 from headrace_common.sampling import SamplingParams
 
-from ..answers import CompletionAnswer
-from ..errors import invalid
-from ..schemas import CompletionRequest, check_stream_options, parse
-from ..services import Call, Operation, WithServices
+from ..answers import Answer, AnswerOptions, CompletionAnswer
+from ..calls import Call, Operation
+from ..prompt_view import PromptView
+from ..schemas import CompletionRequest, check_prompt_logprobs, check_stream_options, parse
+from ..services import WithServices
+from ..viewed import viewed
 from .documents import body_of
 
-COMPLETION = Operation(name="text_completion", answer=CompletionAnswer)
+
+def _answer(options: AnswerOptions) -> Answer:
+    return viewed(CompletionAnswer(options), options)
+
+
+COMPLETION = Operation(name="text_completion", answer=_answer)
 DEFAULT_MAX_TOKENS = 16
 
 router = APIRouter()
@@ -21,6 +28,7 @@ async def create_completion(request: Request, services: WithServices) -> Respons
     """Continues a prompt (text or token ids) or several, whole or as server-sent events."""
     body = parse(CompletionRequest, await request.body())
     check_stream_options(body)
+    check_prompt_logprobs(body)
     model = await services.models.find(body.model)
     sampling = _sampling(body)
 
@@ -33,15 +41,32 @@ async def create_completion(request: Request, services: WithServices) -> Respons
             context=await services.admission.context(model),
         )
 
-    call = Call(model=model, sampling=sampling, encode=encode)
+    call = Call(
+        model=model,
+        sampling=sampling,
+        encode=encode,
+        include_usage=body.include_usage,
+        shows_ids=body.return_token_ids,
+        view=_view(body),
+    )
     return await services.generate(COMPLETION, request, body, call)
 
 
 def _sampling(body: CompletionRequest) -> SamplingParams:
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise invalid(
-            "best_of must equal n: all choices are returned; pick the best yourself.",
-            param="best_of",
-        )
     limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    return body.sampling(max_tokens=limit, logprobs=body.logprobs)
+    if body.echo and limit == 0:
+        limit = 1  # which is not shown
+    echoed = body.logprobs if body.echo else None
+    asked = [count for count in (body.prompt_logprobs, echoed) if count is not None]
+    return body.sampling(
+        max_tokens=limit,
+        logprobs=body.logprobs,
+        prompt_logprobs=max(asked, default=None),
+    )
+
+
+def _view(body: CompletionRequest) -> PromptView | None:
+    if not body.echo and body.prompt_logprobs is None:
+        return None
+    only = body.echo and body.max_tokens == 0
+    return PromptView(echo=body.echo, only=only, logprobs=body.prompt_logprobs)

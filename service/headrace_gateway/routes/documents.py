@@ -1,12 +1,68 @@
 """How routes whose bodies are parsed by ourselves appear in the OpenAPI document."""
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 from fastapi import FastAPI
 from pydantic import BaseModel
 
 _REF = "#/components/schemas/{model}"
+_TEXT = {"type": ["string", "null"]}
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": _TEXT,
+                "code": _TEXT,
+            },
+        }
+    },
+}
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
+_EVENT = {
+    "type": "object",
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}, "id": {"type": "string"}},
+}
+_READ_ERRORS: Mapping[int, str] = {
+    400: "Something of the request cannot be so; the message names it.",
+    401: "The API key is missing, unknown or expired.",
+    403: "The API key may not ask for that.",
+    404: "There is no such thing, or it is another tenant's.",
+    409: "The stream cannot go on where it broke off, or the request is another one's.",
+    410: "What was known of it is lost.",
+    500: "Internal error.",
+    503: "The service cannot take it now; Retry-After says when.",
+}
+_WRITE_ERRORS: Mapping[int, str] = {
+    408: "The body did not arrive in time.",
+    413: "The body, or what it holds, is too large.",
+    415: "The body is compressed, or of another media type.",
+    422: "The idempotency key was used for another body.",
+    429: "A limit of the API key or its tenant is reached; Retry-After says for how long.",
+    499: "The request was cancelled.",
+    504: "The request's deadline is over.",
+}
+_STREAMING = frozenset({"/v1/responses/{response_id}", "/v1/requests/{request_id}/events"})
+_GENERATING = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}
+)
 
 
 def body_of(kind: type[BaseModel]) -> dict[str, Any]:
@@ -29,6 +85,51 @@ def document_bodies(app: FastAPI, kinds: tuple[type[BaseModel], ...]) -> None:
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def document_errors(app: FastAPI) -> None:
+    """Says in the OpenAPI document how every path can refuse a request, and in which form."""
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = generate()
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        schemas.update({"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR})
+        for path, operations in document["paths"].items():
+            for method, operation in operations.items():
+                responses = operation["responses"]
+                responses.pop("422", None)
+                responses.update(_errors(path, writes=method in ("post", "delete")))
+                if path in _STREAMING and method == "get":
+                    operation["responses"]["200"]["content"] = _whole_or_events()
+                if path in _GENERATING:
+                    _document_answers(responses)
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _errors(path: str, *, writes: bool) -> dict[str, Any]:
+    name = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+    content = {"application/json": {"schema": {"$ref": _REF.format(model=name)}}}
+    statuses = {**_READ_ERRORS, **(_WRITE_ERRORS if writes else {})}
+    return {
+        str(status): {"description": meaning, "content": content}
+        for status, meaning in statuses.items()
+    }
+
+
+def _document_answers(responses: dict[str, Any]) -> None:
+    responses["200"]["content"] = _whole_or_events()
+    accepted = {"application/json": {"schema": {"type": "object"}}}
+    responses["202"] = {"description": "It runs in the background.", "content": accepted}
+
+
+def _whole_or_events() -> dict[str, Any]:
+    return {
+        "application/json": {"schema": {"type": "object"}},
+        "text/event-stream": {"schema": _EVENT},
+    }
 
 
 def document_keys(app: FastAPI, open_paths: Set[str]) -> None:

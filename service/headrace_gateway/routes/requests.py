@@ -5,6 +5,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Request, Response
 
 from ..event_ids import START, parse_event_id, parse_position
+from ..kept import request_body
 from ..services import WithServices
 
 router = APIRouter()
@@ -13,13 +14,13 @@ router = APIRouter()
 @router.get("/v1/requests/{request_id}")
 async def retrieve_request(request_id: str, services: WithServices) -> dict[str, Any]:
     """Where a request is; once it has completed, with its answer."""
-    return await services.keeping.status(request_id, services.tenant)
+    return request_body(await services.keeping.view(request_id, services.tenant))
 
 
 @router.delete("/v1/requests/{request_id}")
 async def cancel_request(request_id: str, services: WithServices) -> dict[str, Any]:
     """Ends a request, wherever it waits or runs; one that has ended stays as it is."""
-    return await services.keeping.cancel(request_id, services.tenant)
+    return request_body(await services.keeping.cancel(request_id, services.tenant))
 
 
 @router.get("/v1/requests/{request_id}/events")

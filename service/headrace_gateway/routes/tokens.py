@@ -4,6 +4,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from ..chat_output import tooling
 from ..errors import invalid
 from ..models import ServedModel
 from ..prompts import ChatOptions
@@ -49,5 +50,6 @@ async def _encode(body: TokenizeRequest, model: ServedModel, services: Services)
         continue_final_message=body.continue_final_message,
         add_special_tokens=body.add_special_tokens is True,
         variables=body.chat_template_kwargs,
+        tools=tooling(body.tools, None).for_template(),
     )
     return await services.prompts.chat(model, body.messages, options)

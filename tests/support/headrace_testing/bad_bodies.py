@@ -1,4 +1,4 @@
-"""Request bodies that must be refused, each by name: what attackers and careless clients send."""
+"""Requests that must be refused, each by name: what attackers and careless clients send."""
 
 import json
 from dataclasses import dataclass
@@ -11,19 +11,34 @@ from .stack import MODEL
 _PROMPT = b'"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4'
 
 
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+
+
 @dataclass(frozen=True, slots=True)
 class BadBody:
-    """`param` is the field that the answer must name, where one is to blame."""
+    """`param` is the field that the answer must name, where one is to blame. `status` is that of
+    the answer where 400 is not the only one that would do: None is any 4xx."""
 
     name: str
     content: bytes
     param: str | None = None
     headers: tuple[tuple[str, str], ...] = ()
+    path: str = COMPLETIONS
+    status: int | None = None
 
 
 def bad_bodies() -> list[BadBody]:
-    """PROTOCOL: bodies, prompts and counts, sampling numbers, token lists."""
-    return [*_malformed(), *_prompts(), *_numbers(), *_lists()]
+    """Bodies, prompts and counts, sampling numbers, token lists, grammars, chats, paths."""
+    return [
+        *_malformed(),
+        *_prompts(),
+        *_numbers(),
+        *_lists(),
+        *_grammars(),
+        *_chats(),
+        *_absent_paths(),
+    ]
 
 
 def _completion(name: str, param: str | None = None, **fields: Any) -> BadBody:
@@ -119,3 +134,72 @@ def _lists() -> list[BadBody]:
         _completion("unsupported field", "suffix", suffix="x"),
         _completion("unknown model", "model", model="x" * 100_000),
     ]
+
+
+def _grammars() -> list[BadBody]:
+    deep = b'{"not":' * 10_000 + b"{}" + b"}" * 10_000
+    formats: dict[str, object] = {
+        "no schema": {"type": "json_schema"},
+        "unknown kind of format": {"type": "yaml"},
+        "unknown type in a schema": _json_schema({"type": "nonsense"}),
+        "schema that is no object": _json_schema([1, 2]),
+        "remote reference": _json_schema({"$ref": "http://169.254.169.254/latest"}),
+        "reference to nothing": _json_schema({"$ref": "#/$defs/none"}),
+        "very many properties": _json_schema(
+            {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(50_000)}}
+        ),
+    }
+    guided: dict[str, tuple[str, object]] = {
+        "broken regex": ("guided_regex", "(("),
+        "long regex": ("guided_regex", "a" * 1_000_000),
+        "broken grammar": ("guided_grammar", "root ::= ((("),
+        "no choices": ("guided_choice", []),
+        "a million choices": ("guided_choice", ["a"] * 1_000_000),
+        "choice that is no text": ("guided_choice", [1]),
+    }
+    return [
+        *(_completion(name, "response_format", response_format=v) for name, v in formats.items()),
+        *(_completion(name, field, **{field: v}) for name, (field, v) in guided.items()),
+        BadBody("endless regex", _raw("guided_regex", f'"{"(a{1,1000}){1,1000}" * 50}"').content),
+        BadBody("very deep schema", b'{%b, "guided_json": %b}' % (_PROMPT, deep)),
+        _completion("two constraints", guided_regex="a", guided_choice=["a"]),
+    ]
+
+
+def _json_schema(schema: object) -> dict[str, object]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+def _chats() -> list[BadBody]:
+    fields: list[tuple[str, str, dict[str, Any]]] = [
+        ("no messages", "messages", {"messages": []}),
+        ("messages of text", "messages", {"messages": "x"}),
+        ("unknown role", "messages[0].role", {"messages": [{"role": "wizard", "content": "x"}]}),
+        ("message of nothing", "messages[0]", {"messages": [{"role": "user"}]}),
+        (
+            "number as content",
+            "messages[0].content",
+            {"messages": [{"role": "user", "content": 5}]},
+        ),
+        ("empty chat", "messages", {"messages": [{"role": "user", "content": ""}]}),
+        (
+            "chat longer than the context",
+            "messages",
+            {"messages": [{"role": "user", "content": "a " * CONTEXT}]},
+        ),
+        ("n 10^9", "n", {"n": 10**9}),
+        ("top_logprobs alone", "top_logprobs", {"top_logprobs": 5}),
+        ("top_logprobs 10^6", "top_logprobs", {"logprobs": True, "top_logprobs": 10**6}),
+        ("max_completion_tokens 2^63", "max_completion_tokens", {"max_completion_tokens": 2**63}),
+        ("template of the client's", "chat_template", {"chat_template": "{{ 1 }}"}),
+    ]
+    base = {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}
+    return [
+        BadBody(f"chat: {name}", json.dumps({**base, **more}).encode(), param, path=CHAT)
+        for name, param, more in fields
+    ]
+
+
+def _absent_paths() -> list[BadBody]:
+    paths = ("/v1/load_lora_adapter", "/update_weights", "/admin", "/v1/../../etc/passwd")
+    return [BadBody(f"path {path}", b"{}", path=path, status=404) for path in paths]

@@ -31,6 +31,14 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 _GROUPED: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 80,
+    "mlp_only_layers": [0],
+    "num_hidden_layers": 3,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +85,62 @@ SHAPES: dict[str, Shape] = {
             "final_logit_softcapping": 30.0,
         },
     ),
+    "gemma": Shape("GemmaConfig", {**_GROUPED, "head_dim": 32}),
+    "gemma3": Shape(
+        "Gemma3TextConfig",
+        {
+            **_GROUPED,
+            "num_hidden_layers": 3,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 10,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "final_logit_softcapping": 30.0,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {
+                    "rope_type": "linear",
+                    "rope_theta": 100000.0,
+                    "factor": 4.0,
+                },
+            },
+        },
+    ),
+    "gemma3-multimodal": Shape(
+        "Gemma3Config",
+        {
+            "text_config": {**_GROUPED, "head_dim": 32, "sliding_window": 10},
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+            "mm_tokens_per_image": 4,
+            "image_token_index": VOCAB - 1,
+            "boi_token_index": VOCAB - 2,
+            "eoi_token_index": VOCAB - 3,
+        },
+    ),
     "gpt_neox": Shape("GPTNeoXConfig", {**_SIZES, "tie_word_embeddings": False}),
+    "olmo2": Shape("Olmo2Config", _GROUPED),
     "phi3": Shape("Phi3Config", {**_GROUPED, "sliding_window": 14}),
+    "phi3-partial": Shape(
+        "Phi3Config",
+        {
+            **_GROUPED,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+            },
+        },
+    ),
+    "mixtral": Shape("MixtralConfig", {**_GROUPED, "num_local_experts": 4}),
+    "qwen2-moe": Shape("Qwen2MoeConfig", {**_GROUPED, **_EXPERTS, "norm_topk_prob": True}),
+    "qwen3-moe": Shape("Qwen3MoeConfig", {**_GROUPED, **_EXPERTS, "head_dim": 32}),
 }
 
 _LINES = (
@@ -203,4 +265,4 @@ def _initialise(name: str, parameter: torch.Tensor) -> None:
     elif "embed" in name or "lm_head" in name:
         parameter.copy_(torch.randn_like(parameter) * 0.5)
     else:
-        parameter.copy_(torch.randn_like(parameter) * 1.5 / math.sqrt(parameter.shape[1]))
+        parameter.copy_(torch.randn_like(parameter) * 1.5 / math.sqrt(parameter.shape[-1]))

@@ -67,6 +67,9 @@ def limits_of(runner: FakeRunner) -> Limits:
         max_model_len=runner.max_model_len,
         vocab_size=runner.vocab_size,
         eos_token_ids=runner.eos_token_ids,
+        num_host_blocks=0 if runner.host_pool is None else runner.host_pool.num_blocks,
+        bytes_per_block=0 if runner.host_pool is None else runner.host_pool.bytes_per_block,
+        sliding_window=runner.sliding_window,
     )
 
 
@@ -130,6 +133,17 @@ def make_rig(
     block_size: int = 4,
     max_model_len: int = 128,
     policy: Policy | None = None,
+    num_host_blocks: int = 0,
+    prompt_seconds: float = 0.0,
+    block_seconds: float = 0.0,
 ) -> Rig:
-    runner = FakeRunner(num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len)
+    """`prompt_seconds` and `block_seconds`: what computing and copying take (see FakeRunner)."""
+    runner = FakeRunner(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        num_host_blocks=num_host_blocks,
+        prompt_seconds=prompt_seconds,
+        block_seconds=block_seconds,
+    )
     return Rig(runner, config or make_config(), policy)

@@ -20,6 +20,7 @@ from headrace_common.messages import (
     Disown,
     Drain,
     Failed,
+    GenerateRequest,
     Reply,
     Reroute,
     Resend,
@@ -62,16 +63,22 @@ class FakeChoice:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     journaled: int = 0
+    embedding: bytes | None = None
 
     def state(self) -> ChoiceState:
-        return ChoiceState(token_ids=tuple(self.token_ids), finish_reason=self.finish_reason)
+        return ChoiceState(
+            token_ids=tuple(self.token_ids),
+            finish_reason=self.finish_reason,
+            embedding=self.embedding,
+        )
 
 
 class FakeRequest:
     """One leased request."""
 
-    def __init__(self, lease: Lease) -> None:
+    def __init__(self, lease: Lease, script: Sequence[int] | None = None) -> None:
         self.lease = lease
+        self.script = script
         self.rid = lease.request.request_id
         self.gateway_id = lease.gateway_id
         self.running = False
@@ -88,7 +95,8 @@ class FakeRequest:
 
     def restore(self, states: Sequence[ChoiceState]) -> None:
         self.choices = [
-            FakeChoice(list(s.token_ids), s.finish_reason, len(s.token_ids)) for s in states
+            FakeChoice(list(s.token_ids), s.finish_reason, len(s.token_ids), s.embedding)
+            for s in states
         ]
 
     def tokens(self, number: int, index: int) -> Tokens:
@@ -100,18 +108,33 @@ class FakeRequest:
             index=index,
             token_ids=tuple(choice.token_ids[index:]),
             finish_reason=choice.finish_reason,
+            embedding=choice.embedding,
         )
 
     def step(self, rng: random.Random) -> list[Reply]:
         replies: list[Reply] = []
         most = self.lease.request.sampling.max_tokens or 16
+        pooling = self.lease.request.pooling
+        if pooling is not None and self.choices[0].finish_reason is None:
+            self.choices[0].embedding = bytes(4 * (pooling.dimensions or 8))
+            self.choices[0].finish_reason = "stop"
+            return [self.tokens(0, 0)]
         for number, choice in enumerate(self.choices):
             if choice.finish_reason is None:
-                choice.token_ids.append(next_token(number, choice.token_ids, rng))
+                self._extend(number, choice, rng)
                 if len(choice.token_ids) >= most:
-                    choice.finish_reason = "length"
+                    choice.finish_reason = choice.finish_reason or "length"
                 replies.append(self.tokens(number, len(choice.token_ids) - 1))
         return replies
+
+    def _extend(self, number: int, choice: FakeChoice, rng: random.Random) -> None:
+        before = choice.token_ids
+        if self.script is None:
+            before.append(next_token(number, before, rng))
+            return
+        before.append(self.script[len(before)])
+        if len(before) == len(self.script):
+            choice.finish_reason = "stop"
 
     def progress(self) -> Progress:
         behind = [
@@ -152,6 +175,7 @@ class FakeEngine:
         self.queue = queue
         self.active: dict[str, FakeRequest] = {}
         self.token_delay = token_delay
+        self.script: Callable[[GenerateRequest], Sequence[int]] | None = None  # whole outputs
         self._model = model
         self._slots = slots
         self._beat_interval = beat_interval
@@ -232,7 +256,7 @@ class FakeEngine:
                 await asyncio.sleep(0.02)
 
     def _begin(self, lease: Lease) -> None:
-        request = FakeRequest(lease)
+        request = FakeRequest(lease, self.script and self.script(lease.request))
         self._stop(self.active.get(request.rid))
         self.active[request.rid] = request
         if lease.recovered or lease.suspect:

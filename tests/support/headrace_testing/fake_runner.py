@@ -7,20 +7,38 @@ The next token is a hash of seed, choice and all tokens so far, so a run can be 
 """
 
 from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, replace
+from functools import cache
 from hashlib import blake2b
 
 import numpy as np
+import numpy.typing as npt
 
-from headrace_engine.outputs import SampledToken
+from headrace_engine.beam_search import Beam, BeamSearch, Hypothesis
+from headrace_engine.outputs import SampledToken, TokenLogprobs
 from headrace_engine.plan import ScheduledSequence, StepPlan, StepResult
+from headrace_engine.pooler_config import PoolerConfig
 from headrace_engine.request import EngineRequest, FinishReason, Sequence, State
-from headrace_engine.stopping import Stop
+from headrace_engine.speculation.draft_proposer import Drafter
+from headrace_engine.stopping import Stop, StopRule
 
 _MASK = 2**62 - 1
 
+Blocks = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class FakeHostPool:
+    num_blocks: int
+    bytes_per_block: int = 1000
+
 
 class FakeRunner:
-    """Stands in for the model runner. `min_tokens` masks end tokens as the real sampler does."""
+    """Stands in for the model runner. `min_tokens` masks end tokens as the real sampler does.
+
+    A step takes, by its own word, `prompt_seconds` for each token of a longer run and
+    `block_seconds` for each block copied from or to host memory; both 0: it does not say.
+    """
 
     def __init__(
         self,
@@ -30,27 +48,106 @@ class FakeRunner:
         vocab_size: int = 50,
         max_model_len: int = 128,
         eos_token_ids: frozenset[int] = frozenset({0}),
+        num_host_blocks: int = 0,
+        prompt_seconds: float = 0.0,
+        block_seconds: float = 0.0,
+        sliding_window: int | None = None,
     ) -> None:
+        self.sliding_window = sliding_window
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
+        self.pooler_config: PoolerConfig | None = None
+        self.draft_model: Drafter | None = None
         self.steps: list[StepPlan] = []
+        self.host_pool = FakeHostPool(num_host_blocks) if num_host_blocks else None
+        self._prompt_seconds = prompt_seconds
+        self._block_seconds = block_seconds
         self._kv = np.full((num_blocks, block_size, 3), -1, dtype=np.int64)
+        self._host = np.full((num_host_blocks, block_size, 3), -1, dtype=np.int64)
 
     def execute(self, plan: StepPlan) -> StepResult:
         check_plan(plan)
         self.steps.append(plan)
-        if plan.copies:
-            sources, destinations = np.array(plan.copies).T
-            self._kv[destinations] = self._kv[sources]
+        _copy(self._kv, self._host, plan.swap_out)
+        _copy(self._host, self._kv, plan.swap_in)
+        _copy(self._kv, self._kv, plan.copies)
         for item in plan.scheduled:
             self._write(item)
         for item in plan.scheduled:
             self._check(item)
-        sampling = [item.sequence for item in plan.scheduled if item.samples]
-        return StepResult(tuple(SampledToken(self.next_token(seq)) for seq in sampling))
+        sampling = [item for item in plan.scheduled if item.samples]
+        sampled = tuple(self._new_tokens(item) for item in sampling)
+        seconds, swapping = self._seconds(plan)
+        scored = tuple(_scores(item) for item in plan.scheduled if item.scores)
+        return StepResult(sampled, seconds=seconds, swap_seconds=swapping, scored=scored)
+
+    def _seconds(self, plan: StepPlan) -> tuple[float, float]:
+        """Of the step, and of its copies from and to host memory."""
+        swapping = self._block_seconds * (len(plan.swap_out) + len(plan.swap_in))
+        prompt = sum(item.length for item in plan.scheduled if item.length > 1 or not item.samples)
+        return self._prompt_seconds * prompt + swapping, swapping
+
+    def _new_tokens(self, item: ScheduledSequence) -> tuple[SampledToken, ...]:
+        """What follows the known tokens, and each draft as long as it is what followed."""
+        sequence, tokens = item.sequence, list(item.sequence.token_ids)
+        known = len(tokens)
+        for draft in (*item.drafts, None):
+            tokens.append(self.token_after(sequence.request, sequence.choice, tokens))
+            if tokens[-1] != draft:
+                break
+        if sequence.request.logprobs is None:
+            return tuple(map(SampledToken, tokens[known:]))
+        return tuple(
+            SampledToken(tokens[end], self.token_logprobs(sequence.request, tokens[: end + 1]))
+            for end in range(known, len(tokens))
+        )
+
+    def token_logprobs(self, request: EngineRequest, tokens: Tokens[int]) -> TokenLogprobs:
+        """Of the last of `tokens`, by a distribution that depends on those before it."""
+        logprobs, ranked = _distribution(self.vocab_size, kv_values(tokens[:-1])[-1][2] % 997)
+        last = tokens[-1]
+        top = tuple((token, logprobs[token]) for token in ranked[: request.logprobs])
+        return TokenLogprobs(logprobs[last], ranked.index(last) + 1, top)
+
+    def expected_beams(self, request: EngineRequest) -> list[Hypothesis]:
+        """What beam search finds in a run that nothing disturbs, best first."""
+        params, prompt = request.params, request.prompt_token_ids
+        limit = min(self.max_model_len, self.num_blocks * self.block_size) - len(prompt)
+        rule = StopRule.of(params, self.eos_token_ids, limit)
+        search = BeamSearch(params.branches, rule, params.length_penalty, params.early_stopping)
+        asked = replace(request, candidates=search.candidates)
+        beams = [Beam()]
+        while True:
+            offers = [self.token_logprobs(asked, (*prompt, *beam.tokens, 0)) for beam in beams]
+            steps = search.advance(beams, offers)
+            if not steps:
+                return search.finished[: params.n]
+            beams = [
+                Beam(
+                    [*beams[step.parent].tokens, step.token],
+                    [*beams[step.parent].logprobs, step.logprobs],
+                    step.score,
+                )
+                for step in steps
+            ]
+
+    def expected_best(self, request: EngineRequest) -> list[tuple[int, ...]]:
+        """The outputs that `best_of` chooses, best first."""
+        params = request.params
+        asked = replace(request, params=replace(params, n=params.branches, logprobs=0))
+
+        def score(choice: int) -> float:
+            known, output = request.prompt_token_ids, self.expected(asked, choice)[0]
+            return sum(
+                self.token_logprobs(asked, (*known, *output[: end + 1])).logprob
+                for end in range(len(output))
+            )
+
+        ranked = sorted(range(params.branches), key=lambda choice: -score(choice))
+        return [self.expected(asked, choice)[0] for choice in ranked[: params.n]]
 
     def next_token(self, sequence: Sequence) -> int:
         return self.token_after(sequence.request, sequence.choice, sequence.token_ids)
@@ -89,40 +186,70 @@ class FakeRunner:
 
     def _write(self, item: ScheduledSequence) -> None:
         table = item.sequence.block_table
-        values = kv_values(item.sequence.token_ids)
-        for position in range(item.start, item.start + item.length):
+        values = kv_values([*item.sequence.token_ids, *item.drafts])
+        for position in range(item.start, item.start + item.length + len(item.drafts)):
             slot = table[position // self.block_size], position % self.block_size
             self._kv[slot] = values[position]
 
     def _check(self, item: ScheduledSequence) -> None:
-        sequence, end = item.sequence, item.start + item.length
+        sequence, end = item.sequence, item.start + item.length + len(item.drafts)
         table = sequence.block_table
         assert len(table) == -(-end // self.block_size), "more or fewer blocks than tokens need"
-        assert len(set(table)) == len(table), "a block stands twice in one table"
+        held = table[sequence.released :]
+        assert len(set(held)) == len(held), "a block stands twice in one table"
         found = self._kv[table].reshape(-1, 3)[:end]
-        wanted = np.array(kv_values(sequence.token_ids)[:end])
+        wanted = np.array(kv_values([*sequence.token_ids, *item.drafts])[:end])
+        first = 0 if self.sliding_window is None else item.start - self.sliding_window + 1
         wrong = np.flatnonzero((found != wanted).any(axis=1))
+        wrong = wrong[wrong >= first]
         assert not len(wrong), (
             f"{sequence.request.request_id}/{sequence.choice}: position {wrong[0]} holds "
             f"{found[wrong[0]]}, not {wanted[wrong[0]]}"
         )
 
 
+def expected_scores(request: EngineRequest) -> tuple[TokenLogprobs, ...]:
+    """Log probabilities of a prompt: each says where it is and of which token."""
+    tokens = request.prompt_token_ids
+    return tuple(TokenLogprobs(-float(tokens[at]), at, ()) for at in range(1, len(tokens)))
+
+
+def _scores(item: ScheduledSequence) -> tuple[TokenLogprobs, ...]:
+    return expected_scores(item.sequence.request)[item.start : item.start + item.scores]
+
+
+@cache
+def _distribution(size: int, number: int) -> tuple[list[float], list[int]]:
+    """Log probabilities by token, and the tokens by these, most likely first."""
+    logits = np.arange(size) * 2654435761 % 1009 * (number + 1) % 1013 / 50.0
+    logprobs = (logits - np.log(np.exp(logits).sum())).tolist()
+    return logprobs, sorted(range(size), key=lambda token: -logprobs[token])
+
+
+def _copy(source: Blocks, destination: Blocks, pairs: tuple[tuple[int, int], ...]) -> None:
+    if pairs:
+        sources, destinations = np.array(pairs).T
+        destination[destinations] = source[sources]
+
+
 def check_plan(plan: StepPlan) -> None:
     """Asserts what a step plan promises, whatever the scheduler."""
     assert plan.scheduled, "an empty plan"
-    assert plan.num_tokens == sum(item.length for item in plan.scheduled)
+    assert plan.num_tokens == sum(item.length + len(item.drafts) for item in plan.scheduled)
     sequences = [item.sequence for item in plan.scheduled]
     assert len(set(sequences)) == len(sequences), "a sequence is scheduled twice"
     sources = {source for source, _ in plan.copies}
     destinations = [destination for _, destination in plan.copies]
     assert len(set(destinations)) == len(destinations), "two copies into one block"
     assert sources.isdisjoint(destinations), "copies depend on their order"
+    for moves in (plan.swap_out, plan.swap_in):
+        assert len({to for _, to in moves}) == len(moves), "two copies into one block"
     for item in plan.scheduled:
         known = len(item.sequence.token_ids)
         assert item.sequence.state is State.RUNNING
         assert item.length > 0 and item.start == item.sequence.computed
         assert item.samples == (item.start + item.length == known)
+        assert item.samples or not item.drafts, "drafts behind tokens that are not run"
 
 
 def kv_values(tokens: Tokens[int]) -> list[tuple[int, int, int]]:

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 
 from headrace_common.errors import FailureCode, HeadraceError, RequestFailed
 from headrace_common.messages import GenerateRequest, Logprobs
-from headrace_common.protocol.base import EngineStatus, QueueDepth
+from headrace_common.protocol.base import EngineStatus, Place, QueueDepth
 from headrace_common.protocol.limits import KeyUsage
 from headrace_common.tokenizer import Tokenizer
 from headrace_gateway.api_keys import KeyFile
@@ -56,6 +56,7 @@ class ScriptedEngine:
         self.cancellations: list[str] = []
         self.statuses: list[EngineStatus] = [engine_status()]
         self.unreachable: HeadraceError | None = None
+        self.waiting_at: Place | None = None
 
     def say(self, text: str, *, eos: bool = True) -> Script:
         """One token a delta, choices in turn; an end-of-sequence token unless it gets too long."""
@@ -97,6 +98,11 @@ class ScriptedEngine:
         if self.unreachable is not None:
             raise self.unreachable
         return [status for status in self.statuses if status.model == model]
+
+    async def place(self, request_id: str, model: str) -> Place | None:
+        if self.unreachable is not None:
+            raise self.unreachable
+        return self.waiting_at
 
     async def depth(self, model: str) -> QueueDepth:
         return QueueDepth(waiting=0, waiting_tokens=0, pending=0, oldest_age=0.0)

@@ -9,9 +9,40 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 START_TIMEOUT_S = 120.0
+
+
+class Running(Protocol):
+    """A process that was started: what subprocess.Popen has of it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def send_signal(self, sig: int) -> None: ...
+
+
+# Module, arguments, file of its output, its whole environment.
+Starter = Callable[[str, Sequence[str], Path, Mapping[str, str]], Running]
+
+
+def start_program(
+    module: str, arguments: Sequence[str], log: Path, env: Mapping[str, str]
+) -> Running:
+    """`python -m module arguments`."""
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdout=out,
+            stderr=out,
+            stdin=subprocess.DEVNULL,
+            env=dict(env),
+        )
 
 
 def until(condition: Callable[[], bool], what: str, timeout_s: float = START_TIMEOUT_S) -> None:
@@ -30,18 +61,17 @@ class HeadraceProcess:
     """
 
     def __init__(
-        self, module: str, arguments: Sequence[str], log: Path, env: Mapping[str, str] | None = None
+        self,
+        module: str,
+        arguments: Sequence[str],
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        start: Starter = start_program,
     ) -> None:
         self.name = log.stem
         self.log = log
-        with log.open("ab") as out:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
-                stdout=out,
-                stderr=out,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
-            )
+        given = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+        self._process = start(module, arguments, log, given)
 
     def __enter__(self) -> Self:
         return self
@@ -56,23 +86,23 @@ class HeadraceProcess:
 
     @property
     def pid(self) -> int:
-        return self._popen.pid
+        return self._process.pid
 
     @property
     def alive(self) -> bool:
-        return self._popen.poll() is None
+        return self._process.poll() is None
 
     def signal(self, number: signal.Signals) -> None:
-        self._popen.send_signal(number)
+        self._process.send_signal(number)
 
     def kill(self) -> None:
         if self.alive:
             self.signal(signal.SIGKILL)
-        self._popen.wait()
+        self._process.wait()
 
     def wait(self, timeout_s: float = START_TIMEOUT_S) -> int:
         """The exit status once the process has ended."""
-        return self._popen.wait(timeout_s)
+        return self._process.wait(timeout_s)
 
     def log_entries(self) -> list[dict[str, object]]:
         """Every JSON line that it has logged."""

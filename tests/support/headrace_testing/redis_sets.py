@@ -101,12 +101,13 @@ class SentinelSet:
 
 
 class ClusterSet:
-    """Three masters, and a replica of the first."""
+    """Three masters, and a replica of the first, or of each of the first `replicas`."""
 
-    def __init__(self, folder: Path) -> None:
-        self._bus_ports = [free_port() for _ in range(4)]
+    def __init__(self, folder: Path, replicas: int = 1) -> None:
+        self._bus_ports = [free_port() for _ in range(3 + replicas)]
         self.nodes = [self._node(folder / str(bus), bus) for bus in self._bus_ports]
-        self.masters, self.replica = self.nodes[:3], self.nodes[3]
+        self.masters, self.replicas = self.nodes[:3], self.nodes[3:]
+        self.replica = self.replicas[0]
 
     @staticmethod
     def _node(folder: Path, bus_port: int) -> ValkeyServer:
@@ -126,9 +127,9 @@ class ClusterSet:
         self._share_slots()
         for node, bus in zip(self.nodes[1:], self._bus_ports[1:], strict=True):
             ask(self.nodes[0].port, "CLUSTER", "MEET", "127.0.0.1", node.port, bus)
-        _until(lambda: all(self._knows(node, 4) for node in self.nodes), "the nodes to meet")
-        first = ask(self.masters[0].port, "CLUSTER", "MYID")
-        ask(self.replica.port, "CLUSTER", "REPLICATE", first)
+        _until(lambda: all(map(self._knows_all, self.nodes)), "the nodes to meet")
+        for master, replica in zip(self.masters, self.replicas, strict=False):
+            ask(replica.port, "CLUSTER", "REPLICATE", ask(master.port, "CLUSTER", "MYID"))
         _until(self._complete, "the cluster to be complete")
 
     def _share_slots(self) -> None:
@@ -138,16 +139,17 @@ class ClusterSet:
             ask(node.port, "CLUSTER", "SET-CONFIG-EPOCH", number + 1)
             ask(node.port, "CLUSTER", "ADDSLOTSRANGE", bounds[number], bounds[number + 1] - 1)
 
-    @staticmethod
-    def _knows(node: ValkeyServer, count: int) -> bool:
+    def _knows_all(self, node: ValkeyServer) -> bool:
         info = ask(node.port, "CLUSTER INFO")
-        return bool(info["cluster_known_nodes"] == str(count) and info["cluster_state"] == "ok")
+        known = info["cluster_known_nodes"] == str(len(self.nodes))
+        return bool(known and info["cluster_state"] == "ok")
 
     def _complete(self) -> bool:
-        """Every node knows every slot, and the replica is one and has the data."""
-        link = ask(self.replica.port, "INFO", "replication")
-        return link.get("master_link_status") == "up" and all(
-            len(self.owners(node)) == 3 and self._replicas(node) == 1 for node in self.nodes
+        """Every node knows every slot, and the replicas are such and have the data."""
+        links = [ask(replica.port, "INFO", "replication") for replica in self.replicas]
+        return all(link.get("master_link_status") == "up" for link in links) and all(
+            len(self.owners(node)) == 3 and self._replicas(node) == len(self.replicas)
+            for node in self.nodes
         )
 
     @staticmethod
@@ -176,7 +178,7 @@ class ClusterSet:
 
         def healed() -> bool:
             link = ask(back.port, "INFO", "replication").get("master_link_status")
-            return link == "up" and all(self._knows(node, 4) for node in self.nodes)
+            return link == "up" and all(map(self._knows_all, self.nodes))
 
         _until(healed, "the cluster to heal")
 

@@ -1,5 +1,6 @@
 """One engine behind one gateway, with traces collected and short patience for slow clients."""
 
+import resource
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,8 @@ from .telemetry import Collector
 CONTEXT = 16_384
 # A request that would take many seconds, so that whatever ends it early is no coincidence.
 LONG = 12_000
-MAX_CONNECTIONS = 400
+MAX_CONNECTIONS = 1200
+FILES = 8192
 GATEWAY_FLAGS = (
     *("--header-timeout", "2", "--body-timeout", "2", "--write-timeout", "1"),
     *("--max-connections", str(MAX_CONNECTIONS)),
@@ -27,6 +29,7 @@ class SingleStack(Stack):
     """Its processes start at once; `until_ready` waits for them."""
 
     def __init__(self, checkpoint: Path, folder: Path, collector: Collector) -> None:
+        _allow_files(FILES)
         env = {**OTEL_ENV, "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
         super().__init__(checkpoint, folder, env)
         self.collector = collector
@@ -66,3 +69,11 @@ class SingleStack(Stack):
         """Waits until no sequence, no KV block and no entry of the queue is held."""
         until(lambda: self.engine.idle, "the engine to hold no sequence and no block")
         until(self.queue_is_empty, "the queue to be empty")
+
+
+def _allow_files(count: int) -> None:
+    """For thousands of sockets in this process and in those that it starts."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))

@@ -5,12 +5,13 @@ import re
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from headrace_common.protocol.base import EngineStatus
 from headrace_common.protocol.connection import Connection, ConnectionConfig
 from headrace_common.protocol.redis_gateway import RedisGatewayQueue
 
-from .processes import HeadraceProcess, until
+from .processes import HeadraceProcess, Starter, start_program, until
 from .valkey import ValkeyServer, free_port
 
 MODEL = "tiny"
@@ -27,13 +28,14 @@ class EngineProcess(HeadraceProcess):
         log: Path,
         *flags: str,
         env: Mapping[str, str] | None = None,
+        start: Starter = start_program,
     ) -> None:
         self.metrics_port = free_port()
         arguments = ["--model", str(checkpoint), "--served-model-name", MODEL]
         arguments += ["--redis-url", redis_url, "--dtype", "float32", "--threads", "1"]
         arguments += ["--lease", str(LEASE_S), "--beat-interval", "0.5", "--num-blocks", "2048"]
         arguments += ["--metrics-port", str(self.metrics_port), *flags]
-        super().__init__("headrace_engine", arguments, log, env)
+        super().__init__("headrace_engine", arguments, log, env, start)
 
     def metric(self, name: str, labels: str = "") -> float:
         """Sum of a metric's samples whose labels hold the text `labels`."""
@@ -64,44 +66,85 @@ class GatewayProcess(HeadraceProcess):
         log: Path,
         *flags: str,
         env: Mapping[str, str] | None = None,
+        start: Starter = start_program,
+        port: int | None = None,
     ) -> None:
-        self.port, self.metrics_port = free_port(), free_port()
+        self.port, self.metrics_port = port or free_port(), free_port()
         arguments = ["--redis-url", redis_url, "--port", str(self.port)]
         if checkpoint is not None:
             arguments += ["--model", str(checkpoint), "--served-model-name", MODEL]
         arguments += ["--metrics-port", str(self.metrics_port), *flags]
-        super().__init__("headrace_gateway", arguments, log, env)
+        super().__init__("headrace_gateway", arguments, log, env, start)
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
 
+class RedisServers(Protocol):
+    """One server, or several that work together, not yet started."""
+
+    @property
+    def url(self) -> str: ...
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
 class Stack:
-    """Processes over one checkpoint; `close` ends them all. `env` is theirs beside ours."""
+    """Processes over one checkpoint; `close` ends them all. `env` is theirs beside ours.
+
+    `servers` None is one Valkey, `valkey`. `start` starts engines and gateways.
+    """
 
     def __init__(
-        self, checkpoint: Path, folder: Path, env: Mapping[str, str] | None = None
+        self,
+        checkpoint: Path,
+        folder: Path,
+        env: Mapping[str, str] | None = None,
+        servers: RedisServers | None = None,
+        start: Starter = start_program,
     ) -> None:
         self._checkpoint = checkpoint
         self._folder = folder
         self._env = env
+        self._start = start
         self._count = 0
-        self.valkey = ValkeyServer(folder / "valkey")
-        self.valkey.start()
+        self.servers = servers or ValkeyServer(folder / "valkey")
+        self.servers.start()
+        self.redis_url = self.servers.url
         self.engines: list[EngineProcess] = []
         self.gateways: list[GatewayProcess] = []
 
+    @property
+    def valkey(self) -> ValkeyServer:
+        """The server where there is one only."""
+        assert isinstance(self.servers, ValkeyServer)
+        return self.servers
+
     def add_engine(self, *flags: str) -> EngineProcess:
         engine = EngineProcess(
-            self._checkpoint, self.valkey.url, self._log("engine"), *flags, env=self._env
+            self._checkpoint,
+            self.redis_url,
+            self._log("engine"),
+            *flags,
+            env=self._env,
+            start=self._start,
         )
         self.engines.append(engine)
         return engine
 
-    def add_gateway(self, *flags: str) -> GatewayProcess:
+    def add_gateway(self, *flags: str, port: int | None = None) -> GatewayProcess:
+        """`port` None is any that is free."""
         gateway = GatewayProcess(
-            self._checkpoint, self.valkey.url, self._log("gateway"), *flags, env=self._env
+            self._checkpoint,
+            self.redis_url,
+            self._log("gateway"),
+            *flags,
+            env=self._env,
+            start=self._start,
+            port=port,
         )
         self.gateways.append(gateway)
         return gateway
@@ -120,7 +163,7 @@ class Stack:
 
     def engine_status(self) -> Sequence[EngineStatus]:
         async def ask() -> Sequence[EngineStatus]:
-            connection = Connection(ConnectionConfig(url=self.valkey.url))
+            connection = Connection(ConnectionConfig(url=self.servers.url))
             try:
                 return await RedisGatewayQueue(connection, "test").engines(MODEL)
             finally:
@@ -132,7 +175,7 @@ class Stack:
         """Nothing waits in the queue and nobody owns anything."""
 
         async def ask() -> bool:
-            connection = Connection(ConnectionConfig(url=self.valkey.url))
+            connection = Connection(ConnectionConfig(url=self.servers.url))
             try:
                 depth = await RedisGatewayQueue(connection, "test").depth(MODEL)
                 return depth.waiting == 0 and depth.pending == 0
@@ -149,7 +192,7 @@ class Stack:
     def close(self) -> None:
         for process in (*self.engines, *self.gateways):
             process.kill()
-        self.valkey.stop()
+        self.servers.stop()
 
 
 def _ready(url: str) -> bool:

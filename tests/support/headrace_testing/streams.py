@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import httpx
@@ -28,9 +28,6 @@ class Crowd:
         self._urls = urls
         self._cases = cases
         self.received = [Received() for _ in cases]
-        self._tokens = 0
-        self._mark = 0
-        self._marked = asyncio.Event()
 
     async def run(self) -> None:
         limits = httpx.Limits(max_connections=len(self._cases))
@@ -38,21 +35,6 @@ class Crowd:
             await asyncio.gather(
                 *(self._stream(client, number) for number in range(len(self._cases)))
             )
-
-    async def run_while(self, disturb: Callable[[], None], after_tokens: int) -> None:
-        """Runs all streams; calls `disturb` in a thread once so many tokens have come."""
-        self._mark = after_tokens
-        streams = asyncio.create_task(self.run())
-        marked = asyncio.create_task(self._marked.wait())
-        await asyncio.wait({streams, marked}, return_when=asyncio.FIRST_COMPLETED)
-        assert marked.done(), f"the streams ended before they could be disturbed: {self.mistakes()}"
-        await asyncio.to_thread(disturb)
-        await streams
-
-    def _count(self, tokens: int) -> None:
-        self._tokens += tokens
-        if self._mark and self._tokens >= self._mark:
-            self._marked.set()
 
     async def _stream(self, client: httpx.AsyncClient, number: int) -> None:
         case, received = self._cases[number], self.received[number]
@@ -73,9 +55,7 @@ class Crowd:
                 return
             async for line in answer.aiter_lines():
                 if line.startswith("data: ") and line != "data: [DONE]":
-                    before = len(received.token_ids)
                     _take(received, json.loads(line[6:]))
-                    self._count(len(received.token_ids) - before)
 
     def mistakes(self) -> list[str]:
         """One line for each stream that is not exactly its undisturbed run."""

@@ -2,7 +2,7 @@
 -- BEAT: renews an engine's lease on one request and writes its new tokens to the journal, if the
 -- engine still owns it. The check is in here since claiming an own entry that was claimed by
 -- another meanwhile would take it back.
--- KEYS  1 record, 2 journal, 3 queue hi, 4 queue n, 5 queue lo
+-- KEYS  1 record, 2 journal, 3 queue hi, 4 queue n, 5 queue lo, then those of fairness.lua
 -- ARGV  1 engine id, 2 attempt, 3 executing (0/1), 4 ms to keep behind the deadline, then for each
 --       choice: index of the first token, packed tokens, how it ended ("" while it runs), packed
 --       log probabilities ("" none)
@@ -10,7 +10,7 @@
 --         choice ...}; no counts where this engine may not write the journal yet (RESUME comes first)
 local record, journal = KEYS[1], KEYS[2]
 local engine, attempt = ARGV[1], ARGV[2]
-local v = redis.call('HMGET', record, 'st', 'o', 'a', 'mid', 'q', 'g', 'd', 'je', 'pn')
+local v = redis.call('HMGET', record, 'st', 'o', 'a', 'mid', 'q', 'g', 'd', 'je', 'pn', 'tn')
 if not v[1] then return { 'missing' } end
 if v[2] ~= engine or v[3] ~= attempt then return { 'stolen' } end
 if v[1] == 'cancelled' then return { 'cancelled' } end
@@ -47,5 +47,8 @@ for i = 5, #ARGV, 4 do
   result[#result + 1] = known
 end
 if wrote then redis.call('PEXPIREAT', journal, tonumber(v[7]) + tonumber(ARGV[4])) end
-if made > tonumber(v[9]) then redis.call('HSET', record, 'pn', made) end
+if made > tonumber(v[9]) then
+  redis.call('HSET', record, 'pn', made)
+  charge(v[10] or 'default', OUTPUT * (made - tonumber(v[9])))
+end
 return result

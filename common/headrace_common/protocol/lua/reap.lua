@@ -12,14 +12,20 @@ local engine, count, lease_ms = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local version, suspects, ttl = tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[7]
 local SUSPECT, POISON = 2, 4
 local PAGE, PAGES = 32, 8
+local QUARANTINE = 86400000 -- ms that a poisonous request's payload is kept, to be run again
 local FORGET = 10 -- leases, after which a consumer without pending entries is forgotten
 local now = now_ms()
 local leases, endings = {}, {}
 
 local function fail(queue, id, rid, v, why)
+  local record, payload, journal = KEYS[6] .. rid, KEYS[7] .. rid, KEYS[8] .. rid
   drop(queue, id)
-  redis.call('HSET', KEYS[6] .. rid, 'st', 'failed', 'why', why)
-  keep_record(KEYS[6] .. rid, KEYS[7] .. rid, KEYS[8] .. rid, ttl)
+  redis.call('HSET', record, 'st', 'failed', 'why', why)
+  if why == 'request_failed' then
+    redis.call('PEXPIRE', payload, QUARANTINE)
+    payload = journal
+  end
+  keep_record(record, payload, journal, ttl)
   count_ending(stats, now)
   endings[#endings + 1] = { rid, v[4], v[5], why }
 end
@@ -61,7 +67,7 @@ local function deal(queue, id)
   elseif tonumber(v[6]) <= version then
     local failed = failures(v)
     if failed >= POISON then
-      dead_letter(letters, rid, 'poisoned', failed)
+      dead_letter(letters, rid, 'poisoned', failed, v[4])
       fail(queue, id, rid, v, 'request_failed')
     else
       claim(queue, id, rid, v, failed)

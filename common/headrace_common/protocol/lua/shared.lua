@@ -33,19 +33,15 @@ local function drop(queue, id)
   redis.call('XDEL', queue, id)
 end
 
-local function dead_letter(key, rid, why, failures)
-  redis.call('XADD', key, 'MAXLEN', '~', DEAD_LETTERS, '*', 'r', rid, 'why', why, 'n', failures)
+local function dead_letter(key, rid, why, failures, attempt)
+  redis.call('XADD', key, 'MAXLEN', '~', DEAD_LETTERS, '*', 'r', rid, 'why', why, 'n', failures,
+    'a', attempt or 0)
 end
 
 local function field(entry, name)
   for i = 1, #entry[2], 2 do
     if entry[2][i] == name then return entry[2][i + 1] end
   end
-end
-
-local function no_longer_waiting(stats, tokens)
-  redis.call('HINCRBY', stats, 'w', -1)
-  redis.call('HINCRBY', stats, 'wt', -tonumber(tokens or 0))
 end
 
 -- One more request has ended: a rate whose weights fade over RATE_WINDOW.

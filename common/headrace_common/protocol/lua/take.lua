@@ -1,8 +1,9 @@
 #!lua flags=allow-oom
--- TAKE: hands waiting requests to an engine, by priority and age. Never waits.
+-- TAKE: hands waiting requests to an engine, by priority, by what their tenants have used, and by
+-- age. Never waits.
 -- hi before n before lo, but n and lo each get one of SHARE that a class before them got.
 -- KEYS  1 stats, 2 dead letters, 3 wake-ups, 4 queue hi, 5 queue n, 6 queue lo,
---       7 prefix of records, 8 of payloads, 9 of journals. Which requests come is known only when
+--       7 prefix of records, 8 of payloads, 9 of journals, then those of fairness.lua. Which requests come is known only when
 --       they are read, so their keys are made here from the prefixes: same hash tag, same slot.
 -- ARGV  1 engine id, 2 most requests, 3 most prompt tokens (-1: any), 4 protocol version,
 --       5 ms to keep the record of one that ends here
@@ -28,38 +29,41 @@ local function unread(queue, id)
   redis.call('XACK', queue, GROUP, id)
 end
 
-local function fail(queue, id, rid, v, why)
+local function fail(queue, priority, id, rid, v, why)
   drop(queue, id)
-  no_longer_waiting(stats, v[7])
+  no_longer_waiting(stats, priority, v[9] or 'default', v[7])
   redis.call('HSET', KEYS[7] .. rid, 'st', 'failed', 'why', why)
   keep_record(KEYS[7] .. rid, KEYS[8] .. rid, KEYS[9] .. rid, ttl)
   endings[#endings + 1] = { rid, v[4], v[5], why }
 end
 
-local function lease(rid, v, payload)
+local function lease(priority, rid, v, payload)
   local record, attempt = KEYS[7] .. rid, tonumber(v[4])
   redis.call('HSET', record, 'st', 'running', 'o', engine, 'a', attempt + 1, 'ph', 'w')
   -- A first run writes the journal from its start; a later one only behind RESUME.
   if attempt == 0 then redis.call('HSET', record, 'je', engine .. '/1') end
-  no_longer_waiting(stats, v[7])
+  local tenant = v[9] or 'default'
+  no_longer_waiting(stats, priority, tenant, v[7])
+  local used = charge(tenant, tonumber(v[8]))
+  if used then redis.call('HSET', COUNTERS, '', used) end
   leases[#leases + 1] = { rid, attempt + 1, v[5], attempt > 0 and 1 or 0, 0, payload }
 end
 
 -- Deals with one entry just read; false where it does not fit and is first in the queue again.
 local function deal(queue, priority, entry)
   local id, rid = entry[1], field(entry, 'r')
-  local v = rid and redis.call('HMGET', KEYS[7] .. rid, 'st', 'mid', 'd', 'a', 'g', 'v', 'tk', 'pk')
+  local v = rid and redis.call('HMGET', KEYS[7] .. rid, 'st', 'mid', 'd', 'a', 'g', 'v', 'tk', 'pk', 'tn')
   if not v or not v[1] then
     drop(queue, id)
     dead_letter(letters, rid or '', 'no_record', 0)
   elseif v[2] ~= id or v[1] ~= 'queued' then
     drop(queue, id)
   elseif tonumber(v[3]) <= now then
-    fail(queue, id, rid, v, 'deadline_exceeded')
+    fail(queue, priority, id, rid, v, 'deadline_exceeded')
   elseif tonumber(v[6]) > version then
     redis.call('XCLAIM', queue, GROUP, engine, 0, id, 'IDLE', CLAIMABLE, 'JUSTID')
     redis.call('HSET', KEYS[7] .. rid, 'st', 'running')
-    no_longer_waiting(stats, v[7])
+    no_longer_waiting(stats, priority, v[9] or 'default', v[7])
     redis.call('XADD', wakeups, 'MAXLEN', '~', 16, '*', 'r', rid)
   elseif room >= 0 and tonumber(v[8]) > room then
     unread(queue, id)
@@ -69,10 +73,10 @@ local function deal(queue, priority, entry)
     local payload = redis.call('GET', KEYS[8] .. rid)
     if not payload then
       dead_letter(letters, rid, 'no_payload', 0)
-      fail(queue, id, rid, v, 'message_malformed')
+      fail(queue, priority, id, rid, v, 'message_malformed')
     else
       if room >= 0 then room = room - tonumber(v[8]) end
-      lease(rid, v, payload)
+      lease(priority, rid, v, payload)
     end
   end
   return true
@@ -84,8 +88,12 @@ local function take(priority, most)
   while #leases - start < most and #left == 0 do
     local reply = in_group(queue, 'XREADGROUP', 'GROUP', GROUP, engine, 'COUNT', 1,
       'STREAMS', queue, '>')
-    if not reply then return #leases - start, true end
-    deal(queue, priority, reply[1][2][1])
+    if reply then
+      deal(queue, priority, reply[1][2][1])
+    elseif not refill(stats, queue, priority) then
+      redis.call('HSET', stats, 'w' .. priority, 0, 'p' .. priority, 0)
+      return #leases - start, true
+    end
   end
   return #leases - start, false
 end
@@ -109,7 +117,14 @@ for priority = 1, 3 do
     emptied = emptied + 1
   end
 end
-if #leases > 0 then redis.call('HSET', stats, 'cn', due[2], 'cl', due[3]) end
+for priority = 1, 3 do keep_head(stats, KEYS[3 + priority], priority) end
+if #leases > 0 then
+  redis.call('HSET', stats, 'cn', due[2], 'cl', due[3])
+  redis.call('PEXPIRE', COUNTERS, FORGET)
+end
 -- Nothing waits: whatever a foreign hand did to the streams, the counts are right again.
-if emptied == 3 then redis.call('HSET', stats, 'w', 0, 'wt', 0) end
+if emptied == 3 then
+  redis.call('HSET', stats, 'w', 0, 'wt', 0)
+  redis.call('DEL', TENANTS)
+end
 return { leases, endings, left }

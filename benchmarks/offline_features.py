@@ -1,0 +1,94 @@
+"""What one feature gains: the same engine with it and without it, for offline.py.
+
+Each pair gets the work that the feature is made for. `everything` is the other way round: what all
+that users switch on costs on the plain workload.
+"""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+Options = Mapping[str, Any]
+_NONE: Options = MappingProxyType({})
+SHARED_PROMPT_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Work:
+    """One request: prompt ids and the number of tokens to generate."""
+
+    prompt: list[int]
+    output_tokens: int
+
+
+@dataclass(frozen=True)
+class Feature:
+    """`off` and `on` are options of the engine; `sampling` those of the requests with it on.
+
+    `work` names one of WORKLOADS. `tokenizer` loads the model's and makes text of the output.
+    """
+
+    work: str
+    on: Options
+    off: Options = field(default_factory=lambda: _NONE)
+    sampling: Options = field(default_factory=lambda: _NONE)
+    tokenizer: bool = False
+
+
+FEATURES: Mapping[str, Feature] = {
+    "int8": Feature("single", {"quantization": "int8"}),
+    "prefix-caching": Feature(
+        "shared", {"enable_prefix_caching": True}, {"enable_prefix_caching": False}
+    ),
+    "ngram": Feature(
+        "repetitive", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 5}}
+    ),
+    "everything": Feature(
+        "mixed",
+        {"enable_prefix_caching": True, "policy": "fair"},
+        {"enable_prefix_caching": False},
+        {"logprobs": 5},
+        tokenizer=True,
+    ),
+}
+
+
+def mixed(requests: int, vocab_size: int, number: int) -> list[Work]:
+    """Prompts of 16-512 and outputs of 16-128 tokens: the same lengths, but other tokens in every
+    round, so that nothing that an engine keeps of an earlier one can be used again."""
+    lengths, tokens = random.Random(0), random.Random(1 + number)
+    return [
+        Work(
+            prompt=[tokens.randrange(3, vocab_size) for _ in range(lengths.randint(16, 512))],
+            output_tokens=lengths.randint(16, 128),
+        )
+        for _ in range(requests)
+    ]
+
+
+def single(_requests: int, vocab_size: int, number: int) -> list[Work]:
+    """One request alone, mostly decoding."""
+    tokens = random.Random(1 + number)
+    return [Work([tokens.randrange(3, vocab_size) for _ in range(32)], 256)]
+
+
+def shared(requests: int, vocab_size: int, number: int) -> list[Work]:
+    """A long system prompt that all requests share, and a short question of each."""
+    tokens = random.Random(1 + number)
+    system = [tokens.randrange(3, vocab_size) for _ in range(SHARED_PROMPT_TOKENS)]
+    return [
+        Work([*system, *(tokens.randrange(3, vocab_size) for _ in range(32))], 16)
+        for _ in range(requests)
+    ]
+
+
+def repetitive(_requests: int, vocab_size: int, number: int) -> list[Work]:
+    """A text that repeats itself, and an output long enough to do so too."""
+    tokens = random.Random(1 + number)
+    phrase = [tokens.randrange(3, vocab_size) for _ in range(24)]
+    return [Work(phrase * 8, 256)]
+
+
+WORKLOADS = {"mixed": mixed, "single": single, "shared": shared, "repetitive": repetitive}

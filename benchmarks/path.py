@@ -1,0 +1,277 @@
+"""What the path between client and engine costs, with an engine that only emits.
+
+    python benchmarks/path.py [--streams 16 256] [--rate 2000] [--json FILE]
+
+Real processes on loopback: Valkey with its append-only file, one gateway, an engine without a model
+that keeps the whole protocol. CPU figures are of the processes' own accounts; latencies are of
+wall clocks and want an idle machine.
+"""
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from headrace_common.checkpoint import DEMO_MODEL
+from headrace_common.tokenizer import Tokenizer
+from queue_path.emitter import Emission, Emitted, emit
+from queue_path.processes import MODEL, Server, gateway, valkey
+from queue_path.protocol_load import Load, work
+from queue_path.streams import Started, Stream, read_stream, read_streams
+
+PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+PARTS = ("streams", "full", "requests", "shard")
+Figures = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What all measurements share."""
+
+    redis: Server
+    gateway: Server
+    token: int
+
+    @contextmanager
+    def emitting(self, interval: float, together: int = 1) -> Iterator["Emitting"]:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        emission = Emission(
+            redis_url=self.redis.url,
+            model=MODEL,
+            token=self.token,
+            interval=interval,
+            together=together,
+        )
+        process = context.Process(target=emit, args=(emission, theirs))
+        process.start()
+        theirs.close()  # a process that dies is seen as the pipe's end
+        assert ours.recv() == "ready"
+        emitting = Emitting()
+        try:
+            yield emitting
+        finally:
+            ours.send("stop")
+            emitting.emitted = ours.recv()
+            process.join()
+
+    def read(
+        self,
+        endpoint: str,
+        bodies: Sequence[dict[str, Any]],
+        concurrency: int,
+        started: Callable[[], None] = lambda: None,
+    ) -> list[Stream]:
+        return uvloop.run(
+            read_streams(self.gateway.url, PATHS[endpoint], bodies, concurrency, started)
+        )
+
+    def decode(self, endpoint: str, streams: int, tokens: int) -> tuple[list[Stream], "Cost"]:
+        """Streams that are all read at once, and the cost since each has its first token."""
+        cost = Cost(self)
+        bodies = [body(endpoint, tokens)] * streams
+        return self.read(endpoint, bodies, streams, Started(streams, cost.begin)), cost
+
+
+class Emitting:
+    emitted: Emitted
+
+
+class Cost:
+    """CPU and wall seconds from now, or from the next `begin`."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self.begin()
+
+    def begin(self) -> None:
+        self._start = self._now()
+
+    def _now(self) -> list[float]:
+        bench = self._bench
+        return [time.monotonic(), bench.gateway.cpu_seconds(), bench.redis.cpu_seconds()]
+
+    def of(self, count: int, what: str) -> Figures:
+        """The cost of one of so many."""
+        _, gateway_s, redis_s = map(float.__sub__, self._now(), self._start)
+        return {
+            f"gateway_us_per_{what}": 1e6 * gateway_s / count,
+            f"redis_us_per_{what}": 1e6 * redis_s / count,
+        }
+
+    def seconds(self) -> float:
+        return time.monotonic() - self._start[0]
+
+
+def body(endpoint: str, tokens: int) -> dict[str, Any]:
+    prompt = {"prompt": "Once upon a time"}
+    if endpoint == "chat":
+        prompt = {"messages": [{"role": "user", "content": "Once upon a time"}]}  # type: ignore[dict-item]
+    return {"model": MODEL, **prompt, "max_tokens": tokens, "stream": True}
+
+
+def streaming(bench: Bench, streams: int, rate: float, seconds: float) -> Figures:
+    """So many streams at once that together get `rate` tokens a second: latencies of hops."""
+    interval = streams / rate
+    tokens = max(2, round(seconds / interval))
+    with bench.emitting(interval, streams) as emitting:
+        done, cost = bench.decode("completions", streams, tokens)
+        costs = cost.of(streams * tokens, "token")
+    hops = sorted(_hops(done, emitting.emitted))
+    total = streams * tokens
+    return {
+        "streams": streams,
+        "tokens_per_second": rate,
+        "missed_tokens": total - sum(len(one.arrivals) for one in done),
+        "incomplete_streams": sum(not one.complete for one in done),
+        "hop_ms_p50": statistics.median(hops) / 1e6,
+        "hop_ms_p99": hops[int(0.99 * len(hops))] / 1e6,
+        **costs,
+    }
+
+
+def _hops(streams: Sequence[Stream], emitted: Emitted) -> Iterator[int]:
+    """From the engine's write of a token to the client's read of its event, ns; not the first."""
+    for stream in streams:
+        first = emitted.first[stream.request_id]
+        for index, arrival in enumerate(stream.arrivals):
+            if index:
+                yield arrival - emitted.steps[first + index]
+
+
+def saturated(bench: Bench, endpoint: str, streams: int, tokens: int) -> Figures:
+    """An engine that emits as fast as it can: what a streamed token costs the gateway."""
+    with bench.emitting(0.0, streams):
+        done, cost = bench.decode(endpoint, streams, tokens)
+        wall, costs = cost.seconds(), cost.of(streams * tokens, "token")
+    total = streams * tokens
+    return {
+        "streams": streams,
+        "tokens_per_second": total / wall,
+        "tokens_per_event": total / sum(one.events for one in done),
+        "missed_tokens": total - sum(len(one.arrivals) for one in done),
+        "incomplete_streams": sum(not one.complete for one in done),
+        **costs,
+    }
+
+
+def requests(bench: Bench, count: int, concurrency: int) -> Figures:
+    """Answers of one token: what a request costs, with connection, tokens, queue and outcome."""
+    with bench.emitting(0.0):
+        bench.read("completions", [body("completions", 1)] * 32, 8)
+        cost = Cost(bench)
+        bench.read("completions", [body("completions", 1)] * count, concurrency)
+        costs = cost.of(count, "request")
+        wall = cost.seconds()
+    return {
+        "requests_per_second": count / wall,
+        "requests_per_gateway_core": 1e6 / costs["gateway_us_per_request"],
+        **costs,
+    }
+
+
+def first_token(bench: Bench, count: int) -> Figures:
+    """One client, an engine that answers at once: what the path adds to the time to first token."""
+
+    async def run() -> list[float]:
+        found = []
+        for _ in range(count):
+            stream = await read_stream(bench.gateway.url, PATHS["chat"], body("chat", 1))
+            found.append((stream.arrivals[0] - stream.sent) / 1e6)
+        return sorted(found)
+
+    with bench.emitting(0.0):
+        uvloop.run(run())
+        found = uvloop.run(run())
+    return {"ttft_ms_p50": statistics.median(found), "ttft_ms_p99": found[int(0.99 * len(found))]}
+
+
+def shard(redis: Server, count: int, processes: int) -> Figures:
+    """Requests through one shard without HTTP: what its Redis can carry."""
+    load = Load(redis_url=redis.url, model="load", requests=count // processes)
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=work, args=(load,)) for _ in range(processes)]
+    cpu, begun = redis.cpu_seconds(), time.monotonic()
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    used, wall = redis.cpu_seconds() - cpu, time.monotonic() - begun
+    return {
+        "requests_per_second_here": count / wall,
+        "redis_us_per_request": 1e6 * used / count,
+        "requests_per_redis_core": count / used,
+    }
+
+
+def token_of_one_letter() -> int:
+    """A token that is text by itself, so that each is an event."""
+    tokenizer = Tokenizer.load(DEMO_MODEL)
+    return tokenizer.encode("a", add_special_tokens=False)[-1]
+
+
+def measure(options: argparse.Namespace) -> dict[str, Figures]:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        redis = stack.enter_context(valkey(folder))
+        bench = Bench(redis, stack.enter_context(gateway(redis.url, folder)), token_of_one_letter())
+        results: dict[str, Figures] = {}
+        if "streams" in options.only:
+            for streams in options.streams:
+                results[f"{streams} streams"] = streaming(
+                    bench, streams, options.rate, options.seconds
+                )
+        if "full" in options.only:
+            for endpoint in PATHS:
+                results[f"full speed, {endpoint}"] = saturated(
+                    bench, endpoint, options.streams[-1], options.tokens
+                )
+        if "requests" in options.only:
+            results["first token"] = first_token(bench, options.first_tokens)
+            results["requests"] = requests(bench, options.requests, options.concurrency)
+        if "shard" in options.only:
+            results["shard"] = shard(redis, options.shard_requests, options.processes)
+        return results
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--streams", type=int, nargs="+", default=[16, 256], help="at once")
+    parser.add_argument("--rate", type=float, default=2000.0, help="tokens/s of all streams")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of the run at that rate")
+    parser.add_argument("--tokens", type=int, default=200, help="of each stream at full speed")
+    parser.add_argument("--requests", type=int, default=2000, help="of one token each")
+    parser.add_argument("--concurrency", type=int, default=32, help="of those requests")
+    parser.add_argument("--first-tokens", type=int, default=200, help="measured one by one")
+    parser.add_argument("--shard-requests", type=int, default=4000, help="without HTTP")
+    parser.add_argument("--processes", type=int, default=2, help="that send those")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="what to measure")
+    parser.add_argument("--json", type=Path, help="file for the results")
+    return parser.parse_args(given)
+
+
+def main(given: list[str] | None = None) -> None:
+    options = arguments(given)
+    results = measure(options)
+    table = Table("measured", "figure", "value")
+    for name, figures in results.items():
+        for figure, value in figures.items():
+            table.add_row(name, figure, f"{value:,.2f}")
+    Console(width=100).print(table)
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Files and batches as gateways keep them: what is known of each, as records and as bytes.
+
+Times are Unix seconds. Knows neither HTTP nor Redis.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from ..errors import HeadraceError, MessageError
+
+NO_METADATA: Mapping[str, str] = MappingProxyType({})
+
+
+class FileNotKept(HeadraceError):
+    """There is no such file, or no longer, or it is another tenant's."""
+
+    code = "file_not_found"
+
+
+class BatchNotKept(HeadraceError):
+    """There is no such batch, or no longer, or it is another tenant's."""
+
+    code = "batch_not_found"
+
+
+class StorageFull(HeadraceError):
+    """A tenant's files together would have more bytes, or be more, than is allowed."""
+
+    code = "file_storage_full"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFile:
+    """A file's description; its content lies beside it in `chunks` pieces."""
+
+    id: str
+    tenant: str
+    filename: str
+    purpose: str
+    bytes: int
+    chunks: int
+    created_at: int
+    expires_at: int
+
+
+class BatchStatus(StrEnum):
+    VALIDATING = "validating"
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    EXPIRED = "expired"
+    CANCELLED = "cancelled"
+
+    @property
+    def final(self) -> bool:
+        return self in _FINAL
+
+
+_FINAL = frozenset(
+    {BatchStatus.COMPLETED, BatchStatus.FAILED, BatchStatus.EXPIRED, BatchStatus.CANCELLED}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRequest:
+    """What was asked for; never changes. `key_id` is the API key's that asked, "" without keys.
+
+    Output files live `output_ttl` seconds, and what is known of the batch until `kept_until`.
+    """
+
+    id: str
+    tenant: str
+    key_id: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    created_at: int
+    expires_at: int
+    output_ttl: int
+    kept_until: int
+    metadata: Mapping[str, str] = field(default_factory=lambda: NO_METADATA)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchProgress:
+    """What its leader says of it. `errors` are those of its input file, as clients read them."""
+
+    status: BatchStatus = BatchStatus.VALIDATING
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    model: str | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    errors: tuple[Mapping[str, Any], ...] = ()
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    ended_at: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """`cancelling_at`: when a client asked for its end, which its leader has yet to see."""
+
+    request: BatchRequest
+    progress: BatchProgress = field(default_factory=BatchProgress)
+    cancelling_at: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """One line that has its result: whether it is an answer, and its length in bytes."""
+
+    answered: bool
+    size: int
+
+
+Record = TypeVar("Record", StoredFile, BatchRequest, BatchProgress)
+
+
+def encode_record(record: StoredFile | BatchRequest | BatchProgress) -> bytes:
+    """Packs a record as JSON."""
+    plain = {
+        name: dict(value) if isinstance(value, Mapping) else value
+        for name, value in ((one.name, getattr(record, one.name)) for one in fields(record))
+    }
+    return json.dumps(plain, separators=(",", ":")).encode()
+
+
+def decode_record(kind: type[Record], data: bytes) -> Record:
+    """Unpacks and checks a record; unknown fields are ignored. Raises MessageError."""
+    try:
+        body = json.loads(data)
+    except ValueError as error:
+        raise MessageError(f"{kind.__name__}: not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise MessageError(f"{kind.__name__}: must be an object")
+    hints = get_type_hints(kind)
+    known = {name: _checked(kind, name, hints[name], body[name]) for name in hints if name in body}
+    try:
+        return kind(**known)
+    except TypeError as error:
+        raise MessageError(f"{kind.__name__}: {error}") from error
+
+
+def _checked(kind: type[Any], name: str, hint: Any, value: Any) -> Any:
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        allowed = tuple(one for one in get_args(hint) if one is not NoneType)
+        if value is None or isinstance(value, allowed):
+            return value
+    elif origin is tuple:
+        if isinstance(value, list) and all(isinstance(item, dict) for item in value):
+            return tuple(value)
+    elif origin is not None:
+        if isinstance(value, dict) and all(isinstance(item, str) for item in value.values()):
+            return value
+    elif hint is BatchStatus:
+        if value in set(BatchStatus):
+            return BatchStatus(value)
+    elif type(value) is hint:
+        return value
+    raise MessageError(f"{kind.__name__}: {name} is of another type")
+
+
+def encode_done(done: Done) -> bytes:
+    return f"{int(done.answered)}:{done.size}".encode()
+
+
+def decode_done(data: bytes) -> Done:
+    """Inverse of encode_done. Raises MessageError."""
+    answered, _, size = data.partition(b":")
+    if answered not in (b"0", b"1") or not size.isdigit():
+        raise MessageError("a batch's line is marked in an unknown way")
+    return Done(answered == b"1", int(size))

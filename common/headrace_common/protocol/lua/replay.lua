@@ -1,0 +1,29 @@
+#!lua
+-- REPLAY: queues a request of a dead letter again, as it was admitted. Its attempts go on counting,
+-- so that whoever ran it before is fenced, but its failures begin anew.
+-- KEYS  1 record, 2 payload, 3 journal, 4 stats, 5 dead letters, 6 queue hi, 7 queue n, 8 queue lo,
+--       then those of fairness.lua
+-- ARGV  1 request id, 2 id of its dead letter, 3 gateway id, 4 fingerprint, 5 deadline (ms),
+--       6 tokens, 7 prompt tokens, 8 priority (1-3), 9 protocol version,
+--       10 ms to keep behind the deadline, 11 payload, 12 ms to keep the record once it has ended,
+--       13 tenant
+-- Result  1, or 0 where the letter is gone or the request is alive
+local record, payload, journal, stats, letters = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local v = redis.call('HMGET', record, 'st', 'a')
+local letter = redis.call('XRANGE', letters, ARGV[2], ARGV[2])[1]
+if not letter or field(letter, 'r') ~= ARGV[1] or (v[1] and not ended(v[1])) then return 0 end
+
+local attempt = math.max(tonumber(v[2] or 0), tonumber(field(letter, 'a') or 0))
+local expires = tonumber(ARGV[5]) + tonumber(ARGV[10])
+redis.call('XDEL', letters, ARGV[2])
+local queue = KEYS[5 + tonumber(ARGV[8])]
+local mid = enqueue(stats, queue, tonumber(ARGV[8]), ARGV[1], ARGV[13], ARGV[6], ARGV[9])
+redis.call('DEL', record, journal)
+-- The journal is nobody's and empty: whoever takes it reads there that the client has nothing.
+redis.call('HSET', record, 'st', 'queued', 'q', ARGV[8], 'mid', mid, 'a', attempt, 'o', '',
+  'g', ARGV[3], 'gs', '', 'je', ARGV[3] .. '/' .. attempt, 'f', 0, 'pn', 0, 'pt', 0, 'ph', 'w',
+  'fp', ARGV[4], 'd', ARGV[5], 'tk', ARGV[6], 'pk', ARGV[7], 'v', ARGV[9], 'kp', ARGV[12],
+  'tn', ARGV[13], 't', now_ms())
+redis.call('PEXPIREAT', record, expires)
+redis.call('SET', payload, ARGV[11], 'PXAT', expires)
+return 1

@@ -1,0 +1,153 @@
+"""Batches over Redis: what was asked for, how far it is, the results of its lines, who leads it.
+
+A result is written once, whoever writes it first; everything may be repeated. A lease keeps others
+from leading the same batch; two leaders at once would do work twice, and change nothing else.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from .. import keys
+from ..errors import MessageError
+from .batches import (
+    Batch,
+    BatchNotKept,
+    BatchProgress,
+    BatchRequest,
+    Done,
+    decode_done,
+    decode_record,
+    encode_done,
+    encode_record,
+)
+from .client import Command
+from .connection import Connection
+from .expiring_index import ExpiringIndex
+
+LEASE_S = 15.0
+TRIES = 3
+
+
+class RedisBatches:
+    """`clock` gives Unix seconds."""
+
+    def __init__(self, connection: Connection, clock: Callable[[], float] = time.time) -> None:
+        self._connection = connection
+        self._clock = clock
+
+    async def create(self, request: BatchRequest) -> Batch:
+        """Keeps a batch and makes it one that waits for a leader."""
+        name, progress = keys.batch(request.id), BatchProgress()
+        await self._commands(
+            ("HSET", name, "m", encode_record(request), "p", encode_record(progress)),
+            ("PEXPIREAT", name, request.kept_until * 1000),
+        )
+        for index in (keys.tenant_batches(request.tenant), keys.OPEN_BATCHES):
+            await self._index(index).put(request.id, request.kept_until)
+        return Batch(request=request, progress=progress)
+
+    async def get(self, batch_id: str) -> Batch:
+        """Raises BatchNotKept."""
+        (raw,) = await self._commands(("HGETALL", keys.batch(batch_id)))
+        if b"m" not in raw:
+            raise BatchNotKept(f"there is no batch {batch_id[:80]!r}, or it has expired")
+        cancelled = raw.get(b"c")
+        return Batch(
+            request=decode_record(BatchRequest, raw[b"m"]),
+            progress=decode_record(BatchProgress, raw.get(b"p", b"{}")),
+            cancelling_at=None if cancelled is None else int(cancelled),
+        )
+
+    async def of_tenant(self, batch_id: str, tenant: str) -> Batch:
+        """Raises BatchNotKept, also for another tenant's."""
+        batch = await self.get(batch_id)
+        if batch.request.tenant != tenant:
+            raise BatchNotKept(f"there is no batch {batch_id[:80]!r}, or it has expired")
+        return batch
+
+    async def all_of(self, tenant: str) -> list[Batch]:
+        """A tenant's batches, newest first."""
+        found: list[Batch] = []
+        for batch_id in await self._index(keys.tenant_batches(tenant)).numbers():
+            try:
+                found.append(await self.get(batch_id))
+            except (BatchNotKept, MessageError):
+                continue
+        order = [(batch.request.created_at, batch.request.id, batch) for batch in found]
+        return [batch for *_, batch in sorted(order, key=lambda item: item[:2], reverse=True)]
+
+    async def count_open(self, tenant: str) -> int:
+        """Batches of a tenant that have not ended."""
+        return sum(not batch.progress.status.final for batch in await self.all_of(tenant))
+
+    async def cancel(self, batch: Batch) -> None:
+        """Asks its leader to end it."""
+        name = keys.batch(batch.request.id)
+        await self._commands(("HSETNX", name, "c", int(self._clock())))
+
+    # For its leader
+
+    async def open(self) -> Sequence[str]:
+        """The ids of batches that have not ended, of all tenants."""
+        return list(await self._index(keys.OPEN_BATCHES).numbers())
+
+    async def lead(self, batch_id: str, leader: str) -> bool:
+        """Takes the lease where it is free, or renews this leader's; False where another's."""
+        name, ms = keys.batch_lease(batch_id), int(LEASE_S * 1000)
+        taken, owner = await self._commands(("SET", name, leader, "NX", "PX", ms), ("GET", name))
+        if taken:
+            return True
+        if owner is None or owner.decode() != leader:
+            return False
+        await self._commands(("PEXPIRE", name, ms))
+        return True
+
+    async def leave(self, batch_id: str, leader: str) -> None:
+        """Gives the lease back, so that another one can go on at once."""
+        name = keys.batch_lease(batch_id)
+        (owner,) = await self._commands(("GET", name))
+        if owner is not None and owner.decode() == leader:
+            await self._commands(("DEL", name))
+
+    async def progress(self, batch: Batch, progress: BatchProgress) -> None:
+        await self._commands(("HSET", keys.batch(batch.request.id), "p", encode_record(progress)))
+
+    async def close(self, batch: Batch) -> None:
+        """Its results lie in files now: forgets them, and that it needs a leader."""
+        batch_id = batch.request.id
+        await self._index(keys.OPEN_BATCHES).remove(batch_id)
+        await self._commands(
+            ("DEL", keys.batch_results(batch_id)), ("DEL", keys.batch_marks(batch_id))
+        )
+
+    async def keep(self, batch: Batch, line: int, result: bytes, *, answered: bool) -> None:
+        """Keeps a line's result, unless it has one."""
+        batch_id, until = batch.request.id, batch.request.kept_until * 1000
+        results, marks = keys.batch_results(batch_id), keys.batch_marks(batch_id)
+        mark = encode_done(Done(answered, len(result)))
+        await self._commands(
+            ("HSETNX", results, line, result),
+            ("HSETNX", marks, line, mark),
+            ("PEXPIREAT", results, until),
+            ("PEXPIREAT", marks, until),
+        )
+
+    async def done(self, batch: Batch) -> Mapping[int, Done]:
+        """The lines that have a result."""
+        (raw,) = await self._commands(("HGETALL", keys.batch_marks(batch.request.id)))
+        return {int(line): decode_done(mark) for line, mark in raw.items()}
+
+    async def results(self, batch: Batch, lines: Sequence[int]) -> list[bytes]:
+        """The results of lines that have one."""
+        name = keys.batch_results(batch.request.id)
+        (found,) = await self._commands(("HMGET", name, *lines))
+        return [result for result in found if result is not None]
+
+    def _index(self, key: str) -> ExpiringIndex:
+        return ExpiringIndex(self._commands, key, self._clock)
+
+    async def _commands(self, *commands: Command) -> list[Any]:
+        return await self._connection.attempt(
+            lambda: self._connection.client.pipeline(commands), tries=TRIES
+        )

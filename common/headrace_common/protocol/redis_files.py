@@ -1,0 +1,108 @@
+"""Clients' files over Redis, in pieces, until they expire. Every write may be repeated."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from .. import keys
+from ..errors import MessageError
+from .batches import FileNotKept, StorageFull, StoredFile, decode_record, encode_record
+from .client import Command
+from .connection import Connection
+from .expiring_index import ExpiringIndex
+
+CHUNK_BYTES = 2**20
+TRIES = 3
+
+
+class RedisFiles:
+    """`max_bytes` and `max_files` bound what one tenant keeps. `clock` gives Unix seconds."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        *,
+        max_bytes: int,
+        max_files: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._connection = connection
+        self._max_bytes = max_bytes
+        self._max_files = max_files
+        self._clock = clock
+
+    async def reserve(self, file_id: str, tenant: str, size: int, expires_at: int) -> None:
+        """Counts a file before it is written. Raises StorageFull."""
+        await self.count(file_id, tenant, size, expires_at)
+        index = self._index(tenant)
+        kept = await index.numbers()
+        if sum(kept.values()) > self._max_bytes:
+            problem = f"more than the {self._max_bytes} bytes"
+        elif len(kept) > self._max_files:
+            problem = f"more than the {self._max_files} files"
+        else:
+            return
+        await index.remove(file_id)
+        raise StorageFull(f"There would be {problem} that are kept; delete some.")
+
+    async def count(self, file_id: str, tenant: str, size: int, expires_at: int) -> None:
+        """Counts a file whatever there is already."""
+        await self._index(tenant).put(file_id, expires_at, size)
+
+    async def write(self, file: StoredFile, chunks: Iterable[tuple[int, bytes]]) -> None:
+        """Writes pieces by their numbers; once all are there, `finish` makes it a file."""
+        name, expires = keys.stored_file(file.id), file.expires_at * 1000
+        for number, chunk in chunks:
+            await self._commands(("HSET", name, number, chunk), ("PEXPIREAT", name, expires))
+
+    async def finish(self, file: StoredFile) -> None:
+        name = keys.stored_file(file.id)
+        await self._commands(
+            ("HSET", name, "m", encode_record(file)), ("PEXPIREAT", name, file.expires_at * 1000)
+        )
+
+    async def get(self, file_id: str, tenant: str) -> StoredFile:
+        """Raises FileNotKept."""
+        (data,) = await self._commands(("HGET", keys.stored_file(file_id), "m"))
+        file = None if data is None else decode_record(StoredFile, data)
+        if file is None or file.tenant != tenant:
+            raise FileNotKept(f"there is no file {file_id[:80]!r}, or it has expired")
+        return file
+
+    async def chunk(self, file: StoredFile, number: int) -> bytes:
+        """One piece of its content. Raises FileNotKept where it has expired meanwhile."""
+        (data,) = await self._commands(("HGET", keys.stored_file(file.id), number))
+        if not isinstance(data, bytes):
+            raise FileNotKept(f"the file {file.id!r} has expired")
+        return data
+
+    async def content(self, file: StoredFile) -> bytes:
+        """All of it. Raises FileNotKept."""
+        return b"".join([await self.chunk(file, number) for number in range(file.chunks)])
+
+    async def all_of(self, tenant: str) -> list[StoredFile]:
+        """A tenant's files, newest first."""
+        found: list[StoredFile] = []
+        for file_id in await self._index(tenant).numbers():
+            try:
+                found.append(await self.get(file_id, tenant))
+            except (FileNotKept, MessageError):
+                continue  # being written, or expired this moment
+        return sorted(found, key=lambda file: (file.created_at, file.id), reverse=True)
+
+    async def delete(self, file: StoredFile) -> None:
+        await self._commands(("DEL", keys.stored_file(file.id)))
+        await self._index(file.tenant).remove(file.id)
+
+    def _index(self, tenant: str) -> ExpiringIndex:
+        return ExpiringIndex(self._commands, keys.tenant_files(tenant), self._clock)
+
+    async def _commands(self, *commands: Command) -> list[Any]:
+        return await self._connection.attempt(
+            lambda: self._connection.client.pipeline(commands), tries=TRIES
+        )
+
+
+def pieces(content: bytes) -> Sequence[bytes]:
+    """Content as the pieces in which it is kept."""
+    return [content[at : at + CHUNK_BYTES] for at in range(0, len(content), CHUNK_BYTES)]

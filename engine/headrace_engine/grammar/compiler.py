@@ -1,0 +1,86 @@
+"""Compiles structured outputs for a model's vocabulary, before their requests enter the engine.
+
+Bounded in time and memory by the limits of `headrace_common.grammars`; the engine's steps never
+wait for it.
+"""
+
+from collections import OrderedDict
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from headrace_common.grammars import error_text, grammar_text, parser_limits
+from headrace_common.structured import StructuredOutputError, StructuredOutputsParams
+
+from ..errors import RequestError
+from .compiled import CompiledGrammar
+
+if TYPE_CHECKING:
+    from headrace_common.tokenizer import Tokenizer
+
+CACHE_SIZE = 128
+MASK_BITS = 32
+
+
+class GrammarCompiler:
+    """Thread-safe; keeps the grammars that were used last, by their content.
+
+    Making one takes some 0.7 s and 90 MB for 128,000 tokens, during which no other Python runs:
+    make it at start. Raises RequestError where the library is not installed.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "Tokenizer",
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        cache_size: int = CACHE_SIZE,
+    ) -> None:
+        try:
+            from llguidance import LLTokenizer
+        except ImportError as error:
+            raise RequestError(
+                "structured outputs need llguidance: install it with pip install llguidance"
+            ) from error
+        size = max(vocab_size, tokenizer.vocab_size)
+        self._words = -(-size // MASK_BITS)
+        self._can_end = bool(eos_token_ids)
+        self._tokenizer = LLTokenizer(
+            tokenizer.to_json(),
+            n_vocab=size,
+            eos_token=sorted(eos_token_ids) or None,
+        )
+        self._limits = parser_limits()
+        self._kept: OrderedDict[StructuredOutputsParams, CompiledGrammar] = OrderedDict()
+        self._cache_size = cache_size
+        self._lock = Lock()
+
+    def compile(self, structured: StructuredOutputsParams) -> CompiledGrammar:
+        """CPU work of at most some 300 ms, outside Python's lock. Raises RequestError."""
+        with self._lock:
+            found = self._kept.get(structured)
+            if found is not None:
+                self._kept.move_to_end(structured)
+                return found
+        compiled = self._compile(structured)
+        with self._lock:
+            self._kept[structured] = compiled
+            while len(self._kept) > self._cache_size:
+                self._kept.popitem(last=False)
+        return compiled
+
+    def _compile(self, structured: StructuredOutputsParams) -> CompiledGrammar:
+        from llguidance import LLMatcher
+
+        if not self._can_end:
+            raise RequestError(
+                "structured_outputs need a model with an end-of-sequence token: this one has none"
+            )
+        try:
+            text = grammar_text(structured)
+        except StructuredOutputError as error:
+            raise RequestError(f"structured_outputs.{error}") from error
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            reason = error_text(matcher.get_error())
+            raise RequestError(f"structured_outputs.{structured.kind}: {reason}")
+        return CompiledGrammar(matcher, self._words)

@@ -1,0 +1,46 @@
+"""Host memory for KV blocks that were swapped out, and the copies to it and back.
+
+Does what a plan says; which block lies where is the scheduler's to decide.
+"""
+
+from time import perf_counter
+
+import torch
+
+from .attention.base import LayerCache
+from .attention.memory import host_blocks, move_blocks
+from .config import EngineConfig
+from .kv_budget import count_host_blocks
+from .plan import StepPlan
+
+
+class HostPool:
+    """As much of the swap space as whole blocks of `caches` fill; pinned memory beside a GPU.
+
+    Raises ConfigError where the machine has not that much memory.
+    """
+
+    def __init__(self, config: EngineConfig, caches: tuple[LayerCache, ...]) -> None:
+        self._caches = caches
+        self._device = caches[0][0].device
+        self.bytes_per_block = sum(
+            part[0].numel() * part.element_size() for cache in caches for part in cache
+        )
+        self.num_blocks = count_host_blocks(config, self._device, self.bytes_per_block)
+        self._host = tuple(host_blocks(cache, self.num_blocks) for cache in caches)
+
+    def swap(self, plan: StepPlan) -> float:
+        """Makes the plan's copies out, then those in; returns the seconds that they took."""
+        if not plan.swap_out and not plan.swap_in:
+            return 0.0
+        begun = perf_counter()
+        for cache, host in zip(self._caches, self._host, strict=True):
+            move_blocks(cache, host, plan.swap_out)
+            move_blocks(host, cache, plan.swap_in)
+        self.synchronize()
+        return perf_counter() - begun
+
+    def synchronize(self) -> None:
+        """Waits for the device, so that what is timed is over."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

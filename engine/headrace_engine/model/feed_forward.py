@@ -1,0 +1,84 @@
+"""The feed-forward part of a decoder layer: a gated MLP, or a mixture of such MLPs.
+
+Tokens are sorted by expert, and each expert that anybody chose computes all its tokens at once.
+Nothing here loops over tokens.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.nn import functional as F
+
+from .config import ExpertsConfig
+from .layers import Linear
+
+# [T, 2 I], the gate first, to [T, I]
+GatedActivation = Callable[[torch.Tensor], torch.Tensor]
+
+
+class FeedForward(Protocol):
+    """x [T, H] -> [T, H]."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMLP:
+    gate_up: Linear
+    down: Linear
+    activation: GatedActivation
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.activation(self.gate_up(x)))
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """Computes every token; its share is the sigmoid of `gate` [H -> 1]."""
+
+    mlp: GatedMLP
+    gate: Linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(self.gate(x)) * self.mlp(x)
+
+
+@dataclass(frozen=True, slots=True)
+class SparseMoe:
+    """Each token through the experts that the router gives the highest probabilities."""
+
+    router: Linear
+    experts: Rows[GatedMLP]
+    shared: SharedExpert | None
+    config: ExpertsConfig
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.route(x)
+        order = chosen.flatten().argsort(stable=True)
+        rows = x.index_select(0, order // self.config.per_token)
+        computed = self._compute(rows, chosen)
+        placed = torch.empty_like(computed).index_copy_(0, order, computed)
+        placed = placed.view(*chosen.shape, x.shape[1]).float()
+        mixed = torch.einsum("tk,tkh->th", weights, placed).to(x.dtype)
+        return mixed if self.shared is None else mixed + self.shared(x)
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(weights float32 [T, K], experts int64 [T, K]) of each token."""
+        probabilities = F.softmax(self.router(x), dim=-1, dtype=torch.float32)
+        weights, chosen = probabilities.topk(self.config.per_token, dim=-1)
+        if self.config.renormalise:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return weights, chosen
+
+    def _compute(self, rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Rows [T * K, H], sorted by expert, each through its own."""
+        counts = torch.bincount(chosen.flatten(), minlength=self.config.count).tolist()
+        output, start = torch.empty_like(rows), 0
+        for expert, count in zip(self.experts, counts, strict=True):
+            if count:
+                output[start : start + count] = expert(rows[start : start + count])
+                start += count
+        return output

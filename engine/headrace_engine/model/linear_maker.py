@@ -1,0 +1,116 @@
+"""Makes a decoder's linear layers out of a checkpoint, each in the fastest form there is for it.
+
+On CPUs with native kernels: their layout, in the engine's dtype or in 8 bits. Elsewhere quantised
+matrices keep their few bits and become floats anew for each product, and others are torch's own.
+"""
+
+import torch
+from torch.nn import functional as F
+
+from ..kernels.executor import Executor, PackedLinear
+from ..kernels.library import DTYPES
+from ..kernels.ops import NativeOps
+from .layers import Linear, can_pack, make_linear
+from .layers import PackedLinear as MkldnnLinear
+from .ops import Ops
+from .quantization.weight import QuantizedWeight
+from .weights import WeightReader
+
+# What the kernels' rows must be a multiple of: the widest vector.
+LANES = 16
+NO_INT8 = (
+    "quantization int8 needs the native CPU kernels, in bfloat16 or float32: use quantization none"
+)
+
+
+class NativeLinear:
+    """A layer in the native kernels' layout. Used by one thread, as the executor is."""
+
+    def __init__(self, executor: Executor, layer: PackedLinear) -> None:
+        self._executor, self._layer = executor, layer
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.numel() == 0:
+            return x.new_empty(*x.shape[:-1], self._layer.outputs)
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        product = self._executor.linear(self._layer, rows).to(x.dtype).contiguous()
+        return product.view(*x.shape[:-1], -1)
+
+
+class QuantizedLinear:
+    """Keeps weights in 4 or 8 bits; small, not fast."""
+
+    def __init__(
+        self,
+        weight: QuantizedWeight,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._bias, self._inputs = bias, weight.shape[1]
+        self._halves = weight.bits <= 4 and self._inputs % 2 == 0
+        levels = weight.levels
+        if self._halves:
+            levels = levels[:, 0::2] | (levels[:, 1::2] << 4)
+        self._levels = levels.contiguous().to(device)
+        self._groups = None if weight.groups is None else weight.groups.to(device)
+        self._scales = weight.scales.to(device=device, dtype=dtype)
+        self._zeros = weight.zeros.to(device=device, dtype=dtype)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self._weight(), self._bias)
+
+    def _weight(self) -> torch.Tensor:
+        levels = self._levels
+        if self._halves:
+            levels = torch.stack((levels & 15, levels >> 4), dim=-1).flatten(1)
+        whole = levels.to(self._scales.dtype)
+        if self._groups is not None:
+            return (whole - self._zeros[:, self._groups]) * self._scales[:, self._groups]
+        grouped = whole.view(*self._scales.shape, -1)
+        return ((grouped - self._zeros[..., None]) * self._scales[..., None]).view(whole.shape)
+
+
+def computes_natively(ops: Ops, dtype: torch.dtype) -> bool:
+    """Whether linear layers of this dtype run through the native kernels."""
+    return isinstance(ops, NativeOps) and dtype in DTYPES
+
+
+def pack_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None, executor: Executor | None, quantize: bool
+) -> Linear | None:
+    """The fastest layout of a loaded layer, or None where there is none but torch's own."""
+    if executor is not None and weight.dtype in DTYPES and weight.shape[1] % LANES == 0:
+        biases = [] if bias is None else [bias.detach()]
+        return NativeLinear(executor, executor.pack([weight], biases, quantize))
+    if can_pack(weight.device, weight.dtype):
+        return MkldnnLinear(weight, bias)
+    return None
+
+
+class LinearMaker:
+    """`executor` None does without native kernels; `quantize` keeps weights in 8 bits with them."""
+
+    def __init__(self, reader: WeightReader, executor: Executor | None, quantize: bool) -> None:
+        self._reader, self._executor, self._quantize = reader, executor, quantize
+
+    def make(
+        self, weights: tuple[str, ...], biases: tuple[str, ...] = (), exact: bool = False
+    ) -> Linear:
+        """One layer of the named matrices below each other; an `exact` one is not quantised."""
+        executor = self._executor
+        if executor is not None and self._is_native(weights):
+            views = [self._reader.view(name) for name in weights]
+            packed = executor.pack(
+                views, [self._reader.read(name) for name in biases], self._quantize and not exact
+            )
+            return NativeLinear(executor, packed)
+        bias = self._reader.stack(biases) if biases else None
+        quantized = self._reader.quantized(weights)
+        if quantized is not None:
+            return QuantizedLinear(quantized, bias, self._reader.dtype, self._reader.device)
+        return make_linear(self._reader.stack(weights), bias)
+
+    def _is_native(self, weights: tuple[str, ...]) -> bool:
+        inputs = [self._reader.shape(name)[1] for name in weights]
+        return self._reader.dtype in DTYPES and not any(count % LANES for count in inputs)

@@ -1,0 +1,118 @@
+"""compressed-tensors checkpoints (llm-compressor): weights of 4 or 8 bits, whole or fp8.
+
+Only weights are taken as quantised: activations stay in the engine's dtype, which is never less
+exact. Sparse and two-dimensional-block formats are refused.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from ..fields import Fields
+from ..tensor_files import Shape, TensorFiles
+from .base import FLOATS, TensorSpec, read_groups
+from .weight import WORD_BITS, QuantizedWeight, unpack_columns, unpack_rows
+
+PACKED, WHOLE, FLOAT = "pack-quantized", ("int-quantized", "naive-quantized"), "float-quantized"
+STRATEGIES = ("tensor", "channel", "group")
+
+
+class CompressedTensors:
+    name: ClassVar[str] = "compressed-tensors"
+    whole_numbers: bool
+
+    def __init__(self, fields: Fields) -> None:
+        weights = _weights(fields)
+        kind = "float" if fields.get("format", "") == FLOAT else "int"
+        weights.require("type", (kind,), default="int")
+        weights.require("strategy", STRATEGIES, default="channel")
+        weights.require("num_bits", (8,) if kind == "float" else (4, 8), default=8)
+        self.whole_numbers = kind == "int"
+        self._bits: int = weights.get("num_bits", 8)
+        self._strategy: str = weights.get("strategy", "channel")
+        self._group_size = weights.whole("group_size") if self._strategy == "group" else 0
+        self._packed = fields.get("format", "") == PACKED
+        self._symmetric = weights.flag("symmetric", True)
+
+    def stores(self, module: str, files: TensorFiles) -> bool:
+        return f"{module}.weight_scale" in files.tensors
+
+    def tensors(self, module: str, shape: Shape, files: TensorFiles) -> Mapping[str, TensorSpec]:
+        out, inputs = shape
+        scales = TensorSpec(self._scale_shapes(shape), FLOATS)
+        found = {f"{module}.weight_scale": scales}
+        if self._packed:
+            words = -(-inputs * self._bits // WORD_BITS)
+            found[f"{module}.weight_packed"] = TensorSpec(((out, words),), ("I32",))
+        else:
+            dtypes = ("I8",) if self.whole_numbers else ("F8_E4M3",)
+            found[f"{module}.weight"] = TensorSpec((shape,), dtypes)
+        if not self._symmetric:
+            found[f"{module}.weight_zero_point"] = self._zero_point(shape)
+        if f"{module}.weight_g_idx" in files.tensors:
+            found[f"{module}.weight_g_idx"] = TensorSpec(((inputs,),), ("I32", "I64"))
+        return found
+
+    def read(self, module: str, shape: Shape, files: TensorFiles) -> QuantizedWeight | torch.Tensor:
+        out, inputs = shape
+        scales = files.load(f"{module}.weight_scale").float().reshape(-1, self._count(inputs))
+        scales = scales.expand(out, -1).contiguous()
+        if not self.whole_numbers:
+            return _scaled(files.load(f"{module}.weight").float(), scales)
+        middle = 1 << (self._bits - 1)
+        if self._packed:
+            levels = unpack_columns(files.load(f"{module}.weight_packed"), self._bits)[:, :inputs]
+        else:
+            levels = (files.load(f"{module}.weight").short() + middle).to(torch.uint8)
+        return QuantizedWeight(
+            levels=levels.contiguous(),
+            scales=scales,
+            zeros=self._zeros(module, shape, files) + torch.zeros_like(scales),
+            groups=read_groups(f"{module}.weight_g_idx", inputs, scales.shape[1], files),
+            bits=self._bits,
+        )
+
+    def _zeros(self, module: str, shape: Shape, files: TensorFiles) -> torch.Tensor:
+        """Zero points among levels from 0 on; they are stored around the middle."""
+        middle = 1 << (self._bits - 1)
+        if self._symmetric:
+            return torch.tensor(float(middle))
+        stored = files.load(f"{module}.weight_zero_point")
+        if stored.dtype is torch.int32 and self._packed:
+            return unpack_rows(stored, self._bits)[: shape[0]].float()
+        return stored.float().reshape(-1, self._count(shape[1])) + middle
+
+    def _zero_point(self, shape: Shape) -> TensorSpec:
+        plain = self._scale_shapes(shape)
+        packed = tuple((-(-one[0] * self._bits // WORD_BITS), *one[1:]) for one in plain if one)
+        return TensorSpec((*plain, *packed), ("I8", "I32"))
+
+    def _scale_shapes(self, shape: Shape) -> tuple[Shape, ...]:
+        if self._strategy == "tensor":
+            return ((), (1,), (1, 1))
+        if self._strategy == "channel":
+            return ((shape[0], 1), (shape[0],))
+        return ((shape[0], self._count(shape[1])),)
+
+    def _count(self, inputs: int) -> int:
+        return -(-inputs // self._group_size) if self._strategy == "group" else 1
+
+
+def _weights(fields: Fields) -> Fields:
+    """The scheme of the one group that is supported."""
+    fields.require("format", (PACKED, *WHOLE, FLOAT), default=PACKED)
+    groups = fields.object("config_groups")
+    if len(groups) != 1:
+        raise fields.error("config_groups", "one group of layers")
+    name = next(iter(groups))
+    inner = Fields(fields.path, groups, prefix="quantization_config.config_groups.")
+    prefix = f"quantization_config.config_groups.{name}."
+    group = Fields(fields.path, inner.object(name), prefix=prefix)
+    return Fields(fields.path, group.object("weights"), prefix=f"{prefix}weights.")
+
+
+def _scaled(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """weight [out, in] times scales [out, groups]."""
+    out, groups = scales.shape
+    return (weight.view(out, groups, -1) * scales[..., None]).view(out, -1)

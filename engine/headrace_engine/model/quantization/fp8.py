@@ -1,0 +1,58 @@
+"""fp8 checkpoints: one scale for a matrix, or one for each block of 128 x 128 (DeepSeek, Qwen).
+
+Weights become floats of the engine's dtype when they are loaded.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from ..fields import Fields
+from ..tensor_files import Shape, TensorFiles
+from .base import FLOATS, TensorSpec
+
+# Names of the scale in checkpoints of different makers; all multiply.
+SCALES = ("weight_scale_inv", "weight_scale")
+
+
+class FP8:
+    name: ClassVar[str] = "fp8"
+    whole_numbers: ClassVar[bool] = False
+
+    def __init__(self, fields: Fields) -> None:
+        fields.require("fmt", ("e4m3", "float8_e4m3fn"), default="e4m3")
+        block = fields.get("weight_block_size", None)
+        if block is not None:
+            block = tuple(map(int, fields.numbers("weight_block_size", 2)))
+        self._block: tuple[int, int] | None = block
+
+    def stores(self, module: str, files: TensorFiles) -> bool:
+        return self._scale(module, files) is not None
+
+    def tensors(self, module: str, shape: Shape, files: TensorFiles) -> Mapping[str, TensorSpec]:
+        scale = self._scale(module, files)
+        assert scale is not None, "asked of a module that is not quantised"
+        shapes: tuple[Shape, ...] = ((), (1,), (1, 1), (shape[0],), (shape[0], 1))
+        if self._block is not None:
+            shapes = (
+                tuple(-(-size // step) for size, step in zip(shape, self._block, strict=True)),
+            )
+        return {
+            f"{module}.weight": TensorSpec((shape,), ("F8_E4M3",)),
+            scale: TensorSpec(shapes, FLOATS),
+        }
+
+    def read(self, module: str, shape: Shape, files: TensorFiles) -> torch.Tensor:
+        name = self._scale(module, files)
+        assert name is not None, "asked of a module that is not quantised"
+        weight, scale = files.load(f"{module}.weight").float(), files.load(name).float()
+        if self._block is None:
+            return weight * scale.reshape(-1, 1)
+        for dimension, step in enumerate(self._block):
+            scale = scale.repeat_interleave(step, dim=dimension)
+        return weight * scale[: shape[0], : shape[1]]
+
+    def _scale(self, module: str, files: TensorFiles) -> str | None:
+        names = (f"{module}.{name}" for name in SCALES)
+        return next((name for name in names if name in files.tensors), None)

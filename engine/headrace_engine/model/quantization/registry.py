@@ -1,0 +1,45 @@
+"""Which quantisation a checkpoint has, by the quantization_config of its config.json."""
+
+from collections.abc import Callable, Mapping
+
+from ...errors import ConfigError
+from ..checkpoint import Checkpoint
+from ..fields import Fields
+from .awq import AWQ
+from .base import QuantizedFormat
+from .compressed_tensors import CompressedTensors
+from .fp8 import FP8
+from .gptq import GPTQ
+
+FORMATS: Mapping[str, Callable[[Fields], QuantizedFormat]] = {
+    "gptq": GPTQ,
+    "awq": AWQ,
+    "compressed-tensors": CompressedTensors,
+    "fp8": FP8,
+}
+
+
+def find_format(checkpoint: Checkpoint, wanted: str) -> QuantizedFormat | None:
+    """The checkpoint's quantisation, or None for whole weights.
+
+    `wanted` is the engine's setting: a name of FORMATS must be the checkpoint's own. Raises
+    ConfigError for a method or a field that is not supported.
+    """
+    path = checkpoint.folder / "config.json"
+    top = Fields(path, checkpoint.config)
+    content = top.object("quantization_config")
+    fields = Fields(path, content, prefix="quantization_config.")
+    method = fields.get("quant_method", None) if content else None
+    if content and method not in FORMATS:
+        raise fields.error(
+            "quant_method",
+            f"one of {', '.join(FORMATS)} (or use a checkpoint with whole weights; --quantization "
+            "int8 makes them smaller)",
+        )
+    if wanted in FORMATS and wanted != method:
+        stored = f"quantised with {method}" if content else "not quantised"
+        raise ConfigError(
+            f"quantization {wanted} is for checkpoints of that kind, and {checkpoint.folder} is "
+            f"{stored}: use quantization none, or int8"
+        )
+    return FORMATS[method](fields) if isinstance(method, str) else None

@@ -1,0 +1,128 @@
+"""How a checkpoint scales its rotary embedding, read from config.json.
+
+Both forms are read: the new one (rope_parameters, for Gemma-3 one object for each kind of layer)
+and the old one (rope_scaling beside rope_theta). What cannot be honoured raises ConfigError.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .architectures import Architecture
+from .checkpoint import JsonObject
+from .fields import Fields
+
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+# Old names of longrope in checkpoints of Phi-3.
+_LONGROPE_NAMES = ("su", "yarn")
+
+_NEEDED: Mapping[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+    "longrope": ("original_max_position_embeddings",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding; `parameters` holds what the scaling of `rope_type` needs.
+
+    `partial` is the share of a head's elements, from the first on, that is rotated.
+    """
+
+    rope_type: str
+    theta: float
+    parameters: JsonObject
+    partial: float = 1.0
+
+    def rotated(self, head_dim: int) -> int:
+        """How many elements of a head are rotated."""
+        return int(head_dim * self.partial)
+
+
+def read_rope(fields: Fields, family: Architecture, head_dim: int, positions: int) -> RopeConfig:
+    """The rotary embedding of all layers, or of those without a window where they differ."""
+    name = "rope_scaling" if fields.get("rope_scaling", None) else "rope_parameters"
+    parameters = fields.object(name)
+    if isinstance(parameters.get("full_attention"), dict):
+        inner = Fields(fields.path, parameters, prefix=f"{name}.")
+        parameters, name = inner.object("full_attention"), f"{name}.full_attention"
+    theta = fields.number("rope_theta", family.rope_theta)
+    return _read(fields, family, name, parameters, theta, head_dim, positions)
+
+
+def read_local_rope(
+    fields: Fields, family: Architecture, head_dim: int, positions: int
+) -> RopeConfig | None:
+    """The rotary embedding of layers with a window, or None where all layers share one."""
+    if family.local_rope_theta is None:
+        return None
+    parameters = Fields(fields.path, fields.object("rope_parameters"), prefix="rope_parameters.")
+    theta = fields.number("rope_local_base_freq", family.local_rope_theta)
+    name = "rope_parameters.sliding_attention"
+    local = parameters.object("sliding_attention")
+    return _read(fields, family, name, local, theta, head_dim, positions)
+
+
+def _read(
+    fields: Fields,
+    family: Architecture,
+    name: str,
+    parameters: JsonObject,
+    theta: float,
+    head_dim: int,
+    positions: int,
+) -> RopeConfig:
+    rope = Fields(fields.path, parameters, prefix=f"{name}.")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if family.layout == "phi3" and kind in _LONGROPE_NAMES:
+        kind = "longrope"
+    if kind not in ROPE_TYPES:
+        raise rope.error("rope_type", f"one of {', '.join(ROPE_TYPES)}")
+    partial = _partial(fields, rope, family)
+    merged = _with_original(fields, parameters, positions)
+    checked = Fields(fields.path, merged, prefix=f"{name}.")
+    _check_scaling(checked, kind)
+    found = RopeConfig(kind, rope.number("rope_theta", theta), merged, partial)
+    rotated = found.rotated(head_dim)
+    if rotated % 2:
+        raise rope.error("partial_rotary_factor", "such that an even number of elements is rotated")
+    if kind != "longrope":
+        return found
+    factors = {key: checked.numbers(key, rotated // 2) for key in ("short_factor", "long_factor")}
+    return RopeConfig(kind, found.theta, {**merged, **factors}, partial)
+
+
+def _partial(fields: Fields, rope: Fields, family: Architecture) -> float:
+    if not family.partial_rotary:
+        for source in (rope, fields):
+            source.require("partial_rotary_factor", (1, 1.0), default=1.0)
+        return 1.0
+    partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    if partial > 1.0:
+        raise rope.error("partial_rotary_factor", "a number above 0 and at most 1")
+    return partial
+
+
+def _with_original(fields: Fields, parameters: JsonObject, positions: int) -> dict[str, Any]:
+    original = fields.get("original_max_position_embeddings", None)
+    merged = {"original_max_position_embeddings": positions, **parameters}
+    if original is not None:
+        merged["original_max_position_embeddings"] = original
+    return merged
+
+
+def _check_scaling(rope: Fields, kind: str) -> None:
+    for name in _NEEDED.get(kind, ()):
+        rope.number(name)
+    optional = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    for name in (*optional, "factor"):
+        if rope.get(name, None) is not None:
+            rope.number(name)

@@ -1,0 +1,152 @@
+"""A checkpoint loaded onto its device, with the attention backend and operators it computes with.
+
+Decides where and how; runs nothing.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from . import attention
+from .attention.base import AttentionBackend, KVSpec, LayerCache
+from .config import EngineConfig
+from .errors import ConfigError
+from .kernels.ops import make_ops
+from .model.base import CausalModel
+from .model.checkpoint import Checkpoint, load_checkpoint
+from .model.hidden_states import causal
+from .model.ops import Ops, TorchOps
+from .model.registry import Placement, load_model
+from .model.weights import stored_dtype
+from .pooler_config import (
+    PoolerConfig,
+    check_overrides,
+    is_embedding_model,
+    read_pooler_config,
+)
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedModel:
+    model: CausalModel
+    attention: AttentionBackend
+    ops: Ops
+    device: torch.device
+    dtype: torch.dtype
+    eos_token_ids: frozenset[int]
+    max_model_len: int
+    sliding_window: int | None = None
+    pooler_config: PoolerConfig | None = None
+
+    def allocate(self, num_blocks: int, block_size: int) -> tuple[LayerCache, ...]:
+        """Zeroed KV memory, one entry a layer."""
+        specs = self._specs(block_size)
+        return tuple(self.attention.allocate(num_blocks, spec) for spec in specs)
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes that one block takes in all layers together."""
+        return sum(self.attention.block_bytes(spec) for spec in self._specs(block_size))
+
+    def copy_blocks(
+        self, caches: tuple[LayerCache, ...], copies: tuple[tuple[int, int], ...]
+    ) -> None:
+        """Copies whole (source, destination) blocks in all layers."""
+        pairs = torch.from_numpy(np.array(copies, dtype=np.int64)).to(self.device)
+        for cache in caches:
+            self.attention.copy_blocks(cache, pairs)
+
+    def _specs(self, block_size: int) -> list[KVSpec]:
+        return [
+            KVSpec(shape.num_kv_heads, shape.head_dim, block_size, self.dtype, self.device)
+            for shape in self.model.kv_shapes
+        ]
+
+
+def place_model(config: EngineConfig) -> PlacedModel:
+    """Raises CheckpointError or ConfigError naming what cannot be loaded or served."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    checkpoint = load_checkpoint(config.model, config.revision)
+    pooler_config = _pooler_config(config, checkpoint)
+    checkpoint = checkpoint if pooler_config is None else causal(checkpoint)
+    device = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, checkpoint, device)
+    backend = attention.select(config.attention_backend, device, dtype)
+    # The reference is plain torch throughout, native kernels included in all else.
+    ops = TorchOps() if backend.name == "reference" else make_ops(device)
+    placement = Placement(
+        device,
+        dtype,
+        backend,
+        ops,
+        config.max_model_len,
+        config.quantization,
+        hidden_states=pooler_config is not None,
+    )
+    with torch.inference_mode():
+        loaded = load_model(config, checkpoint, placement)
+    return PlacedModel(
+        model=loaded.model,
+        attention=backend,
+        ops=ops,
+        device=device,
+        dtype=dtype,
+        eos_token_ids=frozenset(checkpoint.eos_token_ids),
+        max_model_len=loaded.max_model_len,
+        sliding_window=loaded.sliding_window,
+        pooler_config=pooler_config,
+    )
+
+
+def _pooler_config(config: EngineConfig, checkpoint: Checkpoint) -> PoolerConfig | None:
+    check_overrides(config.pooler_config)
+    embeds = config.task == "embed"
+    if config.task == "auto":
+        embeds = is_embedding_model(checkpoint)
+    return read_pooler_config(checkpoint, config.pooler_config) if embeds else None
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of a setting; `auto` is the first GPU where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r} is not known to torch: {error}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device must be auto, cpu or cuda, not {name!r}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda was asked for, but torch finds no CUDA device")
+    return device
+
+
+def pick_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    """The dtype of a setting; `auto` is the checkpoint's, by config.json or by its tensors.
+
+    On CPUs, whose kernels have no float16, such a checkpoint is computed in bfloat16.
+    """
+    if name != "auto":
+        return _named_dtype(name)
+    stated = checkpoint.dtype_name
+    found = stored_dtype(checkpoint.folder) if stated is None else _named_dtype(stated)
+    if found is torch.float16 and device.type == "cpu":
+        logger.info("bfloat16 is used in place of float16, which CPUs compute slowly")
+        return torch.bfloat16
+    return torch.float32 if found is torch.float64 else found
+
+
+def _named_dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise ConfigError(f"dtype must be one of auto, {', '.join(DTYPES)}, not {name!r}")
+    return DTYPES[name]

@@ -1,0 +1,172 @@
+"""How a model's embeddings are made, and which it gives.
+
+Read from what sentence-transformers saves beside a checkpoint (modules.json and the Pooling
+module's config.json); without those it is the last token, normalised, as decoders that were
+trained to embed do it. Computes nothing.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigError, RequestError
+from .model.checkpoint import Checkpoint, read_json, read_json_list
+
+MODULES_FILE = "modules.json"
+_OVERRIDES = frozenset({"pooling_type", "normalize", "matryoshka_dimensions"})
+
+
+class PoolingType(StrEnum):
+    LAST = "LAST"
+    MEAN = "MEAN"
+    CLS = "CLS"
+
+
+# The modes of sentence-transformers' Pooling module: its newer names and its older switches.
+_MODES = {
+    "lasttoken": PoolingType.LAST,
+    "mean": PoolingType.MEAN,
+    "cls": PoolingType.CLS,
+    "pooling_mode_lasttoken": PoolingType.LAST,
+    "pooling_mode_mean_tokens": PoolingType.MEAN,
+    "pooling_mode_cls_token": PoolingType.CLS,
+}
+_MODULES = frozenset({"Transformer", "Pooling", "Normalize"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolerConfig:
+    """How vectors of `size` numbers are made. `matryoshka_dimensions` are the shorter lengths that
+    may be asked for; None: any, for a model trained so; empty: none."""
+
+    size: int
+    pooling_type: PoolingType = PoolingType.LAST
+    normalize: bool = True
+    matryoshka_dimensions: frozenset[int] | None = frozenset()
+
+    @property
+    def needs_all_tokens(self) -> bool:
+        """Whether tokens found in a prefix cache would be missing."""
+        return self.pooling_type is not PoolingType.LAST
+
+    def check(self, dimensions: int | None) -> None:
+        """Raises RequestError for a length that the model does not give."""
+        if dimensions is None or dimensions == self.size:
+            return
+        allowed = self.matryoshka_dimensions
+        if allowed is not None and not allowed:
+            raise RequestError(
+                f"dimensions: this model's vectors have {self.size} numbers and cannot be "
+                f"shortened, so {dimensions} is not possible: leave it out"
+            )
+        if dimensions > self.size or (allowed is not None and dimensions not in allowed):
+            choices = f"1 to {self.size}" if allowed is None else ", ".join(map(str, _all(self)))
+            raise RequestError(f"dimensions: {dimensions} is not one of {choices}")
+
+
+def _all(config: PoolerConfig) -> list[int]:
+    return sorted({*(config.matryoshka_dimensions or ()), config.size})
+
+
+def is_embedding_model(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint was saved to embed: by sentence-transformers, or without a head."""
+    modules = (checkpoint.folder / MODULES_FILE).is_file()
+    return modules or checkpoint.architecture.endswith("Model")
+
+
+def read_pooler_config(checkpoint: Checkpoint, overrides: Mapping[str, object]) -> PoolerConfig:
+    """Of a checkpoint, with what the setting `pooler_config` says instead. Raises ConfigError."""
+    config = checkpoint.config
+    if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
+        raise ConfigError(
+            f"{checkpoint.folder / 'config.json'}: the model attends in both directions, which is "
+            "not supported; use an embedding model that is a causal decoder"
+        )
+    size = config.get("hidden_size")
+    if type(size) is not int or size < 1:
+        raise ConfigError(f"{checkpoint.folder / 'config.json'}: hidden_size must be a number")
+    pooling, normalize = _from_modules(checkpoint.folder)
+    listed: Any = config.get("matryoshka_dimensions")
+    if listed is None and config.get("is_matryoshka"):
+        listed = "any"
+    return PoolerConfig(
+        size=size,
+        pooling_type=_pooling_type(overrides.get("pooling_type", pooling)),
+        normalize=_flag(overrides.get("normalize", normalize)),
+        matryoshka_dimensions=_dimensions(overrides.get("matryoshka_dimensions", listed), size),
+    )
+
+
+def check_overrides(overrides: Mapping[str, object]) -> None:
+    """Raises ConfigError for a field that the setting `pooler_config` does not have."""
+    unknown = sorted(overrides.keys() - _OVERRIDES)
+    if unknown:
+        raise ConfigError(
+            f"pooler_config: unknown field {unknown[0]!r}; it has {', '.join(sorted(_OVERRIDES))}"
+        )
+
+
+def _pooling_type(value: object) -> PoolingType:
+    try:
+        return PoolingType(str(value).upper())
+    except ValueError as error:
+        names = ", ".join(PoolingType)
+        raise ConfigError(
+            f"pooler_config: pooling_type must be one of {names}, not {value!r:.40}"
+        ) from error
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"pooler_config: normalize must be true or false, not {value!r:.40}")
+    return value
+
+
+def _dimensions(value: object, size: int) -> frozenset[int] | None:
+    if value is None:
+        return frozenset()
+    if value == "any":
+        return None
+    if not isinstance(value, list) or not all(type(n) is int and 0 < n <= size for n in value):
+        raise ConfigError(
+            f"matryoshka_dimensions must be a list of numbers from 1 to {size}, or 'any', not "
+            f"{value!r:.80}"
+        )
+    return frozenset(value)
+
+
+def _from_modules(folder: Path) -> tuple[PoolingType, bool]:
+    path = folder / MODULES_FILE
+    if not path.is_file():
+        return PoolingType.LAST, True
+    kinds = [
+        (str(item.get("type", "")).rpartition(".")[2], item) for item in read_json_list(path)
+    ]
+    for kind, _ in kinds:
+        if kind not in _MODULES:
+            raise ConfigError(
+                f"{path}: module {kind!r:.60} is not supported; there are "
+                f"{', '.join(sorted(_MODULES))}"
+            )
+    found = [item for kind, item in kinds if kind == "Pooling"]
+    pooling = _read_mode(folder / str(found[0].get("path", ""))) if found else PoolingType.LAST
+    return pooling, any(kind == "Normalize" for kind, _ in kinds)
+
+
+def _read_mode(folder: Path) -> PoolingType:
+    path = folder / "config.json"
+    config = read_json(path)
+    mode = config.get("pooling_mode")
+    if mode is None:
+        chosen = [
+            name for name, on in config.items() if name.startswith("pooling_mode_") and on is True
+        ]
+        mode = chosen[0] if len(chosen) == 1 else chosen
+    if not isinstance(mode, str) or mode not in _MODES:
+        raise ConfigError(
+            f"{path}: pooling_mode {mode!r:.80} is not supported; there are last token, mean and "
+            "cls. Name another with pooler_config"
+        )
+    return _MODES[mode]

@@ -1,0 +1,71 @@
+"""Puts the parts of batches together: the store, what clients do with it, and who leads."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp
+
+from headrace_common.protocol.connection import Connection
+from headrace_common.protocol.redis_batches import RedisBatches
+from headrace_common.protocol.redis_files import RedisFiles
+
+from ..api_keys import KeyFile
+from ..drain import Drain
+from ..keeping import Keeping
+from ..settings import GatewaySettings
+from .desk import Desk, DeskLimits
+from .internal import InternalClient
+from .producer import BatchProducer
+from .run import BatchLimits, BatchSite
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Where files and batches are kept. `leader` is this gateway's name among those that lead."""
+
+    files: RedisFiles
+    batches: RedisBatches
+    leader: str
+
+
+def open_storage(connection: Connection, settings: GatewaySettings, leader: str) -> Storage:
+    files = RedisFiles(
+        connection, max_bytes=settings.max_stored_bytes, max_files=settings.max_stored_files
+    )
+    return Storage(files, RedisBatches(connection), leader)
+
+
+def make_producer(
+    app: ASGIApp,
+    storage: Storage,
+    settings: GatewaySettings,
+    keeping: Keeping,
+    drain: Drain,
+    keys: KeyFile | None,
+) -> BatchProducer:
+    """Not started yet."""
+    limits = BatchLimits(
+        max_lines=settings.max_batch_requests,
+        max_output_bytes=settings.max_batch_output_bytes,
+        concurrency=settings.batch_concurrency,
+        max_deadline=settings.max_deadline,
+    )
+    site = BatchSite(
+        leader=storage.leader,
+        batches=storage.batches,
+        files=storage.files,
+        client=InternalClient(app),
+        keeping=keeping,
+        find_key=None if keys is None else lambda key_id: keys.ring.named(key_id),
+        limits=limits,
+    )
+    return BatchProducer(site, drain, running=settings.max_running_batches)
+
+
+def make_desk(storage: Storage, settings: GatewaySettings, changed: Callable[[], None]) -> Desk:
+    limits = DeskLimits(
+        max_file_bytes=settings.max_file_bytes,
+        file_ttl=int(settings.file_ttl),
+        max_open_batches=settings.max_open_batches,
+    )
+    return Desk(files=storage.files, batches=storage.batches, limits=limits, changed=changed)

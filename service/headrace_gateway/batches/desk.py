@@ -1,0 +1,183 @@
+"""What clients may do with files and batches: checks, then the store. Knows no HTTP."""
+
+import re
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field, StrictInt, StrictStr
+
+from headrace_common.protocol.batches import (
+    Batch,
+    BatchRequest,
+    FileNotKept,
+    StorageFull,
+    StoredFile,
+)
+from headrace_common.protocol.redis_batches import RedisBatches
+from headrace_common.protocol.redis_files import RedisFiles, pieces
+
+from ..chat_messages import Body
+from ..errors import ApiError, invalid
+from .lines import ENDPOINTS
+
+BATCH_PURPOSE = "batch"
+MAX_FILENAME_CHARS = 255
+MAX_METADATA = 16
+_WINDOW = re.compile(r"([1-9][0-9]{0,3})([mhd])")
+_SECONDS = {"m": 60, "h": 3600, "d": 86_400}
+LONGEST_WINDOW_S = 7 * 86_400
+SHORTEST_TTL_S = 3600
+
+
+class ExpiresAfter(Body):
+    anchor: Literal["created_at"]
+    seconds: StrictInt = Field(ge=SHORTEST_TTL_S)
+
+
+class CreateBatch(Body):
+    """OpenAI's body; `completion_window` also takes other times, as 30m, 12h or 7d."""
+
+    input_file_id: StrictStr
+    endpoint: StrictStr
+    completion_window: StrictStr
+    metadata: dict[str, StrictStr] | None = Field(None, max_length=MAX_METADATA)
+    output_expires_after: ExpiresAfter | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeskLimits:
+    """Seconds and counts. `file_ttl` is the longest that a file is kept."""
+
+    max_file_bytes: int
+    file_ttl: int
+    max_open_batches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Desk:
+    """`changed` is called when there is a new batch, or one to cancel. `clock`: Unix seconds."""
+
+    files: RedisFiles
+    batches: RedisBatches
+    limits: DeskLimits
+    changed: Callable[[], None]
+    clock: Callable[[], float] = time.time
+
+    async def upload(
+        self, tenant: str, filename: str, purpose: str, content: bytes, ttl: int | None
+    ) -> StoredFile:
+        """Keeps a file. Raises ApiError."""
+        if purpose != BATCH_PURPOSE:
+            raise invalid(f"purpose: must be 'batch', not {purpose[:40]!r}.", param="purpose")
+        if not content:
+            raise invalid("file: is empty.", param="file")
+        if len(content) > self.limits.max_file_bytes:
+            raise ApiError(
+                413,
+                f"file: has {len(content)} bytes, over the limit of {self.limits.max_file_bytes}.",
+                param="file",
+                code="request_too_large",
+            )
+        now = int(self.clock())
+        parts = pieces(content)
+        file = StoredFile(
+            id=f"file-{secrets.token_hex(16)}",
+            tenant=tenant,
+            filename=filename[:MAX_FILENAME_CHARS] or "file",
+            purpose=purpose,
+            bytes=len(content),
+            chunks=len(parts),
+            created_at=now,
+            expires_at=now + self._ttl(ttl),
+        )
+        try:
+            await self.files.reserve(file.id, tenant, file.bytes, file.expires_at)
+        except StorageFull as error:
+            raise ApiError(413, str(error), param="file", code=error.code) from error
+        await self.files.write(file, enumerate(parts))
+        await self.files.finish(file)
+        return file
+
+    def _ttl(self, asked: int | None) -> int:
+        if asked is None:
+            return self.limits.file_ttl
+        if not SHORTEST_TTL_S <= asked <= self.limits.file_ttl:
+            raise invalid(
+                f"expires_after: seconds must be from {SHORTEST_TTL_S} to {self.limits.file_ttl}.",
+                param="expires_after",
+            )
+        return asked
+
+    async def file(self, file_id: str, tenant: str) -> StoredFile:
+        """Raises ApiError."""
+        try:
+            return await self.files.get(file_id, tenant)
+        except FileNotKept as error:
+            raise ApiError(404, f"{error}.", param="file_id", code=error.code) from error
+
+    async def create(self, tenant: str, key_id: str, body: CreateBatch) -> Batch:
+        """Keeps a batch, which begins soon. Raises ApiError."""
+        if body.endpoint not in ENDPOINTS:
+            raise invalid(f"endpoint: must be one of {', '.join(ENDPOINTS)}.", param="endpoint")
+        window = _window(body.completion_window)
+        after = body.output_expires_after
+        output_ttl = self._ttl(None if after is None else after.seconds)
+        file = await self._input(body.input_file_id, tenant)
+        if await self.batches.count_open(tenant) >= self.limits.max_open_batches:
+            raise ApiError(
+                429,
+                f"There are {self.limits.max_open_batches} batches that have not ended, which is "
+                "the limit; wait for one of them or cancel it.",
+                kind="rate_limit_error",
+                code="too_many_batches",
+                retry_after=60.0,
+            )
+        now = int(self.clock())
+        request = BatchRequest(
+            id=f"batch_{secrets.token_hex(16)}",
+            tenant=tenant,
+            key_id=key_id,
+            endpoint=body.endpoint,
+            input_file_id=file.id,
+            completion_window=body.completion_window,
+            created_at=now,
+            expires_at=now + window,
+            output_ttl=output_ttl,
+            kept_until=now + window + self.limits.file_ttl,
+            metadata=body.metadata or {},
+        )
+        batch = await self.batches.create(request)
+        self.changed()
+        return batch
+
+    async def _input(self, file_id: str, tenant: str) -> StoredFile:
+        try:
+            file = await self.files.get(file_id, tenant)
+        except FileNotKept as error:
+            raise invalid(f"input_file_id: {error}.", param="input_file_id") from error
+        if file.purpose != BATCH_PURPOSE:
+            raise invalid(
+                "input_file_id: must be a file with the purpose 'batch'.", param="input_file_id"
+            )
+        return file
+
+    async def cancel(self, batch: Batch) -> Batch:
+        """Asks for a batch's end; one that has ended stays as it is."""
+        if not batch.progress.status.final:
+            await self.batches.cancel(batch)
+            self.changed()
+        return await self.batches.get(batch.request.id)
+
+
+def _window(text: str) -> int:
+    found = _WINDOW.fullmatch(text)
+    seconds = 0 if found is None else int(found[1]) * _SECONDS[found[2]]
+    if not 0 < seconds <= LONGEST_WINDOW_S:
+        raise invalid(
+            "completion_window: must be a time of at most 7 days, as 24h, 30m or 7d.",
+            param="completion_window",
+        )
+    return seconds

@@ -1,0 +1,153 @@
+"""The lines of a batch's input file: one request each, checked before any of them runs.
+
+Bodies are checked when they run, as those of any request are; here it is whether each line is a
+request at all.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+MAX_CUSTOM_ID_CHARS = 256
+# How many faults of a file are told; the first one is enough to refuse it.
+MAX_FAULTS = 20
+_FIELDS = frozenset({"custom_id", "method", "url", "body"})
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A request. `number` is its place in the file, from 1; `start` and `end` are its bytes."""
+
+    number: int
+    custom_id: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is wrong with a line (None: with the file)."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "code": self.code,
+            "line": self.line,
+            "message": self.message,
+            "param": self.param,
+        }
+
+
+class _BadLine(Exception):
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.message, self.param = code, message, param
+
+
+@dataclass(frozen=True, slots=True)
+class BatchInput:
+    """`content` with its lines, or with what is wrong with it. `model` is the first line's."""
+
+    content: bytes
+    lines: tuple[Line, ...]
+    faults: tuple[Fault, ...]
+    model: str | None
+
+    def body(self, line: Line) -> dict[str, Any]:
+        """The request's body."""
+        body: dict[str, Any] = json.loads(self.content[line.start : line.end])["body"]
+        return body
+
+
+def read_lines(content: bytes, endpoint: str, max_lines: int) -> BatchInput:
+    """Reads and checks a whole file: work for a thread."""
+    lines: list[Line] = []
+    faults: list[Fault] = []
+    seen: dict[str, int] = {}
+    model: str | None = None
+    for number, start, end in _split(content):
+        if len(lines) >= max_lines:
+            message = f"The file has more than {max_lines} requests; split it."
+            faults.append(Fault("too_many_requests", message))
+            break
+        try:
+            fields = _request(content[start:end], endpoint)
+            custom_id = _unique(fields["custom_id"], number, seen)
+        except _BadLine as bad:
+            faults.append(Fault(bad.code, bad.message, number, bad.param))
+            if len(faults) >= MAX_FAULTS:
+                break
+            continue
+        model = model or fields["body"].get("model")
+        lines.append(Line(number, custom_id, start, end))
+    if not lines and not faults:
+        faults.append(Fault("empty_file", "The file has no requests."))
+    return BatchInput(
+        content, tuple(lines), tuple(faults), model if isinstance(model, str) else None
+    )
+
+
+def _split(content: bytes) -> Iterator[tuple[int, int, int]]:
+    """Number, start and end of each line that is not blank."""
+    start, number = 0, 0
+    while start < len(content):
+        end = content.find(b"\n", start)
+        end = len(content) if end < 0 else end
+        number += 1
+        if content[start:end].strip():
+            yield number, start, end
+        start = end + 1
+
+
+def _request(line: bytes, endpoint: str) -> dict[str, Any]:
+    fields = _object(line)
+    unknown = sorted(fields.keys() - _FIELDS)
+    if unknown:
+        raise _BadLine("unknown_parameter", f"Unknown field {unknown[0]!r:.80}.", unknown[0][:80])
+    if fields.get("method") != "POST":
+        raise _BadLine("invalid_method", "method must be 'POST'.", "method")
+    if fields.get("url") != endpoint:
+        raise _BadLine(
+            "mismatched_endpoint", f"url must be the batch's endpoint, '{endpoint}'.", "url"
+        )
+    _check_body(fields.get("body"))
+    return fields
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise _BadLine("invalid_json_line", f"The line is not valid JSON: {error}.") from error
+    if not isinstance(fields, dict):
+        raise _BadLine("invalid_json_line", "The line must be a JSON object.")
+    return fields
+
+
+def _check_body(body: object) -> None:
+    if not isinstance(body, dict):
+        raise _BadLine("missing_required_parameter", "body must be a JSON object.", "body")
+    for name in ("stream", "background"):
+        if body.get(name):
+            raise _BadLine("invalid_value", f"{name} must be false in a batch.", f"body.{name}")
+
+
+def _unique(custom_id: object, number: int, seen: dict[str, int]) -> str:
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_CUSTOM_ID_CHARS:
+        raise _BadLine(
+            "invalid_custom_id",
+            f"custom_id must be a string of 1 to {MAX_CUSTOM_ID_CHARS} characters.",
+            "custom_id",
+        )
+    first = seen.setdefault(custom_id, number)
+    if first != number:
+        raise _BadLine(
+            "duplicate_custom_id", f"custom_id is that of line {first} too.", "custom_id"
+        )
+    return custom_id

@@ -1,0 +1,98 @@
+"""Leads batches that nobody leads, some at a time; each gateway runs one of these.
+
+When this gateway is to stop, its batches are left to others at once.
+"""
+
+import asyncio
+import logging
+from functools import partial
+
+from headrace_common.errors import BackendUnavailable, HeadraceError
+
+from ..drain import Drain
+from .run import BatchRun, BatchSite, LeaseLost
+
+logger = logging.getLogger(__name__)
+
+# A new batch is begun at once by the gateway that took it; this is for those of gateways that died.
+LOOK_S = 2.0
+
+
+class BatchProducer:
+    """`running`: how many batches this gateway leads at once."""
+
+    def __init__(self, site: BatchSite, drain: Drain, *, running: int) -> None:
+        self._site = site
+        self._drain = drain
+        self._most = running
+        self._runs: dict[str, asyncio.Task[None]] = {}
+        self._new = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._lead(), name="batches")
+
+    def wake(self) -> None:
+        """There may be a new batch."""
+        self._new.set()
+
+    async def close(self) -> None:
+        """Stops leading."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._leave_all()
+
+    async def _lead(self) -> None:
+        while not self._drain.draining:
+            self._new.clear()
+            try:
+                await self._look()
+            except BackendUnavailable as error:
+                logger.warning("redis unavailable, batches wait", extra={"error": str(error)})
+            try:
+                async with asyncio.timeout(LOOK_S):
+                    await self._new.wait()
+            except TimeoutError:
+                continue
+        await self._leave_all()
+
+    async def _look(self) -> None:
+        for batch_id in await self._site.batches.open():
+            if len(self._runs) >= self._most:
+                return
+            if batch_id in self._runs:
+                continue
+            if await self._site.batches.lead(batch_id, self._site.leader):
+                run = asyncio.create_task(self._run(batch_id), name=f"batch {batch_id}")
+                self._runs[batch_id] = run
+                run.add_done_callback(partial(self._forget, batch_id))
+
+    def _forget(self, batch_id: str, _: "asyncio.Task[None]") -> None:
+        self._runs.pop(batch_id, None)
+
+    async def _run(self, batch_id: str) -> None:
+        fields = {"batch_id": batch_id}
+        try:
+            batch = await self._site.batches.get(batch_id)
+            await BatchRun(self._site, batch).run()
+            logger.info("batch ended", extra=fields)
+            await self._site.batches.leave(batch_id, self._site.leader)
+        except (LeaseLost, BackendUnavailable):
+            logger.warning("batch left to others", extra=fields)
+        except HeadraceError as error:
+            # It is taken up again once the lease has lapsed, and forgotten when it expires.
+            logger.error("batch cannot be run", extra={**fields, "error": str(error)})
+        except Exception:
+            logger.exception("batch failed", extra=fields)
+
+    async def _leave_all(self) -> None:
+        left = dict(self._runs)
+        for task in left.values():
+            task.cancel()
+        await asyncio.gather(*left.values(), return_exceptions=True)
+        for batch_id in left:
+            try:
+                await self._site.batches.leave(batch_id, self._site.leader)
+            except BackendUnavailable:
+                return  # the leases lapse

@@ -1,0 +1,104 @@
+"""A batch's results as lines of its output and error files."""
+
+import hashlib
+import json
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headrace_common.protocol.batches import Batch, Done, StoredFile
+from headrace_common.protocol.redis_batches import RedisBatches
+from headrace_common.protocol.redis_files import CHUNK_BYTES, RedisFiles
+
+from .internal import InternalAnswer
+from .lines import Line
+
+OUTPUT_PURPOSE = "batch_output"
+# Results that are in memory at a time while a file is made.
+PAGE_LINES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One line of a file, without its end."""
+
+    text: bytes
+    answered: bool
+
+
+def answer_result(batch: Batch, line: Line, answer: InternalAnswer) -> Result:
+    """What an endpoint answered, whether well or not."""
+    head = {
+        "status_code": answer.status,
+        "request_id": answer.headers.get("x-request-id", ""),
+    }
+    body = answer.body if b"\n" not in answer.body else _one_line(answer.body)
+    response = json.dumps(head, separators=(",", ":")).encode()[:-1] + b',"body":' + body + b"}"
+    return Result(_line(batch, line, response, b"null"), answer.status == 200)
+
+
+def error_result(batch: Batch, line: Line, code: str, message: str) -> Result:
+    """A line that did not come to an answer."""
+    error = json.dumps({"code": code, "message": message}).encode()
+    return Result(_line(batch, line, b"null", error), False)
+
+
+def _line(batch: Batch, line: Line, response: bytes, error: bytes) -> bytes:
+    name = {
+        "id": f"batch_req_{_digest(f'{batch.request.id}:{line.number}')}",
+        "custom_id": line.custom_id,
+    }
+    head = json.dumps(name, separators=(",", ":")).encode()[:-1]
+    return head + b',"response":' + response + b',"error":' + error + b"}"
+
+
+def _one_line(body: bytes) -> bytes:
+    content: Any = json.loads(body)
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+class ResultFiles:
+    """Makes a batch's files out of its results; doing it again makes the same files."""
+
+    def __init__(self, batch: Batch, batches: RedisBatches, files: RedisFiles, now: int) -> None:
+        self._batch, self._batches, self._files, self._now = batch, batches, files, now
+
+    async def write(self, done: Mapping[int, Done], *, answered: bool) -> str | None:
+        """The id of the file of all lines that have an answer, or of those without; None: none."""
+        lines = sorted(line for line, mark in done.items() if mark.answered is answered)
+        if not lines:
+            return None
+        size = sum(done[line].size + 1 for line in lines)
+        kind = "output" if answered else "error"
+        request = self._batch.request
+        file = StoredFile(
+            id=f"file-{_digest(f'{request.id}:{kind}')}",
+            tenant=request.tenant,
+            filename=f"{request.id}_{kind}.jsonl",
+            purpose=OUTPUT_PURPOSE,
+            bytes=size,
+            chunks=-(-size // CHUNK_BYTES),
+            created_at=self._now,
+            expires_at=self._now + request.output_ttl,
+        )
+        await self._files.count(file.id, file.tenant, size, file.expires_at)
+        async for number, piece in self._pieces(lines):
+            await self._files.write(file, [(number, piece)])
+        await self._files.finish(file)
+        return file.id
+
+    async def _pieces(self, lines: list[int]) -> AsyncIterator[tuple[int, bytes]]:
+        number, gathered = 0, bytearray()
+        for at in range(0, len(lines), PAGE_LINES):
+            for result in await self._batches.results(self._batch, lines[at : at + PAGE_LINES]):
+                gathered += result + b"\n"
+            while len(gathered) >= CHUNK_BYTES:
+                yield number, bytes(gathered[:CHUNK_BYTES])
+                del gathered[:CHUNK_BYTES]
+                number += 1
+        if gathered:
+            yield number, bytes(gathered)

@@ -1,0 +1,290 @@
+"""One batch while this gateway leads it: its lines run as requests of the lowest priority.
+
+Whatever is done is in Redis, so that another gateway goes on where this one stops: lines that have
+a result are not run again, and those that were running meet their own request in the queue again.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headrace_common.api_keys import ApiKey
+from headrace_common.protocol.batches import (
+    Batch,
+    BatchProgress,
+    BatchStatus,
+    Done,
+    FileNotKept,
+)
+from headrace_common.protocol.redis_batches import LEASE_S, RedisBatches
+from headrace_common.protocol.redis_files import RedisFiles
+
+from ..admission import DEADLINE_HEADER
+from ..errors import ApiError
+from ..keeping import Keeping
+from ..tenants import Caller
+from ..wishes import KEY_HEADER, Wish
+from .internal import InternalAnswer, InternalClient
+from .lines import BatchInput, Fault, Line, read_lines
+from .results import Result, ResultFiles, answer_result, error_result
+
+# Behind everybody who waits for an answer.
+BATCH_PRIORITY = 1000
+LONGEST_PAUSE_S = 30.0
+FIRST_PAUSE_S = 1.0
+TRIES = 3
+_BUSY = frozenset({429, 499, 503})
+NO_KEY = "The API key that created the batch is no longer valid."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """`concurrency` lines of a batch run at once; `max_deadline` (seconds) is a request's."""
+
+    max_lines: int
+    max_output_bytes: int
+    concurrency: int
+    max_deadline: float
+    look_interval: float = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSite:
+    """What batches work with. `find_key` gives the API key of an id; None: keys are off.
+
+    `clock` gives Unix seconds.
+    """
+
+    leader: str
+    batches: RedisBatches
+    files: RedisFiles
+    client: InternalClient
+    keeping: Keeping
+    find_key: Callable[[str], ApiKey | None] | None
+    limits: BatchLimits
+    clock: Callable[[], float] = time.time
+
+
+class LeaseLost(Exception):
+    """Another gateway leads the batch now."""
+
+
+class BatchRun:
+    """Leads one batch. `run` returns when it has ended; raises LeaseLost, BackendUnavailable."""
+
+    def __init__(self, site: BatchSite, batch: Batch) -> None:
+        self._site = site
+        self._batch = batch
+        self._progress = batch.progress
+        self._done: set[int] = set()
+        self._answered = self._bytes = 0
+        self._running: set[Line] = set()
+        self._cancelling = batch.cancelling_at is not None
+
+    async def run(self) -> None:
+        """To the batch's end, as far as it has not come before."""
+        if not self._progress.status.final:
+            source = await self._read()
+            if source.faults:
+                await self._refuse(source.faults)
+            else:
+                await self._work(source)
+        await self._site.batches.close(self._batch)
+
+    # Before
+
+    async def _read(self) -> BatchInput:
+        request = self._batch.request
+        try:
+            file = await self._site.files.get(request.input_file_id, request.tenant)
+            content = await self._site.files.content(file)
+        except FileNotKept as error:
+            return BatchInput(b"", (), (Fault(error.code, str(error)),), None)
+        limit = self._site.limits.max_lines
+        return await asyncio.to_thread(read_lines, content, request.endpoint, limit)
+
+    async def _refuse(self, faults: tuple[Fault, ...]) -> None:
+        await self._say(
+            status=BatchStatus.FAILED,
+            errors=tuple(fault.body() for fault in faults),
+            ended_at=self._now,
+        )
+
+    # Lines
+
+    async def _work(self, source: BatchInput) -> None:
+        for number, mark in (await self._site.batches.done(self._batch)).items():
+            self._note(number, mark)
+        await self._say(
+            status=BatchStatus.IN_PROGRESS,
+            total=len(source.lines),
+            model=source.model,
+            in_progress_at=self._progress.in_progress_at or self._now,
+            **self._counts,
+        )
+        left = [line for line in source.lines if line.number not in self._done]
+        ended = await self._run_lines(source, iter(left))
+        await self._end(ended, [line for line in left if line.number not in self._done])
+
+    async def _run_lines(self, source: BatchInput, left: Iterator[Line]) -> BatchStatus:
+        """Runs lines until there are none left, or the batch is to end before that."""
+        if self._cancelling:
+            return BatchStatus.CANCELLED
+        workers = [
+            asyncio.create_task(self._run_some(source, left))
+            for _ in range(self._site.limits.concurrency)
+        ]
+        everyone = asyncio.gather(*workers)
+        watch = asyncio.create_task(self._watch())
+        try:
+            await asyncio.wait((everyone, watch), return_when="FIRST_COMPLETED")
+            if watch.done():
+                return watch.result()
+            await everyone
+            return BatchStatus.COMPLETED
+        finally:
+            for task in (watch, *workers):
+                task.cancel()
+            await asyncio.gather(everyone, watch, *workers, return_exceptions=True)
+
+    async def _run_some(self, source: BatchInput, left: Iterator[Line]) -> None:
+        for line in left:
+            self._running.add(line)
+            result = await self._run_line(source.body(line), line)
+            await self._keep(line, result)
+            self._running.discard(line)
+
+    async def _watch(self) -> BatchStatus:
+        """Renews the lease and tells how far it is, until the batch must end before its time."""
+        site, renewed = self._site, -LEASE_S
+        while True:
+            if site.clock() >= self._batch.request.expires_at:
+                return BatchStatus.EXPIRED
+            if (await site.batches.get(self._batch.request.id)).cancelling_at is not None:
+                return BatchStatus.CANCELLED
+            if time.monotonic() - renewed > LEASE_S / 3:
+                if not await site.batches.lead(self._batch.request.id, site.leader):
+                    raise LeaseLost
+                renewed = time.monotonic()
+            await self._say(**self._counts)
+            await asyncio.sleep(site.limits.look_interval)
+
+    async def _keep(self, line: Line, result: Result) -> None:
+        await self._site.batches.keep(
+            self._batch, line.number, result.text, answered=result.answered
+        )
+        self._note(line.number, Done(result.answered, len(result.text)))
+
+    def _note(self, number: int, mark: Done) -> None:
+        if number not in self._done:
+            self._done.add(number)
+            self._answered += mark.answered
+            self._bytes += mark.size
+
+    async def _run_line(self, body: dict[str, Any], line: Line) -> Result:
+        """Its result; where the queue is full or a limit is reached, it waits as it is told."""
+        if self._bytes > self._site.limits.max_output_bytes:
+            return error_result(
+                self._batch, line, "batch_output_too_large", "The batch's results are too large."
+            )
+        asked = body.get("priority")
+        body["priority"] = max(asked, BATCH_PRIORITY) if type(asked) is int else BATCH_PRIORITY
+        content = json.dumps(body, separators=(",", ":")).encode()
+        answer = await self._ask(content, line)
+        for _ in range(TRIES - 1):
+            if answer is None or not _may_be_lucky(answer):
+                break
+            answer = await self._ask(content, line)
+        if answer is None:
+            return error_result(self._batch, line, "invalid_api_key", NO_KEY)
+        return answer_result(self._batch, line, answer)
+
+    async def _ask(self, content: bytes, line: Line) -> InternalAnswer | None:
+        """The answer once the service takes the request; None where the key is gone."""
+        site, request = self._site, self._batch.request
+        pause = FIRST_PAUSE_S
+        while True:
+            caller = None
+            if site.find_key is not None:
+                key = site.find_key(request.key_id)
+                if key is None:
+                    return None
+                caller = Caller(key)
+            headers = {KEY_HEADER: self._key(line), DEADLINE_HEADER: f"{self._seconds:.3f}"}
+            answer = await site.client.post(request.endpoint, content, headers, caller)
+            if answer.status not in _BUSY:
+                return answer
+            await asyncio.sleep(_pause(answer, pause))
+            pause = min(pause * 2, LONGEST_PAUSE_S)
+
+    @property
+    def _seconds(self) -> float:
+        left = self._batch.request.expires_at - self._site.clock()
+        return min(max(left, 1.0), self._site.limits.max_deadline)
+
+    def _key(self, line: Line) -> str:
+        return f"{self._batch.request.id}:{line.number}"
+
+    # Its end
+
+    async def _end(self, status: BatchStatus, left: list[Line]) -> None:
+        await self._say(status=BatchStatus.FINALIZING, finalizing_at=self._now, **self._counts)
+        await self._drop(left, status)
+        batches, now = self._site.batches, self._now
+        done = await batches.done(self._batch)
+        files = ResultFiles(self._batch, batches, self._site.files, now)
+        await self._say(
+            status=status,
+            output_file_id=await files.write(done, answered=True),
+            error_file_id=await files.write(done, answered=False),
+            ended_at=now,
+            **self._counts,
+        )
+
+    async def _drop(self, left: list[Line], status: BatchStatus) -> None:
+        """Ends what still runs, and says of every line without an answer why it has none."""
+        cancelled = status is BatchStatus.CANCELLED
+        code = "batch_cancelled" if cancelled else "batch_expired"
+        reason = "the batch was cancelled" if cancelled else "the completion window expired"
+        message = f"This request could not be executed before {reason}."
+        for line in self._running:
+            await self._cancel(line)
+        for line in left:
+            await self._keep(line, error_result(self._batch, line, code, message))
+
+    async def _cancel(self, line: Line) -> None:
+        wish = Wish(key=self._key(line), background=False, last_event_id=None)
+        tenant = self._batch.request.tenant
+        try:
+            request_id = await self._site.keeping.identify(wish, tenant)
+            await self._site.keeping.cancel(request_id, tenant)
+        except ApiError:
+            return  # it was not in the queue, or is of a kind that is not kept
+
+    # What is said of it
+
+    @property
+    def _now(self) -> int:
+        return int(self._site.clock())
+
+    @property
+    def _counts(self) -> dict[str, int]:
+        return {"completed": self._answered, "failed": len(self._done) - self._answered}
+
+    async def _say(self, **changes: Any) -> None:
+        progress: BatchProgress = replace(self._progress, **changes)
+        if progress != self._progress:
+            await self._site.batches.progress(self._batch, progress)
+            self._progress = progress
+
+
+def _may_be_lucky(answer: InternalAnswer) -> bool:
+    return answer.status >= 500 and answer.headers.get("x-should-retry") != "false"
+
+
+def _pause(answer: InternalAnswer, pause: float) -> float:
+    told = answer.headers.get("retry-after", "")
+    return min(float(told), LONGEST_PAUSE_S) if told.isdigit() else pause

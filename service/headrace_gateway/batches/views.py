@@ -1,0 +1,90 @@
+"""Files and batches as OpenAI's clients read them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from headrace_common.protocol.batches import Batch, BatchStatus, StoredFile
+
+from ..errors import invalid
+
+Item = TypeVar("Item")
+_ENDINGS = {
+    BatchStatus.COMPLETED: "completed_at",
+    BatchStatus.FAILED: "failed_at",
+    BatchStatus.EXPIRED: "expired_at",
+    BatchStatus.CANCELLED: "cancelled_at",
+}
+
+
+def file_body(file: StoredFile) -> dict[str, Any]:
+    return {
+        "id": file.id,
+        "object": "file",
+        "bytes": file.bytes,
+        "created_at": file.created_at,
+        "expires_at": file.expires_at,
+        "filename": file.filename,
+        "purpose": file.purpose,
+        "status": "processed",
+        "status_details": None,
+    }
+
+
+def batch_body(batch: Batch) -> dict[str, Any]:
+    request, progress = batch.request, batch.progress
+    ended: dict[str, int | None] = dict.fromkeys(_ENDINGS.values())
+    if progress.status in _ENDINGS:
+        ended[_ENDINGS[progress.status]] = progress.ended_at
+    return {
+        "id": request.id,
+        "object": "batch",
+        "endpoint": request.endpoint,
+        "model": progress.model,
+        "errors": {"object": "list", "data": list(progress.errors)} if progress.errors else None,
+        "input_file_id": request.input_file_id,
+        "completion_window": request.completion_window,
+        "status": _status(batch),
+        "output_file_id": progress.output_file_id,
+        "error_file_id": progress.error_file_id,
+        "created_at": request.created_at,
+        "in_progress_at": progress.in_progress_at,
+        "expires_at": request.expires_at,
+        "finalizing_at": progress.finalizing_at,
+        **ended,
+        "cancelling_at": batch.cancelling_at,
+        "request_counts": {
+            "total": progress.total,
+            "completed": progress.completed,
+            "failed": progress.failed,
+        },
+        "metadata": dict(request.metadata) or None,
+    }
+
+
+def _status(batch: Batch) -> str:
+    if batch.cancelling_at is not None and not batch.progress.status.final:
+        return "cancelling"
+    return batch.progress.status.value
+
+
+def page(
+    items: Sequence[Item],
+    name: Callable[[Item], str],
+    body: Callable[[Item], dict[str, Any]],
+    *,
+    after: str | None,
+    limit: int,
+) -> dict[str, Any]:
+    """One page of a list, behind the item that `after` names. Raises ApiError."""
+    names = [name(item) for item in items]
+    if after is not None and after not in names:
+        raise invalid(f"after: there is no {after[:80]!r} in this list.", param="after")
+    start = 0 if after is None else names.index(after) + 1
+    shown = items[start : start + limit]
+    return {
+        "object": "list",
+        "data": [body(item) for item in shown],
+        "first_id": name(shown[0]) if shown else None,
+        "last_id": name(shown[-1]) if shown else None,
+        "has_more": start + limit < len(items),
+    }

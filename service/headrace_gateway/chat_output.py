@@ -1,0 +1,204 @@
+"""What a chat's tools, and its model's reasoning, mean for its prompt, sampling and output."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headrace_common.chat_template import ChatTemplate
+from headrace_common.sampling import SamplingParams
+from headrace_common.structured import StructuredOutputError, StructuredOutputsParams
+
+from .chat_messages import FunctionDefinition, NamedTool, Tool, ToolChoice
+from .errors import ApiError, invalid
+from .models import ServedModel
+from .output import NAMED, REQUIRED, OutputForm, writes_short_ids
+from .reasoning.catalog import FAMILIES, detect_reasoning_parser
+from .settings import GatewaySettings
+from .structured_fields import refused
+from .tool_calls.catalog import MARKERS, detect_tool_parser
+
+_NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tooling:
+    """The tools of one request. `parallel` False: one call at most."""
+
+    tools: Sequence[Tool] = ()
+    choice: ToolChoice = "auto"
+    parallel: bool = True
+
+    @property
+    def forced(self) -> bool:
+        return self.choice not in ("none", "auto")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(tool.function.name for tool in self.tools)
+
+    def for_template(self) -> list[dict[str, Any]] | None:
+        """As templates know them."""
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools]
+        for tool in tools:
+            tool["function"].pop("strict", None)
+        return tools or None
+
+
+def tooling(
+    tools: Sequence[Tool] | None, choice: ToolChoice | None, *, parallel: bool = True
+) -> Tooling:
+    """Checked against each other. Raises ApiError."""
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise invalid("tool_choice needs tools.", param="tool_choice")
+        return Tooling()
+    checked = Tooling(tools=tools, choice=choice or "auto", parallel=parallel)
+    twice = {name for name in checked.names if checked.names.count(name) > 1}
+    if twice:
+        raise invalid(f"tools: {sorted(twice)[0]!r} is there more than once.", param="tools")
+    if isinstance(choice, NamedTool) and choice.function.name not in checked.names:
+        raise invalid(
+            f"tool_choice: {choice.function.name!r} is not one of the tools: "
+            f"{', '.join(checked.names)}.",
+            param="tool_choice",
+        )
+    return checked
+
+
+class ChatOutput:
+    """Decides how chats of a model are read: as the settings say, or its chat template."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._tool_parser = settings.tool_call_parser
+        self._reasoning_parser = settings.reasoning_parser
+
+    def plan(
+        self, model: ServedModel, sampling: SamplingParams, asked: Tooling
+    ) -> tuple[OutputForm, SamplingParams]:
+        """How the output is read, and the sampling that makes it so. Raises ApiError."""
+        template = model.chat_template
+        if template is None:
+            return OutputForm(), sampling  # refused where the prompt is made
+        held = sampling.structured_outputs is not None or asked.forced
+        reasoning = None if held else self._reasoning(template)
+        form = OutputForm(reasoning=reasoning)
+        if asked.tools and asked.choice != "none":
+            form, sampling = self._with_tools(model, template, form, sampling, asked)
+        return form, _showing_markers(model, form, sampling)
+
+    def _reasoning(self, template: ChatTemplate) -> str | None:
+        if self._reasoning_parser == "auto":
+            return detect_reasoning_parser(template.source)
+        return None if self._reasoning_parser == "none" else self._reasoning_parser
+
+    def _with_tools(
+        self,
+        model: ServedModel,
+        template: ChatTemplate,
+        form: OutputForm,
+        sampling: SamplingParams,
+        asked: Tooling,
+    ) -> tuple[OutputForm, SamplingParams]:
+        if "tools" not in template.variables:
+            raise _unsupported(f"the chat template of {model.name} shows the model no tools")
+        if sampling.structured_outputs is not None:
+            raise invalid(
+                "tool_choice: an output that is held to a format cannot call tools; use "
+                "tool_choice none, or leave the format out.",
+                param="tool_choice",
+            )
+        parser = self._parser(template)
+        form = replace(
+            form,
+            calls=parser,
+            tools=asked.names,
+            single_call=not asked.parallel,
+            short_ids=writes_short_ids(parser),
+        )
+        if asked.forced:
+            return _forced(form, sampling, asked)
+        if parser is None:
+            raise _unsupported(
+                f"it is not known how {model.name} writes calls: use tool_choice required or a "
+                "tool's name, or have the server's tool_call_parser set"
+            )
+        return form, sampling
+
+    def _parser(self, template: ChatTemplate) -> str | None:
+        if self._tool_parser == "auto":
+            return detect_tool_parser(template.source)
+        return None if self._tool_parser == "none" else self._tool_parser
+
+
+def _unsupported(reason: str) -> ApiError:
+    return invalid(f"tools: {reason}.", param="tools", code="tools_unsupported")
+
+
+def _forced(
+    form: OutputForm, sampling: SamplingParams, asked: Tooling
+) -> tuple[OutputForm, SamplingParams]:
+    if isinstance(asked.choice, NamedTool):
+        name = asked.choice.function.name
+        tool = next(each.function for each in asked.tools if each.function.name == name)
+        form, schema = replace(form, calls=NAMED, tools=(name,)), _parameters(tool)
+    else:
+        form, schema = replace(form, calls=REQUIRED), _array_of_calls(asked)
+    try:
+        held = StructuredOutputsParams(json=schema)
+    except StructuredOutputError as error:
+        raise refused("tools", error) from error
+    return form, replace(sampling, structured_outputs=held)
+
+
+def _parameters(tool: FunctionDefinition) -> Mapping[str, Any]:
+    return tool.parameters or _NO_ARGUMENTS
+
+
+def _array_of_calls(asked: Tooling) -> Mapping[str, Any]:
+    """A schema for `[{"name": ..., "parameters": {...}}, ...]`."""
+    definitions: dict[str, Any] = {}
+    calls = []
+    for number, tool in enumerate(asked.tools):
+        parameters = dict(_parameters(tool.function))
+        for place in ("$defs", "definitions"):
+            own = parameters.pop(place, {})
+            if isinstance(own, dict):
+                moved = _moved(own, number)
+                definitions |= {f"{number}.{name}": schema for name, schema in moved.items()}
+        calls.append(_call(tool.function.name, _moved(parameters, number)))
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    if not asked.parallel:
+        schema["maxItems"] = 1
+    return {**schema, "$defs": definitions} if definitions else schema
+
+
+def _call(name: str, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"name": {"const": name}, "parameters": parameters},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+
+
+def _moved(schema: dict[str, Any], number: int) -> dict[str, Any]:
+    """The schema with its references to its own definitions led to where they are now."""
+    text = json.dumps(schema)
+    for place in ("$defs", "definitions"):
+        text = text.replace(f'"$ref": "#/{place}/', f'"$ref": "#/$defs/{number}.')
+    moved: dict[str, Any] = json.loads(text)
+    return moved
+
+
+def _showing_markers(
+    model: ServedModel, form: OutputForm, sampling: SamplingParams
+) -> SamplingParams:
+    """Markers that are special tokens would not be in the text that parsers read."""
+    markers = MARKERS.get(form.calls or "", ())
+    if form.reasoning is not None:
+        family = FAMILIES[form.reasoning]
+        markers = (*markers, family.opening, family.closing)
+    tokenizer = model.tokenizer
+    special = any(tokenizer.token_to_id(marker) in tokenizer.special_ids for marker in markers)
+    return replace(sampling, skip_special_tokens=False) if special else sampling

@@ -1,0 +1,60 @@
+"""Whatever an application raises as the error that its client reads, in the form of its API."""
+
+from http import HTTPStatus
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from headrace_common.errors import HeadraceError
+from headrace_common.sampling import SamplingError
+
+from .errors import ApiError, invalid, to_api_error
+from .messages_api.errors import body_at
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> JSONResponse:
+        return _response(request, error)
+
+    @app.exception_handler(HeadraceError)
+    async def headrace_error(request: Request, error: HeadraceError) -> JSONResponse:
+        return _response(request, to_api_error(error))
+
+    @app.exception_handler(SamplingError)
+    async def sampling_error(request: Request, error: SamplingError) -> JSONResponse:
+        return _response(request, to_api_error(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def parameter_error(request: Request, error: RequestValidationError) -> JSONResponse:
+        fault = error.errors()[0]
+        name = str(fault["loc"][-1])
+        return _response(request, invalid(f"{name}: {fault['msg']}.", param=name))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        return _response(request, _from_http(request, error))
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> JSONResponse:
+        # Starlette logs the traceback after this answer is sent.
+        return _response(
+            request, ApiError(500, "Internal error.", kind="server_error", code="internal_error")
+        )
+
+
+def _response(request: Request, error: ApiError) -> JSONResponse:
+    body = body_at(request.url.path, error)
+    return JSONResponse(body, error.status, headers=error.headers)
+
+
+def _from_http(request: Request, error: HTTPException) -> ApiError:
+    message = str(error.detail)
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        message = f"Invalid URL ({request.method} {request.url.path[:200]})"
+    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        message = f"Not allowed to {request.method} on {request.url.path[:200]}."
+    code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
+    return ApiError(error.status_code, message, code=code, headers=error.headers)

@@ -1,0 +1,161 @@
+"""Bodies of /v1/messages, checked."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr, WithJsonSchema
+
+from ..chat_messages import Body, FunctionName
+from ..schemas import MAX_MESSAGES, MAX_TOOLS, UNSUPPORTED, GenerationBody
+
+_Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
+def _as_blocks(content: object) -> object:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+# A text stands for one block of it.
+_OR_TEXT = (
+    BeforeValidator(_as_blocks),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
+)
+
+
+class CacheControl(Body):
+    """Accepted, and changes nothing: whatever fits is cached by its content."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class TextBlock(Body):
+    type: Literal["text"]
+    text: StrictStr
+    cache_control: CacheControl | None = None
+    citations: list[Any] | None = Field(None, max_length=0)
+
+
+class ThinkingBlock(Body):
+    """`signature` says nothing here: what the model thought is in `thinking`."""
+
+    type: Literal["thinking"]
+    thinking: StrictStr
+    signature: StrictStr | None = None
+
+
+class ToolUseBlock(Body):
+    type: Literal["tool_use"]
+    id: StrictStr
+    name: Annotated[str, Field(strict=True, min_length=1)]
+    input: dict[str, Any]
+    caller: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
+
+
+class ToolResultBlock(Body):
+    type: Literal["tool_result"]
+    tool_use_id: StrictStr
+    content: Annotated[list[TextBlock], *_OR_TEXT] = Field(default_factory=list)
+    is_error: StrictBool | None = None
+    cache_control: CacheControl | None = None
+
+
+Block = Annotated[
+    TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+]
+
+
+class MessageParam(Body):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[Block], *_OR_TEXT]
+
+
+class ToolParam(Body):
+    type: Literal["custom"] | None = None
+    name: FunctionName
+    description: StrictStr | None = None
+    input_schema: dict[str, Any]
+    strict: StrictBool | None = None
+    cache_control: CacheControl | None = None
+
+
+class ToolChoiceParam(Body):
+    type: Literal["auto", "any", "none"]
+    disable_parallel_tool_use: StrictBool = False
+
+
+class NamedToolChoice(Body):
+    type: Literal["tool"]
+    name: FunctionName
+    disable_parallel_tool_use: StrictBool = False
+
+
+class ThinkingOff(Body):
+    type: Literal["disabled"]
+
+
+class ThinkingOn(Body):
+    """`budget_tokens` is a hint, as it is elsewhere; only max_tokens is a limit."""
+
+    type: Literal["enabled", "adaptive"]
+    budget_tokens: StrictInt | None = Field(None, ge=1)
+    display: Literal["summarized"] | None = None
+
+
+class Metadata(Body):
+    user_id: StrictStr | None = None
+
+
+class JsonOutput(Body):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    format: JsonOutput | None = None
+    effort: StrictStr | None = None
+
+
+class _Conversation(GenerationBody):
+    messages: list[MessageParam] = Field(min_length=1, max_length=MAX_MESSAGES)
+    system: Annotated[list[TextBlock], *_OR_TEXT] = Field(default_factory=list)
+    tools: list[ToolParam] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: (
+        Annotated[ToolChoiceParam | NamedToolChoice, Field(discriminator="type")] | None
+    ) = None
+    thinking: Annotated[ThinkingOff | ThinkingOn, Field(discriminator="type")] | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CountTokensRequest(_Conversation):
+    """What of a request makes its prompt."""
+
+
+class MessagesRequest(_Conversation):
+    """Anthropic's fields, then ours."""
+
+    max_tokens: StrictInt = Field(ge=1, lt=2**31)
+    temperature: _Number | None = None
+    top_p: _Number | None = None
+    top_k: StrictInt | None = None
+    stop_sequences: list[StrictStr] | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] = "auto"
+
+    min_p: _Number | None = None
+    seed: StrictInt | None = None
+
+
+NOT_IN_MESSAGES: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    **UNSUPPORTED,
+    "container": ((), "this server runs no tools itself"),
+    "mcp_servers": (([],), "this server runs no tools itself"),
+    "context_management": ((), "shorten the messages yourself"),
+    "inference_geo": ((), "leave it out"),
+    "speed": (("standard",), "use priority"),
+    "stop": ((), "use stop_sequences"),
+    "n": ((1,), "use /v1/chat/completions"),
+}

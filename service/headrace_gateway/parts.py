@@ -1,0 +1,75 @@
+"""What a model's text turns out to be: plain text, reasoning, and calls of tools in pieces."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A call begins. Its arguments follow; calls are numbered from 0 within a choice."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of the arguments' JSON, as the model wrote it."""
+
+    index: int
+    text: str
+
+
+Part = Text | Reasoning | CallStart | CallArguments
+
+
+class PartList:
+    """Collects parts in order; text that belongs together becomes one part.
+
+    `limit`: calls beyond so many are left out.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.calls = 0
+        self._limit = limit
+        self._parts: list[Part] = []
+
+    def text(self, text: str) -> None:
+        if not text:
+            return
+        last = self._parts[-1] if self._parts else None
+        if isinstance(last, Text):
+            self._parts[-1] = Text(last.text + text)
+        else:
+            self._parts.append(Text(text))
+
+    def start(self, name: str) -> None:
+        self.calls += 1
+        if self._within_limit:
+            self._parts.append(CallStart(self.calls - 1, name))
+
+    def arguments(self, text: str) -> None:
+        if not text or not self._within_limit:
+            return
+        last = self._parts[-1] if self._parts else None
+        if isinstance(last, CallArguments) and last.index == self.calls - 1:
+            self._parts[-1] = CallArguments(last.index, last.text + text)
+        else:
+            self._parts.append(CallArguments(self.calls - 1, text))
+
+    def take(self) -> list[Part]:
+        parts, self._parts = self._parts, []
+        return parts
+
+    @property
+    def _within_limit(self) -> bool:
+        return self._limit is None or self.calls <= self._limit

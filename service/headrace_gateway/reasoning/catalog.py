@@ -1,0 +1,54 @@
+"""The parsers of reasoning by name, which one a template calls for, and where a text begins."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from headrace_common.tokenizer import Tokenizer
+
+from .think import Begin, ThinkParser
+
+DEEPSEEK_R1, QWEN3, MISTRAL = "deepseek_r1", "qwen3", "mistral"
+# Of the prompt's end, to see whether the template has opened or closed the reasoning.
+_TAIL_TOKENS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """`otherwise_inside`: its models may leave out the opening marker."""
+
+    opening: str
+    closing: str
+    otherwise_inside: bool = False
+
+
+FAMILIES: Mapping[str, Family] = {
+    DEEPSEEK_R1: Family("<think>", "</think>", otherwise_inside=True),
+    QWEN3: Family("<think>", "</think>"),
+    MISTRAL: Family("[THINK]", "[/THINK]"),
+}
+
+
+def detect_reasoning_parser(template: str) -> str | None:
+    """The name of the parser for a template that knows reasoning; else None."""
+    for name in (QWEN3, MISTRAL):
+        if FAMILIES[name].closing in template:
+            return name
+    return None
+
+
+def think_parser(name: str, tokenizer: Tokenizer, prompt: Sequence[int]) -> ThinkParser:
+    """A parser for one answer to this prompt."""
+    family = FAMILIES[name]
+    return ThinkParser(
+        family.opening,
+        family.closing,
+        _begin(family, tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False)),
+        otherwise_inside=family.otherwise_inside,
+    )
+
+
+def _begin(family: Family, prompt: str) -> Begin:
+    tail = prompt.rstrip()
+    if tail.endswith(family.opening):
+        return Begin.INSIDE
+    return Begin.BEHIND if tail.endswith(family.closing) else Begin.OPEN

@@ -1,0 +1,83 @@
+"""Parts reasoning from the answer: what stands between two markers, as `<think>` and `</think>`.
+
+Line breaks next to the markers go with them. The result is the same however the text is cut.
+"""
+
+from enum import Enum
+
+from ..parts import Part, Reasoning, Text
+from ..tool_calls.scanning import SPACE, MarkerSearch
+
+
+class Begin(Enum):
+    """Where a text begins: in reasoning, behind it, or wherever its own first words say."""
+
+    INSIDE = "inside"
+    BEHIND = "behind"
+    OPEN = "open"
+
+
+class ThinkParser:
+    """`otherwise_inside`: without an opening marker at its start, an open text is reasoning."""
+
+    def __init__(self, opening: str, closing: str, begin: Begin, *, otherwise_inside: bool) -> None:
+        self.seen = begin is Begin.INSIDE
+        self.over = begin is Begin.BEHIND
+        self._opening = opening
+        self._otherwise_inside = otherwise_inside
+        self._search = MarkerSearch(closing, "\n")
+        self._start: str | None = None if begin is Begin.BEHIND else ""
+        self._begin = begin
+        self._fresh = False  # only line breaks so far since the last marker
+
+    def push(self, text: str) -> list[Part]:
+        if self._start is not None:
+            text = self._find_start(self._start + text)
+        if not text:
+            return []
+        return self._reasoning(text) if not self.over else self._answer(text)
+
+    def finish(self) -> list[Part]:
+        if self._start is not None:
+            start, self._start = self._start, None
+            return [] if self._begin is Begin.INSIDE else self._text(start)
+        held = self._search.flush()
+        return [Reasoning(held)] if held and not self.over else []
+
+    def _text(self, text: str) -> list[Part]:
+        return [Text(text)] if text else []
+
+    def _find_start(self, seen: str) -> str:
+        """What is behind the start once that is known; until then nothing."""
+        rest = seen.lstrip(SPACE)
+        if rest.startswith(self._opening):
+            return self._started(rest[len(self._opening) :], inside=True)
+        if self._opening.startswith(rest):
+            self._start = seen
+            return ""
+        inside = self._otherwise_inside or self._begin is Begin.INSIDE
+        return self._started(seen, inside=inside)
+
+    def _started(self, text: str, *, inside: bool) -> str:
+        self._start = None
+        self.seen, self.over = inside, not inside
+        self._fresh = inside
+        return text
+
+    def _reasoning(self, text: str) -> list[Part]:
+        if self._fresh:
+            text = text.lstrip("\n")
+            self._fresh = not text
+        shown, behind = self._search.push(text)
+        parts: list[Part] = [Reasoning(shown)] if shown else []
+        if behind is not None:
+            self._search.flush()
+            self.over = self._fresh = True
+            parts += self._answer(behind)
+        return parts
+
+    def _answer(self, text: str) -> list[Part]:
+        if self._fresh:
+            text = text.lstrip("\n")
+            self._fresh = not text
+        return self._text(text)

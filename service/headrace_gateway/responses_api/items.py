@@ -1,0 +1,134 @@
+"""Input items of /v1/responses as chat messages."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StrictStr, ValidationError
+
+from ..chat_messages import Body
+from ..errors import from_validation, invalid
+from ..schemas import MAX_MESSAGES
+from ..transcript import Transcript
+
+_TEXT_ONLY = "this server reads text only"
+_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+
+class _Item(Body):
+    """`id` and `status` come back with an answer's items and say nothing."""
+
+    id: StrictStr | None = None
+    status: StrictStr | None = None
+
+
+class TextPart(Body):
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
+    text: StrictStr
+    annotations: list[Any] = Field(default_factory=list)
+    logprobs: list[Any] = Field(default_factory=list)
+
+
+Content = StrictStr | list[TextPart]
+
+
+class MessageItem(_Item):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+
+
+class CallItem(_Item):
+    type: Literal["function_call"]
+    call_id: StrictStr
+    name: Annotated[str, Field(strict=True, min_length=1)]
+    arguments: StrictStr
+
+
+class ResultItem(_Item):
+    type: Literal["function_call_output"]
+    call_id: StrictStr
+    output: Content
+
+
+class ReasoningItem(_Item):
+    """What was summed up is not read: the model has only said what is in `content`."""
+
+    type: Literal["reasoning"]
+    summary: list[TextPart] = Field(default_factory=list)
+    content: list[TextPart] = Field(default_factory=list)
+
+
+Item = MessageItem | CallItem | ResultItem | ReasoningItem
+_KINDS: Mapping[str, type[Item]] = {
+    "message": MessageItem,
+    "function_call": CallItem,
+    "function_call_output": ResultItem,
+    "reasoning": ReasoningItem,
+}
+
+
+def read_input(given: object, transcript: Transcript) -> list[dict[str, Any]]:
+    """Adds the input to the transcript; returns its items as they are kept. Raises ApiError."""
+    if isinstance(given, str):
+        given = [{"type": "message", "role": "user", "content": given}]
+    if not isinstance(given, list) or not 0 < len(given) <= MAX_MESSAGES:
+        raise invalid(f"input: must be text, or 1 to {MAX_MESSAGES} items.", param="input")
+    items = [_checked(item, f"input[{index}]") for index, item in enumerate(given)]
+    for item in items:
+        add_item(item, transcript)
+    return [item.model_dump(exclude_none=True, exclude_defaults=True) for item in items]
+
+
+def read_output(output: list[dict[str, Any]], transcript: Transcript) -> None:
+    """Adds the items of an answer."""
+    for item in output:
+        add_item(_checked(item, "output"), transcript)
+
+
+def add_item(item: Item, transcript: Transcript) -> None:
+    match item:
+        case MessageItem(role="assistant"):
+            transcript.answer(_text(item.content))
+        case MessageItem():
+            role = item.role
+            assert role != "assistant"
+            transcript.say(role, _text(item.content))
+        case CallItem():
+            transcript.call(item.call_id, item.name, item.arguments)
+        case ResultItem():
+            transcript.result(item.call_id, _text(item.output))
+        case ReasoningItem():
+            transcript.reason(_text(item.content))
+
+
+def _text(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _checked(item: object, place: str) -> Item:
+    if not isinstance(item, dict):
+        raise invalid(f"{place}: must be an object.", param=place)
+    fields = {name: value for name, value in item.items() if value is not None}
+    kind = fields.setdefault("type", "message")
+    model = _KINDS.get(kind) if isinstance(kind, str) else None
+    if model is None:
+        known = ", ".join(_KINDS)
+        raise invalid(
+            f"{place}.type: {kind!r:.60} is not supported here; known are {known}.",
+            param=f"{place}.type",
+        )
+    _check_parts(fields, place)
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise from_validation(error, place) from error
+
+
+def _check_parts(fields: Mapping[str, Any], place: str) -> None:
+    for name in ("content", "output"):
+        parts = fields.get(name)
+        for index, part in enumerate(parts if isinstance(parts, list) else ()):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind not in _TEXT_PARTS:
+                where = f"{place}.{name}[{index}].type"
+                raise invalid(f"{where}: {kind!r:.60} is not supported: {_TEXT_ONLY}.", param=where)

@@ -1,0 +1,56 @@
+"""/v1/batches: many requests at the lowest priority, their results in files."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+
+from headrace_common.protocol.batches import Batch, BatchNotKept
+
+from ..batches.desk import CreateBatch
+from ..batches.views import batch_body, page
+from ..errors import ApiError
+from ..schemas import parse
+from ..services import Services, WithServices
+from .documents import body_of
+
+MAX_BATCHES_LISTED = 100
+
+router = APIRouter()
+
+
+@router.post("/v1/batches", openapi_extra=body_of(CreateBatch))
+async def create_batch(request: Request, services: WithServices) -> dict[str, Any]:
+    """Begins to run the requests of a file."""
+    body = parse(CreateBatch, await request.body())
+    key_id = "" if services.caller is None else services.caller.key.id
+    return batch_body(await services.desk.create(services.tenant, key_id, body))
+
+
+@router.get("/v1/batches")
+async def list_batches(
+    services: WithServices,
+    limit: Annotated[int, Query(ge=1, le=MAX_BATCHES_LISTED)] = 20,
+    after: str | None = None,
+) -> dict[str, Any]:
+    """Batches, newest first."""
+    batches = await services.desk.batches.all_of(services.tenant)
+    return page(batches, lambda batch: batch.request.id, batch_body, after=after, limit=limit)
+
+
+@router.get("/v1/batches/{batch_id}")
+async def retrieve_batch(batch_id: str, services: WithServices) -> dict[str, Any]:
+    """How far a batch is."""
+    return batch_body(await _find(batch_id, services))
+
+
+@router.post("/v1/batches/{batch_id}/cancel")
+async def cancel_batch(batch_id: str, services: WithServices) -> dict[str, Any]:
+    """Ends a batch; results that it has by then are kept."""
+    return batch_body(await services.desk.cancel(await _find(batch_id, services)))
+
+
+async def _find(batch_id: str, services: Services) -> Batch:
+    try:
+        return await services.desk.batches.of_tenant(batch_id, services.tenant)
+    except BatchNotKept as error:
+        raise ApiError(404, f"{error}.", param="batch_id", code=error.code) from error

@@ -1,0 +1,58 @@
+"""/v1/messages and /v1/messages/count_tokens, as Anthropic's clients use them."""
+
+from fastapi import APIRouter, Request, Response
+
+from ..calls import Call, Operation
+from ..messages_api.answer import MessagesAnswer
+from ..messages_api.request import (
+    Conversation,
+    goes_on,
+    messages_of,
+    sampling_of,
+    tooling_of,
+    variables_of,
+)
+from ..messages_api.schemas import NOT_IN_MESSAGES, CountTokensRequest, MessagesRequest
+from ..models import ServedModel
+from ..prompts import ChatOptions
+from ..schemas import parse
+from ..services import WithServices
+from .documents import body_of
+
+MESSAGES = Operation(name="messages", answer=MessagesAnswer)
+
+router = APIRouter()
+
+
+@router.post("/v1/messages", openapi_extra=body_of(MessagesRequest))
+async def create_message(request: Request, services: WithServices) -> Response:
+    """Answers a conversation, whole or as a stream of server-sent events."""
+    body = parse(MessagesRequest, await request.body(), NOT_IN_MESSAGES)
+    model = await services.models.find(body.model)
+    messages, options = messages_of(body), _options(body, model)
+    form, sampling = services.chat_output.plan(model, sampling_of(body), tooling_of(body))
+
+    async def encode() -> list[list[int]]:
+        context = await services.admission.context(model)
+        return [await services.prompts.chat(model, messages, options, context)]
+
+    call = Call(model=model, sampling=sampling, encode=encode, form=form)
+    return await services.generate(MESSAGES, request, body, call)
+
+
+@router.post("/v1/messages/count_tokens", openapi_extra=body_of(CountTokensRequest))
+async def count_tokens(request: Request, services: WithServices) -> dict[str, int]:
+    """How many tokens the prompt of a conversation has."""
+    body = parse(CountTokensRequest, await request.body(), NOT_IN_MESSAGES)
+    model = await services.models.find(body.model)
+    ids = await services.prompts.chat(model, messages_of(body), _options(body, model))
+    return {"input_tokens": len(ids)}
+
+
+def _options(body: Conversation, model: ServedModel) -> ChatOptions:
+    return ChatOptions(
+        variables=variables_of(body, model),
+        tools=tooling_of(body).for_template(),
+        add_generation_prompt=not goes_on(body),
+        continue_final_message=goes_on(body),
+    )

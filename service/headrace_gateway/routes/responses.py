@@ -1,0 +1,185 @@
+"""/v1/responses: OpenAI's newer form of a chat, which the server can keep, and run by itself."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query, Request, Response
+from starlette.responses import JSONResponse
+
+from ..calls import Call, Operation
+from ..chat_messages import Message
+from ..errors import ApiError, invalid
+from ..event_ids import START, Position, parse_event_id
+from ..kept import View
+from ..models import ServedModel
+from ..output import OutputForm
+from ..prompts import ChatOptions
+from ..responses_api.answer import ID_PREFIX, ResponsesAnswer, failed_object, response_object
+from ..responses_api.items import read_input, read_output
+from ..responses_api.request import echo_of, sampling_of, tooling_of
+from ..responses_api.schemas import NOT_IN_RESPONSES, ResponsesRequest
+from ..schemas import parse
+from ..services import Services, WithServices
+from ..template_variables import with_effort, without_thinking
+from ..transcript import Transcript
+from .documents import body_of
+
+MAX_LISTED = 100
+
+router = APIRouter()
+
+
+def present(view: View) -> dict[str, Any]:
+    """A kept response as it stands."""
+    if view.result is not None:
+        return dict(view.result)
+    stored = view.stored
+    echo = OutputForm.decode(stored.form).echo
+    now = response_object(echo, stored.request_id, stored.created, stored.model, status=view.status)
+    if view.error is None or view.status == "cancelled":
+        return now
+    return failed_object(now, view.error)
+
+
+RESPONSES = Operation(
+    name="responses",
+    answer=ResponsesAnswer,
+    accepted=lambda view: JSONResponse(present(view)),
+)
+
+
+@router.post("/v1/responses", openapi_extra=body_of(ResponsesRequest))
+async def create_response(request: Request, services: WithServices) -> Response:
+    """Answers an input, whole, as a stream of typed events, or in the background."""
+    body = parse(ResponsesRequest, await request.body(), NOT_IN_RESPONSES)
+    model = await services.models.find(body.model)
+    stored = services.keeping.available if body.store is None else body.store
+    if body.background and not stored:
+        raise invalid("background needs store: true.", param="background")
+    tools = tooling_of(body)
+    form, sampling = services.chat_output.plan(model, sampling_of(body), tools)
+    history, items = await _conversation(body, services)
+    echo: dict[str, Any] = {"response": echo_of(body, sampling, stored=stored)}
+    if stored:
+        echo |= {"history": history.plain(), "input": items}
+    variables = without_thinking(model, _variables(body, model), sampling)
+    options = ChatOptions(variables=variables, tools=tools.for_template())
+
+    async def encode() -> list[list[int]]:
+        context = await services.admission.context(model)
+        messages = _instructed(body.instructions, history.messages())
+        return [await services.prompts.chat(model, messages, options, context)]
+
+    call = Call(
+        model=model,
+        sampling=sampling,
+        encode=encode,
+        form=form.with_echo(echo),
+        kept=stored,
+    )
+    return await services.generate(RESPONSES, request, body, call)
+
+
+@router.get("/v1/responses/{response_id}", response_model=None)
+async def retrieve_response(
+    response_id: str,
+    request: Request,
+    services: WithServices,
+    stream: bool = False,
+    starting_after: Annotated[int | None, Query(ge=0, lt=2**31)] = None,
+    last_event_id: Annotated[str | None, Header()] = None,
+) -> Response | dict[str, Any]:
+    """A kept response as it stands, or its events behind those that are there already."""
+    view = await _find(response_id, services)
+    if not stream:
+        return present(view)
+    request_id = view.stored.request_id
+    had = START if starting_after is None else Position((starting_after + 1,))
+    if last_event_id is not None:
+        had = parse_event_id(last_event_id, request_id)
+    return await services.keeping.events(request_id, services.tenant, had, dict(request.headers))
+
+
+@router.post("/v1/responses/{response_id}/cancel")
+async def cancel_response(response_id: str, services: WithServices) -> dict[str, Any]:
+    """Ends a response, wherever it waits or runs; one that has ended stays as it is."""
+    view = await _find(response_id, services)
+    return present(await services.keeping.cancel(view.stored.request_id, services.tenant))
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(response_id: str, services: WithServices) -> dict[str, Any]:
+    """Ends a response and forgets it."""
+    view = await _find(response_id, services)
+    await services.keeping.delete(view.stored.request_id, services.tenant)
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def list_input_items(
+    response_id: str,
+    services: WithServices,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 20,
+    order: Annotated[str, Query(pattern="^(asc|desc)$")] = "desc",
+) -> dict[str, Any]:
+    """The items of a kept response's own input, the last first unless asked for otherwise."""
+    view = await _find(response_id, services)
+    given = OutputForm.decode(view.stored.form).echo["input"]
+    items = [
+        {"type": "message", "id": f"item_{view.stored.request_id}_{index}", **item}
+        for index, item in enumerate(given)
+    ]
+    if order == "desc":
+        items.reverse()
+    names = [item["id"] for item in items]
+    if after is not None and after not in names:
+        raise invalid("after: is not one of the input items.", param="after")
+    begin = 0 if after is None else names.index(after) + 1
+    listed = items[begin : begin + limit]
+    return {
+        "object": "list",
+        "data": listed,
+        "first_id": listed[0]["id"] if listed else None,
+        "last_id": listed[-1]["id"] if listed else None,
+        "has_more": begin + limit < len(items),
+    }
+
+
+async def _find(response_id: str, services: Services) -> View:
+    view = await services.keeping.view(response_id.removeprefix(ID_PREFIX), services.tenant)
+    if not response_id.startswith(ID_PREFIX) or view.stored.operation != RESPONSES.name:
+        raise ApiError(404, "There is no response of this id.", code="response_not_found")
+    return view
+
+
+async def _conversation(
+    body: ResponsesRequest, services: Services
+) -> tuple[Transcript, list[dict[str, Any]]]:
+    """All that was said before and is said now; the items of the latter."""
+    transcript = Transcript()
+    if body.previous_response_id is not None:
+        view = await _find(body.previous_response_id, services)
+        if view.result is None:
+            raise invalid(
+                f"previous_response_id: that response is {view.status}; wait until it has "
+                "completed, or name another one.",
+                param="previous_response_id",
+            )
+        transcript.extend(OutputForm.decode(view.stored.form).echo["history"])
+        read_output(view.result["output"], transcript)
+    return transcript, read_input(body.input, transcript)
+
+
+def _instructed(instructions: str | None, messages: list[Message]) -> list[Message]:
+    """The messages behind the instructions: many templates know one system message only."""
+    if instructions is None:
+        return messages
+    first, *others = messages
+    if first.role not in ("system", "developer"):
+        return [Message(role="system", content=instructions), *messages]
+    return [Message(role=first.role, content=f"{instructions}\n\n{first.content}"), *others]
+
+
+def _variables(body: ResponsesRequest, model: ServedModel) -> Any:
+    effort = None if body.reasoning is None else body.reasoning.effort
+    return with_effort(model, body.chat_template_kwargs, effort, "reasoning.effort")

@@ -1,0 +1,105 @@
+"""The fields of requests that say what an output must look like: OpenAI's and vLLM's."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StrictBool, StrictStr
+
+from headrace_common.structured import StructuredOutputError, StructuredOutputsParams
+
+from .chat_messages import Body
+from .errors import ApiError, invalid
+
+Schema = dict[str, Any] | StrictStr
+
+
+class TextFormat(Body):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Body):
+    type: Literal["json_object"]
+
+
+class JsonSchema(Body):
+    """`strict` changes nothing: the output always matches the schema."""
+
+    name: StrictStr
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: StrictStr | None = None
+    strict: StrictBool | None = None
+
+
+class JsonSchemaFormat(Body):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
+]
+
+
+class StructuredOutputs(Body):
+    """vLLM's: exactly one of the fields."""
+
+    json_: Schema | None = Field(None, alias="json")
+    regex: StrictStr | None = None
+    choice: list[StrictStr] | None = None
+    grammar: StrictStr | None = None
+    json_object: StrictBool | None = None
+
+    def params(self) -> StructuredOutputsParams:
+        return StructuredOutputsParams(
+            json=self.json_,
+            regex=self.regex,
+            choice=self.choice,
+            grammar=self.grammar,
+            json_object=self.json_object,
+        )
+
+
+class StructuredBody(Body):
+    """The fields of all requests that generate text; older names of vLLM's are `guided_*`."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: StrictStr | None = None
+    guided_choice: list[StrictStr] | None = None
+    guided_grammar: StrictStr | None = None
+
+    @property
+    def structured_field(self) -> str | None:
+        """The field that constrains the output. Raises ApiError where several do."""
+        names = [name for name in StructuredBody.model_fields if getattr(self, name) is not None]
+        if isinstance(self.response_format, TextFormat):
+            names.remove("response_format")
+        if len(names) > 1:
+            raise invalid(f"Give only one of {', '.join(names)}.", param=names[-1])
+        return names[0] if names else None
+
+    def structured(self) -> StructuredOutputsParams | None:
+        """Raises ApiError, which names the field."""
+        field = self.structured_field
+        if field is None:
+            return None
+        try:
+            return _params(field, getattr(self, field))
+        except StructuredOutputError as error:
+            raise refused(field, error) from error
+
+
+def refused(field: str, error: StructuredOutputError) -> ApiError:
+    """The answer to a constraint that cannot be used; `field` is the request's."""
+    return invalid(f"{field}: {error.message}.", param=field, code="invalid_structured_output")
+
+
+def _params(field: str, value: Any) -> StructuredOutputsParams:
+    if isinstance(value, StructuredOutputs):
+        return value.params()
+    if isinstance(value, JsonObjectFormat):
+        return StructuredOutputsParams(json_object=True)
+    if isinstance(value, JsonSchemaFormat):
+        return StructuredOutputsParams(json=value.json_schema.schema_)
+    named: dict[str, Any] = {field.removeprefix("guided_"): value}
+    return StructuredOutputsParams(**named)

@@ -1,0 +1,60 @@
+"""How much a model is to reason, as its chat template understands it."""
+
+from collections.abc import Mapping, Set
+from typing import Any
+
+from headrace_common.sampling import SamplingParams
+
+from .errors import invalid
+from .models import ServedModel
+
+# The switch of Qwen3's template and those after it; DeepSeek's calls it `thinking`.
+SWITCHES = ("enable_thinking", "thinking")
+EFFORT = "reasoning_effort"
+
+
+def with_effort(
+    model: ServedModel,
+    variables: Mapping[str, Any] | None,
+    effort: str | None,
+    param: str = EFFORT,
+) -> Mapping[str, Any] | None:
+    """The template's variables with OpenAI's effort. Raises ApiError where it has no such thing.
+
+    A template with a mere switch is switched off by `none`, and on by everything else.
+    """
+    if effort is None:
+        return variables
+    given = variables or {}
+    if EFFORT in _variables(model):
+        return {EFFORT: effort, **given}
+    switched = thinking_variables(model, thinking=effort != "none")
+    if not switched:
+        raise invalid(
+            f"{param}: the chat template of {model.name} has no such setting; leave it out.",
+            param=param,
+            code="unsupported_parameter",
+        )
+    return {**switched, **given}
+
+
+def without_thinking(
+    model: ServedModel, variables: Mapping[str, Any] | None, sampling: SamplingParams
+) -> Mapping[str, Any] | None:
+    """The variables for this sampling: an output that is held to a form has no room to reason.
+
+    What the request says itself stays.
+    """
+    if sampling.structured_outputs is None:
+        return variables
+    return {**thinking_variables(model, thinking=False), **(variables or {})}
+
+
+def thinking_variables(model: ServedModel, *, thinking: bool) -> Mapping[str, Any]:
+    """The variables that switch reasoning on or off, as far as the template has a switch."""
+    known = _variables(model)
+    return {name: thinking for name in SWITCHES if name in known}
+
+
+def _variables(model: ServedModel) -> Set[str]:
+    return frozenset() if model.chat_template is None else model.chat_template.variables

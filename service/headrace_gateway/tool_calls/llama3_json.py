@@ -1,0 +1,76 @@
+"""Llama 3's form: the whole answer is `{"name": "f", "parameters": {...}}`, or several of them.
+
+Between two there may be a `;`. Without `<|python_tag|>` before it, only an object that names a
+known tool is a call.
+"""
+
+from collections.abc import Collection
+
+from ..parts import Part, PartList
+from .call_object import CallObject, Status
+from .scanning import skip_space
+
+TAG = "<|python_tag|>"
+SEPARATOR = ";"
+
+
+class Llama3JsonParser:
+    def __init__(self, parts: PartList, known: Collection[str]) -> None:
+        self._parts = parts
+        self._known = known
+        self._held = ""  # not shown, and not a call yet
+        self._tagged = False
+        self._call: CallObject | None = None
+        self._plain = False
+
+    def push(self, text: str) -> list[Part]:
+        while text:
+            if self._plain:
+                self._parts.text(text)
+                break
+            text = self._between(text) if self._call is None else self._read(self._call, text)
+        return self._parts.take()
+
+    def finish(self) -> list[Part]:
+        if self._call is not None and not self._call.committed:
+            self._held += self._call.raw
+        if self._held.strip() or not self._parts.calls:
+            self._parts.text(self._held)
+        self._held = ""
+        return self._parts.take()
+
+    def _between(self, text: str) -> str:
+        """Where a call may begin: at the start, and behind a separator."""
+        seen = self._held + text
+        position = skip_space(seen, 0)
+        rest = seen[position:]
+        first = not self._parts.calls
+        if first and rest.startswith(TAG):
+            self._tagged = True
+            position = skip_space(seen, position + len(TAG))
+        elif not first and rest.startswith(SEPARATOR):
+            position = skip_space(seen, position + len(SEPARATOR))
+        elif not first and rest and not rest.startswith("{"):
+            return self._give_up(seen)
+        if position == len(seen) or (first and TAG.startswith(rest)):
+            self._held = seen
+            return ""
+        if seen[position] != "{":
+            return self._give_up(seen)
+        self._held = seen[:position]
+        self._call = CallObject(self._parts, None if self._tagged else self._known)
+        return seen[position:]
+
+    def _read(self, call: CallObject, text: str) -> str:
+        rest = call.push(text)
+        if call.committed:
+            self._held = ""
+        if call.status is Status.FAILED:
+            return self._give_up(self._held + call.raw + rest)
+        if call.status is Status.DONE:
+            self._call = None
+        return rest
+
+    def _give_up(self, text: str) -> str:
+        self._plain, self._held, self._call = True, "", None
+        return text

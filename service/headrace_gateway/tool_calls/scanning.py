@@ -1,0 +1,104 @@
+"""Finds where things end in text that arrives in pieces: a JSON value, a marker.
+
+Every result depends on the characters alone, never on how the text is cut.
+"""
+
+import re
+
+SPACE = " \t\r\n"
+# Spaces before a marker that are held back, so that they can go with it.
+MAX_HELD_SPACE = 64
+
+_STRUCTURE = re.compile(r'["{}\[\]]')
+_IN_STRING = re.compile(r'["\\]')
+_AFTER_SCALAR = re.compile(r"[,}\]\s]")
+
+
+class JsonValueScanner:
+    """Finds the end of one JSON value that begins with `first`. Does not check what is inside."""
+
+    def __init__(self, first: str) -> None:
+        self._scalar = first not in '{["'
+        self._string = first == '"'
+        self._begun = False
+        self._depth = 0
+        self._quoted = False
+        self._escaped = False
+
+    def scan(self, text: str, position: int) -> tuple[int, bool]:
+        """The end of what is the value's from `position` on, and whether it is complete there."""
+        if self._scalar:
+            found = _AFTER_SCALAR.search(text, position)
+            return (len(text), False) if found is None else (found.start(), True)
+        while position < len(text):
+            position, complete = self._step(text, position)
+            if complete:
+                return position, True
+        return position, False
+
+    def _step(self, text: str, position: int) -> tuple[int, bool]:
+        if self._escaped:
+            self._escaped = False
+            return position + 1, False
+        found = (_IN_STRING if self._quoted else _STRUCTURE).search(text, position)
+        if found is None:
+            return len(text), False
+        return found.end(), self._take(found[0])
+
+    def _take(self, character: str) -> bool:
+        if character == "\\":
+            self._escaped = True
+        elif character == '"':
+            self._quoted = not self._quoted
+            return self._string and not self._quoted
+        else:
+            self._depth += 1 if character in "{[" else -1
+            return self._depth == 0
+        return False
+
+
+class MarkerSearch:
+    """Looks for a marker in text; holds back what may be its beginning, and the space before it."""
+
+    def __init__(self, marker: str, space: str = SPACE) -> None:
+        self.marker = marker
+        self.held = ""
+        self._space = space
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Text that can be shown, and what is behind the marker (None: not found yet).
+
+        When it is found, `held` is the space that was before it.
+        """
+        seen = self.held + text
+        at = seen.find(self.marker)
+        if at >= 0:
+            shown = self._before_space(seen, at)
+            self.held = seen[shown:at]
+            return seen[:shown], seen[at + len(self.marker) :]
+        shown = self._before_space(seen, len(seen) - beginning_length(seen, self.marker))
+        self.held = seen[shown:]
+        return seen[:shown], None
+
+    def flush(self) -> str:
+        """What is held back; nothing is afterwards."""
+        held, self.held = self.held, ""
+        return held
+
+    def _before_space(self, text: str, end: int) -> int:
+        least = max(0, end - MAX_HELD_SPACE)
+        return least + len(text[least:end].rstrip(self._space))
+
+
+def beginning_length(text: str, marker: str) -> int:
+    """The length of the longest end of `text` that begins `marker` without being all of it."""
+    for length in range(min(len(text), len(marker) - 1), 0, -1):
+        if text.endswith(marker[:length]):
+            return length
+    return 0
+
+
+def skip_space(text: str, position: int) -> int:
+    while position < len(text) and text[position] in SPACE:
+        position += 1
+    return position

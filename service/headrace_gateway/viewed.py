@@ -1,0 +1,95 @@
+"""An answer that shows its prompts as well: echoed before each choice, or their log probabilities.
+
+Wraps another answer and gives it pieces that begin with the prompt, so that text, tokens, log
+probabilities and offsets of both are made by the same code.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from headrace_common.messages import Logprobs
+
+from .answers import Answer, AnswerOptions, Chunk
+from .errors import ApiError
+from .logprobs import UNKNOWN, prompt_logprobs
+from .prompt_view import PromptView
+from .run import Piece, Usage
+
+
+def viewed(answer: Answer, options: AnswerOptions) -> Answer:
+    """The answer itself where nothing of the prompts is shown."""
+    return answer if options.view is None else ViewedAnswer(answer, options, options.view)
+
+
+class ViewedAnswer:
+    def __init__(self, answer: Answer, options: AnswerOptions, view: PromptView) -> None:
+        self._answer, self._options, self._view = answer, options, view
+        self.named, self.numbered, self.done = answer.named, answer.numbered, answer.done
+        self._begun: set[int] = set()
+        self._found: dict[int, Sequence[Logprobs]] = {}
+
+    def chunks(self, piece: Piece) -> Iterator[Chunk]:
+        return self._answer.chunks(self._shown(piece))
+
+    def closing(self, usage: Usage) -> Iterator[Chunk]:
+        return self._answer.closing(self._counted(usage))
+
+    def failure(self, error: ApiError) -> Chunk:
+        return self._answer.failure(error)
+
+    def add(self, piece: Piece) -> None:
+        self._answer.add(self._shown(piece))
+
+    def whole(self, usage: Usage) -> Chunk:
+        body = self._answer.whole(self._counted(usage))
+        if self._view.logprobs is not None:
+            self._add_logprobs(body)
+        return body
+
+    def _counted(self, usage: Usage) -> Usage:
+        return replace(usage, completion_tokens=0) if self._view.only else usage
+
+    def _shown(self, piece: Piece) -> Piece:
+        number = piece.choice // self._options.choices_per_prompt
+        if piece.prompt_logprobs is not None:
+            self._found[number] = piece.prompt_logprobs
+        if self._view.only:
+            none = None if piece.logprobs is None else ()
+            piece = replace(piece, text="", token_ids=(), logprobs=none, stop_reason=None)
+            if piece.finish_reason is not None:
+                piece = replace(piece, finish_reason="length")
+        if not self._view.echo or piece.choice in self._begun:
+            return piece
+        self._begun.add(piece.choice)
+        return self._echoed(piece, number)
+
+    def _echoed(self, piece: Piece, number: int) -> Piece:
+        prompt = self._view.prompts[number]
+        text = self._options.tokenizer.decode(prompt, skip_special_tokens=True)
+        logprobs = None
+        if piece.logprobs is not None:
+            found = self._found.get(number, [UNKNOWN] * (len(prompt) - 1))
+            logprobs = [UNKNOWN, *found, *piece.logprobs]
+        return replace(
+            piece,
+            text=text + piece.text,
+            token_ids=[*prompt, *piece.token_ids],
+            logprobs=logprobs,
+        )
+
+    def _add_logprobs(self, body: dict[str, Any]) -> None:
+        """As vLLM: a chat has one prompt, of completions each choice has its own."""
+        if body["object"] == "chat.completion":
+            body["prompt_logprobs"] = self._of_prompt(0)
+            return
+        for index, choice in enumerate(body["choices"]):
+            number = index // self._options.choices_per_prompt
+            choice["prompt_logprobs"] = self._of_prompt(number)
+
+    def _of_prompt(self, number: int) -> list[Any] | None:
+        found = self._found.get(number)
+        if found is None:
+            return None
+        prompt = self._view.prompts[number]
+        return prompt_logprobs(self._options.tokenizer, prompt, found, self._view.logprobs or 0)

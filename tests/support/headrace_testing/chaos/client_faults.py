@@ -1,0 +1,98 @@
+"""Requests that kill engines, clients that cancel, deadlines that pass."""
+
+import asyncio
+import signal
+from dataclasses import replace
+
+import httpx
+
+from headrace_gateway.admission import DEADLINE_HEADER
+
+from .clients import Client, Manner
+from .demands import POISON
+from .scene import Fault, Scene
+
+_VISITORS = 8
+_PATIENCE_S = 0.7
+
+
+async def poison(scene: Scene) -> None:
+    """A request that kills whichever engine runs it ends as a dead letter; the others do not."""
+    known = await scene.aside(scene.world.dead_letters)
+    await scene.moment(latest=0.5)
+    case = scene.random.choice(scene.workload.cases)
+    poisonous = replace(case, prompt=(*case.prompt[:5], POISON), fields={})
+    victim = scene.client(poisonous, Manner.PLAIN)
+    ending = asyncio.ensure_future(victim.run())
+    while not ending.done():
+        dead = [engine for engine in scene.world.engines if not engine.alive]
+        for engine in dead:
+            scene.world.engines.remove(engine)
+            await scene.aside(scene.world.spawn)
+        await asyncio.wait({ending}, timeout=0.05)
+    error = victim.answer.error or ""
+    scene.expect("request_failed" in error, f"poison was answered {error or 'as if it were none'}")
+    letters = await scene.aside(scene.world.dead_letters) - known
+    scene.expect(letters == 1, f"{letters} dead letters")
+
+
+async def cancel(scene: Scene) -> None:
+    """Clients leave at any time; requests in the background are cancelled, twice."""
+    await scene.moment(latest=0.3)
+    visits = [
+        asyncio.ensure_future(
+            scene.client(case, scene.random.choice([Manner.PLAIN, Manner.WHOLE])).run()
+        )
+        for case in scene.random.choices(scene.workload.cases, k=_VISITORS)
+    ]
+    background = [await _begin(scene) for _ in range(_VISITORS // 2)]
+    for visit in visits:
+        await scene.pause(scene.random.uniform(0, 0.05))
+        visit.cancel()
+    for url in background:
+        await scene.pause(scene.random.uniform(0, 0.1))
+        said = [(await scene.http.delete(url)).json()["status"] for _ in range(2)]
+        said.append((await scene.http.get(url)).json()["status"])
+        final = {"cancelled", "completed"}
+        scene.expect(len(set(said)) == 1 and set(said) < final, f"cancelled twice: {said}")
+    await asyncio.gather(*visits, return_exceptions=True)
+
+
+async def _begin(scene: Scene) -> str:
+    """The URL of a new background request."""
+    url = scene.random.choice(scene.world.urls)
+    body = {**scene.random.choice(scene.workload.cases).body, "background": True}
+    answer = await scene.http.post(f"{url}/v1/completions", json=body)
+    assert answer.status_code == 202, answer.text
+    return url + answer.headers["location"]
+
+
+async def deadlines(scene: Scene) -> None:
+    """Engines freeze for longer than some clients have: those are told so, and never served."""
+    await scene.moment(latest=0.6)
+    for engine in scene.world.engines:
+        engine.signal(signal.SIGSTOP)
+    asked = [
+        asyncio.ensure_future(_ask_in_a_hurry(scene, client))
+        for client in scene.clients[:_VISITORS]
+    ]
+    answers = await asyncio.gather(*asked)
+    for engine in scene.world.engines:
+        engine.signal(signal.SIGCONT)
+    for answer in answers:
+        code = answer.json()["error"]["code"]
+        told = (answer.status_code, code)
+        scene.expect(told == (504, "deadline_exceeded"), f"a late request was answered {told}")
+
+
+async def _ask_in_a_hurry(scene: Scene, client: Client) -> httpx.Response:
+    url = scene.random.choice(scene.world.urls)
+    headers = {DEADLINE_HEADER: f"{scene.random.uniform(0.5, 1) * _PATIENCE_S:.3f}"}
+    return await scene.http.post(f"{url}/v1/completions", json=client.case.body, headers=headers)
+
+
+CLIENT_FAULTS = (
+    Fault(name="F6", title="a request that kills engines", act=poison),
+    Fault(name="F21", title="clients cancel", act=cancel),
+    Fault(name="F22", title="deadlines pass", act=deadlines),
+)

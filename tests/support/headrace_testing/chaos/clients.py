@@ -1,0 +1,182 @@
+"""Clients that want one answer each, whatever breaks, and compare it with what it must be.
+
+A `plain` client streams and has one connection; a `resumable` one comes back to its stream with its
+key; a `whole` one wants no stream and asks again with its key. All ask again after 429 and 503.
+"""
+
+import asyncio
+import json
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import httpx
+
+from .cases import Case, Expected
+
+_PAUSE_S = 0.1
+_LIMIT_S = 90.0
+
+
+class Manner(Enum):
+    PLAIN = "plain"
+    RESUMABLE = "resumable"
+    WHOLE = "whole"
+
+
+@dataclass(slots=True)
+class Choice:
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    logprobs: int = 0
+
+    def take(self, said: Mapping[str, Any]) -> None:
+        self.token_ids += said.get("token_ids") or []
+        self.text += said.get("text") or ""
+        self.finish_reason = said.get("finish_reason") or self.finish_reason
+        self.logprobs += len((said.get("logprobs") or {}).get("token_logprobs") or ())
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a client has got until now. `refused` counts 429 and 503, `returned` broken streams."""
+
+    choices: dict[int, Choice] = field(default_factory=dict)
+    completion_tokens: int | None = None
+    error: str | None = None
+    done: bool = False
+    refused: int = 0
+    returned: int = 0
+    last_id: str | None = None
+
+    def take(self, said: Mapping[str, Any]) -> int:
+        """One event, or a whole answer; how many tokens it has."""
+        if "error" in said:
+            self.error = json.dumps(said["error"])
+        if said.get("usage"):
+            self.completion_tokens = said["usage"]["completion_tokens"]
+        tokens = 0
+        for choice in said.get("choices") or ():
+            self.choices.setdefault(choice["index"], Choice()).take(choice)
+            tokens += len(choice.get("token_ids") or ())
+        return tokens
+
+
+class Client:
+    """One request at one of several gateways. `seen` is told of each event's new tokens."""
+
+    def __init__(
+        self,
+        http: httpx.AsyncClient,
+        urls: Sequence[str],
+        case: Case,
+        manner: Manner,
+        seen: Callable[[int], None],
+    ) -> None:
+        self._http = http
+        self._urls = urls
+        self.manner = manner
+        self._seen = seen
+        self._headers: dict[str, str] = {}
+        self._body = case.body
+        if manner is not Manner.WHOLE:
+            self._body |= {"stream": True, "stream_options": {"include_usage": True}}
+        if manner is not Manner.PLAIN:
+            self._headers["idempotency-key"] = str(uuid.uuid4())
+        self.case = case
+        self.answer = Answer()
+
+    async def run(self) -> Answer:
+        answer = self.answer
+        try:
+            async with asyncio.timeout(_LIMIT_S):
+                while not answer.done and answer.error is None:
+                    await self._try_once()
+        except TimeoutError:
+            answer.error = f"no end within {_LIMIT_S:.0f} s"
+        return answer
+
+    async def _try_once(self) -> None:
+        url = self._urls[self.answer.returned % len(self._urls)] + "/v1/completions"
+        headers = dict(self._headers)
+        if self.answer.last_id is not None:
+            headers["last-event-id"] = self.answer.last_id
+        refused, how = False, "it ended without [DONE]"
+        try:
+            async with self._http.stream("POST", url, json=self._body, headers=headers) as reply:
+                refused = reply.status_code in (429, 503)
+                await self._read(reply, refused=refused)
+        except httpx.TransportError as error:
+            how = repr(error)
+        if not self.answer.done and self.answer.error is None:
+            await self._come_back(None if refused else how)
+
+    async def _read(self, reply: httpx.Response, *, refused: bool) -> None:
+        if refused:
+            self.answer.refused += 1
+            assert "retry-after" in reply.headers, reply.headers
+        elif reply.status_code != 200:
+            self.answer.error = f"{reply.status_code} {(await reply.aread()).decode()}"
+        elif self.manner is Manner.WHOLE:
+            self._seen(self.answer.take(json.loads(await reply.aread())))
+            self.answer.done = True
+        else:
+            await self._read_events(reply)
+
+    async def _read_events(self, reply: httpx.Response) -> None:
+        rest = b""
+        async for piece in reply.aiter_raw():
+            *blocks, rest = (rest + piece).split(b"\n\n")
+            for block in blocks:
+                self._take_event(block)
+
+    def _take_event(self, block: bytes) -> None:
+        for line in block.split(b"\n"):
+            name, _, value = line.partition(b": ")
+            if name == b"id":
+                self.answer.last_id = value.decode()
+            elif name == b"data" and value == b"[DONE]":
+                self.answer.done = True
+            elif name == b"data":
+                self._seen(self.answer.take(json.loads(value)))
+
+    async def _come_back(self, broke: str | None) -> None:
+        """After a moment; `broke` says how the connection ended, unless it was a refusal."""
+        if broke is not None:
+            self.answer.returned += 1
+            if self.manner is Manner.PLAIN:
+                self.answer.error = f"the stream broke: {broke}"
+                return
+        await asyncio.sleep(_PAUSE_S)
+
+
+def problem(case: Case, answer: Answer) -> str | None:
+    """What is wrong with an answer, or None."""
+    if answer.error is not None:
+        return answer.error
+    if set(answer.choices) != set(range(len(case.expected))):
+        return f"choices {sorted(answer.choices)} of {len(case.expected)}"
+    if answer.completion_tokens != case.tokens:
+        return f"usage says {answer.completion_tokens} of {case.tokens} tokens"
+    for index, expected in enumerate(case.expected):
+        if found := _difference(expected, answer.choices[index], "logprobs" in case.fields):
+            return f"choice {index}: {found}"
+    return None
+
+
+def _difference(expected: Expected, got: Choice, logprobs: bool) -> str | None:
+    wanted = expected.token_ids
+    if tuple(got.token_ids) != wanted:
+        pairs = zip(got.token_ids, wanted, strict=False)
+        right = next((n for n, (ours, theirs) in enumerate(pairs) if ours != theirs), "all")
+        return f"{len(got.token_ids)} of {len(wanted)} tokens, right up to {right}"
+    if got.text != expected.text:
+        return f"text {got.text!r} instead of {expected.text!r}"
+    if got.finish_reason != expected.finish_reason:
+        return f"ended with {got.finish_reason} instead of {expected.finish_reason}"
+    if got.logprobs != (len(wanted) if logprobs else 0):
+        return f"{got.logprobs} log probabilities of {len(wanted)} tokens"
+    return None

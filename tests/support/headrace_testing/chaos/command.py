@@ -1,0 +1,126 @@
+"""The command line of the faults, and running one of them on Redis of its kind."""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from headrace_testing.processes import Starter
+from headrace_testing.redis_sets import SentinelSet
+from headrace_testing.stack import RedisServers
+from headrace_testing.valkey import ValkeyServer
+
+from .cases import Workload
+from .faults import ELSEWHERE, FAULTS
+from .forked import Forge
+from .scene import Fault, run
+from .world import ProxiedServer, WholeCluster, World
+
+PROGRAM = "python -m tests.test_chaos"
+_SERVERS: Mapping[str, Callable[[Path], RedisServers]] = {
+    "valkey": ValkeyServer,
+    "proxied": ProxiedServer,
+    "sentinel": SentinelSet,
+    "cluster": WholeCluster,
+}
+# Their masters change; a second fail over would have to wait for the first one's rest.
+_ONCE = ("sentinel", "cluster")
+
+
+class Worlds:
+    """A world for each kind of Redis, made when it is first needed. For one thread."""
+
+    def __init__(self, workload: Workload, folder: Path, start: Starter) -> None:
+        self._workload = workload
+        self._folder = folder
+        self._start = start
+        self._worlds: dict[str, World] = {}
+        self._count = 0
+
+    def run(self, fault: Fault, seed: int) -> list[str]:
+        """What went wrong; a world in which anything did is not used again."""
+        world = self._worlds.pop(fault.servers, None) or self._make(fault.servers)
+        mistakes = ["it broke off"]
+        try:
+            mistakes = run(fault, world, self._workload, seed)
+        finally:
+            if mistakes or fault.servers in _ONCE:
+                world.close()
+            else:
+                self._worlds[fault.servers] = world
+        return mistakes
+
+    def _make(self, kind: str) -> World:
+        self._count += 1
+        folder = self._folder / f"{kind}-{self._count}"
+        folder.mkdir(parents=True)
+        servers = _SERVERS[kind](folder / "redis")
+        return World(self._workload.checkpoint, folder, self._start, servers)
+
+    def close(self) -> None:
+        for world in self._worlds.values():
+            world.close()
+
+
+@contextmanager
+def worlds(workload: Workload, folder: Path, start: Starter) -> Iterator[Worlds]:
+    made = Worlds(workload, folder, start)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def repeat(fault: str, seed: int) -> str:
+    """The command that runs a fault again."""
+    return f"{PROGRAM} --fault {fault} --seed {seed}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit code."""
+    options = _parser().parse_args(arguments)
+    if options.list:
+        _print(_table())
+        return 0
+    from .workload import make_workload  # needs torch, which takes seconds
+
+    chosen = list(FAULTS) if options.fault == "all" else [options.fault]
+    folder = Path(tempfile.mkdtemp(prefix="headrace-chaos-"))
+    failed = 0
+    with worlds(make_workload(folder), folder, Forge().start) as made:
+        for seed in range(options.seed, options.seed + options.runs):
+            for name in chosen:
+                begun = time.monotonic()
+                mistakes = made.run(FAULTS[name], seed)
+                failed += bool(mistakes)
+                verdict = "FAILED" if mistakes else f"ok in {time.monotonic() - begun:.1f} s"
+                _print([f"{name} seed {seed}: {verdict}", *mistakes])
+                if mistakes:
+                    _print([f"again: {repeat(name, seed)}", f"logs: {folder}"])
+    return 1 if failed else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(PROGRAM, description="Break Headrace under load.")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--fault", choices=[*FAULTS, "all"], help="which one")
+    what.add_argument("--list", action="store_true", help="print the faults there are")
+    parser.add_argument("--seed", type=int, default=1, help="what is random follows from it")
+    parser.add_argument("--runs", type=int, default=1, help="how many seeds, from that one")
+    return parser
+
+
+def _table() -> Iterator[str]:
+    for name, fault in FAULTS.items():
+        yield f"{name:12}{fault.title}{' (not in CI: slow)' if fault.slow else ''}"
+    for name, (title, files) in ELSEWHERE.items():
+        yield f"{name:12}{title}: tests/{', tests/'.join(files)}"
+
+
+def _print(lines: Iterator[str] | Sequence[str]) -> None:
+    for line in lines:
+        sys.stdout.write(line + "\n")
+    sys.stdout.flush()

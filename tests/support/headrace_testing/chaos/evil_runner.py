@@ -1,0 +1,63 @@
+"""The engine's real model runner with faults on demand, inside a real engine process.
+
+After HANG the next step never ends, after RAISE a step raises, some steps later. A prompt that
+holds POISON kills the process, as a kernel that crashes would. Each step takes at least STEP_S, so
+that faults strike streams that run; waiting costs no CPU.
+"""
+
+import os
+import signal
+import threading
+import time
+from types import FrameType
+
+import headrace_engine.__main__ as program
+from headrace_engine.config import EngineConfig
+from headrace_engine.plan import StepPlan, StepResult
+from headrace_engine.runner import ModelRunner
+
+from .demands import HANG, POISON, RAISE
+
+STEP_S = 0.004
+STEPS_UNTIL_RAISE = 10
+
+
+class EvilForwardError(RuntimeError):
+    """Stands for whatever a forward pass may raise."""
+
+
+class EvilRunner(ModelRunner):
+    """Made in the main thread, which alone may set handlers of signals."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._hangs = False
+        self._left: int | None = None
+        signal.signal(HANG, self._hang)
+        signal.signal(RAISE, self._raise_later)
+
+    def _hang(self, _number: int, _frame: FrameType | None) -> None:
+        self._hangs = True
+
+    def _raise_later(self, _number: int, _frame: FrameType | None) -> None:
+        self._left = STEPS_UNTIL_RAISE
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        begun = time.monotonic()
+        if any(POISON in item.sequence.request.prompt_token_ids for item in plan.scheduled):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._hangs:
+            threading.Event().wait()
+        if self._left is not None:
+            self._left -= 1
+            if self._left < 0:
+                raise EvilForwardError("a forward pass failed")
+        result = super().execute(plan)
+        time.sleep(max(0.0, STEP_S - (time.monotonic() - begun)))
+        return result
+
+
+def install() -> None:
+    """The engine program of this process makes this runner from now on."""
+    assert vars(program)["ModelRunner"] is ModelRunner
+    vars(program)["ModelRunner"] = EvilRunner

@@ -1,0 +1,86 @@
+"""Gateways and engines forked from a process that has imported them: a start takes 0.2 s, not 3.
+
+Nothing else is shared: each has its own pid, sockets, environment, log and settings, and runs the
+same `main` as a program of its own would.
+"""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from threading import Lock
+
+from headrace_cli.guard import die_with_parent
+from headrace_testing.processes import Running
+
+_PRELOADED = ["headrace_engine.__main__", "headrace_gateway.__main__"]
+
+
+class Forge:
+    """Starts processes; safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(_PRELOADED)
+        self._lock = Lock()
+
+    def start(
+        self, module: str, arguments: Sequence[str], log: Path, env: Mapping[str, str]
+    ) -> Running:
+        """A Starter."""
+        given = (module, tuple(arguments), str(log), dict(env))
+        with self._lock:
+            process = self._context.Process(target=_become, args=given, daemon=True)
+            process.start()
+        return ForkedRun(process, self._lock)
+
+
+class ForkedRun:
+    """One forked process. `lock` is held while multiprocessing's shared books are looked at."""
+
+    def __init__(self, process: BaseProcess, lock: Lock) -> None:
+        self._process = process
+        self._lock = lock
+        assert process.pid is not None
+        self.pid = process.pid
+
+    def poll(self) -> int | None:
+        with self._lock:
+            return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises subprocess.TimeoutExpired."""
+        limit = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if limit is not None and time.monotonic() > limit:
+                raise subprocess.TimeoutExpired(str(self._process.name), timeout or 0.0)
+            time.sleep(0.01)
+        return code
+
+    def send_signal(self, sig: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, sig)
+
+
+def _become(module: str, arguments: Sequence[str], log: str, env: Mapping[str, str]) -> None:
+    """Turns this process into `python -m module arguments`; does not return."""
+    if sys.platform == "linux":
+        die_with_parent()
+    out = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(out, stream)
+    os.environ.clear()
+    os.environ.update(env)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if module == "headrace_engine":
+        import_module("headrace_testing.chaos.evil_runner").install()
+    code = import_module(f"{module}.__main__").main(list(arguments))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

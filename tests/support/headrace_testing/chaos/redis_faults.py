@@ -1,0 +1,127 @@
+"""Redis that dies, forgets, fills up, fails over, or is hard to reach."""
+
+import asyncio
+from functools import partial
+
+from headrace_common.keys import ShardKeys
+from headrace_testing.processes import until
+from headrace_testing.redis_sets import ask
+from headrace_testing.stack import MODEL
+
+from .proxy import FAIR, Weather
+from .scene import Fault, Scene
+
+
+async def restart(scene: Scene) -> None:
+    """SIGKILL and back with its append-only file, one to three times."""
+    for _ in range(scene.random.randint(1, 3)):
+        await scene.moment()
+        await scene.aside(scene.world.valkey.restart)
+        await scene.pause(scene.random.uniform(0, 0.3))
+
+
+async def roll_back(scene: Scene) -> None:
+    """Back with the data of up to a second ago, as after a failover to a late replica."""
+    await scene.moment(latest=0.5)
+    snapshot = scene.world.folder / f"snapshot-{scene.random.getrandbits(64):x}"
+    await scene.aside(partial(scene.world.valkey.snapshot, snapshot))
+    await scene.pause(scene.random.uniform(0.1, 1.0))
+    await scene.aside(partial(scene.world.valkey.roll_back, snapshot))
+
+
+async def empty(scene: Scene) -> None:
+    await scene.moment()
+    await scene.aside(lambda: ask(scene.world.valkey.port, "FLUSHALL"))
+
+
+async def fill(scene: Scene) -> None:
+    """No more memory: new requests wait at the door, what runs is finished. Then there is again."""
+    await scene.moment(latest=0.4)
+    port = scene.world.valkey.port
+    await scene.aside(lambda: ask(port, "CONFIG", "SET", "maxmemory", 1))
+    late = [scene.client(client.case, client.manner) for client in scene.clients[:4]]
+    answers = [asyncio.ensure_future(client.run()) for client in late]
+    refused = partial(until, lambda: all(c.answer.refused for c in late), "clients to be refused")
+    await scene.aside(refused)
+    await scene.aside(lambda: ask(port, "CONFIG", "SET", "maxmemory", 0))
+    await asyncio.gather(*answers)
+    scene.check(late)
+
+
+async def fail_over(scene: Scene) -> None:
+    """The master dies, Sentinel promotes its replica."""
+    await scene.moment()
+    await scene.aside(scene.world.sentinel_set.master.kill)
+    await scene.aside(scene.world.sentinel_set.until_promoted)
+
+
+async def lose_shard(scene: Scene) -> None:
+    """The cluster's master that has the model's queue dies, its replica takes over."""
+    await scene.moment()
+    nodes = scene.world.cluster_set
+    slot = ask(nodes.masters[1].port, "CLUSTER", "KEYSLOT", ShardKeys(MODEL).stats)
+    owner = nodes.owner(slot)
+    await scene.aside(owner.kill)
+
+
+async def latency(scene: Scene) -> None:
+    """Up to 200 ms for each piece, and jitter."""
+    await scene.moment(latest=0.3)
+    delay = scene.random.uniform(0.02, 0.1)
+    scene.world.proxy.change(Weather(delay=delay, jitter=delay))
+    await scene.pause(3.0)
+    scene.world.proxy.change(FAIR)
+
+
+async def slices(scene: Scene) -> None:
+    """One to three bytes at a time."""
+    await scene.moment(latest=0.3)
+    scene.world.proxy.change(Weather(slice=scene.random.randint(1, 3)))
+    await scene.pause(1.0)
+    scene.world.proxy.change(FAIR)
+
+
+async def cuts(scene: Scene) -> None:
+    """Every connection, again and again."""
+    for _ in range(scene.random.randint(2, 5)):
+        await scene.moment()
+        scene.world.proxy.cut()
+        await scene.pause(scene.random.uniform(0, 0.5))
+
+
+async def black_hole(scene: Scene) -> None:
+    """Connections stay open and nothing comes through, for 1 to 3 s: shorter than timeouts."""
+    await _silence(scene, scene.random.uniform(1, 3))
+
+
+async def long_black_hole(scene: Scene) -> None:
+    """Longer than commands and reads wait."""
+    await _silence(scene, 18.0)
+
+
+async def _silence(scene: Scene, seconds: float) -> None:
+    await scene.moment()
+    scene.world.proxy.change(Weather(silent=True))
+    await scene.pause(seconds)
+    scene.world.proxy.change(FAIR)
+
+
+REDIS_FAULTS = (
+    Fault(name="F10", title="Redis killed and restarted", act=restart),
+    Fault(name="F11", title="Redis comes back with older data", act=roll_back),
+    Fault(name="F12", title="Redis emptied", act=empty),
+    Fault(name="F13", title="Sentinel failover", act=fail_over, servers="sentinel"),
+    Fault(name="F13-cluster", title="master of a cluster lost", act=lose_shard, servers="cluster"),
+    Fault(name="F17", title="Redis is slow", act=latency, servers="proxied"),
+    Fault(name="F17-slices", title="Redis' bytes come one by one", act=slices, servers="proxied"),
+    Fault(name="F17-cuts", title="connections to Redis cut", act=cuts, servers="proxied"),
+    Fault(name="F17-silence", title="Redis is silent", act=black_hole, servers="proxied"),
+    Fault(
+        name="F17-long",
+        title="Redis is silent for longer than all timeouts",
+        act=long_black_hole,
+        servers="proxied",
+        slow=True,
+    ),
+    Fault(name="F18", title="Redis out of memory", act=fill),
+)

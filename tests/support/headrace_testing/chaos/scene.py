@@ -1,0 +1,123 @@
+"""One fault under load: a crowd of clients, the fault at a random moment, and what went wrong."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import httpx
+
+from .cases import Case, Workload
+from .clients import Client, Manner, problem
+from .world import World
+
+T = TypeVar("T")
+Act = Callable[["Scene"], Awaitable[None]]
+
+# Later than that the streams may have ended before the fault is there.
+_LATEST = 0.8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What breaks. `servers`: the kind of Redis. `survives`: whether clients that cannot come back
+    are part of the crowd. `slow`: it takes too long for every run of the tests. `ready` runs before
+    the clients come."""
+
+    name: str
+    title: str
+    act: Act
+    servers: str = "valkey"
+    survives: bool = True
+    slow: bool = False
+    ready: Callable[[World], None] | None = None
+
+
+class Scene:
+    """What a fault works with; everything random in it follows from the seed."""
+
+    def __init__(self, world: World, workload: Workload, seed: int) -> None:
+        self.world = world
+        self.workload = workload
+        self.random = random.Random(seed)
+        self.mistakes: list[str] = []
+        self._tokens = 0
+        self._moved = asyncio.Event()
+        self._ended = False
+
+    async def play(self, fault: Fault) -> None:
+        """Runs the crowd while the fault acts; `mistakes` holds what is wrong afterwards."""
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(timeout=60, limits=limits) as self.http:
+            self.clients = [
+                self.client(case, manner)
+                for case, manner in zip(
+                    self.workload.cases, self._manners(fault.survives), strict=True
+                )
+            ]
+            crowd = asyncio.gather(*(client.run() for client in self.clients))
+            act = asyncio.ensure_future(fault.act(self))
+            await crowd
+            self._ended = True
+            self._moved.set()
+            await act
+        self.check(self.clients)
+
+    def check(self, clients: Sequence[Client]) -> None:
+        """Notes every answer that is not exactly what it must be."""
+        for client in clients:
+            if wrong := problem(client.case, client.answer):
+                self.mistakes.append(f"{client.case.name} at {client.case.prompt[:3]}...: {wrong}")
+
+    def client(self, case: Case, manner: Manner) -> Client:
+        urls = list(self.world.urls)
+        self.random.shuffle(urls)
+        return Client(self.http, urls, case, manner, self._seen)
+
+    def _manners(self, survives: bool) -> list[Manner]:
+        manners = list(Manner) if survives else [Manner.RESUMABLE, Manner.WHOLE]
+        return [manners[n % len(manners)] for n in range(len(self.workload.cases))]
+
+    def _seen(self, tokens: int) -> None:
+        self._tokens += tokens
+        self._moved.set()
+
+    async def moment(self, earliest: float = 0.0, latest: float = _LATEST) -> None:
+        """Waits until the crowd has a random share of its tokens."""
+        mark = self.random.uniform(earliest, latest) * self.workload.tokens
+        while self._tokens < mark and not self._ended:
+            self._moved.clear()
+            await self._moved.wait()
+
+    async def until_ended(self) -> None:
+        """Waits until every client has its answer."""
+        while not self._ended:
+            self._moved.clear()
+            await self._moved.wait()
+
+    async def pause(self, seconds: float) -> None:
+        """How long a fault lasts."""
+        await asyncio.sleep(seconds)
+
+    async def aside(self, function: Callable[[], T]) -> T:
+        """Runs what blocks, while the clients go on."""
+        return await asyncio.to_thread(function)
+
+    def expect(self, truth: bool, otherwise: str) -> None:
+        if not truth:
+            self.mistakes.append(otherwise)
+
+
+def run(fault: Fault, world: World, workload: Workload, seed: int) -> list[str]:
+    """One line for each thing that went wrong."""
+    world.restore()
+    if fault.ready is not None:
+        fault.ready(world)
+    scene = Scene(world, workload, seed)
+    asyncio.run(scene.play(fault))
+    try:
+        world.until_clean()
+    except AssertionError as error:
+        scene.mistakes.append(str(error))
+    return scene.mistakes

@@ -1,0 +1,129 @@
+"""Gateways and engines over one kind of Redis, broken by one fault after the other."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from headrace_common.errors import BackendUnavailable
+from headrace_common.keys import ShardKeys
+from headrace_testing.processes import Starter, until
+from headrace_testing.redis_sets import ClusterSet, SentinelSet
+from headrace_testing.stack import MODEL, EngineProcess, RedisServers, Stack
+from headrace_testing.valkey import ValkeyServer
+
+from .proxy import FaultProxy
+
+ENGINES = GATEWAYS = 2
+_FLAGS = ("--lease", "1.5", "--beat-interval", "0.3")
+_QUIET_S = 60.0
+
+
+class ProxiedServer:
+    """A server that gateways and engines reach through a FaultProxy only."""
+
+    def __init__(self, folder: Path) -> None:
+        self.server = ValkeyServer(folder)
+        self.proxy = FaultProxy(self.server.port)
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+    def start(self) -> None:
+        self.server.start()
+        self.proxy.start()
+
+    def stop(self) -> None:
+        self.proxy.stop()
+        self.server.stop()
+
+
+class WholeCluster(ClusterSet):
+    """Three masters with a replica each; its URL names every node, since any may be lost."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, replicas=3)
+
+    @property
+    def url(self) -> str:
+        return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
+
+
+class World(Stack):
+    """At rest it has ENGINES engines, GATEWAYS gateways and an empty queue."""
+
+    def __init__(
+        self, checkpoint: Path, folder: Path, start: Starter, servers: RedisServers
+    ) -> None:
+        super().__init__(checkpoint, folder, servers=servers, start=start)
+        self.folder = folder
+        if isinstance(servers, ProxiedServer):
+            self.redis_url = f"redis://127.0.0.1:{servers.proxy.port}/0"
+
+    @property
+    def proxy(self) -> FaultProxy:
+        assert isinstance(self.servers, ProxiedServer)
+        return self.servers.proxy
+
+    @property
+    def sentinel_set(self) -> SentinelSet:
+        assert isinstance(self.servers, SentinelSet)
+        return self.servers
+
+    @property
+    def cluster_set(self) -> ClusterSet:
+        assert isinstance(self.servers, ClusterSet)
+        return self.servers
+
+    @property
+    def urls(self) -> Sequence[str]:
+        return [gateway.url for gateway in self.gateways]
+
+    def spawn(self, *flags: str) -> EngineProcess:
+        return self.add_engine(*_FLAGS, *flags)
+
+    def restore(self) -> None:
+        """Replaces what has died and ends what is too many."""
+        self.engines[:] = [engine for engine in self.engines if engine.alive]
+        self.gateways[:] = [gateway for gateway in self.gateways if gateway.alive]
+        for engine in self.engines[ENGINES:]:
+            self.retire(engine)
+        for _ in range(ENGINES - len(self.engines)):
+            self.spawn()
+        for _ in range(GATEWAYS - len(self.gateways)):
+            self.add_gateway()
+        self.await_engines(ENGINES)
+
+    def queue_is_empty(self) -> bool:
+        try:
+            return super().queue_is_empty()
+        except BackendUnavailable:
+            return False
+
+    def until_clean(self) -> None:
+        """Waits until nothing is held; raises AssertionError naming what still is."""
+        until(self.queue_is_empty, "the queue to be empty", _QUIET_S)
+        for engine in self.engines:
+            if engine.alive:
+                engine.await_log("engine ready")
+                until(lambda e=engine: e.idle, f"{engine.name} to be idle", _QUIET_S)  # type: ignore[misc]
+        if isinstance(self.servers, ValkeyServer):
+            until(lambda: self.leftovers() == [], "no entry and no prompt in Redis", _QUIET_S)
+
+    def leftovers(self) -> list[str]:
+        """Names of keys that only requests which have not ended may have, or dead letters."""
+        names = ShardKeys(MODEL)
+        with redis.Redis.from_url(self.servers.url, decode_responses=True) as client:
+            dead: Any = client.xrange(names.dead_letters)
+            kept = {names.payload(fields["r"]) for _, fields in dead}
+            left = [queue for queue in names.queues if client.xlen(queue)]
+            left += set(client.scan_iter(f"{names.payloads}*", 10_000)) - kept
+            return left
+
+    def dead_letters(self) -> int:
+        with redis.Redis.from_url(self.servers.url) as client:
+            count = client.xlen(ShardKeys(MODEL).dead_letters)
+        assert isinstance(count, int)
+        return count

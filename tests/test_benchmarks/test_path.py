@@ -1,0 +1,31 @@
+"""The benchmark of the path on a few tokens: its figures, and that nothing is lost on the way."""
+
+import json
+from pathlib import Path
+
+import path
+from queue_path.streams import Started
+
+
+def test_a_small_run_loses_nothing_and_writes_its_figures(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    path.main(
+        ["--streams", "3", "--rate", "300", "--seconds", "0.1", "--only", "streams", "shard"]
+        + ["--shard-requests", "20", "--processes", "1", "--json", str(report)]
+    )
+    results = json.loads(report.read_text())
+    assert list(results) == ["3 streams", "shard"]
+    streams = results["3 streams"]
+    assert (streams["missed_tokens"], streams["incomplete_streams"]) == (0, 0)
+    assert streams["hop_ms_p50"] > 0
+    assert results["shard"]["redis_us_per_request"] > 0
+
+
+def test_started_is_said_once_when_all_have() -> None:
+    said: list[str] = []
+    started = Started(2, lambda: said.append("all"))
+    started()
+    assert said == []
+    started()
+    started()
+    assert said == ["all"]

@@ -1,0 +1,14 @@
+"""Faults by hand: `python -m tests.test_chaos --fault F1 --seed 5` from the root of the repository.
+
+Prints one line a run; the exit code is 1 where a client got anything but its answer.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "support"))
+
+from headrace_testing.chaos.command import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

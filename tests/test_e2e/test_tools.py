@@ -1,0 +1,104 @@
+"""Forced tool calls and kept responses through real processes: gateway, queue, engine, grammar."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from anthropic import Anthropic
+from openai import OpenAI
+
+from headrace_common import demo_model
+from headrace_testing.stack import MODEL, GatewayProcess, Stack
+from headrace_testing.tool_templates import CHATML_WITH_TOOLS
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Paris", "Rome", "Oslo"]},
+        "days": {"type": "array", "items": {"enum": [1, 2, 3]}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+HI: Any = [{"role": "user", "content": "Hello!"}]
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
+    folder = tmp_path_factory.mktemp("tools")
+    template = folder / "template.jinja"
+    template.write_text(CHATML_WITH_TOOLS)
+    stack = Stack(Path(demo_model.__path__[0]), folder)
+    try:
+        stack.add_engine()
+        gateway = stack.add_gateway("--chat-template", str(template))
+        stack.await_engines(1)
+        yield gateway
+    finally:
+        stack.close()
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
+)
+def test_forced_calls_match_their_schema(gateway: GatewayProcess, choice: Any) -> None:
+    tool: Any = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+    with OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.chat.completions.create(
+            model=MODEL,
+            messages=HI,
+            tools=[tool],
+            tool_choice=choice,
+            parallel_tool_calls=False,
+            max_tokens=200,
+            n=2,
+        )
+
+    for one in answer.choices:
+        assert one.message.tool_calls is not None
+        (call,) = one.message.tool_calls
+        assert call.type == "function" and call.function.name == "weather"
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
+        assert one.finish_reason == "tool_calls"
+
+
+def test_a_message_with_a_forced_tool_is_streamed(gateway: GatewayProcess) -> None:
+    with (
+        Anthropic(base_url=gateway.url, api_key="none", max_retries=0) as client,
+        client.messages.stream(
+            model=MODEL,
+            max_tokens=200,
+            messages=HI,
+            tools=[{"name": "weather", "input_schema": SCHEMA}],
+            tool_choice={"type": "tool", "name": "weather"},
+        ) as stream,
+    ):
+        message = stream.get_final_message()
+
+    (use,) = message.content
+    assert use.type == "tool_use"
+    jsonschema.validate(use.input, SCHEMA)
+
+
+def test_a_response_is_kept_and_gone_on_with(gateway: GatewayProcess) -> None:
+    with OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
+        with client.responses.stream(model=MODEL, input="Hello!", max_output_tokens=12) as stream:
+            events = list(stream)
+        first = events[-1]
+        assert first.type in ("response.completed", "response.incomplete")
+        again = list(client.responses.retrieve(first.response.id, stream=True))
+        second = client.responses.create(
+            model=MODEL,
+            input="And then?",
+            previous_response_id=first.response.id,
+            max_output_tokens=4,
+        )
+        kept = client.responses.retrieve(second.id)
+
+    assert [event.type for event in again] == [event.type for event in events]
+    assert kept.output_text == second.output_text
+    assert second.usage is not None and first.response.usage is not None
+    assert second.usage.input_tokens > first.response.usage.total_tokens

@@ -1,0 +1,331 @@
+"""Parsers of tool calls: what is a call, what stays text, and no matter how the text is cut."""
+
+import json
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace_gateway.parts import CallArguments, CallStart, Part, PartList, Text
+from headrace_gateway.tool_calls.base import ToolParser
+from headrace_gateway.tool_calls.call_object import MAX_UNCERTAIN_CHARS
+from headrace_gateway.tool_calls.catalog import PARSERS, detect_tool_parser
+from headrace_gateway.tool_calls.forced import NamedParser, RequiredParser
+
+KNOWN = ("weather", "time.now", "add")
+CALL = '{"name": "weather", "arguments": {"city": "Par\\"is", "days": [1, {"a": "}"}]}}'
+ARGUMENTS = '{"city": "Par\\"is", "days": [1, {"a": "}"}]}'
+
+# format, text, the text that is left (None: all of it), the calls
+CASES: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
+    ("hermes", "Hello, world", "Hello, world", []),
+    ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", "", [("weather", ARGUMENTS)]),
+    (
+        "hermes",
+        f"Let me see.\n\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>"
+        '{"arguments": {"a": 1}, "name": "add"}</tool_call>\n',
+        "Let me see.",
+        [("weather", ARGUMENTS), ("add", '{"a": 1}')],
+    ),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call> done', " done", [("f", "{}")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", "{}")]),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        "",
+        [("f", '{"a": 1}')],
+    ),
+    ("hermes", f"<tool_call>{CALL}", "", [("weather", ARGUMENTS)]),
+    ("hermes", f"<tool_call>{CALL}</tool", "", [("weather", ARGUMENTS)]),
+    ("hermes", f"<tool_call>{CALL} and so on", " and so on", [("weather", ARGUMENTS)]),
+    ("hermes", f"<tool_call>{CALL}{CALL}", CALL, [("weather", ARGUMENTS)]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1', "", [("f", '{"a": [1')]),
+    ("hermes", "<tool_call>\nno json\n</tool_call>", None, []),
+    ("hermes", "a  <tool_call> <tool_call>", None, []),
+    ("hermes", '<tool_call>{"name": 5, "arguments": {}}', None, []),
+    ("hermes", '<tool_call>{"name": "f", "arguments": [1]}', None, []),
+    ("hermes", '<tool_call>{"arguments": {"a": 1}}</tool_call>', None, []),
+    ("hermes", "1 < 2 and <tool_ca", None, []),
+    ("hermes", "spaces at the end  \n", None, []),
+    (
+        "hermes",
+        f"<tool_call><tool_call>{CALL}</tool_call>",
+        "<tool_call>",
+        [("weather", ARGUMENTS)],
+    ),
+    (
+        "mistral",
+        f'[TOOL_CALLS][{CALL}, {{"name": "add", "arguments": {{}}, "id": "abc"}}]',
+        "",
+        [("weather", ARGUMENTS), ("add", "{}")],
+    ),
+    ("mistral", "[TOOL_CALLS] []", None, []),
+    ("mistral", "[TOOL_CALLS] [1]", None, []),
+    ("mistral", f"[TOOL_CALLS][{CALL}", "", [("weather", ARGUMENTS)]),
+    (
+        "mistral",
+        'Well. [TOOL_CALLS]add{"a": 1}[TOOL_CALLS]weather[CALL_ID]abc123def[ARGS]{"b": "}"}',
+        "Well.",
+        [("add", '{"a": 1}'), ("weather", '{"b": "}"}')],
+    ),
+    ("mistral", "[TOOL_CALLS]are great, and {so on}", None, []),
+    ("mistral", "[TOOL_CALLS]" + "a" * 400, None, []),
+    (
+        "llama3_json",
+        '{"name": "weather", "parameters": {"city": "Rome"}}',
+        "",
+        [("weather", '{"city": "Rome"}')],
+    ),
+    (
+        "llama3_json",
+        ' {"type": "function", "name": "add", "parameters": {"a": 1}}; \n'
+        '{"name": "weather", "parameters": {}}',
+        "",
+        [("add", '{"a": 1}'), ("weather", "{}")],
+    ),
+    (
+        "llama3_json",
+        '{"name": "add", "parameters": {}}\n{"name": "weather", "parameters": {}}',
+        "",
+        [("add", "{}"), ("weather", "{}")],
+    ),
+    (
+        "llama3_json",
+        '{"name": "add", "parameters": {}} {"no": "call"}',
+        ' {"no": "call"}',
+        [("add", "{}")],
+    ),
+    (
+        "llama3_json",
+        '<|python_tag|>{"name": "other", "parameters": {}}',
+        "",
+        [("other", "{}")],
+    ),
+    ("llama3_json", '{"name": "other", "parameters": {}}', None, []),
+    ("llama3_json", '{"answer": 42}', None, []),
+    ("llama3_json", '<|python_tag|>search.call(query="a")', None, []),
+    ("llama3_json", 'I say {"name": "add", "parameters": {}}', None, []),
+    ("llama3_json", '{"name": "add", "par', None, []),
+    ("llama3_json", "<|python", None, []),
+    (
+        "llama3_json",
+        '{"name": "add", "parameters": {}} is it.',
+        " is it.",
+        [("add", "{}")],
+    ),
+    (
+        "llama3_json",
+        '{"name": "add", "parameters": {}}; {"no": 1}',
+        '; {"no": 1}',
+        [("add", "{}")],
+    ),
+    (
+        "pythonic",
+        "[weather(city='Par)is', days=[1, (2, 3)], deep={'a': None, 'b': true}), time.now()]",
+        "",
+        [
+            ("weather", '{"city": "Par)is", "days": [1, [2, 3]], "deep": {"a": null, "b": true}}'),
+            ("time.now", "{}"),
+        ],
+    ),
+    (
+        "pythonic",
+        "<|python_start|>[add(a=-1.5, b=False)]<|python_end|>",
+        "",
+        [("add", '{"a": -1.5, "b": false}')],
+    ),
+    ("pythonic", "[other(a=1)]", None, []),
+    ("pythonic", "[add(1, 2)]", None, []),
+    ("pythonic", "[add(a=b)]", None, []),
+    ("pythonic", "[add(a={1: {2}})]", None, []),
+    ("pythonic", "[1, 2, 3]", None, []),
+    ("pythonic", "[add(a='x", None, []),
+    ("pythonic", "[", None, []),
+    ("pythonic", "A list: [add(a=1)]", None, []),
+    ("pythonic", "[add(a=1), so it is]", " so it is]", [("add", '{"a": 1}')]),
+    ("pythonic", "[add(a=1)] is it", " is it", [("add", '{"a": 1}')]),
+    ("pythonic", "[add(" + "(" * 300, None, []),
+    ("required", '[{"name": "add", "parameters": {"a": 1}}]', "", [("add", '{"a": 1}')]),
+    (
+        "required",
+        '[ {"name": "add", "parameters": {}} , {"name":"weather","parameters":{"a":"]"}} ] ',
+        "",
+        [("add", "{}"), ("weather", '{"a":"]"}')],
+    ),
+    ("required", "not held to it", None, []),
+    ("required", '[{"na', None, []),
+    ("named", ' {"a": 1}', "", [("add", '{"a": 1}')]),
+    ("named", "", "", []),
+]
+
+
+def parser_of(name: str, parts: PartList) -> ToolParser:
+    if name == "required":
+        return RequiredParser(parts, KNOWN)
+    if name == "named":
+        return NamedParser(parts, "add")
+    return PARSERS[name](parts, KNOWN)
+
+
+def read(name: str, pieces: Sequence[str], limit: int | None = None) -> list[Part]:
+    parser = parser_of(name, PartList(limit))
+    parts = [part for piece in pieces for part in parser.push(piece)]
+    return parts + parser.finish()
+
+
+def added_up(parts: Sequence[Part]) -> tuple[str, list[tuple[str, str]]]:
+    text, calls = "", list[tuple[str, str]]()
+    for part in parts:
+        match part:
+            case Text():
+                text += part.text
+            case CallStart():
+                assert part.index == len(calls)
+                calls.append((part.name, ""))
+            case CallArguments():
+                assert part.index == len(calls) - 1
+                calls[-1] = (calls[-1][0], calls[-1][1] + part.text)
+    return text, calls
+
+
+def cut(text: str, places: Sequence[int]) -> list[str]:
+    bounds = [0, *sorted({place % (len(text) + 1) for place in places}), len(text)]
+    return [text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+@pytest.mark.parametrize(("name", "text", "left", "calls"), CASES)
+def test_what_is_a_call_and_what_is_text(
+    name: str, text: str, left: str | None, calls: list[tuple[str, str]]
+) -> None:
+    expected = (text if left is None else left, calls)
+
+    assert added_up(read(name, [text])) == expected
+    assert added_up(read(name, list(text))) == expected
+
+
+SHARDS = (
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "<|python_tag|>",
+    "<|python_start|>",
+    "<|python_end|>",
+    "[",
+    "]",
+    "add",
+    "(",
+    ")",
+    "a=1",
+    ", ",
+    "; ",
+    "'x'",
+    '{"name": "add", "arguments": {"a": "b"}}',
+    '{"name": "weather", "parameters": {}}',
+    '{"name": ',
+    '"add"',
+    '"parameters": {',
+    "}",
+    "\\",
+    '"',
+    " \n",
+    "text",
+    "<",
+)
+
+
+@given(
+    name=st.sampled_from((*PARSERS, "required", "named")),
+    shards=st.lists(st.sampled_from(SHARDS), max_size=12),
+    places=st.lists(st.integers(0, 400), max_size=12),
+)
+def test_however_the_text_is_cut_the_parts_are_the_same(
+    name: str, shards: list[str], places: list[int]
+) -> None:
+    text = "".join(shards)
+    whole = added_up(read(name, [text]))
+
+    assert added_up(read(name, cut(text, places))) == whole
+    assert added_up(read(name, list(text))) == whole
+
+
+@given(
+    arguments=st.dictionaries(
+        st.text(max_size=8),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.text(max_size=12),
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+            max_leaves=8,
+        ),
+        max_size=4,
+    ),
+    name=st.sampled_from(("hermes", "mistral", "llama3_json")),
+    indent=st.sampled_from((None, 2)),
+    places=st.lists(st.integers(0, 400), max_size=8),
+)
+def test_any_arguments_come_through_as_they_were_written(
+    arguments: dict[str, object], name: str, indent: int | None, places: list[int]
+) -> None:
+    written = json.dumps(arguments, indent=indent)
+    call = f'{{"name": "add", "arguments": {written}}}'
+    text = {
+        "hermes": f"<tool_call>\n{call}\n</tool_call>",
+        "mistral": f"[TOOL_CALLS][{call}]",
+        "llama3_json": call,
+    }[name]
+
+    assert added_up(read(name, cut(text, places))) == ("", [("add", written)])
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral", "llama3_json"])
+def test_arguments_are_passed_on_before_they_are_complete(name: str) -> None:
+    begun = '{"name": "add", "parameters": {"text": "once upon'
+    before = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS][", "llama3_json": ""}[name]
+    parts = parser_of(name, PartList()).push(before + begun)
+
+    assert parts == [CallStart(0, "add"), CallArguments(0, '{"text": "once upon')]
+
+
+def test_text_is_held_back_only_while_it_may_begin_a_call() -> None:
+    parser = parser_of("hermes", PartList())
+
+    assert parser.push("a < b <tool") == [Text("a < b")]
+    assert parser.push("box>") == [Text(" <toolbox>")]
+
+
+def test_what_is_not_certain_for_too_long_is_no_call() -> None:
+    text = '<tool_call>{"arguments": {"a": "' + "b" * MAX_UNCERTAIN_CHARS + '"}, "name": "add"}'
+
+    assert added_up(read("hermes", [text])) == (text, [])
+    assert added_up(read("hermes", cut(text, range(0, len(text), 1000)))) == (text, [])
+
+
+def test_a_certain_call_may_be_long() -> None:
+    arguments = '{"a": "' + "b" * MAX_UNCERTAIN_CHARS + '"}'
+    text = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
+
+    assert added_up(read("hermes", [text])) == ("", [("add", arguments)])
+
+
+def test_with_a_limit_further_calls_are_left_out() -> None:
+    text = f"<tool_call>{CALL}</tool_call>" * 3
+
+    assert added_up(read("hermes", [text], limit=1)) == ("", [("weather", ARGUMENTS)])
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{{ '<tool_call>' }}", "hermes"),
+        ("{{ '[TOOL_CALLS]' }}", "mistral"),
+        ("{{ '<|python_tag|>' }}", "llama3_json"),
+        ('{"name": function name, "parameters": dictionary of', "llama3_json"),
+        ("[func_name1(params_name1=params_value1", "pythonic"),
+        ("exact format: [func_name1(param1=value1)", "pythonic"),
+        ("<tool_call><function=f>", None),
+        ("{{ messages }}", None),
+    ],
+)
+def test_the_template_tells_the_format(template: str, name: str | None) -> None:
+    assert detect_tool_parser(template) == name

@@ -1,0 +1,363 @@
+"""Tools and reasoning over chat completions: whole, streamed, refused."""
+
+import json
+import re
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI
+
+from headrace_gateway.reasoning.catalog import FAMILIES
+from headrace_gateway.tool_calls.catalog import PARSERS
+from headrace_testing.gateway import MODEL, Gateway, events, serve
+from headrace_testing.tokenizers import byte_level_tokenizer, write_checkpoint
+from headrace_testing.tool_templates import CHATML_WITH_TOOLS
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+WEATHER: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells the weather.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+TIME: Mapping[str, Any] = {"type": "function", "function": {"name": "time"}}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+THOUGHT = f"<think>\nI look.\n</think>\n\nWait.\n{CALL}\n{CALL}"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def serving(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
+    folder = write_checkpoint(
+        tmp_path_factory.mktemp("tools"),
+        byte_level_tokenizer(),
+        chat_template=CHATML_WITH_TOOLS,
+        config={"vocab_size": 512, "max_position_embeddings": 4096},
+        eos_token="<|im_end|>",
+    )
+    async with serve(folder) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def tools(serving: Gateway) -> Gateway:
+    serving.engine.reset()
+    return serving
+
+
+def say(gateway: Gateway, text: str) -> None:
+    gateway.engine.script = gateway.engine.say(text)
+
+
+def prompt_of(gateway: Gateway) -> str:
+    ids = gateway.engine.submitted[-1].prompt_token_ids
+    return gateway.engine.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+async def message(answer: httpx.Response) -> dict[str, Any]:
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    return {**choice["message"], "finish_reason": choice["finish_reason"]}
+
+
+async def test_a_call_is_answered_as_one(tools: Gateway) -> None:
+    say(tools, CALL)
+    answer = await message(await tools.chat(tools=[WEATHER]))
+
+    (call,) = answer["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": '{"city": "Paris"}'}
+    assert call["type"] == "function" and call["id"].startswith("call_")
+    assert answer["content"] is None
+    assert answer["finish_reason"] == "tool_calls"
+    assert '"description": "Tells the weather."' in prompt_of(tools)
+
+
+async def test_text_without_a_call_stays_text(tools: Gateway) -> None:
+    say(tools, "It <tool_call> is not.")
+    answer = await message(await tools.chat(tools=[WEATHER]))
+
+    assert answer["content"] == "It <tool_call> is not."
+    assert "tool_calls" not in answer
+    assert answer["finish_reason"] == "stop"
+
+
+async def test_reasoning_text_and_two_calls_in_one_answer(tools: Gateway) -> None:
+    say(tools, THOUGHT)
+    response = await tools.chat(tools=[WEATHER])
+    answer = await message(response)
+
+    assert answer["reasoning_content"] == answer["reasoning"] == "I look."
+    assert answer["content"] == "Wait."
+    ids = [call["id"] for call in answer["tool_calls"]]
+    assert len(set(ids)) == 2
+    usage = response.json()["usage"]
+    assert 0 < usage["completion_tokens_details"]["reasoning_tokens"] < usage["completion_tokens"]
+
+
+async def test_a_stream_adds_up_to_the_whole_answer(tools: Gateway) -> None:
+    say(tools, THOUGHT)
+    answer = await tools.chat(
+        tools=[WEATHER],
+        stream=True,
+        stream_options={"include_usage": True},
+        logprobs=True,
+        return_token_ids=True,
+    )
+    *chunks, last = events(answer.text)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    deltas = [choice["delta"] for choice in choices]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "I look."
+    assert "".join(delta.get("content") or "" for delta in deltas) == "Wait."
+    starts = [call for call in calls if "id" in call]
+    assert [call["index"] for call in starts] == [0, 1]
+    assert all(call["function"] == {"name": "weather", "arguments": ""} for call in starts)
+    for index in (0, 1):
+        pieces = [c["function"]["arguments"] for c in calls if c["index"] == index]
+        assert len(pieces) > 2
+        assert json.loads("".join(pieces)) == {"city": "Paris"}
+    assert choices[-1]["finish_reason"] == "tool_calls"
+    tokens = [
+        entry for choice in choices for entry in (choice["logprobs"] or {"content": []})["content"]
+    ]
+    ids = [token_id for choice in choices for token_id in choice.get("token_ids", ())]
+    assert len(tokens) == len(ids) == last["usage"]["completion_tokens"]
+    assert last["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+
+
+async def test_the_sdk_reads_a_streamed_call(tools: Gateway) -> None:
+    say(tools, CALL)
+    async with (
+        AsyncOpenAI(base_url=f"{tools.url}/v1", api_key="none", max_retries=0) as client,
+        client.chat.completions.stream(
+            model=MODEL,
+            messages=[{"role": "user", "content": "Hi"}],
+            tools=[WEATHER],  # type: ignore[list-item]
+        ) as stream,
+    ):
+        answer = await stream.get_final_completion()
+
+    calls = answer.choices[0].message.tool_calls
+    assert calls is not None and calls[0].function.arguments == '{"city": "Paris"}'
+
+
+async def test_required_holds_the_output_to_an_array_of_calls(tools: Gateway) -> None:
+    say(
+        tools,
+        '[{"name": "time", "parameters": {}}, {"name": "weather", "parameters": {"city": "a"}}]',
+    )
+    answer = await message(await tools.chat(tools=[WEATHER, TIME], tool_choice="required"))
+
+    names = [call["function"]["name"] for call in answer["tool_calls"]]
+    assert names == ["time", "weather"]
+    held = tools.engine.submitted[-1].sampling.structured_outputs
+    assert held is not None and isinstance(held.json, str)
+    schema = json.loads(held.json)
+    assert schema["minItems"] == 1 and "maxItems" not in schema
+    assert prompt_of(tools).endswith("</think>\n\n")  # no room to reason
+    assert [each["properties"]["name"]["const"] for each in schema["items"]["anyOf"]] == [
+        "weather",
+        "time",
+    ]
+
+
+async def test_a_named_tool_holds_the_output_to_its_parameters(tools: Gateway) -> None:
+    say(tools, '{"city": "Rome"}')
+    choice = {"type": "function", "function": {"name": "weather"}}
+    answer = await message(await tools.chat(tools=[WEATHER, TIME], tool_choice=choice))
+
+    (call,) = answer["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": '{"city": "Rome"}'}
+    held = tools.engine.submitted[-1].sampling.structured_outputs
+    assert held is not None and isinstance(held.json, str)
+    assert json.loads(held.json) == WEATHER["function"]["parameters"]
+
+
+async def test_definitions_of_several_tools_do_not_meet(tools: Gateway) -> None:
+    def tool(name: str, kind: str) -> dict[str, Any]:
+        parameters = {
+            "type": "object",
+            "properties": {"a": {"$ref": "#/$defs/A"}},
+            "$defs": {"A": {"type": kind}},
+        }
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    say(tools, "[]")
+    body = {"tools": [tool("f", "string"), tool("g", "integer")], "tool_choice": "required"}
+    await message(await tools.chat(**body, parallel_tool_calls=False))
+
+    held = tools.engine.submitted[-1].sampling.structured_outputs
+    assert held is not None and isinstance(held.json, str)
+    schema = json.loads(held.json)
+    assert schema["$defs"] == {"0.A": {"type": "string"}, "1.A": {"type": "integer"}}
+    assert schema["maxItems"] == 1
+    refs = [
+        each["properties"]["parameters"]["properties"]["a"]["$ref"]
+        for each in schema["items"]["anyOf"]
+    ]
+    assert refs == ["#/$defs/0.A", "#/$defs/1.A"]
+
+
+async def test_none_reads_no_calls(tools: Gateway) -> None:
+    say(tools, CALL)
+    answer = await message(await tools.chat(tools=[WEATHER], tool_choice="none"))
+
+    assert answer["content"] == CALL
+    assert answer["finish_reason"] == "stop"
+
+
+async def test_without_parallel_calls_only_the_first_counts(tools: Gateway) -> None:
+    say(tools, CALL * 2)
+    answer = await message(await tools.chat(tools=[WEATHER], parallel_tool_calls=False))
+
+    assert len(answer["tool_calls"]) == 1
+
+
+async def test_a_call_that_is_cut_off_says_so(tools: Gateway) -> None:
+    say(tools, CALL)
+    answer = await message(await tools.chat(tools=[WEATHER], max_tokens=60))
+
+    assert answer["finish_reason"] == "length"
+    assert '{"city": "Paris"}'.startswith(answer["tool_calls"][0]["function"]["arguments"])
+
+
+async def test_an_answer_with_calls_can_be_sent_back(tools: Gateway) -> None:
+    say(tools, THOUGHT)
+    first = await message(await tools.chat(tools=[WEATHER]))
+    del first["finish_reason"]
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "content": "rain"}
+        for call in first["tool_calls"]
+    ]
+    await message(
+        await tools.chat(
+            tools=[WEATHER], messages=[{"role": "user", "content": "Hi"}, first, *results]
+        )
+    )
+
+    prompt = prompt_of(tools)
+    assert "<think>I look.</think>Wait.<tool_call>" in prompt
+    assert prompt.count('"arguments": {"city": "Paris"}') == 2
+    assert prompt.count("tool\nrain") == 2
+
+
+async def test_a_template_that_opens_the_reasoning(tools: Gateway) -> None:
+    say(tools, "I look.\n</think>\n\nHello")
+    answer = await message(await tools.chat(chat_template_kwargs={"open_thinking": True}))
+
+    assert prompt_of(tools).endswith("<think>\n")
+    assert (answer["reasoning_content"], answer["content"]) == ("I look.", "Hello")
+
+
+async def test_reasoning_can_be_switched_off(tools: Gateway) -> None:
+    for fields in (
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"reasoning_effort": "none"},
+    ):
+        say(tools, "Hello <think>")
+        answer = await message(await tools.chat(**fields))
+
+        assert prompt_of(tools).endswith("</think>\n\n")
+        assert answer["content"] == "Hello <think>"
+        assert "reasoning_content" not in answer
+
+
+async def test_reasoning_that_never_ends_leaves_no_content(tools: Gateway) -> None:
+    say(tools, "<think>on and on")
+    answer = await message(await tools.chat())
+
+    assert (answer["content"], answer["reasoning_content"]) == (None, "on and on")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"tools": [WEATHER, WEATHER]}, "tools", None),
+        ({"tool_choice": "required"}, "tool_choice", None),
+        (
+            {"tools": [TIME], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice",
+            None,
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            "tools[0].function.name",
+            None,
+        ),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", None),
+        ({"functions": [{"name": "f"}]}, "functions", "unsupported_parameter"),
+        ({"tools": [TIME], "structured_outputs": {"regex": "a+"}}, "tool_choice", None),
+    ],
+)
+async def test_tools_that_cannot_be_used_are_refused_by_name(
+    tools: Gateway, fields: dict[str, Any], param: str, code: str | None
+) -> None:
+    answer = await tools.chat(**fields)
+
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+    assert code is None or answer.json()["error"]["code"] == code
+    assert not tools.engine.submitted
+
+
+async def test_a_template_without_tools_refuses_them(gateway: Gateway) -> None:
+    answer = await gateway.chat(tools=[WEATHER])
+    effort = await gateway.chat(reasoning_effort="high")
+
+    assert answer.status_code == effort.status_code == 400
+    assert answer.json()["error"]["code"] == "tools_unsupported"
+    assert effort.json()["error"]["code"] == "unsupported_parameter"
+
+
+async def test_a_model_whose_calls_are_not_known_takes_only_forced_ones(tmp_path: Path) -> None:
+    folder = write_checkpoint(
+        tmp_path / "model",
+        byte_level_tokenizer(),
+        chat_template="{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}",
+        config={"vocab_size": 512, "max_position_embeddings": 4096},
+        eos_token="<|im_end|>",
+    )
+    async with serve(folder) as running:
+        refused = await running.chat(tools=[TIME])
+        say(running, "{}")
+        forced = await running.chat(
+            tools=[TIME], tool_choice={"type": "function", "function": {"name": "time"}}
+        )
+
+    assert refused.json()["error"]["code"] == "tools_unsupported"
+    assert (await message(forced))["tool_calls"][0]["function"] == {
+        "name": "time",
+        "arguments": "{}",
+    }
+
+
+async def test_the_settings_name_parsers(tmp_path: Path) -> None:
+    folder = write_checkpoint(
+        tmp_path / "model",
+        byte_level_tokenizer(),
+        chat_template="{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}",
+        config={"vocab_size": 512, "max_position_embeddings": 4096},
+        eos_token="<|im_end|>",
+    )
+    async with serve(
+        folder, tool_call_parser="pythonic", reasoning_parser="deepseek_r1"
+    ) as running:
+        say(running, "so</think>[time()]")
+        answer = await message(await running.chat(tools=[TIME]))
+
+    assert answer["reasoning_content"] == "so"
+    assert answer["tool_calls"][0]["function"] == {"name": "time", "arguments": "{}"}
+
+
+async def test_every_parser_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs/api.md").read_text()
+    rows = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+
+    assert {*PARSERS, *FAMILIES} - rows == set()
