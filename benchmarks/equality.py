@@ -1,4 +1,4 @@
-"""Are the tokens right? Greedy output in float32 beside transformers', for a whole workload at once.
+"""Are the tokens right? Greedy output in float32 beside transformers', for a whole workload.
 
     python benchmarks/equality.py [--model DIR] [--requests 64]
 

@@ -141,9 +141,7 @@ def _from_modules(folder: Path) -> tuple[PoolingType, bool]:
     path = folder / MODULES_FILE
     if not path.is_file():
         return PoolingType.LAST, True
-    kinds = [
-        (str(item.get("type", "")).rpartition(".")[2], item) for item in read_json_list(path)
-    ]
+    kinds = [(str(item.get("type", "")).rpartition(".")[2], item) for item in read_json_list(path)]
     for kind, _ in kinds:
         if kind not in _MODULES:
             raise ConfigError(

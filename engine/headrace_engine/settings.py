@@ -52,7 +52,7 @@ class EngineSettings(BaseSettings):
     )
     task: Literal["auto", "generate", "embed"] = Field(
         "auto",
-        description="generate text or make embeddings; auto is embed for checkpoints saved for that",
+        description="generate text, or make embeddings; auto is embed for checkpoints saved so",
     )
     pooler_config: dict[str, Any] = Field(
         default_factory=dict,

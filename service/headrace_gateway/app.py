@@ -113,9 +113,7 @@ def create_app(settings: GatewaySettings, parts: Parts) -> FastAPI:
             producer: BatchProducer | None = None
             if parts.storage is not None:
                 keeping, drain = services.keeping, services.drain
-                producer = make_producer(
-                    app, parts.storage, settings, keeping, drain, parts.keys
-                )
+                producer = make_producer(app, parts.storage, settings, keeping, drain, parts.keys)
                 desk = make_desk(parts.storage, settings, producer.wake)
                 services = replace(services, kept_files=desk)
                 producer.start()

@@ -4,10 +4,10 @@ from dataclasses import replace
 from math import inf
 
 import pytest
-from headrace_testing.engine import make_config, make_request, make_rig
 
 from headrace_common.sampling import SamplingParams
 from headrace_engine.pacing import LEAST_TOKENS, Pacing
+from headrace_testing.engine import make_config, make_request, make_rig
 
 
 def paced(target: float, *, decode_s: float = 0.0, token_s: float = 0.0) -> Pacing:

@@ -165,6 +165,7 @@ GEMMA3: dict[str, Any] = {
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",
     "layer_types": ["sliding_attention"],
+    "num_key_value_heads": 2,
     "pad_token_id": 0,
 }
 GEMMA3_FORMS: dict[str, dict[str, Any]] = {
@@ -202,7 +203,7 @@ def test_layers_with_a_window_have_their_own_rotation(form: str, tmp_path: Path)
 def test_gemma_interleaves_windows(tmp_path: Path) -> None:
     gemma2 = {"architectures": ["Gemma2ForCausalLM"], "num_hidden_layers": 4, "sliding_window": 7}
     assert read(tmp_path, gemma2).windows == (7, None, 7, None)
-    gemma3 = {"architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 7, "sliding_window": 7}
+    gemma3 = {**GEMMA3, "num_hidden_layers": 7, "sliding_window": 7, "layer_types": None}
     assert read(tmp_path, gemma3).windows == (7, 7, 7, 7, 7, None, 7)
     assert read(tmp_path, {**gemma3, "sliding_window_pattern": 3}).windows[:3] == (7, 7, None)
 

@@ -57,8 +57,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         watermark=st.sampled_from([0.0, 0.1]),
         policy=st.sampled_from(sorted(POLICIES)),
-        num_host_blocks=st.sampled_from([0, 0, 5, 40]),
-        block_seconds=st.sampled_from([0.1, 3.0, 6.0]),
+        num_host_blocks=st.sampled_from([40, 40, 5, 0]),
+        block_seconds=st.sampled_from([0.01, 0.1, 3.0]),
         most_drafts=st.sampled_from([0, 2, 9]),
         window=st.sampled_from([None, None, 1, 6, 11]),
     )

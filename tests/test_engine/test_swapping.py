@@ -13,6 +13,8 @@ from headrace_common.sampling import SamplingParams
 from headrace_engine.config import EngineConfig
 from headrace_engine.engine import Engine
 from headrace_engine.errors import ConfigError
+from headrace_engine.host_cache import HostCache, Moves
+from headrace_engine.kv_cache import KVCache
 from headrace_engine.plan import ScheduledSequence, StepPlan, StepResult
 from headrace_engine.policies import make_policy
 from headrace_engine.request import EngineRequest, Sequence, State
@@ -281,3 +283,28 @@ def test_state_says_where_the_kv_is() -> None:
     (swapped,) = rig.scheduler.swapped()
     assert swapped.state is State.SWAPPED
     assert not swapped.block_table and len(swapped.host_blocks) == -(-swapped.computed // 4)
+
+
+def test_what_a_step_copies_in_is_not_overwritten_by_what_it_copies_out() -> None:
+    kv = KVCache(8, 4, prefix_caching=False)
+    host = HostCache(2, kv)
+    first, second = computed_sequence(kv, "a", 8), computed_sequence(kv, "b", 8)
+    outs: Moves = []
+    host.swap_out(first, outs)
+    kv.free(first)
+    first.computed = 8
+    assert not host.fits(second)
+    ins: Moves = []
+    host.swap_in(first, [], ins)
+    assert [source for source, _ in ins] == [to for _, to in outs]
+    assert not host.fits(second), "the step that is planned still reads them"
+    host.settle()
+    assert host.fits(second)
+
+
+def computed_sequence(kv: KVCache, name: str, length: int) -> Sequence:
+    tokens = [ord(name)] * length
+    sequence = Sequence(make_request(name, tokens), 0, tokens)
+    kv.extend(sequence, length, [])
+    sequence.computed = length
+    return sequence

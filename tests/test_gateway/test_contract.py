@@ -114,5 +114,3 @@ def test_an_operation_does_what_the_document_says(
         case.call_and_validate(base_url=url, checks=CHECKS, timeout=30)
 
     ask()
-
-

@@ -57,6 +57,10 @@ class StepCosts:
         bucket = self._buckets.get(_key(tokens))
         return None if bucket is None or bucket.samples < SAMPLES else bucket.seconds
 
+    def nearest(self, tokens: int) -> float:
+        """The time of a step of so many tokens, by the nearest known ones; 0 without any."""
+        return _at(self._known(), tokens)
+
     def growth(self, tokens: int, more: int) -> float:
         """What `more` tokens add to a step of a known number: by the nearest known steps, and
         nothing where no larger one is known, which is hopeful."""

@@ -13,8 +13,7 @@ from typing import Protocol
 from ..kv_cache import Copies, KVCache
 from ..plan import Drafts, SampleRow, ScheduledSequence, StepPlan
 from ..request import Sequence, State
-
-FADE = 1.02
+from .costs import StepCosts
 
 
 class Drafter(Protocol):
@@ -94,11 +93,10 @@ class DraftModelProposer:
         self._kv = KVCache(model.num_blocks, model.block_size, prefix_caching)
         # In the order of their last use.
         self._shadows: dict[Sequence, Shadow] = {}
-        self._step_seconds = 0.0
+        self._costs = StepCosts()
 
-    @property
-    def step_seconds(self) -> float:
-        return self._step_seconds
+    def step_seconds(self, count: int) -> float:
+        return self._costs.nearest(count)
 
     @property
     def kv_cache(self) -> KVCache:
@@ -110,10 +108,9 @@ class DraftModelProposer:
         asked = [shadow for shadow in shadows.values() if shadow.wanted > 0]
         live = self._catch_up(asked)
         while live := [shadow for shadow in live if len(shadow.drafts) < shadow.wanted]:
-            begun = self._clock()
+            begun, count = self._clock(), len(live)
             live = self._step([(shadow, 1) for shadow in live])
-            seconds = self._clock() - begun
-            self._step_seconds = min(self._step_seconds * FADE or seconds, seconds)
+            self._costs.observe(count, self._clock() - begun)
         found = {sequence: shadow.drafts for sequence, shadow in shadows.items()}
         return {sequence: drafts for sequence, drafts in found.items() if drafts}
 

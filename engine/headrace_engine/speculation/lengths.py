@@ -5,10 +5,13 @@ the step's seconds; it is worth it if that is more tokens a second than the step
 Where a batch is so large that its cost grows with every token, no draft is, and speculation is off.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..request import Sequence, State
 from .costs import StepCosts
+
+StepSeconds = Callable[[int], float]
 
 # What counts as the acceptance of a sequence that has hardly begun, and how many drafts it weighs.
 PRIOR_WEIGHT = 2.0
@@ -52,12 +55,12 @@ class Lengths:
         self._all.add(drafted, accepted)
 
     def choose(
-        self, decoding: list[tuple[Sequence, int]], others: int, step_seconds: float
+        self, decoding: list[tuple[Sequence, int]], others: int, step_seconds: StepSeconds
     ) -> list[tuple[Sequence, int]]:
         """Who gets how many, of sequences with the most that each can use.
 
-        `others` are the step's tokens that are not theirs; `step_seconds` is what a further draft
-        of all of them costs to propose.
+        `others` are the step's tokens that are not theirs; `step_seconds` is what it costs to
+        propose one more draft for each of so many sequences.
         """
         if not self._adaptive:
             capped = [(sequence, min(self._most, room)) for sequence, room in decoding]
@@ -67,7 +70,7 @@ class Lengths:
         return self._paying(decoding, others, step_seconds)
 
     def _paying(
-        self, decoding: list[tuple[Sequence, int]], others: int, step_seconds: float
+        self, decoding: list[tuple[Sequence, int]], others: int, step_seconds: StepSeconds
     ) -> list[tuple[Sequence, int]]:
         tokens, width = float(len(decoding)), len(decoding) + others
         seconds = self._costs.seconds(width)
@@ -80,7 +83,7 @@ class Lengths:
             live = [(at, share * chances[at]) for at, share in live if decoding[at][1] >= length]
             if not live:
                 break
-            price = self._price(width, len(live)) + step_seconds / len(live)
+            price = self._price(width, len(live)) + step_seconds(len(live)) / len(live)
             live = [(at, share) for at, share in live if share * seconds > tokens * price]
             for at, share in live:
                 lengths[at] = length

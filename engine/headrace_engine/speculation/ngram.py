@@ -70,8 +70,7 @@ class NgramProposer:
         self._least, self._most = least, most
         self._indices: dict[Sequence, Index] = {}
 
-    @property
-    def step_seconds(self) -> float:
+    def step_seconds(self, count: int) -> float:
         return 0.0
 
     def propose(self, wanted: list[tuple[Sequence, int]]) -> Drafts:

@@ -9,9 +9,8 @@ from ..request import Sequence
 class Proposer(Protocol):
     """Keeps what it likes of each sequence until that is finished."""
 
-    @property
-    def step_seconds(self) -> float:
-        """What one more draft for all sequences together costs; 0 where that is nothing."""
+    def step_seconds(self, count: int) -> float:
+        """What one more draft for each of `count` sequences costs; 0 where that is nothing."""
 
     def propose(self, wanted: list[tuple[Sequence, int]]) -> Drafts:
         """At most so many drafts a sequence; one for which there are none is left out.

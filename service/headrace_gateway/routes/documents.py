@@ -38,7 +38,11 @@ _ANTHROPIC_ERROR = {
 }
 _EVENT = {
     "type": "object",
-    "properties": {"data": {"type": "string"}, "event": {"type": "string"}, "id": {"type": "string"}},
+    "properties": {
+        "data": {"type": "string"},
+        "event": {"type": "string"},
+        "id": {"type": "string"},
+    },
 }
 _READ_ERRORS: Mapping[int, str] = {
     400: "Something of the request cannot be so; the message names it.",

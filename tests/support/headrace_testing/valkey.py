@@ -4,17 +4,32 @@ Where there is none the tests that need it are skipped, but in CI they fail.
 """
 
 import os
+import secrets
 import shutil
 import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import chain, cycle
 from pathlib import Path
 
 import pytest
 
 START_SECONDS = 20.0
+_FIRST_PORT, _LAST_PORT = 15_000, 29_999
+
+
+def _ports() -> Iterator[int]:
+    """Ports below those that connections get, one after the other, so that nobody of this process
+    gets one twice; other processes begin elsewhere."""
+    ports = range(_FIRST_PORT, _LAST_PORT + 1)
+    start = secrets.randbelow(len(ports))
+    return cycle(chain(ports[start:], ports[:start]))
+
+
+_PORTS = _ports()
 
 
 def find_server() -> str | None:
@@ -40,9 +55,14 @@ def require_server() -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
+    """A port that nobody listens on and no connection gets until a server takes it."""
+    while True:
+        port = next(_PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
         return port
 
 

@@ -55,6 +55,16 @@ async def fail_over(scene: Scene) -> None:
     await scene.aside(scene.world.sentinel_set.until_promoted)
 
 
+async def split_brain(scene: Scene) -> None:
+    """The master freezes, its replica is promoted, and it wakes as a second master: gateways and
+    engines are with either, until Sentinel demotes it some 10 s later."""
+    await scene.moment()
+    servers = scene.world.sentinel_set
+    servers.master.pause()
+    await scene.aside(servers.until_promoted)
+    servers.master.unpause()
+
+
 async def lose_shard(scene: Scene) -> None:
     """The cluster's master that has the model's queue dies, its replica takes over."""
     await scene.moment()
@@ -111,6 +121,13 @@ REDIS_FAULTS = (
     Fault(name="F11", title="Redis comes back with older data", act=roll_back),
     Fault(name="F12", title="Redis emptied", act=empty),
     Fault(name="F13", title="Sentinel failover", act=fail_over, servers="sentinel"),
+    Fault(
+        name="F14",
+        title="two masters for a while",
+        act=split_brain,
+        servers="sentinel",
+        slow=True,
+    ),
     Fault(name="F13-cluster", title="master of a cluster lost", act=lose_shard, servers="cluster"),
     Fault(name="F17", title="Redis is slow", act=latency, servers="proxied"),
     Fault(name="F17-slices", title="Redis' bytes come one by one", act=slices, servers="proxied"),

@@ -1,0 +1,20 @@
+"""Float32 scratch memory that is allocated once, grown rarely and never given back.
+
+Captured CUDA graphs keep the addresses of what they were captured with, so buffers that have been
+outgrown are kept too; sizes are powers of two, and so all of them together less than twice the last.
+"""
+
+import torch
+
+
+class Scratch:
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.device], list[torch.Tensor]] = {}
+
+    def take(self, name: str, elements: int, device: torch.device) -> torch.Tensor:
+        """At least `elements` numbers of any value, valid until the next call with this name."""
+        made = self._buffers.setdefault((name, device), [])
+        if not made or made[-1].numel() < elements:
+            size = 1 << (elements - 1).bit_length()
+            made.append(torch.empty(size, dtype=torch.float32, device=device))
+        return made[-1]

@@ -1,0 +1,213 @@
+"""Paged attention on CUDA by this project's Triton kernels: any block size, window or soft cap.
+
+One call serves a mixed batch: decodes are cut along their keys and merged, other runs go tile by
+tile. Nothing waits for the device: grids come from the metadata's host integers, and scratch
+memory is kept, so that calls can be captured in CUDA graphs.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+
+from ..errors import ConfigError
+from ..triton_kernels.cache import store_kernel
+from ..triton_kernels.decode import decode_kernel, merge_kernel
+from ..triton_kernels.launch import (
+    LARGEST_HEAD,
+    MAX_SPLITS,
+    SMALLEST_HEAD,
+    SPLIT_KEYS,
+    Launch,
+    decode_launch,
+    power_of_two,
+    prefill_launch,
+)
+from ..triton_kernels.prefill import prefill_kernel
+from .base import AttentionMetadata, KVSpec, LayerCache, LayerParams
+from .memory import zeros
+from .scratch import Scratch
+
+AMPERE, FP8_CAPABILITY = (8, 0), (8, 9)
+FP8 = torch.float8_e4m3fn
+
+
+class TritonBackend:
+    """Cache: keys and values, each [blocks, Hkv, block_size, D].
+
+    `capability` is the device's, asked from torch if not given. With `fp8` caches hold e4m3 numbers
+    that stand for key_scale and value_scale times themselves; queries keep their dtype.
+    Raises ConfigError for a device older than Ampere, or than Ada with `fp8`.
+    """
+
+    name: ClassVar[str] = "triton"
+
+    def __init__(
+        self,
+        capability: tuple[int, int] | None = None,
+        fp8: bool = False,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
+    ) -> None:
+        self._capability = capability or torch.cuda.get_device_capability()
+        self._fp8, self._key_scale, self._value_scale = fp8, key_scale, value_scale
+        self._scratch = Scratch()
+        self._check_device()
+
+    def _check_device(self) -> None:
+        wanted = FP8_CAPABILITY if self._fp8 else AMPERE
+        if self._capability < wanted:
+            kind = " with an fp8 KV cache" if self._fp8 else ""
+            raise ConfigError(
+                f"attention_backend triton{kind} needs compute capability {wanted[0]}.{wanted[1]}, "
+                f"this device has {self._capability[0]}.{self._capability[1]}: "
+                "use attention_backend reference"
+            )
+
+    def allocate(self, num_blocks: int, spec: KVSpec) -> LayerCache:
+        if not SMALLEST_HEAD <= spec.head_dim <= LARGEST_HEAD:
+            raise ConfigError(
+                f"attention_backend triton takes head sizes {SMALLEST_HEAD} to {LARGEST_HEAD}, not "
+                f"{spec.head_dim}: use attention_backend reference"
+            )
+        shape = (num_blocks, spec.num_kv_heads, spec.block_size, spec.head_dim)
+        dtype = self._stored(spec.dtype)
+        return zeros(shape, dtype, spec.device), zeros(shape, dtype, spec.device)
+
+    def block_bytes(self, spec: KVSpec) -> int:
+        elements = spec.block_size * spec.num_kv_heads * spec.head_dim
+        return 2 * elements * self._stored(spec.dtype).itemsize
+
+    def _stored(self, dtype: torch.dtype) -> torch.dtype:
+        return FP8 if self._fp8 else dtype
+
+    def copy_blocks(self, cache: LayerCache, copies: torch.Tensor) -> None:
+        for part in cache:
+            # Bytes, because torch gathers no 8-bit floats.
+            raw = part.view(torch.uint8)
+            raw.index_copy_(0, copies[:, 1], raw.index_select(0, copies[:, 0]))
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        params: LayerParams,
+    ) -> torch.Tensor:
+        self._store(key, value, cache, metadata.slots)
+        return self.attend(query, cache, metadata, params)
+
+    def _store(
+        self, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, slots: torch.Tensor
+    ) -> None:
+        key, value = _dense_heads(key), _dense_heads(value)
+        _, kv_heads, block_size, dim = cache[0].shape
+        store_kernel[(len(key),)](
+            key, value, *cache, slots,
+            1.0 / self._key_scale, 1.0 / self._value_scale, key.stride(0), value.stride(0),
+            KV_HEADS=kv_heads, HEAD_DIM=dim, BLOCK_SIZE=block_size,
+            HEADS=power_of_two(kv_heads), DIM=power_of_two(dim), NARROW=self._fp8, num_warps=4,
+        )  # fmt: skip
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        params: LayerParams,
+    ) -> torch.Tensor:
+        """Attention alone, of keys and values that lie in the cache already."""
+        query = _dense_heads(query)
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        if metadata.num_decodes:
+            self._decode(output, query, cache, metadata, params)
+        if metadata.num_decodes < len(metadata.seq_lens):
+            self._prefill(output, query, cache, metadata, params)
+        return output
+
+    def _decode(
+        self,
+        output: torch.Tensor,
+        query: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        params: LayerParams,
+    ) -> None:
+        constants = _constants(query, cache, params)
+        dim, heads, kv_heads = query.shape[2], query.shape[1], cache[0].shape[1]
+        launch = decode_launch(self._capability[0], query.element_size(), dim)
+        cut = {"SPLIT": SPLIT_KEYS, "MAX_SPLITS": MAX_SPLITS, "KEYS": launch.keys}
+        rows = metadata.num_decodes
+        splits = _most_splits(metadata.max_seq_len, params.sliding_window, launch)
+        whole = splits == 1
+        parts, sums = (None, None) if whole else self._parts(rows * heads, dim, query.device)
+        decode_kernel[(rows, kv_heads, splits)](
+            output, parts, sums, query, *cache, metadata.block_tables, metadata.seq_lens,
+            params.scale * self._key_scale, self._value_scale,
+            query.stride(0), query.stride(1), metadata.block_tables.stride(0),
+            **constants, **cut, ROWS=max(launch.rows, power_of_two(heads // kv_heads)),
+            WHOLE=whole, num_warps=launch.warps, num_stages=launch.stages,
+        )  # fmt: skip
+        if not whole:
+            merge_kernel[(rows, heads)](
+                output, parts, sums, metadata.seq_lens, HEADS=heads, HEAD_DIM=dim, **cut,
+                WINDOW=constants["WINDOW"], DIM=constants["DIM"], num_warps=4,
+            )  # fmt: skip
+
+    def _parts(
+        self, rows: int, dim: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scratch for what the parts of the keys give, and for their softmax sums."""
+        parts = self._scratch.take("parts", rows * MAX_SPLITS * dim, device)
+        return parts, self._scratch.take("sums", rows * MAX_SPLITS, device)
+
+    def _prefill(
+        self,
+        output: torch.Tensor,
+        query: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        params: LayerParams,
+    ) -> None:
+        kv_heads, group = cache[0].shape[1], query.shape[1] // cache[0].shape[1]
+        launch = prefill_launch(self._capability[0], query.element_size(), query.shape[2])
+        rows = max(launch.rows, power_of_two(group))
+        runs = len(metadata.seq_lens) - metadata.num_decodes
+        tiles = (len(query) - metadata.num_decodes) // (rows // group) + runs
+        prefill_kernel[(tiles, kv_heads)](
+            output, query, *cache, metadata.block_tables, metadata.query_start, metadata.seq_lens,
+            metadata.num_decodes, runs, params.scale * self._key_scale, self._value_scale,
+            query.stride(0), query.stride(1), metadata.block_tables.stride(0),
+            **_constants(query, cache, params), ROWS=rows, KEYS=launch.keys,
+            num_warps=launch.warps, num_stages=launch.stages,
+        )  # fmt: skip
+
+
+def _constants(query: torch.Tensor, cache: LayerCache, params: LayerParams) -> dict[str, Any]:
+    """What the kernels are compiled for; no window and no cap are 0."""
+    _, kv_heads, block_size, dim = cache[0].shape
+    return {
+        "GROUP": query.shape[1] // kv_heads,
+        "KV_HEADS": kv_heads,
+        "HEAD_DIM": dim,
+        "BLOCK_SIZE": block_size,
+        "WINDOW": params.sliding_window or 0,
+        "SOFTCAP": params.softcap or 0.0,
+        "DIM": power_of_two(dim),
+        # tf32 would not be float32.
+        "EXACT": "ieee" if query.dtype is torch.float32 else "tf32",
+    }
+
+
+def _most_splits(max_seq_len: int, window: int | None, launch: Launch) -> int:
+    """Parts that a sequence of at most `max_seq_len` keys can have."""
+    # A window's first tile may begin before the window does.
+    span = max_seq_len if window is None else min(max_seq_len, window + launch.keys - 1)
+    return min(MAX_SPLITS, -(-span // SPLIT_KEYS))
+
+
+def _dense_heads(x: torch.Tensor) -> torch.Tensor:
+    """x [T, H, D] with its heads one behind the other; tokens may lie apart."""
+    dense = x.stride(2) == 1 and x.stride(1) == x.shape[2]
+    return x if dense else x.contiguous()

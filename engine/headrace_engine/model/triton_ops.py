@@ -1,0 +1,107 @@
+"""The decoder's element-wise operators through Triton kernels, for CUDA devices.
+
+What the kernels do not take (mixed dtypes, strided rows) goes to plain torch. No results are
+written over inputs but where the `Ops` protocol allows it.
+"""
+
+import torch
+
+from ..triton_kernels.cache import rotate_kernel
+from ..triton_kernels.elementwise import rms_norm_kernel, silu_mul_kernel
+from ..triton_kernels.launch import power_of_two, row_warps
+from .ops import HeadShape, QKNorm, TorchOps
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# Elements of a row that one program multiplies, and heads that one program rotates.
+SILU_BLOCK, ROTATED_HEADS = 1024, 8
+
+
+class TritonOps:
+    def __init__(self) -> None:
+        self._torch = TorchOps()
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if not _one_kind(x, weight):
+            return self._torch.rms_norm(x, weight, eps)
+        output = torch.empty_like(x)
+        _launch_norm(output, x, None, weight, eps)
+        return output
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not _one_kind(x, weight, residual):
+            return self._torch.add_rms_norm(x, residual, weight, eps)
+        output = torch.empty_like(x)
+        _launch_norm(output, x, residual, weight, eps)
+        return output, residual
+
+    def rotate_qkv(
+        self,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        shape: HeadShape,
+        norm: QKNorm | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if not can_rotate(qkv, cos, sin):
+            return self._torch.rotate_qkv(qkv, cos, sin, shape, norm)
+        tokens, heads, kv_heads, dim = (
+            len(qkv), shape.num_heads, shape.num_kv_heads, shape.head_dim,
+        )  # fmt: skip
+        turned = qkv.new_empty((tokens, heads + kv_heads, dim))
+        chunks = -(-heads // ROTATED_HEADS) + -(-kv_heads // ROTATED_HEADS)
+        rotate_kernel[(tokens, chunks)](
+            turned, qkv, cos, sin,
+            norm.query if norm else None, norm.key if norm else None,
+            None, None, None, 1.0, 1.0, shape.eps, qkv.stride(0),
+            NUM_HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=dim, WIDTH=cos.shape[-1],
+            BLOCK_SIZE=1, HEADS=ROTATED_HEADS, DIM=power_of_two(dim),
+            NORM=norm is not None, STORE=False, NARROW=False, num_warps=4,
+        )  # fmt: skip
+        values = qkv[:, (heads + kv_heads) * dim :].view(tokens, kv_heads, dim)
+        return turned[:, :heads], turned[:, heads:], values
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if not _one_kind(gate_up):
+            return self._torch.silu_mul(gate_up)
+        width = gate_up.shape[-1] // 2
+        output = gate_up.new_empty((*gate_up.shape[:-1], width))
+        rows = output.numel() // width
+        block = min(SILU_BLOCK, power_of_two(width))
+        silu_mul_kernel[(rows, -(-width // block))](
+            output, gate_up, 2 * width, WIDTH=width, BLOCK=block, num_warps=4
+        )
+        return output
+
+    def argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._torch.argmax(x)
+
+
+def can_rotate(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    """Whether the kernel takes these: dense rows, dense float32 tables."""
+    tables = cos.dtype is sin.dtype is torch.float32 and cos.is_contiguous() and sin.is_contiguous()
+    return tables and qkv.dtype in FLOATS and qkv.stride(-1) == 1 and qkv.numel() > 0
+
+
+def _one_kind(*tensors: torch.Tensor) -> bool:
+    """Whether all are dense, not empty and of one dtype that the kernels compute with."""
+    dtype = tensors[0].dtype
+    return dtype in FLOATS and all(
+        one.dtype is dtype and one.is_contiguous() and one.numel() > 0 for one in tensors
+    )
+
+
+def _launch_norm(
+    output: torch.Tensor,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+) -> None:
+    width = x.shape[-1]
+    rms_norm_kernel[(x.numel() // width,)](
+        output, x, residual, weight, eps, width,
+        WIDTH=width, BLOCK=power_of_two(width), ADD=residual is not None,
+        num_warps=row_warps(width),
+    )  # fmt: skip

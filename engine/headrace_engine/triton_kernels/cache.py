@@ -1,0 +1,132 @@
+"""Kernels that write keys and values to their slots, alone or with norms and rotary embedding.
+
+A slot below 0 is padding and is not written. Narrow caches (fp8 e4m3) hold values divided by a
+scale and cut to the range that they can hold.
+"""
+
+import triton.language as tl
+
+from .jit import Value, jit
+
+@jit
+def _fit(x: Value, inverse_scale: Value, NARROW: tl.constexpr) -> Value:
+    if NARROW:
+        return tl.clamp(x.to(tl.float32) * inverse_scale, -448.0, 448.0)
+    return x
+
+
+@jit
+def store_kernel(
+    key: Value,
+    value: Value,
+    key_cache: Value,
+    value_cache: Value,
+    slots: Value,
+    key_inverse_scale: Value,
+    value_inverse_scale: Value,
+    key_stride: Value,
+    value_stride: Value,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    NARROW: tl.constexpr,
+) -> None:
+    """Program (token): its keys and values, rows [KV_HEADS, HEAD_DIM], into the caches."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    heads, dims = tl.arange(0, HEADS)[:, None], tl.arange(0, DIM)[None, :]
+    mask = (heads < KV_HEADS) & (dims < HEAD_DIM) & (slot >= 0)
+    line = (slot // BLOCK_SIZE * KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE
+    source = heads * HEAD_DIM + dims
+    made = tl.load(key + token * key_stride + source, mask=mask)
+    fitting = _fit(made, key_inverse_scale, NARROW).to(key_cache.dtype.element_ty)
+    tl.store(key_cache + line * HEAD_DIM + dims, fitting, mask=mask)
+    made = tl.load(value + token * value_stride + source, mask=mask)
+    fitting = _fit(made, value_inverse_scale, NARROW).to(value_cache.dtype.element_ty)
+    tl.store(value_cache + line * HEAD_DIM + dims, fitting, mask=mask)
+
+
+@jit
+def rotate_kernel(
+    output: Value,
+    qkv: Value,
+    cos: Value,
+    sin: Value,
+    query_norm: Value,
+    key_norm: Value,
+    key_cache: Value,
+    value_cache: Value,
+    slots: Value,
+    key_inverse_scale: Value,
+    value_inverse_scale: Value,
+    eps: Value,
+    qkv_stride: Value,
+    NUM_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    NORM: tl.constexpr,
+    STORE: tl.constexpr,
+    NARROW: tl.constexpr,
+) -> None:
+    """Program (token, HEADS heads of one kind): queries, then keys, then (with STORE) values.
+
+    Queries and keys are normalised (with NORM) and the first 2 WIDTH elements of each head turned.
+    Queries go to `output` [T, heads, HEAD_DIM]; keys behind them, or with STORE to the caches as
+    values do.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    QUERY_CHUNKS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    KEY_CHUNKS: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
+    is_query = chunk < QUERY_CHUNKS
+    is_value = chunk >= QUERY_CHUNKS + KEY_CHUNKS
+    before = tl.where(is_query, 0, QUERY_CHUNKS) + tl.where(is_value, KEY_CHUNKS, 0)
+    first = tl.where(is_query, 0, NUM_HEADS) + tl.where(is_value, KV_HEADS, 0)
+    limit = tl.where(is_query, NUM_HEADS, KV_HEADS)
+    heads = ((chunk - before) * HEADS + tl.arange(0, HEADS))[:, None]
+    dims = tl.arange(0, DIM)
+    mask = (heads < limit) & (dims < HEAD_DIM)[None, :]
+    lines = qkv + token * qkv_stride + (first + heads) * HEAD_DIM
+    x = tl.load(lines + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+    if chunk < QUERY_CHUNKS + KEY_CHUNKS:
+        turned = dims < 2 * WIDTH
+        partner = tl.where(turned, tl.where(dims < WIDTH, dims + WIDTH, dims - WIDTH), dims)
+        other = tl.load(lines + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+        if NORM:
+            weights = key_norm
+            if is_query:
+                weights = query_norm
+            scale = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None]
+            weight = tl.load(weights + dims, mask=dims < HEAD_DIM, other=0.0)[None, :]
+            x = ((x * scale).to(weight.dtype) * weight).to(tl.float32)
+            weight = tl.load(weights + partner, mask=dims < HEAD_DIM, other=0.0)[None, :]
+            other = ((other * scale).to(weight.dtype) * weight).to(tl.float32)
+        angle = token * WIDTH + dims % WIDTH
+        cosine = tl.load(cos + angle, mask=turned, other=1.0)[None, :]
+        sine = tl.load(sin + angle, mask=turned, other=0.0)[None, :]
+        x = x * cosine + other * tl.where(dims < WIDTH, -sine, sine)
+    if STORE:
+        if is_query:
+            places = (token * NUM_HEADS + heads) * HEAD_DIM + dims[None, :]
+            tl.store(output + places, x.to(output.dtype.element_ty), mask=mask)
+        else:
+            slot = tl.load(slots + token)
+            line = (slot // BLOCK_SIZE * KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE
+            places = line * HEAD_DIM + dims[None, :]
+            x = x.to(qkv.dtype.element_ty)
+            if is_value:
+                fitting = _fit(x, value_inverse_scale, NARROW).to(value_cache.dtype.element_ty)
+                tl.store(value_cache + places, fitting, mask=mask & (slot >= 0))
+            else:
+                fitting = _fit(x, key_inverse_scale, NARROW).to(key_cache.dtype.element_ty)
+                tl.store(key_cache + places, fitting, mask=mask & (slot >= 0))
+    else:
+        line = token * (NUM_HEADS + KV_HEADS) + first + heads
+        places = line * HEAD_DIM + dims[None, :]
+        tl.store(output + places, x.to(output.dtype.element_ty), mask=mask)

@@ -1,0 +1,144 @@
+"""Paged attention of one query token a sequence: parts of the keys in parallel, then merged.
+
+Flash decoding (Dao et al. 2023) over a block table. How a sequence is cut depends on its own
+length only, never on the batch, so neither does any bit of its output.
+"""
+
+import triton.language as tl
+
+from .jit import Value, capped, jit, softmax_step
+
+
+@jit
+def _extent(
+    length: Value,
+    SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+) -> Value:
+    """(first key that is seen, where the first part begins, keys of a part), in whole tiles."""
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0)
+    begin = first // KEYS * KEYS
+    part = tl.cdiv(tl.cdiv(length - begin, MAX_SPLITS), KEYS) * KEYS
+    return first, begin, tl.maximum(part, SPLIT)
+
+
+@jit
+def decode_kernel(
+    output: Value,
+    partial: Value,
+    log_sums: Value,
+    query: Value,
+    keys: Value,
+    values: Value,
+    tables: Value,
+    seq_lens: Value,
+    scale: Value,
+    value_scale: Value,
+    query_token_stride: Value,
+    query_head_stride: Value,
+    table_stride: Value,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIM: tl.constexpr,
+    EXACT: tl.constexpr,
+    WHOLE: tl.constexpr,
+) -> None:
+    """Program (sequence, KV head, part). Caches are [blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM].
+
+    Writes `output` where WHOLE says that no sequence has a second part, else `partial` float32
+    [S, Hq, MAX_SPLITS, HEAD_DIM], and to `log_sums` [S, Hq, MAX_SPLITS] the parts' log2 of sums.
+    """
+    sequence = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    length = tl.load(seq_lens + sequence)
+    first, begin, part = _extent(length, SPLIT, MAX_SPLITS, KEYS, WINDOW)
+    start = begin + split * part
+    end = tl.minimum(start + part, length)
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, DIM)
+    row_mask = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    heads = kv_head * GROUP + rows
+    asked = query + sequence * query_token_stride + heads[:, None] * query_head_stride
+    tile = tl.load(asked + dims[None, :], mask=row_mask, other=0.0)
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    attended = tl.zeros([ROWS, DIM], tl.float32)
+    for at in range(start, end, KEYS):
+        positions = at + tl.arange(0, KEYS)
+        seen = (positions < end) & (positions >= first)
+        block = tl.load(
+            tables + sequence * table_stride + positions // BLOCK_SIZE,
+            mask=positions < end,
+            other=0,
+        ).to(tl.int64)
+        lines = (block * KV_HEADS + kv_head) * BLOCK_SIZE + positions % BLOCK_SIZE
+        key = tl.load(
+            keys + lines[None, :] * HEAD_DIM + dims[:, None],
+            mask=seen[None, :] & (dims < HEAD_DIM)[:, None],
+            other=0.0,
+        ).to(tile.dtype)
+        scores = capped(tl.dot(tile, key, input_precision=EXACT), scale, SOFTCAP)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        value = tl.load(
+            values + lines[:, None] * HEAD_DIM + dims[None, :],
+            mask=seen[:, None] & (dims < HEAD_DIM)[None, :],
+            other=0.0,
+        ).to(tile.dtype)
+        highest, total, attended = softmax_step(scores, highest, total, attended, value, EXACT)
+    # A padded sequence has no keys and gets zeros.
+    attended = attended / tl.where(total > 0.0, total, 1.0)[:, None] * value_scale
+    places = sequence * KV_HEADS * GROUP + heads
+    if WHOLE:
+        tl.store(output + places[:, None] * HEAD_DIM + dims[None, :], attended, mask=row_mask)
+    elif start < end:
+        parts = places * MAX_SPLITS + split
+        tl.store(partial + parts[:, None] * HEAD_DIM + dims[None, :], attended, mask=row_mask)
+        tl.store(log_sums + parts, highest + tl.log2(total), mask=rows < GROUP)
+
+
+@jit
+def merge_kernel(
+    output: Value,
+    partial: Value,
+    log_sums: Value,
+    seq_lens: Value,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIM: tl.constexpr,
+) -> None:
+    """Program (sequence, query head): the mean of its parts, weighted with their softmax sums."""
+    sequence = tl.program_id(0).to(tl.int64)
+    place = sequence * HEADS + tl.program_id(1)
+    length = tl.load(seq_lens + sequence)
+    _, begin, part = _extent(length, SPLIT, MAX_SPLITS, KEYS, WINDOW)
+    splits = tl.arange(0, MAX_SPLITS)
+    made = begin + splits * part < length
+    dims = tl.arange(0, DIM)
+    sums = tl.load(log_sums + place * MAX_SPLITS + splits, mask=made, other=float("-inf"))
+    highest = tl.max(sums, 0)
+    weights = tl.exp2(sums - tl.where(highest == float("-inf"), 0.0, highest))
+    parts = tl.load(
+        partial + (place * MAX_SPLITS + splits)[:, None] * HEAD_DIM + dims[None, :],
+        mask=made[:, None] & (dims < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    total = tl.sum(weights, 0)
+    merged = tl.sum(parts * weights[:, None], 0) / tl.where(total > 0.0, total, 1.0)
+    tl.store(output + place * HEAD_DIM + dims, merged, mask=dims < HEAD_DIM)

@@ -1,0 +1,49 @@
+"""Kernels over rows of hidden states: RMS norms, the residual sum before one, gated SiLU.
+
+They round to the tensors' dtype where plain torch does.
+"""
+
+import triton.language as tl
+
+from .jit import Value, jit
+
+
+@jit
+def rms_norm_kernel(
+    output: Value,
+    x: Value,
+    residual: Value,
+    weight: Value,
+    eps: Value,
+    x_stride: Value,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+) -> None:
+    """Program (row). With ADD x + residual is normalised, and kept in `residual`."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    mask = at < WIDTH
+    made = tl.load(x + row * x_stride + at, mask=mask, other=0.0)
+    if ADD:
+        made += tl.load(residual + row * WIDTH + at, mask=mask, other=0.0)
+        tl.store(residual + row * WIDTH + at, made, mask=mask)
+    wide = made.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+    factor = tl.load(weight + at, mask=mask, other=0.0)
+    normed = (wide * scale).to(made.dtype) * factor
+    tl.store(output + row * WIDTH + at, normed, mask=mask)
+
+
+@jit
+def silu_mul_kernel(
+    output: Value, gate_up: Value, stride: Value, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    """Program (row, BLOCK elements): silu of the row's first half times its second."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < WIDTH
+    gate = tl.load(gate_up + row * stride + at, mask=mask, other=0.0)
+    up = tl.load(gate_up + row * stride + WIDTH + at, mask=mask, other=0.0)
+    wide = gate.to(tl.float32)
+    tl.store(output + row * WIDTH + at, (wide * tl.sigmoid(wide)).to(gate.dtype) * up, mask=mask)

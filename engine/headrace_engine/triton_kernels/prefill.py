@@ -1,0 +1,154 @@
+"""Paged attention of ragged runs of query tokens: prefill chunks, drafts to verify.
+
+FlashAttention-2's loop over a block table. A tile holds some query tokens with all heads that share
+a KV head. Tiles of keys lie at multiples of their size, so that a row's sums are added in the same
+order whatever else is in its tile or its batch.
+"""
+
+import triton.language as tl
+
+from .jit import Value, capped, jit, jit_unspecialized, softmax_step
+
+
+@jit
+def _owner(
+    query_start: Value, tile: Value, num_decodes: Value, num_runs: Value, TOKENS: tl.constexpr
+) -> Value:
+    """(run, tile's number in it). Run j takes tiles from (tokens before it) // TOKENS + j on."""
+    low = 0
+    high = num_runs
+    while high - low > 1:
+        middle = (low + high) // 2
+        before = tl.load(query_start + num_decodes + middle) - num_decodes
+        if before // TOKENS + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    before = tl.load(query_start + num_decodes + low) - num_decodes
+    return low + num_decodes, tile - (before // TOKENS + low)
+
+
+@jit
+def _attend(
+    state: Value,
+    tile: Value,
+    keys: Value,
+    values: Value,
+    table: Value,
+    asked: Value,
+    kv_head: Value,
+    start: Value,
+    end: Value,
+    scale: Value,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIM: tl.constexpr,
+    EXACT: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> Value:
+    """Takes keys [start, end) into a running softmax; without MASKED all rows see all of them."""
+    highest, total, attended = state
+    dims = tl.arange(0, DIM)
+    for at in range(start, end, KEYS):
+        positions = at + tl.arange(0, KEYS)
+        inside = positions < end
+        block = tl.load(table + positions // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        lines = (block * KV_HEADS + kv_head) * BLOCK_SIZE + positions % BLOCK_SIZE
+        key = tl.load(
+            keys + lines[None, :] * HEAD_DIM + dims[:, None],
+            mask=inside[None, :] & (dims < HEAD_DIM)[:, None],
+            other=0.0,
+        ).to(tile.dtype)
+        scores = capped(tl.dot(tile, key, input_precision=EXACT), scale, SOFTCAP)
+        if MASKED:
+            seen = positions[None, :] <= asked[:, None]
+            if WINDOW > 0:
+                seen = seen & (positions[None, :] > asked[:, None] - WINDOW)
+            scores = tl.where(seen & inside[None, :], scores, float("-inf"))
+        value = tl.load(
+            values + lines[:, None] * HEAD_DIM + dims[None, :],
+            mask=inside[:, None] & (dims < HEAD_DIM)[None, :],
+            other=0.0,
+        ).to(tile.dtype)
+        highest, total, attended = softmax_step(scores, highest, total, attended, value, EXACT)
+    return highest, total, attended
+
+
+@jit_unspecialized("num_decodes", "num_runs")
+def prefill_kernel(
+    output: Value,
+    query: Value,
+    keys: Value,
+    values: Value,
+    tables: Value,
+    query_start: Value,
+    seq_lens: Value,
+    num_decodes: Value,
+    num_runs: Value,
+    scale: Value,
+    value_scale: Value,
+    query_token_stride: Value,
+    query_head_stride: Value,
+    table_stride: Value,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIM: tl.constexpr,
+    EXACT: tl.constexpr,
+) -> None:
+    """Program (tile of query tokens, KV head), over the runs behind the first `num_decodes`.
+
+    There are at most tokens // (ROWS // GROUP) + runs tiles; what is too many does nothing.
+    """
+    TOKENS: tl.constexpr = ROWS // GROUP
+    # The last tiles of a run see the most keys, and begin first.
+    backwards = tl.num_programs(0) - 1 - tl.program_id(0)
+    run, number = _owner(query_start, backwards, num_decodes, num_runs, TOKENS)
+    kv_head = tl.program_id(1)
+    begin = tl.load(query_start + run)
+    count = tl.load(query_start + run + 1) - begin
+    if number * TOKENS < count:
+        length = tl.load(seq_lens + run)
+        rows = tl.arange(0, ROWS)
+        dims = tl.arange(0, DIM)
+        tokens = number * TOKENS + rows // GROUP
+        heads = kv_head * GROUP + rows % GROUP
+        valid = (rows < TOKENS * GROUP) & (tokens < count)
+        mask = valid[:, None] & (dims < HEAD_DIM)[None, :]
+        places = (begin + tokens).to(tl.int64)
+        lines = places * query_token_stride + heads * query_head_stride
+        tile = tl.load(query + lines[:, None] + dims[None, :], mask=mask, other=0.0)
+        asked = length - count + tokens
+        lowest = length - count + number * TOKENS
+        end = tl.minimum(lowest + TOKENS, length)
+        state = (
+            tl.full([ROWS], float("-inf"), tl.float32),
+            tl.zeros([ROWS], tl.float32),
+            tl.zeros([ROWS, DIM], tl.float32),
+        )
+        table = tables + run.to(tl.int64) * table_stride
+        if WINDOW > 0:
+            start = tl.maximum(lowest - WINDOW + 1, 0) // KEYS * KEYS
+        else:
+            start = (lowest + 1) // KEYS * KEYS
+            state = _attend(
+                state, tile, keys, values, table, asked, kv_head, 0, start, scale,
+                KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFTCAP, KEYS, DIM, EXACT, False,
+            )  # fmt: skip
+        state = _attend(
+            state, tile, keys, values, table, asked, kv_head, start, end, scale,
+            KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFTCAP, KEYS, DIM, EXACT, True,
+        )  # fmt: skip
+        highest, total, attended = state
+        attended = attended / tl.where(total > 0.0, total, 1.0)[:, None] * value_scale
+        out = (places * KV_HEADS * GROUP + heads)[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(output + out, attended, mask=mask)

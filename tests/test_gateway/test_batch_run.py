@@ -1,0 +1,162 @@
+"""One batch against an API that answers from a script: waiting, trying again, taking over."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from headrace_common import keys
+from headrace_common.protocol.batches import BatchRequest, BatchStatus, StoredFile
+from headrace_common.protocol.redis_batches import RedisBatches
+from headrace_common.protocol.redis_files import RedisFiles
+from headrace_gateway.batches.internal import InternalClient
+from headrace_gateway.batches.run import BatchLimits, BatchRun, BatchSite, LeaseLost
+from headrace_testing.backends import OverRedis
+from headrace_testing.batches import jsonl, line, parsed
+from headrace_testing.valkey import ValkeyServer
+
+AT_ONCE = {"retry-after": "0"}
+NOW = 1_000_000_000
+FAR = 4_000_000_000
+
+
+class ScriptedApi:
+    """An application that answers each request with the next of `answers`, the last for ever."""
+
+    def __init__(self, *answers: tuple[int, dict[str, str]]) -> None:
+        self._answers = list(answers)
+        self.keys: list[str] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        self.keys.append(headers[b"idempotency-key"].decode())
+        status, more = self._answers[0]
+        if len(self._answers) > 1:
+            del self._answers[0]
+        await JSONResponse({"n": len(self.keys)}, status, more)(scope, receive, send)
+
+
+class Stand:
+    """One batch of so many lines, to be led by gateway `leader`."""
+
+    def __init__(self, over: OverRedis, api: ScriptedApi) -> None:
+        unused: Any = None
+        connection = over.connect()
+        self.batches = RedisBatches(connection)
+        self.files = RedisFiles(connection, max_bytes=2**20, max_files=10)
+        self.site = BatchSite(
+            leader="g1",
+            batches=self.batches,
+            files=self.files,
+            client=InternalClient(api),
+            keeping=unused,
+            find_key=None,
+            limits=BatchLimits(
+                max_lines=100, max_output_bytes=2**20, concurrency=1, max_deadline=10.0
+            ),
+        )
+
+    async def run(self, names: Sequence[str]) -> tuple[BatchStatus, dict[str, dict[str, Any]]]:
+        """How the batch ended, and the lines of both its files."""
+        content = jsonl([line(name) for name in names])
+        file = StoredFile(
+            id="file-1",
+            tenant="t",
+            filename="in",
+            purpose="batch",
+            bytes=len(content),
+            chunks=1,
+            created_at=NOW,
+            expires_at=FAR,
+        )
+        await self.files.write(file, [(0, content)])
+        await self.files.finish(file)
+        request = BatchRequest(
+            id="batch_1",
+            tenant="t",
+            key_id="",
+            endpoint="/v1/completions",
+            input_file_id=file.id,
+            completion_window="24h",
+            created_at=NOW,
+            expires_at=FAR,
+            output_ttl=10**9,
+            kept_until=FAR,
+        )
+        batch = await self.batches.create(request)
+        await BatchRun(self.site, batch).run()
+        progress = (await self.batches.get(request.id)).progress
+        found: dict[str, dict[str, Any]] = {}
+        for name in (progress.output_file_id, progress.error_file_id):
+            if name is not None:
+                made = await self.files.get(name, "t")
+                found |= parsed(await self.files.content(made))
+        return progress.status, found
+
+
+@pytest.fixture
+async def over(valkey: ValkeyServer) -> Any:
+    over = OverRedis(valkey.url)
+    await over.wipe()
+    yield over
+    await over.close()
+
+
+async def test_a_full_service_is_waited_for(over: OverRedis) -> None:
+    api = ScriptedApi((503, AT_ONCE), (429, AT_ONCE), (200, {}))
+
+    status, found = await Stand(over, api).run(["a"])
+
+    assert status is BatchStatus.COMPLETED
+    assert found["a"]["response"] == {"status_code": 200, "request_id": "", "body": {"n": 3}}
+    assert api.keys == ["batch_1:1"] * 3  # the same request, whoever repeats it
+
+
+async def test_what_failed_by_chance_is_tried_again(over: OverRedis) -> None:
+    _, found = await Stand(over, ScriptedApi((500, {}), (500, {}), (200, {}))).run(["a"])
+
+    assert found["a"]["response"]["status_code"] == 200
+
+
+async def test_what_fails_again_and_again_is_told(over: OverRedis) -> None:
+    api = ScriptedApi((500, {}))
+
+    _, found = await Stand(over, api).run(["a"])
+
+    assert found["a"]["response"]["status_code"] == 500 and len(api.keys) == 3
+
+
+async def test_what_would_fail_again_is_not_tried_again(over: OverRedis) -> None:
+    api = ScriptedApi((504, {"x-should-retry": "false"}), (200, {}))
+
+    _, found = await Stand(over, api).run(["a", "b"])
+
+    assert found["a"]["response"]["status_code"] == 504 and len(api.keys) == 2
+    assert found["b"]["response"]["status_code"] == 200
+
+
+async def test_lines_with_a_result_are_not_run_again(over: OverRedis) -> None:
+    api = ScriptedApi((200, {}))
+    known = b'{"custom_id":"a","known":true}'
+    await over.client.command("HSET", keys.batch_results("batch_1"), 1, known)
+    await over.client.command("HSET", keys.batch_marks("batch_1"), 1, f"1:{len(known)}")
+
+    status, found = await Stand(over, api).run(["a", "b"])
+
+    assert status is BatchStatus.COMPLETED
+    assert found["a"]["known"] and found["b"]["response"]["status_code"] == 200
+    assert api.keys == ["batch_1:2"]
+
+
+async def test_a_leader_that_lost_its_lease_stops(over: OverRedis) -> None:
+    stand = Stand(over, ScriptedApi((503, AT_ONCE)))
+    assert await stand.batches.lead("batch_1", "another")
+
+    with pytest.raises(LeaseLost):
+        await stand.run(["a"])
+
+    assert not await stand.batches.lead("batch_1", "g1")
+    await stand.batches.leave("batch_1", "another")
+    assert await stand.batches.lead("batch_1", "g1")
