@@ -81,7 +81,7 @@ def place_model(config: EngineConfig) -> PlacedModel:
     checkpoint = checkpoint if pooler_config is None else causal(checkpoint)
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, checkpoint, device)
-    backend = attention.select(config.attention_backend, device, dtype)
+    backend = attention.select(config.attention_backend, device, dtype, config.block_size)
     # The reference is plain torch throughout, native kernels included in all else.
     ops = TorchOps() if backend.name == "reference" else make_ops(device)
     placement = Placement(

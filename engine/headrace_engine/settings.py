@@ -46,7 +46,7 @@ class EngineSettings(BaseSettings):
         "compressed-tensors or fp8 refuse checkpoints that are not; docs/models.md",
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
-    attention_backend: str = Field("auto", description="auto, reference, cpu or flash")
+    attention_backend: str = Field("auto", description="auto, reference, cpu, flash or triton")
     model_implementation: Literal["auto", "native", "transformers"] = Field(
         "auto", description="auto is native where the architecture has a native path"
     )

@@ -22,6 +22,7 @@ TRACE_SPANS = {
 RARE = {names.QUEUE_REJECTED, names.QUEUE_REDELIVERIES, names.GATEWAY_DISCONNECTS}
 # And those of features that are off.
 RARE |= {names.GATEWAY_API_KEYS, names.GATEWAY_API_KEYS_CURRENT, names.GATEWAY_UNAUTHORIZED}
+RARE |= {names.ENGINE_SPEC_TOKENS}
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,18 @@
 """Checkpoints that several test files share, made once a session."""
 
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from headrace_testing.checkpoints import Reference, save_checkpoint
+
+if not torch.cuda.is_available():
+    # Triton reads this when it is first imported, which test files do after this.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 CheckpointMaker = Callable[[str], Path]
 ReferenceMaker = Callable[[str], Reference]

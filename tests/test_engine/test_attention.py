@@ -5,7 +5,6 @@ The CUDA kernels themselves cannot run here: the flash backend is tested with a 
 kernel that takes the same arguments and computes densely.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from headrace_engine.attention.base import (
     AttentionBackend,
     AttentionMetadata,
     KVSpec,
-    LayerCache,
     LayerParams,
 )
 from headrace_engine.attention.flash import (
@@ -26,133 +24,8 @@ from headrace_engine.attention.flash import (
     key_slots,
 )
 from headrace_engine.errors import ConfigError
+from headrace_testing.attention_scenes import BLOCKS, CASES, CPU, Case, Scene, dense
 from headrace_testing.engines import cpu_backends
-
-CPU = torch.device("cpu")
-BLOCKS = 40
-
-
-def dense(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: LayerParams
-) -> torch.Tensor:
-    """The last n positions' attention, one head and one query after the other, in float64."""
-    n, heads, _ = query.shape
-    length, group = len(keys), heads // keys.shape[1]
-    output = torch.zeros(n, heads, values.shape[2], dtype=torch.float64)
-    for row in range(n):
-        position = length - n + row
-        first = 0 if params.sliding_window is None else position + 1 - params.sliding_window
-        seen = slice(max(0, first), position + 1)
-        for head in range(heads):
-            scores = keys[seen, head // group].double() @ query[row, head].double() * params.scale
-            if params.softcap is not None:
-                scores = torch.tanh(scores / params.softcap) * params.softcap
-            output[row, head] = scores.softmax(0) @ values[seen, head // group].double()
-    return output
-
-
-@dataclass(frozen=True)
-class Case:
-    """Sequences of (computed, new) tokens, with a layer's shape."""
-
-    runs: tuple[tuple[int, int], ...]
-    heads: int = 4
-    kv_heads: int = 2
-    dim: int = 32
-    block_size: int = 4
-    params: LayerParams = LayerParams(scale=0.2)
-
-
-CASES = {
-    "decode": Case(((0, 1), (9, 1), (16, 1), (30, 1))),
-    "prefill": Case(((0, 7), (0, 1), (0, 33))),
-    "mixed": Case(((5, 1), (12, 1), (8, 9), (0, 17), (3, 2))),
-    "multi-head": Case(((5, 1), (2, 6)), heads=3, kv_heads=3),
-    "multi-query": Case(((5, 1), (2, 6)), heads=6, kv_heads=1, dim=64),
-    "odd head": Case(((5, 1), (2, 6)), dim=20),
-    "large blocks": Case(((5, 1), (0, 30), (17, 3)), block_size=16),
-    "odd blocks": Case(((5, 1), (0, 30), (17, 3)), block_size=5),
-    "window": Case(((5, 1), (29, 1), (0, 20), (11, 7)), params=LayerParams(0.2, None, 6)),
-    "window of one": Case(((5, 1), (0, 9)), params=LayerParams(0.2, None, 1)),
-    "softcap": Case(((5, 1), (0, 20)), params=LayerParams(0.7, 3.0)),
-    "softcap in a window": Case(((25, 1), (0, 20)), params=LayerParams(0.7, 3.0, 5)),
-    "large scale": Case(((5, 1), (0, 20)), params=LayerParams(4.0)),
-}
-
-
-class Scene:
-    """Random tokens of a case, their blocks shuffled, the computed part already in the cache."""
-
-    def __init__(self, case: Case, backend: AttentionBackend, dtype: torch.dtype) -> None:
-        self.case, self.backend = case, backend
-        self.generator = torch.Generator().manual_seed(5)
-        self.spec = KVSpec(case.kv_heads, case.dim, case.block_size, dtype, CPU)
-        self.cache: LayerCache = backend.allocate(BLOCKS, self.spec)
-        lengths = [start + new for start, new in case.runs]
-        self.keys = [self.random(length, case.kv_heads) for length in lengths]
-        self.values = [self.random(length, case.kv_heads) for length in lengths]
-        free = torch.randperm(BLOCKS, generator=self.generator).tolist()
-        counts = [-(-length // case.block_size) for length in lengths]
-        self.tables = [[free.pop() for _ in range(count)] for count in counts]
-        self.write([0] * len(lengths), [start for start, _ in case.runs])
-
-    def random(self, *shape: int) -> torch.Tensor:
-        made = torch.randn(*shape, self.case.dim, generator=self.generator)
-        return made.to(self.spec.dtype)
-
-    def write(self, starts: list[int], ends: list[int]) -> None:
-        """Runs a step whose output nobody reads."""
-        some = [index for index, end in enumerate(ends) if end > starts[index]]
-        if some:
-            self.forward(some, [starts[i] for i in some], [ends[i] for i in some])
-
-    def step(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(what the backend gives for the new tokens, what it must be)."""
-        starts = [start for start, _ in self.case.runs]
-        ends = [start + new for start, new in self.case.runs]
-        everything = list(range(len(ends)))
-        output, queries = self.forward(everything, starts, ends)
-        exact = [
-            dense(query, self.keys[i], self.values[i], self.case.params)
-            for i, query in zip(everything, queries, strict=True)
-        ]
-        return output, torch.cat(exact)
-
-    def forward(
-        self, which: list[int], starts: list[int], ends: list[int]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        lengths = [end - start for start, end in zip(starts, ends, strict=True)]
-        queries = [self.random(length, self.case.heads) for length in lengths]
-        spans = list(zip(which, starts, ends, strict=True))
-        output = self.backend.forward(
-            torch.cat(queries),
-            torch.cat([self.keys[i][start:end] for i, start, end in spans]),
-            torch.cat([self.values[i][start:end] for i, start, end in spans]),
-            self.cache,
-            self.metadata(which, starts, ends),
-            self.case.params,
-        )
-        return output, queries
-
-    def metadata(self, which: list[int], starts: list[int], ends: list[int]) -> AttentionMetadata:
-        size = self.case.block_size
-        lengths = [end - start for start, end in zip(starts, ends, strict=True)]
-        decodes = next((i for i, length in enumerate(lengths) if length != 1), len(lengths))
-        tables = torch.zeros(len(which), max(-(-end // size) for end in ends), dtype=torch.int32)
-        slots: list[int] = []
-        for row, (index, start, end) in enumerate(zip(which, starts, ends, strict=True)):
-            used = self.tables[index][: -(-end // size)]
-            tables[row, : len(used)] = torch.tensor(used)
-            slots += [used[at // size] * size + at % size for at in range(start, end)]
-        return AttentionMetadata(
-            query_start=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
-            seq_lens=torch.tensor(ends, dtype=torch.int32),
-            block_tables=tables,
-            slots=torch.tensor(slots),
-            num_decodes=decodes,
-            max_query_len=max(lengths),
-            max_seq_len=max(ends),
-        )
 
 
 def fake_flash_attn(
@@ -322,7 +195,8 @@ def test_torchs_kernel_refuses_a_softcap() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("triton", {}, "must be one of auto, reference, cpu, flash"),
+        ("cuda", {}, "must be one of auto, reference, cpu, flash, triton"),
+        ("triton", {}, "needs a cuda device"),
         ("flash", {}, "needs a cuda device"),
         ("cpu", {"device": torch.device("cuda")}, "needs a cpu device"),
     ],

@@ -6,7 +6,7 @@ import logging
 import torch
 
 from ..errors import ConfigError
-from .base import AttentionBackend
+from .base import AttentionBackend, ReadsSomeBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -15,17 +15,23 @@ BACKENDS: dict[str, tuple[str, str]] = {
     "reference": ("headrace_engine.attention.reference", "ReferenceBackend"),
     "cpu": ("headrace_engine.attention.cpu", "CpuBackend"),
     "flash": ("headrace_engine.attention.flash", "FlashBackend"),
+    "triton": ("headrace_engine.attention.triton", "TritonBackend"),
 }
-PREFERRED = {"cpu": "cpu", "cuda": "flash"}
+DEVICES = {"cpu": "cpu", "flash": "cuda", "triton": "cuda"}
+# By type of device, the fastest first; `reference` where none of them works.
+PREFERRED: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("flash", "triton")}
 
 
-def select(name: str, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+def select(
+    name: str, device: torch.device, dtype: torch.dtype, block_size: int = 16
+) -> AttentionBackend:
     """The backend called `name`; `auto` takes the fastest that works here and logs why.
 
+    `auto` passes over a backend that cannot read blocks of `block_size` tokens in place.
     Raises ConfigError for an unknown name, or where the named backend cannot run on the device.
     """
     if name == "auto":
-        return _automatic(device, dtype)
+        return _automatic(device, dtype, block_size)
     if name not in BACKENDS:
         raise ConfigError(
             f"attention_backend must be one of auto, {', '.join(BACKENDS)}, not {name!r}"
@@ -33,22 +39,33 @@ def select(name: str, device: torch.device, dtype: torch.dtype) -> AttentionBack
     return _make(name, device, dtype)
 
 
-def _automatic(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    preferred = PREFERRED.get(device.type, "reference")
-    try:
-        backend = _make(preferred, device, dtype)
-    except ConfigError as error:
-        logger.warning(
-            "attention backend chosen", extra={"backend": "reference", "reason": str(error)}
+def _automatic(device: torch.device, dtype: torch.dtype, block_size: int) -> AttentionBackend:
+    refused: list[str] = []
+    for name in PREFERRED.get(device.type, ()):
+        try:
+            backend = _make(name, device, dtype)
+            _check_blocks(backend, block_size)
+        except ConfigError as error:
+            refused.append(str(error))
+            continue
+        reason = "; ".join([f"fastest for {device.type}", *refused])
+        logger.info("attention backend chosen", extra={"backend": name, "reason": reason})
+        return backend
+    reason = "; ".join(refused) or f"no other for a {device.type} device"
+    logger.warning("attention backend chosen", extra={"backend": "reference", "reason": reason})
+    return _make("reference", device, dtype)
+
+
+def _check_blocks(backend: AttentionBackend, block_size: int) -> None:
+    """Refuses a backend that would copy all keys and values before each layer."""
+    if isinstance(backend, ReadsSomeBlocks) and not backend.reads_blocks(block_size):
+        raise ConfigError(
+            f"attention_backend {backend.name} cannot read blocks of {block_size} tokens in place"
         )
-        return _make("reference", device, dtype)
-    reason = f"fastest for {device.type}"
-    logger.info("attention backend chosen", extra={"backend": preferred, "reason": reason})
-    return backend
 
 
 def _make(name: str, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    wanted = {"cpu": "cpu", "flash": "cuda"}.get(name, device.type)
+    wanted = DEVICES.get(name, device.type)
     if device.type != wanted:
         raise ConfigError(f"attention_backend {name} needs a {wanted} device, not {device.type}")
     module, attribute = BACKENDS[name]

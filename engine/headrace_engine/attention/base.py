@@ -5,7 +5,7 @@ to it and looks into none of them. Only that blocks are their first dimension is
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 
@@ -80,3 +80,11 @@ class AttentionBackend(Protocol):
                 query [T, Hq, D], key and value [T, Hkv, D] (rotary applied), Hq a multiple of Hkv.
         Returns [T, Hq, D] in the query's dtype.
         """
+
+
+@runtime_checkable
+class ReadsSomeBlocks(Protocol):
+    """A backend for which the size of blocks matters."""
+
+    def reads_blocks(self, block_size: int) -> bool:
+        """Whether it reads blocks of this size where they lie, and does not gather them first."""

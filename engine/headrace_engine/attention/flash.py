@@ -95,7 +95,7 @@ class TorchKernel:
         if inputs.params.softcap is not None:
             raise ConfigError(
                 "torch's flash attention has no softcap, which this model needs: install "
-                "flash-attn or use attention_backend reference"
+                "flash-attn or use attention_backend triton"
             )
         paged = inputs.block_tables is not None
         pages = {"seqused_k": inputs.seq_lens, "block_table": inputs.block_tables} if paged else {}
@@ -127,6 +127,9 @@ class FlashBackend:
         self._kernel = kernel if kernel is not None else find_kernel()
         # All layers of a step share one metadata, and so the places of their keys.
         self._gathered: tuple[AttentionMetadata, torch.Tensor] | None = None
+
+    def reads_blocks(self, block_size: int) -> bool:
+        return self._kernel.pages(block_size)
 
     def allocate(self, num_blocks: int, spec: KVSpec) -> LayerCache:
         shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)

@@ -1,7 +1,7 @@
 """Float32 scratch memory that is allocated once, grown rarely and never given back.
 
 Captured CUDA graphs keep the addresses of what they were captured with, so buffers that have been
-outgrown are kept too; sizes are powers of two, and so all of them together less than twice the last.
+outgrown are kept too; sizes are powers of two, so that all together are less than twice the last.
 """
 
 import torch

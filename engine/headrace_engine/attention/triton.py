@@ -10,12 +10,14 @@ from typing import Any, ClassVar
 import torch
 
 from ..errors import ConfigError
+from ..model.ops import TorchOps
+from ..model.qkv import QKVRows
+from ..model.triton_ops import StoreTarget, can_rotate, rotate_and_store
 from ..triton_kernels.cache import store_kernel
 from ..triton_kernels.decode import decode_kernel, merge_kernel
 from ..triton_kernels.launch import (
     LARGEST_HEAD,
     MAX_SPLITS,
-    SMALLEST_HEAD,
     SPLIT_KEYS,
     Launch,
     decode_launch,
@@ -29,6 +31,8 @@ from .scratch import Scratch
 
 AMPERE, FP8_CAPABILITY = (8, 0), (8, 9)
 FP8 = torch.float8_e4m3fn
+# Products of tiles take no fewer columns.
+SMALLEST_TILE = 16
 
 
 class TritonBackend:
@@ -64,9 +68,9 @@ class TritonBackend:
             )
 
     def allocate(self, num_blocks: int, spec: KVSpec) -> LayerCache:
-        if not SMALLEST_HEAD <= spec.head_dim <= LARGEST_HEAD:
+        if spec.head_dim > LARGEST_HEAD:
             raise ConfigError(
-                f"attention_backend triton takes head sizes {SMALLEST_HEAD} to {LARGEST_HEAD}, not "
+                f"attention_backend triton takes head sizes up to {LARGEST_HEAD}, not "
                 f"{spec.head_dim}: use attention_backend reference"
             )
         shape = (num_blocks, spec.num_kv_heads, spec.block_size, spec.head_dim)
@@ -96,7 +100,21 @@ class TritonBackend:
         params: LayerParams,
     ) -> torch.Tensor:
         self._store(key, value, cache, metadata.slots)
-        return self.attend(query, cache, metadata, params)
+        return self._attend(query, cache, metadata, params)
+
+    def forward_qkv(
+        self,
+        rows: QKVRows,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        params: LayerParams,
+    ) -> torch.Tensor:
+        if not can_rotate(rows.qkv, rows.cos, rows.sin):
+            parts = TorchOps().rotate_qkv(rows.qkv, rows.cos, rows.sin, rows.shape, rows.norm)
+            return self.forward(*parts, cache, metadata, params)
+        keys, values = cache
+        target = StoreTarget(keys, values, metadata.slots, self._key_scale, self._value_scale)
+        return self._attend(rotate_and_store(rows, target), cache, metadata, params)
 
     def _store(
         self, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, slots: torch.Tensor
@@ -110,14 +128,13 @@ class TritonBackend:
             HEADS=power_of_two(kv_heads), DIM=power_of_two(dim), NARROW=self._fp8, num_warps=4,
         )  # fmt: skip
 
-    def attend(
+    def _attend(
         self,
         query: torch.Tensor,
         cache: LayerCache,
         metadata: AttentionMetadata,
         params: LayerParams,
     ) -> torch.Tensor:
-        """Attention alone, of keys and values that lie in the cache already."""
         query = _dense_heads(query)
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         if metadata.num_decodes:
@@ -194,7 +211,7 @@ def _constants(query: torch.Tensor, cache: LayerCache, params: LayerParams) -> d
         "BLOCK_SIZE": block_size,
         "WINDOW": params.sliding_window or 0,
         "SOFTCAP": params.softcap or 0.0,
-        "DIM": power_of_two(dim),
+        "DIM": max(SMALLEST_TILE, power_of_two(dim)),
         # tf32 would not be float32.
         "EXACT": "ieee" if query.dtype is torch.float32 else "tf32",
     }

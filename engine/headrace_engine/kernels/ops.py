@@ -4,6 +4,7 @@ Takes float32 and bfloat16 on CPUs; what else comes, or lies in memory as the ke
 goes to plain torch. No results are written over inputs but where the `Ops` protocol allows it.
 """
 
+import importlib
 import logging
 
 import torch
@@ -21,12 +22,21 @@ AMX, WITHOUT_AMX = "amx", "avx512_bf16"
 def make_ops(device: torch.device) -> Ops:
     """The fastest operators for `device`; logs why where the native ones cannot be had."""
     if device.type != "cpu":
-        return TorchOps()
+        return _cuda_ops() if device.type == "cuda" else TorchOps()
     try:
         return NativeOps(_checked(load()))
     except KernelsUnavailable as error:
         logger.warning("no native kernels, operators will be slow", extra={"reason": str(error)})
         return TorchOps()
+
+
+def _cuda_ops() -> Ops:
+    try:
+        ops: Ops = importlib.import_module("headrace_engine.model.triton_ops").TritonOps()
+    except ImportError as error:
+        logger.warning("no Triton, operators will be slow", extra={"reason": str(error)})
+        return TorchOps()
+    return ops
 
 
 def _checked(kernels: Kernels) -> Kernels:

@@ -19,6 +19,7 @@ from .feed_forward import FeedForward, GatedActivation, GatedMLP, SharedExpert, 
 from .layers import Linear
 from .linear_maker import LinearMaker
 from .ops import HeadShape, Ops, QKNorm, WideOps, gelu_tanh_mul, soft_cap
+from .qkv import QKVAttention, QKVRows
 from .rotary import RotaryTable
 from .weights import Shape, WeightReader
 
@@ -59,6 +60,7 @@ class Decoder:
     ) -> None:
         self._ops: Ops = ops
         self._config, self._attention = config, attention
+        self._qkv_attention = attention if isinstance(attention, QKVAttention) else None
         self._rotary, self._local_rotary = rotary, local_rotary
         self._heads = HeadShape(
             config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
@@ -128,9 +130,12 @@ class Decoder:
         cache: LayerCache,
         batch: ForwardBatch,
     ) -> torch.Tensor:
-        query, key, value = self._ops.rotate_qkv(
-            layer.qkv(hidden), *rotation, self._heads, layer.qk_norm
-        )
+        qkv = layer.qkv(hidden)
+        if self._qkv_attention is not None:
+            rows = QKVRows(qkv, *rotation, self._heads, layer.qk_norm)
+            attended = self._qkv_attention.forward_qkv(rows, cache, batch.metadata, layer.params)
+            return attended.reshape(attended.shape[0], -1)
+        query, key, value = self._ops.rotate_qkv(qkv, *rotation, self._heads, layer.qk_norm)
         attended = self._attention.forward(query, key, value, cache, batch.metadata, layer.params)
         return attended.reshape(attended.shape[0], -1)
 

@@ -4,16 +4,30 @@ What the kernels do not take (mixed dtypes, strided rows) goes to plain torch. N
 written over inputs but where the `Ops` protocol allows it.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from ..triton_kernels.cache import rotate_kernel
 from ..triton_kernels.elementwise import rms_norm_kernel, silu_mul_kernel
 from ..triton_kernels.launch import power_of_two, row_warps
 from .ops import HeadShape, QKNorm, TorchOps
+from .qkv import QKVRows
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Elements of a row that one program multiplies, and heads that one program rotates.
 SILU_BLOCK, ROTATED_HEADS = 1024, 8
+
+
+@dataclass(frozen=True, slots=True)
+class StoreTarget:
+    """Caches [blocks, Hkv, block_size, D], where tokens go in them, what they are divided by."""
+
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    slots: torch.Tensor
+    key_scale: float = 1.0
+    value_scale: float = 1.0
 
 
 class TritonOps:
@@ -46,20 +60,10 @@ class TritonOps:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if not can_rotate(qkv, cos, sin):
             return self._torch.rotate_qkv(qkv, cos, sin, shape, norm)
-        tokens, heads, kv_heads, dim = (
-            len(qkv), shape.num_heads, shape.num_kv_heads, shape.head_dim,
-        )  # fmt: skip
-        turned = qkv.new_empty((tokens, heads + kv_heads, dim))
-        chunks = -(-heads // ROTATED_HEADS) + -(-kv_heads // ROTATED_HEADS)
-        rotate_kernel[(tokens, chunks)](
-            turned, qkv, cos, sin,
-            norm.query if norm else None, norm.key if norm else None,
-            None, None, None, 1.0, 1.0, shape.eps, qkv.stride(0),
-            NUM_HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=dim, WIDTH=cos.shape[-1],
-            BLOCK_SIZE=1, HEADS=ROTATED_HEADS, DIM=power_of_two(dim),
-            NORM=norm is not None, STORE=False, NARROW=False, num_warps=4,
-        )  # fmt: skip
-        values = qkv[:, (heads + kv_heads) * dim :].view(tokens, kv_heads, dim)
+        heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        turned = qkv.new_empty((len(qkv), heads + kv_heads, dim))
+        _launch_rotation(turned, QKVRows(qkv, cos, sin, shape, norm), None)
+        values = qkv[:, (heads + kv_heads) * dim :].view(len(qkv), kv_heads, dim)
         return turned[:, :heads], turned[:, heads:], values
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -76,6 +80,13 @@ class TritonOps:
 
     def argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._torch.argmax(x)
+
+
+def rotate_and_store(rows: QKVRows, target: StoreTarget) -> torch.Tensor:
+    """Rotated queries [T, Hq, D]; the keys, rotated, and values go to their slots."""
+    query = rows.qkv.new_empty((len(rows.qkv), rows.shape.num_heads, rows.shape.head_dim))
+    _launch_rotation(query, rows, target)
+    return query
 
 
 def can_rotate(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
@@ -104,4 +115,22 @@ def _launch_norm(
         output, x, residual, weight, eps, width,
         WIDTH=width, BLOCK=power_of_two(width), ADD=residual is not None,
         num_warps=row_warps(width),
+    )  # fmt: skip
+
+
+def _launch_rotation(output: torch.Tensor, rows: QKVRows, target: StoreTarget | None) -> None:
+    shape, norm, to = rows.shape, rows.norm, target
+    kv_chunks = -(-shape.num_kv_heads // ROTATED_HEADS)
+    chunks = -(-shape.num_heads // ROTATED_HEADS) + (1 if to is None else 2) * kv_chunks
+    rotate_kernel[(len(rows.qkv), chunks)](
+        output, rows.qkv, rows.cos, rows.sin,
+        norm.query if norm else None, norm.key if norm else None,
+        to.key_cache if to else None, to.value_cache if to else None, to.slots if to else None,
+        1.0 / to.key_scale if to else 1.0, 1.0 / to.value_scale if to else 1.0,
+        shape.eps, rows.qkv.stride(0),
+        NUM_HEADS=shape.num_heads, KV_HEADS=shape.num_kv_heads, HEAD_DIM=shape.head_dim,
+        WIDTH=rows.cos.shape[-1], BLOCK_SIZE=to.key_cache.shape[2] if to else 1,
+        HEADS=ROTATED_HEADS, DIM=power_of_two(shape.head_dim), NORM=norm is not None,
+        STORE=to is not None, NARROW=to is not None and to.key_cache.element_size() == 1,
+        num_warps=4,
     )  # fmt: skip

@@ -6,26 +6,29 @@ scale and cut to the range that they can hold.
 
 import triton.language as tl
 
-from .jit import Value, jit
+from .jit import jit
+
 
 @jit
-def _fit(x: Value, inverse_scale: Value, NARROW: tl.constexpr) -> Value:
+def _fit(x: tl.tensor, inverse_scale: tl.tensor, NARROW: tl.constexpr) -> tl.tensor:
+    """x in float32, within what the cache can hold."""
+    wide = x.to(tl.float32)
     if NARROW:
-        return tl.clamp(x.to(tl.float32) * inverse_scale, -448.0, 448.0)
-    return x
+        wide = tl.minimum(tl.maximum(wide * inverse_scale, -448.0), 448.0)
+    return wide
 
 
 @jit
 def store_kernel(
-    key: Value,
-    value: Value,
-    key_cache: Value,
-    value_cache: Value,
-    slots: Value,
-    key_inverse_scale: Value,
-    value_inverse_scale: Value,
-    key_stride: Value,
-    value_stride: Value,
+    key: tl.tensor,
+    value: tl.tensor,
+    key_cache: tl.tensor,
+    value_cache: tl.tensor,
+    slots: tl.tensor,
+    key_inverse_scale: tl.tensor,
+    value_inverse_scale: tl.tensor,
+    key_stride: tl.tensor,
+    value_stride: tl.tensor,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -49,20 +52,28 @@ def store_kernel(
 
 
 @jit
+def _weighted(x: tl.tensor, weights: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """Rows times one weight an element, rounded as a product in the weights' dtype is."""
+    weight = tl.load(weights, mask=mask, other=0.0)[None, :]
+    product = x.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
+    return product.to(weight.dtype).to(tl.float32)
+
+
+@jit
 def rotate_kernel(
-    output: Value,
-    qkv: Value,
-    cos: Value,
-    sin: Value,
-    query_norm: Value,
-    key_norm: Value,
-    key_cache: Value,
-    value_cache: Value,
-    slots: Value,
-    key_inverse_scale: Value,
-    value_inverse_scale: Value,
-    eps: Value,
-    qkv_stride: Value,
+    output: tl.tensor,
+    qkv: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    query_norm: tl.tensor,
+    key_norm: tl.tensor,
+    key_cache: tl.tensor,
+    value_cache: tl.tensor,
+    slots: tl.tensor,
+    key_inverse_scale: tl.tensor,
+    value_inverse_scale: tl.tensor,
+    eps: tl.tensor,
+    qkv_stride: tl.tensor,
     NUM_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -103,10 +114,8 @@ def rotate_kernel(
             if is_query:
                 weights = query_norm
             scale = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None]
-            weight = tl.load(weights + dims, mask=dims < HEAD_DIM, other=0.0)[None, :]
-            x = ((x * scale).to(weight.dtype) * weight).to(tl.float32)
-            weight = tl.load(weights + partner, mask=dims < HEAD_DIM, other=0.0)[None, :]
-            other = ((other * scale).to(weight.dtype) * weight).to(tl.float32)
+            x = _weighted(x * scale, weights + dims, dims < HEAD_DIM)
+            other = _weighted(other * scale, weights + partner, dims < HEAD_DIM)
         angle = token * WIDTH + dims % WIDTH
         cosine = tl.load(cos + angle, mask=turned, other=1.0)[None, :]
         sine = tl.load(sin + angle, mask=turned, other=0.0)[None, :]
@@ -119,12 +128,14 @@ def rotate_kernel(
             slot = tl.load(slots + token)
             line = (slot // BLOCK_SIZE * KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE
             places = line * HEAD_DIM + dims[None, :]
-            x = x.to(qkv.dtype.element_ty)
+            rounded = x.to(qkv.dtype.element_ty)
             if is_value:
-                fitting = _fit(x, value_inverse_scale, NARROW).to(value_cache.dtype.element_ty)
+                fitting = _fit(rounded, value_inverse_scale, NARROW).to(
+                    value_cache.dtype.element_ty
+                )
                 tl.store(value_cache + places, fitting, mask=mask & (slot >= 0))
             else:
-                fitting = _fit(x, key_inverse_scale, NARROW).to(key_cache.dtype.element_ty)
+                fitting = _fit(rounded, key_inverse_scale, NARROW).to(key_cache.dtype.element_ty)
                 tl.store(key_cache + places, fitting, mask=mask & (slot >= 0))
     else:
         line = token * (NUM_HEADS + KV_HEADS) + first + heads

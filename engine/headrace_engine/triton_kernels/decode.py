@@ -6,17 +6,17 @@ length only, never on the batch, so neither does any bit of its output.
 
 import triton.language as tl
 
-from .jit import Value, capped, jit, softmax_step
+from .jit import capped, jit, softmax_step
 
 
 @jit
 def _extent(
-    length: Value,
+    length: tl.tensor,
     SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
-) -> Value:
+) -> tl.tensor:
     """(first key that is seen, where the first part begins, keys of a part), in whole tiles."""
     first = 0
     if WINDOW > 0:
@@ -28,19 +28,19 @@ def _extent(
 
 @jit
 def decode_kernel(
-    output: Value,
-    partial: Value,
-    log_sums: Value,
-    query: Value,
-    keys: Value,
-    values: Value,
-    tables: Value,
-    seq_lens: Value,
-    scale: Value,
-    value_scale: Value,
-    query_token_stride: Value,
-    query_head_stride: Value,
-    table_stride: Value,
+    output: tl.tensor,
+    partial: tl.tensor,
+    log_sums: tl.tensor,
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    tables: tl.tensor,
+    seq_lens: tl.tensor,
+    scale: tl.tensor,
+    value_scale: tl.tensor,
+    query_token_stride: tl.tensor,
+    query_head_stride: tl.tensor,
+    table_stride: tl.tensor,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -111,10 +111,10 @@ def decode_kernel(
 
 @jit
 def merge_kernel(
-    output: Value,
-    partial: Value,
-    log_sums: Value,
-    seq_lens: Value,
+    output: tl.tensor,
+    partial: tl.tensor,
+    log_sums: tl.tensor,
+    seq_lens: tl.tensor,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SPLIT: tl.constexpr,

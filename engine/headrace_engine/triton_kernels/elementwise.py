@@ -5,17 +5,17 @@ They round to the tensors' dtype where plain torch does.
 
 import triton.language as tl
 
-from .jit import Value, jit
+from .jit import jit
 
 
 @jit
 def rms_norm_kernel(
-    output: Value,
-    x: Value,
-    residual: Value,
-    weight: Value,
-    eps: Value,
-    x_stride: Value,
+    output: tl.tensor,
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    eps: tl.tensor,
+    x_stride: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
@@ -26,18 +26,23 @@ def rms_norm_kernel(
     mask = at < WIDTH
     made = tl.load(x + row * x_stride + at, mask=mask, other=0.0)
     if ADD:
-        made += tl.load(residual + row * WIDTH + at, mask=mask, other=0.0)
+        before = tl.load(residual + row * WIDTH + at, mask=mask, other=0.0)
+        made = (made.to(tl.float32) + before.to(tl.float32)).to(made.dtype)
         tl.store(residual + row * WIDTH + at, made, mask=mask)
     wide = made.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
     factor = tl.load(weight + at, mask=mask, other=0.0)
-    normed = (wide * scale).to(made.dtype) * factor
+    normed = (wide * scale).to(made.dtype).to(tl.float32) * factor.to(tl.float32)
     tl.store(output + row * WIDTH + at, normed, mask=mask)
 
 
 @jit
 def silu_mul_kernel(
-    output: Value, gate_up: Value, stride: Value, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    output: tl.tensor,
+    gate_up: tl.tensor,
+    stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:
     """Program (row, BLOCK elements): silu of the row's first half times its second."""
     row = tl.program_id(0).to(tl.int64)
@@ -46,4 +51,5 @@ def silu_mul_kernel(
     gate = tl.load(gate_up + row * stride + at, mask=mask, other=0.0)
     up = tl.load(gate_up + row * stride + WIDTH + at, mask=mask, other=0.0)
     wide = gate.to(tl.float32)
-    tl.store(output + row * WIDTH + at, (wide * tl.sigmoid(wide)).to(gate.dtype) * up, mask=mask)
+    silu = (wide * tl.sigmoid(wide)).to(gate.dtype).to(tl.float32)
+    tl.store(output + row * WIDTH + at, silu * up.to(tl.float32), mask=mask)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import triton
 import triton.language as tl
 
-# What a kernel sees of its arguments: pointers, scalars and tiles.
+# Pointers, scalars and tiles.
 Value = Any
 
 
@@ -39,8 +39,13 @@ def jit_unspecialized(*names: str) -> Callable[[Callable[..., Value]], Kernel]:
 
 @jit
 def softmax_step(
-    scores: Value, highest: Value, total: Value, output: Value, values: Value, EXACT: tl.constexpr
-) -> Value:
+    scores: tl.tensor,
+    highest: tl.tensor,
+    total: tl.tensor,
+    output: tl.tensor,
+    values: tl.tensor,
+    EXACT: tl.constexpr,
+) -> tl.tensor:
     """Takes one tile of keys into a running softmax (base 2): (highest, total, output).
 
     A row that has seen no key yet has highest = -inf, and stays so while its scores are -inf.
@@ -56,7 +61,7 @@ def softmax_step(
 
 
 @jit
-def capped(scores: Value, scale: Value, SOFTCAP: tl.constexpr) -> Value:
+def capped(scores: tl.tensor, scale: tl.tensor, SOFTCAP: tl.constexpr) -> tl.tensor:
     """Scaled scores, squashed into (-SOFTCAP, SOFTCAP) unless that is 0, times log2(e)."""
     if SOFTCAP > 0.0:
         # tanh by the logistic function: the interpreter has no libdevice.

@@ -56,8 +56,7 @@ DECODE: dict[tuple[bool, bool, int], Launch] = {
     (False, True, 256): Launch(16, 16, 4, 1),
 }
 
-# Head sizes that the tables hold, each rounded up to one of their columns.
-SMALLEST_HEAD, LARGEST_HEAD = 16, 256
+LARGEST_HEAD = 256
 
 
 def power_of_two(number: int) -> int:

@@ -7,13 +7,17 @@ order whatever else is in its tile or its batch.
 
 import triton.language as tl
 
-from .jit import Value, capped, jit, jit_unspecialized, softmax_step
+from .jit import capped, jit, jit_unspecialized, softmax_step
 
 
 @jit
 def _owner(
-    query_start: Value, tile: Value, num_decodes: Value, num_runs: Value, TOKENS: tl.constexpr
-) -> Value:
+    query_start: tl.tensor,
+    tile: tl.tensor,
+    num_decodes: tl.tensor,
+    num_runs: tl.tensor,
+    TOKENS: tl.constexpr,
+) -> tl.tensor:
     """(run, tile's number in it). Run j takes tiles from (tokens before it) // TOKENS + j on."""
     low = 0
     high = num_runs
@@ -30,16 +34,16 @@ def _owner(
 
 @jit
 def _attend(
-    state: Value,
-    tile: Value,
-    keys: Value,
-    values: Value,
-    table: Value,
-    asked: Value,
-    kv_head: Value,
-    start: Value,
-    end: Value,
-    scale: Value,
+    state: tl.tensor,
+    tile: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    table: tl.tensor,
+    asked: tl.tensor,
+    kv_head: tl.tensor,
+    start: tl.tensor,
+    end: tl.tensor,
+    scale: tl.tensor,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -49,7 +53,7 @@ def _attend(
     DIM: tl.constexpr,
     EXACT: tl.constexpr,
     MASKED: tl.constexpr,
-) -> Value:
+) -> tl.tensor:
     """Takes keys [start, end) into a running softmax; without MASKED all rows see all of them."""
     highest, total, attended = state
     dims = tl.arange(0, DIM)
@@ -80,20 +84,20 @@ def _attend(
 
 @jit_unspecialized("num_decodes", "num_runs")
 def prefill_kernel(
-    output: Value,
-    query: Value,
-    keys: Value,
-    values: Value,
-    tables: Value,
-    query_start: Value,
-    seq_lens: Value,
-    num_decodes: Value,
-    num_runs: Value,
-    scale: Value,
-    value_scale: Value,
-    query_token_stride: Value,
-    query_head_stride: Value,
-    table_stride: Value,
+    output: tl.tensor,
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    tables: tl.tensor,
+    query_start: tl.tensor,
+    seq_lens: tl.tensor,
+    num_decodes: tl.tensor,
+    num_runs: tl.tensor,
+    scale: tl.tensor,
+    value_scale: tl.tensor,
+    query_token_stride: tl.tensor,
+    query_head_stride: tl.tensor,
+    table_stride: tl.tensor,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,

@@ -1,8 +1,8 @@
 """Compiles what the Triton backend and operators would launch, for a GPU that need not be there.
 
-A launch is recorded with its arguments, on CPU tensors that nothing computes with, and the kernel is
-compiled for them as `triton` would. Run as a module, in a process without TRITON_INTERPRET: prints
-a JSON object for each kernel.
+A launch is recorded with its arguments, and the kernel compiled for them as `triton` would. Tensors
+are torch's meta tensors, which raise if the host asks for their numbers. Run as a module, in a
+process without TRITON_INTERPRET: prints a JSON object for each kernel.
 """
 
 import argparse
@@ -23,8 +23,9 @@ from headrace_engine.attention import triton as attention
 from headrace_engine.attention.base import AttentionMetadata, KVSpec, LayerParams
 from headrace_engine.model import triton_ops
 from headrace_engine.model.ops import HeadShape, QKNorm
+from headrace_engine.model.qkv import QKVRows
 
-CPU = torch.device("cpu")
+META = torch.device("meta")
 POINTERS = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
@@ -61,11 +62,11 @@ class Recorder:
         bound = dict(zip(self._kernel.arg_names, arguments, strict=False)) | named
         source = ASTSource(self._kernel, *describe(self._kernel, bound))
         target = GPUTarget("cuda", self._capability, 32)
-        made = triton.compile(source, target=target, options=options)
-        ptx = made.asm["ptx"]
+        binary = triton.compile(source, target=target, options=options)
+        ptx = binary.asm["ptx"]
         line = next(one for one in ptx.splitlines() if one.startswith(".target"))
         products = "wgmma" in ptx or "mma.sync" in ptx
-        self._found.append(Compiled(self._kernel.__name__, made.metadata.shared, line, products))
+        self._found.append(Compiled(self._kernel.__name__, binary.metadata.shared, line, products))
 
 
 def describe(
@@ -124,30 +125,42 @@ def _attend(
     capability: int, dtype: torch.dtype, head_dim: int, fp8: bool, params: LayerParams
 ) -> None:
     backend = attention.TritonBackend(divmod(capability, 10), fp8)
-    cache = backend.allocate(2, KVSpec(8, head_dim, 16, dtype, CPU))
+    cache = backend.allocate(2, KVSpec(8, head_dim, 16, dtype, META))
     metadata = AttentionMetadata(
-        query_start=torch.tensor([0, 1, 4], dtype=torch.int32),
-        seq_lens=torch.tensor([1024, 3], dtype=torch.int32),
-        block_tables=torch.zeros(2, 64, dtype=torch.int32),
-        slots=torch.arange(4),
+        query_start=torch.empty(3, dtype=torch.int32, device=META),
+        seq_lens=torch.empty(2, dtype=torch.int32, device=META),
+        block_tables=torch.empty(2, 64, dtype=torch.int32, device=META),
+        slots=torch.empty(4, dtype=torch.int64, device=META),
         num_decodes=1,
         max_query_len=3,
         max_seq_len=1024,
     )
-    query, key = (torch.zeros(4, heads, head_dim, dtype=dtype) for heads in (32, 8))
+    query, key = (made(4, heads, head_dim, dtype=dtype) for heads in (32, 8))
     backend.forward(query, key, key, cache, metadata, params)
+    rows = QKVRows(*_rotation_inputs(4, dtype, head_dim))
+    backend.forward_qkv(rows, cache, metadata, params)
 
 
 def _operate(dtype: torch.dtype, head_dim: int) -> None:
     ops = triton_ops.TritonOps()
-    hidden, weight = torch.zeros(2, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
+    hidden, weight = made(2, 4096, dtype=dtype), made(4096, dtype=dtype)
     ops.rms_norm(hidden, weight, 1e-6)
-    ops.add_rms_norm(hidden, hidden.clone(), weight, 1e-6)
+    ops.add_rms_norm(hidden, made(2, 4096, dtype=dtype), weight, 1e-6)
     ops.silu_mul(hidden)
-    angles = torch.zeros(2, head_dim // 2)
-    head = torch.zeros(head_dim, dtype=dtype)
-    qkv = torch.zeros(2, 48 * head_dim, dtype=dtype)
-    ops.rotate_qkv(qkv, angles, angles, HeadShape(32, 8, head_dim), QKNorm(head, head))
+    ops.rotate_qkv(*_rotation_inputs(2, dtype, head_dim))
+
+
+def _rotation_inputs(
+    tokens: int, dtype: torch.dtype, head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, HeadShape, QKNorm]:
+    angles = made(tokens, head_dim // 2)
+    head = made(head_dim, dtype=dtype)
+    qkv = made(tokens, 48 * head_dim, dtype=dtype)
+    return qkv, angles, angles, HeadShape(32, 8, head_dim), QKNorm(head, head)
+
+
+def made(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device=META)
 
 
 def main() -> None:
@@ -160,9 +173,7 @@ def main() -> None:
     parser.add_argument("--softcap", type=float)
     wanted = parser.parse_args()
     params = LayerParams(0.1, wanted.softcap, wanted.window)
-    made = compile_all(
-        wanted.capability, DTYPES[wanted.dtype], wanted.head_dim, wanted.fp8, params
-    )
+    made = compile_all(wanted.capability, DTYPES[wanted.dtype], wanted.head_dim, wanted.fp8, params)
     for one in made:
         sys.stdout.write(json.dumps(asdict(one)) + "\n")
 

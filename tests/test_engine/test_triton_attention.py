@@ -1,0 +1,262 @@
+"""The Triton backend through Triton's interpreter, against one dense computation: ragged mixes,
+head sizes and groups, windows, soft caps, keys cut in parts, shared blocks, fp8 caches, padding.
+
+On a machine with a CUDA device the same tests run there, compiled.
+"""
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace_engine import attention
+from headrace_engine.attention import triton as triton_backend
+from headrace_engine.attention.base import AttentionMetadata, KVSpec, LayerParams
+from headrace_engine.attention.flash import FlashBackend
+from headrace_engine.attention.reference import ReferenceBackend
+from headrace_engine.attention.scratch import Scratch
+from headrace_engine.attention.triton import TritonBackend
+from headrace_engine.errors import ConfigError
+from headrace_engine.triton_kernels.launch import Launch
+from headrace_testing.attention_scenes import BLOCKS, CASES, CPU, Case, Scene
+from headrace_testing.triton_interpreter import correct_bfloat16
+
+HOPPER = (9, 0)
+
+WIDE = Case(((21, 1), (3, 1), (18, 5), (0, 19)))
+MIXES = {
+    "head of 64, one group of 8": replace(WIDE, heads=8, kv_heads=1, dim=64),
+    "head of 80, groups of 4": replace(WIDE, heads=8, kv_heads=2, dim=80),
+    "head of 96, groups of 1": replace(WIDE, heads=2, kv_heads=2, dim=96),
+    "head of 192, groups of 7": replace(WIDE, heads=7, kv_heads=1, dim=192, block_size=16),
+    "head of 256 in a window": replace(WIDE, dim=256, params=LayerParams(0.1, None, 7)),
+    "head of 4": replace(WIDE, dim=4),
+    "three KV heads": replace(WIDE, heads=6, kv_heads=3, block_size=3),
+    "one row more than a tile": replace(WIDE, runs=((0, 129), (2, 1)), block_size=16),
+}
+
+
+class ScaledScene(Scene):
+    """Keys, values and queries of which e4m3 holds any power of two."""
+
+    def random(self, *shape: int) -> torch.Tensor:
+        made = torch.randn(*shape, self.case.dim, generator=self.generator)
+        return made.clamp(-2, 2).mul(4).round().div(4)
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of over 16 keys are cut, into no more than 4 parts."""
+    monkeypatch.setattr(triton_backend, "SPLIT_KEYS", 16)
+    monkeypatch.setattr(triton_backend, "MAX_SPLITS", 4)
+    monkeypatch.setattr(triton_backend, "decode_launch", lambda *_: Launch(16, 16, 4, 2))
+
+
+def check(case: Case, dtype: torch.dtype = torch.float32, bound: float = 2e-5) -> None:
+    found, exact = Scene(case, TritonBackend(HOPPER), dtype).step()
+    assert found.dtype is dtype
+    torch.testing.assert_close(found.double(), exact, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention_equals_the_dense_computation(name: str) -> None:
+    check(CASES[name])
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_every_head_size_and_group(name: str) -> None:
+    check(MIXES[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["mixed", "window", "softcap"])
+def test_half_precision_is_exact_up_to_its_own_rounding(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    correct_bfloat16(monkeypatch)
+    check(CASES[name], dtype, 2e-2)
+
+
+@pytest.mark.parametrize("window", [None, 1, 23, 40])
+def test_long_sequences_are_cut_and_merged(window: int | None, small_parts: None) -> None:
+    runs = ((15, 1), (16, 1), (0, 1), (100, 1), (32, 2))
+    check(Case(runs, block_size=8, params=LayerParams(0.2, None, window)))
+
+
+def test_cut_sequences_with_a_soft_cap(small_parts: None) -> None:
+    check(Case(((70, 1), (18, 1)), block_size=8, params=LayerParams(0.7, 3.0)))
+
+
+@settings(max_examples=6, deadline=None, derandomize=True, database=None)
+@given(
+    decodes=st.lists(st.integers(0, 40), max_size=3),
+    chunks=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), max_size=3),
+    group=st.sampled_from([1, 2, 3, 4]),
+    window=st.none() | st.integers(1, 20),
+    softcap=st.none() | st.just(2.0),
+    block_size=st.sampled_from([8, 16]),
+)
+def test_any_mix_equals_the_reference(
+    decodes: list[int],
+    chunks: list[tuple[int, int]],
+    group: int,
+    window: int | None,
+    softcap: float | None,
+    block_size: int,
+) -> None:
+    runs = (*((computed, 1) for computed in decodes), *chunks) or ((0, 1),)
+    params = LayerParams(0.3, softcap, window)
+    case = Case(runs, 2 * group, 2, 16, block_size, params)
+    found, _ = Scene(case, TritonBackend(HOPPER), torch.float32).step()
+    expected, _ = Scene(case, ReferenceBackend(), torch.float32).step()
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_garbage_behind_a_sequence_is_never_read() -> None:
+    scene = Scene(CASES["mixed"], TritonBackend(HOPPER), torch.float32)
+    used = {block for table in scene.tables for block in table}
+    for part in scene.cache:
+        part[[block for block in range(BLOCKS) if block not in used]] = torch.nan
+    found, exact = scene.step()
+    torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=2e-5)
+
+
+def test_a_sequence_sees_what_another_writes_in_the_same_step() -> None:
+    scene = Scene(Case(((8, 1), (0, 8))), TritonBackend(HOPPER), torch.float32)
+    scene.tables[0][:2] = scene.tables[1]
+    for kept in (scene.keys, scene.values):
+        kept[0][:8] = kept[1]
+    found, exact = scene.step()
+    torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=2e-5)
+
+
+def test_copied_blocks_hold_the_same_keys() -> None:
+    scene = Scene(CASES["decode"], TritonBackend(HOPPER), torch.float32)
+    used = {block for table in scene.tables for block in table}
+    spare = [block for block in range(BLOCKS) if block not in used]
+    moves = list(zip(scene.tables[3][:3], spare[:3], strict=True))
+    scene.backend.copy_blocks(scene.cache, torch.tensor(moves))
+    scene.tables[3] = spare[:3] + scene.tables[3][3:]
+    found, exact = scene.step()
+    torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_block_bytes_are_what_allocate_takes(fp8: bool) -> None:
+    backend = TritonBackend(HOPPER, fp8)
+    spec = KVSpec(2, 32, 16, torch.bfloat16, CPU)
+    taken = sum(part.nbytes for part in backend.allocate(10, spec))
+    assert taken == 10 * backend.block_bytes(spec) == 10 * 2 * 2 * 32 * 16 * (1 if fp8 else 2)
+
+
+def test_a_sequences_bits_do_not_depend_on_its_neighbours(small_parts: None) -> None:
+    runs = ((50, 1), (10, 1), (70, 1), (30, 9), (0, 21))
+    scene = Scene(Case(runs, block_size=16), TritonBackend(HOPPER), torch.float32)
+    together, queries = scene.forward(list(range(5)), [r[0] for r in runs], [sum(r) for r in runs])
+    rows = torch.split(together, [new for _, new in runs])
+    for index in (0, 3):
+        start, end = runs[index][0], sum(runs[index])
+        span = slice(start, end)
+        alone = scene.backend.forward(
+            queries[index],
+            scene.keys[index][span],
+            scene.values[index][span],
+            scene.cache,
+            scene.metadata([index], [start], [end]),
+            scene.case.params,
+        )
+        assert torch.equal(alone, rows[index])
+
+
+def test_fp8_caches_hold_scaled_numbers() -> None:
+    """Of numbers that e4m3 holds exactly: the interpreter rounds others wrongly."""
+    backend = TritonBackend(HOPPER, fp8=True, key_scale=0.5, value_scale=0.25)
+    scene = ScaledScene(CASES["mixed"], backend, torch.float32)
+    assert all(part.dtype is torch.float8_e4m3fn for part in scene.cache)
+    found, exact = scene.step()
+    torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=2e-5)
+
+
+def test_fp8_caches_saturate() -> None:
+    backend = TritonBackend(HOPPER, fp8=True, value_scale=0.5)
+    scene = Scene(Case(((0, 1),)), backend, torch.float32)
+    scene.values[0][:] = -1e9
+    found, _ = scene.step()
+    assert found.eq(-448.0 * 0.5).all()
+
+
+def test_fp8_caches_can_be_copied() -> None:
+    backend = TritonBackend(HOPPER, fp8=True)
+    cache = backend.allocate(3, KVSpec(1, 16, 4, torch.float32, CPU))
+    cache[0].view(torch.uint8)[1] = 7
+    backend.copy_blocks(cache, torch.tensor([[1, 2]]))
+    assert cache[0].view(torch.uint8)[2].eq(7).all() and cache[0].view(torch.uint8)[0].eq(0).all()
+
+
+def test_padding_writes_nothing_and_gives_zeros() -> None:
+    """As captured graphs pad a batch: no keys, a slot below 0."""
+    backend = TritonBackend(HOPPER)
+    cache = backend.allocate(4, KVSpec(1, 16, 4, torch.float32, CPU))
+    metadata = AttentionMetadata(
+        query_start=torch.tensor([0, 1, 2], dtype=torch.int32),
+        seq_lens=torch.tensor([1, 0], dtype=torch.int32),
+        block_tables=torch.tensor([[2], [0]], dtype=torch.int32),
+        slots=torch.tensor([8, -1]),
+        num_decodes=2,
+        max_query_len=1,
+        max_seq_len=600,
+    )
+    ones = torch.ones(2, 1, 16)
+    output = backend.forward(ones, ones, ones, cache, metadata, LayerParams(1.0))
+    assert output[0].eq(1).all() and output[1].eq(0).all()
+    assert [int(part.count_nonzero()) for part in cache] == [16, 16]
+
+
+def test_scratch_is_kept_and_grows_rarely() -> None:
+    scratch = Scratch()
+    first = scratch.take("parts", 100, CPU)
+    assert scratch.take("parts", 128, CPU) is first and scratch.take("sums", 9, CPU) is not first
+    larger = scratch.take("parts", 129, CPU)
+    assert larger.numel() == 256 and scratch.take("parts", 5, CPU) is larger
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"capability": (7, 5)}, "needs compute capability 8.0, this device has 7.5"),
+        ({"capability": (8, 6), "fp8": True}, "fp8 KV cache needs compute capability 8.9"),
+    ],
+)
+def test_an_older_device_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TritonBackend(**options)
+
+
+def test_too_large_a_head_is_refused() -> None:
+    with pytest.raises(ConfigError, match="head sizes up to 256, not 320"):
+        TritonBackend(HOPPER).allocate(1, KVSpec(1, 320, 16, torch.float32, CPU))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_auto_takes_triton_where_flash_reads_no_small_blocks(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
+    with caplog.at_level(logging.INFO):
+        assert attention.select("auto", torch.device("cuda"), dtype).name == "triton"
+    (record,) = caplog.records
+    assert "attention_backend flash" in vars(record)["reason"]
+
+
+def test_auto_takes_flash_where_it_reads_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FlashBackend, "reads_blocks", lambda *_: True)
+    assert attention.select("auto", torch.device("cuda"), torch.bfloat16).name == "flash"
+
+
+def test_auto_falls_back_on_an_old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
+    assert attention.select("auto", torch.device("cuda"), torch.float32).name == "reference"
