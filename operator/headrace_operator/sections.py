@@ -136,7 +136,7 @@ class EngineSettingsSpec(Section):
     device: str | None = Field(None, pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """Where it runs; cuda where a GPU is asked for, else cpu."""
     attention_backend: str | None = Field(None, min_length=1, max_length=32)
-    """auto, reference, cpu or flash."""
+    """auto, reference, cpu, flash or triton."""
     quantization: Literal["none", "int8", "gptq", "awq", "compressed-tensors", "fp8"] | None = None
     """int8 keeps linear layers in 8 bits; the others are what a checkpoint must be."""
     model_implementation: Literal["auto", "native", "transformers"] | None = None

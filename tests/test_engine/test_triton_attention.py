@@ -1,7 +1,7 @@
 """The Triton backend through Triton's interpreter, against one dense computation: ragged mixes,
 head sizes and groups, windows, soft caps, keys cut in parts, shared blocks, fp8 caches, padding.
 
-On a machine with a CUDA device the same tests run there, compiled.
+With a CUDA device the same tests run there, compiled.
 """
 
 import logging
@@ -26,6 +26,7 @@ from headrace_testing.attention_scenes import BLOCKS, CASES, CPU, Case, Scene
 from headrace_testing.triton_interpreter import correct_bfloat16
 
 HOPPER = (9, 0)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 WIDE = Case(((21, 1), (3, 1), (18, 5), (0, 19)))
 MIXES = {
@@ -57,7 +58,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(case: Case, dtype: torch.dtype = torch.float32, bound: float = 2e-5) -> None:
-    found, exact = Scene(case, TritonBackend(HOPPER), dtype).step()
+    found, exact = Scene(case, TritonBackend(HOPPER), dtype, DEVICE).step()
     assert found.dtype is dtype
     torch.testing.assert_close(found.double(), exact, rtol=bound, atol=bound)
 
@@ -111,13 +112,13 @@ def test_any_mix_equals_the_reference(
     runs = (*((computed, 1) for computed in decodes), *chunks) or ((0, 1),)
     params = LayerParams(0.3, softcap, window)
     case = Case(runs, 2 * group, 2, 16, block_size, params)
-    found, _ = Scene(case, TritonBackend(HOPPER), torch.float32).step()
-    expected, _ = Scene(case, ReferenceBackend(), torch.float32).step()
+    found, _ = Scene(case, TritonBackend(HOPPER), torch.float32, DEVICE).step()
+    expected, _ = Scene(case, ReferenceBackend(), torch.float32, DEVICE).step()
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
 
 
 def test_garbage_behind_a_sequence_is_never_read() -> None:
-    scene = Scene(CASES["mixed"], TritonBackend(HOPPER), torch.float32)
+    scene = Scene(CASES["mixed"], TritonBackend(HOPPER), torch.float32, DEVICE)
     used = {block for table in scene.tables for block in table}
     for part in scene.cache:
         part[[block for block in range(BLOCKS) if block not in used]] = torch.nan
@@ -126,7 +127,7 @@ def test_garbage_behind_a_sequence_is_never_read() -> None:
 
 
 def test_a_sequence_sees_what_another_writes_in_the_same_step() -> None:
-    scene = Scene(Case(((8, 1), (0, 8))), TritonBackend(HOPPER), torch.float32)
+    scene = Scene(Case(((8, 1), (0, 8))), TritonBackend(HOPPER), torch.float32, DEVICE)
     scene.tables[0][:2] = scene.tables[1]
     for kept in (scene.keys, scene.values):
         kept[0][:8] = kept[1]
@@ -135,11 +136,11 @@ def test_a_sequence_sees_what_another_writes_in_the_same_step() -> None:
 
 
 def test_copied_blocks_hold_the_same_keys() -> None:
-    scene = Scene(CASES["decode"], TritonBackend(HOPPER), torch.float32)
+    scene = Scene(CASES["decode"], TritonBackend(HOPPER), torch.float32, DEVICE)
     used = {block for table in scene.tables for block in table}
     spare = [block for block in range(BLOCKS) if block not in used]
     moves = list(zip(scene.tables[3][:3], spare[:3], strict=True))
-    scene.backend.copy_blocks(scene.cache, torch.tensor(moves))
+    scene.backend.copy_blocks(scene.cache, torch.tensor(moves, device=DEVICE))
     scene.tables[3] = spare[:3] + scene.tables[3][3:]
     found, exact = scene.step()
     torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=2e-5)
@@ -148,14 +149,14 @@ def test_copied_blocks_hold_the_same_keys() -> None:
 @pytest.mark.parametrize("fp8", [False, True])
 def test_block_bytes_are_what_allocate_takes(fp8: bool) -> None:
     backend = TritonBackend(HOPPER, fp8)
-    spec = KVSpec(2, 32, 16, torch.bfloat16, CPU)
+    spec = KVSpec(2, 32, 16, torch.bfloat16, DEVICE)
     taken = sum(part.nbytes for part in backend.allocate(10, spec))
     assert taken == 10 * backend.block_bytes(spec) == 10 * 2 * 2 * 32 * 16 * (1 if fp8 else 2)
 
 
 def test_a_sequences_bits_do_not_depend_on_its_neighbours(small_parts: None) -> None:
     runs = ((50, 1), (10, 1), (70, 1), (30, 9), (0, 21))
-    scene = Scene(Case(runs, block_size=16), TritonBackend(HOPPER), torch.float32)
+    scene = Scene(Case(runs, block_size=16), TritonBackend(HOPPER), torch.float32, DEVICE)
     together, queries = scene.forward(list(range(5)), [r[0] for r in runs], [sum(r) for r in runs])
     rows = torch.split(together, [new for _, new in runs])
     for index in (0, 3):
@@ -175,7 +176,7 @@ def test_a_sequences_bits_do_not_depend_on_its_neighbours(small_parts: None) -> 
 def test_fp8_caches_hold_scaled_numbers() -> None:
     """Of numbers that e4m3 holds exactly: the interpreter rounds others wrongly."""
     backend = TritonBackend(HOPPER, fp8=True, key_scale=0.5, value_scale=0.25)
-    scene = ScaledScene(CASES["mixed"], backend, torch.float32)
+    scene = ScaledScene(CASES["mixed"], backend, torch.float32, DEVICE)
     assert all(part.dtype is torch.float8_e4m3fn for part in scene.cache)
     found, exact = scene.step()
     torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=2e-5)
@@ -183,7 +184,7 @@ def test_fp8_caches_hold_scaled_numbers() -> None:
 
 def test_fp8_caches_saturate() -> None:
     backend = TritonBackend(HOPPER, fp8=True, value_scale=0.5)
-    scene = Scene(Case(((0, 1),)), backend, torch.float32)
+    scene = Scene(Case(((0, 1),)), backend, torch.float32, DEVICE)
     scene.values[0][:] = -1e9
     found, _ = scene.step()
     assert found.eq(-448.0 * 0.5).all()
@@ -191,26 +192,26 @@ def test_fp8_caches_saturate() -> None:
 
 def test_fp8_caches_can_be_copied() -> None:
     backend = TritonBackend(HOPPER, fp8=True)
-    cache = backend.allocate(3, KVSpec(1, 16, 4, torch.float32, CPU))
+    cache = backend.allocate(3, KVSpec(1, 16, 4, torch.float32, DEVICE))
     cache[0].view(torch.uint8)[1] = 7
-    backend.copy_blocks(cache, torch.tensor([[1, 2]]))
+    backend.copy_blocks(cache, torch.tensor([[1, 2]], device=DEVICE))
     assert cache[0].view(torch.uint8)[2].eq(7).all() and cache[0].view(torch.uint8)[0].eq(0).all()
 
 
 def test_padding_writes_nothing_and_gives_zeros() -> None:
     """As captured graphs pad a batch: no keys, a slot below 0."""
     backend = TritonBackend(HOPPER)
-    cache = backend.allocate(4, KVSpec(1, 16, 4, torch.float32, CPU))
+    cache = backend.allocate(4, KVSpec(1, 16, 4, torch.float32, DEVICE))
     metadata = AttentionMetadata(
-        query_start=torch.tensor([0, 1, 2], dtype=torch.int32),
-        seq_lens=torch.tensor([1, 0], dtype=torch.int32),
-        block_tables=torch.tensor([[2], [0]], dtype=torch.int32),
-        slots=torch.tensor([8, -1]),
+        query_start=torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE),
+        seq_lens=torch.tensor([1, 0], dtype=torch.int32, device=DEVICE),
+        block_tables=torch.tensor([[2], [0]], dtype=torch.int32, device=DEVICE),
+        slots=torch.tensor([8, -1], device=DEVICE),
         num_decodes=2,
         max_query_len=1,
         max_seq_len=600,
     )
-    ones = torch.ones(2, 1, 16)
+    ones = torch.ones(2, 1, 16, device=DEVICE)
     output = backend.forward(ones, ones, ones, cache, metadata, LayerParams(1.0))
     assert output[0].eq(1).all() and output[1].eq(0).all()
     assert [int(part.count_nonzero()) for part in cache] == [16, 16]
@@ -238,7 +239,7 @@ def test_an_older_device_is_refused(options: dict[str, Any], message: str) -> No
 
 def test_too_large_a_head_is_refused() -> None:
     with pytest.raises(ConfigError, match="head sizes up to 256, not 320"):
-        TritonBackend(HOPPER).allocate(1, KVSpec(1, 320, 16, torch.float32, CPU))
+        TritonBackend(HOPPER).allocate(1, KVSpec(1, 320, 16, torch.float32, DEVICE))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -16,7 +16,7 @@ from headrace_engine.model.qkv import QKVRows
 from headrace_engine.model.triton_ops import TritonOps
 from headrace_testing.triton_interpreter import correct_bfloat16
 
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Plain torch rounds in the same places; sums in another order differ by one step.
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 EVERY_DTYPE = pytest.mark.parametrize("dtype", BOUNDS)
@@ -28,7 +28,7 @@ def bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 3) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -98,13 +98,13 @@ def test_rotation_that_writes_keys_and_values(dtype: torch.dtype, wide_norm: boo
     if wide_norm and rotation.norm is not None:
         ops = WideOps(ops)
         rotation.norm = QKNorm(rotation.norm.query.float(), rotation.norm.key.float())
-    spec = KVSpec(3, 16, 4, dtype, CPU)
+    spec = KVSpec(3, 16, 4, dtype, DEVICE)
     caches = [backend.allocate(3, spec), backend.allocate(3, spec)]
     metadata = AttentionMetadata(
-        query_start=torch.tensor([0, 1, 4], dtype=torch.int32),
-        seq_lens=torch.tensor([1, 3], dtype=torch.int32),
-        block_tables=torch.tensor([[2], [1]], dtype=torch.int32),
-        slots=torch.tensor([8, 4, 5, -1]),
+        query_start=torch.tensor([0, 1, 4], dtype=torch.int32, device=DEVICE),
+        seq_lens=torch.tensor([1, 3], dtype=torch.int32, device=DEVICE),
+        block_tables=torch.tensor([[2], [1]], dtype=torch.int32, device=DEVICE),
+        slots=torch.tensor([8, 4, 5, -1], device=DEVICE),
         num_decodes=1,
         max_query_len=3,
         max_seq_len=3,
@@ -139,8 +139,8 @@ def test_a_model_gives_the_tokens_of_the_reference(
             monkeypatch.setattr(attention, "select", lambda *_: TritonBackend((9, 0)))
             monkeypatch.setattr(placement, "make_ops", lambda _: TritonOps())
         llm = LLM(
-            str(folder), dtype="float32", device="cpu", attention_backend=backend, num_blocks=32,
-            max_num_seqs=4, max_num_batched_tokens=16,
+            str(folder), dtype="float32", device=DEVICE.type, attention_backend=backend,
+            num_blocks=32, max_num_seqs=4, max_num_batched_tokens=16,
         )  # fmt: skip
         outputs = llm.generate(prompts, params, use_tqdm=False)
         tokens.append([output.outputs[0].token_ids for output in outputs])

@@ -77,9 +77,9 @@ inline void multiply_panel(const typename Math::Factor* rows, int64_t stride,
 }
 
 template <class Math, int Ahead>
-inline void multiply_block(int count, const typename Math::Factor* rows, int64_t stride,
-                           const typename Math::Element* panel, int64_t inputs, const char* ahead,
-                           Sums* sums) {
+inline void multiply_rows(int count, const typename Math::Factor* rows, int64_t stride,
+                          const typename Math::Element* panel, int64_t inputs, const char* ahead,
+                          Sums* sums) {
   switch (count) {
     case 1: return multiply_panel<Math, 1, Ahead>(rows, stride, panel, inputs, ahead, sums);
     case 2: return multiply_panel<Math, 2, Ahead>(rows, stride, panel, inputs, ahead, sums);
@@ -87,6 +87,18 @@ inline void multiply_block(int count, const typename Math::Factor* rows, int64_t
     case 4: return multiply_panel<Math, 4, Ahead>(rows, stride, panel, inputs, ahead, sums);
     case 5: return multiply_panel<Math, 5, Ahead>(rows, stride, panel, inputs, ahead, sums);
     case 6: return multiply_panel<Math, 6, Ahead>(rows, stride, panel, inputs, ahead, sums);
+  }
+}
+
+// `count` rows at once, up to kRows, with `lines` lines fetched in each step, up to two.
+template <class Math>
+inline void multiply_block(int lines, int count, const typename Math::Factor* rows, int64_t stride,
+                           const typename Math::Element* panel, int64_t inputs, const char* ahead,
+                           Sums* sums) {
+  switch (lines) {
+    case 0: return multiply_rows<Math, 0>(count, rows, stride, panel, inputs, ahead, sums);
+    case 1: return multiply_rows<Math, 1>(count, rows, stride, panel, inputs, ahead, sums);
+    case 2: return multiply_rows<Math, 2>(count, rows, stride, panel, inputs, ahead, sums);
   }
 }
 
@@ -277,15 +289,9 @@ void multiply(Pool& pool, const Rows<typename Math::Element>& rows,
         own = packed;
       }
       Sums sums[kRows];
-      if (ahead < enough && lines == 1) {
-        multiply_block<Math, 1>(count, own, stride, from, inputs, ahead, sums);
-        ahead += inputs / Math::kPack * kLine;
-      } else if (ahead < enough && lines == 2) {
-        multiply_block<Math, 2>(count, own, stride, from, inputs, ahead, sums);
-        ahead += 2 * inputs / Math::kPack * kLine;
-      } else {
-        multiply_block<Math, 0>(count, own, stride, from, inputs, ahead, sums);
-      }
+      const int fetched = ahead < enough ? lines : 0;
+      multiply_block<Math>(fetched, count, own, stride, from, inputs, ahead, sums);
+      ahead += fetched * inputs / Math::kPack * kLine;
       for (int i = 0; i < count; ++i) emit(r + i, panel, sums[i]);
     }
   });

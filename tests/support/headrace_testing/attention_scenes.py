@@ -67,22 +67,29 @@ CASES = {
 class Scene:
     """Random tokens of a case, their blocks shuffled, the computed part already in the cache."""
 
-    def __init__(self, case: Case, backend: AttentionBackend, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        case: Case,
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        device: torch.device = CPU,
+        blocks: int = BLOCKS,
+    ) -> None:
         self.case, self.backend = case, backend
         self.generator = torch.Generator().manual_seed(5)
-        self.spec = KVSpec(case.kv_heads, case.dim, case.block_size, dtype, CPU)
-        self.cache: LayerCache = backend.allocate(BLOCKS, self.spec)
+        self.spec = KVSpec(case.kv_heads, case.dim, case.block_size, dtype, device)
+        self.cache: LayerCache = backend.allocate(blocks, self.spec)
         lengths = [start + new for start, new in case.runs]
         self.keys = [self.random(length, case.kv_heads) for length in lengths]
         self.values = [self.random(length, case.kv_heads) for length in lengths]
-        free = torch.randperm(BLOCKS, generator=self.generator).tolist()
+        free = torch.randperm(blocks, generator=self.generator).tolist()
         counts = [-(-length // case.block_size) for length in lengths]
         self.tables = [[free.pop() for _ in range(count)] for count in counts]
         self.write([0] * len(lengths), [start for start, _ in case.runs])
 
     def random(self, *shape: int) -> torch.Tensor:
         made = torch.randn(*shape, self.case.dim, generator=self.generator)
-        return made.to(self.spec.dtype)
+        return made.to(self.spec.device, self.spec.dtype)
 
     def write(self, starts: list[int], ends: list[int]) -> None:
         """Runs a step whose output nobody reads."""
@@ -91,7 +98,7 @@ class Scene:
             self.forward(some, [starts[i] for i in some], [ends[i] for i in some])
 
     def step(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(what the backend gives for the new tokens, what it must be)."""
+        """(what the backend gives for the new tokens, what it must be), on the CPU."""
         starts = [start for start, _ in self.case.runs]
         ends = [start + new for start, new in self.case.runs]
         everything = list(range(len(ends)))
@@ -100,7 +107,7 @@ class Scene:
             dense(query, self.keys[i], self.values[i], self.case.params)
             for i, query in zip(everything, queries, strict=True)
         ]
-        return output, torch.cat(exact)
+        return output.cpu(), torch.cat(exact)
 
     def forward(
         self, which: list[int], starts: list[int], ends: list[int]
@@ -119,7 +126,7 @@ class Scene:
         return output, queries
 
     def metadata(self, which: list[int], starts: list[int], ends: list[int]) -> AttentionMetadata:
-        size = self.case.block_size
+        size, device = self.case.block_size, self.spec.device
         lengths = [end - start for start, end in zip(starts, ends, strict=True)]
         decodes = next((i for i, length in enumerate(lengths) if length != 1), len(lengths))
         tables = torch.zeros(len(which), max(-(-end // size) for end in ends), dtype=torch.int32)
@@ -129,10 +136,10 @@ class Scene:
             tables[row, : len(used)] = torch.tensor(used)
             slots += [used[at // size] * size + at % size for at in range(start, end)]
         return AttentionMetadata(
-            query_start=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
-            seq_lens=torch.tensor(ends, dtype=torch.int32),
-            block_tables=tables,
-            slots=torch.tensor(slots),
+            query_start=torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32),
+            seq_lens=torch.tensor(ends, dtype=torch.int32, device=device),
+            block_tables=tables.to(device),
+            slots=torch.tensor(slots, device=device),
             num_decodes=decodes,
             max_query_len=max(lengths),
             max_seq_len=max(ends),
