@@ -3,6 +3,7 @@
 Runs the engine in the caller's thread until every prompt is done; holds no queue and no server.
 """
 
+import gc
 import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -67,6 +68,8 @@ class _Place:
 class LLM:
     """A model, loaded once and used for any number of calls; one thread at a time.
 
+    Making one freezes Python's garbage collector for all objects that are alive by then.
+
     `options` are the fields of EngineConfig; `speculative_config` may be a dictionary, as in vLLM.
     `tokenizer` is a folder or hub id of its own where it is not the model's; `skip_tokenizer_init`
     loads none, and prompts are then token ids.
@@ -93,6 +96,9 @@ class LLM:
         self._random = random.Random(self._config.seed)  # noqa: S311  sampling, not secrets
         self._counter = 0
         self._grammars: GrammarCompiler | None = None
+        # What is alive now stays: the collector need not look at it again between steps.
+        gc.collect()
+        gc.freeze()
 
     def get_tokenizer(self) -> Tokenizer:
         """Raises ConfigError where the LLM was made without one."""

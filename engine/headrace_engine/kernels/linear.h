@@ -195,22 +195,43 @@ void quantize_row(const Element* row, int64_t inputs, int8_t* data, float* scale
   }
 }
 
-// How many rows an item takes: all, unless that left threads without items.
-inline int64_t rows_at_once(int64_t rows, int64_t panels, int threads, int block) {
-  const int64_t wanted = 4 * threads;
-  if (panels >= wanted || rows <= block) return rows;
-  const int64_t chunks = (wanted + panels - 1) / panels;
-  const int64_t blocks = (rows + block - 1) / block;
-  return (blocks + chunks - 1) / chunks * block;
-}
+// How a product is shared out: items of one panel for a chunk of rows each, all panels of a chunk
+// before the next chunk, whose rows then stay in a core's cache. Items are small beside the product,
+// as threads wait for each other at its end.
+struct Division {
+  int64_t rows, panels, chunk;
+
+  // `block` rows are multiplied at once.
+  Division(int64_t rows, int64_t row_bytes, int64_t panels, int threads, int block)
+      : rows(rows), panels(panels) {
+    const int64_t blocks = (rows + block - 1) / block;
+    const int64_t cached = kCachedBytes / row_bytes;
+    int64_t chunks = rows / (cached > kFewest ? cached : kFewest);
+    if (chunks * panels < kItems * threads) chunks = (kItems * threads + panels - 1) / panels;
+    if (chunks < 1 || blocks < 2) chunks = 1;
+    chunk = (blocks + chunks - 1) / chunks * block;
+  }
+
+  int64_t items() const { return panels * ((rows + chunk - 1) / chunk); }
+  int64_t panel(int64_t item) const { return item % panels; }
+  int64_t begin(int64_t item) const { return item / panels * chunk; }
+  int64_t end(int64_t item) const {
+    const int64_t last = begin(item) + chunk;
+    return last < rows ? last : rows;
+  }
+
+ private:
+  static constexpr int64_t kCachedBytes = 256 << 10, kFewest = 96, kItems = 8;
+};
 
 // Where the weights lie that a thread reads after those of `item`: in the same layer, or in the one
 // that is applied next, `then`.
-inline const char* weights_after(int64_t item, int64_t chunks, int64_t panels, int threads,
+inline const char* weights_after(int64_t item, const Division& division, int threads,
                                  const void* weight, int64_t panel_bytes, const void* then) {
-  const int64_t panel = (item + threads) / chunks;
-  if (panel < panels || !then) return static_cast<const char*>(weight) + panel * panel_bytes;
-  return static_cast<const char*>(then) + (panel - panels) * panel_bytes;
+  const int64_t next = item + threads, beyond = next - division.items();
+  if (beyond < 0 || !then)
+    return static_cast<const char*>(weight) + division.panel(next) * panel_bytes;
+  return static_cast<const char*>(then) + beyond * panel_bytes;
 }
 
 #if HEADRACE_TILES
@@ -220,12 +241,11 @@ template <class Emit>
 void multiply_on_tiles(Pool& pool, const Rows<bfloat16>& rows, const bfloat16* weight,
                        int64_t inputs, int64_t outputs, const Emit& emit) {
   static_assert(kPanel == 4 * kTileOutputs, "a panel is four tiles wide");
-  const int64_t panels = panels_of(outputs);
-  const int64_t chunk = rows_at_once(rows.count, panels, pool.threads(), kTileBlock);
-  const int64_t chunks = (rows.count + chunk - 1) / chunk;
-  pool.run(panels * chunks, [&](int64_t item, int) {
-    const int64_t panel = item / chunks, begin = item % chunks * chunk;
-    const int64_t end = begin + chunk < rows.count ? begin + chunk : rows.count;
+  const Division division(rows.count, inputs * sizeof(bfloat16), panels_of(outputs),
+                          pool.threads(), kTileBlock);
+  pool.run(division.items(), [&](int64_t item, int) {
+    const int64_t panel = division.panel(item), begin = division.begin(item);
+    const int64_t end = division.end(item);
     int configured = 0;
     for (int64_t r = begin; r < end; r += kTileBlock) {
       const int count = end - r < kTileBlock ? int(end - r) : kTileBlock;
@@ -261,15 +281,14 @@ void multiply(Pool& pool, const Rows<typename Math::Element>& rows,
     if (inputs % kTileInputs == 0)
       return multiply_on_tiles(pool, rows, weight, inputs, outputs, emit);
 #endif
-  const int64_t panels = panels_of(outputs), panel_bytes = inputs * kPanel * sizeof(Element);
-  const int64_t chunk = rows_at_once(rows.count, panels, pool.threads(), kRows);
-  const int64_t chunks = (rows.count + chunk - 1) / chunk;
-  pool.run(panels * chunks, [&](int64_t item, int thread) {
-    const int64_t panel = item / chunks, begin = item % chunks * chunk;
-    const int64_t end = begin + chunk < rows.count ? begin + chunk : rows.count;
+  const int64_t panel_bytes = inputs * kPanel * sizeof(Element);
+  const Division division(rows.count, inputs * sizeof(Factor), panels_of(outputs), pool.threads(),
+                          kRows);
+  pool.run(division.items(), [&](int64_t item, int thread) {
+    const int64_t panel = division.panel(item), begin = division.begin(item);
+    const int64_t end = division.end(item);
     const Element* from = weight + panel * inputs * kPanel;
-    const char* ahead =
-        weights_after(item, chunks, panels, pool.threads(), weight, panel_bytes, then);
+    const char* ahead = weights_after(item, division, pool.threads(), weight, panel_bytes, then);
     const char* const enough = ahead + panel_bytes;
     // The fewer blocks of rows there are, the more each fetches ahead.
     const int lines = end - begin <= kRows ? 0 : end - begin <= 3 * kRows ? 2 : 1;
@@ -301,12 +320,10 @@ template <class Emit>
 void multiply_quant(Pool& pool, const QuantRows& rows, const uint8_t* weight, const float* scales,
                     int64_t inputs, int64_t outputs, const Emit& emit) {
   if (rows.count == 0) return;
-  const int64_t panels = panels_of(outputs);
-  const int64_t chunk = rows_at_once(rows.count, panels, pool.threads(), kQuantRows);
-  const int64_t chunks = (rows.count + chunk - 1) / chunk;
-  pool.run(panels * chunks, [&](int64_t item, int) {
-    const int64_t panel = item / chunks, begin = item % chunks * chunk;
-    const int64_t end = begin + chunk < rows.count ? begin + chunk : rows.count;
+  const Division division(rows.count, inputs, panels_of(outputs), pool.threads(), kQuantRows);
+  pool.run(division.items(), [&](int64_t item, int) {
+    const int64_t panel = division.panel(item), begin = division.begin(item);
+    const int64_t end = division.end(item);
     Floats scale[kColumns];
     for (int c = 0; c < kColumns; ++c) scale[c] = load(scales + panel * kPanel + c * kLanes);
     for (int64_t r = begin; r < end; r += kQuantRows) {
