@@ -102,13 +102,17 @@ class Discovery:
         return [task for _, task in self._loads.values()]
 
     async def look(self, name: str | None) -> None:
-        """Reads the registry unless that was just done, and waits for this model to be loaded.
+        """Reads the registry, at most four times a second for all who ask, and waits for this
+        model to be loaded.
 
         Raises BackendUnavailable where nobody can tell whether there is such a model, and ApiError
         (503) where there is but its files could not be loaded.
         """
+        came = self._clock()
         async with self._one_look:
-            if self._clock() - self._looked >= LOOK_S:
+            if self._looked < came:  # what was read before may be older than the model
+                if (early := self._looked + LOOK_S - came) > 0:
+                    await self._sleep(early)
                 await self._read()
         if self._trouble is not None:
             raise BackendUnavailable(str(self._trouble)) from self._trouble
@@ -126,6 +130,7 @@ class Discovery:
             await self._read()
 
     async def _read(self) -> None:
+        self._looked = self._clock()
         try:
             entries = await self._registry.models()
         except (BackendUnavailable, BackendUnfit) as error:
@@ -134,7 +139,6 @@ class Discovery:
             self._note(None)
             self._note_store(entries.store)
             self._follow({n: e for n, e in entries.items() if n not in self._ignored})
-        self._looked = self._clock()
 
     def _note(self, trouble: HeadraceError | None) -> None:
         """Logs changes only: this is read every few seconds."""

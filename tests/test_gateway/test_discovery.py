@@ -67,6 +67,9 @@ class World:
         return self.models.names
 
     async def _sleep(self, seconds: float) -> None:
+        if seconds <= LOOK_S:
+            self.now += seconds
+            return
         assert seconds == REFRESH_S
         self._sleeping.set()
         await self._ticks.get()
@@ -161,6 +164,14 @@ async def test_a_name_that_is_asked_for_is_looked_for_at_once(world: World) -> N
     await world.register("a")
 
     assert (await world.models.find("a")).name == "a"
+
+
+async def test_a_model_registered_right_after_a_look_is_found(world: World) -> None:
+    await world.discovery.start()
+    world.now += LOOK_S / 2
+    await world.register("new")
+
+    assert (await world.models.find("new")).name == "new"
 
 
 async def test_made_up_names_cost_few_reads(world: World) -> None:
