@@ -3,8 +3,7 @@
 The scheduler decides, the runner does; neither knows the other.
 """
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Protocol
 
@@ -64,20 +63,15 @@ class Runner(Protocol):
 
 
 class Engine:
-    """`policy` replaces the one that the configuration names; no two engines may share one.
-
-    `clock`, in seconds, tells what steps cost; what they compute does not depend on it.
-    """
+    """`policy` replaces the one that the configuration names; no two engines may share one."""
 
     def __init__(
         self,
         config: EngineConfig,
         runner: Runner,
         policy: Policy | None = None,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._runner, self._clock = runner, clock
+        self._runner = runner
         self.max_model_len = runner.max_model_len
         host = runner.host_pool
         limits = Limits(
@@ -133,11 +127,9 @@ class Engine:
         return self._scheduler.plan(self._speculator.propose(decoding) if decoding else NO_DRAFTS)
 
     def _execute(self, plan: StepPlan) -> StepResult:
-        if self._speculator is None:
-            return self._runner.execute(plan)
-        begun = self._clock()
         result = self._runner.execute(plan)
-        self._speculator.observe(plan, result, self._clock() - begun)
+        if self._speculator is not None:
+            self._speculator.observe(plan, result)
         return result
 
     def sequences(self) -> dict[str, tuple[SequenceView, ...]]:

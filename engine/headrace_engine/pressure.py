@@ -7,7 +7,6 @@ is early and who is late is the policy's to say.
 from .books import Books
 from .displacement import choose_victims
 from .group import Group
-from .plan import StepPlan, StepResult
 from .request import Sequence, State
 from .swapping import Swapping
 
@@ -23,11 +22,6 @@ class MemoryPressure:
         self._kv = books.kv
         self._watermark = watermark
         self.recomputed = 0
-
-    def observe(self, plan: StepPlan, result: StepResult) -> None:
-        """Learns from a step what swapping costs, and recomputing."""
-        if self._swapping is not None:
-            self._swapping.costs.observe(plan, result)
 
     def make_room(self) -> list[Sequence]:
         """Preempts until each decode can have its next block; returns those that need one.

@@ -4,8 +4,9 @@ Does what a plan says and decides nothing about sequences; never calls the sched
 """
 
 import logging
+import time
+from collections.abc import Callable
 from dataclasses import replace
-from time import perf_counter
 
 import torch
 
@@ -37,7 +38,10 @@ class ModelRunner:
     Raises CheckpointError or ConfigError naming what cannot be loaded or served.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(
+        self, config: EngineConfig, *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._clock = clock
         draft = DraftModel.of(config)
         placed = place_model(config)
         self._placed, self._model, self._attention = placed, placed.model, placed.attention
@@ -84,14 +88,14 @@ class ModelRunner:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Copies blocks, computes the plan's runs and samples a token for each that asks."""
-        host, swapping, begun = self.host_pool, 0.0, perf_counter()
+        host, swapping, begun = self.host_pool, 0.0, self._clock()
         if host is not None:
             with torch.inference_mode():
                 swapping = host.swap(plan)
         result = self._compute(plan)
         if host is not None:
             host.synchronize()
-        return replace(result, seconds=perf_counter() - begun, swap_seconds=swapping)
+        return replace(result, seconds=self._clock() - begun, swap_seconds=swapping)
 
     def _compute(self, plan: StepPlan) -> StepResult:
         with torch.inference_mode():

@@ -21,6 +21,7 @@ from .host_cache import HostCache
 from .kv_cache import Copies, KVCache, unused_slots
 from .outputs import SampledToken, SequenceOutput, TokenLogprobs
 from .pacing import Pacing
+from .phase_costs import PhaseCosts
 from .plan import NO_DRAFTS, Drafts, ScheduledSequence, StepPlan, StepResult
 from .policies import Policy
 from .pressure import MemoryPressure
@@ -51,11 +52,12 @@ class Scheduler:
         self._watermark = int(config.watermark * limits.num_blocks)
         host = HostCache(limits.num_host_blocks, self._kv) if limits.num_host_blocks else None
         self._books = Books(policy, self._kv, self._max_running, host)
-        self._swapping = None if host is None else Swapping(self._books, host)
+        self._costs = PhaseCosts()
+        self._swapping = None if host is None else Swapping(self._books, host, self._costs)
         self._pressure = MemoryPressure(self._books, self._swapping, self._watermark)
         self._admission = Admission(self._books, self._pressure, self._swapping, self._watermark)
         self._held = HeldRequests(self._books, limits)
-        self._pacing = Pacing(config.itl_target)
+        self._pacing = Pacing(config.itl_target, self._costs)
         self._arrivals = 0
         self._step_prefill = 0
         self._step_decode = 0
@@ -201,9 +203,7 @@ class Scheduler:
         """Books what the step computed. Choices that were aborted meanwhile are passed over."""
         if result.embeddings:
             return self._update_embeddings(plan, result.embeddings)
-        self._pressure.observe(plan, result)
-        computing = result.seconds - result.swap_seconds
-        self._pacing.observe(self._step_decode, self._step_prefill, computing)
+        self._learn(plan, result)
         self._score(plan, result)
         outputs: list[SequenceOutput] = []
         sampled = iter(result.sampled)
@@ -230,6 +230,13 @@ class Scheduler:
                 outputs.append(self._break(group, sequence))
         self._policy.stepped(plan)
         return self._held.sift(outputs)
+
+    def _learn(self, plan: StepPlan, result: StepResult) -> None:
+        """What the step cost."""
+        computing = result.seconds - result.swap_seconds
+        self._costs.observe(self._step_decode, self._step_prefill, computing)
+        if self._swapping is not None:
+            self._swapping.observe(plan, result)
 
     def _score(self, plan: StepPlan, result: StepResult) -> None:
         """Keeps log probabilities of prompts until the first output of their requests."""

@@ -6,6 +6,8 @@ Nothing is copied here: the moves become part of the next plan.
 
 from .books import Books
 from .host_cache import HostCache, Moves
+from .phase_costs import PhaseCosts
+from .plan import StepPlan, StepResult
 from .request import Sequence, State
 from .swap_costs import SwapCosts
 
@@ -16,10 +18,10 @@ class Swapping:
     `outs` are (device, host) blocks, `ins` (host, device): the copies of the plan in the making.
     """
 
-    def __init__(self, books: Books, host: HostCache) -> None:
+    def __init__(self, books: Books, host: HostCache, costs: PhaseCosts) -> None:
         self._books = books
         self.host = host
-        self.costs = SwapCosts()
+        self._costs = SwapCosts(costs)
         self.outs: Moves = []
         self.ins: Moves = []
         self.swapped_out = 0
@@ -34,7 +36,7 @@ class Swapping:
         if victim.released:
             return False
         blocks = self._books.kv.blocks_for(victim.computed)
-        if not self.host.fits(victim) or not self.costs.swap_is_cheaper(blocks, victim.computed):
+        if not self.host.fits(victim) or not self._costs.swap_is_cheaper(blocks, victim.computed):
             return False
         self.host.swap_out(victim, self.outs)
         computed = victim.computed
@@ -48,6 +50,10 @@ class Swapping:
     def swap_in(self, sequence: Sequence, matched: list[int]) -> None:
         """Gives a sequence its device blocks back, `matched` found there; it is not queued."""
         self.host.swap_in(sequence, matched, self.ins)
+
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        """Learns from a step what copying costs."""
+        self._costs.observe(len(plan.swap_out) + len(plan.swap_in), result.swap_seconds)
 
     def take(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
         """The copies out and in of the plan that is made now."""

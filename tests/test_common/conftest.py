@@ -33,7 +33,8 @@ async def over_redis(valkey_server: ValkeyServer) -> AsyncIterator[OverRedis]:
 
 @pytest.fixture(scope="session")
 def sentinel_set(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SentinelSet]:
-    servers = SentinelSet(Path(tmp_path_factory.mktemp("sentinel")))
+    folder = tmp_path_factory.mktemp("sentinel")
+    servers = SentinelSet(folder, down_after_s=60)  # no test of it fails over
     try:
         servers.start()
         yield servers

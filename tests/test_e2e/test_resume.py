@@ -2,19 +2,17 @@
 
 import asyncio
 import json
-import signal
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import pytest
 
 from headrace_testing.greedy import GreedyCase
-from headrace_testing.processes import until
+from headrace_testing.processes import frozen, until
 from headrace_testing.resuming import Broken, Returning
-from headrace_testing.stack import MODEL, EngineProcess, GatewayProcess, Stack
+from headrace_testing.stack import MODEL, GatewayProcess, Stack
 
 STREAMS = 16
 TOKENS = 160
@@ -197,17 +195,6 @@ def test_another_body_under_a_used_key_is_refused(
 
     assert (refused.status_code, refused.headers["x-should-retry"]) == (422, "false")
     assert refused.json()["error"]["code"] == "idempotency_key_reused"
-
-
-@contextmanager
-def frozen(engines: Sequence[EngineProcess]) -> Iterator[None]:
-    for engine in engines:
-        engine.signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for engine in engines:
-            engine.signal(signal.SIGCONT)
 
 
 def test_a_client_that_vanishes_has_its_window_and_no_more(

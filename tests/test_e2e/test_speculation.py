@@ -12,7 +12,7 @@ import pytest
 from headrace_common.sampling import SamplingParams
 from headrace_engine.engine import Engine
 from headrace_testing.engines import engine_config, make_runner, request, run
-from headrace_testing.processes import until
+from headrace_testing.processes import frozen, until
 from headrace_testing.stack import MODEL, EngineProcess, Stack
 
 SPECULATION = {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}
@@ -58,18 +58,19 @@ async def stream(client: httpx.AsyncClient, url: str, seed: int, begun: asyncio.
 
 
 async def stream_all(url: str, engine: EngineProcess, stack: Stack) -> list[list[int]]:
-    """All streams at once; the engine is killed once it has accepted drafts."""
+    """All streams at once, all begun by `engine`, which is killed once it has accepted drafts."""
     accepted = "vllm:spec_decode_num_accepted_tokens_total"
     begun = [asyncio.Event() for _ in PROMPTS]
     limits = httpx.Limits(max_connections=STREAMS)
     async with httpx.AsyncClient(timeout=120, limits=limits) as client:
-        streams = [
-            asyncio.create_task(stream(client, url, seed, event))
-            for seed, event in enumerate(begun)
-        ]
-        await asyncio.gather(*(event.wait() for event in begun))
-        await asyncio.to_thread(until, lambda: engine.metric(accepted) > 0, "accepted drafts")
-        await asyncio.to_thread(stack.retire, engine)
+        with frozen([other for other in stack.engines if other is not engine]):
+            streams = [
+                asyncio.create_task(stream(client, url, seed, event))
+                for seed, event in enumerate(begun)
+            ]
+            await asyncio.gather(*(event.wait() for event in begun))
+            await asyncio.to_thread(until, lambda: engine.metric(accepted) > 0, "accepted drafts")
+            await asyncio.to_thread(stack.retire, engine)
         return await asyncio.gather(*streams)
 
 

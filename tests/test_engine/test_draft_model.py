@@ -57,7 +57,7 @@ def decode(
 ) -> tuple[Found, Engine]:
     config = engine_config(folder, speculative_config=draft, **options)
     ticks = count()
-    engine = Engine(config, ModelRunner(config), clock=lambda: float(next(ticks)))
+    engine = Engine(config, ModelRunner(config, clock=lambda: float(next(ticks))))
     return run(engine, requests), engine
 
 

@@ -7,16 +7,21 @@ import pytest
 
 from headrace_common.sampling import SamplingParams
 from headrace_engine.pacing import LEAST_TOKENS, Pacing
+from headrace_engine.phase_costs import PhaseCosts
 from headrace_testing.engine import make_config, make_request, make_rig
 
 
 def paced(target: float, *, decode_s: float = 0.0, token_s: float = 0.0) -> Pacing:
-    pacing = Pacing(target)
+    return Pacing(target, learned(decode_s=decode_s, token_s=token_s))
+
+
+def learned(*, decode_s: float = 0.0, token_s: float = 0.0) -> PhaseCosts:
+    costs = PhaseCosts()
     if decode_s:
-        pacing.observe(8, 0, decode_s)
+        costs.observe(8, 0, decode_s)
     if token_s:
-        pacing.observe(8, 1000, decode_s + 1000 * token_s)
-    return pacing
+        costs.observe(8, 1000, decode_s + 1000 * token_s)
+    return costs
 
 
 def test_the_target_less_the_decodes_time_is_shared_out_to_prompt_tokens() -> None:
@@ -43,19 +48,21 @@ def test_where_nothing_decodes_nothing_is_held_back() -> None:
 
 
 def test_steps_that_were_not_timed_teach_nothing() -> None:
-    pacing = paced(0.1, decode_s=0.02, token_s=0.0001)
+    costs = learned(decode_s=0.02, token_s=0.0001)
+    pacing = Pacing(0.1, costs)
     before = pacing.prompt_tokens(2048, 8)
 
     for _ in range(100):
-        pacing.observe(8, 100, 0.0)
+        costs.observe(8, 100, 0.0)
 
     assert pacing.prompt_tokens(2048, 8) == before
 
 
 def test_it_follows_a_machine_that_becomes_slower() -> None:
-    pacing = paced(0.1, token_s=0.0001)
+    costs = learned(token_s=0.0001)
+    pacing = Pacing(0.1, costs)
     for _ in range(50):
-        pacing.observe(0, 500, 500 * 0.0002)
+        costs.observe(0, 500, 500 * 0.0002)
 
     assert pacing.prompt_tokens(2048, 8) == pytest.approx(500, rel=0.05)
 

@@ -312,9 +312,9 @@ def decode(
     folder: Path, speculation: SpeculativeConfig | None, **options: Any
 ) -> tuple[dict[tuple[str, int], Output], Watched]:
     config = engine_config(folder, speculative_config=speculation, **options)
-    runner = Watched(ModelRunner(config))
     ticks = count()
-    engine = Engine(config, runner, clock=lambda: float(next(ticks)))
+    runner = Watched(ModelRunner(config, clock=lambda: float(next(ticks))))
+    engine = Engine(config, runner)
     return run(engine, mixed_requests()), runner
 
 

@@ -15,7 +15,8 @@ from headrace_engine.engine import Engine
 from headrace_engine.errors import ConfigError
 from headrace_engine.host_cache import HostCache, Moves
 from headrace_engine.kv_cache import KVCache
-from headrace_engine.plan import ScheduledSequence, StepPlan, StepResult
+from headrace_engine.phase_costs import PhaseCosts
+from headrace_engine.plan import StepPlan
 from headrace_engine.policies import make_policy
 from headrace_engine.request import EngineRequest, Sequence, State
 from headrace_engine.runner import ModelRunner
@@ -201,29 +202,32 @@ def test_one_of_higher_priority_swaps_out_what_it_displaces() -> None:
     assert rig.tokens() == rig.expected(slow, urgent)
 
 
-def timed_step(costs: SwapCosts, *, prompt: int, moved: int, seconds: float, swap: float) -> None:
-    request = make_request("a", [1] * max(1, prompt))
-    run = ScheduledSequence(Sequence(request, 0, [1] * max(1, prompt)), 0, max(1, prompt), True)
-    moves = tuple((block, block) for block in range(moved))
-    plan = StepPlan((run,), (), max(1, prompt), moves)
-    costs.observe(plan, StepResult((), seconds=seconds, swap_seconds=swap))
+def costs_after(*steps: tuple[int, int, float, float]) -> SwapCosts:
+    """After steps of so many prompt tokens, moved blocks, seconds in all, and of those copying."""
+    phases = PhaseCosts()
+    costs = SwapCosts(phases)
+    for prompt, moved, seconds, swap in steps:
+        phases.observe(0 if prompt else 1, prompt, seconds - swap)
+        costs.observe(moved, swap)
+    return costs
+
+
+PROMPT = (100, 0, 1.0, 0.0)
+COPIES = (0, 10, 1.0, 1.0)
 
 
 def test_costs_follow_what_was_observed() -> None:
-    costs = SwapCosts()
-    assert not costs.swap_is_cheaper(1, 100), "nobody knows what a prompt token costs"
-    timed_step(costs, prompt=100, moved=0, seconds=1.0, swap=0.0)
-    assert costs.swap_is_cheaper(7, 100), "not tried yet"
-    timed_step(costs, prompt=0, moved=10, seconds=1.0, swap=1.0)
+    nothing = costs_after()
+    assert not nothing.swap_is_cheaper(1, 100), "nobody knows what a prompt token costs"
+    assert costs_after(PROMPT).swap_is_cheaper(7, 100), "not tried yet"
+    costs = costs_after(PROMPT, COPIES)
     # 7 blocks out and in take 1.4 s, 100 tokens 1 s.
     assert not costs.swap_is_cheaper(7, 100)
     assert costs.swap_is_cheaper(7, 200)
 
 
 def test_a_dear_swap_is_tried_again_in_time() -> None:
-    costs = SwapCosts()
-    timed_step(costs, prompt=100, moved=0, seconds=1.0, swap=0.0)
-    timed_step(costs, prompt=0, moved=10, seconds=1.0, swap=1.0)
+    costs = costs_after(PROMPT, COPIES)
     tried = [costs.swap_is_cheaper(7, 100) for _ in range(10)]
     assert tried[0] is False and tried[-1] is True
 

@@ -34,9 +34,9 @@ class Speculator:
         wanted = self._lengths.choose(decoding, self._prefilled, self._proposer.step_seconds)
         return self._proposer.propose(wanted) if wanted else NO_DRAFTS
 
-    def observe(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
-        """Takes note of a step that took so long on the device."""
-        self._costs.observe(plan.num_tokens, seconds)
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        """Takes note of a step."""
+        self._costs.observe(plan.num_tokens, result.seconds)
         sampled = iter(result.sampled)
         decoding = 0
         for item in plan.scheduled:

@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -124,3 +125,16 @@ class HeadraceProcess:
         entry = self.logged(message)
         assert entry is not None
         return entry
+
+
+@contextmanager
+def frozen(processes: Sequence[HeadraceProcess]) -> Iterator[None]:
+    """They stand still until the block ends."""
+    stopped = tuple(processes)
+    for process in stopped:
+        process.signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for process in stopped:
+            process.signal(signal.SIGCONT)

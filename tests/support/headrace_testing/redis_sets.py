@@ -34,10 +34,11 @@ def ask(port: int, *command: str | int) -> Any:
 
 
 class SentinelSet:
-    """A master, its replica, and a Sentinel that fails over within about a second."""
+    """A master, its replica, and a Sentinel, which calls a server down after `down_after_s`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, down_after_s: float = 1.0) -> None:
         self._folder = folder
+        self._down_after_ms = round(down_after_s * 1000)
         self.port = free_port()
         self.master = ValkeyServer(folder / "a", appendonly=False)
         self.replica = ValkeyServer(
@@ -67,7 +68,7 @@ class SentinelSet:
         config.write_text(
             f"port {self.port}\nbind 127.0.0.1\ndir {self._folder}\n"
             f"sentinel monitor {MASTER} 127.0.0.1 {self.master.port} 1\n"
-            f"sentinel down-after-milliseconds {MASTER} 400\n"
+            f"sentinel down-after-milliseconds {MASTER} {self._down_after_ms}\n"
             f"sentinel failover-timeout {MASTER} 3000\n"
         )
         command = [require_server(), str(config), "--sentinel"]
@@ -76,9 +77,13 @@ class SentinelSet:
 
     def fail_over(self) -> None:
         """Demotes the master, which stays reachable. Sentinel itself would do so 10 s later."""
-        ask(self.port, "SENTINEL", "FAILOVER", MASTER)
+        _until(self._begin_failover, "the replica to be fit for a failover")
         self.until_promoted()
         ask(self.master.port, "REPLICAOF", "127.0.0.1", self.replica.port)
+
+    def _begin_failover(self) -> bool:
+        """A Sentinel that has not heard from the replica lately refuses: NOGOODSLAVE."""
+        return bool(ask(self.port, "SENTINEL", "FAILOVER", MASTER) == "OK")
 
     def cut_replica_off(self) -> None:
         """It gets nothing more from its master, until unpause()."""
