@@ -45,6 +45,7 @@ FEATURES: Mapping[str, Feature] = {
     "ngram": Feature(
         "repetitive", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 5}}
     ),
+    "async-scheduling": Feature("mixed", {"async_scheduling": True}, {"async_scheduling": False}),
     "everything": Feature(
         "mixed",
         {"enable_prefix_caching": True, "policy": "fair"},

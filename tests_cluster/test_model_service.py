@@ -143,7 +143,7 @@ def test_the_api_server_refuses_an_invalid_spec_and_names_the_field(
 
 def test_what_only_the_operator_can_refuse_leaves_the_engines_alone(service: Service) -> None:
     before = service.engines()
-    service.patch({"engine": {"tensorParallelSize": 2}})
+    service.patch({"engine": {"tensorParallelSize": 32}})
 
     until(lambda: service.condition("Degraded").get("status") == "True", "the spec to be refused")
     assert "spec.engine.tensorParallelSize" in service.condition("Degraded")["message"]

@@ -68,6 +68,10 @@ class Emitter:
             group.create_task(self._emit())
             group.create_task(self._beats())
 
+    async def leave(self) -> None:
+        """Says that it takes no more, as engines do at their end: nothing is placed with it."""
+        await self._queue.beat((), self._status(draining=True))
+
     async def _intake(self) -> None:
         while True:
             leases = await self._queue.take(self._emission.slots - len(self._running))
@@ -143,7 +147,7 @@ class Emitter:
         ]
         await self._queue.beat(progress, self._status())
 
-    def _status(self) -> EngineStatus:
+    def _status(self, *, draining: bool = False) -> EngineStatus:
         return EngineStatus(
             engine_id=self._queue.engine_id,
             model=self._emission.model,
@@ -153,7 +157,7 @@ class Emitter:
             kv_utilization=0.0,
             tokens_per_second=0.0,
             last_step_age=0.0,
-            draining=False,
+            draining=draining,
             version="emitter",
         )
 
@@ -173,4 +177,5 @@ async def _serve(emission: Emission, pipe: Pipe) -> None:
         running.result()
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+    await emitter.leave()
     pipe.send(emitter.emitted())

@@ -1,5 +1,6 @@
 """Which processes `up` runs and with what settings; pure: nothing is started or read here."""
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,9 @@ _OWN_FLAGS = {
     "--metrics-port": _CHOSEN,
     "--log-format": _CHOSEN,
 }
+_ADAPTERS = "--lora-modules"
 _THREADS = "HEADRACE_ENGINE_THREADS"
+_RANKS = "HEADRACE_ENGINE_TENSOR_PARALLEL_SIZE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +63,21 @@ class Placement:
         """Variables that keep several engines out of each other's way; one engine takes all."""
         if config.engines == 1:
             return {}
+        ranks = self._ranks(config.engine_args)
         if self.gpus:
-            return {"CUDA_VISIBLE_DEVICES": self.gpus[index % len(self.gpus)]}
+            first = index % max(1, len(self.gpus) // ranks) * ranks
+            return {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus[first : first + ranks])}
         if _THREADS in self.environ or any(a.startswith("--threads") for a in config.engine_args):
             return {}
-        return {_THREADS: str(max(1, self.cores // config.engines))}
+        return {_THREADS: str(max(1, self.cores // (config.engines * ranks)))}
+
+    def _ranks(self, engine_args: Sequence[str]) -> int:
+        """Processes of one engine, each with a GPU. What is no number the engine will refuse."""
+        words = " ".join(engine_args).replace("=", " ").split()
+        found = self.environ.get(_RANKS, "1")
+        for flag, value in zip(words, words[1:], strict=False):
+            found = value if flag == "--tensor-parallel-size" else found
+        return max(1, int(found)) if found.isdecimal() else 1
 
 
 def checked_engine_args(args: Sequence[str]) -> tuple[str, ...]:
@@ -75,6 +88,25 @@ def checked_engine_args(args: Sequence[str]) -> tuple[str, ...]:
         if (flag := arg.partition("=")[0]) in _OWN_FLAGS:
             raise UsageError(f"{flag} cannot be given to the engines", _OWN_FLAGS[flag])
     return tuple(args)
+
+
+def adapter_names(engine_args: Sequence[str]) -> list[str]:
+    """The LoRA adapters that engines get with these flags; what is malformed they will refuse."""
+    names: dict[str, None] = {}
+    for flag, value in zip(engine_args, [*engine_args[1:], ""], strict=False):
+        name, equals, own = flag.partition("=")
+        if name == _ADAPTERS:
+            names |= dict.fromkeys(filter(None, _names(own if equals else value)))
+    return list(names)
+
+
+def _names(modules: str) -> list[str]:
+    """Of name=folder,name=folder or of an object in JSON."""
+    try:
+        found = json.loads(modules)
+    except ValueError:
+        found = [pair.partition("=")[0] for pair in modules.split(",")]
+    return [str(name) for name in found] if isinstance(found, dict | list) else []
 
 
 def engine_spec(
@@ -104,6 +136,7 @@ def gateway_spec(
         "HEADRACE_GATEWAY_REDIS_URL": redis_url,
         "HEADRACE_GATEWAY_MODEL": config.model,
         "HEADRACE_GATEWAY_SERVED_MODEL_NAME": config.model_name,
+        "HEADRACE_GATEWAY_LORA_MODULES": json.dumps(adapter_names(config.engine_args)),
         "HEADRACE_GATEWAY_HOST": config.host,
         "HEADRACE_GATEWAY_PORT": str(config.port),
         "HEADRACE_GATEWAY_FD": str(fd),

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from . import structural_tag
 from .structured import StructuredKind, StructuredOutputError, StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def grammar_text(structured: StructuredOutputsParams) -> str:
         case StructuredKind.GRAMMAR:
             assert isinstance(source, str)
             return LLMatcher.grammar_from_lark(_lark(source))
+        case StructuredKind.STRUCTURAL_TAG:
+            return structural_tag.read(source).grammar(WHITESPACE)
         case StructuredKind.JSON | StructuredKind.JSON_OBJECT:
             assert isinstance(source, str)
             return LLMatcher.grammar_from_json_schema(

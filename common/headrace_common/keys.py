@@ -13,7 +13,8 @@ DEFAULT_SHARD = 0
 
 # Milliseconds. How long an engine may be silent before others take its requests over.
 LEASE_MS = 10_000
-# A gateway that did not beat for this long is gone: its requests are rebuilt from the journal.
+# A gateway that did not beat for this long is gone, if its settings do not say another time: its
+# requests are rebuilt from the journal.
 GATEWAY_TTL_MS = 10_000
 # An ended request is remembered for its gateway, should that have missed the last frames: it asks
 # again within seconds. Longer costs memory for every request ever run.
@@ -76,7 +77,8 @@ class ShardKeys:
         progress, pn tokens made, pt those at the last take, ph w(aiting)|x(ecuting),
         fp fingerprint, d deadline, tk tokens, pk prompt tokens, v version, tn tenant, t when it
         was admitted, out outcome, why failure code, kp ms to keep it once ended, where that is
-        longer.
+        longer. Where it was placed: pe with which engine, pu until when it waits for that, ps how
+        many were taken before it.
         """
         return self.records + request_id
 
@@ -134,6 +136,12 @@ class ShardKeys:
         return f"tq:{self.tag}:"
 
     @property
+    def placed(self) -> str:
+        """Prefix of a list for each engine, <priority>:<engine>: ids of waiting requests that are
+        placed with it, the oldest first. Until an hour after the last was added."""
+        return f"pl:{self.tag}:"
+
+    @property
     def fairness(self) -> list[str]:
         """What the scripts with lua/fairness.lua have as their last keys."""
         waiting = [self.waiting_tenants(priority) for priority in (1, 2, 3)]
@@ -167,7 +175,7 @@ def frames(gateway_id: str) -> str:
 
 
 def gateway_beat(gateway_id: str) -> str:
-    """String, there while the gateway lives. GATEWAY_TTL_MS, renewed by its beat."""
+    """String, there while the gateway lives. The gateway's lease, renewed by its beat."""
     return f"gw:{_tag('g', gateway_id)}"
 
 

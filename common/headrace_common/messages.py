@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgpack
 
@@ -43,6 +43,8 @@ class GenerateRequest:
     (0: only as long as its gateway may need it). `window_ms`: how long it runs on while no gateway
     follows it, where that is longer than the engine's own patience. With `pooling` it ends with the
     prompt's embedding; an engine that does not know that field makes `max_tokens` tokens instead.
+    `lora` names the adapter of the model to run with; an engine that does not know that field runs
+    without.
     """
 
     request_id: str
@@ -58,6 +60,12 @@ class GenerateRequest:
     keep_ms: int = 0
     window_ms: int = 0
     pooling: PoolingParams | None = None
+    lora: str | None = None
+
+    @property
+    def served_model(self) -> str:
+        """The name that the client asked for."""
+        return self.lora or self.model
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +77,19 @@ class Logprobs:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(NamedTuple):
     """New tokens of one choice. `index` is the output position of the first of them.
 
     `finish_reason` is `stop` or `length` on the choice's last message, `stop_token` the stop token
     id that ended it (None: the end-of-sequence token). `embedding` is all there is where the
     request asked for one: little-endian float32. `prompt_logprobs` (packed) come with a request's
-    first tokens.
+    first tokens. A tuple, since one is made of each token.
     """
 
     request_id: str
     attempt: int
     choice: int
-    index: int
+    index: int  # type: ignore[assignment]  # the name it has on the wire; nobody searches the tuple
     token_ids: tuple[int, ...]
     logprobs: tuple[Logprobs, ...] | None = None
     finish_reason: str | None = None
@@ -238,6 +245,8 @@ def encode_request(request: GenerateRequest) -> bytes:
     }
     if request.pooling is not None:
         body["pooling"] = {"dimensions": request.pooling.dimensions}
+    if request.lora is not None:
+        body["lora"] = request.lora
     return pack_message(body)
 
 
@@ -266,6 +275,7 @@ def decode_request(data: bytes) -> GenerateRequest:
         keep_ms=_get({"keep": 0, **body}, "keep", int),
         window_ms=_get({"window": 0, **body}, "window", int),
         pooling=_pooling(_get(body, "pooling", dict)) if "pooling" in body else None,
+        lora=_identifier(body, "lora") if "lora" in body else None,
     )
 
 

@@ -133,6 +133,13 @@ QUEUE_REDELIVERIES = Metric(
     "{request}",
     "Requests that this engine took over from one that went silent or gave them back.",
 )
+QUEUE_PLACEMENTS = Metric(
+    "headrace.queue.placements",
+    MetricKind.COUNTER,
+    "{request}",
+    "Requests that this engine took first, by result: placed (with it), stolen (placed with "
+    "another), unplaced. How much of prompts was cached is headrace.engine.prefix_cache.tokens.",
+)
 QUEUE_DEAD_LETTERS = Metric(
     "headrace.queue.dead_letters",
     MetricKind.COUNTER,
@@ -330,6 +337,7 @@ TENANT_METRICS = (
 )
 ENGINE_METRICS = (
     QUEUE_REDELIVERIES,
+    QUEUE_PLACEMENTS,
     ENGINE_REQUESTS,
     ENGINE_CAPACITY,
     ENGINE_KV_UTILIZATION,
@@ -370,6 +378,7 @@ VLLM_SPEC_DRAFTS = "vllm:spec_decode_num_drafts"
 VLLM_SPEC_DRAFT_TOKENS = "vllm:spec_decode_num_draft_tokens"
 VLLM_SPEC_ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 VLLM_SPEC_ACCEPTED_PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
+VLLM_LORA_REQUESTS = "vllm:lora_requests_info"
 VLLM_LABELS = ("model_name", "engine")
 
 # Attributes of metrics and spans.

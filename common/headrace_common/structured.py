@@ -12,6 +12,7 @@ from decimal import Decimal
 from enum import StrEnum
 from typing import Any
 
+from . import structural_tag
 from .sampling_errors import SamplingError
 
 MAX_CHARS = 65_536
@@ -30,6 +31,7 @@ class StructuredKind(StrEnum):
     REGEX = "regex"
     CHOICE = "choice"
     GRAMMAR = "grammar"
+    STRUCTURAL_TAG = "structural_tag"
 
 
 class StructuredOutputError(SamplingError):
@@ -42,7 +44,8 @@ class StructuredOutputsParams:
 
     `json` is a JSON schema (a mapping, or its text; afterwards always the text), `regex` a regular
     expression for the whole output, `choice` the outputs that are allowed, `grammar` a grammar as
-    Lark or GBNF (EBNF) writes it, `json_object` True any JSON object.
+    Lark or GBNF (EBNF) writes it, `json_object` True any JSON object. `structural_tag` is text with
+    structures in it (a mapping, or its JSON; afterwards always that): see structural_tag.
 
     Raises StructuredOutputError.
     """
@@ -52,6 +55,7 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: Mapping[str, Any] | str | None = None
 
     def __post_init__(self) -> None:
         given = [one.name for one in fields(self) if getattr(self, one.name) not in (None, False)]
@@ -66,6 +70,8 @@ class StructuredOutputsParams:
                 object.__setattr__(self, "json", _schema_text(self.json))
             case StructuredKind.CHOICE:
                 object.__setattr__(self, "choice", _choices(self.choice))
+            case StructuredKind.STRUCTURAL_TAG:
+                object.__setattr__(self, "structural_tag", _tag_text(self.structural_tag))
             case StructuredKind.JSON_OBJECT:
                 if self.json_object is not True:
                     raise StructuredOutputError("json_object", "must be true or false")
@@ -128,6 +134,19 @@ def _choices(value: object) -> tuple[str, ...]:
         _check_text("choice", text)
     _check_size("choice", sum(map(len, value)))
     return tuple(value)
+
+
+def _tag_text(value: object) -> str:
+    """As JSON."""
+    try:
+        tag = structural_tag.read(value)
+        text = tag.to_json()
+    except (ValueError, TypeError, RecursionError) as error:
+        raise StructuredOutputError("structural_tag", f"{error!s:.200}") from error
+    _check_size("structural_tag", len(text))
+    for structure in tag.structures:
+        _check_schema(dict(structure.schema))
+    return text
 
 
 def _schema_text(value: object) -> str:

@@ -5,6 +5,7 @@ Pure functions of what is fed: the same tokens give the same text however they a
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .sampling import SamplingParams
 from .tokenizer import Tokenizer
@@ -34,10 +35,14 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._window = list(prompt_token_ids[-CONTEXT_TOKENS:])
-        self._sent = self._stable_length(self._decode(self._window))
+        text = self._decode(self._window)
+        self._sent = self._stable_length(text)
+        self._whole = 0 < self._sent == len(text)  # nothing is held back behind some text
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete; may be empty."""
+        if len(token_ids) == 1:
+            return self._push(token_ids[0])
         return "".join([self._push(token_id) for token_id in token_ids])
 
     def flush(self) -> str:
@@ -49,10 +54,19 @@ class Detokenizer:
 
     def _push(self, token_id: int) -> str:
         self._window.append(token_id)
+        if self._whole and len(self._window) < TRIM_AT:
+            alone = self._tokenizer.fixed_text(token_id)
+            if alone is not None:
+                self._sent += len(alone)
+                return alone
+        return self._push_decoded()
+
+    def _push_decoded(self) -> str:
         text = self._decode(self._window)
         stable = self._stable_length(text)
         new = text[self._sent : stable]
         self._sent = max(self._sent, stable)
+        self._whole = 0 < self._sent == len(text)
         if len(self._window) >= TRIM_AT:
             self._trim(text)
         return new
@@ -136,8 +150,7 @@ class StopMatcher:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class TextPiece:
+class TextPiece(NamedTuple):
     """New text of one choice; `tokens` of those pushed belong to it, those after a stop do not."""
 
     text: str
@@ -160,6 +173,7 @@ class ChoiceText:
         self._matcher = StopMatcher(params.stop, include_stop=params.include_stop_str_in_output)
         self._eos = frozenset(tokenizer.eos_token_ids)
         self._include_stop = params.include_stop_str_in_output
+        self.has_stops = bool(params.stop)
         self._min_tokens = params.min_tokens
         self._count = 0
 
@@ -171,6 +185,8 @@ class ChoiceText:
         stop_token: int | None = None,
     ) -> TextPiece:
         """Takes new tokens; with a `finish_reason` they are the last and nothing is held back."""
+        if finish_reason is None and not self.has_stops:
+            return TextPiece(self._detokenizer.push(token_ids), len(token_ids))
         hidden = finish_reason == "stop" and self._ends_with_stop(token_ids, stop_token)
         visible = token_ids[:-1] if hidden else token_ids
         shown: list[str] = []

@@ -29,6 +29,8 @@ SPECIAL_NAMES = (
 )
 METASPACE = "\u2581"
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+# What Llama's decoders end with: the first space of all goes.
+_STRIPPED = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
 
 class Tokenizer:
@@ -59,6 +61,8 @@ class Tokenizer:
         self._byte_level = "ByteLevel" in repr(backend.decoder)
         # Whether unknown characters are spelled as <0xNN> tokens, one a byte.
         self.byte_fallback = "ByteFallback" in repr(backend.decoder)
+        self._context_free = _is_context_free(backend)
+        self._fixed_texts: dict[int, str | None] = {}
         self._nonce = secrets.token_hex(8)
 
     @classmethod
@@ -122,6 +126,36 @@ class Tokenizer:
         """Text of token ids; ids that the tokenizer does not know have no text."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
+    def fixed_text(self, token_id: int) -> str | None:
+        """The text of a token that is the same behind any text that ends with a whole character.
+
+        None where that depends on its neighbours, on which tokens are skipped, or is not known.
+        """
+        try:
+            return self._fixed_texts[token_id]
+        except KeyError:
+            text = self._find_fixed_text(token_id) if self._context_free else None
+            if 0 <= token_id < self.vocab_size:
+                self._fixed_texts[token_id] = text
+            return text
+
+    def _find_fixed_text(self, token_id: int) -> str | None:
+        token = self._backend.id_to_token(token_id)
+        if token is None or token_id in self._added_ids:
+            return None
+        if self._byte_level:
+            if not _byte_alphabet().keys() >= set(token):
+                return None
+            try:
+                text = _unfold_bytes(token).decode()
+            except UnicodeDecodeError:  # a part of a character
+                return None
+        elif _BYTE_TOKEN.fullmatch(token):
+            return None
+        else:
+            text = token.replace(METASPACE, " ")
+        return None if "\ufffd" in text else text
+
     def id_to_token(self, token_id: int) -> str | None:
         """The vocabulary's own spelling of a token."""
         return self._backend.id_to_token(token_id)
@@ -169,6 +203,21 @@ class Tokenizer:
                 token["normalized"] = False
         _rename_in_model(description["model"], names)
         return tokenizers.Tokenizer.from_str(json.dumps(description))
+
+
+def _is_context_free(backend: tokenizers.Tokenizer) -> bool:
+    """Whether each token adds its own text: GPT-2's bytes, or words with Llama's spelled bytes."""
+    if backend.decoder is None:
+        return False
+    decoder = json.loads(backend.decoder.__getstate__())
+    steps = decoder.get("decoders", [decoder])
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return True
+    metaspace = {"type": "Replace", "pattern": {"String": METASPACE}, "content": " "}
+    return kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and (
+        steps[0] == metaspace and all(step == _STRIPPED for step in steps[3:])
+    )
 
 
 @cache

@@ -28,6 +28,7 @@ from .sampling import MAX_CHOICES, MAX_LOGPROBS
 
 MAX_TEXT_CHARS = 4096
 MAX_TOKEN_ID = 2**32 - 1
+_MOST = 2**53
 _MAX_EMBEDDING = 4 * MAX_EMBEDDING_SIZE
 FINISH_REASONS = frozenset({"stop", "length"})
 
@@ -64,7 +65,7 @@ def items_of(value: object) -> list[Any]:
     return value
 
 
-def count(value: object, most: int = 2**53) -> int:
+def count(value: object, most: int = _MOST) -> int:
     if type(value) is not int or not 0 <= value <= most:
         raise MessageError(f"must be a whole number from 0 to {most}, not {value!r:.40}")
     return value
@@ -89,7 +90,32 @@ def _token(value: object) -> int | None:
 
 
 def to_reply(value: object) -> Reply:
-    item = items_of(value)
+    return _bare_tokens(value) or _to_any(items_of(value))
+
+
+def _bare_tokens(value: object) -> Tokens | None:
+    """One token and nothing else, as nearly all replies are, in one look. None: read it whole."""
+    if type(value) is not list or len(value) != 6:
+        return None
+    kind, request_id, attempt, choice, index, ids = value
+    if (
+        kind == TOKENS
+        and type(request_id) is str
+        and 0 < len(request_id) <= MAX_ID_CHARS
+        and type(attempt) is type(choice) is type(index) is int
+        and 0 <= attempt <= _MOST
+        and 0 <= choice < MAX_CHOICES
+        and 0 <= index <= _MOST
+        and type(ids) is list
+        and len(ids) == 1
+        and type(ids[0]) is int
+        and 0 <= ids[0] <= MAX_TOKEN_ID
+    ):
+        return Tokens(request_id, attempt, choice, index, (ids[0],))
+    return None
+
+
+def _to_any(item: list[Any]) -> Reply:
     at_least(item, 4)
     kind, request_id, attempt = item[0], identifier(item[1]), count(item[2])
     if kind == TOKENS:

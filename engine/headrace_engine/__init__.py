@@ -9,11 +9,13 @@ if TYPE_CHECKING:
 
     from .llm import LLM as LLM
     from .llm_beams import BeamSearchParams as BeamSearchParams
+    from .lora.request import LoRARequest as LoRARequest
 
 __all__ = [
     "LLM",
     "BeamSearchParams",
     "GuidedDecodingParams",
+    "LoRARequest",
     "SamplingParams",
     "StructuredOutputsParams",
 ]
@@ -29,6 +31,10 @@ def __getattr__(name: str) -> Any:
         from .llm_beams import BeamSearchParams
 
         return BeamSearchParams
+    if name == "LoRARequest":
+        from .lora.request import LoRARequest
+
+        return LoRARequest
     if name == "SamplingParams":
         from headrace_common.sampling import SamplingParams
 

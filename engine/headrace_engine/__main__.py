@@ -15,7 +15,7 @@ import sys
 from importlib.metadata import version
 
 from headrace_common import keys, telemetry
-from headrace_common.checkpoint import TokenizerError
+from headrace_common.checkpoint import CheckpointFiles, TokenizerError
 from headrace_common.errors import HeadraceError
 from headrace_common.process import EXIT_CONFIG, EXIT_FAILED, read_settings
 from headrace_common.protocol.connection import Connection, ConnectionConfig
@@ -27,13 +27,17 @@ from .config import EngineConfig
 from .engine import Engine
 from .errors import EngineError, RequestError
 from .grammar.compiler import GrammarCompiler
+from .placement import PeerRanks
 from .policies import make_policy
-from .registration import ModelSource, Registration
+from .registration import ModelFiles, ModelSource, Registration
 from .runner import ModelRunner
 from .settings import EngineSettings
 from .worker import Worker, WorkerConfig
 
 logger = logging.getLogger("headrace_engine")
+
+# Codes of errors that a new start may mend.
+FAILURES = ("worker_failed", "rank_failed")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -42,38 +46,45 @@ def main(arguments: list[str] | None = None) -> int:
     if settings is None:
         return EXIT_CONFIG
     try:
-        if settings.register_model:
-            _source(settings).read()  # before the weights, which may take minutes
-        engine, grammars = _load(settings)
-        asyncio.run(serve(settings, engine, grammars))
+        # Before the weights, which may take minutes.
+        model = _source(settings).read() if settings.register_model else None
+        runner, engine, grammars = _load(settings, model)
+        files = None if model is None else model.files
+        asyncio.run(serve(settings, engine, grammars, runner.peers, files))
+        if runner.peers is not None:  # where serving failed they end with this process
+            runner.peers.close()
     except (HeadraceError, EngineError) as error:
         logger.error(
             "engine cannot serve",
             extra={"code": error.code, "error": str(error)},
             exc_info=error.__cause__,
         )
-        return EXIT_FAILED if error.code == "worker_failed" else EXIT_CONFIG
+        return EXIT_FAILED if error.code in FAILURES else EXIT_CONFIG
     return 0
 
 
-def _load(settings: EngineSettings) -> tuple[Engine, GrammarCompiler | None]:
+def _load(
+    settings: EngineSettings, model: ModelFiles | None = None
+) -> tuple[ModelRunner, Engine, GrammarCompiler | None]:
     config = settings.engine_config()
     policy = make_policy(config.policy, config.policy_options)  # before the weights, as above
     runner = ModelRunner(config)
     runner.warm_up()
-    grammars = _grammars(config, runner)
+    grammars = _grammars(config, runner, None if model is None else model.tokenizer)
     # What is alive now stays: the collector need not look at it again between steps.
     gc.collect()
     gc.freeze()
-    return Engine(config, runner, policy), grammars
+    return runner, Engine(config, runner, policy), grammars
 
 
-def _grammars(config: EngineConfig, runner: ModelRunner) -> GrammarCompiler | None:
+def _grammars(
+    config: EngineConfig, runner: ModelRunner, tokenizer: Tokenizer | None
+) -> GrammarCompiler | None:
     """Made before the first request, as it holds up everything else in the process."""
     if runner.pooler_config is not None:
         return None
     try:
-        tokenizer = Tokenizer.load(config.model, config.revision)
+        tokenizer = tokenizer or Tokenizer.load(config.model, config.revision)
         return GrammarCompiler(tokenizer, runner.vocab_size, runner.eos_token_ids)
     except (TokenizerError, RequestError) as error:
         logger.warning("no structured outputs", extra={"error": str(error)})
@@ -81,7 +92,11 @@ def _grammars(config: EngineConfig, runner: ModelRunner) -> GrammarCompiler | No
 
 
 async def serve(
-    settings: EngineSettings, engine: Engine, grammars: GrammarCompiler | None = None
+    settings: EngineSettings,
+    engine: Engine,
+    grammars: GrammarCompiler | None = None,
+    peers: PeerRanks | None = None,
+    files: CheckpointFiles | None = None,
 ) -> None:
     """Serves until SIGTERM or a drain message. Raises what breaks the service."""
     engine_id = keys.new_incarnation(f"{socket.gethostname()}.{os.getpid()}")
@@ -104,10 +119,12 @@ async def serve(
         ready=lambda: "starting" if worker is None else worker.not_ready(),
     )
     try:
-        registration = _registration(settings, engine, connection)
+        registration = _registration(settings, engine, connection, files)
         worker = Worker(
             _worker_config(settings, engine), queue, engine, measures, registration, grammars
         )
+        if peers is not None:
+            peers.watch(worker.fail)
         running_loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             running_loop.add_signal_handler(number, worker.drain)
@@ -125,7 +142,10 @@ def _source(settings: EngineSettings) -> ModelSource:
 
 
 def _registration(
-    settings: EngineSettings, engine: Engine, connection: Connection
+    settings: EngineSettings,
+    engine: Engine,
+    connection: Connection,
+    files: CheckpointFiles | None,
 ) -> Registration | None:
     if not settings.register_model:
         return None
@@ -135,6 +155,8 @@ def _registration(
         name=settings.name,
         max_model_len=engine.max_model_len,
         owner=settings.owner,
+        files=files,
+        adapters=tuple(settings.lora_modules),
     )
 
 

@@ -122,6 +122,7 @@ class ActiveRequest:
             cache_salt=request.cache_salt,
             resume=tuple(tuple(one.token_ids) for one in self.choices) if self.has_output else (),
             pooling=request.pooling,
+            lora=request.lora,
         )
 
     def record(self, output: SequenceOutput) -> Tokens | None:
@@ -154,7 +155,8 @@ class ActiveRequest:
             logprobs=logprobs,
             finish_reason=choice.finish_reason,
             stop_token=output.stop_token,
-            cached_tokens=self.cached_tokens,
+            # Said at both ends: a reply of one token and nothing else is the shortest to read.
+            cached_tokens=0 if output.index and not choice.finish_reason else self.cached_tokens,
             embedding=output.embedding,
             prompt_logprobs=self._prompt_logprobs_at(output.index),
         )

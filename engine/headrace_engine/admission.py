@@ -100,6 +100,11 @@ class Admission:
         for queue in (self._books.swapped, self._books.waiting):
             tokens = self._displace_for(queue, tokens)
 
+    def wants_displacing(self) -> bool:
+        """Whether something that waits may take the place of something that runs."""
+        heads = self._books.swapped.peek(), self._books.waiting.peek()
+        return any(head is not None and self._pressure.outranks_any(head) for head in heads)
+
     def _displace_for(self, queue: Queue | LazyHeap[Key, Sequence], tokens: int) -> int:
         while tokens > 0 and (head := queue.peek()) is not None:
             matched = self._kv.match_prefix(head)

@@ -5,6 +5,7 @@ each goes to the device in one copy. Decides nothing and keeps nothing.
 """
 
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ import torch
 from .attention.base import AttentionMetadata
 from .model.base import ForwardBatch
 from .plan import SampleRow, ScheduledSequence, StepPlan
+from .transfer import Transfer
 
 Ints = npt.NDArray[np.int64]
 
@@ -29,8 +31,13 @@ class StepBatch:
     scoring: tuple[ScheduledSequence, ...] = ()
 
 
-def build(plan: StepPlan, block_size: int, device: torch.device) -> StepBatch:
-    """The plan as tensors on `device`. The plan's runs are not empty, decodes come first."""
+def build(
+    plan: StepPlan, block_size: int, device: torch.device, transfer: Transfer | None = None
+) -> StepBatch:
+    """The plan as tensors on `device`. The plan's runs are not empty, decodes come first.
+
+    `transfer` is how arrays get there; None makes one.
+    """
     scheduled = plan.scheduled
     starts = np.array([item.start for item in scheduled], dtype=np.int64)
     lengths = _lengths(scheduled)
@@ -40,19 +47,29 @@ def build(plan: StepPlan, block_size: int, device: torch.device) -> StepBatch:
     tables = _block_tables(scheduled, starts + lengths, block_size)
     owner = np.repeat(np.arange(len(scheduled)), lengths)
     slots = tables[owner, positions // block_size] * block_size + positions % block_size
+    arrays = (
+        query_start.astype(np.int32),
+        (starts + lengths).astype(np.int32),
+        tables.astype(np.int32),
+        slots,
+        _token_ids(scheduled, int(query_start[-1])),
+        positions,
+        _logits_rows(scheduled, query_start),
+    )
+    tensors = (transfer or Transfer(device))(arrays)
     metadata = AttentionMetadata(
-        query_start=_tensor(query_start.astype(np.int32), device),
-        seq_lens=_tensor((starts + lengths).astype(np.int32), device),
-        block_tables=_tensor(tables.astype(np.int32), device),
-        slots=_tensor(slots, device),
+        query_start=tensors[0],
+        seq_lens=tensors[1],
+        block_tables=tensors[2],
+        slots=tensors[3],
         num_decodes=_leading_decodes(lengths),
         max_query_len=int(lengths.max()),
         max_seq_len=int((starts + lengths).max()),
     )
     forward = ForwardBatch(
-        input_ids=_tensor(_token_ids(scheduled, int(query_start[-1])), device),
-        positions=_tensor(positions, device),
-        logits_rows=_tensor(_logits_rows(scheduled, query_start), device),
+        input_ids=tensors[4],
+        positions=tensors[5],
+        logits_rows=tensors[6],
         metadata=metadata,
     )
     return StepBatch(forward, _sampling(scheduled), _scoring(scheduled))
@@ -116,6 +133,9 @@ def _sampling(scheduled: tuple[ScheduledSequence, ...]) -> tuple[SampleRow, ...]
 
 
 def _token_ids(scheduled: tuple[ScheduledSequence, ...], total: int) -> Ints:
+    if total == len(scheduled):  # decodes alone
+        last = [item.sequence.token_ids[item.start] for item in scheduled]
+        return np.array(last, dtype=np.int64)
     ids = np.empty(total, dtype=np.int64)
     at = 0
     for item in scheduled:
@@ -133,15 +153,15 @@ def _block_tables(
 ) -> Ints:
     counts = -(-seq_lens // block_size)
     tables = np.zeros((len(scheduled), int(counts.max())), dtype=np.int64)
-    for row, (item, count) in enumerate(zip(scheduled, counts.tolist(), strict=True)):
-        tables[row, :count] = item.sequence.block_table[:count]
+    used = [
+        item.sequence.block_table[:count]
+        for item, count in zip(scheduled, counts.tolist(), strict=True)
+    ]
+    # All blocks in one conversion: one a sequence costs several times as much.
+    tables[np.arange(tables.shape[1]) < counts[:, None]] = list(chain.from_iterable(used))
     return tables
 
 
 def _leading_decodes(lengths: Ints) -> int:
     longer = np.flatnonzero(lengths != 1)
     return int(longer[0]) if longer.size else len(lengths)
-
-
-def _tensor(array: npt.NDArray[np.int32] | Ints, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(array).to(device)

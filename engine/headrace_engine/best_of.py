@@ -3,7 +3,7 @@
 Gathers the outputs of all choices of a request and gives those of the best, once all have ended.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from .outputs import SequenceOutput, TokenLogprobs
 
@@ -44,8 +44,7 @@ class BestOf:
 
     def _answer(self, number: int, choice: _Choice) -> SequenceOutput:
         assert choice.last is not None
-        return replace(
-            choice.last,
+        return choice.last._replace(
             choice=number,
             index=0,
             token_ids=tuple(choice.tokens),

@@ -10,10 +10,11 @@ from itertools import chain
 from .group import Group
 from .host_cache import HostCache
 from .kv_cache import KVCache
+from .lora.turns import AdapterQueue, AdapterTurns, SwappedQueue
 from .outputs import SequenceOutput
 from .policies import Policy
-from .request import FinishReason, Sequence, State
-from .waiting import Key, LazyHeap
+from .request import PENDING, FinishReason, Sequence, State
+from .waiting import Key, LazyHeap, Queue
 
 
 class Books:
@@ -21,6 +22,7 @@ class Books:
 
     `decoding` and `prefilling` are the running sequences, in the order in which they came to that
     phase. A dict is a set that keeps its order and removes in O(1). `host` None swaps nothing.
+    `max_loras` is the most different adapters that run at once; None: requests have none.
     """
 
     __slots__ = (
@@ -39,17 +41,29 @@ class Books:
         "waiting",
     )
 
-    def __init__(self, policy: Policy, kv: KVCache, slots: int, host: HostCache | None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        kv: KVCache,
+        slots: int,
+        host: HostCache | None,
+        max_loras: int | None = None,
+    ) -> None:
         self.policy = policy
         self.kv = kv
         self.slots = slots
         self.host = host
         self.groups: dict[str, Group] = {}
-        self.waiting = policy.queue()
+        self.waiting: Queue = policy.queue()
         self.swapped: LazyHeap[Key, Sequence] = LazyHeap()
+        if max_loras is not None:
+            turns = AdapterTurns(max_loras, self.running)
+            self.waiting = AdapterQueue(self.waiting, turns, patience=slots)
+            self.swapped = SwappedQueue(turns)
         self.decoding: dict[Sequence, None] = {}
         self.prefilling: dict[Sequence, None] = {}
-        # Beams that wait for the others of their search; they run, but not in the next step.
+        # Beams that wait for the others of their search, and sequences that end with the step in
+        # flight: they run, but not in the next step.
         self.parked: dict[Sequence, None] = {}
         # Running groups whose sequences run all at once: each keeps slots for all of them.
         self.together: set[Group] = set()
@@ -101,6 +115,9 @@ class Books:
         self.kv.free(sequence)
 
     def finish(self, group: Group, sequence: Sequence) -> None:
+        """Ends a choice. What a step in flight still computes for it is dropped."""
+        if sequence.token_ids[-1] == PENDING:
+            sequence.token_ids.pop()
         if sequence.state is State.RUNNING:
             self.leave(sequence)
         elif sequence.state is State.SWAPPED:

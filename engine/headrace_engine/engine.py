@@ -1,15 +1,19 @@
 """The engine: a scheduler and a runner, one step at a time. Synchronous, one thread, no I/O.
 
-The scheduler decides, the runner does; neither knows the other.
+The scheduler decides, the runner does; neither knows the other. With asynchronous scheduling the
+next step is planned while the device runs one.
 """
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from typing import Protocol
 
 from .config import EngineConfig
+from .lora.use import AdapterUse
 from .outputs import SequenceOutput
-from .plan import NO_DRAFTS, StepPlan, StepResult
+from .pipeline import StepPipeline
+from .plan import NO_DRAFTS, PendingStep, StepPlan, StepResult
 from .policies import Policy, make_policy
 from .pooler_config import PoolerConfig
 from .request import EngineRequest, Sequence, SequenceView
@@ -18,6 +22,8 @@ from .speculation.draft_proposer import Drafter
 from .speculation.speculator import make_speculator
 from .stats import SchedulerStats
 from .validation import Limits
+
+logger = logging.getLogger(__name__)
 
 
 class HostBlocks(Protocol):
@@ -58,8 +64,22 @@ class Runner(Protocol):
     def draft_model(self) -> Drafter | None:
         """The draft model of speculative decoding, where the configuration names one."""
 
+    @property
+    def adapters(self) -> Container[str] | None:
+        """Names of the LoRA adapters that requests may run with, of which more may become known."""
+
+    @property
+    def async_scheduling(self) -> bool:
+        """Whether steps are to be submitted one ahead of each other."""
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Makes the plan's copies, computes its runs and samples a token for each that asks."""
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """As execute, behind all steps submitted before; returns at once.
+
+        The sequences are read before it returns, but for tokens below those that the plan names.
+        """
 
 
 class Engine:
@@ -82,6 +102,7 @@ class Engine:
             eos_token_ids=runner.eos_token_ids,
             pooler=runner.pooler_config,
             sliding_window=runner.sliding_window,
+            adapters=() if runner.adapters is None else runner.adapters,
             num_host_blocks=0 if host is None else host.num_blocks,
             bytes_per_block=0 if host is None else host.bytes_per_block,
         )
@@ -90,11 +111,14 @@ class Engine:
         policy = policy or make_policy(config.policy, config.policy_options)
         self._scheduler = Scheduler(config, limits, policy)
         self._speculator = make_speculator(config, runner.draft_model)
+        self._pipeline = self._make_pipeline(runner)
         # Ends of resumed choices that had nothing left to do: handed out by the next step.
         self._ended: list[SequenceOutput] = []
 
     @property
     def has_work(self) -> bool:
+        if self._pipeline is not None and self._pipeline.busy:
+            return True
         return bool(self._ended) or self._scheduler.has_work
 
     def add_request(self, request: EngineRequest) -> None:
@@ -113,12 +137,22 @@ class Engine:
     def step(self) -> list[SequenceOutput]:
         """One iteration of all running sequences; no output where there is no work."""
         outputs, self._ended = self._ended, []
+        if self._pipeline is not None:
+            return outputs + self._pipeline.step()
         plan = self._plan()
         outputs += self._scheduler.take_shed()
         if plan is None:
             assert not self._scheduler.has_work, "sequences wait, but none can be scheduled"
             return outputs
         return outputs + self._scheduler.update(plan, self._execute(plan))
+
+    def _make_pipeline(self, runner: Runner) -> StepPipeline | None:
+        if not runner.async_scheduling:
+            return None
+        if self._speculator is not None:
+            logger.info("steps wait for each other: drafts follow the last step's tokens")
+            return None
+        return StepPipeline(self._scheduler, runner.submit)
 
     def _plan(self) -> StepPlan | None:
         if self._speculator is None:
@@ -135,6 +169,10 @@ class Engine:
     def sequences(self) -> dict[str, tuple[SequenceView, ...]]:
         """The unfinished sequences by request. Any thread may ask, also while a step hangs."""
         return self._scheduler.sequences()
+
+    def adapters(self) -> AdapterUse | None:
+        """Which LoRA adapters are in use; None without them. Any thread may ask."""
+        return self._scheduler.adapters()
 
     def running(self) -> Iterator[Sequence]:
         """The running sequences, as Scheduler.running gives them."""

@@ -6,6 +6,7 @@ EngineError
 ├── RequestError       a request cannot be run by this engine (too long, token id out of range)
 ├── IllegalTransition  a sequence was asked to change to a state that its table does not allow
 ├── OutOfBlocks        the block pool was asked for more than it can give: a bug of the caller
+├── RankFailed         a process that holds a part of the model ended or broke off
 """
 
 
@@ -31,3 +32,7 @@ class IllegalTransition(EngineError):
 
 class OutOfBlocks(EngineError):
     code = "out_of_blocks"
+
+
+class RankFailed(EngineError):
+    code = "rank_failed"

@@ -1,7 +1,8 @@
 """min_p, top_k and top_p: which tokens of a row may be drawn, and the draw itself.
 
 In vLLM's order: min_p, then top_k, then top_p over what is left. Each filter becomes a threshold
-on the row's scaled logits; tokens that tie with the last one kept are kept too.
+on the row's scaled logits; tokens that tie with the last one kept are kept too. On CPUs no bit of a
+row's result depends on which other rows there are, nor on the number of threads.
 """
 
 import math
@@ -12,6 +13,8 @@ import torch
 from torch.nn import functional as F
 
 from headrace_common.sampling import SamplingParams
+
+from .transfer import to_device
 
 # Most likely tokens that are sorted first for top_p; rows whose nucleus is larger sort all.
 NUCLEUS_CANDIDATES = 256
@@ -29,7 +32,7 @@ def thresholds(scaled: torch.Tensor, params: Rows[SamplingParams]) -> torch.Tens
     ranked = [row for row, one in enumerate(params) if 0 < one.top_k < vocab or one.top_p < 1.0]
     if not ranked and bool(np.isneginf(lowest).all()):
         return None
-    found = torch.from_numpy(lowest).to(scaled.device)
+    found = to_device(lowest, scaled.device)
     narrow = [row for row in ranked if _candidates(params[row], vocab) < vocab]
     wide = [row for row in ranked if _candidates(params[row], vocab) >= vocab]
     if narrow:
@@ -45,12 +48,12 @@ def draw(scaled: torch.Tensor, lowest: torch.Tensor | None, uniforms: torch.Tens
 
     uniforms is float64 [R] in [0, 1). A token that is filtered out is never drawn.
     """
-    weights = scaled.exp()
+    weights = _exp(scaled)
     if lowest is not None:
         weights = weights.masked_fill_(scaled < lowest[:, None], 0.0)
     weights = F.pad(weights, (0, -weights.shape[1] % GROUP))
     weights = weights.view(len(weights), -1, GROUP)
-    groups = weights.sum(-1, dtype=torch.float64).cumsum(-1)
+    groups = _sums(weights).cumsum(-1)
     target = uniforms * groups[:, -1]
     group = _search(groups, target)
     before = F.pad(groups, (1, 0)).gather(1, group[:, None]).squeeze(1)
@@ -89,21 +92,29 @@ def _rank(
 
     Returns the rows whose nucleus may reach beyond those values.
     """
-    index = torch.tensor(rows, device=scaled.device)
+    index = to_device(np.array(rows), scaled.device)
     block = scaled if len(rows) == len(scaled) else scaled.index_select(0, index)
     lowest = found.index_select(0, index)
     top = _largest(block, count)
     vocab = scaled.shape[1]
-    ks = torch.tensor([_top_k(params[row], vocab) for row in rows], device=scaled.device)
+    ks = to_device(np.array([_top_k(params[row], vocab) for row in rows]), scaled.device)
     kth = top.gather(1, (ks.clamp_max(count) - 1)[:, None]).squeeze(1)
     lowest = torch.where(ks < vocab, torch.maximum(lowest, kth), lowest)
-    ps = torch.tensor([params[row].top_p for row in rows], device=scaled.device)
+    top_ps = np.array([params[row].top_p for row in rows], dtype=np.float32)
+    ps = to_device(top_ps, scaled.device)
     nucleus, complete = _nucleus(block, top, lowest, ps.double(), ks)
     complete |= count == vocab
     cut = complete & (ps < 1.0)
-    found[index] = torch.where(cut, torch.maximum(lowest, nucleus), lowest)
+    found.index_copy_(0, index, torch.where(cut, torch.maximum(lowest, nucleus), lowest))
+    if not any(_is_open(params[row], count, vocab) for row in rows):
+        return []  # without a word from the device, which would have to be waited for
     missed = (~complete & (ps < 1.0)).tolist()
     return [row for row, again in zip(rows, missed, strict=True) if again]
+
+
+def _is_open(params: SamplingParams, count: int, vocab: int) -> bool:
+    """Whether the nucleus may reach beyond the `count` most likely tokens."""
+    return params.top_p < 1.0 and count < vocab == _top_k(params, vocab)
 
 
 def _nucleus(
@@ -114,9 +125,9 @@ def _nucleus(
     ks: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The smallest value of each row's nucleus, and whether `top` reaches the nucleus's end."""
-    kept = top.exp().double().masked_fill_(top < lowest[:, None], 0.0)
+    kept = _exp(top).double().masked_fill_(top < lowest[:, None], 0.0)
     limited = ks < block.shape[1]
-    everything = block.exp().masked_fill_(block < lowest[:, None], 0.0).sum(-1, dtype=torch.float64)
+    everything = _sums(_exp(block).masked_fill_(block < lowest[:, None], 0.0))
     cumulative = kept.cumsum(-1)
     total = torch.where(limited, cumulative[:, -1], everything)
     target = ps * total
@@ -128,6 +139,19 @@ def _nucleus(
 
 def _top_k(params: SamplingParams, vocab: int) -> int:
     return params.top_k if 0 < params.top_k < vocab else vocab
+
+
+def _exp(x: torch.Tensor) -> torch.Tensor:
+    """A tensor of its own. On CPUs by numpy, whose vector instructions take a row's rest too."""
+    return x.exp() if x.device.type != "cpu" else torch.from_numpy(np.exp(x.numpy()))
+
+
+def _sums(x: torch.Tensor) -> torch.Tensor:
+    """float64 sums over the last dimension."""
+    if x.device.type != "cpu":
+        return x.sum(-1, dtype=torch.float64)
+    # Of wide numbers numpy adds each row by itself, and torch some of a row on each thread.
+    return torch.from_numpy(np.add.reduce(x.double().numpy(), axis=-1))
 
 
 def _largest(block: torch.Tensor, count: int) -> torch.Tensor:

@@ -90,7 +90,7 @@ class HeldRequests:
             return held.run.take(output)
         self._books.drop(output.request_id)
         return [
-            replace(output, choice=choice, index=0, token_ids=(), logprobs=None)
+            output._replace(choice=choice, index=0, token_ids=(), logprobs=None)
             for choice in range(held.count)
         ]
 

@@ -182,7 +182,7 @@ class KVCache:
         return index < len(table) and self.pool.ref_counts[table[index]] > 1
 
     def block_hash(self, sequence: Sequence, index: int) -> bytes:
-        """SHA-256 over the hash of the block before and the tokens; the first follows the salt.
+        """SHA-256 over the hash of the block before and the tokens; the first follows the seed.
 
         Collision-resistant, since a forged hit would hand one user's context to another.
         """
@@ -190,7 +190,7 @@ class KVCache:
         while len(hashes) <= index:
             begin = len(hashes) * self.block_size
             tokens = array("q", sequence.token_ids[begin : begin + self.block_size])
-            before = hashes[-1] if hashes else sha256(sequence.request.cache_salt).digest()
+            before = hashes[-1] if hashes else sequence.request.prefix_seed
             hashes.append(sha256(before + tokens.tobytes()).digest())
         return hashes[index]
 

@@ -7,7 +7,7 @@ import gc
 import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import inf
 from typing import Any, TypedDict
 
@@ -28,6 +28,7 @@ from .llm_beams import BeamSearchOutput, BeamSearchParams, beam_output
 from .llm_embeddings import EmbeddingRequestOutput, embed
 from .llm_outputs import CompletionOutput, RequestOutput
 from .llm_request import RunningRequest
+from .lora.request import LoRARequest
 from .model.checkpoint import Checkpoint, load_checkpoint
 from .policies import make_policy
 from .request import EngineRequest
@@ -45,6 +46,8 @@ class TokensPrompt(TypedDict):
 
 Prompt = str | TextPrompt | TokensPrompt
 Message = Mapping[str, Any]
+# One adapter for all prompts, or one each.
+AdapterChoice = LoRARequest | Sequence[LoRARequest | None] | None
 
 # vLLM's names of settings that are called otherwise here.
 ALIASES = {"gpu_memory_utilization": "memory_utilization"}
@@ -63,6 +66,7 @@ class _Place:
     priority: int = 0
     tenant: str = "default"
     timeout: float = inf
+    lora: str | None = None
 
 
 class LLM:
@@ -124,16 +128,19 @@ class LLM:
         priority: int | Sequence[int] = 0,
         tenant: str | Sequence[str] = "default",
         timeout: float | Sequence[float] | None = None,
+        lora_request: AdapterChoice = None,
     ) -> list[RequestOutput]:
         """One output a prompt, in the prompts' order; one set of parameters for all, or one each.
 
         `priority` (lower is sooner), `tenant` and `timeout` (seconds) are what scheduling policies
-        look at, for all or one each. Raises RequestError, before anything runs, for a prompt that
-        the engine cannot take.
+        look at, for all or one each; so is `lora_request`, the adapter that prompts run with.
+        Raises RequestError, before anything runs, for a prompt that the engine cannot take, and
+        CheckpointError or ConfigError for an adapter.
         """
         single = isinstance(prompts, str | Mapping)
         given: list[Any] = [prompts] if single else list(prompts)
         places = _places(len(given), priority, tenant, timeout)
+        places = self._adapt(places, lora_request)
         read = [self._read(prompt) for prompt in given]
         return self._run(read, sampling_params, use_tqdm, places)
 
@@ -148,6 +155,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: AdapterChoice = None,
     ) -> list[RequestOutput]:
         """Answers one conversation or a list of them, through the checkpoint's chat template.
 
@@ -177,7 +185,8 @@ class LLM:
         ]
         decoded = [tokenizer.decode(ids, skip_special_tokens=False) for ids in prompts]
         given = [_Prompt(text, ids) for text, ids in zip(decoded, prompts, strict=True)]
-        return self._run(given, sampling_params, use_tqdm)
+        places = self._adapt([_Place()] * len(given), lora_request)
+        return self._run(given, sampling_params, use_tqdm, places)
 
     def embed(
         self,
@@ -196,13 +205,31 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
         use_tqdm: bool = False,
+        lora_request: AdapterChoice = None,
     ) -> list[BeamSearchOutput]:
         """The best beams of each prompt, as transformers' `generate(num_beams=...)` finds them.
 
         Raises RequestError where the beams cannot run together: see BeamSearchParams.
         """
-        outputs = self.generate(prompts, params.sampling(), use_tqdm)
+        outputs = self.generate(prompts, params.sampling(), use_tqdm, lora_request=lora_request)
         return [beam_output(output, params) for output in outputs]
+
+    def _adapt(self, places: Sequence[_Place], lora_request: AdapterChoice) -> list[_Place]:
+        """The places with their adapters, which become known to the engine."""
+        if lora_request is None or isinstance(lora_request, LoRARequest):
+            lora_request = [lora_request] * len(places)
+        chosen = list(lora_request)
+        if len(chosen) != len(places):
+            raise RequestError(f"lora_request has {len(chosen)} entries for {len(places)} prompts")
+        for request in filter(None, dict.fromkeys(chosen)):
+            adapters = self._runner.adapters
+            if adapters is None:
+                raise RequestError("lora_request needs an LLM that was made with enable_lora=True")
+            adapters.add(request.lora_name, request.folder)
+        return [
+            place if request is None else replace(place, lora=request.lora_name)
+            for place, request in zip(places, chosen, strict=True)
+        ]
 
     def _read(self, prompt: Any) -> _Prompt:
         if isinstance(prompt, str):
@@ -221,12 +248,11 @@ class LLM:
         prompts: list[_Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
-        places: Sequence[_Place] | None = None,
+        places: Sequence[_Place],
     ) -> list[RequestOutput]:
         params = self._match(sampling_params, len(prompts))
         running: dict[str, RunningRequest] = {}
         try:
-            places = places or [_Place()] * len(prompts)
             for prompt, one, place in zip(prompts, params, places, strict=True):
                 request = self._start(prompt, one, place)
                 running[request.output.request_id] = request
@@ -267,6 +293,7 @@ class LLM:
                 priority=place.priority,
                 deadline=now + place.timeout,
                 tenant=place.tenant,
+                lora=place.lora,
             )
         )
         choices = [CompletionOutput(index) for index in range(params.n)]

@@ -16,6 +16,7 @@ from headrace_common.sampling import SamplingParams
 
 from .grammar.masks import apply_grammars, has_grammar
 from .plan import SampleRow
+from .transfer import to_device
 
 
 def adjust(logits: torch.Tensor, rows: Rows[SampleRow], eos_token_ids: frozenset[int]) -> None:
@@ -54,7 +55,7 @@ class _Entries:
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
         """((rows, columns), values) on the device."""
         rows, columns, values = (
-            torch.from_numpy(np.concatenate(part)).to(device)
+            to_device(np.concatenate(part), device)
             for part in (self._rows, self._columns, self._values)
         )
         return (rows, columns), values
@@ -78,7 +79,7 @@ def _keep_allowed(logits: torch.Tensor, rows: Rows[SampleRow]) -> None:
     for index, row in enumerate(rows):
         allowed = row.sequence.request.params.allowed_token_ids
         if allowed is not None:
-            columns = torch.from_numpy(_ids(allowed)).to(logits.device)
+            columns = to_device(_ids(allowed), logits.device)
             kept = logits[index, columns]
             logits[index] = -torch.inf
             logits[index, columns] = kept
@@ -103,9 +104,9 @@ def _ends_with(row: SampleRow, ids: Rows[int]) -> bool:
     if size > row.output_length:
         return False
     ahead = row.ahead[-size:] if size else ()
-    known = row.sequence.token_ids
+    end = row.known_length
     missing = size - len(ahead)
-    return [*known[len(known) - missing :], *ahead] == [*ids]
+    return [*row.sequence.token_ids[end - missing : end], *ahead] == [*ids]
 
 
 def _add_bias(logits: torch.Tensor, rows: Rows[SampleRow]) -> None:

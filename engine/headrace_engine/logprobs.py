@@ -1,35 +1,72 @@
 """Log probabilities of tokens that were chosen, and of prompts that are scored."""
 
 from collections.abc import Sequence as Rows
+from dataclasses import dataclass
 
 import torch
+from torch.nn import functional as F
 
 from .outputs import TokenLogprobs
 from .plan import ScheduledSequence
+from .transfer import to_host
 
 # Rows of logits that become log probabilities at once: some 20 MB for 128,000 tokens.
 SLICE = 32
+# Columns that CUDA kernels load at once: rows that begin elsewhere are summed in another order.
+ALIGNED = 8
 
 
-def read_logprobs(
-    raw: torch.Tensor, tokens: torch.Tensor, counts: Rows[int]
-) -> list[TokenLogprobs]:
+def log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """float32 [N, V] of logits [N, V]; a row's bits do not depend on where it stands."""
+    width = logits.shape[1]
+    if logits.is_cuda and width % ALIGNED:
+        padded = F.pad(logits.float(), (0, -width % ALIGNED), value=-torch.inf)
+        return torch.log_softmax(padded, -1)[:, :width]
+    return torch.log_softmax(logits.float(), -1)
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobEntries:
+    """Of N tokens: log probabilities [N], ranks [N], and the most likely tokens [N, M] with theirs,
+    of which each token wants `counts`."""
+
+    chosen: torch.Tensor
+    ranks: torch.Tensor
+    top_ids: torch.Tensor
+    top_values: torch.Tensor
+    counts: Rows[int]
+
+    def to_host(self) -> "LogprobEntries":
+        """Begins to copy them; to be read when the device is through with that."""
+        return LogprobEntries(
+            to_host(self.chosen),
+            to_host(self.ranks),
+            to_host(self.top_ids),
+            to_host(self.top_values),
+            self.counts,
+        )
+
+    def read(self) -> list[TokenLogprobs]:
+        return [
+            TokenLogprobs(logprob, rank, tuple(zip(ids[:count], values[:count], strict=True)))
+            for logprob, rank, ids, values, count in zip(
+                self.chosen.tolist(),
+                self.ranks.tolist(),
+                self.top_ids.tolist(),
+                self.top_values.tolist(),
+                self.counts,
+                strict=True,
+            )
+        ]
+
+
+def find_logprobs(raw: torch.Tensor, tokens: torch.Tensor, counts: Rows[int]) -> LogprobEntries:
     """Raw log probabilities [N, V] and the tokens [N] to read; each with its `counts` best."""
     chosen = raw.gather(1, tokens[:, None])
     ranks = (raw > chosen).sum(-1) + 1
     most = min(max(counts), raw.shape[1])
     top = raw.topk(most, dim=-1)
-    return [
-        TokenLogprobs(logprob, rank, tuple(zip(ids[:count], values[:count], strict=True)))
-        for logprob, rank, ids, values, count in zip(
-            chosen.squeeze(1).tolist(),
-            ranks.tolist(),
-            top.indices.tolist(),
-            top.values.tolist(),
-            counts,
-            strict=True,
-        )
-    ]
+    return LogprobEntries(chosen.squeeze(1), ranks, top.indices, top.values, counts)
 
 
 def score_prompts(
@@ -55,6 +92,6 @@ def _score(logits: torch.Tensor, run: ScheduledSequence) -> list[TokenLogprobs]:
     found: list[TokenLogprobs] = []
     for begin in range(0, run.scores, SLICE):
         read = tokens[begin : begin + SLICE]
-        raw = torch.log_softmax(logits[begin : begin + SLICE].float(), -1)
-        found += read_logprobs(raw, read, [count] * len(read))
+        raw = log_softmax(logits[begin : begin + SLICE])
+        found += find_logprobs(raw, read, [count] * len(read)).read()
     return found

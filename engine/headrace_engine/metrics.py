@@ -20,11 +20,14 @@ from headrace_common.protocol.base import Outcome
 from headrace_common.telemetry import Telemetry
 from headrace_common.tracing import EngineTimes, record_engine_spans, record_step_span
 
+from .lora.use import AdapterUse
 from .speculation.stats import SpeculationStats
 from .stats import SchedulerStats
 
 STEP_SPAN_INTERVAL = 1000
 """One step in so many becomes a span that links to the requests of its batch."""
+
+_PLACEMENTS = {True: "placed", False: "stolen", None: "unplaced"}
 
 
 @dataclass(slots=True)
@@ -45,7 +48,7 @@ class EngineMetrics:
 
     `stats` gives the engine's present state and is read only when an exporter collects, on its
     thread. `capacity` is the most sequences that run at once; `step_age` gives seconds since the
-    last finished step while there is work, else 0.
+    last finished step while there is work, else 0. `adapters` tells which LoRA adapters are in use.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class EngineMetrics:
         capacity: int,
         stats: Callable[[], SchedulerStats],
         step_age: Callable[[], float],
+        adapters: Callable[[], AdapterUse | None] = lambda: None,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._telemetry = telemetry
@@ -65,6 +69,7 @@ class EngineMetrics:
         self._engine_id = engine_id
         self._clock_ns = clock_ns
         self._stats = stats
+        self._adapters = adapters
         self._steps = 0
         self._input_tokens = 0
         self._output_tokens = 0
@@ -79,19 +84,22 @@ class EngineMetrics:
         self._step_tokens = histogram(meter, names.ENGINE_STEP_TOKENS)
         self._phases = histogram(meter, names.ENGINE_REQUEST_PHASE_DURATION)
         self._redeliveries = counter(meter, names.QUEUE_REDELIVERIES)
+        self._placements = counter(meter, names.QUEUE_PLACEMENTS)
         self._prefill_labels = {**self._labels, names.PHASE: "prefill"}
         self._decode_labels = {**self._labels, names.PHASE: "decode"}
 
     # Requests
 
-    def taken(self, request: GenerateRequest, attempt: int = 1) -> None:
-        """The engine has taken a request from the queue."""
+    def taken(self, request: GenerateRequest, attempt: int = 1, placed: bool | None = None) -> None:
+        """The engine has taken a request from the queue; `placed` as in Lease."""
         now = self._clock_ns()
         self._tracked[request.request_id] = _Tracked(request, attempt, now, self._steps + 1)
         waited = max(0.0, now / 1e9 - request.created_ms / 1e3)
         self._phases.record(waited, {**self._labels, names.PHASE: "queue"})
         if attempt > 1:
             self._redeliveries.add(1, self._labels)
+        else:
+            self._placements.add(1, {**self._labels, names.RESULT: _PLACEMENTS[placed]})
 
     def compiled(self, seconds: float) -> None:
         """A request waited so long for what its output must match."""
@@ -182,7 +190,9 @@ class EngineMetrics:
     # What exporters read
 
     def _snapshot(self) -> "_Snapshot":
-        return _Snapshot(self._stats(), self._input_tokens, self._output_tokens)
+        return _Snapshot(
+            self._stats(), self._input_tokens, self._output_tokens, self._adapters()
+        )
 
     def _observe_all(self, meter: Meter, step_age: Callable[[], float], capacity: int) -> None:
         for metric, read in _GAUGES:
@@ -205,6 +215,7 @@ class _Snapshot:
     stats: SchedulerStats
     input_tokens: int
     output_tokens: int
+    adapters: AdapterUse | None
 
 
 _Read = Callable[[_Snapshot], Iterable[tuple[dict[str, str], float]]]
@@ -318,6 +329,8 @@ class _VllmNames(Collector):
         yield self._counter(names.VLLM_PREFIX_CACHE_HITS, "Tokens found.", stats.prefix_hit_tokens)
         if stats.speculation is not None:
             yield from self._speculation(stats.speculation)
+        if now.adapters is not None:
+            yield self._lora(now.adapters)
 
     def _speculation(self, stats: SpeculationStats) -> Iterable[PrometheusMetric]:
         yield self._counter(names.VLLM_SPEC_DRAFTS, "Proposals.", stats.drafts)
@@ -333,6 +346,22 @@ class _VllmNames(Collector):
         for position, count in enumerate(stats.accepted_per_position):
             positions.add_metric((*self._labels, str(position)), count)
         yield positions
+
+    def _lora(self, use: AdapterUse) -> PrometheusMetric:
+        """As vLLM's: the facts are in the labels, and the newest sample counts."""
+        family = GaugeMetricFamily(
+            names.VLLM_LORA_REQUESTS,
+            "Adapters whose requests run and wait; the value is the time in Unix seconds.",
+            labels=(
+                *names.VLLM_LABELS,
+                "max_lora",
+                "running_lora_adapters",
+                "waiting_lora_adapters",
+            ),
+        )
+        lists = (",".join(use.running), ",".join(use.waiting))
+        family.add_metric((*self._labels, str(use.slots), *lists), time.time())
+        return family
 
     def _gauge(self, name: str, text: str, value: float) -> PrometheusMetric:
         family = GaugeMetricFamily(name, text, labels=names.VLLM_LABELS)

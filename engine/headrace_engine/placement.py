@@ -4,7 +4,9 @@ Decides where and how; runs nothing.
 """
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,10 +16,12 @@ from .attention.base import AttentionBackend, KVSpec, LayerCache
 from .config import EngineConfig
 from .errors import ConfigError
 from .kernels.ops import make_ops
+from .kv_budget import count_blocks
 from .model.base import CausalModel
 from .model.checkpoint import Checkpoint, load_checkpoint
 from .model.hidden_states import causal
 from .model.ops import Ops, TorchOps
+from .model.parallel import Shard
 from .model.registry import Placement, load_model
 from .model.weights import stored_dtype
 from .pooler_config import (
@@ -36,8 +40,39 @@ DTYPES = {
 }
 
 
+class PeerRanks(Protocol):
+    """The other ranks of a model that several processes share: they do what this one does."""
+
+    def allocate(self, num_blocks: int) -> None: ...
+
+    def reserve_host(self, num_blocks: int) -> None:
+        """KV blocks in host memory."""
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None: ...
+
+    def swap(
+        self, swap_out: Sequence[tuple[int, int]], swap_in: Sequence[tuple[int, int]]
+    ) -> None: ...
+
+    def smallest(
+        self,
+        count: Callable[[Callable[[], None]], int],
+        profile: Callable[[], None],
+        max_model_len: int,
+    ) -> int:
+        """The least of what `count(profile)` gives on any rank."""
+
+    def watch(self, on_failure: Callable[[Exception], None]) -> None:
+        """Calls it, from any thread, when a rank fails."""
+
+    def close(self) -> None:
+        """Ends them."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlacedModel:
+    """`peers` have the other parts of the model; None: it is all here."""
+
     model: CausalModel
     attention: AttentionBackend
     ops: Ops
@@ -47,9 +82,12 @@ class PlacedModel:
     max_model_len: int
     sliding_window: int | None = None
     pooler_config: PoolerConfig | None = None
+    peers: PeerRanks | None = None
 
     def allocate(self, num_blocks: int, block_size: int) -> tuple[LayerCache, ...]:
         """Zeroed KV memory, one entry a layer."""
+        if self.peers is not None:
+            self.peers.allocate(num_blocks)
         specs = self._specs(block_size)
         return tuple(self.attention.allocate(num_blocks, spec) for spec in specs)
 
@@ -61,9 +99,30 @@ class PlacedModel:
         self, caches: tuple[LayerCache, ...], copies: tuple[tuple[int, int], ...]
     ) -> None:
         """Copies whole (source, destination) blocks in all layers."""
+        if self.peers is not None:
+            self.peers.copy_blocks(copies)
         pairs = torch.from_numpy(np.array(copies, dtype=np.int64)).to(self.device)
         for cache in caches:
             self.attention.copy_blocks(cache, pairs)
+
+    def count_blocks(
+        self,
+        config: EngineConfig,
+        bytes_per_block: int,
+        max_model_len: int,
+        profile: Callable[[], None],
+    ) -> int:
+        """How many KV blocks fit, on every rank. Raises ConfigError where none does."""
+
+        def count(run: Callable[[], None]) -> int:
+            return count_blocks(config, self.device, bytes_per_block, max_model_len, run)
+
+        if self.peers is None:
+            return count(profile)
+        blocks = self.peers.smallest(count, profile, max_model_len)
+        if blocks < 1:
+            raise ConfigError("a rank has no room for one KV block: its log says how much it needs")
+        return blocks
 
     def _specs(self, block_size: int) -> list[KVSpec]:
         return [
@@ -72,18 +131,25 @@ class PlacedModel:
         ]
 
 
-def place_model(config: EngineConfig) -> PlacedModel:
-    """Raises CheckpointError or ConfigError naming what cannot be loaded or served."""
+def place_model(config: EngineConfig, shard: Shard | None = None) -> PlacedModel:
+    """All of the model, or the part that `shard` says, on the GPU that is this rank's.
+
+    Raises CheckpointError or ConfigError naming what cannot be loaded or served.
+    """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     checkpoint = load_checkpoint(config.model, config.revision)
     pooler_config = _pooler_config(config, checkpoint)
     checkpoint = checkpoint if pooler_config is None else causal(checkpoint)
     device = pick_device(config.device)
+    if shard is not None and device.type == "cuda":
+        device = torch.device("cuda", shard.rank)
+        torch.cuda.set_device(device)
     dtype = pick_dtype(config.dtype, checkpoint, device)
-    backend = attention.select(config.attention_backend, device, dtype, config.block_size)
+    wanted, deterministic = config.attention_backend, config.deterministic
+    backend = attention.select(wanted, device, dtype, config.block_size, deterministic)
     # The reference is plain torch throughout, native kernels included in all else.
-    ops = TorchOps() if backend.name == "reference" else make_ops(device)
+    ops = TorchOps() if backend.name == "reference" else make_ops(device, deterministic)
     placement = Placement(
         device,
         dtype,
@@ -92,6 +158,9 @@ def place_model(config: EngineConfig) -> PlacedModel:
         config.max_model_len,
         config.quantization,
         hidden_states=pooler_config is not None,
+        shard=shard,
+        deterministic=deterministic,
+        load_format=config.load_format,
     )
     with torch.inference_mode():
         loaded = load_model(config, checkpoint, placement)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from .outputs import SampledToken, TokenLogprobs
 from .request import Sequence
@@ -36,20 +36,30 @@ class SampleRow(NamedTuple):
     """One row of logits: the next token of `sequence` if the tokens `ahead` follow those it knows.
 
     Whatever a row is sampled with (penalties, random numbers, grammar) is a function of this.
+    `known` bounds the tokens of the sequence that count, where more may come while the step runs;
+    None: all.
     """
 
     sequence: Sequence
     ahead: tuple[int, ...] = ()
+    known: int | None = None
+
+    @property
+    def known_length(self) -> int:
+        """Tokens of the sequence itself that count, prompt and output."""
+        return len(self.sequence.token_ids) if self.known is None else self.known
 
     @property
     def output_length(self) -> int:
         """Output tokens before the one that is sampled."""
-        return self.sequence.output_length + len(self.ahead)
+        return self.known_length - self.sequence.prompt_length + len(self.ahead)
 
     @property
     def token_ids(self) -> list[int]:
         """Prompt and output before the sampled token; not to be changed."""
         known = self.sequence.token_ids
+        if self.known is not None:
+            known = known[: self.known]
         return [*known, *self.ahead] if self.ahead else known
 
 
@@ -60,6 +70,8 @@ class StepPlan:
     `num_tokens` counts drafts too. `copies` are (source, destination) blocks of copy-on-write,
     copied before the forward pass. Before those, `swap_out` copies (device, host) blocks to host
     memory, and then `swap_in` (host, device) blocks back: a block may be in both.
+    `prefill_tokens` are those of `num_tokens` that are of prompts, or computed again. `ahead`: made
+    before the result of the step before was known, so runs may end with a PENDING token.
     """
 
     scheduled: tuple[ScheduledSequence, ...]
@@ -67,6 +79,8 @@ class StepPlan:
     num_tokens: int
     swap_out: tuple[tuple[int, int], ...] = ()
     swap_in: tuple[tuple[int, int], ...] = ()
+    prefill_tokens: int = 0
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,3 +100,10 @@ class StepResult:
     seconds: float = 0.0
     swap_seconds: float = 0.0
     scored: tuple[tuple[TokenLogprobs, ...], ...] = ()
+
+
+class PendingStep(Protocol):
+    """A submitted step."""
+
+    def result(self) -> StepResult:
+        """Waits for the step, and for no later one. Raises what the step raised."""

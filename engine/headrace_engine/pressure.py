@@ -23,16 +23,19 @@ class MemoryPressure:
         self._watermark = watermark
         self.recomputed = 0
 
-    def make_room(self) -> list[Sequence]:
+    def make_room(self, *, preempting: bool = True) -> list[Sequence] | None:
         """Preempts until each decode can have its next block; returns those that need one.
 
         Also, an earlier prefill that has no block to go on with takes one from a later sequence.
+        None, and nothing changed, where somebody would have to give way but may not now.
         """
         kv, books = self._kv, self._books
         needy = kv.short(books.decoding)
         while len(needy) > (free := kv.pool.num_free) or (
             free == len(needy) and self._prefill_starves()
         ):
+            if not preempting:
+                return None
             self.preempt(max(books.running(), key=books.key))
             needy = kv.short(books.decoding)
         return needy
@@ -62,6 +65,11 @@ class MemoryPressure:
         group.followers[:] = group.sequences
         self._books.together.discard(group)
         self._books.queue_leader(group)
+
+    def outranks_any(self, head: Sequence) -> bool:
+        """Whether the policy would let `head` take the place of something that runs."""
+        outranks, request = self._books.policy.outranks, head.request
+        return any(outranks(request, each.request) for each in self._books.running())
 
     def victims(self, head: Sequence, blocks: int) -> list[Sequence] | None:
         """What must give way so that `head` can start with `blocks`, latest first.

@@ -7,7 +7,7 @@ of engines: it stays when they go.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,14 @@ CHECK_S = 30.0
 RETRY_S = 2.0
 
 
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What gateways need of a model, and the tokenizer in it."""
+
+    files: CheckpointFiles
+    tokenizer: Tokenizer
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
     """Where the files are. `chat_template` is a file that replaces the checkpoint's own."""
@@ -32,14 +40,15 @@ class ModelSource:
     revision: str | None = None
     chat_template: str | None = None
 
-    def read(self) -> CheckpointFiles:
+    def read(self) -> ModelFiles:
         """The files, which gateways can load: tried here, since they could only log it.
 
         Raises TokenizerError, ChatTemplateError, or SettingsError for the chat template's file.
         """
         files = self._read()
-        find_chat_template(files, Tokenizer.from_files(files))
-        return files
+        tokenizer = Tokenizer.from_files(files)
+        find_chat_template(files, tokenizer)
+        return ModelFiles(files, tokenizer)
 
     def _read(self) -> CheckpointFiles:
         files = read_files(self.model, self.revision)
@@ -52,7 +61,11 @@ class ModelSource:
 
 
 class Registration:
-    """One model's entry in the registry. Times in seconds; `clock` gives Unix seconds."""
+    """One model's entry in the registry, with the names of its LoRA `adapters`.
+
+    `files` is what has been read of `source` just now, for the first entry. Times in seconds;
+    `clock` gives Unix seconds.
+    """
 
     def __init__(
         self,
@@ -62,6 +75,8 @@ class Registration:
         name: str,
         max_model_len: int,
         owner: str = "",
+        files: CheckpointFiles | None = None,
+        adapters: Sequence[str] = (),
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
@@ -70,6 +85,8 @@ class Registration:
         self._name = name
         self._max_model_len = max_model_len
         self._owner = owner
+        self._files = files
+        self._adapters = tuple(adapters)
         self._clock = clock
         self._sleep = sleep
         self._registered = False
@@ -98,13 +115,14 @@ class Registration:
             logger.warning("model not registered, will retry", extra={"error": str(error)})
 
     async def _register(self) -> None:
-        files = await asyncio.to_thread(self._source.read)
+        files = self._files or (await asyncio.to_thread(self._source.read)).files
         entry = RegisteredModel(
             name=self._name,
             digest=await asyncio.to_thread(digest_of, files.contents),
             max_model_len=self._max_model_len,
             created=int(self._clock()),
             owner=self._owner,
+            adapters=self._adapters,
         )
         known = (await self._registry.models()).get(self._name)
         entry = entry.since(known)
@@ -115,5 +133,5 @@ class Registration:
             )
         if known != entry:
             await self._registry.register(entry, files.contents)
-        self._registered = True
+        self._registered, self._files = True, None  # another time they may be others
         logger.info("model registered", extra={"model": self._name, "digest": entry.digest})

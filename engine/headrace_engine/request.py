@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from hashlib import blake2b, sha256
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,10 @@ from .errors import IllegalTransition
 
 if TYPE_CHECKING:
     from .grammar.compiled import CompiledGrammar, GrammarCursor
+
+
+# Stands in `Sequence.token_ids` for the token that a step in flight will have chosen.
+PENDING = -1
 
 
 class State(StrEnum):
@@ -50,6 +55,7 @@ class EngineRequest:
     `params.structured_outputs`, compiled by the caller. `candidates` is set inside the engine, for
     beams: how many of the most likely tokens the search looks at. `logprobs` is what the sampler
     reads: those, or the user's.
+    `lora` names the adapter that it runs with.
     `arrival` and `deadline` are seconds of one clock. `priority` 0 is normal, lower is sooner.
     """
 
@@ -66,11 +72,20 @@ class EngineRequest:
     pooling: PoolingParams | None = None
     grammar: "CompiledGrammar | None" = None
     candidates: int | None = None
+    lora: str | None = None
     logprobs: int | None = field(init=False)
 
     def __post_init__(self) -> None:
         logprobs = self.params.logprobs if self.candidates is None else self.candidates
         object.__setattr__(self, "logprobs", logprobs)
+
+    @property
+    def prefix_seed(self) -> bytes:
+        """What the hashes of its KV begin with: equal tokens have other KV with another adapter."""
+        if self.lora is None:
+            return sha256(self.cache_salt).digest()
+        name = sha256(self.lora.encode()).digest()
+        return blake2b(self.cache_salt, digest_size=32, key=name).digest()
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -78,7 +93,9 @@ class Sequence:
     """One choice of a request. Owned by the scheduler; the runner only reads it.
 
     Token positions: [0, computed) have their KV in `block_table`; [computed, len(token_ids)) are
-    known but not run yet (one token while decoding, more while prefilling or recomputing).
+    known but not run yet (one token while decoding, more while prefilling or recomputing). While a
+    step is in flight that was booked ahead (see lookahead), its work counts as computed and the
+    last token is PENDING.
     `block_hashes` are the prefix-cache keys of its leading full blocks, as far as asked for. While
     it is SWAPPED, the KV of [0, computed) is in `host_blocks` and `block_table` is empty. The first
     `released` places of `block_table` are of blocks that fell out of a sliding window. `adjusted`:

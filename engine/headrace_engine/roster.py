@@ -109,7 +109,7 @@ class Roster:
             active.recovered = True
         self._active[active.request_id] = active
         self.busy.set()
-        self._metrics.taken(active.request, active.attempt)
+        self._metrics.taken(active.request, active.attempt, lease.placed)
         if lease.suspect:
             self._suspects.append(active)
         return active

@@ -14,20 +14,25 @@ from headrace_common.sampling import SamplingParams
 
 from .attention.base import AttentionBackend, LayerCache
 from .batch import StepBatch, build
+from .chaining import link
 from .config import EngineConfig
+from .distributed.placing import place
+from .distributed.process import Launcher, RankProcess
 from .errors import ConfigError
 from .host_pool import HostPool
-from .kv_budget import count_blocks
 from .logprobs import score_prompts
+from .lora.adapters import Adapters
+from .lora.runtime import LoRARuntime
 from .model.base import CausalModel, ForwardBatch
-from .outputs import SampledToken
-from .placement import place_model
-from .plan import SampleRow, ScheduledSequence, StepPlan, StepResult
+from .model.cuda_graphs import with_graphs
+from .placement import PeerRanks
+from .plan import PendingStep, SampleRow, ScheduledSequence, StepPlan, StepResult
 from .pooling import Pooler
 from .request import EngineRequest, Sequence
 from .sampler import Sampler
-from .speculation.acceptance import group
 from .speculation.draft_model import DraftModel
+from .submission import Step, Submission, make_submission
+from .transfer import Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -35,15 +40,22 @@ logger = logging.getLogger(__name__)
 class ModelRunner:
     """A loaded model with its KV cache. Made once a process; used by one thread.
 
-    Raises CheckpointError or ConfigError naming what cannot be loaded or served.
+    `launch` starts the other ranks where several share the model. `submission` is how steps run
+    behind each other; None: what suits the device. Raises CheckpointError,
+    ConfigError or RankFailed naming what cannot be loaded or served.
     """
 
     def __init__(
-        self, config: EngineConfig, *, clock: Callable[[], float] = time.perf_counter
+        self,
+        config: EngineConfig,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        launch: Launcher = RankProcess,
+        submission: Submission | None = None,
     ) -> None:
         self._clock = clock
         draft = DraftModel.of(config)
-        placed = place_model(config)
+        placed = place(config, launch)
         self._placed, self._model, self._attention = placed, placed.model, placed.attention
         self._device, self._dtype = placed.device, placed.dtype
         self.max_model_len = placed.max_model_len
@@ -53,17 +65,28 @@ class ModelRunner:
         self.block_size = config.block_size
         self.pooler_config = placed.pooler_config
         self._pooler = None if placed.pooler_config is None else Pooler(placed.pooler_config)
-        self._sampler = Sampler(self.eos_token_ids, placed.ops)
+        self._lora = LoRARuntime.of(config, placed.model, self._dtype, self._device)
+        one_by_one = config.deterministic and placed.device.type == "cuda"
+        self._sampler = Sampler(self.eos_token_ids, placed.ops, one_by_one=one_by_one)
         self._draft = draft
         self._config = config
+        self._transfer = Transfer(placed.device)
+        self._submission = submission or make_submission(placed.device, clock)
+        self._last: Step | None = None
         self._caches: tuple[LayerCache, ...] = ()
         self.host_pool: HostPool | None = None  # the profile run swaps nothing
         self.num_blocks = self._size_cache()
         self._caches = self._allocate(self.num_blocks)
-        self.host_pool = HostPool(config, self._caches) if config.swap_space else None
+        if config.swap_space:
+            self.host_pool = HostPool(config, self._caches, placed.peers)
         if draft is not None:
             draft.serve(self.num_blocks, self.vocab_size, self.eos_token_ids)
         logger.info("KV cache allocated", extra={"blocks": self.num_blocks})
+
+    @property
+    def peers(self) -> PeerRanks | None:
+        """The other processes of this model; None: it is all in this one."""
+        return self._placed.peers
 
     @property
     def device(self) -> torch.device:
@@ -83,49 +106,75 @@ class ModelRunner:
         return self._draft
 
     @property
+    def adapters(self) -> Adapters | None:
+        """The LoRA adapters that requests may run with; None where they are not enabled."""
+        return None if self._lora is None else self._lora.adapters
+
+    @property
     def attention(self) -> AttentionBackend:
         return self._attention
 
+    @property
+    def async_scheduling(self) -> bool:
+        """Whether steps are to be submitted one ahead of each other."""
+        wanted = self._config.async_scheduling
+        return self._device.type == "cuda" if wanted is None else wanted
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Copies blocks, computes the plan's runs and samples a token for each that asks."""
-        host, swapping, begun = self.host_pool, 0.0, self._clock()
-        if host is not None:
-            with torch.inference_mode():
-                swapping = host.swap(plan)
-        result = self._compute(plan)
-        if host is not None:
-            host.synchronize()
-        return replace(result, seconds=self._clock() - begun, swap_seconds=swapping)
+        begun = self._clock()
+        step = Step(plan, self._build(plan))
+        self._launch(step)
+        result = step.result(0.0)
+        if self.host_pool is not None:
+            self.host_pool.synchronize()
+        return replace(result, seconds=self._clock() - begun)
 
-    def _compute(self, plan: StepPlan) -> StepResult:
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """As execute, behind all steps submitted before; returns at once.
+
+        A plan that was made ahead goes over the plan that was submitted last.
+        """
+        before = self._last if plan.ahead else None
+        links = link(plan, None if before is None else before.plan)
+        step = Step(plan, self._build(plan), links)
+        if len(links.places):
+            step.before = before
+            step.places, step.sources = self._transfer((links.places, links.sources))
+        self._last = step
+        return self._submission.submit(step, self._launch)
+
+    def _build(self, plan: StepPlan) -> StepBatch:
         with torch.inference_mode():
+            return build(plan, self.block_size, self._device, self._transfer)
+
+    def _launch(self, step: Step) -> None:
+        """All that the device does for a step, in the order of its stream."""
+        plan, batch = step.plan, step.batch
+        with torch.inference_mode():
+            if self.host_pool is not None:
+                step.swap_seconds = self.host_pool.swap(plan)
             if plan.copies:
                 self._placed.copy_blocks(self._caches, plan.copies)
-            batch = build(plan, self.block_size, self._device)
+            step.take_inputs()
+            if self._lora is not None:
+                batch = self._lora.extend(plan, batch)
             if self._pooler is not None:
-                return self._embed(self._pooler, plan, batch.forward)
+                step.embeddings = self._embed(self._pooler, plan, batch.forward)
+                return
             logits = self._model.forward(batch.forward, self._caches)
             if batch.scoring:
-                return self._score(plan, batch, logits)
-            return StepResult(self._sample(plan, batch, logits))
+                step.scored = score_prompts(logits[len(batch.sampling) :], batch.scoring)
+                logits = logits[: len(batch.sampling)]
+            if rows := step.rows():
+                step.sampled = self._sampler.choose(logits, rows)
 
-    def _sample(
-        self, plan: StepPlan, batch: StepBatch, logits: torch.Tensor
-    ) -> tuple[tuple[SampledToken, ...] | None, ...]:
-        if not batch.sampling:
-            return ()
-        drafts = [item.drafts for item in plan.scheduled if item.samples]
-        return group(drafts, self._sampler.sample(logits, batch.sampling))
-
-    def _score(self, plan: StepPlan, batch: StepBatch, logits: torch.Tensor) -> StepResult:
-        sampling = len(batch.sampling)
-        scored = score_prompts(logits[sampling:], batch.scoring)
-        return StepResult(self._sample(plan, batch, logits[:sampling]), scored=scored)
-
-    def _embed(self, pooler: Pooler, plan: StepPlan, batch: ForwardBatch) -> StepResult:
+    def _embed(
+        self, pooler: Pooler, plan: StepPlan, batch: ForwardBatch
+    ) -> tuple[bytes | None, ...]:
         rows = pooler.rows(batch.logits_rows, plan.num_tokens)
         hidden = self._model.forward(replace(batch, logits_rows=rows), self._caches)
-        return StepResult((), pooler.pool(plan, hidden))
+        return pooler.pool(plan, hidden)
 
     def warm_up(self) -> None:
         """Runs a small prefill and a decode, so that the first request meets warm code paths.
@@ -140,6 +189,9 @@ class ModelRunner:
         if length < self.block_size:
             step = ScheduledSequence(sequence, length, 1, samples=True)
             self.execute(StepPlan((step,), (), 1))
+        self._model = with_graphs(
+            self._model, self._attention, self._caches, self._config, self.max_model_len
+        )
         if self._draft is not None:
             plan = _dummy_plan(1, 1, self.block_size, num_blocks=1)
             self._draft.execute(plan, (SampleRow(plan.scheduled[0].sequence),))
@@ -147,8 +199,8 @@ class ModelRunner:
     def _size_cache(self) -> int:
         per_block = self._placed.block_bytes(self.block_size)
         per_block += 0 if self._draft is None else self._draft.block_bytes
-        blocks = count_blocks(
-            self._config, self._device, per_block, self.max_model_len, self._profile
+        blocks = self._placed.count_blocks(
+            self._config, per_block, self.max_model_len, self._profile
         )
         wanted = -(-self.max_model_len // self.block_size)
         if blocks < wanted and self._config.max_model_len is not None:

@@ -4,64 +4,67 @@ A row's token depends on its own logits, its own parameters and its own random n
 other rows. Greedy rows without options cost one argmax.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from math import isfinite
 
 import numpy as np
 import torch
 
+from headrace_common.sampling import SamplingParams
+
 from .filters import draw, thresholds
 from .logits import adjust, wants_adjusting
-from .logprobs import read_logprobs
+from .logprobs import LogprobEntries, find_logprobs, log_softmax
 from .model.ops import Ops
-from .outputs import SampledToken, TokenLogprobs
+from .outputs import SampledToken
 from .plan import SampleRow
 from .randomness import uniforms
+from .sampled import SampledRows
+from .transfer import to_device
+
+# (scaled logits [R, V], parameters, uniform numbers [R]) to token ids int64 [R]
+Draw = Callable[[torch.Tensor, Rows[SamplingParams], torch.Tensor], torch.Tensor]
 
 
 class Sampler:
-    def __init__(self, eos_token_ids: frozenset[int], ops: Ops) -> None:
+    """`one_by_one` draws each row by itself, where sums over some rows at once would round a row's
+    by which others there are: on CUDA devices."""
+
+    def __init__(
+        self, eos_token_ids: frozenset[int], ops: Ops, *, one_by_one: bool = False
+    ) -> None:
         self._eos_token_ids, self._ops = eos_token_ids, ops
+        self._draw = _draw_one_by_one if one_by_one else _draw
 
     def sample(
         self, logits: torch.Tensor, rows: Rows[SampleRow]
     ) -> tuple[SampledToken | None, ...]:
-        """One token a row, None for a row with NaN or infinite logits.
+        """One token a row, None for a row with NaN or infinite logits; see `choose`."""
+        return self.choose(logits, rows).read()
+
+    def choose(self, logits: torch.Tensor, rows: Rows[SampleRow]) -> SampledRows:
+        """One token a row, on the device, which need not be waited for.
 
         `logits` [R, V], of any float dtype, belong to the sampler from here on.
         Log probabilities are the model's own, before any parameter changed them (vLLM's default).
         """
         asked = _logprob_rows(rows)
-        raw = torch.log_softmax(_take(logits, asked).float(), -1) if asked else None
+        raw = log_softmax(_take(logits, asked)) if asked else None
         if any(map(wants_adjusting, rows)):
             logits = logits.float()
             adjust(logits, rows, self._eos_token_ids)
         tokens, best = self._ops.argmax(logits)
-        broken = _neutralise_broken(logits, best)
-        _replace_random(tokens, logits, best, rows)
-        ids = tokens.tolist()
-        if raw is None and not broken:
-            return tuple(map(SampledToken, ids))
-        found: dict[int, TokenLogprobs] = {}
-        if raw is not None:
-            found = dict(zip(asked, _logprobs(raw, tokens[asked], rows, asked), strict=True))
-        return tuple(
-            None if index in broken else SampledToken(token, found.get(index))
-            for index, token in enumerate(ids)
-        )
-
-
-def _neutralise_broken(logits: torch.Tensor, best: torch.Tensor) -> frozenset[int]:
-    """The rows whose best logit is NaN or infinite; they are zeroed, so that drawing is safe."""
-    broken = [row for row, value in enumerate(best.tolist()) if not isfinite(value)]
-    if broken:
-        logits[broken] = 0
-        best[broken] = 0
-    return frozenset(broken)
+        _replace_random(tokens, logits, best, rows, self._draw)
+        entries = None if raw is None else _logprobs(raw, _take(tokens, asked), rows, asked)
+        return SampledRows(tokens, best, asked, entries)
 
 
 def _replace_random(
-    tokens: torch.Tensor, logits: torch.Tensor, best: torch.Tensor, rows: Rows[SampleRow]
+    tokens: torch.Tensor,
+    logits: torch.Tensor,
+    best: torch.Tensor,
+    rows: Rows[SampleRow],
+    draw_rows: Draw,
 ) -> None:
     """Writes the drawn tokens of the rows with a temperature over the greedy ones."""
     drawing = [index for index, row in enumerate(rows) if not row.sequence.request.params.greedy]
@@ -69,16 +72,42 @@ def _replace_random(
         return
     chosen = [rows[index] for index in drawing]
     params = [row.sequence.request.params for row in chosen]
-    temperature = torch.tensor([one.temperature for one in params], device=logits.device)
-    scaled = _take(logits, drawing).float() - _take(best, drawing).float()[:, None]
-    scaled /= temperature[:, None]
+    temperatures = np.array([one.temperature for one in params], dtype=np.float32)
+    highest = _take(best, drawing).float()
+    scaled = _take(logits, drawing).float() - highest[:, None]
+    scaled /= to_device(temperatures, logits.device)[:, None]
+    _neutralise_broken(scaled, highest)
     numbers = uniforms(
         [row.sequence.request.seed for row in chosen],
         [row.sequence.choice for row in chosen],
         [row.output_length for row in chosen],
     )
-    drawn = draw(scaled, thresholds(scaled, params), torch.from_numpy(numbers).to(logits.device))
-    tokens[torch.tensor(drawing, device=logits.device)] = drawn
+    drawn = draw_rows(scaled, params, to_device(numbers, logits.device))
+    tokens.index_copy_(0, to_device(np.array(drawing), logits.device), drawn)
+
+
+def _neutralise_broken(scaled: torch.Tensor, highest: torch.Tensor) -> None:
+    """Zeroes the rows whose highest logit is NaN or infinite, so that drawing is safe."""
+    broken = ~torch.isfinite(highest)
+    if scaled.device.type != "cpu" or broken.any():  # a GPU is not asked, but just told
+        scaled.masked_fill_(broken[:, None], 0.0)
+
+
+def _draw(
+    scaled: torch.Tensor, params: Rows[SamplingParams], numbers: torch.Tensor
+) -> torch.Tensor:
+    return draw(scaled, thresholds(scaled, params), numbers)
+
+
+def _draw_one_by_one(
+    scaled: torch.Tensor, params: Rows[SamplingParams], numbers: torch.Tensor
+) -> torch.Tensor:
+    return torch.cat(
+        [
+            _draw(scaled[row : row + 1], [one], numbers[row : row + 1])
+            for row, one in enumerate(params)
+        ]
+    )
 
 
 def _logprob_rows(rows: Rows[SampleRow]) -> list[int]:
@@ -87,14 +116,14 @@ def _logprob_rows(rows: Rows[SampleRow]) -> list[int]:
 
 def _logprobs(
     raw: torch.Tensor, tokens: torch.Tensor, rows: Rows[SampleRow], asked: list[int]
-) -> list[TokenLogprobs]:
+) -> LogprobEntries:
     """The entries of `asked`; raw log probabilities [N, V] and chosen tokens [N] are theirs."""
     counts = [rows[index].sequence.request.logprobs or 0 for index in asked]
-    return read_logprobs(raw, tokens, counts)
+    return find_logprobs(raw, tokens, counts)
 
 
 def _take(matrix: torch.Tensor, rows: list[int]) -> torch.Tensor:
     """Some rows; the matrix itself where that is all of them."""
     if len(rows) == len(matrix):
         return matrix
-    return matrix.index_select(0, torch.from_numpy(np.array(rows)).to(matrix.device))
+    return matrix.index_select(0, to_device(np.array(rows), matrix.device))

@@ -14,27 +14,32 @@ from dataclasses import replace
 from .admission import Admission
 from .books import Books
 from .config import EngineConfig
+from .drafting import Drafting
 from .errors import RequestError
 from .group import Group, open_group
 from .held import HeldRequests
 from .host_cache import HostCache
 from .kv_cache import Copies, KVCache, unused_slots
+from .lookahead import advance
+from .lora.use import AdapterUse, adapter_use
 from .outputs import SampledToken, SequenceOutput, TokenLogprobs
 from .pacing import Pacing
 from .phase_costs import PhaseCosts
 from .plan import NO_DRAFTS, Drafts, ScheduledSequence, StepPlan, StepResult
 from .policies import Policy
 from .pressure import MemoryPressure
-from .request import EngineRequest, FinishReason, Sequence, SequenceView, State
+from .request import PENDING, EngineRequest, FinishReason, Sequence, SequenceView, State
 from .stats import SchedulerStats
 from .stopping import StopRule
 from .swapping import Swapping
 from .validation import Limits, check_request
 
+NO_MOVES: tuple[tuple[()], tuple[()]] = ((), ())
+
 
 class Scheduler:
-    """Owns all sequences and their blocks. `plan` and `update` alternate; `add` and `abort` may
-    come at any time between calls.
+    """Owns all sequences and their blocks. `plan` and `update` alternate, but for one more `plan`
+    after an `advance`; `add` and `abort` may come at any time between calls.
     """
 
     def __init__(self, config: EngineConfig, limits: Limits, policy: Policy) -> None:
@@ -51,13 +56,15 @@ class Scheduler:
         )
         self._watermark = int(config.watermark * limits.num_blocks)
         host = HostCache(limits.num_host_blocks, self._kv) if limits.num_host_blocks else None
-        self._books = Books(policy, self._kv, self._max_running, host)
+        self._max_loras = config.max_loras if config.enable_lora else None
+        self._books = Books(policy, self._kv, self._max_running, host, self._max_loras)
         self._costs = PhaseCosts()
         self._swapping = None if host is None else Swapping(self._books, host, self._costs)
         self._pressure = MemoryPressure(self._books, self._swapping, self._watermark)
         self._admission = Admission(self._books, self._pressure, self._swapping, self._watermark)
         self._held = HeldRequests(self._books, limits)
         self._pacing = Pacing(config.itl_target, self._costs)
+        self._drafting = Drafting(self._kv, self._watermark)
         self._arrivals = 0
         self._step_prefill = 0
         self._step_decode = 0
@@ -81,6 +88,12 @@ class Scheduler:
             group.request.request_id: tuple(map(SequenceView.of, list(group.sequences)))
             for group in list(self._books.groups.values())
         }
+
+    def adapters(self) -> AdapterUse | None:
+        """Which LoRA adapters are in use; None without them. Any thread may ask."""
+        if self._max_loras is None:
+            return None
+        return adapter_use(self._max_loras, list(self._books.groups.values()))
 
     def running(self) -> Iterator[Sequence]:
         """The running sequences; they hold all used blocks. Valid until the next call."""
@@ -164,20 +177,25 @@ class Scheduler:
             if seq.request.candidates is None  # a beam's next token is its search's to choose
         ]
 
-    def plan(self, drafts: Drafts = NO_DRAFTS) -> StepPlan | None:
+    def advance(self, plan: StepPlan) -> bool:
+        """Books a submitted step as done, but for its tokens; whether `plan` may look ahead now.
+
+        Comes after the update of the step before and before any other plan. Where it is false, the
+        step's own update must come first.
+        """
+        return advance(self._books, plan)
+
+    def plan(self, drafts: Drafts = NO_DRAFTS, *, ahead: bool = False) -> StepPlan | None:
         """Decides the next step and gives it its blocks; None where nothing is to be done.
 
         `drafts` are run as far as budget and free blocks go once all else has its share.
-        The policy may end requests here: see `take_shed`.
+        The policy may end requests here: see `take_shed`. `ahead`: while the step that was booked
+        by `advance` is in flight; None also where something must give way, which then has to wait.
         """
         books, swapping = self._books, self._swapping
-        if swapping is not None:
-            swapping.host.settle()
-        for request_id, reason in self._policy.expired():
-            books.end(books.groups[request_id], reason)
-        if self._policy.preempts and (books.waiting or books.swapped):
-            self._admission.displace(self._token_budget - len(books.decoding))
-        needy = self._pressure.make_room()
+        needy = self._make_way(ahead)
+        if needy is None:
+            return None
         copies: Copies = []
         for sequence in needy:
             self._kv.extend(sequence, sequence.computed + 1, copies)
@@ -190,14 +208,26 @@ class Scheduler:
             budget = self._admission.admit(budget, scheduled, copies)
         if not scheduled:
             return None
-        self._step_prefill = room - budget
-        tokens = decodes + self._step_prefill
+        prefill = room - budget
+        tokens = decodes + prefill
         if drafts and (rest := self._token_budget - tokens):
-            tokens += self._add_drafts(drafts, scheduled, decodes, rest, copies)
-        self._step_decode = tokens - self._step_prefill
-        if swapping is None:
-            return StepPlan(tuple(scheduled), tuple(copies), tokens)
-        return StepPlan(tuple(scheduled), tuple(copies), tokens, *swapping.take())
+            tokens += self._drafting.add(drafts, scheduled, decodes, rest, copies)
+        moves = NO_MOVES if swapping is None else swapping.take()
+        return StepPlan(tuple(scheduled), tuple(copies), tokens, *moves, prefill, ahead)
+
+    def _make_way(self, ahead: bool) -> list[Sequence] | None:
+        """What must end or give way before a step; the decodes that need a block, or None where
+        a step in flight has to be waited for."""
+        books, policy = self._books, self._policy
+        if self._swapping is not None:
+            self._swapping.host.settle()
+        for request_id, reason in policy.expired():
+            books.end(books.groups[request_id], reason)
+        if policy.preempts and (books.waiting or books.swapped):
+            if ahead and self._admission.wants_displacing():
+                return None
+            self._admission.displace(self._token_budget - len(books.decoding))
+        return self._pressure.make_room(preempting=not ahead)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
         """Books what the step computed. Choices that were aborted meanwhile are passed over."""
@@ -208,6 +238,7 @@ class Scheduler:
         outputs: list[SequenceOutput] = []
         sampled = iter(result.sampled)
         size, groups = self._limits.block_size, self._books.groups
+        slides = self._kv.window is not None
         for sequence, start, length, samples, drafts, _ in plan.scheduled:
             tokens = next(sampled) if samples else None
             if sequence.state is not State.RUNNING:
@@ -223,16 +254,21 @@ class Scheduler:
                 self._kv.truncate(sequence)
             if sequence is group.leader and end >= sequence.prompt_length:
                 self._fork_followers(group, sequence)
-            self._kv.slide(sequence)  # after the fork: followers may see what the leader does not
-            if tokens is not None:
-                outputs.append(self._append(group, sequence, tokens))
-            elif samples:
-                outputs.append(self._break(group, sequence))
+            if slides:  # after the fork: followers may see what the leader does not
+                self._kv.slide(sequence)
+            if samples:
+                outputs.append(
+                    self._break(group, sequence)
+                    if tokens is None
+                    else self._append(group, sequence, tokens)
+                )
         self._policy.stepped(plan)
         return self._held.sift(outputs)
 
     def _learn(self, plan: StepPlan, result: StepResult) -> None:
-        """What the step cost."""
+        """What the step was and cost."""
+        self._step_prefill = plan.prefill_tokens
+        self._step_decode = plan.num_tokens - plan.prefill_tokens
         computing = result.seconds - result.swap_seconds
         self._costs.observe(self._step_decode, self._step_prefill, computing)
         if self._swapping is not None:
@@ -293,9 +329,12 @@ class Scheduler:
         if prefilling and sequence in prefilling:
             del prefilling[sequence]
             self._books.decoding[sequence] = None
-        last = tokens[-1].token_id
-        sequence.token_ids.append(last)
-        length = sequence.output_length
+        last, known = tokens[-1].token_id, sequence.token_ids
+        if known[-1] == PENDING:
+            known[-1] = last
+        else:
+            known.append(last)
+        length = len(known) - len(sequence.request.prompt_token_ids)
         stop = group.rule.check(last, length)
         if stop is not None:
             self._policy.finished(sequence)
@@ -341,36 +380,6 @@ class Scheduler:
             phase[follower] = None
         group.followers.clear()
         group.leader = None
-
-    def _add_drafts(
-        self,
-        drafts: Drafts,
-        scheduled: list[ScheduledSequence],
-        decodes: int,
-        budget: int,
-        copies: Copies,
-    ) -> int:
-        """Puts drafts behind decodes, which come after those without; returns their number.
-
-        They take free blocks only, and not those below the watermark.
-        """
-        plain: list[ScheduledSequence] = []
-        drafted: list[ScheduledSequence] = []
-        rest = budget
-        for item in scheduled[:decodes]:
-            sequence = item.sequence
-            tokens = drafts.get(sequence, ())[:rest]
-            spare = max(0, self._kv.pool.num_free - self._watermark)
-            room = (len(sequence.block_table) + spare) * self._limits.block_size
-            tokens = tokens[: room - item.start - 1]
-            if not tokens:
-                plain.append(item)
-                continue
-            self._kv.extend(sequence, item.start + 1 + len(tokens), copies)
-            drafted.append(item._replace(drafts=tokens))
-            rest -= len(tokens)
-        scheduled[:decodes] = plain + drafted
-        return budget - rest
 
 
 def _logprobs(tokens: tuple[SampledToken, ...]) -> tuple[TokenLogprobs, ...] | None:

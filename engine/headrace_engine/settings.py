@@ -2,10 +2,11 @@
 
 from typing import Any, Literal
 
-from pydantic import ByteSize, Field
+from pydantic import ByteSize, Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from headrace_common.checkpoint import default_name, local_source
+from headrace_common.messages import MAX_ID_CHARS
 
 from .config import DType, EngineConfig, Quantization
 from .speculation.config import SpeculativeConfig
@@ -46,6 +47,12 @@ class EngineSettings(BaseSettings):
         "compressed-tensors or fp8 refuse checkpoints that are not; docs/models.md",
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
+    tensor_parallel_size: int = Field(
+        1,
+        ge=1,
+        description="processes that share the model, each with a GPU (or some cores) of this "
+        "machine; docs/parallelism.md",
+    )
     attention_backend: str = Field("auto", description="auto, reference, cpu, flash or triton")
     model_implementation: Literal["auto", "native", "transformers"] = Field(
         "auto", description="auto is native where the architecture has a native path"
@@ -92,6 +99,16 @@ class EngineSettings(BaseSettings):
         description='speculative decoding, as JSON: {"method": "ngram"} or {"model": "<smaller '
         'checkpoint>"}; docs/speculative-decoding.md',
     )
+    enable_lora: bool = Field(False, description="serve LoRA adapters; docs/lora.md")
+    lora_modules: dict[str, str] = Field(
+        default_factory=dict,
+        description="adapters as name=folder, or as JSON; each is a model of its own to clients",
+    )
+    max_loras: int = Field(1, ge=1, description="different adapters that run at once")
+    max_lora_rank: int = Field(16, ge=1, description="largest rank of an adapter")
+    max_cpu_loras: int | None = Field(
+        None, ge=1, description="adapters kept in host memory; default: max_loras"
+    )
     policy: str = Field(
         "fcfs", description="fcfs, priority, sjf, fair, deadline, or module:Class of one's own"
     )
@@ -105,6 +122,17 @@ class EngineSettings(BaseSettings):
         "default: 0 with fcfs, else max_num_seqs",
     )
     threads: int | None = Field(None, ge=1, description="CPU threads; default: torch's choice")
+
+    deterministic: bool = Field(
+        False,
+        description="the same bits for a request alone, in a crowd, or resumed on another engine; "
+        "docs/deterministic.md",
+    )
+    enforce_eager: bool = Field(False, description="no CUDA graphs: each kernel is launched anew")
+    # A flag has no third value: whether it was given at all tells it from the default.
+    async_scheduling: bool = Field(
+        False, description="plan the next step while the device runs one; default: on GPUs only"
+    )
 
     lease: float = Field(10.0, gt=0, description="seconds until a silent engine's work is taken")
     beat_interval: float = Field(3.0, gt=0, description="seconds between renewals of the lease")
@@ -121,6 +149,16 @@ class EngineSettings(BaseSettings):
     )
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR")
     log_format: Literal["json", "text"] = Field("json", description="json lines, or text to read")
+
+    @model_validator(mode="after")
+    def _adapters_have_names(self) -> "EngineSettings":
+        for name in self.lora_modules:
+            if not 0 < len(name) <= MAX_ID_CHARS or name == self.name:
+                raise ValueError(
+                    f"lora_modules: {name[:80]!r} must have 1 to {MAX_ID_CHARS} characters, and "
+                    "not be the model's own name"
+                )
+        return self
 
     @property
     def name(self) -> str:
@@ -141,6 +179,7 @@ class EngineSettings(BaseSettings):
             dtype=self.dtype,
             quantization=self.quantization,
             device=self.device,
+            tensor_parallel_size=self.tensor_parallel_size,
             attention_backend=self.attention_backend,
             model_implementation=self.model_implementation,
             task=self.task,
@@ -159,7 +198,17 @@ class EngineSettings(BaseSettings):
             speculative_config=None
             if self.speculative_config is None
             else SpeculativeConfig.of(self.speculative_config),
+            enable_lora=self.enable_lora,
+            lora_modules=self.lora_modules,
+            max_loras=self.max_loras,
+            max_lora_rank=self.max_lora_rank,
+            max_cpu_loras=self.max_cpu_loras,
             policy=self.policy,
             policy_options=self.policy_options,
             threads=self.threads,
+            deterministic=self.deterministic,
+            enforce_eager=self.enforce_eager,
+            async_scheduling=self.async_scheduling
+            if "async_scheduling" in self.model_fields_set
+            else None,
         )

@@ -1,5 +1,6 @@
 """Whether an engine can run a request at all, checked once when the request is added."""
 
+from collections.abc import Container
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ class Limits:
 
     `sliding_window` is how many keys a position sees in any layer; None: all. `num_host_blocks` 0
     swaps nothing; `bytes_per_block` is for statistics. With `pooler` the model
-    embeds, without it generates.
+    embeds, without it generates. `adapters` are the names that requests may run with.
     """
 
     num_blocks: int
@@ -28,6 +29,7 @@ class Limits:
     bytes_per_block: int = 0
     pooler: PoolerConfig | None = None
     sliding_window: int | None = None
+    adapters: Container[str] = ()
 
     @property
     def capacity(self) -> int:
@@ -47,6 +49,7 @@ def check_request(request: EngineRequest, limits: Limits) -> None:
     _check_capacity(request, limits)
     _check_resume(request, limits)
     _check_grammar(request)
+    _check_adapter(request, limits)
     try:
         request.params.check_vocabulary(limits.vocab_size)
     except SamplingError as error:
@@ -68,6 +71,13 @@ def _check_task(request: EngineRequest, limits: Limits) -> None:
 def _check_grammar(request: EngineRequest) -> None:
     if request.params.structured_outputs is not None and request.grammar is None:
         raise RequestError("structured_outputs need a tokenizer, and this engine has none")
+
+
+def _check_adapter(request: EngineRequest, limits: Limits) -> None:
+    if request.lora is not None and request.lora not in limits.adapters:
+        raise RequestError(
+            f"lora {request.lora!r:.80} is no adapter of this engine: name it in lora_modules"
+        )
 
 
 def _check_prompt(request: EngineRequest, limits: Limits) -> None:

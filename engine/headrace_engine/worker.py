@@ -107,6 +107,7 @@ class Worker:
             capacity=config.max_num_seqs,
             stats=lambda: self._stats,
             step_age=self.stalled_for,
+            adapters=engine.adapters,
         )
         self._outbox = Outbox(queue)
         self._compilation = Compilation(grammars, self._metrics.compiled)
@@ -165,6 +166,10 @@ class Worker:
         if self._draining.is_set():
             return "draining"
         return self.stuck() if self._serving else "starting"
+
+    def fail(self, error: Exception) -> None:
+        """Ends the service, as the engine cannot go on. Callable from any thread."""
+        self._event_loop.call_soon_threadsafe(self._on_failure, error)
 
     def drain(self) -> None:
         """Takes no more work; what runs is finished or, when the time is up, given back."""

@@ -113,8 +113,8 @@ class ModelSpec(Section):
 
 
 class GpuSpec(Section):
-    count: int = Field(1, ge=1, le=16)
-    """GPUs of one engine."""
+    count: int | None = Field(None, ge=1, le=16)
+    """GPUs of one engine; as many as tensorParallelSize, which it may be left to."""
     resource_name: str = Field("nvidia.com/gpu", min_length=1, max_length=253)
     """Extended resource to ask for, as nvidia.com/mig-3g.40gb."""
     product: str | None = Field(None, min_length=1, max_length=63)
@@ -179,6 +179,12 @@ class EngineSettingsSpec(Section):
     """Requests taken beyond those that can start, for the policy to choose from."""
     threads: int | None = Field(None, ge=1)
     """CPU threads."""
+    deterministic: bool | None = None
+    """The same bits for a request alone, in a crowd, or resumed on another engine."""
+    enforce_eager: bool | None = None
+    """No CUDA graphs."""
+    async_scheduling: bool | None = None
+    """Plan the next step while the device runs one; default: on GPUs."""
     lease: float | None = Field(None, gt=0, strict=False)
     """Seconds until a silent engine's work is taken."""
     beat_interval: float | None = Field(None, gt=0, strict=False)
@@ -223,6 +229,13 @@ class CacheSpec(Section):
 
 
 class EngineSpec(Section):
+    cel: ClassVar[tuple[tuple[str, str], ...]] = (
+        (
+            "!has(self.gpu) || !has(self.gpu.count) || self.gpu.count == "
+            "(has(self.tensorParallelSize) ? self.tensorParallelSize : 1)",
+            "gpu.count must be tensorParallelSize, or be left out",
+        ),
+    )
     image: str | None = Field(None, min_length=1, max_length=1024)
     """Image of the engine; the operator's default where absent."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
@@ -234,7 +247,8 @@ class EngineSpec(Section):
     gpu: GpuSpec | None = None
     """GPUs of one engine; without it the engine runs on the CPU."""
     tensor_parallel_size: int = Field(1, ge=1, le=64)
-    """GPUs that share one copy of the model. This release's engine runs on one: only 1."""
+    """Processes of an engine that share one copy of the model: each has one of its `gpu`, or some
+    of its cores. Engines do not span nodes: at most 16."""
     settings: EngineSettingsSpec = EngineSettingsSpec()
     """Settings of the engine process."""
     extra_args: tuple[str, ...] = Field((), strict=False)
@@ -269,6 +283,12 @@ class EngineSpec(Section):
     """Further labels of engine pods."""
     pod_annotations: dict[str, str] = Field(default_factory=dict)
     """Further annotations of engine pods."""
+
+    @model_validator(mode="after")
+    def _one_gpu_each(self) -> "EngineSpec":
+        if self.gpu is not None and self.gpu.count not in (None, self.tensor_parallel_size):
+            raise ValueError(self.cel[0][1])
+        return self
 
 
 class DrainSpec(Section):

@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from . import names
 from .errors import InvalidSpec
+from .lora_section import LoRASpec
 from .scaling_section import ScalingSpec
 from .sections import (
     CanarySpec,
@@ -24,7 +25,7 @@ from .sections import (
     Section,
 )
 
-MAX_TENSOR_PARALLEL_SIZE = 1  # what headrace_engine can do
+MAX_TENSOR_PARALLEL_SIZE = 16  # the most GPUs that one node has
 
 
 class ModelServiceSpec(Section):
@@ -43,6 +44,8 @@ class ModelServiceSpec(Section):
     """Where the checkpoint comes from."""
     engine: EngineSpec = EngineSpec()
     """How engines run."""
+    lora: LoRASpec | None = None
+    """LoRA adapters of the model."""
     replicas: int = Field(1, ge=0, le=1000)
     """Engines wanted, for `kubectl scale` and autoscalers. Read in every mode but operator."""
     scaling: ScalingSpec = ScalingSpec()
@@ -117,10 +120,13 @@ def _check_references(spec: ModelServiceSpec) -> None:
     if spec.scaling.mode == "keda" and spec.scaling.prometheus_url is None:
         raise InvalidSpec("spec.scaling.prometheusUrl", spec.cel[1][1])
     size = spec.engine.tensor_parallel_size
+    if size > 1 and spec.lora is not None:
+        raise InvalidSpec("spec.lora", "engines with a tensorParallelSize above 1 have no adapters")
     if size > MAX_TENSOR_PARALLEL_SIZE:
         raise InvalidSpec(
             "spec.engine.tensorParallelSize",
-            f"{size} is not supported: this release's engine runs on one GPU; use 1",
+            f"{size} GPUs are more than a node has, and engines do not span nodes; use at most "
+            f"{MAX_TENSOR_PARALLEL_SIZE}",
         )
 
 

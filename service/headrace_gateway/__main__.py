@@ -23,10 +23,12 @@ from headrace_common.protocol.registry import Files, RegisteredModel
 from .api_keys import KeyFile
 from .app import Durable, Parts, create_app, package_version
 from .batches.assembly import open_storage
-from .client import GenerationClient
+from .client import ClientConfig, GenerationClient, Place
 from .discovery import Discovery
+from .engines import EngineDirectory
 from .loading import load_registered, load_static
 from .models import Models, ServedModel
+from .placement import Placer
 from .server import GatewayServer, listen, server_config
 from .settings import GatewaySettings
 
@@ -35,6 +37,8 @@ logger = logging.getLogger("headrace_gateway")
 CLIENT_FAILED = "the queue's client has failed; the process must be restarted"
 KEYS_FAILED = "the watch of the api keys has failed; the process must be restarted"
 DISCOVERY_FAILED = "the discovery of models has failed; the process must be restarted"
+# The part of its lease after which a gateway says again that it lives: two beats may be missed.
+BEATS = 0.3
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -64,8 +68,13 @@ async def serve(
     """Serves on a listening socket until SIGTERM. Raises HeadraceError where it cannot start."""
     gateway_id = keys.new_incarnation(f"{socket.gethostname()}.{os.getpid()}")
     connection = Connection(ConnectionConfig(url=settings.redis_url))
-    queue = RedisGatewayQueue(connection, gateway_id)
-    client = GenerationClient(queue, settings.queue_limits)
+    queue = RedisGatewayQueue(connection, gateway_id, lease_ms=round(settings.lease * 1000))
+    client = GenerationClient(
+        queue,
+        settings.queue_limits,
+        config=ClientConfig(beat_interval=BEATS * settings.lease),
+        place=_place(settings, queue),
+    )
     discovery = _discovery(settings, static, connection)
     served = Models(static, discovery)
     api_keys = None if settings.api_keys_file is None else KeyFile(settings.api_keys_file)
@@ -109,6 +118,18 @@ async def serve(
         await client.close()
         await connection.close()
         await asyncio.to_thread(measures.shutdown)
+
+
+def _place(settings: GatewaySettings, queue: RedisGatewayQueue) -> Place | None:
+    if settings.placement == "none":
+        return None
+    placer = Placer(
+        EngineDirectory(queue),
+        prefix_tokens=settings.placement_prefix_tokens,
+        load_factor=settings.placement_load_factor,
+        steal_after=settings.placement_steal_after,
+    )
+    return placer.place
 
 
 def _announce(listener: socket.socket, served: Models, gateway_id: str) -> None:

@@ -90,7 +90,8 @@ class Admission:
         return [
             GenerateRequest(
                 request_id=new_request_id() if index else job.request_id,
-                model=job.model.name,
+                model=job.model.queue,
+                lora=job.model.lora,
                 prompt_token_ids=tuple(prompt),
                 sampling=_for_engine(sampling, len(prompt), context),
                 created_ms=created_ms,
@@ -122,7 +123,7 @@ class Admission:
 
     async def context(self, model: ServedModel) -> int | None:
         """The longest prompt plus output in tokens; None where nobody knows yet."""
-        running = await self._engines.max_model_len(model.name)
+        running = await self._engines.max_model_len(model.queue)
         return _shortest(model.max_model_len, running or model.usual_model_len)
 
     async def known_context(self, model: ServedModel) -> int | None:

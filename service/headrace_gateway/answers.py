@@ -11,7 +11,7 @@ from .logprobs import chat_logprobs, completion_logprobs
 from .output import PLAIN, OutputForm
 from .prompt_view import PromptView
 from .run import Piece, Usage
-from .sse import DONE
+from .sse import DONE, TextEvent
 
 Chunk = dict[str, Any]
 
@@ -89,15 +89,28 @@ def _joined(before: dict[str, list[Any]] | None, new: dict[str, list[Any]]) -> d
     return before
 
 
+def _only_text(choice: int, text: str) -> Piece:
+    return Piece(choice=choice, text=text, token_ids=(), logprobs=None)
+
+
 class OpenAIStream:
     """How streams of chats and completions are written."""
 
     named = False
     numbered = False
     done = DONE
+    _options: AnswerOptions
+
+    def text_event(self, choice: int) -> TextEvent | None:
+        """What a stream sends from now on for a piece that is a text, its tokens and nothing else;
+        None where `chunks` must say it."""
+        return None
 
     def failure(self, error: ApiError) -> Chunk:
         return error.body
+
+    def _with_usage(self, chunk: Chunk) -> Chunk:
+        return {**chunk, "usage": None} if self._options.include_usage else chunk
 
 
 class ChatAnswer(OpenAIStream):
@@ -121,6 +134,15 @@ class ChatAnswer(OpenAIStream):
             yield self._chunk(piece, {"content": piece.text}, logprobs)
         if piece.finish_reason is not None:
             yield self._finish(piece, piece.finish_reason)
+
+    def text_event(self, choice: int) -> TextEvent | None:
+        if not self._choices[choice].opened or self._options.logprobs is not None:
+            return None
+        if self._shows_ids:
+            return None
+        return TextEvent(
+            lambda text: self._chunk(_only_text(choice, text), {"content": text}, None)
+        )
 
     def closing(self, usage: Usage) -> Iterator[Chunk]:
         if self._options.include_usage:
@@ -187,9 +209,6 @@ class ChatAnswer(OpenAIStream):
             return None
         return chat_logprobs(options.tokenizer, piece.token_ids, piece.logprobs, options.logprobs)
 
-    def _with_usage(self, chunk: Chunk) -> Chunk:
-        return {**chunk, "usage": None} if self._options.include_usage else chunk
-
     def _with_prompt(self, body: Chunk) -> Chunk:
         if self._options.prompts is None:
             return body
@@ -219,7 +238,12 @@ class CompletionAnswer(OpenAIStream):
         self._add_ids(body, piece.choice, list(piece.token_ids), with_prompt=not choice.opened)
         choice.opened = True
         chunk = {**self._head, "choices": [body]}
-        yield {**chunk, "usage": None} if self._options.include_usage else chunk
+        yield self._with_usage(chunk)
+
+    def text_event(self, choice: int) -> TextEvent | None:
+        if self._options.logprobs is not None or self._options.prompts is not None:
+            return None
+        return TextEvent(lambda text: next(self.chunks(_only_text(choice, text))))
 
     def closing(self, usage: Usage) -> Iterator[Chunk]:
         if self._options.include_usage:

@@ -38,7 +38,6 @@ from .observation import Observer
 from .ports import Client, EngineList, Ledger, Line
 from .prompts import PromptEncoder
 from .rate_limits import RateLimits
-from .responding import Delivery
 from .responses_api.schemas import ResponsesRequest
 from .routes import (
     batches,
@@ -58,6 +57,7 @@ from .schemas import ChatRequest, CompletionRequest, DetokenizeRequest, Tokenize
 from .services import Services
 from .sessions import Sessions
 from .settings import GatewaySettings
+from .watched import Delivery
 
 # What a form has beside its file.
 FORM_BYTES = 16_384
@@ -239,6 +239,6 @@ def _kept(
 def _observe(metrics: GatewayMetrics, parts: Parts) -> None:
     if parts.telemetry.measuring:
         loop = asyncio.get_running_loop()
-        metrics.observe_queue(QueueReadings(parts.queue, lambda: parts.served.names, loop))
+        metrics.observe_queue(QueueReadings(parts.queue, lambda: parts.served.queues, loop))
         if parts.keys is not None:
             metrics.observe_keys(parts.keys)

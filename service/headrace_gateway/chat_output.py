@@ -15,6 +15,7 @@ from .models import ServedModel
 from .output import NAMED, REQUIRED, OutputForm, writes_short_ids
 from .reasoning.catalog import FAMILIES, detect_reasoning_parser
 from .settings import GatewaySettings
+from .strict_calls import held_calls
 from .structured_fields import refused
 from .tool_calls.catalog import MARKERS, detect_tool_parser
 
@@ -123,7 +124,7 @@ class ChatOutput:
                 f"it is not known how {model.name} writes calls: use tool_choice required or a "
                 "tool's name, or have the server's tool_call_parser set"
             )
-        return form, sampling
+        return form, _strict(model, form, sampling, asked)
 
     def _parser(self, template: ChatTemplate) -> str | None:
         if self._tool_parser == "auto":
@@ -149,6 +150,16 @@ def _forced(
     except StructuredOutputError as error:
         raise refused("tools", error) from error
     return form, replace(sampling, structured_outputs=held)
+
+
+def _strict(
+    model: ServedModel, form: OutputForm, sampling: SamplingParams, asked: Tooling
+) -> SamplingParams:
+    try:
+        held = held_calls(asked.tools, form, model.tokenizer)
+    except StructuredOutputError as error:
+        raise refused("tools", error) from error
+    return sampling if held is None else replace(sampling, structured_outputs=held)
 
 
 def _parameters(tool: FunctionDefinition) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
 
@@ -32,6 +32,7 @@ from headrace_common.protocol.base import (
     Admission,
     AdmitState,
     GatewayQueue,
+    Placement,
     QueueLimits,
 )
 
@@ -45,11 +46,14 @@ logger = logging.getLogger(__name__)
 
 REMEMBERED = 10_000  # ended requests whose late frames are not worth an answer
 
+Place = Callable[[GenerateRequest], Awaitable[Placement | None]]
+
 
 class GenerationClient:
     """Submits requests and follows them to their end, whatever dies on the way.
 
-    `clock` gives Unix seconds, for deadlines. Use from one event loop.
+    `clock` gives Unix seconds, for deadlines. `place` says with which engines requests are best
+    placed; without it they are anybody's. Use from one event loop.
     """
 
     def __init__(
@@ -58,8 +62,10 @@ class GenerationClient:
         limits: QueueLimits,
         clock: Callable[[], float] = time.time,
         config: ClientConfig | None = None,
+        place: Place | None = None,
     ) -> None:
         self.queue = queue
+        self._place = place
         self.ignored: Counter[str] = Counter()  # replies dropped, by reason
         self._limits = limits
         self._clock = clock
@@ -74,7 +80,15 @@ class GenerationClient:
         self._left: set[str] = set()  # requests that go on without this gateway
         self._following = Following(queue, self._dispatch, self._on_task_done)
         self._outgoing: asyncio.Queue[tuple[str, Control]] = asyncio.Queue()
-        self._hooks = Hooks(self._send, self._forget, self._abandon, self._count, self._left.add)
+        self._news: list[Generation] = []
+        self._hooks = Hooks(
+            self._send,
+            self._announce,
+            self._forget,
+            self._abandon,
+            self._count,
+            self._left.add,
+        )
         self._tasks: list[asyncio.Task[None]] = []
         self._background: set[asyncio.Task[None]] = set()
         self._watcher: asyncio.Task[None] | None = None
@@ -125,13 +139,16 @@ class GenerationClient:
 
         Raises QueueFull, RequestConflict, BackendUnavailable.
         """
+        placement = None if self._place is None else await self._place(request)
         if request.request_id in self._active:
             raise RequestConflict(f"request {request.request_id} is in flight here already")
         generation = Generation(request, self._hooks, time.monotonic())
         self._left.discard(request.request_id)
         self._active[request.request_id] = generation  # first: frames may come before the reply
         try:
-            admission = await self.queue.admit(request, self._limits, polite=generation.shared)
+            admission = await self.queue.admit(
+                request, self._limits, polite=generation.shared, placement=placement
+            )
         except (HeadraceError, asyncio.CancelledError) as error:
             self._active.pop(request.request_id, None)
             unclear = not isinstance(error, HeadraceError) or isinstance(error, BackendUnavailable)
@@ -267,6 +284,17 @@ class GenerationClient:
                     self._unknown(frame.engine_id, reply, now)
             elif holder is None or generation.holder == holder:
                 generation.handle(frame.engine_id, reply, now)
+
+    def _announce(self, generation: Generation) -> None:
+        """Its listener hears when all frames that have come are read."""
+        if not self._news:
+            asyncio.get_running_loop().call_soon(self._tell)
+        self._news.append(generation)
+
+    def _tell(self) -> None:
+        news, self._news = self._news, []
+        for generation in news:
+            generation.tell()
 
     def _unknown(self, engine_id: str, reply: Reply, now: float) -> None:
         """Answers an engine that runs what nobody here waits for; late frames are let pass."""

@@ -68,6 +68,8 @@ class Discovery:
         self._trouble: HeadraceError | None = None
         self._task: asyncio.Task[None] | None = None
         self.served: Mapping[str, ServedModel] = {}
+        # Of all that is registered, also of what is ignored: those models are served, too.
+        self.adapters: Mapping[str, str] = {}
 
     @property
     def failed(self) -> BaseException | None:
@@ -103,7 +105,7 @@ class Discovery:
 
     async def look(self, name: str | None) -> None:
         """Reads the registry, at most four times a second for all who ask, and waits for this
-        model to be loaded.
+        model, or the model of this adapter, to be loaded.
 
         Raises BackendUnavailable where nobody can tell whether there is such a model, and ApiError
         (503) where there is but its files could not be loaded.
@@ -116,6 +118,7 @@ class Discovery:
                 await self._read()
         if self._trouble is not None:
             raise BackendUnavailable(str(self._trouble)) from self._trouble
+        name = self._model_of(name)
         wanted = [task for key, (_, task) in self._loads.items() if name in (key, None)]
         if wanted:
             await asyncio.wait(wanted)
@@ -124,6 +127,12 @@ class Discovery:
                 f"The model {name!r} is registered, but cannot be loaded here now.",
                 code="model_unavailable",
             )
+
+    def _model_of(self, name: str | None) -> str | None:
+        """The model whose files are needed: of an adapter, the one that it changes."""
+        if name is None or name in self._registered:
+            return name
+        return self.adapters.get(name, name)
 
     async def _refresh(self) -> None:
         async with self._one_look:
@@ -138,6 +147,7 @@ class Discovery:
         else:
             self._note(None)
             self._note_store(entries.store)
+            self._note_adapters(entries)
             self._follow({n: e for n, e in entries.items() if n not in self._ignored})
 
     def _note(self, trouble: HeadraceError | None) -> None:
@@ -150,10 +160,15 @@ class Discovery:
         self._trouble = trouble
 
     def _note_store(self, store: str) -> None:
-        if self._loaded and store != self._store:
+        if (self._loaded or self.adapters) and store != self._store:
             logger.warning("redis has lost the registered models, those known stay for a while")
             self._lost_until = self._clock() + LOST_S
         self._store = store
+
+    def _note_adapters(self, entries: Mapping[str, RegisteredModel]) -> None:
+        found = {name: entry.name for entry in entries.values() for name in entry.adapters}
+        lost = self._clock() < self._lost_until
+        self.adapters = {**self.adapters, **found} if lost else found
 
     def _follow(self, entries: Mapping[str, RegisteredModel]) -> None:
         for name in self._loads.keys() - entries.keys():

@@ -15,22 +15,19 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
-from headrace_common.errors import FailureCode, HeadraceError, QueueFull, RequestFailed
+from headrace_common.errors import FailureCode, QueueFull, RequestFailed
 from headrace_common.messages import GenerateRequest
 from headrace_common.pooling import MAX_EMBEDDING_SIZE
 
 from .admission import Accepted, Admission, Job, cancel_all
 from .chat_messages import Body
 from .drain import Drain
-from .errors import ApiError, to_api_error, unavailable
 from .observation import Observation
-from .responding import Delivery
 from .run import Piece, Usage
 from .schemas import MAX_CACHE_SALT_CHARS
 from .sse import Writer
+from .watched import Delivery, WatchedResponse, stop
 
 Encoding = Literal["float", "base64"]
 
@@ -66,65 +63,31 @@ class EmbeddingExchange:
     headers: Mapping[str, str]
 
 
-class EmbeddingResponse(Response):
-    """Queues its requests when it is sent, and ends them when it cannot be."""
+class EmbeddingResponse(WatchedResponse):
+    """The vectors of a request's inputs, each a request in the queue."""
 
     def __init__(self, exchange: EmbeddingExchange, delivery: Delivery, drain: Drain) -> None:
-        super().__init__()
+        super().__init__(exchange.observation, delivery, drain)
         self._exchange = exchange
-        self._delivery = delivery
-        self._drain = drain
-        self._usage = Usage()
+        self._total = Usage()
         self._accepted: list[Accepted] = []
         self._places = asyncio.Semaphore(IN_FLIGHT)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        observation = self._exchange.observation
-        error_type: str | None = "cancelled"
-        writer = Writer(scope, send, self._delivery.write_timeout)
-        try:
-            error_type = await self._serve(writer, receive)
-        except ApiError as error:
-            error_type = error.code or error.kind
-            raise
-        except HeadraceError as error:
-            error_type = error.code
-            observation.rejected(error)
-            raise to_api_error(error) from error
-        finally:
-            writer.close()
-            observation.end(self._usage, error_type)
+    def _usage(self) -> Usage:
+        return self._total
 
-    async def _serve(self, writer: Writer, receive: Receive) -> str | None:
-        work = asyncio.create_task(self._answer(writer))
-        gone = asyncio.create_task(_disconnected(receive))
-        try:
-            await asyncio.wait((work, gone, self._drain.expired), return_when="FIRST_COMPLETED")
-            if work.done() or writer.ended:
-                await work
-                return None
-            if gone.done():
-                self._exchange.observation.disconnected()
-                return "slow_reader" if writer.slow_reader else "client_disconnected"
-            raise unavailable(
-                "This server is shutting down; send the request again.", code="shutting_down"
-            )
-        finally:
-            work.cancel()
-            gone.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
-            await cancel_all(self._accepted)
+    async def _leave(self, *, complete: bool) -> None:
+        await cancel_all(self._accepted)
 
-    async def _answer(self, writer: Writer) -> None:
+    async def _answer(self, writer: Writer) -> str | None:
         tasks = [asyncio.create_task(self._embed(one)) for one in self._exchange.requests]
         try:
             vectors = await asyncio.gather(*tasks)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await stop(*tasks)
         content = await self._content(vectors)
         await writer.whole(200, content, self._exchange.headers)
+        return None
 
     async def _embed(self, request: GenerateRequest) -> bytes:
         async with self._places:
@@ -138,8 +101,8 @@ class EmbeddingResponse(Response):
         )
 
     def _count(self, request: GenerateRequest, cached_tokens: int) -> None:
-        self._usage.prompt_tokens += len(request.prompt_token_ids)
-        self._usage.cached_tokens += cached_tokens
+        self._total.prompt_tokens += len(request.prompt_token_ids)
+        self._total.cached_tokens += cached_tokens
         self._exchange.observation.piece(
             Piece(choice=0, text="", token_ids=(), logprobs=None, finish_reason="stop")
         )
@@ -163,9 +126,9 @@ class EmbeddingResponse(Response):
         encoding, model = self._exchange.encoding, self._exchange.job.model.name
         floats = sum(map(len, vectors)) // 4
         if encoding == "base64" or floats <= INLINE_FLOATS:
-            return embeddings_body(vectors, model, self._usage.prompt_tokens, encoding)
+            return embeddings_body(vectors, model, self._total.prompt_tokens, encoding)
         return await asyncio.to_thread(
-            embeddings_body, vectors, model, self._usage.prompt_tokens, encoding
+            embeddings_body, vectors, model, self._total.prompt_tokens, encoding
         )
 
 
@@ -191,8 +154,3 @@ def _as_numbers(vector: bytes) -> str:
     if sys.byteorder == "big":
         numbers.byteswap()
     return f"[{','.join([f'{number:.9g}' for number in numbers])}]"
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

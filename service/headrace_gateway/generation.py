@@ -21,6 +21,7 @@ from headrace_common.messages import (
     Reply,
     Resend,
     StopChoice,
+    Tokens,
 )
 from headrace_common.protocol.arbiter import Action, Arbiter, Deliver, Fail, Ignore, Send
 from headrace_common.protocol.base import Outcome
@@ -40,6 +41,7 @@ class Hooks:
     """What a generation needs of its client."""
 
     send: Callable[[str, Control], None]
+    news: Callable[["Generation"], None]
     ended: Callable[["Generation"], None]
     abandon: Callable[["Generation"], Awaitable[None]]
     ignored: Callable[[str], None]
@@ -63,12 +65,19 @@ class Generation:
         self._hooks = hooks
         self._deltas: deque[Delta] = deque()
         self._news: asyncio.Future[None] | None = None  # somebody waits for the next delta
+        self._listener: Callable[[], None] | None = None
+        self._announced = False
         self._failure: Failed | None = None
         self._ended = False
 
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def ended(self) -> bool:
+        """Whether no more comes than what can be taken now."""
+        return self._ended
 
     @property
     def state(self) -> GenerationState:
@@ -105,8 +114,29 @@ class Generation:
         finally:
             self._news = None
 
+    def take(self) -> Delta | None:
+        """As the iterator, but without waiting: None where nothing has come, or no more comes."""
+        return merged(self._deltas) if self._deltas else None
+
+    def listen(self, listener: Callable[[], None] | None) -> None:
+        """Has `listener` called when something has come, or the end has, instead of waking the one
+        who iterates: once for all that came at a time, and without a task in between."""
+        self._listener = listener
+
+    def tell(self) -> None:
+        """Calls the listener; the client does so once it has read what there is."""
+        self._announced = False
+        if self._listener is not None:
+            self._listener()
+        else:
+            self._tell()
+
     def _tell(self) -> None:
-        if self._news is not None and not self._news.done():
+        if self._listener is not None:
+            if not self._announced:
+                self._announced = True
+                self._hooks.news(self)
+        elif self._news is not None and not self._news.done():
             self._news.set_result(None)
 
     async def __aenter__(self) -> Self:
@@ -171,12 +201,12 @@ class Generation:
 
     def handle(self, engine_id: str, reply: Reply, now: float) -> None:
         """Takes one reply of an engine."""
-        actions = self.arbiter.handle(engine_id, reply)
-        if len(actions) == 1 and isinstance(actions[0], Deliver):  # all but always
+        delta = self.arbiter.follow(engine_id, reply) if type(reply) is Tokens else None
+        if delta is not None:  # all but always
             self.heard_at = now
-            self._deliver(actions[0])
-            self._end_if_complete()
+            self._deliver(delta)
             return
+        actions = self.arbiter.handle(engine_id, reply)
         if not any(isinstance(action, Ignore) for action in actions):
             self.heard_at = now
         self._carry_out(actions)

@@ -21,10 +21,11 @@ from .event_ids import START, Position, ResumableEvents, check_position, parse_e
 from .kept import KeptRequests, View, answer_of
 from .models import Models, ServedModel
 from .observation import Observation, Observer, RequestInfo
-from .responding import Delivery, Exchange, GenerationResponse
+from .responding import Exchange, GenerationResponse
 from .run import Usage
 from .schemas import GenerationBody
 from .sessions import sampling_of
+from .watched import Delivery
 from .wishes import Wish, fingerprint
 
 Accept = Callable[[], Awaitable[Sequence[Accepted]]]

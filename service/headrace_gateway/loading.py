@@ -18,7 +18,9 @@ def load_static(settings: GatewaySettings) -> dict[str, ServedModel]:
     """Loads what the settings name. Raises SettingsError with the setting at fault."""
     models: dict[str, ServedModel] = {}
     if settings.model is not None and settings.name is not None:
-        models[settings.name] = _static(settings.name, settings.model, settings, first=True)
+        base = _static(settings.name, settings.model, settings, first=True)
+        models[base.name] = base
+        models |= {name: base.adapted(name) for name in settings.lora_modules}
     for name, source in settings.extra_models.items():
         models[name] = _static(name, source, settings)
     return models

@@ -4,12 +4,12 @@ Stands before the queue's client, so that whatever becomes of an HTTP connection
 charged for what it used until it has really ended. Those of keys without limits go by untouched.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from headrace_common.errors import HeadraceError
 from headrace_common.messages import GenerateRequest
 
-from .ports import Client, Delta, Generation
+from .ports import Client, Delta, Generation, Listened, can_be_heard
 from .rate_limits import Grant, RateLimits
 
 
@@ -30,6 +30,8 @@ class MeteredClient:
             grant.refused = True
             raise
         grant.submit(request)
+        if can_be_heard(generation):
+            return MeteredListened(generation, request, grant, self._limits)
         return MeteredGeneration(generation, request, grant, self._limits)
 
 
@@ -58,9 +60,7 @@ class MeteredGeneration:
         except (StopAsyncIteration, HeadraceError):
             self._end()
             raise
-        self._grant.used += len(delta.token_ids)
-        if delta.finish_reason is not None:
-            self._close(delta.choice)
+        self._charge(delta)
         return delta
 
     async def stop_choice(self, choice: int) -> None:
@@ -75,6 +75,11 @@ class MeteredGeneration:
         self._end()
         self._generation.leave()
 
+    def _charge(self, delta: Delta) -> None:
+        self._grant.used += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            self._close(delta.choice)
+
     def _close(self, choice: int) -> None:
         self._open.discard(choice)
         if not self._open:
@@ -82,3 +87,26 @@ class MeteredGeneration:
 
     def _end(self) -> None:
         self._limits.ended(self._grant, self._request_id)
+
+
+class MeteredListened(MeteredGeneration):
+    """The same of a generation that can be listened to."""
+
+    def __init__(
+        self, generation: Listened, request: GenerateRequest, grant: Grant, limits: RateLimits
+    ) -> None:
+        super().__init__(generation, request, grant, limits)
+        self._listened = generation
+
+    @property
+    def ended(self) -> bool:
+        return self._listened.ended
+
+    def take(self) -> Delta | None:
+        delta = self._listened.take()
+        if delta is not None:
+            self._charge(delta)
+        return delta
+
+    def listen(self, listener: Callable[[], None] | None) -> None:
+        self._listened.listen(listener)

@@ -4,7 +4,7 @@ Those of the settings are loaded at start and win; the others come and go with t
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from headrace_common.chat_template import ChatTemplate
@@ -18,7 +18,8 @@ class ServedModel:
     """One model under the name that clients use. Lengths are in tokens of prompt plus output.
 
     `max_model_len` is a limit whatever the engines say, `usual_model_len` what counts while no
-    engine says anything.
+    engine says anything. `parent` is the model that this one is a LoRA adapter of, None where it is
+    none itself.
     """
 
     name: str
@@ -27,6 +28,21 @@ class ServedModel:
     max_model_len: int | None
     created: int
     usual_model_len: int | None = None
+    parent: str | None = None
+
+    @property
+    def queue(self) -> str:
+        """The model whose engines serve it."""
+        return self.parent or self.name
+
+    @property
+    def lora(self) -> str | None:
+        """The adapter that its engines run it with."""
+        return None if self.parent is None else self.name
+
+    def adapted(self, name: str) -> "ServedModel":
+        """The same model with the adapter of this name."""
+        return replace(self, name=name, parent=self.name)
 
 
 class Discovered(Protocol):
@@ -34,6 +50,10 @@ class Discovered(Protocol):
 
     @property
     def served(self) -> Mapping[str, ServedModel]: ...
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """LoRA adapters, each with its model, which may be one of `served` or of the settings."""
 
     async def look(self, name: str | None) -> None:
         """Looks whether there is such a model (None: any), and loads it."""
@@ -63,23 +83,29 @@ class Models:
         return self.get(name)
 
     def get(self, name: str | None) -> ServedModel:
-        """The model of that name; for None the only one. Raises ApiError."""
-        models = self._all()
+        """The model of that name; for None the only one, adapters not counted. Raises ApiError."""
         if name is None:
-            return _only(models)
-        if name not in models:
-            served = f"served: {', '.join(models)}" if models else "none is registered yet"
+            return _only(self._all())
+        model = self._one(name)
+        if model is None:
+            names = ", ".join(self.names)
+            served = f"served: {names}" if names else "none is registered yet"
             raise ApiError(
                 404,
                 f"The model {name[:200]!r} is not served here; {served}.",
                 param="model",
                 code="model_not_found",
             )
-        return models[name]
+        return model
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._all())
+
+    @property
+    def queues(self) -> tuple[str, ...]:
+        """The models that engines serve: names without adapters."""
+        return tuple(dict.fromkeys(model.queue for model in self))
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._all().values())
@@ -88,13 +114,35 @@ class Models:
         return self._allows is None or name is None or self._allows(name)
 
     def _has(self, name: str | None) -> bool:
-        models = self._all()
-        return bool(models) if name is None else name in models
+        return bool(self._all()) if name is None else self._one(name) is not None
+
+    def _one(self, name: str) -> ServedModel | None:
+        if not self._may_have(name):
+            return None
+        found = self._base(name)
+        parent = None if self._discovered is None else self._discovered.adapters.get(name)
+        if found is not None or parent is None:
+            return found
+        base = self._base(parent)
+        return None if base is None else base.adapted(name)
+
+    def _base(self, name: str) -> ServedModel | None:
+        known = self._static.get(name)
+        if known is not None or self._discovered is None:
+            return known
+        return self._discovered.served.get(name)
 
     def _all(self) -> dict[str, ServedModel]:
+        """Models, and behind them their adapters."""
         models = self._static
         if self._discovered is not None:
-            models = {**self._static, **self._discovered.served, **self._static}
+            bases = {**self._static, **self._discovered.served, **self._static}
+            adapters = {
+                name: bases[parent].adapted(name)
+                for name, parent in self._discovered.adapters.items()
+                if parent in bases
+            }
+            models = {**bases, **adapters, **bases}
         if self._allows is None:
             return models
         return {name: model for name, model in models.items() if self._allows(name)}
@@ -103,10 +151,11 @@ class Models:
 def _only(models: Mapping[str, ServedModel]) -> ServedModel:
     if not models:
         raise unavailable("No model is registered yet.", code="no_model")
-    if len(models) > 1:
+    whole = [model for model in models.values() if model.parent is None] or list(models.values())
+    if len(whole) > 1:
         raise invalid(
             f"model: name one of the models that are served here: {', '.join(models)}.",
             param="model",
             code="model_required",
         )
-    return next(iter(models.values()))
+    return whole[0]

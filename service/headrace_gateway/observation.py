@@ -114,12 +114,18 @@ class Observation:
 
     def piece(self, piece: Piece) -> None:
         if piece.token_ids:
-            now = self._clock()
-            times = self._choices.setdefault(piece.choice, _ChoiceTimes(now, now, 0))
-            times.last = now
-            times.tokens += len(piece.token_ids)
+            self.tokens(piece.choice, len(piece.token_ids))
         if piece.finish_reason is not None:
             self._finish_reasons.append(piece.finish_reason)
+
+    def tokens(self, choice: int, count: int) -> None:
+        """New tokens, where they are all the news."""
+        now = self._clock()
+        times = self._choices.get(choice)
+        if times is None:
+            times = self._choices[choice] = _ChoiceTimes(now, now, 0)
+        times.last = now
+        times.tokens += count
 
     def disconnected(self) -> None:
         self._metrics.disconnected(self._info.model)

@@ -8,6 +8,7 @@ from .answers import Answer, AnswerOptions, ChatAnswer, Chunk
 from .output import OutputParser, call_id
 from .parts import CallArguments, CallStart, Part, Reasoning, Text
 from .run import Piece, Usage
+from .sse import TextEvent
 
 
 def chat_answer(options: AnswerOptions) -> Answer:
@@ -68,6 +69,9 @@ class ParsedChatAnswer(ChatAnswer):
             yield chunk
         if piece.finish_reason is not None:
             yield self._finish(piece, parsed.finish_reason(piece.finish_reason))
+
+    def text_event(self, choice: int) -> TextEvent | None:
+        return None
 
     def closing(self, usage: Usage) -> Iterator[Chunk]:
         for chunk in super().closing(usage):

@@ -1,7 +1,7 @@
 """What the gateway asks of the queue's client, so that routes and tests need no Redis."""
 
-from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Protocol, TypeGuard
 
 from headrace_common.messages import GenerateRequest, Logprobs
 from headrace_common.protocol.base import EngineStatus, Place, Standing
@@ -41,6 +41,25 @@ class Generation(Protocol):
 
     def leave(self) -> None:
         """Ends it here; the request goes on, for whoever else follows it."""
+
+
+class Listened(Generation, Protocol):
+    """A Generation that can be read without a task that waits, between two steps of iterating."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether no more comes than what can be taken now."""
+
+    def take(self) -> Delta | None:
+        """The next news; None where nothing has come."""
+
+    def listen(self, listener: Callable[[], None] | None) -> None:
+        """Has `listener` called at news and at the end. It must raise nothing."""
+
+
+def can_be_heard(generation: Generation) -> TypeGuard[Listened]:
+    """Whether it is Listened to as well."""
+    return hasattr(generation, "listen")
 
 
 class Client(Protocol):

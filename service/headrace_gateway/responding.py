@@ -1,16 +1,11 @@
-"""Answers one HTTP request from its generations: whole or streamed, cancelled when the client goes.
+"""Answers one HTTP request from its generations, whole or streamed.
 
-The engine is told as soon as nobody reads any more, whatever the reason: a disconnect (watched on
-the socket, streaming or not), a reader that is too slow, or this gateway's own end.
+Makes bytes of what they say and in which order; says nothing of what an answer looks like.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from headrace_common.errors import BackendUnavailable, HeadraceError
 from headrace_common.tokenizer import Tokenizer
@@ -21,7 +16,8 @@ from .drain import Drain
 from .errors import ApiError, to_api_error, unavailable
 from .event_ids import ResumableEvents
 from .observation import Observation
-from .ports import Line
+from .ports import can_be_heard
+from .pushing import PushedStream, Pushing
 from .run import Piece, Run, Usage
 from .sse import (
     KEEP_ALIVE,
@@ -32,15 +28,7 @@ from .sse import (
     event,
     queued_comment,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delivery:
-    """How answers reach clients. Seconds. `line` tells where requests are that wait."""
-
-    keep_alive: float
-    write_timeout: float
-    line: Line
+from .watched import Delivery, WatchedResponse, stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,83 +52,50 @@ class Exchange:
     admits: bool = True
 
 
-class GenerationResponse(Response):
-    """A response that queues its request when it is sent, and ends it when it cannot be."""
+class GenerationResponse(WatchedResponse):
+    """The answer of one request's generations, whole or streamed."""
 
     def __init__(self, exchange: Exchange, delivery: Delivery, drain: Drain) -> None:
-        super().__init__()
+        super().__init__(exchange.observation, delivery, drain)
         self._exchange = exchange
-        self._delivery = delivery
-        self._drain = drain
         self._runs: list[Run] = []
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        observation = self._exchange.observation
-        error_type: str | None = "cancelled"
-        writer = Writer(scope, send, self._delivery.write_timeout)
-        try:
-            error_type = await self._serve(writer, receive)
-        except ApiError as error:
-            error_type = error.code or error.kind
-            raise
-        except HeadraceError as error:
-            error_type = error.code
-            observation.rejected(error)
-            raise
-        finally:
-            writer.close()
-            observation.end(self._usage() if self._exchange.admits else Usage(), error_type)
-
-    async def _serve(self, writer: Writer, receive: Receive) -> str | None:
-        """The code of an error that ended the answer after it began."""
+    async def _begin(self) -> None:
         accepted = await self._exchange.accept()
         if self._exchange.admits:
             self._exchange.observation.admitted(len(accepted))
-        self._runs = self._start_runs(accepted)
-        work = asyncio.create_task(self._answer(writer))
-        gone = asyncio.create_task(_disconnected(receive))
-        try:
-            await asyncio.wait((work, gone, self._drain.expired), return_when="FIRST_COMPLETED")
-            # After the last byte the server reports a disconnect whether the client stays or not.
-            if not work.done() and not writer.ended:
-                return await self._break_off(writer, work, client_left=gone.done())
-            return await self._outcome(work)
-        finally:
-            complete = work.done() and not work.cancelled() and work.exception() is None
-            await _stop(work, gone)
-            if not complete or self._exchange.kept is not None:
-                await cancel_all(accepted)
+        tokenizer, per_prompt = self._exchange.tokenizer, self._exchange.choices_per_prompt
+        self._runs = [
+            Run(each, tokenizer, index * per_prompt) for index, each in enumerate(accepted)
+        ]
 
-    async def _outcome(self, work: "asyncio.Task[str | None]") -> str | None:
-        try:
-            return await work
-        except HeadraceError as error:
-            raise to_api_error(error) from error
+    async def _leave(self, *, complete: bool) -> None:
+        if not complete or self._exchange.kept is not None:
+            await cancel_all([run.accepted for run in self._runs])
 
-    async def _break_off(
-        self, writer: Writer, work: "asyncio.Task[str | None]", *, client_left: bool
-    ) -> str:
-        await _stop(work)
-        if client_left:
-            self._exchange.observation.disconnected()
-            return "slow_reader" if writer.slow_reader else "client_disconnected"
+    async def _cut_short(self, writer: Writer) -> None:
         kept = self._exchange.kept
         remedy = "send it again" if kept is None else f"read on at GET /v1/requests/{kept}/events"
         error = unavailable(f"This server is shutting down; {remedy}.", code="shutting_down")
         if not writer.started:
             raise error
         await writer.body(self._last_event(error), more=False)
-        return "shutting_down"
 
     async def _answer(self, writer: Writer) -> str | None:
-        if self._exchange.stream:
-            return await self._stream(writer)
+        try:
+            if self._exchange.stream:
+                return await self._stream(writer)
+            await self._whole(writer)
+        except HeadraceError as error:
+            raise to_api_error(error) from error
+        return None
+
+    async def _whole(self, writer: Writer) -> None:
         answer = self._exchange.answer
         async for piece in self._pieces():
             answer.add(piece)
-        content = encode(answer.whole(self._usage()))
+        content = encode(answer.whole(self._total()))
         await writer.whole(200, content, self._exchange.headers)
-        return None
 
     async def _stream(self, writer: Writer) -> str | None:
         events = self._exchange.events
@@ -156,7 +111,7 @@ class GenerationResponse(Response):
         try:
             return await self._events(stream)
         finally:
-            await _stop(pings)
+            await stop(pings)
 
     async def _comment(self) -> bytes:
         """What is sent while there is nothing else: where the request is, while it waits."""
@@ -189,13 +144,30 @@ class GenerationResponse(Response):
         return None
 
     async def _send_events(self, stream: EventStream) -> None:
-        answer = self._exchange.answer
+        answer, pushed = self._exchange.answer, self._pushed(stream)
         async for piece in self._pieces():
             chunks = [event(chunk, named=answer.named) for chunk in answer.chunks(piece)]
             if chunks:
                 await stream.send(b"".join(chunks))
-        for chunk in answer.closing(self._usage()):
+            if pushed is not None:
+                await pushed.push()
+        for chunk in answer.closing(self._total()):
             await stream.send(event(chunk, named=answer.named))
+
+    def _pushed(self, stream: EventStream) -> PushedStream | None:
+        """What writes most of the stream's events; None where each has to come from `_pieces`."""
+        (run, *others), exchange = self._runs, self._exchange
+        generation = run.accepted.generation
+        if others or not can_be_heard(generation):
+            return None
+        parts = Pushing(
+            generation=generation,
+            run=run,
+            answer=exchange.answer,
+            stream=stream,
+            observation=exchange.observation if exchange.admits else None,
+        )
+        return PushedStream(parts)
 
     async def _send_missing_events(self, stream: EventStream, events: ResumableEvents) -> None:
         """Behind those that the client has; the stream begins once it is known to fit them."""
@@ -204,7 +176,7 @@ class GenerationResponse(Response):
             missing = events.piece(piece, answer.chunks(piece))
             if missing:
                 await stream.send(missing)
-        for chunk in answer.closing(self._usage()):
+        for chunk in answer.closing(self._total()):
             missing = events.closing(chunk)
             if missing:
                 await stream.send(missing)
@@ -214,10 +186,6 @@ class GenerationResponse(Response):
         answer = self._exchange.answer
         return event(answer.failure(error), named=answer.named)
 
-    def _start_runs(self, accepted: Sequence[Accepted]) -> list[Run]:
-        tokenizer, per_prompt = self._exchange.tokenizer, self._exchange.choices_per_prompt
-        return [Run(each, tokenizer, index * per_prompt) for index, each in enumerate(accepted)]
-
     async def _pieces(self) -> AsyncIterator[Piece]:
         pieces = self._runs[0].pieces() if len(self._runs) == 1 else merged(self._runs)
         async for piece in pieces:
@@ -226,6 +194,9 @@ class GenerationResponse(Response):
             yield piece
 
     def _usage(self) -> Usage:
+        return self._total() if self._exchange.admits else Usage()
+
+    def _total(self) -> Usage:
         usage = Usage()
         for run in self._runs:
             usage.add(run.usage)
@@ -248,15 +219,4 @@ async def merged(runs: Sequence[Run]) -> AsyncIterator[Piece]:
             yield piece
         await everyone
     finally:
-        await _stop(everyone, *tasks)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _stop(*tasks: "asyncio.Future[Any]") -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+        await stop(everyone, *tasks)

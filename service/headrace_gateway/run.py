@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from headrace_common.messages import Logprobs
 from headrace_common.prompt_logprobs import unpack_prompt_logprobs
-from headrace_common.text import ChoiceText
+from headrace_common.text import ChoiceText, TextPiece
 from headrace_common.tokenizer import Tokenizer
 
 from .admission import Accepted
@@ -66,29 +66,66 @@ class Run:
             choice: ChoiceText(tokenizer, prompt, accepted.sampling)
             for choice in range(accepted.sampling.n)
         }
+        self._stopped: list[int] = []
         self.usage = Usage(prompt_tokens=len(prompt))
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Ends when every choice has. Raises RequestFailed."""
         async for delta in self._generation:
-            self.usage.cached_tokens = max(self.usage.cached_tokens, delta.cached_tokens)
-            text = self._open.get(delta.choice)
-            if text is None:
-                continue  # tokens made before the engine heard of a stop
-            piece = self._piece(delta, text)
-            if piece.finish_reason is not None:
-                del self._open[delta.choice]
-                if delta.finish_reason is None:
-                    await self._generation.stop_choice(delta.choice)
-            yield piece
+            piece = self.read(delta)
+            if self._stopped:
+                await self.settle()
+            if piece is not None:
+                yield piece
             if not self._open:
                 return
 
-    def _piece(self, delta: Delta, choice: ChoiceText) -> Piece:
+    def text(self, delta: Delta) -> TextPiece | None:
+        """The text of news that are tokens and nothing else. None: nothing was read, `read` it."""
+        if delta.finish_reason is not None or delta.prompt_logprobs is not None:
+            return None
+        choice = self._open.get(delta.choice)
+        if choice is None or choice.has_stops:
+            return None
+        new = choice.push(delta.token_ids)
+        self._count(delta, new)
+        return new
+
+    def read(self, delta: Delta) -> Piece | None:
+        """Any news; None for tokens that were made before the engine heard of a stop.
+
+        Who calls it settles what it ended.
+        """
+        choice = self._open.get(delta.choice)
+        if choice is None:
+            self.usage.cached_tokens = max(self.usage.cached_tokens, delta.cached_tokens)
+            return None
         new = choice.push(
             delta.token_ids, finish_reason=delta.finish_reason, stop_token=delta.stop_token
         )
+        self._count(delta, new)
+        piece = self._piece(delta, new)
+        if piece.finish_reason is not None:
+            del self._open[delta.choice]
+            if delta.finish_reason is None:
+                self._stopped.append(delta.choice)
+        return piece
+
+    @property
+    def unsettled(self) -> bool:
+        return bool(self._stopped)
+
+    async def settle(self) -> None:
+        """Ends the choices in which a stop string was found."""
+        while self._stopped:
+            await self._generation.stop_choice(self._stopped.pop())
+
+    def _count(self, delta: Delta, new: TextPiece) -> None:
         self.usage.completion_tokens += new.tokens
+        if delta.cached_tokens > self.usage.cached_tokens:
+            self.usage.cached_tokens = delta.cached_tokens
+
+    def _piece(self, delta: Delta, new: TextPiece) -> Piece:
         stopped = new.stop is not None
         return Piece(
             choice=self._first_choice + delta.choice,

@@ -14,12 +14,12 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from .body import refusal
 from .errors import ApiError, unavailable
 from .settings import GatewaySettings
-from .sse import ABORT
+from .sse import ABORT, CHANNEL
 
 MAX_HEADER_BYTES = 64 * 1024
 BACKLOG = 2048
@@ -33,6 +33,33 @@ _STATUS_LINES = {
     408: b"HTTP/1.1 408 Request Timeout\r\n",
     431: b"HTTP/1.1 431 Request Header Fields Too Large\r\n",
 }
+
+
+class BodyChannel:
+    """Writes pieces of one response's body in HTTP's chunks, past the layers of the application.
+
+    The status, the headers and the last piece take ASGI's way.
+    """
+
+    __slots__ = ("_cycle", "_flow", "_transport")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._transport = cycle.transport
+
+    @property
+    def ready(self) -> bool:
+        cycle = self._cycle
+        return (
+            bool(cycle.chunked_encoding)  # known once the headers are written
+            and not self._flow.write_paused
+            and not cycle.disconnected
+            and not cycle.response_complete
+        )
+
+    def write(self, content: bytes) -> None:
+        self._transport.write(b"%x\r\n%b\r\n" % (len(content), content))
 
 
 class GatewayProtocol(HttpToolsProtocol):
@@ -70,6 +97,8 @@ class GatewayProtocol(HttpToolsProtocol):
         self._stop_timer()
         self.app = self._app_for_request()
         super().on_headers_complete()
+        if self.cycle is not None and self.cycle.scope is self.scope:
+            self.scope["state"][CHANNEL] = BodyChannel(self.cycle)
 
     def _app_for_request(self) -> Any:
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)

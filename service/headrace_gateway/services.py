@@ -28,12 +28,14 @@ from .models import Models
 from .observation import Observation, Observer, RequestInfo
 from .prompts import PromptEncoder
 from .rate_limits import RateLimited, RateLimits
-from .responding import Delivery, Exchange, GenerationResponse
+from .responding import Exchange, GenerationResponse
 from .run import Usage
 from .schemas import GenerationBody
 from .settings import GatewaySettings
+from .strict_calls import at_prompt
 from .structured_fields import StructuredBody
 from .tenants import Caller, caller_of, tenancy_of
+from .watched import Delivery
 from .wishes import wish_of
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -168,11 +170,12 @@ async def _job(
     caller: Caller | None,
 ) -> Job:
     tenancy = tenancy_of(caller, body)
+    prompts = await call.encode()
     return Job(
         request_id=request_id,
         model=call.model,
-        prompts=await call.encode(),
-        sampling=call.sampling,
+        prompts=prompts,
+        sampling=at_prompt(call.sampling, call.form, call.model.tokenizer, prompts[0]),
         priority=tenancy.priority,
         tenant=tenancy.tenant,
         cache_salt=tenancy.cache_salt,
@@ -203,7 +206,7 @@ def client_request_id(headers: Mapping[str, str]) -> str | None:
     return given if _REQUEST_ID.fullmatch(given) else None
 
 
-def _services(request: Request) -> Services:
+async def _services(request: Request) -> Services:  # a plain function would be run in a thread
     services = request.app.state.services
     assert isinstance(services, Services)
     caller = caller_of(request.scope["state"])

@@ -40,6 +40,11 @@ class GatewaySettings(BaseSettings):
     chat_template: str | None = Field(
         None, description="file of a chat template to use for the model instead of its own"
     )
+    lora_modules: tuple[str, ...] = Field(
+        (),
+        description="names of LoRA adapters of the setting model; default: those that its engines "
+        "register",
+    )
     extra_models: dict[str, ModelSource] = Field(
         default_factory=dict, description='further models, {"name": "folder or hub id"}'
     )
@@ -75,6 +80,26 @@ class GatewaySettings(BaseSettings):
     )
     max_queued_requests_per_tenant: int = Field(
         0, ge=0, description="of these, those of one tenant; 0: as many as of all"
+    )
+    placement: Literal["prefix", "none"] = Field(
+        "prefix",
+        description="prefix: requests whose prompts begin alike go to the same engine, which has "
+        "that in its cache, while its load allows; none: to any engine",
+    )
+    placement_prefix_tokens: int = Field(
+        128, ge=1, description="tokens at the beginning of a prompt that placement looks at"
+    )
+    placement_load_factor: float = Field(
+        1.25,
+        ge=1,
+        description="an engine whose requests are over so many times its share of all is placed "
+        "no more",
+    )
+    placement_steal_after: float = Field(
+        0.1,
+        ge=0,
+        description="seconds that a request waits for the engine that it is placed with before any "
+        "takes it",
     )
     default_deadline: float = Field(
         600.0, gt=0, description="seconds until a request must have ended, where it names none"
@@ -126,6 +151,12 @@ class GatewaySettings(BaseSettings):
     )
     max_connections: int = Field(10_000, ge=1, description="open connections before 503")
 
+    lease: float = Field(
+        10.0,
+        ge=1,
+        description="seconds without a sign of life after which other gateways go on with this "
+        "one's requests",
+    )
     keep_alive_interval: float = Field(
         15.0, gt=0, description="seconds of silence in a stream before a comment is sent"
     )
@@ -152,6 +183,8 @@ class GatewaySettings(BaseSettings):
         for name in ("served_model_name", "revision", "chat_template"):
             if getattr(self, name) is not None and self.model is None:
                 raise ValueError(f"{name} is of the setting model, which is not given")
+        if self.lora_modules and self.model is None:
+            raise ValueError("lora_modules are of the setting model, which is not given")
         return self
 
     @property

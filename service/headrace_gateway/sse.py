@@ -6,7 +6,7 @@ A client that does not read for too long is cut off, so that it holds neither me
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import pydantic_core
 from starlette.types import Scope, Send
@@ -26,8 +26,22 @@ DONE = b"data: [DONE]\n\n"
 # still have a status of its own, and no proxy gets an answer while it is still sending the end of
 # the request (Go's reverse proxy breaks such streams).
 OPEN_AFTER_S = 1.0
-# Where in a request's state our server protocol offers to reset the connection.
+# Stands for a text; of private characters, for nothing else in an event to be equal to it.
+_TEXT = "\ue000text\ue001"
+# Where in a request's state our server protocol offers to reset the connection, and to write to it.
 ABORT = "headrace.abort"
+CHANNEL = "headrace.channel"
+
+
+class Channel(Protocol):
+    """A shorter way for a body's pieces than ASGI, for what an open stream says all the time."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether a piece can be written now: the status is out, and the client has kept up."""
+
+    def write(self, content: bytes) -> None:
+        """One piece, not the last. Only where it is ready."""
 
 
 class Writer:
@@ -39,7 +53,9 @@ class Writer:
     def __init__(self, scope: Scope, send: Send, timeout: float) -> None:
         self._send = send
         self._timeout = timeout
-        self._abort: Callable[[], None] | None = scope.get("state", {}).get(ABORT)
+        state = scope.get("state", {})
+        self._abort: Callable[[], None] | None = state.get(ABORT)
+        self.channel: Channel | None = state.get(CHANNEL)
         self._loop = asyncio.get_running_loop()
         self._writing_since: float | None = None
         self._timer = self._loop.call_later(timeout, self._check)
@@ -94,6 +110,7 @@ class EventStream:
         comment: Callable[[], Awaitable[bytes]],
     ) -> None:
         self._writer = writer
+        self._channel = writer.channel
         self._headers = {**HEADERS, **headers}
         self._interval = keep_alive
         self._comment = comment
@@ -109,6 +126,17 @@ class EventStream:
         await self._writer.start(200, self._headers)
         if first:
             await self._writer.body(first, more=True)
+
+    @property
+    def ready(self) -> bool:
+        """Whether `write` can be used."""
+        return self._channel is not None and self._channel.ready and not self._lock.locked()
+
+    def write(self, content: bytes) -> None:
+        """As `send`, without waiting, where it is ready."""
+        assert self._channel is not None, "only where it is ready"
+        self._last = self._clock()
+        self._channel.write(content)
 
     async def send(self, content: bytes) -> None:
         async with self._lock:
@@ -149,8 +177,20 @@ def queued_comment(place: Place) -> bytes:
     return f": queued position={place.position}{eta}\n".encode()
 
 
-def encode(body: Mapping[str, Any]) -> bytes:
+def encode(body: Mapping[str, Any] | str) -> bytes:
     return pydantic_core.to_json(body)
+
+
+class TextEvent:
+    """An event of which nothing changes but a text: `make` gives its body for one."""
+
+    __slots__ = ("_after", "_before")
+
+    def __init__(self, make: Callable[[str], Mapping[str, Any]]) -> None:
+        self._before, _, self._after = event(make(_TEXT)).rpartition(encode(_TEXT))
+
+    def __call__(self, text: str) -> bytes:
+        return b"%b%b%b" % (self._before, encode(text), self._after)
 
 
 def event(body: Mapping[str, Any], event_id: str | None = None, *, named: bool = False) -> bytes:

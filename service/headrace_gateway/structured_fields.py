@@ -39,6 +39,20 @@ ResponseFormat = Annotated[
 ]
 
 
+class TagStructure(Body):
+    begin: StrictStr
+    schema_: dict[str, Any] = Field(alias="schema")
+    end: StrictStr = ""
+
+
+class StructuralTag(Body):
+    """Free text until one of the `triggers`, then a structure that begins with it."""
+
+    type: Literal["structural_tag"] = "structural_tag"
+    structures: list[TagStructure]
+    triggers: list[StrictStr]
+
+
 class StructuredOutputs(Body):
     """vLLM's: exactly one of the fields."""
 
@@ -47,6 +61,7 @@ class StructuredOutputs(Body):
     choice: list[StrictStr] | None = None
     grammar: StrictStr | None = None
     json_object: StrictBool | None = None
+    structural_tag: StructuralTag | StrictStr | None = None
 
     def params(self) -> StructuredOutputsParams:
         return StructuredOutputsParams(
@@ -55,7 +70,13 @@ class StructuredOutputs(Body):
             choice=self.choice,
             grammar=self.grammar,
             json_object=self.json_object,
+            structural_tag=self._structural_tag,
         )
+
+    @property
+    def _structural_tag(self) -> dict[str, Any] | str | None:
+        tag = self.structural_tag
+        return tag.model_dump(by_alias=True) if isinstance(tag, StructuralTag) else tag
 
 
 class StructuredBody(Body):

@@ -7,6 +7,7 @@ from headrace_common.sampling import SamplingParams
 
 from .errors import invalid
 from .models import ServedModel
+from .strict_calls import may_reason
 
 # The switch of Qwen3's template and those after it; DeepSeek's calls it `thinking`.
 SWITCHES = ("enable_thinking", "thinking")
@@ -45,7 +46,8 @@ def without_thinking(
 
     What the request says itself stays.
     """
-    if sampling.structured_outputs is None:
+    held = sampling.structured_outputs
+    if held is None or may_reason(held):
         return variables
     return {**thinking_variables(model, thinking=False), **(variables or {})}
 

@@ -1,14 +1,18 @@
-"""A world for each seed: the seeds of a fault run side by side, since a fault is mostly waiting."""
+"""A world for each seed: the seeds of a fault run side by side, since a fault is mostly waiting.
 
-from collections.abc import Iterator
+Worlds of the later faults are made beside the first ones.
+"""
+
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 import pytest
 
 from headrace_testing.chaos.cases import Workload
-from headrace_testing.chaos.command import Worlds, worlds
-from headrace_testing.chaos.forked import Forge
+from headrace_testing.chaos.command import EVIL, Worlds, worlds
+from headrace_testing.chaos.scene import Fault
 from headrace_testing.chaos.workload import make_workload
+from headrace_testing.forked import Forge
 
 SEEDS = (1, 2, 3)
 
@@ -20,13 +24,25 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Workload:
 
 @pytest.fixture(scope="session")
 def worlds_by_seed(
-    workload: Workload, tmp_path_factory: pytest.TempPathFactory
+    workload: Workload, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[dict[int, Worlds]]:
-    forge = Forge()
+    forge = Forge(EVIL)
     with ExitStack() as stack:
-        yield {
+        made = {
             seed: stack.enter_context(
                 worlds(workload, tmp_path_factory.mktemp(f"seed-{seed}"), forge.start)
             )
             for seed in SEEDS
         }
+        _, *later = _kinds(request.session.items)
+        for each in made.values():
+            each.prepare(later)
+        yield made
+
+
+def _kinds(items: Sequence[pytest.Item]) -> list[str]:
+    """The kinds of Redis of the faults that are to run, in their order."""
+    functions = [item for item in items if isinstance(item, pytest.Function)]
+    calls = [item.callspec.params for item in functions if hasattr(item, "callspec")]
+    faults = [call.get("fault") for call in calls]
+    return list(dict.fromkeys(fault.servers for fault in faults if isinstance(fault, Fault)))

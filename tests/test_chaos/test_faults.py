@@ -11,6 +11,7 @@ from headrace_testing.chaos.scene import Fault
 IN_CI = [fault for fault in FAULTS.values() if not fault.slow]
 
 
+@pytest.mark.timeout(600)  # the first one waits for processes of all, on any machine
 @pytest.mark.parametrize("fault", IN_CI, ids=[fault.name for fault in IN_CI])
 def test_clients_get_their_answers(fault: Fault, worlds_by_seed: dict[int, Worlds]) -> None:
     with ThreadPoolExecutor(len(worlds_by_seed)) as threads:

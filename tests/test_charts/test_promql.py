@@ -29,6 +29,7 @@ from headrace_operator.scaling.signals import Estimate
 from headrace_operator.status import Seen
 from headrace_testing.api_keys import KeyBook
 from headrace_testing.checkpoints import save_checkpoint
+from headrace_testing.forked import Forge
 from headrace_testing.kubernetes import READY_POD, pod
 from headrace_testing.model_services import service
 from headrace_testing.processes import until
@@ -71,7 +72,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrometheusS
     require_program(REDIS_EXPORTER)
     folder = tmp_path_factory.mktemp("monitored")
     checkpoint = save_checkpoint(folder, "llama", max_position_embeddings=1024)
-    stack = Stack(checkpoint, folder)
+    stack = Stack(checkpoint, folder, start=Forge().start)
     limit_memory(stack.valkey.url)
     exporter = RedisExporter(stack.valkey.url, folder)
     stack.add_engine()

@@ -56,12 +56,52 @@ def test_gateway_and_engine_agree_on_queue_and_model() -> None:
     assert gateway.name == "gateway-1"
 
 
+@pytest.mark.parametrize(
+    ("args", "names"),
+    [
+        ((), "[]"),
+        (("--enable-lora", "--lora-modules", "sql=/a/sql"), '["sql"]'),
+        (
+            ("--lora-modules=a=/x,b=/y", "--lora-modules", "c=/z", "--threads", "2"),
+            '["a", "b", "c"]',
+        ),
+        (("--lora-modules", '{"org/a": "/x", "b": "/y"}'), '["org/a", "b"]'),
+        (("--lora-modules", "7"), "[]"),
+        (("--lora-modules",), "[]"),
+    ],
+)
+def test_gateways_know_the_adapters_of_the_engines(args: tuple[str, ...], names: str) -> None:
+    config = UpConfig(engine_args=args)
+    gateway = gateway_spec(0, config, redis_url="unix:///q", metrics_port=9401, fd=7)
+
+    assert gateway.env["HEADRACE_GATEWAY_LORA_MODULES"] == names
+
+
 def test_engines_are_spread_over_the_gpus() -> None:
     config, placement = UpConfig(engines=3), Placement(gpus=("GPU-a", "GPU-b"), cores=8)
 
     devices = [engine_env(i, config, placement)["CUDA_VISIBLE_DEVICES"] for i in range(3)]
 
     assert devices == ["GPU-a", "GPU-b", "GPU-a"]
+
+
+@pytest.mark.parametrize(
+    ("args", "environ"),
+    [
+        (("--tensor-parallel-size", "2"), {"HEADRACE_ENGINE_TENSOR_PARALLEL_SIZE": "4"}),
+        (("--tensor-parallel-size=2",), {}),
+        ((), {"HEADRACE_ENGINE_TENSOR_PARALLEL_SIZE": "2"}),
+    ],
+)
+def test_engines_of_several_ranks_get_as_many_gpus(
+    args: tuple[str, ...], environ: dict[str, str]
+) -> None:
+    config = UpConfig(engines=3, engine_args=args)
+    gpus = Placement(gpus=tuple("abcde"), environ=environ)
+    devices = [engine_env(i, config, gpus)["CUDA_VISIBLE_DEVICES"] for i in range(3)]
+    assert devices == ["a,b", "c,d", "a,b"]
+    cores = Placement(cores=12, environ=environ)
+    assert engine_env(0, config, cores)["HEADRACE_ENGINE_THREADS"] == "2"
 
 
 def test_engines_on_the_cpu_share_its_cores_unless_told_otherwise() -> None:

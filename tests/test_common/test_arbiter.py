@@ -66,6 +66,17 @@ def test_tokens_are_delivered_once_and_in_order() -> None:
     assert arbiter.states() == (ChoiceState(token_ids=(1, 2, 3, 4), finish_reason="stop"),)
 
 
+def test_all_but_the_first_and_last_tokens_are_followed_in_one_look() -> None:
+    arbiter = Arbiter("r", 1)
+    assert arbiter.follow("e", tokens(0, 1)) is None
+    arbiter.handle("e", tokens(0, 1))
+    assert arbiter.follow("e", tokens(1, 2, 3)) == Deliver(choice=0, token_ids=(2, 3))
+    for other in (tokens(1, 2), tokens(4, 5), tokens(3, 4, attempt=2), tokens(3, 4, end="stop")):
+        assert arbiter.follow("e", other) is None
+    assert arbiter.follow("another", tokens(3, 4)) is None
+    assert arbiter.states() == (ChoiceState(token_ids=(1, 2, 3)),)
+
+
 def test_log_probabilities_are_cut_like_their_tokens() -> None:
     arbiter = Arbiter("r", 1)
     items = tuple(Logprobs(-float(number), 1, ()) for number in range(3))
@@ -280,6 +291,7 @@ class Play:
         self.rng = random.Random(seed)
         self.most = 12
         self.arbiter = Arbiter("r", choices)
+        self.twin = Arbiter("r", choices)  # is asked in one look first
         self.engines: list[PlayedEngine] = []
         self.past: list[tuple[PlayedEngine, Reply]] = []
         self.got: list[list[int]] = [[] for _ in range(choices)]
@@ -296,7 +308,11 @@ class Play:
         self.handle(engine, reply)
 
     def handle(self, engine: PlayedEngine, reply: Reply) -> None:
-        for action in self.arbiter.handle(engine.name, reply):
+        followed = self.twin.follow(engine.name, reply) if isinstance(reply, Tokens) else None
+        actions = self.arbiter.handle(engine.name, reply)
+        assert actions == ([followed] if followed else self.twin.handle(engine.name, reply))
+        assert self.arbiter.states() == self.twin.states()
+        for action in actions:
             self.carry_out(action)
         for choice, got in enumerate(self.got):
             assert is_one_history(choice, got)

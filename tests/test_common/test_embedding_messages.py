@@ -70,6 +70,19 @@ def test_another_length_is_another_request() -> None:
     assert len({fingerprint(request) for request in requests}) == 3
 
 
+def test_a_request_names_its_adapter_and_one_without_says_nothing_of_adapters() -> None:
+    request = replace(make_request(), lora="org/sql")
+
+    assert decode_request(encode_request(request)) == request
+    assert (request.served_model, make_request().served_model) == ("org/sql", make_request().model)
+    assert b"lora" not in encode_request(make_request())
+    assert fingerprint(request) != fingerprint(make_request())
+    body = msgpack.unpackb(encode_request(request), strict_map_key=False)
+    for wrong in ("", 7, None, "x" * 300):
+        with pytest.raises(MessageError, match="lora"):
+            decode_request(pack_message({**body, "lora": wrong}))
+
+
 def test_vectors_survive_every_message() -> None:
     state = ChoiceState(finish_reason="stop", embedding=VECTOR)
     frame = Frame("e", (said(), Sync(request_id="r", attempt=1, choices=(state,))))

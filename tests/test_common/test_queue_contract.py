@@ -556,7 +556,7 @@ async def test_log_probabilities_survive_with_their_tokens(backend: Backend) -> 
     await beat(engine, replace(progress(lease), choices=(said,)))
     more = ChoiceState(token_ids=(3,), logprobs=known[2:3])
     await beat(engine, replace(progress(lease, journaled=2), choices=(more,)))
-    await engine.publish({"g": [replace(tokens(lease, 3, 4), logprobs=known[3:])]})
+    await engine.publish({"g": [tokens(lease, 3, 4)._replace(logprobs=known[3:])]})
     whole = ChoiceState(token_ids=(1, 2, 3, 4), logprobs=known)
     assert await other.journal(rid) == (whole,)
     assert await backend.gateway("g2").journal(rid, MODEL) == (whole,)

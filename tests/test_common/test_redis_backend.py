@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from headrace_common.errors import BackendUnavailable, BackendUnfit, FailureCode, SettingsError
+from headrace_common.keys import gateway_beat
 from headrace_common.messages import ChoiceState, Failed, Tokens
 from headrace_common.protocol.base import AdmitState, Outcome, Progress, QueueLimits, Verdict
 from headrace_common.protocol.connection import Connection, ConnectionConfig, check_backend
 from headrace_common.protocol.redis_engine import RedisEngineQueue
+from headrace_common.protocol.redis_gateway import RedisGatewayQueue
 from headrace_testing.backends import MODEL, OverRedis, make_request, make_status
 from headrace_testing.valkey import ValkeyServer
 from headrace_testing.waiting import eventually, first
@@ -280,6 +282,14 @@ async def test_an_old_server_is_refused(
 def test_a_url_that_is_none_is_refused() -> None:
     with pytest.raises(SettingsError, match="redis url"):
         Connection(ConnectionConfig(url="localhost:6379"))
+
+
+async def test_a_gateway_lives_for_its_own_lease(over_redis: OverRedis) -> None:
+    gateway = RedisGatewayQueue(over_redis.connect("gateway"), "g", lease_ms=5_000_000)
+    await gateway.beat()
+    left = await over_redis.client.command("PTTL", gateway_beat("g"))
+
+    assert 4_000_000 < left <= 5_000_000
 
 
 async def test_an_engine_leaves_no_trace_of_itself(over_redis: OverRedis) -> None:

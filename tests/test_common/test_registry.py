@@ -69,6 +69,28 @@ async def test_entry_and_files_of_registrations_at_once_belong_together(backend:
     assert digest_of(await registry.files(left)) == left.digest
 
 
+async def test_adapters_are_told_with_their_model(backend: Backend) -> None:
+    known = replace(model(), adapters=("sql", "chat/1"))
+    await backend.registry().register(known, FILES)
+
+    assert await backend.registry().models() == {known.name: known}
+
+
+def test_an_entry_of_a_version_before_adapters_has_none() -> None:
+    body = msgpack.unpackb(encode_entry(model()))
+    del body["adapters"]
+    assert decode_entry(msgpack.packb(body)) == model()
+
+    for wrong in ("sql", [1], {"sql": "x"}):
+        with pytest.raises(RegistryError, match="adapters must be names"):
+            decode_entry(msgpack.packb({**body, "adapters": wrong}))
+
+
+def test_an_entry_with_too_many_adapters_is_refused() -> None:
+    with pytest.raises(RegistryError, match="the names of its 9000 adapters"):
+        encode_entry(replace(model(), adapters=tuple(f"adapter-{n}" for n in range(9000))))
+
+
 async def test_only_the_owner_removes(backend: Backend) -> None:
     registry = backend.registry()
     await registry.register(model(), FILES)

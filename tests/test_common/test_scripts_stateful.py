@@ -19,7 +19,15 @@ from hypothesis.stateful import (
 
 from headrace_common.errors import QueueFull
 from headrace_common.messages import ChoiceState, GenerateRequest
-from headrace_common.protocol.base import Admission, AdmitState, Outcome, Progress, QueueLimits
+from headrace_common.protocol.base import (
+    Admission,
+    AdmitState,
+    Choice,
+    Outcome,
+    Placement,
+    Progress,
+    QueueLimits,
+)
 from headrace_testing.backends import MODEL, InMemory, OverRedis, make_request, make_status
 from headrace_testing.valkey import ValkeyServer
 
@@ -29,6 +37,8 @@ PRIORITIES = (0, 0, -1, 0, 0, 1, 0)
 ENGINES = ("e0", "e1", "e2")
 engines = st.sampled_from(ENGINES)
 gateways = st.sampled_from(("g0", "g1"))
+# Held for so long that none is stolen because of the time that a test takes.
+HOLD_MS = 3_600_000
 REQUESTS = 12
 requests = st.integers(0, REQUESTS - 1)
 
@@ -91,11 +101,32 @@ class ScriptsAndModel(RuleBasedStateMachine):
             for queue in self.gateways[gateway]:
                 self.run(self.admitted(queue, self.requests[number], None))
 
+    @rule(
+        gateway=gateways,
+        numbers=st.lists(requests, min_size=1, max_size=9),
+        order=st.permutations(ENGINES),
+        load_factor=st.sampled_from((1.0, 1.25, 9.0)),
+    )
+    def admit_placed(
+        self, gateway: str, numbers: list[int], order: list[str], load_factor: float
+    ) -> None:
+        choices = tuple(Choice(engine_id=name, capacity=2 + len(name)) for name in order[:2])
+        placement = Placement(choices=choices, capacity=9, load_factor=load_factor, hold_ms=HOLD_MS)
+        for number in numbers:
+            for queue in self.gateways[gateway]:
+                self.run(self.admitted(queue, self.requests[number], None, placement))
+
     async def admitted(
-        self, queue: Any, request: GenerateRequest, seen: int | None
+        self,
+        queue: Any,
+        request: GenerateRequest,
+        seen: int | None,
+        placement: Placement | None = None,
     ) -> Admission | str:
         try:
-            admission: Admission = await queue.admit(request, LIMITS, seen=seen)
+            admission: Admission = await queue.admit(
+                request, LIMITS, seen=seen, placement=placement
+            )
         except QueueFull as error:
             return str(error)
         if admission.state is AdmitState.ENDED:

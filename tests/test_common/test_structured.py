@@ -29,6 +29,10 @@ def nested(levels: int) -> dict[str, Any]:
     return schema
 
 
+def tag(begin: str = "<f>", schema: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"structures": [{"begin": begin, "schema": schema or {}, "end": ""}], "triggers": ["<"]}
+
+
 def chain(rules: int) -> str:
     lines = [f"R{index}: R{index + 1} R{index + 1}" for index in range(rules)]
     return "\n".join(["start: R0", *lines, f'R{rules}: "x"'])
@@ -70,6 +74,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"choice": ["x" * 1000] * 100}, "over the limit"),
     ({"grammar": 3}, "must be a text"),
     ({"json_object": "yes"}, "must be true"),
+    ({"structural_tag": "{"}, "Expecting property name"),
+    ({"structural_tag": {"format": {}}}, "'format' is not known"),
+    ({"structural_tag": {"structures": [], "triggers": ["<"]}}, "from 1 to 128"),
+    ({"structural_tag": tag(begin="f")}, "exactly one trigger"),
+    ({"structural_tag": {**tag(), "triggers": ["<", "<f"]}}, "exactly one trigger"),
+    ({"structural_tag": {**tag(), "triggers": ["<", "x"]}}, "no structure begins"),
+    ({"structural_tag": {**tag(), "triggers": [""]}}, "1 to 1024 characters"),
+    ({"structural_tag": tag(schema={"$ref": "#"})}, "leads only to itself"),
+    ({"structural_tag": tag(schema={"enum": ["x" * MAX_CHARS]})}, "over the limit"),
 ]
 
 
@@ -97,6 +110,7 @@ NOT_COMPILED: list[tuple[dict[str, Any], str]] = [
     ({"grammar": "hello"}, "neither Lark"),
     ({"grammar": "root ::= " + "(" * 3000 + '"a"' + ")" * 3000}, "neither Lark"),
     ({"grammar": "root ::= " + '"a" | ' * 5000 + '"a"'}, "GBNF may have"),
+    ({"structural_tag": tag(schema={"type": "thing"})}, "Invalid type"),
     ({"grammar": chain(100)}, "too big"),
     ({"grammar": chain(MAX_TERMINALS)}, "terminals"),
 ]  # fmt: skip
@@ -142,6 +156,7 @@ def test_hard_but_bounded_ones_are_taken(checker: GrammarChecker, fields: dict[s
         {"choice": ["b", "a"]},
         {"grammar": 'start: "x"'},
         {"json_object": True},
+        {"structural_tag": tag(schema={"properties": {"z": {}, "a": {}}})},
     ],
     ids=str,
 )

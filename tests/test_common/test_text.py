@@ -82,6 +82,45 @@ def test_random_bytes_of_a_byte_level_tokenizer_equal_the_whole_text() -> None:
         assert "".join(pieces(tokenizer, [], ids)) == tokenizer.decode(ids)
 
 
+class Decoding(Tokenizer):
+    """Knows no token's text by itself: every piece is decoded with what is before it."""
+
+    def fixed_text(self, token_id: int) -> str | None:
+        return None
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_texts_that_are_known_alone_are_those_of_decoding(tokenizer: Tokenizer, skip: bool) -> None:
+    whole = Decoding(
+        tokenizer._backend,
+        special_tokens=tokenizer.special_tokens,
+        eos_token_ids=tokenizer.eos_token_ids,
+    )
+    generator = random.Random(5)
+    texts = [tokenizer.encode(text) for text in TEXTS]
+    for _ in range(60):
+        noise = [generator.randrange(tokenizer.vocab_size + 3) for _ in range(20)]
+        ids = [*noise[:4], *generator.choice(texts)[:30], *noise[4:], *generator.choice(texts)[:9]]
+        prompt = ids[: generator.randrange(4)]
+        fast = Detokenizer(tokenizer, prompt, skip_special_tokens=skip)
+        slow = Detokenizer(whole, prompt, skip_special_tokens=skip)
+
+        assert [fast.push([i]) for i in ids] == [slow.push([i]) for i in ids]
+        assert fast.flush() == slow.flush()
+
+
+def test_a_token_is_known_alone_only_where_its_neighbours_change_nothing(
+    tokenizer: Tokenizer,
+) -> None:
+    hello, part = tokenizer.encode("Hello")[-1], tokenizer.encode("🎈")[-1]
+    unknown = tokenizer.vocab_size + 7
+
+    assert tokenizer.fixed_text(hello)
+    assert [tokenizer.fixed_text(i) for i in (part, tokenizer.eos_token_ids[0], unknown)] == [
+        None
+    ] * 3
+
+
 def test_special_tokens_are_skipped_unless_wanted(tokenizer: Tokenizer) -> None:
     eos = tokenizer.eos_token_ids[0]
     ids = [*tokenizer.encode("Hello"), eos]

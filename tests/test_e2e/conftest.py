@@ -8,14 +8,22 @@ from pathlib import Path
 import pytest
 
 from headrace_testing.checkpoints import save_checkpoint
+from headrace_testing.forked import Forge
 from headrace_testing.greedy import GreedyCase, clear_cases
 from headrace_testing.headrace_up import UpProcess
+from headrace_testing.processes import Starter
 from headrace_testing.single import CONTEXT, SingleStack
 from headrace_testing.stack import Stack
 from headrace_testing.telemetry import otlp_collector
 
 STREAMS = 64
 OUTPUT_TOKENS = 320
+
+
+@pytest.fixture(scope="session")
+def start() -> Starter:
+    """Starts what need not be seen to start as a program: `single`, `served` and others are."""
+    return Forge().start
 
 
 @pytest.fixture(scope="session")
@@ -30,9 +38,11 @@ def cases(checkpoint: Path) -> list[GreedyCase]:
 
 
 @pytest.fixture(scope="session")
-def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def stack(
+    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, start: Starter
+) -> Iterator[Stack]:
     """Two engines and two gateways."""
-    stack = Stack(checkpoint, tmp_path_factory.mktemp("stack"))
+    stack = Stack(checkpoint, tmp_path_factory.mktemp("stack"), start=start)
     try:
         for _ in range(2):
             stack.add_engine()

@@ -7,17 +7,17 @@ import httpx
 import pytest
 
 from headrace_testing.checkpoints import save_checkpoint
-from headrace_testing.processes import until
+from headrace_testing.processes import Starter, until
 from headrace_testing.single import CONTEXT, LONG
 from headrace_testing.stack import MODEL, Stack
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def stack(tmp_path_factory: pytest.TempPathFactory, start: Starter) -> Iterator[Stack]:
     """One engine that ends requests 1.5 s before their deadline, one gateway."""
     folder: Path = tmp_path_factory.mktemp("long")
     checkpoint = save_checkpoint(folder, "llama", max_position_embeddings=CONTEXT)
-    stack = Stack(checkpoint, tmp_path_factory.mktemp("policies"))
+    stack = Stack(checkpoint, tmp_path_factory.mktemp("policies"), start=start)
     try:
         stack.add_engine("--policy", "deadline", "--policy-options", '{"margin": 1.5}')
         stack.add_gateway()

@@ -16,6 +16,8 @@ from headrace_testing.stack import MODEL, GatewayProcess, Stack
 
 STREAMS = 16
 TOKENS = 160
+# Seconds, text: a gateway that was killed is given up sooner.
+LEASE = "3"
 
 Bodies = Sequence[tuple[str, Mapping[str, Any]]]
 
@@ -24,7 +26,7 @@ Bodies = Sequence[tuple[str, Mapping[str, Any]]]
 def gateways(stack: Stack) -> Iterator[list[GatewayProcess]]:
     """Two gateways of the test's own; afterwards nothing may be left in the queue."""
     others = list(stack.gateways)
-    own = [stack.add_gateway("--resume-window", "0.2") for _ in range(2)]
+    own = [stack.add_gateway("--resume-window", "0.2", "--lease", LEASE) for _ in range(2)]
     for _ in range(2 - len(stack.engines)):
         stack.add_engine()
     stack.await_engines(2)

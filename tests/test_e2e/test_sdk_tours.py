@@ -21,7 +21,7 @@ import transformers
 
 from headrace_common import demo_model
 from headrace_testing.checkpoints import make_config, make_tokenizer
-from headrace_testing.processes import until
+from headrace_testing.processes import Starter, until
 from headrace_testing.stack import Stack
 from headrace_testing.tool_templates import CHATML_WITH_TOOLS
 from headrace_testing.tours import shared
@@ -46,12 +46,14 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stack(embedder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def stack(
+    embedder: Path, tmp_path_factory: pytest.TempPathFactory, start: Starter
+) -> Iterator[Stack]:
     """A gateway with an engine for each of both models; it finds the second one in the queue."""
     folder = tmp_path_factory.mktemp("tours")
     template = folder / "template.jinja"
     template.write_text(CHATML_WITH_TOOLS)
-    stack = Stack(Path(demo_model.__path__[0]), folder)
+    stack = Stack(Path(demo_model.__path__[0]), folder, start=start)
     try:
         stack.add_engine()
         stack.add_engine(*flags_of(embedder))

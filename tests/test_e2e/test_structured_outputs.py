@@ -12,7 +12,7 @@ import pytest
 from openai import OpenAI
 
 from headrace_common.checkpoint import demo_folder
-from headrace_testing.processes import until
+from headrace_testing.processes import Starter, until
 from headrace_testing.stack import MODEL, Stack
 
 PAGE = (Path(__file__).parents[2] / "docs" / "structured-outputs.md").read_text()
@@ -21,9 +21,9 @@ WORDS = r"([a-z]{3} ){40}end"
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def stack(tmp_path_factory: pytest.TempPathFactory, start: Starter) -> Iterator[Stack]:
     """The demo model on two engines behind one gateway."""
-    stack = Stack(demo_folder(), tmp_path_factory.mktemp("structured"))
+    stack = Stack(demo_folder(), tmp_path_factory.mktemp("structured"), start=start)
     try:
         for _ in range(2):
             stack.add_engine()

@@ -11,6 +11,7 @@ from anthropic import Anthropic
 from openai import OpenAI
 
 from headrace_common import demo_model
+from headrace_testing.processes import Starter
 from headrace_testing.stack import MODEL, GatewayProcess, Stack
 from headrace_testing.tool_templates import CHATML_WITH_TOOLS
 
@@ -27,11 +28,11 @@ HI: Any = [{"role": "user", "content": "Hello!"}]
 
 
 @pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
+def gateway(tmp_path_factory: pytest.TempPathFactory, start: Starter) -> Iterator[GatewayProcess]:
     folder = tmp_path_factory.mktemp("tools")
     template = folder / "template.jinja"
     template.write_text(CHATML_WITH_TOOLS)
-    stack = Stack(Path(demo_model.__path__[0]), folder)
+    stack = Stack(Path(demo_model.__path__[0]), folder, start=start)
     try:
         stack.add_engine()
         gateway = stack.add_gateway("--chat-template", str(template))

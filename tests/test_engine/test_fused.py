@@ -1,6 +1,7 @@
 """The fused decoder against the one in plain torch, for every instruction set that this CPU runs:
-ragged batches, biases, head norms, windows, odd sizes, rows with no logits, threads, weights in 8
-bits, broken numbers. That greedy tokens equal transformers' is test_models' business.
+ragged batches, biases, head norms, windows, soft caps, output norms, mixtures of experts, odd
+sizes, rows with no logits, threads, weights in 8 bits, broken numbers. That greedy tokens equal
+transformers' is test_models' business.
 """
 
 from collections.abc import Iterator
@@ -16,12 +17,15 @@ from headrace_engine.batch import build
 from headrace_engine.errors import ConfigError
 from headrace_engine.kernels import library
 from headrace_engine.kernels.executor import Executor
+from headrace_engine.model.base import CausalModel
 from headrace_engine.model.fused import FusedDecoder
+from headrace_engine.model.quantization.weight import QuantizedWeight
 from headrace_engine.plan import ScheduledSequence, StepPlan
 from headrace_engine.request import EngineRequest, Sequence
 from headrace_engine.runner import ModelRunner
 from headrace_testing.checkpoints import VOCAB, save_checkpoint
 from headrace_testing.engines import make_runner
+from headrace_testing.quantized import gptq, save_quantized
 
 BLOCK_SIZE = 4
 # (tokens that are known, tokens computed by the step): prefills, chunks of them, single rows
@@ -32,6 +36,16 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama3-rope": {"intermediate_size": 112},
     "qwen2-window": {},
     "qwen3": {"num_attention_heads": 6, "num_key_value_heads": 2},
+}
+# What not all models share, each with both kinds of layers that it has.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma": {"hidden_activation": "gelu_pytorch_tanh"},
+    "gemma2": {"intermediate_size": 112},
+    "gemma3": {},
+    "phi3-partial": {},
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 3},
+    "qwen2-moe": {"num_experts": 21, "num_experts_per_tok": 4},
+    "qwen3-moe": {},
 }
 
 
@@ -64,8 +78,13 @@ def step_of(runs: tuple[tuple[int, int], ...], samples: bool = True) -> StepPlan
     return StepPlan(tuple(scheduled), (), sum(length for _, length in runs))
 
 
-def logits_of(runner: ModelRunner, runs: tuple[tuple[int, int], ...] = PREFILL) -> torch.Tensor:
-    """Logits of the runs' last tokens, after all that lies before the runs has been computed."""
+def logits_of(
+    runner: ModelRunner,
+    runs: tuple[tuple[int, int], ...] = PREFILL,
+    model: CausalModel | None = None,
+) -> torch.Tensor:
+    """Logits of the runs' last tokens, after all that lies before the runs has been computed; of
+    the runner's model or of another."""
     plan = step_of(runs)
     before = tuple(
         ScheduledSequence(item.sequence, 0, item.start, False)
@@ -76,12 +95,15 @@ def logits_of(runner: ModelRunner, runs: tuple[tuple[int, int], ...] = PREFILL) 
     with torch.inference_mode():
         if before:
             first = StepPlan(before, (), sum(item.length for item in before))
-            forward(runner, first, caches)
-        return forward(runner, plan, caches).float().clone()
+            forward(runner, first, caches, model)
+        return forward(runner, plan, caches, model).float().clone()
 
 
-def forward(runner: ModelRunner, plan: StepPlan, caches: Any) -> torch.Tensor:
-    return runner.model.forward(build(plan, BLOCK_SIZE, runner.device).forward, caches)
+def forward(
+    runner: ModelRunner, plan: StepPlan, caches: Any, model: CausalModel | None = None
+) -> torch.Tensor:
+    batch = build(plan, BLOCK_SIZE, runner.device).forward
+    return (model or runner.model).forward(batch, caches)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -96,11 +118,27 @@ def test_float32_logits_equal_those_of_plain_torch(
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_families_give_the_logits_of_plain_torch_in_one_call_and_layer_by_layer(
+    name: str, isa: str, tmp_path: Path
+) -> None:
+    folder = save_checkpoint(tmp_path, name, **FAMILIES[name])
+    fused, plain = make_runner(folder, attention_backend="cpu"), make_runner(folder)
+    assert isinstance(fused.model, FusedDecoder)
+    for runs in (PREFILL, MIXED, ((3, 1),)):
+        found, expected = logits_of(fused, runs), logits_of(plain, runs)
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+    layered = fused.model._layered
+    found = logits_of(fused, MIXED, layered)
+    torch.testing.assert_close(found, logits_of(plain, MIXED), atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mixtral"])
 def test_bfloat16_logits_err_no_more_than_those_of_plain_torch(
     name: str, isa: str, tmp_path: Path
 ) -> None:
-    folder = save_checkpoint(tmp_path, name, dtype=torch.bfloat16, **SHAPES[name])
+    options = (SHAPES | FAMILIES)[name]
+    folder = save_checkpoint(tmp_path, name, dtype=torch.bfloat16, **options)
     exact = logits_of(make_runner(folder, dtype="float32"))
     plain = logits_of(make_runner(folder, dtype="bfloat16"))
     found = logits_of(make_runner(folder, dtype="bfloat16", attention_backend="cpu"))
@@ -108,9 +146,10 @@ def test_bfloat16_logits_err_no_more_than_those_of_plain_torch(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama", "llama3-rope"])
+@pytest.mark.parametrize("name", ["llama", "llama3-rope", "gemma2"])
 def test_weights_in_8_bits_err_little(name: str, dtype: str, isa: str, tmp_path: Path) -> None:
-    folder = save_checkpoint(tmp_path, name, dtype=getattr(torch, dtype), **SHAPES[name])
+    shape = (SHAPES | FAMILIES)[name]
+    folder = save_checkpoint(tmp_path, name, dtype=getattr(torch, dtype), **shape)
     exact = logits_of(make_runner(folder, dtype="float32"), MIXED)
     options = {"attention_backend": "cpu", "quantization": "int8"}
     found = logits_of(make_runner(folder, dtype=dtype, **options), MIXED)
@@ -123,10 +162,11 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("name", ["qwen2", "gemma3", "qwen2-moe"])
 def test_logits_do_not_depend_on_threads_or_on_the_batch(
-    quantization: str, threads: None, tmp_path: Path
+    name: str, quantization: str, threads: None, tmp_path: Path
 ) -> None:
-    folder = save_checkpoint(tmp_path, "qwen2")
+    folder = save_checkpoint(tmp_path, name)
     options = {"attention_backend": "cpu", "quantization": quantization}
     found = [logits_of(make_runner(folder, threads=count, **options), MIXED) for count in (1, 2, 5)]
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
@@ -148,10 +188,8 @@ def test_broken_weights_give_broken_logits(quantization: str, isa: str, tmp_path
     runner = make_runner(folder, attention_backend="cpu", quantization=quantization)
     model = runner.model
     assert isinstance(model, FusedDecoder)
-    embedding = next(kept for kept in model._kept if getattr(kept, "shape", ()) == (VOCAB, 64))
-    assert isinstance(embedding, torch.Tensor)
     with torch.inference_mode():
-        embedding.fill_(torch.nan)
+        model._weights.tensors["model.embed_tokens.weight"].fill_(torch.nan)
     assert not bool(logits_of(runner).isfinite().any())
 
 
@@ -189,6 +227,45 @@ def test_linear_layers(
         expected = x.float() @ weight.float().T + bias.float()
         error_ = (executor.linear(layer, x) - expected).pow(2).mean().sqrt()
         assert error_ < (0.02 if quantize else 1e-6) * inputs**0.5
+
+
+@pytest.mark.parametrize(("inputs", "groups", "gated"), [(96, 1, False), (256, 2, True)])
+def test_weights_stored_in_4_bits_stay_as_they_are(
+    isa: str, inputs: int, groups: int, gated: bool
+) -> None:
+    """Their error is that of activations in 8 bits alone, which these make exact."""
+    generator = torch.Generator().manual_seed(0)
+    outputs = 2 * 70
+    weight = QuantizedWeight(
+        levels=torch.randint(0, 16, (outputs, inputs), generator=generator, dtype=torch.uint8),
+        scales=torch.rand(outputs, groups, generator=generator) + 0.5,
+        zeros=torch.randint(0, 17, (outputs, groups), generator=generator).float(),
+        groups=None,
+        bits=4,
+    )
+    bias = torch.randn(outputs, generator=generator)
+    executor = Executor(library.load(isa), 2)
+    layer = executor.pack_levels(weight, [bias], gated)
+    for rows in (1, 2, 7, 40):
+        x = torch.randint(-127, 128, (rows, inputs), generator=generator).float()
+        x[:, ::64] = 127.0  # each group's scale is 1
+        expected = x @ weight.dequantize().T + bias
+        found = executor.linear(layer, x)
+        if gated:
+            half = executor.padded(1) // 2
+            pairs = found.view(rows, -1, 2, half).transpose(1, 2).flatten(2)
+            found = pairs[..., : outputs // 2].flatten(1)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-2)
+
+
+def test_a_mixture_stored_in_4_bits_errs_by_its_activations_alone(isa: str, tmp_path: Path) -> None:
+    packed, whole = save_quantized(tmp_path, "qwen3-moe", gptq(size=64), moe_intermediate_size=64)
+    exact = logits_of(make_runner(whole), MIXED)
+    runner = make_runner(packed, attention_backend="cpu")
+    assert isinstance(runner.model, FusedDecoder)
+    layers = runner.model._weights.linears
+    assert sum(layer.zeros is not None for layer in layers.values()) > 0.8 * len(layers)
+    assert error(logits_of(runner, MIXED), exact) < 0.07
 
 
 def test_many_threads_share_short_loops(isa: str) -> None:

@@ -49,6 +49,13 @@ PERSON = {
     "required": ["name", "age", "likes"],
     "additionalProperties": False,
 }
+TAG = {
+    "structures": [{"begin": "e[", "schema": {"enum": ["x", "y"]}, "end": "]"}],
+    "triggers": ["e"],
+}
+# Without an end of its own.
+TAGGED: dict[str, Any] = {"structural_tag": TAG, "logit_bias": {0: -100.0, 2: -100.0}}
+STRUCTURE = r'e\["[xy]"\]'
 PROMPT = "Tell me of a miller."
 
 
@@ -65,7 +72,7 @@ def compiler() -> GrammarCompiler:
 def params(temperature: float = 0.0, **options: Any) -> SamplingParams:
     kind = {
         name: options.pop(name)
-        for name in ("json", "json_object", "regex", "choice", "grammar")
+        for name in ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
         if name in options
     }
     options = {"max_tokens": 120, "seed": 7, **options}
@@ -147,6 +154,17 @@ def test_each_kind_of_constraint_holds(llm: LLM, temperature: float) -> None:
     assert found[2] in ("yes", "n.o", 'may "be"\n')
     assert re.fullmatch(r"<[a-z]{1,9}>", found[3])
     assert re.fullmatch(r"\[[0-9]\]", found[4])
+
+
+def test_structures_hold_from_their_trigger_on(llm: LLM) -> None:
+    """Every e begins a structure, the last one perhaps cut off; much of the text is free."""
+    outputs = llm.generate([PROMPT], params(1.0, **TAGGED, n=6), use_tqdm=False)
+    found = [choice.text for choice in outputs[0].outputs]
+    cut = r'(e(\[("([xy]"?)?)?)?)?'
+
+    assert all(re.fullmatch(rf"([^e]|{STRUCTURE})*{cut}", text) for text in found)
+    assert sum(len(re.findall(STRUCTURE, text)) for text in found) > 3
+    assert sum(len(re.sub(STRUCTURE, "", text)) for text in found) > 20
 
 
 def test_any_json_object_is_an_object(llm: LLM) -> None:
@@ -258,16 +276,17 @@ def tokens(outputs: list[SequenceOutput]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
 
+@pytest.mark.parametrize("held", [{"json": PERSON}, TAGGED], ids=[*"jt"])
 @pytest.mark.parametrize("cut", [1, 5, 17])
 def test_a_resumed_output_goes_on_where_it_was(
-    runner: ModelRunner, compiler: GrammarCompiler, cut: int
+    runner: ModelRunner, compiler: GrammarCompiler, cut: int, held: dict[str, Any]
 ) -> None:
-    one = params(1.0, json=PERSON)
+    one = params(1.0, **held)
     whole = tokens(run(runner, request(compiler, "r", one))["r"])
 
     rest = tokens(run(runner, request(compiler, "r", one, tuple(whole[:cut])))["r"])
 
-    assert whole[:cut] + rest == whole and whole[-1] in EOS
+    assert whole[:cut] + rest == whole and len(rest) > 1
 
 
 def test_preempted_outputs_are_those_of_an_undisturbed_run(
@@ -369,11 +388,12 @@ def walk(compiled: CompiledGrammar, data: st.DataObject, length: int) -> Iterato
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
+@pytest.mark.parametrize("held", [{"json": PERSON}, {"structural_tag": TAG}], ids=[*"jt"])
 def test_a_cursor_that_is_rolled_back_stands_where_a_new_one_would(
-    compiler: GrammarCompiler, data: st.DataObject
+    compiler: GrammarCompiler, data: st.DataObject, held: dict[str, Any]
 ) -> None:
     """Drafts are proposed, taken in part, and wrong as often as not."""
-    compiled = compiler.compile(StructuredOutputsParams(json=PERSON))
+    compiled = compiler.compile(StructuredOutputsParams(**held))
     path = list(walk(compiled, data, 20))
     known, cursor, prompt = [1, 5], compiled.cursor(), 2
     while len(known) - prompt < len(path):

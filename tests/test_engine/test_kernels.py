@@ -247,6 +247,15 @@ def test_libraries_that_are_up_to_date_are_kept(tmp_path: Path) -> None:
     log.unlink()
     assert build.build(tmp_path, cxx=command) == first
     assert not log.exists()
+    # And by another process, where sets have another order.
+    script = (
+        "from pathlib import Path; from headrace_engine.kernels.build import build; "
+        f"build(Path({str(tmp_path)!r}), {command!r})"
+    )
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+    assert not log.exists()
 
 
 def test_other_architectures_get_the_baseline_alone() -> None:

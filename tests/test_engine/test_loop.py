@@ -23,8 +23,8 @@ LIMIT = 60.0
 class GatedRunner(FakeRunner):
     """Computes a step only when `gate` is set; says in `entered` that one was begun."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, async_scheduling: bool) -> None:
+        super().__init__(async_scheduling=async_scheduling)
         self.gate = Event()
         self.gate.set()
         self.entered = Event()
@@ -41,8 +41,8 @@ class GatedRunner(FakeRunner):
 class Desk:
     """A loop over a gated runner, and all that it called back with."""
 
-    def __init__(self) -> None:
-        self.runner = GatedRunner()
+    def __init__(self, *, async_scheduling: bool) -> None:
+        self.runner = GatedRunner(async_scheduling=async_scheduling)
         self.now = 100.0
         self.steps: Queue[tuple[list[SequenceOutput], SchedulerStats]] = Queue()
         self.rejected: Queue[tuple[str, RequestError]] = Queue()
@@ -67,9 +67,9 @@ class Desk:
                         return tokens
 
 
-@pytest.fixture
-def desk() -> Iterator[Desk]:
-    desk = Desk()
+@pytest.fixture(params=[False, True], ids=["waiting", "ahead"])
+def desk(request: pytest.FixtureRequest) -> Iterator[Desk]:
+    desk = Desk(async_scheduling=request.param)
     desk.loop.start()
     yield desk
     desk.runner.gate.set()
@@ -162,6 +162,21 @@ def test_a_stop_ends_the_loop_after_the_current_step(desk: Desk) -> None:
     assert desk.loop.join(LIMIT)
     assert desk.steps.qsize() == 1
     assert not desk.loop.busy
+
+
+def test_a_drain_also_ends_what_a_step_in_flight_computes_for_nobody(desk: Desk) -> None:
+    """The last token of a request with a stop token is noticed late where steps are ahead."""
+    tokens = desk.runner.expected(make_request("a", [1], params=long_params()), 0)[0]
+    last = next(
+        token for place, token in enumerate(tokens) if token not in tokens[:place] and place
+    )
+    params = SamplingParams(max_tokens=100, ignore_eos=True, stop_token_ids=[last])
+    desk.loop.add(make_request("a", [1], params=params))
+    desk.loop.drain()
+    assert desk.until_finished("a") == tokens[: tokens.index(last) + 1]
+    assert desk.loop.join(LIMIT)
+    assert not desk.engine.has_work
+    assert desk.engine.stats().blocks_used == 0
 
 
 def test_a_step_that_raises_is_reported_once_and_ends_the_loop(desk: Desk) -> None:

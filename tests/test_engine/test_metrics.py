@@ -11,6 +11,7 @@ from headrace_common.messages import ChoiceState, Failed, GenerateRequest
 from headrace_common.protocol.base import Outcome
 from headrace_common.sampling import SamplingParams
 from headrace_common.telemetry import Telemetry, disabled, setup
+from headrace_engine.lora.use import AdapterUse
 from headrace_engine.metrics import STEP_SPAN_INTERVAL, EngineMetrics
 from headrace_engine.speculation.stats import SpeculationStats
 from headrace_engine.stats import SchedulerStats
@@ -55,7 +56,10 @@ def telemetry() -> Iterator[Telemetry]:
 
 
 def metrics_of(
-    telemetry: Telemetry, clock: Clock | None = None, stats: SchedulerStats = STATS
+    telemetry: Telemetry,
+    clock: Clock | None = None,
+    stats: SchedulerStats = STATS,
+    adapters: AdapterUse | None = None,
 ) -> EngineMetrics:
     return EngineMetrics(
         telemetry,
@@ -65,6 +69,7 @@ def metrics_of(
         capacity=64,
         stats=lambda: stats,
         step_age=lambda: 2.5,
+        adapters=lambda: adapters,
         clock_ns=clock or Clock(),
     )
 
@@ -114,6 +119,18 @@ def test_a_request_that_another_engine_had_is_a_redelivery(telemetry: Telemetry)
     assert value(families, "headrace_queue_redeliveries_total") == 1
 
 
+def test_requests_are_counted_by_whether_they_were_placed_here(telemetry: Telemetry) -> None:
+    metrics = metrics_of(telemetry)
+    for placed in (True, True, False, None):
+        metrics.taken(request_with({}), 1, placed)
+    metrics.taken(request_with({}), 2)
+    assert telemetry.server is not None
+    families = scrape(telemetry.server.url)
+    counts = {"placed": 2, "stolen": 1, "unplaced": 1}
+    for result, count in counts.items():
+        assert value(families, "headrace_queue_placements_total", result=result) == count
+
+
 def test_steps_requests_and_tokens_are_counted(telemetry: Telemetry) -> None:
     clock = Clock()
     metrics = metrics_of(telemetry, clock)
@@ -159,6 +176,16 @@ def test_routers_find_vllms_names(telemetry: Telemetry) -> None:
     assert value(families, "vllm:prefix_cache_hits_total", **labels) == 64
     size = {"block_size": "16", "num_gpu_blocks": "100"}
     assert value(families, "vllm:cache_config_info", **labels, **size) == 1
+
+
+def test_routers_find_which_adapters_run(telemetry: Telemetry) -> None:
+    metrics_of(telemetry, adapters=AdapterUse(2, ("a", "b"), ("c",)))
+    assert telemetry.server is not None
+    labels = {"max_lora": "2", "running_lora_adapters": "a,b", "waiting_lora_adapters": "c"}
+
+    families = scrape(telemetry.server.url)
+
+    assert value(families, "vllm:lora_requests_info", model_name="demo", **labels) > 0
 
 
 def test_a_requests_spans_are_written_when_it_ends() -> None:

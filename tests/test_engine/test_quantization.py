@@ -118,7 +118,7 @@ def best(folder: Path, runner: ModelRunner) -> dict[int, float]:
 def test_native_kernels_keep_8_bits(name: str, form: str, tmp_path: Path) -> None:
     packed, whole = save_quantized(tmp_path, name, FORMATS[form])
     runner = make_runner(packed, attention_backend="cpu")
-    assert isinstance(runner.model, FusedDecoder) == (name in ("llama", "phi3"))
+    assert isinstance(runner.model, FusedDecoder)
     exact = Reference(whole).logits(PROMPT)[-1].log_softmax(-1)
     errors = [abs(value - float(exact[token])) for token, value in best(packed, runner).items()]
     assert sum(errors) / len(errors) < 0.07 * float(exact.std())

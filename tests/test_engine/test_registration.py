@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from headrace_common.chat_template import ChatTemplateError
-from headrace_common.checkpoint import CHAT_TEMPLATE_FILE, DEMO_MODEL, TokenizerError, demo_folder
+from headrace_common.checkpoint import (
+    CHAT_TEMPLATE_FILE,
+    DEMO_MODEL,
+    CheckpointFiles,
+    TokenizerError,
+    demo_folder,
+)
 from headrace_common.errors import SettingsError
 from headrace_common.protocol.memory import MemoryBackend
 from headrace_common.protocol.memory_registry import MemoryModelRegistry
@@ -46,13 +52,19 @@ class World:
         self.registration = self.engine()
         self.task: asyncio.Task[None] | None = None
 
-    def engine(self, owner: str = "ns/tiny", max_model_len: int = 64) -> Registration:
+    def engine(
+        self,
+        owner: str = "ns/tiny",
+        max_model_len: int = 64,
+        files: CheckpointFiles | None = None,
+    ) -> Registration:
         return Registration(
             self.registry,
             self.source,
             name=NAME,
             max_model_len=max_model_len,
             owner=owner,
+            files=files,
             clock=lambda: self.now,
             sleep=self._sleep,
         )
@@ -103,6 +115,26 @@ async def test_what_a_gateway_needs_is_registered_and_nothing_else(
     files = await world.registry.files(entry)
     assert files.keys() == {"tokenizer.json", "tokenizer_config.json", "config.json"}
     assert files["tokenizer.json"] == (folder / "tokenizer.json").read_bytes()
+
+
+async def test_files_that_were_read_before_the_weights_are_not_read_again(
+    world: World, folder: Path
+) -> None:
+    read = world.source.read().files
+    held = (folder / "tokenizer.json").read_bytes()
+    (folder / "tokenizer.json").unlink()
+    engine = world.registration = world.engine(files=read)
+    await engine.announce()
+    first = await world.entry()
+    assert first is not None
+    assert (await world.registry.files(first))["tokenizer.json"] == held
+
+    (folder / "tokenizer.json").write_bytes(held + b" ")
+    await world.registry.remove(NAME, first.owner)
+    await world.tick()
+    again = await world.entry()
+
+    assert again is not None and again.digest != first.digest
 
 
 async def test_a_chat_template_of_the_settings_replaces_the_models(

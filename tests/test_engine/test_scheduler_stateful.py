@@ -19,12 +19,14 @@ from headrace_common.sampling import SamplingParams
 from headrace_engine.config import EngineConfig
 from headrace_engine.errors import RequestError
 from headrace_engine.outputs import SequenceOutput
+from headrace_engine.pipeline import StepPipeline
 from headrace_engine.plan import StepPlan
 from headrace_engine.policies import POLICIES, make_policy
 from headrace_engine.request import EngineRequest, FinishReason, Sequence, State
 from headrace_engine.scheduler import Scheduler
 from headrace_testing.engine import limits_of
-from headrace_testing.fake_runner import FakeRunner, expected_scores
+from headrace_testing.fake_grammar import fake_grammar
+from headrace_testing.fake_runner import ADAPTERS, FakeRunner, expected_scores
 
 SHARED = tuple(range(1, 25))
 SALTS = (b"", b"tenant-a", b"tenant-b")
@@ -61,6 +63,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_seconds=st.sampled_from([0.01, 0.1, 3.0]),
         most_drafts=st.sampled_from([0, 2, 9]),
         window=st.sampled_from([None, None, 1, 6, 11]),
+        max_loras=st.sampled_from([None, 1, 2]),
+        pipelined=st.booleans(),
     )
     def start(
         self,
@@ -75,6 +79,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_seconds: float,
         most_drafts: int,
         window: int | None,
+        max_loras: int | None,
+        pipelined: bool,
     ) -> None:
         self.most_drafts = most_drafts
         self.runner = FakeRunner(
@@ -93,10 +99,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=budget,
             enable_prefix_caching=caching,
             watermark=watermark,
+            enable_lora=max_loras is not None,
+            max_loras=max_loras or 1,
         )
+        self.max_loras = max_loras
         options = OPTIONS.get(policy, {})
+        self.pipelined = pipelined
+        self.grammar = fake_grammar(self.runner.vocab_size)
         self.policy = policy
         self.scheduler = Scheduler(config, limits, make_policy(policy, options, lambda: self.now))
+        self.pipeline = StepPipeline(self.scheduler, self.runner.submit)
         self.max_running = min(max_num_seqs, budget)
         self.capacity = num_blocks * block_size
 
@@ -113,6 +125,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         tenant=st.sampled_from(TENANTS),
         timeout=st.one_of(st.just(inf), st.integers(0, 30)),
         search=st.sampled_from(["", "", "", "best_of", "beams"]),
+        structured=st.booleans(),
+        lora=st.sampled_from([None, *ADAPTERS]),
     )
     def add(
         self,
@@ -128,6 +142,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         tenant: str,
         timeout: float,
         search: str,
+        structured: bool,
+        lora: str | None,
     ) -> None:
         prompt = (*SHARED[:shared], *own)
         if len(prompt) + (max_tokens or 6) > min(self.capacity, 60):
@@ -137,7 +153,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority=priority,
             tenant=tenant,
             deadline=self.now + timeout,
+            lora=None if self.max_loras is None else lora,
         )
+        if structured and search != "beams":
+            request = replace(request, grammar=self.grammar)
         if search:
             request = replace(request, params=searching(request.params, search, sum(resumed)))
         elif sum(resumed) % 3 == 0:
@@ -208,7 +227,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         self.abort_drawn(data)
 
-    @precondition(lambda self: self.scheduler.has_work)
+    @precondition(lambda self: self.scheduler.has_work and not self.pipelined)
     @rule(data=st.data())
     def abort_while_the_step_runs(self, data: st.DataObject) -> None:
         plan = self.plan()
@@ -226,6 +245,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.aborted.update((request_id, index) for index in hit)
 
     def one_step(self) -> None:
+        if self.pipelined:
+            self.now += 1.0
+            self.collect(self.pipeline.step())
+            return
         plan = self.plan()
         if plan is not None:
             self.collect(self.scheduler.update(plan, self.runner.execute(plan)))
@@ -312,6 +335,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         pool, size = self.scheduler.kv_cache.pool, self.scheduler.kv_cache.block_size
         running = list(self.scheduler.running())
         assert len(running) <= self.max_running
+        adapters = {sequence.request.lora for sequence in running} - {None}
+        assert len(adapters) <= (self.max_loras or 0), "more adapters run than there are slots"
         references = Counter(block for seq in running for block in seq.block_table[seq.released :])
         assert pool.ref_counts == [references[block] for block in range(pool.num_blocks)]
         free = pool.free_list()
@@ -341,11 +366,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len(sequence.host_blocks) == -(-sequence.computed // size)
 
     def check_salts(self, running: list[Sequence]) -> None:
-        salt_of: dict[int, bytes] = {}
+        salt_of: dict[int, tuple[bytes, str | None]] = {}
         for sequence in running:
             for block in sequence.block_table:
-                salt = sequence.request.cache_salt
-                assert salt_of.setdefault(block, salt) == salt, "two tenants share a block"
+                salt = sequence.request.cache_salt, sequence.request.lora
+                assert salt_of.setdefault(block, salt) == salt, "tenants or adapters share a block"
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
@@ -356,6 +381,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.one_step()
             self.check_books()
         assert not self.scheduler.has_work, "it goes round in circles"
+        if self.pipeline.busy:
+            self.collect(self.pipeline.step())
         stats = self.scheduler.stats()
         assert stats.blocks_used == stats.running == stats.waiting == stats.swapped == 0
         host = self.scheduler.host_cache

@@ -21,7 +21,7 @@ RUNS = {
 }
 KERNELS = (
     "store_kernel", "rotate_kernel", "decode_kernel", "merge_kernel", "prefill_kernel",
-    "rms_norm_kernel", "silu_mul_kernel",
+    "rms_norm_kernel", "silu_mul_kernel", "linear_kernel",
 )  # fmt: skip
 
 Compiler = Callable[[str], list[dict[str, object]]]
@@ -57,4 +57,4 @@ def test_every_kernel_compiles(name: str, compiled: Compiler) -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_attention_uses_tensor_cores(name: str, compiled: Compiler) -> None:
     using = {one["kernel"] for one in compiled(name) if one["products"]}
-    assert using == {"decode_kernel", "prefill_kernel"}
+    assert using == {"decode_kernel", "prefill_kernel", "linear_kernel"}

@@ -137,7 +137,7 @@ def test_a_model_gives_the_tokens_of_the_reference(
     for backend in ("reference", "triton"):
         if backend == "triton":
             monkeypatch.setattr(attention, "select", lambda *_: TritonBackend((9, 0)))
-            monkeypatch.setattr(placement, "make_ops", lambda _: TritonOps())
+            monkeypatch.setattr(placement, "make_ops", lambda *_: TritonOps())
         llm = LLM(
             str(folder), dtype="float32", device=DEVICE.type, attention_backend=backend,
             num_blocks=32, max_num_seqs=4, max_num_batched_tokens=16,

@@ -193,6 +193,7 @@ async def test_what_lies_behind_sees_no_key(book: KeyBook) -> None:
 async def test_a_model_that_is_not_allowed_is_not_even_looked_for() -> None:
     class Watched:
         served: Mapping[str, ServedModel] = {}
+        adapters: Mapping[str, str] = {}
 
         def __init__(self) -> None:
             self.looked: list[str | None] = []

@@ -4,7 +4,6 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -83,7 +82,7 @@ async def test_a_reader_that_falls_behind_gets_more_at_a_time(
     engine = memory.engine()
     generation = await client.submit(make_request(n=2))
     lease = await leased(engine)
-    other = replace(tokens(lease, 0, 9), choice=1)
+    other = tokens(lease, 0, 9)._replace(choice=1)
     replies = [tokens(lease, 0, 1), tokens(lease, 1, 2, 3), other, tokens(lease, 3, 4, end="stop")]
     await engine.publish({lease.gateway_id: replies})
 

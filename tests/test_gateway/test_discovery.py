@@ -80,7 +80,13 @@ class World:
         return load_registered(model, files, None)
 
     async def register(
-        self, name: str, files: Files | None = None, *, max_model_len: int = 100, created: int = 5
+        self,
+        name: str,
+        files: Files | None = None,
+        *,
+        max_model_len: int = 100,
+        created: int = 5,
+        adapters: tuple[str, ...] = (),
     ) -> None:
         contents = self.files if files is None else files
         entry = RegisteredModel(
@@ -88,6 +94,7 @@ class World:
             digest=digest_of(contents),
             max_model_len=max_model_len,
             created=created,
+            adapters=adapters,
         )
         await self.registry.register(entry, contents)
 
@@ -399,6 +406,63 @@ async def test_models_of_the_settings_win(world: World, files: Files) -> None:
     assert models.names == ("static", "a")
     assert (await models.find("static")).created == 1
     assert world.loads == ["a"]
+
+
+async def test_adapters_are_models_of_their_own_that_their_models_engines_serve(
+    world: World,
+) -> None:
+    await world.register("base", adapters=("sql", "chat"))
+    await world.discovery.start()
+
+    sql = world.models.get("sql")
+    assert (sql.name, sql.parent, sql.queue, sql.lora) == ("sql", "base", "base", "sql")
+    base = world.models.get(None)
+    assert (base.name, base.parent, base.queue, base.lora) == ("base", None, "base", None)
+    assert world.names() == ("base", "sql", "chat")
+    assert world.models.queues == ("base",)
+    assert world.loads == ["base"]
+
+    await world.register("base", adapters=("chat",))
+    await world.later()
+    assert world.names() == ("base", "chat")
+
+
+async def test_an_adapter_that_is_asked_for_is_looked_for_at_once(world: World) -> None:
+    await world.discovery.start()
+    world.now += LOOK_S
+    await world.register("base", adapters=("sql",))
+
+    assert (await world.models.find("sql")).parent == "base"
+
+
+async def test_a_key_may_be_for_an_adapter_and_not_for_its_model(world: World) -> None:
+    await world.register("base", adapters=("sql", "chat"))
+    await world.discovery.start()
+    allowed = world.models.only(lambda name: name == "sql")
+
+    assert allowed.names == ("sql",)
+    assert (await allowed.find(None)).name == "sql"
+    for name in ("base", "chat"):
+        with pytest.raises(ApiError, match="is not served here"):
+            await allowed.find(name)
+
+
+async def test_models_of_the_settings_have_the_adapters_of_their_engines(world: World) -> None:
+    await world.register("plain", adapters=("plain-sql",))
+    await world.register("static", adapters=("sql", "plain"))
+    await world.discovery.start()
+    static = world.models.get("plain")
+    models = Models({"static": replace(static, name="static")}, world.discovery)
+
+    assert (await models.find("sql")).queue == "static"
+    # A model goes before an adapter of its name.
+    assert models.get("plain").parent is None
+    assert models.names == ("static", "plain", "plain-sql", "sql")
+    world.backend.wipe()
+    await world.later()
+    assert (await models.find("sql")).queue == "static"
+    await world.later(LOST_S)
+    assert list(models.names) == ["static"]
 
 
 async def test_the_registered_length_counts_while_no_engine_says_another(world: World) -> None:

@@ -23,8 +23,7 @@ from headrace_testing.gateway import (
     gateway_checkpoint,
     serve,
 )
-from headrace_testing.tokenizers import byte_level_tokenizer, write_checkpoint
-from headrace_testing.tool_templates import CHATML_WITH_TOOLS
+from headrace_testing.tokenizers import write_tool_checkpoint
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -40,13 +39,7 @@ HI: list[anthropic.types.MessageParam] = [{"role": "user", "content": "Hi"}]
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def serving(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
-    folder = write_checkpoint(
-        tmp_path_factory.mktemp("messages"),
-        byte_level_tokenizer(),
-        chat_template=CHATML_WITH_TOOLS,
-        config={"vocab_size": 512, "max_position_embeddings": 4096},
-        eos_token="<|im_end|>",
-    )
+    folder = write_tool_checkpoint(tmp_path_factory.mktemp("messages"))
     async with serve(folder) as running:
         yield running
 

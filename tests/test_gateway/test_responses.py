@@ -15,8 +15,7 @@ from openai.types.responses import FunctionToolParam, Response
 from headrace_testing.backends import MODEL
 from headrace_testing.gateway import Gateway, events
 from headrace_testing.kept_gateway import KeptGateway, serve_kept
-from headrace_testing.tokenizers import byte_level_tokenizer, write_checkpoint
-from headrace_testing.tool_templates import CHATML_WITH_TOOLS
+from headrace_testing.tokenizers import write_tool_checkpoint
 from headrace_testing.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -34,13 +33,7 @@ EVERYTHING = f"<think>I look.</think>Wait.{CALL}"
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def serving(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[KeptGateway]:
-    folder = write_checkpoint(
-        tmp_path_factory.mktemp("responses"),
-        byte_level_tokenizer(),
-        chat_template=CHATML_WITH_TOOLS,
-        config={"vocab_size": 512, "max_position_embeddings": 4096},
-        eos_token="<|im_end|>",
-    )
+    folder = write_tool_checkpoint(tmp_path_factory.mktemp("responses"))
     async with serve_kept(folder) as running:
         yield running
 

@@ -11,11 +11,11 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
+from headrace_common.structural_tag import Begin, StructuralTag, read
 from headrace_gateway.reasoning.catalog import FAMILIES
 from headrace_gateway.tool_calls.catalog import PARSERS
 from headrace_testing.gateway import MODEL, Gateway, events, serve
-from headrace_testing.tokenizers import byte_level_tokenizer, write_checkpoint
-from headrace_testing.tool_templates import CHATML_WITH_TOOLS
+from headrace_testing.tokenizers import write_tool_checkpoint
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -28,19 +28,14 @@ WEATHER: Mapping[str, Any] = {
     },
 }
 TIME: Mapping[str, Any] = {"type": "function", "function": {"name": "time"}}
+UNKNOWN_CALLS = "{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 THOUGHT = f"<think>\nI look.\n</think>\n\nWait.\n{CALL}\n{CALL}"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def serving(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
-    folder = write_checkpoint(
-        tmp_path_factory.mktemp("tools"),
-        byte_level_tokenizer(),
-        chat_template=CHATML_WITH_TOOLS,
-        config={"vocab_size": 512, "max_position_embeddings": 4096},
-        eos_token="<|im_end|>",
-    )
+    folder = write_tool_checkpoint(tmp_path_factory.mktemp("tools"))
     async with serve(folder) as running:
         yield running
 
@@ -130,6 +125,53 @@ async def test_a_stream_adds_up_to_the_whole_answer(tools: Gateway) -> None:
     ids = [token_id for choice in choices for token_id in choice.get("token_ids", ())]
     assert len(tokens) == len(ids) == last["usage"]["completion_tokens"]
     assert last["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+
+
+def strict(**fields: Any) -> dict[str, Any]:
+    return {**WEATHER, "function": {**WEATHER["function"], "strict": True, **fields}}
+
+
+def asked(gateway: Gateway) -> StructuralTag | None:
+    """What the last request's output is held to."""
+    held = gateway.engine.submitted[-1].sampling.structured_outputs
+    return None if held is None else read(held.structural_tag)
+
+
+async def test_calls_of_strict_tools_are_held_to_their_schemas(tools: Gateway) -> None:
+    say(tools, CALL)
+    answer = await message(await tools.chat(tools=[strict(), TIME]))
+    tag = asked(tools)
+    await tools.chat(tools=[WEATHER, TIME])
+    loose = asked(tools)
+
+    assert answer["tool_calls"][0]["function"]["name"] == "weather"
+    assert loose is None and tag is not None and tag.triggers == ("<tool_call>",)
+    weather, time = tag.structures
+    assert weather.schema == WEATHER["function"]["parameters"]
+    assert CALL.startswith(weather.begin) and CALL.endswith(weather.end)
+    assert time.schema == {"type": "object"} and '"time"' in time.begin
+
+
+@pytest.mark.parametrize(
+    ("variables", "begin"),
+    [({}, Begin.OPEN), ({"open_thinking": True}, Begin.INSIDE), ({"enable_thinking": False}, None)],
+)
+async def test_strict_calls_are_held_behind_reasoning(
+    tools: Gateway, variables: dict[str, bool], begin: Begin | None
+) -> None:
+    say(tools, "Hello.")
+    answer = await tools.chat(tools=[strict()], chat_template_kwargs=variables)
+    tag = asked(tools)
+
+    assert answer.status_code == 200 and tag is not None
+    assert (None if tag.reasoning is None else tag.reasoning.begin) == begin
+
+
+async def test_a_strict_schema_that_cannot_be_held_is_refused(tools: Gateway) -> None:
+    unknown = {"type": "object", "properties": {"x": {"type": "thing"}}}
+    for schema in (unknown, {"$ref": "#"}):
+        error = (await tools.chat(tools=[strict(parameters=schema)])).json()["error"]
+        assert (error["code"], error["param"]) == ("invalid_structured_output", "tools")
 
 
 async def test_the_sdk_reads_a_streamed_call(tools: Gateway) -> None:
@@ -317,13 +359,7 @@ async def test_a_template_without_tools_refuses_them(gateway: Gateway) -> None:
 
 
 async def test_a_model_whose_calls_are_not_known_takes_only_forced_ones(tmp_path: Path) -> None:
-    folder = write_checkpoint(
-        tmp_path / "model",
-        byte_level_tokenizer(),
-        chat_template="{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}",
-        config={"vocab_size": 512, "max_position_embeddings": 4096},
-        eos_token="<|im_end|>",
-    )
+    folder = write_tool_checkpoint(tmp_path / "model", UNKNOWN_CALLS)
     async with serve(folder) as running:
         refused = await running.chat(tools=[TIME])
         say(running, "{}")
@@ -339,13 +375,7 @@ async def test_a_model_whose_calls_are_not_known_takes_only_forced_ones(tmp_path
 
 
 async def test_the_settings_name_parsers(tmp_path: Path) -> None:
-    folder = write_checkpoint(
-        tmp_path / "model",
-        byte_level_tokenizer(),
-        chat_template="{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}",
-        config={"vocab_size": 512, "max_position_embeddings": 4096},
-        eos_token="<|im_end|>",
-    )
+    folder = write_tool_checkpoint(tmp_path / "model", UNKNOWN_CALLS)
     async with serve(
         folder, tool_call_parser="pythonic", reasoning_parser="deepseek_r1"
     ) as running:

@@ -76,6 +76,38 @@ def test_every_engine_variable_is_a_setting_of_the_engine(
     assert (read.metrics_host, read.metrics_port) == ("0.0.0.0", names.METRICS_PORT)
 
 
+def test_adapters_are_settings_and_volumes_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    lora = {
+        "maxLoras": 2,
+        "maxLoraRank": 32,
+        "adapters": [
+            {"name": "sql", "path": "/model/adapters/sql"},
+            {"name": "org/chat", "persistentVolumeClaim": {"claimName": "lora", "path": "v2"}},
+            {"name": "tone", "image": {"reference": "oci://registry/tone:1"}},
+        ],
+    }
+    values, found = env(lora=lora), pod(lora=lora)
+    for name, value in values.items():
+        if name.startswith(PREFIX):
+            monkeypatch.setenv(name, value)
+    read = EngineSettings()
+    assert (read.enable_lora, read.max_loras, read.max_lora_rank) == (True, 2, 32)
+    assert read.max_cpu_loras is None
+    assert read.lora_modules == {
+        "sql": "/model/adapters/sql",
+        "org/chat": "/adapters/1/v2",
+        "tone": "/adapters/2",
+    }
+    mounts = {mount["name"]: mount for mount in found["containers"][0]["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in found["volumes"]}
+    assert mounts["adapter-1"]["mountPath"] == "/adapters/1" and mounts["adapter-1"]["readOnly"]
+    claim = {"claimName": "lora", "readOnly": True}
+    assert volumes["adapter-1"]["persistentVolumeClaim"] == claim
+    image = {"reference": "registry/tone:1", "pullPolicy": "IfNotPresent"}
+    assert volumes["adapter-2"]["image"] == image
+    assert f"{PREFIX}ENABLE_LORA" not in env(), "images of before know no such setting"
+
+
 def test_the_grace_period_outlasts_the_drain() -> None:
     found = pod(drain={"timeoutSeconds": 90})
     assert found["terminationGracePeriodSeconds"] == 105
@@ -92,6 +124,15 @@ def test_a_gpu_is_asked_for_by_type_and_used() -> None:
     }
     assert env(engine={"gpu": gpu})["HEADRACE_ENGINE_DEVICE"] == "cuda"
     assert env()["HEADRACE_ENGINE_DEVICE"] == "cpu"
+    assert "HEADRACE_ENGINE_TENSOR_PARALLEL_SIZE" not in env()
+
+
+@pytest.mark.parametrize("gpu", [{}, {"count": 4}])
+def test_an_engine_of_several_ranks_gets_a_gpu_for_each(gpu: dict[str, int]) -> None:
+    engine = {"gpu": gpu, "tensorParallelSize": 4}
+    assert container(engine=engine)["resources"]["limits"] == {"nvidia.com/gpu": "4"}
+    assert env(engine=engine)["HEADRACE_ENGINE_TENSOR_PARALLEL_SIZE"] == "4"
+    assert "limits" not in container(engine={"tensorParallelSize": 2})["resources"], "cores"
 
 
 def test_resources_are_passed_on() -> None:

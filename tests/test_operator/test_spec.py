@@ -43,8 +43,29 @@ def test_the_served_name_may_differ_from_the_object() -> None:
         ({"model": {"hub": {"id": "a b"}}}, "spec.model.hub.id", "'a b' is wrong"),
         ({"model": {"uri": {"uri": "http://x/y"}}}, "spec.model.uri.uri", "http://x/y"),
         ({"engin": {}}, "spec.engin", "not permitted"),
+        ({"lora": {"adapters": []}}, "spec.lora.adapters", "at least 1"),
+        ({"lora": {"adapters": [{"name": "a"}]}}, "spec.lora.adapters.0", "exactly one of path"),
+        ({"lora": {"adapters": [{"name": "a", "path": "/a"}] * 2}}, "spec.lora", "must differ"),
+        (
+            {
+                "lora": {"adapters": [{"name": "a", "path": "/a"}]},
+                "engine": {"tensorParallelSize": 2},
+            },
+            "spec.lora",
+            "tensorParallelSize above 1",
+        ),
         ({"engine": {"gpu": {"count": 0}}}, "spec.engine.gpu.count", "0 is wrong"),
-        ({"engine": {"tensorParallelSize": 2}}, "spec.engine.tensorParallelSize", "use 1"),
+        (
+            {"engine": {"tensorParallelSize": 32}},
+            "spec.engine.tensorParallelSize",
+            "do not span nodes; use at most 16",
+        ),
+        (
+            {"engine": {"gpu": {"count": 2}, "tensorParallelSize": 4}},
+            "spec.engine",
+            "gpu.count must be tensorParallelSize",
+        ),
+        ({"engine": {"gpu": {"count": 2}}}, "spec.engine", "gpu.count must be tensorParallelSize"),
         (
             {"engine": {"rollout": {"maxSurge": 0, "maxUnavailable": 0}}},
             "spec.engine.rollout",
@@ -131,7 +152,7 @@ def test_rules_of_sections_are_rules_of_the_schema() -> None:
     rules = {
         rule["message"] for node in _walk(spec) for rule in node.get("x-kubernetes-validations", ())
     }
-    assert len(rules) == 7
+    assert len(rules) == 10
 
 
 def test_printer_columns_and_subresources() -> None:
@@ -146,7 +167,8 @@ def test_printer_columns_and_subresources() -> None:
 def test_engine_settings_are_those_of_the_engine() -> None:
     """What the operator sets itself is not in the section; all else is, under the same name."""
     own = {"redis_url", "model", "revision", "served_model_name", "shard", "drain_timeout"}
-    own |= {"metrics_host", "metrics_port", "owner", "register_model"}
+    own |= {"metrics_host", "metrics_port", "owner", "register_model", "tensor_parallel_size"}
+    own |= {"enable_lora", "lora_modules", "max_loras", "max_lora_rank", "max_cpu_loras"}
     assert set(EngineSettingsSpec.model_fields) == set(EngineSettings.model_fields) - own
 
 

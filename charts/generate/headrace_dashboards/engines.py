@@ -152,14 +152,20 @@ def _cache() -> tuple[Panel, ...]:
             description="Places of used blocks that hold nothing, over those that hold something.",
             queries=(Query(f"max by ({q.POD}) ({q.series(names.ENGINE_KV_WASTE)})", _POD),),
             unit=Unit.SHARE,
-            width=12,
         ),
         Panel(
             title="Swapped KV",
             description="Copied to host memory (out) and back (in), of all engines.",
             queries=(Query(q.total(q.rate(names.ENGINE_KV_SWAPPED), kind), f"{{{{{kind}}}}}"),),
             unit=Unit.BYTES_PER_SECOND,
-            width=12,
+        ),
+        Panel(
+            title="Placement",
+            description="Requests taken, a second: by the engine that likely has their beginning "
+            "cached (placed), by another (stolen), or anybody's.",
+            queries=(_by_result(names.QUEUE_PLACEMENTS),),
+            unit=Unit.PER_SECOND,
+            look=Look.STACKED,
         ),
     )
 

@@ -155,6 +155,23 @@ class Arbiter:
         self._end(self._choices[choice], reason, None)
         return True
 
+    def follow(self, engine_id: str, reply: Tokens) -> Deliver | None:
+        """What `handle` makes of the next tokens of a choice that goes on, as nearly all replies
+        are, in one look. None: nothing was changed, `handle` it.
+        """
+        if self.owner != (engine_id, reply.attempt) or self._distrusted or self.failed is not None:
+            return None
+        _, _, number, index, token_ids, logprobs, finish_reason, _, cached_tokens, _, prompt = reply
+        if finish_reason is not None or not token_ids or number >= len(self._choices):
+            return None
+        choice = self._choices[number]
+        if choice.finish_reason is not None or index != len(choice.token_ids):
+            return None
+        choice.add(token_ids, logprobs)
+        choice.asked, choice.behind_gap = -1, 0
+        known_prompt = prompt if index == 0 else None
+        return Deliver(number, token_ids, logprobs, None, None, cached_tokens, None, known_prompt)
+
     def handle(self, engine_id: str, reply: Reply) -> Sequence[Action]:
         """Takes one reply, in the order of the gateway's stream."""
         sender = (engine_id, reply.attempt)

@@ -61,6 +61,29 @@ class QueueLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """An engine, and how many sequences it runs at once."""
+
+    engine_id: str
+    capacity: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """The engines to place a request with, the best one first.
+
+    It is placed with the first whose running and placed requests are fewer than `load_factor` times
+    its share of all, by its part of `capacity` (that of all engines). For `hold_ms` from its
+    admission it then waits for that engine; from then on any engine with room takes it.
+    """
+
+    choices: tuple[Choice, ...]
+    capacity: int
+    load_factor: float
+    hold_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """About where a waiting request is in its queue (1: next), and in how many seconds it may
     start, by the rate at which others have lately ended (None where nothing has)."""
@@ -110,7 +133,8 @@ class Lease:
 
     `attempt` fences: it grows with each delivery. `recovered`: another engine may have sent tokens
     already, so ask the gateway (Takeover) before running it. `suspect`: it failed without progress
-    before and must run alone.
+    before and must run alone. `placed`: whether it was placed with this engine or with another;
+    None where with none.
     """
 
     request: GenerateRequest
@@ -118,6 +142,7 @@ class Lease:
     gateway_id: str
     recovered: bool = False
     suspect: bool = False
+    placed: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,8 +199,12 @@ class GatewayQueue(Protocol):
         *,
         seen: int | None = None,
         polite: bool = False,
+        placement: Placement | None = None,
     ) -> Admission:
         """Queues a request; safe to repeat with the same request_id.
+
+        With `placement` it is placed with an engine when it is first queued; it keeps its place in
+        the queue, but that engine may take it somewhat sooner and others somewhat later.
 
         `seen` marks a repetition for a request accepted before, with the newest attempt known of
         it: it is not refused for want of room, and if Redis has lost it, goes on behind `seen`.
@@ -231,7 +260,10 @@ class EngineQueue(Protocol):
     async def start(self) -> None: ...
 
     async def take(self, count: int, prompt_tokens: int | None = None) -> Sequence[Lease]:
-        """At most `count` waiting requests, by priority and age; never waits.
+        """At most `count` waiting requests, by priority, tenants' shares and age; never waits.
+
+        Of the next ones, those that are placed with this engine go before, within bounds
+        (docs/protocol.md); one that is placed with another is left to that for a moment.
 
         With `prompt_tokens`, stops before the prompts together exceed it: the request stays first
         in the queue. An idle engine passes None, since what does not fit it then never will.
@@ -250,7 +282,8 @@ class EngineQueue(Protocol):
         """Returns when the queue may hold something new to take; blocks on the socket until then.
 
         What the last take() left for want of `prompt_tokens` is not new: wait for room as well.
-        May return early; cancelling it is cheap.
+        What it left to another engine is, once that has not taken it for so long that it is
+        anybody's. May return early; cancelling it is cheap.
         """
 
     async def beat(self, progress: Sequence[Progress], status: EngineStatus) -> Mapping[str, Beat]:

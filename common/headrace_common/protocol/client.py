@@ -57,10 +57,22 @@ class PoolClient(Client):
     def __init__(self, pool: ConnectionPool, timeout: float, *, single: bool = False) -> None:
         self._pool = pool
         self._timeout = timeout
+        self._single = single
         self._redis: Any = Redis(connection_pool=pool, single_connection_client=single)
 
     async def command(self, *args: Argument) -> Any:
+        if self._single:
+            return await self._timed(self._read(args))
         return await self._timed(self._redis.execute_command(*args))
+
+    async def _read(self, args: Command) -> Any:
+        """On the one connection, without what the library does around each command: a gateway
+        reads many times a second. One task reads at a time.
+        """
+        await self._redis.initialize()
+        connection = self._redis.connection
+        await connection.send_command(*args)
+        return await self._redis.parse_response(connection, args[0])
 
     async def pipeline(
         self, commands: Sequence[Command], *, raise_on_error: bool = True

@@ -8,78 +8,24 @@ import asyncio
 import itertools
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from .. import keys
 from ..errors import BackendUnavailable, FailureCode, RequestConflict
 from ..messages import ChoiceState, GenerateRequest, encode_request
-from .base import EngineStatus, Outcome, Progress, QueueLimits, Verdict
+from .base import EngineStatus, Outcome, Placement, Progress, QueueLimits, Verdict
 from .failures import ended_state
 from .memory_fairness import OUTPUT, Counters, FairQueue
+from .memory_placement import Placed, choose, first_own, free_at
+from .memory_records import Ending, Record, Taken
 from .registry import RegisteredModel
 from .requests import fingerprint, priority_class, token_cost
 
 SHARE = 16
 SUSPECT, POISON = 2, 4
 RATE_WINDOW = 30.0
-
-
-@dataclass(slots=True)
-class Record:
-    """One request's state; the fields are those of keys.ShardKeys.record. Times in seconds."""
-
-    payload: bytes
-    fingerprint: bytes
-    priority: int
-    deadline: float
-    tokens: int
-    prompt_tokens: int
-    tenant: str
-    gateway: str
-    admitted: float
-    attempt: int = 0
-    state: str = "queued"
-    owner: str = ""
-    former: list[str] = field(default_factory=list)
-    writer: str = ""
-    journal: list[ChoiceState] = field(default_factory=list)
-    failures: int = 0
-    progress: int = 0
-    progress_at_take: int = 0
-    executing: bool = False
-    beaten: float = -math.inf  # when its owner last beat; -inf: claimable at once
-    outcome: Outcome | None = None
-    why: FailureCode | None = None
-    expires: float = math.inf
-    keep: float = 0.0
-
-    @property
-    def ended(self) -> bool:
-        return self.state in ("done", "failed", "cancelled")
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """A lease before its payload is decoded."""
-
-    request_id: str
-    attempt: int
-    gateway: str
-    recovered: bool
-    suspect: bool
-    payload: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """A request that the queue ended."""
-
-    request_id: str
-    attempt: int
-    gateway: str
-    why: FailureCode
 
 
 class Shard:
@@ -101,6 +47,7 @@ class Shard:
         """Nothing waits, and nobody has used anything."""
         self.counters = Counters()
         self.waiting = {priority: FairQueue(self.counters) for priority in (1, 2, 3)}
+        self.placed = Placed()
 
     def started(self) -> Iterable[tuple[str, Record]]:
         """Running requests, oldest first."""
@@ -118,6 +65,27 @@ class Shard:
             return 0.0
         faded = self.rate * math.exp(-max(0.0, now - self.rated) / RATE_WINDOW)
         return faded / -math.expm1(-max(1.0, now - self.first_rated) / RATE_WINDOW)
+
+
+@dataclass(slots=True)
+class Round:
+    """One TAKE. `most` requests, prompt tokens for which there is `room`.
+
+    `stopped`: the next request does not fit, or is another engine's; in that case until `free_at`.
+    """
+
+    engine: str
+    most: int
+    room: float
+    taken: list[Taken] = field(default_factory=list)
+    endings: list[Ending] = field(default_factory=list)
+    stopped: bool = False
+    free_at: float = math.inf
+
+    @property
+    def left(self) -> int:
+        """How many more it may take."""
+        return self.most - len(self.taken)
 
 
 class Log:
@@ -174,8 +142,9 @@ class MemoryBackend:
 
     @staticmethod
     def _remove_waiting(shard: Shard, request_id: str) -> None:
-        for queue in shard.waiting.values():
+        for priority, queue in shard.waiting.items():
             queue.remove(request_id)
+            shard.placed.remove(priority, shard.records[request_id].placed, request_id)
 
     async def wake(self, shard: Shard) -> None:
         async with shard.changed:
@@ -190,6 +159,7 @@ class MemoryBackend:
         limits: QueueLimits,
         seen: int | None,
         polite: bool,
+        placement: Placement | None = None,
     ) -> tuple[Record | None, str]:
         """ADMIT: (record, former gateway, "held" or "new"); (None, "" or "tenant") where there is
         no room, for anybody or for the tenant.
@@ -209,12 +179,25 @@ class MemoryBackend:
         most = limits.max_tenant_requests
         if seen is None and 0 < most <= self.waiting_of(shard, request.tenant):
             return None, "tenant"
-        record = Record(
+        record = self._record(request, gateway, seen)
+        shard.records[request.request_id] = record
+        queue = shard.waiting[record.priority]
+        if placement is not None:
+            record.placed = choose(placement, _running(shard), waiting, shard.placed)
+            record.hold = placement.hold_ms / 1000
+        queue.add(request.request_id, record.tenant)
+        if record.placed:
+            shard.placed.add(record.priority, record.placed, request.request_id)
+            shard.wakeups += queue.parked(request.request_id)
+        return record, "new"
+
+    def _record(self, request: GenerateRequest, gateway: str, seen: int | None) -> Record:
+        return Record(
             payload=encode_request(request),
             fingerprint=fingerprint(request),
             priority=priority_class(request.priority),
             deadline=request.deadline_ms / 1000,
-            tokens=tokens,
+            tokens=token_cost(request),
             prompt_tokens=len(request.prompt_token_ids),
             tenant=request.tenant,
             gateway=gateway,
@@ -223,9 +206,6 @@ class MemoryBackend:
             keep=request.keep_ms / 1000,
             expires=(request.deadline_ms + keys.GRACE_MS) / 1000,
         )
-        shard.records[request.request_id] = record
-        shard.waiting[record.priority].add(request.request_id, record.tenant)
-        return record, "new"
 
     @staticmethod
     def _attach(
@@ -250,65 +230,89 @@ class MemoryBackend:
         ids = [rid for queue in shard.waiting.values() for rid in queue]
         return sum(shard.records[rid].tenant == tenant for rid in ids)
 
-    def take(
-        self, shard: Shard, engine: str, count: int, room: int | None
-    ) -> tuple[list[Taken], list[Ending]]:
+    def take(self, shard: Shard, engine: str, count: int, room: int | None) -> Round:
         """TAKE."""
-        taken: list[Taken] = []
-        endings: list[Ending] = []
-        budget = [math.inf if room is None else room]
+        turn = Round(engine, count, math.inf if room is None else room)
         for priority in (2, 3):
-            share = min(shard.due[priority] // SHARE, count - len(taken))
-            self._take(shard, engine, priority, share, budget, taken, endings)
+            share = min(shard.due[priority] // SHARE, turn.left)
+            self._take(shard, priority, share, turn)
             shard.due[priority] -= max(0, share) * SHARE
         for priority in (1, 2, 3):
-            before = len(taken)
-            most = count - before
-            empty = self._take(shard, engine, priority, most, budget, taken, endings)
+            before = len(turn.taken)
+            empty = self._take(shard, priority, turn.left, turn)
             for lower in range(priority + 1, 4):
-                shard.due[lower] += len(taken) - before
+                shard.due[lower] += len(turn.taken) - before
             if empty and priority in shard.due:
                 shard.due[priority] = 0
         for queue in shard.waiting.values():
             queue.keep_head()
-        return taken, endings
+        return turn
 
-    def _take(
-        self,
-        shard: Shard,
-        engine: str,
-        priority: int,
-        most: int,
-        budget: list[float],
-        taken: list[Taken],
-        endings: list[Ending],
-    ) -> bool:
+    def _take(self, shard: Shard, priority: int, most: int, turn: Round) -> bool:
         """Takes from one class while there is room; whether that left it empty."""
-        queue, start = shard.waiting[priority], len(taken)
-        while len(taken) - start < most:
+        queue, end = shard.waiting[priority], len(turn.taken) + most
+        while len(turn.taken) < end and not turn.stopped:
             rid = queue.first()
             if rid is None:
                 return True
-            record = shard.records[rid]
-            if record.deadline <= self.clock():
-                endings.append(self._fail(shard, queue.pop(), FailureCode.DEADLINE, False))
-                continue
-            if record.prompt_tokens > budget[0]:
-                budget[0] = -1
-                return False
-            budget[0] -= record.prompt_tokens
-            shard.counters.serve(record.tenant, record.prompt_tokens)
-            taken.append(self._lease(queue.pop(), record, engine, suspect=False))
+            self._deal(shard, queue, rid, turn)
         return False
 
+    def _deal(self, shard: Shard, queue: FairQueue, rid: str, turn: Round) -> None:
+        """Deals with the next request of a class."""
+        record = shard.records[rid]
+        if record.deadline <= self.clock():
+            self._remove_placed(shard, rid)
+            turn.endings.append(self._fail(shard, queue.pop(), FailureCode.DEADLINE, False))
+        elif record.placed not in ("", turn.engine) and self._gives_way(shard, rid, turn):
+            return
+        elif record.prompt_tokens > turn.room:
+            turn.stopped = True
+        else:
+            turn.room -= record.prompt_tokens
+            self._remove_placed(shard, rid)
+            shard.counters.serve(record.tenant, record.prompt_tokens)
+            turn.taken.append(self._lease(queue.pop(), record, turn.engine, suspect=False))
+
+    @staticmethod
+    def _remove_placed(shard: Shard, rid: str) -> None:
+        record = shard.records[rid]
+        shard.placed.remove(record.priority, record.placed, rid)
+
+    def _gives_way(self, shard: Shard, rid: str, turn: Round) -> bool:
+        """Whether the next request, placed with another engine, is not for this one now."""
+        record = shard.records[rid]
+        queue = shard.waiting[record.priority]
+        candidates = [
+            (other, shard.records[other])
+            for other in shard.placed.first(record.priority, turn.engine)
+            if queue.parked(other)
+        ]
+        own = first_own(record, candidates, turn.room, shard.counters)
+        if own is not None:
+            record.passes += 1
+            queue.pass_over(own)
+            return True
+        oldest = [shard.records[other].admitted for other in queue.oldest()]
+        free = free_at(record, oldest)
+        if free <= self.clock():
+            return False
+        turn.stopped, turn.free_at = True, free
+        return True
+
     def _lease(self, rid: str, record: Record, engine: str, *, suspect: bool) -> Taken:
-        recovered = record.attempt > 0 or record.state == "running"
+        fresh = record.state == "queued"
+        recovered = record.attempt > 0 or not fresh
         record.attempt += 1
         record.state, record.owner, record.executing = "running", engine, False
+        record.consumer = engine
         record.beaten = self.clock()
         if record.attempt == 1 and not recovered:
             record.writer = f"{engine}/1"
-        return Taken(rid, record.attempt, record.gateway, recovered, suspect, record.payload)
+        placed = record.placed == engine if fresh and record.placed else None
+        return Taken(
+            rid, record.attempt, record.gateway, recovered, suspect, record.payload, placed
+        )
 
     def _fail(self, shard: Shard, rid: str, why: FailureCode, started: bool) -> Ending:
         record = shard.records[rid]
@@ -432,6 +436,11 @@ class MemoryBackend:
         self.stored.clear()
         self.wanted.clear()
         self.salt = b""
+
+
+def _running(shard: Shard) -> dict[str, int]:
+    """Started requests of each engine."""
+    return Counter(record.consumer for _, record in shard.started())
 
 
 def _failures(record: Record) -> int:

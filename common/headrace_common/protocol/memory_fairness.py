@@ -6,6 +6,7 @@ from .redis_place import turns_ahead
 
 OUTPUT = 2
 DEBT = 65_536
+TENANTS_SEEN = 16
 
 
 class Counters:
@@ -64,6 +65,22 @@ class FairQueue:
     def pop(self) -> str:
         return self._stream.pop(0)
 
+    def parked(self, request_id: str) -> bool:
+        """Whether it is in its tenant's list."""
+        return any(request_id in requests for requests in self._lists.values())
+
+    def oldest(self) -> list[str]:
+        """The first in the lists of the tenants that are next."""
+        return [self._lists[tenant][0] for tenant in self._by_use()[:TENANTS_SEEN]]
+
+    def pass_over(self, request_id: str) -> None:
+        """Puts a parked request before the next one."""
+        for tenant, requests in list(self._lists.items()):
+            if request_id in requests:
+                requests.remove(request_id)
+                self._forget(tenant)
+        self._stream += [request_id, self._stream.pop(0)]
+
     def remove(self, request_id: str) -> None:
         if request_id in self._stream:
             self._stream.remove(request_id)
@@ -93,9 +110,13 @@ class FairQueue:
 
     def _refill(self) -> None:
         if self._lists:
-            tenant = min(self._lists, key=lambda name: (self._counters.used(name), name.encode()))
+            tenant = self._by_use()[0]
             self._stream.append(self._lists[tenant].pop(0))
             self._forget(tenant)
+
+    def _by_use(self) -> list[str]:
+        """Tenants with lists, who has used least first."""
+        return sorted(self._lists, key=lambda name: (self._counters.used(name), name.encode()))
 
     def _forget(self, tenant: str) -> None:
         if not self._lists[tenant]:

@@ -1,6 +1,9 @@
 """Gateway's and engine's side of a MemoryBackend, with the behaviour of those over Redis."""
 
+import asyncio
+import math
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 
 from .. import keys
 from ..errors import FailureCode, MessageError, QueueFull
@@ -23,6 +26,7 @@ from .base import (
     Lease,
     Outcome,
     Place,
+    Placement,
     Progress,
     QueueDepth,
     QueueLimits,
@@ -32,7 +36,8 @@ from .failures import failed
 from .framing import frames_of
 from .journal import rebuild_from
 from .leases import LeaseMemory
-from .memory import Ending, Log, MemoryBackend, Record, Shard, Taken
+from .memory import Log, MemoryBackend, Shard
+from .memory_records import Ending, Record, Taken
 from .requests import queue_full
 
 
@@ -69,8 +74,11 @@ class MemoryGatewayQueue:
         *,
         seen: int | None = None,
         polite: bool = False,
+        placement: Placement | None = None,
     ) -> Admission:
-        record, former = self._backend.admit(request, self.gateway_id, limits, seen, polite)
+        record, former = self._backend.admit(
+            request, self.gateway_id, limits, seen, polite, placement
+        )
         if record is None:
             raise await self._full(request, of_tenant=former == "tenant")
         await self._backend.wake(self._backend.shard(request.model))
@@ -190,16 +198,17 @@ class MemoryEngineQueue:
         self._memory = LeaseMemory()
         self._woken = 0
         self._left: set[str] = set()
+        self._free_at = math.inf  # when what was left to another engine is anybody's
 
     async def start(self) -> None:
         self._woken = self._backend.shard(self._model).wakeups
 
     async def take(self, count: int, prompt_tokens: int | None = None) -> Sequence[Lease]:
         shard = self._backend.shard(self._model)
-        taken, endings = self._backend.take(shard, self.engine_id, count, prompt_tokens)
-        blocked = prompt_tokens is not None and len(taken) < count
-        self._left = self._newest(shard) if blocked else set()
-        return await self._leases(taken, endings)
+        turn = self._backend.take(shard, self.engine_id, count, prompt_tokens)
+        self._left = self._newest(shard) if turn.stopped else set()
+        self._free_at = turn.free_at
+        return await self._leases(turn.taken, turn.endings)
 
     async def reap(self, count: int, *, suspects: bool = True) -> Sequence[Lease]:
         shard = self._backend.shard(self._model)
@@ -224,10 +233,16 @@ class MemoryEngineQueue:
 
     async def wait(self) -> None:
         shard = self._backend.shards[self._model]
-        async with shard.changed:
-            while not self._awaited():
-                await shard.changed.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._held_for()), shard.changed:
+                while not self._awaited():
+                    await shard.changed.wait()
         self._woken = shard.wakeups
+
+    def _held_for(self) -> float | None:
+        if self._free_at == math.inf:
+            return None
+        return max(0.0, self._free_at - self._backend.clock())
 
     def _awaited(self) -> bool:
         shard = self._backend.shards[self._model]
@@ -311,6 +326,7 @@ def _lease(item: Taken) -> Lease:
         gateway_id=item.gateway,
         recovered=item.recovered,
         suspect=item.suspect,
+        placed=item.placed,
     )
 
 

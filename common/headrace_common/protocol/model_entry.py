@@ -9,17 +9,24 @@ import msgpack
 from ..checkpoint import MAX_FILES_BYTES
 from .registry import Files, RegisteredModel, RegistryError, digest_of
 
-MAX_ENTRY_BYTES = 4096
+MAX_NAME_BYTES = 2048
+MAX_ENTRY_BYTES = 65536
 MAX_PACKED_BYTES = MAX_FILES_BYTES + 4096  # with their names
-_FIELDS = {field.name: field.type for field in fields(RegisteredModel)}
+_FIELDS = {f.name: f.type for f in fields(RegisteredModel) if f.name != "adapters"}
 
 
 def encode_entry(model: RegisteredModel) -> bytes:
-    """Packs an entry as a map of its fields. Raises RegistryError where its name is too long."""
-    data: bytes = msgpack.packb(asdict(model))
-    if not model.name or len(data) > MAX_ENTRY_BYTES:
+    """Packs an entry as a map of its fields. Raises RegistryError where its name is too long, or
+    its adapters are too many."""
+    if not 0 < len(model.name.encode()) <= MAX_NAME_BYTES:
         raise RegistryError(
-            f"model name {model.name[:80]!r}: must have 1 to about {MAX_ENTRY_BYTES // 2} bytes"
+            f"model name {model.name[:80]!r}: must have 1 to {MAX_NAME_BYTES} bytes"
+        )
+    data: bytes = msgpack.packb(asdict(model))
+    if len(data) > MAX_ENTRY_BYTES:
+        raise RegistryError(
+            f"model {model.name[:80]!r}: the names of its {len(model.adapters)} adapters come to "
+            f"more than {MAX_ENTRY_BYTES} bytes"
         )
     return data
 
@@ -30,7 +37,12 @@ def decode_entry(data: bytes) -> RegisteredModel:
     for name, kind in _FIELDS.items():
         if type(body.get(name)) is not kind:
             raise RegistryError(f"model entry: {name} is missing or of another type")
-    model = RegisteredModel(**{name: body[name] for name in _FIELDS})
+    adapters = body.get("adapters", [])  # absent before there were any
+    if not isinstance(adapters, list) or not all(isinstance(name, str) for name in adapters):
+        raise RegistryError("model entry: adapters must be names")
+    model = RegisteredModel(
+        **{name: body[name] for name in _FIELDS}, adapters=tuple(filter(None, adapters))
+    )
     if not model.name or model.max_model_len < 1:
         raise RegistryError("model entry: needs a name and a max_model_len of at least 1")
     return model

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from redis.asyncio import BlockingConnectionPool, ConnectionPool
-from redis.asyncio.connection import Connection, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from .client import PoolClient
 from .endpoint import Address, Endpoint
+from .packing import PackedConnection, PackedSSLConnection, PackedUnixConnection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +72,6 @@ def at(address: Address) -> dict[str, Any]:
 def transport(endpoint: Endpoint) -> dict[str, Any]:
     """redis-py's options for the way to a server."""
     if "path" in endpoint.options:
-        return {"connection_class": UnixDomainSocketConnection}
-    kind = SSLConnection if endpoint.tls else Connection
+        return {"connection_class": PackedUnixConnection}
+    kind = PackedSSLConnection if endpoint.tls else PackedConnection
     return {"connection_class": kind, "socket_keepalive": True}

@@ -264,7 +264,7 @@ class QueueAdmin:
         names = [shard.record(rid), shard.payload(rid), shard.journal(rid)]
         now_state, owner = await self._connection.run(
             "cancel",
-            [*names, shard.stats, *shard.queues, *shard.fairness],
+            [*names, shard.stats, *shard.queues, shard.placed, *shard.fairness],
             [keys.ENDED_TTL_MS, rid],
             tries=TRIES,
         )

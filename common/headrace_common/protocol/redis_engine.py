@@ -6,6 +6,7 @@ lost lapses, and is handed out again.
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
@@ -68,6 +69,7 @@ class RedisEngineQueue:
         self._reading: asyncio.Task[None] | None = None
         self._woken = "0-0"
         self._left: tuple[int, str] | None = None
+        self._free_at = math.inf  # when what was left to another engine is anybody's
         self._memory = LeaseMemory()
         self._trim = 0  # server time of the newest frame written, ms
         self._renewed: dict[str, float] = {}
@@ -88,10 +90,12 @@ class RedisEngineQueue:
         found, endings, left = await self._connection.run(
             "take",
             [shard.stats, shard.dead_letters, shard.wakeups, *shard.queues, *prefixes]
-            + shard.fairness,
+            + [shard.placed, *shard.fairness],
             [self.engine_id, count, room, PROTOCOL_VERSION, keys.ENDED_TTL_MS],
         )
         self._left = (int(left[0]) - 1, left[1].decode()) if left else None
+        held = bool(left) and left[2] >= 0
+        self._free_at = time.monotonic() + left[2] / 1000 if held else math.inf
         return await self._leases(found, endings)
 
     async def reap(self, count: int, *, suspects: bool = True) -> Sequence[Lease]:
@@ -145,9 +149,11 @@ class RedisEngineQueue:
         which it can only wake too early, since its cursors are older."""
         if self._reading is None:
             self._reading = asyncio.create_task(self._read_until_new())
-        await asyncio.wait({self._reading})
-        done, self._reading = self._reading, None
-        done.result()
+        held = self._free_at - time.monotonic()
+        await asyncio.wait({self._reading}, timeout=None if held == math.inf else max(0.0, held))
+        if self._reading.done():
+            done, self._reading = self._reading, None
+            done.result()
 
     async def _read_until_new(self) -> None:
         attempt = 0
@@ -362,7 +368,7 @@ def _journaled(choice: ChoiceState) -> list[bytes]:
 
 def _lease(item: list[Any]) -> Lease:
     """Raises MessageError."""
-    _, attempt, gateway, recovered, suspect, payload = item
+    _, attempt, gateway, recovered, suspect, payload, *placed = item
     request = decode_request(payload)
     if request.request_id != item[0].decode():
         raise MessageError("the request's id is not the one it was queued under")
@@ -372,6 +378,7 @@ def _lease(item: list[Any]) -> Lease:
         gateway_id=gateway.decode(),
         recovered=bool(recovered),
         suspect=bool(suspect),
+        placed=placed[0] == 1 if placed and placed[0] else None,
     )
 
 

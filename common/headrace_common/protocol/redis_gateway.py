@@ -30,6 +30,7 @@ from .base import (
     EngineStatus,
     Outcome,
     Place,
+    Placement,
     QueueDepth,
     QueueLimits,
     Standing,
@@ -51,12 +52,23 @@ MOST_TENANTS = 64  # that are asked for their oldest request: those that are nex
 
 
 class RedisGatewayQueue:
-    """One incarnation of a gateway; see GatewayQueue. `shards` is how many a model's queue has."""
+    """One incarnation of a gateway; see GatewayQueue. `shards` is how many a model's queue has.
 
-    def __init__(self, connection: Connection, gateway_id: str, *, shards: int = 1) -> None:
+    A gateway that did not beat for `lease_ms` counts as gone.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        gateway_id: str,
+        *,
+        shards: int = 1,
+        lease_ms: int = keys.GATEWAY_TTL_MS,
+    ) -> None:
         self.gateway_id = gateway_id
         self._connection = connection
         self._shards = shards
+        self._lease_ms = lease_ms
 
     async def start(self) -> None:
         """Checks the server, registers the gateway. Raises BackendUnfit, BackendUnavailable."""
@@ -70,14 +82,15 @@ class RedisGatewayQueue:
         *,
         seen: int | None = None,
         polite: bool = False,
+        placement: Placement | None = None,
     ) -> Admission:
         reply: list[Any] = [b"unknown"]
         if seen is not None:
-            reply = await self._admit(request, limits, seen, b"", polite)
+            reply = await self._admit(request, limits, seen, b"", polite, ())
         if reply[0] == b"unknown":
             newest = -1 if seen is None else seen
-            payload = encode_request(request)
-            reply = await self._admit(request, limits, newest, payload, polite)
+            payload, where = encode_request(request), _placed(placement)
+            reply = await self._admit(request, limits, newest, payload, polite, where)
         return await self._admission(request, reply)
 
     async def _admit(
@@ -87,6 +100,7 @@ class RedisGatewayQueue:
         seen: int,
         payload: bytes,
         polite: bool,
+        where: Sequence[str | float],
     ) -> list[Any]:
         shard = _shard(request.request_id, request.model)
         rid = request.request_id
@@ -108,11 +122,11 @@ class RedisGatewayQueue:
             int(polite),
             request.tenant,
             limits.max_tenant_requests,
+            *where,
         ]
         names = [shard.record(rid), shard.payload(rid), shard.journal(rid), shard.stats]
-        reply: list[Any] = await self._connection.run(
-            "admit", [*names, *shard.queues, *shard.fairness], arguments, tries=ADMIT_TRIES
-        )
+        names += [*shard.queues, shard.wakeups, shard.placed, *shard.fairness]
+        reply: list[Any] = await self._connection.run("admit", names, arguments, tries=ADMIT_TRIES)
         return reply
 
     async def _admission(self, request: GenerateRequest, reply: list[Any]) -> Admission:
@@ -211,6 +225,7 @@ class RedisGatewayQueue:
             shard.journal(request_id),
             shard.stats,
             *shard.queues,
+            shard.placed,
             *shard.fairness,
         ]
         arguments = [keys.ENDED_TTL_MS, request_id]
@@ -327,7 +342,7 @@ class RedisGatewayQueue:
 
     async def beat(self) -> None:
         await self._pipeline(
-            ("SET", keys.gateway_beat(self.gateway_id), b"", "PX", keys.GATEWAY_TTL_MS),
+            ("SET", keys.gateway_beat(self.gateway_id), b"", "PX", self._lease_ms),
             ("PEXPIRE", keys.frames(self.gateway_id), keys.FRAMES_TTL_MS),
         )
 
@@ -355,6 +370,16 @@ def decayed_rate(
     faded = float(rate) * math.exp(-max(0.0, now_ms - float(last)) / 1000 / RATE_WINDOW)
     age = max(1.0, (now_ms - float(first)) / 1000)
     return faded / -math.expm1(-age / RATE_WINDOW)
+
+
+def _placed(placement: Placement | None) -> list[str | float]:
+    """What ADMIT takes of a placement."""
+    if placement is None:
+        return []
+    arguments: list[str | float] = [placement.load_factor, placement.hold_ms, placement.capacity]
+    for choice in placement.choices:
+        arguments += [choice.engine_id, choice.capacity]
+    return arguments
 
 
 def _shard(request_id: str, model: str) -> ShardKeys:

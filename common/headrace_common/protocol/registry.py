@@ -25,7 +25,8 @@ class RegisteredModel:
     """One model under the name that clients use.
 
     `digest` is that of its files (`digest_of`), `max_model_len` in tokens, `created` in Unix
-    seconds. `owner` is "namespace/name" of its ModelService, "" where there is none.
+    seconds. `owner` is "namespace/name" of its ModelService, "" where there is none. `adapters` are
+    LoRA adapters that its engines have, each a model of its own to clients.
     """
 
     name: str
@@ -33,6 +34,7 @@ class RegisteredModel:
     max_model_len: int
     created: int
     owner: str = ""
+    adapters: tuple[str, ...] = ()
 
     def since(self, known: "RegisteredModel | None") -> "RegisteredModel":
         """This entry as old as the one before, where that is of the same files and owner."""

@@ -39,6 +39,7 @@ def fingerprint(request: GenerateRequest) -> bytes:
         sampling.temperature,
         sampling.max_tokens,
         *(() if request.pooling is None else (request.pooling,)),
+        *(() if request.lora is None else (request.lora,)),
         *((sampling.branches, sampling.use_beam_search) if sampling.answers_at_end else ()),
     )
     digest = hashlib.sha256(repr(asked).encode())

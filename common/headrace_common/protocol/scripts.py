@@ -29,10 +29,12 @@ NAMES = (
     "renew",
     "probe",
 )
-# Scripts with helpers of their own before them.
-_HELPERS = {
-    **dict.fromkeys(("reserve", "settle"), "usage"),
-    **dict.fromkeys(("admit", "take", "beat", "finish", "cancel", "replay"), "fairness"),
+# Scripts with further helpers before them.
+_HELPERS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("reserve", "settle"), ("usage",)),
+    **dict.fromkeys(("beat", "finish", "replay"), ("fairness",)),
+    **dict.fromkeys(("admit", "cancel"), ("fairness", "placed")),
+    "take": ("fairness", "placed", "precedence"),
 }
 
 
@@ -50,8 +52,9 @@ def load_scripts(*, shebang: bool) -> dict[str, Script]:
     shared = (folder / "shared.lua").read_text()
 
     def helpers(name: str) -> str:
-        more = _HELPERS.get(name)
-        return shared if more is None else shared + (folder / f"{more}.lua").read_text()
+        return shared + "".join(
+            (folder / f"{more}.lua").read_text() for more in _HELPERS.get(name, ())
+        )
 
     return {
         name: _script((folder / f"{name}.lua").read_text(), helpers(name), shebang)

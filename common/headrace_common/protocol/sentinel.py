@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from redis.asyncio.connection import Connection, SSLConnection
+from redis.asyncio.connection import Connection
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
 from .client import Argument, Client, Command, PoolClient
 from .endpoint import Address
+from .packing import PackedConnection, PackedSSLConnection
 from .pools import Pools
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class Sentinels:
         return {"connection_class": kind, "locate": locate, "redis_connect_func": _check_role}
 
 
-class MasterConnection(Connection):
+class MasterConnection(PackedConnection):
     """A connection that asks where to before it is made."""
 
     def __init__(self, *, locate: Locate, **options: Any) -> None:
@@ -88,7 +89,7 @@ class MasterConnection(Connection):
         await super()._connect()  # type: ignore[no-untyped-call]
 
 
-class MasterSSLConnection(MasterConnection, SSLConnection):
+class MasterSSLConnection(MasterConnection, PackedSSLConnection):
     """The same over TLS."""
 
 

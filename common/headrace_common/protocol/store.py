@@ -46,7 +46,7 @@ class StoredRequest:
 
     @property
     def model(self) -> str:
-        return self.requests[0].model
+        return self.requests[0].served_model
 
     @property
     def window(self) -> float:

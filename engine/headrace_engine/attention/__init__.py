@@ -18,18 +18,28 @@ BACKENDS: dict[str, tuple[str, str]] = {
     "triton": ("headrace_engine.attention.triton", "TritonBackend"),
 }
 DEVICES = {"cpu": "cpu", "flash": "cuda", "triton": "cuda"}
+# By type of device, the one whose sums do not depend on what else is in a batch.
+DETERMINISTIC = {"cpu": "cpu", "cuda": "triton"}
 # By type of device, the fastest first; `reference` where none of them works.
 PREFERRED: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("flash", "triton")}
 
 
 def select(
-    name: str, device: torch.device, dtype: torch.dtype, block_size: int = 16
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    block_size: int = 16,
+    deterministic: bool = False,
 ) -> AttentionBackend:
     """The backend called `name`; `auto` takes the fastest that works here and logs why.
+
+    A `deterministic` one adds up a token's keys in the same order in every batch.
 
     `auto` passes over a backend that cannot read blocks of `block_size` tokens in place.
     Raises ConfigError for an unknown name, or where the named backend cannot run on the device.
     """
+    if deterministic:
+        return _deterministic(name, device, dtype)
     if name == "auto":
         return _automatic(device, dtype, block_size)
     if name not in BACKENDS:
@@ -56,6 +66,16 @@ def _automatic(device: torch.device, dtype: torch.dtype, block_size: int) -> Att
     return _make("reference", device, dtype)
 
 
+def _deterministic(name: str, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    wanted = DETERMINISTIC[device.type]
+    if name not in ("auto", wanted):
+        raise ConfigError(
+            f"deterministic needs attention_backend {wanted} on a {device.type} device, not "
+            f"{name!r}"
+        )
+    return _make(wanted, device, dtype, **({"deterministic": True} if wanted == "triton" else {}))
+
+
 def _check_blocks(backend: AttentionBackend, block_size: int) -> None:
     """Refuses a backend that would copy all keys and values before each layer."""
     if isinstance(backend, ReadsSomeBlocks) and not backend.reads_blocks(block_size):
@@ -64,13 +84,13 @@ def _check_blocks(backend: AttentionBackend, block_size: int) -> None:
         )
 
 
-def _make(name: str, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+def _make(name: str, device: torch.device, dtype: torch.dtype, **options: bool) -> AttentionBackend:
     wanted = DEVICES.get(name, device.type)
     if device.type != wanted:
         raise ConfigError(f"attention_backend {name} needs a {wanted} device, not {device.type}")
     module, attribute = BACKENDS[name]
     try:
-        backend: AttentionBackend = getattr(importlib.import_module(module), attribute)()
+        backend: AttentionBackend = getattr(importlib.import_module(module), attribute)(**options)
     except ImportError as error:
         raise ConfigError(f"attention_backend {name} cannot be loaded: {error}") from error
     if name == "flash" and dtype is torch.float32:

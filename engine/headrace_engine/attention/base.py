@@ -5,7 +5,7 @@ to it and looks into none of them. Only that blocks are their first dimension is
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -80,6 +80,14 @@ class AttentionBackend(Protocol):
                 query [T, Hq, D], key and value [T, Hkv, D] (rotary applied), Hq a multiple of Hkv.
         Returns [T, Hq, D] in the query's dtype.
         """
+
+
+@runtime_checkable
+class SkipsPadding(Protocol):
+    """A backend whose steps can be recorded in CUDA graphs: it writes no token whose slot is below
+    0, gives zeros for sequences without keys, and needs no number that only the device knows."""
+
+    skips_padding: ClassVar[Literal[True]]
 
 
 @runtime_checkable

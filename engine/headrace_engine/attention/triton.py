@@ -5,7 +5,7 @@ tile. Nothing waits for the device: grids come from the metadata's host integers
 memory is kept, so that calls can be captured in CUDA graphs.
 """
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -40,10 +40,13 @@ class TritonBackend:
 
     `capability` is the device's, asked from torch if not given. With `fp8` caches hold e4m3 numbers
     that stand for key_scale and value_scale times themselves; queries keep their dtype.
+    `deterministic` computes decodes as it does chunks of prompts, and tiles of keys always masked:
+    a token's output has then the same bits in whatever run it comes.
     Raises ConfigError for a device older than Ampere, or than Ada with `fp8`.
     """
 
     name: ClassVar[str] = "triton"
+    skips_padding: ClassVar[Literal[True]] = True
 
     def __init__(
         self,
@@ -51,7 +54,9 @@ class TritonBackend:
         fp8: bool = False,
         key_scale: float = 1.0,
         value_scale: float = 1.0,
+        deterministic: bool = False,
     ) -> None:
+        self._deterministic = deterministic
         self._capability = capability or torch.cuda.get_device_capability()
         self._fp8, self._key_scale, self._value_scale = fp8, key_scale, value_scale
         self._scratch = Scratch()
@@ -137,10 +142,11 @@ class TritonBackend:
     ) -> torch.Tensor:
         query = _dense_heads(query)
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
-        if metadata.num_decodes:
+        decodes = 0 if self._deterministic else metadata.num_decodes
+        if decodes:
             self._decode(output, query, cache, metadata, params)
-        if metadata.num_decodes < len(metadata.seq_lens):
-            self._prefill(output, query, cache, metadata, params)
+        if decodes < len(metadata.seq_lens):
+            self._prefill(output, query, cache, metadata, params, decodes)
         return output
 
     def _decode(
@@ -186,18 +192,19 @@ class TritonBackend:
         cache: LayerCache,
         metadata: AttentionMetadata,
         params: LayerParams,
+        decodes: int,
     ) -> None:
         kv_heads, group = cache[0].shape[1], query.shape[1] // cache[0].shape[1]
         launch = prefill_launch(self._capability[0], query.element_size(), query.shape[2])
         rows = max(launch.rows, power_of_two(group))
-        runs = len(metadata.seq_lens) - metadata.num_decodes
-        tiles = (len(query) - metadata.num_decodes) // (rows // group) + runs
+        runs = len(metadata.seq_lens) - decodes
+        tiles = (len(query) - decodes) // (rows // group) + runs
         prefill_kernel[(tiles, kv_heads)](
             output, query, *cache, metadata.block_tables, metadata.query_start, metadata.seq_lens,
-            metadata.num_decodes, runs, params.scale * self._key_scale, self._value_scale,
+            decodes, runs, params.scale * self._key_scale, self._value_scale,
             query.stride(0), query.stride(1), metadata.block_tables.stride(0),
             **_constants(query, cache, params), ROWS=rows, KEYS=launch.keys,
-            num_warps=launch.warps, num_stages=launch.stages,
+            MASKED=self._deterministic, num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
 
 

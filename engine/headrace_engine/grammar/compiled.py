@@ -45,16 +45,23 @@ class GrammarCursor:
         self._ahead: list[int] = []
         self.error: str | None = None
 
-    def advance(self, known: Tokens[int], prompt: int, ahead: Tokens[int] = ()) -> bool:
-        """Goes to the place behind `known[prompt:]` and `ahead`; False where there is none.
+    def advance(
+        self,
+        known: Tokens[int],
+        prompt: int,
+        ahead: Tokens[int] = (),
+        *,
+        end: int | None = None,
+    ) -> bool:
+        """Goes to the place behind `known[prompt:end]` and `ahead`; False where there is none.
 
         `known` are prompt and output. Where the output itself does not match, or the grammar's
         limits are exceeded, `error` says so and stays.
         """
-        sure = len(known) - prompt
-        if sure < self._sure:
+        end = len(known) if end is None else end
+        if end - prompt < self._sure:
             self._restart()
-        wanted = known[prompt + self._sure :]
+        wanted = known[prompt + self._sure : end]
         fresh = len(wanted)
         if ahead:
             wanted = [*wanted, *ahead]

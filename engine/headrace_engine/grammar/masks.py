@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from ..plan import SampleRow
+from ..transfer import to_device
 from .compiler import MASK_BITS
 
 Words = npt.NDArray[np.int32]
@@ -50,7 +51,8 @@ def _allowed(row: SampleRow, words: Words, eos_token_ids: frozenset[int]) -> Non
     if cursor is None:
         assert sequence.request.grammar is not None
         cursor = sequence.grammar_cursor = sequence.request.grammar.cursor()
-    if not cursor.advance(sequence.token_ids, sequence.prompt_length, row.ahead):
+    end = row.known_length
+    if not cursor.advance(sequence.token_ids, sequence.prompt_length, row.ahead, end=end):
         if cursor.error is None:
             words[:] = -1
         return
@@ -85,8 +87,8 @@ def _mask_on_host(logits: torch.Tensor, chosen: list[int], words: Words) -> None
 def _mask_on_device(logits: torch.Tensor, chosen: list[int], words: Words) -> None:
     """The packed bits cross to the device, an eighth of a byte a token."""
     vocab = logits.shape[1]
-    packed = torch.from_numpy(words).to(logits.device)
+    packed = to_device(words, logits.device)
     shifts = torch.arange(MASK_BITS, dtype=torch.int32, device=logits.device)
     bits = ((packed[:, :, None] >> shifts) & 1).flatten(1)[:, :vocab]
-    index = torch.tensor(chosen, device=logits.device)
+    index = to_device(np.array(chosen), logits.device)
     logits[index] = logits[index].masked_fill(bits == 0, -torch.inf)

@@ -146,7 +146,9 @@ def _compile(compiler: list[str], target: InstructionSet, folder: Path) -> Path:
 
 
 def _digest(compiler: list[str], target: InstructionSet) -> str:
-    content = hashlib.sha256(repr((compiler, COMMON_FLAGS, target)).encode())
+    # Nothing of it may be a set: those are written in another order by each process.
+    command = (compiler, COMMON_FLAGS, target.name, target.flags)
+    content = hashlib.sha256(repr(command).encode())
     for path in sorted((*HERE.glob("*.cpp"), *HERE.glob("*.h"))):
         content.update(path.read_bytes())
     return content.hexdigest()

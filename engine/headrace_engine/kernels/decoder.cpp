@@ -2,111 +2,14 @@
 // Python. Pre-norm residual blocks with a gated MLP; the residual stream is float32 throughout.
 #include "decoder.h"
 
-#include <cstdlib>
 #include <new>
 
-#include "linear.h"
+#include "experts.h"
+#include "packing.h"
 #include "paged.h"
-#include "pool.h"
-#include "rows.h"
 
 namespace headrace {
 namespace {
-
-// Rows with fewer elements than this are not worth waking a helper for.
-constexpr int64_t kSerialElements = 4096;
-constexpr int64_t kAlignment = 64;
-
-// Memory that grows to what the largest step so far has needed.
-class Memory {
- public:
-  ~Memory() { std::free(begin_); }
-
-  bool reserve(int64_t bytes) {
-    used_ = 0;
-    if (bytes <= size_) return true;
-    std::free(begin_);
-    size_ = (bytes + kAlignment - 1) / kAlignment * kAlignment;
-    begin_ = static_cast<char*>(std::aligned_alloc(kAlignment, size_));
-    if (!begin_) size_ = 0;
-    return begin_ != nullptr;
-  }
-
-  // The next `count` elements; `reserve` has seen to it that there are so many.
-  template <class T>
-  T* take(int64_t count) {
-    T* taken = reinterpret_cast<T*>(begin_ + used_);
-    used_ += bytes<T>(count);
-    return taken;
-  }
-
-  template <class T>
-  static int64_t bytes(int64_t count) {
-    return (count * int64_t(sizeof(T)) + kAlignment - 1) / kAlignment * kAlignment;
-  }
-
- private:
-  char* begin_ = nullptr;
-  int64_t size_ = 0, used_ = 0;
-};
-
-inline int64_t padded(int64_t outputs) { return panels_of(outputs) * kPanel; }
-inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-
-// Calls body(row) for each row, on the pool where that is worth it.
-template <class Body>
-void each_row(Pool& pool, int64_t rows, int64_t width, const Body& body) {
-  const int64_t block = kSerialElements / width + 1, blocks = (rows + block - 1) / block;
-  pool.run(blocks, [&](int64_t item, int) {
-    const int64_t end = (item + 1) * block < rows ? (item + 1) * block : rows;
-    for (int64_t r = item * block; r < end; ++r) body(r);
-  });
-}
-
-// What products need beside rows and weights.
-struct Scratch {
-  float *factors = nullptr, *scales = nullptr;
-  int8_t* data = nullptr;
-  int32_t* sums = nullptr;
-
-  static int64_t bytes(int threads, int64_t rows, int64_t widest) {
-    return Memory::bytes<float>(threads * kRows * widest) + Memory::bytes<int8_t>(rows * widest) +
-           Memory::bytes<float>(rows * groups_of(widest)) +
-           Memory::bytes<int32_t>(rows * groups_of(widest));
-  }
-
-  void take(Memory& memory, int threads, int64_t rows, int64_t widest) {
-    factors = memory.take<float>(threads * kRows * widest);
-    data = memory.take<int8_t>(rows * widest);
-    scales = memory.take<float>(rows * groups_of(widest));
-    sums = memory.take<int32_t>(rows * groups_of(widest));
-  }
-};
-
-template <class Math, class Emit>
-void apply_linear(Pool& pool, const headrace_linear& linear, const headrace_linear* then,
-                  const Rows<typename Math::Element>& rows, const Scratch& scratch,
-                  const Emit& emit) {
-  using Element = typename Math::Element;
-  const auto biased = [&](int64_t row, int64_t panel, Sums& sums) {
-    if (linear.bias)
-      for (int c = 0; c < kColumns; ++c) sums.at[c] += load(linear.bias + panel * kPanel + c * kLanes);
-    emit(row, panel, sums);
-  };
-  const int64_t inputs = linear.inputs, groups = groups_of(inputs);
-  if (!linear.scales) {
-    multiply<Math>(pool, rows, static_cast<const Element*>(linear.weight), inputs, linear.outputs,
-                   then ? then->weight : nullptr, scratch.factors, biased);
-    return;
-  }
-  each_row(pool, rows.count, inputs, [&](int64_t r) {
-    quantize_row(rows.data + r * rows.stride, inputs, scratch.data + r * inputs,
-                 scratch.scales + r * groups, scratch.sums + r * groups);
-  });
-  multiply_quant(pool, QuantRows{scratch.data, scratch.scales, scratch.sums, inputs, groups, rows.count},
-                 static_cast<const uint8_t*>(linear.weight), linear.scales, inputs, linear.outputs,
-                 biased);
-}
 
 template <class Math>
 class Step {
@@ -121,7 +24,8 @@ class Step {
         hidden_(decoder.hidden),
         query_(decoder.num_heads * decoder.head_dim),
         key_value_(decoder.num_kv_heads * decoder.head_dim),
-        qkv_stride_(padded(query_ + 2 * key_value_)) {}
+        qkv_stride_(padded(query_ + 2 * key_value_)),
+        experts_(pool, decoder, step.batch.num_tokens) {}
 
   bool run(Memory& memory) {
     if (!allocate(memory)) return false;
@@ -134,25 +38,37 @@ class Step {
 
  private:
   bool allocate(Memory& memory) {
-    const int64_t widest = larger(larger(hidden_, query_), decoder_.inner);
+    const int64_t widest = larger(larger(larger(hidden_, query_), decoder_.inner), decoder_.expert_inner);
     const int64_t residuals = tokens_ + step_.num_logits;
-    if (!memory.reserve(Memory::bytes<float>(residuals * padded(hidden_)) +
+    const int64_t scratch_rows = tokens_ * larger(decoder_.experts_per_token, 1);
+    const int64_t outputs = has_output_norms() ? tokens_ * residual_stride() : 0;
+    if (!memory.reserve(Memory::bytes<float>(residuals * residual_stride()) +
+                        Memory::bytes<float>(outputs) + Memory::bytes<float>(tokens_) +
                         Memory::bytes<Element>(tokens_ * hidden_) +
                         Memory::bytes<Element>(tokens_ * qkv_stride_) +
                         Memory::bytes<Element>(2 * tokens_ * query_) +
-                        Memory::bytes<Element>(tokens_ * gated_stride()) +
-                        Scratch::bytes(pool_.threads(), tokens_, widest)))
+                        Memory::bytes<Element>(tokens_ * padded(2 * decoder_.inner) / 2) +
+                        Experts<Math>::bytes(decoder_, tokens_) +
+                        Scratch::bytes(pool_.threads(), scratch_rows, widest)))
       return false;
-    residual_ = memory.take<float>(residuals * padded(hidden_));
+    residual_ = memory.take<float>(residuals * residual_stride());
+    output_ = memory.take<float>(outputs);
+    shares_ = memory.take<float>(tokens_);
     normed_ = memory.take<Element>(tokens_ * hidden_);
     qkv_ = memory.take<Element>(tokens_ * qkv_stride_);
     attended_ = memory.take<Element>(2 * tokens_ * query_);
-    gated_ = memory.take<Element>(tokens_ * gated_stride());
-    scratch_.take(memory, pool_.threads(), tokens_, widest);
+    gated_ = memory.take<Element>(tokens_ * padded(2 * decoder_.inner) / 2);
+    experts_.take(memory);
+    scratch_.take(memory, pool_.threads(), scratch_rows, widest);
     return true;
   }
 
-  int64_t gated_stride() const { return padded(2 * decoder_.inner) / 2; }
+  // A model has them in all its layers, or in none.
+  bool has_output_norms() const {
+    const headrace_decoder_layer& layer = decoder_.layers[0];
+    return layer.attention_output_norm || layer.mlp_output_norm;
+  }
+
   int64_t residual_stride() const { return padded(hidden_); }
 
   template <class Body>
@@ -160,8 +76,6 @@ class Step {
     headrace::each_row(pool_, rows, width, body);
   }
 
-  // emit(row, panel, sums) for the product of rows with a layer's weights, its bias added. `then` is
-  // applied next: its first weights are fetched ahead.
   template <class Emit>
   void apply(const headrace_linear& linear, const headrace_linear* then, const Element* data,
              int64_t stride, int64_t rows, const Emit& emit) {
@@ -173,7 +87,8 @@ class Step {
     each_row(tokens_, hidden_, [&](int64_t r) {
       const Element* from = table + step_.input_ids[r] * hidden_;
       float* to = residual_ + r * residual_stride();
-      for (int64_t i = 0; i < hidden_; i += kLanes) store(to + i, load(from + i));
+      for (int64_t i = 0; i < hidden_; i += kLanes)
+        store(to + i, load(from + i) * decoder_.embedding_scale);
     });
   }
 
@@ -187,8 +102,7 @@ class Step {
   bool run_layer(const headrace_decoder_layer& layer, void* cache, bool last) {
     normalize(tokens_, layer.input_norm);
     apply(layer.qkv, &layer.o, normed_, hidden_, tokens_, [&](int64_t row, int64_t panel, const Sums& sums) {
-      Element* to = qkv_ + row * qkv_stride_ + panel * kPanel;
-      for (int c = 0; c < kColumns; ++c) store(to + c * kLanes, sums.at[c]);
+      store_panel(qkv_ + row * qkv_stride_, panel, sums);
     });
     if (!attend(layer, cache)) return false;
     const Element* attended = attended_;
@@ -197,37 +111,60 @@ class Step {
       attended = select_rows();
       rows = step_.num_logits;
     }
-    apply(layer.o, &layer.gate_up, attended, query_, rows, [&](int64_t row, int64_t panel, const Sums& sums) {
-      add_residual(row, panel, sums);
-    });
-    normalize(rows, layer.post_attention_norm);
-    apply(layer.gate_up, &layer.down, normed_, hidden_, rows, [&](int64_t row, int64_t panel, const Sums& sums) {
-      Element* to = gated_ + row * gated_stride() + panel * (kPanel / 2);
-      for (int c = 0; c < kColumns / 2; ++c)
-        store(to + c * kLanes, silu(sums.at[c]) * sums.at[c + kColumns / 2]);
-    });
-    apply(layer.down, last ? &decoder_.lm_head : &(&layer)[1].qkv, gated_, gated_stride(), rows,
-          [&](int64_t row, int64_t panel, const Sums& sums) { add_residual(row, panel, sums); });
+    add_output(layer.o, &layer.gate_up, attended, query_, rows, layer.attention_output_norm, nullptr);
+    normalize(rows, layer.mlp_norm);
+    if (layer.experts_gate_up)
+      experts_.add(layer, normed_, rows, scratch_, residual_, residual_stride());
+    if (layer.gate_up.weight) run_mlp(layer, rows, last ? &decoder_.lm_head : &(&layer)[1].qkv);
     return true;
   }
 
-  void add_residual(int64_t row, int64_t panel, const Sums& sums) {
-    float* to = residual_ + row * residual_stride() + panel * kPanel;
-    for (int c = 0; c < kColumns; ++c)
-      store(to + c * kLanes, load(to + c * kLanes) + sums.at[c]);
+  void run_mlp(const headrace_decoder_layer& layer, int64_t rows, const headrace_linear* then) {
+    const int64_t stride = gated_stride(layer.gate_up);
+    const bool gelu = decoder_.gelu;
+    apply(layer.gate_up, &layer.down, normed_, hidden_, rows, [&](int64_t row, int64_t panel, const Sums& sums) {
+      store_gated(gated_ + row * stride, panel, sums, gelu);
+    });
+    if (layer.shared_gate)
+      each_row(rows, hidden_, [&](int64_t r) {
+        const float logit = dot(normed_ + r * hidden_, layer.shared_gate, hidden_);
+        shares_[r] = 1 / (1 + exp2(splat(-logit * kLog2e))[0]);
+      });
+    add_output(layer.down, then, gated_, stride, rows, layer.mlp_output_norm,
+               layer.shared_gate ? shares_ : nullptr);
+  }
+
+  // Adds a layer's output to the residuals: through a norm, or each row times its share, where these
+  // are not null.
+  void add_output(const headrace_linear& linear, const headrace_linear* then, const Element* data,
+                  int64_t stride, int64_t rows, const float* norm, const float* shares) {
+    const int64_t width = residual_stride();
+    float* to = norm ? output_ : residual_;
+    if (!norm) {
+      apply(linear, then, data, stride, rows, [&](int64_t row, int64_t panel, const Sums& sums) {
+        add_panel(to + row * width, panel, sums, shares ? shares[row] : 1.0f);
+      });
+      return;
+    }
+    apply(linear, then, data, stride, rows, [&](int64_t row, int64_t panel, const Sums& sums) {
+      store_panel(to + row * width, panel, sums);
+    });
+    each_row(rows, hidden_, [&](int64_t r) {
+      add_normalized(residual_ + r * width, output_ + r * width, norm, hidden_, decoder_.epsilon);
+    });
   }
 
   bool attend(const headrace_decoder_layer& layer, void* cache) {
     const headrace_layer shape = {decoder_.num_heads,  decoder_.num_kv_heads, decoder_.head_dim,
                                   decoder_.block_size, layer.window,          decoder_.is_bfloat16,
-                                  1 / __builtin_sqrtf(float(decoder_.head_dim)), 0};
+                                  decoder_.scale,       decoder_.attention_softcap};
     PagedAttention<Math> attention{attended_,
                                    qkv_,
                                    qkv_stride_,
                                    Cache<Math>(static_cast<Element*>(cache), shape),
                                    step_.batch,
                                    shape,
-                                   ScoreScale(shape.scale, 0),
+                                   ScoreScale(shape.scale, shape.softcap),
                                    int(decoder_.head_dim),
                                    int(decoder_.num_heads / decoder_.num_kv_heads)};
     const bool prepared = attention.prepare(pool_.threads());
@@ -248,9 +185,9 @@ class Step {
   }
 
   void rotate_heads(const headrace_decoder_layer& layer, int64_t row) {
-    const int64_t dims = decoder_.head_dim, half = dims / 2;
-    const float *cos = decoder_.cos + step_.positions[row] * half,
-                *sin = decoder_.sin + step_.positions[row] * half;
+    const int64_t dims = decoder_.head_dim, half = decoder_.rotated / 2;
+    const float *cos = layer.cos + step_.positions[row] * half,
+                *sin = layer.sin + step_.positions[row] * half;
     Element* head = qkv_ + row * qkv_stride_;
     for (int64_t h = 0; h < decoder_.num_heads + decoder_.num_kv_heads; ++h, head += dims) {
       const float* norm = h < decoder_.num_heads ? layer.query_norm : layer.key_norm;
@@ -275,10 +212,11 @@ class Step {
 
   void write_logits() {
     normalize(step_.num_logits, decoder_.norm);
+    const float cap = decoder_.logits_softcap;
     apply(decoder_.lm_head, &decoder_.layers[0].qkv, normed_, hidden_, step_.num_logits,
           [&](int64_t row, int64_t panel, const Sums& sums) {
-            float* to = step_.logits + row * step_.logits_stride + panel * kPanel;
-            for (int c = 0; c < kColumns; ++c) store(to + c * kLanes, sums.at[c]);
+            float* to = step_.logits + row * step_.logits_stride;
+            store_panel(to, panel, cap > 0 ? capped(sums, cap) : sums);
           });
   }
 
@@ -286,8 +224,9 @@ class Step {
   const headrace_decoder& decoder_;
   const headrace_step& step_;
   const int64_t tokens_, hidden_, query_, key_value_, qkv_stride_;
-  float* residual_ = nullptr;
+  float *residual_ = nullptr, *output_ = nullptr, *shares_ = nullptr;
   Element *normed_ = nullptr, *qkv_ = nullptr, *attended_ = nullptr, *gated_ = nullptr;
+  Experts<Math> experts_;
   Scratch scratch_;
 };
 
@@ -301,53 +240,9 @@ bool run_linear(Pool& pool, Memory& memory, const headrace_linear& linear, float
   const int64_t stride = padded(linear.outputs);
   apply_linear<Math>(pool, linear, nullptr, Rows<typename Math::Element>{data, linear.inputs, count},
                      scratch, [&](int64_t row, int64_t panel, const Sums& sums) {
-                       float* to = output + row * stride + panel * kPanel;
-                       for (int c = 0; c < kColumns; ++c) store(to + c * kLanes, sums.at[c]);
+                       store_panel(output + row * stride, panel, sums);
                      });
   return true;
-}
-
-// One panel of weights in the kernels' layout.
-template <class Element, int kPack>
-void pack_panel(Element* to, const Element* const* rows, int64_t inputs) {
-  for (int column = 0; column < kPanel; ++column)
-    for (int64_t k = 0; k < inputs; k += kPack)
-      for (int i = 0; i < kPack; ++i)
-        to[(k * kPanel) + column * kPack + i] = rows[column] ? rows[column][k + i] : Element{};
-}
-
-// As pack_panel, in 8 bits: the largest weight of an output becomes 127.
-template <class Element>
-void pack_quant_panel(uint8_t* to, float* scales, const Element* const* rows, int64_t inputs) {
-  for (int column = 0; column < kPanel; ++column) {
-    float bound = 0;
-    for (int64_t k = 0; rows[column] && k < inputs; ++k) {
-      const float x = __builtin_fabsf(widen(rows[column][k]));
-      bound = x > bound ? x : bound;
-    }
-    scales[column] = bound / 127;
-    const float inverse = bound > 0 ? 127 / bound : 0;
-    for (int64_t k = 0; k < inputs; ++k) {
-      const float x = rows[column] ? widen(rows[column][k]) * inverse : 0;
-      to[k / kQuantPack * kPanel * kQuantPack + column * kQuantPack + k % kQuantPack] =
-          uint8_t(int(__builtin_rintf(x)) + kQuantZero);
-    }
-  }
-}
-
-template <class Math>
-void pack(Pool& pool, void* packed, float* scales, const void* const* rows, int64_t outputs,
-          int64_t inputs) {
-  using Element = typename Math::Element;
-  const Element* const* from = reinterpret_cast<const Element* const*>(rows);
-  pool.run(panels_of(outputs), [&](int64_t panel, int) {
-    const int64_t at = panel * kPanel;
-    if (scales)
-      pack_quant_panel(static_cast<uint8_t*>(packed) + at * inputs, scales + at, from + at, inputs);
-    else
-      pack_panel<Element, Math::kPack>(static_cast<Element*>(packed) + at * inputs, from + at,
-                                       inputs);
-  });
 }
 
 template <class T>
@@ -397,6 +292,16 @@ void headrace_pack_weight(headrace_executor* executor, void* packed, float* scal
                           int64_t is_bfloat16) {
   auto* chosen = is_bfloat16 ? &headrace::pack<headrace::BFloat16> : &headrace::pack<headrace::Float32>;
   chosen(executor->pool, packed, scales, rows, outputs, inputs);
+}
+
+void headrace_pack_levels(headrace_executor* executor, void* packed, const void* const* rows,
+                          int64_t outputs, int64_t inputs) {
+  using namespace headrace;
+  const auto* from = reinterpret_cast<const uint8_t* const*>(rows);
+  executor->pool.run(panels_of(outputs), [&](int64_t panel, int) {
+    const int64_t at = panel * kPanel;
+    pack_nibbles_panel(static_cast<uint8_t*>(packed) + at * inputs / 2, from + at, inputs);
+  });
 }
 
 void headrace_argmax(headrace_executor* executor, int64_t* indices, float* values, const void* x,

@@ -4,33 +4,49 @@
 
 #include "attention.h"
 
-// Weights as headrace_pack_weight lays them out; `scales` is null where they are not quantised.
+// Weights as headrace_pack_weight lays them out; `scales` is null where they are not quantised. With
+// `zeros` they are those of headrace_pack_levels, and both are [inputs / group, outputs padded].
 struct headrace_linear {
   const void* weight;
   const float* scales;  // [outputs, padded]
+  const float* zeros;
   const float* bias;    // [outputs, padded], or null
+  int64_t group;
   int64_t inputs;
   int64_t outputs;
 };
 
-// Norms are float32. query_norm and key_norm are null where heads are not normalised.
+// Norms are float32, and null where a model has none there: output norms stand before the residual
+// sums, query and key norms are of heads. cos and sin [positions, rotated / 2] are the layer's own.
+//
+// gate_up and down are the MLP, or the expert that computes every row, whose share is the sigmoid of
+// its row times shared_gate [hidden], or 1 where that is null; without weights there is none.
+// experts_gate_up and experts_down have num_experts layers of one shape, or are null.
 struct headrace_decoder_layer {
   const float* input_norm;
-  const float* post_attention_norm;
+  const float* attention_output_norm;
+  const float* mlp_norm;
+  const float* mlp_output_norm;
   const float* query_norm;
   const float* key_norm;
+  const float* cos;
+  const float* sin;
+  const float* shared_gate;
+  const headrace_linear* experts_gate_up;
+  const headrace_linear* experts_down;
   headrace_linear qkv;
   headrace_linear o;
   headrace_linear gate_up;  // headrace_panel() outputs at a time, gates before their ups
   headrace_linear down;
+  headrace_linear router;  // not quantised
   int64_t window;
 };
 
+// `inner` is the widest inner size of an MLP or of an expert that computes every row. The softcaps
+// are 0 where there is none; gelu stands for the tanh GELU, else SiLU is computed.
 struct headrace_decoder {
   const headrace_decoder_layer* layers;
   const void* embedding;  // [vocab, hidden], bfloat16 or else float32
-  const float* cos;       // [positions, head_dim / 2]
-  const float* sin;
   const float* norm;
   headrace_linear lm_head;
   int64_t num_layers;
@@ -39,9 +55,19 @@ struct headrace_decoder {
   int64_t num_heads;
   int64_t num_kv_heads;
   int64_t head_dim;
+  int64_t rotated;  // leading elements of a head that are rotated
+  int64_t num_experts;
+  int64_t experts_per_token;
+  int64_t expert_inner;
+  int64_t renormalize;  // whether the chosen experts' weights are made to sum up to 1
+  int64_t gelu;
   int64_t block_size;
   int64_t is_bfloat16;
   float epsilon;
+  float scale;  // of attention scores
+  float attention_softcap;
+  float logits_softcap;
+  float embedding_scale;
 };
 
 // `caches` has one pointer a layer. `logits` [num_logits, logits_stride] are float32, of the tokens
@@ -81,6 +107,11 @@ HEADRACE_EXPORT int64_t headrace_panel();
 HEADRACE_EXPORT void headrace_pack_weight(headrace_executor* executor, void* packed, float* scales,
                                           const void* const* rows, int64_t outputs, int64_t inputs,
                                           int64_t is_bfloat16);
+
+// Lays out `outputs` (padded) rows of `inputs` levels of 4 bits, a byte each; a null row is zeros.
+HEADRACE_EXPORT void headrace_pack_levels(headrace_executor* executor, void* packed,
+                                          const void* const* rows, int64_t outputs,
+                                          int64_t inputs);
 
 // Index and value of each row's first largest element. NaN counts as larger than every number.
 HEADRACE_EXPORT void headrace_argmax(headrace_executor* executor, int64_t* indices, float* values,

@@ -7,6 +7,7 @@ import ctypes
 import weakref
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,23 +16,47 @@ from .arena import Arena
 from .library import Kernels
 from .structs import Decoder, Linear, Step
 
+# Inputs that share a scale when activations are quantised; weights' groups are made of whole ones.
+GROUP = 64
+
+
+class Levels(Protocol):
+    """weight[o, i] = (levels[o, i] - zeros[o, g]) * scales[o, g] for the g-th run of inputs."""
+
+    @property
+    def levels(self) -> torch.Tensor:
+        """uint8 [out, in], below 16"""
+
+    @property
+    def scales(self) -> torch.Tensor:
+        """[out, groups]"""
+
+    @property
+    def zeros(self) -> torch.Tensor:
+        """[out, groups]"""
+
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A linear layer's weights in the kernels' layout; `scales` where they are 8 bits wide."""
+    """A linear layer's weights in the kernels' layout; `scales` where they are 8 bits wide, and
+    `zeros` too where they are 4 bits wide, in groups of `group` inputs."""
 
     weight: torch.Tensor
     scales: torch.Tensor | None
     bias: torch.Tensor | None
     inputs: int
     outputs: int
+    zeros: torch.Tensor | None = None
+    group: int = 0
 
     def describe(self) -> Linear:
         """Points into the tensors, which must outlive it."""
         return Linear(
             weight=self.weight.data_ptr(),
             scales=pointer(self.scales),
+            zeros=pointer(self.zeros),
             bias=pointer(self.bias),
+            group=self.group,
             inputs=self.inputs,
             outputs=self.outputs,
         )
@@ -107,6 +132,38 @@ class Executor:
             gates, ups = (part.float().numpy() for part in biases)
             bias = torch.from_numpy(_alternate(gates, ups, half))
         return self._pack(addresses, gate, bias, quantize)
+
+    def pack_levels(self, weight: Levels, biases: Rows[torch.Tensor], gated: bool) -> PackedLinear:
+        """As `pack`, of weights in 4 bits; as `pack_gated` where they are gates, then ups."""
+        order = np.arange(len(weight.levels))
+        bias = torch.cat([part.float() for part in biases]) if biases else None
+        if gated:
+            gates, ups = np.split(order + 1, 2)
+            order = _alternate(gates, ups, self._kernels.panel // 2) - 1
+        outputs, inputs = len(order), weight.levels.shape[1]
+        width = self.padded(outputs)
+        there = np.flatnonzero(order >= 0)
+        chosen = torch.from_numpy(order[there])
+        rows = np.zeros(width, dtype=np.uint64)
+        rows[there] = row_addresses(weight.levels)[order[there]]
+        packed = self._arena.empty(width * inputs // 2, torch.uint8)
+        self._kernels.pack_levels(self._handle, packed.data_ptr(), rows.ctypes.data, width, inputs)
+
+        def placed(values: torch.Tensor) -> torch.Tensor:
+            """[out, ...] as [..., width], in the layout's order."""
+            found = torch.zeros(*values.shape[1:], width)
+            found[..., torch.from_numpy(there)] = values.movedim(0, -1)[..., chosen].float()
+            return found
+
+        return PackedLinear(
+            weight=packed,
+            scales=placed(weight.scales),
+            bias=None if bias is None else placed(bias),
+            inputs=inputs,
+            outputs=outputs,
+            zeros=placed(weight.zeros),
+            group=inputs // weight.scales.shape[1],
+        )
 
     def _pack(
         self,

@@ -14,7 +14,7 @@ import torch
 
 from .build import InstructionSet, instruction_sets, library_path
 
-INTERFACE = 4
+INTERFACE = 6
 FORCE_ISA = "HEADRACE_CPU_ISA"
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -57,6 +57,7 @@ class Kernels:
             "linear_forward", ctypes.c_int, *[_POINTER] * 4, *[_INT] * 2
         )
         self.pack_weight = self._bind("pack_weight", None, *[_POINTER] * 4, *[_INT] * 3)
+        self.pack_levels = self._bind("pack_levels", None, *[_POINTER] * 3, *[_INT] * 2)
         # Outputs of a linear layer that lie together in memory.
         self.panel = self._bind("panel", ctypes.c_int64)()
 

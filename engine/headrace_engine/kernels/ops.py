@@ -19,10 +19,13 @@ logger = logging.getLogger(__name__)
 AMX, WITHOUT_AMX = "amx", "avx512_bf16"
 
 
-def make_ops(device: torch.device) -> Ops:
-    """The fastest operators for `device`; logs why where the native ones cannot be had."""
+def make_ops(device: torch.device, deterministic: bool = False) -> Ops:
+    """The fastest operators for `device`; logs why where the native ones cannot be had.
+
+    Those of CPUs are always `deterministic`: a row's bits do not depend on which others there are.
+    """
     if device.type != "cpu":
-        return _cuda_ops() if device.type == "cuda" else TorchOps()
+        return _cuda_ops(deterministic) if device.type == "cuda" else TorchOps()
     try:
         return NativeOps(_checked(load()))
     except KernelsUnavailable as error:
@@ -30,9 +33,10 @@ def make_ops(device: torch.device) -> Ops:
         return TorchOps()
 
 
-def _cuda_ops() -> Ops:
+def _cuda_ops(deterministic: bool) -> Ops:
+    module, name = ("invariant", "InvariantOps") if deterministic else ("triton_ops", "TritonOps")
     try:
-        ops: Ops = importlib.import_module("headrace_engine.model.triton_ops").TritonOps()
+        ops: Ops = getattr(importlib.import_module(f"headrace_engine.model.{module}"), name)()
     except ImportError as error:
         logger.warning("no Triton, operators will be slow", extra={"reason": str(error)})
         return TorchOps()

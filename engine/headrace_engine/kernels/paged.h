@@ -2,8 +2,9 @@
 //
 // The rows of a sequence and KV head are its (token, grouped query head) pairs, token first. A work
 // item is up to kMaxRows of them over a range of keys; items are shared out to threads as these
-// become free. Few rows over many keys are split into ranges of kSplit keys and merged afterwards;
-// where to split depends on the sequence alone, so its result does not depend on its neighbours.
+// become free. Keys are always taken in ranges of kSplit, each with a softmax of its own, and merged
+// in order: few rows over many keys by several items and afterwards, many rows by one item as it
+// goes. So a row's result depends neither on its neighbours nor on the chunk that it came in.
 #pragma once
 
 #include <cstdlib>
@@ -26,6 +27,25 @@ struct Merge {
   int32_t sequence, head, rows, parts;
   float* partial;
 };
+
+// Takes a range's softmax and outputs into those of the ranges before it. Not inlined, so that all
+// callers round alike.
+__attribute__((noinline)) inline void add_range(const RowState& range, const float* from, int dims,
+                                                float slope, RowState& whole, float* to) {
+  if (range.total == 0) return;  // the row sees none of its keys
+  if (whole.total == 0) {
+    whole = range;
+    std::memcpy(to, from, sizeof(float) * dims);
+    return;
+  }
+  const float best = range.maximum > whole.maximum ? range.maximum : whole.maximum;
+  const float before = exp2(splat((whole.maximum - best) * slope))[0];
+  const float now = exp2(splat((range.maximum - best) * slope))[0];
+  whole.maximum = best;
+  whole.total = whole.total * before + range.total * now;
+  for (int d = 0; d < dims; d += kLanes)
+    store(to + d, load(to + d) * before + load(from + d) * now);
+}
 
 template <class Math>
 struct PagedAttention {
@@ -65,7 +85,7 @@ struct PagedAttention {
       const int first = first_key(before) / kSplit, end = before + tokens;
       const int parts = (end - 1) / kSplit + 1 - first;
       for (int part = 0; part < parts; ++part) {
-        const int begin = (first + part) * kSplit, low = first_key(before) / kTile * kTile;
+        const int begin = (first + part) * kSplit, low = first_key(before) / kChunk * kChunk;
         emit(0, rows, begin > low ? begin : low, begin + kSplit < end ? begin + kSplit : end, parts,
              part);
       }
@@ -74,7 +94,7 @@ struct PagedAttention {
     for (int begin = (rows - 1) / kMaxRows * kMaxRows; begin >= 0 && rows > 0; begin -= kMaxRows) {
       const int count = rows - begin < kMaxRows ? rows - begin : kMaxRows;
       const int last = before + (begin + count - 1) / group;
-      emit(begin, count, first_key(before + begin / group) / kTile * kTile, last + 1, 1, 0);
+      emit(begin, count, first_key(before + begin / group) / kChunk * kChunk, last + 1, 1, 0);
     }
   }
 
@@ -131,10 +151,11 @@ struct PagedAttention {
   // `next` is the item that this thread takes up afterwards, most likely.
   void attend(const Item& item, const Item& next, Element* gathered) const {
     alignas(64) Factor queries[kMaxRows * kMaxDims];
-    alignas(64) float outputs[kMaxRows * kMaxDims];
-    RowState states[kMaxRows];
+    alignas(64) float outputs[kMaxRows * kMaxDims], merged[kMaxRows * kMaxDims];
+    RowState states[kMaxRows], whole[kMaxRows];
     load_queries(item, queries);
     std::memset(outputs, 0, sizeof(float) * item.rows * dims);
+    const bool several = item.key_begin / kSplit != (item.key_end - 1) / kSplit;
     Tiles<Math> tiles = find(item, item.key_begin, gathered);
     for (int begin = item.key_begin; begin < item.key_end; begin += kChunk) {
       const bool more = begin + kChunk < item.key_end;
@@ -142,11 +163,24 @@ struct PagedAttention {
       if (!gathered) ahead = more ? find(item, begin + kChunk, nullptr) : find(next, next.key_begin, nullptr);
       attend_chunk(item, begin, queries, tiles, ahead, states, outputs);
       tiles = gathered && more ? find(item, begin + kChunk, gathered) : ahead;
+      if (several && (!more || (begin + kChunk) % kSplit == 0))
+        end_range(item.rows, states, outputs, whole, merged);
     }
     if (item.partial)
       keep(item, states, outputs);
+    else if (several)
+      finish(item, whole, merged);
     else
       finish(item, states, outputs);
+  }
+
+  // Merges what a range gave, and begins the next one.
+  void end_range(int rows, RowState* states, float* outputs, RowState* whole, float* merged) const {
+    for (int r = 0; r < rows; ++r) {
+      add_range(states[r], outputs + r * dims, dims, scale.slope, whole[r], merged + r * dims);
+      states[r] = RowState{};
+    }
+    std::memset(outputs, 0, sizeof(float) * rows * dims);
   }
 
   void attend_chunk(const Item& item, int begin, const Factor* queries, const Tiles<Math>& tiles,
@@ -190,18 +224,11 @@ struct PagedAttention {
     alignas(64) float outputs[kMaxDims];
     for (int r = 0; r < merge.rows; ++r) {
       const float* row = merge.partial + int64_t(r) * (dims + 2);
-      float best = row[0], total = 0;
-      for (int p = 1; p < merge.parts; ++p) best = row[p * stride] > best ? row[p * stride] : best;
-      std::memset(outputs, 0, sizeof(float) * dims);
-      for (int p = 0; p < merge.parts; ++p) {
-        const float* part = row + p * stride;
-        const float factor = exp2(splat((part[0] - best) * scale.slope))[0];
-        total += factor * part[1];
-        for (int d = 0; d < dims; d += kLanes)
-          store(outputs + d, load(outputs + d) + load(part + 2 + d) * factor);
-      }
+      RowState whole;
+      for (int p = 0; p < merge.parts; ++p, row += stride)
+        add_range(RowState{row[0], row[1]}, row + 2, dims, scale.slope, whole, outputs);
       Element* to = output + element_offset(item, r);
-      for (int d = 0; d < dims; d += kLanes) store(to + d, load(outputs + d) * (1 / total));
+      for (int d = 0; d < dims; d += kLanes) store(to + d, load(outputs + d) * (1 / whole.total));
     }
   }
 

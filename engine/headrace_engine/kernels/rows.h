@@ -20,16 +20,26 @@ float mean_square(const T* x, int64_t width) {
   return total / float(width);
 }
 
-// Rounds to T before the weight is applied, as transformers does.
+// With weights of type T it rounds before the weight is applied, as transformers does; with wider
+// ones only once.
 template <class T, class X, class Weight>
 void normalize_row(T* output, const X* x, const Weight* weight, int64_t width, float epsilon) {
   const float factor = 1 / __builtin_sqrtf(mean_square(x, width) + epsilon);
   for (int64_t i = 0; i < whole(width); i += kLanes)
-    store(output + i, load(weight + i) * rounded(load(x + i) * factor, T{}));
+    store(output + i, load(weight + i) * rounded(load(x + i) * factor, Weight{}));
   for (int64_t i = whole(width); i < width; ++i) {
-    const float normal = widen(narrow_to<T>(widen(x[i]) * factor));
+    const float normal = widen(narrow_to<Weight>(widen(x[i]) * factor));
     output[i] = narrow_to<T>(widen(weight[i]) * normal);
   }
+}
+
+// residual += the RMS norm of x
+inline void add_normalized(float* residual, const float* x, const float* weight, int64_t width,
+                           float epsilon) {
+  const float factor = 1 / __builtin_sqrtf(mean_square(x, width) + epsilon);
+  for (int64_t i = 0; i < whole(width); i += kLanes)
+    store(residual + i, load(residual + i) + load(weight + i) * (load(x + i) * factor));
+  for (int64_t i = whole(width); i < width; ++i) residual[i] += weight[i] * (x[i] * factor);
 }
 
 template <class T>
@@ -53,6 +63,26 @@ inline Floats silu(Floats x) {
   return bounded / (1.0f + exp2(bounded * -kLog2e));
 }
 inline float silu(float x) { return silu(splat(x))[0]; }
+
+// x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))), by tanh(u) = 2 / (1 + e^-2u) - 1
+inline Floats gelu_tanh(Floats x) {
+  const Floats inner = x * (0.79788456f + 0.035677408f * x * x);
+  return x / (1.0f + exp2(inner * (-2 * kLog2e)));
+}
+
+// cap * tanh(x / cap), by tanh(u) = 1 - 2 / (1 + e^2u)
+inline Floats soft_cap(Floats x, float cap) {
+  return cap * (1.0f - 2.0f / (1.0f + exp2(x * (2 * kLog2e / cap))));
+}
+
+template <class T>
+float dot(const T* x, const float* weight, int64_t width) {
+  Floats sums{};
+  for (int64_t i = 0; i < whole(width); i += kLanes) sums += load(x + i) * load(weight + i);
+  float total = sum(sums);
+  for (int64_t i = whole(width); i < width; ++i) total += widen(x[i]) * weight[i];
+  return total;
+}
 
 // NaN is larger than every number, and stays the largest once it is found.
 inline bool is_larger(float x, float best) { return x > best || x != x; }

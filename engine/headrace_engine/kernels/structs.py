@@ -42,7 +42,9 @@ class Linear(ctypes.Structure):
     _fields_ = [
         ("weight", _POINTER),
         ("scales", _POINTER),
+        ("zeros", _POINTER),
         ("bias", _POINTER),
+        ("group", _INT),
         ("inputs", _INT),
         ("outputs", _INT),
     ]
@@ -53,13 +55,21 @@ class DecoderLayer(ctypes.Structure):
 
     _fields_ = [
         ("input_norm", _POINTER),
-        ("post_attention_norm", _POINTER),
+        ("attention_output_norm", _POINTER),
+        ("mlp_norm", _POINTER),
+        ("mlp_output_norm", _POINTER),
         ("query_norm", _POINTER),
         ("key_norm", _POINTER),
+        ("cos", _POINTER),
+        ("sin", _POINTER),
+        ("shared_gate", _POINTER),
+        ("experts_gate_up", _POINTER),
+        ("experts_down", _POINTER),
         ("qkv", Linear),
         ("o", Linear),
         ("gate_up", Linear),
         ("down", Linear),
+        ("router", Linear),
         ("window", _INT),
     ]
 
@@ -70,8 +80,6 @@ class Decoder(ctypes.Structure):
     _fields_ = [
         ("layers", _POINTER),
         ("embedding", _POINTER),
-        ("cos", _POINTER),
-        ("sin", _POINTER),
         ("norm", _POINTER),
         ("lm_head", Linear),
         ("num_layers", _INT),
@@ -80,9 +88,19 @@ class Decoder(ctypes.Structure):
         ("num_heads", _INT),
         ("num_kv_heads", _INT),
         ("head_dim", _INT),
+        ("rotated", _INT),
+        ("num_experts", _INT),
+        ("experts_per_token", _INT),
+        ("expert_inner", _INT),
+        ("renormalize", _INT),
+        ("gelu", _INT),
         ("block_size", _INT),
         ("is_bfloat16", _INT),
         ("epsilon", _FLOAT),
+        ("scale", _FLOAT),
+        ("attention_softcap", _FLOAT),
+        ("logits_softcap", _FLOAT),
+        ("embedding_scale", _FLOAT),
     ]
 
 

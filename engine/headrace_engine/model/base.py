@@ -1,12 +1,14 @@
 """What the runner needs of a model, whichever way it is implemented, and the batch it is given."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from ..attention.base import AttentionMetadata, LayerCache
+from ..lora.batch import LoRABatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +18,14 @@ class ForwardBatch:
     input_ids   int64 [T]
     positions   int64 [T]   position of each token in its own sequence
     logits_rows int64 [R]   tokens whose logits are wanted
+    lora                    the adapters of its rows; None: no row has one
     """
 
     input_ids: torch.Tensor
     positions: torch.Tensor
     logits_rows: torch.Tensor
     metadata: AttentionMetadata
+    lora: LoRABatch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +48,13 @@ class CausalModel(Protocol):
 
     def forward(self, batch: ForwardBatch, caches: Rows[LayerCache]) -> torch.Tensor:
         """Logits [R, vocab_size]; writes the keys and values of all T tokens into `caches`."""
+
+
+@runtime_checkable
+class SharedModel(CausalModel, Protocol):
+    """A model whose parts several processes hold."""
+
+    def recorded(
+        self, record: Callable[[CausalModel], CausalModel], max_model_len: int
+    ) -> CausalModel:
+        """The model with this process's part replaced by `record` of it, as all others do."""

@@ -83,20 +83,6 @@ class ModelConfig:
             fields = Fields(fields.path, fields.object("text_config"), prefix="text_config.")
         return _read(fields, family)
 
-    @property
-    def is_common(self) -> bool:
-        """Whether it is what Llama, Mistral, Qwen and Phi-3 share, but for switches that all native
-        implementations have: biases, QK norms, windows."""
-        extras = (self.local_rope, self.embedding_scale, self.experts)
-        caps = (self.attention_softcap, self.logits_softcap)
-        return (
-            all(extra is None for extra in extras + caps)
-            and not (self.offset_norms or self.output_norms)
-            and self.activation == "silu"
-            and self.scale == self.head_dim**-0.5
-            and self.rope.partial == 1.0
-        )
-
 
 def _read(fields: Fields, family: Architecture) -> ModelConfig:
     hidden = fields.whole("hidden_size")

@@ -7,17 +7,20 @@ last layer's attention only those rows are computed at all.
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.nn import functional as F
 
 from ..attention.base import AttentionBackend, LayerCache, LayerParams
 from ..kernels.ops import NativeOps
+from ..lora.batch import LayerLoRA
+from ..lora.shapes import LayerShapes, lora_shapes
 from .base import ForwardBatch, KVShape
 from .config import ExpertsConfig, ModelConfig
 from .feed_forward import FeedForward, GatedActivation, GatedMLP, SharedExpert, SparseMoe
-from .layers import Linear
-from .linear_maker import LinearMaker
+from .layers import Linear, make_linear
+from .linear_maker import LinearMaker, OwnLinears
 from .ops import HeadShape, Ops, QKNorm, WideOps, gelu_tanh_mul, soft_cap
 from .qkv import QKVAttention, QKVRows
 from .rotary import RotaryTable
@@ -41,22 +44,30 @@ class DecoderLayer:
     params: LayerParams
 
 
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """`norm` stands before `lm_head`."""
+
+    embedding: torch.Tensor
+    layers: Rows[DecoderLayer]
+    norm: torch.Tensor
+    lm_head: Linear
+
+
 class Decoder:
-    """A decoder whose weights `load` has read. Pre-norm residual blocks with a gated MLP.
+    """Pre-norm residual blocks with a gated MLP.
 
     `local_rotary` rotates the layers with a window; None where all layers share `rotary`.
-    `quantize` keeps linear layers in 8 bits, for which `ops` must be native.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        reader: WeightReader,
+        weights: DecoderWeights,
         rotary: RotaryTable,
         ops: Ops,
         attention: AttentionBackend,
         local_rotary: RotaryTable | None = None,
-        quantize: bool = False,
     ) -> None:
         self._ops: Ops = ops
         self._config, self._attention = config, attention
@@ -65,15 +76,8 @@ class Decoder:
         self._heads = HeadShape(
             config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
         )
-        reader.check(expected_tensors(config), ignored=ignored_tensors(config))
-        executor = ops.executor if isinstance(ops, NativeOps) else None
-        linears = LinearMaker(reader, executor, quantize)
-        source = _LayerReader(config, reader, linears, ops)
-        self._embedding = reader.read("model.embed_tokens.weight")
-        self._layers = [source.layer(index) for index in range(config.num_layers)]
-        self._norm = source.norm("model.norm.weight")
-        tied = config.tie_word_embeddings
-        self._lm_head = linears.make(("model.embed_tokens.weight" if tied else "lm_head.weight",))
+        self._embedding, self._layers = weights.embedding, weights.layers
+        self._norm, self._lm_head = weights.norm, weights.lm_head
         if self._norm.dtype is not self._embedding.dtype:
             self._ops = WideOps(ops)
 
@@ -86,31 +90,48 @@ class Decoder:
         shape = KVShape(self._config.num_kv_heads, self._config.head_dim)
         return (shape,) * self._config.num_layers
 
+    @property
+    def can_be_recorded(self) -> bool:
+        """Whether a step waits for nothing: a mixture asks how many rows each expert has."""
+        return self._config.experts is None
+
+    @property
+    def lora_shapes(self) -> tuple[LayerShapes, ...]:
+        return lora_shapes(self._config)
+
     def forward(self, batch: ForwardBatch, caches: Rows[LayerCache]) -> torch.Tensor:
-        eps = self._config.rms_norm_eps
+        eps, lora = self._config.rms_norm_eps, batch.lora
         rotation, local = self._rotations(batch.positions)
         residual = self._embed(batch.input_ids)
         hidden = self._ops.rms_norm(residual, self._layers[0].input_norm, eps)
         for index, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
             turn = rotation if layer.params.sliding_window is None else local
-            attended = self._attend(layer, hidden, turn, cache, batch)
+            adapted = None if lora is None else lora.of_tokens(index)
+            attended = self._attend(layer, hidden, turn, cache, batch, adapted)
             last = index + 1 == len(self._layers)
             if last:
                 attended = attended.index_select(0, batch.logits_rows)
                 residual = residual.index_select(0, batch.logits_rows)
-            output = self._output_norm(layer.o(attended), layer.attention_output_norm)
+                adapted = None if lora is None else lora.of_logits(index)
+            output = layer.o(attended)
+            if adapted is not None:
+                adapted.add("o", attended, output)
+            output = self._output_norm(output, layer.attention_output_norm)
             hidden, residual = self._ops.add_rms_norm(output, residual, layer.mlp_norm, eps)
-            output = self._output_norm(layer.mlp(hidden), layer.mlp_output_norm)
+            output = self._output_norm(layer.mlp(hidden, adapted), layer.mlp_output_norm)
             norm = self._norm if last else self._layers[index + 1].input_norm
             hidden, residual = self._ops.add_rms_norm(output, residual, norm, eps)
         return soft_cap(self._lm_head(hidden), self._config.logits_softcap)
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
-        embedded = F.embedding(ids, self._embedding)
+        embedded = self._lookup(ids)
         if self._config.embedding_scale is None:
             return embedded
         # Rounded to the weights' dtype first, as the models were trained.
         return embedded * embedded.new_tensor(self._config.embedding_scale)
+
+    def _lookup(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self._embedding)
 
     def _rotations(self, positions: torch.Tensor) -> tuple[Rotation, Rotation]:
         """cos and sin of layers that see all keys, and of those with a window."""
@@ -129,8 +150,11 @@ class Decoder:
         rotation: Rotation,
         cache: LayerCache,
         batch: ForwardBatch,
+        lora: LayerLoRA | None,
     ) -> torch.Tensor:
         qkv = layer.qkv(hidden)
+        if lora is not None:
+            lora.add("qkv", hidden, qkv)
         if self._qkv_attention is not None:
             rows = QKVRows(qkv, *rotation, self._heads, layer.qk_norm)
             attended = self._qkv_attention.forward_qkv(rows, cache, batch.metadata, layer.params)
@@ -140,11 +164,51 @@ class Decoder:
         return attended.reshape(attended.shape[0], -1)
 
 
+def read_weights(
+    config: ModelConfig, reader: WeightReader, ops: Ops, quantize: bool = False
+) -> DecoderWeights:
+    """A checkpoint's weights, laid out for `ops`; `quantize` keeps linear layers in 8 bits, for
+    which those must be native. Raises CheckpointError."""
+    reader.check(expected_tensors(config), ignored=ignored_tensors(config))
+    executor = ops.executor if isinstance(ops, NativeOps) else None
+    whole = ops.linear if isinstance(ops, OwnLinears) else make_linear
+    linears = LinearMaker(reader, executor, quantize, whole)
+    return make_weights(config, reader, linears, ops)
+
+
+class TensorSource(Protocol):
+    """Tensors by the decoder's names for them."""
+
+    def read(self, name: str) -> torch.Tensor: ...
+
+
+class LinearSource(Protocol):
+    """Layers by the names of the matrices that lie below each other in them."""
+
+    def make(
+        self, weights: tuple[str, ...], biases: tuple[str, ...] = (), exact: bool = False
+    ) -> Linear: ...
+
+
+def make_weights(
+    config: ModelConfig, reader: TensorSource, linears: LinearSource, ops: Ops
+) -> DecoderWeights:
+    """The decoder's layers, of tensors and linear layers wherever they come from."""
+    source = _LayerReader(config, reader, linears, ops)
+    head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+    return DecoderWeights(
+        embedding=reader.read("model.embed_tokens.weight"),
+        layers=[source.layer(index) for index in range(config.num_layers)],
+        norm=source.norm("model.norm.weight"),
+        lm_head=linears.make((head,)),
+    )
+
+
 class _LayerReader:
     """Makes layers out of a checkpoint's tensors."""
 
     def __init__(
-        self, config: ModelConfig, reader: WeightReader, linears: LinearMaker, ops: Ops
+        self, config: ModelConfig, reader: TensorSource, linears: LinearSource, ops: Ops
     ) -> None:
         self._config, self._reader, self._linears = config, reader, linears
         silu = config.activation == "silu"

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional as F
 
+from ..lora.batch import LayerLoRA
 from .config import ExpertsConfig
 from .layers import Linear
 
@@ -20,9 +21,9 @@ GatedActivation = Callable[[torch.Tensor], torch.Tensor]
 
 
 class FeedForward(Protocol):
-    """x [T, H] -> [T, H]."""
+    """x [T, H] -> [T, H]; `lora` are the adapters of rows, None: no row has one."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, x: torch.Tensor, lora: LayerLoRA | None = None) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,15 @@ class GatedMLP:
     down: Linear
     activation: GatedActivation
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.activation(self.gate_up(x)))
+    def __call__(self, x: torch.Tensor, lora: LayerLoRA | None = None) -> torch.Tensor:
+        gate_up = self.gate_up(x)
+        if lora is not None:
+            lora.add("gate_up", x, gate_up)
+        inner = self.activation(gate_up)
+        output = self.down(inner)
+        if lora is not None:
+            lora.add("down", inner, output)
+        return output
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +56,17 @@ class SharedExpert:
 
 @dataclass(frozen=True, slots=True)
 class SparseMoe:
-    """Each token through the experts that the router gives the highest probabilities."""
+    """Each token through the experts that the router gives the highest probabilities.
+
+    Adapters change nothing here.
+    """
 
     router: Linear
     experts: Rows[GatedMLP]
     shared: SharedExpert | None
     config: ExpertsConfig
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, lora: LayerLoRA | None = None) -> torch.Tensor:
         weights, chosen = self.route(x)
         order = chosen.flatten().argsort(stable=True)
         rows = x.index_select(0, order // self.config.per_token)

@@ -18,6 +18,7 @@ from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .layout import Piece
 from .loading import LoadProgress
+from .parallel import WeightCuts
 from .quantization.base import QuantizedFormat
 from .tensor_files import scan
 from .weights import Shape, WeightReader
@@ -59,12 +60,13 @@ class HiddenStateReader(WeightReader):
         locate: Callable[[str], Piece],
         progress: LoadProgress,
         quantized: QuantizedFormat | None,
+        cuts: WeightCuts | None,
         config: ModelConfig,
     ) -> None:
         names = scan(folder)
         bare = locate(EMBEDDING).stored not in names
         located = _bare(locate) if bare else locate
-        super().__init__(folder, dtype, device, located, progress, quantized)
+        super().__init__(folder, dtype, device, located, progress, quantized, cuts)
         self._config = config
         self._eye = torch.eye(config.hidden_size, dtype=dtype, device=device)
 
@@ -73,8 +75,8 @@ class HiddenStateReader(WeightReader):
         stored[EMBEDDING] = (self._config.vocab_size, self._config.hidden_size)
         super().check(stored, {*ignored, HEAD})
 
-    def shape(self, name: str) -> Shape:
-        return tuple(self._eye.shape) if name == HEAD else super().shape(name)
+    def whole_shape(self, name: str) -> Shape:
+        return tuple(self._eye.shape) if name == HEAD else super().whole_shape(name)
 
     def _load(self, name: str) -> torch.Tensor:
         return self._eye if name == HEAD else super()._load(name)

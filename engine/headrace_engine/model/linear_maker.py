@@ -4,6 +4,9 @@ On CPUs with native kernels: their layout, in the engine's dtype or in 8 bits. E
 matrices keep their few bits and become floats anew for each product, and others are torch's own.
 """
 
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
 import torch
 from torch.nn import functional as F
 
@@ -88,11 +91,30 @@ def pack_linear(
     return None
 
 
-class LinearMaker:
-    """`executor` None does without native kernels; `quantize` keeps weights in 8 bits with them."""
+MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
 
-    def __init__(self, reader: WeightReader, executor: Executor | None, quantize: bool) -> None:
+
+@runtime_checkable
+class OwnLinears(Protocol):
+    """Operators that bring linear layers of their own."""
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """A layer of weight [out, in] and bias [out]."""
+
+
+class LinearMaker:
+    """`executor` None does without native kernels; `quantize` keeps weights in 8 bits with them.
+    `make_whole` makes layers of weights that are in no special form."""
+
+    def __init__(
+        self,
+        reader: WeightReader,
+        executor: Executor | None,
+        quantize: bool,
+        make_whole: MakeLinear = make_linear,
+    ) -> None:
         self._reader, self._executor, self._quantize = reader, executor, quantize
+        self._make_whole = make_whole
 
     def make(
         self, weights: tuple[str, ...], biases: tuple[str, ...] = (), exact: bool = False
@@ -109,7 +131,7 @@ class LinearMaker:
         quantized = self._reader.quantized(weights)
         if quantized is not None:
             return QuantizedLinear(quantized, bias, self._reader.dtype, self._reader.device)
-        return make_linear(self._reader.stack(weights), bias)
+        return self._make_whole(self._reader.stack(weights), bias)
 
     def _is_native(self, weights: tuple[str, ...]) -> bool:
         inputs = [self._reader.shape(name)[1] for name in weights]

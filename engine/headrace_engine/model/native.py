@@ -7,17 +7,21 @@ from .base import CausalModel
 from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .context import pick_context
-from .decoder import Decoder
+from .decoder import Decoder, read_weights
+from .determinism import check_deterministic
 from .fused import FusedDecoder, fits
 from .hidden_states import HiddenStateReader, HiddenStates, without_head
 from .layout import TensorLayout
 from .linear_maker import NO_INT8, computes_natively
 from .loading import LoadProgress
+from .parallel import WeightCuts
+from .parallel_decoder import ParallelDecoder
 from .quantization.registry import find_format
+from .random_weights import RandomReader
 from .registry import LoadedModel, Placement
 from .rope import RopeConfig
 from .rotary import RotaryTable
-from .weights import WeightReader
+from .weights import EMBEDDING, WeightReader
 
 
 def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
@@ -28,15 +32,20 @@ def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
         placement.positions, config.max_position_embeddings, rope.rope_type, rope.parameters
     )
     stored = find_format(checkpoint, placement.quantization)
+    if placement.deterministic:
+        check_deterministic(config, placement, _is_fused(config, placement), stored is not None)
     eight = placement.quantization == "int8" or (stored is not None and stored.whole_numbers)
     with LoadProgress() as progress:
-        source = (checkpoint.folder, placement.dtype, placement.device)
-        how = (TensorLayout(config).locate, progress, stored)
+        shard = placement.shard
+        cuts = None if shard is None else WeightCuts(config, shard)
+        where = (checkpoint.folder, placement.dtype, placement.device)
+        source = (*where, TensorLayout(config).locate, progress, stored, cuts)
         if not placement.hidden_states:
-            reader = WeightReader(*source, *how)
+            drawn = placement.load_format == "dummy"
+            reader = RandomReader(*where[1:], cuts) if drawn else WeightReader(*source)
             model = _make(config, reader, placement, length, eight)
             return LoadedModel(model, length, _window(config))
-        states = HiddenStateReader(*source, *how, config)
+        states = HiddenStateReader(*source, config)
         bare = _make(without_head(config), states, placement, length, eight)
         return LoadedModel(HiddenStates(bare, config.vocab_size), length, _window(config))
 
@@ -58,17 +67,29 @@ def _make(
     native = computes_natively(ops, placement.dtype)
     if placement.quantization == "int8" and not native:
         raise ConfigError(NO_INT8)
-    if isinstance(ops, NativeOps) and _is_fused(config, placement):
-        return FusedDecoder(config, reader, rotary, ops.executor, eight)
     local = None if config.local_rope is None else table(config.local_rope)
-    return Decoder(config, reader, rotary, ops, placement.attention, local, eight and native)
+    if isinstance(ops, NativeOps) and _is_fused(config, placement):
+        return FusedDecoder(config, reader, rotary, ops, placement.attention, local, eight)
+    weights = read_weights(config, reader, ops, eight and native)
+    if placement.shard is not None:
+        return ParallelDecoder(
+            config,
+            weights,
+            rotary,
+            ops,
+            placement.attention,
+            local,
+            shard=placement.shard,
+            embeddings=reader.whole_shape(EMBEDDING)[0],
+        )
+    return Decoder(config, weights, rotary, ops, placement.attention, local)
 
 
 def _is_fused(config: ModelConfig, placement: Placement) -> bool:
     """Whether the native kernels can compute whole steps of this decoder."""
     attention = placement.attention
     return (
-        isinstance(attention, CpuBackend)
-        and config.is_common
+        placement.shard is None
+        and isinstance(attention, CpuBackend)
         and fits(config, attention, placement.dtype)
     )

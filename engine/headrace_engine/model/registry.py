@@ -8,12 +8,13 @@ from typing import Protocol
 import torch
 
 from ..attention.base import AttentionBackend
-from ..config import EngineConfig
+from ..config import EngineConfig, LoadFormat
 from ..errors import ConfigError
 from .architectures import ARCHITECTURES
 from .base import CausalModel
 from .checkpoint import Checkpoint
 from .ops import Ops
+from .parallel import Shard
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 class Placement:
     """Where and how a model computes. `positions` is the longest context it must serve, or None
     for the checkpoint's own. With `hidden_states` the model gives those where others give logits.
+    `shard` is the part of the model that this process holds; None: all of it.
     """
 
     device: torch.device
@@ -31,6 +33,9 @@ class Placement:
     positions: int | None
     quantization: str = "none"
     hidden_states: bool = False
+    deterministic: bool = False
+    load_format: LoadFormat = "auto"
+    shard: Shard | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,14 @@ TRANSFORMERS = ("headrace_engine.model.transformers_model", "load")
 def load_model(config: EngineConfig, checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     """Loads the weights. Raises ConfigError or CheckpointError naming what cannot be served."""
     wanted, name = config.model_implementation, checkpoint.architecture
+    native = wanted != "transformers" and name in NATIVE
+    if placement.load_format == "dummy" and not native:
+        raise ConfigError(f"load_format dummy needs a native model, and {name} is none")
+    if placement.deterministic and not native:
+        raise ConfigError(
+            f"deterministic needs a native model, and {name} would be served through transformers: "
+            "serve it without deterministic"
+        )
     if wanted == "native" and name not in NATIVE:
         raise ConfigError(
             f"model_implementation native has no {name}; it has {', '.join(NATIVE)}. "
@@ -68,10 +81,15 @@ def load_model(config: EngineConfig, checkpoint: Checkpoint, placement: Placemen
     except ConfigError as error:
         # transformers' path would refuse these too, and say less of why.
         quantized = placement.quantization != "none" or checkpoint.config.get("quantization_config")
-        if wanted == "native" or quantized:
+        if wanted == "native" or quantized or _is_bound(placement):
             raise
         logger.warning("native model refused, transformers is used", extra={"reason": str(error)})
         return _loader(TRANSFORMERS)(checkpoint, placement)
+
+
+def _is_bound(placement: Placement) -> bool:
+    """Whether it asks for what only native models have."""
+    return placement.deterministic or placement.shard is not None
 
 
 def _loader(entry: tuple[str, str]) -> Loader:

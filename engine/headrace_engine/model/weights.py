@@ -13,6 +13,7 @@ import torch
 from ..errors import CheckpointError
 from .layout import Piece, plain_layout
 from .loading import LoadProgress
+from .parallel import WeightCuts
 from .quantization.base import QuantizedFormat, TensorSpec
 from .quantization.weight import QuantizedWeight, stack
 from .tensor_files import INDEX_FILE, SINGLE_FILE, Shape, TensorFiles, TensorInfo, scan
@@ -35,7 +36,7 @@ class WeightReader:
     """Reads tensors as `dtype` onto `device`. Raises CheckpointError for whatever is wrong.
 
     `locate` says under which name, and in which rows of it, a tensor is stored; `quantized` how
-    those matrices are packed that are quantised.
+    those matrices are packed that are quantised; `cuts` which part of a tensor is this rank's.
     """
 
     def __init__(
@@ -46,9 +47,10 @@ class WeightReader:
         locate: Callable[[str], Piece] = plain_layout,
         progress: LoadProgress | None = None,
         quantized: QuantizedFormat | None = None,
+        cuts: WeightCuts | None = None,
     ) -> None:
         self.dtype, self.device, self._locate = dtype, device, locate
-        self._format = quantized
+        self._format, self._cuts = quantized, cuts
         self._files = TensorFiles(folder, progress)
         self._shapes: dict[str, Shape] = {}  # of stored tensors
         self._expected: Mapping[str, Shape] = {}
@@ -113,7 +115,12 @@ class WeightReader:
         return not bool(self._files.load(name).any())
 
     def shape(self, name: str) -> Shape:
-        """Of a tensor that `check` was told of."""
+        """Of this rank's part of a tensor that `check` was told of."""
+        whole = self.whole_shape(name)
+        return whole if self._cuts is None else self._cuts.shape(name, whole)
+
+    def whole_shape(self, name: str) -> Shape:
+        """Of a tensor that `check` was told of, on all ranks together."""
         return self._expected[name]
 
     def read(self, name: str) -> torch.Tensor:
@@ -121,11 +128,11 @@ class WeightReader:
 
     def view(self, name: str) -> torch.Tensor:
         """A tensor for reading only: pages of the mapped file where nothing is to be converted."""
-        return self._load(name).to(device=self.device, dtype=self.dtype).contiguous()
+        return self._part(name).to(device=self.device, dtype=self.dtype).contiguous()
 
     def stack(self, names: Iterable[str]) -> torch.Tensor:
         """The named tensors below each other (dimension 0), in memory of their own."""
-        parts = [self._load(name) for name in names]
+        parts = [self._part(name) for name in names]
         rows = sum(part.shape[0] for part in parts)
         out = torch.empty((rows, *parts[0].shape[1:]), dtype=self.dtype, device=self.device)
         start = 0
@@ -144,8 +151,14 @@ class WeightReader:
             weight = self._unpack(piece)
             if not isinstance(weight, QuantizedWeight):
                 return None
-            parts.append(weight.rows(piece.start, piece.stop) if piece.rows else weight)
+            weight = weight.rows(piece.start, piece.stop) if piece.rows else weight
+            parts.append(weight if self._cuts is None else self._cuts.quantized(name, weight))
         return stack(parts)
+
+    def _part(self, name: str) -> torch.Tensor:
+        """This rank's part; of unquantised tensors only its pages are read."""
+        whole = self._load(name)
+        return whole if self._cuts is None else self._cuts.tensor(name, whole)
 
     def _load(self, name: str) -> torch.Tensor:
         piece = self._locate(name)

@@ -35,10 +35,14 @@ class StepCosts:
         self._buckets: dict[int, _Bucket] = {}
         self._steps = 0
 
-    def observe(self, tokens: int, seconds: float) -> None:
+    def rest(self) -> None:
+        """A step in which there was nothing to observe."""
         self._steps += 1
         if self._steps % MEMORY == 0:
             self._discount()
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        self.rest()
         key = _key(tokens)
         bucket = self._buckets.get(key)
         if bucket is None:
@@ -56,6 +60,11 @@ class StepCosts:
         """The time of a step of so many tokens; None where such a step is not known yet."""
         bucket = self._buckets.get(_key(tokens))
         return None if bucket is None or bucket.samples < SAMPLES else bucket.seconds
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is any number of tokens whose cost is known."""
+        return any(bucket.samples >= SAMPLES for bucket in self._buckets.values())
 
     def nearest(self, tokens: int) -> float:
         """The time of a step of so many tokens, by the nearest known ones; 0 without any."""

@@ -29,7 +29,7 @@ class DraftModel:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        """`config` is the draft model's own."""
+        """`config` is the draft model's own. Of several ranks the first alone has one, whole."""
         self._placed = place_model(config)
         self.block_size = config.block_size
         self.max_model_len = self._placed.max_model_len
@@ -53,6 +53,7 @@ class DraftModel:
             quantization=speculation.quantization,
             max_model_len=speculation.max_model_len,
             speculative_config=None,
+            tensor_parallel_size=1,
         )
         return cls(own)
 

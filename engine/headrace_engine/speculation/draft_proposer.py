@@ -11,9 +11,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..kv_cache import Copies, KVCache
-from ..plan import Drafts, SampleRow, ScheduledSequence, StepPlan
+from ..phase_costs import Rate
+from ..plan import NO_DRAFTS, Drafts, SampleRow, ScheduledSequence, StepPlan
 from ..request import Sequence, State
-from .costs import StepCosts
+from .costs import DISCOUNT, MEMORY, StepCosts
+
+# From so many tokens of a step on its seconds tell what reading a token costs.
+READING = 64
 
 
 class Drafter(Protocol):
@@ -93,10 +97,18 @@ class DraftModelProposer:
         self._kv = KVCache(model.num_blocks, model.block_size, prefix_caching)
         # In the order of their last use.
         self._shadows: dict[Sequence, Shadow] = {}
-        self._costs = StepCosts()
+        self._costs, self._reading, self._rests = StepCosts(), Rate(), 0
 
-    def step_seconds(self, count: int) -> float:
-        return self._costs.nearest(count)
+    def step_seconds(self, count: int) -> float | None:
+        """By the nearest known steps, and no less than so many tokens of a prompt cost."""
+        if not self._costs.is_known:
+            return None
+        return max(self._costs.nearest(count), self._reading.of(count))
+
+    def entry_seconds(self, sequence: Sequence) -> float:
+        shadow = self._shadows.get(sequence)
+        seen = 0 if shadow is None else shadow.own.computed
+        return self._reading.of(max(0, len(sequence.token_ids) - 1 - seen))
 
     @property
     def kv_cache(self) -> KVCache:
@@ -104,6 +116,9 @@ class DraftModelProposer:
 
     def propose(self, wanted: list[tuple[Sequence, int]]) -> Drafts:
         self._begin_round()
+        if not wanted:
+            self._rest()
+            return NO_DRAFTS
         shadows = {sequence: self._shadow(sequence, count) for sequence, count in wanted}
         asked = [shadow for shadow in shadows.values() if shadow.wanted > 0]
         live = self._catch_up(asked)
@@ -113,6 +128,13 @@ class DraftModelProposer:
             self._costs.observe(count, self._clock() - begun)
         found = {sequence: shadow.drafts for sequence, shadow in shadows.items()}
         return {sequence: drafts for sequence, drafts in found.items() if drafts}
+
+    def _rest(self) -> None:
+        """What is not measured is believed to become cheaper, so that it is tried again."""
+        self._costs.rest()
+        self._rests += 1
+        if self._rests % MEMORY == 0:
+            self._reading.scale(DISCOUNT)
 
     def _shadow(self, sequence: Sequence, count: int) -> Shadow:
         """What the draft model has of a sequence, brought up to date but not yet computed."""
@@ -154,7 +176,11 @@ class DraftModelProposer:
                 break
             runs.append((shadow, length))
             budget -= length
-        return self._step(runs)
+        begun, tokens = self._clock(), self._token_budget - budget
+        live = self._step(runs)
+        if tokens >= READING:
+            self._reading.observe(self._clock() - begun, tokens)
+        return live
 
     def _step(self, runs: list[tuple[Shadow, int]]) -> list[Shadow]:
         """Runs so many tokens of each, as far as there are blocks; those that got a draft."""

@@ -70,6 +70,9 @@ class NgramProposer:
         self._least, self._most = least, most
         self._indices: dict[Sequence, Index] = {}
 
+    def entry_seconds(self, sequence: Sequence) -> float:
+        return 0.0
+
     def step_seconds(self, count: int) -> float:
         return 0.0
 

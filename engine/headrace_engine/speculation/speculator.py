@@ -31,8 +31,9 @@ class Speculator:
         """Drafts for some of the decoding sequences, each given with the most it can use."""
         if self._largest_batch is not None and len(decoding) > self._largest_batch:
             return NO_DRAFTS
-        wanted = self._lengths.choose(decoding, self._prefilled, self._proposer.step_seconds)
-        return self._proposer.propose(wanted) if wanted else NO_DRAFTS
+        return self._proposer.propose(
+            self._lengths.choose(decoding, self._prefilled, self._proposer)
+        )
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """Takes note of a step."""

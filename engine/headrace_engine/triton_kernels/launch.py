@@ -59,6 +59,21 @@ DECODE: dict[tuple[bool, bool, int], Launch] = {
 LARGEST_HEAD = 256
 
 
+@dataclass(frozen=True, slots=True)
+class LinearLaunch:
+    """Rows and outputs of a tile of a product, and how many inputs it takes in a step."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+# By whether elements have 4 bytes. One for all numbers of rows: its order of sums must not change.
+LINEAR = {False: LinearLaunch(64, 64, 64, 4, 4), True: LinearLaunch(32, 32, 32, 4, 2)}
+
+
 def power_of_two(number: int) -> int:
     """The smallest power of two that is not below `number`, itself at least 1."""
     return 1 << (number - 1).bit_length()
@@ -72,6 +87,11 @@ def prefill_launch(major: int, element_bytes: int, head_dim: int) -> Launch:
 def decode_launch(major: int, element_bytes: int, head_dim: int) -> Launch:
     """For a device of compute capability `major`; head_dim up to LARGEST_HEAD."""
     return DECODE[_key(major, element_bytes, head_dim)]
+
+
+def linear_launch(element_bytes: int) -> LinearLaunch:
+    """For elements of 2 or 4 bytes."""
+    return LINEAR[element_bytes == 4]
 
 
 def row_warps(width: int) -> int:

@@ -108,8 +108,11 @@ def prefill_kernel(
     KEYS: tl.constexpr,
     DIM: tl.constexpr,
     EXACT: tl.constexpr,
+    MASKED: tl.constexpr,
 ) -> None:
     """Program (tile of query tokens, KV head), over the runs behind the first `num_decodes`.
+
+    Tiles of keys that all rows see are not masked, which rounds otherwise; with MASKED all are.
 
     There are at most tokens // (ROWS // GROUP) + runs tiles; what is too many does nothing.
     """
@@ -142,6 +145,8 @@ def prefill_kernel(
         table = tables + run.to(tl.int64) * table_stride
         if WINDOW > 0:
             start = tl.maximum(lowest - WINDOW + 1, 0) // KEYS * KEYS
+        elif MASKED:
+            start = 0
         else:
             start = (lowest + 1) // KEYS * KEYS
             state = _attend(

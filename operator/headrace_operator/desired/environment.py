@@ -6,6 +6,7 @@ from typing import Any
 
 from .. import names
 from ..spec import ModelService
+from .adapters import adapters
 from .defaults import Platform
 from .source import Source
 
@@ -33,6 +34,9 @@ def _settings(service: ModelService, source: Source, track: str) -> Mapping[str,
     spec = service.spec
     chosen = spec.engine.settings.model_dump(exclude_none=True, by_alias=False)
     chosen.setdefault("device", "cpu" if spec.engine.gpu is None else "cuda")
+    if spec.engine.tensor_parallel_size > 1:  # images of before know no such setting
+        chosen["tensor_parallel_size"] = spec.engine.tensor_parallel_size
+    chosen |= adapters(spec.lora).settings
     chosen |= {
         "model": source.model,
         "served_model_name": service.served_name,

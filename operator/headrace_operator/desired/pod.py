@@ -5,6 +5,7 @@ from typing import Any
 from .. import names
 from ..sections import EngineSpec
 from ..spec import ModelService
+from .adapters import adapters
 from .defaults import Platform
 from .environment import CA_DIR, environment
 from .security import CONTAINER_SECURITY, POD_SECURITY
@@ -68,7 +69,7 @@ def _container(
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "resources": _resources(engine),
         "securityContext": CONTAINER_SECURITY,
-        "volumeMounts": _mounts(platform, found),
+        "volumeMounts": [*_mounts(platform, found), *adapters(service.spec.lora).mounts],
         **_probes(engine),
     }
     if engine.extra_args:
@@ -82,7 +83,7 @@ def _resources(engine: EngineSpec) -> Manifest:
     """GPUs are limits; Kubernetes takes the request to be the same."""
     limits = dict(engine.resources.limits)
     if engine.gpu is not None:
-        limits[engine.gpu.resource_name] = str(engine.gpu.count)
+        limits[engine.gpu.resource_name] = str(engine.tensor_parallel_size)
     found: Manifest = {}
     if engine.resources.requests:
         found["requests"] = dict(engine.resources.requests)
@@ -117,6 +118,7 @@ def _volumes(service: ModelService, platform: Platform, found: Source) -> list[M
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": engine.shared_memory}},
         _cache(service.name, engine),
         *found.volumes,
+        *adapters(service.spec.lora).volumes,
     ]
     if platform.queue_ca_secret is not None:
         volumes.append({"name": "queue-ca", "secret": {"secretName": platform.queue_ca_secret}})

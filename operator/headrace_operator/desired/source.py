@@ -50,16 +50,22 @@ def _hub(hub: HubModel, revision: str | None) -> Source:
 
 
 def _claim(claim: ClaimModel) -> Source:
-    reference = {"claimName": claim.claim_name, "readOnly": True}
-    return _mounted({"name": _VOLUME, "persistentVolumeClaim": reference}, claim.path)
+    return _mounted({"name": _VOLUME, **claim_volume(claim)}, claim.path)
 
 
 def _image(image: ImageModel) -> Source:
-    reference = {
-        "reference": image.reference.removeprefix("oci://"),
-        "pullPolicy": image.pull_policy,
-    }
-    return _mounted({"name": _VOLUME, "image": reference}, image.path)
+    return _mounted({"name": _VOLUME, **image_volume(image)}, image.path)
+
+
+def claim_volume(claim: ClaimModel) -> Manifest:
+    """A volume without its name."""
+    return {"persistentVolumeClaim": {"claimName": claim.claim_name, "readOnly": True}}
+
+
+def image_volume(image: ImageModel) -> Manifest:
+    """A volume without its name."""
+    reference = image.reference.removeprefix("oci://")
+    return {"image": {"reference": reference, "pullPolicy": image.pull_policy}}
 
 
 def _mounted(volume: Manifest, path: str) -> Source:

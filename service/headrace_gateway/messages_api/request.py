@@ -55,7 +55,10 @@ def tooling_of(body: Conversation) -> Tooling:
         Tool(
             type="function",
             function=FunctionDefinition(
-                name=tool.name, description=tool.description, parameters=tool.input_schema
+                name=tool.name,
+                description=tool.description,
+                parameters=tool.input_schema,
+                strict=tool.strict,
             ),
         )
         for tool in body.tools or ()

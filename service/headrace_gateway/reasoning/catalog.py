@@ -42,13 +42,15 @@ def think_parser(name: str, tokenizer: Tokenizer, prompt: Sequence[int]) -> Thin
     return ThinkParser(
         family.opening,
         family.closing,
-        _begin(family, tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False)),
+        begin_of(name, tokenizer, prompt),
         otherwise_inside=family.otherwise_inside,
     )
 
 
-def _begin(family: Family, prompt: str) -> Begin:
-    tail = prompt.rstrip()
+def begin_of(name: str, tokenizer: Tokenizer, prompt: Sequence[int]) -> Begin:
+    """Where the answer to a prompt begins, as far as the prompt says."""
+    family = FAMILIES[name]
+    tail = tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False).rstrip()
     if tail.endswith(family.opening):
         return Begin.INSIDE
     return Begin.BEHIND if tail.endswith(family.closing) else Begin.OPEN

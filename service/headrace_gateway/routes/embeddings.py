@@ -97,7 +97,8 @@ def _requests(job: Job, body: EmbeddingRequest, lifetime: tuple[int, int]) -> li
     return [
         GenerateRequest(
             request_id=new_request_id() if index else job.request_id,
-            model=job.model.name,
+            model=job.model.queue,
+            lora=job.model.lora,
             prompt_token_ids=tuple(prompt),
             sampling=SamplingParams(max_tokens=1, seed=secrets.randbits(63)),
             created_ms=created_ms,

@@ -32,7 +32,7 @@ async def live(services: WithServices) -> dict[str, str]:
 async def ready(services: WithServices, model: str | None = None) -> dict[str, str]:
     """Whether a request for `model`, or for any at all, would be worked on now; else 503 with the
     reason, or 404 for a model that is not known."""
-    names = services.models.names if model is None else (await _named(services, model),)
+    names = services.models.queues if model is None else (await _named(services, model),)
     reason = await _unready(services, names)
     if reason is not None:
         shown = ANONYMOUS if services.keys_on else f"Not ready: {reason}."
@@ -47,7 +47,7 @@ async def version(services: WithServices) -> dict[str, str]:
 
 async def _named(services: Services, model: str) -> str:
     try:
-        return (await services.models.find(model)).name
+        return (await services.models.find(model)).queue
     except ApiError as error:
         if services.keys_on and error.status == 404:
             raise ApiError(404, ANONYMOUS, param="model", code=error.code) from error

@@ -32,6 +32,6 @@ async def _card(services: Services, model: ServedModel) -> dict[str, Any]:
         "created": model.created,
         "owned_by": "headrace",
         "root": model.name,
-        "parent": None,
+        "parent": model.parent,
         "max_model_len": await services.admission.known_context(model),
     }

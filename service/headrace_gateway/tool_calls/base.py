@@ -1,5 +1,6 @@
 """What a parser of tool calls is, and the frame of those whose calls begin with a marker."""
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 from ..parts import Part, PartList
@@ -33,7 +34,7 @@ class Body(Protocol):
         """Reads on; returns what is no longer of it."""
 
 
-class MarkedParser:
+class MarkedParser(ABC):
     """Text with calls in it, each behind a marker. What only looks like a call stays text.
 
     Space around calls goes with them.
@@ -44,8 +45,9 @@ class MarkedParser:
         self._search = MarkerSearch(marker)
         self._body: Body | None = None
 
+    @abstractmethod
     def new_body(self) -> Body:
-        raise NotImplementedError
+        """Reads what is behind a marker that was found."""
 
     def push(self, text: str) -> list[Part]:
         rest: str | None = text

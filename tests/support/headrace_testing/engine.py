@@ -70,6 +70,7 @@ def limits_of(runner: FakeRunner) -> Limits:
         num_host_blocks=0 if runner.host_pool is None else runner.host_pool.num_blocks,
         bytes_per_block=0 if runner.host_pool is None else runner.host_pool.bytes_per_block,
         sliding_window=runner.sliding_window,
+        adapters=runner.adapters,
     )
 
 

@@ -7,6 +7,7 @@ The next token is a hash of seed, choice and all tokens so far, so a run can be 
 """
 
 from collections.abc import Sequence as Tokens
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import blake2b
@@ -16,13 +17,17 @@ import numpy.typing as npt
 
 from headrace_engine.beam_search import Beam, BeamSearch, Hypothesis
 from headrace_engine.outputs import SampledToken, TokenLogprobs
-from headrace_engine.plan import ScheduledSequence, StepPlan, StepResult
+from headrace_engine.plan import SampleRow, ScheduledSequence, StepPlan, StepResult
 from headrace_engine.pooler_config import PoolerConfig
-from headrace_engine.request import EngineRequest, FinishReason, Sequence, State
+from headrace_engine.request import PENDING, EngineRequest, FinishReason, Sequence, State
 from headrace_engine.speculation.draft_proposer import Drafter
 from headrace_engine.stopping import Stop, StopRule
 
+from .fake_grammar import allowed_tokens, allows
+
 _MASK = 2**62 - 1
+# Those that it knows; they change nothing of what it makes.
+ADAPTERS = ("a", "b", "c")
 
 Blocks = npt.NDArray[np.int64]
 
@@ -52,8 +57,10 @@ class FakeRunner:
         prompt_seconds: float = 0.0,
         block_seconds: float = 0.0,
         sliding_window: int | None = None,
+        async_scheduling: bool = False,
     ) -> None:
         self.sliding_window = sliding_window
+        self.async_scheduling = async_scheduling
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.vocab_size = vocab_size
@@ -61,10 +68,14 @@ class FakeRunner:
         self.eos_token_ids = eos_token_ids
         self.pooler_config: PoolerConfig | None = None
         self.draft_model: Drafter | None = None
+        self.adapters = frozenset(ADAPTERS)
         self.steps: list[StepPlan] = []
         self.host_pool = FakeHostPool(num_host_blocks) if num_host_blocks else None
         self._prompt_seconds = prompt_seconds
         self._block_seconds = block_seconds
+        self._submitted: FakeStep | None = None
+        # Sequences whose last token was known only when the step began.
+        self.late: set[Sequence] = set()
         self._kv = np.full((num_blocks, block_size, 3), -1, dtype=np.int64)
         self._host = np.full((num_host_blocks, block_size, 3), -1, dtype=np.int64)
 
@@ -84,6 +95,11 @@ class FakeRunner:
         scored = tuple(_scores(item) for item in plan.scheduled if item.scores)
         return StepResult(sampled, seconds=seconds, swap_seconds=swapping, scored=scored)
 
+    def submit(self, plan: StepPlan) -> "FakeStep":
+        """Computes nothing before its result is asked for, as late as a device may be."""
+        self._submitted = FakeStep(self, plan, self._submitted if plan.ahead else None)
+        return self._submitted
+
     def _seconds(self, plan: StepPlan) -> tuple[float, float]:
         """Of the step, and of its copies from and to host memory."""
         swapping = self._block_seconds * (len(plan.swap_out) + len(plan.swap_in))
@@ -94,6 +110,8 @@ class FakeRunner:
         """What follows the known tokens, and each draft as long as it is what followed."""
         sequence, tokens = item.sequence, list(item.sequence.token_ids)
         known = len(tokens)
+        if sequence.request.grammar is not None:
+            self._check_grammar(item)
         for draft in (*item.drafts, None):
             tokens.append(self.token_after(sequence.request, sequence.choice, tokens))
             if tokens[-1] != draft:
@@ -104,6 +122,25 @@ class FakeRunner:
             SampledToken(tokens[end], self.token_logprobs(sequence.request, tokens[: end + 1]))
             for end in range(known, len(tokens))
         )
+
+    def _check_grammar(self, item: ScheduledSequence) -> None:
+        """Where the sequence's cursor stands is where its output leads, whatever it did before."""
+        sequence = item.sequence
+        known = len(sequence.token_ids) - (sequence in self.late)
+        behind = *sequence.token_ids[known:], *item.drafts
+        first = len(sequence.token_ids) - known
+        rows = tuple(
+            SampleRow(sequence, behind[:count], known) for count in range(first, len(behind) + 1)
+        )
+        output = sequence.token_ids[sequence.prompt_length :]
+        for count, found in enumerate(allowed_tokens(rows, self.vocab_size)):
+            drafts = item.drafts[:count]
+            if drafts and not allows(output, drafts[-1]):
+                return
+            output = [*output, *drafts[-1:]]
+            wanted = {token for token in range(self.vocab_size) if allows(output, token)}
+            # Ends come too early where `min_tokens` are not there yet.
+            assert found <= wanted and wanted - found <= {*sequence.request.params.stop_token_ids}
 
     def token_logprobs(self, request: EngineRequest, tokens: Tokens[int]) -> TokenLogprobs:
         """Of the last of `tokens`, by a distribution that depends on those before it."""
@@ -158,6 +195,9 @@ class FakeRunner:
         if len(tokens) - len(request.prompt_token_ids) < request.params.min_tokens:
             masked.update(request.params.stop_token_ids)
             masked.update(() if request.params.ignore_eos else self.eos_token_ids)
+        if request.grammar is not None:
+            output = tokens[len(request.prompt_token_ids) :]
+            masked.update(token for token in range(self.vocab_size) if not allows(output, token))
         salt = 0
         while (token := self._draw((request.seed, choice, salt, *tokens))) in masked:
             salt += 1
@@ -195,6 +235,7 @@ class FakeRunner:
         sequence, end = item.sequence, item.start + item.length + len(item.drafts)
         table = sequence.block_table
         assert len(table) == -(-end // self.block_size), "more or fewer blocks than tokens need"
+        assert end < self.max_model_len, "nothing follows the last token of the context"
         held = table[sequence.released :]
         assert len(set(held)) == len(held), "a block stands twice in one table"
         found = self._kv[table].reshape(-1, 3)[:end]
@@ -206,6 +247,48 @@ class FakeRunner:
             f"{sequence.request.request_id}/{sequence.choice}: position {wrong[0]} holds "
             f"{found[wrong[0]]}, not {wanted[wrong[0]]}"
         )
+
+
+class FakeStep:
+    """A submitted step: what is to be computed is as it was when it was submitted, but for the
+    tokens of the step `before`."""
+
+    def __init__(self, runner: FakeRunner, plan: StepPlan, before: "FakeStep | None") -> None:
+        self._runner = runner
+        self._before = before
+        self._sequences = [item.sequence for item in plan.scheduled if item.samples]
+        self._originals = [item.sequence for item in plan.scheduled]
+        frozen = [item._replace(sequence=_frozen(item.sequence)) for item in plan.scheduled]
+        self._plan = replace(plan, scheduled=tuple(frozen))
+        self._result: StepResult | None = None
+
+    def result(self) -> StepResult:
+        if self._result is None:
+            self._take_tokens()
+            self._result = self._runner.execute(self._plan)
+            self._runner.late.clear()
+        return self._result
+
+    def _take_tokens(self) -> None:
+        before, self._before = self._before, None
+        chosen = {} if before is None else before.tokens()
+        for original, item in zip(self._originals, self._plan.scheduled, strict=True):
+            if item.sequence.token_ids[-1] == PENDING:
+                item.sequence.token_ids[-1] = chosen[original]
+                self._runner.late.add(item.sequence)
+
+    def tokens(self) -> dict[Sequence, int]:
+        found = zip(self._sequences, self.result().sampled, strict=True)
+        return {sequence: tokens[-1].token_id for sequence, tokens in found if tokens is not None}
+
+
+def _frozen(sequence: Sequence) -> Sequence:
+    if sequence.request.grammar is not None and sequence.grammar_cursor is None:
+        sequence.grammar_cursor = sequence.request.grammar.cursor()
+    copied = copy(sequence)
+    copied.token_ids = sequence.token_ids.copy()
+    copied.block_table = sequence.block_table.copy()
+    return copied
 
 
 def expected_scores(request: EngineRequest) -> tuple[TokenLogprobs, ...]:

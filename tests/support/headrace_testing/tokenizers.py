@@ -7,6 +7,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
+from .tool_templates import CHATML_WITH_TOOLS
+
 CORPUS = (
     "Hello world, this is a small text about water that drives a mill.",
     "The quick brown fox jumps over the lazy dog. Once upon a time there was a stream.",
@@ -85,3 +87,14 @@ def write_checkpoint(
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
+
+
+def write_tool_checkpoint(folder: Path, chat_template: str = CHATML_WITH_TOOLS) -> Path:
+    """As write_checkpoint, of a model that calls tools and writes text of up to 4,096 tokens."""
+    return write_checkpoint(
+        folder,
+        byte_level_tokenizer(),
+        chat_template=chat_template,
+        config={"vocab_size": 512, "max_position_embeddings": 4096},
+        eos_token="<|im_end|>",
+    )

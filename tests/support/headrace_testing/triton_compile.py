@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 from headrace_engine.attention import triton as attention
 from headrace_engine.attention.base import AttentionMetadata, KVSpec, LayerParams
-from headrace_engine.model import triton_ops
+from headrace_engine.model import invariant, triton_ops
 from headrace_engine.model.ops import HeadShape, QKNorm
 from headrace_engine.model.qkv import QKVRows
 
@@ -117,6 +117,7 @@ def compile_all(
 def _kernels() -> Iterator[tuple[Any, str]]:
     for name in ("store_kernel", "decode_kernel", "merge_kernel", "prefill_kernel"):
         yield attention, name
+    yield invariant, "linear_kernel"
     for name in ("rotate_kernel", "rms_norm_kernel", "silu_mul_kernel"):
         yield triton_ops, name
 
@@ -125,6 +126,7 @@ def _attend(
     capability: int, dtype: torch.dtype, head_dim: int, fp8: bool, params: LayerParams
 ) -> None:
     backend = attention.TritonBackend(divmod(capability, 10), fp8)
+    deterministic = attention.TritonBackend(divmod(capability, 10), fp8, deterministic=True)
     cache = backend.allocate(2, KVSpec(8, head_dim, 16, dtype, META))
     metadata = AttentionMetadata(
         query_start=torch.empty(3, dtype=torch.int32, device=META),
@@ -137,6 +139,7 @@ def _attend(
     )
     query, key = (made(4, heads, head_dim, dtype=dtype) for heads in (32, 8))
     backend.forward(query, key, key, cache, metadata, params)
+    deterministic.forward(query, key, key, cache, metadata, params)
     rows = QKVRows(*_rotation_inputs(4, dtype, head_dim))
     backend.forward_qkv(rows, cache, metadata, params)
 
@@ -147,6 +150,7 @@ def _operate(dtype: torch.dtype, head_dim: int) -> None:
     ops.rms_norm(hidden, weight, 1e-6)
     ops.add_rms_norm(hidden, made(2, 4096, dtype=dtype), weight, 1e-6)
     ops.silu_mul(hidden)
+    invariant.InvariantLinear(made(6144, 4096, dtype=dtype), weight[:1])(hidden)
     ops.rotate_qkv(*_rotation_inputs(2, dtype, head_dim))
 
 

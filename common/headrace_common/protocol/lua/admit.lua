@@ -1,14 +1,17 @@
 #!lua
 -- ADMIT: puts a request in its queue, or attaches this gateway to one that is known.
 -- Repeating it changes nothing. Refused by Redis when that is out of memory.
--- KEYS  1 record, 2 payload, 3 journal, 4 stats, 5 queue hi, 6 queue n, 7 queue lo, then those of
---       fairness.lua
+-- KEYS  1 record, 2 payload, 3 journal, 4 stats, 5 queue hi, 6 queue n, 7 queue lo, 8 wake-ups,
+--       9 that of placed.lua, then those of fairness.lua
 -- ARGV  1 request id, 2 gateway id, 3 fingerprint, 4 deadline (ms), 5 tokens, 6 prompt tokens,
 --       7 priority (1-3), 8 protocol version, 9 most waiting requests, 10 most waiting tokens,
 --       11 newest attempt seen (-1: first admission), 12 ms to keep behind the deadline,
 --       13 payload ("" asks only: a repetition without the cost of sending it),
 --       14 ms to keep the record once it has ended, 15 whether to leave it to another gateway that
---       has it (0/1), 16 tenant, 17 most waiting requests of a tenant (0: as many as of all)
+--       has it (0/1), 16 tenant, 17 most waiting requests of a tenant (0: as many as of all);
+--       then nothing, or where to place it: 18 the most load of an engine, of what is its share,
+--       19 ms that it waits for its engine, 20 sequences that all engines run at once, and of each
+--       engine, the best one first, its id and the sequences that it runs at once
 -- Result  {admitted} | {attached, owner, attempt, former gateway or ""} | {ended, state, why, outcome}
 --         | {held, owner, attempt, gateway}
 --         | {full, waiting requests, waiting tokens} | {tenant, its waiting requests} | {conflict} | {unknown}: send the payload
@@ -20,6 +23,46 @@ local seen = tonumber(ARGV[11])
 
 local function queued()
   return enqueue(stats, queue, priority, rid, tenant, ARGV[5], ARGV[8])
+end
+
+-- How many requests each engine has, and all together.
+local function running()
+  local by_engine, total = {}, 0
+  for i = 5, 7 do
+    local pending = in_group(KEYS[i], 'XPENDING', KEYS[i], GROUP)
+    for _, item in ipairs(pending[4] or {}) do
+      by_engine[item[1]] = (by_engine[item[1]] or 0) + tonumber(item[2])
+    end
+    total = total + pending[1]
+  end
+  return by_engine, total
+end
+
+-- The first of the engines whose load is not more than a little above its share; '' where there is
+-- none (consistent hashing with bounded loads: Mirrokni et al., 2018).
+local function place(waiting)
+  if #ARGV < 21 then return '' end
+  local by_engine, total = running()
+  local capacity = tonumber(ARGV[20])
+  total = total + waiting + 1
+  for i = 21, #ARGV, 2 do
+    local engine, own = ARGV[i], tonumber(ARGV[i + 1])
+    local bound = math.ceil(tonumber(ARGV[18]) * total * own / capacity)
+    if total <= capacity then bound = math.min(bound, own) end
+    local load = by_engine[engine] or 0
+    for class = 1, 3 do load = load + redis.call('LLEN', placed_with(class, engine)) end
+    if load < bound then return engine end
+  end
+  return ''
+end
+
+-- Notes where a request is placed. One that is behind another's must wake its engine itself.
+local function note_place(engine, mid, now)
+  local list = placed_with(priority, engine)
+  redis.call('RPUSH', list, rid)
+  redis.call('PEXPIRE', list, FORGET)
+  redis.call('HSET', record, 'pe', engine, 'pu', now + tonumber(ARGV[19]))
+  if mid == PARKED then redis.call('XADD', KEYS[8], 'MAXLEN', '~', 16, '*', 'r', rid) end
 end
 
 local v = redis.call('HMGET', record, 'st', 'fp', 'g', 'gs', 'o', 'a', 'mid', 'q', 'why', 'out')
@@ -34,8 +77,8 @@ if state then
     redis.call('HSET', record, 'g', gateway, 'gs', v[4] == '' and former or v[4] .. ' ' .. former)
   end
   if not is_queued(KEYS[4 + tonumber(v[8])], v[8], rid, v[7], tenant) then
-    -- Its entry is lost: queue it again. Whoever still runs it is fenced.
-    redis.call('HSET', record, 'st', 'queued', 'o', '', 'q', ARGV[7], 'mid', queued())
+    -- Its entry is lost: queue it again, for anybody. Whoever still runs it is fenced.
+    redis.call('HSET', record, 'st', 'queued', 'o', '', 'q', ARGV[7], 'mid', queued(), 'pe', '')
     return { 'attached', '', v[6], former }
   end
   return { 'attached', v[5], v[6], former }
@@ -52,10 +95,13 @@ local most = tonumber(ARGV[17])
 if seen < 0 and most > 0 and of_tenant >= most then return { 'tenant', of_tenant } end
 
 local expires = tonumber(ARGV[4]) + tonumber(ARGV[12])
-redis.call('HSET', record, 'st', 'queued', 'q', ARGV[7], 'mid', queued(), 'a', math.max(seen, 0),
+local engine, now = place(requests), now_ms()
+local mid = queued()
+redis.call('HSET', record, 'st', 'queued', 'q', ARGV[7], 'mid', mid, 'a', math.max(seen, 0),
   'o', '', 'g', gateway, 'gs', '', 'je', '', 'f', 0, 'pn', 0, 'pt', 0, 'ph', 'w',
   'fp', fingerprint, 'd', ARGV[4], 'tk', ARGV[5], 'pk', ARGV[6], 'v', ARGV[8], 'tn', tenant,
-  't', now_ms())
+  't', now)
+if engine ~= '' then note_place(engine, mid, now) end
 if ARGV[14] ~= '0' then redis.call('HSET', record, 'kp', ARGV[14]) end
 redis.call('PEXPIREAT', record, expires)
 redis.call('DEL', journal)

@@ -1,12 +1,12 @@
 #!lua flags=allow-oom
 -- CANCEL: ends a request whose answer nobody wants. A waiting one is never run; the engine of a
 -- running one must be told, and hears it with its next BEAT at the latest.
--- KEYS  1 record, 2 payload, 3 journal, 4 stats, 5 queue hi, 6 queue n, 7 queue lo, then those of
---       fairness.lua
+-- KEYS  1 record, 2 payload, 3 journal, 4 stats, 5 queue hi, 6 queue n, 7 queue lo, 8 that of
+--       placed.lua, then those of fairness.lua
 -- ARGV  1 ms to keep the record, 2 request id
 -- Result  {state it is in now ("" where unknown), owner to tell or ""}
 local record = KEYS[1]
-local v = redis.call('HMGET', record, 'st', 'o', 'mid', 'q', 'tk', 'tn')
+local v = redis.call('HMGET', record, 'st', 'o', 'mid', 'q', 'tk', 'tn', 'pe')
 if not v[1] then return { '', '' } end
 if v[1] == 'cancelled' then return { v[1], v[2] } end
 if ended(v[1]) then return { v[1], '' } end
@@ -14,6 +14,7 @@ if ended(v[1]) then return { v[1], '' } end
 local queue = KEYS[4 + tonumber(v[4])]
 if v[1] == 'queued' then
   unqueue(KEYS[4], queue, v[4], ARGV[2], v[3], v[6] or 'default', v[5])
+  unplace(v[4], v[7], ARGV[2])
 else
   drop(queue, v[3])
 end

@@ -62,6 +62,21 @@ local function enqueue(stats, queue, priority, rid, tenant, tokens, version)
   return PARKED
 end
 
+-- Writes a waiting request to the stream, behind what is there.
+local function enter(queue, rid, version, at)
+  local mid = redis.call('XADD', queue, '*', 'r', rid, 'v', version, 't', at or '')
+  redis.call('HSET', RECORDS .. rid, 'mid', mid)
+end
+
+-- Takes a parked request out of its tenant's list; false where it is not there.
+local function unpark(stats, priority, tenant, rid)
+  local list = list_of(priority, tenant)
+  local removed = redis.call('LREM', list, 0, rid)
+  redis.call('HINCRBY', stats, 'p' .. priority, -removed)
+  if redis.call('EXISTS', list) == 0 then redis.call('ZREM', waiting_tenants(priority), tenant) end
+  return removed > 0
+end
+
 -- Moves the next parked request into the stream; false where there is none.
 local function refill(stats, queue, priority)
   local key = waiting_tenants(priority)
@@ -75,8 +90,7 @@ local function refill(stats, queue, priority)
       redis.call('HINCRBY', stats, 'p' .. priority, -1)
       local v = redis.call('HMGET', RECORDS .. rid, 'st', 'mid', 'v', 't')
       if v[1] == 'queued' and v[2] == PARKED then
-        local mid = redis.call('XADD', queue, '*', 'r', rid, 'v', v[3], 't', v[4] or '')
-        redis.call('HSET', RECORDS .. rid, 'mid', mid)
+        enter(queue, rid, v[3], v[4])
         return true
       end
     end
@@ -102,11 +116,7 @@ end
 -- Takes a waiting request out of the queue.
 local function unqueue(stats, queue, priority, rid, mid, tenant, tokens)
   if mid == PARKED then
-    local list = list_of(priority, tenant)
-    redis.call('HINCRBY', stats, 'p' .. priority, -redis.call('LREM', list, 0, rid))
-    if redis.call('EXISTS', list) == 0 then
-      redis.call('ZREM', waiting_tenants(priority), tenant)
-    end
+    unpark(stats, priority, tenant, rid)
   else
     drop(queue, mid)
   end

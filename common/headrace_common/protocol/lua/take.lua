@@ -3,13 +3,15 @@
 -- age. Never waits.
 -- hi before n before lo, but n and lo each get one of SHARE that a class before them got.
 -- KEYS  1 stats, 2 dead letters, 3 wake-ups, 4 queue hi, 5 queue n, 6 queue lo,
---       7 prefix of records, 8 of payloads, 9 of journals, then those of fairness.lua. Which requests come is known only when
---       they are read, so their keys are made here from the prefixes: same hash tag, same slot.
+--       7 prefix of records, 8 of payloads, 9 of journals, 10 that of placed.lua, then those of
+--       fairness.lua. Which requests come is known only when they are read, so their keys are made
+--       here from the prefixes: same hash tag, same slot.
 -- ARGV  1 engine id, 2 most requests, 3 most prompt tokens (-1: any), 4 protocol version,
 --       5 ms to keep the record of one that ends here
--- Result  {leases, endings, left}. lease {request id, attempt, gateway, recovered, suspect, payload};
---         ending {request id, attempt, gateway, why}; left: {priority, id} of the entry that did
---         not fit the prompt tokens, or {}
+-- Result  {leases, endings, left}. lease {request id, attempt, gateway, recovered, suspect, payload,
+--         placed: 0 with no engine, 1 with this one, 2 with another};
+--         ending {request id, attempt, gateway, why}; left: {priority, id, ms} of the entry that did
+--         not fit the prompt tokens (ms -1), or is another engine's for so many ms more; or {}
 local stats, letters, wakeups = KEYS[1], KEYS[2], KEYS[3]
 local engine, version, ttl = ARGV[1], tonumber(ARGV[4]), ARGV[5]
 local room = tonumber(ARGV[3])
@@ -32,9 +34,15 @@ end
 local function fail(queue, priority, id, rid, v, why)
   drop(queue, id)
   no_longer_waiting(stats, priority, v[9] or 'default', v[7])
+  unplace(priority, v[10], rid)
   redis.call('HSET', KEYS[7] .. rid, 'st', 'failed', 'why', why)
   keep_record(KEYS[7] .. rid, KEYS[8] .. rid, KEYS[9] .. rid, ttl)
   endings[#endings + 1] = { rid, v[4], v[5], why }
+end
+
+local function placed(v)
+  if not v[10] or v[10] == '' then return 0 end
+  return v[10] == engine and 1 or 2
 end
 
 local function lease(priority, rid, v, payload)
@@ -44,15 +52,36 @@ local function lease(priority, rid, v, payload)
   if attempt == 0 then redis.call('HSET', record, 'je', engine .. '/1') end
   local tenant = v[9] or 'default'
   no_longer_waiting(stats, priority, tenant, v[7])
-  local used = charge(tenant, tonumber(v[8]))
-  if used then redis.call('HSET', COUNTERS, '', used) end
-  leases[#leases + 1] = { rid, attempt + 1, v[5], attempt > 0 and 1 or 0, 0, payload }
+  unplace(priority, v[10], rid)
+  local counted = charge(tenant, tonumber(v[8]))
+  if counted then redis.call('HSET', COUNTERS, '', counted) end
+  leases[#leases + 1] = { rid, attempt + 1, v[5], attempt > 0 and 1 or 0, 0, payload, placed(v) }
 end
 
--- Deals with one entry just read; false where it does not fit and is first in the queue again.
+-- Whether an entry just read, which is placed with another engine, is not for this one now: it is
+-- then behind one of this engine's own, or first in the queue again.
+local function give_way(queue, priority, id, rid, v)
+  local at = tonumber(v[12])
+  local next_one = { priority = priority, rid = rid, version = v[6], at = at, tenant = v[9],
+    hold = tonumber(v[11]) - at, passes = tonumber(v[13] or 0) }
+  local own, r = first_own(engine, next_one, room, version)
+  if own then
+    drop(queue, id)
+    pass(stats, queue, next_one, own, r)
+    return true
+  end
+  local free = free_at(next_one)
+  if free <= now then return false end
+  unread(queue, id)
+  left = { priority, id, free - now }
+  return true
+end
+
+-- Deals with one entry just read.
 local function deal(queue, priority, entry)
   local id, rid = entry[1], field(entry, 'r')
-  local v = rid and redis.call('HMGET', KEYS[7] .. rid, 'st', 'mid', 'd', 'a', 'g', 'v', 'tk', 'pk', 'tn')
+  local v = rid and redis.call('HMGET', KEYS[7] .. rid, 'st', 'mid', 'd', 'a', 'g', 'v', 'tk', 'pk', 'tn',
+    'pe', 'pu', 't', 'ps')
   if not v or not v[1] then
     drop(queue, id)
     dead_letter(letters, rid or '', 'no_record', 0)
@@ -64,11 +93,13 @@ local function deal(queue, priority, entry)
     redis.call('XCLAIM', queue, GROUP, engine, 0, id, 'IDLE', CLAIMABLE, 'JUSTID')
     redis.call('HSET', KEYS[7] .. rid, 'st', 'running')
     no_longer_waiting(stats, priority, v[9] or 'default', v[7])
+    unplace(priority, v[10], rid)
     redis.call('XADD', wakeups, 'MAXLEN', '~', 16, '*', 'r', rid)
+  elseif placed(v) == 2 and give_way(queue, priority, id, rid, v) then
+    return
   elseif room >= 0 and tonumber(v[8]) > room then
     unread(queue, id)
-    left = { priority, id }
-    return false
+    left = { priority, id, -1 }
   else
     local payload = redis.call('GET', KEYS[8] .. rid)
     if not payload then
@@ -79,7 +110,6 @@ local function deal(queue, priority, entry)
       lease(priority, rid, v, payload)
     end
   end
-  return true
 end
 
 -- Takes at most `most` from one class; returns how many, and whether that left it empty.
@@ -125,6 +155,6 @@ end
 -- Nothing waits: whatever a foreign hand did to the streams, the counts are right again.
 if emptied == 3 then
   redis.call('HSET', stats, 'w', 0, 'wt', 0)
-  redis.call('DEL', TENANTS)
+  redis.call('DEL', TENANTS, placed_with(1, engine), placed_with(2, engine), placed_with(3, engine))
 end
 return { leases, endings, left }

@@ -36,6 +36,24 @@ class QuantizedWeight:
             zeros=self.zeros[start:stop],
         )
 
+    def can_cut(self, start: int, stop: int) -> bool:
+        """Whether inputs [start, stop) are whole groups, or know their groups by themselves."""
+        inputs, count = self.shape[1], self.scales.shape[1]
+        size = inputs // count
+        return self.groups is not None or count == 1 or not (start % size or stop % size)
+
+    def columns(self, start: int, stop: int) -> "QuantizedWeight":
+        """Inputs [start, stop), for which `can_cut` holds."""
+        levels = self.levels[:, start:stop].contiguous()
+        if self.groups is not None:
+            return replace(self, levels=levels, groups=self.groups[start:stop])
+        count = self.scales.shape[1]
+        if count == 1:
+            return replace(self, levels=levels)
+        size = self.shape[1] // count
+        own = slice(start // size, stop // size)
+        return replace(self, levels=levels, scales=self.scales[:, own], zeros=self.zeros[:, own])
+
     def dequantize(self) -> torch.Tensor:
         """float32 [out, in]"""
         levels = self.levels.float()

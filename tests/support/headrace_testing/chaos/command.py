@@ -4,10 +4,13 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
+from headrace_testing.forked import Forge
 from headrace_testing.processes import Starter
 from headrace_testing.redis_sets import SentinelSet
 from headrace_testing.stack import RedisServers
@@ -15,11 +18,11 @@ from headrace_testing.valkey import ValkeyServer
 
 from .cases import Workload
 from .faults import ELSEWHERE, FAULTS
-from .forked import Forge
 from .scene import Fault, run
 from .world import ProxiedServer, WholeCluster, World
 
 PROGRAM = "python -m tests.test_chaos"
+EVIL = "headrace_testing.chaos.evil_runner"
 _SERVERS: Mapping[str, Callable[[Path], RedisServers]] = {
     "valkey": ValkeyServer,
     "proxied": ProxiedServer,
@@ -31,18 +34,25 @@ _ONCE = ("sentinel", "cluster")
 
 
 class Worlds:
-    """A world for each kind of Redis, made when it is first needed. For one thread."""
+    """A world for each kind of Redis, made when it is first needed or before. For one thread."""
 
     def __init__(self, workload: Workload, folder: Path, start: Starter) -> None:
         self._workload = workload
         self._folder = folder
         self._start = start
         self._worlds: dict[str, World] = {}
-        self._count = 0
+        self._coming: dict[str, Future[World]] = {}
+        self._makers = ThreadPoolExecutor(1)
+        self._count = count(1)
+
+    def prepare(self, kinds: Iterable[str]) -> None:
+        """Makes worlds and starts their processes, one after the other, while faults run."""
+        for kind in kinds:
+            self._coming[kind] = self._makers.submit(self._make_ready, kind)
 
     def run(self, fault: Fault, seed: int) -> list[str]:
         """What went wrong; a world in which anything did is not used again."""
-        world = self._worlds.pop(fault.servers, None) or self._make(fault.servers)
+        world = self._take(fault.servers)
         mistakes = ["it broke off"]
         try:
             mistakes = run(fault, world, self._workload, seed)
@@ -53,15 +63,31 @@ class Worlds:
                 self._worlds[fault.servers] = world
         return mistakes
 
+    def _take(self, kind: str) -> World:
+        if (coming := self._coming.pop(kind, None)) is not None:
+            return coming.result()
+        return self._worlds.pop(kind, None) or self._make(kind)
+
+    def _make_ready(self, kind: str) -> World:
+        world = self._make(kind)
+        try:
+            world.restore()
+        except AssertionError:
+            world.close()
+            raise
+        return world
+
     def _make(self, kind: str) -> World:
-        self._count += 1
-        folder = self._folder / f"{kind}-{self._count}"
+        folder = self._folder / f"{kind}-{next(self._count)}"
         folder.mkdir(parents=True)
         servers = _SERVERS[kind](folder / "redis")
         return World(self._workload.checkpoint, folder, self._start, servers)
 
     def close(self) -> None:
-        for world in self._worlds.values():
+        self._makers.shutdown(cancel_futures=True)
+        came = [each for each in self._coming.values() if not each.cancelled()]
+        made = [each.result() for each in came if each.exception() is None]
+        for world in (*self._worlds.values(), *made):
             world.close()
 
 
@@ -90,7 +116,7 @@ def main(arguments: Sequence[str]) -> int:
     chosen = list(FAULTS) if options.fault == "all" else [options.fault]
     folder = Path(tempfile.mkdtemp(prefix="headrace-chaos-"))
     failed = 0
-    with worlds(make_workload(folder), folder, Forge().start) as made:
+    with worlds(make_workload(folder), folder, Forge(EVIL).start) as made:
         for seed in range(options.seed, options.seed + options.runs):
             for name in chosen:
                 begun = time.monotonic()

@@ -1,5 +1,6 @@
 """Engines and gateways that die, freeze, hang, raise, drain, come and go."""
 
+import asyncio
 import signal
 from functools import partial
 
@@ -11,7 +12,7 @@ from headrace_testing.stack import EngineProcess
 
 from .demands import HANG, RAISE
 from .scene import Fault, Scene
-from .world import World
+from .world import GATEWAY_FLAGS, World
 
 _LEASES_S = 2.0
 
@@ -30,6 +31,19 @@ async def kill_engines(scene: Scene) -> None:
         victims = [await scene.aside(partial(busiest, scene.world))]
     for victim in victims:
         victim.kill()
+    await scene.aside(scene.world.spawn)
+
+
+def one_frozen(world: World) -> None:
+    """What is placed with it waits, and is taken by the other."""
+    world.engines[0].signal(signal.SIGSTOP)
+
+
+async def kill_frozen_engine(scene: Scene) -> None:
+    """While clients come, or when all have begun; its statuses last as long as a lease."""
+    frozen = scene.world.engines[0]
+    await scene.moment(latest=0.3)
+    frozen.kill()
     await scene.aside(scene.world.spawn)
 
 
@@ -74,9 +88,19 @@ async def raise_in_step(scene: Scene) -> None:
 async def _must_fail(scene: Scene, engine: EngineProcess) -> None:
     """The engine must end with the exit code that says so, and leave no child."""
     children = psutil.Process(engine.pid).children(recursive=True)
+    await scene.until_ended()
+    await _keep_busy(scene, engine)
     code = await scene.aside(engine.wait)
     scene.expect(code == EXIT_FAILED, f"the engine ended with {code}")
     scene.expect(not any(map(psutil.Process.is_running, children)), "it left a child")
+
+
+async def _keep_busy(scene: Scene, engine: EngineProcess) -> None:
+    """More requests until the engine has met its fault: the crowd may have ended before it did."""
+    while engine.alive:
+        more = [scene.client(client.case, client.manner) for client in scene.clients[:4]]
+        await asyncio.gather(*(client.run() for client in more))
+        scene.check(more)
 
 
 async def drain_engine(scene: Scene) -> None:
@@ -104,7 +128,7 @@ async def kill_gateway(scene: Scene) -> None:
     victim = scene.random.choice(scene.world.gateways)
     victim.kill()
     if scene.random.random() < 0.5:
-        await scene.aside(lambda: scene.world.add_gateway(port=victim.port))
+        await scene.aside(lambda: scene.world.add_gateway(*GATEWAY_FLAGS, port=victim.port))
 
 
 async def kill_gateway_and_engine(scene: Scene) -> None:
@@ -146,6 +170,13 @@ async def scale(scene: Scene) -> None:
 PROCESS_FAULTS = (
     Fault(name="F1", title="engines killed", act=kill_engines),
     Fault(name="F2", title="engine frozen beyond its lease, wakes", act=freeze_engine),
+    Fault(
+        name="F34",
+        title="engine killed that requests are placed with",
+        act=kill_frozen_engine,
+        slow=True,
+        ready=one_frozen,
+    ),
     Fault(name="F3", title="engine's step hangs", act=hang_step, ready=watched_alone),
     Fault(name="F4", title="engine's step raises", act=raise_in_step),
     Fault(name="F5", title="engine drained, in time or not", act=drain_engine),

@@ -40,6 +40,7 @@ class Scene:
     def __init__(self, world: World, workload: Workload, seed: int) -> None:
         self.world = world
         self.workload = workload
+        self.seed = seed
         self.random = random.Random(seed)
         self.mistakes: list[str] = []
         self._tokens = 0
@@ -76,8 +77,9 @@ class Scene:
         return Client(self.http, urls, case, manner, self._seen)
 
     def _manners(self, survives: bool) -> list[Manner]:
+        """Over three seeds that follow each other each case comes in every manner."""
         manners = list(Manner) if survives else [Manner.RESUMABLE, Manner.WHOLE]
-        return [manners[n % len(manners)] for n in range(len(self.workload.cases))]
+        return [manners[(n + self.seed) % len(manners)] for n in range(len(self.workload.cases))]
 
     def _seen(self, tokens: int) -> None:
         self._tokens += tokens

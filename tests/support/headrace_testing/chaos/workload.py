@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from headrace_common.structured import StructuredOutputsParams
 from headrace_engine import LLM, SamplingParams
 from headrace_engine.llm import Prompt
 from headrace_testing.checkpoints import VOCAB, save_checkpoint
@@ -21,7 +22,7 @@ from .cases import TOKENS, Case, Expected, Workload
 from .demands import POISON
 
 PERTURBATION = 2e-5
-_EACH = 3
+_EACH = 2
 _STOP_CHARS = 2
 _KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
@@ -35,6 +36,17 @@ _KINDS: dict[str, dict[str, Any]] = {
     "choices": {"temperature": 0.9, "n": 4},
     "logprobs": {"temperature": 0, "logprobs": 3},
     "stop": {"temperature": 0},
+    "grammar": {"temperature": 0.9, "structured_outputs": {"regex": "([a-z]{2,5} )+[a-z]"}},
+    # As calls of tools: free text, but an "o" begins one. Of letters, which the tokenizer has.
+    "calls": {
+        "temperature": 0.9,
+        "structured_outputs": {
+            "structural_tag": {
+                "structures": [{"begin": "o ", "schema": {"enum": [None, True]}, "end": " a"}],
+                "triggers": ["o"],
+            }
+        },
+    },
 }
 
 
@@ -90,9 +102,7 @@ def _clear(llms: Sequence[LLM], cases: Sequence[Case]) -> list[Case]:
 
 
 def _answers(llm: LLM, cases: Sequence[Case]) -> list[tuple[Expected, ...]]:
-    params = [
-        SamplingParams(max_tokens=TOKENS, ignore_eos=True, **dict(case.fields)) for case in cases
-    ]
+    params = [SamplingParams(max_tokens=TOKENS, ignore_eos=True, **_fields(case)) for case in cases]
     given: list[Prompt] = [{"prompt_token_ids": list(case.prompt)} for case in cases]
     return [
         tuple(
@@ -101,6 +111,14 @@ def _answers(llm: LLM, cases: Sequence[Case]) -> list[tuple[Expected, ...]]:
         )
         for output in llm.generate(given, params, use_tqdm=False)
     ]
+
+
+def _fields(case: Case) -> dict[str, Any]:
+    """The request's fields as the offline API has them."""
+    held = case.fields.get("structured_outputs")
+    if held is None:
+        return dict(case.fields)
+    return {**case.fields, "structured_outputs": StructuredOutputsParams(**held)}
 
 
 def _with_stop(case: Case) -> Case | None:

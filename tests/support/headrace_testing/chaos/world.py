@@ -1,6 +1,8 @@
 """Gateways and engines over one kind of Redis, broken by one fault after the other."""
 
+import json
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,10 @@ from .proxy import FaultProxy
 
 ENGINES = GATEWAYS = 2
 _FLAGS = ("--lease", "1.5", "--beat-interval", "0.3")
+# Every second engine proposes tokens, which changes no answer.
+_SPECULATION = ("--speculative-config", json.dumps({"method": "ngram", "prompt_lookup_min": 1}))
+# Longer than any fault freezes a gateway: one that lives is not given up.
+GATEWAY_FLAGS = ("--lease", "6")
 _QUIET_S = 60.0
 
 
@@ -59,6 +65,7 @@ class World(Stack):
     ) -> None:
         super().__init__(checkpoint, folder, servers=servers, start=start)
         self.folder = folder
+        self._kinds = cycle([(), _SPECULATION])
         if isinstance(servers, ProxiedServer):
             self.redis_url = f"redis://127.0.0.1:{servers.proxy.port}/0"
 
@@ -82,7 +89,7 @@ class World(Stack):
         return [gateway.url for gateway in self.gateways]
 
     def spawn(self, *flags: str) -> EngineProcess:
-        return self.add_engine(*_FLAGS, *flags)
+        return self.add_engine(*_FLAGS, *next(self._kinds), *flags)
 
     def restore(self) -> None:
         """Replaces what has died and ends what is too many."""
@@ -93,7 +100,7 @@ class World(Stack):
         for _ in range(ENGINES - len(self.engines)):
             self.spawn()
         for _ in range(GATEWAYS - len(self.gateways)):
-            self.add_gateway()
+            self.add_gateway(*GATEWAY_FLAGS)
         self.await_engines(ENGINES)
 
     def queue_is_empty(self) -> bool:

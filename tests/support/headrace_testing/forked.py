@@ -23,9 +23,13 @@ _PRELOADED = ["headrace_engine.__main__", "headrace_gateway.__main__"]
 
 
 class Forge:
-    """Starts processes; safe to use from several threads."""
+    """Starts processes; safe to use from several threads.
 
-    def __init__(self) -> None:
+    `prepare` names a module whose `install` is called in each engine before its `main`.
+    """
+
+    def __init__(self, prepare: str | None = None) -> None:
+        self._prepare = prepare
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOADED)
         self._lock = Lock()
@@ -34,7 +38,8 @@ class Forge:
         self, module: str, arguments: Sequence[str], log: Path, env: Mapping[str, str]
     ) -> Running:
         """A Starter."""
-        given = (module, tuple(arguments), str(log), dict(env))
+        prepare = self._prepare if module == "headrace_engine" else None
+        given = (module, tuple(arguments), str(log), dict(env), prepare)
         with self._lock:
             process = self._context.Process(target=_become, args=given, daemon=True)
             process.start()
@@ -68,7 +73,9 @@ class ForkedRun:
             os.kill(self.pid, sig)
 
 
-def _become(module: str, arguments: Sequence[str], log: str, env: Mapping[str, str]) -> None:
+def _become(
+    module: str, arguments: Sequence[str], log: str, env: Mapping[str, str], prepare: str | None
+) -> None:
     """Turns this process into `python -m module arguments`; does not return."""
     if sys.platform == "linux":
         die_with_parent()
@@ -78,8 +85,8 @@ def _become(module: str, arguments: Sequence[str], log: str, env: Mapping[str, s
     os.environ.clear()
     os.environ.update(env)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if module == "headrace_engine":
-        import_module("headrace_testing.chaos.evil_runner").install()
+    if prepare is not None:
+        import_module(prepare).install()
     code = import_module(f"{module}.__main__").main(list(arguments))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,0 +1,175 @@
+"""Drives Headrace's engine for gpu.py: a model of random weights, batches that decode, and what the
+device did meanwhile."""
+
+import json
+import random
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu_shapes import Job, Shape
+from headrace_common.sampling import SamplingParams
+from headrace_engine.config import EngineConfig
+from headrace_engine.engine import Engine
+from headrace_engine.request import EngineRequest
+from headrace_engine.runner import ModelRunner
+
+Event = tuple[float, float, str]  # (begin and end in microseconds, name)
+
+
+class Bench:
+    """An engine on `device`, made once and used for one workload after the other."""
+
+    def __init__(self, folder: Path, shape: Shape, device: str, **options: Any) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(shape.config()))
+        self.shape, self.device = shape, torch.device(device)
+        self.config = EngineConfig(
+            model=str(folder),
+            load_format="dummy",
+            device=device,
+            enable_prefix_caching=False,
+            max_model_len=shape.context,
+            **options,
+        )
+        begun = time.perf_counter()
+        self.runner = ModelRunner(self.config)
+        self.load_seconds = time.perf_counter() - begun
+        begun = time.perf_counter()
+        self.runner.warm_up()
+        self.warm_up_seconds = time.perf_counter() - begun
+        self.engine = Engine(self.config, self.runner)
+        self._made = 0
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def add(self, prompt: list[int], output: int, **params: Any) -> str:
+        self._made += 1
+        name = str(self._made)
+        sampling = {"temperature": 0.0, "ignore_eos": True, **params}
+        self.engine.add_request(
+            EngineRequest(
+                request_id=name,
+                prompt_token_ids=tuple(prompt),
+                params=SamplingParams(**sampling, max_tokens=output),
+                seed=0,
+            )
+        )
+        return name
+
+    def prompt(self, length: int) -> list[int]:
+        rng = random.Random(self._made)
+        return [rng.randrange(10, self.shape.vocab) for _ in range(length)]
+
+    def finish(self) -> dict[str, list[int]]:
+        """Steps until nothing is left to do: tokens by request."""
+        tokens: dict[str, list[int]] = {}
+        while self.engine.has_work:
+            for output in self.engine.step():
+                tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        return tokens
+
+    def serve(self, jobs: Iterable[Job]) -> tuple[float, dict[str, list[int]]]:
+        """Seconds for all jobs, added at once, and their tokens."""
+        for job in jobs:
+            self.add(job.prompt, job.output)
+        self.synchronize()
+        begun = time.perf_counter()
+        tokens = self.finish()
+        self.synchronize()
+        return time.perf_counter() - begun, tokens
+
+    def decoding(self, batch: int, context: int, steps: int) -> None:
+        """Brings `batch` sequences to `context` keys, where they will take `steps` more."""
+        for _ in range(batch):
+            self.add(self.prompt(context), steps + 2)
+        while self.engine.stats().waiting or self._prefilling():
+            self.engine.step()
+
+    def _prefilling(self) -> bool:
+        return any(len(one.token_ids) <= one.prompt_length for one in self.engine.running())
+
+    def step_seconds(self, steps: int) -> float:
+        """Of one step, with everything that the host does, on average."""
+        self.synchronize()
+        begun = time.perf_counter()
+        for _ in range(steps):
+            self.engine.step()
+        self.synchronize()
+        return (time.perf_counter() - begun) / steps
+
+    def abort(self) -> None:
+        for name in list(self.engine.sequences()):
+            self.engine.abort(name)
+        self.finish()
+
+    def profile(self, steps: int, trace: Path) -> list[Event]:
+        """What ran on the device in some steps; `trace` is for chrome://tracing or Perfetto."""
+        on_gpu = self.device.type == "cuda"
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        kinds += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
+        make: Any = torch.profiler.profile
+        with make(activities=kinds) as profiler:
+            for _ in range(steps):
+                self.engine.step()
+            self.synchronize()
+        profiler.export_chrome_trace(str(trace))
+        return device_events(json.loads(trace.read_text()), on_gpu)
+
+
+def device_events(trace: dict[str, Any], on_gpu: bool) -> list[Event]:
+    """Kernels and copies of a Chrome trace, in the order of their begin; on CPUs operators."""
+    wanted = {"kernel", "gpu_memcpy", "gpu_memset"} if on_gpu else {"cpu_op"}
+    found = [
+        (float(one["ts"]), float(one["ts"]) + float(one["dur"]), str(one["name"]))
+        for one in trace["traceEvents"]
+        if one.get("cat") in wanted and "dur" in one
+    ]
+    return sorted(found)
+
+
+def idle_gaps(events: list[Event]) -> list[float]:
+    """Microseconds in which nothing ran, between the first event and the last, longest first."""
+    gaps: list[float] = []
+    end = events[0][1] if events else 0.0
+    for begin, stop, _ in events:
+        if begin > end:
+            gaps.append(begin - end)
+        end = max(end, stop)
+    return sorted(gaps, reverse=True)
+
+
+def heaviest(events: list[Event], count: int = 12) -> list[dict[str, Any]]:
+    """The kernels that took most time, with their number and microseconds."""
+    sums: dict[str, list[float]] = {}
+    for begin, end, name in events:
+        entry = sums.setdefault(name[:80], [0.0, 0.0])
+        entry[0] += end - begin
+        entry[1] += 1
+    ranked = sorted(sums.items(), key=lambda item: -item[1][0])[:count]
+    return [{"kernel": name, "us": us, "calls": int(calls)} for name, (us, calls) in ranked]
+
+
+def best_seconds(run: Callable[[], object], device: torch.device, rounds: int) -> float:
+    """The shortest of some rounds, by events on a GPU's own clock."""
+    run()
+    return min(_timed(run, device) for _ in range(rounds))
+
+
+def _timed(run: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        begun = time.perf_counter()
+        run()
+        return time.perf_counter() - begun
+    make: Any = torch.cuda.Event
+    begin, end = make(enable_timing=True), make(enable_timing=True)
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000.0

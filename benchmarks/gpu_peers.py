@@ -1,0 +1,116 @@
+"""transformers on the same device and shape, for gpu.py: continuous batching and static batches."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu_shapes import Job
+
+STATIC_BATCH = 16
+
+
+def load(folder: Path, device: str) -> Any:
+    """A model of the folder's config.json with weights made on the device."""
+    import transformers
+
+    torch.set_grad_enabled(False)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    make: Any = transformers.AutoModelForCausalLM
+    with torch.device(device):
+        return make.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+
+
+def static_batches(model: Any, jobs: list[Job], device: str, limit: float) -> tuple[int, float]:
+    """(tokens that were asked for and made, seconds) of batches of STATIC_BATCH, until `limit`."""
+    made, begun = 0, time.perf_counter()
+    for start in range(0, len(jobs), STATIC_BATCH):
+        batch = jobs[start : start + STATIC_BATCH]
+        left = limit - (time.perf_counter() - begun)
+        if left <= 0:
+            break
+        made += _static_batch(model, batch, device, left)
+    return made, time.perf_counter() - begun
+
+
+def _static_batch(model: Any, jobs: list[Job], device: str, limit: float) -> int:
+    width, longest = max(len(job.prompt) for job in jobs), max(job.output for job in jobs)
+    pads = [width - len(job.prompt) for job in jobs]
+    ids = torch.tensor([[0] * pad + job.prompt for pad, job in zip(pads, jobs, strict=True)])
+    mask = torch.tensor([[0] * pad + [1] * (width - pad) for pad in pads])
+    made = model.generate(
+        input_ids=ids.to(device),
+        attention_mask=mask.to(device),
+        max_new_tokens=longest,
+        min_new_tokens=longest,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=None,
+        max_time=limit,
+    )
+    steps = made.shape[1] - width
+    return sum(min(job.output, steps) for job in jobs)
+
+
+def _sized(options: Mapping[str, Any]) -> dict[str, Any]:
+    if not options:
+        return {}
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    return {"continuous_batching_config": ContinuousBatchingConfig(**options)}
+
+
+def _hints(jobs: list[Job]) -> dict[str, Any]:
+    """What versions that know of it size their cache by."""
+    try:
+        from transformers.generation.continuous_batching.utils import WorkloadHints
+    except ImportError:
+        return {}
+    return {
+        "workload_hints": WorkloadHints(
+            max_prompt_length=max(len(job.prompt) for job in jobs),
+            max_generated_length=max(job.output for job in jobs),
+            num_requests=len(jobs),
+        )
+    }
+
+
+def continuous(
+    model: Any, jobs: list[Job], limit: float, options: Mapping[str, Any]
+) -> tuple[int, float]:
+    """(tokens, seconds) of what transformers' continuous batching finishes until `limit`; `options`
+    are those of its ContinuousBatchingConfig."""
+    import transformers
+
+    make_config: Any = transformers.GenerationConfig
+    config = make_config(
+        do_sample=False,
+        eos_token_id=-1,
+        pad_token_id=0,
+        max_new_tokens=max(job.output for job in jobs),
+    )
+    manager = model.init_continuous_batching(
+        generation_config=config, **_hints(jobs), **_sized(options)
+    )
+    manager.start()
+    try:
+        return _collect(manager, jobs, limit)
+    finally:
+        manager.stop(block=True, timeout=10)
+
+
+def _collect(manager: Any, jobs: list[Job], limit: float) -> tuple[int, float]:
+    begun, made, finished = time.perf_counter(), 0, 0
+    for job in jobs:
+        manager.add_request(job.prompt, max_new_tokens=job.output)
+    while finished < len(jobs) and time.perf_counter() - begun < limit:
+        result = manager.get_result(timeout=1)
+        if result is not None and result.is_finished():
+            if result.error:
+                raise RuntimeError(result.error)
+            finished, made = finished + 1, made + len(result.generated_tokens)
+        elif result is None and not manager.is_running():
+            raise RuntimeError("transformers' continuous batching stopped")
+    return made, time.perf_counter() - begun

@@ -1,0 +1,138 @@
+"""Shapes of the models that gpu.py measures, and the least time that a step of theirs can take."""
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama in bfloat16 with random weights; `context` is its max_position_embeddings."""
+
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    context: int
+    tied: bool = False
+
+    def config(self) -> dict[str, Any]:
+        """Its config.json."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "dtype": "bfloat16",
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.inner,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": self.context,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+            "tie_word_embeddings": self.tied,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "hidden_act": "silu",
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+        }
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights that each token is multiplied with, the head's not among them."""
+        query, key_value = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = self.hidden * (2 * query + 2 * key_value)
+        return self.layers * (attention + 3 * self.hidden * self.inner)
+
+    @property
+    def step_bytes(self) -> int:
+        """What each step reads of the weights: all, but of the embeddings only some rows."""
+        return 2 * (self.layer_weights + self.vocab * self.hidden)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one token."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+
+
+SHAPES = {
+    "8b": Shape(4096, 14336, 32, 32, 8, 128, 128_256, 16_384),
+    "1b": Shape(2048, 8192, 16, 32, 8, 64, 128_256, 16_384, tied=True),
+    "tiny": Shape(64, 128, 2, 4, 2, 16, 512, 2048),
+}
+
+
+@dataclass(frozen=True)
+class Roofs:
+    """What the device can do: bytes a second, read and written together; operations a second."""
+
+    bandwidth: float
+    products: float
+
+    def step(self, shape: Shape, runs: list[tuple[int, int]], sampled: int) -> float:
+        """Seconds that a step takes at least: of each run (tokens computed, keys at its end)."""
+        tokens = sum(new for new, _ in runs)
+        read = shape.step_bytes + sum(keys for _, keys in runs) * shape.kv_bytes
+        operations = 2.0 * (tokens * shape.layer_weights + sampled * shape.vocab * shape.hidden)
+        operations += sum(attention_operations(shape, new, keys) for new, keys in runs)
+        return max(read / self.bandwidth, operations / self.products)
+
+
+def attention_operations(shape: Shape, new: int, keys: int) -> float:
+    """Of the last `new` of `keys` positions, each of which sees the keys up to its own."""
+    pairs = new * keys - new * (new - 1) / 2
+    return 4.0 * shape.layers * shape.heads * shape.head_dim * pairs
+
+
+@dataclass(frozen=True)
+class Job:
+    prompt: list[int]
+    output: int
+
+
+def conversations(count: int, vocab: int, longest: int) -> list[Job]:
+    """Lengths like ShareGPT's: prompts of about 220 and outputs of about 200 tokens on average,
+    both with long tails."""
+    rng = random.Random(0)
+
+    def length(median: float, spread: float) -> int:
+        return max(4, min(longest, round(rng.lognormvariate(math.log(median), spread))))
+
+    return [
+        Job([rng.randrange(10, vocab) for _ in range(length(120, 1.1))], length(140, 0.85))
+        for _ in range(count)
+    ]
+
+
+def predicted_seconds(
+    shape: Shape, roofs: Roofs, jobs: list[Job], max_num_seqs: int, budget: int
+) -> float:
+    """What the roofs give for all jobs, batched continuously: a decode for each running sequence,
+    and prompts into what is left of each step's tokens."""
+    waiting = [(len(job.prompt), job.output) for job in jobs][::-1]
+    running: list[tuple[int, int]] = []  # (keys, tokens still to come)
+    seconds, part = 0.0, 0
+    while waiting or running:
+        runs = [(1, keys + 1) for keys, _ in running]
+        left, sampled = budget - len(runs), len(runs)
+        begun: list[tuple[int, int]] = []
+        while waiting and left > 0 and len(running) + len(begun) < max_num_seqs:
+            prompt, output = waiting[-1]
+            taken = min(left, prompt - part)
+            runs.append((taken, part + taken))
+            left, part = left - taken, part + taken
+            if part == prompt:
+                waiting.pop()
+                begun.append((prompt, output - 1))
+                part, sampled = 0, sampled + 1
+        seconds += roofs.step(shape, runs, sampled)
+        grown = [(keys + 1, rest - 1) for keys, rest in running]
+        running = [one for one in (*grown, *begun) if one[1] > 0]
+    return seconds

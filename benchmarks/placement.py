@@ -1,0 +1,278 @@
+"""Placement of requests against the shared queue alone: the queue's own rules in virtual time.
+
+    python benchmarks/placement.py [--engines 16] [--slots 32] [--load 0.85] [--json FILE]
+
+The queue is MemoryBackend, which a test compares with the scripts, and the placement the gateway's.
+Engines are slots with a cache of prompts' beginnings: the least recently used one goes. Prompts
+begin in one of some ways, a few of which are asked for most (Zipf). A run is the same every time.
+"""
+
+import argparse
+import heapq
+import itertools
+import json
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from headrace_common.messages import GenerateRequest
+from headrace_common.protocol.base import EngineStatus, Placement, QueueLimits
+from headrace_common.protocol.memory import MemoryBackend, Shard
+from headrace_common.protocol.memory_records import Taken
+from headrace_common.protocol.placement import placement_of
+from headrace_common.sampling import SamplingParams
+
+MODEL = "m"
+LIMITS = QueueLimits(max_requests=10**9, max_tokens=10**12)
+NEVER_MS = 10**12
+PREFIX_TOKENS = 128
+FOR_EVER = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """`load` is of the capacity that engines have when every prompt is cached.
+
+    Seconds: `decode` on average (exponential), `prefill` of a beginning that is not cached.
+    `cached`: how many beginnings an engine's cache holds.
+    """
+
+    engines: int = 16
+    slots: int = 32
+    prefixes: int = 200
+    cached: int = 25
+    zipf: float = 1.0
+    load: float = 0.85
+    decode: float = 8.0
+    prefill: float = 0.8
+    tenants: int = 1
+    requests: int = 12_000
+    seed: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Arrivals a second."""
+        return self.load * self.engines * self.slots / self.decode
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How requests are placed, where they are, and for how many seconds they are held."""
+
+    name: str
+    placed: bool = True
+    bounded: bool = True
+    hold: float = 0.1
+
+
+WAYS = (
+    Way("shared queue alone", placed=False),
+    Way("strict", bounded=False, hold=FOR_EVER),
+    Way("bounded load", hold=FOR_EVER),
+    Way("stealing", bounded=False),
+    Way("bounded load and stealing"),
+)
+
+
+@dataclass(slots=True)
+class Engine:
+    """Slots and a cache of prompts' beginnings."""
+
+    name: str
+    slots: int
+    cached: int
+    running: int = 0
+    woken_at: float = -1.0
+    cache: OrderedDict[int, None] = field(default_factory=OrderedDict)
+
+    @property
+    def room(self) -> int:
+        return self.slots - self.running
+
+    def hit(self, prefix: int) -> bool:
+        """Whether a beginning is cached; from now on it is."""
+        known = prefix in self.cache
+        self.cache[prefix] = None
+        self.cache.move_to_end(prefix)
+        if len(self.cache) > self.cached:
+            self.cache.popitem(last=False)
+        return known
+
+    @property
+    def status(self) -> EngineStatus:
+        return EngineStatus(
+            engine_id=self.name,
+            model=MODEL,
+            max_model_len=4096,
+            running=self.running,
+            capacity=self.slots,
+            kv_utilization=0.0,
+            tokens_per_second=0.0,
+            last_step_age=0.0,
+            draining=False,
+            version="",
+        )
+
+
+class Run:
+    """One way through one scene."""
+
+    def __init__(self, scene: Scene, way: Way) -> None:
+        self.now = 0.0
+        self._scene, self._way = scene, way
+        self._random = random.Random(scene.seed)
+        self._backend = MemoryBackend(lambda: self.now)
+        self._shard: Shard = self._backend.shard(MODEL)
+        self._engines = [
+            Engine(f"engine-{n}", scene.slots, scene.cached) for n in range(scene.engines)
+        ]
+        self._statuses = [engine.status for engine in self._engines]
+        self._numbers = itertools.count()
+        self._events: list[tuple[float, int, Engine | None, str]] = []
+        self._came: dict[str, tuple[float, int]] = {}
+        self._hits: list[bool] = []
+        self._waits: list[float] = []
+        self._placed: Counter[bool | None] = Counter()
+
+    def __call__(self) -> dict[str, float]:
+        """Hit rate, waits in ms, and shares of requests by where they were taken."""
+        for at, prefix in self._arrivals():
+            self._advance(at)
+            self._admit(prefix)
+        self._advance(float("inf"))
+        return self._summary()
+
+    def _arrivals(self) -> list[tuple[float, int]]:
+        """Poisson; each with which beginning."""
+        scene, at, found = self._scene, 0.0, []
+        weights = [1 / (rank + 1) ** scene.zipf for rank in range(scene.prefixes)]
+        prefixes = self._random.choices(range(scene.prefixes), weights, k=scene.requests)
+        for prefix in prefixes:
+            at += self._random.expovariate(scene.rate)
+            found.append((at, prefix))
+        return found
+
+    def _advance(self, until: float) -> None:
+        """Ends of requests and of holds up to a time."""
+        while self._events and self._events[0][0] <= until:
+            self.now, _, engine, request_id = heapq.heappop(self._events)
+            assert engine is not None
+            if request_id:
+                engine.running -= 1
+                del self._shard.records[request_id]
+            self._look(engine)
+        self.now = until
+
+    def _admit(self, prefix: int) -> None:
+        number = len(self._came)
+        request = GenerateRequest(
+            request_id=f"0.{number}",
+            model=MODEL,
+            prompt_token_ids=(prefix,) * PREFIX_TOKENS,
+            sampling=SamplingParams(max_tokens=16, seed=1),
+            created_ms=0,
+            deadline_ms=NEVER_MS,
+            tenant=f"t{prefix % self._scene.tenants}",
+        )
+        self._came[request.request_id] = (self.now, prefix)
+        self._backend.admit(request, "g", LIMITS, None, False, self._placement(request))
+        # All that have room are woken; nobody knows who is the quickest.
+        for engine in self._random.sample(self._engines, len(self._engines)):
+            self._look(engine)
+
+    def _placement(self, request: GenerateRequest) -> Placement | None:
+        if not self._way.placed:
+            return None
+        placement = placement_of(
+            request,
+            self._statuses,
+            prefix_tokens=PREFIX_TOKENS,
+            load_factor=1.25,
+            hold_ms=int(self._way.hold * 1000),
+        )
+        if self._way.bounded or placement is None:
+            return placement
+        # As if all of the work were this engine's share.
+        (best, *_) = placement.choices
+        return replace(placement, choices=(replace(best, capacity=10**9),), capacity=1)
+
+    def _look(self, engine: Engine) -> None:
+        if not engine.room or not any(len(queue) for queue in self._shard.waiting.values()):
+            return
+        turn = self._backend.take(self._shard, engine.name, engine.room, None)
+        for one in turn.taken:
+            self._start(engine, one)
+        if turn.free_at < FOR_EVER and turn.free_at != engine.woken_at:
+            engine.woken_at = turn.free_at
+            heapq.heappush(self._events, (turn.free_at, next(self._numbers), engine, ""))
+
+    def _start(self, engine: Engine, one: Taken) -> None:
+        came, prefix = self._came[one.request_id]
+        hit = engine.hit(prefix)
+        self._hits.append(hit)
+        self._waits.append(self.now - came)
+        self._placed[one.placed] += 1
+        engine.running += 1
+        seconds = self._random.expovariate(1 / self._scene.decode)
+        end = self.now + seconds + (0.0 if hit else self._scene.prefill)
+        heapq.heappush(self._events, (end, next(self._numbers), engine, one.request_id))
+
+    def _summary(self) -> dict[str, float]:
+        skip = len(self._hits) // 5  # caches fill first
+        hits, waits = self._hits[skip:], sorted(self._waits[skip:])
+        total = sum(self._placed.values())
+        return {
+            "hit_rate": sum(hits) / len(hits),
+            "wait_ms_p50": 1000 * waits[len(waits) // 2],
+            "wait_ms_p99": 1000 * waits[len(waits) * 99 // 100],
+            "wait_ms_max": 1000 * waits[-1],
+            "placed": self._placed[True] / total,
+            "stolen": self._placed[False] / total,
+        }
+
+
+def compare(scene: Scene, ways: Sequence[Way] = WAYS) -> dict[str, dict[str, float]]:
+    """Figures of each way by its name."""
+    return {way.name: Run(scene, way)() for way in ways}
+
+
+def table(scene: Scene, figures: dict[str, dict[str, float]]) -> Table:
+    made = Table(title=f"{scene.engines} engines of {scene.slots}, load {scene.load:.0%}")
+    for heading in ("", "hit rate", "wait p50", "p99", "most", "placed", "stolen"):
+        made.add_column(heading, justify="right" if heading else "left")
+    for name, row in figures.items():
+        waits = [f"{row[f'wait_ms_{which}']:,.0f} ms" for which in ("p50", "p99", "max")]
+        shares = [f"{row[which]:.0%}" for which in ("placed", "stolen")]
+        made.add_row(name, f"{row['hit_rate']:.2f}", *waits, *shares)
+    return made
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    standard = Scene()
+    for name in ("engines", "slots", "prefixes", "cached", "requests", "tenants", "seed"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(standard, name))
+    parser.add_argument("--load", type=float, nargs="+", default=[0.5, 0.85, 1.05])
+    parser.add_argument("--json", type=Path, help="file for the results")
+    return parser.parse_args(given)
+
+
+def main(given: list[str] | None = None) -> None:
+    options = vars(arguments(given))
+    loads, file = options.pop("load"), options.pop("json")
+    results = {}
+    for load in loads:
+        scene = replace(Scene(**options), load=load)
+        results[f"{load:g}"] = figures = compare(scene)
+        Console().print(table(scene, figures))
+    if file is not None:
+        file.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

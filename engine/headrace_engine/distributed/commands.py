@@ -1,0 +1,164 @@
+"""What rank 0 tells the others, as whole numbers: a verb and what it needs.
+
+One message a step, without pickle. The tensors of a step follow by a broadcast, so that on GPUs
+they never pass through the host.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from enum import IntEnum
+from itertools import chain
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..attention.base import AttentionMetadata
+from ..errors import RankFailed
+from ..model.base import ForwardBatch
+
+Pairs = Sequence[tuple[int, int]]
+
+# Numbers of 4 bytes: Triton compiles kernels anew for tensors that lie at other addresses.
+ALIGNMENT = 4
+
+
+class Verb(IntEnum):
+    FORWARD = 1  # the sizes of a batch, see sizes_of
+    ALLOCATE = 2  # KV blocks on the device
+    RESERVE = 3  # KV blocks in host memory
+    COPY = 4  # (source, destination) blocks
+    SWAP_OUT = 5  # (device, host) blocks
+    SWAP_IN = 6  # (host, device) blocks
+    MEASURE = 7  # the longest context; answered by how many KV blocks fit
+    MEASURED = 8  # the profile run is over
+    CONNECT = 9  # all ranks have loaded
+    RECORD = 10  # the longest context: CUDA graphs up to it
+    STOP = 11
+
+
+class Gone(Exception):
+    """The other side of a connection has ended."""
+
+
+def send(connection: Connection, verb: Verb, numbers: Iterable[int] = ()) -> None:
+    """Raises OSError where the other side is gone."""
+    connection.send_bytes(np.array([verb, *numbers], dtype=np.int64).tobytes())
+
+
+def receive(connection: Connection) -> tuple[Verb, list[int]]:
+    """Raises Gone."""
+    verb, *numbers = np.frombuffer(_bytes(connection), dtype=np.int64).tolist()
+    return Verb(verb), numbers
+
+
+def introduce(connection: Connection, content: Mapping[str, Any]) -> None:
+    """The first message to a rank, with what it is to load. Raises OSError."""
+    connection.send_bytes(json.dumps(content, default=dict).encode())
+
+
+def introduction(connection: Connection) -> dict[str, Any]:
+    """Raises Gone."""
+    content: dict[str, Any] = json.loads(_bytes(connection))
+    return content
+
+
+def answer(connection: Connection, number: int = 0, problem: str = "") -> None:
+    """What a rank says when it was asked, or that it cannot go on. Raises OSError."""
+    connection.send_bytes(json.dumps([number, problem]).encode())
+
+
+def await_answer(connection: Connection, rank: int) -> int:
+    """Raises RankFailed with what the rank cannot, and Gone."""
+    number, problem = json.loads(_bytes(connection))
+    if problem:
+        raise RankFailed(f"rank {rank}: {problem}")
+    return int(number)
+
+
+def _bytes(connection: Connection) -> bytes:
+    try:
+        return connection.recv_bytes()
+    except (EOFError, OSError) as error:
+        raise Gone from error
+
+
+def flat(pairs: Pairs) -> Iterable[int]:
+    return chain.from_iterable(pairs)
+
+
+def paired(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    return tuple(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+def sizes_of(batch: ForwardBatch) -> tuple[int, ...]:
+    """Sequences, columns of the block tables, tokens, rows of logits; then what metadata counts."""
+    metadata = batch.metadata
+    return (
+        *metadata.block_tables.shape,
+        len(batch.input_ids),
+        len(batch.logits_rows),
+        metadata.num_decodes,
+        metadata.max_query_len,
+        metadata.max_seq_len,
+    )
+
+
+def pack(batch: ForwardBatch) -> torch.Tensor:
+    """int32 [N]: all tensors of a batch, one after the other, each at a multiple of ALIGNMENT."""
+    assert batch.lora is None, "adapters are not served by several ranks"
+    metadata = batch.metadata
+    parts = (
+        metadata.query_start,
+        metadata.seq_lens,
+        metadata.block_tables,
+        metadata.slots,
+        batch.input_ids,
+        batch.positions,
+        batch.logits_rows,
+    )
+    sizes = sizes_of(batch)
+    packed = torch.zeros(packed_length(sizes), dtype=torch.int32, device=batch.input_ids.device)
+    for part, place in zip(parts, _cut(packed, sizes), strict=True):
+        place.copy_(part.reshape(-1))
+    return packed
+
+
+def packed_length(sizes: Sequence[int]) -> int:
+    return sum(map(_aligned, _lengths(sizes)))
+
+
+def unpack(sizes: Sequence[int], packed: torch.Tensor) -> ForwardBatch:
+    """The batch that `pack` was given."""
+    sequences, columns, _, _, num_decodes, max_query_len, max_seq_len = sizes
+    query_start, seq_lens, tables, slots, ids, positions, rows = _cut(packed, sizes)
+    return ForwardBatch(
+        input_ids=ids.long(),
+        positions=positions.long(),
+        logits_rows=rows.long(),
+        metadata=AttentionMetadata(
+            query_start=query_start,
+            seq_lens=seq_lens,
+            block_tables=tables.view(sequences, columns),
+            slots=slots.long(),
+            num_decodes=num_decodes,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+        ),
+    )
+
+
+def _cut(packed: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    lengths = _lengths(sizes)
+    places = torch.split(packed, [_aligned(length) for length in lengths])
+    return [place[:length] for place, length in zip(places, lengths, strict=True)]
+
+
+def _aligned(length: int) -> int:
+    return -(-length // ALIGNMENT) * ALIGNMENT
+
+
+def _lengths(sizes: Sequence[int]) -> list[int]:
+    sequences, columns, tokens, rows = sizes[:4]
+    return [sequences + 1, sequences, sequences * columns, tokens, tokens, tokens, rows]

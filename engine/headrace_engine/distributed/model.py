@@ -1,0 +1,40 @@
+"""Rank 0's model: each forward pass is one of all ranks."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+
+import torch
+
+from ..attention.base import LayerCache
+from ..model.base import CausalModel, ForwardBatch, KVShape
+from .peers import Peers
+
+
+class LeadingModel:
+    """`own` is this rank's part, whose collectives need the others."""
+
+    def __init__(self, own: CausalModel, peers: Peers) -> None:
+        self._own, self._peers = own, peers
+
+    @property
+    def vocab_size(self) -> int:
+        return self._own.vocab_size
+
+    @property
+    def kv_shapes(self) -> tuple[KVShape, ...]:
+        """Of this rank; the others' are alike."""
+        return self._own.kv_shapes
+
+    def forward(self, batch: ForwardBatch, caches: Rows[LayerCache]) -> torch.Tensor:
+        """Raises RankFailed where another rank broke off."""
+        with self._peers.step():
+            self._peers.forward(batch)
+            return self._own.forward(batch, caches)
+
+    def recorded(
+        self, record: Callable[[CausalModel], CausalModel], max_model_len: int
+    ) -> CausalModel:
+        """Each rank records the same steps of its own part, collectives included."""
+        with self._peers.step():
+            self._peers.record(max_model_len)
+            return LeadingModel(record(self._own), self._peers)

@@ -1,0 +1,73 @@
+"""A checkpoint on its device, or on several: what of the configuration makes ranks of it.
+
+Refuses what cannot be divided before anything is started.
+"""
+
+import os
+from contextlib import ExitStack
+from dataclasses import replace
+
+import torch
+
+from ..config import EngineConfig
+from ..errors import ConfigError
+from ..model.checkpoint import load_checkpoint
+from ..model.config import ModelConfig
+from ..model.hidden_states import causal
+from ..model.parallel import Shard, check_divisible
+from ..model.registry import NATIVE
+from ..placement import PlacedModel, pick_device, place_model
+from .model import LeadingModel
+from .peers import Peers
+from .process import Launcher, RankProcess
+
+
+def place(config: EngineConfig, launch: Launcher = RankProcess) -> PlacedModel:
+    """Raises CheckpointError, ConfigError or RankFailed."""
+    size = config.tensor_parallel_size
+    if size == 1:
+        return place_model(config)
+    device = pick_device(config.device)
+    _check_devices(config, device)
+    _check_model(config)
+    config = replace(config, threads=config.threads or _threads(size, device))
+    with ExitStack() as started:
+        peers = Peers(config, device.type, launch)
+        started.callback(peers.close)
+        placed = place_model(config, Shard(0, size, peers.group))
+        peers.connect()
+        started.pop_all()
+    return replace(placed, model=LeadingModel(placed.model, peers), peers=peers)
+
+
+def _check_devices(config: EngineConfig, device: torch.device) -> None:
+    size = config.tensor_parallel_size
+    if device.type != "cuda":
+        return
+    if device.index is not None:
+        raise ConfigError(
+            f"device {config.device} is one GPU, and tensor_parallel_size is {size}: set device "
+            "cuda, and CUDA_VISIBLE_DEVICES to choose which"
+        )
+    found = torch.cuda.device_count()
+    if found < size:
+        raise ConfigError(f"tensor_parallel_size {size} needs as many GPUs, and there are {found}")
+
+
+def _check_model(config: EngineConfig) -> None:
+    size = config.tensor_parallel_size
+    checkpoint = causal(load_checkpoint(config.model, config.revision))
+    name = checkpoint.architecture
+    if name not in NATIVE or config.model_implementation == "transformers":
+        raise ConfigError(
+            f"tensor_parallel_size {size} needs one of the native models, and {name} is served "
+            "through transformers: use tensor_parallel_size 1"
+        )
+    check_divisible(ModelConfig.from_hf(checkpoint), size)
+
+
+def _threads(size: int, device: torch.device) -> int | None:
+    """Of each rank: ranks on CPUs share the cores."""
+    if device.type != "cpu":
+        return None
+    return max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0)) // size))

@@ -1,0 +1,104 @@
+"""The process of another rank, as rank 0 sees it: its start, its logs, its end.
+
+A thread for each starts it and stays until it ends. That must be one thread: on Linux a rank asks
+to be killed when the thread that started it is gone, which is how none outlives rank 0.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from threading import Event, Thread
+from typing import Protocol
+
+from .relay import relay
+
+OnEnd = Callable[[int, str], None]
+
+MODULE = "headrace_engine.distributed"
+PACKAGES = ("headrace_engine", "headrace_common")
+
+
+class RankHandle(Protocol):
+    """Where a rank runs."""
+
+    rank: int
+    commands: Connection
+
+    def end(self, timeout: float) -> None:
+        """Waits so long for it to end by itself, then ends it; also one that is stopped."""
+
+
+class Launcher(Protocol):
+    def __call__(self, rank: int, size: int, on_end: OnEnd) -> RankHandle:
+        """Starts a rank. `on_end` is told once, by any thread, which rank ended, and how."""
+
+
+class RankProcess:
+    """One `python -m headrace_engine.distributed`."""
+
+    def __init__(self, rank: int, size: int, on_end: OnEnd) -> None:
+        self.rank, self._on_end = rank, on_end
+        self.commands, commands = Pipe()
+        self._logs, logs = Pipe()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._problem = ""
+        started = Event()
+        command = [*_python(), str(rank), str(size), str(commands.fileno()), str(logs.fileno())]
+        self._thread = Thread(
+            target=self._run, args=(command, (commands, logs), started), daemon=True
+        )
+        self._thread.name = f"rank-{rank}"
+        self._thread.start()
+        started.wait()
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def end(self, timeout: float) -> None:
+        self._thread.join(timeout)
+        if self._process is not None and self._thread.is_alive():
+            self._process.kill()
+            self._thread.join()
+        self.commands.close()
+
+    def _run(self, command: list[str], ends: tuple[Connection, ...], started: Event) -> None:
+        try:
+            numbers = [end.fileno() for end in ends]
+            self._process = subprocess.Popen(  # noqa: S603 - this Python, numbers as arguments
+                command, stdin=subprocess.DEVNULL, pass_fds=numbers, env=_environment()
+            )
+        except OSError as error:
+            self._problem = f"cannot be started: {error}"
+        for end in ends:
+            end.close()
+        started.set()
+        relay(self._logs, self.rank)
+        self._logs.close()
+        self._on_end(self.rank, self._problem or self._ending())
+
+    def _ending(self) -> str:
+        assert self._process is not None, "it was started, or there is a problem"
+        code = self._process.wait()
+        return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+
+def _python() -> list[str]:
+    return [sys.executable, "-m", MODULE]
+
+
+def _environment() -> dict[str, str]:
+    """Rank 0's, with the folders that it has our packages from."""
+    folders = [
+        str(Path(str(sys.modules[name].__file__)).parents[1])
+        for name in PACKAGES
+        if name in sys.modules
+    ]
+    with suppress(KeyError):
+        folders.append(os.environ["PYTHONPATH"])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(folders))}

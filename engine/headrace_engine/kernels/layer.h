@@ -1,0 +1,71 @@
+// A whole linear layer, in either storage of its weights, and what stands around layers.
+#pragma once
+
+#include "decoder.h"
+#include "rows.h"
+#include "workspace.h"
+
+namespace headrace {
+
+inline void add_bias(const headrace_linear& linear, int64_t panel, Sums& sums) {
+  if (!linear.bias) return;
+  for (int c = 0; c < kColumns; ++c) sums.at[c] += load(linear.bias + panel * kPanel + c * kLanes);
+}
+
+inline QuantWeights quant_weights(const headrace_linear& linear) {
+  return {static_cast<const uint8_t*>(linear.weight), linear.scales, linear.zeros, linear.group,
+          padded(linear.outputs)};
+}
+
+// emit(row, panel, sums) for the product of rows with a layer's weights, its bias added. `then` is
+// applied next: its first weights are fetched ahead.
+template <class Math, class Emit>
+void apply_linear(Pool& pool, const headrace_linear& linear, const headrace_linear* then,
+                  const Rows<typename Math::Element>& rows, const Scratch& scratch,
+                  const Emit& emit) {
+  using Element = typename Math::Element;
+  const auto biased = [&](int64_t row, int64_t panel, Sums& sums) {
+    add_bias(linear, panel, sums);
+    emit(row, panel, sums);
+  };
+  if (!linear.scales) {
+    multiply<Math>(pool, rows, static_cast<const Element*>(linear.weight), linear.inputs,
+                   linear.outputs, then ? then->weight : nullptr, scratch.factors, biased);
+    return;
+  }
+  multiply_quant(pool, scratch.quantize(pool, rows, linear.inputs), quant_weights(linear),
+                 linear.inputs, linear.outputs, biased);
+}
+
+// Writes a panel's sums to its place in a row.
+template <class T>
+inline void store_panel(T* row, int64_t panel, const Sums& sums) {
+  for (int c = 0; c < kColumns; ++c) store(row + panel * kPanel + c * kLanes, sums.at[c]);
+}
+
+inline void add_panel(float* row, int64_t panel, const Sums& sums, float factor) {
+  float* to = row + panel * kPanel;
+  for (int c = 0; c < kColumns; ++c)
+    store(to + c * kLanes, load(to + c * kLanes) + sums.at[c] * factor);
+}
+
+inline Sums capped(const Sums& sums, float cap) {
+  Sums found;
+  for (int c = 0; c < kColumns; ++c) found.at[c] = soft_cap(sums.at[c], cap);
+  return found;
+}
+
+// Half a panel: activation(gates) * ups, which lie in turns of half a panel.
+template <class T>
+inline void store_gated(T* row, int64_t panel, const Sums& sums, bool gelu) {
+  T* to = row + panel * (kPanel / 2);
+  for (int c = 0; c < kColumns / 2; ++c) {
+    const Floats gate = gelu ? gelu_tanh(sums.at[c]) : silu(sums.at[c]);
+    store(to + c * kLanes, gate * sums.at[c + kColumns / 2]);
+  }
+}
+
+// Elements between rows of what `store_gated` has written.
+inline int64_t gated_stride(const headrace_linear& gate_up) { return padded(gate_up.outputs) / 2; }
+
+}  // namespace headrace

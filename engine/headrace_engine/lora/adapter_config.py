@@ -1,0 +1,111 @@
+"""adapter_config.json of a PEFT folder: ranks and scales, and the refusal of what is not served.
+
+Field names and their meanings are PEFT's (`LoraConfig`). Whatever would change the result and is
+not computed here is refused by name, never passed over.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from ..errors import CheckpointError, ConfigError
+from ..model.checkpoint import JsonObject, read_json
+from ..model.fields import Fields
+
+CONFIG_FILE = "adapter_config.json"
+N = TypeVar("N", int, float)
+
+# Fields of which any value but null, false, "none" and an empty list asks for more than A and B.
+_UNSUPPORTED = {
+    "use_dora": "DoRA",
+    "use_qalora": "QALoRA",
+    "lora_bias": "a bias of the adapter",
+    "bias": "trained biases",
+    "modules_to_save": "whole modules beside the adapter",
+    "trainable_token_indices": "trained tokens",
+    "target_parameters": "parameters of experts",
+    "layer_replication": "repeated layers",
+    "alora_invocation_tokens": "an adapter that begins at a token (aLoRA)",
+    "fan_in_fan_out": "transposed weights",
+    "arrow_config": "a mixture of adapters (Arrow)",
+    "use_bdlora": "block-diagonal matrices (BD-LoRA)",
+    "monteclora_config": "sampled matrices (MonteCLoRA)",
+}
+# Ways of initialising that change the model's own weights, too.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """`ranks` and `alphas` are for modules whose path matches their pattern; `rank` and `alpha` for
+    all others. The scale is alpha / rank or, `rank_stabilised`, alpha / sqrt(rank)."""
+
+    path: Path
+    rank: int
+    alpha: float
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+    rank_stabilised: bool
+
+    def rank_of(self, module: str) -> int:
+        return _matching(self.ranks, module, self.rank)
+
+    def scale_of(self, module: str) -> float:
+        alpha, rank = _matching(self.alphas, module, self.alpha), self.rank_of(module)
+        return alpha / (rank**0.5 if self.rank_stabilised else rank)
+
+
+def read_adapter_config(folder: Path) -> AdapterConfig:
+    """Raises CheckpointError for a file that is missing or broken, ConfigError for a field."""
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} is missing: an adapter is a folder that PEFT's save_pretrained wrote"
+        )
+    content = read_json(path)
+    fields = Fields(path, content)
+    if fields.get("peft_type", None) != "LORA":
+        raise fields.error("peft_type", "LORA, the only kind of adapter that is served")
+    _refuse(fields, content)
+    return AdapterConfig(
+        path=path,
+        rank=fields.whole("r"),
+        alpha=fields.number("lora_alpha"),
+        ranks=_patterns(fields, "rank_pattern", Fields.whole),
+        alphas=_patterns(fields, "alpha_pattern", Fields.number),
+        rank_stabilised=fields.flag("use_rslora"),
+    )
+
+
+def _refuse(fields: Fields, content: JsonObject) -> None:
+    for name, meaning in _UNSUPPORTED.items():
+        if content.get(name) not in (None, False, "none", [], {}):
+            raise fields.error(name, f"unset, as {meaning} cannot be served")
+    start = content.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
+        raise fields.error(
+            "init_lora_weights",
+            "one that leaves the model's own weights as they are: convert the adapter with PEFT "
+            "(save_pretrained(path_initial_model_for_weight_conversion=...))",
+        )
+
+
+def _patterns(fields: Fields, name: str, read: Callable[[Fields, str], N]) -> dict[str, N]:
+    content = fields.object(name)
+    values = Fields(fields.path, content, prefix=f"{name}.")
+    for pattern in content:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"{fields.path}: {name}: {pattern!r}: {error}") from error
+    return {pattern: read(values, pattern) for pattern in content}
+
+
+def _matching(values: Mapping[str, N], module: str, default: N) -> N:
+    """The value of the first pattern that matches the end of a module's path, as PEFT looks."""
+    for pattern, value in values.items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default

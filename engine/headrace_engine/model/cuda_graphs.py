@@ -1,0 +1,232 @@
+"""Decode steps as CUDA graphs: a step's kernels are recorded once and launched by one call.
+
+A graph has the addresses and grids that it was recorded with. So there is one for each size of a
+ladder of batches and each bound of a few on contexts, and a step is copied into the buffers of the
+smallest that takes it. What is no pure decode goes the model's own way.
+"""
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ..attention.base import AttentionBackend, AttentionMetadata, LayerCache, SkipsPadding
+from ..config import EngineConfig
+from .base import CausalModel, ForwardBatch, KVShape, SharedModel
+from .decoder import Decoder
+
+logger = logging.getLogger(__name__)
+
+# Beyond these every LARGE_STEP-th size is recorded: padding costs little there.
+SMALL_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+LARGE_STEP = 128
+# Bounds on contexts: the grids of attention are as large as the bound is.
+CONTEXTS = (1024, 2048, 4096)
+
+Run = Callable[[], torch.Tensor]
+
+
+class Capture(Protocol):
+    def __call__(self, run: Run) -> Run:
+        """Records what `run` launches; each call does it again, into the same output."""
+
+
+class CudaCapture:
+    """All recordings share one pool of memory: only one of them runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Run) -> Run:
+        run()  # compiles kernels and grows scratch memory, which must not be recorded
+        torch.cuda.synchronize()
+        make_graph: Any = torch.cuda.CUDAGraph
+        graph = make_graph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            output = run()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return output
+
+        return replay
+
+
+@dataclass(frozen=True, slots=True)
+class Ladder:
+    """The sizes of batches and the longest contexts for which there are graphs, both upwards."""
+
+    sizes: tuple[int, ...]
+    contexts: tuple[int, ...]
+
+    @classmethod
+    def up_to(cls, max_num_seqs: int, max_model_len: int) -> "Ladder":
+        sizes = [size for size in SMALL_SIZES if size < max_num_seqs]
+        sizes += range(SMALL_SIZES[-1] + LARGE_STEP, max_num_seqs, LARGE_STEP)
+        contexts = [length for length in CONTEXTS if length < max_model_len]
+        return cls((*sizes, max_num_seqs), (*contexts, max_model_len))
+
+    def size(self, count: int) -> int | None:
+        """The smallest size for `count` sequences; None: there is none."""
+        return _at_least(self.sizes, count)
+
+    def context(self, length: int) -> int | None:
+        return _at_least(self.contexts, length)
+
+
+def _at_least(steps: tuple[int, ...], wanted: int) -> int | None:
+    place = bisect_left(steps, wanted)
+    return steps[place] if place < len(steps) else None
+
+
+class StaticBatch:
+    """The inputs of recorded steps, at addresses that stay.
+
+    Sequences behind those of a step have no keys, and slots below 0, which are not written.
+    """
+
+    def __init__(self, size: int, blocks: int, device: torch.device) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self._input_ids, self._positions = zeros(size), zeros(size)
+        self._slots = zeros(size).fill_(-1)
+        self._seq_lens = zeros(size, dtype=torch.int32)
+        self._tables = zeros(size, blocks, dtype=torch.int32)
+        self._starts = torch.arange(size + 1, dtype=torch.int32, device=device)
+        self._rows = torch.arange(size, device=device)
+
+    def fill(self, batch: ForwardBatch, size: int) -> None:
+        """Takes a step's inputs, and padding up to `size` sequences."""
+        metadata, count = batch.metadata, len(batch.input_ids)
+        self._input_ids[:count].copy_(batch.input_ids)
+        self._positions[:count].copy_(batch.positions)
+        self._slots[:count].copy_(metadata.slots)
+        self._seq_lens[:count].copy_(metadata.seq_lens)
+        width = metadata.block_tables.shape[1]
+        self._tables[:count, :width].copy_(metadata.block_tables)
+        if count < size:
+            self._slots[count:size].fill_(-1)
+            self._seq_lens[count:size].zero_()
+
+    def view(self, size: int, context: int) -> ForwardBatch:
+        """The first `size` sequences, as a model sees them."""
+        metadata = AttentionMetadata(
+            query_start=self._starts[: size + 1],
+            seq_lens=self._seq_lens[:size],
+            block_tables=self._tables[:size],
+            slots=self._slots[:size],
+            num_decodes=size,
+            max_query_len=1,
+            max_seq_len=context,
+        )
+        return ForwardBatch(
+            self._input_ids[:size], self._positions[:size], self._rows[:size], metadata
+        )
+
+
+class GraphedModel:
+    """A model whose pure decodes over `caches` are replayed. The logits of a step are overwritten
+    by the next one. Makes all recordings when it is made: largest first, as they share memory.
+    """
+
+    def __init__(
+        self,
+        model: CausalModel,
+        caches: Rows[LayerCache],
+        ladder: Ladder,
+        batch: StaticBatch,
+        capture: Capture,
+    ) -> None:
+        self._model, self._caches = model, caches
+        self._ladder, self._batch = ladder, batch
+        self._logits: torch.Tensor | None = None
+        self._graphs = {
+            (size, context): capture(self._step(size, context))
+            for size in reversed(ladder.sizes)
+            for context in reversed(ladder.contexts)
+        }
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model.vocab_size
+
+    @property
+    def kv_shapes(self) -> tuple[KVShape, ...]:
+        return self._model.kv_shapes
+
+    def forward(self, batch: ForwardBatch, caches: Rows[LayerCache]) -> torch.Tensor:
+        size = self._ladder.size(len(batch.input_ids))
+        context = self._ladder.context(batch.metadata.max_seq_len)
+        if size is None or context is None or not self._replays(batch, caches):
+            return self._model.forward(batch, caches)
+        self._batch.fill(batch, size)
+        return self._graphs[size, context]()[: len(batch.input_ids)]
+
+    def _replays(self, batch: ForwardBatch, caches: Rows[LayerCache]) -> bool:
+        """Whether it is one token a sequence, each of which is asked for."""
+        count, metadata = len(batch.input_ids), batch.metadata
+        return (
+            metadata.num_decodes == len(metadata.seq_lens) == count
+            and len(batch.logits_rows) == count
+            and batch.lora is None
+            and caches is self._caches
+        )
+
+    def _step(self, size: int, context: int) -> Run:
+        view = self._batch.view(size, context)
+
+        def run() -> torch.Tensor:
+            return self._keep(self._model.forward(view, self._caches))
+
+        return run
+
+    def _keep(self, logits: torch.Tensor) -> torch.Tensor:
+        """In one place for all recordings, whose pool could not use theirs again."""
+        if self._logits is None:
+            self._logits = torch.empty_like(logits)
+        return self._logits[: len(logits)].copy_(logits)
+
+
+def with_graphs(
+    model: CausalModel,
+    attention: AttentionBackend,
+    caches: Rows[LayerCache],
+    config: EngineConfig,
+    max_model_len: int,
+) -> CausalModel:
+    """The model with its decodes recorded; the model itself where they are not, and a log why."""
+    if isinstance(model, SharedModel):
+        return model.recorded(
+            lambda own: with_graphs(own, attention, caches, config, max_model_len), max_model_len
+        )
+    device = caches[0][0].device
+    reason = _refusal(model, attention, config, device)
+    if reason is not None:
+        if device.type == "cuda":
+            logger.info("no CUDA graphs", extra={"reason": reason})
+        return model
+    ladder = Ladder.up_to(config.max_num_seqs, max_model_len)
+    batch = StaticBatch(config.max_num_seqs, -(-max_model_len // config.block_size), device)
+    with torch.inference_mode():
+        graphed = GraphedModel(model, caches, ladder, batch, CudaCapture())
+    logger.info("CUDA graphs recorded", extra={"sizes": ladder.sizes, "contexts": ladder.contexts})
+    return graphed
+
+
+def _refusal(
+    model: CausalModel, attention: AttentionBackend, config: EngineConfig, device: torch.device
+) -> str | None:
+    if config.enforce_eager:
+        return "enforce_eager is set"
+    if device.type != "cuda":
+        return "there is no CUDA device"
+    if not isinstance(attention, SkipsPadding):
+        return f"attention backend {attention.name} cannot be recorded"
+    if not isinstance(model, Decoder) or not model.can_be_recorded:
+        return "the model waits for the device within a step"
+    return None

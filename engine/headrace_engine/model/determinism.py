@@ -1,0 +1,33 @@
+"""Whether a model can be served so that a request's bits never depend on what else is in its batch.
+
+On CPUs the native kernels are made so, and a step that is theirs altogether is deterministic. On
+CUDA devices Triton's are. torch's own operators round some elements by where they stand.
+"""
+
+from ..errors import ConfigError
+from .config import ModelConfig
+from .registry import Placement
+
+REMEDY = "serve it without deterministic"
+
+
+def check_deterministic(
+    config: ModelConfig, placement: Placement, fused: bool, quantized: bool
+) -> None:
+    """Raises ConfigError naming what stands against it. `fused`: steps run in native kernels."""
+    if placement.shard is not None:
+        raise ConfigError(f"deterministic takes no tensor parallelism: {REMEDY}")
+    if placement.device.type == "cuda":
+        _check_cuda(config, quantized)
+    elif not fused:
+        raise ConfigError(
+            "deterministic on a CPU needs a model whose whole step the native kernels compute, in "
+            f"bfloat16 or float32, and this one has parts in torch: {REMEDY}"
+        )
+
+
+def _check_cuda(config: ModelConfig, quantized: bool) -> None:
+    if quantized:
+        raise ConfigError(f"deterministic takes no quantised weights on a GPU: {REMEDY}")
+    if config.experts is not None:
+        raise ConfigError(f"deterministic takes no mixture of experts on a GPU: {REMEDY}")

@@ -1,0 +1,210 @@
+"""A checkpoint's weights as the native step's description of its decoder.
+
+Packs linear layers for the kernels, and keeps alive and by name all that the description points to.
+Computes nothing.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from ..kernels import structs
+from ..kernels.executor import GROUP, Executor, PackedLinear, pointer
+from .config import ExpertsConfig, ModelConfig
+from .quantization.weight import QuantizedWeight
+from .rotary import RotaryTable
+from .weights import WeightReader
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class _MLP:
+    gate_up: structs.Linear
+    down: structs.Linear
+
+
+class FusedWeights:
+    """`quantize` keeps linear layers in 8 bits, or in 4 where the checkpoint does, but for the
+    routers of experts.
+
+    `tensors` are the embedding, norms and gates of shared experts as the checkpoint has them, by
+    name; `linears` the packed layers by the names of their matrices.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        reader: WeightReader,
+        executor: Executor,
+        rotary: RotaryTable,
+        local_rotary: RotaryTable,
+        quantize: bool,
+    ) -> None:
+        self._config, self._reader, self._executor = config, reader, executor
+        self._rotary, self._local_rotary, self._quantize = rotary, local_rotary, quantize
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.linears: dict[tuple[str, ...], PackedLinear] = {}
+        self._kept: list[torch.Tensor | ctypes.Array[structs.Linear]] = []
+        self._layers: ctypes.Array[structs.DecoderLayer] | None = None
+
+    def describe(self) -> structs.Decoder:
+        """Reads the weights. Points into what this object holds; `block_size` is left open."""
+        config, embedding = self._config, self._read(EMBEDDING)
+        layers = [self._layer(index) for index in range(config.num_layers)]
+        self._layers = (structs.DecoderLayer * config.num_layers)(*layers)
+        name = EMBEDDING if config.tie_word_embeddings else "lm_head.weight"
+        head = embedding if config.tie_word_embeddings else self._reader.view(name)
+        described = structs.Decoder(
+            layers=ctypes.addressof(self._layers),
+            embedding=pointer(embedding),
+            norm=self._norm("model.norm.weight"),
+            lm_head=self._linear((name,), self._executor.pack([head], [], self._quantize)),
+            num_layers=config.num_layers,
+            hidden=config.hidden_size,
+            inner=_widest_mlp(config),
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            rotated=config.rope.rotated(config.head_dim),
+            gelu=config.activation == "gelu_tanh",
+            is_bfloat16=embedding.dtype is torch.bfloat16,
+            epsilon=config.rms_norm_eps,
+            scale=config.scale,
+            attention_softcap=config.attention_softcap or 0.0,
+            logits_softcap=config.logits_softcap or 0.0,
+            embedding_scale=_embedding_scale(config, embedding),
+        )
+        if config.experts is not None:
+            described.num_experts = config.experts.count
+            described.experts_per_token = config.experts.per_token
+            described.expert_inner = config.experts.intermediate_size
+            described.renormalize = config.experts.renormalise
+        return described
+
+    def _layer(self, index: int) -> structs.DecoderLayer:
+        config, prefix = self._config, f"model.layers.{index}."
+        attention = f"{prefix}self_attn."
+        qkv = (f"{attention}q_proj", f"{attention}k_proj", f"{attention}v_proj")
+        between = "pre_feedforward" if config.output_norms else "post_attention"
+        local = config.windows[index] is not None
+        cos, sin = (self._local_rotary if local else self._rotary).tables
+        layer = structs.DecoderLayer(
+            input_norm=self._norm(f"{prefix}input_layernorm.weight"),
+            attention_output_norm=self._output_norm(f"{prefix}post_attention_layernorm.weight"),
+            mlp_norm=self._norm(f"{prefix}{between}_layernorm.weight"),
+            mlp_output_norm=self._output_norm(f"{prefix}post_feedforward_layernorm.weight"),
+            query_norm=self._norm(f"{attention}q_norm.weight") if config.qk_norm else None,
+            key_norm=self._norm(f"{attention}k_norm.weight") if config.qk_norm else None,
+            cos=self._keep(cos),
+            sin=self._keep(sin),
+            qkv=self._packed(qkv, config.qkv_bias, self._quantize),
+            o=self._packed((f"{attention}o_proj",), config.o_bias, self._quantize),
+            window=config.windows[index] or 0,
+        )
+        self._add_feed_forward(layer, f"{prefix}mlp.", index)
+        return layer
+
+    def _add_feed_forward(self, layer: structs.DecoderLayer, prefix: str, index: int) -> None:
+        experts = self._config.experts
+        if experts is not None and experts.sparse[index]:
+            self._add_experts(layer, prefix, experts)
+            return
+        mlp = self._mlp(prefix, self._config.mlp_bias)
+        layer.gate_up, layer.down = mlp.gate_up, mlp.down
+
+    def _add_experts(
+        self, layer: structs.DecoderLayer, prefix: str, experts: ExpertsConfig
+    ) -> None:
+        layer.router = self._packed((f"{prefix}gate",), bias=False, quantize=False)
+        mlps = [self._mlp(f"{prefix}experts.{one}.") for one in range(experts.count)]
+        layer.experts_gate_up = self._array([mlp.gate_up for mlp in mlps])
+        layer.experts_down = self._array([mlp.down for mlp in mlps])
+        if experts.shared_size is None:
+            return
+        shared = self._mlp(f"{prefix}shared_expert.")
+        layer.gate_up, layer.down = shared.gate_up, shared.down
+        gate = self._read(f"{prefix}shared_expert_gate.weight")
+        layer.shared_gate = self._keep(gate.float())
+
+    def _mlp(self, prefix: str, bias: bool = False) -> _MLP:
+        gated = (f"{prefix}gate_proj", f"{prefix}up_proj")
+        gate_up = self._linear(_weights(gated), self._pack_gated(gated, bias))
+        return _MLP(gate_up, self._packed((f"{prefix}down_proj",), bias, self._quantize))
+
+    def _pack_gated(self, gated: tuple[str, str], bias: bool) -> PackedLinear:
+        biases, levels = self._biases(gated, bias), self._levels(gated, self._quantize)
+        if levels is not None:
+            return self._executor.pack_levels(levels, biases, gated=True)
+        gate, up = self._views(gated)
+        return self._executor.pack_gated(gate, up, biases, self._quantize)
+
+    def _packed(self, names: tuple[str, ...], bias: bool, quantize: bool) -> structs.Linear:
+        biases, levels = self._biases(names, bias), self._levels(names, quantize)
+        if levels is not None:
+            packed = self._executor.pack_levels(levels, biases, gated=False)
+        else:
+            packed = self._executor.pack(self._views(names), biases, quantize)
+        return self._linear(_weights(names), packed)
+
+    def _levels(self, names: tuple[str, ...], quantize: bool) -> QuantizedWeight | None:
+        """Matrices that are stored in 4 bits, where the kernels can keep them so."""
+        found = self._reader.quantized(_weights(names)) if quantize else None
+        if found is None or found.bits != 4 or found.groups is not None:
+            return None
+        inputs, count = found.shape[1], found.scales.shape[1]
+        whole = inputs % count == 0 and inputs // count % GROUP == 0
+        return found if count == 1 or whole else None
+
+    def _views(self, names: tuple[str, ...]) -> list[torch.Tensor]:
+        return [self._reader.view(name) for name in _weights(names)]
+
+    def _biases(self, names: tuple[str, ...], there: bool) -> list[torch.Tensor]:
+        return [self._reader.read(f"{name}.bias") for name in names] if there else []
+
+    def _linear(self, names: tuple[str, ...], packed: PackedLinear) -> structs.Linear:
+        self.linears[names] = packed
+        return packed.describe()
+
+    def _read(self, name: str) -> torch.Tensor:
+        found = self.tensors[name] = self._reader.read(name)
+        return found
+
+    def _array(self, linears: list[structs.Linear]) -> int:
+        array = (structs.Linear * len(linears))(*linears)
+        self._kept.append(array)
+        return ctypes.addressof(array)
+
+    def _norm(self, name: str) -> int:
+        """A norm's weights; those that stand beside 1 are added to it."""
+        weight = self._read(name).float()
+        return self._keep(weight + 1.0 if self._config.offset_norms else weight)
+
+    def _output_norm(self, name: str) -> int | None:
+        return self._norm(name) if self._config.output_norms else None
+
+    def _keep(self, tensor: torch.Tensor) -> int:
+        self._kept.append(tensor)
+        found = pointer(tensor)
+        assert found is not None
+        return found
+
+
+def _weights(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{name}.weight" for name in names)
+
+
+def _embedding_scale(config: ModelConfig, embedding: torch.Tensor) -> float:
+    """Rounded to the weights' dtype, as the models were trained."""
+    scale = config.embedding_scale
+    return 1.0 if scale is None else float(embedding.new_tensor(scale))
+
+
+def _widest_mlp(config: ModelConfig) -> int:
+    """Of the MLPs and experts that compute every row; 0 where there is none."""
+    experts = config.experts
+    if experts is None:
+        return config.intermediate_size
+    dense = 0 if all(experts.sparse) else config.intermediate_size
+    return max(dense, experts.shared_size or 0)

@@ -1,0 +1,46 @@
+"""Operators for CUDA devices whose bits for a row are the same whatever other rows there are.
+
+The element-wise kernels are so anyway, a program for each row; linear layers get one tile for all
+numbers of rows. What has no such kernel is refused when the model is loaded, see `determinism`.
+"""
+
+import torch
+
+from ..triton_kernels.launch import linear_launch
+from ..triton_kernels.linear import linear_kernel
+from .layers import Linear
+from .triton_ops import TritonOps
+
+
+class InvariantLinear:
+    """weight [out, in], dense, of a dtype that Triton's products take."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight, self._bias = weight.contiguous(), bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        outputs, inputs = self._weight.shape
+        rows = x.reshape(-1, inputs)
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        output = rows.new_empty(len(rows), outputs)
+        if len(rows):
+            self._launch(output, rows)
+        return output.view(*x.shape[:-1], outputs)
+
+    def _launch(self, output: torch.Tensor, rows: torch.Tensor) -> None:
+        launch = linear_launch(rows.element_size())
+        outputs, inputs = self._weight.shape
+        tiles = -(-len(rows) // launch.rows) * -(-outputs // launch.columns)
+        linear_kernel[(tiles,)](
+            output, rows, self._weight, self._bias, len(rows), rows.stride(0),
+            INPUTS=inputs, OUTPUTS=outputs, BIAS=self._bias is not None,
+            ROWS=launch.rows, COLUMNS=launch.columns, DEPTH=launch.depth,
+            # tf32 would not be float32.
+            EXACT="ieee" if rows.dtype is torch.float32 else "tf32",
+            num_warps=launch.warps, num_stages=launch.stages,
+        )  # fmt: skip
+
+
+class InvariantOps(TritonOps):
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        return InvariantLinear(weight, bias)

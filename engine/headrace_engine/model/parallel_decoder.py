@@ -1,0 +1,117 @@
+"""One rank's part of a decoder, and where the ranks' results meet: a sum behind the embedding,
+behind attention and behind the MLP, and the gathered logits."""
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn import functional as F
+
+from ..attention.base import AttentionBackend
+from ..lora.batch import LayerLoRA
+from .config import ModelConfig
+from .decoder import Decoder, DecoderLayer, DecoderWeights
+from .feed_forward import FeedForward
+from .layers import Linear
+from .ops import Ops
+from .parallel import Collectives, Shard, narrow
+from .rotary import RotaryTable
+
+
+class ParallelDecoder(Decoder):
+    """`weights` are the rank's own, read with its cuts; `embeddings` are the embedding's rows on
+    all ranks together. Logits are whole on rank 0 and of no meaning elsewhere."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        rotary: RotaryTable,
+        ops: Ops,
+        attention: AttentionBackend,
+        local_rotary: RotaryTable | None,
+        *,
+        shard: Shard,
+        embeddings: int,
+    ) -> None:
+        joined = _join(weights, config.vocab_size, shard)
+        super().__init__(narrow(config, shard.size), joined, rotary, ops, attention, local_rotary)
+        self._shard = shard
+        self._first, _ = shard.share(embeddings)
+
+    def _lookup(self, ids: torch.Tensor) -> torch.Tensor:
+        """Each rank looks up the ids that it has; of the others its rows are 0."""
+        own = ids - self._first
+        absent = (own < 0) | (own >= len(self._embedding))
+        rows = F.embedding(own.masked_fill(absent, 0), self._embedding)
+        return self._shard.collectives.all_reduce(rows.masked_fill(absent[:, None], 0))
+
+
+@dataclass(frozen=True, slots=True)
+class SummedLinear:
+    """A layer whose inputs are divided among the ranks."""
+
+    own: Linear
+    collectives: Collectives
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return _sum(self.own(x), self.collectives)
+
+
+@dataclass(frozen=True, slots=True)
+class SummedFeedForward:
+    """A feed-forward part whose inner units are divided among the ranks."""
+
+    own: FeedForward
+    collectives: Collectives
+
+    def __call__(self, x: torch.Tensor, lora: LayerLoRA | None = None) -> torch.Tensor:
+        return _sum(self.own(x, lora), self.collectives)
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredHead:
+    """A head whose `outputs` are divided among the ranks. Rank 0 has them all."""
+
+    own: Linear
+    outputs: int
+    shard: Shard
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) == 0:
+            return x.new_empty(0, self.outputs)
+        size, part = self.shard.size, self.own(x)
+        width = -(-self.outputs // size)
+        parts = self.shard.collectives.gather(F.pad(part, (0, width - part.shape[1])))
+        if not parts:
+            return part
+        return torch.cat(_trimmed(parts, self.outputs), dim=1)
+
+
+def _trimmed(parts: Rows[torch.Tensor], outputs: int) -> list[torch.Tensor]:
+    """The parts without what filled them up to one width."""
+    ends = [(rank + 1) * outputs // len(parts) for rank in range(len(parts))]
+    return [
+        part[:, : end - start] for part, start, end in zip(parts, [0, *ends], ends, strict=False)
+    ]
+
+
+def _sum(x: torch.Tensor, collectives: Collectives) -> torch.Tensor:
+    return collectives.all_reduce(x) if x.numel() else x
+
+
+def _join(weights: DecoderWeights, outputs: int, shard: Shard) -> DecoderWeights:
+    """The rank's weights, with what makes the ranks' results one behind them."""
+
+    def join(layer: DecoderLayer) -> DecoderLayer:
+        return replace(
+            layer,
+            o=SummedLinear(layer.o, shard.collectives),
+            mlp=SummedFeedForward(layer.mlp, shard.collectives),
+        )
+
+    return replace(
+        weights,
+        layers=[join(layer) for layer in weights.layers],
+        lm_head=GatheredHead(weights.lm_head, outputs, shard),
+    )

@@ -1,0 +1,73 @@
+"""A grammar over the fake runner's vocabulary: what may come next depends on all output so far.
+
+Its matcher stands in for llguidance's; cursors and masks are the engine's own.
+"""
+
+import ctypes
+from collections.abc import Sequence as Tokens
+from typing import Any, cast
+
+import torch
+
+from headrace_engine.grammar.compiled import CompiledGrammar
+from headrace_engine.grammar.masks import apply_grammars
+from headrace_engine.plan import SampleRow
+
+BITS = 32
+
+
+def allows(output: Tokens[int], token: int) -> bool:
+    """Whether `token` may follow the output: three of four do, by a sum over all of it."""
+    return (token + sum(output) + 3 * len(output)) % 4 != 0
+
+
+class FakeMatcher:
+    """As much of llguidance's LLMatcher as the engine uses."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._read: list[int] = []
+
+    def deep_copy(self) -> "FakeMatcher":
+        return FakeMatcher(self._vocab_size)
+
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        """Reads them up to the first that is not allowed; how many it read."""
+        for count, token in enumerate(tokens):
+            if not allows(self._read, token):
+                return count
+            self._read.append(token)
+        return len(tokens)
+
+    def rollback(self, count: int) -> bool:
+        del self._read[len(self._read) - count :]
+        return True
+
+    def reset(self) -> None:
+        self._read.clear()
+
+    def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
+        words = [0] * (size // 4)
+        for token in range(self._vocab_size):
+            if allows(self._read, token):
+                words[token // BITS] |= 1 << token % BITS
+        found = (ctypes.c_uint32 * len(words))(*words)
+        ctypes.memmove(address, found, size)
+
+    def is_error(self) -> bool:
+        return False
+
+    def get_error(self) -> str:
+        raise AssertionError("it makes no errors")
+
+
+def fake_grammar(vocab_size: int) -> CompiledGrammar:
+    matcher = cast(Any, FakeMatcher(vocab_size))
+    return CompiledGrammar(matcher, -(-vocab_size // BITS))
+
+
+def allowed_tokens(rows: tuple[SampleRow, ...], vocab_size: int) -> list[set[int]]:
+    """What the engine's masks leave each row, whose sequences keep their cursors."""
+    logits = torch.zeros(len(rows), vocab_size)
+    apply_grammars(logits, rows, frozenset())
+    return [set(torch.isfinite(row).nonzero().flatten().tolist()) for row in logits]

@@ -1,0 +1,59 @@
+"""Prompts that begin alike go to one engine, and to another where that one does not take them."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from headrace_testing.processes import Starter
+from headrace_testing.stack import MODEL, EngineProcess, Stack
+
+SALTS = 20  # so that both engines get some
+PROMPT = list(range(3, 163))
+CACHED = 144  # whole blocks before the last token
+
+
+@pytest.fixture
+def stack(checkpoint: Path, tmp_path: Path, start: Starter) -> Iterator[Stack]:
+    """Two engines; the first gateway leaves requests to their engine, the second not for long."""
+    stack = Stack(checkpoint, tmp_path, start=start)
+    try:
+        for _ in range(2):
+            stack.add_engine("--lease", "600")
+        stack.add_gateway("--placement-steal-after", "600")
+        stack.add_gateway("--placement-steal-after", "0.01")
+        stack.await_engines(2)
+        yield stack
+    finally:
+        stack.close()
+
+
+def ask_all(url: str) -> list[int]:
+    """Asks for a token with the prompt as each tenant would; how many of its tokens were cached."""
+    cached = []
+    with httpx.Client(base_url=url, timeout=120) as client:
+        for salt in range(SALTS):
+            body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1, "cache_salt": f"t{salt}"}
+            usage = client.post("/v1/completions", json=body).raise_for_status().json()["usage"]
+            cached.append(int(usage["prompt_tokens_details"]["cached_tokens"]))
+    return cached
+
+
+def taken(engine: EngineProcess, result: str) -> float:
+    return engine.metric("headrace_queue_placements_total", f'result="{result}"')
+
+
+def test_each_tenants_prompts_are_cached_by_one_engine(stack: Stack) -> None:
+    first, second = stack.gateways
+    assert ask_all(first.url) == [0] * SALTS
+    assert ask_all(first.url) == [CACHED] * SALTS
+    counts = [int(taken(engine, "placed")) for engine in stack.engines]
+    assert sum(counts) == 2 * SALTS and min(counts) > 0
+
+    frozen, other = stack.engines
+    frozen.signal(signal.SIGSTOP)
+    cached = ask_all(second.url)
+    assert sorted(cached) == [0] * (counts[0] // 2) + [CACHED] * (counts[1] // 2)
+    assert taken(other, "stolen") == counts[0] // 2

@@ -1,0 +1,155 @@
+"""Recorded decode steps, on the CPU with a stand-in that runs a step again where a graph would be
+replayed: which step is replayed, with which padding, and that tokens stay the same.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace_engine import attention
+from headrace_engine.attention.base import AttentionMetadata, LayerCache, LayerParams
+from headrace_engine.attention.reference import ReferenceBackend
+from headrace_engine.engine import Engine
+from headrace_engine.model.base import ForwardBatch
+from headrace_engine.model.cuda_graphs import GraphedModel, Ladder, Run, StaticBatch, with_graphs
+from headrace_engine.runner import ModelRunner
+from headrace_engine.settings import EngineSettings
+from headrace_testing.engines import engine_config, greedy, make_runner, request, run
+
+
+class PaddedReference(ReferenceBackend):
+    """The reference, which skips padding as backends must whose steps are recorded."""
+
+    skips_padding = True
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        params: LayerParams,
+    ) -> torch.Tensor:
+        kept = int((metadata.slots >= 0).sum())
+        tokens = int(metadata.query_start[-1])
+        assert metadata.seq_lens[kept:].eq(0).all() or kept == tokens
+        real = AttentionMetadata(
+            metadata.query_start[: kept + 1] if kept < tokens else metadata.query_start,
+            metadata.seq_lens[:kept] if kept < tokens else metadata.seq_lens,
+            metadata.block_tables,
+            metadata.slots[:kept],
+            metadata.num_decodes,
+            metadata.max_query_len,
+            metadata.max_seq_len,
+        )
+        output = torch.zeros_like(query, memory_format=torch.contiguous_format)
+        rows = (query[:kept], key[:kept], value[:kept])
+        output[:kept] = super().forward(*rows, cache, real, params)
+        return output
+
+
+class Replays:
+    """Counts how often each recording is used."""
+
+    def __init__(self) -> None:
+        self.recorded: list[torch.Size] = []
+        self.used: list[int] = []
+
+    def __call__(self, run: Run) -> Run:
+        self.recorded.append(run().shape)
+
+        def replay() -> torch.Tensor:
+            logits = run()
+            self.used.append(len(logits))
+            return logits
+
+        return replay
+
+
+@pytest.fixture
+def runner(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
+    monkeypatch.setattr(attention, "select", lambda *_: PaddedReference())
+    folder: Path = checkpoint("qwen3")
+    return make_runner(folder, num_blocks=128, max_num_seqs=8)
+
+
+def record(runner: ModelRunner, ladder: Ladder) -> Replays:
+    replays = Replays()
+    batch = StaticBatch(ladder.sizes[-1], runner.max_model_len // 4, runner.device)
+    with torch.inference_mode():
+        runner._model = GraphedModel(runner.model, runner._caches, ladder, batch, replays)
+    return replays
+
+
+def test_tokens_are_those_of_steps_that_are_launched(runner: ModelRunner, checkpoint: Any) -> None:
+    """Batches of all sizes up to 7, of which six sizes are padded and one has no recording."""
+    config = engine_config(checkpoint("qwen3"), max_num_seqs=8, enable_prefix_caching=False)
+    work = [request(str(n), range(3, 4 + 3 * n), greedy(3 + 2 * n)) for n in range(7)]
+    expected = run(Engine(config, runner), work)
+    replays = record(runner, Ladder((2, 4, 6), (24, 512)))
+    assert replays.recorded == [(size, 256) for size in (6, 6, 4, 4, 2, 2)]
+    assert run(Engine(config, runner), work) == expected
+    assert set(replays.used) == {2, 4, 6}
+    assert len(replays.used) > 8
+
+
+def test_what_is_no_pure_decode_is_launched(runner: ModelRunner) -> None:
+    replays = record(runner, Ladder((4,), (16,)))
+    folder_config = engine_config(Path("unused"), max_num_seqs=8)
+    run(Engine(folder_config, runner), [request("prompt", range(3, 9), greedy(1))])
+    assert replays.used == []
+    run(Engine(folder_config, runner), [request("long", range(3, 19), greedy(3))])
+    assert replays.used == []
+    run(Engine(folder_config, runner), [request("short", range(3, 9), greedy(3))])
+    assert replays.used == [4, 4]
+
+
+def test_a_smaller_step_leaves_nothing_of_a_larger_one() -> None:
+    batch = StaticBatch(4, 3, torch.device("cpu"))
+    batch.fill(decode(4, width=3), 4)
+    batch.fill(decode(2, width=1), 4)
+    view = batch.view(4, 99)
+    assert view.metadata.slots.tolist() == [100, 101, -1, -1]
+    assert view.metadata.seq_lens.tolist() == [10, 11, 0, 0]
+    assert view.metadata.block_tables[:2, 0].tolist() == [7, 7]
+    assert view.input_ids[:2].tolist() == [0, 1]
+    assert view.logits_rows.tolist() == [0, 1, 2, 3]
+    assert view.metadata.query_start.tolist() == [0, 1, 2, 3, 4]
+    assert view.metadata.max_seq_len == 99
+
+
+def decode(count: int, width: int) -> ForwardBatch:
+    numbers = torch.arange(count)
+    metadata = AttentionMetadata(
+        query_start=torch.arange(count + 1, dtype=torch.int32),
+        seq_lens=(10 + numbers).int(),
+        block_tables=torch.full((count, width), 7, dtype=torch.int32),
+        slots=100 + numbers,
+        num_decodes=count,
+        max_query_len=1,
+        max_seq_len=10 + count,
+    )
+    return ForwardBatch(numbers, numbers, numbers, metadata)
+
+
+@given(st.integers(1, 2000), st.integers(1, 200_000))
+def test_the_ladder_takes_every_batch_and_pads_little(seqs: int, length: int) -> None:
+    ladder = Ladder.up_to(seqs, length)
+    assert list(ladder.sizes) == sorted(set(ladder.sizes)) and ladder.sizes[-1] == seqs
+    assert list(ladder.contexts) == sorted(set(ladder.contexts)) and ladder.contexts[-1] == length
+    assert ladder.size(seqs + 1) is None and ladder.context(length + 1) is None
+    for count in {1, seqs // 3 + 1, seqs}:
+        size = ladder.size(count)
+        assert size is not None and count <= size < max(2 * count, count + 128)
+
+
+def test_nothing_is_recorded_without_a_cuda_device(runner: ModelRunner) -> None:
+    caches = runner._caches
+    config = engine_config(Path("unused"))
+    assert with_graphs(runner.model, runner.attention, caches, config, 512) is runner.model
+    assert EngineSettings(model="m", enforce_eager=True).engine_config().enforce_eager
