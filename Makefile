@@ -28,8 +28,9 @@ system-packages: ## install the Debian packages that tests use (as root): promet
 up: install ## serve the bundled model on http://localhost:8000
 	$(BIN)/headrace up $(ARGS)
 
-test: install ## run all tests
-	$(BIN)/python -m pytest $(ARGS)
+# Files stay whole, as their tests share processes; ARGS="-n 0" runs them in one process.
+test: install ## run all tests, two files at a time
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 images: ## build the images that the cluster tests use: IMAGE_BUILD, IMAGE_LOAD="kind load docker-image"
 	@for tag in dev dev-next; do for target in gateway operator engine; do \
