@@ -18,7 +18,11 @@ MAX_SCORED = 128
 
 
 class Admission:
-    """Starts sequences for one scheduler; counts the prefix-cache tokens of first starts."""
+    """Starts sequences for one scheduler; counts the prefix-cache tokens of first starts.
+
+    With `whole_prompts` each prompt is in one step: one longer than a step's budget has a step of
+    its own.
+    """
 
     def __init__(
         self,
@@ -26,6 +30,8 @@ class Admission:
         pressure: MemoryPressure,
         swapping: Swapping | None,
         watermark: int,
+        *,
+        whole_prompts: bool = False,
     ) -> None:
         self._books = books
         self._kv = books.kv
@@ -33,6 +39,7 @@ class Admission:
         self._pressure = pressure
         self._swapping = swapping
         self._watermark = watermark
+        self._whole_prompts = whole_prompts
         self.prefix_hits = 0
         self.prefix_misses = 0
 
@@ -63,6 +70,8 @@ class Admission:
             matched = self._kv.match_prefix(sequence)
             if self._refuse(sequence, matched):
                 continue
+            if self._whole_prompts and scheduled and len(sequence.token_ids) > budget:
+                break
             if books.group_of(sequence).width > slots:
                 break
             if not self._has_room(sequence, matched, self._watermark):
@@ -129,6 +138,8 @@ class Admission:
         they read any, so one that starts in this step need not compute them again.
         """
         start, known = sequence.computed, len(sequence.token_ids)
+        if self._whole_prompts:
+            budget = max(budget, known - start)
         scored = self._is_scored(sequence)
         if scored:
             budget = min(budget, MAX_SCORED - sum(item.scores for item in scheduled))

@@ -106,7 +106,7 @@ class Engine:
             num_host_blocks=0 if host is None else host.num_blocks,
             bytes_per_block=0 if host is None else host.bytes_per_block,
         )
-        if limits.pooler is not None and limits.pooler.needs_all_tokens:
+        if limits.pooler is not None and not limits.pooler.reuses_prefixes:
             config = replace(config, enable_prefix_caching=False)
         policy = policy or make_policy(config.policy, config.policy_options)
         self._scheduler = Scheduler(config, limits, policy)

@@ -36,10 +36,13 @@ def count_blocks(
 ) -> int:
     """Blocks of all layers together. `profile` runs the largest step the configuration allows.
 
+    Blocks without bytes, of a model that keeps no KV, are as many as the sequences can fill.
     Raises ConfigError where not even one block fits.
     """
     if config.num_blocks is not None:
         blocks = config.num_blocks
+    elif bytes_per_block == 0:
+        blocks = config.max_num_seqs * -(-max_model_len // config.block_size)
     elif config.kv_cache_bytes is not None:
         blocks = config.kv_cache_bytes // bytes_per_block
     else:

@@ -190,9 +190,7 @@ class EngineMetrics:
     # What exporters read
 
     def _snapshot(self) -> "_Snapshot":
-        return _Snapshot(
-            self._stats(), self._input_tokens, self._output_tokens, self._adapters()
-        )
+        return _Snapshot(self._stats(), self._input_tokens, self._output_tokens, self._adapters())
 
     def _observe_all(self, meter: Meter, step_age: Callable[[], float], capacity: int) -> None:
         for metric, read in _GAUGES:

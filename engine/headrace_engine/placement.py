@@ -19,6 +19,7 @@ from .kernels.ops import make_ops
 from .kv_budget import count_blocks
 from .model.base import CausalModel
 from .model.checkpoint import Checkpoint, load_checkpoint
+from .model.encoder_families import encoder_family
 from .model.hidden_states import causal
 from .model.ops import Ops, TorchOps
 from .model.parallel import Shard
@@ -140,7 +141,8 @@ def place_model(config: EngineConfig, shard: Shard | None = None) -> PlacedModel
         torch.set_num_threads(config.threads)
     checkpoint = load_checkpoint(config.model, config.revision)
     pooler_config = _pooler_config(config, checkpoint)
-    checkpoint = checkpoint if pooler_config is None else causal(checkpoint)
+    if pooler_config is not None and not pooler_config.bidirectional:
+        checkpoint = causal(checkpoint)
     device = pick_device(config.device)
     if shard is not None and device.type == "cuda":
         device = torch.device("cuda", shard.rank)
@@ -182,7 +184,24 @@ def _pooler_config(config: EngineConfig, checkpoint: Checkpoint) -> PoolerConfig
     embeds = config.task == "embed"
     if config.task == "auto":
         embeds = is_embedding_model(checkpoint)
-    return read_pooler_config(checkpoint, config.pooler_config) if embeds else None
+    if not embeds:
+        _check_writes(checkpoint)
+        return None
+    found = read_pooler_config(checkpoint, config.pooler_config)
+    if found.bidirectional and config.swap_space:
+        raise ConfigError(
+            f"swap_space is {config.swap_space}, but {checkpoint.architecture} keeps no KV that "
+            "could be swapped: leave it out"
+        )
+    return found
+
+
+def _check_writes(checkpoint: Checkpoint) -> None:
+    if encoder_family(checkpoint) is not None:
+        raise ConfigError(
+            f"{checkpoint.folder}: {checkpoint.architecture} is an encoder, which writes no text: "
+            "set task embed, if it was trained to embed"
+        )
 
 
 def pick_device(name: str) -> torch.device:

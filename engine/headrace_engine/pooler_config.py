@@ -2,7 +2,7 @@
 
 Read from what sentence-transformers saves beside a checkpoint (modules.json and the Pooling
 module's config.json); without those it is the last token, normalised, as decoders that were
-trained to embed do it. Computes nothing.
+trained to embed do it; of an encoder the first, its CLS. Computes nothing.
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ from typing import Any
 
 from .errors import ConfigError, RequestError
 from .model.checkpoint import Checkpoint, read_json, read_json_list
+from .model.encoder_families import encoder_family
 
 MODULES_FILE = "modules.json"
 _OVERRIDES = frozenset({"pooling_type", "normalize", "matryoshka_dimensions"})
@@ -39,17 +40,24 @@ _MODULES = frozenset({"Transformer", "Pooling", "Normalize"})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolerConfig:
     """How vectors of `size` numbers are made. `matryoshka_dimensions` are the shorter lengths that
-    may be asked for; None: any, for a model trained so; empty: none."""
+    may be asked for; None: any, for a model trained so; empty: none. A `bidirectional` model's
+    tokens attend to all others of their prompt, which must therefore be computed in one step."""
 
     size: int
     pooling_type: PoolingType = PoolingType.LAST
     normalize: bool = True
     matryoshka_dimensions: frozenset[int] | None = frozenset()
+    bidirectional: bool = False
 
     @property
     def needs_all_tokens(self) -> bool:
-        """Whether tokens found in a prefix cache would be missing."""
+        """Whether the hidden states of a prompt's last token are not enough."""
         return self.pooling_type is not PoolingType.LAST
+
+    @property
+    def reuses_prefixes(self) -> bool:
+        """Whether tokens may come from a prefix cache instead of being computed."""
+        return not (self.bidirectional or self.needs_all_tokens)
 
     def check(self, dimensions: int | None) -> None:
         """Raises RequestError for a length that the model does not give."""
@@ -79,15 +87,15 @@ def is_embedding_model(checkpoint: Checkpoint) -> bool:
 def read_pooler_config(checkpoint: Checkpoint, overrides: Mapping[str, object]) -> PoolerConfig:
     """Of a checkpoint, with what the setting `pooler_config` says instead. Raises ConfigError."""
     config = checkpoint.config
-    if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
-        raise ConfigError(
-            f"{checkpoint.folder / 'config.json'}: the model attends in both directions, which is "
-            "not supported; use an embedding model that is a causal decoder"
-        )
-    size = config.get("hidden_size")
+    encoder = encoder_family(checkpoint)
+    if encoder is None:
+        _check_causal(checkpoint)
+    field = "hidden_size" if encoder is None else encoder.size_field
+    size = config.get(field)
     if type(size) is not int or size < 1:
-        raise ConfigError(f"{checkpoint.folder / 'config.json'}: hidden_size must be a number")
-    pooling, normalize = _from_modules(checkpoint.folder)
+        raise ConfigError(f"{checkpoint.folder / 'config.json'}: {field} must be a number")
+    default = PoolingType.LAST if encoder is None else PoolingType.CLS
+    pooling, normalize = _from_modules(checkpoint.folder, default)
     listed: Any = config.get("matryoshka_dimensions")
     if listed is None and config.get("is_matryoshka"):
         listed = "any"
@@ -96,7 +104,17 @@ def read_pooler_config(checkpoint: Checkpoint, overrides: Mapping[str, object]) 
         pooling_type=_pooling_type(overrides.get("pooling_type", pooling)),
         normalize=_flag(overrides.get("normalize", normalize)),
         matryoshka_dimensions=_dimensions(overrides.get("matryoshka_dimensions", listed), size),
+        bidirectional=encoder is not None,
     )
+
+
+def _check_causal(checkpoint: Checkpoint) -> None:
+    config = checkpoint.config
+    if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
+        raise ConfigError(
+            f"{checkpoint.folder / 'config.json'}: the decoder attends in both directions, which "
+            "is not supported; use an encoder or a causal decoder"
+        )
 
 
 def check_overrides(overrides: Mapping[str, object]) -> None:
@@ -137,10 +155,10 @@ def _dimensions(value: object, size: int) -> frozenset[int] | None:
     return frozenset(value)
 
 
-def _from_modules(folder: Path) -> tuple[PoolingType, bool]:
+def _from_modules(folder: Path, default: PoolingType) -> tuple[PoolingType, bool]:
     path = folder / MODULES_FILE
     if not path.is_file():
-        return PoolingType.LAST, True
+        return default, True
     kinds = [(str(item.get("type", "")).rpartition(".")[2], item) for item in read_json_list(path)]
     for kind, _ in kinds:
         if kind not in _MODULES:
@@ -149,7 +167,7 @@ def _from_modules(folder: Path) -> tuple[PoolingType, bool]:
                 f"{', '.join(sorted(_MODULES))}"
             )
     found = [item for kind, item in kinds if kind == "Pooling"]
-    pooling = _read_mode(folder / str(found[0].get("path", ""))) if found else PoolingType.LAST
+    pooling = _read_mode(folder / str(found[0].get("path", ""))) if found else default
     return pooling, any(kind == "Normalize" for kind, _ in kinds)
 
 

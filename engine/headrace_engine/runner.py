@@ -189,9 +189,10 @@ class ModelRunner:
         if length < self.block_size:
             step = ScheduledSequence(sequence, length, 1, samples=True)
             self.execute(StepPlan((step,), (), 1))
-        self._model = with_graphs(
-            self._model, self._attention, self._caches, self._config, self.max_model_len
-        )
+        if self._caches:  # an encoder has none, and decodes nothing
+            self._model = with_graphs(
+                self._model, self._attention, self._caches, self._config, self.max_model_len
+            )
         if self._draft is not None:
             plan = _dummy_plan(1, 1, self.block_size, num_blocks=1)
             self._draft.execute(plan, (SampleRow(plan.scheduled[0].sequence),))

@@ -61,7 +61,13 @@ class Scheduler:
         self._costs = PhaseCosts()
         self._swapping = None if host is None else Swapping(self._books, host, self._costs)
         self._pressure = MemoryPressure(self._books, self._swapping, self._watermark)
-        self._admission = Admission(self._books, self._pressure, self._swapping, self._watermark)
+        self._admission = Admission(
+            self._books,
+            self._pressure,
+            self._swapping,
+            self._watermark,
+            whole_prompts=limits.pooler is not None and limits.pooler.bidirectional,
+        )
         self._held = HeldRequests(self._books, limits)
         self._pacing = Pacing(config.itl_target, self._costs)
         self._drafting = Drafting(self._kv, self._watermark)

@@ -1,4 +1,4 @@
-"""Clients' libraries take a tour of real processes: a model that writes and one that embeds.
+"""Clients' libraries take a tour of real processes: a model that writes and two that embed.
 
 The numbers of the latter are transformers', also where an engine dies on the way.
 """
@@ -21,12 +21,15 @@ import transformers
 
 from headrace_common import demo_model
 from headrace_testing.checkpoints import make_config, make_tokenizer
+from headrace_testing.embedders import POSITIONS, hidden_states, normalized
+from headrace_testing.embedders import save_embedder as save_encoder
 from headrace_testing.processes import Starter, until
 from headrace_testing.stack import Stack
 from headrace_testing.tool_templates import CHATML_WITH_TOOLS
 from headrace_testing.tours import shared
 from headrace_testing.tours.shared import EMBEDDER
 
+ENCODER = "encoder"
 # Long and all different, so that an engine works on them for a while.
 INPUTS = [[3 + (7 * i + (1 + i // 200) * j) % 200 for j in range(450)] for i in range(600)]
 
@@ -46,10 +49,15 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_encoder(tmp_path_factory.mktemp("encoder"), "xlm-roberta", "mean_tokens")
+
+
+@pytest.fixture(scope="module")
 def stack(
-    embedder: Path, tmp_path_factory: pytest.TempPathFactory, start: Starter
+    embedder: Path, encoder: Path, tmp_path_factory: pytest.TempPathFactory, start: Starter
 ) -> Iterator[Stack]:
-    """A gateway with an engine for each of both models; it finds the second one in the queue."""
+    """A gateway with an engine for each of the models; it finds all but the first in the queue."""
     folder = tmp_path_factory.mktemp("tours")
     template = folder / "template.jinja"
     template.write_text(CHATML_WITH_TOOLS)
@@ -57,9 +65,10 @@ def stack(
     try:
         stack.add_engine()
         stack.add_engine(*flags_of(embedder))
+        stack.add_engine("--model", str(encoder), "--served-model-name", ENCODER)
         gateway = stack.add_gateway("--chat-template", str(template))
         stack.await_engines(1)
-        until(lambda: EMBEDDER in _models(gateway.url), "both models")
+        until(lambda: {EMBEDDER, ENCODER} <= _models(gateway.url), "all models")
         yield stack
     finally:
         stack.close()
@@ -112,6 +121,23 @@ def test_text_from_a_model_that_embeds_is_refused(url: str) -> None:
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, "request_invalid")
     assert "use /v1/embeddings" in error["message"]
+
+
+def test_an_encoder_embeds_what_it_has_positions_for(url: str, encoder: Path) -> None:
+    prompts = [[7, 8, 9], [5] * POSITIONS]
+
+    def ask(inputs: list[list[int]]) -> httpx.Response:
+        body = {"model": ENCODER, "input": inputs}
+        return httpx.post(f"{url}/v1/embeddings", json=body, timeout=60)
+
+    for prompt, item in zip(prompts, ask(prompts).json()["data"], strict=True):
+        wanted = normalized(hidden_states(encoder, prompt).mean(dim=0))
+        np.testing.assert_allclose(item["embedding"], wanted, atol=1e-5)
+    refused = ask([[7], [5] * (POSITIONS + 1)])
+    assert (refused.status_code, refused.json()["error"]["code"]) == (
+        400,
+        "context_length_exceeded",
+    )
 
 
 def test_vectors_are_those_of_transformers_though_an_engine_dies(

@@ -1,26 +1,27 @@
 """Embeddings of tiny checkpoints against transformers' own hidden states."""
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
-import torch
-import transformers
 
 from headrace_common.pooling import PoolingParams
 from headrace_common.sampling import SamplingParams
 from headrace_engine.engine import Engine
 from headrace_engine.errors import CheckpointError, ConfigError, RequestError
 from headrace_engine.llm import LLM
-from headrace_engine.request import EngineRequest
-from headrace_testing.checkpoints import VOCAB, make_config, make_tokenizer, save_checkpoint
+from headrace_testing.checkpoints import VOCAB, save_checkpoint
+from headrace_testing.embedders import (
+    embed,
+    embedding_request,
+    hidden_states,
+    normalized,
+    save_embedder,
+    write_modules,
+)
 from headrace_testing.engines import cpu_backends, engine_config, make_runner, request
 
-Vector = npt.NDArray[np.float32]
 PROMPTS = [[5, 9, 4, 77, 31], list(range(3, 90)), [200] * 17, [8]]
 
 
@@ -28,71 +29,6 @@ PROMPTS = [[5, 9, 4, 77, 31], list(range(3, 90)), [200] * 17, [8]]
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As Qwen3-Embedding is saved: a bare model with modules.json."""
     return save_embedder(tmp_path_factory.mktemp("qwen3"), "qwen3", "lasttoken")
-
-
-def save_embedder(folder: Path, shape: str, mode: str | None, **changes: Any) -> Path:
-    """A bare model, without a head, as sentence-transformers saves it; plain without a mode."""
-    torch.manual_seed(3)
-    build: Any = transformers.AutoModel
-    build.from_config(make_config(shape, **changes), dtype=torch.float32).save_pretrained(folder)
-    make_tokenizer().save(str(folder / "tokenizer.json"))
-    if mode is not None:
-        write_modules(folder, ("Transformer", "Pooling", "Normalize"))
-        (folder / "1_Pooling").mkdir()
-        (folder / "1_Pooling" / "config.json").write_text(
-            json.dumps({f"pooling_mode_{mode}": True})
-        )
-    return folder
-
-
-def write_modules(folder: Path, names: Sequence[str]) -> None:
-    paths = {"Pooling": "1_Pooling"}
-    modules = [
-        {"idx": i, "name": str(i), "path": paths.get(name, ""), "type": f"st.models.{name}"}
-        for i, name in enumerate(names)
-    ]
-    (folder / "modules.json").write_text(json.dumps(modules))
-
-
-def hidden_states(folder: Path, prompt: Sequence[int]) -> torch.Tensor:
-    load: Any = transformers.AutoModel.from_pretrained
-    model = load(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    with torch.inference_mode():
-        states: torch.Tensor = model(torch.tensor([prompt])).last_hidden_state[0]
-    return states
-
-
-def normalized(vector: torch.Tensor) -> Vector:
-    found: Vector = torch.nn.functional.normalize(vector, dim=0).numpy()
-    return found
-
-
-def embedding_request(
-    name: str, prompt: Sequence[int], dimensions: int | None = None
-) -> EngineRequest:
-    return EngineRequest(
-        request_id=name,
-        prompt_token_ids=tuple(prompt),
-        params=SamplingParams(max_tokens=1),
-        seed=0,
-        pooling=PoolingParams(dimensions=dimensions),
-    )
-
-
-def embed(
-    folder: Path, prompts: Sequence[Sequence[int]], dimensions: int | None = None, **options: Any
-) -> list[Vector]:
-    config = engine_config(folder, **options)
-    engine = Engine(config, make_runner(folder, **options))
-    for index, prompt in enumerate(prompts):
-        engine.add_request(embedding_request(str(index), prompt, dimensions))
-    found: dict[str, Vector] = {}
-    while engine.has_work:
-        for output in engine.step():
-            assert output.embedding is not None and output.finish_reason == "stop"
-            found[output.request_id] = np.frombuffer(output.embedding, dtype="<f4")
-    assert engine.stats().blocks_used == 0
-    return [found[str(index)] for index in range(len(prompts))]
 
 
 @pytest.mark.parametrize("backend", cpu_backends())

@@ -13,6 +13,7 @@ from ..errors import ConfigError
 from .architectures import ARCHITECTURES
 from .base import CausalModel
 from .checkpoint import Checkpoint
+from .encoder_families import encoder_family
 from .ops import Ops
 from .parallel import Shard
 
@@ -56,6 +57,7 @@ NATIVE: dict[str, tuple[str, str]] = dict.fromkeys(
     ARCHITECTURES, ("headrace_engine.model.native", "load")
 )
 TRANSFORMERS = ("headrace_engine.model.transformers_model", "load")
+ENCODER = ("headrace_engine.model.transformers_encoder", "load")
 
 
 def load_model(config: EngineConfig, checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
@@ -75,7 +77,8 @@ def load_model(config: EngineConfig, checkpoint: Checkpoint, placement: Placemen
             "Use auto or transformers"
         )
     if wanted == "transformers" or name not in NATIVE:
-        return _loader(TRANSFORMERS)(checkpoint, placement)
+        encodes = placement.hidden_states and encoder_family(checkpoint) is not None
+        return _loader(ENCODER if encodes else TRANSFORMERS)(checkpoint, placement)
     try:
         return _loader(NATIVE[name])(checkpoint, placement)
     except ConfigError as error:

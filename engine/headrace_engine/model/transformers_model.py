@@ -10,6 +10,7 @@ than the interface carries (position biases, chunked or recurrent layers, sinks)
 import inspect
 import logging
 from collections import Counter
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Any
@@ -127,6 +128,24 @@ class TransformersModel:
 
 def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     """Raises ConfigError for a model that cannot be served exactly, and says why."""
+    check_quantization(checkpoint, placement)
+    config = _read_config(checkpoint)
+    length = _context(checkpoint, config, placement.positions)
+    attention = PagedAttention(placement.attention)
+    model = _read_model(checkpoint, placement, config, _register(attention))
+    try:
+        lock_rope(model, length)
+    except ConfigError as error:
+        raise refuse(checkpoint, str(error)) from error
+    probe = _probe(checkpoint, model, attention, placement)
+    shapes = tuple(probe.shapes.values())
+    pack(model, placement)
+    served = TransformersModel(model, attention, shapes, placement.hidden_states)
+    return LoadedModel(served, length, probe.sliding_window)
+
+
+def check_quantization(checkpoint: Checkpoint, placement: Placement) -> None:
+    """Raises ConfigError for weights in a form that transformers' models are not computed with."""
     if placement.quantization == "int8" and not computes_natively(placement.ops, placement.dtype):
         raise ConfigError(NO_INT8)
     if placement.quantization not in ("none", "int8"):
@@ -139,26 +158,13 @@ def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
             f"{checkpoint.folder}: {checkpoint.architecture} is served through transformers, which "
             "takes whole weights only: use a checkpoint without quantization_config"
         )
-    config = _read_config(checkpoint)
-    length = _context(checkpoint, config, placement.positions)
-    attention = PagedAttention(placement.attention)
-    model = _read_model(checkpoint, placement, config, _register(attention))
-    try:
-        lock_rope(model, length)
-    except ConfigError as error:
-        raise _refuse(checkpoint, str(error)) from error
-    probe = _probe(checkpoint, model, attention, placement)
-    shapes = tuple(probe.shapes.values())
-    _pack(model, placement)
-    served = TransformersModel(model, attention, shapes, placement.hidden_states)
-    return LoadedModel(served, length, probe.sliding_window)
 
 
 def _context(checkpoint: Checkpoint, config: Any, wanted: int | None) -> int:
     trained = getattr(config, "max_position_embeddings", None)
     if not isinstance(trained, int):
         if wanted is None:
-            raise _refuse(
+            raise refuse(
                 checkpoint, "config.json has no max_position_embeddings: set max_model_len"
             )
         return wanted
@@ -166,20 +172,24 @@ def _context(checkpoint: Checkpoint, config: Any, wanted: int | None) -> int:
     return pick_context(wanted, trained, str(rope.get("rope_type")), rope)
 
 
-def _read_config(checkpoint: Checkpoint) -> Any:
+def auto_config(checkpoint: Checkpoint) -> Any:
+    """config.json as transformers reads it. Raises ConfigError."""
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
+        return AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
     except (ValueError, OSError, KeyError, TypeError) as error:
         raise ConfigError(f"{checkpoint.folder / 'config.json'}: {error}") from error
-    config = config.get_text_config(decoder=True)
+
+
+def _read_config(checkpoint: Checkpoint) -> Any:
+    config = auto_config(checkpoint).get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
-        raise _refuse(checkpoint, "it is an encoder-decoder")
+        raise refuse(checkpoint, "it is an encoder-decoder")
     kinds = set(getattr(config, "layer_types", None) or ())
     if not kinds <= LAYER_KINDS:
         others = ", ".join(sorted(map(str, kinds - LAYER_KINDS)))
-        raise _refuse(checkpoint, f"layer_types has {others}")
+        raise refuse(checkpoint, f"layer_types has {others}")
     return config
 
 
@@ -191,33 +201,56 @@ def _read_model(checkpoint: Checkpoint, placement: Placement, config: Any, name:
     scan(checkpoint.folder)  # safetensors only, with our messages
     kinds: Any = AutoModelForCausalLM._model_mapping
     if type(config) not in kinds:
-        raise _refuse(
+        raise refuse(
             checkpoint, f"transformers has no causal language model for {config.model_type}"
         )
     kind = kinds[type(config)]
     if not (kind._supports_attention_backend and kind._can_set_attn_implementation()):
-        raise _refuse(checkpoint, "its code in transformers does not use the attention interface")
+        raise refuse(checkpoint, "its code in transformers does not use the attention interface")
+    model, report = from_pretrained(kind, checkpoint, placement, config, name)
+    unneeded = _head_keys(model) if placement.hidden_states else set()
+    check_missing(checkpoint, report, unneeded.__contains__)
+    return model.to(placement.device).eval()
+
+
+def from_pretrained(
+    kind: Any,
+    checkpoint: Checkpoint,
+    placement: Placement,
+    config: Any,
+    attention: str | None = None,
+) -> tuple[Any, Mapping[str, Any]]:
+    """A model of a class of transformers, and what its loading has to say.
+
+    `attention` None lets the library choose. Raises CheckpointError.
+    """
     try:
         model, report = kind.from_pretrained(
             checkpoint.folder,
             config=config,
             dtype=placement.dtype,
-            attn_implementation=name,
+            attn_implementation=attention,
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below, by name
+            ignore_mismatched_sizes=True,  # `check_missing` reports them by name
         )
     except (ValueError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{checkpoint.folder}: {error}") from error
+    return model, report
+
+
+def check_missing(
+    checkpoint: Checkpoint, report: Mapping[str, Any], unneeded: Callable[[str], bool]
+) -> None:
+    """Raises CheckpointError for weights that do not fit, or are missing and needed."""
     for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
         found = set(map(str, report.get(problem) or ()))
-        if placement.hidden_states and problem == "missing_keys":
-            found -= _head_keys(model)
+        if problem == "missing_keys":
+            found = {name for name in found if not unneeded(name)}
         if found:
             named = ", ".join(sorted(found)[:5])
             raise CheckpointError(f"{checkpoint.folder}: {problem.replace('_', ' ')}: {named}")
-    return model.to(placement.device).eval()
 
 
 def _head_keys(model: Any) -> set[str]:
@@ -226,7 +259,7 @@ def _head_keys(model: Any) -> set[str]:
     return {name for name, _ in model.named_parameters() if not name.startswith(bare)}
 
 
-def _pack(model: torch.nn.Module, placement: Placement) -> None:
+def pack(model: torch.nn.Module, placement: Placement) -> None:
     """Lays the weights of linear layers out for the machine, but not those that are shared."""
     executor = placement.ops.executor if isinstance(placement.ops, NativeOps) else None
     quantize = placement.quantization == "int8"
@@ -266,7 +299,7 @@ def _probe(
     tolerance = PROBE_TOLERANCE[placement.dtype] * float(eager.float().abs().max().clamp_min(1e-6))
     distance = float((ours.float() - eager.float()).abs().max())
     if not distance <= tolerance:
-        raise _refuse(
+        raise refuse(
             checkpoint,
             f"its logits with paged attention differ from transformers' by {distance:.2g}: its "
             "attention needs something that the attention interface does not pass on",
@@ -277,9 +310,9 @@ def _probe(
 
 def _check_probe(checkpoint: Checkpoint, config: Any, probe: Probe) -> None:
     if probe.problem is not None:
-        raise _refuse(checkpoint, probe.problem)
+        raise refuse(checkpoint, probe.problem)
     if len(probe.shapes) != config.num_hidden_layers:
-        raise _refuse(
+        raise refuse(
             checkpoint,
             f"{len(probe.shapes)} of its {config.num_hidden_layers} layers use attention",
         )
@@ -289,10 +322,11 @@ def _check_probe(checkpoint: Checkpoint, config: Any, probe: Probe) -> None:
         kinds = ["sliding_attention" if window is not None else "full_attention"]
     slides = "sliding_attention" in kinds and window is not None
     if slides and not any(probe.windows):
-        raise _refuse(checkpoint, "its sliding window is not passed to the attention interface")
+        raise refuse(checkpoint, "its sliding window is not passed to the attention interface")
 
 
-def _refuse(checkpoint: Checkpoint, reason: str) -> ConfigError:
+def refuse(checkpoint: Checkpoint, reason: str) -> ConfigError:
+    """The error that says why."""
     return ConfigError(f"{checkpoint.folder}: {checkpoint.architecture} cannot be served: {reason}")
 
 
