@@ -9,7 +9,7 @@ import re
 import socket
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx
@@ -180,12 +180,13 @@ def test_a_crowd_that_opens_and_leaves_at_once_holds_nothing(
     single: SingleStack, redis: Redis
 ) -> None:
     async def visit(number: int) -> None:
-        """Leaves before the answer, at its beginning, or after its first event."""
+        """Leaves before the answer, at its beginning, or after its first event, if it gets one."""
         reader, writer = await asyncio.open_connection("127.0.0.1", single.gateway.port)
         writer.write(request(n=1 + number % 2, max_tokens=LONG // 6))
         await writer.drain()
         if number % 4:
-            await reader.readuntil(b"\r\n\r\n" if number % 4 < 3 else b"data: ")
+            with suppress(asyncio.IncompleteReadError):  # refused on a machine this busy
+                await reader.readuntil(b"\r\n\r\n" if number % 4 < 3 else b"data: ")
         if number % 3:
             writer.transport.abort()
         writer.close()

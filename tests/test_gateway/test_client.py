@@ -4,6 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -283,16 +284,20 @@ async def test_a_silent_engine_is_not_asked_about_all_the_time(
     await client.close()
 
 
-async def test_signs_of_life_keep_a_request_with_a_slow_engine(
-    client: GenerationClient, memory: InMemory
-) -> None:
-    await client.submit(make_request())
+async def test_signs_of_life_keep_a_request_with_a_slow_engine(memory: InMemory) -> None:
+    config = replace(CONFIG, silence=2.0)
+    client = GenerationClient(memory.gateway(), QueueLimits(), config=config)
+    await client.start()
+    generation = await client.submit(make_request())
     slow, other = memory.engine("e1"), memory.engine("e2")
     await leased(slow)
-    for _ in range(12):  # six times the silence that would cost it the request
+    end = asyncio.get_running_loop().time() + 1.5 * config.silence
+    while asyncio.get_running_loop().time() < end:
         await slow.publish({"g": []})
-        await asyncio.sleep(CONFIG.silence / 2)
+        await asyncio.sleep(0.05)  # far less than the silence that would cost it the request
         assert await other.reap(1) == []
+    await generation.cancel()
+    await client.close()
 
 
 async def test_a_lost_request_is_queued_again(client: GenerationClient, memory: InMemory) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 200.0
 
 
 class Running(Protocol):
