@@ -15,6 +15,10 @@ LoadFormat = Literal["auto", "dummy"]
 
 _NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
 _NO_MODULES: Mapping[str, str] = MappingProxyType({})
+_COUNTS = (
+    *("block_size", "max_num_seqs", "max_num_batched_tokens"),
+    *("tensor_parallel_size", "max_loras", "max_lora_rank"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +84,7 @@ class EngineConfig:
     async_scheduling: bool | None = None
 
     def __post_init__(self) -> None:
-        counts = ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size")
-        for name in counts:
+        for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not self.itl_target > 0.0:
@@ -106,9 +109,6 @@ class EngineConfig:
                 )
 
     def _check_lora(self) -> None:
-        for name in ("max_loras", "max_lora_rank"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ConfigError(
                 f"max_cpu_loras must be at least max_loras ({self.max_loras}), not "

@@ -11,64 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_engine import attention
-from headrace_engine.attention.base import AttentionMetadata, LayerCache, LayerParams
-from headrace_engine.attention.reference import ReferenceBackend
+from headrace_engine.attention.base import AttentionMetadata
 from headrace_engine.engine import Engine
 from headrace_engine.model.base import ForwardBatch
-from headrace_engine.model.cuda_graphs import GraphedModel, Ladder, Run, StaticBatch, with_graphs
+from headrace_engine.model.cuda_graphs import GraphedModel, Ladder, StaticBatch, with_graphs
 from headrace_engine.runner import ModelRunner
 from headrace_engine.settings import EngineSettings
 from headrace_testing.engines import engine_config, greedy, make_runner, request, run
-
-
-class PaddedReference(ReferenceBackend):
-    """The reference, which skips padding as backends must whose steps are recorded."""
-
-    skips_padding = True
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-        params: LayerParams,
-    ) -> torch.Tensor:
-        kept = int((metadata.slots >= 0).sum())
-        tokens = int(metadata.query_start[-1])
-        assert metadata.seq_lens[kept:].eq(0).all() or kept == tokens
-        real = AttentionMetadata(
-            metadata.query_start[: kept + 1] if kept < tokens else metadata.query_start,
-            metadata.seq_lens[:kept] if kept < tokens else metadata.seq_lens,
-            metadata.block_tables,
-            metadata.slots[:kept],
-            metadata.num_decodes,
-            metadata.max_query_len,
-            metadata.max_seq_len,
-        )
-        output = torch.zeros_like(query, memory_format=torch.contiguous_format)
-        rows = (query[:kept], key[:kept], value[:kept])
-        output[:kept] = super().forward(*rows, cache, real, params)
-        return output
-
-
-class Replays:
-    """Counts how often each recording is used."""
-
-    def __init__(self) -> None:
-        self.recorded: list[torch.Size] = []
-        self.used: list[int] = []
-
-    def __call__(self, run: Run) -> Run:
-        self.recorded.append(run().shape)
-
-        def replay() -> torch.Tensor:
-            logits = run()
-            self.used.append(len(logits))
-            return logits
-
-        return replay
+from headrace_testing.recorded_steps import PaddedReference, Replays
 
 
 @pytest.fixture

@@ -6,14 +6,13 @@ from dataclasses import replace
 from headrace_common.messages import Tokens
 from headrace_common.protocol.base import QueueLimits
 from headrace_common.sampling import SamplingParams
-from headrace_common.telemetry import disabled
 from headrace_engine.engine import Engine
 from headrace_engine.request import EngineRequest
-from headrace_engine.worker import Worker, WorkerConfig
-from headrace_testing.backends import MODEL, InMemory, make_request
+from headrace_testing.backends import InMemory, make_request
 from headrace_testing.engine import make_config
 from headrace_testing.fake_runner import FakeRunner
 from headrace_testing.waiting import eventually
+from headrace_testing.workers import make_worker
 
 BEAMS = SamplingParams(n=2, best_of=3, use_beam_search=True, max_tokens=6, seed=1)
 BEST = SamplingParams(n=2, best_of=3, max_tokens=6, seed=1)
@@ -24,14 +23,7 @@ async def replies_to(params: SamplingParams, runner: FakeRunner) -> list[Tokens]
     backend = InMemory()
     gateway = backend.gateway()
     engine = Engine(make_config(), runner)
-    config = WorkerConfig(
-        model=MODEL,
-        max_model_len=engine.max_model_len,
-        max_num_seqs=8,
-        block_size=runner.block_size,
-        version="test",
-    )
-    worker = Worker(config, backend.engine(), engine, disabled())
+    worker = make_worker(engine, backend.engine(), runner.block_size)
     told: list[Tokens] = []
 
     async def listen() -> None:

@@ -16,7 +16,6 @@ from headrace_common.errors import FailureCode
 from headrace_common.messages import Failed, Reply, Tokens
 from headrace_common.process import read_settings
 from headrace_common.protocol.base import GatewayQueue, QueueLimits
-from headrace_common.telemetry import disabled
 from headrace_engine.__main__ import _load
 from headrace_engine.engine import Engine
 from headrace_engine.errors import ConfigError
@@ -26,11 +25,11 @@ from headrace_engine.policies.deadline import Deadline
 from headrace_engine.policies.fcfs import Fcfs
 from headrace_engine.policies.priority import Priority
 from headrace_engine.settings import EngineSettings
-from headrace_engine.worker import Worker, WorkerConfig
 from headrace_testing.backends import MODEL, InMemory, make_request
 from headrace_testing.engine import make_config
 from headrace_testing.fake_runner import FakeRunner
 from headrace_testing.waiting import eventually
+from headrace_testing.workers import make_worker
 
 
 class GatedRunner(FakeRunner):
@@ -55,15 +54,13 @@ class Service:
         self.gateway: GatewayQueue = self.backend.gateway()
         self.runner = GatedRunner()
         self.engine = engine = Engine(make_config(max_num_seqs=1), self.runner, policy)
-        config = WorkerConfig(
-            model=MODEL,
-            max_model_len=engine.max_model_len,
+        self.worker = make_worker(
+            engine,
+            self.backend.engine(),
+            self.runner.block_size,
             max_num_seqs=1,
-            block_size=self.runner.block_size,
             lookahead=lookahead,
-            version="test",
         )
-        self.worker = Worker(config, self.backend.engine(), engine, disabled())
         self.replies: list[Reply] = []
 
     async def listen(self) -> None:

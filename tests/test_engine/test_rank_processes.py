@@ -12,21 +12,21 @@ from threading import Thread, Timer
 
 import pytest
 
-from headrace_common.telemetry import disabled
 from headrace_engine.distributed.fate import Fate
 from headrace_engine.distributed.peers import Peers
 from headrace_engine.distributed.process import RankProcess
 from headrace_engine.engine import Engine
 from headrace_engine.errors import RankFailed
 from headrace_engine.runner import ModelRunner
-from headrace_engine.worker import Worker, WorkerConfig, WorkerFailed
-from headrace_testing.backends import MODEL, InMemory
+from headrace_engine.worker import WorkerFailed
+from headrace_testing.backends import InMemory
 from headrace_testing.checkpoints import GreedyPath, Reference
 from headrace_testing.engine import make_config
 from headrace_testing.engines import engine_config, greedy, request, run
 from headrace_testing.fake_runner import FakeRunner
 from headrace_testing.pids import alive
 from headrace_testing.processes import until
+from headrace_testing.workers import make_worker
 
 LENGTH = 8
 LIMIT_S = 120.0
@@ -95,14 +95,7 @@ def test_no_rank_outlives_the_first_one() -> None:
 async def test_an_idle_engine_ends_with_its_rank() -> None:
     backend, runner = InMemory(), FakeRunner()
     engine = Engine(make_config(), runner)
-    config = WorkerConfig(
-        model=MODEL,
-        max_model_len=engine.max_model_len,
-        max_num_seqs=8,
-        block_size=runner.block_size,
-        version="test",
-    )
-    worker = Worker(config, backend.engine(), engine, disabled())
+    worker = make_worker(engine, backend.engine(), runner.block_size)
     fate = Fate(abort=lambda: None)
     fate.watch(worker.fail)
     Thread(target=fate.ended, args=(1, "was killed by signal 9")).start()

@@ -7,28 +7,26 @@ GPUs and NCCL, which need more than one device.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import pytest
-import torch
 
 from headrace_common.pooling import PoolingParams
 from headrace_common.sampling import SamplingParams
 from headrace_engine import attention
-from headrace_engine.attention.base import AttentionMetadata, LayerCache, LayerParams
-from headrace_engine.attention.reference import ReferenceBackend
 from headrace_engine.distributed.process import OnEnd
 from headrace_engine.engine import Engine
 from headrace_engine.errors import ConfigError
 from headrace_engine.llm_embeddings import embed as embed_prompts
 from headrace_engine.model import cuda_graphs
-from headrace_engine.model.cuda_graphs import Ladder, Run
+from headrace_engine.model.cuda_graphs import Ladder
 from headrace_engine.runner import ModelRunner
 from headrace_engine.speculation.config import SpeculativeConfig
 from headrace_testing.checkpoints import Reference, save_checkpoint
 from headrace_testing.engines import Output, engine_config, greedy, request, run
 from headrace_testing.quantized import Format, awq, gptq, save_quantized
 from headrace_testing.rank_threads import RankThread
+from headrace_testing.recorded_steps import PaddedReference, Replays
 
 LENGTH = 8
 
@@ -133,47 +131,14 @@ def test_whatever_happens_to_sequences_they_get_the_tokens_of_one_process(
             assert own.logprob == pytest.approx(other.logprob, abs=1e-3)
 
 
-class Unpadded(ReferenceBackend):
-    """The reference, for which a step of padding alone is none: that is what is recorded."""
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-        params: LayerParams,
-    ) -> torch.Tensor:
-        if metadata.slots.lt(0).all():
-            return torch.zeros_like(query)
-        return super().forward(query, key, value, cache, metadata, params)
-
-
-class Replays:
-    """In place of a CUDA graph: the step again."""
-
-    used: ClassVar[list[int]] = []
-
-    def __call__(self, step: Run) -> Run:
-        step()
-
-        def replay() -> torch.Tensor:
-            logits = step()
-            self.used.append(len(logits))
-            return logits
-
-        return replay
-
-
 def test_each_rank_replays_what_it_has_recorded(
     checkpoint: CheckpointMaker, reference: ReferenceMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A recording for each size of batch, so that none is padded; ranks are threads of ours."""
-    monkeypatch.setattr(attention, "select", lambda *_: Unpadded())
+    replays = Replays()
+    monkeypatch.setattr(attention, "select", lambda *_: PaddedReference())
     monkeypatch.setattr(cuda_graphs, "_refusal", lambda *_: None)
-    monkeypatch.setattr(cuda_graphs, "CudaCapture", Replays)
-    monkeypatch.setattr(Replays, "used", [])
+    monkeypatch.setattr(cuda_graphs, "CudaCapture", lambda: replays)
     monkeypatch.setattr(Ladder, "up_to", lambda count, length: Ladder((1, 2, 3), (length,)))
     paths = reference("qwen3").clear_paths(3, LENGTH)
     engine, runner = make_engine(checkpoint("qwen3"), 2, max_num_seqs=3)
@@ -184,7 +149,7 @@ def test_each_rank_replays_what_it_has_recorded(
     )
     close(runner)
     assert [tuple(outputs[str(i), 0].token_ids) for i in range(3)] == [p.output for p in paths]
-    assert len(Replays.used) >= 2 * (LENGTH - 1), "of both ranks"
+    assert len(replays.used) >= 2 * (LENGTH - 1), "of both ranks"
 
 
 def test_a_vocabulary_need_not_divide(tmp_path: Path) -> None:

@@ -1,0 +1,27 @@
+"""The engine's worker over an engine and a queue, with nobody who measures."""
+
+from headrace_common.protocol.base import EngineQueue
+from headrace_common.telemetry import disabled
+from headrace_engine.engine import Engine
+from headrace_engine.worker import Worker, WorkerConfig
+
+from .backends import MODEL
+
+
+def make_worker(
+    engine: Engine,
+    queue: EngineQueue,
+    block_size: int,
+    *,
+    max_num_seqs: int = 8,
+    lookahead: int = 0,
+) -> Worker:
+    config = WorkerConfig(
+        model=MODEL,
+        max_model_len=engine.max_model_len,
+        max_num_seqs=max_num_seqs,
+        block_size=block_size,
+        lookahead=lookahead,
+        version="test",
+    )
+    return Worker(config, queue, engine, disabled())
