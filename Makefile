@@ -6,7 +6,7 @@ IMAGE_BUILD ?= docker build
 IMAGE_LOAD ?= :
 
 .DEFAULT_GOAL := help
-.PHONY: help install system-packages up test images test-cluster check dashboards pictures clean
+.PHONY: help install system-packages up test test-chaos images test-cluster check dashboards pictures clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -31,6 +31,9 @@ up: install ## serve the bundled model on http://localhost:8000
 # Files stay whole, as their tests share processes; ARGS="-n 0" runs them in one process.
 test: install ## run all tests, two files at a time
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-chaos: install ## break gateways, engines and Redis in the ways that take long (some minutes)
+	$(BIN)/python -m pytest tests/test_chaos -m long_fault --durations 0 --durations-min 1 $(ARGS)
 
 images: ## build the images that the cluster tests use: IMAGE_BUILD, IMAGE_LOAD="kind load docker-image"
 	@for tag in dev dev-next; do for target in gateway operator engine; do \

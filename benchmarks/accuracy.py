@@ -1,8 +1,10 @@
-"""What lower precision does to a model's numbers: logits of bfloat16 and int8 against float32.
+"""What lower precision does to a model's numbers: logits of bfloat16, int8 and fp8 against float32.
 
     python benchmarks/accuracy.py [--model headrace-demo] [--tokens 400] [--quantized FOLDER]
 
 `--quantized` adds a checkpoint of the same model that was quantised with GPTQ, AWQ or the like.
+Weights in fp8 are measured as CPUs compute with them, and with activations rounded too, as GPUs
+from Ada on do; the KV cache in fp8 with and without them.
 
 Logit error is relative to the logits' spread, over every position of a random prompt. For the
 bundled model there is also the perplexity of right replies to prompts that it was not trained on.
@@ -15,6 +17,7 @@ import sys
 from collections.abc import Sequence as Rows
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.nn import functional as F
@@ -25,18 +28,31 @@ from headrace_common.sampling import SamplingParams
 from headrace_common.tokenizer import Tokenizer
 from headrace_engine.batch import build
 from headrace_engine.config import EngineConfig
+from headrace_engine.model import linear_maker
 from headrace_engine.model.checkpoint import load_checkpoint
 from headrace_engine.plan import ScheduledSequence, StepPlan
 from headrace_engine.request import EngineRequest, Sequence
 from headrace_engine.runner import ModelRunner
 
 DEMO = "headrace-demo"
+# The backend with which linear layers here are computed as on GPUs; the others pack weights.
+ROUNDED = "reference"
 BLOCK_SIZE, BLOCKS = 16, 64
 PER_KIND, SEED = 20, 0
 PRECISIONS: tuple[dict[str, Any], ...] = (
     {"dtype": "float32"},
     {"dtype": "bfloat16"},
     {"dtype": "bfloat16", "quantization": "int8"},
+    {"dtype": "bfloat16", "quantization": "fp8"},
+    {"dtype": "bfloat16", "quantization": "fp8", "attention_backend": ROUNDED},
+    {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
+    {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e5m2"},
+    {
+        "dtype": "bfloat16",
+        "quantization": "fp8",
+        "attention_backend": ROUNDED,
+        "kv_cache_dtype": "fp8",
+    },
 )
 
 
@@ -47,7 +63,10 @@ class Prober:
         config = EngineConfig(
             model=model, num_blocks=BLOCKS, block_size=BLOCK_SIZE, max_model_len=1024, **precision
         )
-        self.runner = ModelRunner(config)
+        rounded = precision.get("attention_backend") == ROUNDED
+        keeps = rounded and precision.get("quantization") == "fp8"
+        with patch.object(linear_maker, "supports_float8", lambda _: keeps):
+            self.runner = ModelRunner(config)
         self._caches = self.runner._allocate(BLOCKS)
 
     def logits(self, ids: Rows[int]) -> torch.Tensor:
@@ -85,6 +104,16 @@ def perplexity(prober: Prober, texts: Rows[tuple[list[int], int]]) -> float:
     return float(torch.cat(losses).mean().exp())
 
 
+def label(precision: dict[str, Any]) -> str:
+    said = [precision["dtype"]]
+    if "quantization" in precision:
+        rounded = ", activations too" if "attention_backend" in precision else ""
+        said.append(f"{precision['quantization']} weights{rounded}")
+    if "kv_cache_dtype" in precision:
+        said.append(f"{precision['kv_cache_dtype']} KV")
+    return "; ".join(said)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default=DEMO)
@@ -105,9 +134,7 @@ def main() -> None:
         exact = logits if exact is None else exact
         error = float((logits - exact).pow(2).mean().sqrt() / exact.std())
         same = float((logits.argmax(-1) == exact.argmax(-1)).float().mean())
-        line = (
-            f"{' '.join(precision.values()):16} logit error {error:.4f}, same best token {same:.1%}"
-        )
+        line = f"{label(precision):48} logit error {error:.4f}, same best token {same:.1%}"
         print(line + (f", perplexity {perplexity(prober, texts):.4f}" if texts else ""))
 
 

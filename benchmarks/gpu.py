@@ -23,6 +23,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
+SUPPORT = ROOT / "tests" / "support"
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,11 @@ PLANS = (
     Plan("peers", "8b", 130),
     Plan("steps", "1b", 80),
     Plan("deterministic", "8b", 80),
-    Plan("equality", "1b", 70),
+    Plan("equality", "1b", 90),
+    Plan("kernels", "8b", 80),
 )
+# Parts without this project's engine: doing without its graphs changes nothing there.
+NO_ENGINE = ("roofs", "peers", "kernels")
 TINY_LIMIT = 120.0
 FAILED = "ended with"
 # With fewer seconds left a part is not begun.
@@ -74,7 +78,7 @@ def run(plan: Plan, out: Path, tiny: bool, left: float, safe: bool = False) -> s
 
 
 def environment() -> dict[str, str]:
-    folders = [str(ROOT / "engine"), str(ROOT / "common"), str(HERE)]
+    folders = [str(ROOT / "engine"), str(ROOT / "common"), str(HERE), str(SUPPORT)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -94,7 +98,9 @@ def row(result: Mapping[str, Any]) -> str:
     if "value" not in result:
         skipped = ("part", "model", "what")
         return shown + ", ".join(f"{k} {v}" for k, v in result.items() if k not in skipped)
-    shown += f"{result['value']:12.2f} {result['unit']:11}"
+    value = float(result["value"])
+    number = f"{value:12.2e}" if 0.0 < abs(value) < 0.01 else f"{value:12.2f}"
+    shown += f"{number} {result['unit']:11}"
     if "share" in result:
         shown += f"{100 * result['share']:6.1f} % of the roof"
     shown += "  (no graphs, no steps ahead)" if "engine" in result else ""
@@ -103,6 +109,16 @@ def row(result: Mapping[str, Any]) -> str:
         lower = result.get("lower_is_better", False)
         shown += f"  goal {'<=' if lower else '>='} {goal if lower else f'{100 * goal:.0f} %'}"
     return shown
+
+
+def kernels(result: Mapping[str, Any], most: int = 8) -> list[str]:
+    """Where a step's time goes: lines of a table, if the result is of a profile."""
+    steps = result.get("steps", 1)
+    return [
+        f"{'':7}{one['us'] / steps:10.1f} us a step {one['calls'] / steps:8.1f} calls  "
+        f"{one['kernel'][:60]}"
+        for one in result.get("top_kernels", ())[:most]
+    ]
 
 
 def compare(found: list[dict[str, Any]]) -> list[str]:
@@ -128,13 +144,13 @@ def measure(out: Path, tiny: bool, budget: float) -> int:
         name = f"{plan.part} {plan.model}"
         plan = Plan(plan.part, "tiny" if tiny else plan.model, plan.limit)
         problem = run(plan, out, tiny, budget - (time.monotonic() - begun))
-        if problem is not None and problem.startswith(FAILED):
+        if problem is not None and problem.startswith(FAILED) and plan.part not in NO_ENGINE:
             print(f"{name}: {problem}; once more, without graphs and steps ahead", flush=True)
             again = run(plan, out, tiny, budget - (time.monotonic() - begun), safe=True)
             problem = f"{problem}; once more: {again or 'came to its end'}"
         found = results(out)
         for one in found[shown:]:
-            print(row(one), flush=True)
+            print("\n".join([row(one), *kernels(one)]), flush=True)
         shown = len(found)
         if problem is not None:
             problems[name] = problem

@@ -86,10 +86,14 @@ class Bench:
 
     def decoding(self, batch: int, context: int, steps: int) -> None:
         """Brings `batch` sequences to `context` keys, where they will take `steps` more."""
+        # Those that begin first decode while the others' prompts are computed.
+        meanwhile = batch * context // self.config.max_num_batched_tokens
         for _ in range(batch):
-            self.add(self.prompt(context), steps + 2)
+            self.add(self.prompt(context), steps + 2 * meanwhile + 4)
         while self.engine.stats().waiting or self._prefilling():
             self.engine.step()
+        if (running := len(list(self.engine.running()))) != batch:
+            raise RuntimeError(f"{running} sequences decode, not {batch}")
 
     def _prefilling(self) -> bool:
         return any(len(one.token_ids) <= one.prompt_length for one in self.engine.running())

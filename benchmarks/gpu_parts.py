@@ -1,11 +1,12 @@
 """What gpu.py measures, part by part; each runs in a process of its own and reports as it goes."""
 
+import gc
 import json
 import os
 import platform
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,23 @@ import torch
 
 import gpu_peers
 from gpu_engine import Bench, best_seconds, heaviest, idle_gaps
-from gpu_shapes import SHAPES, Roofs, Shape, attention_operations, conversations, predicted_seconds
+from gpu_shapes import (
+    SHAPES,
+    Job,
+    Roofs,
+    Shape,
+    attention_operations,
+    conversations,
+    predicted_seconds,
+)
+from headrace_engine.attention.base import AttentionBackend
+from headrace_engine.attention.reference import ReferenceBackend
+from headrace_testing import model_attention
 
 Report = Callable[..., None]
 BUDGET = 8192
+# Decode steps in a profile.
+PROFILED = 6
 
 
 @dataclass(frozen=True)
@@ -41,6 +55,8 @@ class Sizes:
     longest: int
     peer: Mapping[str, Any]
     engine: Mapping[str, Any]
+    model_shapes: bool = True
+    all_dtypes: tuple[str, ...] = ("Llama 8B",)
 
 
 FULL = Sizes(
@@ -74,6 +90,7 @@ TINY = Sizes(
     longest=16,
     peer={"num_blocks": 8, "max_batch_tokens": 64},
     engine={"num_blocks": 256},
+    model_shapes=False,
 )
 
 
@@ -164,7 +181,7 @@ def measure_decode(
     task: Task, bench: Bench, report: Report, batch: int, context: int, goal: float
 ) -> None:
     steps = task.sizes.steps
-    bench.decoding(batch, context, 3 * steps + 8)
+    bench.decoding(batch, context, steps + PROFILED + 8)
     bench.step_seconds(4)
     seconds = bench.step_seconds(steps)
     middle = context + 4 + steps // 2
@@ -174,13 +191,16 @@ def measure_decode(
         share=floor / seconds, goal=goal, tokens_per_s=batch / seconds,
     )  # fmt: skip
     trace = task.out / f"trace-{task.model}-decode-{batch}.json"
-    events = bench.profile(6, trace)
-    gaps = idle_gaps(events)[:5]
-    report(
-        f"gap between decode steps, batch {batch}", value=gaps[len(gaps) // 2] if gaps else 0.0,
-        unit="us", goal=40.0, lower_is_better=True, top_kernels=heaviest(events),
-        idle_us=sum(idle_gaps(events)),
-    )  # fmt: skip
+    what = f"gap between decode steps, batch {batch}"
+    if events := bench.profile(PROFILED, trace):
+        gaps = idle_gaps(events)[: PROFILED - 1]
+        report(
+            what, value=gaps[len(gaps) // 2] if gaps else 0.0, unit="us", goal=40.0,
+            lower_is_better=True, steps=PROFILED, top_kernels=heaviest(events),
+            idle_us=sum(idle_gaps(events)), events=len(events),
+        )  # fmt: skip
+    else:
+        report(what, problem="the profiler saw nothing on the device")
     bench.abort()
 
 
@@ -259,8 +279,14 @@ def in_order(tokens: Mapping[str, list[int]]) -> list[list[int]]:
 
 
 def measure_equality(task: Task, report: Report) -> None:
-    """Greedy tokens with and without graphs, with and without asynchronous steps."""
+    """Greedy tokens with and without graphs, with and without asynchronous steps. A graph pads its
+    batch, for which cuBLAS may round otherwise: equal they must be in deterministic mode."""
     jobs = conversations(task.sizes.max_num_seqs, task.shape.vocab, min(64, task.sizes.longest))
+    compare_kinds(task, report, jobs, deterministic=True)
+    compare_kinds(task, report, jobs, deterministic=False)
+
+
+def compare_kinds(task: Task, report: Report, jobs: list[Job], deterministic: bool) -> None:
     outputs: list[list[list[int]]] = []
     kinds = (
         {"async_scheduling": True},
@@ -268,13 +294,41 @@ def measure_equality(task: Task, report: Report) -> None:
         {"enforce_eager": True, "async_scheduling": False},
     )
     for options in kinds:
-        _, tokens = task.bench(**options, num_blocks=4096).serve(jobs)
+        bench = task.bench(**options, deterministic=deterministic, num_blocks=4096)
+        _, tokens = bench.serve(jobs)
+        del bench
         outputs.append(in_order(tokens))
+        gc.collect()  # an engine and its graphs refer to each other
         if task.sizes.device == "cuda":
             torch.cuda.empty_cache()
     for kind, (first, second) in zip(("asynchronous", "graphs"), pairwise(outputs), strict=True):
         equal = sum(one == other for one, other in zip(first, second, strict=True))
-        report(f"equal tokens with and without {kind}", value=equal, unit=f"of {len(jobs)}")
+        mode = "deterministic, " if deterministic else ""
+        what = f"{mode}equal tokens with and without {kind}"
+        report(what, value=equal, unit=f"of {len(jobs)}")
+
+
+def _triton() -> AttentionBackend:
+    from headrace_engine.attention.triton import TritonBackend
+
+    return TritonBackend()
+
+
+def measure_kernels(task: Task, report: Report) -> None:
+    """Attention with the shapes that models have, beside the reference."""
+    device = torch.device(task.sizes.device)
+    make = _triton if device.type == "cuda" else ReferenceBackend
+    for name, case in model_attention.SHAPES.items():
+        for dtype, bound in model_attention.BOUNDS.items():
+            if name not in task.sizes.all_dtypes and dtype is not torch.bfloat16:
+                continue
+            if not task.sizes.model_shapes:
+                case = replace(case, runs=((20, 1), (3, 5)))
+            exact = model_attention.model_output(case, ReferenceBackend(), dtype, device).double()
+            found = model_attention.model_output(case, make(), dtype, device).double()
+            worst = float(((found - exact).abs() / (1.0 + exact.abs())).max())
+            what = f"attention, {name}, {str(dtype).removeprefix('torch.')}"
+            report(what, value=worst, unit="error", goal=bound, lower_is_better=True)
 
 
 PARTS: Mapping[str, Callable[[Task, Report], None]] = {
@@ -284,6 +338,7 @@ PARTS: Mapping[str, Callable[[Task, Report], None]] = {
     "peers": measure_peers,
     "deterministic": measure_deterministic,
     "equality": measure_equality,
+    "kernels": measure_kernels,
 }
 
 

@@ -2,7 +2,7 @@
 of this machine's measured roof that it reaches.
 
     python benchmarks/kernels.py [--threads N] [--rounds 9] [--dtype bfloat16] [--isa NAME]
-        [--only TEXT] [--json FILE]
+        [--kv-cache-dtype fp8] [--only TEXT] [--json FILE]
 
 The roofs are measured in the same run: the rate at which all threads read memory (`bandwidth`) and
 the rate of a large matrix product (`products`). A kernel's work is the memory it must move, or the
@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from headrace_engine.attention.base import AttentionMetadata, KVSpec, LayerParams
 from headrace_engine.attention.cpu import CpuBackend
+from headrace_engine.attention.fp8 import CACHE_DTYPES
 from headrace_engine.kernels import library
 from headrace_engine.kernels.executor import Executor
 from headrace_engine.kernels.ops import NativeOps
@@ -80,7 +81,10 @@ SHAPES = (
 )
 
 
-def attention(shape: Shape, dtype: torch.dtype, backend: CpuBackend) -> Kernel:
+def attention(
+    shape: Shape, dtype: torch.dtype, backend: CpuBackend, stored: torch.dtype | None = None
+) -> Kernel:
+    """`stored` is what the cache holds; None: `dtype`."""
     generator = torch.Generator().manual_seed(0)
     counts = [-(-length // BLOCK_SIZE) for _, length in shape.runs]
     ids = torch.randperm(sum(counts), generator=generator).int()
@@ -103,11 +107,11 @@ def attention(shape: Shape, dtype: torch.dtype, backend: CpuBackend) -> Kernel:
         max_query_len=max(new for new, _ in shape.runs),
         max_seq_len=max(length for _, length in shape.runs),
     )
-    spec = KVSpec(shape.kv_heads, shape.dim, BLOCK_SIZE, dtype, torch.device("cpu"))
+    spec = KVSpec(shape.kv_heads, shape.dim, BLOCK_SIZE, dtype, torch.device("cpu"), stored)
     params = LayerParams(shape.dim**-0.5)
     caches = [backend.allocate(sum(counts), spec) for _ in range(COPIES)]
     for cache in caches:
-        cache[0].normal_()
+        cache[0].copy_(torch.randn(cache[0].shape))
     query = torch.randn(starts[-1], shape.heads, shape.dim).to(dtype)
     key, value = (torch.randn(starts[-1], shape.kv_heads, shape.dim).to(dtype) for _ in range(2))
 
@@ -118,7 +122,7 @@ def attention(shape: Shape, dtype: torch.dtype, backend: CpuBackend) -> Kernel:
     pairs = sum(new * (length - new) + new * (new + 1) // 2 for new, length in shape.runs)
     keys = sum(length for _, length in shape.runs)
     flops = 4 * pairs * shape.heads * shape.dim
-    moved = 2 * keys * shape.kv_heads * shape.dim * dtype.itemsize
+    moved = 2 * keys * shape.kv_heads * shape.dim * spec.stored.itemsize
     decoding = metadata.max_query_len == 1
     return Kernel(
         f"attention: {shape.name}",
@@ -285,7 +289,8 @@ def kernels(options: argparse.Namespace, dtype: torch.dtype) -> Iterator[Kernel]
     print(f"instruction set {loaded.isa}, {dtype}, {torch.get_num_threads()} threads")
     for shape in SHAPES:
         if options.only in f"attention: {shape.name}":
-            yield attention(shape, dtype, CpuBackend(loaded))
+            stored = CACHE_DTYPES[options.kv_cache_dtype]
+            yield attention(shape, dtype, CpuBackend(loaded), stored)
     executor = NativeOps(loaded).executor
     for rows, quantize in itertools.product((1, 16, 64, 512), (False, True)):
         if options.only in "linear":
@@ -311,6 +316,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--kv-cache-dtype", choices=CACHE_DTYPES, default="auto")
     parser.add_argument("--isa", help="an instruction set's name; the best one if not given")
     parser.add_argument("--only", default="", help="kernels whose name holds this text")
     parser.add_argument("--json", type=Path)

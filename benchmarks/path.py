@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import uvloop
 from rich.console import Console
 from rich.table import Table
 
@@ -29,7 +28,7 @@ from headrace_common.tokenizer import Tokenizer
 from queue_path.emitter import Emission, Emitted, emit
 from queue_path.processes import MODEL, Server, gateway, valkey
 from queue_path.protocol_load import Load, work
-from queue_path.streams import Started, Stream, read_stream, read_streams
+from queue_path.streams import Started, Stream, read_streams
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 PARTS = ("streams", "full", "requests", "shard")
@@ -75,9 +74,7 @@ class Bench:
         concurrency: int,
         started: Callable[[], None] = lambda: None,
     ) -> list[Stream]:
-        return uvloop.run(
-            read_streams(self.gateway.url, PATHS[endpoint], bodies, concurrency, started)
-        )
+        return read_streams(self.gateway.url, PATHS[endpoint], bodies, concurrency, started)
 
     def decode(self, endpoint: str, streams: int, tokens: int) -> tuple[list[Stream], "Cost"]:
         """Streams that are all read at once, and the cost since each has its first token."""
@@ -186,16 +183,10 @@ def requests(bench: Bench, count: int, concurrency: int) -> Figures:
 def first_token(bench: Bench, count: int) -> Figures:
     """One client, an engine that answers at once: what the path adds to the time to first token."""
 
-    async def run() -> list[float]:
-        found = []
-        for _ in range(count):
-            stream = await read_stream(bench.gateway.url, PATHS["chat"], body("chat", 1))
-            found.append((stream.arrivals[0] - stream.sent) / 1e6)
-        return sorted(found)
-
     with bench.emitting(0.0):
-        uvloop.run(run())
-        found = uvloop.run(run())
+        bench.read("chat", [body("chat", 1)] * count, 1)
+        streams = bench.read("chat", [body("chat", 1)] * count, 1)
+    found = sorted((stream.arrivals[0] - stream.sent) / 1e6 for stream in streams)
     return {"ttft_ms_p50": statistics.median(found), "ttft_ms_p99": found[int(0.99 * len(found))]}
 
 

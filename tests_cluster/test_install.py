@@ -1,6 +1,7 @@
 """helm install, helm test, the rights of what runs, and helm uninstall."""
 
 import json
+from datetime import UTC, datetime
 
 import pytest
 
@@ -12,6 +13,8 @@ from headrace_testing.processes import until
 COMPONENTS = ("gateway", "operator", "redis")
 # What Kubernetes puts into every namespace by itself.
 ALWAYS_THERE = {"configmap/kube-root-ca.crt", "serviceaccount/default"}
+# Kubernetes' garbage collector looks for new types each 30 s and then reads their objects.
+COLLECTED_S = 90
 
 
 def test_helm_test_passes_before_there_is_a_model(release: Release) -> None:
@@ -67,11 +70,20 @@ def test_uninstall_leaves_nothing_behind(release: Release) -> None:
     release.kubectl.apply(demo_service())
     service.until_ready(1)
     assert "demo answered with" in release.test()
+    until(lambda: age_of_definition() > COLLECTED_S, "the garbage collector to know the type")
 
     release.uninstall()
 
     until(lambda: left_in_namespace(release) == set(), "the namespace to be empty", 180)
     assert left_in_cluster() == []
+
+
+def age_of_definition() -> float:
+    """Seconds. What belongs to an object whose type the garbage collector has never seen stays for
+    ever when that type goes."""
+    name = "modelservices.headrace.dev"
+    created = run("kubectl", "get", "crd", name, "-o", "jsonpath={.metadata.creationTimestamp}")
+    return (datetime.now(UTC) - datetime.fromisoformat(created.strip())).total_seconds()
 
 
 def may(release: Release, account: str, *asked: str) -> bool:

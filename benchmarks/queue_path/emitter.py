@@ -93,8 +93,9 @@ class Emitter:
                 await self._changed.wait()
                 due = time.monotonic()
                 together = len(self._running) >= self._emission.together
+            replies = self._step()
             self._steps.append(time.monotonic_ns())
-            await self._queue.publish(self._step())
+            await self._queue.publish(replies)
             due += self._emission.interval
             if (left := due - time.monotonic()) > 0:
                 await asyncio.sleep(left)
@@ -103,7 +104,7 @@ class Emitter:
         replies: dict[str, list[Reply]] = defaultdict(list)
         for rid, lease in list(self._running.items()):
             index = self._made[rid]
-            self._first.setdefault(rid, len(self._steps) - 1)
+            self._first.setdefault(rid, len(self._steps))
             self._made[rid] += 1
             last = self._made[rid] == lease.request.sampling.max_tokens
             replies[lease.gateway_id].append(

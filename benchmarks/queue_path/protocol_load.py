@@ -10,9 +10,16 @@ from dataclasses import dataclass
 
 import uvloop
 
-from headrace_common.keys import new_incarnation, new_request_id
+from headrace_common.keys import DEFAULT_SHARD, new_incarnation, new_request_id
 from headrace_common.messages import ChoiceState, GenerateRequest, Tokens
-from headrace_common.protocol.base import EngineStatus, Lease, Outcome, Progress, QueueLimits
+from headrace_common.protocol.base import (
+    EngineQueue,
+    EngineStatus,
+    Lease,
+    Outcome,
+    Progress,
+    QueueLimits,
+)
 from headrace_common.protocol.connection import Connection, ConnectionConfig
 from headrace_common.protocol.redis_engine import RedisEngineQueue
 from headrace_common.protocol.redis_gateway import RedisGatewayQueue
@@ -48,21 +55,24 @@ async def _work(load: Load) -> None:
     await engine.start()
     for start in range(0, load.requests, BATCH):
         count = min(BATCH, load.requests - start)
-        await asyncio.gather(*(gateway.admit(_request(load), LIMITS) for _ in range(count)))
+        await asyncio.gather(*(gateway.admit(new_request(load), LIMITS) for _ in range(count)))
         left = count
         while left:
             leases = await engine.take(left)
-            await _run(load, engine, leases)
+            await carry_out(load, engine, leases)
             left -= len(leases) or left  # another process took them
     for connection in connections:
         await connection.close()
 
 
-async def _run(load: Load, engine: RedisEngineQueue, leases: Sequence[Lease]) -> None:
+async def carry_out(load: Load, engine: EngineQueue, leases: Sequence[Lease]) -> None:
+    """All that an engine says of some requests until their end."""
     if not leases:
         return
     for beat in range(load.beats):
-        await engine.beat([_progress(lease, beat) for lease in leases], _status(load, engine))
+        await engine.beat(
+            [_progress(lease, beat) for lease in leases], status_of(engine, load.model)
+        )
     for index in range(load.frames):
         replies: dict[str, list[Tokens]] = {}
         for lease in leases:
@@ -74,9 +84,9 @@ async def _run(load: Load, engine: RedisEngineQueue, leases: Sequence[Lease]) ->
     )
 
 
-def _request(load: Load) -> GenerateRequest:
+def new_request(load: Load, shard: int = DEFAULT_SHARD) -> GenerateRequest:
     return GenerateRequest(
-        request_id=new_request_id(),
+        request_id=new_request_id(shard),
         model=load.model,
         prompt_token_ids=tuple(range(1, load.prompt_tokens + 1)),
         sampling=SamplingParams(max_tokens=load.frames, seed=1),
@@ -104,10 +114,10 @@ def _tokens(lease: Lease, index: int) -> Tokens:
     )
 
 
-def _status(load: Load, engine: RedisEngineQueue) -> EngineStatus:
+def status_of(engine: EngineQueue, model: str) -> EngineStatus:
     return EngineStatus(
         engine_id=engine.engine_id,
-        model=load.model,
+        model=model,
         max_model_len=8192,
         running=BATCH,
         capacity=BATCH,

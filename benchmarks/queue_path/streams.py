@@ -3,16 +3,20 @@
 Every read is timed, with the tokens that it completes: each is a letter of its event's text.
 """
 
-import asyncio
 import json
 import re
+import selectors
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from typing import Any
 from urllib.parse import urlsplit
 
 _TEXT = re.compile(rb'"(?:text|content)":"(a+)"')
+_PIECE = 65536
 _END = b"data: [DONE]\n\n"
 _ID = re.compile(rb'"id":"(?:cmpl|chatcmpl)-([^"]+)"')
 
@@ -43,72 +47,50 @@ class Started:
             self._then()
 
 
-class _Reader(asyncio.Protocol):
-    def __init__(
-        self,
-        stream: Stream,
-        done: "asyncio.Future[None]",
-        request: bytes,
-        started: Callable[[], None],
-    ) -> None:
-        self._stream = stream
-        self._started = started
-        self._done = done
-        self._request = request
-        self._tail = b""
+class _Client:
+    """One request on a connection of its own. Notes what comes when and looks into it at the end:
+    from the first event on it must not hold up the reads of others."""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._stream.sent = time.monotonic_ns()
-        transport.write(self._request)
+    def __init__(self, address: tuple[str, int], request: bytes) -> None:
+        self.stream = Stream()
+        self.started = False
+        self._reads: list[tuple[int, bytes]] = []
+        self.socket = socket.create_connection(address)
+        self.stream.sent = time.monotonic_ns()
+        self.socket.sendall(request)
+        self.socket.setblocking(False)
 
-    def data_received(self, data: bytes) -> None:
-        now = time.monotonic_ns()
-        stream = self._stream
-        stream.reads += 1
-        if not stream.status:
-            stream.status = int(data.split(b" ", 2)[1])
-        if not stream.request_id and (found := _ID.search(data)):
-            stream.request_id = found[1].decode()
-        events, end, self._tail = (self._tail + data).rpartition(b"\n\n")
-        tokens = sum(map(len, _TEXT.findall(events)))
-        if tokens and not stream.arrivals:
-            self._started()
-        stream.arrivals += [now] * tokens
+    def read(self) -> bool:
+        """Takes what has come; False at the connection's end."""
+        data = self.socket.recv(_PIECE)
+        self._reads.append((time.monotonic_ns(), data))
+        if not self.started:
+            self.started = bool(_TEXT.search(b"".join(data for _, data in self._reads)))
+        return bool(data)
+
+    def end(self) -> Stream:
+        self.socket.close()
+        read_events(self.stream, self._reads)
+        return self.stream
+
+
+def read_events(stream: Stream, reads: Sequence[tuple[int, bytes]]) -> None:
+    """Fills a stream's account from what came when."""
+    tail = b""
+    for now, data in reads:
+        events, end, tail = (tail + data).rpartition(b"\n\n")
+        stream.arrivals += [now] * sum(map(len, _TEXT.findall(events)))
         stream.events += events.count(b"data: {")
-        if _END in events + end:
-            stream.complete = True
-            self._finish()
-
-    def connection_lost(self, _error: Exception | None) -> None:
-        self._finish()
-
-    def _finish(self) -> None:
-        if not self._done.done():
-            self._done.set_result(None)
+        stream.complete = stream.complete or _END in events + end
+    stream.reads = len(reads)
+    whole = b"".join(data for _, data in reads)
+    if whole:
+        stream.status = int(whole.split(b" ", 2)[1])
+    if found := _ID.search(whole):
+        stream.request_id = found[1].decode()
 
 
-async def read_stream(
-    url: str, path: str, body: dict[str, Any], started: Callable[[], None] = lambda: None
-) -> Stream:
-    """One request on a connection of its own, read to its end."""
-    parts = urlsplit(url)
-    content = json.dumps(body).encode()
-    request = (
-        f"POST {path} HTTP/1.1\r\nhost: {parts.netloc}\r\nconnection: close\r\n"
-        f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
-    ).encode() + content
-    stream = Stream()
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
-    transport, _ = await loop.create_connection(
-        lambda: _Reader(stream, done, request, started), str(parts.hostname), parts.port or 80
-    )
-    await done
-    transport.close()
-    return stream
-
-
-async def read_streams(
+def read_streams(
     url: str,
     path: str,
     bodies: Sequence[dict[str, Any]],
@@ -116,12 +98,35 @@ async def read_streams(
     started: Callable[[], None] = lambda: None,
 ) -> list[Stream]:
     """All of them, so many at a time. `started` is called at each one's first event."""
-    left = iter(bodies)
+    parts = urlsplit(url)
+    address = (str(parts.hostname), parts.port or 80)
+    left = map(partial(_request, path, parts.netloc), bodies)
     done: list[Stream] = []
+    with selectors.DefaultSelector() as selector:
 
-    async def client() -> None:
-        for body in left:
-            done.append(await read_stream(url, path, body, started))
+        def begin() -> None:
+            for request in islice(left, 1):
+                client = _Client(address, request)
+                selector.register(client.socket, selectors.EVENT_READ, client)
 
-    await asyncio.gather(*(client() for _ in range(concurrency)))
+        for _ in range(concurrency):
+            begin()
+        while selector.get_map():
+            for key, _ in selector.select():
+                client, had_started = key.data, key.data.started
+                goes_on = client.read()
+                if client.started and not had_started:
+                    started()
+                if not goes_on:
+                    selector.unregister(client.socket)
+                    done.append(client.end())
+                    begin()
     return done
+
+
+def _request(path: str, host: str, body: dict[str, Any]) -> bytes:
+    content = json.dumps(body).encode()
+    return (
+        f"POST {path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+    ).encode() + content

@@ -4,6 +4,7 @@ Only for developers; run by `make pictures`, takes about three minutes. The oper
 drawn from a cluster's Prometheus: `pictures.py http://127.0.0.1:9090 operator`.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
+
+import httpx
 
 from dashboards import dashboards
 from headrace_dashboards.panel import Dashboard
@@ -28,6 +31,7 @@ PHASES = (
     *(("70", "4", "1"), ("70", "4", "1"), ("300", "9", "2")),
     *(("600", "60", "3"), ("200", "8", "4")),
 )
+BATCH_REQUESTS = 1500
 # So few that the fourth phase is refused in part.
 QUEUE_BOUND = "100"
 
@@ -69,6 +73,7 @@ def local(folder: Path) -> None:
         running.callback(prometheus.close)
         prometheus.await_ready()
         start = time.time()
+        begin_batch(up.url)
         for phase in PHASES:
             load(up.url, *phase)
         draw(f"http://127.0.0.1:{prometheus.port}", Span(start, time.time()), LOCAL)
@@ -80,6 +85,18 @@ def scraped(up: UpProcess) -> list[Target]:
         Target(up.metrics_port(name), {"namespace": "demo", "pod": name})
         for name in ("engine-0", "engine-1", "gateway-0")
     ]
+
+
+def begin_batch(url: str) -> None:
+    """Behind the load of all phases."""
+    body = {"prompt": "Once upon a time", "max_tokens": 64, "temperature": 1.0}
+    line = {"method": "POST", "url": "/v1/completions", "body": body}
+    lines = [json.dumps({"custom_id": str(number), **line}) for number in range(BATCH_REQUESTS)]
+    with httpx.Client(base_url=url) as http:
+        form = {"file": ("batch.jsonl", "\n".join(lines).encode())}
+        uploaded = http.post("/v1/files", files=form, data={"purpose": "batch"})
+        batch = {"input_file_id": uploaded.json()["id"], "endpoint": "/v1/completions"}
+        http.post("/v1/batches", json={**batch, "completion_window": "24h"}).raise_for_status()
 
 
 def load(url: str, requests: str, rate: str, seed: str) -> None:

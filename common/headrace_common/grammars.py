@@ -5,11 +5,13 @@ model's tokenizer, so that gateways can refuse at the door what no engine could 
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from . import structural_tag
+from .structural_grammar import tag_grammar
 from .structured import StructuredKind, StructuredOutputError, StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -26,8 +28,13 @@ _TERMINAL = re.compile(r"(?m)^\s*_?[A-Z][A-Z0-9_]*(?:\.-?\d+)?(?:\[[^\]\n]*\])?\
 _END = 256
 
 
-def grammar_text(structured: StructuredOutputsParams) -> str:
-    """The grammar as llguidance reads it. Raises StructuredOutputError."""
+def grammar_text(
+    structured: StructuredOutputsParams, tokens: Mapping[str, int] = MappingProxyType({})
+) -> str:
+    """The grammar as llguidance reads it. Raises StructuredOutputError.
+
+    `tokens` are those that it takes for no text (LLTokenizer.is_special_token), by their texts.
+    """
     from llguidance import LLMatcher
 
     source = structured.source
@@ -41,7 +48,7 @@ def grammar_text(structured: StructuredOutputsParams) -> str:
             assert isinstance(source, str)
             return LLMatcher.grammar_from_lark(_lark(source))
         case StructuredKind.STRUCTURAL_TAG:
-            return structural_tag.read(source).grammar(WHITESPACE)
+            return tag_grammar(structural_tag.read(source), WHITESPACE, tokens)
         case StructuredKind.JSON | StructuredKind.JSON_OBJECT:
             assert isinstance(source, str)
             return LLMatcher.grammar_from_json_schema(

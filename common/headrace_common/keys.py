@@ -5,11 +5,15 @@ cluster; gateways and engines have tags of their own. Nothing else in the projec
 """
 
 import secrets
+from binascii import crc_hqx
+from functools import lru_cache
+from itertools import count
 from urllib.parse import quote
 
 GROUP = "e"  # the one consumer group of a queue: the model's engines
 PRIORITIES = ("hi", "n", "lo")
 DEFAULT_SHARD = 0
+MAX_SHARDS = 48
 
 # Milliseconds. How long an engine may be silent before others take its requests over.
 LEASE_MS = 10_000
@@ -25,7 +29,11 @@ GRACE_MS = 600_000
 FRAMES_KEPT_MS = 60_000
 FRAMES_TTL_MS = 120_000
 CONTROLS_TTL_MS = 120_000
+# An outcome that somebody has put elsewhere: only its engine may still ask for it, by repetition.
+FORGOTTEN_MS = 5_000
 CONTROLS_KEPT = 1_000
+# How long engines read a shard after the last one that was set to: no request lives so long.
+SHARDS_KEPT_MS = 7 * 86_400_000
 DEAD_LETTERS_KEPT = 10_000
 WAKEUPS_KEPT = 16
 
@@ -47,7 +55,48 @@ def shard_of(request_id: str) -> int:
 
 
 def _tag(*parts: object) -> str:
-    return "{" + ".".join(quote(str(part), safe="-_.~/") for part in parts) + "}"
+    return "{" + _name(*parts) + "}"
+
+
+def _name(*parts: object) -> str:
+    return ".".join(quote(str(part), safe="-_.~/") for part in parts)
+
+
+SLOTS = 16_384  # of a Redis Cluster
+_NEAR = 8  # slots that a shard may be away from its place
+
+
+def shard_place(shard: int) -> float:
+    """How far behind shard 0 a shard is around the cluster's slots, as a part of them all.
+
+    Does not depend on how many shards there are, and yet 3, 6, 12, 24 and 48 of them are evenly
+    apart: a Halton sequence, of base 3 and then 2.
+    """
+    rest, third = divmod(shard, 3)
+    part, width = third / 3, 1 / 6
+    while rest:
+        rest, half = divmod(rest, 2)
+        part, width = part + half * width, width / 2
+    return part
+
+
+@lru_cache(maxsize=4096)
+def _shard_tag(model: str, shard: int) -> str:
+    """The hash tag of a shard. A number behind all but shard 0's puts it where its place is: by
+    chance three shards would be on three nodes in two of nine cases only."""
+    name = _name(model, shard)
+    if shard == DEFAULT_SHARD:
+        return "{" + name + "}"
+    first = crc_hqx(_name(model, DEFAULT_SHARD).encode(), 0) % SLOTS
+    wanted = first + round(shard_place(shard) * SLOTS)
+    stem = crc_hqx(f"{name}:".encode(), 0)
+    near = (n for n in count() if _apart(crc_hqx(b"%d" % n, stem), wanted) <= _NEAR)
+    return f"{{{name}:{next(near)}}}"
+
+
+def _apart(slot: int, other: int) -> int:
+    distance = (slot - other) % SLOTS
+    return min(distance, SLOTS - distance)
 
 
 class ShardKeys:
@@ -56,7 +105,7 @@ class ShardKeys:
     __slots__ = ("tag",)
 
     def __init__(self, model: str, shard: int = DEFAULT_SHARD) -> None:
-        self.tag = _tag(model, shard)
+        self.tag = _shard_tag(model, shard)
 
     def queue(self, priority: str) -> str:
         """Stream with GROUP; entry {r: request id, v: version, t: when it was admitted, where that
@@ -109,7 +158,8 @@ class ShardKeys:
     def stats(self) -> str:
         """Hash of the shard: w/wt waiting requests/tokens, w1-w3 those by priority, p1-p3 of them
         in lists of their tenants, cn/cl reads since n/lo had their share, er/et/e0 rate of endings,
-        when last, when first. Lives for ever, a few fields."""
+        when last, when first; of shard 0 also sh/su how many shards the model has, and until when
+        engines read them. Lives for ever, a few fields."""
         return f"s:{self.tag}"
 
     @property
@@ -143,7 +193,7 @@ class ShardKeys:
 
     @property
     def fairness(self) -> list[str]:
-        """What the scripts with lua/fairness.lua have as their last keys."""
+        """What the scripts with lua/tenants.lua have as their last keys."""
         waiting = [self.waiting_tenants(priority) for priority in (1, 2, 3)]
         return [self.counters, self.tenants, *waiting, self.tenant_lists, self.records]
 
@@ -160,7 +210,8 @@ class ShardKeys:
 
     @property
     def engines(self) -> str:
-        """Set of engine ids; those whose status has lapsed are removed by readers."""
+        """Set of engine ids, of shard 0 alone: every engine reads that. Those whose status has
+        lapsed are removed by readers."""
         return f"eng:{self.tag}"
 
     def status(self, engine_id: str) -> str:
@@ -207,6 +258,18 @@ def wanted(request_id: str) -> str:
     return f"rw:{_tag(request_id)}"
 
 
+def account_requests(account: str) -> str:
+    """Sorted set, requests whose answers an account keeps, by when they lapse (Unix ms). As the
+    last of them."""
+    return f"kb:{_tag('a', account)}"
+
+
+def account_sizes(account: str) -> str:
+    """Sorted set, the same by the bytes that their answers take at most; "" by those of all. As the
+    requests."""
+    return f"kz:{_tag('a', account)}"
+
+
 # String, random bytes that all gateways share, so that nobody else can tell a request's id from its
 # idempotency key. For ever.
 KEY_SALT = "rk:{rk}"
@@ -249,6 +312,11 @@ def batch_results(batch_id: str) -> str:
 def batch_marks(batch_id: str) -> str:
     """Hash <line>: "answered:bytes" of its result. As the results."""
     return f"bm:{_tag('b', batch_id)}"
+
+
+def batch_usage(batch_id: str) -> str:
+    """Hash <line>: tokens that it used, "input:cached:output:reasoning". As the results."""
+    return f"bu:{_tag('b', batch_id)}"
 
 
 def batch_lease(batch_id: str) -> str:

@@ -147,6 +147,40 @@ QUEUE_DEAD_LETTERS = Metric(
     "Messages set aside since they cannot be served; every gateway reports the same.",
 )
 
+# Batches. The gauges are read from Redis and the same from every gateway, as those of the queue;
+# what is counted is counted by the one gateway that leads the batch.
+BATCH_OPEN = Metric(
+    "headrace.batch.open",
+    MetricKind.GAUGE,
+    "{batch}",
+    "Batches that have not ended, by state: validating (also: waiting for a gateway), in_progress, "
+    "finalizing, cancelling (the same value from every gateway).",
+)
+BATCH_REQUESTS_LEFT = Metric(
+    "headrace.batch.requests.left",
+    MetricKind.GAUGE,
+    "{request}",
+    "Requests of batches in progress that have no result yet (the same value from every gateway).",
+)
+BATCH_OLDEST_AGE = Metric(
+    "headrace.batch.oldest_age",
+    MetricKind.GAUGE,
+    "s",
+    "Age of the oldest batch that has not ended; 0 without one (the same from every gateway).",
+)
+BATCH_REQUESTS = Metric(
+    "headrace.batch.requests",
+    MetricKind.COUNTER,
+    "{request}",
+    "Requests of batches whose result this gateway wrote, by result (completed, failed).",
+)
+BATCH_ENDED = Metric(
+    "headrace.batch.ended",
+    MetricKind.COUNTER,
+    "{batch}",
+    "Batches that ended at this gateway, by state (completed, failed, expired, cancelled).",
+)
+
 # The gateway's connections.
 GATEWAY_DISCONNECTS = Metric(
     "headrace.gateway.disconnects",
@@ -319,6 +353,11 @@ GATEWAY_METRICS = (
     QUEUE_ADMITTED,
     QUEUE_REJECTED,
     QUEUE_DEAD_LETTERS,
+    BATCH_OPEN,
+    BATCH_REQUESTS_LEFT,
+    BATCH_OLDEST_AGE,
+    BATCH_REQUESTS,
+    BATCH_ENDED,
     GATEWAY_DISCONNECTS,
     GATEWAY_REQUESTS_IN_FLIGHT,
     GATEWAY_API_KEYS,

@@ -1,19 +1,20 @@
-"""Text with structures in it: free until a trigger, then one of the structures that begin with it.
+"""Text with structures in it: how it is said, with the room for reasoning that may come before.
 
-vLLM's `structural_tag` with `structures` and `triggers`. Says how it is written and as a grammar;
-whether the schemas in it can be used is not decided here.
+vLLM's `structural_tag`: with `structures` and `triggers`, or with a `format`. Whether the schemas
+in it can be used is not decided here.
 """
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from . import structural_format
+from .structural_format import Format, Json, Rules, Tag, TriggeredTags, marker
+
 MAX_STRUCTURES = 128
-MAX_MARKER_CHARS = 1024
-_KEYS = {"type", "structures", "triggers", "reasoning"}
+_KEYS = {"type", "structures", "triggers", "format", "reasoning"}
 
 
 class Begin(StrEnum):
@@ -43,80 +44,36 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class StructuralTag:
-    """Each structure begins with exactly one of the triggers. Raises ValueError, which says why."""
+    """What a text is, behind reasoning where there is any. Raises ValueError for unknown rules."""
 
-    structures: Sequence[Structure]
-    triggers: Sequence[str]
+    format: Format
     reasoning: Reasoning | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < len(self.structures) <= MAX_STRUCTURES:
-            raise ValueError(f"structures: give from 1 to {MAX_STRUCTURES} of them")
-        for structure in self.structures:
-            if sum(map(structure.begin.startswith, self.triggers)) != 1:
-                raise ValueError(f"{structure.begin!r:.80} must begin with exactly one trigger")
-        for trigger in self.triggers:
-            if not any(each.begin.startswith(trigger) for each in self.structures):
-                raise ValueError(f"no structure begins with the trigger {trigger!r:.80}")
+        if not isinstance(self.format, Rules):
+            structural_format.check_names(self.format)
 
     def to_json(self) -> str:
-        """As `read` reads it."""
-        written: dict[str, Any] = {
-            "type": "structural_tag",
-            "structures": [
-                {"begin": each.begin, "schema": dict(each.schema), "end": each.end}
-                for each in self.structures
-            ],
-            "triggers": [*self.triggers],
-        }
+        """As `read` reads it; engines of older versions know no `format`."""
+        written: dict[str, Any] = {"type": "structural_tag", **_content(self.format)}
         if (found := self.reasoning) is not None:
             written["reasoning"] = {
                 "opening": found.opening,
                 "closing": found.closing,
                 "begin": str(found.begin),
             }
-        return _written(written)
+        return json.dumps(written, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
-    def grammar(self, whitespace: str) -> str:
-        """Lark for llguidance; `whitespace` is a pattern for that between tokens of JSON."""
-        rules = [*_START[None if self.reasoning is None else self.reasoning.begin]]
-        if self.reasoning is not None:
-            rules = [_with_markers(rule, self.reasoning) for rule in rules]
-        rules += ["rest: structure* TEXT", "TEXT: /(.|\\n)*/"]
-        rules += self._structures("structure", "TEXT")
-        if self.reasoning is not None and self.reasoning.begin is Begin.OPEN:
-            rules += self._structures("first", "PLAIN")
-        for number, trigger in enumerate(self.triggers):
-            bodies = [each for each in self.structures if each.begin.startswith(trigger)]
-            rules.append(
-                f"body_{number}: " + " | ".join(_body(each, trigger, whitespace) for each in bodies)
-            )
-        return "\n".join(["%llguidance {}", *rules, ""])
-
-    def _structures(self, name: str, text: str) -> list[str]:
-        """Rules for one structure behind free text, which ends where a trigger does."""
-        numbers = range(len(self.triggers))
-        return [
-            f"{name}: " + " | ".join(f"{name}_{each} body_{each}" for each in numbers),
-            *(f"{name}_{each}[lazy]: {text} {_written(self.triggers[each])}" for each in numbers),
-        ]
+    def schemas(self) -> Iterator[Mapping[str, Any]]:
+        return structural_format.schemas(self.format)
 
 
-# The first text is reasoning to its closing marker, or all of it is; or it is none.
-_START: Mapping[Begin | None, Sequence[str]] = {
-    None: ("start: rest",),
-    Begin.INSIDE: (
-        "start: reasoning rest | UNCLOSED",
-        "reasoning[lazy]: /(.|\\n)*CLOSING/",
-        "UNCLOSED: TEXT & ~/(.|\\n)*CLOSING(.|\\n)*/",
-    ),
-    Begin.OPEN: (
-        "start: reasoning rest | UNCLOSED | PLAIN | first rest",
-        "reasoning[lazy]: /\\s*OPENING(.|\\n)*CLOSING/",
-        "UNCLOSED: /\\s*OPENING(.|\\n)*/ & ~/(.|\\n)*CLOSING(.|\\n)*/",
-        "PLAIN: TEXT & ~/\\s*OPENING(.|\\n)*/",
-    ),
-}
+def tagged(structures: Sequence[Structure], triggers: Sequence[str]) -> Format:
+    """Each structure begins with exactly one of the triggers. Raises ValueError."""
+    if not 0 < len(structures) <= MAX_STRUCTURES:
+        raise ValueError(f"structures: give from 1 to {MAX_STRUCTURES} of them")
+    tags = tuple(Tag(each.begin, Json(each.schema), each.end) for each in structures)
+    return TriggeredTags(tuple(triggers), tags)
 
 
 def read(value: object) -> StructuralTag:
@@ -125,14 +82,43 @@ def read(value: object) -> StructuralTag:
     if not isinstance(raw, Mapping) or raw.get("type", "structural_tag") != "structural_tag":
         raise ValueError('must be an object of the type "structural_tag"')
     if unknown := raw.keys() - _KEYS:
-        raise ValueError(f"{sorted(unknown)[0]!r:.80} is not known: give structures and triggers")
+        raise ValueError(
+            f"{sorted(unknown)[0]!r:.80} is not known: give structures and triggers, or a format"
+        )
+    reasoning = None if raw.get("reasoning") is None else _reasoning(raw["reasoning"])
+    return StructuralTag(_format(raw), reasoning)
+
+
+def may_reason(text: str) -> bool:
+    """Whether a tag, as it writes itself, has room for reasoning."""
+    return "reasoning" in json.loads(text)
+
+
+def _content(node: Format) -> dict[str, Any]:
+    if not isinstance(node, TriggeredTags) or node != TriggeredTags(node.triggers, node.tags):
+        return {"format": structural_format.to_json(node)}
+    schemas = [each.content.json_schema for each in node.tags if isinstance(each.content, Json)]
+    if len(schemas) < len(node.tags) or len(schemas) > MAX_STRUCTURES:
+        return {"format": structural_format.to_json(node)}
+    return {
+        "structures": [
+            {"begin": each.begin, "schema": dict(schema), "end": each.end}
+            for each, schema in zip(node.tags, schemas, strict=True)
+        ],
+        "triggers": [*node.triggers],
+    }
+
+
+def _format(raw: Mapping[str, Any]) -> Format:
+    if raw.get("format") is not None:
+        if raw.keys() & {"structures", "triggers"}:
+            raise ValueError("give either structures and triggers, or a format")
+        return structural_format.from_json(raw["format"])
     structures, triggers = raw.get("structures"), raw.get("triggers")
     if not isinstance(structures, list) or not isinstance(triggers, list):
         raise ValueError("structures and triggers must be lists")
-    return StructuralTag(
-        tuple(map(_structure, structures)),
-        tuple(_marker(each, "triggers") for each in triggers),
-        None if raw.get("reasoning") is None else _reasoning(raw["reasoning"]),
+    return tagged(
+        tuple(map(_structure, structures)), tuple(marker(each, "triggers") for each in triggers)
     )
 
 
@@ -141,7 +127,7 @@ def _structure(raw: object) -> Structure:
         raise ValueError("a structure must have begin, schema and end")
     end = raw.get("end", "")
     return Structure(
-        _marker(raw.get("begin"), "begin"), raw["schema"], _marker(end, "end") if end else ""
+        marker(raw.get("begin"), "begin"), raw["schema"], marker(end, "end") if end else ""
     )
 
 
@@ -149,31 +135,7 @@ def _reasoning(raw: object) -> Reasoning:
     if not isinstance(raw, Mapping):
         raise ValueError("reasoning must be an object")
     return Reasoning(
-        _marker(raw.get("opening"), "opening"),
-        _marker(raw.get("closing"), "closing"),
-        Begin(_marker(raw.get("begin"), "begin")),
+        marker(raw.get("opening"), "opening"),
+        marker(raw.get("closing"), "closing"),
+        Begin(marker(raw.get("begin"), "begin")),
     )
-
-
-def _marker(text: object, name: str) -> str:
-    if not isinstance(text, str) or not 0 < len(text) <= MAX_MARKER_CHARS:
-        raise ValueError(f"{name} must be texts of 1 to {MAX_MARKER_CHARS} characters")
-    return text
-
-
-def _body(structure: Structure, trigger: str, whitespace: str) -> str:
-    """What is behind the trigger."""
-    guided = {**structure.schema, "x-guidance": {"whitespace_pattern": whitespace}}
-    texts = (structure.begin[len(trigger) :], structure.end)
-    begin, end = (_written(text) if text else "" for text in texts)
-    return f"{begin} %json {_written(guided)} {end}"
-
-
-def _with_markers(rule: str, reasoning: Reasoning) -> str:
-    for word, marker in (("OPENING", reasoning.opening), ("CLOSING", reasoning.closing)):
-        rule = rule.replace(word, re.escape(marker).replace("/", "\\/"))
-    return rule
-
-
-def _written(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)

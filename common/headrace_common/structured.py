@@ -16,6 +16,8 @@ from . import structural_tag
 from .sampling_errors import SamplingError
 
 MAX_CHARS = 65_536
+# Of a structural tag, which may hold the schemas of many tools.
+MAX_TAG_CHARS = 262_144
 MAX_DEPTH = 128
 MAX_CHOICES = 1024
 # A number's divisibility is checked by an automaton with so many states.
@@ -116,10 +118,10 @@ def _check_text(field: str, text: object) -> None:
     _check_size(field, len(text))
 
 
-def _check_size(field: str, size: int) -> None:
-    if size > MAX_CHARS:
+def _check_size(field: str, size: int, limit: int = MAX_CHARS) -> None:
+    if size > limit:
         raise StructuredOutputError(
-            field, f"{size} characters are over the limit of {MAX_CHARS}: make it smaller"
+            field, f"{size} characters are over the limit of {limit}: make it smaller"
         )
 
 
@@ -143,9 +145,9 @@ def _tag_text(value: object) -> str:
         text = tag.to_json()
     except (ValueError, TypeError, RecursionError) as error:
         raise StructuredOutputError("structural_tag", f"{error!s:.200}") from error
-    _check_size("structural_tag", len(text))
-    for structure in tag.structures:
-        _check_schema(dict(structure.schema))
+    _check_size("structural_tag", len(text), MAX_TAG_CHARS)
+    for schema in tag.schemas():
+        _check_schema(dict(schema))
     return text
 
 

@@ -58,6 +58,7 @@ class Tokenizer:
         self._special_texts = {added[i].content: i for i in self.special_ids}
         self._special_pattern = _any_of(self._special_texts)
         self._added_ids = frozenset(added)
+        self.added_tokens = {token.content: i for i, token in added.items()}
         self._byte_level = "ByteLevel" in repr(backend.decoder)
         # Whether unknown characters are spelled as <0xNN> tokens, one a byte.
         self.byte_fallback = "ByteFallback" in repr(backend.decoder)

@@ -21,6 +21,7 @@ from headrace_common.process import EXIT_CONFIG, EXIT_FAILED, read_settings
 from headrace_common.protocol.connection import Connection, ConnectionConfig
 from headrace_common.protocol.redis_engine import RedisEngineQueue
 from headrace_common.protocol.redis_registry import RedisModelRegistry
+from headrace_common.protocol.sharded_engine import ShardedEngineQueue
 from headrace_common.tokenizer import Tokenizer
 
 from .config import EngineConfig
@@ -101,12 +102,15 @@ async def serve(
     """Serves until SIGTERM or a drain message. Raises what breaks the service."""
     engine_id = keys.new_incarnation(f"{socket.gethostname()}.{os.getpid()}")
     connection = Connection(ConnectionConfig(url=settings.redis_url))
-    queue = RedisEngineQueue(
-        connection,
-        engine_id,
-        settings.name,
-        shard=settings.shard,
-        lease_ms=int(settings.lease * 1000),
+    queue = ShardedEngineQueue(
+        lambda shard: RedisEngineQueue(
+            connection,
+            engine_id,
+            settings.name,
+            shard=shard,
+            lease_ms=int(settings.lease * 1000),
+        ),
+        settings.queue_shards,
     )
     worker: Worker | None = None
     measures = telemetry.setup(

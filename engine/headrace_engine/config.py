@@ -11,6 +11,7 @@ from .speculation.config import SpeculativeConfig
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8", "gptq", "awq", "compressed-tensors", "fp8"]
+KVCacheDType = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
 LoadFormat = Literal["auto", "dummy"]
 
 _NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
@@ -29,9 +30,11 @@ class EngineConfig:
     cores); `kv_cache_bytes`, `swap_space` and `threads` are of each of them.
     `model` is a folder or a hub id. `kv_cache_bytes` None measures: what is free after the weights
     and a profile run of the largest step, times `memory_utilization`. `max_model_len` None takes
-    the checkpoint's. `watermark` is the share of blocks that admission leaves free, so that running
-    sequences can grow before one must be preempted. `swap_space` is host memory in GiB for the KV
-    of preempted sequences, where copying it costs less than computing it again. `itl_target`: the
+    the checkpoint's. `kv_cache_dtype` fp8 (e4m3) or fp8_e5m2 keeps keys and values in 8 bits, with
+    the scales that the checkpoint has for them, or none. `watermark` is the share of blocks that
+    admission leaves free, so that running sequences can grow before one must be preempted.
+    `swap_space` is host memory in GiB for the KV of preempted sequences, where copying it costs
+    less than computing it again. `itl_target`: the
     seconds that a step should take at most while sequences decode, whatever prompts wait.
     `model_implementation`: `auto` is native where the architecture has a native path, else
     transformers. `quantization` int8 keeps the weights of linear layers in 8 bits, a scale for each
@@ -60,6 +63,7 @@ class EngineConfig:
     quantization: Quantization = "none"
     max_model_len: int | None = None
     block_size: int = 16
+    kv_cache_dtype: KVCacheDType = "auto"
     kv_cache_bytes: int | None = None
     num_blocks: int | None = None
     memory_utilization: float = 0.9

@@ -23,6 +23,10 @@ CPU_CACHE_FACTOR = 4
 
 GIB = 2**30
 
+# Runs the largest step that the configuration allows. Returns the bytes that will be taken when the
+# cache is there: those of CUDA graphs.
+Profile = Callable[[], int]
+
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
@@ -32,9 +36,9 @@ def count_blocks(
     device: torch.device,
     bytes_per_block: int,
     max_model_len: int,
-    profile: Callable[[], None],
+    profile: Profile,
 ) -> int:
-    """Blocks of all layers together. `profile` runs the largest step the configuration allows.
+    """Blocks of all layers together.
 
     Blocks without bytes, of a model that keeps no KV, are as many as the sequences can fill.
     Raises ConfigError where not even one block fits.
@@ -79,7 +83,7 @@ def _measured(
     device: torch.device,
     bytes_per_block: int,
     max_model_len: int,
-    profile: Callable[[], None],
+    profile: Profile,
 ) -> int:
     if device.type == "cuda":
         return _cuda_free(device, config, profile) // bytes_per_block
@@ -90,21 +94,23 @@ def _measured(
     return min(free // bytes_per_block, useful)
 
 
-def _cuda_free(device: torch.device, config: EngineConfig, profile: Callable[[], None]) -> int:
-    """The utilised share of the whole card, less everything in use and the step's peak."""
+def _cuda_free(device: torch.device, config: EngineConfig, profile: Profile) -> int:
+    """The utilised share of the whole card, less everything in use, the step's peak and what is
+    taken behind the cache."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    profile()
+    later = profile()
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    return int(total * config.memory_utilization) - (total - free) - peak
+    logger.info("memory measured", extra={"step_bytes": peak, "graph_bytes": later})
+    return int(total * config.memory_utilization) - (total - free) - peak - later
 
 
-def _cpu_free(config: EngineConfig, profile: Callable[[], None]) -> int:
+def _cpu_free(config: EngineConfig, profile: Profile) -> int:
     """The utilised share of what is available, less the step's peak."""
     gc.collect()
     measurable = _reset_peak()

@@ -13,10 +13,11 @@ import torch
 
 from . import attention
 from .attention.base import AttentionBackend, KVSpec, LayerCache
+from .attention.fp8 import CACHE_DTYPES
 from .config import EngineConfig
 from .errors import ConfigError
 from .kernels.ops import make_ops
-from .kv_budget import count_blocks
+from .kv_budget import Profile, count_blocks
 from .model.base import CausalModel
 from .model.checkpoint import Checkpoint, load_checkpoint
 from .model.encoder_families import encoder_family
@@ -57,8 +58,8 @@ class PeerRanks(Protocol):
 
     def smallest(
         self,
-        count: Callable[[Callable[[], None]], int],
-        profile: Callable[[], None],
+        count: Callable[[Profile], int],
+        profile: Profile,
         max_model_len: int,
     ) -> int:
         """The least of what `count(profile)` gives on any rank."""
@@ -72,7 +73,8 @@ class PeerRanks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlacedModel:
-    """`peers` have the other parts of the model; None: it is all here."""
+    """`peers` have the other parts of the model; None: it is all here. `cache_dtype` is what KV is
+    kept in; None: `dtype`."""
 
     model: CausalModel
     attention: AttentionBackend
@@ -84,6 +86,7 @@ class PlacedModel:
     sliding_window: int | None = None
     pooler_config: PoolerConfig | None = None
     peers: PeerRanks | None = None
+    cache_dtype: torch.dtype | None = None
 
     def allocate(self, num_blocks: int, block_size: int) -> tuple[LayerCache, ...]:
         """Zeroed KV memory, one entry a layer."""
@@ -111,11 +114,11 @@ class PlacedModel:
         config: EngineConfig,
         bytes_per_block: int,
         max_model_len: int,
-        profile: Callable[[], None],
+        profile: Profile,
     ) -> int:
         """How many KV blocks fit, on every rank. Raises ConfigError where none does."""
 
-        def count(run: Callable[[], None]) -> int:
+        def count(run: Profile) -> int:
             return count_blocks(config, self.device, bytes_per_block, max_model_len, run)
 
         if self.peers is None:
@@ -127,7 +130,14 @@ class PlacedModel:
 
     def _specs(self, block_size: int) -> list[KVSpec]:
         return [
-            KVSpec(shape.num_kv_heads, shape.head_dim, block_size, self.dtype, self.device)
+            KVSpec(
+                shape.num_kv_heads,
+                shape.head_dim,
+                block_size,
+                self.dtype,
+                self.device,
+                self.cache_dtype,
+            )
             for shape in self.model.kv_shapes
         ]
 
@@ -149,7 +159,8 @@ def place_model(config: EngineConfig, shard: Shard | None = None) -> PlacedModel
         torch.cuda.set_device(device)
     dtype = pick_dtype(config.dtype, checkpoint, device)
     wanted, deterministic = config.attention_backend, config.deterministic
-    backend = attention.select(wanted, device, dtype, config.block_size, deterministic)
+    stored = pick_cache_dtype(config.kv_cache_dtype)
+    backend = attention.select(wanted, device, dtype, config.block_size, deterministic, stored)
     # The reference is plain torch throughout, native kernels included in all else.
     ops = TorchOps() if backend.name == "reference" else make_ops(device, deterministic)
     placement = Placement(
@@ -163,6 +174,7 @@ def place_model(config: EngineConfig, shard: Shard | None = None) -> PlacedModel
         shard=shard,
         deterministic=deterministic,
         load_format=config.load_format,
+        cache_dtype=stored,
     )
     with torch.inference_mode():
         loaded = load_model(config, checkpoint, placement)
@@ -176,6 +188,7 @@ def place_model(config: EngineConfig, shard: Shard | None = None) -> PlacedModel
         max_model_len=loaded.max_model_len,
         sliding_window=loaded.sliding_window,
         pooler_config=pooler_config,
+        cache_dtype=stored,
     )
 
 
@@ -192,6 +205,11 @@ def _pooler_config(config: EngineConfig, checkpoint: Checkpoint) -> PoolerConfig
         raise ConfigError(
             f"swap_space is {config.swap_space}, but {checkpoint.architecture} keeps no KV that "
             "could be swapped: leave it out"
+        )
+    if found.bidirectional and config.kv_cache_dtype != "auto":
+        raise ConfigError(
+            f"kv_cache_dtype is {config.kv_cache_dtype}, but {checkpoint.architecture} keeps no "
+            "KV: leave it out"
         )
     return found
 
@@ -232,6 +250,13 @@ def pick_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch
         logger.info("bfloat16 is used in place of float16, which CPUs compute slowly")
         return torch.bfloat16
     return torch.float32 if found is torch.float64 else found
+
+
+def pick_cache_dtype(name: str) -> torch.dtype | None:
+    """What KV is kept in; None: the model's dtype."""
+    if name not in CACHE_DTYPES:
+        raise ConfigError(f"kv_cache_dtype must be one of {', '.join(CACHE_DTYPES)}, not {name!r}")
+    return CACHE_DTYPES[name]
 
 
 def _named_dtype(name: str) -> torch.dtype:

@@ -24,7 +24,7 @@ from .logprobs import score_prompts
 from .lora.adapters import Adapters
 from .lora.runtime import LoRARuntime
 from .model.base import CausalModel, ForwardBatch
-from .model.cuda_graphs import with_graphs
+from .model.cuda_graphs import graph_bytes, with_graphs
 from .placement import PeerRanks
 from .plan import PendingStep, SampleRow, ScheduledSequence, StepPlan, StepResult
 from .pooling import Pooler
@@ -217,8 +217,9 @@ class ModelRunner:
             )
         return blocks
 
-    def _profile(self) -> None:
-        """The largest step: every token of the budget, every sequence sampling, with drafts."""
+    def _profile(self) -> int:
+        """The largest step: every token of the budget, every sequence sampling, with drafts.
+        Returns the bytes that graphs will take."""
         speculation = self._config.speculative_config
         drafts = 0 if speculation is None else speculation.num_speculative_tokens
         budget = self._config.max_num_batched_tokens
@@ -227,7 +228,16 @@ class ModelRunner:
         blocks = -(-length // self.block_size)
         self._caches = self._allocate(blocks)
         self.execute(_dummy_plan(sequences, length, self.block_size, blocks, drafts))
+        graphs = self._graph_bytes()
         self._caches = ()
+        return graphs
+
+    def _graph_bytes(self) -> int:
+        if not self._caches:  # an encoder
+            return 0
+        return graph_bytes(
+            self._model, self._attention, self._caches, self._config, self.max_model_len
+        )
 
     def _allocate(self, num_blocks: int) -> tuple[LayerCache, ...]:
         return self._placed.allocate(num_blocks, self.block_size)

@@ -6,9 +6,10 @@ from pydantic import ByteSize, Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from headrace_common.checkpoint import default_name, local_source
+from headrace_common.keys import MAX_SHARDS
 from headrace_common.messages import MAX_ID_CHARS
 
-from .config import DType, EngineConfig, Quantization
+from .config import DType, EngineConfig, KVCacheDType, Quantization
 from .speculation.config import SpeculativeConfig
 
 
@@ -38,13 +39,19 @@ class EngineSettings(BaseSettings):
     owner: str = Field(
         "", description="namespace/name of the ModelService that the model's registration is of"
     )
-    shard: int = Field(0, ge=0, description="queue shard of the model that this engine serves")
+    queue_shards: int = Field(
+        1,
+        ge=1,
+        le=MAX_SHARDS,
+        description="shards of the model's queue, which may be on different nodes of a Redis "
+        "cluster; best 1, 3, 6, 12 or 24; docs/operations.md",
+    )
 
     dtype: DType = Field("auto", description="auto takes the checkpoint's")
     quantization: Quantization = Field(
         "none",
-        description="int8 keeps linear layers in 8 bits, for native models on CPUs; gptq, awq, "
-        "compressed-tensors or fp8 refuse checkpoints that are not; docs/models.md",
+        description="int8 keeps linear layers in 8 bits, for native models on CPUs; fp8 in 8-bit "
+        "floats; gptq, awq or compressed-tensors refuse checkpoints that are not; docs/models.md",
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     tensor_parallel_size: int = Field(
@@ -70,6 +77,11 @@ class EngineSettings(BaseSettings):
         None, ge=1, description="longest prompt plus output in tokens; default: the checkpoint's"
     )
     block_size: int = Field(16, ge=1, le=1024, description="tokens a KV block")
+    kv_cache_dtype: KVCacheDType = Field(
+        "auto",
+        description="auto is the model's; fp8 (e4m3) or fp8_e5m2 keep twice as many tokens, less "
+        "exactly; docs/memory.md",
+    )
     kv_cache_memory: ByteSize | None = Field(
         None, description="bytes of KV cache, as 2GiB; default: measured"
     )
@@ -186,6 +198,7 @@ class EngineSettings(BaseSettings):
             pooler_config=self.pooler_config,
             max_model_len=self.max_model_len,
             block_size=self.block_size,
+            kv_cache_dtype=self.kv_cache_dtype,
             kv_cache_bytes=self.kv_cache_memory,
             num_blocks=self.num_blocks,
             memory_utilization=self.memory_utilization,

@@ -111,7 +111,7 @@ def _ended(victim: Draining, pods: Sequence[EnginePod], now: float, timeout: flo
 class EngineDirectory(Protocol):
     """The engines of a model, and the way to tell one to drain. Raises BackendUnavailable."""
 
-    async def engines(self, model: str, shard: int) -> Sequence[EngineStatus]: ...
+    async def engines(self, model: str) -> Sequence[EngineStatus]: ...
 
     async def drain(self, engine_id: str) -> None: ...
 
@@ -120,13 +120,10 @@ class QueueDirectory:
     """An EngineDirectory over the queue's Redis."""
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+        self._queue = RedisGatewayQueue(connection, names.FIELD_MANAGER)
 
-    async def engines(self, model: str, shard: int) -> Sequence[EngineStatus]:
-        return await self._queue(shard).engines(model)
+    async def engines(self, model: str) -> Sequence[EngineStatus]:
+        return await self._queue.engines(model)
 
     async def drain(self, engine_id: str) -> None:
-        await self._queue(0).send(engine_id, Drain())
-
-    def _queue(self, shard: int) -> RedisGatewayQueue:
-        return RedisGatewayQueue(self._connection, names.FIELD_MANAGER, shards=shard + 1)
+        await self._queue.send(engine_id, Drain())

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from headrace_common.errors import BackendUnavailable
-from headrace_common.keys import DEFAULT_SHARD
 from headrace_common.protocol.registry import ModelRegistry, RegisteredModel
 
 from . import names
@@ -92,5 +91,5 @@ class RegistryCleaner:
         return [entry for entry in ours if (entry.owner, entry.name) not in claims]
 
     async def _is_served(self, model: str) -> bool:
-        engines = await self._directory.engines(model, DEFAULT_SHARD)
+        engines = await self._directory.engines(model)
         return any(not engine.draining for engine in engines)

@@ -149,7 +149,7 @@ class Scaler:
     ) -> tuple[int, tuple[Draining, ...]]:
         """The Deployment's count, and who drains now."""
         try:
-            statuses = await self._directory.engines(service.served_name, service.spec.queue.shard)
+            statuses = await self._directory.engines(service.served_name)
             surplus = deployed - desired
             absent = min(max(0, surplus), _absent(pods, draining, deployed))
             planned, engines = _plan(service, pods, statuses, cached, surplus - absent, now,

@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.alias_generators import to_camel
 
+from headrace_common.keys import MAX_SHARDS
+
 Quantity = str | int
 Opaque = dict[str, Any]
 """An object of Kubernetes' own API, passed on as it is; the API server checks it."""
@@ -138,7 +140,7 @@ class EngineSettingsSpec(Section):
     attention_backend: str | None = Field(None, min_length=1, max_length=32)
     """auto, reference, cpu, flash or triton."""
     quantization: Literal["none", "int8", "gptq", "awq", "compressed-tensors", "fp8"] | None = None
-    """int8 keeps linear layers in 8 bits; the others are what a checkpoint must be."""
+    """int8 and fp8 keep linear layers in 8 bits; the others are what a checkpoint must be."""
     model_implementation: Literal["auto", "native", "transformers"] | None = None
     """auto is native where the architecture has a native path."""
     chat_template: str | None = Field(None, min_length=1, max_length=1024)
@@ -147,6 +149,8 @@ class EngineSettingsSpec(Section):
     """Longest prompt plus output in tokens."""
     block_size: int | None = Field(None, ge=1, le=1024)
     """Tokens a KV block."""
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] | None = None
+    """fp8 keeps keys and values in 8 bits: twice as many tokens as in bfloat16."""
     kv_cache_memory: str | int | None = None
     """Bytes of KV cache, as 2GiB."""
     num_blocks: int | None = Field(None, ge=1)
@@ -325,8 +329,9 @@ class UrlSecret(Section):
 class QueueSpec(Section):
     url_secret: UrlSecret | None = None
     """Secret with the URL of Redis or Valkey; the operator's default where absent."""
-    shard: int = Field(0, ge=0, le=1023)
-    """Shard of the model's queue that these engines serve."""
+    shards: int = Field(1, ge=1, le=MAX_SHARDS)
+    """Shards of the model's queue, which may be on different nodes of a Redis cluster. Best 1, 3,
+    6, 12 or 24: those are evenly apart."""
 
 
 class MonitoringSpec(Section):

@@ -69,11 +69,13 @@ async def serve(
     gateway_id = keys.new_incarnation(f"{socket.gethostname()}.{os.getpid()}")
     connection = Connection(ConnectionConfig(url=settings.redis_url))
     queue = RedisGatewayQueue(connection, gateway_id, lease_ms=round(settings.lease * 1000))
+    engines = EngineDirectory(queue)
     client = GenerationClient(
         queue,
         settings.queue_limits,
         config=ClientConfig(beat_interval=BEATS * settings.lease),
-        place=_place(settings, queue),
+        place=_place(settings, engines),
+        shards=engines.shards,
     )
     discovery = _discovery(settings, static, connection)
     served = Models(static, discovery)
@@ -120,11 +122,11 @@ async def serve(
         await asyncio.to_thread(measures.shutdown)
 
 
-def _place(settings: GatewaySettings, queue: RedisGatewayQueue) -> Place | None:
+def _place(settings: GatewaySettings, engines: EngineDirectory) -> Place | None:
     if settings.placement == "none":
         return None
     placer = Placer(
-        EngineDirectory(queue),
+        engines,
         prefix_tokens=settings.placement_prefix_tokens,
         load_factor=settings.placement_load_factor,
         steal_after=settings.placement_steal_after,

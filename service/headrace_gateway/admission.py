@@ -12,16 +12,15 @@ from dataclasses import dataclass, replace
 from headrace_common.api_keys import DEFAULT_TENANT
 from headrace_common.bad_words import with_spelled_bad_words
 from headrace_common.errors import BackendUnavailable
-from headrace_common.keys import new_request_id
 from headrace_common.messages import GenerateRequest
 from headrace_common.sampling import MAX_PROMPT_LOGPROB_ENTRIES, SamplingParams
 
+from .deadlines import seconds_left
 from .engines import EngineDirectory
 from .errors import invalid, too_long
 from .models import ServedModel
 from .ports import Client, Generation
-
-DEADLINE_HEADER = "x-request-timeout"
+from .request_ids import RequestIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +70,7 @@ class Admission:
     ) -> None:
         self._client = client
         self._engines = engines
+        self.ids = RequestIds(engines)
         self._limits = limits
         self._clock = clock
 
@@ -87,9 +87,10 @@ class Admission:
         _check_prompt_logprobs(sampling, job.prompts)
         context = await self.context(job.model)
         created_ms, deadline_ms = self.lifetime(headers)
+        further = [await self.ids.new(job.model.queue, job.tenant) for _ in job.prompts[1:]]
         return [
             GenerateRequest(
-                request_id=new_request_id() if index else job.request_id,
+                request_id=request_id,
                 model=job.model.queue,
                 lora=job.model.lora,
                 prompt_token_ids=tuple(prompt),
@@ -101,13 +102,19 @@ class Admission:
                 priority=job.priority,
                 trace=job.trace or {},
             )
-            for index, prompt in enumerate(job.prompts)
+            for request_id, prompt in zip((job.request_id, *further), job.prompts, strict=True)
         ]
 
     def lifetime(self, headers: Mapping[str, str]) -> tuple[int, int]:
         """When a request with these headers begins and must have ended, in Unix ms."""
-        created_ms = int(self._clock() * 1000)
-        return created_ms, created_ms + int(self._deadline(headers) * 1000)
+        now = self._clock()
+        seconds = seconds_left(
+            headers,
+            now=now,
+            default=self._limits.default_deadline,
+            longest=self._limits.max_deadline,
+        )
+        return int(now * 1000), int(now * 1000) + int(seconds * 1000)
 
     async def submit(self, job: Job, requests: Sequence[GenerateRequest]) -> list[Accepted]:
         """Queues all of them or, where one is refused, none."""
@@ -132,22 +139,6 @@ class Admission:
             return await self.context(model)
         except BackendUnavailable:
             return _shortest(model.max_model_len, model.usual_model_len)
-
-    def _deadline(self, headers: Mapping[str, str]) -> float:
-        text = headers.get(DEADLINE_HEADER)
-        if text is None:
-            return self._limits.default_deadline
-        try:
-            seconds = float(text[:32])
-        except ValueError:
-            seconds = 0.0
-        if not 0 < seconds <= self._limits.max_deadline:
-            raise invalid(
-                f"{DEADLINE_HEADER}: must be seconds above 0 and at most "
-                f"{self._limits.max_deadline:g}.",
-                param=DEADLINE_HEADER,
-            )
-        return seconds
 
 
 def _shortest(*lengths: int | None) -> int | None:

@@ -18,18 +18,21 @@ from headrace_common.telemetry import Telemetry, disabled
 from .admission import Admission, Limits
 from .api_keys import KeyFile
 from .authentication import OPEN_PATHS, Authentication
-from .batches.assembly import Storage, make_desk, make_producer
+from .batches.assembly import Storage, make_desk, make_site
 from .batches.desk import CreateBatch
 from .batches.producer import BatchProducer
+from .batches.readings import BatchReadings
 from .body import BodyLimit
 from .chat_output import ChatOutput
 from .constraints import Constraints
+from .cross_origin import add_cross_origin
 from .drain import Drain
 from .embeddings import EmbeddingRequest
 from .engines import EngineDirectory
 from .error_handlers import add_error_handlers
 from .keeping import Keeping
 from .kept import KeptRequests, Lifetimes
+from .kept_embeddings import KeptEmbeddings
 from .messages_api.schemas import CountTokensRequest, MessagesRequest
 from .metering import MeteredClient
 from .metrics import Depths, GatewayMetrics, QueueReadings
@@ -113,7 +116,8 @@ def create_app(settings: GatewaySettings, parts: Parts) -> FastAPI:
             producer: BatchProducer | None = None
             if parts.storage is not None:
                 keeping, drain = services.keeping, services.drain
-                producer = make_producer(app, parts.storage, settings, keeping, drain, parts.keys)
+                site = make_site(app, parts.storage, settings, keeping, metrics, parts.keys)
+                producer = BatchProducer(site, drain, running=settings.max_running_batches)
                 desk = make_desk(parts.storage, settings, producer.wake)
                 services = replace(services, kept_files=desk)
                 producer.start()
@@ -173,6 +177,8 @@ def create_app(settings: GatewaySettings, parts: Parts) -> FastAPI:
     if parts.keys is not None:
         document_keys(app, OPEN_PATHS)
         app.add_middleware(Authentication, find=parts.keys.find, refused=metrics.unauthorized)
+    if settings.allowed_origins:  # outermost: browsers ask without a key, and read refusals
+        add_cross_origin(app, settings.allowed_origins)
     return app
 
 
@@ -212,6 +218,7 @@ def _services(
         drain=drain,
         keeping=Keeping(
             _kept(settings, parts.durable, client),
+            embeddings=_kept_embeddings(parts.durable, client),
             models=parts.served,
             observer=observer,
             delivery=delivery,
@@ -236,9 +243,15 @@ def _kept(
     return KeptRequests(durable.store, durable.ledger, sessions, lifetimes)
 
 
+def _kept_embeddings(durable: Durable | None, client: Client) -> KeptEmbeddings | None:
+    return None if durable is None else KeptEmbeddings(durable.store, durable.ledger, client)
+
+
 def _observe(metrics: GatewayMetrics, parts: Parts) -> None:
     if parts.telemetry.measuring:
         loop = asyncio.get_running_loop()
         metrics.observe_queue(QueueReadings(parts.queue, lambda: parts.served.queues, loop))
+        if parts.storage is not None:
+            metrics.observe_batches(BatchReadings(parts.storage.batches, loop))
         if parts.keys is not None:
             metrics.observe_keys(parts.keys)

@@ -14,7 +14,7 @@ from .body import refusal
 from .errors import ApiError
 from .tenants import CALLER, Caller
 
-OPEN_PATHS = frozenset({"/health/live", "/health/ready", "/version"})
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/version"})
 # OpenAI's clients send the first, Anthropic's the second.
 AUTHORIZATION, API_KEY = b"authorization", b"x-api-key"
 _CREDENTIALS = frozenset({AUTHORIZATION, API_KEY})

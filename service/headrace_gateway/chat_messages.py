@@ -3,13 +3,21 @@
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
+    Discriminator,
     StrictBool,
     StrictStr,
     StringConstraints,
+    Tag,
+    WithJsonSchema,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
+
+from .errors import UNSUPPORTED_KIND
 
 # What SDKs send back with an answer's message though it holds nothing.
 _EMPTY_LISTS = frozenset({"tool_calls", "annotations"})
@@ -23,8 +31,49 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
+def nothing_but(kind: str, reason: str) -> BeforeValidator:
+    """For a `type` of which there are others elsewhere: those are refused for this reason."""
+
+    def check(value: object) -> object:
+        if isinstance(value, str) and value != kind:
+            shown = {"value": value[:80], "reason": reason}
+            raise PydanticCustomError(
+                UNSUPPORTED_KIND, "'{value}' is not supported: {reason}", shown
+            )
+        return value
+
+    return BeforeValidator(check)
+
+
+def _form(value: object) -> str:
+    if isinstance(value, list):
+        return "list"
+    return "dict" if isinstance(value, dict) else "str"
+
+
+# Of a union's branches with these tags the one is checked that was sent, so that its faults are
+# told and not those of the others.
+BY_FORM = Discriminator(_form)
+
+
+def _off(value: bool) -> bool:
+    if value:
+        raise PydanticCustomError(UNSUPPORTED_KIND, "true is not supported: leave it out")
+    return value
+
+
+# What OpenAI can do and this server cannot; a Literal would take 0 too.
+Off = Annotated[
+    StrictBool, AfterValidator(_off), WithJsonSchema({"type": "boolean", "const": False})
+]
+NO_MEDIA = "this server reads text only"
+NO_SERVER_TOOLS = "this server runs no tools itself; give functions, and run them where you are"
+
+NO_SUCH_CHOICE = "it is none, auto, required or a function by name"
+
+
 class TextPart(Body):
-    type: Literal["text"]
+    type: Annotated[Literal["text"], nothing_but("text", NO_MEDIA)]
     text: StrictStr
 
 
@@ -39,11 +88,16 @@ class ToolCall(Body):
     function: FunctionCall
 
 
+Content = Annotated[
+    Annotated[StrictStr, Tag("str")] | Annotated[list[TextPart], Tag("list")], BY_FORM
+]
+
+
 class Message(Body):
     """One message of a chat, as it was said by whoever or answered by a model before."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: StrictStr | list[TextPart] | None = None
+    content: Content | None = None
     name: StrictStr | None = None
     reasoning_content: StrictStr | None = None
     reasoning: StrictStr | None = None
@@ -79,7 +133,7 @@ class FunctionDefinition(Body):
 
 
 class Tool(Body):
-    type: Literal["function"]
+    type: Annotated[Literal["function"], nothing_but("function", NO_SERVER_TOOLS)]
     function: FunctionDefinition
 
 
@@ -88,8 +142,9 @@ class ToolName(Body):
 
 
 class NamedTool(Body):
-    type: Literal["function"]
+    type: Annotated[Literal["function"], nothing_but("function", NO_SUCH_CHOICE)]
     function: ToolName
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+ToolMode = Annotated[Literal["none", "auto", "required"], Tag("str")]
+ToolChoice = Annotated[ToolMode | Annotated[NamedTool, Tag("dict")], BY_FORM]

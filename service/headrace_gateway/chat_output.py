@@ -15,9 +15,11 @@ from .models import ServedModel
 from .output import NAMED, REQUIRED, OutputForm, writes_short_ids
 from .reasoning.catalog import FAMILIES, detect_reasoning_parser
 from .settings import GatewaySettings
-from .strict_calls import held_calls
+from .strict_calls import forced_calls, held_calls
 from .structured_fields import refused
+from .tool_calls.arguments import kinds
 from .tool_calls.catalog import MARKERS, detect_tool_parser
+from .tool_calls.elements import ELEMENTS
 
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
@@ -114,17 +116,18 @@ class ChatOutput:
             form,
             calls=parser,
             tools=asked.names,
+            kinds=_kinds(parser, asked.tools),
             single_call=not asked.parallel,
             short_ids=writes_short_ids(parser),
         )
         if asked.forced:
-            return _forced(form, sampling, asked)
+            return _forced(template, form, sampling, asked)
         if parser is None:
             raise _unsupported(
                 f"it is not known how {model.name} writes calls: use tool_choice required or a "
                 "tool's name, or have the server's tool_call_parser set"
             )
-        return form, _strict(model, form, sampling, asked)
+        return form, _strict(template, form, sampling, asked)
 
     def _parser(self, template: ChatTemplate) -> str | None:
         if self._tool_parser == "auto":
@@ -137,29 +140,50 @@ def _unsupported(reason: str) -> ApiError:
 
 
 def _forced(
-    form: OutputForm, sampling: SamplingParams, asked: Tooling
+    template: ChatTemplate, form: OutputForm, sampling: SamplingParams, asked: Tooling
 ) -> tuple[OutputForm, SamplingParams]:
+    """In the model's own form, or else in a JSON that it may not be used to."""
+    tools, once = asked.tools, form.single_call
     if isinstance(asked.choice, NamedTool):
         name = asked.choice.function.name
-        tool = next(each.function for each in asked.tools if each.function.name == name)
-        form, schema = replace(form, calls=NAMED, tools=(name,)), _parameters(tool)
-    else:
-        form, schema = replace(form, calls=REQUIRED), _array_of_calls(asked)
+        tools, once = [each for each in asked.tools if each.function.name == name], True
+    form = replace(form, tools=tuple(each.function.name for each in tools), single_call=once)
+    try:
+        held = forced_calls(tools, form, template.source)
+    except StructuredOutputError:
+        held = None
+    if held is None:
+        form, held = _forced_json(form, tools, asked)
+    return form, replace(sampling, structured_outputs=held)
+
+
+def _forced_json(
+    form: OutputForm, tools: Sequence[Tool], asked: Tooling
+) -> tuple[OutputForm, StructuredOutputsParams]:
+    named = isinstance(asked.choice, NamedTool)
+    schema = _parameters(tools[0].function) if named else _array_of_calls(asked)
     try:
         held = StructuredOutputsParams(json=schema)
     except StructuredOutputError as error:
         raise refused("tools", error) from error
-    return form, replace(sampling, structured_outputs=held)
+    return replace(form, calls=NAMED if named else REQUIRED), held
 
 
 def _strict(
-    model: ServedModel, form: OutputForm, sampling: SamplingParams, asked: Tooling
+    template: ChatTemplate, form: OutputForm, sampling: SamplingParams, asked: Tooling
 ) -> SamplingParams:
     try:
-        held = held_calls(asked.tools, form, model.tokenizer)
+        held = held_calls(asked.tools, form, template.source)
     except StructuredOutputError as error:
         raise refused("tools", error) from error
     return sampling if held is None else replace(sampling, structured_outputs=held)
+
+
+def _kinds(parser: str | None, tools: Sequence[Tool]) -> Mapping[str, Mapping[str, str]]:
+    """How the tools' arguments are written, where calls do not say it."""
+    if parser not in ELEMENTS:
+        return {}
+    return {tool.function.name: kinds(tool.function.parameters) for tool in tools}
 
 
 def _parameters(tool: FunctionDefinition) -> Mapping[str, Any]:

@@ -7,8 +7,9 @@ an engine that went silent. Knows nothing of HTTP or text.
 
 import asyncio
 import logging
+import math
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
@@ -21,12 +22,9 @@ from headrace_common.errors import (
 )
 from headrace_common.messages import (
     Control,
-    Disown,
     Frame,
     GenerateRequest,
     Reply,
-    Sync,
-    Takeover,
 )
 from headrace_common.protocol.base import (
     Admission,
@@ -38,22 +36,26 @@ from headrace_common.protocol.base import (
 
 from .following import Following
 from .generation import Delta, Generation, GenerationState, Hooks
+from .late_replies import LateReplies
+from .listening_clock import ListeningClock
 from .watch import ClientConfig, Watch
 
 __all__ = ["ClientConfig", "Delta", "Generation", "GenerationClient", "GenerationState"]
 
 logger = logging.getLogger(__name__)
 
-REMEMBERED = 10_000  # ended requests whose late frames are not worth an answer
+CALM = 0.002  # seconds without a frame to deal with, beyond which those need not be read together
 
 Place = Callable[[GenerateRequest], Awaitable[Placement | None]]
+CountShards = Callable[[str], Awaitable[int]]
 
 
 class GenerationClient:
     """Submits requests and follows them to their end, whatever dies on the way.
 
-    `clock` gives Unix seconds, for deadlines. `place` says with which engines requests are best
-    placed; without it they are anybody's. Use from one event loop.
+    `clock` gives Unix seconds, for deadlines; `monotonic` seconds, for waiting. `place` says with
+    which engines requests are best placed; without it they are anybody's. `shards` says how many a
+    model's queue has, each with its part of `limits`; without it one. Use from one event loop.
     """
 
     def __init__(
@@ -63,31 +65,35 @@ class GenerationClient:
         clock: Callable[[], float] = time.time,
         config: ClientConfig | None = None,
         place: Place | None = None,
+        shards: CountShards | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.queue = queue
         self._place = place
+        self._shards = shards
         self.ignored: Counter[str] = Counter()  # replies dropped, by reason
         self._limits = limits
         self._clock = clock
         self._config = config or ClientConfig()
+        self._now = ListeningClock(self._config.silence / 4, monotonic)
         self._active: dict[str, Generation] = {}
         self._watches: dict[str, Watch] = {}
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._heard: dict[str, float] = {}
         self._unavailable_at = 0.0  # when Redis last could not be reached
-        self._ended: OrderedDict[str, float] = OrderedDict()
-        self._disowned: OrderedDict[tuple[str, str], float] = OrderedDict()
-        self._left: set[str] = set()  # requests that go on without this gateway
+        self._late = LateReplies(self._config.silence)
         self._following = Following(queue, self._dispatch, self._on_task_done)
         self._outgoing: asyncio.Queue[tuple[str, Control]] = asyncio.Queue()
         self._news: list[Generation] = []
+        self._dispatched = -math.inf  # until when the last frame was dealt with
+        self._calm = False  # whether none came shortly before the one being read
         self._hooks = Hooks(
             self._send,
             self._announce,
             self._forget,
             self._abandon,
             self._count,
-            self._left.add,
+            self._leave,
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._background: set[asyncio.Task[None]] = set()
@@ -113,6 +119,7 @@ class GenerationClient:
             asyncio.create_task(self._read(), name="frames"),
             asyncio.create_task(self._write(), name="controls"),
             asyncio.create_task(self._beat(), name="beat"),
+            asyncio.create_task(self._listen(), name="listening"),
         ]
         for task in self._tasks:
             task.add_done_callback(self._on_task_done)
@@ -140,14 +147,18 @@ class GenerationClient:
         Raises QueueFull, RequestConflict, BackendUnavailable.
         """
         placement = None if self._place is None else await self._place(request)
+        shards = 1 if self._shards is None else await self._shards(request.model)
         if request.request_id in self._active:
             raise RequestConflict(f"request {request.request_id} is in flight here already")
-        generation = Generation(request, self._hooks, time.monotonic())
-        self._left.discard(request.request_id)
+        generation = Generation(request, self._hooks, self._now())
+        self._late.begun(request.request_id)
         self._active[request.request_id] = generation  # first: frames may come before the reply
         try:
             admission = await self.queue.admit(
-                request, self._limits, polite=generation.shared, placement=placement
+                request,
+                self._limits.share(shards),
+                polite=generation.shared,
+                placement=placement,
             )
         except (HeadraceError, asyncio.CancelledError) as error:
             self._active.pop(request.request_id, None)
@@ -165,7 +176,7 @@ class GenerationClient:
     def _follow(self, generation: Generation) -> None:
         pause = self._config.recheck
         rid = generation.request_id
-        self._watches[rid] = Watch(time.monotonic() + pause, pause)
+        self._watches[rid] = Watch(self._now() + pause, pause)
         left = generation.request.deadline_ms / 1000 - self._clock()
         loop = asyncio.get_running_loop()
         self._deadlines[rid] = loop.call_later(max(0.0, left), self._expire, generation)
@@ -186,9 +197,10 @@ class GenerationClient:
         if timer := self._deadlines.pop(rid, None):
             timer.cancel()
         self._stop_following()
-        self._ended[rid] = time.monotonic()
-        while len(self._ended) > REMEMBERED:
-            self._ended.popitem(last=False)
+        self._late.ended(rid, self._now())
+
+    def _leave(self, request_id: str) -> None:
+        self._late.left(request_id, self._now())
 
     async def _abandon(self, generation: Generation) -> None:
         """Takes a request out of the queue. Where Redis is away, its engine is told later: every
@@ -243,7 +255,7 @@ class GenerationClient:
         what the journal knows. A living engine says it itself."""
         owner = generation.arbiter.owner
         heard = 0.0 if owner is None else self._heard.get(owner[0], 0.0)
-        if time.monotonic() - heard < self._config.silence:
+        if self._now() - heard < self._config.silence:
             return
         states = await self.queue.journal(generation.request_id, generation.request.model)
         if states is not None:
@@ -275,8 +287,9 @@ class GenerationClient:
 
     def _dispatch(self, frame: Frame, holder: str | None = None) -> None:
         """Takes a frame to this gateway, or to `holder`: only for requests that it has."""
-        now = time.monotonic()
+        now = self._now()
         self._heard[frame.engine_id] = now
+        self._calm = now - self._dispatched > CALM
         for reply in frame.replies:
             generation = self._active.get(reply.request_id)
             if generation is None:
@@ -284,10 +297,14 @@ class GenerationClient:
                     self._unknown(frame.engine_id, reply, now)
             elif holder is None or generation.holder == holder:
                 generation.handle(frame.engine_id, reply, now)
+                if self._calm:
+                    self._tell()
+        self._calm, self._dispatched = False, self._now()
 
     def _announce(self, generation: Generation) -> None:
-        """Its listener hears when all frames that have come are read."""
-        if not self._news:
+        """Its listener hears when all frames that have come are read; at once where few come, so
+        that the first of many streams does not wait for the last."""
+        if not self._news and not self._calm:
             asyncio.get_running_loop().call_soon(self._tell)
         self._news.append(generation)
 
@@ -297,21 +314,9 @@ class GenerationClient:
             generation.tell()
 
     def _unknown(self, engine_id: str, reply: Reply, now: float) -> None:
-        """Answers an engine that runs what nobody here waits for; late frames are let pass."""
         self._count("unknown_request")
-        if reply.request_id in self._left:
-            return
-        key = (engine_id, reply.request_id)
-        asked = isinstance(reply, Takeover | Sync)
-        lately = now - self._ended.get(reply.request_id, -1e9) < self._config.silence
-        told = now - self._disowned.get(key, -1e9) < self._config.silence
-        if not asked and (lately or told or getattr(reply, "finish_reason", None)):
-            return
-        self._disowned[key] = now
-        while len(self._disowned) > REMEMBERED:
-            self._disowned.popitem(last=False)
-        disown = Disown(request_id=reply.request_id, attempt=reply.attempt, superseded=False)
-        self._send(engine_id, disown)
+        if disown := self._late.answer(engine_id, reply, now):
+            self._send(engine_id, disown)
 
     def _count(self, reason: str) -> None:
         self.ignored[reason] += 1
@@ -337,10 +342,18 @@ class GenerationClient:
                 await self.queue.beat()
                 await self._check_holders()
             except BackendUnavailable as error:
-                self._unavailable_at = time.monotonic()
+                self._unavailable_at = self._now()
                 logger.warning("redis unavailable, beat missed", extra={"error": str(error)})
 
     # Watchdog
+
+    async def _listen(self) -> None:
+        """Keeps the clock that does not run while nobody could have listened."""
+        while True:
+            await asyncio.sleep(self._now.interval)
+            late = self._now.tick()
+            if late > self._config.silence:
+                logger.warning("the gateway stood still", extra={"seconds": round(late, 1)})
 
     async def _watch(self) -> None:
         """Runs while requests are in flight."""
@@ -348,11 +361,11 @@ class GenerationClient:
             await asyncio.sleep(self._config.silence / 4)
             try:
                 for generation in list(self._active.values()):
-                    await self._check(generation, time.monotonic())
+                    await self._check(generation, self._now())
             except BackendUnavailable as error:
-                self._unavailable_at = time.monotonic()
+                self._unavailable_at = self._now()
                 logger.warning("redis unavailable, will ask again", extra={"error": str(error)})
-            horizon = time.monotonic() - 100 * self._config.silence
+            horizon = self._now() - 100 * self._config.silence
             self._heard = {k: at for k, at in self._heard.items() if at > horizon}
 
     async def _check(self, generation: Generation, now: float) -> None:
@@ -377,7 +390,7 @@ class GenerationClient:
         """Whether an engine could have spoken and did not. Redis away is not its silence."""
         heard = self._heard.get(engine_id, 0.0)
         since = max(heard, generation.heard_at, watch.suspected_at, self._unavailable_at)
-        return time.monotonic() - since > self._config.silence
+        return self._now() - since > self._config.silence
 
     async def _recheck(self, generation: Generation, watch: Watch, now: float) -> None:
         """Admits a request again; takes it from an engine that was silent then and is still."""

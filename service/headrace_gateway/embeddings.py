@@ -1,14 +1,9 @@
-"""Answers a request for embeddings: each input is a request of its own in the model's queue.
-
-Only some of them wait in the queue at a time, so that one client's thousand inputs neither fill it
-nor stand before everybody else's. All end when the client goes.
-"""
+"""Answers a request for embeddings: each input is a request of its own in the model's queue."""
 
 import asyncio
 import base64
 import json
 import sys
-import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,25 +11,28 @@ from typing import Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
-from headrace_common.errors import FailureCode, QueueFull, RequestFailed
 from headrace_common.messages import GenerateRequest
 from headrace_common.pooling import MAX_EMBEDDING_SIZE
+from headrace_common.protocol.store import StoredRequest
 
-from .admission import Accepted, Admission, Job, cancel_all
+from .admission import Admission, Job
 from .chat_messages import Body
 from .drain import Drain
+from .embedding_sessions import EmbeddingSession
 from .observation import Observation
+from .ports import Generation
 from .run import Piece, Usage
 from .schemas import MAX_CACHE_SALT_CHARS
 from .sse import Writer
-from .watched import Delivery, WatchedResponse, stop
+from .vectors import Vectors
+from .watched import Delivery, WatchedResponse
 
 Encoding = Literal["float", "base64"]
 
-IN_FLIGHT = 64
-LONGEST_PAUSE_S = 1.0
 # Floats as text take about half a microsecond each: more than these are written in a thread.
 INLINE_FLOATS = 16_384
+# What is measured of a vector: it has no tokens.
+ONE_MADE = Piece(choice=0, text="", token_ids=(), logprobs=None, finish_reason="stop")
 
 
 class EmbeddingRequest(Body):
@@ -64,72 +62,104 @@ class EmbeddingExchange:
 
 
 class EmbeddingResponse(WatchedResponse):
-    """The vectors of a request's inputs, each a request in the queue."""
+    """The vectors of a request's inputs, which all end when the client goes."""
 
     def __init__(self, exchange: EmbeddingExchange, delivery: Delivery, drain: Drain) -> None:
         super().__init__(exchange.observation, delivery, drain)
         self._exchange = exchange
         self._total = Usage()
-        self._accepted: list[Accepted] = []
-        self._places = asyncio.Semaphore(IN_FLIGHT)
+        self._vectors = Vectors(exchange.requests, self._submit, self._made, {})
 
     def _usage(self) -> Usage:
         return self._total
 
     async def _leave(self, *, complete: bool) -> None:
-        await cancel_all(self._accepted)
+        await self._vectors.cancel()
 
     async def _answer(self, writer: Writer) -> str | None:
-        tasks = [asyncio.create_task(self._embed(one)) for one in self._exchange.requests]
-        try:
-            vectors = await asyncio.gather(*tasks)
-        finally:
-            await stop(*tasks)
-        content = await self._content(vectors)
-        await writer.whole(200, content, self._exchange.headers)
+        vectors = await self._vectors.all()
+        exchange = self._exchange
+        content = await content_of(
+            vectors, exchange.job.model.name, self._total.prompt_tokens, exchange.encoding
+        )
+        await writer.whole(200, content, exchange.headers)
         return None
 
-    async def _embed(self, request: GenerateRequest) -> bytes:
-        async with self._places:
-            accepted = await self._submit(request)
-            async for delta in accepted.generation:
-                if delta.embedding is not None:
-                    self._count(request, delta.cached_tokens)
-                    return delta.embedding
-        raise RequestFailed(
-            FailureCode.INTERNAL, "the model's engine is of a version that makes no embeddings"
-        )
+    async def _submit(self, request: GenerateRequest) -> Generation:
+        (accepted,) = await self._exchange.admission.submit(self._exchange.job, [request])
+        self._exchange.observation.admitted(1)
+        return accepted.generation
 
-    def _count(self, request: GenerateRequest, cached_tokens: int) -> None:
+    def _made(self, request: GenerateRequest, cached_tokens: int) -> None:
         self._total.prompt_tokens += len(request.prompt_token_ids)
         self._total.cached_tokens += cached_tokens
-        self._exchange.observation.piece(
-            Piece(choice=0, text="", token_ids=(), logprobs=None, finish_reason="stop")
-        )
+        self._exchange.observation.piece(ONE_MADE)
 
-    async def _submit(self, request: GenerateRequest) -> Accepted:
-        """Once one of them is in the queue, the others wait until there is room for them."""
-        exchange = self._exchange
-        while True:
-            try:
-                (accepted,) = await exchange.admission.submit(exchange.job, [request])
-            except QueueFull as error:
-                if not self._accepted or time.time() * 1000 > request.deadline_ms:
-                    raise
-                await asyncio.sleep(min(error.retry_after, LONGEST_PAUSE_S))
-            else:
-                self._accepted.append(accepted)
-                exchange.observation.admitted(1)
-                return accepted
 
-    async def _content(self, vectors: Sequence[bytes]) -> bytes:
-        encoding, model = self._exchange.encoding, self._exchange.job.model.name
-        floats = sum(map(len, vectors)) // 4
-        if encoding == "base64" or floats <= INLINE_FLOATS:
-            return embeddings_body(vectors, model, self._total.prompt_tokens, encoding)
-        return await asyncio.to_thread(
-            embeddings_body, vectors, model, self._total.prompt_tokens, encoding
-        )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptExchange:
+    """All that the answer of a kept request is made from.
+
+    `admits`: whether it is this response that queued it, so that it is counted once.
+    """
+
+    session: EmbeddingSession
+    observation: Observation
+    headers: Mapping[str, str]
+    admits: bool
+
+
+class KeptEmbeddingResponse(WatchedResponse):
+    """The vectors of a request that goes on without this response."""
+
+    def __init__(self, exchange: KeptExchange, delivery: Delivery, drain: Drain) -> None:
+        super().__init__(exchange.observation, delivery, drain)
+        self._exchange = exchange
+        self._session = exchange.session
+        self._total = Usage()
+
+    def _usage(self) -> Usage:
+        return self._total
+
+    async def _begin(self) -> None:
+        self._session.readers.join()
+
+    async def _leave(self, *, complete: bool) -> None:
+        self._session.readers.leave()
+
+    async def _answer(self, writer: Writer) -> str | None:
+        stored = self._session.stored
+        vectors = await self._session.result()
+        if self._exchange.admits:
+            self._count()
+        await writer.whole(200, await stored_content(stored, vectors), self._exchange.headers)
+        return None
+
+    def _count(self) -> None:
+        self._total.prompt_tokens = prompt_tokens(self._session.stored)
+        self._total.cached_tokens = self._session.cached_tokens
+        for _ in self._session.stored.requests:
+            self._exchange.observation.piece(ONE_MADE)
+
+
+def prompt_tokens(stored: StoredRequest) -> int:
+    return sum(len(request.prompt_token_ids) for request in stored.requests)
+
+
+async def stored_content(stored: StoredRequest, vectors: Sequence[bytes]) -> bytes:
+    """The body of a kept request's answer: the same bytes each time."""
+    encoding: Encoding = "base64" if stored.form == "base64" else "float"
+    return await content_of(vectors, stored.model, prompt_tokens(stored), encoding)
+
+
+async def content_of(
+    vectors: Sequence[bytes], model: str, tokens: int, encoding: Encoding
+) -> bytes:
+    """The body of an answer, made where it holds up nobody."""
+    floats = sum(map(len, vectors)) // 4
+    if encoding == "base64" or floats <= INLINE_FLOATS:
+        return embeddings_body(vectors, model, tokens, encoding)
+    return await asyncio.to_thread(embeddings_body, vectors, model, tokens, encoding)
 
 
 def embeddings_body(vectors: Sequence[bytes], model: str, tokens: int, encoding: Encoding) -> bytes:

@@ -3,7 +3,9 @@
 import time
 from collections.abc import Callable, Sequence
 
+from headrace_common.errors import BackendUnavailable
 from headrace_common.protocol.base import EngineStatus
+from headrace_common.protocol.shards import shards_of
 
 from .ports import EngineList
 
@@ -26,6 +28,13 @@ class EngineDirectory:
             engines = await self._queue.engines(model)
             self._known[model] = (now, engines)
         return engines
+
+    async def shards(self, model: str) -> int:
+        """Over how many shards of the queue new requests go; 1 where nobody can tell."""
+        try:
+            return shards_of(await self.engines(model))
+        except BackendUnavailable:
+            return 1
 
     def forget(self) -> None:
         """The next question reads the queue again."""

@@ -6,12 +6,15 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from headrace_common.errors import HeadraceError
 from headrace_common.sampling import SamplingError
 
-from .errors import ApiError, invalid, to_api_error
-from .messages_api.errors import body_at
+from .errors import REQUEST_NAME, ApiError, invalid, to_api_error
+from .messages_api.errors import body_at, named_at
+
+METHODS = ("GET", "HEAD", "POST", "DELETE")
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -46,15 +49,30 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def _response(request: Request, error: ApiError) -> JSONResponse:
-    body = body_at(request.url.path, error)
-    return JSONResponse(body, error.status, headers=error.headers)
+    path, name = request.url.path, request.scope["state"].get(REQUEST_NAME)
+    headers = error.headers if name is None else {**error.headers, **named_at(path, name)}
+    return JSONResponse(body_at(path, error), error.status, headers=headers)
 
 
 def _from_http(request: Request, error: HTTPException) -> ApiError:
     message = str(error.detail)
     if error.status_code == HTTPStatus.NOT_FOUND:
         message = f"Invalid URL ({request.method} {request.url.path[:200]})"
-    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+    headers = error.headers
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         message = f"Not allowed to {request.method} on {request.url.path[:200]}."
+        headers = {"allow": ", ".join(_allowed(request))}
     code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
-    return ApiError(error.status_code, message, code=code, headers=error.headers)
+    return ApiError(error.status_code, message, code=code, headers=headers)
+
+
+def _allowed(request: Request) -> list[str]:
+    """Every method of a path; the framework says those of one of its functions."""
+    return [
+        method
+        for method in METHODS
+        if any(
+            route.matches({**request.scope, "method": method})[0] is Match.FULL
+            for route in request.app.routes
+        )
+    ]

@@ -24,6 +24,12 @@ from headrace_common.sampling import SamplingError
 
 INVALID_REQUEST = "invalid_request_error"
 RETRY_SOON_S = 2.0
+# Where a request's state has the name that its answer tells, once it has one.
+REQUEST_NAME = "request_name"
+# How a body's validation says that a value is known, but not to this server.
+UNSUPPORTED_KIND = "unsupported"
+# Parts of a fault's location that are a union's branches, not fields.
+_BRANCHES = frozenset({"str", "list", "dict"})
 
 
 class ApiError(Exception):
@@ -153,15 +159,27 @@ def from_validation(error: ValidationError, place: str = "") -> ApiError:
 
     `place` is where in the body the object is that was checked.
     """
-    faults = error.errors(include_url=False, include_context=False, include_input=False)
+    faults = error.errors(include_url=False, include_input=False)
     first = faults[0]
     param = ".".join(filter(None, (place, field_path(first["loc"]))))
     if first["type"] == "extra_forbidden":
         message = f"Unknown field: '{param}'. Remove it."
         return invalid(message, param=param, code="unknown_parameter")
+    if first["type"] == UNSUPPORTED_KIND:
+        return invalid(f"{param}: {first['msg']}.", param=param, code="unsupported_parameter")
+    if first["type"] == "union_tag_invalid":
+        return _unsupported_kind(param, first["ctx"])
     reason = first["msg"].removeprefix("Value error, ")
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     return invalid(f"{param}: {reason}{more}" if param else reason, param=param or None)
+
+
+def _unsupported_kind(param: str, context: Mapping[str, Any]) -> ApiError:
+    """For an object whose field `type`, or the like, says that it is none of those known here."""
+    param = f"{param}.{context['discriminator'].strip(chr(39))}"
+    known = context["expected_tags"].replace("'", "")
+    message = f"{param}: '{context['tag'][:80]}' is not supported; known are {known}."
+    return invalid(message, param=param, code="unsupported_parameter")
 
 
 def field_path(location: tuple[int | str, ...]) -> str:
@@ -169,6 +187,6 @@ def field_path(location: tuple[int | str, ...]) -> str:
     for part in location:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part.isidentifier() and part != "str":  # a union's branch, not a field
+        elif part.isidentifier() and part not in _BRANCHES:
             path += f".{part}" if path else part
     return path

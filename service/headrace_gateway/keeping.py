@@ -3,7 +3,7 @@
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from starlette.responses import Response
@@ -16,9 +16,12 @@ from .admission import Accepted, cancel_all
 from .answers import Answer
 from .calls import Call, Operation, measured_as
 from .drain import Drain
-from .errors import invalid
+from .embeddings import stored_content
+from .errors import ApiError, invalid
 from .event_ids import START, Position, ResumableEvents, check_position, parse_event_id
 from .kept import KeptRequests, View, answer_of
+from .kept_embeddings import OPERATION as EMBEDDINGS
+from .kept_embeddings import KeptEmbeddings
 from .models import Models, ServedModel
 from .observation import Observation, Observer, RequestInfo
 from .responding import Exchange, GenerationResponse
@@ -54,24 +57,26 @@ class Served:
     headers: Mapping[str, str]
 
 
-def queue_id_of(request_id: str) -> str:
+def queue_id_of(request_id: str, shard: int = DEFAULT_SHARD) -> str:
     """A new id in the queue for the request that clients know by this one."""
-    return f"{DEFAULT_SHARD}.{request_id}.{secrets.token_hex(4)}"
+    return f"{shard}.{request_id}.{secrets.token_hex(4)}"
 
 
 class Keeping:
-    """`kept` None: this gateway has no store, and such requests are refused."""
+    """`kept` None: this gateway has no store, and such requests are refused; as for embeddings."""
 
     def __init__(
         self,
         kept: KeptRequests | None,
         *,
+        embeddings: KeptEmbeddings | None = None,
         models: Models,
         observer: Observer,
         delivery: Delivery,
         drain: Drain,
     ) -> None:
         self._known = kept
+        self._known_embeddings = embeddings
         self._models = models
         self._observer = observer
         self._delivery = delivery
@@ -80,8 +85,14 @@ class Keeping:
     @property
     def _kept(self) -> KeptRequests:
         if self._known is None:
-            raise invalid("This server keeps no requests beyond their connection.")
+            raise _keeps_none()
         return self._known
+
+    @property
+    def embeddings(self) -> KeptEmbeddings:
+        if self._known_embeddings is None:
+            raise _keeps_none()
+        return self._known_embeddings
 
     @property
     def available(self) -> bool:
@@ -92,10 +103,18 @@ class Keeping:
         """Leaves what runs here to other gateways."""
         if self._known is not None:
             self._known.close()
+        if self._known_embeddings is not None:
+            self._known_embeddings.close()
 
     async def identify(self, wish: Wish, tenant: str) -> str:
         """The request's id: the same for the same key. Raises ApiError."""
         return await self._kept.identify(wish, tenant)
+
+    def lasting(
+        self, requests: Sequence[GenerateRequest], wish: Wish
+    ) -> tuple[GenerateRequest, ...]:
+        """The queue's requests as they must be to outlive their client."""
+        return self._kept.lasting(requests, wish)
 
     async def answer(
         self, asked: Asked, model: ServedModel, observation: Observation, headers: Mapping[str, str]
@@ -152,6 +171,8 @@ class Keeping:
     ) -> Response:
         """The request's events behind those that the client has. `headers` are the request's."""
         stored = await self._kept.find(request_id, tenant)
+        if stored.operation == EMBEDDINGS:
+            raise invalid(f"Embeddings have no events; see GET /v1/requests/{request_id}.")
         model = await self._models.find(stored.model)
         check_position(had, _choices(stored))
         info = RequestInfo(
@@ -170,14 +191,27 @@ class Keeping:
 
     async def view(self, request_id: str, tenant: str) -> View:
         """Where the request is, with its answer once it has ended."""
-        stored = await self._kept.find(request_id, tenant)
-        return await self._kept.view(stored, await self._models.find(stored.model))
+        return await self._view(await self._kept.find(request_id, tenant))
 
     async def cancel(self, request_id: str, tenant: str) -> View:
         """Ends the request; says where it is then."""
         stored = await self._kept.find(request_id, tenant)
+        if stored.operation == EMBEDDINGS:
+            await self.embeddings.cancel(stored)
         await self._kept.cancel(stored)
-        return await self._kept.view(stored, await self._models.find(stored.model))
+        return await self._view(stored)
+
+    async def _view(self, stored: StoredRequest) -> View:
+        if stored.operation != EMBEDDINGS:
+            return await self._kept.view(stored, await self._models.find(stored.model))
+        view, vectors = await self.embeddings.view(stored)
+        if not vectors:
+            return view
+        return replace(view, content=await stored_content(stored, vectors))
+
+    async def forget(self, request_id: str, tenant: str) -> None:
+        """The request's answer is kept elsewhere now."""
+        await self._kept.forget(await self._kept.find(request_id, tenant))
 
     async def delete(self, request_id: str, tenant: str) -> None:
         """Ends the request and forgets it."""
@@ -201,6 +235,10 @@ class Keeping:
             admits=admits,
         )
         return GenerationResponse(exchange, self._delivery, self._drain)
+
+
+def _keeps_none() -> ApiError:
+    return invalid("This server keeps no requests beyond their connection.")
 
 
 def _events(stored: StoredRequest, answer: Answer, had: Position) -> ResumableEvents:

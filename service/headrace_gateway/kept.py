@@ -27,10 +27,9 @@ from .output import OutputForm
 from .ports import Ledger
 from .run import Run, Usage
 from .sessions import Sessions, sampling_of
+from .sse import encode
+from .wanted import NO_OUTCOME
 from .wishes import ID_CHARS, Wish, derived_id
-
-# Endings after which the same key starts anew: nothing was decided by them.
-NO_OUTCOME = frozenset({FailureCode.CANCELLED, FailureCode.LOST, FailureCode.INTERNAL})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +44,14 @@ class Lifetimes:
 class View:
     """Where a kept request is: `queued`, `in_progress`, `completed`, `failed` or `cancelled`.
 
-    `result` is its whole answer once it has completed.
+    `result` is its whole answer once it has completed; or `content`, where that was made as JSON.
     """
 
     stored: StoredRequest
     status: str
     result: Mapping[str, Any] | None = None
     error: ApiError | None = None
+    content: bytes | None = None
 
 
 class KeptRequests:
@@ -101,15 +101,7 @@ class KeptRequests:
         known = await self._store.put(fresh)
         if known.name == fresh.name:
             return known
-        if known.fingerprint != fresh.fingerprint:
-            raise ApiError(
-                422,
-                "Idempotency-Key: was used for a request with another body. Use a new key for "
-                "another request.",
-                param="Idempotency-Key",
-                code="idempotency_key_reused",
-                headers={"x-should-retry": "false"},
-            )
+        check_same(known, fresh)
         if wish.last_event_id is None and await self._is_over_without_outcome(known):
             return await self._store.put(fresh, replaces=known)
         return known
@@ -160,7 +152,7 @@ class KeptRequests:
     async def reopen(self, stored: StoredRequest, model: ServedModel) -> list[Accepted]:
         """A request that was found, for one more reader. Never starts one that is lost."""
         if None in await self._standings(stored):
-            raise _lost()
+            raise lost()
         return await self.open(stored, model, fresh=False)
 
     async def cancel(self, stored: StoredRequest) -> None:
@@ -179,9 +171,14 @@ class KeptRequests:
             error = to_api_error(RequestFailed(failed.failure, failed.message))
             return View(stored=stored, status=status, error=error)
         if None in standings:
-            return View(stored=stored, status=status, error=_lost())
+            return View(stored=stored, status=status, error=lost())
         result = await _result(stored, model, outcomes) if status == "completed" else None
         return View(stored=stored, status=status, result=result)
+
+    async def forget(self, stored: StoredRequest) -> None:
+        """Its answer is kept elsewhere now."""
+        await self._ledger.forget([each.request_id for each in stored.requests], stored.queue)
+        await self._store.remove(stored)
 
     async def delete(self, stored: StoredRequest) -> None:
         """Ends it and forgets it."""
@@ -191,6 +188,19 @@ class KeptRequests:
     async def _standings(self, stored: StoredRequest) -> list[Standing | None]:
         return await asyncio.gather(
             *(self._ledger.standing(each.request_id, each.model) for each in stored.requests)
+        )
+
+
+def check_same(known: StoredRequest, fresh: StoredRequest) -> None:
+    """Raises ApiError where one key was used for two bodies."""
+    if known.fingerprint != fresh.fingerprint:
+        raise ApiError(
+            422,
+            "Idempotency-Key: was used for a request with another body. Use a new key for "
+            "another request.",
+            param="Idempotency-Key",
+            code="idempotency_key_reused",
+            headers={"x-should-retry": "false"},
         )
 
 
@@ -209,6 +219,15 @@ def request_body(view: View) -> dict[str, Any]:
         "result": view.result,
         "error": None if view.error is None else view.error.body["error"],
     }
+
+
+def request_content(view: View) -> bytes:
+    """The same as JSON."""
+    body = request_body(view)
+    if view.content is None:
+        return encode(body)
+    del body["result"]
+    return encode(body)[:-1] + b',"result":' + view.content + b"}"
 
 
 def answer_of(stored: StoredRequest, model: ServedModel) -> Answer:
@@ -231,7 +250,8 @@ def answer_of(stored: StoredRequest, model: ServedModel) -> Answer:
     return ANSWERS[stored.operation](options)
 
 
-def _lost() -> ApiError:
+def lost() -> ApiError:
+    """What is said where Redis has lost what is asked for."""
     return ApiError(
         410,
         "The request's state is lost. Send it again.",

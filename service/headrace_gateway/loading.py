@@ -42,6 +42,7 @@ def load_registered(
         max_model_len=max_model_len,
         usual_model_len=model.max_model_len,
         created=model.created,
+        embedding_size=_hidden_size(files.json("config.json")),
     )
 
 
@@ -63,11 +64,21 @@ def _static(
         chat_template=chat_template,
         max_model_len=settings.max_model_len or _positions(config),
         created=int(time.time()),
+        embedding_size=_hidden_size(config),
     )
 
 
 def _positions(config: Mapping[str, object]) -> int | None:
+    return _number(config, "max_position_embeddings", "n_positions")
+
+
+def _hidden_size(config: Mapping[str, object]) -> int | None:
+    return _number(config, "hidden_size", "dim", "n_embd", "d_model")
+
+
+def _number(config: Mapping[str, object], *names: str) -> int | None:
+    """The first of these that the text model has."""
     text_config = config.get("text_config")
     source = text_config if isinstance(text_config, dict) else config
-    value = source.get("max_position_embeddings", source.get("n_positions"))
+    value = next((source[name] for name in names if name in source), None)
     return value if isinstance(value, int) and value > 0 else None

@@ -6,7 +6,6 @@ as they are configured.
 """
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from typing import Protocol
 from opentelemetry.metrics import Meter, Observation
 
 from headrace_common import metric_names as names
-from headrace_common.errors import BackendUnavailable
 from headrace_common.instruments import (
     counter,
     histogram,
@@ -27,10 +25,9 @@ from headrace_common.instruments import (
 from headrace_common.protocol.base import QueueDepth
 
 from .api_keys import KeyRing
+from .batches.readings import FINAL_STATES, BatchReadings
+from .readings import Readings
 from .tenants import TenantLabels
-
-READING_LIFETIME_S = 1.0
-READING_TIMEOUT_S = 2.0
 
 
 class RejectReason(StrEnum):
@@ -79,6 +76,8 @@ class GatewayMetrics:
         self._disconnects = counter(meter, names.GATEWAY_DISCONNECTS)
         self._in_flight = up_down_counter(meter, names.GATEWAY_REQUESTS_IN_FLIGHT)
         self._unauthorized = counter(meter, names.GATEWAY_UNAUTHORIZED)
+        self._batch_requests = counter(meter, names.BATCH_REQUESTS)
+        self._batches_ended = counter(meter, names.BATCH_ENDED)
 
     def admitted(self, model: str, tenant: str | None = None) -> None:
         self._admitted.add(1, self._of(tenant, {names.REQUEST_MODEL: model}))
@@ -90,6 +89,15 @@ class GatewayMetrics:
     def unauthorized(self) -> None:
         """A request came without a valid key."""
         self._unauthorized.add(1)
+
+    def batch_request(self, *, answered: bool) -> None:
+        """A request of a batch has got its result, the first time."""
+        result = "completed" if answered else "failed"
+        self._batch_requests.add(1, {names.RESULT: result})
+
+    def batch_ended(self, state: str) -> None:
+        """A batch has ended, the first time that it was seen to."""
+        self._batches_ended.add(1, {names.STATE: state})
 
     def disconnected(self, model: str) -> None:
         """The client went away before the end."""
@@ -150,6 +158,24 @@ class GatewayMetrics:
         letters = _observer(readings, lambda depth: depth.dead_letters)
         observed_counter(self._meter, names.QUEUE_DEAD_LETTERS, letters)
 
+    def observe_batches(self, readings: BatchReadings) -> None:
+        """Exports what is open; it is read only when an exporter asks. Call once."""
+        for state in FINAL_STATES:  # else the first one is no increase
+            self._batches_ended.add(0, {names.STATE: state})
+        for result in ("completed", "failed"):
+            self._batch_requests.add(0, {names.RESULT: result})
+        observed_gauge(self._meter, names.BATCH_OPEN, lambda: _states(readings))
+        observed_gauge(
+            self._meter,
+            names.BATCH_REQUESTS_LEFT,
+            lambda: [Observation(each.requests_left) for each in readings.current()],
+        )
+        observed_gauge(
+            self._meter,
+            names.BATCH_OLDEST_AGE,
+            lambda: [Observation(each.oldest_age) for each in readings.current()],
+        )
+
 
 class Keys(Protocol):
     """The part of a KeyFile that is read here."""
@@ -166,12 +192,8 @@ class Depths(Protocol):
     async def depth(self, model: str) -> QueueDepth: ...
 
 
-class QueueReadings:
-    """Lets exporters' threads read the queues through the gateway's event loop.
-
-    A reading serves all gauges of one scrape. Where Redis does not answer in time there is none,
-    so that the gauges show a gap and not an old value.
-    """
+class QueueReadings(Readings[Mapping[str, QueueDepth]]):
+    """The depths of the queues by their models."""
 
     def __init__(
         self,
@@ -180,39 +202,10 @@ class QueueReadings:
         loop: asyncio.AbstractEventLoop,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._queue = queue
-        self._models = models
-        self._loop = loop
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._taken_at = -READING_LIFETIME_S
-        self._depths: Mapping[str, QueueDepth] = {}
+        async def read() -> Mapping[str, QueueDepth]:
+            return {model: await queue.depth(model) for model in models()}
 
-    def current(self) -> Mapping[str, QueueDepth]:
-        """Depth by model, at most READING_LIFETIME_S old. Blocks; never call it on the loop."""
-        with self._lock:
-            if self._clock() - self._taken_at >= READING_LIFETIME_S:
-                self._depths = self._read()
-                self._taken_at = self._clock()
-            return self._depths
-
-    def _read(self) -> Mapping[str, QueueDepth]:
-        if self._loop.is_closed():
-            return {}
-        reading = self._read_all()
-        try:
-            future = asyncio.run_coroutine_threadsafe(reading, self._loop)
-        except RuntimeError:  # the loop was closed meanwhile
-            reading.close()
-            return {}
-        try:
-            return future.result(READING_TIMEOUT_S)
-        except (TimeoutError, asyncio.CancelledError, BackendUnavailable):
-            future.cancel()
-            return {}
-
-    async def _read_all(self) -> Mapping[str, QueueDepth]:
-        return {model: await self._queue.depth(model) for model in self._models()}
+        super().__init__(read, {}, loop, clock)
 
 
 _DEPTH_VALUES: tuple[tuple[names.Metric, Callable[[QueueDepth], float]], ...] = (
@@ -229,6 +222,14 @@ def _observer(
     return lambda: [
         Observation(value(depth), {names.REQUEST_MODEL: model})
         for model, depth in readings.current().items()
+    ]
+
+
+def _states(readings: BatchReadings) -> list[Observation]:
+    return [
+        Observation(count, {names.STATE: state})
+        for each in readings.current()
+        for state, count in each.by_state.items()
     ]
 
 

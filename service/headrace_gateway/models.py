@@ -18,7 +18,8 @@ class ServedModel:
     """One model under the name that clients use. Lengths are in tokens of prompt plus output.
 
     `max_model_len` is a limit whatever the engines say, `usual_model_len` what counts while no
-    engine says anything. `parent` is the model that this one is a LoRA adapter of, None where it is
+    engine says anything. `embedding_size` is how many numbers its vectors have, as far as its files
+    tell. `parent` is the model that this one is a LoRA adapter of, None where it is
     none itself.
     """
 
@@ -28,6 +29,7 @@ class ServedModel:
     max_model_len: int | None
     created: int
     usual_model_len: int | None = None
+    embedding_size: int | None = None
     parent: str | None = None
 
     @property
@@ -150,7 +152,8 @@ class Models:
 
 def _only(models: Mapping[str, ServedModel]) -> ServedModel:
     if not models:
-        raise unavailable("No model is registered yet.", code="no_model")
+        message = "No model is registered yet, or none that this caller may use."
+        raise unavailable(message, code="no_model")
     whole = [model for model in models.values() if model.parent is None] or list(models.values())
     if len(whole) > 1:
         raise invalid(

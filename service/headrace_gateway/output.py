@@ -26,12 +26,14 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 class OutputForm:
     """How texts are read, and what of the request its answer repeats. It is kept with requests.
 
-    `calls` is a parser's name, NAMED or REQUIRED; None where texts are never calls. `short_ids`:
-    ids of calls are as Mistral's templates want them. `echo` is JSON of the API in question.
+    `calls` is a parser's name, NAMED or REQUIRED; None where texts are never calls. `kinds`: how
+    arguments of tools are written, for parsers that must know. `short_ids`: ids of calls are as
+    Mistral's templates want them. `echo` is JSON of the API in question.
     """
 
     calls: str | None = None
     tools: tuple[str, ...] = ()
+    kinds: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: _NOTHING)
     single_call: bool = False
     short_ids: bool = False
     reasoning: str | None = None
@@ -49,7 +51,8 @@ class OutputForm:
         if self == PLAIN:
             return ""
         content = {each.name: getattr(self, each.name) for each in fields(self)}
-        return json.dumps({**content, "echo": dict(self.echo)}, separators=(",", ":"))
+        content |= {"echo": dict(self.echo), "kinds": dict(self.kinds)}
+        return json.dumps(content, separators=(",", ":"))
 
     @classmethod
     def decode(cls, text: str) -> "OutputForm":
@@ -130,7 +133,7 @@ def _tool_parser(form: OutputForm, parts: PartList) -> ToolParser | None:
         return NamedParser(parts, form.tools[0])
     if form.calls == REQUIRED:
         return RequiredParser(parts, form.tools)
-    return PARSERS[form.calls](parts, frozenset(form.tools))
+    return PARSERS[form.calls](parts, {name: form.kinds.get(name, _NOTHING) for name in form.tools})
 
 
 def writes_short_ids(calls: str | None) -> bool:

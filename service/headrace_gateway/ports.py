@@ -74,6 +74,8 @@ class Ledger(Protocol):
 
     async def cancel(self, request_id: str, model: str) -> None: ...
 
+    async def forget(self, request_ids: Sequence[str], model: str) -> None: ...
+
 
 class Line(Protocol):
     """The part of a GatewayQueue that tells how long a request may have to wait."""

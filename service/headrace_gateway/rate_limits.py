@@ -50,7 +50,7 @@ class RateLimited(ApiError):
 class Grant:
     """One HTTP request that may go on, until all its requests in the queue have ended.
 
-    `refused`: the queue did not take one of them, so that none is run.
+    `refused`: the queue did not take one of them, so that none is run, and has taken none since.
 
     `deadline` and `started` in seconds of the clock. `waiting` are its requests that are not in the
     queue yet, `running` those that may still use tokens.
@@ -72,7 +72,7 @@ class Grant:
 
     def submit(self, request: GenerateRequest) -> None:
         """One of its requests is in the queue now."""
-        self.submitted = True
+        self.submitted, self.refused = True, False
         self.waiting.discard(request.request_id)
         self.running.add(request.request_id)
         self.used += len(request.prompt_token_ids)

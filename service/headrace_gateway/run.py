@@ -45,11 +45,17 @@ class Usage:
         self.cached_tokens += other.cached_tokens
 
     @property
-    def body(self) -> dict[str, object]:
+    def counts(self) -> dict[str, object]:
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
+
+    @property
+    def body(self) -> dict[str, object]:
+        return {
+            **self.counts,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 

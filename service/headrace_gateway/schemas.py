@@ -27,7 +27,7 @@ from headrace_common.sampling import (
     SamplingParams,
 )
 
-from .chat_messages import Body, Message, Tool, ToolChoice
+from .chat_messages import Body, Message, Off, Tool, ToolChoice
 from .errors import from_validation, invalid
 from .structured_fields import StructuredBody
 
@@ -40,7 +40,11 @@ _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 class StreamOptions(Body):
+    """`continuous_usage_stats` is vLLM's: each chunk has the usage so far."""
+
     include_usage: StrictBool = False
+    continuous_usage_stats: StrictBool = False
+    include_obfuscation: Off = False
 
 
 class GenerationBody(Body):
@@ -89,6 +93,10 @@ class SamplingBody(GenerationBody, StructuredBody):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def counts(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
     def sampling(self, **more: Any) -> SamplingParams:
         """Raises SamplingError for a value out of range, ApiError where fields conflict."""
         names = (
@@ -120,6 +128,7 @@ class ChatRequest(SamplingBody):
     add_special_tokens: StrictBool = False
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: StrictStr | None = None
+    prompt_cache_key: StrictStr | None = None
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: StrictBool = True
@@ -160,7 +169,7 @@ _NO_BEAMS = "ask /v1/completions or /v1/chat/completions for that"
 _NO_TEMPLATE = "templates come from the server's model; pass variables in chat_template_kwargs"
 _NO_AUDIO = "this server answers with text only"
 _NO_STORE = "this server keeps nothing"
-_LEAVE_OUT = "leave it out"
+LEAVE_OUT = "leave it out"
 
 # field -> (values that change nothing, what to do)
 UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
@@ -169,22 +178,24 @@ UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "parallel_tool_calls": ((True, False), _NO_TOOLS),
     "functions": (([],), _NO_FUNCTIONS),
     "function_call": (("none", "auto"), _NO_FUNCTIONS),
-    "structural_tag": ((), _LEAVE_OUT),
-    "guided_decoding_backend": ((), _LEAVE_OUT),
-    "guided_whitespace_pattern": ((), _LEAVE_OUT),
+    "structural_tag": ((), LEAVE_OUT),
+    "guided_decoding_backend": ((), LEAVE_OUT),
+    "guided_whitespace_pattern": ((), LEAVE_OUT),
     "chat_template": ((), _NO_TEMPLATE),
     "documents": (([],), "put the documents into a message"),
     "modalities": ((["text"],), _NO_AUDIO),
     "audio": ((), _NO_AUDIO),
-    "prediction": ((), _LEAVE_OUT),
+    "prediction": ((), LEAVE_OUT),
     "reasoning_effort": ((), "models reason in chats only"),
-    "verbosity": ((), _LEAVE_OUT),
-    "web_search_options": ((), _LEAVE_OUT),
+    "verbosity": ((), LEAVE_OUT),
+    "web_search_options": ((), LEAVE_OUT),
     "service_tier": (("auto", "default"), "use priority"),
     "store": ((False,), _NO_STORE),
     "metadata": (({},), _NO_STORE),
+    "moderation": ((), "moderate where you are"),
     "prompt_cache_key": ((), "prompts are cached by content; use cache_salt to part callers"),
-    "prompt_cache_retention": ((), _LEAVE_OUT),
+    "prompt_cache_options": ((), "prompts are cached by content, for as long as there is room"),
+    "prompt_cache_retention": ((), LEAVE_OUT),
     "echo": ((False,), "chats have no text to repeat"),
     "suffix": (("",), "this server does not fill in the middle"),
     "best_of": ((1,), _NO_BEAMS),
@@ -192,9 +203,18 @@ UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "length_penalty": ((1, 1.0), _NO_BEAMS),
     "early_stopping": ((False,), _NO_BEAMS),
     "truncate_prompt_tokens": ((), "shorten the prompt yourself"),
-    "spaces_between_special_tokens": ((True,), _LEAVE_OUT),
+    "spaces_between_special_tokens": ((True,), LEAVE_OUT),
     "return_tokens_as_token_ids": ((False,), "use return_token_ids"),
     "request_id": ((), "send it in the header X-Request-Id"),
+    "include_reasoning": ((True,), "the answer has it, where the model reasons"),
+    "thinking_token_budget": ((), "limit the whole answer with max_tokens"),
+    "repetition_detection": ((), "use repetition_penalty"),
+    "logits_processors": ((), "code of clients is not run"),
+    "vllm_xargs": (({},), LEAVE_OUT),
+    "kv_transfer_params": (({},), LEAVE_OUT),
+    "prompt_embeds": ((), "send text or token ids"),
+    "mm_processor_kwargs": (({},), "this server reads text only"),
+    "media_io_kwargs": (({},), "this server reads text only"),
 }
 
 

@@ -6,6 +6,7 @@ ten times a second to see whether it should stop.
 
 import asyncio
 import json
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -22,6 +23,9 @@ from .settings import GatewaySettings
 from .sse import ABORT, CHANNEL
 
 MAX_HEADER_BYTES = 64 * 1024
+# What may wait behind an answer on one connection.
+MAX_PIPELINED = 16
+MAX_PIPELINED_BYTES = 64 * 1024
 BACKLOG = 2048
 # Answers that a drain cuts short still need a moment to reach their clients.
 FAREWELL_SECONDS = 2.0
@@ -33,6 +37,9 @@ _STATUS_LINES = {
     408: b"HTTP/1.1 408 Request Timeout\r\n",
     431: b"HTTP/1.1 431 Request Header Fields Too Large\r\n",
 }
+_BROKEN = ApiError(400, "Invalid HTTP request received.", code="invalid_http")
+_LATE = ApiError(408, "The request's headers did not arrive in time.", code="headers_timeout")
+_LARGE = ApiError(431, _TOO_LARGE, code="headers_too_large")
 
 
 class BodyChannel:
@@ -41,12 +48,13 @@ class BodyChannel:
     The status, the headers and the last piece take ASGI's way.
     """
 
-    __slots__ = ("_cycle", "_flow", "_transport")
+    __slots__ = ("_cycle", "_descriptor", "_flow", "_transport")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
         self._flow = cycle.flow
         self._transport = cycle.transport
+        self._descriptor = _descriptor(cycle.transport)
 
     @property
     def ready(self) -> bool:
@@ -59,11 +67,38 @@ class BodyChannel:
         )
 
     def write(self, content: bytes) -> None:
-        self._transport.write(b"%x\r\n%b\r\n" % (len(content), content))
+        piece = b"%x\r\n%b\r\n" % (len(content), content)
+        if sent := self._sent(piece):
+            piece = piece[sent:]
+        if piece:
+            self._transport.write(piece)
+
+    def _sent(self, piece: bytes) -> int:
+        """Bytes that the socket has taken at once: uvloop keeps what is written until all else of
+        this turn is done, and the first of many streams would wait for the last."""
+        transport = self._transport
+        if self._descriptor is None or transport.is_closing() or transport.get_write_buffer_size():
+            return 0
+        try:
+            return os.write(self._descriptor, piece)
+        except OSError:
+            return 0  # full, or broken: the transport deals with both
+
+
+def _descriptor(transport: asyncio.Transport) -> int | None:
+    """Of a transport's socket, where bytes go into that as they are."""
+    connected = transport.get_extra_info("socket")
+    if connected is None or transport.get_extra_info("sslcontext") is not None:
+        return None
+    return int(connected.fileno())
 
 
 class GatewayProtocol(HttpToolsProtocol):
-    """HTTP/1.1 with bounds on a request's headers. `header_timeout` in seconds."""
+    """HTTP/1.1 with bounds on a request's headers. `header_timeout` in seconds.
+
+    Reads on while it answers, so that it sees its client leave; also behind a pipelined request,
+    where uvicorn stops, and would hear of the last request's end only.
+    """
 
     header_timeout: float = 10.0
     max_connections: int = 10_000
@@ -71,6 +106,7 @@ class GatewayProtocol(HttpToolsProtocol):
     _header_bytes = 0
     _in_headers = False
     _header_timer: asyncio.TimerHandle | None = None
+    _answering: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -78,6 +114,9 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        if self._answering is not None and not self._answering.response_complete:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -85,7 +124,9 @@ class GatewayProtocol(HttpToolsProtocol):
             self._header_bytes += len(data)
         super().data_received(data)
         if self._in_headers and self._header_bytes > MAX_HEADER_BYTES:
-            self._refuse(431, _TOO_LARGE)
+            self._refuse(_LARGE)
+        if self.pipeline:
+            self._read_on()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -97,19 +138,41 @@ class GatewayProtocol(HttpToolsProtocol):
         self._stop_timer()
         self.app = self._app_for_request()
         super().on_headers_complete()
+        if not self.pipeline:
+            self._answering = self.cycle
         if self.cycle is not None and self.cycle.scope is self.scope:
             self.scope["state"][CHANNEL] = BodyChannel(self.cycle)
+
+    def on_response_complete(self) -> None:
+        if self.pipeline:
+            self._answering = self.pipeline[-1][0]
+        super().on_response_complete()
+
+    def _read_on(self) -> None:
+        """Behind a request that waits for another one's answer, up to a bound."""
+        held = self._header_bytes + sum(len(cycle.body) for cycle, _ in self.pipeline)
+        if len(self.pipeline) > MAX_PIPELINED or held > MAX_PIPELINED_BYTES:
+            self.transport.abort()
+        elif not self.transport.is_closing():
+            self.flow.resume_reading()
 
     def _app_for_request(self) -> Any:
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if size > MAX_HEADER_BYTES:
-            return refusal(ApiError(431, _TOO_LARGE, code="headers_too_large"))
+            return refusal(_LARGE)
         if len(self.connections) > self.max_connections:
             return refusal(unavailable("Too many open connections.", code="too_many_connections"))
         return self.config.loaded_app
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, msg)
+        self._refuse(_BROKEN)
+
+    def _is_answering(self) -> bool:
+        """Whether a request that has been read has no answer yet, or a part of one."""
+        cycle = self._answering
+        if cycle is None or cycle.response_complete:
+            return False
+        return cycle.response_started or not cycle.more_body
 
     def _await_headers(self) -> None:
         if self._in_headers:
@@ -120,19 +183,22 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def _too_slow(self) -> None:
         if self._in_headers and not self.transport.is_closing():
-            self._refuse(408, "The request's headers did not arrive in time.")
+            self._refuse(_LATE)
 
     def _stop_timer(self) -> None:
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
 
-    def _refuse(self, status: int, message: str) -> None:
+    def _refuse(self, error: ApiError) -> None:
         if self.transport.is_closing():
             return
-        body = json.dumps(ApiError(status, message).body).encode()
+        if self._is_answering():
+            self.transport.close()  # there is no place for words within an answer
+            return
+        body = json.dumps(error.body).encode()
         self.transport.write(
-            _STATUS_LINES[status]
+            _STATUS_LINES[error.status]
             + b"content-type: application/json\r\nconnection: close\r\n"
             + b"content-length: "
             + str(len(body)).encode()

@@ -11,7 +11,7 @@ from fastapi import Depends, Request, Response
 
 from headrace_common.api_keys import DEFAULT_TENANT
 from headrace_common.errors import BackendUnavailable
-from headrace_common.keys import new_request_id
+from headrace_common.keys import shard_of
 from headrace_common.messages import GenerateRequest
 
 from .admission import Admission, Job
@@ -22,8 +22,10 @@ from .chat_output import ChatOutput
 from .constraints import Constraints
 from .drain import Drain
 from .engines import EngineDirectory
-from .errors import invalid
+from .errors import REQUEST_NAME, invalid
 from .keeping import Asked, Keeping, queue_id_of
+from .kept_embeddings import Account, account_of, batch_account
+from .messages_api.errors import named_at
 from .models import Models
 from .observation import Observation, Observer, RequestInfo
 from .prompts import PromptEncoder
@@ -34,7 +36,7 @@ from .schemas import GenerationBody
 from .settings import GatewaySettings
 from .strict_calls import at_prompt
 from .structured_fields import StructuredBody
-from .tenants import Caller, caller_of, tenancy_of
+from .tenants import Caller, batch_of, caller_of, tenancy_of
 from .watched import Delivery
 from .wishes import wish_of
 
@@ -43,7 +45,10 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
-    """`caller` and `rate_limits` are None where API keys are off; `models` are the caller's."""
+    """`caller` and `rate_limits` are None where API keys are off; `models` are the caller's.
+
+    `batch` is the id of the batch for which a request is run, None for a client's own.
+    """
 
     settings: GatewaySettings
     models: Models
@@ -62,6 +67,7 @@ class Services:
     rate_limits: RateLimits | None = None
     caller: Caller | None = None
     kept_files: Desk | None = None
+    batch: str | None = None
 
     def of(self, caller: Caller) -> "Services":
         """The services as this caller may use them."""
@@ -77,6 +83,14 @@ class Services:
     @property
     def tenant(self) -> str:
         return DEFAULT_TENANT if self.caller is None else self.caller.tenant
+
+    @property
+    def account(self) -> Account:
+        """Who keeps the embeddings of a request."""
+        most = int(self.settings.max_kept_embedding_bytes)
+        if self.batch is not None:
+            return batch_account(self.batch, most)
+        return account_of(self.tenant, most)
 
     async def reserve(
         self, job: Job, requests: Sequence[GenerateRequest], observation: Observation
@@ -111,12 +125,13 @@ class Services:
         """The response that runs a call. Raises what refuses it before it is queued."""
         headers = dict(request.headers)
         client_id = client_request_id(headers)
-        wish = wish_of(headers, body, kept=call.kept)
-        request_id = queue_id = new_request_id()
+        wish = wish_of(headers, stream=body.stream, background=body.background, kept=call.kept)
+        request_id = queue_id = await self.admission.ids.new(call.model.queue, self.tenant)
         if wish is not None:
             _check_view(call)
             request_id = await self.keeping.identify(wish, self.tenant)
-            queue_id = queue_id_of(request_id)
+            queue_id = queue_id_of(request_id, shard_of(queue_id))
+        name = request.scope["state"][REQUEST_NAME] = client_id or request_id
         info = RequestInfo(
             request_id=request_id,
             client_request_id=client_id,
@@ -134,7 +149,7 @@ class Services:
             job = await _job(call, body, queue_id, observation.trace, self.caller)
             requests = await self.admission.prepare(job, headers)
             limits = await self.reserve(job, requests, observation)
-            answered = {"x-request-id": client_id or request_id, **limits}
+            answered = {**named_at(request.scope["path"], name), **limits}
             if wish is not None:
                 asked = Asked(wish, request_id, operation, body, call, requests)
                 return await self.keeping.answer(asked, call.model, observation, answered)
@@ -156,10 +171,9 @@ class Services:
 def _check_view(call: Call) -> None:
     """Raises ApiError for what would be lost where another gateway goes on."""
     if call.view is not None:
-        raise invalid(
-            "echo and prompt_logprobs are not for requests that outlive their connection.",
-            param="echo" if call.view.echo else "prompt_logprobs",
-        )
+        field = call.view.field
+        message = f"{field} is not for requests that outlive their connection: leave it out."
+        raise invalid(message, param=field)
 
 
 async def _job(
@@ -209,7 +223,10 @@ def client_request_id(headers: Mapping[str, str]) -> str | None:
 async def _services(request: Request) -> Services:  # a plain function would be run in a thread
     services = request.app.state.services
     assert isinstance(services, Services)
-    caller = caller_of(request.scope["state"])
+    state = request.scope["state"]
+    caller, batch = caller_of(state), batch_of(state)
+    if batch is not None:
+        services = replace(services, batch=batch)
     return services if caller is None else services.of(caller)
 
 

@@ -6,10 +6,10 @@ for its window, here or at another gateway, is cancelled.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 
-from headrace_common.errors import BackendUnavailable, FailureCode, HeadraceError, RequestFailed
+from headrace_common.errors import FailureCode, HeadraceError, RequestFailed
 from headrace_common.messages import GenerateRequest
 from headrace_common.protocol.store import RequestStore, StoredRequest
 from headrace_common.sampling import SamplingParams
@@ -20,11 +20,9 @@ from .admission import Accepted
 from .generation import Delta
 from .ports import Client, Generation
 from .ports import Delta as AnyDelta
+from .wanted import Readers
 
 logger = logging.getLogger(__name__)
-
-# While Redis is away nobody can say that a client is there: ask again after so many seconds.
-UNCLEAR_S = 1.0
 
 
 def sampling_of(stored: StoredRequest) -> SamplingParams:
@@ -151,11 +149,9 @@ class Session:
         on_end: Callable[["Session"], None],
     ) -> None:
         self.stored = stored
-        self.readers = 0
+        self._readers = Readers(stored, store)
         self._tracks = tracks
-        self._store = store
         self._on_end = on_end
-        self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._cancelling: asyncio.Task[None] | None = None
 
@@ -183,61 +179,24 @@ class Session:
 
     def accept(self) -> list[Accepted]:
         """The request for one more reader, who must leave it by `cancel`."""
-        self.readers += 1
-        self._changed.set()
+        self._readers.join()
         readers = [_Reader(self, track) for track in self._tracks]
         readers[0].counted = True
         return [Accepted(reader.track.request, reader.track.sampling, reader) for reader in readers]
 
     def leave(self) -> None:
-        self.readers -= 1
-        self._changed.set()
+        self._readers.leave()
 
     async def cancel(self) -> None:
         """Ends the request for everybody."""
         for track in self._tracks:
             await track.cancel()
 
-    # Who wants it
-
     async def _guard(self) -> None:
-        """Tells other gateways while a reader is here; ends it when nobody has wanted it."""
-        window = self.stored.window
-        while True:
-            await self._quietly(self._store.want(self.stored.request_id, window))
-            if self.readers:
-                await self._wait(window / 3, lambda: not self.readers)
-            elif await self._unwanted():
-                logger.info("request cancelled: no client came back", extra=self._fields)
-                self._cancelling = asyncio.current_task()
-                await self.cancel()
-                return
-
-    async def _unwanted(self) -> bool:
-        """Waits until a reader comes, or nobody wants it; returns whether that is so."""
-        while not self.readers:
-            left = await self._quietly(self._store.wanted(self.stored.request_id))
-            if left == 0:
-                return True
-            await self._wait(UNCLEAR_S if left is None else left, lambda: self.readers > 0)
-        return False
-
-    async def _wait(self, seconds: float, until: Callable[[], bool]) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                while not until():
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError:
-            return
-
-    async def _quietly(self, work: Awaitable[float | None]) -> float | None:
-        try:
-            return await work
-        except BackendUnavailable as error:
-            extra = {**self._fields, "error": str(error)}
-            logger.warning("redis unavailable, readers unknown", extra=extra)
-            return None
+        await self._readers.lost()
+        logger.info("request cancelled: no client came back", extra=self._fields)
+        self._cancelling = asyncio.current_task()
+        await self.cancel()
 
     @property
     def _fields(self) -> dict[str, object]:

@@ -12,6 +12,42 @@ from headrace_common.protocol.base import QueueLimits
 ModelSource = str
 
 
+ToolCallParser = Literal[
+    "auto",
+    "none",
+    "deepseek_v3",
+    "deepseek_v31",
+    "glm45",
+    "glm47",
+    "granite",
+    "hermes",
+    "hunyuan_a13b",
+    "jamba",
+    "kimi_k2",
+    "llama3_json",
+    "llama4_pythonic",
+    "minimax_m2",
+    "mistral",
+    "phi4_mini_json",
+    "pythonic",
+    "qwen3_coder",
+    "qwen3_xml",
+    "seed_oss",
+]
+ReasoningParser = Literal[
+    "auto",
+    "none",
+    "deepseek_r1",
+    "deepseek_v3",
+    "glm45",
+    "kimi_k2",
+    "minimax_m2",
+    "mistral",
+    "qwen3",
+    "seed_oss",
+]
+
+
 class GatewaySettings(BaseSettings):
     """Read once at start; a value that is out of range stops the start and is named."""
 
@@ -48,10 +84,10 @@ class GatewaySettings(BaseSettings):
     extra_models: dict[str, ModelSource] = Field(
         default_factory=dict, description='further models, {"name": "folder or hub id"}'
     )
-    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "pythonic"] = (
-        Field("auto", description="how models write calls of tools; auto: as their templates do")
+    tool_call_parser: ToolCallParser = Field(
+        "auto", description="how models write calls of tools; auto: as their templates do"
     )
-    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3", "mistral"] = Field(
+    reasoning_parser: ReasoningParser = Field(
         "auto", description="how models mark their reasoning; auto: as the chat template does"
     )
     max_model_len: int | None = Field(
@@ -62,6 +98,12 @@ class GatewaySettings(BaseSettings):
         None,
         description="YAML or JSON file of API keys, read again when it changes; default: none, "
         "and everybody may ask",
+    )
+
+    allowed_origins: tuple[str, ...] = Field(
+        (),
+        description="origins whose web pages may ask from a browser (CORS), as "
+        '["https://chat.example.com"], or ["*"]; default: none',
     )
 
     host: str = Field("127.0.0.1", description="address of the API")
@@ -119,6 +161,12 @@ class GatewaySettings(BaseSettings):
     max_prompts: int = Field(64, ge=1, description="prompts in one completions request")
     max_embedding_inputs: int = Field(
         2048, ge=1, description="inputs in one request for embeddings"
+    )
+    max_kept_embedding_bytes: ByteSize = Field(
+        ByteSize(256 * 2**20),
+        ge=1024,
+        description="bytes of embeddings that are kept in Redis for requests with an "
+        "Idempotency-Key, of one tenant, and of one batch while it runs",
     )
     max_choices: int = Field(128, ge=1, description="n times the prompts of one request")
     max_file_bytes: ByteSize = Field(

@@ -1,43 +1,62 @@
-"""Calls that a model makes or not: once one begins, it is held to its tool's schema.
+"""Calls held to their tools' schemas, in every form that calls are read in.
 
-For tools with `strict` in the form `<tool_call>{...}</tool_call>`. In reasoning, and where the
-markers are special tokens, nothing is held.
+Those that a model makes or not, once one begins, for tools with `strict`; and those that it must
+make. In reasoning nothing is held.
 """
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from headrace_common import structural_tag
 from headrace_common.sampling import SamplingParams
-from headrace_common.structural_tag import Reasoning, StructuralTag, Structure
-from headrace_common.structured import StructuredOutputsParams
+from headrace_common.structural_tag import Reasoning, StructuralTag
+from headrace_common.structured import StructuredOutputError, StructuredOutputsParams
 from headrace_common.tokenizer import Tokenizer
 
-from .chat_messages import Tool
+from .chat_messages import FunctionDefinition, Tool
 from .output import OutputForm
 from .reasoning.catalog import FAMILIES, begin_of
 from .reasoning.think import Begin
-from .tool_calls.catalog import HERMES
-from .tool_calls.hermes import CLOSE, OPEN
+from .tool_calls.bare import bare
+from .tool_calls.catalog import FORMATS
+from .tool_calls.held import Function, Held
 
-_ANY: Mapping[str, Any] = {"type": "object"}
+MAX_TOOLS = 128
+_NO_ARGUMENTS: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+}
 
 
 def held_calls(
-    tools: Sequence[Tool], form: OutputForm, tokenizer: Tokenizer
+    tools: Sequence[Tool], form: OutputForm, template: str
 ) -> StructuredOutputsParams | None:
     """What text with calls of these tools must match; None where no call is held.
 
     Raises StructuredOutputError.
     """
-    markers = (OPEN, CLOSE, *_reasoning_markers(form))
-    special = any(tokenizer.token_to_id(each) in tokenizer.special_ids for each in markers)
-    if special or form.calls != HERMES or not any(tool.function.strict for tool in tools):
+    if form.calls is None or not any(tool.function.strict for tool in tools):
         return None
-    tag = StructuralTag(tuple(map(_structure, tools)), (OPEN,), _reasoning(form, Begin.OPEN))
-    return _params(tag)
+    if len(tools) > MAX_TOOLS:
+        raise StructuredOutputError("json", f"strict tools may be among at most {MAX_TOOLS}")
+    held = Held(tuple(map(_function, tools)), once=form.single_call, template=template)
+    return _params(StructuralTag(FORMATS[form.calls](held), _reasoning(form, Begin.OPEN)))
+
+
+def forced_calls(
+    tools: Sequence[Tool], form: OutputForm, template: str
+) -> StructuredOutputsParams | None:
+    """One call or more of these tools and nothing else; None where the form cannot be held so.
+
+    Raises StructuredOutputError where that is for the sake of a tool.
+    """
+    if form.calls is None:
+        return None
+    functions = tuple(_held(each.function) for each in tools)
+    held = Held(functions, forced=True, once=form.single_call, template=template)
+    return _params(StructuralTag(FORMATS[form.calls](held)))
 
 
 def at_prompt(
@@ -47,8 +66,10 @@ def at_prompt(
     structured = sampling.structured_outputs
     if form.reasoning is None or structured is None or structured.structural_tag is None:
         return sampling
-    tag = structural_tag.read(structured.structural_tag)
     begin = begin_of(form.reasoning, tokenizer, prompt)
+    if begin is Begin.OPEN:
+        return sampling  # as it was made
+    tag = structural_tag.read(structured.structural_tag)
     begun = replace(tag, reasoning=_reasoning(form, begin))
     return replace(sampling, structured_outputs=_params(begun))
 
@@ -56,20 +77,18 @@ def at_prompt(
 def may_reason(structured: StructuredOutputsParams) -> bool:
     """Whether such an output has room for reasoning."""
     tag = structured.structural_tag
-    return tag is not None and structural_tag.read(tag).reasoning is not None
+    return isinstance(tag, str) and structural_tag.may_reason(tag)
 
 
-def _structure(tool: Tool) -> Structure:
+def _function(tool: Tool) -> Function:
     function = tool.function
-    schema = (function.parameters or {**_ANY, "properties": {}}) if function.strict else _ANY
-    name = json.dumps(function.name)
-    return Structure(f'{OPEN}\n{{"name": {name}, "arguments": ', schema, f"}}\n{CLOSE}")
+    if not function.strict:
+        return Function(function.name, None)
+    return _held(function)
 
 
-def _reasoning_markers(form: OutputForm) -> Iterator[str]:
-    if form.reasoning is not None:
-        family = FAMILIES[form.reasoning]
-        yield from (family.opening, family.closing)
+def _held(function: FunctionDefinition) -> Function:
+    return Function(function.name, bare(function.parameters or _NO_ARGUMENTS))
 
 
 def _reasoning(form: OutputForm, begin: Begin) -> Reasoning | None:
@@ -82,4 +101,8 @@ def _reasoning(form: OutputForm, begin: Begin) -> Reasoning | None:
 
 
 def _params(tag: StructuralTag) -> StructuredOutputsParams:
-    return StructuredOutputsParams(structural_tag=tag.to_json())
+    try:
+        text = tag.to_json()
+    except (ValueError, TypeError, RecursionError) as error:
+        raise StructuredOutputError("json", f"is not valid JSON: {error!s:.200}") from error
+    return StructuredOutputsParams(structural_tag=text)

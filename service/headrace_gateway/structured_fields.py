@@ -34,11 +34,6 @@ class JsonSchemaFormat(Body):
     json_schema: JsonSchema
 
 
-ResponseFormat = Annotated[
-    TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
-]
-
-
 class TagStructure(Body):
     begin: StrictStr
     schema_: dict[str, Any] = Field(alias="schema")
@@ -46,11 +41,25 @@ class TagStructure(Body):
 
 
 class StructuralTag(Body):
-    """Free text until one of the `triggers`, then a structure that begins with it."""
+    """Free text until one of the `triggers`, then a structure that begins with it; or a `format`.
+
+    Formats are those of headrace_common.structural_format.
+    """
 
     type: Literal["structural_tag"] = "structural_tag"
-    structures: list[TagStructure]
-    triggers: list[StrictStr]
+    structures: list[TagStructure] | None = None
+    triggers: list[StrictStr] | None = None
+    format: dict[str, Any] | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        fields = self.model_dump(by_alias=True)
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTag, Field(discriminator="type")
+]
 
 
 class StructuredOutputs(Body):
@@ -76,7 +85,7 @@ class StructuredOutputs(Body):
     @property
     def _structural_tag(self) -> dict[str, Any] | str | None:
         tag = self.structural_tag
-        return tag.model_dump(by_alias=True) if isinstance(tag, StructuralTag) else tag
+        return tag.given if isinstance(tag, StructuralTag) else tag
 
 
 class StructuredBody(Body):
@@ -122,5 +131,7 @@ def _params(field: str, value: Any) -> StructuredOutputsParams:
         return StructuredOutputsParams(json_object=True)
     if isinstance(value, JsonSchemaFormat):
         return StructuredOutputsParams(json=value.json_schema.schema_)
+    if isinstance(value, StructuralTag):
+        return StructuredOutputsParams(structural_tag=value.given)
     named: dict[str, Any] = {field.removeprefix("guided_"): value}
     return StructuredOutputsParams(**named)

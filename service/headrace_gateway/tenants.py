@@ -15,6 +15,8 @@ from .errors import ApiError
 
 # Where in a request's state the authentication leaves its Caller.
 CALLER = "headrace.caller"
+# Where a batch that asks this process leaves its id.
+BATCH = "headrace.batch"
 MAX_LABELS = 1000
 
 
@@ -95,6 +97,13 @@ def caller_of(state: MutableMapping[str, Any]) -> Caller | None:
     caller = state.get(CALLER)
     assert caller is None or isinstance(caller, Caller)
     return caller
+
+
+def batch_of(state: MutableMapping[str, Any]) -> str | None:
+    """The id of the batch that asks; None where it is a client."""
+    batch = state.get(BATCH)
+    assert batch is None or isinstance(batch, str)
+    return batch
 
 
 class TenantLabels:

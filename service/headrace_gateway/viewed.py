@@ -1,4 +1,5 @@
-"""An answer that shows its prompts as well: echoed before each choice, or their log probabilities.
+"""An answer that shows its prompts as well: echoed before each choice, or their log probabilities;
+or how many tokens there are with every chunk.
 
 Wraps another answer and gives it pieces that begin with the prompt, so that text, tokens, log
 probabilities and offsets of both are made by the same code.
@@ -28,9 +29,14 @@ class ViewedAnswer:
         self.named, self.numbered, self.done = answer.named, answer.numbered, answer.done
         self._begun: set[int] = set()
         self._found: dict[int, Sequence[Logprobs]] = {}
+        self._prompt_tokens = sum(map(len, view.prompts))
+        self._made = 0
 
     def chunks(self, piece: Piece) -> Iterator[Chunk]:
-        return self._answer.chunks(self._shown(piece))
+        if not self._view.only:
+            self._made += len(piece.token_ids)
+        chunks = self._answer.chunks(self._shown(piece))
+        return map(self._with_counts, chunks) if self._view.counts else chunks
 
     def closing(self, usage: Usage) -> Iterator[Chunk]:
         return self._answer.closing(self._counted(usage))
@@ -46,6 +52,10 @@ class ViewedAnswer:
         if self._view.logprobs is not None:
             self._add_logprobs(body)
         return body
+
+    def _with_counts(self, chunk: Chunk) -> Chunk:
+        usage = Usage(prompt_tokens=self._prompt_tokens, completion_tokens=self._made)
+        return {**chunk, "usage": usage.counts}
 
     def _counted(self, usage: Usage) -> Usage:
         return replace(usage, completion_tokens=0) if self._view.only else usage

@@ -6,9 +6,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pydantic import BaseModel
+
 from .errors import ApiError, invalid
 from .event_ids import request_of
-from .schemas import GenerationBody
 
 KEY_HEADER = "idempotency-key"
 RESUMABLE_HEADER = "x-resumable"
@@ -26,7 +27,9 @@ class Wish:
     last_event_id: str | None
 
 
-def wish_of(headers: Mapping[str, str], body: GenerationBody, *, kept: bool = False) -> Wish | None:
+def wish_of(
+    headers: Mapping[str, str], *, stream: bool, background: bool, kept: bool = False
+) -> Wish | None:
     """None for a request that lives as long as its connection. Raises ApiError.
 
     `kept`: it is to be kept in any case.
@@ -36,11 +39,11 @@ def wish_of(headers: Mapping[str, str], body: GenerationBody, *, kept: bool = Fa
     last_event_id = headers.get(LAST_EVENT_HEADER)
     if last_event_id is not None and key is None:
         raise _needs_key(last_event_id)
-    if last_event_id is not None and not body.stream:
+    if last_event_id is not None and not stream:
         raise invalid("Last-Event-ID is only for stream: true.", param="Last-Event-ID")
-    if key is None and not resumable and not body.background and not kept:
+    if key is None and not resumable and not background and not kept:
         return None
-    return Wish(key=key, background=body.background, last_event_id=last_event_id)
+    return Wish(key=key, background=background, last_event_id=last_event_id)
 
 
 def derived_id(salt: bytes, tenant: str, key: str) -> str:
@@ -49,7 +52,7 @@ def derived_id(salt: bytes, tenant: str, key: str) -> str:
     return hmac.new(salt, message, hashlib.sha256).hexdigest()[:ID_CHARS]
 
 
-def fingerprint(operation: str, body: GenerationBody) -> bytes:
+def fingerprint(operation: str, body: BaseModel) -> bytes:
     """Tells another body under the same key; order and blanks of the JSON do not matter."""
     fields = body.model_dump(mode="json", exclude_unset=True)
     text = json.dumps([operation, fields], sort_keys=True, separators=(",", ":"))

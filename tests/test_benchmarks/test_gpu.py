@@ -35,6 +35,7 @@ def test_every_part_runs_and_reports_its_figures(tmp_path: Path) -> None:
         assert found[f"decode, batch {batch}, context {context}"]["share"] > 0
         gap = found[f"gap between decode steps, batch {batch}"]
         assert gap["value"] >= 0 and gap["top_kernels"][0]["us"] > 0
+        assert "us a step" in gpu.kernels(gap)[0]
         assert (tmp_path / f"trace-tiny-decode-{batch}.json").exists()
     for prompts, length in gpu_parts.TINY.prefills:
         assert found[f"prefill, {prompts} of {length}"]["share"] > 0
@@ -43,6 +44,8 @@ def test_every_part_runs_and_reports_its_figures(tmp_path: Path) -> None:
     assert found["transformers, generate_batch"]["value"] > 0
     for what in ("asynchronous", "graphs"):
         assert found[f"equal tokens with and without {what}"]["value"] == 4
+        assert found[f"deterministic, equal tokens with and without {what}"]["value"] == 4
+    assert found["attention, Llama 8B, bfloat16"]["value"] <= 2e-2
     assert found["deterministic, equal alone and in a crowd"]["value"] == 4
     assert all(gpu.row(one).startswith("tiny") for one in found.values())
     assert len(gpu.compare(gpu.results(tmp_path))) == 2

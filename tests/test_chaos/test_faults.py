@@ -8,13 +8,16 @@ from headrace_testing.chaos.command import Worlds, repeat
 from headrace_testing.chaos.faults import FAULTS
 from headrace_testing.chaos.scene import Fault
 
-IN_CI = [fault for fault in FAULTS.values() if not fault.slow]
+EACH = [
+    pytest.param(fault, id=fault.name, marks=[pytest.mark.long_fault] if fault.slow else [])
+    for fault in FAULTS.values()
+]
 
 
 @pytest.mark.timeout(600)  # the first one waits for processes of all, on any machine
-@pytest.mark.parametrize("fault", IN_CI, ids=[fault.name for fault in IN_CI])
+@pytest.mark.parametrize("fault", EACH)
 def test_clients_get_their_answers(fault: Fault, worlds_by_seed: dict[int, Worlds]) -> None:
-    with ThreadPoolExecutor(len(worlds_by_seed)) as threads:
+    with ThreadPoolExecutor(1 if fault.crowd > 1 else len(worlds_by_seed)) as threads:
         running = {
             seed: threads.submit(worlds.run, fault, seed) for seed, worlds in worlds_by_seed.items()
         }

@@ -64,17 +64,18 @@ _SERVERS = {"redis": "valkey_server", "sentinel": "sentinel_set", "cluster": "cl
 
 
 @pytest.fixture(params=["memory", *_SERVERS, "users"])
-async def backend(
-    request: pytest.FixtureRequest,
-) -> AsyncIterator[Backend]:
-    """The contract tests run on each."""
-    if request.param == "memory":
-        yield InMemory()
+async def backend(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
+    """The contract tests run on each; "redis*3" is one with three shards."""
+    name, _, count = request.param.partition("*")
+    shards = int(count or 1)
+    if name == "memory":
+        yield InMemory(shards)
         return
-    if request.param == "users":
+    if name == "users":
         over: OverRedis = OverUsers(request.getfixturevalue("user_server"))
     else:
-        over = OverRedis(request.getfixturevalue(_SERVERS[request.param]).url)
+        url = request.getfixturevalue(_SERVERS[name]).url
+        over = OverRedis(url, shards=shards)
     await over.wipe()
     yield over
     await over.close()

@@ -3,10 +3,12 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
+from headrace_common import keys
 from headrace_common.errors import FailureCode, QueueFull, RequestConflict
 from headrace_common.messages import (
     Cancel,
@@ -33,6 +35,19 @@ from headrace_testing.backends import MODEL, Backend, make_request, make_status
 from headrace_testing.waiting import eventually, first
 
 LIMITS = QueueLimits()
+
+pytestmark = pytest.mark.parametrize(
+    "backend",
+    ["memory", "redis", "sentinel", "cluster", "users", "memory*3", "redis*3", "cluster*3"],
+    indirect=True,
+)
+
+
+@pytest.fixture(autouse=True)
+def in_the_last_shard(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All holds there as well as in an only one."""
+    new = partial(keys.new_request_id, backend.shards - 1)
+    monkeypatch.setattr(keys, "new_request_id", new)
 
 
 def progress(lease: Lease, *token_ids: int, journaled: int = 0, **options: Any) -> Progress:
@@ -454,7 +469,7 @@ async def test_depth_and_engines_are_told(backend: Backend) -> None:
     assert (depth.waiting, depth.pending, depth.waiting_tokens) == (2, 1, 38)
     assert 0 <= depth.oldest_age < 60
     await engine.beat([], make_status())
-    assert await gateway.engines(MODEL) == [make_status()]
+    assert await gateway.engines(MODEL) == [replace(make_status(), shards=backend.shards)]
     await engine.close()
     assert await backend.gateway("g2").engines(MODEL) == []
 

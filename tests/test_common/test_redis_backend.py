@@ -6,13 +6,19 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from redis.exceptions import ResponseError
 
 from headrace_common.errors import BackendUnavailable, BackendUnfit, FailureCode, SettingsError
 from headrace_common.keys import gateway_beat
 from headrace_common.messages import ChoiceState, Failed, Tokens
 from headrace_common.protocol.base import AdmitState, Outcome, Progress, QueueLimits, Verdict
-from headrace_common.protocol.connection import Connection, ConnectionConfig, check_backend
-from headrace_common.protocol.redis_engine import RedisEngineQueue
+from headrace_common.protocol.connection import (
+    Connection,
+    ConnectionConfig,
+    check_backend,
+    translate,
+)
+from headrace_common.protocol.redis_engine import MOST_BEATS, RedisEngineQueue
 from headrace_common.protocol.redis_gateway import RedisGatewayQueue
 from headrace_testing.backends import MODEL, OverRedis, make_request, make_status
 from headrace_testing.valkey import ValkeyServer
@@ -121,6 +127,35 @@ async def test_a_take_whose_reply_was_lost_is_handed_out_again(over_redis: OverR
     await eventually(reaped)
 
 
+async def test_a_beat_of_many_requests_tells_each_its_own(over_redis: OverRedis) -> None:
+    gateway, engine = over_redis.gateway(), over_redis.engine()
+    requests = [make_request(priority=number % 3 - 1) for number in range(2 * MOST_BEATS + 3)]
+    for request in requests:
+        await gateway.admit(request, LIMITS)
+    attempts: dict[str, int] = {}
+    while leases := await engine.take(len(requests)):
+        attempts |= {lease.request.request_id: lease.attempt for lease in leases}
+    await gateway.cancel(requests[5].request_id, MODEL)
+    attempts[requests[MOST_BEATS].request_id] += 1
+    progress = [
+        Progress(
+            request_id=request.request_id,
+            attempt=attempts.get(request.request_id, 1),
+            journaled=(0,),
+            choices=(ChoiceState(token_ids=(7,) * (number % 4)),),
+        )
+        for number, request in enumerate([*requests, make_request()])
+    ]
+    beats = await engine.beat(progress, make_status(engine.engine_id))
+    verdicts = [beats[item.request_id].verdict for item in progress]
+    expected = [Verdict.OWNED] * len(requests) + [Verdict.MISSING]
+    expected[5], expected[MOST_BEATS] = Verdict.CANCELLED, Verdict.STOLEN
+    assert verdicts == expected
+    for number, item in enumerate(progress):
+        if verdicts[number] is Verdict.OWNED:
+            assert beats[item.request_id].journaled == (number % 4,)
+
+
 async def test_idle_consumers_are_forgotten_and_busy_ones_kept(over_redis: OverRedis) -> None:
     gateway = over_redis.gateway()
     for number in range(2):
@@ -171,6 +206,52 @@ async def test_a_full_server_refuses_admissions_and_finishes_the_rest(own: OverR
     await gateway.cancel(waiting.request_id, MODEL)
     await own.client.command("CONFIG SET", "maxmemory", 0)
     assert (await gateway.admit(make_request(), LIMITS)).state is AdmitState.ADMITTED
+
+
+async def test_a_primary_without_its_replicas_is_unavailable_to_every_command(
+    own: OverRedis,
+) -> None:
+    gateway, engine = own.gateway(), own.engine()
+    request = make_request()
+    await gateway.admit(request, LIMITS)
+    (lease,) = await engine.take(1)
+    item = Progress(
+        request_id=request.request_id, attempt=1, journaled=(0,), choices=(ChoiceState(),)
+    )
+    refused = (
+        lambda: gateway.admit(make_request(), LIMITS),
+        gateway.beat,
+        lambda: gateway.cancel(request.request_id, MODEL),
+        lambda: engine.take(1),
+        lambda: engine.reap(1),
+        lambda: engine.beat([], make_status()),
+        lambda: engine.beat([item], make_status()),
+        lambda: engine.publish({"g": []}),
+        lambda: engine.publish({"g": [], "h": []}),
+        lambda: engine.resume(request.request_id, 1, ()),
+        lambda: engine.give_back([request.request_id]),
+        lambda: engine.finish(request.request_id, 1, Outcome()),
+    )
+    await own.client.command("CONFIG SET", "min-replicas-to-write", 1)
+    for call in refused:
+        with pytest.raises(BackendUnavailable, match="NOREPLICAS"):
+            await call()
+    await own.client.command("CONFIG SET", "min-replicas-to-write", 0)
+
+    assert await engine.finish(request.request_id, lease.attempt, Outcome())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "MISCONF Errors writing to the AOF file: No space left on device",
+        "Command # 2 (SET a b) of pipeline caused error: ('MISCONF Errors writing to AOF',)",
+        "Error running script (call to f_1): @user_script:3: -MISCONF Errors writing to AOF",
+    ],
+)
+def test_a_server_that_refuses_for_now_is_unavailable_wherever_its_code_stands(text: str) -> None:
+    assert isinstance(translate(ResponseError(text)), BackendUnavailable)
+    assert translate(ResponseError(text.replace("MISCONF", "WRONGTYPE"))) is None
 
 
 async def test_reads_go_on_after_a_restart(own_server: ValkeyServer, own: OverRedis) -> None:

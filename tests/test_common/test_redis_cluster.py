@@ -127,6 +127,8 @@ async def use_stores(over: OverRedis) -> None:
     await store.want(stored.request_id, 60)
     assert await store.wanted(stored.request_id) > 0
     await store.remove(stored)
+    assert await store.occupy("t", stored, 1, 9) is None
+    await store.vacate("t", stored.request_id)
     usage = RedisKeyUsage(over.connect())
     await usage.reserve("k", "r", Rates(requests=3), 1)
     await usage.renew("k", ["r"])

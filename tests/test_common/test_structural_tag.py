@@ -6,7 +6,14 @@ import pytest
 from llguidance import LLMatcher
 
 from headrace_common.grammars import GrammarChecker, grammar_text, parser_limits
-from headrace_common.structural_tag import Begin, Reasoning, StructuralTag, Structure, read
+from headrace_common.structural_tag import (
+    Begin,
+    Reasoning,
+    StructuralTag,
+    Structure,
+    read,
+    tagged,
+)
 from headrace_common.structured import StructuredOutputsParams
 
 CITY: dict[str, Any] = {
@@ -29,7 +36,7 @@ BAD = CALL.replace("Rome", "Oslo")
 def verdict(begin: Begin | None, text: str) -> str:
     """Whether a text is whole, only the beginning of one, or refused."""
     reasoning = None if begin is None else Reasoning("<think>", "[/THINK]", begin)
-    tag = StructuralTag(STRUCTURES, TRIGGERS, reasoning)
+    tag = StructuralTag(tagged(STRUCTURES, TRIGGERS), reasoning)
     assert read(tag.to_json()) == tag
     structured = StructuredOutputsParams(structural_tag=tag.to_json())
     checker = GrammarChecker()

@@ -11,6 +11,7 @@ from headrace_common.sampling import SamplingError, SamplingParams
 from headrace_common.structured import (
     MAX_CHARS,
     MAX_CHOICES,
+    MAX_TAG_CHARS,
     GuidedDecodingParams,
     StructuredOutputError,
     StructuredOutputsParams,
@@ -36,6 +37,12 @@ def tag(begin: str = "<f>", schema: dict[str, Any] | None = None) -> dict[str, A
 def chain(rules: int) -> str:
     lines = [f"R{index}: R{index + 1} R{index + 1}" for index in range(rules)]
     return "\n".join(["start: R0", *lines, f'R{rules}: "x"'])
+
+
+def within(depth: int) -> dict[str, Any]:
+    """A format within formats."""
+    inner = within(depth - 1) if depth else {"type": "any_text"}
+    return {"type": "sequence", "elements": [inner]}
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -75,14 +82,38 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"grammar": 3}, "must be a text"),
     ({"json_object": "yes"}, "must be true"),
     ({"structural_tag": "{"}, "Expecting property name"),
-    ({"structural_tag": {"format": {}}}, "'format' is not known"),
+    ({"structural_tag": {"tags": []}}, "'tags' is not known"),
+    ({"structural_tag": {"format": {}}}, "a format's type must be one of const_string"),
+    ({"structural_tag": {"format": {"type": "regex"}}}, "regex must have pattern"),
+    ({"structural_tag": {"format": {"type": "any_text", "x": 1}}}, "'x' is not known"),
+    ({"structural_tag": {"format": {"type": "or", "elements": []}}}, "elements must be a list"),
+    ({"structural_tag": {"format": {"type": "or", "elements": 1}}}, "of the type list"),
+    ({"structural_tag": {"format": within(40)}}, "nested deeper than 32"),
+    (
+        {"structural_tag": {"format": {"type": "sequence", "elements": [{}] * 1025}}},
+        "at most 1024 elements",
+    ),
+    ({"structural_tag": {**tag(), "format": {"type": "any_text"}}}, "either structures"),
+    ({"structural_tag": {"format": {"type": "rule", "name": "a"}}}, "there is no rule 'a'"),
+    (
+        {
+            "structural_tag": {
+                "format": {
+                    "type": "rules",
+                    "rules": {"a": {"type": "rule", "name": "a"}},
+                    "content": {"type": "any_text"},
+                }
+            }
+        },
+        "there is no rule 'a' before",
+    ),
     ({"structural_tag": {"structures": [], "triggers": ["<"]}}, "from 1 to 128"),
     ({"structural_tag": tag(begin="f")}, "exactly one trigger"),
     ({"structural_tag": {**tag(), "triggers": ["<", "<f"]}}, "exactly one trigger"),
     ({"structural_tag": {**tag(), "triggers": ["<", "x"]}}, "no structure begins"),
     ({"structural_tag": {**tag(), "triggers": [""]}}, "1 to 1024 characters"),
     ({"structural_tag": tag(schema={"$ref": "#"})}, "leads only to itself"),
-    ({"structural_tag": tag(schema={"enum": ["x" * MAX_CHARS]})}, "over the limit"),
+    ({"structural_tag": tag(schema={"enum": ["x" * MAX_TAG_CHARS]})}, "over the limit"),
 ]
 
 

@@ -41,8 +41,9 @@ def cases(checkpoint: Path) -> list[GreedyCase]:
 def stack(
     checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, start: Starter
 ) -> Iterator[Stack]:
-    """Two engines and two gateways."""
-    stack = Stack(checkpoint, tmp_path_factory.mktemp("stack"), start=start)
+    """Two engines and two gateways; the queue has three shards."""
+    folder = tmp_path_factory.mktemp("stack")
+    stack = Stack(checkpoint, folder, start=start, queue_shards=3)
     try:
         for _ in range(2):
             stack.add_engine()

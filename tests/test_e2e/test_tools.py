@@ -35,7 +35,9 @@ def gateway(tmp_path_factory: pytest.TempPathFactory, start: Starter) -> Iterato
     stack = Stack(Path(demo_model.__path__[0]), folder, start=start)
     try:
         stack.add_engine()
-        gateway = stack.add_gateway("--chat-template", str(template))
+        gateway = stack.add_gateway(
+            "--chat-template", str(template), "--tool-call-parser", "qwen3_coder"
+        )
         stack.await_engines(1)
         yield gateway
     finally:

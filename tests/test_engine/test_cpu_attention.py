@@ -6,13 +6,15 @@ compiler gets, the fall-back, is here too.
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from headrace_engine.attention.base import AttentionMetadata, KVSpec, LayerCache, LayerParams
 from headrace_engine.attention.cpu import CpuBackend
+from headrace_engine.attention.fp8 import E4M3, E5M2, narrow, widen
 from headrace_engine.attention.reference import ReferenceBackend
 from headrace_engine.kernels import library
 
@@ -43,13 +45,15 @@ class Case:
 class Scene:
     """A batch with shuffled blocks, and what its sequences computed in earlier steps."""
 
-    def __init__(self, case: Case, dtype: torch.dtype) -> None:
+    def __init__(
+        self, case: Case, dtype: torch.dtype, cache_dtype: torch.dtype | None = None
+    ) -> None:
         generator = torch.Generator().manual_seed(3)
         size, dim = case.block_size, case.dim
         counts = [-(-length // size) for _, length in case.runs]
         self.case = case
         self.num_blocks = sum(counts) + 3
-        self.spec = KVSpec(case.kv_heads, dim, size, dtype, CPU)
+        self.spec = KVSpec(case.kv_heads, dim, size, dtype, CPU, cache_dtype)
         ids = torch.randperm(self.num_blocks, generator=generator).int()
         self.tables = torch.zeros(len(counts), max(counts), dtype=torch.int32)
         for row, (begin, end) in enumerate(
@@ -114,8 +118,10 @@ class Scene:
         )
 
 
-def check(backend: CpuBackend, case: Case, dtype: torch.dtype) -> None:
-    scene, reference = Scene(case, dtype), ReferenceBackend()
+def check(
+    backend: CpuBackend, case: Case, dtype: torch.dtype, cache_dtype: torch.dtype | None = None
+) -> None:
+    scene, reference = Scene(case, dtype, cache_dtype), ReferenceBackend()
     expected = scene.run(reference, reference.allocate(scene.num_blocks, scene.spec))
     found = scene.run(backend, backend.allocate(scene.num_blocks, scene.spec))
     torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
@@ -237,3 +243,40 @@ def test_each_step_goes_by_its_own_metadata(backend: CpuBackend) -> None:
     alone = shorter.step(backend, cache)
     torch.testing.assert_close(alone, shorter.value.repeat_interleave(2, 1))
     assert torch.equal(scene.step(backend, cache), first)
+
+
+@pytest.mark.parametrize("cache_dtype", [E4M3, E5M2])
+def test_caches_of_8_bit_floats(backend: CpuBackend, cache_dtype: torch.dtype) -> None:
+    """The reference reads the very same numbers; in bfloat16 they are rounded after their scale."""
+    params = LayerParams(0.18, key_scale=0.3125, value_scale=1.75)
+    for dtype, block_size in itertools.product((torch.float32, torch.bfloat16), (16, 5)):
+        case = Case(params=params, block_size=block_size)
+        check(backend, case, dtype, cache_dtype)
+    window = replace(params, sliding_window=20, softcap=3.0)
+    check(backend, Case(params=window, dim=64), torch.float32, cache_dtype)
+
+
+@pytest.mark.parametrize("cache_dtype", [E4M3, E5M2])
+def test_every_8_bit_float_and_what_lies_between(
+    backend: CpuBackend, cache_dtype: torch.dtype
+) -> None:
+    """A token's attention to itself alone is its value: all codes, halves and quarters between
+    them, too large numbers and NaN, as torch rounds them."""
+    codes = torch.arange(256, dtype=torch.uint8).view(cache_dtype).float()
+    finite = codes[codes.isfinite()].sort().values
+    steps = [finite + (finite.roll(-1) - finite) * part for part in (0.0, 0.25, 0.5, 0.75)]
+    numbers = torch.cat([*steps, torch.tensor([1e6, -1e6, torch.nan, 1e-9])])
+    rows = F.pad(numbers, (0, -len(numbers) % 64)).view(-1, 1, 64)
+    case = Case(runs=((1, 1),) * len(rows), heads=1, kv_heads=1, dim=64)
+    scene = Scene(case, torch.float32, cache_dtype)
+    scene.query, scene.key, scene.value = torch.zeros_like(rows), torch.zeros_like(rows), rows
+    found = scene.step(backend, backend.allocate(scene.num_blocks, scene.spec))
+    expected = widen(narrow(rows, cache_dtype, 1.0), 1.0)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_8_bit_floats_take_half_of_bfloat16(backend: CpuBackend) -> None:
+    scene = Scene(Case(), torch.bfloat16, E4M3)
+    taken = sum(part.nbytes for part in backend.allocate(10, scene.spec))
+    whole = replace(scene.spec, cache_dtype=None)
+    assert taken == 10 * backend.block_bytes(scene.spec) == 5 * backend.block_bytes(whole)

@@ -14,11 +14,26 @@ from headrace_engine import attention
 from headrace_engine.attention.base import AttentionMetadata
 from headrace_engine.engine import Engine
 from headrace_engine.model.base import ForwardBatch
-from headrace_engine.model.cuda_graphs import GraphedModel, Ladder, StaticBatch, with_graphs
+from headrace_engine.model.cuda_graphs import (
+    GraphedModel,
+    Ladder,
+    MeteredCapture,
+    graph_bytes,
+    with_graphs,
+)
+from headrace_engine.model.static_batch import (
+    DecodeInputs,
+    Stage,
+    StaticBatch,
+    stage_by_copies,
+    stage_by_kernel,
+)
 from headrace_engine.runner import ModelRunner
 from headrace_engine.settings import EngineSettings
 from headrace_testing.engines import engine_config, greedy, make_runner, request, run
 from headrace_testing.recorded_steps import PaddedReference, Replays
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture
@@ -59,26 +74,39 @@ def test_what_is_no_pure_decode_is_launched(runner: ModelRunner) -> None:
     assert replays.used == [4, 4]
 
 
-def test_a_smaller_step_leaves_nothing_of_a_larger_one() -> None:
-    batch = StaticBatch(4, 3, torch.device("cpu"))
+@pytest.mark.parametrize("stage", [stage_by_copies, stage_by_kernel])
+def test_a_smaller_step_leaves_nothing_of_a_larger_one(stage: Stage) -> None:
+    batch = StaticBatch(4, 3, DEVICE)
+    batch._stage = stage
     batch.fill(decode(4, width=3), 4)
     batch.fill(decode(2, width=1), 4)
     view = batch.view(4, 99)
     assert view.metadata.slots.tolist() == [100, 101, -1, -1]
     assert view.metadata.seq_lens.tolist() == [10, 11, 0, 0]
-    assert view.metadata.block_tables[:2, 0].tolist() == [7, 7]
-    assert view.input_ids[:2].tolist() == [0, 1]
+    assert view.metadata.block_tables[:, 0].tolist() == [7, 7, 7, 7]
+    assert view.input_ids[:2].tolist() == view.positions[:2].tolist() == [0, 1]
     assert view.logits_rows.tolist() == [0, 1, 2, 3]
     assert view.metadata.query_start.tolist() == [0, 1, 2, 3, 4]
     assert view.metadata.max_seq_len == 99
 
 
+def test_long_block_tables_are_staged_whole() -> None:
+    """In one launch as by copies: longer than what a program copies at a time."""
+    source = DecodeInputs.of(decode(3, width=200))
+    source.tables.copy_(torch.arange(600).view(3, 200))
+    found, expected = (DecodeInputs.of(decode(5, width=300)) for _ in range(2))
+    stage_by_kernel(source, found, 5)
+    stage_by_copies(source, expected, 5)
+    assert torch.equal(found.tables, expected.tables)
+    assert torch.equal(found.slots, expected.slots)
+
+
 def decode(count: int, width: int) -> ForwardBatch:
-    numbers = torch.arange(count)
+    numbers = torch.arange(count, device=DEVICE)
     metadata = AttentionMetadata(
-        query_start=torch.arange(count + 1, dtype=torch.int32),
+        query_start=torch.arange(count + 1, dtype=torch.int32, device=DEVICE),
         seq_lens=(10 + numbers).int(),
-        block_tables=torch.full((count, width), 7, dtype=torch.int32),
+        block_tables=torch.full((count, width), 7, dtype=torch.int32, device=DEVICE),
         slots=100 + numbers,
         num_decodes=count,
         max_query_len=1,
@@ -98,8 +126,22 @@ def test_the_ladder_takes_every_batch_and_pads_little(seqs: int, length: int) ->
         assert size is not None and count <= size < max(2 * count, count + 128)
 
 
+def test_the_memory_of_all_graphs_is_known_from_two(runner: ModelRunner) -> None:
+    """The first takes the pool and its own, 90 bytes; each further one 7."""
+    left = iter([1000, 910, 903])
+    metered = MeteredCapture(Replays(), lambda: next(left))
+    ladder = Ladder((1, 2, 4, 6), (24, 512))
+    batch = StaticBatch(6, runner.max_model_len // 4, runner.device)
+    with torch.inference_mode():
+        GraphedModel(runner.model, runner._caches, ladder.top(), batch, metered)
+    assert ladder.top() == Ladder((4, 6), (512,))
+    assert metered.left == [1000, 910, 903] and metered.extrapolated(8) == 90 + 7 * 7
+    assert metered.extrapolated(1) == 90
+
+
 def test_nothing_is_recorded_without_a_cuda_device(runner: ModelRunner) -> None:
     caches = runner._caches
     config = engine_config(Path("unused"))
     assert with_graphs(runner.model, runner.attention, caches, config, 512) is runner.model
+    assert graph_bytes(runner.model, runner.attention, caches, config, 512) == 0
     assert EngineSettings(model="m", enforce_eager=True).engine_config().enforce_eager

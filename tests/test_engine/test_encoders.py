@@ -144,6 +144,8 @@ def test_offline_without_modules_the_first_token_is_taken(tmp_path: Path) -> Non
 def test_what_an_encoder_cannot_do_stops_the_start(bert: Path) -> None:
     with pytest.raises(ConfigError, match="swap_space is 1.0, but BertModel keeps no KV"):
         make_runner(bert, swap_space=1.0)
+    with pytest.raises(ConfigError, match="kv_cache_dtype is fp8, but BertModel keeps no KV"):
+        make_runner(bert, kv_cache_dtype="fp8")
     with pytest.raises(ConfigError, match="tensor_parallel_size 2 needs one of the native"):
         make_runner(bert, tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="enable_lora needs the native"):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from headrace_common.checkpoint import demo_folder
 from headrace_common.tokenizer import Tokenizer
@@ -29,6 +30,7 @@ from headrace_engine.outputs import SequenceOutput
 from headrace_engine.plan import SampleRow
 from headrace_engine.request import EngineRequest, FinishReason, Sequence
 from headrace_engine.runner import ModelRunner
+from headrace_testing.tokenizers import byte_level_tokenizer
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -67,6 +69,19 @@ def llm() -> LLM:
 @pytest.fixture(scope="module")
 def compiler() -> GrammarCompiler:
     return GrammarCompiler(Tokenizer.load(demo_folder()), 2048, frozenset(EOS))
+
+
+def test_markers_that_are_tokens_of_their_own_are_meant_as_such() -> None:
+    """As Qwen's `<tool_call>`, which is no special token, and which no text is made of."""
+    backend = byte_level_tokenizer()
+    backend.add_tokens([AddedToken("<f>", special=False, normalized=False)])
+    tokenizer = Tokenizer(backend, special_tokens={}, eos_token_ids=EOS)
+    tag = {"structures": [{"begin": "<f>", "schema": {"enum": ["x", "y"]}}], "triggers": ["<f>"]}
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, frozenset(EOS))
+    grammar = compiler.compile(StructuredOutputsParams(structural_tag=tag))
+
+    for text, fits in (('so <f>"x" <f>"y"', True), ('<f>"z"', False), ("<f ", True)):
+        assert grammar.cursor().advance(tokenizer.encode(text), 0) is fits, text
 
 
 def params(temperature: float = 0.0, **options: Any) -> SamplingParams:

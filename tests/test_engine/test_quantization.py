@@ -96,8 +96,9 @@ def test_fp8_becomes_floats(block: tuple[int, int] | None, tmp_path: Path) -> No
     check(*save_fp8(tmp_path, "qwen3", block))
 
 
-def test_fp8_of_compressed_tensors(tmp_path: Path) -> None:
-    check(*save_fp8(tmp_path, "llama", None, compressed_tensors=True))
+@pytest.mark.parametrize("block", [(40, 24), None])
+def test_fp8_of_compressed_tensors(block: tuple[int, int] | None, tmp_path: Path) -> None:
+    check(*save_fp8(tmp_path, "llama", block, compressed_tensors=True))
 
 
 PROMPT = tuple(range(20, 50))

@@ -176,7 +176,7 @@ def test_a_cpu_cache_is_no_larger_than_useful(checkpoint: CheckpointMaker) -> No
     assert make_runner(checkpoint("llama"), **options).num_blocks == 3 * 128
 
 
-def no_profile() -> None:
+def no_profile() -> int:
     raise AssertionError("a given size needs no profile run")
 
 
@@ -185,6 +185,22 @@ def test_a_given_size_is_taken_as_it_is() -> None:
     assert count_blocks(given, CPU, 300, 64, no_profile) == 3
     with pytest.raises(ConfigError, match="no room for one block of 1001 bytes"):
         count_blocks(given, CPU, 1001, 64, no_profile)
+
+
+def test_a_gpus_cache_leaves_room_for_a_step_and_for_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 1,000 bytes 600 are free behind the profile run; 900 may be used, 70 a step takes."""
+    peaks = iter([50, 120])
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: next(peaks))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: next(peaks))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (600, 1000))
+    config = EngineConfig(model="m", memory_utilization=0.9)
+    assert (
+        count_blocks(config, torch.device("cuda"), 10, 64, lambda: 130) == (900 - 400 - 200) // 10
+    )
 
 
 def test_a_containers_limit_counts(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
 
 from headrace_common.pooling import PoolingParams
 from headrace_common.sampling import SamplingParams
@@ -18,13 +19,15 @@ from headrace_engine.distributed.process import OnEnd
 from headrace_engine.engine import Engine
 from headrace_engine.errors import ConfigError
 from headrace_engine.llm_embeddings import embed as embed_prompts
-from headrace_engine.model import cuda_graphs
+from headrace_engine.model import cuda_graphs, linear_maker
 from headrace_engine.model.cuda_graphs import Ladder
+from headrace_engine.model.layers import PlainLinear
+from headrace_engine.model.quantization.float8_weight import Float8Weight
 from headrace_engine.runner import ModelRunner
 from headrace_engine.speculation.config import SpeculativeConfig
 from headrace_testing.checkpoints import Reference, save_checkpoint
 from headrace_testing.engines import Output, engine_config, greedy, request, run
-from headrace_testing.quantized import Format, awq, gptq, save_quantized
+from headrace_testing.quantized import Format, awq, gptq, save_fp8, save_quantized
 from headrace_testing.rank_threads import RankThread
 from headrace_testing.recorded_steps import PaddedReference, Replays
 
@@ -189,6 +192,40 @@ def test_quantised_weights_are_cut_between_groups(form: Format, tmp_path: Path) 
     outputs = run(engine, [request("0", path.prompt, greedy(LENGTH))])
     close(runner)
     assert tuple(outputs["0", 0].token_ids) == path.output
+
+
+@pytest.mark.parametrize("block", [None, (16, 16)])
+def test_weights_that_stay_in_fp8_are_cut(
+    block: tuple[int, int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs, but that their parts are multiplied as float32 here."""
+
+    def widened(part: Float8Weight, bias: torch.Tensor | None, device: torch.device) -> PlainLinear:
+        return PlainLinear(part.dequantize().to(device), bias)
+
+    monkeypatch.setattr(linear_maker, "supports_float8", lambda _: True)
+    monkeypatch.setattr(linear_maker, "make_float8", widened)
+    packed, whole = save_fp8(tmp_path, "llama", block)
+    path = Reference(whole).clear_paths(1, LENGTH)[0]
+    engine, runner = make_engine(packed, 2)
+    outputs = run(engine, [request("0", path.prompt, greedy(LENGTH))])
+    close(runner)
+    assert tuple(outputs["0", 0].token_ids) == path.output
+
+
+def test_each_rank_keeps_its_kv_in_8_bits(checkpoint: CheckpointMaker) -> None:
+    """Half the bytes, and the tokens of one process: Gemma's differ little from those of whole KV,
+    and the prompt is one whose tokens stand far from their rivals."""
+    folder = checkpoint("gemma2")
+    (path,) = Reference(folder).clear_paths(1, LENGTH)
+    options: dict[str, Any] = {"kv_cache_dtype": "fp8", "attention_backend": "auto"}
+    engine, runner = make_engine(folder, 2, **options)
+    outputs = run(engine, [request("0", path.prompt, greedy(LENGTH))])
+    assert all(part.element_size() == 1 for cache in runner._caches for part in cache)
+    close(runner)
+    alone = Engine(engine_config(folder, **options), ModelRunner(engine_config(folder, **options)))
+    expected = run(alone, [request("0", path.prompt, greedy(LENGTH))])
+    assert outputs["0", 0].token_ids == expected["0", 0].token_ids
 
 
 def test_a_cut_within_a_group_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ With a CUDA device the same tests run there, compiled.
 
 import logging
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from headrace_engine import attention
 from headrace_engine.attention import triton as triton_backend
 from headrace_engine.attention.base import AttentionMetadata, KVSpec, LayerParams
 from headrace_engine.attention.flash import FlashBackend
+from headrace_engine.attention.fp8 import E4M3, E5M2
 from headrace_engine.attention.reference import ReferenceBackend
 from headrace_engine.attention.scratch import Scratch
 from headrace_engine.attention.triton import TritonBackend
@@ -25,7 +25,7 @@ from headrace_engine.triton_kernels.launch import Launch
 from headrace_testing.attention_scenes import BLOCKS, CASES, CPU, Case, Scene
 from headrace_testing.triton_interpreter import correct_bfloat16
 
-HOPPER = (9, 0)
+AMPERE, HOPPER = (8, 0), (9, 0)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 WIDE = Case(((21, 1), (3, 1), (18, 5), (0, 19)))
@@ -41,18 +41,21 @@ MIXES = {
 }
 
 
-class ScaledScene(Scene):
-    """Keys, values and queries of which e4m3 holds any power of two."""
+class RoundScene(Scene):
+    """Keys, values and queries of which 8-bit floats hold any power of two."""
 
     def random(self, *shape: int) -> torch.Tensor:
-        made = torch.randn(*shape, self.case.dim, generator=self.generator)
-        return made.clamp(-2, 2).mul(4).round().div(4)
+        return super().random(*shape).clamp(-2, 2).mul(2).round().div(2)
+
+
+def bytes_of(part: torch.Tensor) -> torch.Tensor:
+    return part.view(torch.uint8)
 
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of over 16 keys are cut, into no more than 4 parts."""
-    monkeypatch.setattr(triton_backend, "SPLIT_KEYS", 16)
+    monkeypatch.setattr(triton_backend, "split_keys", lambda *_: 16)
     monkeypatch.setattr(triton_backend, "MAX_SPLITS", 4)
     monkeypatch.setattr(triton_backend, "decode_launch", lambda *_: Launch(16, 16, 4, 2))
 
@@ -146,12 +149,14 @@ def test_copied_blocks_hold_the_same_keys() -> None:
     torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_block_bytes_are_what_allocate_takes(fp8: bool) -> None:
-    backend = TritonBackend(HOPPER, fp8)
-    spec = KVSpec(2, 32, 16, torch.bfloat16, DEVICE)
+@pytest.mark.parametrize("cache_dtype", [None, E4M3, E5M2])
+def test_block_bytes_are_what_allocate_takes(cache_dtype: torch.dtype | None) -> None:
+    backend = TritonBackend(HOPPER)
+    spec = KVSpec(2, 32, 16, torch.bfloat16, DEVICE, cache_dtype)
     taken = sum(part.nbytes for part in backend.allocate(10, spec))
-    assert taken == 10 * backend.block_bytes(spec) == 10 * 2 * 2 * 32 * 16 * (1 if fp8 else 2)
+    assert (
+        taken == 10 * backend.block_bytes(spec) == 10 * 2 * 2 * 32 * 16 * (1 if cache_dtype else 2)
+    )
 
 
 def test_a_sequences_bits_do_not_depend_on_its_neighbours(small_parts: None) -> None:
@@ -173,29 +178,56 @@ def test_a_sequences_bits_do_not_depend_on_its_neighbours(small_parts: None) -> 
         assert torch.equal(alone, rows[index])
 
 
-def test_fp8_caches_hold_scaled_numbers() -> None:
-    """Of numbers that e4m3 holds exactly: the interpreter rounds others wrongly."""
-    backend = TritonBackend(HOPPER, fp8=True, key_scale=0.5, value_scale=0.25)
-    scene = ScaledScene(CASES["mixed"], backend, torch.float32, DEVICE)
-    assert all(part.dtype is torch.float8_e4m3fn for part in scene.cache)
+@pytest.mark.parametrize("name", ["mixed", "window", "softcap", "odd head"])
+def test_e4m3_by_its_bits_is_what_torch_rounds_to(name: str) -> None:
+    """As devices before Ada compute it. Both read the same numbers, so sums of float32 are all that
+    differs; numbers from subnormals to beyond the largest are among them."""
+    case = replace(CASES[name], params=replace(CASES[name].params, key_scale=0.4, value_scale=2e-3))
+    scene, reference = (
+        Scene(case, backend, torch.float32, DEVICE, cache_dtype=E4M3)
+        for backend in (TritonBackend(AMPERE), ReferenceBackend())
+    )
+    for row in range(len(scene.values)):
+        scene.values[row][0, 0, :4] = reference.values[row][0, 0, :4] = torch.tensor(
+            [1e-5, 3e-6, -1e4, 0.0]
+        )
+    found, _ = scene.step()
+    expected, _ = reference.step()
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+    for part, other in zip(scene.cache, reference.cache, strict=True):
+        assert torch.equal(bytes_of(part), bytes_of(other.transpose(1, 2)))
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_fp8_caches_hold_scaled_numbers(dtype: torch.dtype) -> None:
+    """Of numbers that both hold exactly: the interpreter rounds others wrongly."""
+    params = replace(CASES["mixed"].params, key_scale=0.5, value_scale=0.25)
+    case = replace(CASES["mixed"], params=params)
+    scene = RoundScene(case, TritonBackend(HOPPER), torch.float32, DEVICE, cache_dtype=dtype)
+    assert all(part.dtype is dtype for part in scene.cache)
     found, exact = scene.step()
     torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=2e-5)
 
 
-def test_fp8_caches_saturate() -> None:
-    backend = TritonBackend(HOPPER, fp8=True, value_scale=0.5)
-    scene = Scene(Case(((0, 1),)), backend, torch.float32, DEVICE)
+@pytest.mark.parametrize("capability", [AMPERE, HOPPER])
+def test_fp8_caches_saturate_and_keep_nan(capability: tuple[int, int]) -> None:
+    case = Case(((0, 1),), params=LayerParams(0.2, value_scale=0.5))
+    backend = TritonBackend(capability)
+    scene = Scene(case, backend, torch.float32, DEVICE, cache_dtype=E4M3)
     scene.values[0][:] = -1e9
+    scene.values[0][0, 1] = torch.nan
     found, _ = scene.step()
-    assert found.eq(-448.0 * 0.5).all()
+    assert found[0, :2].eq(-448.0 * 0.5).all()
+    assert found[0, 2:].isnan().all() or capability == HOPPER and DEVICE == CPU
 
 
-def test_fp8_caches_can_be_copied() -> None:
-    backend = TritonBackend(HOPPER, fp8=True)
-    cache = backend.allocate(3, KVSpec(1, 16, 4, torch.float32, DEVICE))
-    cache[0].view(torch.uint8)[1] = 7
+@pytest.mark.parametrize("capability", [AMPERE, HOPPER])
+def test_fp8_caches_can_be_copied(capability: tuple[int, int]) -> None:
+    backend = TritonBackend(capability)
+    cache = backend.allocate(3, KVSpec(1, 16, 4, torch.float32, DEVICE, E4M3))
+    bytes_of(cache[0])[1] = 7
     backend.copy_blocks(cache, torch.tensor([[1, 2]], device=DEVICE))
-    assert cache[0].view(torch.uint8)[2].eq(7).all() and cache[0].view(torch.uint8)[0].eq(0).all()
+    assert bytes_of(cache[0])[2].eq(7).all() and bytes_of(cache[0])[0].eq(0).all()
 
 
 def test_padding_writes_nothing_and_gives_zeros() -> None:
@@ -225,16 +257,25 @@ def test_scratch_is_kept_and_grows_rarely() -> None:
     assert larger.numel() == 256 and scratch.take("parts", 5, CPU) is larger
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"capability": (7, 5)}, "needs compute capability 8.0, this device has 7.5"),
-        ({"capability": (8, 6), "fp8": True}, "fp8 KV cache needs compute capability 8.9"),
-    ],
-)
-def test_an_older_device_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        TritonBackend(**options)
+def test_an_older_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"needs compute capability 8.0, this device has 7.5"):
+        TritonBackend((7, 5))
+
+
+@pytest.mark.parametrize("name", ["auto", "flash"])
+def test_flash_reads_no_fp8(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(FlashBackend, "reads_blocks", lambda *_: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
+    wanted = torch.device("cuda"), torch.bfloat16
+    if name == "flash":
+        with pytest.raises(ConfigError, match="use attention_backend triton, or kv_cache_dtype"):
+            attention.select(name, *wanted, cache_dtype=E5M2)
+        return
+    with caplog.at_level(logging.INFO):
+        assert attention.select(name, *wanted, cache_dtype=E5M2).name == "triton"
+    assert "flash reads no KV cache in fp8" in vars(caplog.records[0])["reason"]
 
 
 def test_too_large_a_head_is_refused() -> None:

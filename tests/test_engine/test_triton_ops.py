@@ -10,6 +10,7 @@ import torch
 
 from headrace_engine import LLM, SamplingParams, attention, placement
 from headrace_engine.attention.base import AttentionMetadata, KVSpec, LayerParams
+from headrace_engine.attention.fp8 import E4M3, narrow
 from headrace_engine.attention.triton import TritonBackend
 from headrace_engine.model.ops import HeadShape, Ops, QKNorm, TorchOps, WideOps
 from headrace_engine.model.qkv import QKVRows
@@ -100,7 +101,33 @@ def test_rotation_that_writes_keys_and_values(dtype: torch.dtype, wide_norm: boo
         rotation.norm = QKNorm(rotation.norm.query.float(), rotation.norm.key.float())
     spec = KVSpec(3, 16, 4, dtype, DEVICE)
     caches = [backend.allocate(3, spec), backend.allocate(3, spec)]
-    metadata = AttentionMetadata(
+    metadata, params = two_sequences(), LayerParams(0.25)
+    found = backend.forward_qkv(rotation.rows(), caches[0], metadata, params)
+    same(found, backend.forward(*rotation.turned(ops), caches[1], metadata, params))
+    for part, expected in zip(*caches, strict=True):
+        same(part, expected)
+    assert caches[0][1][2, :, 0].eq(rotation.qkv[0, 12 * 16 :].view(3, 16)).all()
+
+
+def test_rotation_that_writes_8_bit_floats() -> None:
+    """By bits, as the interpreter rounds wrongly otherwise. What differs in a last bit before may
+    come out a step apart."""
+    backend, rotation = TritonBackend((8, 0)), Rotation(torch.float32, 5, normed=True)
+    spec = KVSpec(3, 16, 4, torch.float32, DEVICE, E4M3)
+    caches = [backend.allocate(3, spec), backend.allocate(3, spec)]
+    metadata, params = two_sequences(), LayerParams(0.25, key_scale=0.5, value_scale=3.0)
+    found = backend.forward_qkv(rotation.rows(), caches[0], metadata, params)
+    expected = backend.forward(*rotation.turned(TorchOps()), caches[1], metadata, params)
+    torch.testing.assert_close(found, expected, rtol=0.1, atol=0.1)
+    for part, other in zip(*caches, strict=True):
+        assert part.float().ne(other.float()).sum() <= 2
+    values = narrow(rotation.qkv[0, 12 * 16 :].view(3, 16), E4M3, 3.0)
+    assert torch.equal(caches[0][1][2, :, 0].float(), values.float())
+
+
+def two_sequences() -> AttentionMetadata:
+    """A decode and a run of two tokens, behind which there is padding."""
+    return AttentionMetadata(
         query_start=torch.tensor([0, 1, 4], dtype=torch.int32, device=DEVICE),
         seq_lens=torch.tensor([1, 3], dtype=torch.int32, device=DEVICE),
         block_tables=torch.tensor([[2], [1]], dtype=torch.int32, device=DEVICE),
@@ -109,12 +136,6 @@ def test_rotation_that_writes_keys_and_values(dtype: torch.dtype, wide_norm: boo
         max_query_len=3,
         max_seq_len=3,
     )
-    params = LayerParams(0.25)
-    found = backend.forward_qkv(rotation.rows(), caches[0], metadata, params)
-    same(found, backend.forward(*rotation.turned(ops), caches[1], metadata, params))
-    for part, expected in zip(*caches, strict=True):
-        same(part, expected)
-    assert caches[0][1][2, :, 0].eq(rotation.qkv[0, 12 * 16 :].view(3, 16)).all()
 
 
 def test_what_the_kernels_do_not_take_goes_to_torch() -> None:

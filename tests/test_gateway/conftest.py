@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from headrace_gateway.loading import load_static
+from headrace_gateway.models import Models
+from headrace_gateway.settings import GatewaySettings
+from headrace_testing.backends import MODEL, Backend, InMemory, OverRedis
 from headrace_testing.gateway import Gateway, gateway_checkpoint, serve
 from headrace_testing.valkey import ValkeyServer
 
@@ -38,3 +42,26 @@ def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
     server.start()
     yield server
     server.kill()
+
+
+@pytest.fixture(scope="module")
+def served(checkpoint: Path) -> Models:
+    return Models(load_static(GatewaySettings(model=str(checkpoint), served_model_name=MODEL)))
+
+
+@pytest.fixture(params=["memory", "valkey"])
+async def backend(request: pytest.FixtureRequest, valkey: ValkeyServer) -> AsyncIterator[Backend]:
+    """A queue of its own for each test, over both backends."""
+    if request.param == "memory":
+        yield InMemory()
+        return
+    over_redis = OverRedis(valkey.url, block=0.2)
+    await over_redis.wipe()
+    yield over_redis
+    await over_redis.close()
+
+
+@pytest.fixture
+def window() -> float:
+    """Seconds that a kept request runs on without a client."""
+    return 60.0

@@ -138,6 +138,14 @@ COMPLETION_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+    (
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+        "stream_options.include_obfuscation",
+    ),
+    (
+        {"stream": True, "stream_options": {"include_obfuscation": 0}},
+        "stream_options.include_obfuscation",
+    ),
     ({"suffix": "x"}, "suffix"),
     ({"use_beam_search": "yes"}, "use_beam_search"),
     ({"prompt_logprobs": -1}, "prompt_logprobs"),
@@ -261,6 +269,17 @@ async def test_a_bad_deadline_is_refused(gateway: Gateway, value: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "value", ["soon", "nan", "inf", "9e99", "2999-01-01T00:00:00Z", "2026-01-31T12:00:00", ""]
+)
+async def test_a_deadline_that_cannot_be_is_refused(gateway: Gateway, value: str) -> None:
+    answer = await gateway.http.post(
+        COMPLETIONS, json={"prompt": "x"}, headers={"x-request-deadline": value}
+    )
+
+    assert_error(answer, 400, "x-request-deadline")
+
+
+@pytest.mark.parametrize(
     ("method", "path", "status"),
     [
         ("GET", "/nowhere", 404),
@@ -275,6 +294,18 @@ async def test_wrong_paths_and_methods(
     gateway: Gateway, method: str, path: str, status: int
 ) -> None:
     assert_error(await gateway.http.request(method, path), status)
+
+
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [(CHAT, "POST"), ("/v1/files/f", "GET, DELETE"), ("/v1/models", "GET, HEAD")],
+)
+async def test_a_wrong_method_is_told_the_right_ones(
+    gateway: Gateway, path: str, methods: str
+) -> None:
+    answer = await gateway.http.request("PATCH", path)
+
+    assert (answer.status_code, answer.headers["allow"]) == (405, methods)
 
 
 async def test_compressed_bodies_are_refused_unread(gateway: Gateway) -> None:

@@ -1,5 +1,6 @@
 """One batch against an API that answers from a script: waiting, trying again, taking over."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,11 +9,13 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from headrace_common import keys
-from headrace_common.protocol.batches import BatchRequest, BatchStatus, StoredFile
+from headrace_common.protocol.batches import BatchRequest, BatchStatus, StoredFile, TokenUsage
 from headrace_common.protocol.redis_batches import RedisBatches
 from headrace_common.protocol.redis_files import RedisFiles
 from headrace_gateway.batches.internal import InternalClient
+from headrace_gateway.batches.results import usage_of
 from headrace_gateway.batches.run import BatchLimits, BatchRun, BatchSite, LeaseLost
+from headrace_gateway.keeping import Keeping
 from headrace_testing.backends import OverRedis
 from headrace_testing.batches import jsonl, line, parsed
 from headrace_testing.valkey import ValkeyServer
@@ -38,11 +41,26 @@ class ScriptedApi:
         await JSONResponse({"n": len(self.keys)}, status, more)(scope, receive, send)
 
 
+class Counted:
+    """What is counted of batches."""
+
+    def __init__(self) -> None:
+        self.requests: list[bool] = []
+        self.ended: list[str] = []
+
+    def batch_request(self, *, answered: bool) -> None:
+        self.requests.append(answered)
+
+    def batch_ended(self, state: str) -> None:
+        self.ended.append(state)
+
+
 class Stand:
     """One batch of so many lines, to be led by gateway `leader`."""
 
     def __init__(self, over: OverRedis, api: ScriptedApi) -> None:
         unused: Any = None
+        self.counted = Counted()
         connection = over.connect()
         self.batches = RedisBatches(connection)
         self.files = RedisFiles(connection, max_bytes=2**20, max_files=10)
@@ -51,7 +69,8 @@ class Stand:
             batches=self.batches,
             files=self.files,
             client=InternalClient(api),
-            keeping=unused,
+            keeping=Keeping(None, models=unused, observer=unused, delivery=unused, drain=unused),
+            metrics=self.counted,
             find_key=None,
             limits=BatchLimits(
                 max_lines=100, max_output_bytes=2**20, concurrency=1, max_deadline=10.0
@@ -148,6 +167,77 @@ async def test_lines_with_a_result_are_not_run_again(over: OverRedis) -> None:
     assert status is BatchStatus.COMPLETED
     assert found["a"]["known"] and found["b"]["response"]["status_code"] == 200
     assert api.keys == ["batch_1:2"]
+
+
+@pytest.mark.parametrize(
+    ("body", "usage"),
+    [
+        (
+            {"usage": {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}},
+            TokenUsage(5, 0, 2, 0),
+        ),
+        (
+            {
+                "text": 'it says "usage":{"prompt_tokens":9}',
+                "usage": {
+                    "input_tokens": 5,
+                    "input_tokens_details": {"cached_tokens": 4},
+                    "output_tokens": 3,
+                    "output_tokens_details": {"reasoning_tokens": 1},
+                },
+                "metadata": {"usage": "mine"},
+                "tools": [{"usage": {"type": "string"}}, {"usage": {"input_tokens": "x"}}],
+            },
+            TokenUsage(5, 4, 3, 1),
+        ),
+        ({"data": [], "usage": {"prompt_tokens": 8, "total_tokens": 8}}, TokenUsage(8)),
+        ({"usage": None}, TokenUsage()),
+        ({}, TokenUsage()),
+    ],
+)
+def test_the_usage_of_an_answer_is_found(body: dict[str, Any], usage: TokenUsage) -> None:
+    assert usage_of(json.dumps(body, separators=(",", ":")).encode()) == usage
+
+
+async def test_usage_goes_on_where_another_leader_stopped(over: OverRedis) -> None:
+    stand = Stand(over, ScriptedApi((200, {})))
+    known = b'{"custom_id":"a"}'
+    await over.client.command("HSET", keys.batch_results("batch_1"), 1, known)
+    await over.client.command("HSET", keys.batch_marks("batch_1"), 1, f"1:{len(known)}")
+    await over.client.command("HSET", keys.batch_usage("batch_1"), 1, "5:4:3:2")
+
+    await stand.run(["a", "b"])
+
+    progress = (await stand.batches.get("batch_1")).progress
+    assert (progress.completed, progress.input_tokens, progress.reasoning_tokens) == (2, 5, 2)
+
+
+async def test_what_is_counted_is_counted_once(over: OverRedis) -> None:
+    """Whoever finds that it was done before counts nothing."""
+    stand = Stand(over, ScriptedApi((200, {}), (400, {}), (200, {})))
+    await stand.run(["a", "b"])
+    assert not await stand.batches.all_open()
+    batch = await stand.batches.get("batch_1")
+
+    await BatchRun(stand.site, batch).run()
+
+    assert stand.counted.requests == [True, False]
+    assert stand.counted.ended == ["completed"]
+    assert await stand.batches.keep(batch, 3, b"{}", answered=True)
+    assert not await stand.batches.keep(batch, 3, b"{}", answered=True)
+
+
+async def test_open_batches_are_found(over: OverRedis) -> None:
+    stand = Stand(over, ScriptedApi((503, AT_ONCE)))
+    assert await stand.batches.lead("batch_1", "another")
+    with pytest.raises(LeaseLost):
+        await stand.run(["a", "b"])
+
+    (batch,) = await stand.batches.all_open()
+
+    assert (batch.state, batch.left) == ("in_progress", 2)
+    await stand.batches.cancel(batch)
+    assert [each.state for each in await stand.batches.all_open()] == ["cancelling"]
 
 
 async def test_a_leader_that_lost_its_lease_stops(over: OverRedis) -> None:

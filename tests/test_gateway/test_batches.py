@@ -15,20 +15,14 @@ from headrace_common import keys
 from headrace_common.protocol.batches import encode_record
 from headrace_common.protocol.redis_batches import RedisBatches
 from headrace_gateway.api_keys import KeyFile
-from headrace_gateway.loading import load_static
+from headrace_gateway.kept_embeddings import RECORD_BYTES, batch_account
 from headrace_gateway.models import Models
-from headrace_gateway.settings import GatewaySettings
 from headrace_testing.api_keys import KeyBook
 from headrace_testing.backends import MODEL, OverRedis
 from headrace_testing.batches import BatchClient, batch_gateway, jsonl, line
 from headrace_testing.fake_engine import FakeEngine
 from headrace_testing.valkey import ValkeyServer
 from headrace_testing.waiting import eventually
-
-
-@pytest.fixture(scope="module")
-def served(checkpoint: Path) -> Models:
-    return Models(load_static(GatewaySettings(model=str(checkpoint), served_model_name=MODEL)))
 
 
 @pytest.fixture
@@ -70,6 +64,9 @@ async def test_every_line_of_a_batch_gets_its_result(
     assert batch["status"] == "completed" and batch["model"] == MODEL
     assert batch["request_counts"] == {"total": 40, "completed": 39, "failed": 1}
     assert batch["metadata"] == {"for": "a test"}
+    used = sum(1 + i % 5 for i in range(40) if i != 7)
+    assert batch["usage"]["input_tokens"] == 2 * 39
+    assert (batch["usage"]["output_tokens"], batch["usage"]["total_tokens"]) == (used, used + 78)
     assert batch["created_at"] <= batch["in_progress_at"] <= batch["completed_at"]
     assert set(output) == {f"l{i}" for i in range(40)} - {"l7"}
     for name, result in output.items():
@@ -264,6 +261,31 @@ async def test_tenants_see_only_their_own(
     assert stolen.status_code == 400 and stolen.json()["error"]["param"] == "input_file_id"
 
 
+async def test_another_tenants_ids_are_not_there_on_any_path(
+    with_keys: tuple[httpx.AsyncClient, KeyFile], book: KeyBook, engine: FakeEngine
+) -> None:
+    http = with_keys[0]
+    anna, bert = (BatchClient(http, **book.headers(name)) for name in ("anna", "bert"))
+    batch = await anna.ended(await anna.begin([line("a")]))
+    asked: dict[str, Any] = {"model": MODEL, "input": "x", "max_output_tokens": 3}
+    response = await anna.post("/v1/responses", asked)
+    ids = {"batch_id": batch["id"], "file_id": batch["input_file_id"]}
+    ids["response_id"] = response.json()["id"]
+    ids["request_id"] = ids["response_id"].removeprefix("resp_")
+
+    document = (await http.get("/openapi.json", headers=book.headers("anna"))).json()
+    paths = [path for path in document["paths"] if "{" in path and "{model_id}" not in path]
+    assert len(paths) >= 9
+    for path in paths:
+        for method in document["paths"][path]:
+            url = path.format(**ids)
+            for name, status in (("bert", 404), *([("anna", 200)] if method == "get" else [])):
+                answer = await http.request(method, url, headers=book.headers(name))
+                assert answer.status_code == status, (method, path, name, answer.text)
+    asked["previous_response_id"] = ids["response_id"]
+    assert (await bert.post("/v1/responses", asked)).status_code == 404
+
+
 async def test_a_revoked_key_runs_no_more_lines(
     backend: OverRedis, served: Models, book: KeyBook
 ) -> None:
@@ -442,3 +464,29 @@ async def test_nothing_of_an_ended_batch_is_left_but_its_files(
 
     await eventually(closed)
     assert not await RedisBatches(backend.connect()).open()
+
+
+async def test_lines_with_embeddings_keep_nothing_once_they_are_written(
+    backend: OverRedis, served: Models, engine: FakeEngine
+) -> None:
+    """Only one of these lines may be kept at a time; the others wait for it."""
+    lines = [line(f"l{i}", "/v1/embeddings", prompt=None, max_tokens=None) for i in range(2)]
+    for one in lines:
+        one["body"] = {"model": MODEL, "input": [[5, 6], [7]], "dimensions": 8}
+    most = 3 * RECORD_BYTES
+    async with batch_gateway(backend, served, "g1", max_kept_embedding_bytes=most) as http:
+        client = BatchClient(http)
+
+        batch = await client.ended(await client.begin(lines, endpoint="/v1/embeddings"))
+
+        output = await client.content(batch["output_file_id"])
+    assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
+    for result in output.values():
+        assert len(result["response"]["body"]["data"]) == 2
+    left = [name.decode() for name in await backend.client.command("KEYS", "*")]
+    assert not [name for name in left if name.startswith("rq:")]
+    records = [name for name in left if name.startswith("r:")]
+    lives = [await backend.client.command("PTTL", name) for name in records]
+    assert all(ms <= keys.FORGOTTEN_MS for ms in lives)
+    sizes = keys.account_sizes(batch_account(batch["id"]).name)
+    assert await backend.client.command("ZRANGE", sizes, 0, -1, "WITHSCORES") == [b"", b"0"]

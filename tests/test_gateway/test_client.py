@@ -285,7 +285,7 @@ async def test_a_silent_engine_is_not_asked_about_all_the_time(
 
 
 async def test_signs_of_life_keep_a_request_with_a_slow_engine(memory: InMemory) -> None:
-    config = replace(CONFIG, silence=2.0)
+    config = replace(CONFIG, silence=0.5)
     client = GenerationClient(memory.gateway(), QueueLimits(), config=config)
     await client.start()
     generation = await client.submit(make_request())

@@ -1,5 +1,6 @@
 """Prompts in all forms, choices, log probabilities, token ids, and what reaches the engine."""
 
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -154,6 +155,33 @@ async def test_every_request_has_a_seed_and_a_deadline(gateway: Gateway) -> None
     assert first.sampling.seed is not None
     assert first.deadline_ms - first.created_ms == 600_000
     assert second.deadline_ms - second.created_ms == 1500
+
+
+@pytest.mark.parametrize("written", ["seconds", "rfc 3339"])
+async def test_a_deadline_is_a_point_in_time(gateway: Gateway, written: str) -> None:
+    until = datetime.now(UTC) + timedelta(minutes=3)
+    text = f"{until.timestamp():.3f}" if written == "seconds" else until.isoformat()
+
+    for more in ({}, {"x-request-timeout": "7"}, {"x-request-timeout": "3000"}):
+        headers = {"x-request-deadline": text, **more}
+        await gateway.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+
+    first, second, third = gateway.engine.submitted
+    assert abs(first.deadline_ms / 1000 - until.timestamp()) < 0.01
+    assert second.deadline_ms - second.created_ms == 7000, "the sooner one counts"
+    assert abs(third.deadline_ms / 1000 - until.timestamp()) < 0.01
+
+
+async def test_what_is_past_its_deadline_is_never_queued(gateway: Gateway) -> None:
+    until = (datetime.now(UTC) - timedelta(seconds=1)).isoformat()
+
+    answer = await gateway.http.post(
+        "/v1/completions", json={"prompt": "x"}, headers={"x-request-deadline": until}
+    )
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+    assert answer.headers["x-should-retry"] == "false"
+    assert not gateway.engine.submitted
 
 
 async def test_vllm_fields_reach_the_engine(gateway: Gateway) -> None:

@@ -36,6 +36,7 @@ CHECKS = [
     checks.response_schema_conformance,
     checks.negative_data_rejection,
     checks.unsupported_method,
+    checks.allow_header_conformance,
 ]
 
 

@@ -13,7 +13,7 @@ import pytest
 from headrace_common.errors import FailureCode, QueueFull, RequestFailed
 from headrace_common.messages import GenerateRequest
 from headrace_gateway.client import Delta
-from headrace_gateway.embeddings import IN_FLIGHT
+from headrace_gateway.vectors import IN_FLIGHT
 from headrace_testing.gateway import MODEL, Gateway
 from headrace_testing.waiting import eventually
 

@@ -141,6 +141,58 @@ async def test_a_disconnect_cancels(gateway: Gateway, stream: bool, abruptly: bo
     )
 
 
+async def test_errors_tell_the_request_by_which_logs_have_it(gateway: Gateway) -> None:
+    gateway.engine.failure = failed(FailureCode.INTERNAL)
+    gateway.engine.script = lambda request: []
+    body = {"max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]}
+
+    chat = await gateway.chat()
+    message = await gateway.http.post("/v1/messages", json=body)
+    named = await gateway.http.post("/v1/messages", json=body, headers={"x-request-id": "mine"})
+
+    ids = [request.request_id for request in gateway.engine.submitted]
+    assert [answer.status_code for answer in (chat, message, named)] == [500] * 3
+    assert chat.headers["x-request-id"] == ids[0] and "request-id" not in chat.headers
+    assert message.headers["x-request-id"] == message.headers["request-id"] == ids[1]
+    assert named.headers["x-request-id"] == named.headers["request-id"] == "mine"
+
+
+PIPELINED = {
+    "whole": b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n",
+    "half": b"GET /v1/models HTTP/1.1\r\nhost: ",
+    "body": b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999\r\n\r\n" + b" " * 9,
+}
+
+
+@pytest.mark.parametrize("more", PIPELINED.values(), ids=PIPELINED.keys())
+async def test_a_disconnect_cancels_though_more_was_sent_ahead(
+    gateway: Gateway, more: bytes
+) -> None:
+    writer = await request(gateway, stream=False)
+    writer.write(more)
+    await writer.drain()
+    assert (await gateway.http.get("/v1/models")).status_code == 200
+
+    writer.close()
+
+    async with asyncio.timeout(30):
+        await gateway.engine.cancelled.wait()
+    await eventually(gateway.is_idle)
+
+
+@pytest.mark.parametrize(
+    "more", [b"x" * 300_000, PIPELINED["whole"] * 50, PIPELINED["body"] + b" " * 90_000]
+)
+async def test_who_sends_too_much_ahead_is_dropped(gateway: Gateway, more: bytes) -> None:
+    writer = await request(gateway, stream=False)
+    writer.write(more)
+
+    async with asyncio.timeout(30):
+        await gateway.engine.cancelled.wait()
+    await eventually(gateway.is_idle)
+    writer.close()
+
+
 async def test_a_finished_request_is_not_cancelled(gateway: Gateway) -> None:
     await gateway.complete()
     await gateway.complete(stream=True)

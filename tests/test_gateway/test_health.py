@@ -46,7 +46,16 @@ async def test_not_ready_without_the_queue_but_live(gateway: Gateway) -> None:
     answer = await gateway.http.get("/health/ready")
 
     assert "queue cannot be reached" in answer.json()["error"]["message"]
-    assert (await gateway.http.get("/health/live")).json() == {"status": "ok"}
+    for path in ("/health/live", "/health"):
+        assert (await gateway.http.get(path)).json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize("path", ["/health", "/health/ready", "/version", "/v1/models"])
+async def test_monitors_may_ask_for_the_head_alone(gateway: Gateway, path: str) -> None:
+    whole, head = [await gateway.http.request(method, path) for method in ("GET", "HEAD")]
+
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-length"] == str(len(whole.content))
 
 
 async def test_one_working_engine_is_enough(gateway: Gateway) -> None:

@@ -1,21 +1,23 @@
 """The gateway's metrics as Prometheus sees them, and the queue read through the event loop."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from headrace_common import metric_names as names
 from headrace_common.errors import BackendUnavailable
 from headrace_common.protocol.base import QueueDepth
+from headrace_common.protocol.batches import Batch, BatchProgress, BatchRequest, BatchStatus
 from headrace_common.telemetry import Telemetry, setup
+from headrace_gateway.batches.readings import BatchReadings
 from headrace_gateway.metrics import (
-    READING_LIFETIME_S,
     CompletedRequest,
     GatewayMetrics,
     QueueReadings,
     RejectReason,
 )
+from headrace_gateway.readings import READING_LIFETIME_S
 from headrace_testing.telemetry import scrape, value
 
 
@@ -147,3 +149,64 @@ def test_a_closed_event_loop_leaves_a_gap() -> None:
     loop = asyncio.new_event_loop()
     loop.close()
     assert QueueReadings(FakeDepths(), lambda: ["demo"], loop).current() == {}
+
+
+class FakeBatches:
+    def __init__(self, *batches: Batch) -> None:
+        self.batches = batches
+        self.failing = False
+
+    async def all_open(self) -> Sequence[Batch]:
+        if self.failing:
+            raise BackendUnavailable("redis is gone")
+        return self.batches
+
+
+def open_batch(created: int, status: BatchStatus, *, cancelling: bool = False) -> Batch:
+    """Of ten requests, of which four have a result."""
+    request = BatchRequest(
+        id=f"batch_{created}",
+        tenant="t",
+        key_id="",
+        endpoint="/v1/completions",
+        input_file_id="file-1",
+        completion_window="24h",
+        created_at=created,
+        expires_at=created + 86_400,
+        output_ttl=3600,
+        kept_until=created + 90_000,
+    )
+    progress = BatchProgress(status=status, total=10, completed=3, failed=1)
+    return Batch(request=request, progress=progress, cancelling_at=1 if cancelling else None)
+
+
+async def test_open_batches_are_those_of_all_gateways(telemetry: Telemetry) -> None:
+    batches = FakeBatches(
+        open_batch(900, BatchStatus.IN_PROGRESS),
+        open_batch(950, BatchStatus.IN_PROGRESS),
+        open_batch(970, BatchStatus.IN_PROGRESS, cancelling=True),
+    )
+    readings = BatchReadings(batches, asyncio.get_running_loop(), Clock())
+    GatewayMetrics(telemetry.meter).observe_batches(readings)
+    families = await asyncio.to_thread(scrape, url_of(telemetry))
+    assert value(families, "headrace_batch_open", state="in_progress") == 2
+    assert value(families, "headrace_batch_open", state="cancelling") == 1
+    assert value(families, "headrace_batch_open", state="validating") == 0
+    assert value(families, "headrace_batch_requests_left") == 18
+    assert value(families, "headrace_batch_oldest_age_seconds") == 100
+    assert value(families, "headrace_batch_ended_total", state="expired") == 0
+
+
+async def test_unreadable_batches_leave_a_gap(telemetry: Telemetry) -> None:
+    batches = FakeBatches()
+    batches.failing = True
+    metrics = GatewayMetrics(telemetry.meter)
+    metrics.observe_batches(BatchReadings(batches, asyncio.get_running_loop()))
+    metrics.batch_request(answered=True)
+    metrics.batch_request(answered=False)
+    metrics.batch_ended("completed")
+    families = await asyncio.to_thread(scrape, url_of(telemetry))
+    assert not {"headrace_batch_open", "headrace_batch_oldest_age_seconds"} & set(families)
+    assert value(families, "headrace_batch_requests_total", result="completed") == 1
+    assert value(families, "headrace_batch_requests_total", result="failed") == 1
+    assert value(families, "headrace_batch_ended_total", state="completed") == 1

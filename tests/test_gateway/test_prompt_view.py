@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -97,6 +98,23 @@ async def test_echoed_tokens_have_log_probabilities_and_offsets(
     assert lists["top_logprobs"][0] is None and len(lists["top_logprobs"][1]) == 3
     assert lists["text_offset"][0] == 0
     assert lists["text_offset"][len(ids) :][:1] == ([len(PROMPT)] if max_tokens else [])
+
+
+async def test_every_chunk_can_say_how_many_tokens_there_are(gateway: Gateway) -> None:
+    options = {"continuous_usage_stats": True, "include_usage": True}
+
+    for ask in (gateway.chat, partial(gateway.complete, prompt=["a", "b b"], n=2)):
+        answer = await ask(stream=True, stream_options=options)
+
+        *chunks, last = [body["usage"] for body in events(answer.text)]
+        made = [usage["completion_tokens"] for usage in chunks]
+        assert made == sorted(made) and made[-1] == last["completion_tokens"]
+        assert len(set(made)) > 3, "they come while tokens are made"
+        assert {usage["prompt_tokens"] for usage in chunks} == {last["prompt_tokens"]}
+        assert all(
+            usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+            for usage in chunks
+        )
 
 
 async def test_prompt_logprobs_are_vllms(gateway: Gateway) -> None:

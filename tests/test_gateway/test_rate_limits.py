@@ -22,7 +22,7 @@ from headrace_common.protocol.memory_limits import MemoryKeyUsage
 from headrace_common.protocol.redis_limits import RedisKeyUsage
 from headrace_gateway.api_keys import KeyFile
 from headrace_gateway.app import Durable, Parts, create_app
-from headrace_gateway.client import GenerationClient
+from headrace_gateway.client import Delta, GenerationClient
 from headrace_gateway.loading import load_static
 from headrace_gateway.models import Models
 from headrace_gateway.rate_limits import ASSUMED_OUTPUT, RateLimits, go_duration
@@ -277,6 +277,35 @@ async def test_where_one_prompt_of_several_is_refused_none_is_charged(limited: L
     assert answer.status_code == 503
     assert after.headers["x-ratelimit-remaining-requests"] == "4"
     assert after.headers["x-ratelimit-remaining-tokens"] == "85"
+
+
+async def test_inputs_that_the_queue_took_later_are_charged(limited: Limited) -> None:
+    key = limited.key(tokens_per_minute=100)
+    engine = limited.gateway.engine
+    engine.script = lambda _: [
+        Delta(choice=0, token_ids=(), finish_reason="stop", embedding=b"0000")
+    ]
+    submit, refused = engine.submit, list[str]()
+
+    async def each_once_refused(request: GenerateRequest) -> ScriptedGeneration:
+        if engine.submitted and request.request_id not in refused:
+            refused.append(request.request_id)
+            raise QueueFull("full", retry_after=0.001)
+        return await submit(request)
+
+    engine.submit = each_once_refused  # type: ignore[method-assign]
+    answer = await limited.gateway.http.post(
+        "/v1/embeddings",
+        json={"model": MODEL, "input": [[5] * 10, [6] * 10]},
+        headers=limited.book.headers(key),
+    )
+    del engine.submit
+    await limited.settled()
+    engine.reset()
+    after = await limited.ask(key)
+
+    assert answer.status_code == 200 and refused
+    assert after.headers["x-ratelimit-remaining-tokens"] == str(100 - 20 - 15)
 
 
 async def test_a_request_that_fails_later_is_charged(limited: Limited) -> None:

@@ -17,31 +17,35 @@ async def assert_works(gateway: Gateway) -> None:
 
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-RAW_REQUESTS: dict[str, tuple[bytes, int]] = {
-    "no http": (b"\x16\x03\x01 hello\r\n\r\n", 400),
-    "bad length": (HEAD + b"content-length: -5\r\n\r\n", 400),
-    "length in words": (HEAD + b"content-length: many\r\n\r\n", 400),
-    "two lengths": (HEAD + b"content-length: 2\r\ncontent-length: 3\r\n\r\n{}", 400),
-    "missing length": (HEAD + b"\r\n", 400),
-    "giant length": (HEAD + b"content-length: 99999999999999999\r\n\r\n{", 413),
-    "huge header": (HEAD + b"x-a: " + b"a" * 10**6 + b"\r\n\r\n", 431),
-    "endless header": (HEAD + b"x-a: " + b"a" * 10**6, 431),
-    "many headers": (HEAD + b"x-a: aaaaaaaaaaaaaaa\r\n" * 5000 + b"\r\n", 431),
-    "bad chunk": (HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n", 400),
+BROKEN, LARGE = (400, "invalid_http"), (431, "headers_too_large")
+RAW_REQUESTS: dict[str, tuple[bytes, tuple[int, str]]] = {
+    "no http": (b"\x16\x03\x01 hello\r\n\r\n", BROKEN),
+    "bad length": (HEAD + b"content-length: -5\r\n\r\n", BROKEN),
+    "length in words": (HEAD + b"content-length: many\r\n\r\n", BROKEN),
+    "two lengths": (HEAD + b"content-length: 2\r\ncontent-length: 3\r\n\r\n{}", BROKEN),
+    "missing length": (HEAD + b"\r\n", (400, "invalid_json")),
+    "giant length": (
+        HEAD + b"content-length: 99999999999999999\r\n\r\n{",
+        (413, "request_too_large"),
+    ),
+    "huge header": (HEAD + b"x-a: " + b"a" * 10**6 + b"\r\n\r\n", LARGE),
+    "endless header": (HEAD + b"x-a: " + b"a" * 10**6, LARGE),
+    "many headers": (HEAD + b"x-a: aaaaaaaaaaaaaaa\r\n" * 5000 + b"\r\n", LARGE),
+    "bad chunk": (HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n", BROKEN),
 }
 
 
-@pytest.mark.parametrize(("raw", "status"), RAW_REQUESTS.values(), ids=RAW_REQUESTS.keys())
+@pytest.mark.parametrize(("raw", "wanted"), RAW_REQUESTS.values(), ids=RAW_REQUESTS.keys())
 async def test_broken_http_is_answered_and_closed(
-    gateway: Gateway, raw: bytes, status: int
+    gateway: Gateway, raw: bytes, wanted: tuple[int, str]
 ) -> None:
     reader, writer = await gateway.connect()
     writer.write(raw)
 
     head, body = await raw_answer(reader)
 
-    assert head.startswith(b"HTTP/1.1 %d " % status)
-    assert body["error"]["message"]
+    assert head.startswith(b"HTTP/1.1 %d " % wanted[0])
+    assert body["error"]["code"] == wanted[1] and body["error"]["message"]
     writer.close()
     await assert_works(gateway)
 
@@ -56,22 +60,22 @@ async def raw_answer(reader: asyncio.StreamReader) -> tuple[bytes, dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("settings", "raw"),
+    ("settings", "raw", "code"),
     [
-        ({"header_timeout": 0.05}, b""),
-        ({"header_timeout": 0.05}, HEAD),
-        ({"body_timeout": 0.05}, HEAD + b"content-length: 10\r\n\r\n{"),
+        ({"header_timeout": 0.05}, b"", "headers_timeout"),
+        ({"header_timeout": 0.05}, HEAD, "headers_timeout"),
+        ({"body_timeout": 0.05}, HEAD + b"content-length: 10\r\n\r\n{", "body_timeout"),
     ],
     ids=["silence", "half of the headers", "half of the body"],
 )
 async def test_dawdling_clients_are_dropped(
-    checkpoint: Path, settings: dict[str, Any], raw: bytes
+    checkpoint: Path, settings: dict[str, Any], raw: bytes, code: str
 ) -> None:
     async with serve(checkpoint, **settings) as gateway:
         reader, writer = await gateway.connect()
         writer.write(raw)
-        head, _ = await raw_answer(reader)
-        assert head.startswith(b"HTTP/1.1 408 ")
+        head, body = await raw_answer(reader)
+        assert head.startswith(b"HTTP/1.1 408 ") and body["error"]["code"] == code
         writer.close()
         await assert_works(gateway)
 
@@ -86,6 +90,17 @@ async def test_a_connection_is_reused_after_an_error(gateway: Gateway) -> None:
     writer.close()
 
     assert first.startswith(b"HTTP/1.1 400") and second.startswith(b"HTTP/1.1 400")
+
+
+async def test_requests_sent_ahead_are_answered_in_their_order(gateway: Gateway) -> None:
+    reader, writer = await gateway.connect()
+    writer.write(HEAD + b"content-length: 2\r\n\r\n{}")
+    writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
+    writer.write(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
+    answers = [(await raw_answer(reader))[1] for _ in range(3)]
+    writer.close()
+
+    assert [next(iter(answer)) for answer in answers] == ["error", "object", "version"]
 
 
 async def test_too_many_connections_are_told_to_come_back(checkpoint: Path) -> None:

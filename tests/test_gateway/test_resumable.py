@@ -2,94 +2,27 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from starlette.types import ASGIApp
 
 from headrace_common.protocol.base import QueueLimits
-from headrace_gateway.app import Durable, Parts, create_app
-from headrace_gateway.client import ClientConfig, GenerationClient
-from headrace_gateway.loading import load_static
 from headrace_gateway.models import Models
-from headrace_gateway.settings import GatewaySettings
-from headrace_testing.backends import MODEL, Backend, InMemory, OverRedis
+from headrace_testing.backends import MODEL, Backend
 from headrace_testing.fake_engine import FakeEngine, is_one_history
-from headrace_testing.gateway import Gateway, events, running
+from headrace_testing.gateway import Gateway, events
 from headrace_testing.resuming import Broken, read
-from headrace_testing.valkey import ValkeyServer
+from headrace_testing.sites import Site
 from headrace_testing.waiting import eventually
 
-CONFIG = ClientConfig(beat_interval=0.05, silence=1.0, recheck=0.2, longest_recheck=0.5)
 KEY = {"idempotency-key": "the key"}
 RESUMABLE = {"x-resumable": "true"}
 in_memory = pytest.mark.parametrize("backend", ["memory"], indirect=True)
 LONG: Mapping[str, Any] = {"prompt": [5, 6], "max_tokens": 100, "return_token_ids": True}
-
-
-@pytest.fixture(scope="module")
-def served(checkpoint: Path) -> Models:
-    return Models(load_static(GatewaySettings(model=str(checkpoint), served_model_name=MODEL)))
-
-
-@pytest.fixture(params=["memory", "valkey"])
-async def backend(request: pytest.FixtureRequest, valkey: ValkeyServer) -> AsyncIterator[Backend]:
-    if request.param == "memory":
-        yield InMemory()
-        return
-    over_redis = OverRedis(valkey.url, block=0.2)
-    await over_redis.wipe()
-    yield over_redis
-    await over_redis.close()
-
-
-class Site:
-    """Gateways on one queue; `client(name)` speaks HTTP to one of them."""
-
-    def __init__(self, backend: Backend, served: Models, window: float) -> None:
-        self.backend = backend
-        self._served = served
-        self._settings = GatewaySettings(
-            port=0,
-            drain_timeout=0,
-            resume_window=window,
-            keep_alive_interval=0.01,
-        )
-        self._clients: dict[str, GenerationClient] = {}
-        self.limits = QueueLimits()
-        self.ports: dict[str, int] = {}
-
-    @asynccontextmanager
-    async def gateway(self, name: str) -> AsyncIterator[httpx.AsyncClient]:
-        queue = self.backend.gateway(name)
-        client = self._clients[name] = GenerationClient(queue, self.limits, config=CONFIG)
-        await client.start()
-        parts = Parts(
-            served=self._served,
-            client=client,
-            queue=queue,
-            durable=Durable(self.backend.request_store(), queue),
-        )
-        app: ASGIApp = create_app(self._settings, parts)
-        async with running(app, self._settings) as (_, port):  # type: ignore[arg-type]
-            self.ports[name] = port
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
-                yield http
-        await client.close()
-
-    async def is_idle(self) -> bool:
-        depth = await self.backend.gateway("observer").depth(MODEL)
-        return depth.waiting == 0 and depth.pending == 0
-
-
-@pytest.fixture
-def window() -> float:
-    return 60.0
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"z": {"type": "integer"}, "a": {}}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
+TAG = {"structures": [{"begin": "<f", "schema": SCHEMA, "end": ">"}], "triggers": ["<"]}
+TEXTS = {"format": {"type": "or", "elements": [{"type": "const_string", "value": "a"}]}}
 FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"response_format": FORMAT}, {"json": SCHEMA}),
     ({"response_format": {"type": "json_object"}}, {"json_object": True}),
@@ -20,6 +22,9 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"structured_outputs": {"choice": ["a", "b"]}}, {"choice": ["a", "b"]}),
     ({"structured_outputs": {"grammar": 'start: "x"'}}, {"grammar": 'start: "x"'}),
     ({"structured_outputs": {"json_object": True}}, {"json_object": True}),
+    ({"structured_outputs": {"structural_tag": TAG}}, {"structural_tag": TAG}),
+    ({"structured_outputs": {"structural_tag": TEXTS}}, {"structural_tag": TEXTS}),
+    ({"response_format": {"type": "structural_tag", **TEXTS}}, {"structural_tag": TEXTS}),
     ({"guided_json": SCHEMA}, {"json": SCHEMA}),
     ({"guided_regex": "a+"}, {"regex": "a+"}),
     ({"guided_choice": ["a"]}, {"choice": ["a"]}),
@@ -54,6 +59,7 @@ async def test_text_is_not_constrained(gateway: Gateway, fields: dict[str, Any])
         ({"guided_grammar": "hello"}, "guided_grammar", "neither Lark"),
         ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs", "look-around"),
         ({"guided_json": {"type": "thing"}}, "guided_json", "Invalid type"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format", "must be lists"),
         (
             {"response_format": {**FORMAT, "json_schema": {"name": "n", "schema": {"$ref": "#"}}}},
             "response_format",

@@ -1,7 +1,7 @@
 """Parsers of tool calls: what is a call, what stays text, and no matter how the text is cut."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 from hypothesis import given
@@ -12,10 +12,18 @@ from headrace_gateway.tool_calls.base import ToolParser
 from headrace_gateway.tool_calls.call_object import MAX_UNCERTAIN_CHARS
 from headrace_gateway.tool_calls.catalog import PARSERS, detect_tool_parser
 from headrace_gateway.tool_calls.forced import NamedParser, RequiredParser
+from headrace_testing.call_examples import EXAMPLES
 
-KNOWN = ("weather", "time.now", "add")
+KNOWN: Mapping[str, Mapping[str, str]] = {
+    "weather": {"city": "text", "near": "nullable", "days": "json"},
+    "time.now": {},
+    "now": {},
+    "add": {"a": "json"},
+}
 CALL = '{"name": "weather", "arguments": {"city": "Par\\"is", "days": [1, {"a": "}"}]}}'
 ARGUMENTS = '{"city": "Par\\"is", "days": [1, {"a": "}"}]}'
+KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>"
+DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
 
 # format, text, the text that is left (None: all of it), the calls
 CASES: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
@@ -146,6 +154,114 @@ CASES: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
     ("pythonic", "[add(a=1), so it is]", " so it is]", [("add", '{"a": 1}')]),
     ("pythonic", "[add(a=1)] is it", " is it", [("add", '{"a": 1}')]),
     ("pythonic", "[add(" + "(" * 300, None, []),
+    ("granite", f"So: <|tool_call|>[{CALL}]", "So:", [("weather", ARGUMENTS)]),
+    ("phi4_mini_json", 'functools[{"name": "add", "arguments": {}}]', "", [("add", "{}")]),
+    ("phi4_mini_json", "functools and such", None, []),
+    ("jamba", f"<tool_calls>[{CALL}]</tool_calls>!", "!", [("weather", ARGUMENTS)]),
+    ("jamba", f"<tool_calls>[{CALL}", "", [("weather", ARGUMENTS)]),
+    (
+        "deepseek_v3",
+        f'Well.\n{DEEPSEEK}function<｜tool▁sep｜>add\n```json\n{{"a": 1}}\n```'
+        "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>time.now\n```json\n{}\n```"
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "Well.",
+        [("add", '{"a": 1}'), ("time.now", "{}")],
+    ),
+    (
+        "deepseek_v31",
+        f"{DEEPSEEK}add<｜tool▁sep｜>{{}}<｜tool▁call▁end｜><｜tool▁call▁begin｜>weather"
+        f"<｜tool▁sep｜>{ARGUMENTS}<｜tool▁call▁end｜><｜tool▁calls▁end｜> done",
+        " done",
+        [("add", "{}"), ("weather", ARGUMENTS)],
+    ),
+    ("deepseek_v31", f"{DEEPSEEK}add{{}}", None, []),
+    ("deepseek_v31", f"{DEEPSEEK}add<｜tool▁sep｜>{{}} and", " and", [("add", "{}")]),
+    (
+        "kimi_k2",
+        f'{KIMI}functions.time.now:0<|tool_call_argument_begin|>{{"a": "}}"}}<|tool_call_end|>'
+        "<|tool_call_begin|>add:12 <|tool_call_argument_begin|> {}<|tool_call_end|>\n"
+        "<|tool_calls_section_end|>",
+        "",
+        [("time.now", '{"a": "}"}'), ("add", "{}")],
+    ),
+    ("kimi_k2", f"{KIMI}functions.add:0<|tool_call_end|>", None, []),
+    ("kimi_k2", f'{KIMI}add:0<|tool_call_argument_begin|>{{"a', "", [("add", '{"a')]),
+    (
+        "qwen3_coder",
+        'I go.\n<tool_call>\n<function=weather>\n<parameter=city>\nPar"is\n <b>\n</parameter>\n'
+        '<parameter=near>\nnull\n</parameter>\n<parameter=days>\n[1, {"a": "</parameter>"}]\n'
+        "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=time.now>\n</function>\n"
+        "</tool_call>",
+        "I go.",
+        [
+            (
+                "weather",
+                '{"city": "Par\\"is\\n <b>", "near": null, "days": [1, {"a": "</parameter>"}]}',
+            ),
+            ("time.now", "{}"),
+        ],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=add><parameter=a>True</parameter><parameter=b>['x', None]</parameter>"
+        "<parameter=c>so</parameter><parameter=d>NaN</parameter></tool_call>!",
+        "!",
+        [("add", '{"a": true, "b": ["x", null], "c": "so", "d": "NaN"}')],
+    ),
+    ("qwen3_coder", "<tool_call><function=add>so", "so", [("add", "{}")]),
+    (
+        "qwen3_coder",
+        "<tool_call><function=weather><parameter=city>\nRome\n</para",
+        "",
+        [("weather", '{"city": "Rome')],
+    ),
+    ("qwen3_coder", "a <tool_call> <function> b", None, []),
+    (
+        "qwen3_coder",
+        "So. <function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>\n"
+        "<function=now></function>.",
+        "So..",
+        [("add", '{"a": 1}'), ("now", "{}")],
+    ),
+    ("qwen3_coder", "a <function=b c> <function=", None, []),
+    ("minimax_m2", "<minimax:tool_call>" + "\n" * 300 + '<invoke name="add">', None, []),
+    (
+        "qwen3_coder",
+        "x <tool_call> y<tool_call><function=add></function></tool_call>",
+        "x <tool_call> y",
+        [("add", "{}")],
+    ),
+    (
+        "seed_oss",
+        "<seed:tool_call>\n<function=weather>\n<parameter=city>Rome</parameter>\n</function>\n"
+        "</seed:tool_call>",
+        "",
+        [("weather", '{"city": "Rome"}')],
+    ),
+    (
+        "glm45",
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome\n</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>[1]</arg_value>\n</tool_call>",
+        "",
+        [("weather", '{"city": "Rome\\n", "days": [1]}')],
+    ),
+    ("glm45", "<tool_call>other\n<arg_key>a</arg_key>", None, []),
+    (
+        "glm47",
+        "<tool_call>weather<arg_key>near</arg_key><arg_value>none</arg_value></tool_call>"
+        "<tool_call>time.now</tool_call>",
+        "",
+        [("weather", '{"near": "none"}'), ("time.now", "{}")],
+    ),
+    (
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Rome</parameter>\n'
+        '<parameter name="days">[2]</parameter>\n</invoke>\n<invoke name="time.now">\n</invoke>\n'
+        "</minimax:tool_call>",
+        "",
+        [("weather", '{"city": "Rome", "days": [2]}'), ("time.now", "{}")],
+    ),
+    ("minimax_m2", "<minimax:tool_call><b>", None, []),
     ("required", '[{"name": "add", "parameters": {"a": 1}}]', "", [("add", '{"a": 1}')]),
     (
         "required",
@@ -204,6 +320,16 @@ def test_what_is_a_call_and_what_is_text(
     assert added_up(read(name, list(text))) == expected
 
 
+@pytest.mark.parametrize("name", PARSERS)
+def test_a_stream_may_be_cut_at_every_place(name: str) -> None:
+    text = EXAMPLES[name] + "\n"
+    whole = added_up(read(name, [text]))
+
+    assert [call for call, _ in whole[1]] == ["weather", "now"] and not whole[0].strip()
+    for place in range(1, len(text)):
+        assert added_up(read(name, [text[:place], text[place:]])) == whole
+
+
 SHARDS = (
     "<tool_call>",
     "</tool_call>",
@@ -212,6 +338,24 @@ SHARDS = (
     "<|python_tag|>",
     "<|python_start|>",
     "<|python_end|>",
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "add<｜tool▁sep｜>",
+    "<function=weather>",
+    "<parameter=city>",
+    "<parameter=days>",
+    "</parameter>",
+    "</function>",
+    "<minimax:tool_call>",
+    '<invoke name="weather">',
+    '<parameter name="city">',
+    "</invoke>",
+    "<arg_key>city</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
     "[",
     "]",
     "add",
@@ -324,6 +468,14 @@ def test_with_a_limit_further_calls_are_left_out() -> None:
         ("[func_name1(params_name1=params_value1", "pythonic"),
         ("exact format: [func_name1(param1=value1)", "pythonic"),
         ("<tool_call><function=f>", None),
+        ("<tool_call>\n<function=f>\n<parameter=a>", "qwen3_coder"),
+        ("<seed:tool_call><function=f><parameter=a>", "seed_oss"),
+        ("<tool_call>f\n<arg_key>k</arg_key>\n<arg_value>", "glm45"),
+        ("<tool_call>f<arg_key>k</arg_key><arg_value>", "glm47"),
+        ('<minimax:tool_call><invoke name="f">', "minimax_m2"),
+        ("<|tool_calls_section_begin|>", "kimi_k2"),
+        ("<｜tool▁calls▁begin｜>function<｜tool▁sep｜>f\n```json", "deepseek_v3"),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}", "deepseek_v31"),
         ("{{ messages }}", None),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
+from headrace_common.structural_format import Choice, Json, Repeat, Tag, TriggeredTags
 from headrace_common.structural_tag import Begin, StructuralTag, read
 from headrace_gateway.reasoning.catalog import FAMILIES
 from headrace_gateway.tool_calls.catalog import PARSERS
@@ -145,11 +146,12 @@ async def test_calls_of_strict_tools_are_held_to_their_schemas(tools: Gateway) -
     loose = asked(tools)
 
     assert answer["tool_calls"][0]["function"]["name"] == "weather"
-    assert loose is None and tag is not None and tag.triggers == ("<tool_call>",)
-    weather, time = tag.structures
-    assert weather.schema == WEATHER["function"]["parameters"]
+    assert loose is None and tag is not None
+    assert isinstance(tag.format, TriggeredTags) and tag.format.triggers == ("<tool_call>",)
+    weather, time = tag.format.tags
+    assert weather.content == Json(WEATHER["function"]["parameters"])
     assert CALL.startswith(weather.begin) and CALL.endswith(weather.end)
-    assert time.schema == {"type": "object"} and '"time"' in time.begin
+    assert time.content == Json({"type": "object"}) and '"time"' in time.begin
 
 
 @pytest.mark.parametrize(
@@ -190,61 +192,34 @@ async def test_the_sdk_reads_a_streamed_call(tools: Gateway) -> None:
     assert calls is not None and calls[0].function.arguments == '{"city": "Paris"}'
 
 
-async def test_required_holds_the_output_to_an_array_of_calls(tools: Gateway) -> None:
-    say(
-        tools,
-        '[{"name": "time", "parameters": {}}, {"name": "weather", "parameters": {"city": "a"}}]',
-    )
+TWO_CALLS = f'<tool_call>\n{{"name": "time", "arguments": {{}}}}\n</tool_call>\n{CALL}'
+
+
+async def test_required_holds_the_output_to_calls(tools: Gateway) -> None:
+    say(tools, TWO_CALLS)
     answer = await message(await tools.chat(tools=[WEATHER, TIME], tool_choice="required"))
+    tag = asked(tools)
+    await tools.chat(tools=[TIME], tool_choice="required", parallel_tool_calls=False)
+    once = asked(tools)
 
     names = [call["function"]["name"] for call in answer["tool_calls"]]
-    assert names == ["time", "weather"]
-    held = tools.engine.submitted[-1].sampling.structured_outputs
-    assert held is not None and isinstance(held.json, str)
-    schema = json.loads(held.json)
-    assert schema["minItems"] == 1 and "maxItems" not in schema
+    assert names == ["time", "weather"] and answer["finish_reason"] == "tool_calls"
     assert prompt_of(tools).endswith("</think>\n\n")  # no room to reason
-    assert [each["properties"]["name"]["const"] for each in schema["items"]["anyOf"]] == [
-        "weather",
-        "time",
-    ]
+    assert tag is not None and isinstance(tag.format, Repeat)
+    assert isinstance(tag.format.content, Choice) and len(tag.format.content.elements) == 2
+    assert once is not None and isinstance(once.format, Tag)
 
 
-async def test_a_named_tool_holds_the_output_to_its_parameters(tools: Gateway) -> None:
-    say(tools, '{"city": "Rome"}')
+async def test_a_named_tool_holds_the_output_to_one_call_of_it(tools: Gateway) -> None:
+    say(tools, CALL)
     choice = {"type": "function", "function": {"name": "weather"}}
     answer = await message(await tools.chat(tools=[WEATHER, TIME], tool_choice=choice))
+    tag = asked(tools)
 
     (call,) = answer["tool_calls"]
-    assert call["function"] == {"name": "weather", "arguments": '{"city": "Rome"}'}
-    held = tools.engine.submitted[-1].sampling.structured_outputs
-    assert held is not None and isinstance(held.json, str)
-    assert json.loads(held.json) == WEATHER["function"]["parameters"]
-
-
-async def test_definitions_of_several_tools_do_not_meet(tools: Gateway) -> None:
-    def tool(name: str, kind: str) -> dict[str, Any]:
-        parameters = {
-            "type": "object",
-            "properties": {"a": {"$ref": "#/$defs/A"}},
-            "$defs": {"A": {"type": kind}},
-        }
-        return {"type": "function", "function": {"name": name, "parameters": parameters}}
-
-    say(tools, "[]")
-    body = {"tools": [tool("f", "string"), tool("g", "integer")], "tool_choice": "required"}
-    await message(await tools.chat(**body, parallel_tool_calls=False))
-
-    held = tools.engine.submitted[-1].sampling.structured_outputs
-    assert held is not None and isinstance(held.json, str)
-    schema = json.loads(held.json)
-    assert schema["$defs"] == {"0.A": {"type": "string"}, "1.A": {"type": "integer"}}
-    assert schema["maxItems"] == 1
-    refs = [
-        each["properties"]["parameters"]["properties"]["a"]["$ref"]
-        for each in schema["items"]["anyOf"]
-    ]
-    assert refs == ["#/$defs/0.A", "#/$defs/1.A"]
+    assert call["function"] == {"name": "weather", "arguments": '{"city": "Paris"}'}
+    assert tag is not None and isinstance(tag.format, Tag)
+    assert tag.format.content == Json(WEATHER["function"]["parameters"])
 
 
 async def test_none_reads_no_calls(tools: Gateway) -> None:
@@ -358,20 +333,44 @@ async def test_a_template_without_tools_refuses_them(gateway: Gateway) -> None:
     assert effort.json()["error"]["code"] == "unsupported_parameter"
 
 
+def tool_of(name: str, kind: str) -> dict[str, Any]:
+    parameters = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/A"}},
+        "$defs": {"A": {"type": kind}},
+    }
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
 async def test_a_model_whose_calls_are_not_known_takes_only_forced_ones(tmp_path: Path) -> None:
     folder = write_tool_checkpoint(tmp_path / "model", UNKNOWN_CALLS)
+    body = {"tools": [tool_of("f", "string"), tool_of("g", "integer")], "tool_choice": "required"}
     async with serve(folder) as running:
         refused = await running.chat(tools=[TIME])
         say(running, "{}")
-        forced = await running.chat(
+        named = await running.chat(
             tools=[TIME], tool_choice={"type": "function", "function": {"name": "time"}}
         )
+        say(running, '[{"name": "g", "parameters": {"a": 1}}, {"name": "f", "parameters": {}}]')
+        several = await message(await running.chat(**body))
+        await running.chat(**body, parallel_tool_calls=False)
+        held = running.engine.submitted[-1].sampling.structured_outputs
 
     assert refused.json()["error"]["code"] == "tools_unsupported"
-    assert (await message(forced))["tool_calls"][0]["function"] == {
-        "name": "time",
-        "arguments": "{}",
-    }
+    (call,) = (await message(named))["tool_calls"]
+    assert call["function"] == {"name": "time", "arguments": "{}"}
+    assert [each["function"]["name"] for each in several["tool_calls"]] == ["g", "f"]
+    assert held is not None and isinstance(held.json, str)
+    _definitions_do_not_meet(json.loads(held.json))
+
+
+def _definitions_do_not_meet(schema: dict[str, Any]) -> None:
+    assert schema["$defs"] == {"0.A": {"type": "string"}, "1.A": {"type": "integer"}}
+    assert (schema["minItems"], schema["maxItems"]) == (1, 1)
+    calls = [each["properties"] for each in schema["items"]["anyOf"]]
+    assert [each["name"]["const"] for each in calls] == ["f", "g"]
+    refs = [each["parameters"]["properties"]["a"]["$ref"] for each in calls]
+    assert refs == ["#/$defs/0.A", "#/$defs/1.A"]
 
 
 async def test_the_settings_name_parsers(tmp_path: Path) -> None:
@@ -381,7 +380,18 @@ async def test_the_settings_name_parsers(tmp_path: Path) -> None:
     ) as running:
         say(running, "so</think>[time()]")
         answer = await message(await running.chat(tools=[TIME]))
+        dashed = {"type": "object", "properties": {"a-b": {"type": "integer"}}}
+        refused = await running.chat(tools=[strict(parameters=dashed)])
+        say(running, '[{"name": "weather", "parameters": {"a-b": 1}}]')
+        forced = await message(
+            await running.chat(tools=[strict(parameters=dashed)], tool_choice="required")
+        )
 
+    error = refused.json()["error"]
+    assert (error["code"], error["param"]) == ("invalid_structured_output", "tools")
+    assert "'a-b' of weather is no name in Python" in error["message"]
+    # In JSON, where the model's own form cannot say it.
+    assert forced["tool_calls"][0]["function"]["arguments"] == '{"a-b": 1}'
     assert answer["reasoning_content"] == "so"
     assert answer["tool_calls"][0]["function"] == {"name": "time", "arguments": "{}"}
 

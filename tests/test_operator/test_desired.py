@@ -47,6 +47,7 @@ def test_every_engine_variable_is_a_setting_of_the_engine(
         "dtype": "bfloat16",
         "maxModelLen": 8192,
         "enablePrefixCaching": False,
+        "kvCacheDtype": "fp8",
         "kvCacheMemory": "2GiB",
         "memoryUtilization": 0.85,
         "policy": "priority",
@@ -55,7 +56,7 @@ def test_every_engine_variable_is_a_setting_of_the_engine(
         "swapSpace": 2,
         "speculativeConfig": {"method": "ngram"},
     }
-    values = env(engine={"settings": settings})
+    values = env(engine={"settings": settings}, queue={"shards": 3})
     ours = {
         name.removeprefix(PREFIX).lower(): value
         for name, value in values.items()
@@ -66,13 +67,13 @@ def test_every_engine_variable_is_a_setting_of_the_engine(
         monkeypatch.setenv(f"{PREFIX}{name.upper()}", value)
     read = EngineSettings()
     assert (read.model, read.revision, read.name) == ("Qwen/Qwen3-8B", "abc123", "qwen")
-    assert (read.dtype, read.max_model_len) == ("bfloat16", 8192)
+    assert (read.dtype, read.kv_cache_dtype, read.max_model_len) == ("bfloat16", "fp8", 8192)
     assert (read.policy, read.policy_options) == ("priority", {"ageing": 30})
     assert (read.itl_target, read.swap_space) == (0.05, 2.0)
     assert read.speculative_config == {"method": "ngram"}
     assert read.enable_prefix_caching is False
     assert (read.kv_cache_memory, read.memory_utilization) == (2 * 2**30, 0.85)
-    assert read.redis_url == "redis://queue:6379/0"
+    assert (read.redis_url, read.queue_shards) == ("redis://queue:6379/0", 3)
     assert (read.metrics_host, read.metrics_port) == ("0.0.0.0", names.METRICS_PORT)
 
 
@@ -105,7 +106,8 @@ def test_adapters_are_settings_and_volumes_of_the_engine(monkeypatch: pytest.Mon
     assert volumes["adapter-1"]["persistentVolumeClaim"] == claim
     image = {"reference": "registry/tone:1", "pullPolicy": "IfNotPresent"}
     assert volumes["adapter-2"]["image"] == image
-    assert f"{PREFIX}ENABLE_LORA" not in env(), "images of before know no such setting"
+    for name in ("ENABLE_LORA", "QUEUE_SHARDS"):
+        assert f"{PREFIX}{name}" not in env(), "images of before know no such setting"
 
 
 def test_the_grace_period_outlasts_the_drain() -> None:

@@ -16,13 +16,13 @@ async def test_an_engine_is_found_and_told_to_drain(tmp_path: Path) -> None:
     server.start()
     connection = Connection(ConnectionConfig(url=server.url))
     status = engine_status("qwen-engine-5c-x", running=3)
-    engine = RedisEngineQueue(connection, status.engine_id, "qwen", shard=1)
+    engine = RedisEngineQueue(connection, status.engine_id, "qwen")
     directory = QueueDirectory(connection)
     try:
         await engine.start()
         await engine.beat((), status)
-        assert await directory.engines("qwen", 1) == [status]
-        assert await directory.engines("other", 0) == []
+        assert await directory.engines("qwen") == [status]
+        assert await directory.engines("other") == []
         await directory.drain(status.engine_id)
         assert await first(engine.controls(), 1) == [Drain()]
     finally:

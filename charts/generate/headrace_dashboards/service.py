@@ -23,6 +23,7 @@ def dashboard() -> Dashboard:
             Row("Latency", _latency()),
             Row("Queue", _queue()),
             Row("Tenants", _tenants()),
+            Row("Batches", _batches()),
             Row("Faults and Redis", _faults()),
         ),
     )
@@ -309,6 +310,47 @@ def _keys() -> Panel:
             Query(f"max({q.pods(names.GATEWAY_API_KEYS.prometheus_name)})", "keys"),
             Query(f"count({current}) - sum({current})", "gateways with an unusable file"),
             Query(q.total(f"rate({strangers}[{q.WINDOW}])"), "refused a second"),
+        ),
+    )
+
+
+def _batches() -> tuple[Panel, ...]:
+    """Gauges are the same from every gateway; a request is counted by the one that leads its
+    batch."""
+    state, result = q.label(names.STATE), q.label(names.RESULT)
+    open_ones = q.pods(names.BATCH_OPEN.prometheus_name)
+    done = q.pods(names.BATCH_REQUESTS.prometheus_name)
+    ended = q.pods(names.BATCH_ENDED.prometheus_name)
+    return (
+        Panel(
+            title="Open batches",
+            description="Batches that have not ended, by state.",
+            queries=(Query(f"max by ({state}) ({open_ones})", f"{{{{{state}}}}}"),),
+            look=Look.STACKED,
+            width=6,
+        ),
+        Panel(
+            title="Batch requests",
+            description="Requests of batches that got their result, a second; and those left.",
+            queries=(
+                Query(q.total(f"rate({done}[{q.WINDOW}])", result), f"{{{{{result}}}}} a second"),
+                Query(f"max({q.pods(names.BATCH_REQUESTS_LEFT.prometheus_name)})", "left"),
+            ),
+            width=6,
+        ),
+        Panel(
+            title="Oldest batch",
+            description="How long ago the oldest batch that has not ended was created.",
+            queries=(Query(f"max({q.pods(names.BATCH_OLDEST_AGE.prometheus_name)})", "oldest"),),
+            unit=Unit.SECONDS,
+            width=6,
+        ),
+        Panel(
+            title="Ended batches",
+            description="Batches that ended, by state: expired ones ran out of their window.",
+            queries=(Query(q.total(f"increase({ended}[{q.WINDOW}])", state), f"{{{{{state}}}}}"),),
+            look=Look.BARS,
+            width=6,
         ),
     )
 

@@ -59,6 +59,16 @@ class QueueLimits:
         too_large = waiting > 0 and waiting_tokens + tokens > self.max_tokens
         return waiting >= self.max_requests or too_large
 
+    def share(self, shards: int) -> "QueueLimits":
+        """The part of one of so many shards, rounded up."""
+        if shards == 1:
+            return self
+        return QueueLimits(
+            max_requests=-(-self.max_requests // shards),
+            max_tokens=-(-self.max_tokens // shards),
+            max_tenant_requests=-(-self.max_tenant_requests // shards),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
@@ -74,13 +84,15 @@ class Placement:
 
     It is placed with the first whose running and placed requests are fewer than `load_factor` times
     its share of all, by its part of `capacity` (that of all engines). For `hold_ms` from its
-    admission it then waits for that engine; from then on any engine with room takes it.
+    admission it then waits for that engine; from then on any engine with room takes it. Of
+    `shards` each one counts what is in itself alone, and has its part of the capacity.
     """
 
     choices: tuple[Choice, ...]
     capacity: int
     load_factor: float
     hold_ms: int
+    shards: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +124,8 @@ class QueueDepth:
 class EngineStatus:
     """What an engine tells of itself with every beat; it lapses with the lease.
 
-    `last_step_age` is seconds since its last finished step, 0 while idle and able to make one.
+    `last_step_age` is seconds since its last finished step, 0 while idle and able to make one. It
+    takes from the first `shards` of its model's queue, and may take from more.
     """
 
     engine_id: str
@@ -125,6 +138,7 @@ class EngineStatus:
     last_step_age: float
     draining: bool
     version: str
+    shards: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +249,9 @@ class GatewayQueue(Protocol):
     async def cancel(self, request_id: str, model: str) -> None:
         """Ends a request: a waiting one at once, a running one through its engine. Idempotent."""
 
+    async def forget(self, request_ids: Sequence[str], model: str) -> None:
+        """Outcomes of ended requests that nobody asks for any more: they need not be kept."""
+
     async def release(self, request_id: str, model: str, engine_id: str, attempt: int) -> None:
         """Makes a request whose engine went silent claimable at once, if that still owns it."""
 
@@ -317,3 +334,24 @@ class EngineQueue(Protocol):
         """Makes own requests claimable at once, without counting it as a failure."""
 
     async def close(self) -> None: ...
+
+
+class ShardQueue(EngineQueue, Protocol):
+    """An engine's queue of one shard, as a part of a queue of several."""
+
+    shard: int
+
+    @property
+    def holds_more(self) -> bool:
+        """Whether the last take() left something: for want of room, or to another engine."""
+
+    @property
+    def lacks_room(self) -> bool:
+        """Whether it was for want of room."""
+
+    async def renew(self, progress: Sequence[Progress]) -> Mapping[str, Beat]:
+        """As beat, but for the engine's status, which is in the first shard."""
+
+    async def tell_shards(self, shards: int) -> int:
+        """Of the first shard: notes that the engine takes from so many shards; returns from how
+        many it should, since there may be something in what others have taken from lately."""

@@ -5,7 +5,7 @@ Times are Unix seconds. Knows neither HTTP nor Redis.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields
 from enum import StrEnum
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -86,9 +86,26 @@ class BatchRequest:
     metadata: Mapping[str, str] = field(default_factory=lambda: NO_METADATA)
 
 
+@dataclass(frozen=True, slots=True)
+class TokenUsage:
+    """Tokens of one request, or of many. Those that were cached are of the input's, those of
+    reasoning of the output's."""
+
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+
+    def __add__(self, other: "TokenUsage") -> "TokenUsage":
+        return TokenUsage(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchProgress:
-    """What its leader says of it. `errors` are those of its input file, as clients read them."""
+    """What its leader says of it. `errors` are those of its input file, as clients read them.
+
+    The tokens are those of `completed` requests.
+    """
 
     status: BatchStatus = BatchStatus.VALIDATING
     total: int = 0
@@ -101,6 +118,10 @@ class BatchProgress:
     in_progress_at: int | None = None
     finalizing_at: int | None = None
     ended_at: int | None = None
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +131,18 @@ class Batch:
     request: BatchRequest
     progress: BatchProgress = field(default_factory=BatchProgress)
     cancelling_at: int | None = None
+
+    @property
+    def state(self) -> str:
+        """Its status as clients see it."""
+        if self.cancelling_at is not None and not self.progress.status.final:
+            return "cancelling"
+        return self.progress.status.value
+
+    @property
+    def left(self) -> int:
+        """Requests without a result, as far as it is known how many there are."""
+        return self.progress.total - self.progress.completed - self.progress.failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,3 +211,15 @@ def decode_done(data: bytes) -> Done:
     if answered not in (b"0", b"1") or not size.isdigit():
         raise MessageError("a batch's line is marked in an unknown way")
     return Done(answered == b"1", int(size))
+
+
+def encode_usage(usage: TokenUsage) -> bytes:
+    return ":".join(map(str, astuple(usage))).encode()
+
+
+def decode_usage(data: bytes) -> TokenUsage:
+    """Inverse of encode_usage. Raises MessageError."""
+    numbers = data.split(b":")
+    if len(numbers) != len(fields(TokenUsage)) or not all(map(bytes.isdigit, numbers)):
+        raise MessageError("a batch's line has used tokens in an unknown way")
+    return TokenUsage(*map(int, numbers))

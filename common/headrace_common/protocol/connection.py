@@ -102,7 +102,7 @@ class Connection:
 
     async def _heal(self, error: RedisError) -> None:
         """A demoted primary keeps its connections: leave them, the name may point elsewhere now."""
-        if isinstance(error, _LEFT) or str(error).startswith(_DEMOTED):
+        if isinstance(error, _LEFT) or _says(error, _DEMOTED):
             await self.client.reconnect()
 
     async def close(self) -> None:
@@ -114,13 +114,22 @@ def translate(error: RedisError) -> HeadraceError | None:
     text = str(error)
     if isinstance(error, _MOVING):
         return BackendUnavailable(f"redis: {error.status_code} {text}")
-    if isinstance(error, (*_BROKEN, OutOfMemoryError)) or "-READONLY" in text:
+    if isinstance(error, (*_BROKEN, OutOfMemoryError)) or _says(error, ("READONLY",)):
         return BackendUnavailable(f"redis: {text or type(error).__name__}")
     if isinstance(error, NoPermissionError) or "ACL failure" in text or "NOPERM" in text:
         return BackendUnfit(f"redis: the user lacks a permission: {text}")
-    if isinstance(error, ResponseError) and text.startswith(_REFUSED_FOR_NOW):
+    if isinstance(error, ResponseError) and _says(error, _REFUSED_FOR_NOW):
         return BackendUnavailable(f"redis: {text}")
     return None
+
+
+def _says(error: RedisError, codes: tuple[str, ...]) -> bool:
+    """Whether the server's answer begins with a code: in a script of Redis 6 behind where it
+    failed, in redis-py's pipelines behind which command did."""
+    text = str(error)
+    return text.startswith(codes) or any(
+        f"-{code} " in text or f"caused error: ('{code} " in text for code in codes
+    )
 
 
 def _clients(config: ConnectionConfig) -> tuple[Topology, Client, Callable[[], Client]]:

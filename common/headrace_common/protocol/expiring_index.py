@@ -30,10 +30,13 @@ class ExpiringIndex:
             commands.append(("ZREM", self._key, *gone))
         await self._run(*commands, ("PEXPIREAT", self._key, 1000 * latest))
 
-    async def remove(self, name: str) -> None:
+    async def remove(self, name: str) -> bool:
+        """Whether it was there until now."""
         gone = [member for member in await self._members() if _id(member) == name]
-        if gone:
-            await self._run(("ZREM", self._key, *gone))
+        if not gone:
+            return False
+        (removed,) = await self._run(("ZREM", self._key, *gone))
+        return bool(removed)
 
     async def numbers(self) -> dict[str, int]:
         """The number of each id."""

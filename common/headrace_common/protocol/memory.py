@@ -111,7 +111,8 @@ class MemoryBackend:
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.clock = clock
         self.available = True
-        self.shards: defaultdict[str, Shard] = defaultdict(Shard)
+        self.shards: defaultdict[tuple[str, int], Shard] = defaultdict(Shard)
+        self.kept: dict[str, tuple[int, float]] = {}  # a model's shards, and until when
         numbers = itertools.count(1)
         self.frames: defaultdict[str, Log] = defaultdict(lambda: Log(numbers))
         self.controls: defaultdict[str, Log] = defaultdict(lambda: Log(numbers))
@@ -120,6 +121,7 @@ class MemoryBackend:
         self.models_store = ""
         self.stored: dict[str, tuple[float, str, bytes]] = {}
         self.wanted: dict[str, float] = {}
+        self.accounts: defaultdict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
         self.salt = b""
 
     def check(self) -> None:
@@ -131,9 +133,14 @@ class MemoryBackend:
         self.check()
         return self.gateways.get(gateway_id, 0.0) > self.clock()
 
-    def shard(self, model: str) -> Shard:
+    def shards_of(self, model: str) -> list[Shard]:
+        """The model's shards in which there may be something."""
+        count, until = self.kept.get(model, (1, 0.0))
+        return [self.shard(model, n) for n in range(count if until > self.clock() else 1)]
+
+    def shard(self, model: str, number: int = keys.DEFAULT_SHARD) -> Shard:
         self.check()
-        shard = self.shards[model]
+        shard = self.shards[model, number]
         now = self.clock()
         for rid in [rid for rid, r in shard.records.items() if r.expires <= now]:
             self._remove_waiting(shard, rid)
@@ -166,7 +173,7 @@ class MemoryBackend:
 
         Raises RequestConflict.
         """
-        shard = self.shard(request.model)
+        shard = self.shard(request.model, keys.shard_of(request.request_id))
         record = shard.records.get(request.request_id)
         if record is not None:
             if polite and not record.ended and record.gateway != gateway:
@@ -413,6 +420,12 @@ class MemoryBackend:
             self._end(shard, record)
         return record.owner if record.state == "cancelled" else ""
 
+    def forget(self, shard: Shard, rid: str) -> None:
+        """What is left of an ended request goes, but for its engine's repetitions."""
+        record = shard.records.get(rid)
+        if record is not None:
+            record.expires = self.clock() + keys.FORGOTTEN_MS / 1000
+
     def _end(self, shard: Shard, record: Record) -> None:
         record.journal = []
         self._keep(record)
@@ -431,10 +444,12 @@ class MemoryBackend:
         for log in (*self.frames.values(), *self.controls.values()):
             log.items.clear()
         self.gateways.clear()
+        self.kept.clear()
         self.models.clear()
         self.models_store = ""
         self.stored.clear()
         self.wanted.clear()
+        self.accounts.clear()
         self.salt = b""
 
 

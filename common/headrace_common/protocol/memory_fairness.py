@@ -1,4 +1,5 @@
-"""How waiting requests are ordered in memory: the rules of lua/fairness.lua in Python."""
+"""How waiting requests are ordered in memory: the rules of lua/joining.lua and lua/leaving.lua in
+Python."""
 
 from collections.abc import Iterator
 

@@ -38,10 +38,12 @@ class Placed:
 def choose(placement: Placement, running: Mapping[str, int], waiting: int, placed: Placed) -> str:
     """As ADMIT's place: the first engine whose load is within its bound, or ""."""
     total = sum(running.values()) + waiting + 1
+    capacity = placement.capacity / placement.shards
     for choice in placement.choices:
-        bound = math.ceil(placement.load_factor * total * choice.capacity / placement.capacity)
-        if total <= placement.capacity:
-            bound = min(bound, choice.capacity)
+        own = choice.capacity / placement.shards
+        bound: float = math.ceil(placement.load_factor * total * own / capacity)
+        if total <= capacity:
+            bound = min(bound, own)
         if running.get(choice.engine_id, 0) + placed.count(choice.engine_id) < bound:
             return choice.engine_id
     return ""

@@ -38,7 +38,7 @@ from .journal import rebuild_from
 from .leases import LeaseMemory
 from .memory import Log, MemoryBackend, Shard
 from .memory_records import Ending, Record, Taken
-from .requests import queue_full
+from .requests import check_shard, queue_full
 
 
 async def _entries(log: Log, position: int = 0) -> AsyncIterator[bytes]:
@@ -81,7 +81,7 @@ class MemoryGatewayQueue:
         )
         if record is None:
             raise await self._full(request, of_tenant=former == "tenant")
-        await self._backend.wake(self._backend.shard(request.model))
+        await self._backend.wake(_shard(self._backend, request.request_id, request.model))
         if former == "new":
             return Admission(state=AdmitState.ADMITTED)
         if record.ended:
@@ -101,10 +101,10 @@ class MemoryGatewayQueue:
         )
 
     async def _full(self, request: GenerateRequest, *, of_tenant: bool) -> QueueFull:
-        shard = self._backend.shard(request.model)
         waiting = (await self.depth(request.model)).waiting
         if of_tenant:
-            waiting = self._backend.waiting_of(shard, request.tenant)
+            shards = self._backend.shards_of(request.model)
+            waiting = sum(self._backend.waiting_of(shard, request.tenant) for shard in shards)
         rate = await self.drain_rate(request.model)
         return queue_full(request, waiting, rate, tenant=of_tenant)
 
@@ -119,18 +119,21 @@ class MemoryGatewayQueue:
         return self._backend.gateway_alive(gateway_id)
 
     async def standing(self, request_id: str, model: str) -> Standing | None:
-        record = self._backend.shard(model).records.get(request_id)
+        record = _shard(self._backend, request_id, model).records.get(request_id)
         if record is None:
             return None
         outcome = _outcome(request_id, record) if record.ended else None
         return Standing(started=record.state != "queued", outcome=outcome)
 
     async def place(self, request_id: str, model: str) -> Place | None:
-        shard, higher = self._backend.shard(model), 0
-        for queue in shard.waiting.values():
+        own, higher = _shard(self._backend, request_id, model), 0
+        others = [shard for shard in self._backend.shards_of(model) if shard is not own]
+        for queue in own.waiting.values():
             ahead = queue.ahead(request_id)
             if ahead is not None:
-                return Place.behind(higher + ahead, await self.drain_rate(model))
+                ahead += higher
+                ahead += sum(min(ahead, self._backend.waiting(shard)[0]) for shard in others)
+                return Place.behind(ahead, await self.drain_rate(model))
             higher += len(queue)
         return None
 
@@ -142,17 +145,31 @@ class MemoryGatewayQueue:
         await self._backend.controls[engine_id].add(encode_control(control))
 
     async def cancel(self, request_id: str, model: str) -> None:
-        owner = self._backend.cancel(self._backend.shard(model), request_id)
+        owner = self._backend.cancel(_shard(self._backend, request_id, model), request_id)
         if owner:
             await self.send(owner, Cancel(request_id=request_id))
 
+    async def forget(self, request_ids: Sequence[str], model: str) -> None:
+        for request_id in request_ids:
+            self._backend.forget(_shard(self._backend, request_id, model), request_id)
+
     async def release(self, request_id: str, model: str, engine_id: str, attempt: int) -> None:
-        shard = self._backend.shard(model)
+        shard = _shard(self._backend, request_id, model)
         if self._backend.release(shard, request_id, engine_id, attempt, own=False):
             await self._backend.wake(shard)
 
     async def depth(self, model: str) -> QueueDepth:
-        shard = self._backend.shard(model)
+        """The sum over the model's shards."""
+        parts = [self._depth(shard) for shard in self._backend.shards_of(model)]
+        return QueueDepth(
+            waiting=sum(part.waiting for part in parts),
+            waiting_tokens=sum(part.waiting_tokens for part in parts),
+            pending=sum(part.pending for part in parts),
+            oldest_age=max(part.oldest_age for part in parts),
+            dead_letters=sum(part.dead_letters for part in parts),
+        )
+
+    def _depth(self, shard: Shard) -> QueueDepth:
         waiting, tokens = self._backend.waiting(shard)
         ids = [rid for queue in shard.waiting.values() for rid in queue]
         oldest = min((shard.records[rid].admitted for rid in ids), default=self._backend.clock())
@@ -169,7 +186,8 @@ class MemoryGatewayQueue:
         return [status for until, status in shard.statuses.values() if until > now]
 
     async def drain_rate(self, model: str) -> float:
-        return self._backend.shard(model).drain_rate(self._backend.clock())
+        now = self._backend.clock()
+        return sum(shard.drain_rate(now) for shard in self._backend.shards_of(model))
 
     async def beat(self) -> None:
         self._backend.check()
@@ -181,7 +199,7 @@ class MemoryGatewayQueue:
 
 
 class MemoryEngineQueue:
-    """One incarnation of an engine; see EngineQueue."""
+    """One incarnation of an engine, with one shard of its model; see ShardQueue."""
 
     def __init__(
         self,
@@ -189,9 +207,11 @@ class MemoryEngineQueue:
         engine_id: str,
         model: str,
         *,
+        shard: int = keys.DEFAULT_SHARD,
         lease_ms: int = keys.LEASE_MS,
     ) -> None:
         self.engine_id = engine_id
+        self.shard = shard
         self._backend = backend
         self._model = model
         self._lease = lease_ms / 1000
@@ -201,17 +221,17 @@ class MemoryEngineQueue:
         self._free_at = math.inf  # when what was left to another engine is anybody's
 
     async def start(self) -> None:
-        self._woken = self._backend.shard(self._model).wakeups
+        self._woken = self._backend.shard(self._model, self.shard).wakeups
 
     async def take(self, count: int, prompt_tokens: int | None = None) -> Sequence[Lease]:
-        shard = self._backend.shard(self._model)
+        shard = self._backend.shard(self._model, self.shard)
         turn = self._backend.take(shard, self.engine_id, count, prompt_tokens)
         self._left = self._newest(shard) if turn.stopped else set()
         self._free_at = turn.free_at
         return await self._leases(turn.taken, turn.endings)
 
     async def reap(self, count: int, *, suspects: bool = True) -> Sequence[Lease]:
-        shard = self._backend.shard(self._model)
+        shard = self._backend.shard(self._model, self.shard)
         taken, endings = self._backend.reap(shard, self.engine_id, count, self._lease, suspects)
         return await self._leases(taken, endings)
 
@@ -219,10 +239,10 @@ class MemoryEngineQueue:
         leases = []
         for item in taken:
             try:
-                leases.append(self._memory.check(_lease(item)))
+                leases.append(self._memory.check(_lease(item, self.shard)))
             except MessageError:
                 message = failed(item.request_id, item.attempt, FailureCode.MALFORMED)
-                self._backend.shard(self._model).dead_letters.append(
+                self._backend.shard(self._model, self.shard).dead_letters.append(
                     (item.request_id, "malformed", 0)
                 )
                 await self.finish(item.request_id, item.attempt, Outcome(failed=message))
@@ -232,7 +252,7 @@ class MemoryEngineQueue:
         return leases
 
     async def wait(self) -> None:
-        shard = self._backend.shards[self._model]
+        shard = self._backend.shards[self._model, self.shard]
         with suppress(TimeoutError):
             async with asyncio.timeout(self._held_for()), shard.changed:
                 while not self._awaited():
@@ -245,7 +265,7 @@ class MemoryEngineQueue:
         return max(0.0, self._free_at - self._backend.clock())
 
     def _awaited(self) -> bool:
-        shard = self._backend.shards[self._model]
+        shard = self._backend.shards[self._model, self.shard]
         return shard.wakeups != self._woken or bool(self._newest(shard) - self._left)
 
     @staticmethod
@@ -254,20 +274,39 @@ class MemoryEngineQueue:
         newest = (queue.newest for queue in shard.waiting.values())
         return {rid for rid in newest if rid is not None}
 
+    @property
+    def holds_more(self) -> bool:
+        return bool(self._left)
+
+    @property
+    def lacks_room(self) -> bool:
+        return bool(self._left) and self._free_at == math.inf
+
     async def beat(self, progress: Sequence[Progress], status: EngineStatus) -> Mapping[str, Beat]:
-        shard = self._backend.shard(self._model)
+        shard = self._backend.shard(self._model, self.shard)
         shard.statuses[self.engine_id] = (self._backend.clock() + self._lease, status)
+        return await self.renew(progress)
+
+    async def renew(self, progress: Sequence[Progress]) -> Mapping[str, Beat]:
+        shard = self._backend.shard(self._model, self.shard)
         beats = {}
         for item in progress:
             verdict, gateway, journaled = self._backend.beat(shard, self.engine_id, item)
             beats[item.request_id] = Beat(verdict=verdict, gateway_id=gateway, journaled=journaled)
         return beats
 
+    async def tell_shards(self, shards: int) -> int:
+        kept = len(self._backend.shards_of(self._model))
+        if 1 < shards >= kept:
+            until = self._backend.clock() + keys.SHARDS_KEPT_MS / 1000
+            self._backend.kept[self._model] = (shards, until)
+        return max(shards, kept)
+
     async def journal(self, request_id: str) -> tuple[ChoiceState, ...] | None:
         return _journal(self._backend, request_id, self._model)
 
     async def resume(self, request_id: str, attempt: int, choices: Sequence[ChoiceState]) -> bool:
-        shard = self._backend.shard(self._model)
+        shard = self._backend.shard(self._model, self.shard)
         record = self._backend.owned(shard, request_id, self.engine_id, attempt)
         if record is None or record.state != "running":
             return False
@@ -292,21 +331,21 @@ class MemoryEngineQueue:
         return self._backend.gateway_alive(gateway_id)
 
     async def finish(self, request_id: str, attempt: int, outcome: Outcome) -> bool:
-        shard = self._backend.shard(self._model)
+        shard = self._backend.shard(self._model, self.shard)
         return self._backend.finish(shard, request_id, self.engine_id, attempt, outcome)
 
     async def give_back(self, request_ids: Sequence[str]) -> None:
-        shard = self._backend.shard(self._model)
+        shard = self._backend.shard(self._model, self.shard)
         for request_id in request_ids:
             self._backend.release(shard, request_id, self.engine_id, None, own=True)
         await self._backend.wake(shard)
 
     async def close(self) -> None:
-        self._backend.shards[self._model].statuses.pop(self.engine_id, None)
+        self._backend.shards[self._model, self.shard].statuses.pop(self.engine_id, None)
 
 
 def _journal(backend: MemoryBackend, request_id: str, model: str) -> tuple[ChoiceState, ...] | None:
-    record = backend.shard(model).records.get(request_id)
+    record = _shard(backend, request_id, model).records.get(request_id)
     if record is None or record.ended or not record.writer:
         return None
     frames = [
@@ -319,7 +358,13 @@ def _journal(backend: MemoryBackend, request_id: str, model: str) -> tuple[Choic
     return rebuild_from(request_id, record.writer, record.journal + missing, frames)
 
 
-def _lease(item: Taken) -> Lease:
+def _shard(backend: MemoryBackend, request_id: str, model: str) -> Shard:
+    return backend.shard(model, keys.shard_of(request_id))
+
+
+def _lease(item: Taken, shard: int) -> Lease:
+    """Raises MessageError."""
+    check_shard(item.request_id, shard)
     return Lease(
         request=decode_request(item.payload),
         attempt=item.attempt,

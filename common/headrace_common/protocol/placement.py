@@ -8,8 +8,10 @@ meaning; the queue's scripts choose among the engines by their load.
 from collections.abc import Sequence
 from hashlib import blake2b
 
+from ..keys import shard_of
 from ..messages import GenerateRequest, pack_tokens
 from .base import Choice, EngineStatus, Placement
+from .shards import shards_of
 
 MOST_CHOICES = 8  # engines that a request names: behind so many it is anybody's
 
@@ -44,7 +46,8 @@ def placement_of(
     hold_ms: int,
 ) -> Placement | None:
     """Where a request is best placed; None where there is no choice between engines."""
-    able = [engine for engine in engines if not engine.draining]
+    shard = shard_of(request.request_id)
+    able = [engine for engine in engines if not engine.draining and shard < engine.shards]
     if len(able) < 2:
         return None
     best = ranked(prefix_key(request, prefix_tokens), able)[:MOST_CHOICES]
@@ -53,4 +56,5 @@ def placement_of(
         capacity=sum(engine.capacity for engine in able),
         load_factor=load_factor,
         hold_ms=hold_ms,
+        shards=shards_of(engines),
     )

@@ -7,6 +7,7 @@ gateways hear of it as they hear from an engine.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 from urllib.parse import unquote
 
@@ -112,15 +113,18 @@ class QueueAdmin:
     async def peek(
         self, model: str, shards: int = 1, *, limit: int, running: bool = False
     ) -> list[QueuedRequest]:
-        """The next requests in each class's order; with `running` those that engines have."""
+        """The next requests in each class's order, of each shard one in turn; with `running` those
+        that engines have."""
         found: list[QueuedRequest] = []
-        for number in range(shards):
-            shard = ShardKeys(model, number)
-            for priority in keys.PRIORITIES:
-                left = limit - len(found)
-                if left > 0:
-                    found += await self._peek(shard, priority, left, running=running)
-        return found
+        for priority in keys.PRIORITIES:
+            left = limit - len(found)
+            if left > 0:
+                parts = [
+                    await self._peek(ShardKeys(model, number), priority, left, running=running)
+                    for number in range(shards)
+                ]
+                found += [one for turn in zip_longest(*parts) for one in turn if one is not None]
+        return found[:limit]
 
     async def _peek(
         self, shard: ShardKeys, priority: str, limit: int, *, running: bool
@@ -293,7 +297,7 @@ class QueueAdmin:
 def _model_of(key: bytes) -> tuple[str, int]:
     """Model and shard that a key's hash tag names."""
     tag = key.decode(errors="replace").partition("{")[2].partition("}")[0]
-    model, _, shard = tag.rpartition(".")
+    model, _, shard = tag.partition(":")[0].rpartition(".")
     return unquote(model), int(shard) if shard.isdigit() else 0
 
 

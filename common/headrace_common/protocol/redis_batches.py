@@ -16,10 +16,13 @@ from .batches import (
     BatchProgress,
     BatchRequest,
     Done,
+    TokenUsage,
     decode_done,
     decode_record,
+    decode_usage,
     encode_done,
     encode_record,
+    encode_usage,
 )
 from .client import Command
 from .connection import Connection
@@ -27,6 +30,8 @@ from .expiring_index import ExpiringIndex
 
 LEASE_S = 15.0
 TRIES = 3
+FIELDS = ("m", "p", "c")  # of what is known of a batch
+NOTHING_USED = TokenUsage()
 
 
 class RedisBatches:
@@ -49,15 +54,10 @@ class RedisBatches:
 
     async def get(self, batch_id: str) -> Batch:
         """Raises BatchNotKept."""
-        (raw,) = await self._commands(("HGETALL", keys.batch(batch_id)))
-        if b"m" not in raw:
+        (raw,) = await self._commands(("HMGET", keys.batch(batch_id), *FIELDS))
+        if raw[0] is None:
             raise BatchNotKept(f"there is no batch {batch_id[:80]!r}, or it has expired")
-        cancelled = raw.get(b"c")
-        return Batch(
-            request=decode_record(BatchRequest, raw[b"m"]),
-            progress=decode_record(BatchProgress, raw.get(b"p", b"{}")),
-            cancelling_at=None if cancelled is None else int(cancelled),
-        )
+        return _batch(*raw)
 
     async def of_tenant(self, batch_id: str, tenant: str) -> Batch:
         """Raises BatchNotKept, also for another tenant's."""
@@ -92,6 +92,13 @@ class RedisBatches:
         """The ids of batches that have not ended, of all tenants."""
         return list(await self._index(keys.OPEN_BATCHES).numbers())
 
+    async def all_open(self) -> Sequence[Batch]:
+        """The batches that have not ended, of all tenants."""
+        names = [keys.batch(batch_id) for batch_id in await self.open()]
+        found = await self._commands(*(("HMGET", name, *FIELDS) for name in names)) if names else []
+        batches = [_batch(*raw) for raw in found if raw[0] is not None]
+        return [batch for batch in batches if not batch.progress.status.final]
+
     async def lead(self, batch_id: str, leader: str) -> bool:
         """Takes the lease where it is free, or renews this leader's; False where another's."""
         name, ms = keys.batch_lease(batch_id), int(LEASE_S * 1000)
@@ -113,25 +120,48 @@ class RedisBatches:
     async def progress(self, batch: Batch, progress: BatchProgress) -> None:
         await self._commands(("HSET", keys.batch(batch.request.id), "p", encode_record(progress)))
 
-    async def close(self, batch: Batch) -> None:
-        """Its results lie in files now: forgets them, and that it needs a leader."""
-        batch_id = batch.request.id
-        await self._index(keys.OPEN_BATCHES).remove(batch_id)
-        await self._commands(
-            ("DEL", keys.batch_results(batch_id)), ("DEL", keys.batch_marks(batch_id))
-        )
+    async def close(self, batch: Batch) -> bool:
+        """Its results lie in files now: forgets them, and that it needs a leader.
 
-    async def keep(self, batch: Batch, line: int, result: bytes, *, answered: bool) -> None:
-        """Keeps a line's result, unless it has one."""
+        Returns whether it was open until now.
+        """
+        batch_id = batch.request.id
+        was_open = await self._index(keys.OPEN_BATCHES).remove(batch_id)
+        await self._commands(
+            ("DEL", keys.batch_results(batch_id)),
+            ("DEL", keys.batch_marks(batch_id)),
+            ("DEL", keys.batch_usage(batch_id)),
+        )
+        return was_open
+
+    async def keep(
+        self,
+        batch: Batch,
+        line: int,
+        result: bytes,
+        *,
+        answered: bool,
+        usage: TokenUsage = NOTHING_USED,
+    ) -> bool:
+        """Keeps a line's result, unless it has one; returns whether it had none."""
         batch_id, until = batch.request.id, batch.request.kept_until * 1000
         results, marks = keys.batch_results(batch_id), keys.batch_marks(batch_id)
+        used = keys.batch_usage(batch_id)
         mark = encode_done(Done(answered, len(result)))
-        await self._commands(
+        _, first, *_ = await self._commands(
             ("HSETNX", results, line, result),
             ("HSETNX", marks, line, mark),
+            ("HSETNX", used, line, encode_usage(usage)),
             ("PEXPIREAT", results, until),
             ("PEXPIREAT", marks, until),
+            ("PEXPIREAT", used, until),
         )
+        return bool(first)
+
+    async def used(self, batch: Batch) -> Mapping[int, TokenUsage]:
+        """What lines have used that have a result, as far as that was kept."""
+        (raw,) = await self._commands(("HGETALL", keys.batch_usage(batch.request.id)))
+        return {int(line): decode_usage(data) for line, data in raw.items()}
 
     async def done(self, batch: Batch) -> Mapping[int, Done]:
         """The lines that have a result."""
@@ -151,3 +181,11 @@ class RedisBatches:
         return await self._connection.attempt(
             lambda: self._connection.client.pipeline(commands), tries=TRIES
         )
+
+
+def _batch(request: bytes, progress: bytes | None, cancelled: bytes | None) -> Batch:
+    return Batch(
+        request=decode_record(BatchRequest, request),
+        progress=decode_record(BatchProgress, progress or b"{}"),
+        cancelling_at=None if cancelled is None else int(cancelled),
+    )

@@ -5,6 +5,7 @@ lost lapses, and is handed out again.
 """
 
 import asyncio
+import itertools
 import logging
 import math
 import time
@@ -39,17 +40,21 @@ from .failures import ended_state, failed
 from .framing import frames_of
 from .leases import LeaseMemory
 from .redis_journal import entry_id, read_journal
+from .requests import check_shard
+from .shards import SHARD_FIELDS, shard_note, shards_kept
 from .status import encode_status
 
 logger = logging.getLogger(__name__)
 
 TRIES = 2
+MOST_BEATS = 32  # in one script, which holds up all else
 RENEW_FRAMES = 20.0  # seconds between renewals of a frame stream's life
 SWEEP_EVERY = 20  # reaps between sweeps of consumers that are gone
 
 
 class RedisEngineQueue:
-    """One incarnation of an engine; see EngineQueue. `lease_ms`: how long it may be silent."""
+    """One incarnation of an engine, with one shard of its model; see ShardQueue. `lease_ms`: how
+    long it may be silent."""
 
     def __init__(
         self,
@@ -61,6 +66,7 @@ class RedisEngineQueue:
         lease_ms: int = keys.LEASE_MS,
     ) -> None:
         self.engine_id = engine_id
+        self.shard = shard
         self._connection = connection
         self._keys = ShardKeys(model, shard)
         self._lease_ms = lease_ms
@@ -124,6 +130,7 @@ class RedisEngineQueue:
         for item in found:
             rid, gateway = item[0].decode(), item[2].decode()
             try:
+                check_shard(rid, self.shard)
                 leases.append(self._memory.check(_lease(item)))
             except MessageError as error:
                 logger.warning("request refused", extra={"request_id": rid, "error": str(error)})
@@ -198,23 +205,35 @@ class RedisEngineQueue:
         if waiter is not None:
             await waiter.close()
 
+    @property
+    def holds_more(self) -> bool:
+        return self._left is not None
+
+    @property
+    def lacks_room(self) -> bool:
+        return self._left is not None and self._free_at == math.inf
+
     async def beat(self, progress: Sequence[Progress], status: EngineStatus) -> Mapping[str, Beat]:
         await self._publish_status(status)
-        calls = [
-            ([*self._request_keys(item.request_id), *self._keys.fairness], self._beat_args(item))
-            for item in progress
-        ]
-        results = await self._run_many("beat", calls)
+        return await self.renew(progress)
+
+    async def renew(self, progress: Sequence[Progress]) -> Mapping[str, Beat]:
+        parts = [progress[at : at + MOST_BEATS] for at in range(0, len(progress), MOST_BEATS)]
+        results = await self._run_many("beat", [self._beat_call(part) for part in parts])
         return {
             item.request_id: _beat(item, result)
-            for item, result in zip(progress, results, strict=True)
+            for item, result in zip(progress, itertools.chain(*results), strict=True)
         }
 
-    def _beat_args(self, item: Progress) -> list[Any]:
-        args: list[Any] = [self.engine_id, item.attempt, int(item.executing), keys.GRACE_MS]
-        for index, choice in zip(item.journaled, item.choices, strict=True):
-            args += [index, *_journaled(choice)]
-        return args
+    def _beat_call(self, progress: Sequence[Progress]) -> tuple[list[str], list[Any]]:
+        names = [*self._keys.queues]
+        args: list[Any] = [self.engine_id, keys.GRACE_MS]
+        for item in progress:
+            names += [self._keys.record(item.request_id), self._keys.journal(item.request_id)]
+            args += [item.attempt, int(item.executing), len(item.choices)]
+            for index, choice in zip(item.journaled, item.choices, strict=True):
+                args += [index, *_journaled(choice)]
+        return [*names, *self._keys.fairness], args
 
     async def _publish_status(self, status: EngineStatus) -> None:
         name = self._keys.status(self.engine_id)
@@ -222,6 +241,14 @@ class RedisEngineQueue:
             ("SET", name, encode_status(status), "PX", self._lease_ms),
             ("SADD", self._keys.engines, self.engine_id),
         )
+
+    async def tell_shards(self, shards: int) -> int:
+        now, name = time.time() * 1000, self._keys.stats
+        (fields,) = await self._pipeline(("HMGET", name, *SHARD_FIELDS))
+        kept = shards_kept(fields, now)
+        if note := shard_note(shards, kept, now):
+            await self._pipeline(("HSET", name, *note))
+        return max(shards, kept)
 
     async def _pipeline(self, *commands: Command) -> list[Any]:
         """Commands that may be repeated, in one round trip. Raises BackendUnavailable."""
@@ -248,9 +275,6 @@ class RedisEngineQueue:
 
         return await self._connection.attempt(run, tries=TRIES)
 
-    def _request_keys(self, request_id: str) -> list[str]:
-        return [self._keys.record(request_id), self._keys.journal(request_id), *self._keys.queues]
-
     # Output
 
     async def journal(self, request_id: str) -> tuple[ChoiceState, ...] | None:
@@ -260,7 +284,7 @@ class RedisEngineQueue:
         args: list[Any] = [self.engine_id, attempt, keys.GRACE_MS]
         for choice in choices:
             args += _journaled(choice)
-        names = self._request_keys(request_id)[:2]
+        names = [self._keys.record(request_id), self._keys.journal(request_id)]
         return bool(await self._connection.run("resume", names, args, tries=TRIES))
 
     async def publish(self, replies: Mapping[str, Sequence[Reply]]) -> None:

@@ -3,12 +3,14 @@
 Everything here may be repeated: the scripts decide what is done. Holds no state of requests.
 """
 
+import asyncio
 import logging
 import math
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisError
 
 from .. import keys
 from ..errors import BackendUnavailable, FailureCode, MessageError, RequestConflict
@@ -38,21 +40,23 @@ from .base import (
 from .client import Client, Command
 from .connection import Connection, check_backend, entries
 from .failures import failed
+from .redis_depth import depth_of, rate_of
 from .redis_journal import read_journal
 from .redis_place import requests_ahead
 from .requests import fingerprint, priority_class, queue_full, token_cost
+from .shards import SHARD_FIELDS, shards_kept
 from .status import decode_status
 
 logger = logging.getLogger(__name__)
 
 ADMIT_TRIES = 6  # about a second: a restart of Redis goes by unseen
 TRIES = 3
-RATE_WINDOW = 30.0  # seconds, as in the scripts
-MOST_TENANTS = 64  # that are asked for their oldest request: those that are next
+SHARDS_READ = 5.0  # seconds between two looks how many shards a model has
 
 
 class RedisGatewayQueue:
-    """One incarnation of a gateway; see GatewayQueue. `shards` is how many a model's queue has.
+    """One incarnation of a gateway; see GatewayQueue. `shards` is how many a model's queue has;
+    None: as many as its engines say.
 
     A gateway that did not beat for `lease_ms` counts as gone.
     """
@@ -62,12 +66,13 @@ class RedisGatewayQueue:
         connection: Connection,
         gateway_id: str,
         *,
-        shards: int = 1,
+        shards: int | None = None,
         lease_ms: int = keys.GATEWAY_TTL_MS,
     ) -> None:
         self.gateway_id = gateway_id
         self._connection = connection
         self._shards = shards
+        self._known: dict[str, tuple[float, list[ShardKeys]]] = {}
         self._lease_ms = lease_ms
 
     async def start(self) -> None:
@@ -151,11 +156,14 @@ class RedisGatewayQueue:
             case b"conflict":
                 raise RequestConflict(f"request id {rid} is in use for another request")
             case b"tenant":
-                raise queue_full(
-                    request, int(reply[1]), await self.drain_rate(request.model), tenant=True
-                )
+                waiting = await self._waiting_of(request, int(reply[1]))
+                rate = await self.drain_rate(request.model)
+                raise queue_full(request, waiting, rate, tenant=True)
             case _:
-                raise queue_full(request, int(reply[1]), await self.drain_rate(request.model))
+                waiting = int(reply[1])
+                if len(await self._all(request.model)) > 1:
+                    waiting = sum(await self._waiting(request.model))
+                raise queue_full(request, waiting, await self.drain_rate(request.model))
 
     def frames(self) -> AsyncIterator[Frame]:
         """As GatewayQueue.frames. What cannot be read is logged and left out."""
@@ -202,8 +210,14 @@ class RedisGatewayQueue:
         return Standing(started=True, outcome=_outcome(request_id, why, outcome))
 
     async def place(self, request_id: str, model: str) -> Place | None:
+        """As GatewayQueue.place; of each other shard about as many go before."""
         ahead = await requests_ahead(self._pipeline, _shard(request_id, model), request_id)
-        return None if ahead is None else Place.behind(ahead, await self.drain_rate(model))
+        if ahead is None:
+            return None
+        if len(await self._all(model)) > 1:
+            own, counts = keys.shard_of(request_id), await self._waiting(model)
+            ahead += sum(min(ahead, n) for shard, n in enumerate(counts) if shard != own)
+        return Place.behind(ahead, await self.drain_rate(model))
 
     async def journal(self, request_id: str, model: str) -> tuple[ChoiceState, ...] | None:
         return await read_journal(self._pipeline, _shard(request_id, model), request_id)
@@ -233,6 +247,10 @@ class RedisGatewayQueue:
         if owner:
             await self._tell(owner.decode(), Cancel(request_id=request_id))
 
+    async def forget(self, request_ids: Sequence[str], model: str) -> None:
+        records = [_shard(rid, model).record(rid) for rid in request_ids]
+        await self._pipeline(*(("PEXPIRE", record, keys.FORGOTTEN_MS) for record in records))
+
     async def _tell(self, engine_id: str, control: Control) -> None:
         """Best effort: what the engine does not hear now, its next BEAT tells."""
         try:
@@ -249,9 +267,38 @@ class RedisGatewayQueue:
             tries=TRIES,
         )
 
+    async def _all(self, model: str) -> list[ShardKeys]:
+        """The model's shards in which there may be something."""
+        if self._shards is not None:
+            return [ShardKeys(model, number) for number in range(self._shards)]
+        read_at, known = self._known.get(model, (-math.inf, []))
+        if time.monotonic() - read_at >= SHARDS_READ:
+            (fields,) = await self._pipeline(("HMGET", ShardKeys(model).stats, *SHARD_FIELDS))
+            found = range(shards_kept(fields, time.time() * 1000))
+            known = [ShardKeys(model, number) for number in found]
+            self._known[model] = (time.monotonic(), known)
+        return known
+
+    async def _waiting(self, model: str) -> list[int]:
+        """How many requests wait in each shard."""
+        shards = await self._all(model)
+        counts = await self._pipeline(*(("HGET", shard.stats, "w") for shard in shards))
+        return [max(0, int(count or 0)) for count in counts]
+
+    async def _waiting_of(self, request: GenerateRequest, own: int) -> int:
+        """How many of the request's tenant wait, `own` of them in its shard."""
+        shards = await self._all(request.model)
+        if len(shards) == 1:
+            return own
+        counts = await self._pipeline(
+            *(("ZSCORE", shard.tenants, request.tenant) for shard in shards)
+        )
+        return sum(int(float(count or 0)) for count in counts)
+
     async def depth(self, model: str) -> QueueDepth:
         """The sum over the model's shards."""
-        parts = [await self._depth(ShardKeys(model, number)) for number in range(self._shards)]
+        shards = await self._all(model)
+        parts = await asyncio.gather(*(depth_of(self._pipeline, shard) for shard in shards))
         return QueueDepth(
             waiting=sum(part.waiting for part in parts),
             waiting_tokens=sum(part.waiting_tokens for part in parts),
@@ -260,64 +307,8 @@ class RedisGatewayQueue:
             dead_letters=sum(part.dead_letters for part in parts),
         )
 
-    async def _depth(self, shard: ShardKeys) -> QueueDepth:
-        commands: list[Command] = [("HMGET", shard.stats, "wt", "p1", "p2", "p3"), ("TIME",)]
-        commands.append(("XLEN", shard.dead_letters))
-        for queue in shard.queues:
-            commands += [("XLEN", queue), ("XINFO GROUPS", queue)]
-        results = await self._pipeline(*commands, raise_on_error=False)
-        (tokens, *lists), (seconds, micros), dead_letters, *queues = results
-        waiting = pending = 0
-        oldest = math.inf
-        for number, queue in enumerate(shard.queues):
-            length, groups = queues[2 * number : 2 * number + 2]
-            group = _group(groups)
-            started = group["pending"] if group else 0
-            parked = max(0, int(lists[number] or 0))
-            waiting += max(0, length - started) + parked
-            pending += started
-            if length > started:
-                oldest = min(oldest, await self._oldest(queue, group))
-            if parked:
-                oldest = min(oldest, await self._oldest_parked(shard, number + 1))
-        now = seconds * 1000 + micros / 1000
-        return QueueDepth(
-            waiting=waiting,
-            waiting_tokens=max(0, int(tokens or 0)) if waiting else 0,
-            pending=pending,
-            oldest_age=0.0 if oldest == math.inf else max(0.0, (now - oldest) / 1000),
-            dead_letters=dead_letters,
-        )
-
-    async def _oldest(self, queue: str, group: dict[str, Any] | None) -> float:
-        """When the first unread entry was written, Unix ms; infinity where there is none."""
-        last = group["last-delivered-id"].decode() if group else "0-0"
-        (found,) = await self._pipeline(("XRANGE", queue, f"({last}", "+", "COUNT", 1))
-        if not found:
-            return math.inf
-        name, fields = found[0]
-        return float(fields.get(b"t") or name.split(b"-")[0])
-
-    async def _oldest_parked(self, shard: ShardKeys, priority: int) -> float:
-        """When the oldest request in its tenant's list was admitted, Unix ms."""
-        (tenants,) = await self._pipeline(
-            ("ZRANGE", shard.waiting_tenants(priority), 0, MOST_TENANTS - 1)
-        )
-        if not tenants:
-            return math.inf
-        lists = [shard.tenant_list(priority, tenant.decode()) for tenant in tenants]
-        first = await self._pipeline(*(("LINDEX", name, 0) for name in lists))
-        records = [shard.record(rid.decode()) for rid in first if rid is not None]
-        if not records:
-            return math.inf
-        times = await self._pipeline(*(("HGET", record, "t") for record in records))
-        return min((float(at) for at in times if at), default=math.inf)
-
     async def engines(self, model: str) -> Sequence[EngineStatus]:
-        found: list[EngineStatus] = []
-        for number in range(self._shards):
-            found += await self._engines(ShardKeys(model, number))
-        return found
+        return await self._engines(ShardKeys(model))
 
     async def _engines(self, shard: ShardKeys) -> list[EngineStatus]:
         (members,) = await self._pipeline(("SMEMBERS", shard.engines))
@@ -330,15 +321,8 @@ class RedisGatewayQueue:
         return [decode_status(value) for value in values if value is not None]
 
     async def drain_rate(self, model: str) -> float:
-        rates = [await self._rate(ShardKeys(model, number)) for number in range(self._shards)]
-        return sum(rates)
-
-    async def _rate(self, shard: ShardKeys) -> float:
-        (rate, last, first), (seconds, micros) = await self._pipeline(
-            ("HMGET", shard.stats, "er", "et", "e0"), ("TIME",)
-        )
-        now = seconds * 1000 + micros / 1000
-        return decayed_rate(rate, last, first, now)
+        shards = await self._all(model)
+        return sum(await asyncio.gather(*(rate_of(self._pipeline, shard) for shard in shards)))
 
     async def beat(self) -> None:
         await self._pipeline(
@@ -361,40 +345,20 @@ class RedisGatewayQueue:
         await self._connection.close()
 
 
-def decayed_rate(
-    rate: bytes | None, last: bytes | None, first: bytes | None, now_ms: float
-) -> float:
-    """Endings a second from the scripts' fading sum; corrected for its first RATE_WINDOW."""
-    if rate is None or last is None or first is None:
-        return 0.0
-    faded = float(rate) * math.exp(-max(0.0, now_ms - float(last)) / 1000 / RATE_WINDOW)
-    age = max(1.0, (now_ms - float(first)) / 1000)
-    return faded / -math.expm1(-age / RATE_WINDOW)
-
-
 def _placed(placement: Placement | None) -> list[str | float]:
     """What ADMIT takes of a placement."""
     if placement is None:
         return []
-    arguments: list[str | float] = [placement.load_factor, placement.hold_ms, placement.capacity]
+    shards = placement.shards
+    arguments: list[str | float] = [placement.load_factor, placement.hold_ms]
+    arguments.append(placement.capacity / shards)
     for choice in placement.choices:
-        arguments += [choice.engine_id, choice.capacity]
+        arguments += [choice.engine_id, choice.capacity / shards]
     return arguments
 
 
 def _shard(request_id: str, model: str) -> ShardKeys:
     return ShardKeys(model, keys.shard_of(request_id))
-
-
-def _group(groups: Any) -> dict[str, Any] | None:
-    """The engines' group of XINFO GROUPS; None where the stream or the group is not there yet."""
-    if isinstance(groups, ResponseError):
-        return None
-    for group in groups:
-        if group["name"] == keys.GROUP.encode():
-            found: dict[str, Any] = group
-            return found
-    return None
 
 
 def _outcome(request_id: str, why: bytes | None, outcome: bytes | None) -> Outcome:

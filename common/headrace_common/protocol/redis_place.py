@@ -9,7 +9,7 @@ from typing import Any
 
 from ..keys import ShardKeys
 
-PARKED = b"p"  # as in lua/fairness.lua
+PARKED = b"p"  # as in lua/tenants.lua
 Pipeline = Callable[..., Awaitable[list[Any]]]
 
 

@@ -2,7 +2,8 @@
 
 import hashlib
 
-from ..errors import QueueFull
+from ..errors import MessageError, QueueFull
+from ..keys import shard_of
 from ..messages import GenerateRequest, pack_tokens
 
 
@@ -26,6 +27,12 @@ def queue_full(
     whose = "of this tenant " if tenant else ""
     message = f"{waiting} requests {whose}wait for {request.model}; try again later"
     return QueueFull(message, retry_after=retry_after, tenant=tenant)
+
+
+def check_shard(request_id: str, shard: int) -> None:
+    """Raises MessageError for a request that is in another shard than its id says."""
+    if shard_of(request_id) != shard:
+        raise MessageError(f"the request's id is not one of shard {shard}")
 
 
 def fingerprint(request: GenerateRequest) -> bytes:

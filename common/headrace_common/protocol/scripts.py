@@ -24,6 +24,8 @@ NAMES = (
     "unregister",
     "store",
     "unstore",
+    "occupy",
+    "vacate",
     "reserve",
     "settle",
     "renew",
@@ -32,9 +34,12 @@ NAMES = (
 # Scripts with further helpers before them.
 _HELPERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("reserve", "settle"), ("usage",)),
-    **dict.fromkeys(("beat", "finish", "replay"), ("fairness",)),
-    **dict.fromkeys(("admit", "cancel"), ("fairness", "placed")),
-    "take": ("fairness", "placed", "precedence"),
+    **dict.fromkeys(("occupy", "vacate"), ("account",)),
+    **dict.fromkeys(("beat", "finish"), ("charging",)),
+    "replay": ("tenants", "joining"),
+    "admit": ("tenants", "joining", "placed"),
+    "cancel": ("tenants", "leaving", "placed"),
+    "take": ("tenants", "leaving", "placed", "precedence"),
 }
 
 

@@ -34,6 +34,7 @@ def decode_status(data: bytes) -> EngineStatus:
         raise MessageError(f"engine status: not msgpack: {error}") from error
     if not isinstance(body, dict):
         raise MessageError("engine status: must be a map")
+    body = {"shards": 1, **body}  # absent before there were several
     for name, kind in _FIELDS.items():
         if not isinstance(body.get(name), _KINDS[kind]):
             raise MessageError(f"engine status: {name} is missing or of another type")

@@ -24,7 +24,8 @@ class StoredRequest:
     `fingerprint` tells another body under the same key. `created` and `expires_ms` are Unix seconds
     and milliseconds. `stop` are the stop strings, which the queue's requests do not have.
     `background`: it runs to its end, whether or not a client is there. `form` is the gateway's own
-    text about how the output is read and answered.
+    text about how the output is read and answered. `generation` tells it from one that was stored
+    before with some of the same `requests`.
     """
 
     request_id: str
@@ -38,15 +39,21 @@ class StoredRequest:
     return_token_ids: bool = False
     background: bool = False
     form: str = ""
+    generation: str = ""
 
     @property
     def name(self) -> str:
         """Tells it from another one that was stored under the same id, before or after."""
-        return self.requests[0].request_id
+        return self.generation or self.requests[0].request_id
 
     @property
     def model(self) -> str:
         return self.requests[0].served_model
+
+    @property
+    def queue(self) -> str:
+        """The model whose engines run it."""
+        return self.requests[0].model
 
     @property
     def window(self) -> float:
@@ -76,6 +83,15 @@ class RequestStore(Protocol):
     async def wanted(self, request_id: str) -> float:
         """For how many more seconds somebody has said so; 0 where nobody has."""
 
+    async def occupy(self, account: str, stored: StoredRequest, size: int, most: int) -> int | None:
+        """Counts the bytes of its answer among those that the account keeps, until it expires.
+
+        Returns None, or the bytes of the others where that would be over `most` together.
+        """
+
+    async def vacate(self, account: str, request_id: str) -> None:
+        """The account keeps that answer no longer."""
+
 
 def encode_stored(stored: StoredRequest) -> bytes:
     """Packs it. Raises MessageError where it is over the size limit."""
@@ -93,6 +109,7 @@ def encode_stored(stored: StoredRequest) -> bytes:
             "return_token_ids": stored.return_token_ids,
             "background": stored.background,
             "form": stored.form,
+            "generation": stored.generation,
         }
     )
     if len(data) > MAX_MESSAGE_BYTES:
@@ -115,6 +132,7 @@ def decode_stored(data: bytes) -> StoredRequest:
         return_token_ids=_field(body, "return_token_ids", bool),
         background=_field(body, "background", bool),
         form=_field({"form": "", **body}, "form", str),
+        generation=_field({"generation": "", **body}, "generation", str),
     )
 
 

@@ -7,6 +7,7 @@ import torch
 
 from ..errors import ConfigError
 from .base import AttentionBackend, ReadsSomeBlocks
+from .fp8 import is_fp8
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +31,12 @@ def select(
     dtype: torch.dtype,
     block_size: int = 16,
     deterministic: bool = False,
+    cache_dtype: torch.dtype | None = None,
 ) -> AttentionBackend:
     """The backend called `name`; `auto` takes the fastest that works here and logs why.
 
-    A `deterministic` one adds up a token's keys in the same order in every batch.
+    A `deterministic` one adds up a token's keys in the same order in every batch. `cache_dtype` is
+    what KV is kept in, None: `dtype`.
 
     `auto` passes over a backend that cannot read blocks of `block_size` tokens in place.
     Raises ConfigError for an unknown name, or where the named backend cannot run on the device.
@@ -41,18 +44,22 @@ def select(
     if deterministic:
         return _deterministic(name, device, dtype)
     if name == "auto":
-        return _automatic(device, dtype, block_size)
+        return _automatic(device, dtype, block_size, cache_dtype)
     if name not in BACKENDS:
         raise ConfigError(
             f"attention_backend must be one of auto, {', '.join(BACKENDS)}, not {name!r}"
         )
+    _check_cache(name, cache_dtype)
     return _make(name, device, dtype)
 
 
-def _automatic(device: torch.device, dtype: torch.dtype, block_size: int) -> AttentionBackend:
+def _automatic(
+    device: torch.device, dtype: torch.dtype, block_size: int, cache_dtype: torch.dtype | None
+) -> AttentionBackend:
     refused: list[str] = []
     for name in PREFERRED.get(device.type, ()):
         try:
+            _check_cache(name, cache_dtype)
             backend = _make(name, device, dtype)
             _check_blocks(backend, block_size)
         except ConfigError as error:
@@ -74,6 +81,14 @@ def _deterministic(name: str, device: torch.device, dtype: torch.dtype) -> Atten
             f"{name!r}"
         )
     return _make(wanted, device, dtype, **({"deterministic": True} if wanted == "triton" else {}))
+
+
+def _check_cache(name: str, cache_dtype: torch.dtype | None) -> None:
+    if name == "flash" and cache_dtype is not None and is_fp8(cache_dtype):
+        raise ConfigError(
+            "attention_backend flash reads no KV cache in fp8: use attention_backend triton, or "
+            "kv_cache_dtype auto"
+        )
 
 
 def _check_blocks(backend: AttentionBackend, block_size: int) -> None:

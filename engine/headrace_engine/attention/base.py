@@ -14,22 +14,31 @@ LayerCache = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """Shape of one layer's keys and values."""
+    """Shape of one layer's keys and values. `dtype` is the model's; `cache_dtype` what the cache
+    holds, None: the same."""
 
     num_kv_heads: int
     head_dim: int
     block_size: int
     dtype: torch.dtype
     device: torch.device
+    cache_dtype: torch.dtype | None = None
+
+    @property
+    def stored(self) -> torch.dtype:
+        return self.cache_dtype or self.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class LayerParams:
-    """What a layer's attention needs beside tensors. `sliding_window` counts keys, own included."""
+    """What a layer's attention needs beside tensors. `sliding_window` counts keys, own included.
+    Caches of 8-bit floats hold keys over `key_scale` and values over `value_scale`."""
 
     scale: float
     softcap: float | None = None
     sliding_window: int | None = None
+    key_scale: float = 1.0
+    value_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

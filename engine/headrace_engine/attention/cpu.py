@@ -12,18 +12,21 @@ import torch
 
 from ..kernels import library, structs
 from .base import AttentionMetadata, KVSpec, LayerCache, LayerParams
+from .fp8 import E4M3, E5M2
 from .memory import zeros
 from .reference import ReferenceBackend
 
 logger = logging.getLogger(__name__)
 
 TILE = 16
+# As fp8.h counts them; all else is the element's own type.
+STORAGES = {E4M3: 1, E5M2: 2}
 MAX_HEAD_DIM = 256
 
 
 class CpuBackend:
     """Cache: [blocks, tiles of a block, Hkv, 2, 16 * D], and an empty [blocks, block_size, 0] that
-    holds the block size."""
+    holds the block size. A chunk of keys in fp8 becomes the model's dtype when it is read."""
 
     name: ClassVar[str] = "cpu"
 
@@ -43,14 +46,14 @@ class CpuBackend:
             return self._reference.allocate(num_blocks, spec)
         tiles = -(-spec.block_size // TILE)
         shape = (num_blocks, tiles, spec.num_kv_heads, 2, TILE * spec.head_dim)
-        holder = torch.empty((num_blocks, spec.block_size, 0), dtype=spec.dtype)
-        return zeros(shape, spec.dtype, spec.device), holder
+        holder = torch.empty((num_blocks, spec.block_size, 0), dtype=spec.stored)
+        return zeros(shape, spec.stored, spec.device), holder
 
     def block_bytes(self, spec: KVSpec) -> int:
         if not self.is_native(spec.dtype, spec.head_dim):
             return self._reference.block_bytes(spec)
         tiles = -(-spec.block_size // TILE)
-        return 2 * tiles * TILE * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
+        return 2 * tiles * TILE * spec.num_kv_heads * spec.head_dim * spec.stored.itemsize
 
     def copy_blocks(self, cache: LayerCache, copies: torch.Tensor) -> None:
         self._reference.copy_blocks(cache, copies)
@@ -103,18 +106,22 @@ class CpuBackend:
         self, query: torch.Tensor, key: torch.Tensor, cache: LayerCache, params: LayerParams
     ) -> structs.Layer:
         heads, dim = query.shape[1:]
-        block_size = cache[1].shape[1]
+        block_size, storage = cache[1].shape[1], STORAGES.get(cache[0].dtype, 0)
         found = self._layers.get((params, heads, key.shape[1:], block_size))
-        if found is None or found.is_bfloat16 != (query.dtype is torch.bfloat16):
+        kind = (query.dtype is torch.bfloat16, storage)
+        if found is None or (found.is_bfloat16, found.storage) != kind:
             found = structs.Layer(
                 num_heads=heads,
                 num_kv_heads=key.shape[1],
                 head_dim=dim,
                 block_size=block_size,
                 window=params.sliding_window or 0,
-                is_bfloat16=query.dtype is torch.bfloat16,
+                is_bfloat16=kind[0],
+                storage=storage,
                 scale=params.scale,
                 softcap=params.softcap or 0.0,
+                key_scale=params.key_scale,
+                value_scale=params.value_scale,
             )
             self._layers[params, heads, key.shape[1:], block_size] = found
         return found

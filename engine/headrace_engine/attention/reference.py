@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 
 from .base import AttentionMetadata, KVSpec, LayerCache, LayerParams
+from .fp8 import narrow, raw, widen
 from .memory import zeros
 
 
@@ -19,13 +20,13 @@ class ReferenceBackend:
 
     def allocate(self, num_blocks: int, spec: KVSpec) -> LayerCache:
         shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
-        return zeros(shape, spec.dtype, spec.device), zeros(shape, spec.dtype, spec.device)
+        return zeros(shape, spec.stored, spec.device), zeros(shape, spec.stored, spec.device)
 
     def block_bytes(self, spec: KVSpec) -> int:
-        return 2 * spec.block_size * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
+        return 2 * spec.block_size * spec.num_kv_heads * spec.head_dim * spec.stored.itemsize
 
     def copy_blocks(self, cache: LayerCache, copies: torch.Tensor) -> None:
-        for part in cache:
+        for part in map(raw, cache):
             part[copies[:, 1]] = part[copies[:, 0]]
 
     def forward(
@@ -37,21 +38,27 @@ class ReferenceBackend:
         metadata: AttentionMetadata,
         params: LayerParams,
     ) -> torch.Tensor:
-        for part, new in zip(cache, (key, value), strict=True):
-            part.flatten(0, 1).index_copy_(0, metadata.slots, new.to(part.dtype))
+        scales = (params.key_scale, params.value_scale)
+        for part, new, scale in zip(cache, (key, value), scales, strict=True):
+            made = raw(narrow(new, part.dtype, scale))
+            raw(part).flatten(0, 1).index_copy_(0, metadata.slots, made)
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         starts = metadata.query_start.tolist()
         for index, length in enumerate(metadata.seq_lens.tolist()):
             rows = slice(starts[index], starts[index + 1])
-            keys, values = (_gather(part, metadata.block_tables[index], length) for part in cache)
+            keys, values = (
+                widen(_gather(part, metadata.block_tables[index], length), scale)
+                for part, scale in zip(cache, scales, strict=True)
+            )
             output[rows] = attend(query[rows], keys, values, params)
         return output
 
 
 def _gather(part: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:
-    """Keys or values [length, Hkv, D] of one sequence, float32."""
+    """Keys or values [length, Hkv, D] of one sequence, as the cache holds them."""
     count = -(-length // part.shape[1])
-    return part.index_select(0, blocks[:count].long()).flatten(0, 1)[:length].float()
+    found = raw(part).index_select(0, blocks[:count].long())
+    return found.flatten(0, 1)[:length].view(part.dtype)
 
 
 def attend(

@@ -18,19 +18,19 @@ from ..triton_kernels.decode import decode_kernel, merge_kernel
 from ..triton_kernels.launch import (
     LARGEST_HEAD,
     MAX_SPLITS,
-    SPLIT_KEYS,
     Launch,
     decode_launch,
     power_of_two,
     prefill_launch,
+    split_keys,
 )
 from ..triton_kernels.prefill import prefill_kernel
 from .base import AttentionMetadata, KVSpec, LayerCache, LayerParams
+from .fp8 import Storage, raw, storage
 from .memory import zeros
 from .scratch import Scratch
 
-AMPERE, FP8_CAPABILITY = (8, 0), (8, 9)
-FP8 = torch.float8_e4m3fn
+AMPERE = (8, 0)
 # Products of tiles take no fewer columns.
 SMALLEST_TILE = 16
 
@@ -38,36 +38,28 @@ SMALLEST_TILE = 16
 class TritonBackend:
     """Cache: keys and values, each [blocks, Hkv, block_size, D].
 
-    `capability` is the device's, asked from torch if not given. With `fp8` caches hold e4m3 numbers
-    that stand for key_scale and value_scale times themselves; queries keep their dtype.
-    `deterministic` computes decodes as it does chunks of prompts, and tiles of keys always masked:
-    a token's output has then the same bits in whatever run it comes.
-    Raises ConfigError for a device older than Ampere, or than Ada with `fp8`.
+    `capability` is the device's, asked from torch if not given. `deterministic` computes decodes as
+    it does chunks of prompts, and tiles of keys always masked: a token's output has then the same
+    bits in whatever run it comes. Caches in fp8 become the queries' dtype tile by tile; devices
+    older than Ada, which have no instruction for e4m3, do it by integer arithmetic.
+    Raises ConfigError for a device older than Ampere.
     """
 
     name: ClassVar[str] = "triton"
     skips_padding: ClassVar[Literal[True]] = True
 
     def __init__(
-        self,
-        capability: tuple[int, int] | None = None,
-        fp8: bool = False,
-        key_scale: float = 1.0,
-        value_scale: float = 1.0,
-        deterministic: bool = False,
+        self, capability: tuple[int, int] | None = None, deterministic: bool = False
     ) -> None:
         self._deterministic = deterministic
         self._capability = capability or torch.cuda.get_device_capability()
-        self._fp8, self._key_scale, self._value_scale = fp8, key_scale, value_scale
         self._scratch = Scratch()
         self._check_device()
 
     def _check_device(self) -> None:
-        wanted = FP8_CAPABILITY if self._fp8 else AMPERE
-        if self._capability < wanted:
-            kind = " with an fp8 KV cache" if self._fp8 else ""
+        if self._capability < AMPERE:
             raise ConfigError(
-                f"attention_backend triton{kind} needs compute capability {wanted[0]}.{wanted[1]}, "
+                f"attention_backend triton needs compute capability {AMPERE[0]}.{AMPERE[1]}, "
                 f"this device has {self._capability[0]}.{self._capability[1]}: "
                 "use attention_backend reference"
             )
@@ -79,21 +71,15 @@ class TritonBackend:
                 f"{spec.head_dim}: use attention_backend reference"
             )
         shape = (num_blocks, spec.num_kv_heads, spec.block_size, spec.head_dim)
-        dtype = self._stored(spec.dtype)
-        return zeros(shape, dtype, spec.device), zeros(shape, dtype, spec.device)
+        return zeros(shape, spec.stored, spec.device), zeros(shape, spec.stored, spec.device)
 
     def block_bytes(self, spec: KVSpec) -> int:
         elements = spec.block_size * spec.num_kv_heads * spec.head_dim
-        return 2 * elements * self._stored(spec.dtype).itemsize
-
-    def _stored(self, dtype: torch.dtype) -> torch.dtype:
-        return FP8 if self._fp8 else dtype
+        return 2 * elements * spec.stored.itemsize
 
     def copy_blocks(self, cache: LayerCache, copies: torch.Tensor) -> None:
-        for part in cache:
-            # Bytes, because torch gathers no 8-bit floats.
-            raw = part.view(torch.uint8)
-            raw.index_copy_(0, copies[:, 1], raw.index_select(0, copies[:, 0]))
+        for part in map(raw, cache):
+            part.index_copy_(0, copies[:, 1], part.index_select(0, copies[:, 0]))
 
     def forward(
         self,
@@ -104,7 +90,7 @@ class TritonBackend:
         metadata: AttentionMetadata,
         params: LayerParams,
     ) -> torch.Tensor:
-        self._store(key, value, cache, metadata.slots)
+        self._store(key, value, cache, metadata.slots, params)
         return self._attend(query, cache, metadata, params)
 
     def forward_qkv(
@@ -118,19 +104,33 @@ class TritonBackend:
             parts = TorchOps().rotate_qkv(rows.qkv, rows.cos, rows.sin, rows.shape, rows.norm)
             return self.forward(*parts, cache, metadata, params)
         keys, values = cache
-        target = StoreTarget(keys, values, metadata.slots, self._key_scale, self._value_scale)
+        target = StoreTarget(
+            keys,
+            values,
+            metadata.slots,
+            storage(keys.dtype, self._capability),
+            params.key_scale,
+            params.value_scale,
+        )
         return self._attend(rotate_and_store(rows, target), cache, metadata, params)
 
     def _store(
-        self, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, slots: torch.Tensor
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: LayerCache,
+        slots: torch.Tensor,
+        params: LayerParams,
     ) -> None:
         key, value = _dense_heads(key), _dense_heads(value)
         _, kv_heads, block_size, dim = cache[0].shape
+        stored = storage(cache[0].dtype, self._capability)
         store_kernel[(len(key),)](
-            key, value, *cache, slots,
-            1.0 / self._key_scale, 1.0 / self._value_scale, key.stride(0), value.stride(0),
+            key, value, *stored.views(cache), slots,
+            1.0 / params.key_scale, 1.0 / params.value_scale, key.stride(0), value.stride(0),
             KV_HEADS=kv_heads, HEAD_DIM=dim, BLOCK_SIZE=block_size,
-            HEADS=power_of_two(kv_heads), DIM=power_of_two(dim), NARROW=self._fp8, num_warps=4,
+            HEADS=power_of_two(kv_heads), DIM=power_of_two(dim),
+            BITS=stored.bits, LARGEST=stored.largest, num_warps=4,
         )  # fmt: skip
 
     def _attend(
@@ -157,17 +157,19 @@ class TritonBackend:
         metadata: AttentionMetadata,
         params: LayerParams,
     ) -> None:
-        constants = _constants(query, cache, params)
+        stored = storage(cache[0].dtype, self._capability)
+        constants = _constants(query, cache, params, stored)
         dim, heads, kv_heads = query.shape[2], query.shape[1], cache[0].shape[1]
         launch = decode_launch(self._capability[0], query.element_size(), dim)
-        cut = {"SPLIT": SPLIT_KEYS, "MAX_SPLITS": MAX_SPLITS, "KEYS": launch.keys}
         rows = metadata.num_decodes
-        splits = _most_splits(metadata.max_seq_len, params.sliding_window, launch)
+        part = split_keys(rows, launch.keys)
+        cut = {"least_part": part, "MAX_SPLITS": MAX_SPLITS, "KEYS": launch.keys}
+        splits = _most_splits(metadata.max_seq_len, params.sliding_window, launch, part)
         whole = splits == 1
         parts, sums = (None, None) if whole else self._parts(rows * heads, dim, query.device)
         decode_kernel[(rows, kv_heads, splits)](
-            output, parts, sums, query, *cache, metadata.block_tables, metadata.seq_lens,
-            params.scale * self._key_scale, self._value_scale,
+            output, parts, sums, query, *stored.views(cache), metadata.block_tables,
+            metadata.seq_lens, params.scale * params.key_scale, params.value_scale,
             query.stride(0), query.stride(1), metadata.block_tables.stride(0),
             **constants, **cut, ROWS=max(launch.rows, power_of_two(heads // kv_heads)),
             WHOLE=whole, num_warps=launch.warps, num_stages=launch.stages,
@@ -196,19 +198,24 @@ class TritonBackend:
     ) -> None:
         kv_heads, group = cache[0].shape[1], query.shape[1] // cache[0].shape[1]
         launch = prefill_launch(self._capability[0], query.element_size(), query.shape[2])
-        rows = max(launch.rows, power_of_two(group))
+        rows, stored = (
+            max(launch.rows, power_of_two(group)),
+            storage(cache[0].dtype, self._capability),
+        )
         runs = len(metadata.seq_lens) - decodes
         tiles = (len(query) - decodes) // (rows // group) + runs
         prefill_kernel[(tiles, kv_heads)](
-            output, query, *cache, metadata.block_tables, metadata.query_start, metadata.seq_lens,
-            decodes, runs, params.scale * self._key_scale, self._value_scale,
+            output, query, *stored.views(cache), metadata.block_tables, metadata.query_start,
+            metadata.seq_lens, decodes, runs, params.scale * params.key_scale, params.value_scale,
             query.stride(0), query.stride(1), metadata.block_tables.stride(0),
-            **_constants(query, cache, params), ROWS=rows, KEYS=launch.keys,
+            **_constants(query, cache, params, stored), ROWS=rows, KEYS=launch.keys,
             MASKED=self._deterministic, num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
 
 
-def _constants(query: torch.Tensor, cache: LayerCache, params: LayerParams) -> dict[str, Any]:
+def _constants(
+    query: torch.Tensor, cache: LayerCache, params: LayerParams, stored: Storage
+) -> dict[str, Any]:
     """What the kernels are compiled for; no window and no cap are 0."""
     _, kv_heads, block_size, dim = cache[0].shape
     return {
@@ -221,14 +228,15 @@ def _constants(query: torch.Tensor, cache: LayerCache, params: LayerParams) -> d
         "DIM": max(SMALLEST_TILE, power_of_two(dim)),
         # tf32 would not be float32.
         "EXACT": "ieee" if query.dtype is torch.float32 else "tf32",
+        "BITS": stored.bits,
     }
 
 
-def _most_splits(max_seq_len: int, window: int | None, launch: Launch) -> int:
+def _most_splits(max_seq_len: int, window: int | None, launch: Launch, part: int) -> int:
     """Parts that a sequence of at most `max_seq_len` keys can have."""
     # A window's first tile may begin before the window does.
     span = max_seq_len if window is None else min(max_seq_len, window + launch.keys - 1)
-    return min(MAX_SPLITS, -(-span // SPLIT_KEYS))
+    return min(MAX_SPLITS, -(-span // part))
 
 
 def _dense_heads(x: torch.Tensor) -> torch.Tensor:

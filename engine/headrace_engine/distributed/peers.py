@@ -15,6 +15,7 @@ from typing import Any
 
 from ..config import EngineConfig
 from ..errors import RankFailed
+from ..kv_budget import Profile
 from ..model.base import ForwardBatch
 from . import commands
 from .commands import Gone, Pairs, Verb
@@ -131,15 +132,16 @@ class Peers:
 
     def smallest(
         self,
-        count: Callable[[Callable[[], None]], int],
-        profile: Callable[[], None],
+        count: Callable[[Profile], int],
+        profile: Profile,
         max_model_len: int,
     ) -> int:
         """The least that `count(profile)` gives on any rank, all profiling the same run."""
 
-        def profile_all() -> None:
-            profile()
+        def profile_all() -> int:
+            later = profile()
             self._tell(Verb.MEASURED)
+            return later
 
         with self.step():
             self._tell(Verb.MEASURE, (max_model_len,))

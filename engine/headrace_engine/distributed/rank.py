@@ -109,9 +109,10 @@ class Rank:
             blocks = 0
         commands.answer(self._connection, blocks)
 
-    def _profile(self) -> None:
+    def _profile(self) -> int:
         self._obey_until(Verb.MEASURED)
         self._caches = ()
+        return 0
 
 
 def serve(rank: int, size: int, connection: Connection, greeting: dict[str, Any]) -> int:

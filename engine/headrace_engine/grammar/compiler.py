@@ -49,6 +49,12 @@ class GrammarCompiler:
             n_vocab=size,
             eos_token=sorted(eos_token_ids) or None,
         )
+        # Texts that are tokens of their own and never pieces of a text.
+        self._special = {
+            text: token_id
+            for text, token_id in tokenizer.added_tokens.items()
+            if self._tokenizer.is_special_token(token_id)
+        }
         self._limits = parser_limits()
         self._kept: OrderedDict[StructuredOutputsParams, CompiledGrammar] = OrderedDict()
         self._cache_size = cache_size
@@ -76,7 +82,7 @@ class GrammarCompiler:
                 "structured_outputs need a model with an end-of-sequence token: this one has none"
             )
         try:
-            text = grammar_text(structured)
+            text = grammar_text(structured, self._special)
         except StructuredOutputError as error:
             raise RequestError(f"structured_outputs.{error}") from error
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)

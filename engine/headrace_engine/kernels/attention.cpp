@@ -17,7 +17,7 @@ int run(void* output, const void* query, const void* key, const void* value, voi
   PagedAttention<Math> attention{static_cast<Element*>(output),
                                  static_cast<const Element*>(query),
                                  query_stride,
-                                 Cache<Math>(static_cast<Element*>(cache), layer),
+                                 Cache<Math>(cache, layer),
                                  batch,
                                  layer,
                                  ScoreScale(layer.scale, layer.softcap),

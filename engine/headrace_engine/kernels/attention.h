@@ -14,7 +14,8 @@ struct headrace_batch {
   int64_t table_stride;
 };
 
-// softcap 0 and window 0 mean none. The type is bfloat16, or else float32.
+// softcap 0 and window 0 mean none. The type is bfloat16, or else float32. The cache holds it, or with
+// storage 1 and 2 8-bit floats (fp8.h): keys over key_scale and values over value_scale.
 struct headrace_layer {
   int64_t num_heads;
   int64_t num_kv_heads;
@@ -22,8 +23,11 @@ struct headrace_layer {
   int64_t block_size;
   int64_t window;
   int64_t is_bfloat16;
+  int64_t storage;
   float scale;
   float softcap;
+  float key_scale;
+  float value_scale;
 };
 
 // Rows of query, key and value lie `*_stride` elements apart, their heads side by side. Returns 0,

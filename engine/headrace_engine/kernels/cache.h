@@ -2,14 +2,17 @@
 //
 // [blocks][tiles of a block][KV heads][keys, values][16 * D], a tile as tile.h describes it. A block
 // whose size is no multiple of 16 leaves the rest of its last tile unused; its tokens are gathered
-// into full tiles before they are read.
+// into full tiles before they are read. So are tiles of 8-bit floats, of the same layout: a chunk of
+// them becomes Elements at a time.
 #pragma once
 
 #include "attention.h"
+#include "fp8.h"
 #include "tile.h"
 
 namespace headrace {
 
+constexpr int kMaxDims = 256;
 constexpr int kChunk = 64;  // keys between two steps of online softmax
 constexpr int kChunkTiles = kChunk / kTile;
 
@@ -25,28 +28,31 @@ class Cache {
  public:
   using Element = typename Math::Element;
 
-  Cache(Element* memory, const headrace_layer& layer)
-      : memory_(memory),
+  Cache(void* memory, const headrace_layer& layer)
+      : memory_(static_cast<Element*>(memory)),
+        bytes_(static_cast<uint8_t*>(memory)),
+        storage_(Storage(layer.storage)),
+        key_scale_(layer.key_scale),
+        value_scale_(layer.value_scale),
         heads_(layer.num_kv_heads),
         dims_(layer.head_dim),
         block_(layer.block_size),
-        tiles_((layer.block_size + kTile - 1) / kTile) {}
+        tiles_((layer.block_size + kTile - 1) / kTile) {
+    if (storage_ == Storage::kE4M3) fill_tables<E4M3>();
+    if (storage_ == Storage::kE5M2) fill_tables<E5M2>();
+  }
 
-  bool is_tiled() const { return block_ % kTile == 0; }
+  // Whether its tiles can be read where they lie.
+  bool is_read_in_place() const { return block_ % kTile == 0 && storage_ == Storage::kOwn; }
 
   void write(int64_t slot, int head, const Element* key, const Element* value) const {
-    const int64_t offset = slot % block_;
-    Element* tile = find_tile(slot / block_, offset / kTile, head);
-    const int lane = int(offset % kTile);
-    Element* keys = key_at(tile, lane);
-    for (int64_t d = 0; d < dims_; d += kPack)
-      std::memcpy(keys + d * kTile, key + d, kPack * sizeof(Element));
-    Element* values = value_at(tile, lane);
-    for (int64_t d = 0; d < dims_; ++d) values[d * kPack] = value[d];
+    if (storage_ == Storage::kE4M3) return write_bytes<E4M3>(slot, head, key, value);
+    if (storage_ == Storage::kE5M2) return write_bytes<E5M2>(slot, head, key, value);
+    put(memory_, slot, head, key, value);
   }
 
   // Where `tokens` tokens from `begin`, a multiple of 16, lie. `gathered` takes copies where the
-  // cache's own tiles are not full; tiles beyond the last token repeat it.
+  // cache's own tiles are not read in place; tiles beyond the last token repeat it.
   Tiles<Math> find(const int32_t* blocks, int head, int begin, int tokens, Element* gathered) const {
     Tiles<Math> tiles;
     tiles.tokens = tokens;
@@ -54,43 +60,109 @@ class Cache {
     for (int i = 0; i < kChunkTiles; ++i) {
       const int t = i < tiles.count ? i : tiles.count - 1;
       Element* tile = gathered ? gathered + t * 2 * kTile * dims_
-                               : tile_of_token(blocks, begin + t * kTile, head);
+                               : tile_of_token(memory_, blocks, begin + t * kTile, head);
       tiles.keys[i] = tile;
       tiles.values[i] = tile + kTile * dims_;
     }
-    for (int t = 0; gathered && t < tokens; ++t)
-      copy(blocks, head, begin + t, gathered + t / kTile * 2 * kTile * dims_, t % kTile);
+    if (gathered && storage_ != Storage::kOwn)
+      widen_tokens(blocks, head, begin, tokens, gathered);
+    else if (gathered)
+      gather(memory_, blocks, head, begin, tokens, gathered);
     return tiles;
   }
 
  private:
   static constexpr int kPack = Math::kPack;
 
-  Element* find_tile(int64_t block, int64_t tile, int head) const {
-    return memory_ + ((block * tiles_ + tile) * heads_ + head) * 2 * kTile * dims_;
+  int64_t tile_size() const { return 2 * kTile * dims_; }
+
+  template <class T>
+  T* find_tile(T* memory, int64_t block, int64_t tile, int head) const {
+    return memory + ((block * tiles_ + tile) * heads_ + head) * 2 * kTile * dims_;
   }
 
-  Element* tile_of_token(const int32_t* blocks, int64_t token, int head) const {
-    return find_tile(blocks[token / block_], token % block_ / kTile, head);
+  template <class T>
+  T* tile_of_token(T* memory, const int32_t* blocks, int64_t token, int head) const {
+    return find_tile(memory, blocks[token / block_], token % block_ / kTile, head);
   }
 
-  Element* key_at(Element* tile, int lane) const { return tile + lane * kPack; }
+  template <class T>
+  T* key_at(T* tile, int lane) const {
+    return tile + lane * kPack;
+  }
 
-  Element* value_at(Element* tile, int lane) const {
+  template <class T>
+  T* value_at(T* tile, int lane) const {
     return tile + kTile * dims_ + lane / kPack * dims_ * kPack + lane % kPack;
   }
 
-  void copy(const int32_t* blocks, int head, int64_t token, Element* to, int to_lane) const {
-    Element* from = tile_of_token(blocks, token, head);
+  template <class T>
+  void put(T* memory, int64_t slot, int head, const T* key, const T* value) const {
+    const int64_t offset = slot % block_;
+    T* tile = find_tile(memory, slot / block_, offset / kTile, head);
+    const int lane = int(offset % kTile);
+    T* keys = key_at(tile, lane);
+    for (int64_t d = 0; d < dims_; d += kPack)
+      std::memcpy(keys + d * kTile, key + d, kPack * sizeof(T));
+    T* values = value_at(tile, lane);
+    for (int64_t d = 0; d < dims_; ++d) values[d * kPack] = value[d];
+  }
+
+  template <class Kind>
+  void write_bytes(int64_t slot, int head, const Element* key, const Element* value) const {
+    uint8_t keys[kMaxDims], values[kMaxDims];
+    const float key_factor = 1 / key_scale_, value_factor = 1 / value_scale_;
+    for (int64_t d = 0; d < dims_; ++d) {
+      keys[d] = narrow_byte<Kind>(widen(key[d]) * key_factor);
+      values[d] = narrow_byte<Kind>(widen(value[d]) * value_factor);
+    }
+    put(bytes_, slot, head, keys, values);
+  }
+
+  template <class Kind>
+  void fill_tables() {
+    keys_.template fill<Kind>(key_scale_);
+    values_.template fill<Kind>(value_scale_);
+  }
+
+  // Tiles as Elements; the bytes of full tiles lie as they do, others are gathered first.
+  void widen_tokens(const int32_t* blocks, int head, int begin, int tokens, Element* to) const {
+    uint8_t own[2 * kTile * kMaxDims];
+    const int64_t half = kTile * dims_;
+    for (int t = 0; t < tokens; t += kTile, to += 2 * half) {
+      const uint8_t* from = own;
+      if (block_ % kTile == 0)
+        from = tile_of_token(bytes_, blocks, begin + t, head);
+      else
+        gather(bytes_, blocks, head, begin + t, tokens - t < kTile ? tokens - t : kTile, own);
+      keys_.look_up(to, from, half);
+      values_.look_up(to + half, from + half, half);
+    }
+  }
+
+  // Copies of tokens, tile behind tile.
+  template <class T>
+  void gather(T* memory, const int32_t* blocks, int head, int64_t begin, int tokens, T* to) const {
+    for (int t = 0; t < tokens; ++t)
+      copy(memory, blocks, head, begin + t, to + t / kTile * tile_size(), t % kTile);
+  }
+
+  template <class T>
+  void copy(T* memory, const int32_t* blocks, int head, int64_t token, T* to, int to_lane) const {
+    T* from = tile_of_token(memory, blocks, token, head);
     const int lane = int(token % block_ % kTile);
     for (int64_t d = 0; d < dims_; d += kPack)
       std::memcpy(key_at(to, to_lane) + d * kTile, key_at(from, lane) + d * kTile,
-                  kPack * sizeof(Element));
+                  kPack * sizeof(T));
     for (int64_t d = 0; d < dims_; ++d)
       value_at(to, to_lane)[d * kPack] = value_at(from, lane)[d * kPack];
   }
 
   Element* memory_;
+  uint8_t* bytes_;
+  Storage storage_;
+  float key_scale_, value_scale_;
+  Table<Element> keys_, values_;  // filled for 8-bit floats
   int64_t heads_, dims_, block_, tiles_;
 };
 

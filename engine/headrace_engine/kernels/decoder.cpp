@@ -157,11 +157,12 @@ class Step {
   bool attend(const headrace_decoder_layer& layer, void* cache) {
     const headrace_layer shape = {decoder_.num_heads,  decoder_.num_kv_heads, decoder_.head_dim,
                                   decoder_.block_size, layer.window,          decoder_.is_bfloat16,
-                                  decoder_.scale,       decoder_.attention_softcap};
+                                  decoder_.kv_storage, decoder_.scale,        decoder_.attention_softcap,
+                                  layer.key_scale,     layer.value_scale};
     PagedAttention<Math> attention{attended_,
                                    qkv_,
                                    qkv_stride_,
-                                   Cache<Math>(static_cast<Element*>(cache), shape),
+                                   Cache<Math>(cache, shape),
                                    step_.batch,
                                    shape,
                                    ScoreScale(shape.scale, shape.softcap),

@@ -40,6 +40,8 @@ struct headrace_decoder_layer {
   headrace_linear down;
   headrace_linear router;  // not quantised
   int64_t window;
+  float key_scale;  // of caches in 8-bit floats
+  float value_scale;
 };
 
 // `inner` is the widest inner size of an MLP or of an expert that computes every row. The softcaps
@@ -63,6 +65,7 @@ struct headrace_decoder {
   int64_t gelu;
   int64_t block_size;
   int64_t is_bfloat16;
+  int64_t kv_storage;  // as in headrace_layer
   float epsilon;
   float scale;  // of attention scores
   float attention_softcap;

@@ -15,7 +15,6 @@
 namespace headrace {
 
 constexpr int kMaxRows = 48;
-constexpr int kMaxDims = 256;
 constexpr int kSplit = 512;
 
 struct Item {
@@ -64,7 +63,7 @@ struct PagedAttention {
   Item* items = nullptr;
   Merge* merges = nullptr;
   float* partials = nullptr;
-  Element* gathered = nullptr;  // a copy of a chunk for each thread, where blocks are no whole tiles
+  Element* gathered = nullptr;  // a copy of a chunk for each thread, where tiles are not read in place
   int64_t item_count = 0, merge_count = 0, partial_floats = 0;
 
   int64_t gather_size() const { return 2 * kChunk * dims; }
@@ -238,9 +237,9 @@ struct PagedAttention {
     items = static_cast<Item*>(std::malloc(sizeof(Item) * (item_count + 1)));
     merges = static_cast<Merge*>(std::malloc(sizeof(Merge) * (merge_count + 1)));
     partials = static_cast<float*>(std::malloc(sizeof(float) * (partial_floats + 1)));
-    if (!cache.is_tiled())
+    if (!cache.is_read_in_place())
       gathered = static_cast<Element*>(std::malloc(sizeof(Element) * gather_size() * threads));
-    if (!items || !merges || !partials || !(gathered || cache.is_tiled())) return false;
+    if (!items || !merges || !partials || !(gathered || cache.is_read_in_place())) return false;
     list();
     return true;
   }

@@ -31,8 +31,11 @@ class Layer(ctypes.Structure):
         ("block_size", _INT),
         ("window", _INT),
         ("is_bfloat16", _INT),
+        ("storage", _INT),
         ("scale", _FLOAT),
         ("softcap", _FLOAT),
+        ("key_scale", _FLOAT),
+        ("value_scale", _FLOAT),
     ]
 
 
@@ -71,6 +74,8 @@ class DecoderLayer(ctypes.Structure):
         ("down", Linear),
         ("router", Linear),
         ("window", _INT),
+        ("key_scale", _FLOAT),
+        ("value_scale", _FLOAT),
     ]
 
 
@@ -96,6 +101,7 @@ class Decoder(ctypes.Structure):
         ("gelu", _INT),
         ("block_size", _INT),
         ("is_bfloat16", _INT),
+        ("kv_storage", _INT),
         ("epsilon", _FLOAT),
         ("scale", _FLOAT),
         ("attention_softcap", _FLOAT),

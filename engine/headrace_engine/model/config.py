@@ -41,7 +41,7 @@ class ModelConfig:
     `windows` has one entry a layer: keys it sees, self included, or None; `local_rope` rotates the
     layers with one. `scale` multiplies attention scores, `embedding_scale` embeddings. With
     `offset_norms` norms multiply by 1 + weight; with `output_norms` there is one behind attention
-    and one behind the MLP.
+    and one behind the MLP. `kv_scales`, of its weights, has an entry a layer.
     """
 
     vocab_size: int
@@ -71,6 +71,11 @@ class ModelConfig:
     attention_softcap: float | None = None
     logits_softcap: float | None = None
     experts: ExpertsConfig | None = None
+    kv_scales: tuple[tuple[float, float], ...] | None = None
+
+    def kv_scale(self, layer: int) -> tuple[float, float]:
+        """What a layer's keys and values are divided by in a cache of 8-bit floats."""
+        return (1.0, 1.0) if self.kv_scales is None else self.kv_scales[layer]
 
     @classmethod
     def from_hf(cls, checkpoint: Checkpoint) -> "ModelConfig":

@@ -10,14 +10,16 @@ from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 
-from ..attention.base import AttentionBackend, AttentionMetadata, LayerCache, SkipsPadding
+from ..attention.base import AttentionBackend, LayerCache, SkipsPadding
 from ..config import EngineConfig
 from .base import CausalModel, ForwardBatch, KVShape, SharedModel
 from .decoder import Decoder
+from .static_batch import StaticBatch
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +30,8 @@ LARGE_STEP = 128
 CONTEXTS = (1024, 2048, 4096)
 
 Run = Callable[[], torch.Tensor]
+# Bytes of device memory that nobody has.
+Free = Callable[[], int]
 
 
 class Capture(Protocol):
@@ -56,6 +60,27 @@ class CudaCapture:
         return replay
 
 
+class MeteredCapture:
+    """Another capture that notes what memory is `left` behind each recording."""
+
+    def __init__(self, capture: Capture, free: Free) -> None:
+        self._capture, self._free = capture, free
+        self.left: list[int] = []
+
+    def __call__(self, run: Run) -> Run:
+        if not self.left:
+            run()  # what stays without graphs, too, is not theirs
+            self.left.append(self._free())
+        made = self._capture(run)
+        self.left.append(self._free())
+        return made
+
+    def extrapolated(self, recordings: int) -> int:
+        """Bytes that so many take: the first makes the pool that all share."""
+        steps = [max(0, before - after) for before, after in pairwise(self.left)]
+        return steps[0] + (recordings - 1) * (steps[1] if len(steps) > 1 else 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Ladder:
     """The sizes of batches and the longest contexts for which there are graphs, both upwards."""
@@ -70,6 +95,10 @@ class Ladder:
         contexts = [length for length in CONTEXTS if length < max_model_len]
         return cls((*sizes, max_num_seqs), (*contexts, max_model_len))
 
+    def top(self) -> "Ladder":
+        """The two largest sizes with the longest context."""
+        return Ladder(self.sizes[-2:], self.contexts[-1:])
+
     def size(self, count: int) -> int | None:
         """The smallest size for `count` sequences; None: there is none."""
         return _at_least(self.sizes, count)
@@ -81,52 +110,6 @@ class Ladder:
 def _at_least(steps: tuple[int, ...], wanted: int) -> int | None:
     place = bisect_left(steps, wanted)
     return steps[place] if place < len(steps) else None
-
-
-class StaticBatch:
-    """The inputs of recorded steps, at addresses that stay.
-
-    Sequences behind those of a step have no keys, and slots below 0, which are not written.
-    """
-
-    def __init__(self, size: int, blocks: int, device: torch.device) -> None:
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self._input_ids, self._positions = zeros(size), zeros(size)
-        self._slots = zeros(size).fill_(-1)
-        self._seq_lens = zeros(size, dtype=torch.int32)
-        self._tables = zeros(size, blocks, dtype=torch.int32)
-        self._starts = torch.arange(size + 1, dtype=torch.int32, device=device)
-        self._rows = torch.arange(size, device=device)
-
-    def fill(self, batch: ForwardBatch, size: int) -> None:
-        """Takes a step's inputs, and padding up to `size` sequences."""
-        metadata, count = batch.metadata, len(batch.input_ids)
-        self._input_ids[:count].copy_(batch.input_ids)
-        self._positions[:count].copy_(batch.positions)
-        self._slots[:count].copy_(metadata.slots)
-        self._seq_lens[:count].copy_(metadata.seq_lens)
-        width = metadata.block_tables.shape[1]
-        self._tables[:count, :width].copy_(metadata.block_tables)
-        if count < size:
-            self._slots[count:size].fill_(-1)
-            self._seq_lens[count:size].zero_()
-
-    def view(self, size: int, context: int) -> ForwardBatch:
-        """The first `size` sequences, as a model sees them."""
-        metadata = AttentionMetadata(
-            query_start=self._starts[: size + 1],
-            seq_lens=self._seq_lens[:size],
-            block_tables=self._tables[:size],
-            slots=self._slots[:size],
-            num_decodes=size,
-            max_query_len=1,
-            max_seq_len=context,
-        )
-        return ForwardBatch(
-            self._input_ids[:size], self._positions[:size], self._rows[:size], metadata
-        )
 
 
 class GraphedModel:
@@ -211,11 +194,39 @@ def with_graphs(
             logger.info("no CUDA graphs", extra={"reason": reason})
         return model
     ladder = Ladder.up_to(config.max_num_seqs, max_model_len)
-    batch = StaticBatch(config.max_num_seqs, -(-max_model_len // config.block_size), device)
+    batch = _static_batch(config, max_model_len, device)
     with torch.inference_mode():
         graphed = GraphedModel(model, caches, ladder, batch, CudaCapture())
     logger.info("CUDA graphs recorded", extra={"sizes": ladder.sizes, "contexts": ladder.contexts})
     return graphed
+
+
+def graph_bytes(
+    model: CausalModel,
+    attention: AttentionBackend,
+    caches: Rows[LayerCache],
+    config: EngineConfig,
+    max_model_len: int,
+) -> int:
+    """What `with_graphs` will take of the device's memory, by recording its two largest steps,
+    which are given up again. `caches` may be of any size: nothing is read or written in them.
+
+    0 where nothing is recorded, and for a model that several processes share: theirs are not
+    recorded before its memory is divided.
+    """
+    device = caches[0][0].device
+    if _refusal(model, attention, config, device) is not None:
+        return 0
+    metered = MeteredCapture(CudaCapture(), lambda: torch.cuda.mem_get_info(device)[0])
+    ladder = Ladder.up_to(config.max_num_seqs, max_model_len)
+    with torch.inference_mode():
+        batch = _static_batch(config, max_model_len, device)
+        GraphedModel(model, caches, ladder.top(), batch, metered)
+    return metered.extrapolated(len(ladder.sizes) * len(ladder.contexts))
+
+
+def _static_batch(config: EngineConfig, max_model_len: int, device: torch.device) -> StaticBatch:
+    return StaticBatch(config.max_num_seqs, -(-max_model_len // config.block_size), device)
 
 
 def _refusal(

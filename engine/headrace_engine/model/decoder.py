@@ -78,6 +78,7 @@ class Decoder:
         )
         self._embedding, self._layers = weights.embedding, weights.layers
         self._norm, self._lm_head = weights.norm, weights.lm_head
+        self._embedding_scale = _rounded(config.embedding_scale, self._embedding.dtype)
         if self._norm.dtype is not self._embedding.dtype:
             self._ops = WideOps(ops)
 
@@ -102,16 +103,17 @@ class Decoder:
     def forward(self, batch: ForwardBatch, caches: Rows[LayerCache]) -> torch.Tensor:
         eps, lora = self._config.rms_norm_eps, batch.lora
         rotation, local = self._rotations(batch.positions)
-        residual = self._embed(batch.input_ids)
+        residual, every = self._embed(batch.input_ids), _samples_every_row(batch)
         hidden = self._ops.rms_norm(residual, self._layers[0].input_norm, eps)
         for index, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
             turn = rotation if layer.params.sliding_window is None else local
             adapted = None if lora is None else lora.of_tokens(index)
             attended = self._attend(layer, hidden, turn, cache, batch, adapted)
             last = index + 1 == len(self._layers)
-            if last:
+            if last and not every:
                 attended = attended.index_select(0, batch.logits_rows)
                 residual = residual.index_select(0, batch.logits_rows)
+            if last:
                 adapted = None if lora is None else lora.of_logits(index)
             output = layer.o(attended)
             if adapted is not None:
@@ -125,10 +127,7 @@ class Decoder:
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         embedded = self._lookup(ids)
-        if self._config.embedding_scale is None:
-            return embedded
-        # Rounded to the weights' dtype first, as the models were trained.
-        return embedded * embedded.new_tensor(self._config.embedding_scale)
+        return embedded if self._embedding_scale is None else embedded * self._embedding_scale
 
     def _lookup(self, ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, self._embedding)
@@ -164,6 +163,11 @@ class Decoder:
         return attended.reshape(attended.shape[0], -1)
 
 
+def _rounded(scale: float | None, dtype: torch.dtype) -> float | None:
+    """To the weights' dtype, as the models were trained; on the host, as no step may wait."""
+    return None if scale is None else float(torch.tensor(scale, dtype=dtype))
+
+
 def read_weights(
     config: ModelConfig, reader: WeightReader, ops: Ops, quantize: bool = False
 ) -> DecoderWeights:
@@ -174,6 +178,12 @@ def read_weights(
     whole = ops.linear if isinstance(ops, OwnLinears) else make_linear
     linears = LinearMaker(reader, executor, quantize, whole)
     return make_weights(config, reader, linears, ops)
+
+
+def _samples_every_row(batch: ForwardBatch) -> bool:
+    """Whether it is a decode of all sequences: their rows are asked for in their order."""
+    count = len(batch.logits_rows)
+    return batch.metadata.num_decodes == len(batch.input_ids) == count
 
 
 class TensorSource(Protocol):
@@ -231,6 +241,8 @@ class _LayerReader:
                 scale=config.scale,
                 softcap=config.attention_softcap,
                 sliding_window=config.windows[index],
+                key_scale=config.kv_scale(index)[0],
+                value_scale=config.kv_scale(index)[1],
             ),
         )
 

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 
 from ..attention.base import AttentionBackend, LayerCache
-from ..attention.cpu import CpuBackend, describe
+from ..attention.cpu import STORAGES, CpuBackend, describe
 from ..kernels import structs
 from ..kernels.ops import NativeOps
 from ..lora.shapes import LayerShapes, lora_shapes
@@ -105,6 +105,7 @@ class FusedDecoder:
         if self._caches is None or self._caches[0] is not caches:
             pointers = [cache[0].data_ptr() for cache in caches]
             self._decoder.block_size = caches[0][1].shape[1]
+            self._decoder.kv_storage = STORAGES.get(caches[0][0].dtype, 0)
             self._caches = caches, (ctypes.c_void_p * len(pointers))(*pointers)
         return self._caches[1]
 

@@ -102,6 +102,8 @@ class FusedWeights:
             qkv=self._packed(qkv, config.qkv_bias, self._quantize),
             o=self._packed((f"{attention}o_proj",), config.o_bias, self._quantize),
             window=config.windows[index] or 0,
+            key_scale=config.kv_scale(index)[0],
+            value_scale=config.kv_scale(index)[1],
         )
         self._add_feed_forward(layer, f"{prefix}mlp.", index)
         return layer

@@ -8,7 +8,7 @@ import torch
 
 from ..triton_kernels.launch import linear_launch
 from ..triton_kernels.linear import linear_kernel
-from .layers import Linear
+from .layers import Linear, over_rows
 from .triton_ops import TritonOps
 
 
@@ -19,13 +19,7 @@ class InvariantLinear:
         self._weight, self._bias = weight.contiguous(), bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        outputs, inputs = self._weight.shape
-        rows = x.reshape(-1, inputs)
-        rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        output = rows.new_empty(len(rows), outputs)
-        if len(rows):
-            self._launch(output, rows)
-        return output.view(*x.shape[:-1], outputs)
+        return over_rows(x, len(self._weight), self._launch)
 
     def _launch(self, output: torch.Tensor, rows: torch.Tensor) -> None:
         launch = linear_launch(rows.element_size())

@@ -4,6 +4,7 @@ On CPUs whose oneDNN can, weights are reordered for its matrix products (several
 few rows than the plain layout) and the plain copy is freed; elsewhere torch's own linear is used.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -17,6 +18,21 @@ class Linear(Protocol):
     """x [..., in] -> [..., out]."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+def over_rows(
+    x: torch.Tensor, outputs: int, launch: Callable[[torch.Tensor, torch.Tensor], None]
+) -> torch.Tensor:
+    """What `launch(output [T, outputs], rows [T, in])` writes for the rows of x [..., in].
+
+    A row's elements are next to each other; `launch` is not called without rows.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    output = rows.new_empty(len(rows), outputs)
+    if len(rows):
+        launch(output, rows)
+    return output.view(*x.shape[:-1], outputs)
 
 
 class PlainLinear:

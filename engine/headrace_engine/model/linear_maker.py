@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from ..kernels.executor import Executor, PackedLinear
 from ..kernels.library import DTYPES
 from ..kernels.ops import NativeOps
+from .float8_linear import make_float8, supports_float8
 from .layers import Linear, can_pack, make_linear
 from .layers import PackedLinear as MkldnnLinear
 from .ops import Ops
@@ -131,7 +132,12 @@ class LinearMaker:
         quantized = self._reader.quantized(weights)
         if quantized is not None:
             return QuantizedLinear(quantized, bias, self._reader.dtype, self._reader.device)
-        return self._make_whole(self._reader.stack(weights), bias)
+        return self._float8(weights, bias) or self._make_whole(self._reader.stack(weights), bias)
+
+    def _float8(self, weights: tuple[str, ...], bias: torch.Tensor | None) -> Linear | None:
+        device = self._reader.device
+        found = self._reader.float8(weights) if supports_float8(device) else None
+        return None if found is None else make_float8(found, bias, device)
 
     def _is_native(self, weights: tuple[str, ...]) -> bool:
         inputs = [self._reader.shape(name)[1] for name in weights]

@@ -1,5 +1,8 @@
 """Loads the native decoder from a checkpoint: fused on CPUs with native kernels, else in torch."""
 
+import logging
+from dataclasses import replace
+
 from ..attention.cpu import CpuBackend
 from ..errors import ConfigError
 from ..kernels.ops import NativeOps
@@ -11,6 +14,7 @@ from .decoder import Decoder, read_weights
 from .determinism import check_deterministic
 from .fused import FusedDecoder, fits
 from .hidden_states import HiddenStateReader, HiddenStates, without_head
+from .kv_scales import read_kv_scales
 from .layout import TensorLayout
 from .linear_maker import NO_INT8, computes_natively
 from .loading import LoadProgress
@@ -23,6 +27,8 @@ from .rope import RopeConfig
 from .rotary import RotaryTable
 from .weights import EMBEDDING, WeightReader
 
+logger = logging.getLogger(__name__)
+
 
 def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     """Raises ConfigError or CheckpointError naming the field, file or tensor that is wrong."""
@@ -31,7 +37,10 @@ def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     length = pick_context(
         placement.positions, config.max_position_embeddings, rope.rope_type, rope.parameters
     )
-    stored = find_format(checkpoint, placement.quantization)
+    layout = TensorLayout(config)
+    if placement.cache_dtype is not None and placement.load_format != "dummy":
+        config = _with_kv_scales(config, checkpoint, layout)
+    stored = find_format(checkpoint, placement.quantization, placement.device)
     if placement.deterministic:
         check_deterministic(config, placement, _is_fused(config, placement), stored is not None)
     eight = placement.quantization == "int8" or (stored is not None and stored.whole_numbers)
@@ -39,15 +48,28 @@ def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
         shard = placement.shard
         cuts = None if shard is None else WeightCuts(config, shard)
         where = (checkpoint.folder, placement.dtype, placement.device)
-        source = (*where, TensorLayout(config).locate, progress, stored, cuts)
+        source = (*where, layout.locate, progress, stored, cuts)
         if not placement.hidden_states:
             drawn = placement.load_format == "dummy"
-            reader = RandomReader(*where[1:], cuts) if drawn else WeightReader(*source)
+            reader = (
+                RandomReader(*where[1:], cuts, stored is not None and stored.name == "fp8")
+                if drawn
+                else WeightReader(*source)
+            )
             model = _make(config, reader, placement, length, eight)
             return LoadedModel(model, length, _window(config))
         states = HiddenStateReader(*source, config)
         bare = _make(without_head(config), states, placement, length, eight)
         return LoadedModel(HiddenStates(bare, config.vocab_size), length, _window(config))
+
+
+def _with_kv_scales(
+    config: ModelConfig, checkpoint: Checkpoint, layout: TensorLayout
+) -> ModelConfig:
+    scales = read_kv_scales(checkpoint.folder, config.num_layers, layout.locate)
+    reason = "the checkpoint has none, 1 is used" if scales is None else "of the checkpoint"
+    logger.info("scales of keys and values", extra={"reason": reason})
+    return replace(config, kv_scales=scales)
 
 
 def _window(config: ModelConfig) -> int | None:

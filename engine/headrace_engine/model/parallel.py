@@ -7,12 +7,13 @@ the vocabulary. Decides only; what joins the parts again comes from outside.
 
 import re
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from ..errors import ConfigError
 from .config import ExpertsConfig, ModelConfig
+from .quantization.float8_weight import Float8Weight
 from .quantization.weight import QuantizedWeight
 from .tensor_files import Shape
 
@@ -22,6 +23,9 @@ _BY_INPUT = re.compile(r"\.(o_proj|down_proj)\.weight$")
 # Of layers whose outputs are summed over the ranks: one of them adds it.
 _ONCE = re.compile(r"\.(o_proj|down_proj)\.bias$")
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+Stored = TypeVar("Stored", QuantizedWeight, Float8Weight)
 
 
 class Collectives(Protocol):
@@ -123,7 +127,7 @@ class WeightCuts:
         dimension, start, stop = cut
         return whole.narrow(dimension, start, stop - start)
 
-    def quantized(self, name: str, whole: QuantizedWeight) -> QuantizedWeight:
+    def quantized(self, name: str, whole: Stored) -> Stored:
         """This rank's part. Raises ConfigError where a cut falls into a group of inputs."""
         cut = self._cut(name, whole.shape)
         if cut is None:

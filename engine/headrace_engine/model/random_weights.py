@@ -10,6 +10,8 @@ import torch
 
 from .layout import plain_layout
 from .parallel import WeightCuts
+from .quantization.float8_weight import Float8Weight, round_weight
+from .quantization.fp8_on_load import is_linear
 from .quantization.weight import QuantizedWeight
 from .weights import Shape, WeightReader
 
@@ -25,9 +27,11 @@ class RandomReader(WeightReader):
         dtype: torch.dtype,
         device: torch.device,
         cuts: WeightCuts | None = None,
+        float8: bool = False,
     ) -> None:
+        """With `float8` linear layers are in 8-bit floats."""
         self.dtype, self.device, self._locate = dtype, device, plain_layout
-        self._format, self._cuts = None, cuts
+        self._format, self._cuts, self._float8 = None, cuts, float8
         self._expected: Mapping[str, Shape] = {}
 
     def check(self, expected: Mapping[str, Shape], ignored: Collection[str] = ()) -> None:
@@ -36,6 +40,12 @@ class RandomReader(WeightReader):
 
     def quantized(self, names: Iterable[str]) -> QuantizedWeight | None:
         return None
+
+    def float8(self, names: Iterable[str]) -> Float8Weight | None:
+        wanted = list(names)
+        if not self._float8 or not all(is_linear(name.removesuffix(".weight")) for name in wanted):
+            return None
+        return round_weight(self.stack(wanted))
 
     def _load(self, name: str) -> torch.Tensor:
         shape = self._expected[name]

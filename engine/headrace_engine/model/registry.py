@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 class Placement:
     """Where and how a model computes. `positions` is the longest context it must serve, or None
     for the checkpoint's own. With `hidden_states` the model gives those where others give logits.
-    `shard` is the part of the model that this process holds; None: all of it.
+    `shard` is the part of the model that this process holds; None: all of it. `cache_dtype` is what
+    KV is kept in; None: `dtype`.
     """
 
     device: torch.device
@@ -37,6 +38,7 @@ class Placement:
     deterministic: bool = False
     load_format: LoadFormat = "auto"
     shard: Shard | None = None
+    cache_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)

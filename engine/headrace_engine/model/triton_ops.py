@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..attention.fp8 import WHOLE, Storage
 from ..triton_kernels.cache import rotate_kernel
 from ..triton_kernels.elementwise import rms_norm_kernel, silu_mul_kernel
 from ..triton_kernels.launch import power_of_two, row_warps
@@ -26,6 +27,7 @@ class StoreTarget:
     key_cache: torch.Tensor
     value_cache: torch.Tensor
     slots: torch.Tensor
+    stored: Storage = WHOLE
     key_scale: float = 1.0
     value_scale: float = 1.0
 
@@ -120,17 +122,18 @@ def _launch_norm(
 
 def _launch_rotation(output: torch.Tensor, rows: QKVRows, target: StoreTarget | None) -> None:
     shape, norm, to = rows.shape, rows.norm, target
+    caches = to.stored.views((to.key_cache, to.value_cache)) if to else (None, None)
     kv_chunks = -(-shape.num_kv_heads // ROTATED_HEADS)
     chunks = -(-shape.num_heads // ROTATED_HEADS) + (1 if to is None else 2) * kv_chunks
     rotate_kernel[(len(rows.qkv), chunks)](
         output, rows.qkv, rows.cos, rows.sin,
         norm.query if norm else None, norm.key if norm else None,
-        to.key_cache if to else None, to.value_cache if to else None, to.slots if to else None,
+        *caches, to.slots if to else None,
         1.0 / to.key_scale if to else 1.0, 1.0 / to.value_scale if to else 1.0,
         shape.eps, rows.qkv.stride(0),
         NUM_HEADS=shape.num_heads, KV_HEADS=shape.num_kv_heads, HEAD_DIM=shape.head_dim,
         WIDTH=rows.cos.shape[-1], BLOCK_SIZE=to.key_cache.shape[2] if to else 1,
         HEADS=ROTATED_HEADS, DIM=power_of_two(shape.head_dim), NORM=norm is not None,
-        STORE=to is not None, NARROW=to is not None and to.key_cache.element_size() == 1,
-        num_warps=4,
+        STORE=to is not None, BITS=to.stored.bits if to else False,
+        LARGEST=to.stored.largest if to else 0.0, num_warps=4,
     )  # fmt: skip

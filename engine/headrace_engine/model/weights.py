@@ -14,7 +14,9 @@ from ..errors import CheckpointError
 from .layout import Piece, plain_layout
 from .loading import LoadProgress
 from .parallel import WeightCuts
-from .quantization.base import QuantizedFormat, TensorSpec
+from .quantization.base import QuantizedFormat, StoredWeight, TensorSpec
+from .quantization.float8_weight import Float8Weight
+from .quantization.float8_weight import stack as stack_float8
 from .quantization.weight import QuantizedWeight, stack
 from .tensor_files import INDEX_FILE, SINGLE_FILE, Shape, TensorFiles, TensorInfo, scan
 
@@ -55,7 +57,7 @@ class WeightReader:
         self._shapes: dict[str, Shape] = {}  # of stored tensors
         self._expected: Mapping[str, Shape] = {}
         # Parts of one stored matrix are asked for one after the other.
-        self._unpacked: tuple[str, QuantizedWeight | torch.Tensor] | None = None
+        self._unpacked: tuple[str, StoredWeight] | None = None
 
     def check(self, expected: Mapping[str, Shape], ignored: Collection[str] = ()) -> None:
         """Holds the files' headers against the expected names and shapes, in the order of reading.
@@ -155,6 +157,20 @@ class WeightReader:
             parts.append(weight if self._cuts is None else self._cuts.quantized(name, weight))
         return stack(parts)
 
+    def float8(self, names: Iterable[str]) -> Float8Weight | None:
+        """As `quantized`, of matrices in 8-bit floats."""
+        parts: list[Float8Weight] = []
+        for name in names:
+            piece = self._locate(name)
+            if not self._is_quantized(piece.stored):
+                return None
+            weight = self._unpack(piece)
+            if not isinstance(weight, Float8Weight):
+                return None
+            weight = weight.rows(piece.start, piece.stop) if piece.rows else weight
+            parts.append(weight if self._cuts is None else self._cuts.quantized(name, weight))
+        return stack_float8(parts)
+
     def _part(self, name: str) -> torch.Tensor:
         """This rank's part; of unquantised tensors only its pages are read."""
         whole = self._load(name)
@@ -165,13 +181,10 @@ class WeightReader:
         if not self._is_quantized(piece.stored):
             tensor = self._files.load(piece.stored)
             return tensor if piece.rows is None else tensor[piece.start : piece.stop]
-        weight = self._unpack(piece)
         start, stop = (piece.start, piece.stop) if piece.rows is not None else (0, None)
-        if isinstance(weight, torch.Tensor):
-            return weight[start:stop]
-        return weight.rows(start, stop).dequantize()
+        return self._unpack(piece).rows(start, stop).dequantize()
 
-    def _unpack(self, piece: Piece) -> QuantizedWeight | torch.Tensor:
+    def _unpack(self, piece: Piece) -> StoredWeight:
         """All of the matrix that a piece is of."""
         assert self._format is not None, "only quantised matrices are unpacked"
         stored = piece.stored

@@ -1,21 +1,13 @@
 """Kernels that write keys and values to their slots, alone or with norms and rotary embedding.
 
-A slot below 0 is padding and is not written. Narrow caches (fp8 e4m3) hold values divided by a
-scale and cut to the range that they can hold.
+A slot below 0 is padding and is not written. Caches in fp8 hold values divided by a scale and cut
+to the range that they can hold.
 """
 
 import triton.language as tl
 
+from .fp8 import narrowed
 from .jit import jit
-
-
-@jit
-def _fit(x: tl.tensor, inverse_scale: tl.tensor, NARROW: tl.constexpr) -> tl.tensor:
-    """x in float32, within what the cache can hold."""
-    wide = x.to(tl.float32)
-    if NARROW:
-        wide = tl.minimum(tl.maximum(wide * inverse_scale, -448.0), 448.0)
-    return wide
 
 
 @jit
@@ -34,7 +26,8 @@ def store_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    NARROW: tl.constexpr,
+    BITS: tl.constexpr,
+    LARGEST: tl.constexpr,
 ) -> None:
     """Program (token): its keys and values, rows [KV_HEADS, HEAD_DIM], into the caches."""
     token = tl.program_id(0).to(tl.int64)
@@ -44,10 +37,10 @@ def store_kernel(
     line = (slot // BLOCK_SIZE * KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE
     source = heads * HEAD_DIM + dims
     made = tl.load(key + token * key_stride + source, mask=mask)
-    fitting = _fit(made, key_inverse_scale, NARROW).to(key_cache.dtype.element_ty)
+    fitting = narrowed(made, key_inverse_scale, key_cache, BITS, LARGEST)
     tl.store(key_cache + line * HEAD_DIM + dims, fitting, mask=mask)
     made = tl.load(value + token * value_stride + source, mask=mask)
-    fitting = _fit(made, value_inverse_scale, NARROW).to(value_cache.dtype.element_ty)
+    fitting = narrowed(made, value_inverse_scale, value_cache, BITS, LARGEST)
     tl.store(value_cache + line * HEAD_DIM + dims, fitting, mask=mask)
 
 
@@ -83,7 +76,8 @@ def rotate_kernel(
     DIM: tl.constexpr,
     NORM: tl.constexpr,
     STORE: tl.constexpr,
-    NARROW: tl.constexpr,
+    BITS: tl.constexpr,
+    LARGEST: tl.constexpr,
 ) -> None:
     """Program (token, HEADS heads of one kind): queries, then keys, then (with STORE) values.
 
@@ -130,12 +124,10 @@ def rotate_kernel(
             places = line * HEAD_DIM + dims[None, :]
             rounded = x.to(qkv.dtype.element_ty)
             if is_value:
-                fitting = _fit(rounded, value_inverse_scale, NARROW).to(
-                    value_cache.dtype.element_ty
-                )
+                fitting = narrowed(rounded, value_inverse_scale, value_cache, BITS, LARGEST)
                 tl.store(value_cache + places, fitting, mask=mask & (slot >= 0))
             else:
-                fitting = _fit(rounded, key_inverse_scale, NARROW).to(key_cache.dtype.element_ty)
+                fitting = narrowed(rounded, key_inverse_scale, key_cache, BITS, LARGEST)
                 tl.store(key_cache + places, fitting, mask=mask & (slot >= 0))
     else:
         line = token * (NUM_HEADS + KV_HEADS) + first + heads

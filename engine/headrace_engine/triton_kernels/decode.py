@@ -1,18 +1,19 @@
 """Paged attention of one query token a sequence: parts of the keys in parallel, then merged.
 
-Flash decoding (Dao et al. 2023) over a block table. How a sequence is cut depends on its own
-length only, never on the batch, so neither does any bit of its output.
+Flash decoding (Dao et al. 2023) over a block table. How a sequence is cut depends on its length
+and on the least size of parts, which is given; never on other sequences' lengths.
 """
 
 import triton.language as tl
 
-from .jit import capped, jit, softmax_step
+from .fp8 import widened
+from .jit import capped, jit, jit_unspecialized, softmax_step
 
 
 @jit
 def _extent(
     length: tl.tensor,
-    SPLIT: tl.constexpr,
+    least_part: tl.tensor,
     MAX_SPLITS: tl.constexpr,
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -23,10 +24,10 @@ def _extent(
         first = tl.maximum(length - WINDOW, 0)
     begin = first // KEYS * KEYS
     part = tl.cdiv(tl.cdiv(length - begin, MAX_SPLITS), KEYS) * KEYS
-    return first, begin, tl.maximum(part, SPLIT)
+    return first, begin, tl.maximum(part, least_part)
 
 
-@jit
+@jit_unspecialized("table_stride", "least_part")
 def decode_kernel(
     output: tl.tensor,
     partial: tl.tensor,
@@ -41,11 +42,11 @@ def decode_kernel(
     query_token_stride: tl.tensor,
     query_head_stride: tl.tensor,
     table_stride: tl.tensor,
+    least_part: tl.tensor,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -53,6 +54,7 @@ def decode_kernel(
     KEYS: tl.constexpr,
     DIM: tl.constexpr,
     EXACT: tl.constexpr,
+    BITS: tl.constexpr,
     WHOLE: tl.constexpr,
 ) -> None:
     """Program (sequence, KV head, part). Caches are [blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM].
@@ -64,7 +66,7 @@ def decode_kernel(
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     length = tl.load(seq_lens + sequence)
-    first, begin, part = _extent(length, SPLIT, MAX_SPLITS, KEYS, WINDOW)
+    first, begin, part = _extent(length, least_part, MAX_SPLITS, KEYS, WINDOW)
     start = begin + split * part
     end = tl.minimum(start + part, length)
     rows = tl.arange(0, ROWS)
@@ -89,14 +91,16 @@ def decode_kernel(
             keys + lines[None, :] * HEAD_DIM + dims[:, None],
             mask=seen[None, :] & (dims < HEAD_DIM)[:, None],
             other=0.0,
-        ).to(tile.dtype)
+        )
+        key = widened(key, tile, BITS)
         scores = capped(tl.dot(tile, key, input_precision=EXACT), scale, SOFTCAP)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         value = tl.load(
             values + lines[:, None] * HEAD_DIM + dims[None, :],
             mask=seen[:, None] & (dims < HEAD_DIM)[None, :],
             other=0.0,
-        ).to(tile.dtype)
+        )
+        value = widened(value, tile, BITS)
         highest, total, attended = softmax_step(scores, highest, total, attended, value, EXACT)
     # A padded sequence has no keys and gets zeros.
     attended = attended / tl.where(total > 0.0, total, 1.0)[:, None] * value_scale
@@ -109,15 +113,15 @@ def decode_kernel(
         tl.store(log_sums + parts, highest + tl.log2(total), mask=rows < GROUP)
 
 
-@jit
+@jit_unspecialized("least_part")
 def merge_kernel(
     output: tl.tensor,
     partial: tl.tensor,
     log_sums: tl.tensor,
     seq_lens: tl.tensor,
+    least_part: tl.tensor,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     KEYS: tl.constexpr,
@@ -127,7 +131,7 @@ def merge_kernel(
     sequence = tl.program_id(0).to(tl.int64)
     place = sequence * HEADS + tl.program_id(1)
     length = tl.load(seq_lens + sequence)
-    _, begin, part = _extent(length, SPLIT, MAX_SPLITS, KEYS, WINDOW)
+    _, begin, part = _extent(length, least_part, MAX_SPLITS, KEYS, WINDOW)
     splits = tl.arange(0, MAX_SPLITS)
     made = begin + splits * part < length
     dims = tl.arange(0, DIM)

@@ -7,6 +7,7 @@ order whatever else is in its tile or its batch.
 
 import triton.language as tl
 
+from .fp8 import widened
 from .jit import capped, jit, jit_unspecialized, softmax_step
 
 
@@ -52,6 +53,7 @@ def _attend(
     KEYS: tl.constexpr,
     DIM: tl.constexpr,
     EXACT: tl.constexpr,
+    BITS: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tl.tensor:
     """Takes keys [start, end) into a running softmax; without MASKED all rows see all of them."""
@@ -66,7 +68,8 @@ def _attend(
             keys + lines[None, :] * HEAD_DIM + dims[:, None],
             mask=inside[None, :] & (dims < HEAD_DIM)[:, None],
             other=0.0,
-        ).to(tile.dtype)
+        )
+        key = widened(key, tile, BITS)
         scores = capped(tl.dot(tile, key, input_precision=EXACT), scale, SOFTCAP)
         if MASKED:
             seen = positions[None, :] <= asked[:, None]
@@ -77,12 +80,13 @@ def _attend(
             values + lines[:, None] * HEAD_DIM + dims[None, :],
             mask=inside[:, None] & (dims < HEAD_DIM)[None, :],
             other=0.0,
-        ).to(tile.dtype)
+        )
+        value = widened(value, tile, BITS)
         highest, total, attended = softmax_step(scores, highest, total, attended, value, EXACT)
     return highest, total, attended
 
 
-@jit_unspecialized("num_decodes", "num_runs")
+@jit_unspecialized("num_decodes", "num_runs", "table_stride")
 def prefill_kernel(
     output: tl.tensor,
     query: tl.tensor,
@@ -108,6 +112,7 @@ def prefill_kernel(
     KEYS: tl.constexpr,
     DIM: tl.constexpr,
     EXACT: tl.constexpr,
+    BITS: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> None:
     """Program (tile of query tokens, KV head), over the runs behind the first `num_decodes`.
@@ -151,11 +156,11 @@ def prefill_kernel(
             start = (lowest + 1) // KEYS * KEYS
             state = _attend(
                 state, tile, keys, values, table, asked, kv_head, 0, start, scale,
-                KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFTCAP, KEYS, DIM, EXACT, False,
+                KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFTCAP, KEYS, DIM, EXACT, BITS, False,
             )  # fmt: skip
         state = _attend(
             state, tile, keys, values, table, asked, kv_head, start, end, scale,
-            KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFTCAP, KEYS, DIM, EXACT, True,
+            KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFTCAP, KEYS, DIM, EXACT, BITS, True,
         )  # fmt: skip
         highest, total, attended = state
         attended = attended / tl.where(total > 0.0, total, 1.0)[:, None] * value_scale

@@ -36,12 +36,13 @@ def _settings(service: ModelService, source: Source, track: str) -> Mapping[str,
     chosen.setdefault("device", "cpu" if spec.engine.gpu is None else "cuda")
     if spec.engine.tensor_parallel_size > 1:  # images of before know no such setting
         chosen["tensor_parallel_size"] = spec.engine.tensor_parallel_size
+    if spec.queue.shards > 1:
+        chosen["queue_shards"] = spec.queue.shards
     chosen |= adapters(spec.lora).settings
     chosen |= {
         "model": source.model,
         "served_model_name": service.served_name,
         "owner": service.owner,
-        "shard": spec.queue.shard,
         "drain_timeout": spec.drain.timeout_seconds,
         "metrics_host": "0.0.0.0",  # noqa: S104 - the pod's own address; the policy guards it
         "metrics_port": names.METRICS_PORT,

@@ -10,13 +10,11 @@ from headrace_common.protocol.redis_batches import RedisBatches
 from headrace_common.protocol.redis_files import RedisFiles
 
 from ..api_keys import KeyFile
-from ..drain import Drain
 from ..keeping import Keeping
 from ..settings import GatewaySettings
 from .desk import Desk, DeskLimits
 from .internal import InternalClient
-from .producer import BatchProducer
-from .run import BatchLimits, BatchSite
+from .run import BatchLimits, BatchMetrics, BatchSite
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,31 +33,31 @@ def open_storage(connection: Connection, settings: GatewaySettings, leader: str)
     return Storage(files, RedisBatches(connection), leader)
 
 
-def make_producer(
+def make_site(
     app: ASGIApp,
     storage: Storage,
     settings: GatewaySettings,
     keeping: Keeping,
-    drain: Drain,
+    metrics: BatchMetrics,
     keys: KeyFile | None,
-) -> BatchProducer:
-    """Not started yet."""
+) -> BatchSite:
+    """What this gateway's batches work with."""
     limits = BatchLimits(
         max_lines=settings.max_batch_requests,
         max_output_bytes=settings.max_batch_output_bytes,
         concurrency=settings.batch_concurrency,
         max_deadline=settings.max_deadline,
     )
-    site = BatchSite(
+    return BatchSite(
         leader=storage.leader,
         batches=storage.batches,
         files=storage.files,
         client=InternalClient(app),
         keeping=keeping,
+        metrics=metrics,
         find_key=None if keys is None else lambda key_id: keys.ring.named(key_id),
         limits=limits,
     )
-    return BatchProducer(site, drain, running=settings.max_running_batches)
 
 
 def make_desk(storage: Storage, settings: GatewaySettings, changed: Callable[[], None]) -> Desk:

@@ -10,8 +10,6 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
-from ..tenants import CALLER, Caller
-
 
 @dataclass(frozen=True, slots=True)
 class InternalAnswer:
@@ -29,11 +27,14 @@ class InternalClient:
         self._app = app
 
     async def post(
-        self, path: str, body: bytes, headers: Mapping[str, str], caller: Caller | None
+        self, path: str, body: bytes, headers: Mapping[str, str], state: Mapping[str, Any]
     ) -> InternalAnswer:
-        """The whole answer. Cancelled, it is to the application as if the client had left."""
+        """The whole answer. Cancelled, it is to the application as if the client had left.
+
+        `state` tells the application what no client could.
+        """
         exchange = _Exchange(body)
-        await self._app(_scope(path, body, headers, caller), exchange.receive, exchange.send)
+        await self._app(_scope(path, body, headers, state), exchange.receive, exchange.send)
         return exchange.answer
 
 
@@ -63,7 +64,7 @@ class _Exchange:
 
 
 def _scope(
-    path: str, body: bytes, headers: Mapping[str, str], caller: Caller | None
+    path: str, body: bytes, headers: Mapping[str, str], state: Mapping[str, Any]
 ) -> dict[str, Any]:
     sent = {
         "content-type": "application/json",
@@ -84,5 +85,5 @@ def _scope(
         "headers": [(name.encode(), value.encode("latin-1")) for name, value in sent.items()],
         "client": ("batch", 0),
         "server": ("batch", 0),
-        "state": {} if caller is None else {CALLER: caller},
+        "state": dict(state),
     }

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+EMBEDDINGS, RESPONSES = "/v1/embeddings", "/v1/responses"
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", EMBEDDINGS, RESPONSES)
 MAX_CUSTOM_ID_CHARS = 256
 # How many faults of a file are told; the first one is enough to refuse it.
 MAX_FAULTS = 20

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headrace_common.protocol.batches import Batch, Done, StoredFile
+from headrace_common.protocol.batches import Batch, Done, StoredFile, TokenUsage
 from headrace_common.protocol.redis_batches import RedisBatches
 from headrace_common.protocol.redis_files import CHUNK_BYTES, RedisFiles
 
@@ -16,6 +16,9 @@ from .lines import Line
 OUTPUT_PURPOSE = "batch_output"
 # Results that are in memory at a time while a file is made.
 PAGE_LINES = 64
+_USAGE = b'"usage":'
+_MAX_USAGE_BYTES = 2048
+_JSON = json.JSONDecoder()
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,7 @@ class Result:
 
     text: bytes
     answered: bool
+    usage: TokenUsage = TokenUsage()
 
 
 def answer_result(batch: Batch, line: Line, answer: InternalAnswer) -> Result:
@@ -34,7 +38,51 @@ def answer_result(batch: Batch, line: Line, answer: InternalAnswer) -> Result:
     }
     body = answer.body if b"\n" not in answer.body else _one_line(answer.body)
     response = json.dumps(head, separators=(",", ":")).encode()[:-1] + b',"body":' + body + b"}"
-    return Result(_line(batch, line, response, b"null"), answer.status == 200)
+    text, answered = _line(batch, line, response, b"null"), answer.status == 200
+    return Result(text, answered, usage_of(answer.body) if answered else TokenUsage())
+
+
+def usage_of(body: bytes) -> TokenUsage:
+    """The tokens that an answer says it used; none where it does not say.
+
+    Read from its end without the rest, which may be megabytes. What is in quotes has its own
+    quotes escaped, so that this is a field's name wherever it stands.
+    """
+    at = len(body)
+    while (at := body.rfind(_USAGE, 0, at)) >= 0:
+        found = _token_usage(body[at + len(_USAGE) : at + _MAX_USAGE_BYTES])
+        if found is not None:
+            return found
+    return TokenUsage()
+
+
+def _token_usage(text: bytes) -> TokenUsage | None:
+    try:
+        fields, _ = _JSON.raw_decode(text.decode(errors="replace").lstrip())
+    except ValueError:
+        return None
+    if not isinstance(fields, dict):
+        return None
+    given = _tokens(fields, "prompt_tokens", "input_tokens")
+    if given is None:
+        return None
+    return TokenUsage(
+        given,
+        _detail(fields, "cached_tokens", "prompt_tokens_details", "input_tokens_details"),
+        _tokens(fields, "completion_tokens", "output_tokens") or 0,
+        _detail(fields, "reasoning_tokens", "completion_tokens_details", "output_tokens_details"),
+    )
+
+
+def _tokens(fields: Mapping[str, Any], *names: str) -> int | None:
+    """The first of these that is there."""
+    found = next((fields[name] for name in names if name in fields), None)
+    return found if isinstance(found, int) and found >= 0 else None
+
+
+def _detail(fields: Mapping[str, Any], name: str, *where: str) -> int:
+    found = [fields[each] for each in where if isinstance(fields.get(each), dict)]
+    return (_tokens(found[0], name) or 0) if found else 0
 
 
 def error_result(batch: Batch, line: Line, code: str, message: str) -> Result:

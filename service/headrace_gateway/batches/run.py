@@ -8,8 +8,8 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
 
 from headrace_common.api_keys import ApiKey
 from headrace_common.protocol.batches import (
@@ -18,17 +18,19 @@ from headrace_common.protocol.batches import (
     BatchStatus,
     Done,
     FileNotKept,
+    TokenUsage,
 )
-from headrace_common.protocol.redis_batches import LEASE_S, RedisBatches
+from headrace_common.protocol.redis_batches import LEASE_S, NOTHING_USED, RedisBatches
 from headrace_common.protocol.redis_files import RedisFiles
 
-from ..admission import DEADLINE_HEADER
+from ..deadlines import TIMEOUT_HEADER
 from ..errors import ApiError
 from ..keeping import Keeping
-from ..tenants import Caller
+from ..kept_embeddings import batch_account
+from ..tenants import BATCH, CALLER, Caller
 from ..wishes import KEY_HEADER, Wish
 from .internal import InternalAnswer, InternalClient
-from .lines import BatchInput, Fault, Line, read_lines
+from .lines import EMBEDDINGS, RESPONSES, BatchInput, Fault, Line, read_lines
 from .results import Result, ResultFiles, answer_result, error_result
 
 # Behind everybody who waits for an answer.
@@ -51,6 +53,14 @@ class BatchLimits:
     look_interval: float = 0.5
 
 
+class BatchMetrics(Protocol):
+    """What is counted of batches, by whoever did it first."""
+
+    def batch_request(self, *, answered: bool) -> None: ...
+
+    def batch_ended(self, state: str) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSite:
     """What batches work with. `find_key` gives the API key of an id; None: keys are off.
@@ -63,6 +73,7 @@ class BatchSite:
     files: RedisFiles
     client: InternalClient
     keeping: Keeping
+    metrics: BatchMetrics
     find_key: Callable[[str], ApiKey | None] | None
     limits: BatchLimits
     clock: Callable[[], float] = time.time
@@ -81,6 +92,7 @@ class BatchRun:
         self._progress = batch.progress
         self._done: set[int] = set()
         self._answered = self._bytes = 0
+        self._usage = NOTHING_USED
         self._running: set[Line] = set()
         self._cancelling = batch.cancelling_at is not None
 
@@ -92,7 +104,8 @@ class BatchRun:
                 await self._refuse(source.faults)
             else:
                 await self._work(source)
-        await self._site.batches.close(self._batch)
+        if await self._site.batches.close(self._batch):
+            self._site.metrics.batch_ended(self._progress.status.value)
 
     # Before
 
@@ -116,8 +129,9 @@ class BatchRun:
     # Lines
 
     async def _work(self, source: BatchInput) -> None:
+        used = await self._site.batches.used(self._batch)
         for number, mark in (await self._site.batches.done(self._batch)).items():
-            self._note(number, mark)
+            self._note(number, mark, used.get(number, NOTHING_USED))
         await self._say(
             status=BatchStatus.IN_PROGRESS,
             total=len(source.lines),
@@ -154,7 +168,9 @@ class BatchRun:
         for line in left:
             self._running.add(line)
             result = await self._run_line(source.body(line), line)
+            await self._vacate(line)
             await self._keep(line, result)
+            await self._forget(line)
             self._running.discard(line)
 
     async def _watch(self) -> BatchStatus:
@@ -173,16 +189,23 @@ class BatchRun:
             await asyncio.sleep(site.limits.look_interval)
 
     async def _keep(self, line: Line, result: Result) -> None:
-        await self._site.batches.keep(
-            self._batch, line.number, result.text, answered=result.answered
+        first = await self._site.batches.keep(
+            self._batch,
+            line.number,
+            result.text,
+            answered=result.answered,
+            usage=result.usage,
         )
-        self._note(line.number, Done(result.answered, len(result.text)))
+        if first:
+            self._site.metrics.batch_request(answered=result.answered)
+        self._note(line.number, Done(result.answered, len(result.text)), result.usage)
 
-    def _note(self, number: int, mark: Done) -> None:
+    def _note(self, number: int, mark: Done, usage: TokenUsage) -> None:
         if number not in self._done:
             self._done.add(number)
             self._answered += mark.answered
             self._bytes += mark.size
+            self._usage += usage
 
     async def _run_line(self, body: dict[str, Any], line: Line) -> Result:
         """Its result; where the queue is full or a limit is reached, it waits as it is told."""
@@ -207,14 +230,14 @@ class BatchRun:
         site, request = self._site, self._batch.request
         pause = FIRST_PAUSE_S
         while True:
-            caller = None
+            state: dict[str, Any] = {BATCH: request.id}
             if site.find_key is not None:
                 key = site.find_key(request.key_id)
                 if key is None:
                     return None
-                caller = Caller(key)
-            headers = {KEY_HEADER: self._key(line), DEADLINE_HEADER: f"{self._seconds:.3f}"}
-            answer = await site.client.post(request.endpoint, content, headers, caller)
+                state[CALLER] = Caller(key)
+            headers = {KEY_HEADER: self._key(line), TIMEOUT_HEADER: f"{self._seconds:.3f}"}
+            answer = await site.client.post(request.endpoint, content, headers, state)
             if answer.status not in _BUSY:
                 return answer
             await asyncio.sleep(_pause(answer, pause))
@@ -256,13 +279,34 @@ class BatchRun:
             await self._keep(line, error_result(self._batch, line, code, message))
 
     async def _cancel(self, line: Line) -> None:
-        wish = Wish(key=self._key(line), background=False, last_event_id=None)
-        tenant = self._batch.request.tenant
         try:
-            request_id = await self._site.keeping.identify(wish, tenant)
-            await self._site.keeping.cancel(request_id, tenant)
+            await self._site.keeping.cancel(await self._request_id(line), self._tenant)
         except ApiError:
-            return  # it was not in the queue, or is of a kind that is not kept
+            return  # it was not in the queue
+
+    async def _vacate(self, line: Line) -> None:
+        """Before its result is kept: a leader that dies between leaves nothing counted for good."""
+        if self._batch.request.endpoint == EMBEDDINGS:
+            account = batch_account(self._batch.request.id).name
+            await self._site.keeping.embeddings.vacate(await self._request_id(line), account)
+
+    async def _forget(self, line: Line) -> None:
+        """Its result is kept: the queue need not keep it as well, unless it has an id of its own by
+        which it can be asked for."""
+        if self._batch.request.endpoint == RESPONSES:
+            return
+        try:
+            await self._site.keeping.forget(await self._request_id(line), self._tenant)
+        except ApiError:
+            return  # it was refused, and not kept
+
+    async def _request_id(self, line: Line) -> str:
+        wish = Wish(key=self._key(line), background=False, last_event_id=None)
+        return await self._site.keeping.identify(wish, self._tenant)
+
+    @property
+    def _tenant(self) -> str:
+        return self._batch.request.tenant
 
     # What is said of it
 
@@ -272,7 +316,8 @@ class BatchRun:
 
     @property
     def _counts(self) -> dict[str, int]:
-        return {"completed": self._answered, "failed": len(self._done) - self._answered}
+        failed = len(self._done) - self._answered
+        return {"completed": self._answered, "failed": failed, **asdict(self._usage)}
 
     async def _say(self, **changes: Any) -> None:
         progress: BatchProgress = replace(self._progress, **changes)

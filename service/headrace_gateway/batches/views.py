@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from headrace_common.protocol.batches import Batch, BatchStatus, StoredFile
+from headrace_common.protocol.batches import Batch, BatchProgress, BatchStatus, StoredFile
 
 from ..errors import invalid
 
@@ -43,7 +43,7 @@ def batch_body(batch: Batch) -> dict[str, Any]:
         "errors": {"object": "list", "data": list(progress.errors)} if progress.errors else None,
         "input_file_id": request.input_file_id,
         "completion_window": request.completion_window,
-        "status": _status(batch),
+        "status": batch.state,
         "output_file_id": progress.output_file_id,
         "error_file_id": progress.error_file_id,
         "created_at": request.created_at,
@@ -57,14 +57,19 @@ def batch_body(batch: Batch) -> dict[str, Any]:
             "completed": progress.completed,
             "failed": progress.failed,
         },
+        "usage": None if progress.in_progress_at is None else _usage(progress),
         "metadata": dict(request.metadata) or None,
     }
 
 
-def _status(batch: Batch) -> str:
-    if batch.cancelling_at is not None and not batch.progress.status.final:
-        return "cancelling"
-    return batch.progress.status.value
+def _usage(progress: BatchProgress) -> dict[str, Any]:
+    return {
+        "input_tokens": progress.input_tokens,
+        "input_tokens_details": {"cached_tokens": progress.cached_tokens},
+        "output_tokens": progress.output_tokens,
+        "output_tokens_details": {"reasoning_tokens": progress.reasoning_tokens},
+        "total_tokens": progress.input_tokens + progress.output_tokens,
+    }
 
 
 def page(

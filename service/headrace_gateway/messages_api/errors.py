@@ -1,4 +1,6 @@
-"""Errors as Anthropic's clients read them: `{"type": "error", "error": {type, message}}`."""
+"""Errors as Anthropic's clients read them: `{"type": "error", "error": {type, message}}`; and the
+header in which they look for a request's name.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -31,6 +33,14 @@ def anthropic_error(error: ApiError) -> dict[str, Any]:
 
 def body_at(path: str, error: ApiError) -> dict[str, Any]:
     """The error's body in the form of the API that the path is of."""
-    if path == PATH or path.startswith(f"{PATH}/"):
-        return anthropic_error(error)
-    return error.body
+    return anthropic_error(error) if _is_anthropics(path) else error.body
+
+
+def named_at(path: str, name: str) -> dict[str, str]:
+    """The headers that tell clients a request's name, by which logs have it."""
+    named = {"x-request-id": name}
+    return {**named, "request-id": name} if _is_anthropics(path) else named
+
+
+def _is_anthropics(path: str) -> bool:
+    return path == PATH or path.startswith(f"{PATH}/")

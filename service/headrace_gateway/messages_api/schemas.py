@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr, WithJsonSchema
 
-from ..chat_messages import Body, FunctionName
-from ..schemas import MAX_MESSAGES, MAX_TOOLS, UNSUPPORTED, GenerationBody
+from ..chat_messages import NO_SERVER_TOOLS, Body, FunctionName, nothing_but
+from ..schemas import LEAVE_OUT, MAX_MESSAGES, MAX_TOOLS, UNSUPPORTED, GenerationBody
 
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
@@ -72,7 +72,7 @@ class MessageParam(Body):
 
 
 class ToolParam(Body):
-    type: Literal["custom"] | None = None
+    type: Annotated[Literal["custom"] | None, nothing_but("custom", NO_SERVER_TOOLS)] = None
     name: FunctionName
     description: StrictStr | None = None
     input_schema: dict[str, Any]
@@ -154,7 +154,15 @@ NOT_IN_MESSAGES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "container": ((), "this server runs no tools itself"),
     "mcp_servers": (([],), "this server runs no tools itself"),
     "context_management": ((), "shorten the messages yourself"),
-    "inference_geo": ((), "leave it out"),
+    "billing_policy": ((), LEAVE_OUT),
+    "compaction": ((), "shorten the messages yourself"),
+    "diagnostics": ((), "usage says how much of the prompt was cached"),
+    "fallback_credit_token": ((), LEAVE_OUT),
+    "fallbacks": (([],), "ask the other model when this one fails"),
+    "inference_geo": ((), LEAVE_OUT),
+    "thread": ((), "send the whole conversation"),
+    "user_profile_id": ((), "name the user in metadata.user_id"),
+    "workspace_id": ((), "an API key has one tenant, and needs no other name"),
     "speed": (("standard",), "use priority"),
     "stop": ((), "use stop_sequences"),
     "n": ((1,), "use /v1/chat/completions"),

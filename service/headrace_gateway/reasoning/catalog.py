@@ -8,6 +8,8 @@ from headrace_common.tokenizer import Tokenizer
 from .think import Begin, ThinkParser
 
 DEEPSEEK_R1, QWEN3, MISTRAL = "deepseek_r1", "qwen3", "mistral"
+DEEPSEEK_V3, GLM45, KIMI_K2 = "deepseek_v3", "glm45", "kimi_k2"
+MINIMAX_M2, SEED_OSS = "minimax_m2", "seed_oss"
 # Of the prompt's end, to see whether the template has opened or closed the reasoning.
 _TAIL_TOKENS = 24
 
@@ -21,16 +23,24 @@ class Family:
     otherwise_inside: bool = False
 
 
+_THINK = Family("<think>", "</think>")
+_THINK_AT_ONCE = Family("<think>", "</think>", otherwise_inside=True)
+
 FAMILIES: Mapping[str, Family] = {
-    DEEPSEEK_R1: Family("<think>", "</think>", otherwise_inside=True),
-    QWEN3: Family("<think>", "</think>"),
+    DEEPSEEK_R1: _THINK_AT_ONCE,
+    DEEPSEEK_V3: _THINK,
+    GLM45: _THINK,
+    KIMI_K2: _THINK,
+    MINIMAX_M2: _THINK_AT_ONCE,
     MISTRAL: Family("[THINK]", "[/THINK]"),
+    QWEN3: _THINK,
+    SEED_OSS: Family("<seed:think>", "</seed:think>"),
 }
 
 
 def detect_reasoning_parser(template: str) -> str | None:
     """The name of the parser for a template that knows reasoning; else None."""
-    for name in (QWEN3, MISTRAL):
+    for name in (QWEN3, MISTRAL, SEED_OSS):
         if FAMILIES[name].closing in template:
             return name
     return None

@@ -3,12 +3,21 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool, StrictInt, StrictStr, WithJsonSchema
+from pydantic import Field, StrictBool, StrictInt, StrictStr, Tag, WithJsonSchema
 
 from headrace_common.sampling import MAX_LOGPROBS
 
-from ..chat_messages import Body, FunctionName
-from ..schemas import MAX_TOOLS, UNSUPPORTED, GenerationBody
+from ..chat_messages import (
+    BY_FORM,
+    NO_SERVER_TOOLS,
+    NO_SUCH_CHOICE,
+    Body,
+    FunctionName,
+    Off,
+    ToolMode,
+    nothing_but,
+)
+from ..schemas import LEAVE_OUT, MAX_TOOLS, UNSUPPORTED, GenerationBody
 
 MAX_METADATA = 16
 LOGPROBS = "message.output_text.logprobs"
@@ -21,7 +30,7 @@ _Input = Annotated[
 
 
 class FunctionTool(Body):
-    type: Literal["function"]
+    type: Annotated[Literal["function"], nothing_but("function", NO_SERVER_TOOLS)]
     name: FunctionName
     description: StrictStr | None = None
     parameters: dict[str, Any] | None = None
@@ -29,7 +38,7 @@ class FunctionTool(Body):
 
 
 class NamedFunction(Body):
-    type: Literal["function"]
+    type: Annotated[Literal["function"], nothing_but("function", NO_SUCH_CHOICE)]
     name: FunctionName
 
 
@@ -57,7 +66,7 @@ class ReasoningOptions(Body):
 
 
 class ResponseStreamOptions(Body):
-    include_obfuscation: Literal[False] = False
+    include_obfuscation: Off = False
 
 
 class ResponsesRequest(GenerationBody):
@@ -75,7 +84,7 @@ class ResponsesRequest(GenerationBody):
     top_logprobs: StrictInt | None = Field(None, ge=0, le=MAX_LOGPROBS)
     include: list[Literal["message.output_text.logprobs"]] | None = None
     tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: Annotated[ToolMode | Annotated[NamedFunction, Tag("dict")], BY_FORM] | None = None
     parallel_tool_calls: StrictBool = True
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -100,11 +109,12 @@ class ResponsesRequest(GenerationBody):
 
 NOT_IN_RESPONSES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     **UNSUPPORTED,
+    "access_programs": ((), LEAVE_OUT),
+    "image": ((), "this server reads and writes text only"),
     "conversation": ((), "use previous_response_id"),
     "prompt": ((), "send the prompt's text as instructions and input"),
     "max_tool_calls": ((), "this server runs no tools itself"),
     "context_management": ((), "shorten the input yourself"),
-    "moderation": ((), "leave it out"),
     "stop": ((), "use /v1/chat/completions"),
     "n": ((1,), "use /v1/chat/completions"),
 }

@@ -62,7 +62,9 @@ async def create_chat_completion(request: Request, services: WithServices) -> Re
 
 
 def _view(body: ChatRequest) -> PromptView | None:
-    return None if body.prompt_logprobs is None else PromptView(logprobs=body.prompt_logprobs)
+    if body.prompt_logprobs is None and not body.counts:
+        return None
+    return PromptView(logprobs=body.prompt_logprobs, counts=body.counts)
 
 
 def _sampling(body: ChatRequest) -> SamplingParams:

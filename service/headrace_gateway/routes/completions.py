@@ -66,7 +66,7 @@ def _sampling(body: CompletionRequest) -> SamplingParams:
 
 
 def _view(body: CompletionRequest) -> PromptView | None:
-    if not body.echo and body.prompt_logprobs is None:
+    if not body.echo and body.prompt_logprobs is None and not body.counts:
         return None
     only = body.echo and body.max_tokens == 0
-    return PromptView(echo=body.echo, only=only, logprobs=body.prompt_logprobs)
+    return PromptView(echo=body.echo, only=only, logprobs=body.prompt_logprobs, counts=body.counts)

@@ -1,30 +1,60 @@
 """POST /v1/embeddings."""
 
 import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from fastapi import APIRouter, Request, Response
 
-from headrace_common.keys import new_request_id
 from headrace_common.messages import GenerateRequest
 from headrace_common.pooling import PoolingParams
+from headrace_common.protocol.store import StoredRequest
 from headrace_common.sampling import SamplingParams
 
 from ..admission import Job
-from ..embeddings import EmbeddingExchange, EmbeddingRequest, EmbeddingResponse
-from ..errors import too_long
+from ..embeddings import (
+    EmbeddingExchange,
+    EmbeddingRequest,
+    EmbeddingResponse,
+    KeptEmbeddingResponse,
+    KeptExchange,
+)
+from ..errors import REQUEST_NAME, invalid, too_long
+from ..keeping import queue_id_of
+from ..kept_embeddings import OPERATION, KeptInputs, bytes_of
 from ..models import ServedModel
-from ..observation import RequestInfo
+from ..observation import Observation, RequestInfo
 from ..run import Usage
 from ..schemas import parse
 from ..services import Services, WithServices, client_request_id
 from ..tenants import tenancy_of
+from ..wishes import RESUMABLE_HEADER, Wish, fingerprint, wish_of
 from .documents import body_of
 
-OPERATION = "embeddings"
 # An engine that does not know embeddings makes one token and is found out.
 SAMPLING = SamplingParams(max_tokens=1)
 
 router = APIRouter()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A checked request. `request_id` is what its client knows it by. `wish` None: it lives as
+    long as its connection."""
+
+    services: Services
+    body: EmbeddingRequest
+    model: ServedModel
+    headers: Mapping[str, str]
+    wish: Wish | None
+    request_id: str
+    observation: Observation
+
+    @property
+    def answered(self) -> dict[str, str]:
+        """The response's headers."""
+        return {"x-request-id": client_request_id(self.headers) or self.request_id}
 
 
 @router.post("/v1/embeddings", openapi_extra=body_of(EmbeddingRequest))
@@ -33,10 +63,13 @@ async def create_embedding(request: Request, services: WithServices) -> Response
     body = parse(EmbeddingRequest, await request.body())
     model = await services.models.find(body.model)
     headers = dict(request.headers)
-    request_id, client_id = new_request_id(), client_request_id(headers)
+    wish = _wish(headers)
+    request_id = await services.admission.ids.new(model.queue, services.tenant)
+    if wish is not None:
+        request_id = await services.keeping.identify(wish, services.tenant)
     info = RequestInfo(
         request_id=request_id,
-        client_request_id=client_id,
+        client_request_id=client_request_id(headers),
         operation=OPERATION,
         model=model.name,
         sampling=SAMPLING,
@@ -46,19 +79,21 @@ async def create_embedding(request: Request, services: WithServices) -> Response
         key_id=None if services.caller is None else services.caller.key.id,
     )
     observation = services.observer.start(info)
+    asked = Asked(
+        services=services,
+        body=body,
+        model=model,
+        headers=headers,
+        wish=wish,
+        request_id=request_id,
+        observation=observation,
+    )
+    request.scope["state"][REQUEST_NAME] = asked.answered["x-request-id"]
     try:
-        tenancy = tenancy_of(services.caller, body)
-        job = Job(
-            request_id=request_id,
-            model=model,
-            prompts=await _encode(services, model, body),
-            sampling=SAMPLING,
-            priority=tenancy.priority,
-            tenant=tenancy.tenant,
-            cache_salt=tenancy.cache_salt,
-            trace=observation.trace,
-        )
-        requests = _requests(job, body, services.admission.lifetime(headers))
+        job = await _job(asked)
+        requests = await _requests(asked, job)
+        if wish is not None:
+            return await _kept(asked, job, services.keeping.lasting(requests, wish))
         limits = await services.reserve(job, requests, observation)
     except BaseException as error:
         observation.end(Usage(), getattr(error, "code", None) or "request_invalid")
@@ -69,9 +104,34 @@ async def create_embedding(request: Request, services: WithServices) -> Response
         requests=requests,
         encoding=body.encoding_format,
         observation=observation,
-        headers={"x-request-id": client_id or request_id, **limits},
+        headers={**asked.answered, **limits},
     )
     return EmbeddingResponse(exchange, services.delivery, services.drain)
+
+
+def _wish(headers: Mapping[str, str]) -> Wish | None:
+    wish = wish_of(headers, stream=False, background=False)
+    if wish is not None and wish.key is None:
+        raise invalid(
+            f"{RESUMABLE_HEADER}: embeddings have no stream to resume. Send an Idempotency-Key, "
+            "and the request again.",
+            param=RESUMABLE_HEADER,
+        )
+    return wish
+
+
+async def _job(asked: Asked) -> Job:
+    tenancy = tenancy_of(asked.services.caller, asked.body)
+    return Job(
+        request_id=asked.request_id,
+        model=asked.model,
+        prompts=await _encode(asked.services, asked.model, asked.body),
+        sampling=SAMPLING,
+        priority=tenancy.priority,
+        tenant=tenancy.tenant,
+        cache_salt=tenancy.cache_salt,
+        trace=asked.observation.trace,
+    )
 
 
 async def _encode(
@@ -92,11 +152,11 @@ async def _encode(
     return prompts
 
 
-def _requests(job: Job, body: EmbeddingRequest, lifetime: tuple[int, int]) -> list[GenerateRequest]:
-    created_ms, deadline_ms = lifetime
+async def _requests(asked: Asked, job: Job) -> list[GenerateRequest]:
+    created_ms, deadline_ms = asked.services.admission.lifetime(asked.headers)
     return [
         GenerateRequest(
-            request_id=new_request_id() if index else job.request_id,
+            request_id=await _queue_id(asked, job, index),
             model=job.model.queue,
             lora=job.model.lora,
             prompt_token_ids=tuple(prompt),
@@ -107,7 +167,50 @@ def _requests(job: Job, body: EmbeddingRequest, lifetime: tuple[int, int]) -> li
             cache_salt=job.cache_salt,
             priority=job.priority,
             trace=job.trace or {},
-            pooling=PoolingParams(dimensions=body.dimensions),
+            pooling=PoolingParams(dimensions=asked.body.dimensions),
         )
         for index, prompt in enumerate(job.prompts)
     ]
+
+
+async def _queue_id(asked: Asked, job: Job, index: int) -> str:
+    ids = asked.services.admission.ids
+    if asked.wish is not None:
+        shard = await ids.shard(job.model.queue, job.tenant)
+        return f"{queue_id_of(asked.request_id, shard)}.{index}"
+    return await ids.new(job.model.queue, job.tenant) if index else job.request_id
+
+
+async def _kept(asked: Asked, job: Job, requests: Sequence[GenerateRequest]) -> Response:
+    services = asked.services
+    embeddings, account = services.keeping.embeddings, services.account
+    size = bytes_of(requests, job.model.embedding_size)
+    kept = await embeddings.keep(_fresh(asked, requests), account, size)
+    try:
+        limits = await services.reserve(job, kept.to_run or requests, asked.observation)
+    except BaseException:
+        await embeddings.forget(kept, account)
+        raise
+    exchange = KeptExchange(
+        session=embeddings.open(kept, account, lambda: asked.observation.admitted(1)),
+        observation=asked.observation,
+        headers={**asked.answered, **limits, **_location(kept)},
+        admits=kept.fresh,
+    )
+    return KeptEmbeddingResponse(exchange, services.delivery, services.drain)
+
+
+def _fresh(asked: Asked, requests: Sequence[GenerateRequest]) -> StoredRequest:
+    return StoredRequest(
+        request_id=asked.request_id,
+        operation=OPERATION,
+        fingerprint=fingerprint(OPERATION, asked.body),
+        created=int(time.time()),
+        expires_ms=requests[0].deadline_ms + requests[0].keep_ms,
+        requests=tuple(requests),
+        form=asked.body.encoding_format,
+    )
+
+
+def _location(kept: KeptInputs) -> Mapping[str, str]:
+    return {"content-location": f"/v1/requests/{kept.stored.request_id}"}

@@ -1,4 +1,4 @@
-"""GET /health/live, /health/ready, /version.
+"""GET /health/live, /health/ready, /version; /health is the former by vLLM's name.
 
 Live: this process answers. Ready: some engine of some model, or of the one asked for, has made a
 step lately or could; a model that is scaled to zero must not make the others unreachable.
@@ -19,6 +19,9 @@ router = APIRouter()
 ANONYMOUS = "Not ready."
 
 
+@router.head("/health", include_in_schema=False)
+@router.get("/health")
+@router.head("/health/live", include_in_schema=False)
 @router.get("/health/live")
 async def live(services: WithServices) -> dict[str, str]:
     """Whether this process can go on; says nothing of the engines."""
@@ -28,6 +31,7 @@ async def live(services: WithServices) -> dict[str, str]:
     return {"status": "ok"}
 
 
+@router.head("/health/ready", include_in_schema=False)
 @router.get("/health/ready")
 async def ready(services: WithServices, model: str | None = None) -> dict[str, str]:
     """Whether a request for `model`, or for any at all, would be worked on now; else 503 with the
@@ -40,6 +44,7 @@ async def ready(services: WithServices, model: str | None = None) -> dict[str, s
     return {"status": "ok"}
 
 
+@router.head("/version", include_in_schema=False)
 @router.get("/version")
 async def version(services: WithServices) -> dict[str, str]:
     return {"version": services.version}

@@ -10,6 +10,7 @@ from ..services import Services, WithServices
 router = APIRouter()
 
 
+@router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models")
 async def list_models(services: WithServices) -> dict[str, Any]:
     """All served models."""

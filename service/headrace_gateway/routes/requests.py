@@ -5,22 +5,22 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Request, Response
 
 from ..event_ids import START, parse_event_id, parse_position
-from ..kept import request_body
+from ..kept import View, request_content
 from ..services import WithServices
 
 router = APIRouter()
 
 
-@router.get("/v1/requests/{request_id}")
-async def retrieve_request(request_id: str, services: WithServices) -> dict[str, Any]:
+@router.get("/v1/requests/{request_id}", response_model=dict[str, Any])
+async def retrieve_request(request_id: str, services: WithServices) -> Response:
     """Where a request is; once it has completed, with its answer."""
-    return request_body(await services.keeping.view(request_id, services.tenant))
+    return _present(await services.keeping.view(request_id, services.tenant))
 
 
-@router.delete("/v1/requests/{request_id}")
-async def cancel_request(request_id: str, services: WithServices) -> dict[str, Any]:
+@router.delete("/v1/requests/{request_id}", response_model=dict[str, Any])
+async def cancel_request(request_id: str, services: WithServices) -> Response:
     """Ends a request, wherever it waits or runs; one that has ended stays as it is."""
-    return request_body(await services.keeping.cancel(request_id, services.tenant))
+    return _present(await services.keeping.cancel(request_id, services.tenant))
 
 
 @router.get("/v1/requests/{request_id}/events")
@@ -39,3 +39,7 @@ async def stream_request(
         had = parse_position(starting_after)
     headers = dict(request.headers)
     return await services.keeping.events(request_id, services.tenant, had, headers)
+
+
+def _present(view: View) -> Response:
+    return Response(request_content(view), media_type="application/json")

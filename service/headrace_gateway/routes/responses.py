@@ -146,10 +146,18 @@ async def list_input_items(
 
 
 async def _find(response_id: str, services: Services) -> View:
-    view = await services.keeping.view(response_id.removeprefix(ID_PREFIX), services.tenant)
+    try:
+        view = await services.keeping.view(response_id.removeprefix(ID_PREFIX), services.tenant)
+    except ApiError as error:
+        raise (_not_found() if error.status == 404 else error) from error
     if not response_id.startswith(ID_PREFIX) or view.stored.operation != RESPONSES.name:
-        raise ApiError(404, "There is no response of this id.", code="response_not_found")
+        raise _not_found()
     return view
+
+
+def _not_found() -> ApiError:
+    message = "There is no response of this id, or it is no longer kept."
+    return ApiError(404, message, code="response_not_found")
 
 
 async def _conversation(

@@ -1,6 +1,7 @@
 """What a parser of tool calls is, and the frame of those whose calls begin with a marker."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Protocol
 
 from ..parts import Part, PartList
@@ -37,12 +38,12 @@ class Body(Protocol):
 class MarkedParser(ABC):
     """Text with calls in it, each behind a marker. What only looks like a call stays text.
 
-    Space around calls goes with them.
+    Space around calls goes with them. `others` are further markers.
     """
 
-    def __init__(self, marker: str, parts: PartList) -> None:
+    def __init__(self, marker: str, parts: PartList, others: Sequence[str] = ()) -> None:
         self._parts = parts
-        self._search = MarkerSearch(marker)
+        self._search = MarkerSearch(marker, others=others)
         self._body: Body | None = None
 
     @abstractmethod

@@ -1,47 +1,123 @@
-"""The parsers of tool calls by name, and which one a model's chat template calls for."""
+"""The forms of tool calls by name: how each is read and held, and its signs in a template."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from headrace_common.structural_format import Format
 
 from ..parts import PartList
+from .arrays import ArrayParser, array_format
 from .base import ToolParser
-from .hermes import OPEN, HermesParser
-from .llama3_json import TAG, Llama3JsonParser
-from .mistral import MARKER, MistralParser
-from .pythonic import START, PythonicParser
+from .element_format import element_format
+from .element_parser import ElementParser, Kinds
+from .elements import (
+    ELEMENTS,
+    GLM45,
+    GLM47,
+    MINIMAX_M2,
+    QWEN3_CODER,
+    SEED_OSS,
+)
+from .held import Held
+from .hermes import CLOSE, OPEN, HermesParser, hermes_format
+from .llama3_json import TAG, Llama3JsonParser, llama3_json_format
+from .mistral import MARKER, MistralParser, mistral_format
+from .pythonic import END, START, PythonicParser, pythonic_format
+from .sections import (
+    ARGUMENTS,
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    KIMI_K2,
+    SECTIONS,
+    SEPARATOR,
+    SectionParser,
+    section_format,
+)
 
 HERMES, LLAMA3_JSON, MISTRAL, PYTHONIC = "hermes", "llama3_json", "mistral", "pythonic"
+LLAMA4_PYTHONIC = "llama4_pythonic"
+GRANITE, PHI4_MINI, JAMBA, HUNYUAN = "granite", "phi4_mini_json", "jamba", "hunyuan_a13b"
+_ARRAYS: Mapping[str, tuple[str, str]] = {
+    GRANITE: ("<|tool_call|>", ""),
+    PHI4_MINI: ("functools", ""),
+    JAMBA: ("<tool_calls>", "</tool_calls>"),
+    HUNYUAN: ("<tool_calls>", "</tool_calls>"),
+}
 
-PARSERS: Mapping[str, Callable[[PartList, Collection[str]], ToolParser]] = {
-    HERMES: lambda parts, _: HermesParser(parts),
+Maker = Callable[[PartList, Kinds], ToolParser]
+
+
+def _whatever_tools(make: Callable[[PartList], ToolParser]) -> Maker:
+    """For forms that are read without knowing the tools."""
+    return lambda parts, _: make(parts)
+
+
+# Each makes a parser; it is given the tools' names, with how their arguments are written.
+PARSERS: Mapping[str, Maker] = {
+    HERMES: _whatever_tools(HermesParser),
     LLAMA3_JSON: Llama3JsonParser,
-    MISTRAL: lambda parts, _: MistralParser(parts),
+    MISTRAL: _whatever_tools(MistralParser),
     PYTHONIC: PythonicParser,
+    LLAMA4_PYTHONIC: PythonicParser,
+    **{name: _whatever_tools(partial(ArrayParser, *markers)) for name, markers in _ARRAYS.items()},
+    **{
+        name: _whatever_tools(partial(SectionParser, section)) for name, section in SECTIONS.items()
+    },
+    **{name: partial(ElementParser, form) for name, form in ELEMENTS.items()},
+}
+
+# What texts with calls of given functions must match. Raises StructuredOutputError.
+FORMATS: Mapping[str, Callable[[Held], Format]] = {
+    HERMES: hermes_format,
+    LLAMA3_JSON: llama3_json_format,
+    MISTRAL: mistral_format,
+    PYTHONIC: pythonic_format,
+    LLAMA4_PYTHONIC: pythonic_format,
+    **{
+        name: partial(array_format, marker=marker, closing=closing)
+        for name, (marker, closing) in _ARRAYS.items()
+    },
+    **{name: partial(section_format, section=section) for name, section in SECTIONS.items()},
+    **{name: partial(element_format, form=form) for name, form in ELEMENTS.items()},
 }
 
 # What a parser must see in the text, though it may be a special token.
 MARKERS: Mapping[str, tuple[str, ...]] = {
-    HERMES: (OPEN,),
+    HERMES: (OPEN, CLOSE),
     LLAMA3_JSON: (TAG,),
     MISTRAL: (MARKER, "[ARGS]", "[CALL_ID]"),
-    PYTHONIC: (START,),
+    PYTHONIC: (START, END),
+    LLAMA4_PYTHONIC: (START, END),
+    **_ARRAYS,
+    **{name: (*each.markers, SEPARATOR, ARGUMENTS) for name, each in SECTIONS.items()},
+    **{name: each.markers for name, each in ELEMENTS.items()},
 }
 
-# In this order: texts of which one in a template tells its form.
-_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
+# In this order: texts that are all in a template of this form. None: one that is not read here,
+# though it has a sign of another in it.
+_SIGNS: tuple[tuple[str | None, tuple[str, ...]], ...] = (
+    (MINIMAX_M2, (ELEMENTS[MINIMAX_M2].opening, "<invoke name=")),
+    (SEED_OSS, (ELEMENTS[SEED_OSS].opening, "<parameter=")),
+    (QWEN3_CODER, (OPEN, "<function=", "<parameter=")),
+    (GLM47, (OPEN, "</arg_key><arg_value>")),
+    (GLM45, (OPEN, "<arg_key>")),
+    (None, ("<function=",)),
+    (None, ("<arg_key>",)),
+    (KIMI_K2, (SECTIONS[KIMI_K2].opening,)),
+    (DEEPSEEK_V3, (SECTIONS[DEEPSEEK_V3].opening, "```json")),
+    (DEEPSEEK_V31, (SECTIONS[DEEPSEEK_V31].opening,)),
     (MISTRAL, (MARKER,)),
     (HERMES, (OPEN,)),
-    (PYTHONIC, (START, "[func_name1(")),
-    (LLAMA3_JSON, (TAG, '"parameters": dictionary')),
+    (PYTHONIC, (START,)),
+    (PYTHONIC, ("[func_name1(",)),
+    (LLAMA3_JSON, (TAG,)),
+    (LLAMA3_JSON, ('"parameters": dictionary',)),
 )
-# Forms that have a sign of another one in them but are not read here.
-_OTHERS = ("<function=", "<arg_key>", "<|tool_calls_section_begin|>", "<｜tool▁calls▁begin｜>")
 
 
 def detect_tool_parser(template: str) -> str | None:
     """The name of the parser for the calls that a template writes; None where it is not known."""
-    if any(sign in template for sign in _OTHERS):
-        return None
     for name, signs in _SIGNS:
-        if any(sign in template for sign in signs):
+        if all(sign in template for sign in signs):
             return name
     return None

@@ -6,8 +6,22 @@ known tool is a call.
 
 from collections.abc import Collection
 
+from headrace_common.structural_format import (
+    AnyText,
+    Choice,
+    Const,
+    Format,
+    Json,
+    Pattern,
+    Repeat,
+    Rule,
+    Rules,
+    Tag,
+)
+
 from ..parts import Part, PartList
 from .call_object import CallObject, Status
+from .held import Function, Held, sequence
 from .scanning import skip_space
 
 TAG = "<|python_tag|>"
@@ -74,3 +88,72 @@ class Llama3JsonParser:
     def _give_up(self, text: str) -> str:
         self._plain, self._held, self._call = True, "", None
         return text
+
+
+_SPACE = r"[ \t\r\n]*"
+_BRACE = Pattern(rf"{_SPACE}\{{{_SPACE}")
+_TYPE = '"type": "function", '
+
+
+def llama3_json_format(held: Held) -> Format:
+    """The text is calls; or an object that has no name, with text behind it or not; or text."""
+
+    def call(function: Function) -> Format:
+        begin = f'"name": {function.quoted}, "parameters": '
+        return Tag(begin, Rule(function.name), "}")
+
+    one = held.each(call)
+    behind: tuple[Format, ...] = ()
+    if not held.once:
+        again = Choice((one, sequence(Const(_TYPE), one)))
+        behind = (Repeat(sequence(Pattern(r"(; ?|\n)?\{"), again), optional=True),)
+    rules = {function.name: function.arguments for function in held.functions}
+    if held.forced:
+        return Rules(rules, sequence(Const("{"), one, *behind))
+    calls = sequence(one, *behind)
+    return Rules(
+        rules,
+        Choice(
+            (
+                sequence(_BRACE, Choice((calls, _typed(calls), _free(_key("name", "type"))))),
+                sequence(Const(TAG), _BRACE, Choice((calls, sequence(Const(_TYPE), calls)))),
+                AnyText(rf'{_SPACE}\{{{_SPACE}"|{_SPACE}<\|python_tag\|>'),
+            )
+        ),
+    )
+
+
+def _typed(calls: Format) -> Format:
+    """An object that begins with its type: a call, which some models write so, or none."""
+    return Tag('"type": ', Choice((sequence(Const('"function", '), calls), _free_value())))
+
+
+def _free(key: Pattern) -> Format:
+    """A pair of an object that is no call, and all behind it."""
+    return sequence(key, Pattern(rf"{_SPACE}:{_SPACE}"), _free_value())
+
+
+def _free_value() -> Format:
+    others = Repeat(
+        sequence(
+            Pattern(rf"{_SPACE},{_SPACE}"), _key("name"), Pattern(rf"{_SPACE}:{_SPACE}"), Json({})
+        ),
+        optional=True,
+    )
+    return sequence(Json({}), others, Pattern(rf"{_SPACE}\}}"), AnyText())
+
+
+def _key(*but: str) -> Pattern:
+    """Any string without escapes but these."""
+    return Pattern(f'"({_unlike(but)})"')
+
+
+def _unlike(words: Collection[str]) -> str:
+    heads = sorted({word[0] for word in words if word})
+    ways = [rf'[^{"".join(heads)}"\\][^"\\]*']
+    if "" not in words:
+        ways.append("")
+    for head in heads:
+        tails = [word[1:] for word in words if word[:1] == head]
+        ways.append(f"{head}({_unlike(tails)})")
+    return "|".join(ways)

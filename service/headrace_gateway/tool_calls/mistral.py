@@ -5,15 +5,19 @@ The newer tokenizers write `[TOOL_CALLS]f[ARGS]{...}`, with `[CALL_ID]...` befor
 
 import re
 
+from headrace_common.structural_format import Const, Format, Pattern, Tag
+
 from ..parts import PartList
+from .arrays import array_format
 from .base import Body, MarkedParser
 from .call_array import CallArray
 from .call_object import Status
-from .scanning import JsonValueScanner, skip_space
+from .held import Function, Held, sequence
+from .named_call import NAME, NamedCall
+from .scanning import skip_space
 
-MARKER = "[TOOL_CALLS]"
-_HEAD = re.compile(r"\s*([\w.:/-]{1,128})\s*(?:\[CALL_ID\]\w{1,64})?(?:\[ARGS\])?\s*", re.ASCII)
-_MAX_HEAD_CHARS = 256
+MARKER, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_HEAD = re.compile(rf"\s*({NAME})\s*(?:\[CALL_ID\]\w{{1,64}})?(?:\[ARGS\])?\s*", re.ASCII)
 _NAME_START = re.compile(r"\w", re.ASCII)
 
 
@@ -31,7 +35,7 @@ class _Body:
     def __init__(self, parts: PartList) -> None:
         self._parts = parts
         self._space = ""
-        self._form: CallArray | _NamedCall | None = None
+        self._form: CallArray | NamedCall | None = None
 
     @property
     def status(self) -> Status:
@@ -53,48 +57,19 @@ class _Body:
             if not text:
                 return ""
             named = _NAME_START.match(text) is not None
-            self._form = _NamedCall(self._parts) if named else CallArray(self._parts)
+            self._form = NamedCall(self._parts, _HEAD) if named else CallArray(self._parts)
         return self._form.push(text)
 
 
-class _NamedCall:
-    """`f{...}`, as a Body."""
+def mistral_format(held: Held) -> Format:
+    """The form that the model's template writes."""
+    if ARGS not in held.template:
+        return array_format(held, MARKER)
 
-    def __init__(self, parts: PartList) -> None:
-        self.status = Status.OPEN
-        self.committed = False
-        self.raw = ""
-        self._parts = parts
-        self._scanner = JsonValueScanner("{")
+    def tag(function: Function) -> Tag:
+        if CALL_ID not in held.template:
+            return Tag(f"{MARKER}{function.name}{ARGS}", function.arguments)
+        behind = sequence(Pattern("[A-Za-z0-9]{9}"), Const(ARGS), function.arguments)
+        return Tag(f"{MARKER}{function.name}{CALL_ID}", behind)
 
-    def push(self, text: str) -> str:
-        if not self.committed:
-            text = self._head(text)
-        return self._arguments(text) if self.committed and text else text
-
-    def _head(self, text: str) -> str:
-        """Reads up to the arguments. The first brace decides."""
-        at = text.find("{")
-        end = len(text) if at < 0 else at
-        self.raw += text[:end]
-        if len(self.raw) > _MAX_HEAD_CHARS:
-            cut = len(self.raw) - _MAX_HEAD_CHARS
-            self.status, self.raw, end = Status.FAILED, self.raw[:-cut], end - cut
-        elif at >= 0:
-            self._begin()
-        return text[end:]
-
-    def _begin(self) -> None:
-        found = _HEAD.fullmatch(self.raw)
-        if found is None:
-            self.status = Status.FAILED
-            return
-        self.committed, self.raw = True, ""
-        self._parts.start(found[1])
-
-    def _arguments(self, text: str) -> str:
-        end, complete = self._scanner.scan(text, 0)
-        self._parts.arguments(text[:end])
-        if complete:
-            self.status = Status.DONE
-        return text[end:]
+    return held.tagged(MARKER, [*map(tag, held.functions)])

@@ -5,10 +5,30 @@ Each call is passed on when it is complete, its arguments as JSON.
 
 import ast
 import json
+import keyword
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from headrace_common.structural_format import (
+    AnyText,
+    Choice,
+    Const,
+    Format,
+    Json,
+    Listed,
+    Pattern,
+    Repeat,
+    Rule,
+    Rules,
+    Tag,
+)
+from headrace_common.structural_grammar import escaped
+from headrace_common.structured import StructuredOutputError
 
 from ..parts import Part, PartList
+from .arguments import parameters
+from .held import Function, Held, sequence
 from .scanning import skip_space
 
 START, END = "<|python_start|>", "<|python_end|>"
@@ -166,14 +186,46 @@ def _parsed(text: str) -> tuple[str, str] | None:
         call = ast.parse(text, mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
             return None
+        source = _Source(text)
         arguments = {}
-        for keyword in call.keywords:
-            if keyword.arg is None:
+        for each in call.keywords:
+            if each.arg is None:
                 return None
-            arguments[keyword.arg] = ast.literal_eval(_Constants().visit(keyword.value))
-        return ast.unparse(call.func), json.dumps(arguments, ensure_ascii=False)
+            arguments[each.arg] = _value(source.of(each.value), each.value)
+        written = (f"{json.dumps(name)}: {value}" for name, value in arguments.items())
+        return ast.unparse(call.func), f"{{{', '.join(written)}}}"
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
+
+
+class _Source:
+    """Where the nodes of a text's tree are written in it; they count lines and bytes."""
+
+    def __init__(self, text: str) -> None:
+        self._lines = text.encode().splitlines(keepends=True)
+
+    def of(self, node: ast.expr) -> str | None:
+        """What was written, where it is in one line."""
+        if node.end_lineno != node.lineno:
+            return None
+        return self._lines[node.lineno - 1][node.col_offset : node.end_col_offset].decode()
+
+
+def _value(written: str | None, node: ast.expr) -> str:
+    """As JSON. What is JSON already stays as it is; Python reads some of it differently."""
+    if written is not None:
+        try:
+            json.loads(written, parse_constant=_refuse)
+        except (ValueError, RecursionError):
+            pass
+        else:
+            return written
+    value = ast.literal_eval(_Constants().visit(node))
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")
 
 
 class _Constants(ast.NodeTransformer):
@@ -181,3 +233,90 @@ class _Constants(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_CONSTANTS[node.id]) if node.id in _CONSTANTS else node
+
+
+def pythonic_format(held: Held) -> Format:
+    """The text is a list of calls; or text that begins no such list."""
+    for function in held.functions:
+        _check_name(function)
+    return Rules(
+        {function.name: _arguments(function) for function in held.functions},
+        sequence(Const("["), held.each(_call), *_behind_first(held), Const("]"))
+        if held.forced
+        else _calls_or_text(held),
+    )
+
+
+def _calls_or_text(held: Held) -> Format:
+    calls = sequence(held.each(_first), *_behind_first(held), Const("]"))
+    names = "|".join(escaped(function.name) for function in held.functions)
+    marker, space = escaped(START), r"[ \t\r\n]*"
+    text = AnyText(rf"{space}{marker}|{space}\[{space}({names}){space}\(")
+    if START not in held.template:
+        return Choice((calls, text))
+    behind = _behind_first(held)
+    marked = sequence(Const(f"{START}["), held.each(_call), *behind, Const(f"]{END}"))
+    return Choice((calls, marked, text))
+
+
+def _first(function: Function) -> Format:
+    head = Pattern(rf"[ \t\r\n]*\[{escaped(function.name)}\(")
+    return sequence(head, Rule(function.name), Const(")"))
+
+
+def _call(function: Function) -> Format:
+    return Tag(f"{function.name}(", Rule(function.name), ")")
+
+
+def _behind_first(held: Held) -> tuple[Format, ...]:
+    if held.once:
+        return ()
+    return (Repeat(sequence(Const(", "), held.each(_call)), optional=True),)
+
+
+def _arguments(function: Function) -> Format:
+    if function.schema is None:
+        pair = sequence(Pattern(r"[a-z]\w{0,63}="), Json({}))
+        return Repeat(pair, Const(", "), optional=True)
+    found = parameters(function.name, function.schema)
+    for parameter in found:
+        if not _is_name(parameter.name):
+            raise StructuredOutputError(
+                "json",
+                f"parameter {parameter.name!r:.80} of {function.name} is no name in Python, as "
+                "calls of this model are written: rename it, or leave strict out",
+            )
+    if not found:
+        return sequence()
+    return Listed(
+        tuple(Tag(f"{each.name}=", _python(each.schema)) for each in found),
+        tuple(number for number, each in enumerate(found) if each.required),
+        ", ",
+    )
+
+
+def _python(schema: Mapping[str, Any]) -> Format:
+    """A value as JSON, which the parser reads too; the plain words as in Python."""
+    match schema.get("type"):
+        case "boolean" if "enum" not in schema and "const" not in schema:
+            return Choice((Const("True"), Const("False")))
+        case "null":
+            return Const("None")
+        case [*types] if "null" in types and len(types) > 1 and "enum" not in schema:
+            others = [each for each in types if each != "null"]
+            return Choice((Json({**schema, "type": others}), Const("None")))
+        case _:
+            return Json(schema)
+
+
+def _check_name(function: Function) -> None:
+    if not all(map(_is_name, function.name.split("."))):
+        raise StructuredOutputError(
+            "json",
+            f"{function.name!r} is no name in Python, as calls of this model are written: rename "
+            "it, or leave strict out",
+        )
+
+
+def _is_name(text: str) -> bool:
+    return text.isascii() and text.isidentifier() and not keyword.iskeyword(text)

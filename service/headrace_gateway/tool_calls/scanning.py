@@ -4,6 +4,7 @@ Every result depends on the characters alone, never on how the text is cut.
 """
 
 import re
+from collections.abc import Sequence
 
 SPACE = " \t\r\n"
 # Spaces before a marker that are held back, so that they can go with it.
@@ -58,11 +59,15 @@ class JsonValueScanner:
 
 
 class MarkerSearch:
-    """Looks for a marker in text; holds back what may be its beginning, and the space before it."""
+    """Looks for a marker in text; holds back what may be its beginning, and the space before it.
 
-    def __init__(self, marker: str, space: str = SPACE) -> None:
+    With `others` it looks for the first of several; `marker` is the one that was found last.
+    """
+
+    def __init__(self, marker: str, space: str = SPACE, others: Sequence[str] = ()) -> None:
         self.marker = marker
         self.held = ""
+        self._markers = (marker, *others)
         self._space = space
 
     def push(self, text: str) -> tuple[str, str | None]:
@@ -71,14 +76,20 @@ class MarkerSearch:
         When it is found, `held` is the space that was before it.
         """
         seen = self.held + text
-        at = seen.find(self.marker)
+        at, marker = self._first(seen)
         if at >= 0:
             shown = self._before_space(seen, at)
-            self.held = seen[shown:at]
-            return seen[:shown], seen[at + len(self.marker) :]
-        shown = self._before_space(seen, len(seen) - beginning_length(seen, self.marker))
+            self.held, self.marker = seen[shown:at], marker
+            return seen[:shown], seen[at + len(marker) :]
+        begun = max(beginning_length(seen, each) for each in self._markers)
+        shown = self._before_space(seen, len(seen) - begun)
         self.held = seen[shown:]
         return seen[:shown], None
+
+    def _first(self, text: str) -> tuple[int, str]:
+        """Where the first of the markers is, and which; a position of -1 where none is."""
+        places = [(text.find(each), each) for each in self._markers]
+        return min((place for place in places if place[0] >= 0), default=places[0])
 
     def flush(self) -> str:
         """What is held back; nothing is afterwards."""

@@ -74,10 +74,11 @@ class Scene:
         dtype: torch.dtype,
         device: torch.device = CPU,
         blocks: int = BLOCKS,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         self.case, self.backend = case, backend
         self.generator = torch.Generator().manual_seed(5)
-        self.spec = KVSpec(case.kv_heads, case.dim, case.block_size, dtype, device)
+        self.spec = KVSpec(case.kv_heads, case.dim, case.block_size, dtype, device, cache_dtype)
         self.cache: LayerCache = backend.allocate(blocks, self.spec)
         lengths = [start + new for start, new in case.runs]
         self.keys = [self.random(length, case.kv_heads) for length in lengths]

@@ -1,12 +1,13 @@
 """Queue backends for tests: the same handles over memory and over a real Valkey."""
 
+import math
 import time
 from dataclasses import replace
 from typing import Protocol
 
 from headrace_common import keys
 from headrace_common.messages import GenerateRequest
-from headrace_common.protocol.base import EngineQueue, EngineStatus, GatewayQueue
+from headrace_common.protocol.base import EngineQueue, EngineStatus, GatewayQueue, ShardQueue
 from headrace_common.protocol.client import Client
 from headrace_common.protocol.connection import Connection, ConnectionConfig
 from headrace_common.protocol.memory import MemoryBackend
@@ -18,6 +19,7 @@ from headrace_common.protocol.redis_gateway import RedisGatewayQueue
 from headrace_common.protocol.redis_registry import RedisModelRegistry
 from headrace_common.protocol.redis_store import RedisRequestStore
 from headrace_common.protocol.registry import ModelRegistry
+from headrace_common.protocol.sharded_engine import ShardedEngineQueue
 from headrace_common.protocol.store import RequestStore
 from headrace_common.sampling import SamplingParams
 
@@ -26,6 +28,8 @@ MODEL = "org/model-1"
 
 class Backend(Protocol):
     """Makes queues that share one store."""
+
+    shards: int
 
     def gateway(self, name: str = "g") -> GatewayQueue: ...
 
@@ -44,16 +48,21 @@ class Backend(Protocol):
 
 
 class InMemory:
-    """A Backend in this process."""
+    """A Backend in this process. Its engines take from the first `shards` of the model's queue."""
 
-    def __init__(self) -> None:
+    def __init__(self, shards: int = 1) -> None:
         self.store = MemoryBackend()
+        self.store.kept[MODEL] = (shards, math.inf)
+        self.shards = shards
 
     def gateway(self, name: str = "g") -> GatewayQueue:
         return MemoryGatewayQueue(self.store, name)
 
     def engine(self, name: str = "e", *, lease_ms: int = 60_000) -> EngineQueue:
-        return MemoryEngineQueue(self.store, name, MODEL, lease_ms=lease_ms)
+        def shard(number: int) -> ShardQueue:
+            return MemoryEngineQueue(self.store, name, MODEL, shard=number, lease_ms=lease_ms)
+
+        return ShardedEngineQueue(shard, self.shards, reap_every=0.0)
 
     def registry(self) -> ModelRegistry:
         return MemoryModelRegistry(self.store)
@@ -65,21 +74,24 @@ class InMemory:
         self.store.wipe()
 
     async def dead_letters(self) -> list[tuple[str, str]]:
-        return [(rid, why) for rid, why, _ in self.store.shards[MODEL].dead_letters]
+        shards = [self.store.shard(MODEL, number) for number in range(self.shards)]
+        return [(rid, why) for shard in shards for rid, why, _ in shard.dead_letters]
 
     async def close(self) -> None:
         """Nothing is held open."""
 
 
 class OverRedis:
-    """A Backend at a url; each queue has connections of its own, as in its own process."""
+    """A Backend at a url; each queue has connections of its own, as in its own process. Its engines
+    take from the first `shards` of the model's queue."""
 
-    def __init__(self, url: str, *, block: float = 10.0) -> None:
+    def __init__(self, url: str, *, block: float = 10.0, shards: int = 1) -> None:
+        self.shards = shards
         self.config = ConnectionConfig(url=url, block=block)
         self.keys = keys.ShardKeys(MODEL)
         self.connection = Connection(self.config)
         self._connections = [self.connection]
-        self._engines: list[RedisEngineQueue] = []
+        self._engines: list[EngineQueue] = []
 
     @property
     def client(self) -> Client:
@@ -94,10 +106,16 @@ class OverRedis:
         return connection
 
     def gateway(self, name: str = "g") -> GatewayQueue:
-        return RedisGatewayQueue(self.connect("gateway"), name)
+        shards = self.shards if self.shards > 1 else None
+        return RedisGatewayQueue(self.connect("gateway"), name, shards=shards)
 
     def engine(self, name: str = "e", *, lease_ms: int = 60_000) -> EngineQueue:
-        queue = RedisEngineQueue(self.connect("engine"), name, MODEL, lease_ms=lease_ms)
+        connection = self.connect("engine")
+
+        def shard(number: int) -> ShardQueue:
+            return RedisEngineQueue(connection, name, MODEL, shard=number, lease_ms=lease_ms)
+
+        queue = ShardedEngineQueue(shard, self.shards, reap_every=0.0)
         self._engines.append(queue)
         return queue
 
@@ -111,7 +129,12 @@ class OverRedis:
         await self.client.each("FLUSHALL")
 
     async def dead_letters(self) -> list[tuple[str, str]]:
-        found = await self.client.command("XRANGE", self.keys.dead_letters, "-", "+")
+        names = [keys.ShardKeys(MODEL, number).dead_letters for number in range(self.shards)]
+        found = [
+            letter
+            for name in names
+            for letter in await self.client.command("XRANGE", name, "-", "+")
+        ]
         return [(fields[b"r"].decode(), fields[b"why"].decode()) for _, fields in found]
 
     async def close(self) -> None:

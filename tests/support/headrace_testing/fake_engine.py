@@ -7,6 +7,7 @@ gateway (Takeover) where others may have run it, RESUME, run, publish, beat, FIN
 
 import asyncio
 import random
+import struct
 import zlib
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
@@ -116,7 +117,8 @@ class FakeRequest:
         most = self.lease.request.sampling.max_tokens or 16
         pooling = self.lease.request.pooling
         if pooling is not None and self.choices[0].finish_reason is None:
-            self.choices[0].embedding = bytes(4 * (pooling.dimensions or 8))
+            numbers = [rng.random() for _ in range(pooling.dimensions or 8)]  # never the same twice
+            self.choices[0].embedding = struct.pack(f"<{len(numbers)}f", *numbers)
             self.choices[0].finish_reason = "stop"
             return [self.tokens(0, 0)]
         for number, choice in enumerate(self.choices):

@@ -25,7 +25,8 @@ _PRELOADED = ["headrace_engine.__main__", "headrace_gateway.__main__"]
 class Forge:
     """Starts processes; safe to use from several threads.
 
-    `prepare` names a module whose `install` is called in each engine before its `main`.
+    `prepare` names a module whose `install` is called in each process with the name of the module
+    that it is to become.
     """
 
     def __init__(self, prepare: str | None = None) -> None:
@@ -38,8 +39,7 @@ class Forge:
         self, module: str, arguments: Sequence[str], log: Path, env: Mapping[str, str]
     ) -> Running:
         """A Starter."""
-        prepare = self._prepare if module == "headrace_engine" else None
-        given = (module, tuple(arguments), str(log), dict(env), prepare)
+        given = (module, tuple(arguments), str(log), dict(env), self._prepare)
         with self._lock:
             process = self._context.Process(target=_become, args=given, daemon=True)
             process.start()
@@ -86,7 +86,7 @@ def _become(
     os.environ.update(env)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if prepare is not None:
-        import_module(prepare).install()
+        import_module(prepare).install(module)
     code = import_module(f"{module}.__main__").main(list(arguments))
     sys.stdout.flush()
     sys.stderr.flush()

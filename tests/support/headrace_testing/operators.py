@@ -78,7 +78,7 @@ class Directory:
 
     scene: Scene
 
-    async def engines(self, model: str, shard: int) -> Sequence[EngineStatus]:
+    async def engines(self, model: str) -> Sequence[EngineStatus]:
         if self.scene.queue_down:
             raise BackendUnavailable("redis: connection refused")
         return self.scene.statuses

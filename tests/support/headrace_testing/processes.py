@@ -93,7 +93,7 @@ class HeadraceProcess:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def signal(self, number: signal.Signals) -> None:
+    def signal(self, number: int) -> None:
         self._process.send_signal(number)
 
     def kill(self) -> None:

@@ -223,13 +223,19 @@ def save_fp8(
                 small[area] = (weight[area] / scale).to(torch.float8_e4m3fn)
                 exact[area] = small[area].float() * scale
         packed[key], tensors[key] = small, exact
-        packed[f"{key}_scale_inv" if block else f"{key}_scale"] = scales
+        inverse = block and not compressed_tensors
+        packed[f"{key}_scale_inv" if inverse else f"{key}_scale"] = scales
     save_file(tensors, whole / FILE, {"format": "pt"})
     config: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     if block:
         config["weight_block_size"] = list(block)
     if compressed_tensors:
-        weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+        weights = {"num_bits": 8, "type": "float", "symmetric": True}
+        weights |= (
+            {"strategy": "block", "block_structure": list(block)}
+            if block
+            else {"strategy": "channel"}
+        )
         config = {
             "quant_method": "compressed-tensors",
             "format": "float-quantized",

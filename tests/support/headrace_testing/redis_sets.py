@@ -105,6 +105,32 @@ class SentinelSet:
         self.replica.stop()
 
 
+class GuardedSentinelSet(SentinelSet):
+    """Masters that write only while they have a replica: with a second one, never promoted itself,
+    a new master has one."""
+
+    def __init__(self, folder: Path, down_after_s: float = 1.0) -> None:
+        super().__init__(folder, down_after_s)
+        self.second = ValkeyServer(
+            folder / "c",
+            *("--replicaof", "127.0.0.1", str(self.master.port), "--replica-priority", "0"),
+            appendonly=False,
+        )
+
+    def start(self) -> None:
+        super().start()
+        self.second.start()
+        _until(lambda: self._synced(self.second), "the second replica to be in sync")
+        _until(lambda: len(ask(self.port, "SENTINEL", "REPLICAS", MASTER)) == 2, "Sentinel")
+        for server in (self.master, self.replica):
+            ask(server.port, "CONFIG", "SET", "min-replicas-to-write", 1)
+            ask(server.port, "CONFIG", "SET", "min-replicas-max-lag", 3)
+
+    def stop(self) -> None:
+        super().stop()
+        self.second.stop()
+
+
 class ClusterSet:
     """Three masters, and a replica of the first, or of each of the first `replicas`."""
 

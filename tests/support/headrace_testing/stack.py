@@ -80,6 +80,13 @@ class GatewayProcess(HeadraceProcess):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def ready(self) -> bool:
+        """Fails the test where the process has died."""
+        if not self.alive:
+            raise AssertionError(f"{self.name} ended:\n{self.log.read_text()[-4000:]}")
+        return _ready(self.url)
+
 
 class RedisServers(Protocol):
     """One server, or several that work together, not yet started."""
@@ -95,7 +102,8 @@ class RedisServers(Protocol):
 class Stack:
     """Processes over one checkpoint; `close` ends them all. `env` is theirs beside ours.
 
-    `servers` None is one Valkey, `valkey`. `start` starts engines and gateways.
+    `servers` None is one Valkey, `valkey`. `start` starts engines and gateways. Engines take from
+    `queue_shards` of the model's queue.
     """
 
     def __init__(
@@ -105,8 +113,10 @@ class Stack:
         env: Mapping[str, str] | None = None,
         servers: RedisServers | None = None,
         start: Starter = start_program,
+        queue_shards: int = 1,
     ) -> None:
         self._checkpoint = checkpoint
+        self._queue_shards = queue_shards
         self._folder = folder
         self._env = env
         self._start = start
@@ -123,26 +133,30 @@ class Stack:
         assert isinstance(self.servers, ValkeyServer)
         return self.servers
 
-    def add_engine(self, *flags: str) -> EngineProcess:
+    def add_engine(self, *flags: str, env: Mapping[str, str] | None = None) -> EngineProcess:
+        """`env` is its own beside all processes'."""
         engine = EngineProcess(
             self._checkpoint,
             self.redis_url,
             self._log("engine"),
+            *("--queue-shards", str(self._queue_shards)),
             *flags,
-            env=self._env,
+            env={**(self._env or {}), **(env or {})},
             start=self._start,
         )
         self.engines.append(engine)
         return engine
 
-    def add_gateway(self, *flags: str, port: int | None = None) -> GatewayProcess:
-        """`port` None is any that is free."""
+    def add_gateway(
+        self, *flags: str, port: int | None = None, env: Mapping[str, str] | None = None
+    ) -> GatewayProcess:
+        """`port` None is any that is free; `env` is its own beside all processes'."""
         gateway = GatewayProcess(
             self._checkpoint,
             self.redis_url,
             self._log("gateway"),
             *flags,
-            env=self._env,
+            env={**(self._env or {}), **(env or {})},
             start=self._start,
             port=port,
         )
@@ -159,7 +173,7 @@ class Stack:
             engine.await_log("engine ready")
         until(lambda: len(self.engine_status()) >= count, f"{count} engines in the queue")
         for gateway in self.gateways:
-            until(lambda g=gateway: _ready(g.url), f"{gateway.name} to be ready")  # type: ignore[misc]
+            until(lambda g=gateway: g.ready, f"{gateway.name} to be ready")  # type: ignore[misc]
 
     def engine_status(self) -> Sequence[EngineStatus]:
         async def ask() -> Sequence[EngineStatus]:

@@ -2,7 +2,7 @@
 -- ADMIT: puts a request in its queue, or attaches this gateway to one that is known.
 -- Repeating it changes nothing. Refused by Redis when that is out of memory.
 -- KEYS  1 record, 2 payload, 3 journal, 4 stats, 5 queue hi, 6 queue n, 7 queue lo, 8 wake-ups,
---       9 that of placed.lua, then those of fairness.lua
+--       9 that of placed.lua, then those of tenants.lua
 -- ARGV  1 request id, 2 gateway id, 3 fingerprint, 4 deadline (ms), 5 tokens, 6 prompt tokens,
 --       7 priority (1-3), 8 protocol version, 9 most waiting requests, 10 most waiting tokens,
 --       11 newest attempt seen (-1: first admission), 12 ms to keep behind the deadline,
@@ -40,17 +40,19 @@ end
 
 -- The first of the engines whose load is not more than a little above its share; '' where there is
 -- none (consistent hashing with bounded loads: Mirrokni et al., 2018).
-local function place(waiting)
+local function place()
   if #ARGV < 21 then return '' end
   local by_engine, total = running()
   local capacity = tonumber(ARGV[20])
-  total = total + waiting + 1
+  total = total + counts.w + 1
   for i = 21, #ARGV, 2 do
     local engine, own = ARGV[i], tonumber(ARGV[i + 1])
     local bound = math.ceil(tonumber(ARGV[18]) * total * own / capacity)
     if total <= capacity then bound = math.min(bound, own) end
     local load = by_engine[engine] or 0
-    for class = 1, 3 do load = load + redis.call('LLEN', placed_with(class, engine)) end
+    for class = 1, 3 do
+      if counts[WAITING[class]] > 0 then load = load + redis.call('LLEN', placed_with(class, engine)) end
+    end
     if load < bound then return engine end
   end
   return ''
@@ -78,6 +80,7 @@ if state then
   end
   if not is_queued(KEYS[4 + tonumber(v[8])], v[8], rid, v[7], tenant) then
     -- Its entry is lost: queue it again, for anybody. Whoever still runs it is fenced.
+    read_counts(stats)
     redis.call('HSET', record, 'st', 'queued', 'o', '', 'q', ARGV[7], 'mid', queued(), 'pe', '')
     return { 'attached', '', v[6], former }
   end
@@ -85,17 +88,19 @@ if state then
 end
 
 if ARGV[13] == '' then return { 'unknown' } end
-local waiting = redis.call('HMGET', stats, 'w', 'wt')
-local requests, tokens = tonumber(waiting[1] or 0), tonumber(waiting[2] or 0)
+read_counts(stats)
+local requests, tokens = counts.w, counts.wt
 local no_room = requests >= tonumber(ARGV[9])
   or (requests > 0 and tokens + tonumber(ARGV[5]) > tonumber(ARGV[10]))
 if seen < 0 and no_room then return { 'full', requests, tokens } end
-local of_tenant = tonumber(redis.call('ZSCORE', TENANTS, tenant) or 0)
 local most = tonumber(ARGV[17])
-if seen < 0 and most > 0 and of_tenant >= most then return { 'tenant', of_tenant } end
+if seen < 0 and most > 0 then
+  local of_tenant = tonumber(redis.call('ZSCORE', TENANTS, tenant) or 0)
+  if of_tenant >= most then return { 'tenant', of_tenant } end
+end
 
 local expires = tonumber(ARGV[4]) + tonumber(ARGV[12])
-local engine, now = place(requests), now_ms()
+local engine, now = place(), now_ms()
 local mid = queued()
 redis.call('HSET', record, 'st', 'queued', 'q', ARGV[7], 'mid', mid, 'a', math.max(seen, 0),
   'o', '', 'g', gateway, 'gs', '', 'je', '', 'f', 0, 'pn', 0, 'pt', 0, 'ph', 'w',

@@ -2,23 +2,25 @@
 -- CANCEL: ends a request whose answer nobody wants. A waiting one is never run; the engine of a
 -- running one must be told, and hears it with its next BEAT at the latest.
 -- KEYS  1 record, 2 payload, 3 journal, 4 stats, 5 queue hi, 6 queue n, 7 queue lo, 8 that of
---       placed.lua, then those of fairness.lua
+--       placed.lua, then those of tenants.lua
 -- ARGV  1 ms to keep the record, 2 request id
 -- Result  {state it is in now ("" where unknown), owner to tell or ""}
 local record = KEYS[1]
-local v = redis.call('HMGET', record, 'st', 'o', 'mid', 'q', 'tk', 'tn', 'pe')
+local v = redis.call('HMGET', record, 'st', 'o', 'mid', 'q', 'tk', 'tn', 'pe', 'kp')
 if not v[1] then return { '', '' } end
 if v[1] == 'cancelled' then return { v[1], v[2] } end
 if ended(v[1]) then return { v[1], '' } end
 
 local queue = KEYS[4 + tonumber(v[4])]
 if v[1] == 'queued' then
-  unqueue(KEYS[4], queue, v[4], ARGV[2], v[3], v[6] or 'default', v[5])
+  read_counts(KEYS[4])
+  unqueue(queue, tonumber(v[4]), ARGV[2], v[3], v[6] or 'default', v[5])
+  write_counts(KEYS[4])
   unplace(v[4], v[7], ARGV[2])
 else
   drop(queue, v[3])
 end
 redis.call('HSET', record, 'st', 'cancelled', 'why', 'cancelled')
-keep_record(record, KEYS[2], KEYS[3], ARGV[1])
+keep_record(record, KEYS[2], KEYS[3], ARGV[1], v[8])
 count_ending(KEYS[4], now_ms())
 return { 'cancelled', v[2] }

@@ -1,9 +1,9 @@
--- Helpers of the scripts that know of placement, put behind fairness.lua before them.
+-- Helpers of the scripts that know of placement, put behind tenants.lua before them.
 --
 -- A request keeps its place in the queue wherever it is placed: that only says which engine likely
 -- has the beginning of its prompt in its cache. For each engine and priority a list has the waiting
 -- requests that are placed with it.
--- The key before those of fairness.lua is the prefix of these lists.
+-- The key before those of tenants.lua is the prefix of these lists.
 local PLACED = KEYS[FAIR]
 
 local function placed_with(priority, engine)

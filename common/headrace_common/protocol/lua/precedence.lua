@@ -1,4 +1,4 @@
--- Helpers of TAKE, put behind placed.lua before it: what an engine does with a next request that is
+-- Helpers of TAKE, put behind leaving.lua and placed.lua before it: what an engine does with a next request that is
 -- placed with another.
 --
 -- It takes one of its own before that; else it leaves it to the other for as long as it is held; else
@@ -11,8 +11,14 @@ local WINDOW = 10 -- holds, within which one that goes before must have come
 local CHOICE = 4 -- how many of an engine's requests are looked at
 local TENANTS_SEEN = 16 -- tenants whose oldest waiting request is looked at
 
+local used_by = {} -- counters of tenants, as they are now; TAKE writes them
+
+-- Tokens that a tenant has used, as far as they count.
 local function used(tenant)
-  return tonumber(redis.call('HGET', COUNTERS, tenant) or 0)
+  if not used_by[tenant] then
+    used_by[tenant] = tonumber(redis.call('HGET', COUNTERS, tenant) or 0)
+  end
+  return used_by[tenant]
 end
 
 -- Whether a waiting request may go before the next one: r and v are HMGETs of st, mid, v, pk, tn, t.
@@ -38,8 +44,8 @@ local function first_own(engine, next_one, room, version)
 end
 
 -- Writes an engine's own request to the stream, and the next one, whose entry is gone, behind it.
-local function pass(stats, queue, next_one, rid, r)
-  unpark(stats, next_one.priority, r[5], rid)
+local function pass(queue, next_one, rid, r)
+  unpark(next_one.priority, r[5], rid)
   enter(queue, rid, r[3], r[6])
   enter(queue, next_one.rid, next_one.version, next_one.at)
   redis.call('HINCRBY', RECORDS .. next_one.rid, 'ps', 1)

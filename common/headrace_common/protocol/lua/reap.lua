@@ -25,7 +25,7 @@ local function fail(queue, id, rid, v, why)
     redis.call('PEXPIRE', payload, QUARANTINE)
     payload = journal
   end
-  keep_record(record, payload, journal, ttl)
+  keep_record(record, payload, journal, ttl, redis.call('HGET', record, 'kp'))
   count_ending(stats, now)
   endings[#endings + 1] = { rid, v[4], v[5], why }
 end

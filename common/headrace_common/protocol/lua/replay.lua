@@ -2,7 +2,7 @@
 -- REPLAY: queues a request of a dead letter again, as it was admitted. Its attempts go on counting,
 -- so that whoever ran it before is fenced, but its failures begin anew.
 -- KEYS  1 record, 2 payload, 3 journal, 4 stats, 5 dead letters, 6 queue hi, 7 queue n, 8 queue lo,
---       then those of fairness.lua
+--       then those of tenants.lua
 -- ARGV  1 request id, 2 id of its dead letter, 3 gateway id, 4 fingerprint, 5 deadline (ms),
 --       6 tokens, 7 prompt tokens, 8 priority (1-3), 9 protocol version,
 --       10 ms to keep behind the deadline, 11 payload, 12 ms to keep the record once it has ended,
@@ -17,6 +17,7 @@ local attempt = math.max(tonumber(v[2] or 0), tonumber(field(letter, 'a') or 0))
 local expires = tonumber(ARGV[5]) + tonumber(ARGV[10])
 redis.call('XDEL', letters, ARGV[2])
 local queue = KEYS[5 + tonumber(ARGV[8])]
+read_counts(stats)
 local mid = enqueue(stats, queue, tonumber(ARGV[8]), ARGV[1], ARGV[13], ARGV[6], ARGV[9])
 redis.call('DEL', record, journal)
 -- The journal is nobody's and empty: whoever takes it reads there that the client has nothing.

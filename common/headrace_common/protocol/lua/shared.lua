@@ -52,10 +52,10 @@ local function count_ending(stats, now)
   redis.call('HSET', stats, 'er', string.format('%.9g', rate), 'et', now, 'e0', v[3] or now)
 end
 
--- The record of an ended request stays for `ttl` ms, or as long as its gateway has asked for. Its
--- payload and journal go.
-local function keep_record(record, payload, journal, ttl)
+-- The record of an ended request stays for `ttl` ms, or as long as its gateway has asked for (`kp`).
+-- Its payload and journal go.
+local function keep_record(record, payload, journal, ttl, asked)
   redis.call('DEL', payload, journal)
-  local asked = tonumber(redis.call('HGET', record, 'kp') or 0)
-  redis.call('PEXPIRE', record, string.format('%.0f', math.max(tonumber(ttl), asked)))
+  local kept = math.max(tonumber(ttl), tonumber(asked or 0))
+  redis.call('PEXPIRE', record, string.format('%.0f', kept))
 end

@@ -8,8 +8,10 @@ import torch
 
 from ...errors import CheckpointError
 from ..tensor_files import Shape, TensorFiles
+from .float8_weight import Float8Weight
 from .weight import QuantizedWeight, usual_groups
 
+StoredWeight = QuantizedWeight | Float8Weight
 FLOATS = ("F16", "BF16", "F32")
 
 
@@ -36,8 +38,8 @@ class QuantizedFormat(Protocol):
     def tensors(self, module: str, shape: Shape, files: TensorFiles) -> Mapping[str, TensorSpec]:
         """The stored tensors that hold the module's weight of this shape (out, in)."""
 
-    def read(self, module: str, shape: Shape, files: TensorFiles) -> QuantizedWeight | torch.Tensor:
-        """The weight: quantised, or as floats [out, in]."""
+    def read(self, module: str, shape: Shape, files: TensorFiles) -> StoredWeight:
+        """The weight of this shape (out, in)."""
 
 
 def read_groups(name: str, inputs: int, count: int, files: TensorFiles) -> torch.Tensor | None:

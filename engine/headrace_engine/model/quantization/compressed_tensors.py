@@ -1,7 +1,7 @@
 """compressed-tensors checkpoints (llm-compressor): weights of 4 or 8 bits, whole or fp8.
 
-Only weights are taken as quantised: activations stay in the engine's dtype, which is never less
-exact. Sparse and two-dimensional-block formats are refused.
+Only weights are taken as quantised: where activations are rounded too is the engine's choice, not
+the checkpoint's. Sparse formats are refused, and blocks of whole numbers.
 """
 
 from collections.abc import Mapping
@@ -11,11 +11,13 @@ import torch
 
 from ..fields import Fields
 from ..tensor_files import Shape, TensorFiles
-from .base import FLOATS, TensorSpec, read_groups
+from .base import FLOATS, StoredWeight, TensorSpec, read_groups
+from .float8_weight import Float8Weight
 from .weight import WORD_BITS, QuantizedWeight, unpack_columns, unpack_rows
 
 PACKED, WHOLE, FLOAT = "pack-quantized", ("int-quantized", "naive-quantized"), "float-quantized"
 STRATEGIES = ("tensor", "channel", "group")
+BLOCK = "block"
 
 
 class CompressedTensors:
@@ -26,12 +28,16 @@ class CompressedTensors:
         weights = _weights(fields)
         kind = "float" if fields.get("format", "") == FLOAT else "int"
         weights.require("type", (kind,), default="int")
-        weights.require("strategy", STRATEGIES, default="channel")
+        strategies = STRATEGIES if kind == "int" else (*STRATEGIES, BLOCK)
+        weights.require("strategy", strategies, default="channel")
         weights.require("num_bits", (8,) if kind == "float" else (4, 8), default=8)
         self.whole_numbers = kind == "int"
         self._bits: int = weights.get("num_bits", 8)
         self._strategy: str = weights.get("strategy", "channel")
         self._group_size = weights.whole("group_size") if self._strategy == "group" else 0
+        self._down = 1
+        if self._strategy == BLOCK:
+            self._down, self._group_size = map(int, weights.numbers("block_structure", 2))
         self._packed = fields.get("format", "") == PACKED
         self._symmetric = weights.flag("symmetric", True)
 
@@ -54,12 +60,12 @@ class CompressedTensors:
             found[f"{module}.weight_g_idx"] = TensorSpec(((inputs,),), ("I32", "I64"))
         return found
 
-    def read(self, module: str, shape: Shape, files: TensorFiles) -> QuantizedWeight | torch.Tensor:
+    def read(self, module: str, shape: Shape, files: TensorFiles) -> StoredWeight:
         out, inputs = shape
         scales = files.load(f"{module}.weight_scale").float().reshape(-1, self._count(inputs))
-        scales = scales.expand(out, -1).contiguous()
+        scales = scales.repeat_interleave(self._down, dim=0)[:out].expand(out, -1).contiguous()
         if not self.whole_numbers:
-            return _scaled(files.load(f"{module}.weight").float(), scales)
+            return Float8Weight(files.load(f"{module}.weight"), scales, self._group_size or inputs)
         middle = 1 << (self._bits - 1)
         if self._packed:
             levels = unpack_columns(files.load(f"{module}.weight_packed"), self._bits)[:, :inputs]
@@ -93,10 +99,10 @@ class CompressedTensors:
             return ((), (1,), (1, 1))
         if self._strategy == "channel":
             return ((shape[0], 1), (shape[0],))
-        return ((shape[0], self._count(shape[1])),)
+        return ((-(-shape[0] // self._down), self._count(shape[1])),)
 
     def _count(self, inputs: int) -> int:
-        return -(-inputs // self._group_size) if self._strategy == "group" else 1
+        return -(-inputs // self._group_size) if self._group_size else 1
 
 
 def _weights(fields: Fields) -> Fields:
@@ -110,9 +116,3 @@ def _weights(fields: Fields) -> Fields:
     prefix = f"quantization_config.config_groups.{name}."
     group = Fields(fields.path, inner.object(name), prefix=prefix)
     return Fields(fields.path, group.object("weights"), prefix=f"{prefix}weights.")
-
-
-def _scaled(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """weight [out, in] times scales [out, groups]."""
-    out, groups = scales.shape
-    return (weight.view(out, groups, -1) * scales[..., None]).view(out, -1)

@@ -1,16 +1,15 @@
 """fp8 checkpoints: one scale for a matrix, or one for each block of 128 x 128 (DeepSeek, Qwen).
 
-Weights become floats of the engine's dtype when they are loaded.
+On GPUs they stay so, on CPUs they become floats of the engine's dtype when they are loaded.
 """
 
 from collections.abc import Mapping
 from typing import ClassVar
 
-import torch
-
 from ..fields import Fields
 from ..tensor_files import Shape, TensorFiles
 from .base import FLOATS, TensorSpec
+from .float8_weight import Float8Weight
 
 # Names of the scale in checkpoints of different makers; all multiply.
 SCALES = ("weight_scale_inv", "weight_scale")
@@ -43,15 +42,15 @@ class FP8:
             scale: TensorSpec(shapes, FLOATS),
         }
 
-    def read(self, module: str, shape: Shape, files: TensorFiles) -> torch.Tensor:
+    def read(self, module: str, shape: Shape, files: TensorFiles) -> Float8Weight:
         name = self._scale(module, files)
         assert name is not None, "asked of a module that is not quantised"
-        weight, scale = files.load(f"{module}.weight").float(), files.load(name).float()
+        values, scales = files.load(f"{module}.weight"), files.load(name).float()
         if self._block is None:
-            return weight * scale.reshape(-1, 1)
-        for dimension, step in enumerate(self._block):
-            scale = scale.repeat_interleave(step, dim=dimension)
-        return weight * scale[: shape[0], : shape[1]]
+            scales = scales.reshape(-1, 1).expand(shape[0], 1)
+            return Float8Weight(values, scales, group=shape[1])
+        down, across = self._block
+        return Float8Weight(values, scales.repeat_interleave(down, dim=0)[: shape[0]], across)
 
     def _scale(self, module: str, files: TensorFiles) -> str | None:
         names = (f"{module}.{name}" for name in SCALES)

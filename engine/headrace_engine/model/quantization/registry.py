@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Mapping
 
+import torch
+
 from ...errors import ConfigError
 from ..checkpoint import Checkpoint
 from ..fields import Fields
@@ -9,6 +11,7 @@ from .awq import AWQ
 from .base import QuantizedFormat
 from .compressed_tensors import CompressedTensors
 from .fp8 import FP8
+from .fp8_on_load import FP8OnLoad
 from .gptq import GPTQ
 
 FORMATS: Mapping[str, Callable[[Fields], QuantizedFormat]] = {
@@ -19,11 +22,14 @@ FORMATS: Mapping[str, Callable[[Fields], QuantizedFormat]] = {
 }
 
 
-def find_format(checkpoint: Checkpoint, wanted: str) -> QuantizedFormat | None:
+def find_format(
+    checkpoint: Checkpoint, wanted: str, device: torch.device
+) -> QuantizedFormat | None:
     """The checkpoint's quantisation, or None for whole weights.
 
-    `wanted` is the engine's setting: a name of FORMATS must be the checkpoint's own. Raises
-    ConfigError for a method or a field that is not supported.
+    `wanted` is the engine's setting: a name of FORMATS must be the checkpoint's own, but that fp8
+    rounds whole weights, on `device`. Raises ConfigError for a method or a field that is not
+    supported.
     """
     path = checkpoint.folder / "config.json"
     top = Fields(path, checkpoint.config)
@@ -36,6 +42,8 @@ def find_format(checkpoint: Checkpoint, wanted: str) -> QuantizedFormat | None:
             f"one of {', '.join(FORMATS)} (or use a checkpoint with whole weights; --quantization "
             "int8 makes them smaller)",
         )
+    if wanted == "fp8" and not content:
+        return FP8OnLoad(device)
     if wanted in FORMATS and wanted != method:
         stored = f"quantised with {method}" if content else "not quantised"
         raise ConfigError(

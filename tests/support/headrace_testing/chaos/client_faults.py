@@ -3,20 +3,23 @@
 import asyncio
 import signal
 from dataclasses import replace
+from functools import partial
 
 import httpx
 
-from headrace_gateway.admission import DEADLINE_HEADER
+from headrace_gateway.deadlines import TIMEOUT_HEADER
 
 from .clients import Client, Manner
 from .demands import POISON
 from .scene import Fault, Scene
+from .world import World
 
 _VISITORS = 8
 _PATIENCE_S = 0.7
+_LONG_LEASE = ("--lease", "10")
 
 
-async def poison(scene: Scene) -> None:
+async def poison(scene: Scene, *flags: str) -> None:
     """A request that kills whichever engine runs it ends as a dead letter; the others do not."""
     known = await scene.aside(scene.world.dead_letters)
     await scene.moment(latest=0.5)
@@ -28,12 +31,25 @@ async def poison(scene: Scene) -> None:
         dead = [engine for engine in scene.world.engines if not engine.alive]
         for engine in dead:
             scene.world.engines.remove(engine)
-            await scene.aside(scene.world.spawn)
+            await scene.aside(partial(scene.world.spawn, *flags))
         await asyncio.wait({ending}, timeout=0.05)
     error = victim.answer.error or ""
     scene.expect("request_failed" in error, f"poison was answered {error or 'as if it were none'}")
     letters = await scene.aside(scene.world.dead_letters) - known
     scene.expect(letters == 1, f"{letters} dead letters")
+
+
+async def poison_in_a_crowd(scene: Scene) -> None:
+    """The same among so many that engines come to beat late: leases must last then."""
+    await poison(scene, *_LONG_LEASE)
+
+
+def four_engines(world: World) -> None:
+    for engine in list(world.engines):
+        world.retire(engine)
+    for _ in range(4):
+        world.spawn(*_LONG_LEASE)
+    world.await_engines(4)
 
 
 async def cancel(scene: Scene) -> None:
@@ -87,12 +103,21 @@ async def deadlines(scene: Scene) -> None:
 
 async def _ask_in_a_hurry(scene: Scene, client: Client) -> httpx.Response:
     url = scene.random.choice(scene.world.urls)
-    headers = {DEADLINE_HEADER: f"{scene.random.uniform(0.5, 1) * _PATIENCE_S:.3f}"}
+    headers = {TIMEOUT_HEADER: f"{scene.random.uniform(0.5, 1) * _PATIENCE_S:.3f}"}
     return await scene.http.post(f"{url}/v1/completions", json=client.case.body, headers=headers)
 
 
 CLIENT_FAULTS = (
     Fault(name="F6", title="a request that kills engines", act=poison),
+    Fault(
+        name="F6-crowd",
+        title="a request that kills engines, among 256 others on four engines",
+        act=poison_in_a_crowd,
+        ready=four_engines,
+        crowd=16,
+        slow=True,
+        spoils=True,
+    ),
     Fault(name="F21", title="clients cancel", act=cancel),
     Fault(name="F22", title="deadlines pass", act=deadlines),
 )

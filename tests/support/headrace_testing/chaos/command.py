@@ -1,6 +1,7 @@
 """The command line of the faults, and running one of them on Redis of its kind."""
 
 import argparse
+import logging
 import sys
 import tempfile
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from headrace_testing.forked import Forge
 from headrace_testing.processes import Starter
-from headrace_testing.redis_sets import SentinelSet
+from headrace_testing.redis_sets import GuardedSentinelSet, SentinelSet
 from headrace_testing.stack import RedisServers
 from headrace_testing.valkey import ValkeyServer
 
@@ -22,15 +23,16 @@ from .scene import Fault, run
 from .world import ProxiedServer, WholeCluster, World
 
 PROGRAM = "python -m tests.test_chaos"
-EVIL = "headrace_testing.chaos.evil_runner"
+EVIL = "headrace_testing.chaos.evil"
 _SERVERS: Mapping[str, Callable[[Path], RedisServers]] = {
     "valkey": ValkeyServer,
     "proxied": ProxiedServer,
     "sentinel": SentinelSet,
+    "guarded": GuardedSentinelSet,
     "cluster": WholeCluster,
 }
 # Their masters change; a second fail over would have to wait for the first one's rest.
-_ONCE = ("sentinel", "cluster")
+_ONCE = ("sentinel", "guarded", "cluster")
 
 
 class Worlds:
@@ -52,12 +54,18 @@ class Worlds:
 
     def run(self, fault: Fault, seed: int) -> list[str]:
         """What went wrong; a world in which anything did is not used again."""
+        try:
+            return self._play(fault, seed)
+        except AssertionError as error:
+            return [f"it broke off: {error}"]
+
+    def _play(self, fault: Fault, seed: int) -> list[str]:
         world = self._take(fault.servers)
         mistakes = ["it broke off"]
         try:
             mistakes = run(fault, world, self._workload, seed)
         finally:
-            if mistakes or fault.servers in _ONCE:
+            if mistakes or fault.spoils or fault.servers in _ONCE:
                 world.close()
             else:
                 self._worlds[fault.servers] = world
@@ -115,6 +123,7 @@ def main(arguments: Sequence[str]) -> int:
 
     chosen = list(FAULTS) if options.fault == "all" else [options.fault]
     folder = Path(tempfile.mkdtemp(prefix="headrace-chaos-"))
+    logging.basicConfig(filename=folder / "faults.log")
     failed = 0
     with worlds(make_workload(folder), folder, Forge(EVIL).start) as made:
         for seed in range(options.seed, options.seed + options.runs):
@@ -141,9 +150,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _table() -> Iterator[str]:
     for name, fault in FAULTS.items():
-        yield f"{name:12}{fault.title}{' (not in CI: slow)' if fault.slow else ''}"
+        yield f"{name:15}{fault.title}{' (make test-chaos)' if fault.slow else ''}"
     for name, (title, files) in ELSEWHERE.items():
-        yield f"{name:12}{title}: tests/{', tests/'.join(files)}"
+        yield f"{name:15}{title}: tests/{', tests/'.join(files)}"
 
 
 def _print(lines: Iterator[str] | Sequence[str]) -> None:

@@ -1,7 +1,28 @@
-"""What tests say to an engine that shall fail."""
+"""What tests say to a process that shall fail, or be of another version."""
 
 import signal
+from enum import Enum
 
 # A token that no other prompt holds, and signals.
 POISON = 3
 HANG, RAISE = signal.SIGUSR1, signal.SIGUSR2
+# In the environment of a process that speaks the protocol's next version.
+NEWER_PROTOCOL = "CHAOS_NEWER_PROTOCOL"
+
+
+class Moment(Enum):
+    """When an engine that was told so kills itself: the next time that it is there."""
+
+    TAKEN = "requests taken, not known to the engine"
+    EXECUTING = "requests noted as running, none begun"
+    PREFILL = "in a step with prompts"
+    DECODE = "in a step with decodes only"
+    SILENT = "tokens made, not sent"
+    TOLD = "tokens sent, not in the journal"
+    LAST_FRAME = "last tokens sent, the end not stored"
+    FINISHED = "the end stored, not known to the engine"
+    RESUMED = "taken over from another engine, no new token made"
+
+    @property
+    def signal(self) -> int:
+        return signal.SIGRTMIN + list(Moment).index(self)

@@ -1,14 +1,15 @@
 """The engine's real model runner with faults on demand, inside a real engine process.
 
 After HANG the next step never ends, after RAISE a step raises, some steps later. A prompt that
-holds POISON kills the process, as a kernel that crashes would. Each step takes at least STEP_S, so
-that faults strike streams that run; waiting costs no CPU.
+holds POISON kills the process, as a kernel that crashes would; a Fate may do so too. Each step
+takes at least STEP_S, so that faults strike streams that run; waiting costs no CPU.
 """
 
 import os
 import signal
 import threading
 import time
+from functools import partial
 from types import FrameType
 
 import headrace_engine.__main__ as program
@@ -16,7 +17,8 @@ from headrace_engine.config import EngineConfig
 from headrace_engine.plan import StepPlan, StepResult
 from headrace_engine.runner import ModelRunner
 
-from .demands import HANG, POISON, RAISE
+from .demands import HANG, POISON, RAISE, Moment
+from .fate import Fate
 
 STEP_S = 0.004
 STEPS_UNTIL_RAISE = 10
@@ -29,8 +31,9 @@ class EvilForwardError(RuntimeError):
 class EvilRunner(ModelRunner):
     """Made in the main thread, which alone may set handlers of signals."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, fate: Fate, config: EngineConfig) -> None:
         super().__init__(config)
+        self._fate = fate
         self._hangs = False
         self._left: int | None = None
         signal.signal(HANG, self._hang)
@@ -53,11 +56,12 @@ class EvilRunner(ModelRunner):
             if self._left < 0:
                 raise EvilForwardError("a forward pass failed")
         result = super().execute(plan)
+        self._fate.meet(Moment.PREFILL if plan.prefill_tokens else Moment.DECODE)
         time.sleep(max(0.0, STEP_S - (time.monotonic() - begun)))
         return result
 
 
-def install() -> None:
+def install(fate: Fate) -> None:
     """The engine program of this process makes this runner from now on."""
     assert vars(program)["ModelRunner"] is ModelRunner
-    vars(program)["ModelRunner"] = EvilRunner
+    vars(program)["ModelRunner"] = partial(EvilRunner, fate)

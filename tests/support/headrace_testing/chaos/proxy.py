@@ -1,4 +1,4 @@
-"""A TCP proxy that spoils connections on purpose: latency, slices, cuts, silence.
+"""A TCP proxy that spoils connections on purpose: latency, slices, cuts, silence, half-open ones.
 
 It runs in a thread with an event loop of its own; all methods may be called from any thread.
 """
@@ -6,7 +6,7 @@ It runs in a thread with an event loop of its own; all methods may be called fro
 import asyncio
 import random
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -38,6 +38,7 @@ class FaultProxy:
         self._loop = asyncio.new_event_loop()
         self._clear = asyncio.Event()
         self._passing: set[asyncio.Task[None]] = set()
+        self._stranded: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self.port = 0
@@ -60,6 +61,10 @@ class FaultProxy:
     def cut(self) -> None:
         """Resets every connection; new ones are taken."""
         self._call(self._cut())
+
+    def strand(self) -> None:
+        """Every connection that there is stays open and leads nowhere; new ones are as always."""
+        self._call(self._strand())
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(_START_S)
@@ -84,6 +89,9 @@ class FaultProxy:
             task.cancel()
         await asyncio.gather(*passing, return_exceptions=True)
 
+    async def _strand(self) -> None:
+        self._stranded |= self._passing
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -94,13 +102,19 @@ class FaultProxy:
             pass  # either side is gone, or cut(): the connection ends here
         finally:
             self._passing.discard(task)
+            self._stranded.discard(task)
             writer.transport.abort()
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target)
+        passing = asyncio.current_task()
+
+        def stranded() -> bool:
+            return passing in self._stranded
+
         ways = [
-            asyncio.create_task(self._copy(reader, far_writer)),
-            asyncio.create_task(self._copy(far_reader, writer)),
+            asyncio.create_task(self._copy(reader, far_writer, stranded)),
+            asyncio.create_task(self._copy(far_reader, writer, stranded)),
         ]
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
@@ -110,9 +124,14 @@ class FaultProxy:
             await asyncio.gather(*ways, return_exceptions=True)
             far_writer.transport.abort()
 
-    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _copy(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        stranded: Callable[[], bool],
+    ) -> None:
         while data := await reader.read(65536):
-            for piece in self._pieces(data):
+            for piece in [] if stranded() else self._pieces(data):
                 if wait := self._wait():
                     await asyncio.sleep(wait)
                 await self._clear.wait()

@@ -3,6 +3,8 @@
 import asyncio
 from functools import partial
 
+import redis
+
 from headrace_common.keys import ShardKeys
 from headrace_testing.processes import until
 from headrace_testing.redis_sets import ask
@@ -20,6 +22,13 @@ async def restart(scene: Scene) -> None:
         await scene.pause(scene.random.uniform(0, 0.3))
 
 
+async def restart_often(scene: Scene) -> None:
+    """Ten times in about 30 s."""
+    for _ in range(10):
+        await scene.pause(scene.random.uniform(1, 5))
+        await scene.aside(scene.world.valkey.restart)
+
+
 async def roll_back(scene: Scene) -> None:
     """Back with the data of up to a second ago, as after a failover to a late replica."""
     await scene.moment(latest=0.5)
@@ -30,8 +39,14 @@ async def roll_back(scene: Scene) -> None:
 
 
 async def empty(scene: Scene) -> None:
+    """Of other requests than its clients' nobody knows any more, which they are told."""
     await scene.moment()
     await scene.aside(lambda: ask(scene.world.valkey.port, "FLUSHALL"))
+    unknown = f"{scene.random.getrandbits(128):032x}"
+    for url in scene.world.urls:
+        answer = await scene.http.get(f"{url}/v1/requests/{unknown}")
+        told = (answer.status_code, answer.json()["error"]["code"])
+        scene.expect(told == (404, "request_not_found"), f"an unknown id was answered {told}")
 
 
 async def fill(scene: Scene) -> None:
@@ -55,6 +70,17 @@ async def fail_over(scene: Scene) -> None:
     await scene.aside(scene.world.sentinel_set.until_promoted)
 
 
+async def fail_over_late(scene: Scene) -> None:
+    """As above, and the replica has nothing of the last moments."""
+    await scene.moment()
+    servers = scene.world.sentinel_set
+    await scene.aside(servers.cut_replica_off)
+    await scene.pause(scene.random.uniform(0.05, 1.0))
+    await scene.aside(servers.master.kill)
+    servers.replica.unpause()
+    await scene.aside(servers.until_promoted)
+
+
 async def split_brain(scene: Scene) -> None:
     """The master freezes, its replica is promoted, and it wakes as a second master: gateways and
     engines are with either, until Sentinel demotes it some 10 s later."""
@@ -63,6 +89,22 @@ async def split_brain(scene: Scene) -> None:
     servers.master.pause()
     await scene.aside(servers.until_promoted)
     servers.master.unpause()
+    await scene.aside(partial(until, partial(_refuses_writes, servers.master.port), "a demotion"))
+
+
+async def split_brain_guarded(scene: Scene) -> None:
+    """The same where masters need a replica to write, as docs/protocol.md has it: the one that
+    wakes up takes no writes, and gateways and engines that are with it wait."""
+    await split_brain(scene)
+    await scene.pause(5.0)
+
+
+def _refuses_writes(port: int) -> bool:
+    try:
+        ask(port, "SET", "chaos-probe", 1)
+    except redis.ResponseError as error:
+        return str(error).startswith(("NOREPLICAS", "READONLY", "You can't write"))
+    return False
 
 
 async def lose_shard(scene: Scene) -> None:
@@ -109,6 +151,12 @@ async def long_black_hole(scene: Scene) -> None:
     await _silence(scene, 18.0)
 
 
+async def half_open(scene: Scene) -> None:
+    """All connections lead nowhere from now on, and neither side is told."""
+    await scene.moment()
+    scene.world.proxy.strand()
+
+
 async def _silence(scene: Scene, seconds: float) -> None:
     await scene.moment()
     scene.world.proxy.change(Weather(silent=True))
@@ -118,15 +166,39 @@ async def _silence(scene: Scene, seconds: float) -> None:
 
 REDIS_FAULTS = (
     Fault(name="F10", title="Redis killed and restarted", act=restart),
+    Fault(
+        name="F10-often",
+        title="Redis killed and restarted ten times",
+        act=restart_often,
+        slow=True,
+        lasting=True,
+    ),
     Fault(name="F11", title="Redis comes back with older data", act=roll_back),
     Fault(name="F12", title="Redis emptied", act=empty),
     Fault(name="F13", title="Sentinel failover", act=fail_over, servers="sentinel"),
+    Fault(
+        name="F13-late",
+        title="Sentinel failover to a late replica",
+        act=fail_over_late,
+        servers="sentinel",
+        slow=True,
+    ),
     Fault(
         name="F14",
         title="two masters for a while",
         act=split_brain,
         servers="sentinel",
         slow=True,
+        lasting=True,
+        loses=True,
+    ),
+    Fault(
+        name="F14-guarded",
+        title="two masters, the former one refuses writes",
+        act=split_brain_guarded,
+        servers="guarded",
+        slow=True,
+        lasting=True,
     ),
     Fault(name="F13-cluster", title="master of a cluster lost", act=lose_shard, servers="cluster"),
     Fault(name="F17", title="Redis is slow", act=latency, servers="proxied"),
@@ -137,6 +209,13 @@ REDIS_FAULTS = (
         name="F17-long",
         title="Redis is silent for longer than all timeouts",
         act=long_black_hole,
+        servers="proxied",
+        slow=True,
+    ),
+    Fault(
+        name="F17-half-open",
+        title="connections to Redis lead nowhere",
+        act=half_open,
         servers="proxied",
         slow=True,
     ),

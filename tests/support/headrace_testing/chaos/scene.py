@@ -8,6 +8,8 @@ from typing import TypeVar
 
 import httpx
 
+from headrace_common.errors import FailureCode
+
 from .cases import Case, Workload
 from .clients import Client, Manner, problem
 from .world import World
@@ -23,7 +25,9 @@ _LATEST = 0.8
 class Fault:
     """What breaks. `servers`: the kind of Redis. `survives`: whether clients that cannot come back
     are part of the crowd. `slow`: it takes too long for every run of the tests. `ready` runs before
-    the clients come."""
+    the clients come. `crowd`: how many clients there are of each case. `lasting`: who has an answer
+    asks again until the fault is over. `spoils`: its world is not used again. `loses`: Redis
+    forgets what it has accepted, so that an answer may be the error that says so."""
 
     name: str
     title: str
@@ -32,6 +36,10 @@ class Fault:
     survives: bool = True
     slow: bool = False
     ready: Callable[[World], None] | None = None
+    crowd: int = 1
+    lasting: bool = False
+    spoils: bool = False
+    loses: bool = False
 
 
 class Scene:
@@ -51,19 +59,24 @@ class Scene:
         """Runs the crowd while the fault acts; `mistakes` holds what is wrong afterwards."""
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(timeout=60, limits=limits) as self.http:
-            self.clients = [
-                self.client(case, manner)
-                for case, manner in zip(
-                    self.workload.cases, self._manners(fault.survives), strict=True
-                )
-            ]
-            crowd = asyncio.gather(*(client.run() for client in self.clients))
+            cases = self.workload.cases * fault.crowd
+            manners = self._manners(fault.survives, len(cases))
+            self.clients = [self.client(*each) for each in zip(cases, manners, strict=True)]
             act = asyncio.ensure_future(fault.act(self))
-            await crowd
+            over = act.done if fault.lasting else lambda: True
+            await asyncio.gather(*(self._visit(client, over) for client in list(self.clients)))
             self._ended = True
             self._moved.set()
             await act
-        self.check(self.clients)
+        self.check([each for each in self.clients if not (fault.loses and _told_of_loss(each))])
+
+    async def _visit(self, client: Client, over: Callable[[], bool]) -> None:
+        """Runs a client, and others like it until it is over."""
+        await client.run()
+        while not over():
+            again = self.client(client.case, client.manner)
+            self.clients.append(again)
+            await again.run()
 
     def check(self, clients: Sequence[Client]) -> None:
         """Notes every answer that is not exactly what it must be."""
@@ -76,14 +89,25 @@ class Scene:
         self.random.shuffle(urls)
         return Client(self.http, urls, case, manner, self._seen)
 
-    def _manners(self, survives: bool) -> list[Manner]:
+    def _manners(self, survives: bool, count: int) -> list[Manner]:
         """Over three seeds that follow each other each case comes in every manner."""
         manners = list(Manner) if survives else [Manner.RESUMABLE, Manner.WHOLE]
-        return [manners[(n + self.seed) % len(manners)] for n in range(len(self.workload.cases))]
+        return [manners[(n + self.seed) % len(manners)] for n in range(count)]
 
     def _seen(self, tokens: int) -> None:
         self._tokens += tokens
         self._moved.set()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the crowd has its answers."""
+        return self._ended
+
+    async def visit_again(self) -> None:
+        """Every case once more; what is wrong with the answers is noted."""
+        more = [self.client(client.case, client.manner) for client in self.clients]
+        await asyncio.gather(*(client.run() for client in more))
+        self.check(more)
 
     async def moment(self, earliest: float = 0.0, latest: float = _LATEST) -> None:
         """Waits until the crowd has a random share of its tokens."""
@@ -109,6 +133,11 @@ class Scene:
     def expect(self, truth: bool, otherwise: str) -> None:
         if not truth:
             self.mistakes.append(otherwise)
+
+
+def _told_of_loss(client: Client) -> bool:
+    error = client.answer.error
+    return error is not None and f'"{FailureCode.LOST}"' in error
 
 
 def run(fault: Fault, world: World, workload: Workload, seed: int) -> list[str]:

@@ -1,7 +1,7 @@
 """Gateways and engines over one kind of Redis, broken by one fault after the other."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -58,12 +58,14 @@ class WholeCluster(ClusterSet):
 
 
 class World(Stack):
-    """At rest it has ENGINES engines, GATEWAYS gateways and an empty queue."""
+    """At rest it has ENGINES engines, GATEWAYS gateways and an empty queue, which has a shard on
+    each master of a cluster."""
 
     def __init__(
         self, checkpoint: Path, folder: Path, start: Starter, servers: RedisServers
     ) -> None:
-        super().__init__(checkpoint, folder, servers=servers, start=start)
+        shards = 3 if isinstance(servers, ClusterSet) else 1
+        super().__init__(checkpoint, folder, servers=servers, start=start, queue_shards=shards)
         self.folder = folder
         self._kinds = cycle([(), _SPECULATION])
         if isinstance(servers, ProxiedServer):
@@ -88,8 +90,8 @@ class World(Stack):
     def urls(self) -> Sequence[str]:
         return [gateway.url for gateway in self.gateways]
 
-    def spawn(self, *flags: str) -> EngineProcess:
-        return self.add_engine(*_FLAGS, *next(self._kinds), *flags)
+    def spawn(self, *flags: str, env: Mapping[str, str] | None = None) -> EngineProcess:
+        return self.add_engine(*_FLAGS, *next(self._kinds), *flags, env=env)
 
     def restore(self) -> None:
         """Replaces what has died and ends what is too many."""
@@ -128,6 +130,13 @@ class World(Stack):
             left = [queue for queue in names.queues if client.xlen(queue)]
             left += set(client.scan_iter(f"{names.payloads}*", 10_000)) - kept
             return left
+
+    def failures(self) -> int:
+        """How often an engine's end counts against requests that Redis knows."""
+        with redis.Redis.from_url(self.servers.url, decode_responses=True) as client:
+            records = client.scan_iter(f"{ShardKeys(MODEL).records}*", 10_000)
+            counts: list[Any] = [client.hget(record, "f") for record in records]
+        return sum(int(count or 0) for count in counts)
 
     def dead_letters(self) -> int:
         with redis.Redis.from_url(self.servers.url) as client:

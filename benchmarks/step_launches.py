@@ -1,0 +1,147 @@
+"""What one decode step launches on a GPU, counted without one: every kernel of ours and every
+operator of torch's, by a model without memory.
+
+    PYTHONPATH=engine:common python benchmarks/step_launches.py [--shape 8b] [--batch 1]
+
+Fails where a step would wait for the device or copy from the host, as recorded steps must not.
+"""
+
+import argparse
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpu_shapes import SHAPES
+from headrace_engine.attention.base import KVSpec
+from headrace_engine.attention.triton import TritonBackend
+from headrace_engine.model.base import ForwardBatch
+from headrace_engine.model.checkpoint import load_checkpoint
+from headrace_engine.model.config import ModelConfig
+from headrace_engine.model.decoder import Decoder, read_weights
+from headrace_engine.model.random_weights import RandomReader
+from headrace_engine.model.rotary import RotaryTable
+from headrace_engine.model.triton_ops import TritonOps
+from triton_launches import META, decode_metadata, made, record
+
+# What the host would have to wait for, or copy from.
+HOST = ("tensor", "new_tensor", "as_tensor", "from_numpy", "item", "tolist", "cpu", "nonzero")
+# They only make room.
+FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
+
+
+class _MetaReader(RandomReader):
+    def _load(self, name: str) -> torch.Tensor:
+        return torch.empty(self._expected[name], dtype=self.dtype, device=META)
+
+
+class HostCalls(TorchFunctionMode):
+    """Refuses calls that make the host wait, or a tensor of its numbers."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function.__name__ in HOST:
+            raise RuntimeError(f"{function.__name__} needs the host within a step")
+        return function(*args, **(kwargs or {}))
+
+
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operators that launch something."""
+
+    def __init__(self) -> None:
+        make: Any = super().__init__
+        make()
+        self.launched: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = function.overloadpacket.__name__
+        if name not in FREE and not _is_view(function):
+            self.launched[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def _is_view(function: Any) -> bool:
+    """Whether a result shares an argument's memory, which is not written."""
+    results = [one.alias_info for one in function._schema.returns]
+    return any(info is not None and not info.is_write for info in results)
+
+
+@dataclass(frozen=True)
+class StepLaunches:
+    """Launches of a step by name, and how many each layer repeats."""
+
+    layers: int
+    launched: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.launched.values())
+
+    @property
+    def per_layer(self) -> int:
+        return sum(count // self.layers for count in self.launched.values())
+
+
+def decode_step(config: Mapping[str, Any], batch: int, context: int) -> StepLaunches:
+    """Of a model with such a config.json, in bfloat16 by the native decoder on a GPU."""
+    model, layers = _model(config)
+    attention = TritonBackend((9, 0))
+    caches = [
+        attention.allocate(2, KVSpec(one.num_kv_heads, one.head_dim, 16, torch.bfloat16, META))
+        for one in model.kv_shapes
+    ]
+    ids = made(batch, dtype=torch.int64)
+    step = ForwardBatch(ids, ids, ids, decode_metadata(batch, context))
+    operators = Operators()
+    with torch.inference_mode(), HostCalls(), operators:
+        kernels = record(lambda: model.forward(step, caches))
+    counts = Counter(one.name for one in kernels)
+    return StepLaunches(layers, dict((counts + operators.launched).most_common()))
+
+
+def _model(raw: Mapping[str, Any]) -> tuple[Decoder, int]:
+    with _folder(raw) as folder:
+        config = ModelConfig.from_hf(load_checkpoint(str(folder)))
+    ops, attention = TritonOps(), TritonBackend((9, 0))
+    weights = read_weights(config, _MetaReader(torch.bfloat16, META), ops)
+    tables = [
+        RotaryTable(rope, config.head_dim, config.max_position_embeddings, 8192, META)
+        for rope in (config.rope, config.local_rope)
+        if rope is not None
+    ]
+    local = tables[1] if len(tables) > 1 else None
+    return Decoder(config, weights, tables[0], ops, attention, local), config.num_layers
+
+
+@contextmanager
+def _folder(config: Mapping[str, Any]) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "config.json").write_text(json.dumps(config))
+        yield Path(name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--context", type=int, default=1024)
+    wanted = parser.parse_args()
+    found = decode_step(SHAPES[wanted.shape].config(), wanted.batch, wanted.context)
+    for name, count in found.launched.items():
+        print(f"{name:20}{count:5}")
+    print(f"{found.total} launches, {found.per_layer} of them in each of {found.layers} layers")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""Compiles every Triton kernel for GPUs that need not be there, and prints what each would take.
+
+    PYTHONPATH=engine:common python benchmarks/triton_aot.py [--capability 80 89 90]
+        [--shape 8b ...] [--only TEXT] [--brief] [--json]
+
+Of each launch, with the arguments that the engine gives it: registers, spilled bytes, shared
+memory, programs that fit a multiprocessor, asynchronous copies by their bytes and how many groups
+of them are under way while the kernel computes, other loads by their bytes, how it multiplies.
+Exits with 1 where a kernel spills or does not fit.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+# The interpreter's kernels cannot be compiled; Triton reads this when it is first imported.
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from headrace_engine.attention.base import LayerParams
+from triton_launches import KernelLaunch, ModelShape, model_launches
+
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+    torch.int8: "*i8",
+}
+LLAMA_8B = ModelShape()
+SHAPES = {
+    "8b": LLAMA_8B,
+    "8b-fp8": replace(LLAMA_8B, cache_dtype=torch.float8_e4m3fn),
+    "1b": ModelShape(hidden=2048, inner=8192, head_dim=64),
+    "qwen3": replace(LLAMA_8B, qk_norm=True),
+    "gemma2": ModelShape(
+        hidden=2304, inner=9216, heads=8, kv_heads=4, head_dim=256,
+        params=LayerParams(256**-0.5, 50.0, 4096),
+    ),
+    "gemma2-fp8": ModelShape(
+        heads=8, kv_heads=4, head_dim=256, cache_dtype=torch.float8_e4m3fn,
+        params=LayerParams(256**-0.5, 50.0),
+    ),
+    "head-80": ModelShape(hidden=2560, inner=10240, kv_heads=32, head_dim=80),
+    "head-96": ModelShape(hidden=3072, inner=8192, kv_heads=32, head_dim=96),
+    "head-192": ModelShape(heads=16, kv_heads=2, head_dim=192),
+    "multi-query": ModelShape(hidden=6144, inner=24576, heads=48, kv_heads=1),
+    "head-64-float32": ModelShape(hidden=2048, inner=8192, head_dim=64, dtype=torch.float32),
+    "8b-float32": replace(LLAMA_8B, dtype=torch.float32),
+    "gemma2-float32": ModelShape(
+        heads=8, kv_heads=4, head_dim=256, dtype=torch.float32, params=LayerParams(256**-0.5)
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Of one multiprocessor; `program_shared` bytes of shared memory may one program take."""
+
+    shared: int
+    program_shared: int
+    warps: int
+    programs: int
+
+
+KIB = 1024
+REGISTERS = 65536
+DEVICES = {
+    80: Device(164 * KIB, 163 * KIB, 64, 32),
+    86: Device(100 * KIB, 99 * KIB, 48, 16),
+    89: Device(100 * KIB, 99 * KIB, 48, 24),
+    90: Device(228 * KIB, 227 * KIB, 64, 32),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """`spilled` bytes of a thread; `resident` programs of a multiprocessor; `products` as PTX names
+    them. `copy_sizes` counts a thread's asynchronous copies by their bytes, and `in_flight` groups
+    of them may be outstanding when a wait is over; `loads` counts the other global loads."""
+
+    kernel: str
+    variant: str
+    capability: int
+    target: str
+    registers: int
+    spilled: int
+    shared: int
+    warps: int
+    resident: int
+    products: str
+    copy_sizes: dict[int, int]
+    in_flight: int
+    loads: dict[int, int]
+
+    @property
+    def fits(self) -> bool:
+        return self.spilled == 0 and self.resident > 0
+
+
+def compile_launch(launch: KernelLaunch, capability: int) -> Compiled:
+    signature, constants, aligned = describe(launch)
+    source = ASTSource(launch.kernel, signature, constants, aligned)
+    target = GPUTarget("cuda", capability, 32)
+    binary = triton.compile(source, target=target, options=launch.options)
+    ptx = binary.asm["ptx"]
+    registers, spilled = resources(binary.asm["cubin"])
+    shared, warps = binary.metadata.shared, binary.metadata.num_warps
+    copies = re.findall(r"cp\.async\.c[ag]\.[^;]*?, 0x([0-9a-f]+)", ptx)
+    waits = re.findall(r"cp\.async\.wait_group\s+(\w+)", ptx)
+    return Compiled(
+        kernel=launch.name,
+        variant=variant(launch),
+        capability=capability,
+        target=re.findall(r"\.target (\w+)", ptx)[0],
+        registers=registers,
+        spilled=spilled,
+        shared=shared,
+        warps=warps,
+        resident=resident(DEVICES[capability], registers, shared, warps),
+        products=", ".join(sorted(set(re.findall(r"(?:wgmma|mma)\.\w+[\w.]*?m\d+n\d+k\d+", ptx)))),
+        copy_sizes=_counts(int(size, 16) for size in copies),
+        in_flight=max((int(one, 0) for one in waits), default=0),
+        loads=_loads(ptx),
+    )
+
+
+def describe(
+    launch: KernelLaunch,
+) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list[list[Any]]]]:
+    """Signature, constants and alignments of a launch, as Triton's launcher derives them."""
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    aligned: dict[tuple[int], list[list[Any]]] = {}
+    for index, parameter in enumerate(launch.kernel.params):
+        value = launch.bound[parameter.name]
+        general = parameter.do_not_specialize
+        signature[parameter.name] = kind = _kind(value, parameter.is_constexpr, general)
+        if kind == "constexpr":
+            constants[parameter.name] = value
+        elif not general and _is_aligned(value):
+            aligned[(index,)] = [["tt.divisibility", 16]]
+    assert set(launch.bound) == set(signature), "arguments that the kernel does not take"
+    return signature, constants, aligned
+
+
+def _kind(value: Any, constant: bool, general: bool) -> str:
+    if constant or value is None or (isinstance(value, int) and value == 1 and not general):
+        return "constexpr"
+    if isinstance(value, torch.Tensor):
+        return POINTERS[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def _is_aligned(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes in local memory) of each thread, as Triton's own cuobjdump reads them."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        )
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", done.stdout)
+    assert found, done.stdout
+    return int(found[1]), int(found[2]) + int(found[3])
+
+
+def resident(device: Device, registers: int, shared: int, warps: int) -> int:
+    """Programs that a multiprocessor holds at a time; 0: not even one."""
+    if shared > device.program_shared:
+        return 0
+    # A warp's registers come in units of 256; each program takes 1 KiB of shared memory besides.
+    by_registers = REGISTERS // (-(-registers * 32 // 256) * 256) // warps
+    by_shared = device.shared // (shared + KIB)
+    return min(by_registers, by_shared, device.warps // warps, device.programs)
+
+
+def variant(launch: KernelLaunch) -> str:
+    """The constants that tell a kernel's launches apart."""
+    names = ("ROWS", "KEYS", "DIM", "WHOLE", "MASKED", "BLOCK", "ADD", "STORE", "NORM")
+    shown = [f"{name.lower()} {launch.bound[name]}" for name in names if name in launch.bound]
+    stages = launch.options.get("num_stages")
+    return " ".join([*shown, *([f"stages {stages}"] if stages else [])])
+
+
+def _loads(ptx: str) -> dict[int, int]:
+    found = re.findall(r"ld\.global[\w.:]*?(?:\.v(\d))?\.[bfsu](\d+)", ptx)
+    return _counts(int(vector or 1) * int(bits) // 8 for vector, bits in found)
+
+
+def _counts(sizes: Iterable[int]) -> dict[int, int]:
+    return dict(sorted(Counter(sizes).items()))
+
+
+def compile_shape(
+    capability: int, shape: ModelShape, only: str = "", brief: bool = False
+) -> Iterator[Compiled]:
+    """Each kernel of a model once, however often it is launched with the same constants; with
+    `brief` once with any."""
+    seen = set()
+    for launch in model_launches(capability, shape):
+        key = launch.name if brief else str((launch.name, *describe(launch)))
+        if only in launch.name and key not in seen:
+            seen.add(key)
+            yield compile_launch(launch, capability)
+
+
+HEADER = (
+    f"{'sm':3} {'kernel':15} {'variant':42} {'regs':>4} {'spill':>5} {'shared':>7} {'warps':>5} "
+    f"{'fit':>3}  {'async, ahead':14} {'loads':16} products"
+)
+
+
+def line(one: Compiled) -> str:
+    copies = f"{_shown(one.copy_sizes)}, {one.in_flight}" if one.copy_sizes else "-"
+    return (
+        f"{one.capability:3} {one.kernel.removesuffix('_kernel'):15} {one.variant:42} "
+        f"{one.registers:4} {one.spilled:5} {one.shared:7} {one.warps:5} {one.resident:3}  "
+        f"{copies:14} {_shown(one.loads):16} {one.products.replace('.sync.aligned', '')}"
+    )
+
+
+def _shown(sizes: dict[int, int]) -> str:
+    return " ".join(f"{size}:{count}" for size, count in sizes.items())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--capability", type=int, nargs="+", default=[80, 89, 90], choices=DEVICES)
+    parser.add_argument("--shape", nargs="+", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--only", default="", help="kernels whose name holds this text")
+    parser.add_argument(
+        "--brief", action="store_true", help="each kernel with one set of constants"
+    )
+    parser.add_argument("--json", action="store_true", help="an object for each kernel")
+    wanted = parser.parse_args(arguments)
+    if not wanted.json:
+        print(f"Triton {triton.__version__}")
+    unfit = 0
+    for name in wanted.shape:
+        if not wanted.json:
+            print(f"\n{name}\n{HEADER}")
+        for capability in wanted.capability:
+            for one in compile_shape(capability, SHAPES[name], wanted.only, wanted.brief):
+                unfit += not one.fits
+                found = {"shape": name, **asdict(one)}
+                print(json.dumps(found) if wanted.json else line(one), flush=True)
+    return 1 if unfit else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""What a checkpoint says its keys and values should be divided by in 8-bit floats.
+
+Quantisers that calibrate it (llm-compressor, AutoFP8, ModelOpt) store a number a layer beside the
+attention's weights. Reads nothing else.
+"""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from ..errors import CheckpointError
+from .layout import Piece
+from .tensor_files import TensorFiles
+
+# Behind the name of the attention, newer names first; K stands for k or v.
+NAMES = ("K_scale", "attn.K_scale", "K_proj.K_scale", "K_proj.output_scale")
+NORM = "input_layernorm.weight"
+
+Scales = tuple[tuple[float, float], ...]
+
+
+def read_kv_scales(folder: Path, layers: int, locate: Callable[[str], Piece]) -> Scales | None:
+    """(of keys, of values) of each layer, 1 where there is none; None where no layer has any.
+
+    Raises CheckpointError for what is not one number above 0.
+    """
+    files = TensorFiles(folder)
+    prefixes = [
+        locate(f"model.layers.{index}.{NORM}").stored.removesuffix(NORM) + "self_attn."
+        for index in range(layers)
+    ]
+    found = [(_read(files, prefix, "k"), _read(files, prefix, "v")) for prefix in prefixes]
+    if all(scale is None for pair in found for scale in pair):
+        return None
+    return tuple((key or 1.0, value or 1.0) for key, value in found)
+
+
+def _read(files: TensorFiles, prefix: str, letter: str) -> float | None:
+    names = [prefix + name.replace("K", letter) for name in NAMES]
+    name = next((name for name in names if name in files.tensors), None)
+    if name is None:
+        return None
+    stored = files.load(name).float()
+    scale = float(stored) if stored.numel() == 1 else math.nan
+    if not 0.0 < scale < math.inf:
+        raise CheckpointError(
+            f"{files.tensors[name].file}: {name} must be one number above 0: use kv_cache_dtype "
+            "auto, or a checkpoint with a scale a layer"
+        )
+    return scale

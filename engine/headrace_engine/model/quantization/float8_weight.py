@@ -1,0 +1,75 @@
+"""A matrix of 8-bit floats (e4m3) with scales, and how whole matrices become one."""
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, replace
+
+import torch
+
+FLOAT8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FLOAT8).max
+# What is all zeros has any scale but 0.
+SMALLEST = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Weight:
+    """weight[o, i] = values[o, i] * scales[o, i // group].
+
+    values  e4m3 [out, in]
+    scales  float32 [out, groups]; the last group may be smaller
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    group: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.values.shape[0], self.values.shape[1]
+
+    def rows(self, start: int, stop: int | None) -> "Float8Weight":
+        return replace(self, values=self.values[start:stop], scales=self.scales[start:stop])
+
+    def can_cut(self, start: int, stop: int) -> bool:
+        """Whether inputs [start, stop) are whole groups."""
+        count = self.scales.shape[1]
+        return count == 1 or not (start % self.group or stop % self.group)
+
+    def columns(self, start: int, stop: int) -> "Float8Weight":
+        """Inputs [start, stop), for which `can_cut` holds."""
+        values = self.values[:, start:stop]
+        if self.scales.shape[1] == 1:
+            return Float8Weight(values, self.scales, stop - start)
+        own = slice(start // self.group, -(-stop // self.group))
+        return Float8Weight(values, self.scales[:, own], self.group)
+
+    def dequantize(self) -> torch.Tensor:
+        """float32 [out, in]"""
+        if self.scales.shape[1] == 1:
+            return self.values.float() * self.scales
+        scales = self.scales.repeat_interleave(self.group, dim=1)
+        return self.values.float() * scales[:, : self.shape[1]]
+
+
+def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [N, D] as e4m3 with a scale for each row, float32 [N, 1], that its largest number sets."""
+    wide = x.float()
+    scales = wide.abs().amax(dim=1, keepdim=True).clamp_min(SMALLEST) / LARGEST
+    return (wide / scales).clamp(-LARGEST, LARGEST).to(FLOAT8), scales
+
+
+def round_weight(weight: torch.Tensor) -> Float8Weight:
+    """A whole matrix [out, in], with a scale for each output."""
+    return Float8Weight(*round_rows(weight), group=weight.shape[1])
+
+
+def stack(parts: Rows[Float8Weight]) -> Float8Weight | None:
+    """The parts below each other, or None where their inputs are grouped in different ways."""
+    first = parts[0]
+    if any(part.group != first.group for part in parts):
+        return None
+    # Bytes: torch joins no 8-bit floats everywhere.
+    values = torch.cat([part.values.view(torch.uint8) for part in parts])
+    return Float8Weight(
+        values.view(FLOAT8), torch.cat([part.scales for part in parts]), first.group
+    )

@@ -1,0 +1,30 @@
+"""Schemas without what is only said to readers: models read it in their prompts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from headrace_common.structured import MAX_DEPTH
+
+_SAID = frozenset({"$comment", "title", "description", "default", "examples", "deprecated"})
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_ONE = frozenset({"items", "additionalProperties"})
+_SEVERAL = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
+
+
+def bare(schema: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
+    """The same schema, shorter. What is nested too deep to be used at all stays as it is."""
+    if depth > MAX_DEPTH:
+        return dict(schema)
+    return {key: _part(key, value, depth + 1) for key, value in schema.items() if key not in _SAID}
+
+
+def _part(key: str, value: Any, depth: int) -> Any:
+    if key in _NAMED and isinstance(value, Mapping):
+        return {name: _schema(each, depth) for name, each in value.items()}
+    if key in _SEVERAL and isinstance(value, list):
+        return [_schema(each, depth) for each in value]
+    return _schema(value, depth) if key in _ONE else value
+
+
+def _schema(value: Any, depth: int) -> Any:
+    return bare(value, depth) if isinstance(value, Mapping) else value

@@ -1,0 +1,157 @@
+"""Calls whose arguments are elements, as a text must match them.
+
+A text goes to the first marker that ends it, so that what its schema says of it can be held by a
+pattern; every other value is JSON.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from headrace_common.structural_format import (
+    Choice,
+    Const,
+    Format,
+    Json,
+    Pattern,
+    Repeat,
+    Rule,
+    Rules,
+    Tag,
+    Until,
+)
+from headrace_common.structured import StructuredOutputError
+
+from .arguments import Parameter, ValueKind, choices, parameters, target_of
+from .elements import Elements
+from .held import Function, Held, sequence
+
+_KEY = re.compile(r"[\w.:/ -]{1,128}")
+_LENGTHS = ("minLength", "maxLength")
+
+
+def element_format(held: Held, form: Elements) -> Format:
+    return Rules({each.name: _arguments(form, each) for each in held.functions}, _calls(held, form))
+
+
+def _calls(held: Held, form: Elements) -> Format:
+    if form.several:
+        call = held.each(lambda each: Tag(_begin(form, each), Rule(each.name), form.end))
+        return held.block(form.opening, held.calls(call), form.closing, behind="\n")
+    tags = [
+        Tag(form.opening + _begin(form, each), Rule(each.name), form.end + form.closing)
+        for each in held.functions
+    ]
+    return held.tagged(form.opening, tags, *_bare_tags(held, form))
+
+
+def _bare_tags(held: Held, form: Elements) -> Iterator[tuple[str, Tag]]:
+    """Calls without their opening."""
+    for each in held.functions if form.bare else ():
+        yield form.bare, Tag(_begin(form, each).strip(), Rule(each.name), form.end.strip())
+
+
+def _begin(form: Elements, function: Function) -> str:
+    return form.begin.format(name=function.name)
+
+
+def _arguments(form: Elements, function: Function) -> Format:
+    if function.schema is None:
+        return Repeat(_any_element(form), optional=True)
+    found = [_element(form, function, each) for each in parameters(function.name, function.schema)]
+    return sequence(*found)
+
+
+def _any_element(form: Elements) -> Format:
+    before, behind = form.parameter.split("{name}")
+    key = sequence(Const(before), Pattern(r"\w{1,64}"), Const(behind))
+    return sequence(key, Until(form.value_end), *_const(form.after))
+
+
+def _element(form: Elements, function: Function, parameter: Parameter) -> Format:
+    if _KEY.fullmatch(parameter.name) is None:
+        raise _refusal(function, parameter, "its name cannot be written")
+    try:
+        value = _value(form, parameter)
+    except ValueError as error:
+        raise _refusal(function, parameter, str(error)) from error
+    element = Tag(form.parameter.format(name=parameter.name), value, form.after)
+    return element if parameter.required else Repeat(element, optional=True, once=True)
+
+
+def _refusal(function: Function, parameter: Parameter, reason: str) -> StructuredOutputError:
+    return StructuredOutputError(
+        "json",
+        f"parameter {parameter.name!r:.80} of {function.name} cannot be held in calls of this "
+        f"model's form: {reason}; leave strict out",
+    )
+
+
+def _value(form: Elements, parameter: Parameter) -> Format:
+    end = form.pad + form.value_end
+    if parameter.kind is ValueKind.JSON:
+        return sequence(Json(parameter.schema), Const(end))
+    ways = list(_texts(form, parameter.schema, parameter.schema, parameter.kind))
+    return ways[0] if len(ways) == 1 else Choice(tuple(ways))
+
+
+def _texts(
+    form: Elements, schema: Mapping[str, Any], whole: Mapping[str, Any], kind: ValueKind
+) -> Iterator[Format]:
+    """The ways to write a text; null is a word among them. Raises ValueError."""
+    schema = target_of(schema, whole)
+    for branch in schema.get("anyOf", ()):
+        yield from _texts(form, branch, whole, kind)
+    if "anyOf" in schema:
+        return
+    end = Const(form.pad + form.value_end)
+    types = schema.get("type")
+    null = types == "null" or (isinstance(types, list) and "null" in types)
+    values = choices(schema)
+    if values is not None:
+        given = schema.get("enum", [schema.get("const")])
+        null = None in given
+        for value in values:
+            yield sequence(*_const(_written(form, value, kind)), end)
+    elif types != "null":
+        yield _text(form, schema, kind)
+    if null:
+        yield sequence(Const("null"), end)
+
+
+def _written(form: Elements, value: str, kind: ValueKind) -> str:
+    if form.value_end in value:
+        raise ValueError(f"{form.value_end} is in one of its values")
+    if kind is ValueKind.NULLABLE_TEXT and value.strip() in ("null", "None"):
+        raise ValueError(f"{value!r} is read as null")
+    return value
+
+
+def _text(form: Elements, schema: Mapping[str, Any], kind: ValueKind) -> Format:
+    pattern, lengths = schema.get("pattern"), [schema.get(each) for each in _LENGTHS]
+    if pattern is None and lengths == [None, None]:
+        return Until(form.value_end)
+    if pattern is not None and lengths != [None, None]:
+        raise ValueError("a pattern and a length cannot be held together")
+    if kind is ValueKind.NULLABLE_TEXT:
+        raise ValueError("a text that may be null cannot be held to a pattern or a length")
+    if isinstance(pattern, str):
+        inner = _unanchored(pattern)
+    else:
+        least, most = lengths
+        inner = rf"(.|\n){{{least or 0},{'' if most is None else most}}}"
+    return Until(form.value_end, f"({inner}){form.pad}")
+
+
+def _unanchored(pattern: str) -> str:
+    """A pattern for all of a text, of one that may match in its middle."""
+    if "|" in re.sub(r"\\.|\[[^\]]*\]|\((?:[^()]|\([^()]*\))*\)", "", pattern):
+        raise ValueError("put the alternatives of its pattern in parentheses")
+    before = "" if pattern.startswith("^") else r"(.|\n)*"
+    ends = pattern.endswith("$") and not pattern.endswith(r"\$")
+    behind = "" if ends else r"(.|\n)*"
+    return f"{before}({pattern.removeprefix('^').removesuffix('$' if ends else '')}){behind}"
+
+
+def _const(text: str) -> tuple[Const, ...]:
+    return (Const(text),) if text else ()

@@ -1,0 +1,248 @@
+"""Reads calls whose arguments are elements, as JSON of them.
+
+Texts are passed on while they are written; other values when they are complete. A value that its
+schema does not call a text is JSON, or Python's word for it, or else a text.
+"""
+
+import ast
+import json
+from collections.abc import Callable, Mapping
+
+from ..parts import PartList
+from .arguments import ValueKind
+from .base import Body, MarkedParser
+from .call_object import Status
+from .elements import Elements
+from .named_call import MAX_HEAD_CHARS
+from .scanning import SPACE, beginning_length
+
+Kinds = Mapping[str, Mapping[str, str]]
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+
+
+class ElementParser(MarkedParser):
+    """`known`: for each function how its parameters' values are written."""
+
+    def __init__(self, form: Elements, parts: PartList, known: Kinds) -> None:
+        super().__init__(form.opening, parts, (form.bare,) if form.bare else ())
+        self._form = form
+        self._known = known
+
+    def new_body(self) -> Body:
+        begun = self._search.marker if self._search.marker == self._form.bare else ""
+        return _Body(self._form, self._parts, self._known, begun)
+
+
+class _Body:
+    """`begun`: what was read of the head already, as a marker."""
+
+    def __init__(self, form: Elements, parts: PartList, known: Kinds, begun: str) -> None:
+        self.status = Status.OPEN
+        self.committed = False
+        self._form = form
+        self._parts = parts
+        self._known = known
+        self._kinds: Mapping[str, str] = {}
+        self._held = ""
+        self._before = begun
+        self._begun = 0  # arguments of this call
+        self._state: Callable[[], bool] = self._head
+        self._kind: str = ValueKind.JSON
+        self._strings = _Strings("")
+
+    @property
+    def raw(self) -> str:
+        return "" if self.committed else self._held
+
+    def push(self, text: str) -> str:
+        self._held += text
+        while self.status is Status.OPEN and self._state():
+            pass
+        if self.status is Status.OPEN:
+            return ""
+        rest, self._held = self._held, ""
+        return rest
+
+    def _head(self) -> bool:
+        """The name, by the first character that ends it."""
+        at = self._held.find(self._form.head_end)
+        if at < 0 and len(self._held) <= MAX_HEAD_CHARS:
+            return False
+        found = None
+        if 0 <= at <= MAX_HEAD_CHARS:
+            found = self._form.head.fullmatch(self._before + self._held[: at + 1])
+        if found is None or (self._form.only_known and found[1] not in self._known):
+            self.status = Status.DONE if self.committed else Status.FAILED
+            return False
+        kept = self._form.head_end == "<"
+        self._held = self._held[at if kept else at + 1 :]
+        self.committed, self._begun = True, 0
+        self._kinds = self._known.get(found[1], {})
+        self._parts.start(found[1])
+        self._state = self._between
+        return True
+
+    def _between(self) -> bool:
+        """Before a parameter, or at the call's end."""
+        seen = self._held.lstrip(SPACE)
+        form = self._form
+        if seen.startswith(form.key_opening):
+            return self._key(seen)
+        if seen.startswith(form.closing):
+            self._close(seen[len(form.closing) :], Status.DONE)
+        elif end := next(filter(seen.startswith, form.ends), None):
+            self._close(seen[len(end) :], Status.OPEN)
+            self._state = self._behind
+        elif any(each.startswith(seen) for each in (form.key_opening, form.closing, *form.ends)):
+            return False
+        else:
+            self._close(self._held, Status.DONE)
+        return self.status is Status.OPEN
+
+    def _close(self, rest: str, status: Status) -> None:
+        self._parts.arguments("}" if self._begun else "{}")
+        self._held, self.status = rest, status
+
+    def _behind(self) -> bool:
+        """Behind a call: the block's end, or another one."""
+        seen = self._held.lstrip(SPACE)
+        if not seen or (self._form.closing.startswith(seen) and seen != self._form.closing):
+            return False
+        if seen.startswith(self._form.closing):
+            self._held, self.status = seen[len(self._form.closing) :], Status.DONE
+        elif self._form.several and seen.startswith("<"):
+            self._state = self._head
+        else:
+            self.status = Status.DONE
+        return self.status is Status.OPEN
+
+    def _key(self, seen: str) -> bool:
+        found = self._form.key.match(seen)
+        if found is None:
+            if len(seen) > 2 * MAX_HEAD_CHARS:
+                self._close(self._held, Status.DONE)
+            return False
+        self._held = seen[found.end() :]
+        self._kind = self._kinds.get(found[1], ValueKind.JSON)
+        prefix = ", " if self._begun else "{"
+        self._begun += 1
+        self._parts.arguments(f"{prefix}{_quoted(found[1])}: ")
+        self._state = self._first
+        return True
+
+    def _first(self) -> bool:
+        """The value's first characters: a line break that is none of its own."""
+        if not self._held:
+            return False
+        pad = self._form.pad
+        if pad and self._held.startswith(pad):
+            self._held = self._held[len(pad) :]
+        if self._kind == ValueKind.TEXT:
+            self._parts.arguments('"')
+            self._state = self._text
+        else:
+            self._state = self._value_start
+        return True
+
+    def _value_start(self) -> bool:
+        first = self._held.lstrip(SPACE)[:1]
+        if first:
+            self._strings = _Strings(first if self._kind == ValueKind.JSON else "")
+            self._state = self._value
+        return bool(first)
+
+    def _text(self) -> bool:
+        """Passes on what is certain to be the text's."""
+        at = self._held.find(self._form.value_end)
+        if at < 0:
+            shown = len(self._held) - beginning_length(self._held, self._form.value_end)
+            if self._form.pad and self._held[:shown].endswith(self._form.pad):
+                shown -= len(self._form.pad)
+            self._show(shown)
+            return False
+        end = at
+        if self._form.pad and self._held[:at].endswith(self._form.pad):
+            end -= len(self._form.pad)
+        behind = self._held[at + len(self._form.value_end) :]
+        self._show(end)
+        self._parts.arguments('"')
+        self._held, self._state = behind, self._between
+        return True
+
+    def _show(self, end: int) -> None:
+        self._parts.arguments(_quoted(self._held[:end])[1:-1])
+        self._held = self._held[end:]
+
+    def _value(self) -> bool:
+        """A value that is not a text, to the end that is not within a string of it."""
+        marker = self._form.value_end
+        at = self._strings.find(self._held, marker)
+        if at is None:
+            return False
+        text = self._held[:at]
+        if self._form.pad and text.endswith(self._form.pad):
+            text = text[: -len(self._form.pad)]
+        self._parts.arguments(_as_json(text, self._kind))
+        self._held, self._state = self._held[at + len(marker) :], self._between
+        return True
+
+
+class _Strings:
+    """Finds a marker that is not within a string of JSON, in a text that grows."""
+
+    def __init__(self, first: str) -> None:
+        self._aware = first in ("{", "[", '"')
+        self._position = 0
+        self._quoted = False
+        self._escaped = False
+
+    def find(self, text: str, marker: str) -> int | None:
+        while True:
+            at = text.find(marker, self._position)
+            self._pass(text, len(text) - len(marker) + 1 if at < 0 else at)
+            if at < 0:
+                return None
+            if not self._quoted:
+                return at
+            self._pass(text, at + 1)
+
+    def _pass(self, text: str, end: int) -> None:
+        if end <= self._position:
+            return
+        for character in text[self._position : end] if self._aware else "":
+            if self._escaped:
+                self._escaped = False
+            elif character == "\\":
+                self._escaped = self._quoted
+            elif character == '"':
+                self._quoted = not self._quoted
+        self._position = end
+
+
+def _as_json(text: str, kind: str) -> str:
+    if kind == ValueKind.NULLABLE_TEXT:
+        return "null" if text.strip() in ("null", "None") else _quoted(text)
+    plain = text.strip()
+    try:
+        json.loads(plain, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return _WORDS.get(plain) or _literal(plain) or _quoted(text)
+    return plain
+
+
+def _literal(text: str) -> str | None:
+    """A list or an object that was written as Python's."""
+    if not text.startswith(("[", "{")):
+        return None
+    try:
+        return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,84 @@
+"""What a text with calls in it must match, in words that every form of calls can be written from.
+
+Each form's module has a function from these to a format; none of them decides what is asked.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from headrace_common.structural_format import (
+    Choice,
+    Const,
+    Format,
+    Json,
+    Repeat,
+    Tag,
+    TriggeredTags,
+)
+from headrace_common.structural_format import Sequence as Sequenced
+
+ANY_OBJECT: Mapping[str, Any] = MappingProxyType({"type": "object"})
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function that may be called. `schema` is its arguments'; None: any object."""
+
+    name: str
+    schema: Mapping[str, Any] | None
+
+    @property
+    def arguments(self) -> Json:
+        return Json(ANY_OBJECT if self.schema is None else self.schema)
+
+    @property
+    def quoted(self) -> str:
+        return json.dumps(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """`forced`: the text is calls and nothing else. `once`: one call at most.
+
+    `template` is the model's, for forms that are written in several ways.
+    """
+
+    functions: Sequence[Function]
+    forced: bool = False
+    once: bool = False
+    template: str = ""
+
+    def each(self, written: Callable[[Function], Format]) -> Format:
+        """One call of any of the functions."""
+        ways = tuple(map(written, self.functions))
+        return ways[0] if len(ways) == 1 else Choice(ways)
+
+    def calls(self, call: Format, separator: Format | None = None) -> Format:
+        """One call, or several."""
+        return call if self.once else Repeat(call, separator)
+
+    def tagged(self, trigger: str, tags: Sequence[Tag], *others: tuple[str, Tag]) -> Format:
+        """Text in which each of the tags is a call. `others`, with triggers, may come too."""
+        if not self.forced:
+            triggers = dict.fromkeys((trigger, *(each for each, _ in others)))
+            every = (*tags, *(tag for _, tag in others))
+            return TriggeredTags(tuple(triggers), every, stop_after_first=self.once)
+        line = Repeat(Const("\n"), optional=True, once=True)
+        return self.calls(tags[0] if len(tags) == 1 else Choice(tuple(tags)), line)
+
+    def block(self, trigger: str, content: Format, end: str = "", *, behind: str = "") -> Format:
+        """Text that may end with a block of calls. `behind` the trigger is the block's own."""
+        tag = Tag(trigger + behind, content, end)
+        return tag if self.forced else TriggeredTags((trigger,), (tag,), stop_after_first=True)
+
+
+def call_object(function: Function, arguments: str = "arguments") -> Format:
+    """`{"name": "f", "arguments": {...}}`."""
+    return Tag(f'{{"name": {function.quoted}, "{arguments}": ', function.arguments, "}")
+
+
+def sequence(*elements: Format) -> Format:
+    return Sequenced(elements)

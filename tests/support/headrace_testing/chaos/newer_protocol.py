@@ -1,0 +1,59 @@
+"""The protocol's next version, for rolling updates: requests of a version and with a field that
+today's engines do not know, and frames with an element more.
+
+Its engines read requests of both versions and write frames that all gateways can read, as engines
+must, which are updated before gateways.
+"""
+
+from typing import Any
+
+import msgpack
+
+from headrace_common.frames import encode_frame
+from headrace_common.messages import (
+    PROTOCOL_VERSION,
+    Frame,
+    GenerateRequest,
+    decode_request,
+    encode_request,
+)
+from headrace_common.protocol import redis_engine, redis_gateway
+
+NEXT = PROTOCOL_VERSION + 1
+
+
+def _newer_request(request: GenerateRequest) -> bytes:
+    body = msgpack.unpackb(encode_request(request))
+    return _packed({**body, "v": NEXT, "of the next version": {"since": NEXT}})
+
+
+def _either_request(data: bytes) -> GenerateRequest:
+    body = msgpack.unpackb(data)
+    assert body["v"] in (PROTOCOL_VERSION, NEXT)
+    return decode_request(_packed({**body, "v": PROTOCOL_VERSION}))
+
+
+def _longer_frame(frame: Frame) -> bytes:
+    return _packed([*msgpack.unpackb(encode_frame(frame)), {"since": NEXT}])
+
+
+def _packed(body: object) -> bytes:
+    packed: bytes = msgpack.packb(body)
+    return packed
+
+
+def _replace(module: Any, **new: object) -> None:
+    """What the names of a module stand for."""
+    assert set(new) <= set(vars(module))
+    vars(module).update(new)
+
+
+def install() -> None:
+    """This process, be it engine or gateway, is of the next version from now on."""
+    _replace(redis_gateway, PROTOCOL_VERSION=NEXT, encode_request=_newer_request)
+    _replace(
+        redis_engine,
+        PROTOCOL_VERSION=NEXT,
+        decode_request=_either_request,
+        encode_frame=_longer_frame,
+    )

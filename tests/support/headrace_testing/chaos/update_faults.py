@@ -1,0 +1,72 @@
+"""Engines and gateways that are replaced while clients stream: scaling, and rolling updates."""
+
+import signal
+from functools import partial
+
+from .demands import NEWER_PROTOCOL
+from .scene import Fault, Scene
+from .world import ENGINES, GATEWAY_FLAGS, GATEWAYS, World
+
+_NEWER = {NEWER_PROTOCOL: "1"}
+
+
+async def scale(scene: Scene) -> None:
+    """From two engines to four, to one, to four."""
+    await scene.moment(latest=0.2)
+    for _ in range(2):
+        await scene.aside(partial(scene.world.spawn, "--drain-timeout", "0"))
+    await scene.aside(lambda: scene.world.await_engines(4))
+    await scene.moment(earliest=0.2, latest=0.6)
+    leaving = scene.random.sample(scene.world.engines, 3)
+    for engine in leaving:
+        engine.signal(signal.SIGTERM)
+    await scene.moment(earliest=0.5, latest=0.8)
+    for _ in range(3):
+        await scene.aside(scene.world.spawn)
+    for engine in leaving:
+        code = await scene.aside(engine.wait)
+        scene.expect(code == 0, f"an engine that left ended with {code}")
+
+
+def first_of_the_next_version(world: World) -> None:
+    """Clients come to gateways, and requests to engines, of both versions."""
+    world.spawn(env=_NEWER)
+    world.add_gateway(*GATEWAY_FLAGS, env=_NEWER)
+    world.await_engines(ENGINES + 1)
+
+
+async def update(scene: Scene) -> None:
+    """All others follow, first engines, then gateways."""
+    world = scene.world
+    known = await scene.aside(world.dead_letters)
+    await scene.moment(latest=0.5)
+    for engine in world.engines[:ENGINES]:
+        engine.signal(signal.SIGTERM)
+        await scene.aside(partial(world.spawn, env=_NEWER))
+        code = await scene.aside(engine.wait)
+        scene.expect(code == 0, f"the older engine ended with {code}")
+    for gateway in world.gateways[:GATEWAYS]:
+        gateway.signal(signal.SIGTERM)
+        code = await scene.aside(gateway.wait)
+        scene.expect(code == 0, f"the older gateway ended with {code}")
+        await scene.aside(partial(world.add_gateway, *GATEWAY_FLAGS, port=gateway.port, env=_NEWER))
+    world.engines[:] = world.engines[ENGINES:]
+    world.gateways[:] = world.gateways[GATEWAYS:]
+    await scene.aside(lambda: world.await_engines(ENGINES + 1))
+    await scene.until_ended()
+    await scene.visit_again()
+    letters = await scene.aside(world.dead_letters) - known
+    scene.expect(letters == 0, f"{letters} dead letters")
+
+
+UPDATE_FAULTS = (
+    Fault(
+        name="F26",
+        title="rolling update to a newer protocol",
+        act=update,
+        ready=first_of_the_next_version,
+        slow=True,
+        spoils=True,
+    ),
+    Fault(name="F27", title="engines come and go", act=scale),
+)
