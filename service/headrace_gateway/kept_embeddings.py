@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from headrace_common.errors import BackendUnavailable, RequestFailed
+from headrace_common.errors import BackendUnavailable, FailureCode, RequestFailed
 from headrace_common.messages import Failed, GenerateRequest
 from headrace_common.protocol.base import Standing
 from headrace_common.protocol.store import RequestStore, StoredRequest
@@ -218,7 +218,7 @@ class KeptEmbeddings:
         standings = await self._standings(stored)
         failed = _failure(standings)
         if failed is not None:
-            cancelled = failed.failure.value == "cancelled"
+            cancelled = failed.failure is FailureCode.CANCELLED
             error = to_api_error(RequestFailed(failed.failure, failed.message))
             status = "cancelled" if cancelled else "failed"
             return View(stored=stored, status=status, error=error), ()

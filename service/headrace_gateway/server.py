@@ -68,10 +68,8 @@ class BodyChannel:
 
     def write(self, content: bytes) -> None:
         piece = b"%x\r\n%b\r\n" % (len(content), content)
-        if sent := self._sent(piece):
-            piece = piece[sent:]
-        if piece:
-            self._transport.write(piece)
+        if rest := piece[self._sent(piece) :]:
+            self._transport.write(rest)
 
     def _sent(self, piece: bytes) -> int:
         """Bytes that the socket has taken at once: uvloop keeps what is written until all else of

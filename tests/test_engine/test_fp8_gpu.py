@@ -12,12 +12,13 @@ from headrace_engine.attention.base import LayerParams
 from headrace_engine.attention.fp8 import ADA, E4M3, E5M2
 from headrace_engine.attention.reference import ReferenceBackend
 from headrace_engine.attention.triton import TritonBackend
-from headrace_engine.model.float8_linear import AMPERE, ScaledLinear, make_float8
+from headrace_engine.model.float8_linear import ScaledLinear, make_float8
 from headrace_engine.model.quantization.float8_weight import (
     Float8Weight,
     round_rows,
     round_weight,
 )
+from headrace_engine.triton_kernels.launch import AMPERE
 from headrace_testing.attention_scenes import Scene
 from headrace_testing.model_attention import SHAPES
 

@@ -119,6 +119,17 @@ class QueueDepth:
     oldest_age: float
     dead_letters: int = 0
 
+    @classmethod
+    def of_all(cls, shards: Sequence["QueueDepth"]) -> "QueueDepth":
+        """That of a model with these shards."""
+        return cls(
+            waiting=sum(shard.waiting for shard in shards),
+            waiting_tokens=sum(shard.waiting_tokens for shard in shards),
+            pending=sum(shard.pending for shard in shards),
+            oldest_age=max(shard.oldest_age for shard in shards),
+            dead_letters=sum(shard.dead_letters for shard in shards),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatus:

@@ -160,14 +160,7 @@ class MemoryGatewayQueue:
 
     async def depth(self, model: str) -> QueueDepth:
         """The sum over the model's shards."""
-        parts = [self._depth(shard) for shard in self._backend.shards_of(model)]
-        return QueueDepth(
-            waiting=sum(part.waiting for part in parts),
-            waiting_tokens=sum(part.waiting_tokens for part in parts),
-            pending=sum(part.pending for part in parts),
-            oldest_age=max(part.oldest_age for part in parts),
-            dead_letters=sum(part.dead_letters for part in parts),
-        )
+        return QueueDepth.of_all([self._depth(each) for each in self._backend.shards_of(model)])
 
     def _depth(self, shard: Shard) -> QueueDepth:
         waiting, tokens = self._backend.waiting(shard)

@@ -299,18 +299,10 @@ class RedisGatewayQueue:
         """The sum over the model's shards."""
         shards = await self._all(model)
         parts = await asyncio.gather(*(depth_of(self._pipeline, shard) for shard in shards))
-        return QueueDepth(
-            waiting=sum(part.waiting for part in parts),
-            waiting_tokens=sum(part.waiting_tokens for part in parts),
-            pending=sum(part.pending for part in parts),
-            oldest_age=max(part.oldest_age for part in parts),
-            dead_letters=sum(part.dead_letters for part in parts),
-        )
+        return QueueDepth.of_all(parts)
 
     async def engines(self, model: str) -> Sequence[EngineStatus]:
-        return await self._engines(ShardKeys(model))
-
-    async def _engines(self, shard: ShardKeys) -> list[EngineStatus]:
+        shard = ShardKeys(model)
         (members,) = await self._pipeline(("SMEMBERS", shard.engines))
         if not members:
             return []

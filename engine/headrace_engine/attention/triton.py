@@ -16,6 +16,7 @@ from ..model.triton_ops import StoreTarget, can_rotate, rotate_and_store
 from ..triton_kernels.cache import store_kernel
 from ..triton_kernels.decode import decode_kernel, merge_kernel
 from ..triton_kernels.launch import (
+    AMPERE,
     LARGEST_HEAD,
     MAX_SPLITS,
     Launch,
@@ -30,7 +31,6 @@ from .fp8 import Storage, raw, storage
 from .memory import zeros
 from .scratch import Scratch
 
-AMPERE = (8, 0)
 # Products of tiles take no fewer columns.
 SMALLEST_TILE = 16
 
@@ -198,10 +198,8 @@ class TritonBackend:
     ) -> None:
         kv_heads, group = cache[0].shape[1], query.shape[1] // cache[0].shape[1]
         launch = prefill_launch(self._capability[0], query.element_size(), query.shape[2])
-        rows, stored = (
-            max(launch.rows, power_of_two(group)),
-            storage(cache[0].dtype, self._capability),
-        )
+        rows = max(launch.rows, power_of_two(group))
+        stored = storage(cache[0].dtype, self._capability)
         runs = len(metadata.seq_lens) - decodes
         tiles = (len(query) - decodes) // (rows // group) + runs
         prefill_kernel[(tiles, kv_heads)](

@@ -9,12 +9,12 @@ computed with in the model's dtype.
 import torch
 
 from ..attention.fp8 import ADA
+from ..triton_kernels.launch import AMPERE
 from .layers import Linear
 from .quantization.float8_weight import Float8Weight, round_rows
 
 # Rows and columns of scaled products are multiples of it.
 ALIGNMENT = 16
-AMPERE = (8, 0)
 
 
 class ScaledLinear:

@@ -13,7 +13,7 @@ import torch
 from ..errors import CheckpointError
 from .layout import Piece, plain_layout
 from .loading import LoadProgress
-from .parallel import WeightCuts
+from .parallel import Stored, WeightCuts
 from .quantization.base import QuantizedFormat, StoredWeight, TensorSpec
 from .quantization.float8_weight import Float8Weight
 from .quantization.float8_weight import stack as stack_float8
@@ -145,31 +145,28 @@ class WeightReader:
 
     def quantized(self, names: Iterable[str]) -> QuantizedWeight | None:
         """The named matrices below each other as they are packed, where all are of one kind."""
-        parts: list[QuantizedWeight] = []
-        for name in names:
-            piece = self._locate(name)
-            if not self._is_quantized(piece.stored):
-                return None
-            weight = self._unpack(piece)
-            if not isinstance(weight, QuantizedWeight):
-                return None
-            weight = weight.rows(piece.start, piece.stop) if piece.rows else weight
-            parts.append(weight if self._cuts is None else self._cuts.quantized(name, weight))
-        return stack(parts)
+        parts = self._stored(names, QuantizedWeight)
+        return None if parts is None else stack(parts)
 
     def float8(self, names: Iterable[str]) -> Float8Weight | None:
         """As `quantized`, of matrices in 8-bit floats."""
-        parts: list[Float8Weight] = []
+        parts = self._stored(names, Float8Weight)
+        return None if parts is None else stack_float8(parts)
+
+    def _stored(self, names: Iterable[str], kind: type[Stored]) -> list[Stored] | None:
+        """This rank's parts of the named matrices as they are stored; None where one is of another
+        kind."""
+        parts: list[Stored] = []
         for name in names:
             piece = self._locate(name)
             if not self._is_quantized(piece.stored):
                 return None
             weight = self._unpack(piece)
-            if not isinstance(weight, Float8Weight):
+            if not isinstance(weight, kind):
                 return None
             weight = weight.rows(piece.start, piece.stop) if piece.rows else weight
             parts.append(weight if self._cuts is None else self._cuts.quantized(name, weight))
-        return stack_float8(parts)
+        return parts
 
     def _part(self, name: str) -> torch.Tensor:
         """This rank's part; of unquantised tensors only its pages are read."""

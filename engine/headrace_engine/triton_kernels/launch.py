@@ -15,6 +15,8 @@ SPLIT_KEYS = 256
 FINER_SPLITS = ((4, 64), (16, 128))
 MAX_SPLITS = 32
 
+# The compute capability of the oldest devices that the kernels are for.
+AMPERE = (8, 0)
 HOPPER = 9
 
 

@@ -64,8 +64,9 @@ async def create_embedding(request: Request, services: WithServices) -> Response
     model = await services.models.find(body.model)
     headers = dict(request.headers)
     wish = _wish(headers)
-    request_id = await services.admission.ids.new(model.queue, services.tenant)
-    if wish is not None:
+    if wish is None:
+        request_id = await services.admission.ids.new(model.queue, services.tenant)
+    else:
         request_id = await services.keeping.identify(wish, services.tenant)
     info = RequestInfo(
         request_id=request_id,

@@ -124,7 +124,6 @@ class _Body:
             self.status = Status.DONE
         elif marker == section.call_opening:
             self._call = NamedCall(self._parts, section.head)
-        else:
             self._awaited = (*self._ends, section.call_opening, section.closing)
 
     @property
@@ -145,7 +144,6 @@ class _Body:
             self.status = Status.DONE if self.committed else Status.FAILED
         elif call.status is Status.DONE:
             self._call = None
-            self._awaited = (*self._ends, self._section.call_opening, self._section.closing)
         return rest
 
 
