@@ -6,7 +6,7 @@ IMAGE_BUILD ?= docker build
 IMAGE_LOAD ?= :
 
 .DEFAULT_GOAL := help
-.PHONY: help install system-packages up test test-chaos images test-cluster check dashboards pictures clean
+.PHONY: help install system-packages up test test-chaos images test-cluster check dashboards pictures settings-page clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -51,6 +51,9 @@ check: install ## ruff, mypy strict, import-linter
 
 dashboards: install ## write charts/headrace/dashboards from charts/generate
 	$(BIN)/python charts/generate/dashboards.py
+
+settings-page: install ## write docs/settings.md
+	PYTHONPATH=tests/support $(BIN)/python -m headrace_testing.settings_page
 
 pictures: install ## draw docs/dashboards from a loaded server (needs system-packages, three minutes)
 	PYTHONPATH=tests/support $(BIN)/python charts/generate/pictures.py

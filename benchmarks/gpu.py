@@ -1,13 +1,15 @@
 """Headrace on one GPU, each figure beside the roof of the device: one command, under ten minutes.
 
     PYTHONPATH=engine:common python benchmarks/gpu.py [--out DIR] [--budget 560]
+    python benchmarks/gpu.py --check ... profiles of decode steps, and the tests that need a GPU
     python benchmarks/gpu.py --tiny      every part on a CPU with a tiny model, in seconds
 
 Measures the device's copy bandwidth and its rate of bfloat16 products first, then decoding, prefill
-and 1,000 conversations with a Llama of 8 billion parameters and one of 1 billion, random weights
-made on the device, beside transformers. Each part runs in a process of its own with a limit of its
-own; results are printed as they come and kept in DIR: results.jsonl, report.json, Chrome traces.
-Needs torch, Triton, transformers and safetensors; no network, no Redis.
+and 1,000 conversations with a Llama of 8 billion parameters, one of 1 billion and a mixture of
+experts, random weights made on the device, beside transformers. Each part runs in a process of its
+own with a limit of its own; results are printed as they come and kept in DIR: results.jsonl,
+report.json, Chrome traces. Needs torch, Triton, transformers and safetensors; no network, no
+Redis.
 """
 
 import argparse
@@ -16,7 +18,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,10 +46,20 @@ PLANS = (
     Plan("steps", "1b", 80),
     Plan("deterministic", "8b", 80),
     Plan("equality", "1b", 90),
+    Plan("steps", "moe", 60),
     Plan("kernels", "8b", 80),
 )
+CHECKS = (
+    Plan("roofs", "8b", 45),
+    Plan("tests", "8b", 150),
+    Plan("profile", "8b", 120),
+    Plan("compiled", "8b", 240),
+    Plan("profile", "1b", 80),
+)
 # Parts without this project's engine: doing without its graphs changes nothing there.
-NO_ENGINE = ("roofs", "peers", "kernels")
+NO_ENGINE = ("roofs", "peers", "kernels", "tests", "compiled")
+# On CPUs these run in the interpreter, among the other tests.
+NOT_TINY = ("compiled",)
 TINY_LIMIT = 120.0
 FAILED = "ended with"
 # With fewer seconds left a part is not begun.
@@ -79,7 +91,13 @@ def run(plan: Plan, out: Path, tiny: bool, left: float, safe: bool = False) -> s
 
 def environment() -> dict[str, str]:
     folders = [str(ROOT / "engine"), str(ROOT / "common"), str(HERE), str(SUPPORT)]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "TOKENIZERS_PARALLELISM": "false"}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(folders),
+        "TOKENIZERS_PARALLELISM": "false",
+        # The tests need none, and some are for other packages than those that are there.
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
 
 
 def _tail(log: Path) -> str:
@@ -96,13 +114,15 @@ def row(result: Mapping[str, Any]) -> str:
     """A line of the table."""
     shown = f"{result['model']:5}{result['what']:52}"
     if "value" not in result:
-        skipped = ("part", "model", "what")
-        return shown + ", ".join(f"{k} {v}" for k, v in result.items() if k not in skipped)
+        skipped = ("part", "model", "what", "top_kernels", "steps")
+        return shown + "  " + ", ".join(f"{k} {v}" for k, v in result.items() if k not in skipped)
     value = float(result["value"])
     number = f"{value:12.2e}" if 0.0 < abs(value) < 0.01 else f"{value:12.2f}"
     shown += f"{number} {result['unit']:11}"
     if "share" in result:
         shown += f"{100 * result['share']:6.1f} % of the roof"
+    if "chosen" in result:
+        shown += f"  {result['chosen']}; {result['default']}: {result['default_us']:.2f}"
     shown += "  (no graphs, no steps ahead)" if "engine" in result else ""
     if result.get("goal"):
         goal = result["goal"]
@@ -132,15 +152,17 @@ def compare(found: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def measure(out: Path, tiny: bool, budget: float) -> int:
+def measure(out: Path, tiny: bool, budget: float, plans: Sequence[Plan] = PLANS) -> int:
     """Runs all parts; how many did not come to their end."""
     out.mkdir(parents=True, exist_ok=True)
     for old in ("results.jsonl", "roofs.json"):
         (out / old).unlink(missing_ok=True)
     begun, problems, shown = time.monotonic(), {}, 0
-    for plan in PLANS:
-        if tiny and plan.model == "1b" and plan.part == "steps":
+    parts: set[str] = set()
+    for plan in plans:
+        if tiny and (plan.part in parts or plan.part in NOT_TINY):
             continue  # the same model as before
+        parts.add(plan.part)
         name = f"{plan.part} {plan.model}"
         plan = Plan(plan.part, "tiny" if tiny else plan.model, plan.limit)
         problem = run(plan, out, tiny, budget - (time.monotonic() - begun))
@@ -169,6 +191,7 @@ def main() -> None:
     default = Path(os.environ.get("OUT", "gpu-benchmark"))
     parser.add_argument("--out", type=Path, default=default, help="folder; default: $OUT")
     parser.add_argument("--budget", type=float, default=560.0, help="seconds for everything")
+    parser.add_argument("--check", action="store_true", help="profiles and tests instead")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--safe", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--part", help=argparse.SUPPRESS)
@@ -178,7 +201,8 @@ def main() -> None:
         from gpu_parts import run_part
 
         run_part(options.part, options.model, options.out, options.tiny, options.safe)
-    sys.exit(1 if measure(options.out, options.tiny, options.budget) else 0)
+    plans = CHECKS if options.check else PLANS
+    sys.exit(1 if measure(options.out, options.tiny, options.budget, plans) else 0)
 
 
 if __name__ == "__main__":

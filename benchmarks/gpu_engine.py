@@ -159,6 +159,53 @@ def heaviest(events: list[Event], count: int = 12) -> list[dict[str, Any]]:
     return [{"kernel": name, "us": us, "calls": int(calls)} for name, (us, calls) in ranked]
 
 
+# By parts of a kernel's name, the first that fits. cuBLAS calls its kernels by many names.
+KINDS = {
+    "attention": ("decode_kernel", "merge_kernel", "prefill_kernel", "flash", "attention"),
+    "products": (
+        "skinny",
+        "linear_kernel",
+        "grouped",
+        "gemm",
+        "gemv",
+        "cutlass",
+        "nvjet",
+        "splitk",
+    ),
+    "sampling": ("argmax", "topk", "sort", "softmax", "reduce"),
+}
+OTHER = "all else"
+
+
+def kind(kernel: str) -> str:
+    name = kernel.lower()
+    return next((one for one, parts in KINDS.items() if any(p in name for p in parts)), OTHER)
+
+
+def by_kind(events: list[Event], steps: int) -> dict[str, float]:
+    """Microseconds of each step by kind of kernel, and in which nothing ran."""
+    sums = dict.fromkeys((*KINDS, OTHER), 0.0)
+    for begin, end, name in events:
+        sums[kind(name)] += (end - begin) / steps
+    sums["nothing"] = sum(idle_gaps(events)) / steps
+    return sums
+
+
+def timeline(events: list[Event], steps: int) -> list[str]:
+    """What takes how much of a step, then the last step's kernels in their order."""
+    whole = sum(end - begin for begin, end, _ in events) or 1.0
+    lines = ["us a step  calls  share  kernel"]
+    for one in heaviest(events, 40):
+        calls, share = one["calls"] / steps, 100 * one["us"] / whole
+        lines.append(f"{one['us'] / steps:9.1f} {calls:6.1f} {share:5.1f}%  {one['kernel']}")
+    lines += ["", "begin us  us  idle before  kernel"]
+    last = events[-(len(events) // steps) :]
+    for before, (begin, end, name) in zip((None, *last), last, strict=False):
+        idle = 0.0 if before is None else max(0.0, begin - before[1])
+        lines.append(f"{begin - last[0][0]:9.1f} {end - begin:7.1f} {idle:7.1f}  {name[:90]}")
+    return lines
+
+
 def best_seconds(run: Callable[[], object], device: torch.device, rounds: int) -> float:
     """The shortest of some rounds, by events on a GPU's own clock."""
     run()

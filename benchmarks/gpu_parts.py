@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import gpu_peers
-from gpu_engine import Bench, best_seconds, heaviest, idle_gaps
+from gpu_engine import Bench, best_seconds, by_kind, heaviest, idle_gaps, timeline
 from gpu_shapes import (
     SHAPES,
     Job,
@@ -24,6 +24,8 @@ from gpu_shapes import (
     conversations,
     predicted_seconds,
 )
+from gpu_sizes import FULL, TINY, Sizes
+from gpu_tests import COMPILED, marked, run_tests
 from headrace_engine.attention.base import AttentionBackend
 from headrace_engine.attention.reference import ReferenceBackend
 from headrace_testing import model_attention
@@ -32,66 +34,6 @@ Report = Callable[..., None]
 BUDGET = 8192
 # Decode steps in a profile.
 PROFILED = 6
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How much of everything: on a GPU, or tiny, to see that it all runs.
-
-    `decodes` are (batch, context, goal), `prefills` (prompts, length).
-    """
-
-    device: str
-    copy_bytes: int
-    square: int
-    rounds: int
-    max_num_seqs: int
-    decodes: tuple[tuple[int, int, float], ...]
-    prefills: tuple[tuple[int, int], ...]
-    steps: int
-    requests: int
-    peer_requests: int
-    peer_seconds: float
-    longest: int
-    peer: Mapping[str, Any]
-    engine: Mapping[str, Any]
-    model_shapes: bool = True
-    all_dtypes: tuple[str, ...] = ("Llama 8B",)
-
-
-FULL = Sizes(
-    device="cuda",
-    copy_bytes=4 << 30,
-    square=8192,
-    rounds=10,
-    max_num_seqs=256,
-    decodes=((1, 1024, 0.85), (64, 2048, 0.75), (256, 1024, 0.65)),
-    prefills=((1, 8192), (16, 1024)),
-    steps=32,
-    requests=1000,
-    peer_requests=96,
-    peer_seconds=40.0,
-    longest=2048,
-    peer={},
-    engine={"attention_backend": "triton"},
-)
-TINY = Sizes(
-    device="cpu",
-    copy_bytes=1 << 20,
-    square=64,
-    rounds=2,
-    max_num_seqs=4,
-    decodes=((1, 16, 0.0), (3, 32, 0.0)),
-    prefills=((1, 64), (2, 32)),
-    steps=3,
-    requests=6,
-    peer_requests=1,
-    peer_seconds=30.0,
-    longest=16,
-    peer={"num_blocks": 8, "max_batch_tokens": 64},
-    engine={"num_blocks": 256},
-    model_shapes=False,
-)
 
 
 @dataclass(frozen=True)
@@ -118,6 +60,11 @@ class Task:
     def folder(self) -> Path:
         return self.out / "models" / self.model
 
+    @property
+    def tuned(self) -> Path:
+        """What one engine has measured the next ones read."""
+        return self.out / "tuned"
+
     def bench(self, **options: Any) -> Bench:
         return Bench(
             self.folder,
@@ -125,6 +72,7 @@ class Task:
             self.sizes.device,
             max_num_seqs=self.sizes.max_num_seqs,
             max_num_batched_tokens=BUDGET,
+            tuned_config_folder=str(self.tuned),
             **{**self.sizes.engine, **self.engine, **options},
         )
 
@@ -171,6 +119,7 @@ def measure_steps(task: Task, report: Report) -> None:
         "start", load_s=bench.load_seconds, warm_up_s=bench.warm_up_seconds,
         kv_blocks=bench.runner.num_blocks, attention=bench.runner.attention.name,
     )  # fmt: skip
+    report_choices(task, report)
     for batch, context, goal in task.sizes.decodes:
         measure_decode(task, bench, report, batch, context, goal)
     for prompts, length in task.sizes.prefills:
@@ -199,9 +148,36 @@ def measure_decode(
             lower_is_better=True, steps=PROFILED, top_kernels=heaviest(events),
             idle_us=sum(idle_gaps(events)), events=len(events),
         )  # fmt: skip
+        report_kinds(task, report, batch, context, by_kind(events, PROFILED))
     else:
         report(what, problem="the profiler saw nothing on the device")
     bench.abort()
+
+
+def report_kinds(
+    task: Task, report: Report, batch: int, context: int, kinds: Mapping[str, float]
+) -> None:
+    """What stands between a decode step and the roof, by kinds of kernels."""
+    floors = task.roofs.decode(task.shape, batch, context)
+    for name, micros in kinds.items():
+        share = {"share": floors[name] / micros} if name in floors and micros else {}
+        what = f"decode step, batch {batch}, context {context}: {name}"
+        report(what, value=micros, unit="us", **share)
+
+
+def report_choices(task: Task, report: Report) -> None:
+    """Which kernels were chosen at warm-up, beside what would be used without measuring."""
+    for file in sorted(task.tuned.glob("*.json")):
+        for kernel, found in json.loads(file.read_text())["kernels"].items():
+            micros, chosen = found["microseconds"], found["chosen"]
+            default = next(iter(micros))
+            seconds = micros[chosen] / 1e6
+            floor = found["read_bytes"] / task.roofs.bandwidth
+            report(
+                f"tuned: {kernel}", value=micros[chosen], unit="us", chosen=chosen,
+                default=default, default_us=micros[default], refused=found["refused"],
+                **({"share": floor / seconds} if floor else {}),
+            )  # fmt: skip
 
 
 def measure_prefill(task: Task, bench: Bench, report: Report, prompts: int, length: int) -> None:
@@ -331,6 +307,29 @@ def measure_kernels(task: Task, report: Report) -> None:
             report(what, value=worst, unit="error", goal=bound, lower_is_better=True)
 
 
+def measure_profile(task: Task, report: Report) -> None:
+    """Decode steps kernel by kernel, in files beside their traces."""
+    bench = task.bench()
+    for batch, context, _ in task.sizes.decodes:
+        bench.decoding(batch, context, PROFILED + 12)
+        bench.step_seconds(4)
+        name = f"profile-{task.model}-decode-{batch}"
+        events = bench.profile(PROFILED, task.out / f"{name}.json")
+        (task.out / f"{name}.txt").write_text("\n".join(timeline(events, PROFILED)) + "\n")
+        what = f"decode step, batch {batch}, context {context}"
+        report(what, launches=len(events) / PROFILED, steps=PROFILED, top_kernels=heaviest(events))
+        report_kinds(task, report, batch, context, by_kind(events, PROFILED))
+        bench.abort()
+
+
+def measure_tests(task: Task, report: Report) -> None:
+    run_tests(marked(), task.out, report)
+
+
+def measure_compiled_tests(task: Task, report: Report) -> None:
+    run_tests(COMPILED, task.out, report)
+
+
 PARTS: Mapping[str, Callable[[Task, Report], None]] = {
     "roofs": measure_roofs,
     "steps": measure_steps,
@@ -339,6 +338,9 @@ PARTS: Mapping[str, Callable[[Task, Report], None]] = {
     "deterministic": measure_deterministic,
     "equality": measure_equality,
     "kernels": measure_kernels,
+    "profile": measure_profile,
+    "tests": measure_tests,
+    "compiled": measure_compiled_tests,
 }
 
 

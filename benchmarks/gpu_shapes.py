@@ -8,7 +8,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama in bfloat16 with random weights; `context` is its max_position_embeddings."""
+    """A Llama in bfloat16 with random weights; `context` is its max_position_embeddings. With
+    `experts` a mixture of so many, each with `inner`, of which a token takes `chosen`.
+    """
 
     hidden: int
     inner: int
@@ -19,6 +21,8 @@ class Shape:
     vocab: int
     context: int
     tied: bool = False
+    experts: int = 0
+    chosen: int = 1
 
     def config(self) -> dict[str, Any]:
         """Its config.json."""
@@ -42,19 +46,37 @@ class Shape:
             "hidden_act": "silu",
             "bos_token_id": 0,
             "eos_token_id": 1,
+            **(self._mixture() if self.experts else {}),
+        }
+
+    def _mixture(self) -> dict[str, Any]:
+        return {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.chosen,
+            "moe_intermediate_size": self.inner,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
         }
 
     @property
     def layer_weights(self) -> int:
         """Weights that each token is multiplied with, the head's not among them."""
-        query, key_value = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = self.hidden * (2 * query + 2 * key_value)
-        return self.layers * (attention + 3 * self.hidden * self.inner)
+        return self._layer_weights(self.chosen)
 
-    @property
-    def step_bytes(self) -> int:
-        """What each step reads of the weights: all, but of the embeddings only some rows."""
-        return 2 * (self.layer_weights + self.vocab * self.hidden)
+    def _layer_weights(self, experts: float) -> int:
+        query, key_value = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = self.hidden * (2 * query + 2 * key_value + self.experts)
+        return round(self.layers * (attention + experts * 3 * self.hidden * self.inner))
+
+    def step_bytes(self, tokens: int = 1) -> int:
+        """What a step of so many tokens reads of the weights: all, but of the embeddings only some
+        rows, and of a mixture the experts that somebody takes, if all are taken equally often."""
+        left_out = (1 - self.chosen / self.experts) ** tokens if self.experts else 0.0
+        read = self._layer_weights(max(1, self.experts) * (1 - left_out))
+        return 2 * (read + self.vocab * self.hidden)
 
     @property
     def kv_bytes(self) -> int:
@@ -65,6 +87,8 @@ class Shape:
 SHAPES = {
     "8b": Shape(4096, 14336, 32, 32, 8, 128, 128_256, 16_384),
     "1b": Shape(2048, 8192, 16, 32, 8, 64, 128_256, 16_384, tied=True),
+    # Qwen3-30B-A3B with 8 of its 48 layers.
+    "moe": Shape(2048, 768, 8, 32, 4, 128, 151_936, 16_384, experts=128, chosen=8),
     "tiny": Shape(64, 128, 2, 4, 2, 16, 512, 2048),
 }
 
@@ -76,10 +100,18 @@ class Roofs:
     bandwidth: float
     products: float
 
+    def decode(self, shape: Shape, batch: int, context: int) -> dict[str, float]:
+        """Microseconds of a decode step's kinds of kernels, if they only read, or only multiply."""
+        operations = 2.0 * batch * (shape.layer_weights + shape.vocab * shape.hidden)
+        read = shape.step_bytes(batch)
+        weights = max(read / self.bandwidth, operations / self.products)
+        keys = batch * context * shape.kv_bytes / self.bandwidth
+        return {"products": weights * 1e6, "attention": keys * 1e6}
+
     def step(self, shape: Shape, runs: list[tuple[int, int]], sampled: int) -> float:
         """Seconds that a step takes at least: of each run (tokens computed, keys at its end)."""
         tokens = sum(new for new, _ in runs)
-        read = shape.step_bytes + sum(keys for _, keys in runs) * shape.kv_bytes
+        read = shape.step_bytes(tokens) + sum(keys for _, keys in runs) * shape.kv_bytes
         operations = 2.0 * (tokens * shape.layer_weights + sampled * shape.vocab * shape.hidden)
         operations += sum(attention_operations(shape, new, keys) for new, keys in runs)
         return max(read / self.bandwidth, operations / self.products)

@@ -245,8 +245,7 @@ class Contestant:
 
     def close(self) -> None:
         self._process.send_signal(signal.SIGCONT)
-        _pipe(self._process.stdin).close()
-        self._process.wait()
+        self._process.communicate()
 
     def _answer(self) -> dict[str, Any]:
         line = _pipe(self._process.stdout).readline()

@@ -1,7 +1,7 @@
 """What one decode step launches on a GPU, counted without one: every kernel of ours and every
 operator of torch's, by a model without memory.
 
-    PYTHONPATH=engine:common python benchmarks/step_launches.py [--shape 8b] [--batch 1]
+    PYTHONPATH=engine:common python benchmarks/step_launches.py [--shape 8b] [--adapters 4]
 
 Fails where a step would wait for the device or copy from the host, as recorded steps must not.
 """
@@ -23,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpu_shapes import SHAPES
 from headrace_engine.attention.base import KVSpec
 from headrace_engine.attention.triton import TritonBackend
+from headrace_engine.lora.batch import LoRABatch
+from headrace_engine.lora.slots import LoRASlots
 from headrace_engine.model.base import ForwardBatch
 from headrace_engine.model.checkpoint import load_checkpoint
 from headrace_engine.model.config import ModelConfig
@@ -30,7 +32,7 @@ from headrace_engine.model.decoder import Decoder, read_weights
 from headrace_engine.model.random_weights import RandomReader
 from headrace_engine.model.rotary import RotaryTable
 from headrace_engine.model.triton_ops import TritonOps
-from triton_launches import META, decode_metadata, made, record
+from triton_launches import META, decode_metadata, lora_rows, made, record
 
 # What the host would have to wait for, or copy from.
 HOST = ("tensor", "new_tensor", "as_tensor", "from_numpy", "item", "tolist", "cpu", "nonzero")
@@ -93,8 +95,11 @@ class StepLaunches:
         return sum(count // self.layers for count in self.launched.values())
 
 
-def decode_step(config: Mapping[str, Any], batch: int, context: int) -> StepLaunches:
-    """Of a model with such a config.json, in bfloat16 by the native decoder on a GPU."""
+def decode_step(
+    config: Mapping[str, Any], batch: int, context: int, adapters: int = 0
+) -> StepLaunches:
+    """Of a model with such a config.json, in bfloat16 by the native decoder on a GPU; rows have so
+    many different adapters."""
     model, layers = _model(config)
     attention = TritonBackend((9, 0))
     caches = [
@@ -102,12 +107,19 @@ def decode_step(config: Mapping[str, Any], batch: int, context: int) -> StepLaun
         for one in model.kv_shapes
     ]
     ids = made(batch, dtype=torch.int64)
-    step = ForwardBatch(ids, ids, ids, decode_metadata(batch, context))
+    lora = _adapted(model, batch, adapters) if adapters else None
+    step = ForwardBatch(ids, ids, ids, decode_metadata(batch, context), lora)
     operators = Operators()
     with torch.inference_mode(), HostCalls(), operators:
         kernels = record(lambda: model.forward(step, caches))
     counts = Counter(one.name for one in kernels)
     return StepLaunches(layers, dict((counts + operators.launched).most_common()))
+
+
+def _adapted(model: Decoder, batch: int, adapters: int) -> LoRABatch:
+    slots = LoRASlots(model.lora_shapes, adapters, 16, torch.bfloat16, META)
+    rows = lora_rows(batch, adapters, torch.bfloat16)
+    return LoRABatch(slots.layers, rows, rows)
 
 
 def _model(raw: Mapping[str, Any]) -> tuple[Decoder, int]:
@@ -136,8 +148,11 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--adapters", type=int, default=0, help="LoRA adapters that rows have")
     wanted = parser.parse_args()
-    found = decode_step(SHAPES[wanted.shape].config(), wanted.batch, wanted.context)
+    found = decode_step(
+        SHAPES[wanted.shape].config(), wanted.batch, wanted.context, wanted.adapters
+    )
     for name, count in found.launched.items():
         print(f"{name:20}{count:5}")
     print(f"{found.total} launches, {found.per_layer} of them in each of {found.layers} layers")

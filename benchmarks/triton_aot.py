@@ -1,12 +1,13 @@
 """Compiles every Triton kernel for GPUs that need not be there, and prints what each would take.
 
     PYTHONPATH=engine:common python benchmarks/triton_aot.py [--capability 80 89 90]
-        [--shape 8b ...] [--only TEXT] [--brief] [--json]
+        [--shape 8b ...] [--only TEXT] [--brief] [--candidates] [--json]
 
 Of each launch, with the arguments that the engine gives it: registers, spilled bytes, shared
 memory, programs that fit a multiprocessor, asynchronous copies by their bytes and how many groups
 of them are under way while the kernel computes, other loads by their bytes, how it multiplies.
-Exits with 1 where a kernel spills or does not fit.
+Exits with 1 where a kernel spills or does not fit; not so for --candidates, which an engine would
+measure on such a device and refuse there.
 """
 
 import argparse
@@ -31,7 +32,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from headrace_engine.attention.base import LayerParams
-from triton_launches import KernelLaunch, ModelShape, model_launches
+from headrace_engine.model.config import ExpertsConfig
+from triton_launches import KernelLaunch, ModelShape, candidate_launches, model_launches
 
 POINTERS = {
     torch.float32: "*fp32",
@@ -45,6 +47,10 @@ POINTERS = {
     torch.int8: "*i8",
 }
 LLAMA_8B = ModelShape()
+QWEN_30B = ModelShape(
+    hidden=2048, inner=6144, kv_heads=4, qk_norm=True,
+    experts=ExpertsConfig(128, 8, 768, True, None, (True,)),
+)  # fmt: skip
 SHAPES = {
     "8b": LLAMA_8B,
     "8b-fp8": replace(LLAMA_8B, cache_dtype=torch.float8_e4m3fn),
@@ -67,6 +73,14 @@ SHAPES = {
     "gemma2-float32": ModelShape(
         heads=8, kv_heads=4, head_dim=256, dtype=torch.float32, params=LayerParams(256**-0.5)
     ),
+    "mixtral": replace(LLAMA_8B, experts=ExpertsConfig(8, 2, 14336, True, None, (True,))),
+    "qwen2-moe": ModelShape(
+        hidden=3584, inner=18944, heads=28, kv_heads=4,
+        experts=ExpertsConfig(64, 8, 2560, False, 20480, (True,)),
+    ),
+    "qwen3-moe": QWEN_30B,
+    "qwen3-moe-fp8": replace(QWEN_30B, cache_dtype=torch.float8_e4m3fn),
+    "qwen3-moe-float32": replace(QWEN_30B, dtype=torch.float32),
 }  # fmt: skip
 
 
@@ -199,7 +213,21 @@ def resident(device: Device, registers: int, shared: int, warps: int) -> int:
 
 def variant(launch: KernelLaunch) -> str:
     """The constants that tell a kernel's launches apart."""
-    names = ("ROWS", "KEYS", "DIM", "WHOLE", "MASKED", "BLOCK", "ADD", "STORE", "NORM")
+    names = (
+        "ROWS",
+        "COLUMNS",
+        "DEPTH",
+        "SPLIT",
+        "MERGE",
+        "KEYS",
+        "DIM",
+        "WHOLE",
+        "MASKED",
+        "BLOCK",
+        "ADD",
+        "STORE",
+        "NORM",
+    )
     shown = [f"{name.lower()} {launch.bound[name]}" for name in names if name in launch.bound]
     stages = launch.options.get("num_stages")
     return " ".join([*shown, *([f"stages {stages}"] if stages else [])])
@@ -214,14 +242,14 @@ def _counts(sizes: Iterable[int]) -> dict[int, int]:
     return dict(sorted(Counter(sizes).items()))
 
 
-def compile_shape(
-    capability: int, shape: ModelShape, only: str = "", brief: bool = False
+def compile_launches(
+    capability: int, launches: Iterable[KernelLaunch], only: str = "", brief: bool = False
 ) -> Iterator[Compiled]:
-    """Each kernel of a model once, however often it is launched with the same constants; with
+    """Each kernel once, however often it is launched with the same constants and options; with
     `brief` once with any."""
     seen = set()
-    for launch in model_launches(capability, shape):
-        key = launch.name if brief else str((launch.name, *describe(launch)))
+    for launch in launches:
+        key = launch.name if brief else str((launch.name, launch.options, *describe(launch)))
         if only in launch.name and key not in seen:
             seen.add(key)
             yield compile_launch(launch, capability)
@@ -254,6 +282,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--brief", action="store_true", help="each kernel with one set of constants"
     )
+    parser.add_argument(
+        "--candidates", action="store_true", help="what is measured at warm-up, beside the tables"
+    )
     parser.add_argument("--json", action="store_true", help="an object for each kernel")
     wanted = parser.parse_args(arguments)
     if not wanted.json:
@@ -263,8 +294,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not wanted.json:
             print(f"\n{name}\n{HEADER}")
         for capability in wanted.capability:
-            for one in compile_shape(capability, SHAPES[name], wanted.only, wanted.brief):
-                unfit += not one.fits
+            make = candidate_launches if wanted.candidates else model_launches
+            launches = make(capability, SHAPES[name])
+            for one in compile_launches(capability, launches, wanted.only, wanted.brief):
+                unfit += not one.fits and not wanted.candidates
                 found = {"shape": name, **asdict(one)}
                 print(json.dumps(found) if wanted.json else line(one), flush=True)
     return 1 if unfit else 0

@@ -4,23 +4,42 @@ Torch's meta tensors raise if the host asks for their numbers, so a launch that 
 here. Nothing is compiled and no device is needed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 
 from headrace_engine.attention import triton as attention
 from headrace_engine.attention.base import AttentionMetadata, KVSpec, LayerParams
 from headrace_engine.attention.fp8 import ADA
-from headrace_engine.model import invariant, triton_float8, triton_ops
+from headrace_engine.lora import tiles
+from headrace_engine.lora.batch import LoRALimits
+from headrace_engine.lora.linear import LoRALinear
+from headrace_engine.lora.shapes import LinearShape, linear_shape
+from headrace_engine.model import (
+    invariant,
+    triton_experts,
+    triton_float8,
+    triton_ops,
+    tuned_linear,
+)
+from headrace_engine.model.config import ExpertsConfig
+from headrace_engine.model.expert_weights import ExpertWeights, GroupedWeight, MixtureParts
+from headrace_engine.model.feed_forward import GatedMLP, SharedExpert
+from headrace_engine.model.layers import PlainLinear
 from headrace_engine.model.ops import HeadShape, QKNorm
 from headrace_engine.model.qkv import QKVRows
 from headrace_engine.model.quantization.float8_weight import Float8Weight
 from headrace_engine.model.static_batch import DecodeInputs, stage_by_kernel
+from headrace_engine.transfer import Array
+from headrace_engine.triton_kernels import launch as table
 from headrace_engine.triton_kernels import staging
+from headrace_engine.triton_kernels.launch import EXPERT_ROWS, LORA_NARROW
 
 META = torch.device("meta")
 OPTIONS = ("num_warps", "num_stages")
@@ -40,6 +59,7 @@ class ModelShape:
     cache_dtype: torch.dtype | None = None
     qk_norm: bool = False
     params: LayerParams = field(default=LayerParams(0.1))
+    experts: ExpertsConfig | None = None
     tokens: int = 1024
     decodes: int = 1
     context: int = 1024
@@ -92,7 +112,10 @@ def record(run: Callable[[], object]) -> list[KernelLaunch]:
 
 
 def _kernels() -> Iterator[tuple[Any, str]]:
-    for module in (attention, invariant, triton_float8, triton_ops, staging):
+    for module in (
+        *(attention, invariant, triton_experts, triton_float8, triton_ops, staging, tiles),
+        tuned_linear,
+    ):
         for name in vars(module):
             if name.endswith("_kernel"):
                 yield module, name
@@ -104,10 +127,58 @@ def model_launches(capability: int, shape: ModelShape) -> list[KernelLaunch]:
     def run() -> None:
         _attend(capability, shape)
         _operate(shape)
+        _adapt(shape)
         if shape.cache_dtype is not None:
             _multiply_float8(divmod(capability, 10), shape)
+        if shape.experts is not None:
+            _mix(divmod(capability, 10), shape, shape.experts)
 
     return record(run)
+
+
+def candidate_launches(capability: int, shape: ModelShape) -> list[KernelLaunch]:
+    """What an engine that warms up on such a device may measure: some of it may not fit there."""
+
+    def run() -> None:
+        _tune_attention(divmod(capability, 10), shape)
+        if shape.dtype in tuned_linear.HALVES:
+            for rows in table.ROW_BOUNDS:
+                _tune_products(made(rows, shape.hidden, dtype=shape.dtype), shape)
+
+    return record(run)
+
+
+def _tune_attention(device: tuple[int, int], shape: ModelShape) -> None:
+    backend = attention.TritonBackend(device)
+    spec = KVSpec(shape.kv_heads, shape.head_dim, 16, shape.dtype, META, shape.cache_dtype)
+    cache, params = backend.allocate(2, spec), shape.params
+    for tile in table.prefill_candidates(
+        backend.prefill_launch(shape.dtype.itemsize, shape.head_dim)
+    ):
+        backend.use(table.AttentionLaunches(prefill=tile))
+        backend.attend(_queries(shape, shape.tokens), cache, _prefill_metadata(shape), params)
+    for sequences in table.DECODE_BOUNDS:
+        first = backend.decode_launch(shape.dtype.itemsize, shape.head_dim, sequences)
+        for one in (*table.part_candidates(first), *table.tile_candidates(first)):
+            backend.use(table.AttentionLaunches(decodes=((sequences, one),)))
+            metadata = decode_metadata(sequences, shape.context)
+            backend.attend(_queries(shape, sequences), cache, metadata, params)
+
+
+def _queries(shape: ModelShape, tokens: int) -> torch.Tensor:
+    return made(tokens, shape.heads, shape.head_dim, dtype=shape.dtype)
+
+
+def _tune_products(x: torch.Tensor, shape: ModelShape) -> None:
+    ops = triton_ops.TritonOps()
+    qkv = ops.linear(made(shape.qkv_width, shape.hidden, dtype=shape.dtype), None)
+    gates = ops.linear(made(2 * shape.inner, shape.hidden, dtype=shape.dtype), None)
+    assert isinstance(qkv, tuned_linear.TunedLinear)
+    assert isinstance(gates, tuned_linear.TunedLinear)
+    for one in table.skinny_candidates(shape.hidden, shape.qkv_width):
+        qkv.skinny(x, one)
+    for one in table.silu_candidates(shape.hidden, shape.inner):
+        gates.skinny_silu(x, one)
 
 
 def _attend(capability: int, shape: ModelShape) -> None:
@@ -161,6 +232,8 @@ def _rows(shape: ModelShape, tokens: int) -> QKVRows:
 
 def _operate(shape: ModelShape) -> None:
     ops = triton_ops.TritonOps()
+    if shape.dtype in tuned_linear.HALVES:
+        _tune_products(made(1, shape.hidden, dtype=shape.dtype), shape)
     hidden, other = (made(2, shape.hidden, dtype=shape.dtype) for _ in range(2))
     weight = made(shape.hidden, dtype=shape.dtype)
     ops.rms_norm(hidden, weight, 1e-6)
@@ -184,6 +257,72 @@ def _multiply_float8(capability: tuple[int, int], shape: ModelShape) -> None:
     layer(hidden[: shape.decodes])
     if capability >= ADA:
         triton_float8.round_rows(hidden)
+
+
+def _mix(capability: tuple[int, int], shape: ModelShape, experts: ExpertsConfig) -> None:
+    """One token, and as many as fill the tiles of each size."""
+    sizes = [average * experts.count // experts.per_token for average in EXPERT_ROWS]
+    for group in (None,) if shape.cache_dtype is None else (128, None):
+        parts = _mixture(shape, experts, group)
+        for deterministic in (False, True):
+            moe = triton_experts.GroupedMoe(
+                parts, capability=capability, deterministic=deterministic
+            )
+            for tokens in (1, *sizes):
+                slots = made(tokens, dtype=torch.int64)
+                moe(made(tokens, shape.hidden, dtype=shape.dtype), None, slots)
+
+
+def _mixture(shape: ModelShape, experts: ExpertsConfig, group: int | None) -> MixtureParts:
+    """In fp8 beside such a cache, a scale for each group of inputs, or for all of an output."""
+
+    def weight(*sizes: int) -> torch.Tensor:
+        return made(*sizes, dtype=shape.dtype)
+
+    def grouped(outputs: int, inputs: int) -> GroupedWeight:
+        if shape.cache_dtype is None:
+            return GroupedWeight(weight(experts.count, outputs, inputs))
+        values = made(experts.count, outputs, inputs, dtype=torch.float8_e4m3fn)
+        scales = made(experts.count, outputs, inputs // (group or inputs))
+        return GroupedWeight(values, scales, group or inputs)
+
+    hidden, inner, shared = shape.hidden, experts.intermediate_size, None
+    if experts.shared_size is not None:
+        up = PlainLinear(weight(2 * experts.shared_size, hidden), None)
+        down = PlainLinear(weight(hidden, experts.shared_size), None)
+        mlp = GatedMLP(up, down, triton_ops.TritonOps().silu_mul)
+        shared = SharedExpert(mlp, PlainLinear(weight(1, hidden), None))
+    weights = ExpertWeights(grouped(2 * inner, hidden), grouped(hidden, inner))
+    router = PlainLinear(weight(experts.count, hidden), None)
+    return MixtureParts(router, weights, shared, experts)
+
+
+def _adapt(shape: ModelShape) -> None:
+    """Adapters of ranks up to 16 and 64 on the layer of most parts and on that of most inputs, for
+    few rows and for many."""
+    heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    for linear in (
+        linear_shape(shape.hidden, {"q_proj": heads, "k_proj": kv, "v_proj": kv}, "self_attn"),
+        linear_shape(shape.inner, {"down_proj": shape.hidden}, "mlp"),
+    ):
+        for rows, rank in product((LORA_NARROW, LORA_NARROW + 1), (16, 64)):
+            _adapt_layer(linear, rows, rank, shape.dtype)
+
+
+def _adapt_layer(shape: LinearShape, rows: int, rank: int, dtype: torch.dtype) -> None:
+    linear = LoRALinear(shape, 2, rank, dtype, META)
+    x, y = made(rows, shape.inputs, dtype=dtype), made(rows, shape.outputs, dtype=dtype)
+    lora_rows(rows, 2, dtype).add(linear, x, y)
+
+
+def lora_rows(rows: int, slots: int, dtype: torch.dtype) -> tiles.TiledRows:
+    """Rows with adapters by turns, in a step of just so many."""
+    products = tiles.TiledProducts(LoRALimits(slots, rows, dtype.itemsize), _to_meta)
+    return products.rows(np.arange(rows) % slots)
+
+
+def _to_meta(arrays: Sequence[Array]) -> list[torch.Tensor]:
+    return [torch.from_numpy(array).to(META) for array in arrays]
 
 
 def _inputs(sequences: int) -> DecodeInputs:

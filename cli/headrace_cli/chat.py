@@ -51,6 +51,8 @@ class ChatClient:
             return self._config.model
         async with _readable_errors(self._config.url):
             response = await self._http.get("models")
+            if response.status_code == httpx.codes.NOT_FOUND:
+                raise ChatError(f"{self._config.url} is no OpenAI API: the URL ends with /v1")
             await _check(response)
             served = response.json().get("data") or []
         if not served:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
 from headrace_common.api_keys import (
     ApiKey,
@@ -31,6 +31,7 @@ from headrace_common.api_keys import (
 )
 
 from .errors import UsageError
+from .tables import plain_table
 
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 _SPAN = re.compile(r"(\d{1,6})([mhdw])")
@@ -208,10 +209,9 @@ def _secret(manifest: str | None) -> dict[str, str]:
 
 
 def _table(keys: Sequence[ApiKey], now: datetime) -> Table:
-    names = ("id", "key", "tenant", "models", "limits", "priority", "expires")
-    table = Table(*(Column(name, no_wrap=name in ("id", "key", "limits")) for name in names))
+    table = plain_table("id", "key", "tenant", "models", "limits", "priority", "expires")
     for key in keys:
-        models = "all" if key.models is None else "\n".join(key.models) or "none"
+        models = "all" if key.models is None else ", ".join(key.models) or "none"
         expires = "never" if key.expires is None else f"{key.expires:%Y-%m-%d %H:%M}"
         if key.expired(now):
             expires += " (over)"
@@ -228,7 +228,7 @@ def _limits(limits: KeyLimits) -> str:
         (limits.tokens_per_minute, "tokens/min"),
         (limits.concurrency, "at once"),
     )
-    return "\n".join(f"{value} {unit}" for value, unit in named if value is not None) or "none"
+    return ", ".join(f"{value} {unit}" for value, unit in named if value is not None) or "none"
 
 
 @contextmanager

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
+
+from .tables import wide_console
 
 if TYPE_CHECKING:
     from .keys import Output
@@ -107,4 +108,4 @@ def revoke(
 def _output(as_json: bool) -> "Output":
     from .keys import Output
 
-    return Output(Console(soft_wrap=False), Console(stderr=True), as_json)
+    return Output(wide_console(), wide_console(stderr=True), as_json)

@@ -3,8 +3,11 @@
 Knows the project's own JSON lines, Valkey's format and plain text. Must not touch the terminal.
 """
 
+import errno
 import json
+import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -73,24 +76,40 @@ def _wrap(level: str, message: str, stream: str) -> dict[str, Any]:
 
 
 class LogFile:
-    """Appends JSON lines to a file and turns it over to `.1` at `max_bytes`."""
+    """Appends JSON lines to a file and turns it over to `.1` at `max_bytes`.
+
+    A line that cannot be written, as on a full disk, is lost; the next one may be kept again.
+    """
 
     def __init__(self, path: Path, *, max_bytes: int = MAX_LOG_BYTES) -> None:
         self.path = path
         self._max_bytes = max_bytes
         self._file = self._open()
+        self._losing = False
 
     def _open(self) -> IO[bytes]:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         return self.path.open("ab", buffering=0)
 
-    def write(self, line: LogLine) -> None:
+    def write(self, line: LogLine) -> str | None:
+        """Says why lines are being lost, when that begins."""
         data = json.dumps(line.fields, ensure_ascii=False, default=str).encode() + b"\n"
+        try:
+            self._append(b"\n" + data if self._losing else data)  # behind half a line, maybe
+        except OSError as error:
+            begins, self._losing = not self._losing, True
+            return f"{self.path}: {error.strerror or error}" if begins else None
+        self._losing = False
+        return None
+
+    def _append(self, data: bytes) -> None:
         if self._file.tell() + len(data) > self._max_bytes:
-            self._file.close()
-            self.path.replace(self.path.with_name(self.path.name + ".1"))
-            self._file = self._open()
-        self._file.write(data)
+            with suppress(FileNotFoundError):  # somebody has tidied up
+                self.path.replace(self.path.with_name(self.path.name + ".1"))
+            full, self._file = self._file, self._open()
+            full.close()
+        if self._file.write(data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         self._file.close()

@@ -26,7 +26,9 @@ Url = Annotated[
     ),
 ]
 DataFolder = Annotated[Path, typer.Option("--data-dir", help="Of `headrace up`.")]
-Model = Annotated[str, typer.Option("--model", help="Name that clients use.")]
+Model = Annotated[
+    str | None, typer.Option("--model", help="Name that clients use; default: the only one.")
+]
 Models = Annotated[
     list[str] | None, typer.Option("--model", help="Repeatable; default: all there are.")
 ]
@@ -51,7 +53,7 @@ def status(
 
 @app.command()
 def peek(
-    model: Model,
+    model: Model = None,
     running: Annotated[
         bool, typer.Option("--running", help="Those that engines have, not those that wait.")
     ] = False,
@@ -68,7 +70,7 @@ def peek(
 
 @app.command()
 def dead(
-    model: Model,
+    model: Model = None,
     limit: Limit = 20,
     redis: Url = None,
     data_dir: DataFolder = DATA_DIR,
@@ -82,7 +84,7 @@ def dead(
 
 @app.command()
 def replay(
-    model: Model,
+    model: Model = None,
     request_ids: Ids = None,
     every: Annotated[bool, typer.Option("--all", help="All that can be.")] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that each may take.")] = 600.0,
@@ -98,7 +100,7 @@ def replay(
 
 @app.command()
 def purge(
-    model: Model,
+    model: Model = None,
     request_ids: Ids = None,
     every: Annotated[bool, typer.Option("--all", help="All dead letters.")] = False,
     waiting: Annotated[

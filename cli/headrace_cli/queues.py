@@ -96,7 +96,7 @@ def show_status(desk: Desk, models: Sequence[str] | None) -> None:
     desk.show(data, table)
 
 
-def show_requests(desk: Desk, model: str, *, limit: int, running: bool) -> None:
+def show_requests(desk: Desk, model: str | None, *, limit: int, running: bool) -> None:
     found = desk.run(lambda admin: _peek(admin, model, limit, running))
     table = plain_table(
         "request", "class", "tenant", "age", "deadline in", "prompt", "output", "engine", "attempt",
@@ -111,14 +111,20 @@ def show_requests(desk: Desk, model: str, *, limit: int, running: bool) -> None:
     desk.show(found, table)
 
 
-async def _peek(admin: QueueAdmin, model: str, limit: int, running: bool) -> list[dict[str, Any]]:
-    shards = (await admin.models()).get(model, 1)
-    found = await admin.peek(model, shards, limit=limit, running=running)
+async def _peek(
+    admin: QueueAdmin, model: str | None, limit: int, running: bool
+) -> list[dict[str, Any]]:
+    name, shards = await _queue(admin, model)
+    found = await admin.peek(name, shards, limit=limit, running=running)
     return [asdict(one) for one in found]
 
 
-def show_dead(desk: Desk, model: str, limit: int) -> None:
-    found = desk.run(lambda admin: _letters(admin, model, limit))
+def show_dead(desk: Desk, model: str | None, limit: int) -> None:
+    async def read(admin: QueueAdmin) -> list[DeadLetter]:
+        name, shards = await _queue(admin, model)
+        return await admin.dead(name, shards, limit=limit)
+
+    found = desk.run(read)
     table = plain_table("request", "set aside", "why", "failures", "can be replayed")
     for letter in found:
         table.add_row(
@@ -128,13 +134,16 @@ def show_dead(desk: Desk, model: str, limit: int) -> None:
     desk.show([{**asdict(letter), "at": _time(letter)} for letter in found], table)
 
 
-def replay(desk: Desk, model: str, request_ids: Sequence[str] | None, timeout: float) -> None:
+def replay(
+    desk: Desk, model: str | None, request_ids: Sequence[str] | None, timeout: float
+) -> None:
     async def run(admin: QueueAdmin) -> list[str]:
-        letters = _chosen(await _letters(admin, model, MOST_LETTERS), request_ids)
+        name, shards = await _queue(admin, model)
+        letters = _chosen(await admin.dead(name, shards, limit=MOST_LETTERS), request_ids)
         return [
             letter.request_id
             for letter in letters
-            if await admin.replay(model, letter, seconds=timeout)
+            if await admin.replay(name, letter, seconds=timeout)
         ]
 
     done = desk.run(run)
@@ -147,25 +156,38 @@ def replay(desk: Desk, model: str, request_ids: Sequence[str] | None, timeout: f
     desk.tell({"replayed": done}, f"Queued again: {len(done)}.")
 
 
-def purge(desk: Desk, model: str, request_ids: Sequence[str] | None) -> None:
+def purge(desk: Desk, model: str | None, request_ids: Sequence[str] | None) -> None:
     async def run(admin: QueueAdmin) -> int:
-        letters = await _letters(admin, model, MOST_LETTERS)
-        return await admin.purge_dead(model, _chosen(letters, request_ids))
+        name, shards = await _queue(admin, model)
+        letters = await admin.dead(name, shards, limit=MOST_LETTERS)
+        return await admin.purge_dead(name, _chosen(letters, request_ids))
 
     done = desk.run(run)
     desk.tell({"purged": done}, f"Dead letters forgotten: {done}.")
 
 
-def cancel_waiting(desk: Desk, model: str) -> None:
+def cancel_waiting(desk: Desk, model: str | None) -> None:
     async def run(admin: QueueAdmin) -> int:
-        return await admin.purge_waiting(model, (await admin.models()).get(model, 1))
+        return await admin.purge_waiting(*await _queue(admin, model))
 
     done = desk.run(run)
     desk.tell({"cancelled": done}, f"Requests cancelled: {done}.")
 
 
-async def _letters(admin: QueueAdmin, model: str, limit: int) -> list[DeadLetter]:
-    return await admin.dead(model, (await admin.models()).get(model, 1), limit=limit)
+async def _queue(admin: QueueAdmin, model: str | None) -> tuple[str, int]:
+    """A model and the shards of its queue; the only model, where none is named.
+
+    Raises UsageError where there are none or several to choose from.
+    """
+    known = await admin.models()
+    if model is not None:
+        return model, known.get(model, 1)
+    if not known:
+        raise UsageError("there is no queue of any model", "name one with --model")
+    if len(known) > 1:
+        raise UsageError("there are several models", f"add --model, of {', '.join(sorted(known))}")
+    (only,) = known.items()
+    return only
 
 
 def _chosen(

@@ -1,6 +1,7 @@
 """Sockets that `up` opens for its children. No waiting here."""
 
 import socket
+from contextlib import suppress
 
 from .errors import UsageError
 
@@ -11,7 +12,10 @@ _PORTS_TRIED = 200
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket for several gateways to share. Raises UsageError where it is taken."""
+    """A listening TCP socket to pass on, also to several processes.
+
+    Raises UsageError where the port is taken.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -28,15 +32,21 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-def free_ports(count: int, *, host: str, start: int) -> list[int]:
-    """The first `count` ports from `start` on that nobody listens on. Raises UsageError."""
-    found: list[int] = []
+def listen_on_free_ports(count: int, *, host: str, start: int) -> list[socket.socket]:
+    """Sockets that listen on the first `count` ports from `start` on that are free.
+
+    Listening, as a port that is only found to be free may be another's a moment later. Raises
+    UsageError.
+    """
+    found: list[socket.socket] = []
     for port in range(start, min(start + _PORTS_TRIED, 65536)):
         if len(found) == count:
             break
-        if is_free(host, port):
-            found.append(port)
+        with suppress(UsageError):
+            found.append(listen(host, port))
     if len(found) < count:
+        for sock in found:
+            sock.close()
         raise UsageError(f"no {count} free ports between {start} and {start + _PORTS_TRIED}")
     return found
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headrace_common.checkpoint import DEMO_MODEL, default_name
+from headrace_common.messages import MAX_ID_CHARS
 
 from .child import ChildSpec
 from .errors import UsageError
@@ -21,6 +22,7 @@ _OWN_FLAGS = {
     "--redis-url": "use --redis before the two dashes",
     "--metrics-host": _CHOSEN,
     "--metrics-port": _CHOSEN,
+    "--metrics-fd": _CHOSEN,
     "--log-format": _CHOSEN,
 }
 _ADAPTERS = "--lora-modules"
@@ -30,7 +32,10 @@ _RANKS = "HEADRACE_ENGINE_TENSOR_PARALLEL_SIZE"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpConfig:
-    """What a person asked `up` for: `model` is a folder, a hub id or DEMO_MODEL; seconds."""
+    """What a person asked `up` for: `model` is a folder, a hub id or DEMO_MODEL; seconds.
+
+    Raises UsageError for a name that requests could not carry.
+    """
 
     model: str = DEMO_MODEL
     served_model_name: str | None = None
@@ -40,6 +45,13 @@ class UpConfig:
     gateways: int = 1
     drain_timeout: float = 30.0
     engine_args: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.model_name) > MAX_ID_CHARS:
+            raise UsageError(
+                f"the model's name has over {MAX_ID_CHARS} characters",
+                "give a shorter one with --served-model-name",
+            )
 
     @property
     def model_name(self) -> str:
@@ -110,28 +122,28 @@ def _names(modules: str) -> list[str]:
 
 
 def engine_spec(
-    index: int, config: UpConfig, *, redis_url: str, metrics_port: int, placement: Placement
+    index: int, config: UpConfig, *, redis_url: str, metrics_fd: int, placement: Placement
 ) -> ChildSpec:
+    """`metrics_fd` is a listening socket that outlives the engine, so that its port stays."""
     env = {
         "HEADRACE_ENGINE_REDIS_URL": redis_url,
         "HEADRACE_ENGINE_MODEL": config.model,
         "HEADRACE_ENGINE_SERVED_MODEL_NAME": config.model_name,
         # Our gateways are told of it; a registration would outlive this run and be theirs for ever.
         "HEADRACE_ENGINE_REGISTER_MODEL": "false",
-        "HEADRACE_ENGINE_METRICS_HOST": "127.0.0.1",
-        "HEADRACE_ENGINE_METRICS_PORT": str(metrics_port),
+        "HEADRACE_ENGINE_METRICS_FD": str(metrics_fd),
         "HEADRACE_ENGINE_DRAIN_TIMEOUT": str(config.drain_timeout),
         "HEADRACE_ENGINE_LOG_FORMAT": "json",
         **placement.env(index, config),
     }
     argv = (sys.executable, "-m", "headrace_engine", *config.engine_args)
-    return _spec(f"engine-{index}", argv, env, config)
+    return _spec(f"engine-{index}", argv, env, config, fds=(metrics_fd,))
 
 
 def gateway_spec(
-    index: int, config: UpConfig, *, redis_url: str, metrics_port: int, fd: int
+    index: int, config: UpConfig, *, redis_url: str, metrics_fd: int, fd: int
 ) -> ChildSpec:
-    """`fd` is the listening socket that all gateways share."""
+    """`fd` is the listening socket that all gateways share, `metrics_fd` one of its own."""
     env = {
         "HEADRACE_GATEWAY_REDIS_URL": redis_url,
         "HEADRACE_GATEWAY_MODEL": config.model,
@@ -140,13 +152,12 @@ def gateway_spec(
         "HEADRACE_GATEWAY_HOST": config.host,
         "HEADRACE_GATEWAY_PORT": str(config.port),
         "HEADRACE_GATEWAY_FD": str(fd),
-        "HEADRACE_GATEWAY_METRICS_HOST": "127.0.0.1",
-        "HEADRACE_GATEWAY_METRICS_PORT": str(metrics_port),
+        "HEADRACE_GATEWAY_METRICS_FD": str(metrics_fd),
         "HEADRACE_GATEWAY_DRAIN_TIMEOUT": str(config.drain_timeout),
         "HEADRACE_GATEWAY_LOG_FORMAT": "json",
     }
     argv = (sys.executable, "-m", "headrace_gateway")
-    return _spec(f"gateway-{index}", argv, env, config, fds=(fd,))
+    return _spec(f"gateway-{index}", argv, env, config, fds=(fd, metrics_fd))
 
 
 def _spec(
@@ -154,7 +165,7 @@ def _spec(
     argv: tuple[str, ...],
     env: dict[str, str],
     config: UpConfig,
-    fds: tuple[int, ...] = (),
+    fds: tuple[int, ...],
 ) -> ChildSpec:
     return ChildSpec(
         name=name,

@@ -148,7 +148,8 @@ class Service:
         return f"{head}; its last lines (all in {self._log.path}):{lines}" if lines else head
 
     def _on_line(self, line: LogLine) -> None:
-        self._log.write(line)
+        if lost := self._log.write(line):
+            self._report.alarm(self.spec.name, f"its log lines are lost ({lost})")
         if self.spec.quiet and (not self._serving or self._stopping.is_set()):
             return
         if line.alarming:

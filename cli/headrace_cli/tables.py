@@ -7,8 +7,8 @@ from rich.table import Column, Table
 WIDEST = 1000  # columns
 
 
-def wide_console() -> Console:
-    return Console(width=WIDEST)
+def wide_console(*, stderr: bool = False) -> Console:
+    return Console(width=WIDEST, stderr=stderr)
 
 
 def plain_table(*names: str) -> Table:

@@ -22,12 +22,12 @@ from .logs import LogFile
 from .machine import usable_cores, visible_gpus
 from .queue_server import check_redis, until_answering
 from .report import Report
-from .sockets import FIRST_METRICS_PORT, free_ports, listen
+from .sockets import FIRST_METRICS_PORT, listen, listen_on_free_ports
 from .stack import Placement, UpConfig, engine_spec, gateway_spec
 from .supervisor import RestartPolicy, Service, Supervisor
 from .valkey import find_server, remove_socket, server_spec, socket_path, socket_url
 
-# Between two looks at a starting child's health: it opens its port only when it can answer.
+# Between two looks at a starting child's health.
 _PROBE_SECONDS = 0.2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -51,6 +51,7 @@ class Up:
         self._stop = asyncio.Event()
         self._groups: list[list[Service]] = []
         self._listener: socket.socket | None = None
+        self._metrics: list[socket.socket] = []
         self._socket: Path | None = None
         self.killed = False
 
@@ -95,26 +96,28 @@ class Up:
     def _start_children(self, redis_url: str, fd: int) -> None:
         config = self._config
         count = config.engines + config.gateways
-        ports = free_ports(count, host="127.0.0.1", start=FIRST_METRICS_PORT)
+        self._metrics = listen_on_free_ports(count, host="127.0.0.1", start=FIRST_METRICS_PORT)
         placement = Placement(
             gpus=visible_gpus(os.environ), cores=usable_cores(), environ=os.environ
         )
         engines, gateways = [], []
-        for i, port in enumerate(ports[: config.engines]):
+        for i, sock in enumerate(self._metrics[: config.engines]):
             spec = engine_spec(
-                i, config, redis_url=redis_url, metrics_port=port, placement=placement
+                i, config, redis_url=redis_url, metrics_fd=sock.fileno(), placement=placement
             )
-            engines.append(self._http_service(spec, port, "ready"))
-        for i, port in enumerate(ports[config.engines :]):
-            spec = gateway_spec(i, config, redis_url=redis_url, metrics_port=port, fd=fd)
-            gateways.append(self._http_service(spec, port, "live"))
+            engines.append(self._http_service(spec, sock))
+        for i, sock in enumerate(self._metrics[config.engines :]):
+            spec = gateway_spec(i, config, redis_url=redis_url, metrics_fd=sock.fileno(), fd=fd)
+            gateways.append(self._http_service(spec, sock))
         self._launch(engines)
         self._launch(gateways)
 
-    def _http_service(self, spec: ChildSpec, port: int, check: str) -> Service:
+    def _http_service(self, spec: ChildSpec, metrics: socket.socket) -> Service:
+        port = metrics.getsockname()[1]
+
         async def ready() -> None:
             async with _client() as client:
-                await until_healthy(client, f"http://127.0.0.1:{port}/health/{check}")
+                await until_healthy(client, f"http://127.0.0.1:{port}/health/ready")
 
         return self._service(spec, ready)
 
@@ -145,13 +148,15 @@ class Up:
             await asyncio.gather(task, stop, return_exceptions=True)
 
     async def _drain(self) -> None:
-        """Last started, first stopped; our end of the listening socket goes with the gateways."""
+        """Last started, first stopped; our end of the API's socket goes with the gateways."""
         self._stop.set()
         if self._listener is not None:
             self._listener.close()
         for group in reversed(self._groups):
             self._announce(group)
             await self._supervisor.stop(group)
+        for sock in self._metrics:
+            sock.close()
         if self._socket is not None:
             remove_socket(self._socket, self._data.queue)
 

@@ -53,6 +53,7 @@ class FailureCode(StrEnum):
 
     DEADLINE = "deadline_exceeded"
     CANCELLED = "cancelled"
+    ABANDONED = "abandoned"  # its engine found no gateway that wants it
     INVALID = "request_invalid"  # the engine refused it: a check that the gateway could not make
     MALFORMED = "message_malformed"
     POISONED = "request_failed"  # it took down several engines that ran it

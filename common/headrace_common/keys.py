@@ -126,7 +126,9 @@ class ShardKeys:
         progress, pn tokens made, pt those at the last take, ph w(aiting)|x(ecuting),
         fp fingerprint, d deadline, tk tokens, pk prompt tokens, v version, tn tenant, t when it
         was admitted, out outcome, why failure code, kp ms to keep it once ended, where that is
-        longer. Where it was placed: pe with which engine, pu until when it waits for that, ps how
+        longer, lt when its state was lost, an how often it was queued again after its end,
+        gi somebody was given its outcome. Where it
+        was placed: pe with which engine, pu until when it waits for that, ps how
         many were taken before it.
         """
         return self.records + request_id

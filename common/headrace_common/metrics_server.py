@@ -61,14 +61,27 @@ class _Server(ThreadingMixIn, HTTPServer):
     timeout = 0.0  # handle_request() is called only when a connection waits
     render: Callable[[str, str, str], tuple[HTTPStatus, dict[str, str], bytes]]
 
-    def __init__(self, address: tuple[str, int], family: socket.AddressFamily) -> None:
+    def __init__(
+        self,
+        address: tuple[str, int],
+        family: socket.AddressFamily,
+        listener: socket.socket | None = None,
+    ) -> None:
         self.address_family = family
         self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        super().__init__(address, _Handler)
+        super().__init__(address, _Handler, bind_and_activate=listener is None)
+        if listener is not None:
+            self.socket.close()
+            self.socket = listener
+            self.server_address = listener.getsockname()
+            self._name()
 
     def server_bind(self) -> None:
         """Binds without HTTPServer's look-up of the host's name, which may wait for DNS."""
         super(HTTPServer, self).server_bind()
+        self._name()
+
+    def _name(self) -> None:
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
 
     def process_request(self, request: object, client_address: object) -> None:
@@ -117,8 +130,9 @@ class _Handler(BaseHTTPRequestHandler):
 class MetricsServer:
     """Serves a Prometheus registry and two health checks until closed.
 
-    `port` 0 takes a free one; `port` of the object is the real one. Raises SettingsError where the
-    address cannot be had.
+    `port` 0 takes a free one; `port` of the object is the real one. `fd` is a listening socket to
+    use instead, which the parent holds, so that nobody else has its port between two runs. Raises
+    SettingsError where the address cannot be had.
     """
 
     def __init__(
@@ -127,6 +141,7 @@ class MetricsServer:
         *,
         host: str,
         port: int,
+        fd: int | None = None,
         live: HealthCheck = healthy,
         ready: HealthCheck = healthy,
     ) -> None:
@@ -134,9 +149,9 @@ class MetricsServer:
         self._checks = {"/health/live": live, "/health/ready": ready}
         self._pages: Mapping[str, Page] = {}
         self._scrape = threading.Lock()
-        self._http = _bind(host, port)
+        self._http = _bind(host, port) if fd is None else _adopt(fd)
         self._http.render = self._render
-        self.host, self.port = host, self._http.server_port
+        self.host, self.port = str(self._http.server_name), self._http.server_port
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._thread = threading.Thread(target=self._serve, name="metrics-server", daemon=True)
         self._thread.start()
@@ -210,3 +225,14 @@ def _bind(host: str, port: int) -> _Server:
             f"metrics endpoint: cannot listen on {host}:{port} ({error}); "
             "set another metrics port, or 0 for any free one"
         ) from error
+
+
+def _adopt(fd: int) -> _Server:
+    """A server on the parent's listening socket."""
+    try:
+        listener = socket.socket(fileno=fd)
+        listener.setblocking(True)
+        address = listener.getsockname()
+    except OSError as error:
+        raise SettingsError(f"metrics_fd: {fd} is not a listening socket: {error}") from error
+    return _Server(address[:2], listener.family, listener)

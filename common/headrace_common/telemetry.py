@@ -169,27 +169,34 @@ def setup(
     instance_id: str | None = None,
     metrics_host: str = "127.0.0.1",
     metrics_port: int | None = None,
+    metrics_fd: int | None = None,
     live: HealthCheck = healthy,
     ready: HealthCheck = healthy,
 ) -> Telemetry:
     """Opens what is configured; `settings` default to the environment.
 
-    `metrics_port` opens /metrics and /health there (0: a free port, see `server.url`). Raises
-    SettingsError where that port cannot be had, pydantic's ValidationError for a bad OTEL_* value.
+    `metrics_port` opens /metrics and /health there (0: a free port, see `server.url`), `metrics_fd`
+    on a listening socket of the parent instead. Raises SettingsError where neither can be had,
+    pydantic's ValidationError for a bad OTEL_* value.
     """
     settings = settings or TelemetrySettings()
     if metrics_port is None and "prometheus" in settings.metrics:
         metrics_host = settings.exporter_prometheus_host
         metrics_port = settings.exporter_prometheus_port
-    nothing = disabled()
-    if metrics_port is None and not settings.traces and not settings.metrics:
+    nothing, opens = disabled(), metrics_port is not None or metrics_fd is not None
+    if not opens and not settings.traces and not settings.metrics:
         return nothing
     resource = _resource(service_name, version, instance_id)
-    registry = _registry() if metrics_port is not None else None
+    registry = _registry() if opens else None
     server = None
-    if registry is not None and metrics_port is not None:
+    if registry is not None:
         server = MetricsServer(
-            registry, host=metrics_host, port=metrics_port, live=live, ready=ready
+            registry,
+            host=metrics_host,
+            port=metrics_port or 0,
+            fd=metrics_fd,
+            live=live,
+            ready=ready,
         )
     meter, flush_metrics = _metrics(settings, resource, registry)
     tracer, flush_traces = _traces(settings, resource)

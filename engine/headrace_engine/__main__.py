@@ -119,6 +119,7 @@ async def serve(
         instance_id=engine_id,
         metrics_host=settings.metrics_host,
         metrics_port=settings.metrics_port,
+        metrics_fd=settings.metrics_fd,
         live=lambda: None if worker is None else worker.stuck(),
         ready=lambda: "starting" if worker is None else worker.not_ready(),
     )

@@ -4,14 +4,15 @@ Arrays are filled on the host with numpy, a sequence at a time and never a token
 each goes to the device in one copy. Decides nothing and keeps nothing.
 """
 
+from array import array
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from .attention.base import AttentionMetadata
+from .chaining import Links
 from .model.base import ForwardBatch
 from .plan import SampleRow, ScheduledSequence, StepPlan
 from .transfer import Transfer
@@ -24,19 +25,26 @@ class StepBatch:
     """`sampling` are the first rows of logits, in the plan's order.
 
     Behind them come those of `scoring`, the runs of prompts that are scored, one after the other.
+    `places` and `sources` are those of the step's links, where there are any.
     """
 
     forward: ForwardBatch
     sampling: tuple[SampleRow, ...]
     scoring: tuple[ScheduledSequence, ...] = ()
+    places: torch.Tensor | None = None
+    sources: torch.Tensor | None = None
 
 
 def build(
-    plan: StepPlan, block_size: int, device: torch.device, transfer: Transfer | None = None
+    plan: StepPlan,
+    block_size: int,
+    device: torch.device,
+    transfer: Transfer | None = None,
+    links: Links | None = None,
 ) -> StepBatch:
     """The plan as tensors on `device`. The plan's runs are not empty, decodes come first.
 
-    `transfer` is how arrays get there; None makes one.
+    `transfer` is how arrays get there; None makes one. `links` tie the step to the one before it.
     """
     scheduled = plan.scheduled
     starts = np.array([item.start for item in scheduled], dtype=np.int64)
@@ -56,7 +64,8 @@ def build(
         positions,
         _logits_rows(scheduled, query_start),
     )
-    tensors = (transfer or Transfer(device))(arrays)
+    linked = () if links is None or not len(links.places) else (links.places, links.sources)
+    tensors = (transfer or Transfer(device))((*arrays, *linked))
     metadata = AttentionMetadata(
         query_start=tensors[0],
         seq_lens=tensors[1],
@@ -72,7 +81,9 @@ def build(
         logits_rows=tensors[6],
         metadata=metadata,
     )
-    return StepBatch(forward, _sampling(scheduled), _scoring(scheduled))
+    sampling = _sampling(scheduled) if links is None else links.sampling
+    places, sources = tensors[7:] if linked else (None, None)
+    return StepBatch(forward, sampling, _scoring(scheduled), places, sources)
 
 
 def _drafted(scheduled: tuple[ScheduledSequence, ...]) -> bool:
@@ -153,12 +164,11 @@ def _block_tables(
 ) -> Ints:
     counts = -(-seq_lens // block_size)
     tables = np.zeros((len(scheduled), int(counts.max())), dtype=np.int64)
-    used = [
-        item.sequence.block_table[:count]
-        for item, count in zip(scheduled, counts.tolist(), strict=True)
-    ]
-    # All blocks in one conversion: one a sequence costs several times as much.
-    tables[np.arange(tables.shape[1]) < counts[:, None]] = list(chain.from_iterable(used))
+    # Lists become an array fastest so: each element is looked at once.
+    used = array("q")
+    for item, count in zip(scheduled, counts.tolist(), strict=True):
+        used.fromlist(item.sequence.block_table[:count])
+    tables[np.arange(tables.shape[1]) < counts[:, None]] = np.frombuffer(used, dtype=np.int64)
     return tables
 
 

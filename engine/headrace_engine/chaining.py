@@ -18,6 +18,8 @@ from .request import PENDING, Sequence
 Ints = npt.NDArray[np.int64]
 # Stands in for a token that was never chosen, as its logits were broken; its sequence ends.
 NO_TOKEN = 0
+# What follows a sequence's known tokens while the step before has not chosen it.
+AHEAD = (PENDING,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +51,16 @@ class Links:
 
 def link(plan: StepPlan, before: StepPlan | None) -> Links:
     """How a step hangs together with the one before; None: all tokens are known."""
+    assert not any([item.drafts for item in plan.scheduled]), "drafts follow tokens that are known"
     sources = {} if before is None else _sampling_rows(before)
+    if len(plan.scheduled) == plan.num_tokens and _all_pending(plan):
+        return _all_linked(plan, sources)
     places: list[int] = []
     found: list[int] = []
     sampling: list[SampleRow] = []
     awaited: dict[int, int] = {}
     place = -1
     for item in plan.scheduled:
-        assert not item.drafts, "drafts follow tokens that are known"
         sequence, end = item.sequence, item.start + item.length
         place += item.length
         pending = sequence.token_ids[end - 1] == PENDING
@@ -65,9 +69,21 @@ def link(plan: StepPlan, before: StepPlan | None) -> Links:
             found.append(sources[sequence])
             awaited[len(sampling)] = sources[sequence]
         if item.samples:
-            ahead, known = ((PENDING,), end - 1) if pending else ((), end)
+            ahead, known = (AHEAD, end - 1) if pending else ((), end)
             sampling.append(SampleRow(sequence, ahead, known))
     return Links(_ints(places), _ints(found), tuple(sampling), awaited)
+
+
+def _all_pending(plan: StepPlan) -> bool:
+    """Of a step with one token a sequence: whether the step before chooses each of them."""
+    return all([item.samples and item[0].token_ids[item[1]] == PENDING for item in plan.scheduled])
+
+
+def _all_linked(plan: StepPlan, sources: Mapping[Sequence, int]) -> Links:
+    """As `link` does, for a step of nothing else: the most frequent one, and without a loop."""
+    found = [sources[item.sequence] for item in plan.scheduled]
+    rows = [SampleRow(sequence, AHEAD, start) for sequence, start, *_ in plan.scheduled]
+    return Links(np.arange(len(rows)), _ints(found), tuple(rows), dict(enumerate(found)))
 
 
 def _sampling_rows(plan: StepPlan) -> dict[Sequence, int]:

@@ -45,9 +45,11 @@ class EngineConfig:
     folders of LoRA adapters by name: up to `max_loras` of them run at once, of ranks up to
     `max_lora_rank`; `max_cpu_loras` (None: as many as run) stay in host memory. `deterministic`
     makes a request's tokens and log probabilities the same bits whatever else runs, or refuses a
-    model for which there is no such way. `enforce_eager` does without CUDA graphs. `load_format`
-    dummy draws weights at random, where only speeds are asked for. `async_scheduling` plans the
-    next step while the device runs one; None: on GPUs.
+    model for which there is no such way. `enforce_eager` does without CUDA graphs. With
+    `enable_autotuner` kernels and launch parameters are measured on a GPU before it serves, where
+    steps are recorded and not `deterministic`; `tuned_config_folder` keeps what was measured.
+    `load_format` dummy draws weights at random, where only speeds are asked for.
+    `async_scheduling` plans the next step while the device runs one; None: on GPUs.
     """
 
     model: str
@@ -85,6 +87,8 @@ class EngineConfig:
     threads: int | None = None
     deterministic: bool = False
     enforce_eager: bool = False
+    enable_autotuner: bool = True
+    tuned_config_folder: str | None = None
     async_scheduling: bool | None = None
 
     def __post_init__(self) -> None:
@@ -120,5 +124,3 @@ class EngineConfig:
             )
         if self.lora_modules and not self.enable_lora:
             raise ConfigError("lora_modules are given, but enable_lora is off: switch it on")
-        if self.enable_lora and self.deterministic:
-            raise ConfigError("enable_lora and deterministic do not go together: leave one out")

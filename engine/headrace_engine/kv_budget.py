@@ -111,16 +111,17 @@ def _cuda_free(device: torch.device, config: EngineConfig, profile: Profile) -> 
 
 
 def _cpu_free(config: EngineConfig, profile: Profile) -> int:
-    """The utilised share of what is available, less the step's peak."""
+    """The utilised share of what is available, less the step's peak and what is taken behind the
+    cache."""
     gc.collect()
     measurable = _reset_peak()
     before = _resident("VmRSS")
-    profile()
+    later = profile()
     peak = max(0, _resident("VmHWM" if measurable else "VmRSS") - before)
     available = available_memory() + max(0, _resident("VmRSS") - before)
     logger.info("memory measured", extra={"available_bytes": available, "step_bytes": peak})
     # Ranks on CPUs share the memory.
-    return int(available * config.memory_utilization) // config.tensor_parallel_size - peak
+    return int(available * config.memory_utilization) // config.tensor_parallel_size - peak - later
 
 
 def available_memory() -> int:

@@ -18,6 +18,7 @@ from .config import EngineConfig
 from .errors import ConfigError
 from .kernels.ops import make_ops
 from .kv_budget import Profile, count_blocks
+from .lora.batch import OwnLoRA
 from .model.base import CausalModel
 from .model.checkpoint import Checkpoint, load_checkpoint
 from .model.encoder_families import encoder_family
@@ -163,6 +164,7 @@ def place_model(config: EngineConfig, shard: Shard | None = None) -> PlacedModel
     backend = attention.select(wanted, device, dtype, config.block_size, deterministic, stored)
     # The reference is plain torch throughout, native kernels included in all else.
     ops = TorchOps() if backend.name == "reference" else make_ops(device, deterministic)
+    _check_adapters(config, ops)
     placement = Placement(
         device,
         dtype,
@@ -178,7 +180,7 @@ def place_model(config: EngineConfig, shard: Shard | None = None) -> PlacedModel
     )
     with torch.inference_mode():
         loaded = load_model(config, checkpoint, placement)
-    return PlacedModel(
+    placed = PlacedModel(
         model=loaded.model,
         attention=backend,
         ops=ops,
@@ -190,6 +192,24 @@ def place_model(config: EngineConfig, shard: Shard | None = None) -> PlacedModel
         pooler_config=pooler_config,
         cache_dtype=stored,
     )
+    if _is_tuned(config, placed):
+        from .tuning.start import tune  # needs Triton
+
+        tune(placed, config)
+    return placed
+
+
+def _is_tuned(config: EngineConfig, placed: PlacedModel) -> bool:
+    wanted = config.enable_autotuner and not config.enforce_eager and not config.deterministic
+    return wanted and placed.device.type == "cuda" and not isinstance(placed.ops, TorchOps)
+
+
+def _check_adapters(config: EngineConfig, ops: Ops) -> None:
+    if config.enable_lora and config.deterministic and not isinstance(ops, OwnLoRA):
+        raise ConfigError(
+            "enable_lora and deterministic go together with Triton's kernels on GPUs only: leave "
+            "one out"
+        )
 
 
 def _pooler_config(config: EngineConfig, checkpoint: Checkpoint) -> PoolerConfig | None:

@@ -257,7 +257,7 @@ class Roster:
         ]
         for active in orphans:
             logger.info("request cancelled: its gateway is gone", extra=log_fields(active))
-            self._fail(active, FailureCode.CANCELLED, "its gateway is gone")
+            self._fail(active, FailureCode.ABANDONED, "its gateway is gone")
 
     def drop(self, active: ActiveRequest) -> None:
         """Stops a request without telling anyone: it is another's, or was given back."""
@@ -348,7 +348,7 @@ class Roster:
         gateway_id = active.gateway_id
         await self._beat([active])
         if self._owns(active) and active.gateway_id == gateway_id:
-            self._fail(active, FailureCode.CANCELLED, "no gateway knows it")
+            self._fail(active, FailureCode.ABANDONED, "no gateway knows it")
 
     def _stop_choice(self, active: ActiveRequest, number: int) -> None:
         if number >= len(active.choices):

@@ -14,7 +14,7 @@ from headrace_common.sampling import SamplingParams
 
 from .attention.base import AttentionBackend, LayerCache
 from .batch import StepBatch, build
-from .chaining import link
+from .chaining import Links, link
 from .config import EngineConfig
 from .distributed.placing import place
 from .distributed.process import Launcher, RankProcess
@@ -22,7 +22,8 @@ from .errors import ConfigError
 from .host_pool import HostPool
 from .logprobs import score_prompts
 from .lora.adapters import Adapters
-from .lora.runtime import LoRARuntime
+from .lora.batch import StaticLoRA
+from .lora.runtime import ANY, LoRARuntime
 from .model.base import CausalModel, ForwardBatch
 from .model.cuda_graphs import graph_bytes, with_graphs
 from .placement import PeerRanks
@@ -65,12 +66,12 @@ class ModelRunner:
         self.block_size = config.block_size
         self.pooler_config = placed.pooler_config
         self._pooler = None if placed.pooler_config is None else Pooler(placed.pooler_config)
-        self._lora = LoRARuntime.of(config, placed.model, self._dtype, self._device)
         one_by_one = config.deterministic and placed.device.type == "cuda"
         self._sampler = Sampler(self.eos_token_ids, placed.ops, one_by_one=one_by_one)
         self._draft = draft
         self._config = config
         self._transfer = Transfer(placed.device)
+        self._lora = LoRARuntime.of(config, placed, self._transfer)
         self._submission = submission or make_submission(placed.device, clock)
         self._last: Step | None = None
         self._caches: tuple[LayerCache, ...] = ()
@@ -137,16 +138,15 @@ class ModelRunner:
         """
         before = self._last if plan.ahead else None
         links = link(plan, None if before is None else before.plan)
-        step = Step(plan, self._build(plan), links)
+        step = Step(plan, self._build(plan, links), links)
         if len(links.places):
             step.before = before
-            step.places, step.sources = self._transfer((links.places, links.sources))
         self._last = step
         return self._submission.submit(step, self._launch)
 
-    def _build(self, plan: StepPlan) -> StepBatch:
+    def _build(self, plan: StepPlan, links: Links | None = None) -> StepBatch:
         with torch.inference_mode():
-            return build(plan, self.block_size, self._device, self._transfer)
+            return build(plan, self.block_size, self._device, self._transfer, links)
 
     def _launch(self, step: Step) -> None:
         """All that the device does for a step, in the order of its stream."""
@@ -189,9 +189,17 @@ class ModelRunner:
         if length < self.block_size:
             step = ScheduledSequence(sequence, length, 1, samples=True)
             self.execute(StepPlan((step,), (), 1))
+        if self._lora is not None:
+            with torch.inference_mode():
+                self._lora.warm_up()
         if self._caches:  # an encoder has none, and decodes nothing
             self._model = with_graphs(
-                self._model, self._attention, self._caches, self._config, self.max_model_len
+                self._model,
+                self._attention,
+                self._caches,
+                self._config,
+                self.max_model_len,
+                self._static_lora,
             )
         if self._draft is not None:
             plan = _dummy_plan(1, 1, self.block_size, num_blocks=1)
@@ -227,7 +235,8 @@ class ModelRunner:
         sequences = -(-budget // length)
         blocks = -(-length // self.block_size)
         self._caches = self._allocate(blocks)
-        self.execute(_dummy_plan(sequences, length, self.block_size, blocks, drafts))
+        lora = None if self._lora is None else ANY
+        self.execute(_dummy_plan(sequences, length, self.block_size, blocks, drafts, lora))
         graphs = self._graph_bytes()
         self._caches = ()
         return graphs
@@ -236,15 +245,30 @@ class ModelRunner:
         if not self._caches:  # an encoder
             return 0
         return graph_bytes(
-            self._model, self._attention, self._caches, self._config, self.max_model_len
+            self._model,
+            self._attention,
+            self._caches,
+            self._config,
+            self.max_model_len,
+            self._static_lora,
         )
+
+    @property
+    def _static_lora(self) -> StaticLoRA | None:
+        """Where recorded steps find the adapters of their rows."""
+        return None if self._lora is None else self._lora.static
 
     def _allocate(self, num_blocks: int) -> tuple[LayerCache, ...]:
         return self._placed.allocate(num_blocks, self.block_size)
 
 
 def _dummy_plan(
-    sequences: int, length: int, block_size: int, num_blocks: int, drafts: int = 0
+    sequences: int,
+    length: int,
+    block_size: int,
+    num_blocks: int,
+    drafts: int = 0,
+    lora: str | None = None,
 ) -> StepPlan:
     """Prefills of zeros that all write into the same blocks; of `length` tokens up to `drafts` are
     drafts."""
@@ -253,7 +277,11 @@ def _dummy_plan(
     blocks = list(range(num_blocks))
     assert num_blocks * block_size >= length, "a dummy sequence must fit its blocks"
     request = EngineRequest(
-        request_id="warm-up", prompt_token_ids=(0,) * known, params=SamplingParams(), seed=0
+        request_id="warm-up",
+        prompt_token_ids=(0,) * known,
+        params=SamplingParams(),
+        seed=0,
+        lora=lora,
     )
     return StepPlan(
         tuple(

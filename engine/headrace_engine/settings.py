@@ -28,7 +28,7 @@ class EngineSettings(BaseSettings):
     model: str = Field(description="folder of a checkpoint, its hub id, or headrace-demo")
     revision: str | None = Field(None, description="revision of the hub id, best a commit")
     served_model_name: str | None = Field(
-        None, description="name that clients use; default: the model's"
+        None, max_length=MAX_ID_CHARS, description="name that clients use; default: the model's"
     )
     chat_template: str | None = Field(
         None, description="file of a chat template to use instead of the model's own"
@@ -141,6 +141,14 @@ class EngineSettings(BaseSettings):
         "docs/deterministic.md",
     )
     enforce_eager: bool = Field(False, description="no CUDA graphs: each kernel is launched anew")
+    enable_autotuner: bool = Field(
+        True,
+        description="measure kernels and launch parameters on the GPU at start, for some seconds; "
+        "docs/performance.md",
+    )
+    tuned_config_folder: str | None = Field(
+        None, description="folder that keeps what was measured, for engines that start later"
+    )
     # A flag has no third value: whether it was given at all tells it from the default.
     async_scheduling: bool = Field(
         False, description="plan the next step while the device runs one; default: on GPUs only"
@@ -158,6 +166,11 @@ class EngineSettings(BaseSettings):
     metrics_host: str = Field("127.0.0.1", description="address of /metrics and /health")
     metrics_port: int | None = Field(
         None, ge=0, le=65535, description="port of /metrics and /health; 0 picks one; default: none"
+    )
+    metrics_fd: int | None = Field(
+        None,
+        ge=0,
+        description="listening socket for them passed by the parent, instead of host and port",
     )
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR")
     log_format: Literal["json", "text"] = Field("json", description="json lines, or text to read")
@@ -221,6 +234,8 @@ class EngineSettings(BaseSettings):
             threads=self.threads,
             deterministic=self.deterministic,
             enforce_eager=self.enforce_eager,
+            enable_autotuner=self.enable_autotuner,
+            tuned_config_folder=self.tuned_config_folder,
             async_scheduling=self.async_scheduling
             if "async_scheduling" in self.model_fields_set
             else None,

@@ -27,15 +27,13 @@ class Step:
     """A step with its inputs, and what it computes. Used by one thread at a time.
 
     `links` tie it to the step `before`, over which it was planned: the tokens that this one chose
-    in rows `sources` belong in `places` of the input (int64 [P], on the device).
+    in rows `sources` of the batch's links belong in `places` of its input.
     """
 
     plan: StepPlan
     batch: StepBatch
     links: Links | None = None
     before: "Step | None" = None
-    places: torch.Tensor | None = None
-    sources: torch.Tensor | None = None
     sampled: SampledRows | None = None
     scored: tuple[tuple[TokenLogprobs, ...], ...] = ()
     embeddings: tuple[bytes | None, ...] = ()
@@ -47,11 +45,12 @@ class Step:
 
     def take_inputs(self) -> None:
         """Puts the tokens that the step before chose where this one reads them, on the device."""
-        if self.before is None or self.places is None or self.sources is None:
+        batch = self.batch
+        if self.before is None or batch.places is None or batch.sources is None:
             return
         assert self.before.sampled is not None, "steps run in the order of their submission"
-        tokens = self.before.sampled.tokens.index_select(0, self.sources)
-        self.batch.forward.input_ids.index_copy_(0, self.places, tokens)
+        tokens = self.before.sampled.tokens.index_select(0, batch.sources)
+        batch.forward.input_ids.index_copy_(0, batch.places, tokens)
 
     def rows(self) -> tuple[SampleRow, ...]:
         """The rows of logits to sample. Waits for the step before only where one of them is sampled

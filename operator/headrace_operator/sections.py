@@ -187,6 +187,10 @@ class EngineSettingsSpec(Section):
     """The same bits for a request alone, in a crowd, or resumed on another engine."""
     enforce_eager: bool | None = None
     """No CUDA graphs."""
+    enable_autotuner: bool | None = None
+    """Measure kernels and launch parameters on the GPU at start."""
+    tuned_config_folder: str | None = Field(None, min_length=1, max_length=4096)
+    """Folder that keeps what was measured."""
     async_scheduling: bool | None = None
     """Plan the next step while the device runs one; default: on GPUs."""
     lease: float | None = Field(None, gt=0, strict=False)

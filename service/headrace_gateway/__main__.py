@@ -21,7 +21,7 @@ from headrace_common.protocol.redis_store import RedisRequestStore
 from headrace_common.protocol.registry import Files, RegisteredModel
 
 from .api_keys import KeyFile
-from .app import Durable, Parts, create_app, package_version
+from .app import Durable, Parts, create_app
 from .batches.assembly import open_storage
 from .client import ClientConfig, GenerationClient, Place
 from .discovery import Discovery
@@ -31,6 +31,7 @@ from .models import Models, ServedModel
 from .placement import Placer
 from .server import GatewayServer, listen, server_config
 from .settings import GatewaySettings
+from .version import package_version
 
 logger = logging.getLogger("headrace_gateway")
 
@@ -87,9 +88,15 @@ async def serve(
         instance_id=gateway_id,
         metrics_host=settings.metrics_host,
         metrics_port=settings.metrics_port,
+        metrics_fd=settings.metrics_fd,
         live=liveness,
-        ready=liveness,
+        ready=lambda: "starting",
     )
+
+    def ready() -> None:
+        measures.set_health(live=liveness, ready=liveness)
+        _announce(listener, served, gateway_id)
+
     try:
         if api_keys is not None:
             await api_keys.start()
@@ -110,7 +117,7 @@ async def serve(
         server = GatewayServer(
             server_config(app, settings),
             on_drain=lambda: app.state.services.drain.begin(settings.drain_timeout),
-            on_ready=lambda: _announce(listener, served, gateway_id),
+            on_ready=ready,
         )
         await server.serve(sockets=[listener])
     finally:

@@ -34,6 +34,7 @@ class AnswerOptions:
     choices_per_prompt: int = 1
     prompt: Sequence[int] = ()
     form: OutputForm = PLAIN
+    system_fingerprint: str | None = None
     view: PromptView | None = None
 
 
@@ -122,6 +123,7 @@ class ChatAnswer(OpenAIStream):
             "object": "chat.completion.chunk",
             "created": options.created,
             "model": options.model,
+            "system_fingerprint": options.system_fingerprint,
         }
 
     def chunks(self, piece: Piece) -> Iterator[Chunk]:
@@ -224,6 +226,7 @@ class CompletionAnswer(OpenAIStream):
             "object": "text_completion",
             "created": options.created,
             "model": options.model,
+            "system_fingerprint": options.system_fingerprint,
         }
 
     def chunks(self, piece: Piece) -> Iterator[Chunk]:

@@ -5,8 +5,6 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as distribution_version
 from typing import Protocol
 
 from fastapi import FastAPI
@@ -60,6 +58,7 @@ from .schemas import ChatRequest, CompletionRequest, DetokenizeRequest, Tokenize
 from .services import Services
 from .sessions import Sessions
 from .settings import GatewaySettings
+from .version import package_version
 from .watched import Delivery
 
 # What a form has beside its file.
@@ -180,13 +179,6 @@ def create_app(settings: GatewaySettings, parts: Parts) -> FastAPI:
     if settings.allowed_origins:  # outermost: browsers ask without a key, and read refusals
         add_cross_origin(app, settings.allowed_origins)
     return app
-
-
-def package_version() -> str:
-    try:
-        return distribution_version("headrace")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def _services(

@@ -130,7 +130,7 @@ def refusal(error: ApiError) -> ASGIApp:
 
 
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    content = json.dumps(body_at(scope["path"], error)).encode()
+    content = json.dumps(body_at(scope, error)).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(content)).encode()),

@@ -118,7 +118,9 @@ class Message(Body):
 
     @model_validator(mode="after")
     def _says_something(self) -> "Message":
-        if self.content is None and self.tool_calls is None:
+        """An answer that `max_tokens` cut off may be reasoning alone, and comes back so."""
+        reasoning = self.reasoning_content or self.reasoning
+        if self.content is None and self.tool_calls is None and not reasoning:
             raise ValueError("a message needs content")
         return self
 

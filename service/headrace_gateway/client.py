@@ -92,6 +92,7 @@ class GenerationClient:
             self._announce,
             self._forget,
             self._abandon,
+            self._on_lost,
             self._count,
             self._leave,
         )
@@ -223,7 +224,33 @@ class GenerationClient:
             return
         assert admission.outcome is not None, "an ended request has an outcome"
         if not generation.settle(admission.outcome):
-            generation.fail(FailureCode.LOST, "the rest of the answer is lost; send it again")
+            await self._dispute(generation, admission.attempt)
+
+    def _on_lost(self, generation: Generation) -> None:
+        if watch := self._watches.get(generation.request_id):
+            watch.lost = True
+
+    async def _dispute(self, generation: Generation, attempt: int) -> None:
+        """Has a request go on behind what its client has, instead of the outcome, which is of
+        another history. Not where others were given that."""
+        seen = max(attempt, generation.arbiter.attempt)
+        admission = await self.queue.admit(
+            generation.request, self._limits, seen=seen, disputed=True
+        )
+        if admission.state is not AdmitState.ENDED:
+            self._hold(generation)
+            await self._queued_again(generation)
+            return
+        generation.fail(FailureCode.LOST, "the rest of the answer is lost; send it again")
+
+    async def _queued_again(self, generation: Generation) -> None:
+        """Who takes it now asks here what its client has, unless this gateway seems to be gone:
+        Redis may have lost its beat as well."""
+        fields = {"request_id": generation.request_id, "attempt": generation.arbiter.attempt}
+        logger.warning("request queued again", extra=fields)
+        if watch := self._watches.get(generation.request_id):
+            watch.released = generation.arbiter.owner
+        await self.queue.beat()
 
     # Requests that other gateways hold
 
@@ -379,7 +406,7 @@ class GenerationClient:
             silent = False
         else:
             silent = self._is_silent(owner[0], generation, watch)
-        if silent:
+        if silent or watch.lost:
             await self._recheck(generation, watch, now)
         elif now - generation.heard_at < self._config.recheck:
             watch.due, watch.pause = now + self._config.recheck, self._config.recheck
@@ -406,9 +433,12 @@ class GenerationClient:
         except RequestConflict:
             generation.fail(FailureCode.INTERNAL, "the request's id is in use for another one")
             return
+        watch.lost = False
         if generation.state is GenerationState.ENDED:
             return
         await self._admitted(generation, admission)
+        if admission.state is AdmitState.ADMITTED:
+            await self._queued_again(generation)
         if admission.state is not AdmitState.ATTACHED or admission.owner is None:
             watch.suspect = None
             return

@@ -12,6 +12,7 @@ from headrace_common.errors import HeadraceError
 from headrace_common.sampling import SamplingError
 
 from .errors import REQUEST_NAME, ApiError, invalid, to_api_error
+from .field_names import named_for
 from .messages_api.errors import body_at, named_at
 
 METHODS = ("GET", "HEAD", "POST", "DELETE")
@@ -49,9 +50,10 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def _response(request: Request, error: ApiError) -> JSONResponse:
-    path, name = request.url.path, request.scope["state"].get(REQUEST_NAME)
-    headers = error.headers if name is None else {**error.headers, **named_at(path, name)}
-    return JSONResponse(body_at(path, error), error.status, headers=headers)
+    scope, name = request.scope, request.scope["state"].get(REQUEST_NAME)
+    error = named_for(scope["path"], error)
+    headers = error.headers if name is None else {**error.headers, **named_at(scope, name)}
+    return JSONResponse(body_at(scope, error), error.status, headers=headers)
 
 
 def _from_http(request: Request, error: HTTPException) -> ApiError:

@@ -30,6 +30,16 @@ REQUEST_NAME = "request_name"
 UNSUPPORTED_KIND = "unsupported"
 # Parts of a fault's location that are a union's branches, not fields.
 _BRANCHES = frozenset({"str", "list", "dict"})
+# Likewise, where they stand behind these fields or an item's number, and before a field.
+_UNIONS = frozenset({"response_format", "format", "thinking", "tool_choice"})
+_KINDS = frozenset(
+    {
+        *("text", "json_object", "json_schema", "structural_tag"),
+        *("thinking", "tool_use", "tool_result"),
+        *("enabled", "disabled", "adaptive"),
+        *("auto", "any", "none", "tool"),
+    }
+)
 
 
 class ApiError(Exception):
@@ -66,6 +76,18 @@ class ApiError(Exception):
             }
         }
 
+    def renamed(self, message: str, param: str | None) -> "ApiError":
+        """The same error in other words."""
+        return ApiError(
+            self.status,
+            message,
+            kind=self.kind,
+            code=self.code,
+            param=param,
+            retry_after=self.retry_after,
+            headers=self._headers,
+        )
+
     @property
     def headers(self) -> dict[str, str]:
         if self.retry_after is None:
@@ -97,12 +119,15 @@ def unavailable(message: str, *, code: str, retry_after: float = RETRY_SOON_S) -
 _FAILURES: Mapping[FailureCode, tuple[int, str]] = {
     FailureCode.DEADLINE: (504, "timeout_error"),
     FailureCode.CANCELLED: (499, "request_cancelled"),
+    FailureCode.ABANDONED: (499, "request_cancelled"),
     FailureCode.INVALID: (400, INVALID_REQUEST),
     FailureCode.MALFORMED: (500, "server_error"),
     FailureCode.POISONED: (500, "server_error"),
     FailureCode.LOST: (503, "server_error"),
     FailureCode.INTERNAL: (500, "server_error"),
 }
+# For a client it is the same who had called it off.
+_NAMES: Mapping[FailureCode, FailureCode] = {FailureCode.ABANDONED: FailureCode.CANCELLED}
 # The same request would fail again: clients that retry on 5xx are told not to.
 _HOPELESS = frozenset({FailureCode.DEADLINE, FailureCode.MALFORMED, FailureCode.POISONED})
 
@@ -136,7 +161,7 @@ def _failed(error: RequestFailed) -> ApiError:
         status,
         str(error),
         kind=kind,
-        code=error.failure.value,
+        code=_NAMES.get(error.failure, error.failure).value,
         retry_after=retry_after,
         headers=headers,
     )
@@ -184,9 +209,17 @@ def _unsupported_kind(param: str, context: Mapping[str, Any]) -> ApiError:
 
 def field_path(location: tuple[int | str, ...]) -> str:
     path = ""
-    for part in location:
+    for index, part in enumerate(location):
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part.isidentifier() and part not in _BRANCHES:
+        elif part.isidentifier() and part not in _BRANCHES and not _is_kind(location, index):
             path += f".{part}" if path else part
     return path
+
+
+def _is_kind(location: tuple[int | str, ...], index: int) -> bool:
+    """Whether this part says which of several kinds of objects was read."""
+    if location[index] not in _KINDS or not 0 < index < len(location) - 1:
+        return False
+    before = location[index - 1]
+    return isinstance(before, int) or before in _UNIONS

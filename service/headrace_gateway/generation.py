@@ -23,7 +23,7 @@ from headrace_common.messages import (
     StopChoice,
     Tokens,
 )
-from headrace_common.protocol.arbiter import Action, Arbiter, Deliver, Fail, Ignore, Send
+from headrace_common.protocol.arbiter import Action, Arbiter, Deliver, Fail, Ignore, Lost, Send
 from headrace_common.protocol.base import Outcome
 
 MOST_MERGED = 64  # tokens, so that one stream does not hold up the others
@@ -44,6 +44,7 @@ class Hooks:
     news: Callable[["Generation"], None]
     ended: Callable[["Generation"], None]
     abandon: Callable[["Generation"], Awaitable[None]]
+    lost: Callable[["Generation"], None]
     ignored: Callable[[str], None]
     left: Callable[[str], None]
 
@@ -229,6 +230,8 @@ class Generation:
                         self._hooks.send(action.engine_id, action.control)
                 case Fail():
                     self._end(action.failed)
+                case Lost():
+                    self._hooks.lost(self)
                 case Ignore():
                     self._hooks.ignored(action.reason)
         self._end_if_complete()

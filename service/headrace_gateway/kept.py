@@ -11,15 +11,16 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace_common.errors import BackendUnavailable, FailureCode, HeadraceError, RequestFailed
+from headrace_common.errors import BackendUnavailable, HeadraceError, RequestFailed
 from headrace_common.messages import GenerateRequest
-from headrace_common.protocol.base import Outcome, Standing
+from headrace_common.protocol.base import LOST_HELD_S, Outcome, Standing
+from headrace_common.protocol.failures import CALLED_OFF
 from headrace_common.protocol.store import RequestStore, StoredRequest
 
 from .admission import Accepted
 from .answers import Answer, AnswerOptions
 from .answers_by_name import ANSWERS
-from .errors import ApiError, to_api_error
+from .errors import ApiError, to_api_error, unavailable
 from .event_ids import REQUEST_ID
 from .generation import Delta
 from .models import ServedModel
@@ -152,7 +153,7 @@ class KeptRequests:
     async def reopen(self, stored: StoredRequest, model: ServedModel) -> list[Accepted]:
         """A request that was found, for one more reader. Never starts one that is lost."""
         if None in await self._standings(stored):
-            raise lost()
+            raise being_restored() if await self._is_restored(stored) else lost()
         return await self.open(stored, model, fresh=False)
 
     async def cancel(self, stored: StoredRequest) -> None:
@@ -164,16 +165,25 @@ class KeptRequests:
     async def view(self, stored: StoredRequest, model: ServedModel) -> View:
         """Where it is, with its answer once it has ended."""
         standings = await self._standings(stored)
+        if _status(standings) == "completed":
+            standings = await self._given(stored)
         status = _status(standings)
         outcomes = [standing.outcome for standing in standings if standing and standing.outcome]
         failed = next((outcome.failed for outcome in outcomes if outcome.failed), None)
         if failed is not None:
             error = to_api_error(RequestFailed(failed.failure, failed.message))
             return View(stored=stored, status=status, error=error)
+        if None in standings and await self._is_restored(stored):
+            return View(stored=stored, status="in_progress")
         if None in standings:
             return View(stored=stored, status=status, error=lost())
         result = await _result(stored, model, outcomes) if status == "completed" else None
         return View(stored=stored, status=status, result=result)
+
+    async def _is_restored(self, stored: StoredRequest) -> bool:
+        """Whether a gateway has it, or had just now, which queues it again where Redis lost it."""
+        young = self._clock() - stored.created < LOST_HELD_S
+        return young or await self._store.wanted(stored.request_id) > 0
 
     async def forget(self, stored: StoredRequest) -> None:
         """Its answer is kept elsewhere now."""
@@ -184,6 +194,12 @@ class KeptRequests:
         """Ends it and forgets it."""
         await self.cancel(stored)
         await self._store.remove(stored)
+
+    async def _given(self, stored: StoredRequest) -> list[Standing | None]:
+        """Where it is, for somebody who is given its answer."""
+        return await asyncio.gather(
+            *(self._ledger.give_out(each.request_id, each.model) for each in stored.requests)
+        )
 
     async def _standings(self, stored: StoredRequest) -> list[Standing | None]:
         return await asyncio.gather(
@@ -237,6 +253,7 @@ def answer_of(stored: StoredRequest, model: ServedModel) -> Answer:
     options = AnswerOptions(
         answer_id=stored.request_id,
         model=stored.model,
+        system_fingerprint=model.system_fingerprint,
         created=stored.created,
         tokenizer=model.tokenizer,
         choices=sampling.n * len(stored.requests),
@@ -261,10 +278,15 @@ def lost() -> ApiError:
     )
 
 
+def being_restored() -> ApiError:
+    """What is said where Redis has lost what another gateway has."""
+    return unavailable("The request's state is being restored; try again.", code="state_lost")
+
+
 def _status(standings: Sequence[Standing | None]) -> str:
     known = [standing for standing in standings if standing is not None]
     failures = [each.outcome.failed for each in known if each.outcome and each.outcome.failed]
-    if any(failure.failure is FailureCode.CANCELLED for failure in failures):
+    if any(failure.failure in CALLED_OFF for failure in failures):
         return "cancelled"
     if failures or len(known) < len(standings):
         return "failed"

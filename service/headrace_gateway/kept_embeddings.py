@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from headrace_common.errors import BackendUnavailable, FailureCode, RequestFailed
+from headrace_common.errors import BackendUnavailable, RequestFailed
 from headrace_common.messages import Failed, GenerateRequest
 from headrace_common.protocol.base import Standing
+from headrace_common.protocol.failures import CALLED_OFF
 from headrace_common.protocol.store import RequestStore, StoredRequest
 
 from .embedding_sessions import EmbeddingSession
@@ -218,7 +219,7 @@ class KeptEmbeddings:
         standings = await self._standings(stored)
         failed = _failure(standings)
         if failed is not None:
-            cancelled = failed.failure is FailureCode.CANCELLED
+            cancelled = failed.failure in CALLED_OFF
             error = to_api_error(RequestFailed(failed.failure, failed.message))
             status = "cancelled" if cancelled else "failed"
             return View(stored=stored, status=status, error=error), ()

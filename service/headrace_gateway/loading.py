@@ -1,5 +1,6 @@
 """From a checkpoint's files to a model that is served, be it of the settings or registered."""
 
+import hashlib
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,11 +8,12 @@ from pathlib import Path
 from headrace_common.chat_template import ChatTemplateError, find_chat_template
 from headrace_common.checkpoint import CheckpointFiles, TokenizerError, read_files
 from headrace_common.errors import SettingsError
-from headrace_common.protocol.registry import Files, RegisteredModel
+from headrace_common.protocol.registry import Files, RegisteredModel, digest_of
 from headrace_common.tokenizer import Tokenizer
 
 from .models import ServedModel
 from .settings import GatewaySettings
+from .version import package_version
 
 
 def load_static(settings: GatewaySettings) -> dict[str, ServedModel]:
@@ -43,6 +45,7 @@ def load_registered(
         usual_model_len=model.max_model_len,
         created=model.created,
         embedding_size=_hidden_size(files.json("config.json")),
+        system_fingerprint=_fingerprint(files),
     )
 
 
@@ -65,7 +68,14 @@ def _static(
         max_model_len=settings.max_model_len or _positions(config),
         created=int(time.time()),
         embedding_size=_hidden_size(config),
+        system_fingerprint=_fingerprint(files),
     )
+
+
+def _fingerprint(files: CheckpointFiles) -> str:
+    """The same at every gateway of this version for the same configuration and tokenizer."""
+    parts = f"{package_version()}:{digest_of(files.contents)}"
+    return f"fp_{hashlib.sha256(parts.encode()).hexdigest()[:10]}"
 
 
 def _positions(config: Mapping[str, object]) -> int | None:

@@ -20,7 +20,7 @@ class ServedModel:
     `max_model_len` is a limit whatever the engines say, `usual_model_len` what counts while no
     engine says anything. `embedding_size` is how many numbers its vectors have, as far as its files
     tell. `parent` is the model that this one is a LoRA adapter of, None where it is
-    none itself.
+    none itself. `system_fingerprint` tells clients when what answers them has changed.
     """
 
     name: str
@@ -31,6 +31,7 @@ class ServedModel:
     usual_model_len: int | None = None
     embedding_size: int | None = None
     parent: str | None = None
+    system_fingerprint: str | None = None
 
     @property
     def queue(self) -> str:

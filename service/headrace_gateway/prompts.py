@@ -99,7 +99,9 @@ class PromptEncoder:
         encode = partial(model.tokenizer.encode, text, add_special_tokens=add_special_tokens)
         return await self._run(len(text), encode)
 
-    async def decode(self, model: ServedModel, token_ids: Sequence[int]) -> str:
+    async def decode(self, model: ServedModel, token_ids: list[int]) -> str:
+        if token_ids:
+            _check_ids(token_ids, model.tokenizer.model_vocab_size, "tokens")
         decode = partial(model.tokenizer.decode, token_ids, skip_special_tokens=False)
         return await self._run(len(token_ids), decode)
 
@@ -192,6 +194,8 @@ def _plain_message(message: Message, *, developer: bool) -> dict[str, Any]:
     if isinstance(content, list):
         content = "\n".join(part.text for part in content)
     reasoning = message.reasoning_content or message.reasoning
+    if content is None and message.tool_calls is None:
+        content = ""  # templates would write None
     role = "system" if message.role == "developer" and not developer else message.role
     fields = message.model_dump(exclude_none=True, exclude={"reasoning"})
     plain = {**fields, "role": role, "content": content}

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from .body import refusal
@@ -141,6 +141,11 @@ class GatewayProtocol(HttpToolsProtocol):
         if self.cycle is not None and self.cycle.scope is self.scope:
             self.scope["state"][CHANNEL] = BodyChannel(self.cycle)
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if cycle.scope["http_version"] == "1.0":
+            app = UntilClosed(app, cycle)
+        super()._start_asgi_task(cycle, app)
+
     def on_response_complete(self) -> None:
         if self.pipeline:
             self._answering = self.pipeline[-1][0]
@@ -204,6 +209,34 @@ class GatewayProtocol(HttpToolsProtocol):
             + body
         )
         self.transport.close()
+
+
+class UntilClosed:
+    """An application whose client speaks HTTP/1.0 and knows no chunks.
+
+    A body whose length is not told goes out as it is, and ends with the connection.
+    """
+
+    def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:
+        self._app = app
+        self._cycle = cycle
+        self._measured = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def put(message: Message) -> None:
+            self._prepare(message)
+            await send(message)
+
+        await self._app(scope, receive, put)
+
+    def _prepare(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            names = {name.lower() for name, _ in message.get("headers", ())}
+            self._measured = b"content-length" in names
+            if not self._measured:
+                self._cycle.chunked_encoding = False
+        elif not self._measured:
+            self._cycle.expected_content_length = len(message.get("body", b""))
 
 
 class GatewayServer(uvicorn.Server):

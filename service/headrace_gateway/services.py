@@ -149,7 +149,7 @@ class Services:
             job = await _job(call, body, queue_id, observation.trace, self.caller)
             requests = await self.admission.prepare(job, headers)
             limits = await self.reserve(job, requests, observation)
-            answered = {**named_at(request.scope["path"], name), **limits}
+            answered = {**named_at(request.scope, name), **limits}
             if wish is not None:
                 asked = Asked(wish, request_id, operation, body, call, requests)
                 return await self.keeping.answer(asked, call.model, observation, answered)
@@ -201,6 +201,7 @@ def _answer_options(job: Job, call: Call, request_id: str) -> AnswerOptions:
     return AnswerOptions(
         answer_id=request_id,
         model=job.model.name,
+        system_fingerprint=job.model.system_fingerprint,
         created=int(time.time()),
         tokenizer=job.model.tokenizer,
         choices=job.sampling.n * len(job.prompts),

@@ -1,15 +1,18 @@
 """Settings of the gateway process: HEADRACE_GATEWAY_* in the environment, or flags."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import ByteSize, Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from headrace_common.checkpoint import default_name
+from headrace_common.messages import MAX_ID_CHARS
 from headrace_common.protocol.base import QueueLimits
 
 ModelSource = str
+# As the engines take it.
+ModelName = Annotated[str, Field(max_length=MAX_ID_CHARS)]
 
 
 ToolCallParser = Literal[
@@ -69,19 +72,19 @@ class GatewaySettings(BaseSettings):
         description="folder of a checkpoint, its hub id, or headrace-demo; beside the models that "
         "engines register",
     )
-    served_model_name: str | None = Field(
+    served_model_name: ModelName | None = Field(
         None, description="name that clients use; default: the folder's, or the hub id's last part"
     )
     revision: str | None = Field(None, description="revision of the hub id, best a commit")
     chat_template: str | None = Field(
         None, description="file of a chat template to use for the model instead of its own"
     )
-    lora_modules: tuple[str, ...] = Field(
+    lora_modules: tuple[ModelName, ...] = Field(
         (),
         description="names of LoRA adapters of the setting model; default: those that its engines "
         "register",
     )
-    extra_models: dict[str, ModelSource] = Field(
+    extra_models: dict[ModelName, ModelSource] = Field(
         default_factory=dict, description='further models, {"name": "folder or hub id"}'
     )
     tool_call_parser: ToolCallParser = Field(
@@ -114,6 +117,11 @@ class GatewaySettings(BaseSettings):
     metrics_host: str = Field("127.0.0.1", description="address of /metrics")
     metrics_port: int | None = Field(
         None, ge=0, le=65535, description="port of /metrics; 0 picks one; default: none"
+    )
+    metrics_fd: int | None = Field(
+        None,
+        ge=0,
+        description="listening socket of /metrics passed by the parent, instead of host and port",
     )
 
     max_queued_requests: int = Field(1024, ge=1, description="waiting requests of one model")

@@ -6,12 +6,13 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from headrace_common.errors import BackendUnavailable, FailureCode
+from headrace_common.protocol.failures import CALLED_OFF
 from headrace_common.protocol.store import RequestStore, StoredRequest
 
 logger = logging.getLogger(__name__)
 
 # Endings after which the same key starts anew: nothing was decided by them.
-NO_OUTCOME = frozenset({FailureCode.CANCELLED, FailureCode.LOST, FailureCode.INTERNAL})
+NO_OUTCOME = CALLED_OFF | {FailureCode.LOST, FailureCode.INTERNAL}
 # While Redis is away nobody can say that a client is there: ask again after so many seconds.
 UNCLEAR_S = 1.0
 

@@ -21,7 +21,8 @@ class ClientConfig:
 class Watch:
     """When a generation is next asked about, and which engine is then believed to have it.
 
-    `released`: the engine and attempt that it was taken from, while nobody else has it.
+    `released`: the engine and attempt that it was taken from, while nobody else has it. `lost`: an
+    engine has ended it without having to, which is asked about at once.
     """
 
     due: float
@@ -29,3 +30,4 @@ class Watch:
     suspect: tuple[str, int] | None = None
     suspected_at: float = 0.0
     released: tuple[str, int] | None = None
+    lost: bool = False

@@ -3,6 +3,7 @@ where a device is lent for minutes; its cost model; and what a part that fails o
 """
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 import gpu
 import gpu_engine
 import gpu_parts
+import gpu_sizes
+import gpu_tests
 from gpu_shapes import SHAPES, Job, Roofs, attention_operations, conversations, predicted_seconds
 
 ROOFS = Roofs(bandwidth=1e9, products=1e12)
@@ -26,20 +29,26 @@ def test_every_part_runs_and_reports_its_figures(tmp_path: Path) -> None:
     before, gradients = torch.get_num_threads(), torch.is_grad_enabled()
     try:
         for part in gpu_parts.PARTS:
-            gpu_parts.measure_part(part, "tiny", tmp_path, gpu_parts.TINY, {})
+            if part in ("tests", "compiled"):  # they run pytest
+                continue
+            gpu_parts.measure_part(part, "tiny", tmp_path, gpu_sizes.TINY, {})
     finally:
         torch.set_num_threads(before)
         torch.set_grad_enabled(gradients)
     found = reports(tmp_path)
-    for batch, context, _ in gpu_parts.TINY.decodes:
+    for batch, context, _ in gpu_sizes.TINY.decodes:
         assert found[f"decode, batch {batch}, context {context}"]["share"] > 0
         gap = found[f"gap between decode steps, batch {batch}"]
         assert gap["value"] >= 0 and gap["top_kernels"][0]["us"] > 0
         assert "us a step" in gpu.kernels(gap)[0]
+        step = f"decode step, batch {batch}, context {context}"
+        assert found[step]["launches"] > 0 and found[f"{step}: {gpu_engine.OTHER}"]["value"] > 0
+        lines = (tmp_path / f"profile-tiny-decode-{batch}.txt").read_text().splitlines()
+        assert "kernel" in lines[0] and len(lines) > 10
         assert (tmp_path / f"trace-tiny-decode-{batch}.json").exists()
-    for prompts, length in gpu_parts.TINY.prefills:
+    for prompts, length in gpu_sizes.TINY.prefills:
         assert found[f"prefill, {prompts} of {length}"]["share"] > 0
-    assert found[f"{gpu_parts.TINY.requests} conversations at once"]["value"] > 0
+    assert found[f"{gpu_sizes.TINY.requests} conversations at once"]["value"] > 0
     assert found["transformers, static batches"]["value"] > 0
     assert found["transformers, generate_batch"]["value"] > 0
     for what in ("asynchronous", "graphs"):
@@ -94,14 +103,23 @@ def test_a_part_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_least_time_of_a_step() -> None:
     shape = SHAPES["8b"]
-    assert shape.step_bytes == pytest.approx(15.0e9, rel=0.01)
+    assert shape.step_bytes() == pytest.approx(15.0e9, rel=0.01)
     assert shape.kv_bytes == 131_072
     alone = Roofs(bandwidth=3e12, products=7e14).step(shape, [(1, 1024)], 1)
-    assert alone == pytest.approx((shape.step_bytes + 1024 * shape.kv_bytes) / 3e12)
+    assert alone == pytest.approx((shape.step_bytes() + 1024 * shape.kv_bytes) / 3e12)
     prompt = Roofs(bandwidth=3e12, products=7e14).step(shape, [(8192, 8192)], 1)
     assert prompt > 2 * 8192 * shape.layer_weights / 7e14
     pairs = sum(range(5, 9))
     assert attention_operations(shape, 4, 8) == 4 * 32 * 32 * 128 * pairs
+
+
+def test_a_mixture_reads_the_experts_that_are_taken() -> None:
+    shape = SHAPES["moe"]
+    expert = 3 * 2048 * 768 * 2  # bytes
+    alone, crowd = shape.step_bytes(1), shape.step_bytes(10_000)
+    assert crowd - alone == pytest.approx(8 * (128 - 8) * expert)
+    assert alone < shape.step_bytes(2) < alone + 8 * 8 * expert
+    assert shape.layer_weights * 2 == alone - 2 * shape.vocab * shape.hidden
 
 
 def test_the_least_time_of_a_workload() -> None:
@@ -114,6 +132,65 @@ def test_the_least_time_of_a_workload() -> None:
     jobs = conversations(40, 512, 64)
     together = predicted_seconds(shape, ROOFS, jobs, 8, 128)
     assert together < predicted_seconds(shape, ROOFS, jobs, 2, 128)
+
+
+def test_kinds_of_kernels_beside_what_they_take_at_least() -> None:
+    names = ("decode_kernel", "nvjet_tst_64x8", "skinny_kernel", "rms_norm_kernel", "argmax")
+    events = [(10.0 * place, 10.0 * place + 8.0, name) for place, name in enumerate(names)]
+    found = gpu_engine.by_kind(events, 2)
+    assert found == {
+        "attention": 4.0, "products": 8.0, "sampling": 4.0, gpu_engine.OTHER: 4.0, "nothing": 4.0,
+    }  # fmt: skip
+    lines = gpu_engine.timeline(events, 1)
+    assert lines[-1].split() == ["40.0", "8.0", "2.0", "argmax"]
+    floors = Roofs(bandwidth=3e12, products=7e14).decode(SHAPES["8b"], 1, 1024)
+    assert floors["products"] == pytest.approx(5000, rel=0.01)
+    assert floors["attention"] == pytest.approx(1024 * 131_072 / 3e6)
+
+
+def test_chosen_kernels_are_lines_with_their_share_of_the_roof(tmp_path: Path) -> None:
+    tuned = tmp_path / "tuned"
+    tuned.mkdir()
+    kernel = {
+        "chosen": "64x128", "microseconds": {"cuBLAS": 20.0, "64x128": 12.5},
+        "refused": {"128x64": "no time was left"}, "read_bytes": 10_000,
+    }  # fmt: skip
+    (tuned / "H100.json").write_text(json.dumps({"versions": {}, "kernels": {"product": kernel}}))
+    task = gpu_parts.Task("tiny", gpu_sizes.TINY, tmp_path, ROOFS, {})
+    lines: list[dict[str, Any]] = []
+    gpu_parts.report_choices(
+        task, lambda what, **values: lines.append({"model": "8b", "what": what, **values})
+    )
+    (line,) = lines
+    assert line["share"] == pytest.approx(10_000 / 1e9 / 12.5e-6)
+    assert gpu.row(line).endswith("80.0 % of the roof  64x128; cuBLAS: 20.00")
+
+
+def test_the_tests_of_a_device_tell_each_that_did_not_pass(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\n"
+        "def test_right(): pass\n"
+        "def test_wrong(): assert 1 == 2\n"
+        "@pytest.mark.skip(reason='no device')\n"
+        "def test_absent(): pass\n"
+    )
+    program = (
+        "import json, sys; from pathlib import Path; import gpu_tests\n"
+        "gpu_tests.TESTS = gpu_tests.ROOT = Path(sys.argv[1])\n"
+        "def report(what, **values):\n"
+        "    print('RESULT', json.dumps([what, values]), file=sys.stderr)\n"
+        "gpu_tests.run_tests(('test_it.py', 'test_gone.py'), Path(sys.argv[1]), report)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        env=gpu.environment(), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    lines = [line[7:] for line in done.stderr.splitlines() if line.startswith("RESULT ")]
+    found = dict(json.loads(line) for line in lines)
+    assert found["failed: test_it.py::test_wrong"]["reason"].startswith("assert 1 == 2")
+    assert found["skipped: test_it.py::test_absent"]["reason"] == "Skipped: no device"
+    assert found["tests"] == {"passed": 1, "failed": 1, "skipped": 1}
+    assert {"test_triton_gpu.py", "test_fp8_gpu.py"} <= set(gpu_tests.marked())
 
 
 def test_what_the_device_did_is_read_from_a_trace() -> None:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from headrace_testing.chaos.cases import Workload
-from headrace_testing.chaos.command import EVIL, Worlds, worlds
+from headrace_testing.chaos.command import EVIL, Worlds, drawn_shards, worlds
 from headrace_testing.chaos.scene import Fault
 from headrace_testing.chaos.workload import make_workload
 from headrace_testing.forked import Forge
@@ -35,8 +35,8 @@ def worlds_by_seed(
             for seed in SEEDS
         }
         _, *later = _kinds(request.session.items)
-        for each in made.values():
-            each.prepare(later)
+        for seed, each in made.items():
+            each.prepare((kind, drawn_shards(seed)) for kind in later)
         yield made
 
 

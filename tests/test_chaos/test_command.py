@@ -6,6 +6,7 @@ from pathlib import Path
 
 from headrace_testing.chaos.cases import Case, Expected
 from headrace_testing.chaos.clients import Answer, Choice, problem
+from headrace_testing.chaos.command import drawn_shards
 from headrace_testing.chaos.faults import ELSEWHERE, FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,6 +24,12 @@ def test_every_fault_is_listed() -> None:
 
     names = [line.split()[0] for line in listed.splitlines()]
     assert names == [*FAULTS, *ELSEWHERE]
+
+
+def test_of_three_seeds_each_has_another_number_of_shards() -> None:
+    drawn = [drawn_shards(seed) for seed in range(1, 31)]
+
+    assert [sorted(drawn[at : at + 3]) for at in range(0, 30, 3)] == 10 * [[1, 2, 3]]
 
 
 def test_faults_that_are_tested_elsewhere_are() -> None:

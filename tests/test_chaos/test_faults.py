@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from headrace_testing.chaos.command import Worlds, repeat
+from headrace_testing.chaos.command import Worlds, drawn_shards, repeat
 from headrace_testing.chaos.faults import FAULTS
 from headrace_testing.chaos.scene import Fault
 
@@ -17,10 +17,12 @@ EACH = [
 @pytest.mark.timeout(600)  # the first one waits for processes of all, on any machine
 @pytest.mark.parametrize("fault", EACH)
 def test_clients_get_their_answers(fault: Fault, worlds_by_seed: dict[int, Worlds]) -> None:
+    shards = {seed: drawn_shards(seed) for seed in worlds_by_seed}
     with ThreadPoolExecutor(1 if fault.crowd > 1 else len(worlds_by_seed)) as threads:
         running = {
-            seed: threads.submit(worlds.run, fault, seed) for seed, worlds in worlds_by_seed.items()
+            seed: threads.submit(worlds.run, fault, seed, shards[seed])
+            for seed, worlds in worlds_by_seed.items()
         }
     failed = {seed: mistakes for seed, run in running.items() if (mistakes := run.result())}
-    told = ["\n  ".join([repeat(fault.name, seed), *failed[seed]]) for seed in failed]
+    told = ["\n  ".join([repeat(fault.name, seed, shards[seed]), *failed[seed]]) for seed in failed]
     assert failed == {}, "\n".join(["", *told])

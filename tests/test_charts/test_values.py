@@ -14,7 +14,7 @@ from headrace_testing.charts import CHART, SCENARIOS, keys_of, render, scenario
 
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 # Ports are the chart's, and the URL comes from a Secret.
-GATEWAY_OWNED = {"redis_url", "port", "metrics_port", "fd", "api_keys_file"}
+GATEWAY_OWNED = {"redis_url", "port", "metrics_port", "metrics_fd", "fd", "api_keys_file"}
 # These follow from other values.
 OPERATOR_OWNED = {
     *("namespace", "watch_all_namespaces", "identity", "lease_name", "redis_url"),

@@ -112,6 +112,16 @@ def test_once_fails_where_the_server_fails() -> None:
     assert done.stderr == "error: HTTP 400: too long\n"
 
 
+def test_a_url_without_its_last_part_is_told() -> None:
+    with OpenAIServer() as server:
+        url = server.url.removesuffix("/v1")
+        done = subprocess.run(
+            command(url, "--once", "Hi"), capture_output=True, text=True, timeout=60
+        )
+
+    assert done.stderr == f"error: {url} is no OpenAI API: the URL ends with /v1\n"
+
+
 def test_a_server_that_is_not_there_is_told() -> None:
     done = subprocess.run(
         command("http://127.0.0.1:1/v1", "--once", "Hi"),

@@ -28,8 +28,15 @@ def checkpoint(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     (folder / "tokenizer.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(bytes(3 * 2**20))
+    (folder / "model.safetensors").write_bytes(safetensors(3 * 2**20))
     return folder
+
+
+def safetensors(size: int) -> bytes:
+    """A file of one tensor."""
+    head = {"__metadata__": {}, "a": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}
+    header = json.dumps(head).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(size)
 
 
 def test_a_whole_checkpoint_is_fine(checkpoint: Path) -> None:
@@ -37,7 +44,7 @@ def test_a_whole_checkpoint_is_fine(checkpoint: Path) -> None:
 
     assert found.level is Level.OK
     assert "LlamaForCausalLM, 3 MiB" in found.detail
-    assert model.weight_bytes(str(checkpoint)) == 3 * 2**20
+    assert model.weight_bytes(str(checkpoint)) == len(safetensors(3 * 2**20))
 
 
 @pytest.mark.parametrize(
@@ -67,6 +74,25 @@ def test_a_missing_shard_is_named(checkpoint: Path) -> None:
     assert "no model-00002-of-00002.safetensors" in only(model.check(str(checkpoint))).detail
 
 
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (safetensors(2**20)[:-1], "bytes of model.safetensors"),
+        (safetensors(5)[:20], "an unreadable model.safetensors"),
+        (b"", "an unreadable model.safetensors"),
+        (bytes(100), "an unreadable model.safetensors"),
+        (b"version https://git-lfs.github.com/spec/v1", "an unreadable model.safetensors"),
+    ],
+)
+def test_weights_that_are_not_whole_are_told(checkpoint: Path, content: bytes, told: str) -> None:
+    (checkpoint / "model.safetensors").write_bytes(content)
+
+    found = only(model.check(str(checkpoint)))
+
+    assert found.level is Level.FAIL and told in found.detail
+    assert "again, whole" in found.remedy
+
+
 def test_pickled_weights_are_refused(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
 
@@ -82,8 +108,9 @@ def test_a_config_that_is_not_json_is_told(checkpoint: Path) -> None:
     assert "config.json" in found.detail
 
 
-def test_a_path_that_is_not_there_is_no_hub_id() -> None:
-    found = only(model.check("/nowhere/model"))
+@pytest.mark.parametrize("path", ["/nowhere/model", "./nowhere", "../nowhere", "~/nowhere"])
+def test_a_path_that_is_not_there_is_no_hub_id(path: str) -> None:
+    found = only(model.check(path))
 
     assert found.level is Level.FAIL
     assert "neither a folder nor a hub id" in found.detail
@@ -98,6 +125,20 @@ def test_a_hub_id_out_of_reach_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert found.level is Level.FAIL
     assert "some-org/some-model" in found.detail
     model.refuse_unusable("some-org/some-model")  # the engine may have more luck
+
+
+def test_a_hub_that_cannot_be_reached_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+    monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", endpoint)
+
+    found = only(model.check("some-org/some-model"))
+
+    assert found.level is Level.FAIL and "cannot be reached" in found.detail
 
 
 def test_a_busy_port_fails() -> None:

@@ -60,6 +60,30 @@ def test_a_log_file_is_turned_over_at_its_bound(tmp_path: Path) -> None:
     assert all(path.stat().st_size <= 400 for path in kept)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_told_once_and_costs_lines_only(tmp_path: Path) -> None:
+    path = tmp_path / "engine-0.log"
+    path.symlink_to("/dev/full")
+    log = LogFile(path)
+
+    first, *others = [log.write(parse_line(f"line {number}", "stdout")) for number in range(3)]
+    log.close()
+
+    assert first is not None and "engine-0.log: No space left" in first
+    assert others == [None, None]
+
+
+def test_a_log_file_that_was_deleted_begins_anew(tmp_path: Path) -> None:
+    log = LogFile(tmp_path / "logs" / "engine-0.log", max_bytes=200)
+    log.write(parse_line("before", "stdout"))
+    log.path.unlink()
+    told = [log.write(parse_line(f"line {number}", "stdout")) for number in range(8)]
+    log.close()
+
+    assert told == [None] * 8
+    assert "line 7" in log.path.read_text()
+
+
 def test_bytes_are_cut_into_lines_wherever_they_are_split() -> None:
     data = "eins\nzwölf\r\n\nrest".encode()
     buffer = LineBuffer()

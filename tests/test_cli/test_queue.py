@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 from typer.testing import CliRunner, Result
 
 from headrace_cli.errors import CliError, UsageError
 from headrace_cli.main import app
 from headrace_cli.queues import queue_url
+from headrace_common import keys
 from headrace_common.messages import ChoiceState
 from headrace_common.protocol.base import Progress, QueueLimits
 from headrace_common.protocol.connection import Connection, ConnectionConfig
@@ -134,6 +136,25 @@ def test_what_cannot_be_done_is_said(server: ValkeyServer, poisoned: list[str]) 
     read(server, "purge", poisoned[0], "--model", MODEL)
     refused = queue(server, "replay", poisoned[0], "--model", MODEL).exception
     assert "no dead letter" in str(refused)
+
+
+def test_the_only_model_need_not_be_named(server: ValkeyServer, poisoned: list[str]) -> None:
+    first, second = poisoned
+    assert [letter["request_id"] for letter in read(server, "dead")] == [second, first]
+    assert read(server, "replay", first) == {"replayed": [first]}
+    assert [one["request_id"] for one in read(server, "peek")] == [first]
+    assert read(server, "purge", "--all") == {"purged": 1}
+    assert read(server, "purge", "--waiting") == {"cancelled": 1}
+
+
+def test_several_models_are_named_to_choose_from(server: ValkeyServer, waiting: list[str]) -> None:
+    with redis.Redis.from_url(server.url) as client:
+        client.hset(keys.MODELS, "another", b"")
+    assert f"--model, of another, {MODEL}" in str(queue(server, "peek").exception)
+    with redis.Redis.from_url(server.url) as client:
+        client.flushall()
+    refused = queue(server, "dead").exception
+    assert isinstance(refused, UsageError) and "no queue of any model" in str(refused)
 
 
 def test_what_waits_can_be_cancelled(server: ValkeyServer, waiting: list[str]) -> None:

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from headrace_cli.errors import UsageError
-from headrace_cli.sockets import client_host, free_ports, listen
+from headrace_cli.sockets import client_host, listen, listen_on_free_ports
 from headrace_cli.stack import (
     Placement,
     UpConfig,
@@ -21,10 +22,12 @@ from headrace_cli.valkey import (
     socket_path,
 )
 from headrace_common.checkpoint import local_source
+from headrace_engine.settings import EngineSettings
+from headrace_gateway.settings import GatewaySettings
 
 
 def engine_env(index: int, config: UpConfig, placement: Placement) -> dict[str, str]:
-    spec = engine_spec(index, config, redis_url="unix:///q", metrics_port=9400, placement=placement)
+    spec = engine_spec(index, config, redis_url="unix:///q", metrics_fd=8, placement=placement)
     return dict(spec.env)
 
 
@@ -44,14 +47,23 @@ def test_a_model_is_called_by_the_last_part_of_its_name(model: str, name: str) -
     assert UpConfig(model=model, served_model_name="mine").model_name == "mine"
 
 
+def test_a_name_that_requests_cannot_carry_is_refused() -> None:
+    with pytest.raises(UsageError, match="--served-model-name"):
+        UpConfig(served_model_name="x" * 257)
+    with pytest.raises(ValidationError, match="served_model_name"):
+        GatewaySettings(model="headrace-demo", served_model_name="x" * 257)
+    with pytest.raises(ValidationError, match="served_model_name"):
+        EngineSettings(model="headrace-demo", served_model_name="x" * 257)
+
+
 def test_gateway_and_engine_agree_on_queue_and_model() -> None:
     config = UpConfig(model="/models/m", served_model_name="name")
     engine = engine_env(0, config, Placement())
-    gateway = gateway_spec(1, config, redis_url="unix:///q", metrics_port=9401, fd=7)
+    gateway = gateway_spec(1, config, redis_url="unix:///q", metrics_fd=8, fd=7)
 
     for field in ("REDIS_URL", "MODEL", "SERVED_MODEL_NAME"):
         assert engine[f"HEADRACE_ENGINE_{field}"] == gateway.env[f"HEADRACE_GATEWAY_{field}"]
-    assert gateway.pass_fds == (7,)
+    assert gateway.pass_fds == (7, 8)
     assert gateway.env["HEADRACE_GATEWAY_FD"] == "7"
     assert gateway.name == "gateway-1"
 
@@ -72,7 +84,7 @@ def test_gateway_and_engine_agree_on_queue_and_model() -> None:
 )
 def test_gateways_know_the_adapters_of_the_engines(args: tuple[str, ...], names: str) -> None:
     config = UpConfig(engine_args=args)
-    gateway = gateway_spec(0, config, redis_url="unix:///q", metrics_port=9401, fd=7)
+    gateway = gateway_spec(0, config, redis_url="unix:///q", metrics_fd=8, fd=7)
 
     assert gateway.env["HEADRACE_GATEWAY_LORA_MODULES"] == names
 
@@ -140,13 +152,21 @@ def test_the_printed_address_can_be_connected_to(host: str, address: str) -> Non
     assert client_host(host) == address
 
 
-def test_ports_in_use_are_passed_over() -> None:
+def test_ports_in_use_are_passed_over_and_those_found_are_held() -> None:
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
 
-        assert port not in free_ports(2, host="127.0.0.1", start=port)
         with pytest.raises(UsageError, match="--port"):
             listen("127.0.0.1", port)
+        found = [
+            sock for _ in range(2) for sock in listen_on_free_ports(2, host="127.0.0.1", start=port)
+        ]
+
+    ports = [sock.getsockname()[1] for sock in found]
+    for sock in found:
+        sock.close()
+    assert len({port, *ports}) == 5
+    assert min(ports) > port
 
 
 def test_the_bundled_server_is_the_last_resort(

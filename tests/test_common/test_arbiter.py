@@ -24,7 +24,7 @@ from headrace_common.messages import (
     Takeover,
     Tokens,
 )
-from headrace_common.protocol.arbiter import Action, Arbiter, Deliver, Fail, Ignore, Send
+from headrace_common.protocol.arbiter import Action, Arbiter, Deliver, Fail, Ignore, Lost, Send
 from headrace_common.protocol.base import Outcome
 from headrace_testing.fake_engine import is_one_history, next_token
 
@@ -227,6 +227,28 @@ def test_a_failure_of_an_older_attempt_is_ignored() -> None:
     assert arbiter.ended
 
 
+def test_an_engine_that_lost_its_state_ends_nothing() -> None:
+    arbiter = Arbiter("r", 1)
+    arbiter.handle("e2", tokens(0, 1, attempt=2))
+    old = Failed(request_id="r", attempt=1, failure=FailureCode.LOST, message="")
+    assert arbiter.handle("e1", old) == [Ignore("older_attempt")]
+    lost = Failed(request_id="r", attempt=3, failure=FailureCode.LOST, message="")
+    assert arbiter.handle("e3", lost) == [Lost()]
+    assert not arbiter.ended
+    (resume,) = sent(arbiter.handle("e4", takeover(4)))
+    assert isinstance(resume, Resume) and resume.choices[0].token_ids == (1,)
+    assert arbiter.settle(Outcome(failed=lost)) == [Fail(lost)]  # the queue has said so
+
+
+def test_an_outcome_that_ends_not_all_changes_nothing() -> None:
+    arbiter = Arbiter("r", 2)
+    arbiter.handle("e", tokens(0, 1))
+    begun = ChoiceState(token_ids=(1, 2))
+    ended = ChoiceState(token_ids=(3,), finish_reason="stop")
+    assert arbiter.settle(Outcome(choices=(begun, ended))) is None
+    assert arbiter.states() == (ChoiceState(token_ids=(1,)), ChoiceState())
+
+
 @pytest.mark.parametrize(
     ("stored", "rest"),
     [((1, 2, 3), [(3,)]), ((1, 2), [()]), ((1, 9, 3), None), ((1,), None)],
@@ -325,10 +347,17 @@ class Play:
             engine = next(e for e in self.engines if e.name == action.engine_id)
             engine.hear(action.control, self.most)
 
+    def lose(self, engine: PlayedEngine) -> None:
+        """An engine says that it does not know what the client has."""
+        failed = Failed(
+            request_id="r", attempt=engine.attempt, failure=FailureCode.LOST, message=""
+        )
+        self.deliver(engine, failed)
+
     def act(self) -> None:
         """One random thing that may happen."""
         engine = self.rng.choice(self.engines)
-        match self.rng.randrange(12):
+        match self.rng.randrange(13):
             case 0:
                 self.start(attempt=self.rng.randint(1, 4), ask=False)
             case 1:
@@ -344,6 +373,8 @@ class Play:
                 self.deliver(engine, engine.frames[0])  # will come again
             case 5 if engine.asking:
                 engine.ask()
+            case 12:
+                self.lose(engine)
             case _ if engine.frames and self.rng.random() < 0.7:
                 self.deliver(engine, engine.frames.pop(0))
             case _:

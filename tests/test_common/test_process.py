@@ -1,5 +1,6 @@
 """What a process says of settings that it cannot use."""
 
+import json
 import logging
 from collections.abc import Iterator
 from typing import Literal
@@ -53,3 +54,21 @@ def test_bad_settings_are_named(
         monkeypatch.setenv(name, value)
     assert read_settings(Settings, "trial", arguments) is None
     assert capsys.readouterr().err.startswith(told)
+
+
+def test_a_misspelt_variable_is_told_with_what_was_meant(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What Kubernetes sets for a Service called trial is none."""
+    for name in ("SEAT", "COLOUR", "SERVICE_HOST", "PORT_80_TCP_ADDR", "METRICS_URL"):
+        monkeypatch.setenv(f"TRIAL_{name}", "1")
+    monkeypatch.setenv("TRIAL_NAMES", "{}")
+
+    assert read_settings(Settings, "trial", []) is not None
+
+    told = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [(line["variable"], line["meant"]) for line in told] == [
+        ("TRIAL_COLOUR", None),
+        ("TRIAL_SEAT", "TRIAL_SEATS"),
+    ]
+    assert {line["level"] for line in told} == {"WARNING"}

@@ -2,22 +2,28 @@
 others."""
 
 import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
 
+import hiredis
 import pytest
-from redis.exceptions import ResponseError
+from redis.asyncio import ConnectionPool
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import InvalidResponse, NoScriptError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from headrace_common.errors import BackendUnavailable
-from headrace_common.protocol.client import MOST_TOGETHER
+from headrace_common.protocol.client import LineClient
 from headrace_common.protocol.connection import Connection, ConnectionConfig
+from headrace_common.protocol.packing import PackedConnection
 from headrace_testing.backends import OverRedis
 
-MANY = 3 * MOST_TOGETHER
+MANY = 200
 
 
-async def test_commands_of_one_turn_share_connections(over_redis: OverRedis) -> None:
+async def test_each_of_many_commands_has_its_own_result(over_redis: OverRedis) -> None:
     client = over_redis.client
-    ids = await asyncio.gather(*(client.command("CLIENT", "ID") for _ in range(MANY)))
-    assert len(set(ids)) <= MANY // MOST_TOGETHER
     counted = await asyncio.gather(*(client.command("INCR", "counted") for _ in range(MANY)))
     assert sorted(counted) == list(range(1, MANY + 1))
 
@@ -80,3 +86,169 @@ async def test_all_that_share_a_lost_connection_hear_of_it() -> None:
     await connection.close()
     server.close()
     await server.wait_closed()
+
+
+class Server:
+    """Says what it is told to, piece by piece; unless it `greets`, it hangs up."""
+
+    def __init__(self) -> None:
+        self.greets = True
+        self.asked: asyncio.Queue[tuple[int, Sequence[bytes]]] = asyncio.Queue()
+        self.writers: list[asyncio.StreamWriter] = []
+        self.port = 0
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number, commands = len(self.writers), hiredis.Reader()
+        self.writers.append(writer)
+        if not self.greets:
+            writer.close()
+        while data := await reader.read(2**16):
+            commands.feed(data)
+            while command := commands.gets():
+                if command[:2] == [b"CLIENT", b"SETINFO"]:
+                    writer.write(b"+OK\r\n")
+                else:
+                    self.asked.put_nowait((number, command))
+        writer.close()
+
+    def say(self, reply: bytes, connection: int = 0) -> None:
+        self.writers[connection].write(reply)
+
+    def client(self, **options: Any) -> LineClient:
+        pool = ConnectionPool(PackedConnection, host="127.0.0.1", port=self.port, protocol=2)
+        return LineClient(pool, **{"timeout": 60.0, **options})
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    made = Server()
+    listening = await asyncio.start_server(made.answer, "127.0.0.1", 0)
+    made.port = listening.sockets[0].getsockname()[1]
+    yield made
+    for writer in made.writers:
+        writer.close()
+    listening.close()
+    await listening.wait_closed()
+
+
+@asynccontextmanager
+async def asking(client: LineClient, *commands: Any) -> AsyncIterator["asyncio.Task[Any]"]:
+    """The client waits for the commands' replies; it is closed at the end."""
+    task = asyncio.create_task(client.pipeline(commands))
+    try:
+        yield task
+    finally:
+        await client.close()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_replies_come_in_any_pieces(server: Server) -> None:
+    async with asking(server.client(), ("GET", "a"), ("GET", "b")) as replies:
+        await server.asked.get()
+        for piece in b"$3\r\none\r\n$3\r\ntwo\r\n":
+            server.say(bytes([piece]))
+            await asyncio.sleep(0)
+        assert await replies == [b"one", b"two"]
+
+
+async def test_a_pipeline_has_its_errors_among_its_results(server: Server) -> None:
+    client = server.client()
+    async with asking(client) as nothing:
+        assert await nothing == []
+        for raised in (True, False):
+            commands = [("EVALSHA", "x", 0), ("GET", "a")]
+            replies = asyncio.create_task(client.pipeline(commands, raise_on_error=raised))
+            await server.asked.get()
+            server.say(b"-NOSCRIPT not here\r\n$3\r\none\r\n")
+            if raised:
+                with pytest.raises(NoScriptError, match="not here"):
+                    await replies
+            else:
+                error, found = await replies
+                assert isinstance(error, NoScriptError) and found == b"one"
+
+
+@pytest.mark.parametrize("said", [b"?nonsense\r\n", b"+OK\r\n+OK\r\n"], ids=["bytes", "unasked"])
+async def test_a_server_that_talks_nonsense_is_left(server: Server, said: bytes) -> None:
+    client = server.client()
+    async with asking(client, ("GET", "a")) as reply:
+        await server.asked.get()
+        server.say(said)
+        if said.startswith(b"?"):
+            with pytest.raises(InvalidResponse):
+                await reply
+        else:
+            assert await reply == [b"OK"]
+        again = asyncio.create_task(client.command("GET", "b"))
+        number, _ = await server.asked.get()
+        server.say(b"$3\r\ntwo\r\n", number)
+        assert number == 1 and await again == b"two"
+
+
+async def test_a_server_that_says_nothing_is_left_in_time(server: Server) -> None:
+    client = server.client(timeout=0.05)
+    async with asking(client, ("GET", "a")) as reply:
+        with pytest.raises(RedisTimeoutError, match=r"within 0\.05 s"):
+            await reply
+
+
+async def test_commands_share_a_connection(server: Server) -> None:
+    client = server.client(lines=2, busy=60.0)
+    async with asking(client, ("GET", "a")) as reply:
+        others = asyncio.gather(*(client.command("GET", "b") for _ in range(MANY)))
+        assert {(await server.asked.get())[0] for _ in range(1 + MANY)} == {0}
+        server.say(b"$3\r\none\r\n" * (1 + MANY))
+        assert await reply == [b"one"] and await others == [b"one"] * MANY
+
+
+async def test_all_that_wait_for_a_connection_hear_of_its_failure_at_once(server: Server) -> None:
+    server.greets = False
+    client = server.client(lines=2)
+    results = await asyncio.gather(
+        *(client.command("GET", "a") for _ in range(MANY)), return_exceptions=True
+    )
+    assert {type(result) for result in results} == {RedisConnectionError}
+    assert len(server.writers) == 1
+    server.greets = True
+    async with asking(client, ("GET", "a")) as reply:
+        number, _ = await server.asked.get()
+        server.say(b"$3\r\none\r\n", number)
+        assert await reply == [b"one"]
+
+
+async def test_what_waits_long_holds_up_nobody_else(server: Server) -> None:
+    """A large value on its way, or a script that takes long: others have another connection."""
+    client = server.client(lines=2, busy=-1.0)
+    async with asking(client, ("GET", "large")) as large:
+        await server.asked.get()
+        small = asyncio.create_task(client.command("GET", "small"))
+        assert (await server.asked.get())[0] == 1
+        server.say(b"$3\r\ntwo\r\n", 1)
+        assert await small == b"two" and not large.done()
+        server.say(b"$3\r\none\r\n")
+        assert await large == [b"one"]
+
+
+async def test_a_connection_that_is_left_still_brings_its_replies(server: Server) -> None:
+    client = server.client()
+    async with asking(client, ("GET", "a")) as reply:
+        await server.asked.get()
+        await client.reconnect()
+        other = asyncio.create_task(client.command("GET", "b"))
+        number, _ = await server.asked.get()
+        server.say(b"$3\r\none\r\n", 0)
+        server.say(b"$3\r\ntwo\r\n", number)
+        assert number == 1
+        assert await reply == [b"one"] and await other == b"two"
+        await server.writers[0].wait_closed()  # by the client, which has no more use for it
+
+
+async def test_a_reader_whose_connection_was_lost_says_so(server: Server) -> None:
+    client = server.client(single=True)
+    async with asking(client, ("GET", "a")) as reply:
+        await server.asked.get()
+        server.writers[0].close()
+        for asked in (reply, client.command("GET", "b")):
+            with pytest.raises(RedisConnectionError, match="lost"):
+                await asked
+    assert len(server.writers) == 1

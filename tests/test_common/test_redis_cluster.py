@@ -90,6 +90,7 @@ async def use_everything(over: OverRedis) -> None:
     await gateway.send("e", Cancel(request_id=rid))
     await gateway.cancel(other.request_id, MODEL)
     await engine.finish(rid, 1, Outcome())
+    await gateway.give_out(rid, MODEL)
     await gateway.depth(MODEL)
     await gateway.engines(MODEL)
     await gateway.drain_rate(MODEL)

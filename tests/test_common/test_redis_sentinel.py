@@ -11,7 +11,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from headrace_common.errors import BackendUnavailable, BackendUnfit
 from headrace_common.messages import Tokens
 from headrace_common.protocol.base import AdmitState, Outcome, QueueLimits
-from headrace_common.protocol.client import Client, Command, PoolClient
+from headrace_common.protocol.client import Client, Command, LineClient
 from headrace_common.protocol.connection import Connection, ConnectionConfig, check_backend
 from headrace_common.protocol.endpoint import Address
 from headrace_common.protocol.sentinel import MasterReader
@@ -133,7 +133,7 @@ async def test_a_sentinel_is_not_taken_for_a_server(sentinel_set: SentinelSet) -
     await connection.close()
 
 
-class Silent(PoolClient):
+class Silent(LineClient):
     """A blocked read that hears nothing."""
 
     def __init__(self, locate: Callable[[], Awaitable[Address]]) -> None:

@@ -2,7 +2,7 @@
 engines give the same answers, and the streams hold exactly what is alive."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -17,17 +17,17 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from headrace_common.errors import QueueFull
+from headrace_common.errors import FailureCode, QueueFull
 from headrace_common.messages import ChoiceState, GenerateRequest
 from headrace_common.protocol.base import (
     Admission,
-    AdmitState,
     Choice,
     Outcome,
     Placement,
     Progress,
     QueueLimits,
 )
+from headrace_common.protocol.failures import failed
 from headrace_testing.backends import MODEL, InMemory, OverRedis, make_request, make_status
 from headrace_testing.valkey import ValkeyServer
 
@@ -39,6 +39,7 @@ engines = st.sampled_from(ENGINES)
 gateways = st.sampled_from(("g0", "g1"))
 # Held for so long that none is stolen because of the time that a test takes.
 HOLD_MS = 3_600_000
+MANNERS: Sequence[Mapping[str, bool]] = ({}, {}, {"polite": True}, {"disputed": True})
 REQUESTS = 12
 requests = st.integers(0, REQUESTS - 1)
 
@@ -86,12 +87,13 @@ class ScriptsAndModel(RuleBasedStateMachine):
             for number in range(REQUESTS)
         ]
 
-    @rule(gateway=gateways, number=requests, again=st.booleans())
-    def admit(self, gateway: str, number: int, again: bool) -> None:
+    @rule(gateway=gateways, number=requests, again=st.booleans(), manner=st.sampled_from(MANNERS))
+    def admit(self, gateway: str, number: int, again: bool, manner: Mapping[str, bool]) -> None:
         request = self.requests[number]
         seen = self.attempts.get(request.request_id, 0) if again else None
         real, model = (
-            self.run(self.admitted(queue, request, seen)) for queue in self.gateways[gateway]
+            self.run(self.admitted(queue, request, seen, None, **manner))
+            for queue in self.gateways[gateway]
         )
         self.same(real, model)
 
@@ -122,16 +124,15 @@ class ScriptsAndModel(RuleBasedStateMachine):
         request: GenerateRequest,
         seen: int | None,
         placement: Placement | None = None,
+        **manner: bool,
     ) -> Admission | str:
         try:
             admission: Admission = await queue.admit(
-                request, LIMITS, seen=seen, placement=placement
+                request, LIMITS, seen=seen, placement=placement, **manner
             )
         except QueueFull as error:
             return str(error)
-        if admission.state is AdmitState.ENDED:
-            return admission
-        return Admission(state=admission.state, owner=admission.owner, attempt=admission.attempt)
+        return admission
 
     @rule(engine=engines, count=st.integers(1, 4), room=st.none() | st.integers(0, 12))
     def take(self, engine: str, count: int, room: int | None) -> None:
@@ -182,6 +183,38 @@ class ScriptsAndModel(RuleBasedStateMachine):
         outcome = Outcome(choices=(ChoiceState(token_ids=(1,), finish_reason="length"),))
         attempt = self.attempts.get(rid, 0)
         self.same(*(self.run(q.finish(rid, attempt, outcome)) for q in self.engines[engine]))
+
+    @rule(
+        numbers=st.lists(requests, min_size=1, max_size=6),
+        why=st.sampled_from((None, FailureCode.LOST, FailureCode.LOST, FailureCode.ABANDONED)),
+        gateway=gateways,
+        then=st.sampled_from((*MANNERS, None)),
+    )
+    def end_and_go_on(
+        self,
+        numbers: list[int],
+        why: FailureCode | None,
+        gateway: str,
+        then: Mapping[str, bool] | None,
+    ) -> None:
+        """Their engines end them; then they are cancelled, or a gateway has them go on."""
+        for number in numbers:
+            rid = self.requests[number].request_id
+            attempt = self.attempts.get(rid, 0)
+            outcome = Outcome(failed=failed(rid, attempt, why) if why else None)
+            for engine in ENGINES:
+                self.same(
+                    *(self.run(q.finish(rid, attempt, outcome)) for q in self.engines[engine])
+                )
+            if then is None:
+                self.cancel(gateway, number)
+                then = {}
+            self.admit(gateway, number, True, then)
+
+    @rule(gateway=gateways, number=requests)
+    def give_out(self, gateway: str, number: int) -> None:
+        rid = self.requests[number].request_id
+        self.same(*(self.run(q.give_out(rid, MODEL)) for q in self.gateways[gateway]))
 
     @rule(engine=engines, number=requests)
     def give_back(self, engine: str, number: int) -> None:

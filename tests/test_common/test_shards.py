@@ -260,6 +260,67 @@ async def test_small_prompts_of_other_shards_do_not_keep_a_large_one_out(backend
     assert set(shards_in(await engine.take(4, 12))) == {0, 2}
 
 
+class Fallible(MemoryEngineQueue):
+    """A shard that may be away."""
+
+    away = False
+
+    async def take(self, count: int, prompt_tokens: int | None = None) -> Sequence[Lease]:
+        if self.away:
+            raise BackendUnavailable("redis: gone")
+        return await super().take(count, prompt_tokens)
+
+
+async def test_a_prompt_too_large_keeps_nothing_out_while_its_shard_is_away() -> None:
+    backend, queues = InMemory(3), list[Fallible]()
+
+    def make(number: int) -> Fallible:
+        queues.append(Fallible(backend.store, "e", MODEL, shard=number))
+        return queues[-1]
+
+    engine = ShardedEngineQueue(make, 3)
+    await engine.start()
+    await admit(backend, 1, prompt_token_ids=(7,) * 40)
+    assert await engine.take(9, 12) == []
+    others = await admit(backend, 0, 2)
+    assert await engine.take(9, 12) == []
+    queues[1].away = True
+    taken = [lease.request.request_id for lease in await engine.take(9, 12)]
+    assert sorted(taken) == sorted(others)
+    await engine.close()
+
+
+async def refuse_writes(backend: OverRedis, *, refuse: bool) -> None:
+    """As a master does that has fewer replicas than it needs."""
+    await backend.client.command("CONFIG SET", "min-replicas-to-write", int(refuse))
+
+
+async def test_shards_that_fail_are_left_alone_for_a_while(over_redis: OverRedis) -> None:
+    """Though they can be read, and what waits there would end any waiting at once."""
+    backend = OverRedis(over_redis.config.url, block=600, shards=3)
+    engine = backend.engine()
+    await engine.start()
+    (large,) = await admit(backend, 1, prompt_token_ids=(7,) * 40)
+    assert await engine.take(9, 12) == []
+    small = await admit(backend, 0, 2)
+    await refuse_writes(backend, refuse=True)
+    try:
+        for _ in range(4):  # one for the shard that others must wait for
+            assert await engine.take(9, 12) == []
+        woken = asyncio.create_task(engine.wait())
+        done, _ = await asyncio.wait({woken}, timeout=0.05)
+        assert not done
+    finally:
+        await refuse_writes(backend, refuse=False)
+    taken = set[str]()
+    while taken != {large, *small}:
+        await asyncio.wait_for(woken, 60)
+        taken |= {lease.request.request_id for lease in await engine.take(9, 48)}
+        woken = asyncio.create_task(engine.wait())
+    woken.cancel()
+    await backend.close()
+
+
 @sharded
 async def test_tenants_share_over_all_shards(backend: Backend) -> None:
     """However many requests a tenant has, of those started while both wait another one's are fewer

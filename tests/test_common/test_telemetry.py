@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
@@ -146,6 +147,22 @@ def test_a_metrics_port_that_is_taken_is_named() -> None:
         assert telemetry.server is not None
         with pytest.raises(SettingsError, match=f"127.0.0.1:{telemetry.server.port}"):
             setup("second", metrics_port=telemetry.server.port)
+
+
+def test_a_socket_of_the_parent_keeps_its_port_from_run_to_run() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as ours:
+        port = ours.getsockname()[1]
+        for _ in range(2):
+            telemetry = setup("child", metrics_fd=os.dup(ours.fileno()))
+            assert telemetry.server is not None
+            assert telemetry.server.url == f"http://127.0.0.1:{port}"
+            assert urlopen(f"{telemetry.server.url}/health/live").read() == b"ok\n"
+            telemetry.shutdown()
+
+
+def test_a_descriptor_that_is_no_socket_is_named(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("w") as file, pytest.raises(SettingsError, match="metrics_fd"):
+        setup("child", metrics_fd=file.fileno())
 
 
 def test_shutdown_closes_the_port_and_ends_the_thread() -> None:

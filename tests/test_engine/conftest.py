@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from headrace_testing.adapter_scenes import ADAPTERS, AdapterScene
 from headrace_testing.checkpoints import Reference, save_checkpoint
 
 if not torch.cuda.is_available():
@@ -38,3 +39,10 @@ def reference(checkpoint: CheckpointMaker) -> ReferenceMaker:
         return Reference(checkpoint(name))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def adapter_scene(
+    tmp_path_factory: pytest.TempPathFactory, checkpoint: CheckpointMaker
+) -> AdapterScene:
+    return AdapterScene(tmp_path_factory.mktemp("adapters"), checkpoint("qwen3"), ADAPTERS)

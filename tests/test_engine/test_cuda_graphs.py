@@ -137,6 +137,8 @@ def test_the_memory_of_all_graphs_is_known_from_two(runner: ModelRunner) -> None
     assert ladder.top() == Ladder((4, 6), (512,))
     assert metered.left == [1000, 910, 903] and metered.extrapolated(8) == 90 + 7 * 7
     assert metered.extrapolated(1) == 90
+    metered.left = [1000, 910, 906, 895]
+    assert metered.extrapolated(4) == 90 + 3 * 11, "as the dearest that was made"
 
 
 def test_nothing_is_recorded_without_a_cuda_device(runner: ModelRunner) -> None:

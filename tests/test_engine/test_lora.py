@@ -22,84 +22,25 @@ from headrace_engine.llm_beams import BeamSearchParams
 from headrace_engine.lora.adapter import AdapterFile
 from headrace_engine.lora.shapes import AdaptableModel
 from headrace_engine.lora.slots import LoRASlots
+from headrace_testing.adapter_scenes import ADAPTERS, GREEDY, LENGTH, AdapterScene
 from headrace_testing.adapters import ALL_MODULES, save_adapter, save_merged, write_config
-from headrace_testing.checkpoints import GreedyPath, Reference
 
 CheckpointMaker = Callable[[str], Path]
-LENGTH = 8
-GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, min_tokens=LENGTH)
-# What each adapter of the fixture changes: everything, a part with ranks of its own, and little.
-ADAPTERS: dict[str, dict[str, Any]] = {
-    "all": {"seed": 1},
-    "some": {
-        "seed": 2,
-        "modules": ("q_proj", "v_proj", "up_proj"),
-        "rank": 8,
-        "use_rslora": True,
-        "rank_pattern": {"v_proj": 3},
-        "alpha_pattern": {"layers.1.self_attn.q_proj": 4.0},
-    },
-    "one": {"seed": 3, "modules": ("down_proj",), "rank": 2},
-}
-
-
-class Scene:
-    """A checkpoint with adapters, and what transformers makes of prompts with each of them."""
-
-    def __init__(self, folder: Path, checkpoint: Path, kinds: dict[str, dict[str, Any]]) -> None:
-        self.checkpoint = checkpoint
-        self.folders = {
-            name: save_adapter(folder / name, checkpoint, **kind) for name, kind in kinds.items()
-        }
-        self.requests = {
-            name: LoRARequest(name, index, str(path))
-            for index, (name, path) in enumerate(self.folders.items(), start=1)
-        }
-        merged = {
-            name: save_merged(folder / f"merged-{name}", checkpoint, path)
-            for name, path in self.folders.items()
-        }
-        self._references = {None: Reference(checkpoint)} | {
-            name: Reference(path) for name, path in merged.items()
-        }
-
-    def paths(self, name: str | None, count: int = 3) -> list[GreedyPath]:
-        return self._references[name].clear_paths(count, LENGTH)
-
-    def llm(self, **options: Any) -> LLM:
-        usual = {"max_loras": 2, "num_blocks": 256, "max_model_len": 256, "dtype": "float32"}
-        return LLM(
-            str(self.checkpoint),
-            **{"skip_tokenizer_init": True, "enable_lora": True, **usual, **options},
-        )
-
-    def run(self, llm: LLM, names: list[str | None], count: int = 3) -> None:
-        """All prompts of these adapters at once give transformers' tokens, in turns."""
-        work = [(name, path) for path in range(count) for name in names]
-        paths = {name: self.paths(name, count) for name in names}
-        outputs = llm.generate(
-            [{"prompt_token_ids": list(paths[name][index].prompt)} for name, index in work],
-            GREEDY,
-            use_tqdm=False,
-            lora_request=[None if name is None else self.requests[name] for name, _ in work],
-        )
-        found = [tuple(output.outputs[0].token_ids) for output in outputs]
-        assert found == [paths[name][index].output for name, index in work]
 
 
 @pytest.fixture(scope="session")
-def scene(tmp_path_factory: pytest.TempPathFactory, checkpoint: CheckpointMaker) -> Scene:
-    return Scene(tmp_path_factory.mktemp("adapters"), checkpoint("qwen3"), ADAPTERS)
+def scene(adapter_scene: AdapterScene) -> AdapterScene:
+    return adapter_scene
 
 
 @pytest.fixture(scope="session")
-def llm(scene: Scene) -> LLM:
+def llm(scene: AdapterScene) -> LLM:
     """Two slots for three adapters."""
     return scene.llm()
 
 
 def test_adapters_and_none_in_one_batch_give_the_tokens_of_merged_weights(
-    scene: Scene, llm: LLM
+    scene: AdapterScene, llm: LLM
 ) -> None:
     scene.run(llm, [None, "all", "some", "one"])
 
@@ -120,12 +61,12 @@ def test_every_kind_of_native_decoder_takes_adapters(
     checkpoint: CheckpointMaker,
     tmp_path: Path,
 ) -> None:
-    scene = Scene(tmp_path, checkpoint(shape), {"a": {"modules": modules}})
+    scene = AdapterScene(tmp_path, checkpoint(shape), {"a": {"modules": modules}})
 
     scene.run(scene.llm(attention_backend=backend), [None, "a"], count=2)
 
 
-def test_adapters_take_turns_where_there_is_one_slot(scene: Scene) -> None:
+def test_adapters_take_turns_where_there_is_one_slot(scene: AdapterScene) -> None:
     llm = scene.llm(max_loras=1, max_cpu_loras=2)
 
     scene.run(llm, ["all", None, "some", "one"])
@@ -134,7 +75,7 @@ def test_adapters_take_turns_where_there_is_one_slot(scene: Scene) -> None:
 
 
 def test_an_adapter_that_gave_way_is_read_again_and_one_in_host_memory_is_not(
-    scene: Scene,
+    scene: AdapterScene,
 ) -> None:
     llm = scene.llm(max_loras=1, max_cpu_loras=2)
     adapters = llm._runner.adapters
@@ -156,7 +97,9 @@ def test_the_adapter_that_was_used_longest_ago_gives_up_its_slot() -> None:
     assert len(set(places.values())) == 2
 
 
-def test_an_adapter_that_is_known_runs_on_without_its_folder(scene: Scene, tmp_path: Path) -> None:
+def test_an_adapter_that_is_known_runs_on_without_its_folder(
+    scene: AdapterScene, tmp_path: Path
+) -> None:
     folder = save_adapter(tmp_path / "gone", scene.checkpoint, **ADAPTERS["all"])
     llm = scene.llm(lora_modules={"all": str(folder)})
     for file in folder.iterdir():
@@ -174,7 +117,7 @@ def test_an_adapter_that_is_known_runs_on_without_its_folder(scene: Scene, tmp_p
 
 
 @pytest.mark.parametrize("swap_space", [0.0, 0.01])
-def test_preempted_requests_keep_their_adapters(scene: Scene, swap_space: float) -> None:
+def test_preempted_requests_keep_their_adapters(scene: AdapterScene, swap_space: float) -> None:
     llm = scene.llm(
         num_blocks=24, block_size=4, max_model_len=64, max_loras=3, swap_space=swap_space
     )
@@ -195,7 +138,7 @@ def test_preempted_requests_keep_their_adapters(scene: Scene, swap_space: float)
     ],
     ids=["ngram", "draft", "async", "chunked"],
 )
-def test_adapters_go_with_other_features(scene: Scene, options: dict[str, Any]) -> None:
+def test_adapters_go_with_other_features(scene: AdapterScene, options: dict[str, Any]) -> None:
     speculation = options.get("speculative_config", {})
     if speculation.get("method") == "draft_model":
         speculation = {**speculation, "model": str(scene.checkpoint)}
@@ -204,7 +147,7 @@ def test_adapters_go_with_other_features(scene: Scene, options: dict[str, Any]) 
     scene.run(scene.llm(**options), [None, "all", "some"])
 
 
-def test_adapters_share_no_cached_prefixes(scene: Scene) -> None:
+def test_adapters_share_no_cached_prefixes(scene: AdapterScene) -> None:
     llm = scene.llm(block_size=4, max_loras=3)
     prompt = TokensPrompt(prompt_token_ids=list(range(3, 43)))
 
@@ -219,7 +162,7 @@ def test_adapters_share_no_cached_prefixes(scene: Scene) -> None:
 
 
 def test_samples_beams_and_prompt_logprobs_are_those_of_merged_weights(
-    scene: Scene, llm: LLM, tmp_path: Path
+    scene: AdapterScene, llm: LLM, tmp_path: Path
 ) -> None:
     folder = save_merged(tmp_path, scene.checkpoint, scene.folders["all"])
     merged = LLM(str(folder), skip_tokenizer_init=True, num_blocks=256, dtype="float32")
@@ -242,7 +185,7 @@ def test_samples_beams_and_prompt_logprobs_are_those_of_merged_weights(
     "options", [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "quantization": "int8"}]
 )
 def test_fewer_bits_are_close_to_merged_weights(
-    scene: Scene, tmp_path: Path, options: dict[str, Any]
+    scene: AdapterScene, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     folder = save_merged(tmp_path, scene.checkpoint, scene.folders["all"])
     prompt = TokensPrompt(prompt_token_ids=list(range(3, 60)))
@@ -279,7 +222,7 @@ def _shapes(checkpoint: Path) -> Any:
 
 
 @pytest.fixture
-def adapter(scene: Scene, tmp_path: Path) -> Path:
+def adapter(scene: AdapterScene, tmp_path: Path) -> Path:
     return save_adapter(tmp_path / "adapter", scene.checkpoint, rank=4)
 
 
@@ -303,7 +246,7 @@ def adapter(scene: Scene, tmp_path: Path) -> Path:
     ],
 )
 def test_an_adapter_that_asks_for_more_is_refused_by_its_field(
-    scene: Scene, adapter: Path, fields: dict[str, Any], message: str
+    scene: AdapterScene, adapter: Path, fields: dict[str, Any], message: str
 ) -> None:
     write_config(adapter, **{"r": 4, "lora_alpha": 8, **fields})
 
@@ -330,7 +273,7 @@ PATH = "base_model.model.model.layers.0.self_attn.q_proj"
     ],
 )
 def test_tensors_without_a_place_in_the_model_are_refused_by_name(
-    scene: Scene, adapter: Path, change: dict[str, tuple[int, ...] | None], message: str
+    scene: AdapterScene, adapter: Path, change: dict[str, tuple[int, ...] | None], message: str
 ) -> None:
     file = adapter / "adapter_model.safetensors"
     tensors = load_file(file)
@@ -344,7 +287,7 @@ def test_tensors_without_a_place_in_the_model_are_refused_by_name(
         AdapterFile(adapter, _shapes(scene.checkpoint), 16)
 
 
-def test_broken_missing_and_pickled_files_are_refused(scene: Scene, adapter: Path) -> None:
+def test_broken_missing_and_pickled_files_are_refused(scene: AdapterScene, adapter: Path) -> None:
     shapes, file = _shapes(scene.checkpoint), adapter / "adapter_model.safetensors"
 
     file.write_bytes(b"\xff" * 64)
@@ -371,10 +314,14 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         ({"max_lora_rank": 0}, "max_lora_rank must be at least 1"),
         ({"max_loras": 3, "max_cpu_loras": 2}, "max_cpu_loras must be at least max_loras"),
         ({"enable_lora": False, "lora_modules": {"a": "b"}}, "enable_lora is off"),
-        ({"deterministic": True}, "deterministic"),
     ):
         with pytest.raises(ConfigError, match=message):
             replace(plain, **change)
+
+
+def test_adapters_are_not_deterministic_on_a_cpu(scene: AdapterScene) -> None:
+    with pytest.raises(ConfigError, match="enable_lora and deterministic go together"):
+        scene.llm(deterministic=True)
 
 
 def test_a_model_without_native_path_takes_no_adapters(checkpoint: CheckpointMaker) -> None:
@@ -382,7 +329,7 @@ def test_a_model_without_native_path_takes_no_adapters(checkpoint: CheckpointMak
         LLM(str(checkpoint("gpt_neox")), skip_tokenizer_init=True, enable_lora=True, num_blocks=64)
 
 
-def test_requests_for_adapters_that_cannot_run_are_refused(scene: Scene, llm: LLM) -> None:
+def test_requests_for_adapters_that_cannot_run_are_refused(scene: AdapterScene, llm: LLM) -> None:
     prompt = TokensPrompt(prompt_token_ids=[3, 4])
     without = scene.llm(enable_lora=False)
     with pytest.raises(RequestError, match="enable_lora=True"):

@@ -11,7 +11,10 @@ import torch
 import step_launches
 from gpu_shapes import SHAPES
 
-RECORDED = ("llama3-rope", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-partial")
+RECORDED = (
+    "llama3-rope", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-partial", "mixtral",
+    "qwen2-moe", "qwen3-moe",
+)  # fmt: skip
 
 
 def test_a_layer_of_llama_is_ten_launches() -> None:
@@ -23,10 +26,31 @@ def test_a_layer_of_llama_is_ten_launches() -> None:
     assert step_launches.decode_step(SHAPES["1b"].config(), 1, 64).per_layer == 9  # in one part
 
 
+def test_a_layer_of_experts_is_twelve_launches(checkpoint: Any) -> None:
+    """In place of two products and SiLU: the router's, routing, two for all experts, their sum; a
+    step of more than 32 tokens counts before it lays them out."""
+    config = json.loads((checkpoint("mixtral") / "config.json").read_text())
+    config["num_hidden_layers"] = 8
+    found = [step_launches.decode_step(config, batch, 300) for batch in (1, 32, 33)]
+    assert [one.per_layer for one in found] == [12, 12, 13]
+    assert found[0].launched["grouped_kernel"] == 2 * found[0].layers
+
+
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_step_needs_nothing_of_the_host(name: str, checkpoint: Any) -> None:
     config = json.loads((checkpoint(name) / "config.json").read_text())
-    assert step_launches.decode_step(config, 2, 100).per_layer >= 9
+    found = step_launches.decode_step(config, 2, 100)
+    assert found.total >= 9 * found.layers
+
+
+def test_adapters_are_two_launches_a_linear_layer_and_need_nothing_of_the_host() -> None:
+    """However many different ones there are."""
+    config = SHAPES["1b"].config()
+    plain = step_launches.decode_step(config, 4, 64)
+    for adapters in (1, 4):
+        found = step_launches.decode_step(config, 4, 64, adapters)
+        assert found.per_layer == plain.per_layer + 2 * 4
+        assert found.total == plain.total + 2 * 4 * found.layers
 
 
 def test_a_step_that_asks_the_host_is_found() -> None:

@@ -7,6 +7,7 @@ GPUs and NCCL, which need more than one device.
 
 from collections.abc import Callable
 from pathlib import Path
+from threading import current_thread
 from typing import Any, Literal
 
 import pytest
@@ -14,10 +15,12 @@ import torch
 
 from headrace_common.pooling import PoolingParams
 from headrace_common.sampling import SamplingParams
-from headrace_engine import attention
+from headrace_engine import attention, placement
+from headrace_engine.distributed import rank
 from headrace_engine.distributed.process import OnEnd
 from headrace_engine.engine import Engine
 from headrace_engine.errors import ConfigError
+from headrace_engine.kv_budget import Profile
 from headrace_engine.llm_embeddings import embed as embed_prompts
 from headrace_engine.model import cuda_graphs, linear_maker
 from headrace_engine.model.cuda_graphs import Ladder
@@ -153,6 +156,37 @@ def test_each_rank_replays_what_it_has_recorded(
     close(runner)
     assert [tuple(outputs[str(i), 0].token_ids) for i in range(3)] == [p.output for p in paths]
     assert len(replays.used) >= 2 * (LENGTH - 1), "of both ranks"
+
+
+def test_what_graphs_take_on_any_rank_is_kept_free(
+    checkpoint: CheckpointMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank records its two largest steps over the small cache, before memory is divided: the
+    first takes 50 bytes and each further one 10 on rank 0, twice as many on the others. The rank
+    with the least room decides."""
+    replays, first = Replays(), current_thread().name
+    others = ("rank-1", "rank-2", "rank-3")
+    free = {first: iter((1000, 950, 940))} | {name: iter((1000, 900, 880)) for name in others}
+    found: dict[str, int] = {}
+
+    def count(config: Any, device: Any, per_block: int, length: int, profile: Profile) -> int:
+        name = current_thread().name
+        found[name] = profile()
+        return 10_000 - found[name]
+
+    monkeypatch.setattr(attention, "select", lambda *_: PaddedReference())
+    monkeypatch.setattr(cuda_graphs, "_refusal", lambda *_: None)
+    monkeypatch.setattr(cuda_graphs, "CudaCapture", lambda: replays)
+    monkeypatch.setattr(cuda_graphs, "free_bytes", lambda _: next(free[current_thread().name]))
+    monkeypatch.setattr(Ladder, "up_to", lambda count, length: Ladder((1, 2, 3), (64, length)))
+    monkeypatch.setattr(placement, "count_blocks", count)
+    monkeypatch.setattr(rank, "count_blocks", count)
+    _, runner = make_engine(checkpoint("llama"), 4, max_num_seqs=3, max_num_batched_tokens=32)
+    close(runner)
+    inputs = found[first] - (50 + 5 * 10)
+    assert [found[name] for name in others] == [inputs + 100 + 5 * 20] * 3 and inputs > 0
+    assert runner.num_blocks == 10_000 - max(found.values())
+    assert sorted(shape[0] for shape in replays.recorded) == [2] * 4 + [3] * 4
 
 
 def test_a_vocabulary_need_not_divide(tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"response_format": {"type": "xml"}}, "response_format"),
-    ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
     ({"modalities": ["audio"]}, "modalities"),
     ({"top_logprobs": 3}, "top_logprobs"),
@@ -240,6 +240,7 @@ async def test_too_long_a_prompt_names_both_numbers(gateway: Gateway) -> None:
 
     assert error["code"] == "context_length_exceeded"
     assert str(MAX_MODEL_LEN) in error["message"] and "610" in error["message"]
+    assert error["param"] == "prompt"
 
 
 async def test_a_prompt_that_is_surely_too_long_is_not_tokenized(gateway: Gateway) -> None:
@@ -367,6 +368,7 @@ TOKEN_BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/detokenize", {}),
     ("/detokenize", {"tokens": [-1]}),
     ("/detokenize", {"tokens": [2**40]}),
+    ("/detokenize", {"tokens": [5, 10**6]}),
     ("/detokenize", {"tokens": "x"}),
 ]
 

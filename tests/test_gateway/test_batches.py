@@ -283,7 +283,8 @@ async def test_another_tenants_ids_are_not_there_on_any_path(
                 answer = await http.request(method, url, headers=book.headers(name))
                 assert answer.status_code == status, (method, path, name, answer.text)
     asked["previous_response_id"] = ids["response_id"]
-    assert (await bert.post("/v1/responses", asked)).status_code == 404
+    refused = await bert.post("/v1/responses", asked)
+    assert refused.json()["error"]["code"] == "previous_response_not_found"
 
 
 async def test_a_revoked_key_runs_no_more_lines(

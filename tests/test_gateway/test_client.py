@@ -10,8 +10,16 @@ from typing import Any
 import pytest
 
 from headrace_common.errors import FailureCode, QueueFull, RequestConflict, RequestFailed
-from headrace_common.messages import ChoiceState, Logprobs, Takeover, Tokens
-from headrace_common.protocol.base import Admission, EngineQueue, Lease, Outcome, QueueLimits
+from headrace_common.messages import ChoiceState, Logprobs, Resume, Takeover, Tokens
+from headrace_common.protocol.base import (
+    MOST_ANEW,
+    Admission,
+    EngineQueue,
+    Lease,
+    Outcome,
+    QueueLimits,
+)
+from headrace_common.protocol.failures import failed
 from headrace_gateway.client import (
     ClientConfig,
     Delta,
@@ -327,18 +335,105 @@ async def test_lost_last_frames_come_from_the_stored_outcome(
     assert [d.token_ids for d in await collect(generation)] == [(5,), (6,)]
 
 
-async def test_an_outcome_of_another_history_is_an_error_not_text(
+async def gone_on(engine: EngineQueue, generation: Generation) -> None:
+    """An engine takes it up behind what the client has, and ends it."""
+    lease = await taken(engine)
+    rid = lease.request.request_id
+    await engine.publish({"g": [Takeover(request_id=rid, attempt=lease.attempt)]})
+    (resume,) = await first(engine.controls(), 1)
+    assert isinstance(resume, Resume) and resume.choices == generation.arbiter.states()
+    for number, state in enumerate(resume.choices):
+        if state.finish_reason is None:
+            rest = tokens(lease, len(state.token_ids), 7, end="stop")._replace(choice=number)
+            await engine.publish({"g": [rest]})
+
+
+async def taken(engine: EngineQueue) -> Lease:
+    """The next request, once there is one."""
+    found: list[Lease] = []
+
+    async def queued() -> bool:
+        found.extend(await engine.take(1))
+        return bool(found)
+
+    await eventually(queued)
+    return found[0]
+
+
+async def lose(engine: EngineQueue, lease: Lease, why: FailureCode = FailureCode.LOST) -> None:
+    """Ends it as an engine does that knows neither its gateway nor what that was told."""
+    message = failed(lease.request.request_id, lease.attempt, why)
+    await engine.publish({"g": [message]})
+    await engine.finish(lease.request.request_id, lease.attempt, Outcome(failed=message))
+
+
+@pytest.mark.parametrize("why", [FailureCode.LOST, FailureCode.ABANDONED])
+async def test_a_request_that_its_engine_lost_goes_on(
+    client: GenerationClient, memory: InMemory, why: FailureCode
+) -> None:
+    generation = await client.submit(make_request(n=2))
+    engine = memory.engine()
+    lease = await leased(engine)
+    ended = tokens(lease, 0, 4, end="stop")._replace(choice=1)
+    await engine.publish({"g": [tokens(lease, 0, 5, 6), ended]})
+    await lose(engine, lease, why)
+    await gone_on(memory.engine("e2"), generation)
+    deltas = await collect(generation)
+    assert [t for d in deltas if d.choice == 0 for t in d.token_ids] == [5, 6, 7]
+    assert [t for d in deltas if d.choice == 1 for t in d.token_ids] == [4]
+
+
+async def test_a_request_that_every_engine_loses_ends(
     client: GenerationClient, memory: InMemory
 ) -> None:
     generation = await client.submit(make_request())
     engine = memory.engine()
+    for _ in range(1 + MOST_ANEW):
+        await lose(engine, await taken(engine))
+    with pytest.raises(RequestFailed) as error:
+        await collect(generation)
+    assert error.value.failure is FailureCode.LOST
+
+
+async def test_a_lost_request_that_nobody_wants_is_not_run(
+    client: GenerationClient, memory: InMemory
+) -> None:
+    generation = await client.submit(make_request())
+    engine = memory.engine()
+    await lose(engine, await leased(engine))
+    await generation.cancel()
+    assert await engine.take(1) == []
+    assert (await client.queue.depth(MODEL)).waiting == 0
+
+
+async def ended_otherwise(engine: EngineQueue) -> None:
+    """The stored outcome is not what the client had."""
     lease = await leased(engine)
     await engine.publish({"g": [tokens(lease, 0, 5)]})
     state = ChoiceState(token_ids=(9, 9), finish_reason="length")
     await engine.finish(lease.request.request_id, 1, Outcome(choices=(state,)))
-    with pytest.raises(RequestFailed) as failed:
+
+
+@pytest.mark.parametrize("keep_ms", [0, 60_000])
+async def test_an_outcome_of_another_history_is_not_the_clients(
+    client: GenerationClient, memory: InMemory, keep_ms: int
+) -> None:
+    generation = await client.submit(replace(make_request(), keep_ms=keep_ms))
+    await ended_otherwise(memory.engine())
+    await gone_on(memory.engine("e2"), generation)
+    assert [t for d in await collect(generation) for t in d.token_ids] == [5, 7]
+
+
+async def test_an_outcome_that_somebody_was_given_is_not_replaced(
+    client: GenerationClient, memory: InMemory
+) -> None:
+    """One key is one answer, and who has begun to read another hears that."""
+    generation = await client.submit(replace(make_request(), keep_ms=60_000))
+    await ended_otherwise(memory.engine())
+    await client.queue.give_out(generation.request_id, MODEL)
+    with pytest.raises(RequestFailed) as error:
         await collect(generation)
-    assert failed.value.failure is FailureCode.LOST
+    assert error.value.failure is FailureCode.LOST
 
 
 async def test_who_runs_what_nobody_wants_is_told(

@@ -7,14 +7,15 @@ processes under the same faults are in test_e2e.
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from headrace_common.messages import GenerateRequest
-from headrace_common.protocol.base import QueueLimits
+from headrace_common.messages import ChoiceState, GenerateRequest, Reply
+from headrace_common.protocol.base import EngineQueue, QueueLimits
 from headrace_gateway.client import ClientConfig, GenerationClient
 from headrace_testing.backends import MODEL, OverRedis, make_request
 from headrace_testing.fake_engine import POISON_TOKEN, EngineDied, FakeEngine, is_one_history
@@ -22,6 +23,34 @@ from headrace_testing.valkey import ValkeyServer
 from headrace_testing.waiting import eventually
 
 CONFIG = ClientConfig(beat_interval=0.3, silence=0.5, recheck=0.5, longest_recheck=1.0)
+
+
+class Alone:
+    """An engine's queue without gateways, until it finds back."""
+
+    def __init__(self, queue: EngineQueue) -> None:
+        self._queue = queue
+        self._alone = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+    def find_back(self) -> None:
+        self._alone = False
+
+    async def publish(self, replies: Mapping[str, Sequence[Reply]]) -> None:
+        if not self._alone:
+            await self._queue.publish(replies)
+
+    async def gateway_alive(self, gateway_id: str) -> bool:
+        return not self._alone and await self._queue.gateway_alive(gateway_id)
+
+    async def journal(self, request_id: str) -> tuple[ChoiceState, ...] | None:
+        """Without the last half of it."""
+        states = await self._queue.journal(request_id)
+        if states is None or not self._alone:
+            return states
+        return tuple(ChoiceState(token_ids=s.token_ids[: len(s.token_ids) // 2]) for s in states)
 
 
 class Site:
@@ -73,6 +102,8 @@ class Site:
                 engine.drain()
                 self.drained.append(self.engines.pop(engine))
                 self.spawn()
+            case "stray":
+                self.stray()
             case "restart":
                 self.server.restart()
             case "wipe":
@@ -81,6 +112,14 @@ class Site:
                 self.server.snapshot(folder / "snapshot")
                 await asyncio.sleep(0.3)
                 self.server.roll_back(folder / "snapshot")
+
+    def stray(self) -> None:
+        """All engines are as with another master for a while: nobody hears them, and they believe
+        every gateway to be gone."""
+        for engine in self.engines:
+            alone = Alone(engine.queue)
+            engine.queue = cast(EngineQueue, alone)
+            asyncio.get_running_loop().call_later(2.0, alone.find_back)
 
     async def answer(self, request: GenerateRequest) -> list[list[int]]:
         """The tokens of each choice, checked to be one whole history."""
@@ -127,6 +166,8 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
         ("restart", "kill"),
         ("wipe", "kill"),
         ("rollback", "kill"),
+        ("kill", "stray"),
+        ("wipe", "stray"),
     ],
     ids="-".join,
 )

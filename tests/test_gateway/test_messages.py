@@ -309,3 +309,48 @@ async def test_the_sdks_key_is_an_api_key(tools: Gateway, tmp_path: Path) -> Non
 
     assert message.content[0].to_dict()["text"] == ANSWER
     assert refused.value.type == "authentication_error"
+
+
+async def test_models_are_listed_as_anthropics_clients_list_them(tmp_path: Path) -> None:
+    folder = gateway_checkpoint(tmp_path)
+    extra = {"second": str(folder), "third": str(folder)}
+    async with (
+        serve(folder, extra_models=extra) as gateway,
+        AsyncAnthropic(base_url=gateway.url, api_key="none", max_retries=0) as client,
+    ):
+        page = await client.models.list(limit=2)
+        assert [model.id for model in page.data] == [page.first_id, page.last_id]
+        assert [model.id async for model in page] == [MODEL, "second", "third"]
+        before = await client.models.list(limit=1, before_id="third")
+        assert ([model.id for model in before.data], before.has_more) == (["second"], True)
+        model = await client.models.retrieve("second")
+        assert (model.type, model.display_name, model.lifecycle) == ("model", "second", "active")
+        assert model.created_at.tzinfo is not None and model.max_input_tokens == 4096
+        with pytest.raises(anthropic.NotFoundError) as caught:
+            await client.models.retrieve("absent")
+        assert caught.value.type == "not_found_error"
+        with pytest.raises(anthropic.BadRequestError, match="after_id"):
+            await client.models.list(after_id="absent")
+        plain = (await gateway.http.get("/v1/models")).json()
+        assert (plain["object"], len(plain["data"])) == ("list", 3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"stop_sequences": ["x"] * 99}, "stop_sequences: "),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
+            "messages[0].content[0].text: ",
+        ),
+        ({"thinking": {"type": "enabled", "budget_tokens": "x"}}, "thinking.budget_tokens: "),
+    ],
+)
+async def test_errors_have_the_names_of_anthropics_fields(
+    tools: Gateway, fields: dict[str, Any], told: str
+) -> None:
+    body = {"max_tokens": 5, "messages": [{"role": "user", "content": "x"}], **fields}
+    answer = await tools.http.post("/v1/messages", json=body)
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(told)

@@ -146,12 +146,20 @@ def test_without_a_model_it_waits_for_one(valkey: ValkeyServer, tmp_path: Path) 
 
 
 def test_it_waits_for_a_redis_that_starts_later(checkpoint: Path, tmp_path: Path) -> None:
+    """Meanwhile it lives, and is not ready: whoever started it can tell that from serving."""
     server = ValkeyServer(tmp_path / "valkey")
-    with start(checkpoint, tmp_path / "log", "--redis-url", server.url) as process:
+    flags = ("--redis-url", server.url, "--metrics-port", "0")
+    with start(checkpoint, tmp_path / "log", *flags) as process:
         process.await_log("waiting for redis")
+        url = f"{process.await_log('metrics endpoint open')['url']}/health"
+        early = [httpx.get(f"{url}/{check}", timeout=60) for check in ("live", "ready")]
         server.start()
         process.await_log("gateway ready")
+        late = httpx.get(f"{url}/ready", timeout=60)
     server.kill()
+
+    assert [answer.status_code for answer in early] == [200, 503]
+    assert (early[1].text, late.status_code) == ("starting\n", 200)
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:

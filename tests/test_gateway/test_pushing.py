@@ -78,6 +78,7 @@ class HandEngine(ScriptedEngine):
             news=lambda generation: loop.call_soon(generation.tell),  # type: ignore[arg-type]
             ended=lambda _: None,
             abandon=self._abandon,
+            lost=lambda _: None,
             ignored=lambda _: None,
             left=lambda _: None,
         )

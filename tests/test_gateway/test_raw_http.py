@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headrace_testing.gateway import Gateway, serve
+from headrace_testing.gateway import MODEL, Gateway, serve
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -101,6 +101,27 @@ async def test_requests_sent_ahead_are_answered_in_their_order(gateway: Gateway)
     writer.close()
 
     assert [next(iter(answer)) for answer in answers] == ["error", "object", "version"]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_client_of_http_1_0_gets_a_body_that_the_close_ends(
+    gateway: Gateway, stream: bool
+) -> None:
+    asked = {"model": MODEL, "prompt": "one two", "max_tokens": 3, "stream": stream}
+    body = json.dumps(asked).encode()
+    reader, writer = await gateway.connect()
+    head = HEAD.replace(b"HTTP/1.1", b"HTTP/1.0") + b"connection: keep-alive\r\n"
+    writer.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+    async with asyncio.timeout(60):
+        answered, _, content = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+
+    assert b" 200 " in answered and b"connection: close" in answered
+    assert b"chunked" not in answered
+    if stream:
+        assert content.startswith(b"data: {") and content.endswith(b"\n\ndata: [DONE]\n\n")
+    else:
+        assert json.loads(content)["choices"]
 
 
 async def test_too_many_connections_are_told_to_come_back(checkpoint: Path) -> None:

@@ -204,6 +204,8 @@ async def test_a_cancelled_response_says_so(client: AsyncOpenAI, kept: KeptGatew
     kept.engine.thaw()
 
     assert (await ended(client, response.id)).status == "cancelled"
+    *_, last = [event async for event in await client.responses.retrieve(response.id, stream=True)]
+    assert last.type == "response.failed" and last.response.status == "cancelled"
 
 
 async def test_a_kept_stream_is_read_again_from_anywhere(
@@ -249,6 +251,42 @@ async def test_input_items_are_listed(client: AsyncOpenAI) -> None:
     assert len(page.data) == 2 and page.has_more
 
 
+async def test_sealed_reasoning_comes_back_as_the_models_own(
+    client: AsyncOpenAI, kept: KeptGateway
+) -> None:
+    """As Codex asks: nothing is stored, and reasoning comes back in this form alone."""
+    kept.say("<think>I löök.</think>Hello.")
+    asked: Any = {"model": MODEL, "store": False, "include": ["reasoning.encrypted_content"]}
+    stream = await client.responses.create(input="Hi", stream=True, **asked)
+    *_, last = [event async for event in stream]
+    assert last.type == "response.completed"
+    reasoning, message = last.response.output
+    assert reasoning.type == "reasoning" and reasoning.encrypted_content is not None
+    assert "look" not in reasoning.encrypted_content
+
+    sealed: Any = {**reasoning.to_dict(), "content": None}
+    said: Any = {"role": "user", "content": "Hi"}
+    again = [said, sealed, message.to_dict(), said]
+    response = await client.responses.create(input=again, **asked)
+
+    assert response.output_text == "Hello."
+    assert "<think>I löök.</think>Hello." in kept.prompt
+    kept.say("<think>I look.</think>Hello.")
+    plain = await client.responses.create(model=MODEL, input="Hi")
+    assert "encrypted_content" not in plain.output[0].to_dict()
+
+
+@pytest.mark.parametrize("sealed", ["", "gAAAA", "hr1.AAAA", "hr1.é"])
+async def test_reasoning_that_others_sealed_is_refused(kept: KeptGateway, sealed: str) -> None:
+    item = {"type": "reasoning", "summary": [], "encrypted_content": sealed}
+    body = json.dumps({"input": [item]})
+    answer = await kept.http.post("/v1/responses", content=body)
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "input[0].encrypted_content"
+    assert "leave the item out" in answer.json()["error"]["message"]
+
+
 async def test_logprobs_of_the_text(kept: KeptGateway, gateway: Gateway) -> None:
     body = {
         "input": "Hi",
@@ -284,7 +322,9 @@ async def test_logprobs_of_the_text(kept: KeptGateway, gateway: Gateway) -> None
         ({"truncation": "auto"}, "truncation"),
         ({"include": ["file_search_call.results"]}, "include[0]"),
         ({"background": True, "store": False}, "background"),
-        ({"previous_response_id": "resp_" + "0" * 32}, None),
+        ({"previous_response_id": "resp_" + "0" * 32}, "previous_response_id"),
+        ({"input": "x" * 10**6}, "input"),
+        ({"input": "Hi", "max_output_tokens": 10**6}, "input"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"reasoning": {"effort": "high", "summary": "detailed"}}, "reasoning.summary"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -307,6 +347,17 @@ async def test_a_wrong_query_is_refused_by_name(kept: KeptGateway, query: str) -
 
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == query.partition("=")[0]
+
+
+async def test_errors_have_the_names_of_this_api(kept: KeptGateway) -> None:
+    answer = await kept.http.post("/v1/responses", json={"input": "x", "max_output_tokens": 10**6})
+    unknown = await kept.http.post("/v1/responses", json={"input": "x", "max_tokens": 5})
+    absent = {"input": "x", "previous_response_id": "resp_" + "0" * 32}
+    refused = (await kept.http.post("/v1/responses", json=absent)).json()["error"]
+
+    assert "or lower max_output_tokens." in answer.json()["error"]["message"]
+    assert unknown.json()["error"]["param"] == "max_tokens"
+    assert refused["code"] == "previous_response_not_found"
 
 
 async def test_other_kept_requests_are_no_responses(kept: KeptGateway) -> None:

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from headrace_common.protocol.base import QueueLimits
+from headrace_common.protocol.base import AdmitState, QueueLimits
 from headrace_gateway.models import Models
 from headrace_testing.backends import MODEL, Backend
 from headrace_testing.fake_engine import FakeEngine, is_one_history
@@ -400,6 +400,45 @@ async def test_a_key_that_never_reached_the_queue_is_not_stuck(
     assert again.status_code == 200
 
 
+async def test_a_request_that_its_engine_lost_is_one_generation(
+    gateways: list[httpx.AsyncClient], engine: FakeEngine, site: Site
+) -> None:
+    engine.token_delay = 0.01
+    got = await broken_stream(gateways[0], KEY, 20)
+    engine.lose()
+
+    view = (await gateways[1].get(f"/v1/requests/{got.request_id}")).json()
+    again, body = Broken(), {**LONG, "stream": True}
+    async with gateways[1].stream("POST", "/v1/completions", json=body, headers=KEY) as answer:
+        await read(answer, again, lambda _: None)
+    whole = await rest_of(gateways[0], got)
+
+    assert (view["status"], view["error"]) == ("in_progress", None)
+    assert tokens_of(whole) == tokens_of(again)
+    assert len(tokens_of(whole)) == 100 and is_one_history(0, tokens_of(whole))
+    assert await site.is_idle()
+
+
+@in_memory
+@pytest.mark.parametrize("looked_at", [False, True])
+async def test_an_answer_that_was_looked_at_stands(
+    gateways: list[httpx.AsyncClient], backend: Backend, site: Site, looked_at: bool
+) -> None:
+    """Whatever its gateway says of it later."""
+    answer = await gateways[0].post("/v1/completions", json=LONG, headers=KEY)
+    url = answer.headers["content-location"]
+    if looked_at:
+        assert (await gateways[1].get(url)).json()["status"] == "completed"
+    kept = await backend.request_store().get(url.rpartition("/")[2])
+    assert kept is not None
+
+    disputed = await backend.gateway("g1").admit(
+        kept.requests[0], site.limits, seen=1, disputed=True
+    )
+
+    assert disputed.state is (AdmitState.ENDED if looked_at else AdmitState.ADMITTED)
+
+
 async def test_a_request_that_redis_lost_is_not_begun_anew(
     gateways: list[httpx.AsyncClient], backend: Backend, site: Site, engine: FakeEngine
 ) -> None:
@@ -408,12 +447,18 @@ async def test_a_request_that_redis_lost_is_not_begun_anew(
     kept = await backend.request_store().get(url.rpartition("/")[2])
     assert kept is not None
     await backend.wipe()
-    await backend.request_store().put(kept)
+    await backend.request_store().put(replace(kept, created=kept.created - 120))
 
     answer = await gateways[1].get(f"{url}/events")
+    status = (await gateways[1].get(url)).json()["status"]
+    await backend.request_store().want(kept.request_id, 60)  # a gateway has it, and will restore it
+    early = await gateways[1].get(f"{url}/events")
 
     assert (answer.status_code, answer.json()["error"]["code"]) == (410, "state_lost")
-    assert (await gateways[1].get(url)).json()["status"] == "failed"
+    assert status == "failed"
+    assert (early.status_code, early.json()["error"]["code"]) == (503, "state_lost")
+    assert early.headers["retry-after"]
+    assert (await gateways[1].get(url)).json()["status"] == "in_progress"
     assert await site.is_idle()
 
 

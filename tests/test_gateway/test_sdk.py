@@ -1,12 +1,17 @@
 """The official OpenAI SDK, sync and async, against the gateway over real sockets."""
 
 import asyncio
+import re
+from pathlib import Path
 
 import pytest
 from openai import APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
+from openai.types.chat import ChatCompletionMessageParam
 
 from headrace_common.errors import QueueFull
-from headrace_testing.gateway import ANSWER, MODEL, Gateway
+from headrace_gateway.loading import load_static
+from headrace_gateway.settings import GatewaySettings
+from headrace_testing.gateway import ANSWER, MODEL, Gateway, gateway_checkpoint
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -134,3 +139,26 @@ async def test_errors_are_the_sdks_own_kinds(gateway: Gateway) -> None:
     assert bad.value.param == "temperature"
     assert full.value.status_code == 503
     assert full.value.response.headers["retry-after"] == "4"
+
+
+async def test_the_fingerprint_is_that_of_the_model_and_the_server(gateway: Gateway) -> None:
+    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Hi"}]
+    async with client_of(gateway) as client:
+        chat = await client.chat.completions.create(model=MODEL, messages=messages)
+        text = await client.completions.create(model=MODEL, prompt="Hi")
+        chunks = await client.chat.completions.create(model=MODEL, messages=messages, stream=True)
+        streamed = {chunk.system_fingerprint async for chunk in chunks}
+
+    told = chat.system_fingerprint
+    assert told is not None and re.fullmatch("fp_[0-9a-f]{10}", told)
+    assert {text.system_fingerprint} == streamed == {told}
+
+
+async def test_another_tokenizer_has_another_fingerprint(tmp_path: Path) -> None:
+    folder = gateway_checkpoint(tmp_path)
+    settings = GatewaySettings(model=str(folder))
+    (before,) = load_static(settings).values()
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (after,) = load_static(settings).values()
+
+    assert before.system_fingerprint != after.system_fingerprint

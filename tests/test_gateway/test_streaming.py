@@ -30,7 +30,8 @@ async def test_a_chat_stream_byte_by_byte(gateway: Gateway) -> None:
     first = next(events(answer.text))
     head = (
         f'"id":"chatcmpl-{rid}","object":"chat.completion.chunk",'
-        f'"created":{first["created"]},"model":"tiny"'
+        f'"created":{first["created"]},"model":"tiny",'
+        f'"system_fingerprint":"{first["system_fingerprint"]}"'
     )
     tokens = gateway.engine.tokenizer.encode("Hi")
     texts = [gateway.engine.tokenizer.decode([token]) for token in tokens]

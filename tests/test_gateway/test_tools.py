@@ -265,6 +265,18 @@ async def test_an_answer_with_calls_can_be_sent_back(tools: Gateway) -> None:
     assert prompt.count("tool\nrain") == 2
 
 
+async def test_an_answer_that_was_reasoning_alone_comes_back_in_the_history(tools: Gateway) -> None:
+    say(tools, "<think>I look and look")
+    answer = (await tools.chat(max_tokens=8)).json()["choices"][0]["message"]
+    assert answer["content"] is None and answer["reasoning_content"]
+    user = {"role": "user", "content": "Hi"}
+    again = await tools.chat(messages=[user, answer, user])
+
+    assert again.status_code == 200, again.text
+    assert f"<think>{answer['reasoning_content']}</think>" in prompt_of(tools)
+    assert "None" not in prompt_of(tools)
+
+
 async def test_a_template_that_opens_the_reasoning(tools: Gateway) -> None:
     say(tools, "I look.\n</think>\n\nHello")
     answer = await message(await tools.chat(chat_template_kwargs={"open_thinking": True}))

@@ -167,7 +167,8 @@ def test_printer_columns_and_subresources() -> None:
 def test_engine_settings_are_those_of_the_engine() -> None:
     """What the operator sets itself is not in the section; all else is, under the same name."""
     own = {"redis_url", "model", "revision", "served_model_name", "queue_shards", "drain_timeout"}
-    own |= {"metrics_host", "metrics_port", "owner", "register_model", "tensor_parallel_size"}
+    own |= {"metrics_host", "metrics_port", "metrics_fd", "owner", "register_model"}
+    own |= {"tensor_parallel_size"}
     own |= {"enable_lora", "lora_modules", "max_loras", "max_lora_rank", "max_cpu_loras"}
     assert set(EngineSettingsSpec.model_fields) == set(EngineSettings.model_fields) - own
 

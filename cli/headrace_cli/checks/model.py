@@ -3,6 +3,8 @@
 import json
 import re
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,18 @@ from .finding import Finding, Level, fail, ok, warning
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_SECONDS = 5.0
+# Of safetensors: the longest header that its library reads, and what in it is no tensor.
+_HEADER_BYTES = 100_000_000
+_METADATA = "__metadata__"
+# What can only be meant as a folder.
+_PATHS = (".", "~", "/")
 
 
 def check(model: str) -> Iterator[Finding]:
     folder = _folder(model)
     if folder is not None:
         yield from _check_folder(folder)
-    elif _HUB_ID.fullmatch(model):
+    elif _is_hub_id(model):
         yield from _check_hub(model)
     else:
         yield fail(
@@ -31,7 +38,7 @@ def check(model: str) -> Iterator[Finding]:
 
 def refuse_unusable(model: str) -> None:
     """Raises UsageError where it is plain without the network that no engine can load it."""
-    if _folder(model) is None and _HUB_ID.fullmatch(model):
+    if _folder(model) is None and _is_hub_id(model):
         return
     for finding in check(model):
         if finding.level is Level.FAIL:
@@ -40,14 +47,18 @@ def refuse_unusable(model: str) -> None:
 
 def weight_bytes(model: str) -> int | None:
     """Size of the safetensors files; None where they are not on this machine."""
-    folder = _folder(model) or (_cached(model) if _HUB_ID.fullmatch(model) else None)
+    folder = _folder(model) or (_cached(model) if _is_hub_id(model) else None)
     if folder is None:
         return None
     return sum(path.stat().st_size for path in folder.glob("*.safetensors")) or None
 
 
+def _is_hub_id(model: str) -> bool:
+    return _HUB_ID.fullmatch(model) is not None and not model.startswith(_PATHS)
+
+
 def _folder(model: str) -> Path | None:
-    path = Path(local_source(model))
+    path = Path(local_source(model)).expanduser()
     return path if path.is_dir() else None
 
 
@@ -60,7 +71,7 @@ def _check_folder(folder: Path) -> Iterator[Finding]:
     except (OSError, ValueError) as error:
         yield fail("model", f"{folder / 'config.json'}: {error}", "download the checkpoint again")
         return
-    lacking = _lacking(folder)
+    lacking = _lacking(folder) or _cut_short(folder)
     if lacking:
         yield fail("model", f"{folder} has {lacking}", "download the checkpoint again, whole")
         return
@@ -82,6 +93,35 @@ def _lacking(folder: Path) -> str:
         if absent := sorted(name for name in shards if not (folder / name).is_file()):
             return f"no {absent[0]}, which {index.name} names"
     return "" if (folder / "tokenizer.json").exists() else "no tokenizer.json"
+
+
+def _cut_short(folder: Path) -> str:
+    """A safetensors file that is not whole, by the sizes that it says of itself."""
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            wanted = _whole_bytes(path)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return f"an unreadable {path.name}"
+        if (size := path.stat().st_size) < wanted:
+            return f"{size} of the {wanted} bytes of {path.name}"
+    return ""
+
+
+def _whole_bytes(path: Path) -> int:
+    """8 bytes of the header's length, the header, and the tensors behind it."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 0 < length <= _HEADER_BYTES:
+            raise ValueError("no header")
+        header = json.loads(file.read(length))
+    ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != _METADATA]
+    return 8 + length + max(ends, default=0)
+
+
+def _transport_errors() -> tuple[type[Exception], ...]:
+    """Of the HTTP libraries that versions of huggingface-hub use."""
+    found = (import_module(name) for name in ("httpx", "httpx2") if find_spec(name) is not None)
+    return OSError, *(module.HTTPError for module in found)
 
 
 def _check_hub(model: str) -> Iterator[Finding]:
@@ -117,12 +157,11 @@ def _hub_problem(model: str) -> str | None:
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
     except ImportError:
         return "huggingface-hub is not installed"
-    import httpx
-
+    unreachable = _transport_errors()
     try:
         HfApi().model_info(model, timeout=_HUB_SECONDS)
     except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled) as error:
         return str(error).splitlines()[0]
-    except (httpx.HTTPError, OSError) as error:
+    except unreachable as error:
         return f"the hub cannot be reached ({type(error).__name__})"
     return None

@@ -24,6 +24,7 @@ from ..messages import (
     Tokens,
 )
 from .base import Outcome
+from .failures import UNDECIDED
 
 Sender = tuple[str, int]  # engine incarnation, attempt
 _ASK_AGAIN = 16  # messages behind a gap, or ignored ones, before the same thing is said again
@@ -65,13 +66,18 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True)
+class Lost:
+    """An engine has ended the request without having to: ask the queue, which may have it go on."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ignore:
     """Nothing changed; `reason` is a word to count by."""
 
     reason: str
 
 
-Action = Deliver | Send | Fail | Ignore
+Action = Deliver | Send | Fail | Lost | Ignore
 
 
 class _Choice:
@@ -206,10 +212,9 @@ class Arbiter:
         if outcome.failed is not None:
             self.failed = outcome.failed
             return [Fail(outcome.failed)]
-        if len(outcome.choices) != len(self._choices) or not self._extended_by(outcome.choices):
+        if len(outcome.choices) != len(self._choices) or not self._completed_by(outcome.choices):
             return None
-        actions = self._deliver_states(outcome.choices, outcome.cached_tokens)
-        return actions if self.complete else None
+        return self._deliver_states(outcome.choices, outcome.cached_tokens)
 
     # Rules
 
@@ -291,6 +296,8 @@ class Arbiter:
     def _failed(self, sender: Sender, reply: Failed) -> Sequence[Action]:
         if sender != self.owner and sender[1] < self.attempt:
             return [Ignore("older_attempt")]
+        if reply.failure in UNDECIDED:
+            return [Lost()]
         self.failed = reply
         return [Fail(reply)]
 
@@ -310,6 +317,12 @@ class Arbiter:
         self._distrusted = False
         for choice in self._choices:
             choice.asked, choice.behind_gap = -1, 0
+
+    def _completed_by(self, states: Sequence[ChoiceState]) -> bool:
+        pairs = zip(self._choices, states, strict=True)
+        return self._extended_by(states) and all(
+            c.finish_reason or s.finish_reason for c, s in pairs
+        )
 
     def _extended_by(self, states: Sequence[ChoiceState]) -> bool:
         return all(c.extended_by(s) for c, s in zip(self._choices, states, strict=True))

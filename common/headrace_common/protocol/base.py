@@ -11,6 +11,11 @@ from typing import Protocol
 
 from ..messages import ChoiceState, Control, Failed, Frame, GenerateRequest, Reply
 
+# How often a request that has ended is queued again, and for how many seconds it is left to its
+# gateway, which asks within a third of them; as in admit.lua.
+MOST_ANEW = 5
+LOST_HELD_S = 60.0
+
 
 class AdmitState(StrEnum):
     ADMITTED = "admitted"  # newly in the queue
@@ -30,6 +35,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
+    """`attempt` is the newest that the queue knows of."""
+
     state: AdmitState
     owner: str | None = None
     attempt: int = 0
@@ -39,7 +46,8 @@ class Admission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """Where a request is now. `outcome` is there once it has ended."""
+    """Where a request is now. `outcome` is there once it has ended; where its state was lost, not
+    before its gateway has had the time to have it go on."""
 
     started: bool
     outcome: Outcome | None = None
@@ -224,6 +232,7 @@ class GatewayQueue(Protocol):
         *,
         seen: int | None = None,
         polite: bool = False,
+        disputed: bool = False,
         placement: Placement | None = None,
     ) -> Admission:
         """Queues a request; safe to repeat with the same request_id.
@@ -235,6 +244,13 @@ class GatewayQueue(Protocol):
         it: it is not refused for want of room, and if Redis has lost it, goes on behind `seen`.
         Where it was another gateway's, its engine is told; with `polite` that one keeps it (HELD),
         and this one may follow `frames_to` it. Raises QueueFull, RequestConflict.
+
+        A request whose state was lost is queued again (ADMITTED), behind all attempts that it had,
+        up to MOST_ANEW times and not after its deadline; `polite` leaves that to its gateway for
+        LOST_HELD_S. With `seen` so is an abandoned one. With `disputed` so is one that is done,
+        where this is its gateway, whose client has tokens of another history than the outcome's;
+        the outcome must be of no later attempt than `seen`, and nobody else may have been given it:
+        by `give_out`, by `admit` without `seen`, or as HELD.
         """
 
     def frames(self) -> AsyncIterator[Frame]:
@@ -247,6 +263,10 @@ class GatewayQueue(Protocol):
 
     async def standing(self, request_id: str, model: str) -> Standing | None:
         """Where a request is; changes nothing. None where the queue does not know it."""
+
+    async def give_out(self, request_id: str, model: str) -> Standing | None:
+        """As `standing`, for somebody who is given the outcome, where it is done: from then on it
+        cannot be `disputed`."""
 
     async def place(self, request_id: str, model: str) -> Place | None:
         """About where a waiting request is in its queue; None where it does not wait."""

@@ -1,22 +1,24 @@
 """The least of a Redis client that the protocol needs: a command, and many in one round trip.
 
-Raises redis' own errors and repeats nothing. Timeouts are made here and not by the library: in
-Python 3.11 its way (asyncio.wait_for around each write) can swallow a task's cancellation.
+Raises redis' own errors and repeats nothing.
 """
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 from redis.asyncio import ConnectionPool, Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-T = TypeVar("T")
+from .line import Line
+from .packing import pack
 
 SCAN_PAGE = 1000
-MOST_TOGETHER = 64  # commands in one round trip
+BUSY_SECONDS = 0.02  # a reply that takes longer is of something large, or of a server that is away
 Argument = str | bytes | int | float
 Command = tuple[Argument, ...]
 
@@ -44,149 +46,125 @@ class Client(ABC):
 
     @abstractmethod
     async def reconnect(self) -> None:
-        """Leaves the connections that are idle now."""
+        """Leaves the connections that there are; what was sent on them still has its replies."""
 
     @abstractmethod
     async def close(self) -> None:
         """Closes all connections."""
 
 
-class PoolClient(Client):
-    """Commands over the connections of one pool; `timeout` seconds for each round trip.
+class LineClient(Client):
+    """Commands to one server over connections that all tasks share, made when they are needed;
+    `timeout` seconds for each reply.
 
-    Commands that tasks send in one turn of the event loop go together, so that a server wakes up
-    once for them. Each has its own result; nothing is said of which is carried out first.
+    A connection on which something has taken `busy` seconds is passed over, up to `lines` of them.
+    What tasks send in one turn of the event loop goes together, so that a server wakes up once for
+    it, but a pipeline goes at once; nothing is said of which command is carried out first.
     With `single` it has one connection for its life and fails when that is lost. Otherwise a lost
     one is replaced unseen, which a reader that must begin anew then would not notice.
     """
 
-    def __init__(self, pool: ConnectionPool, timeout: float, *, single: bool = False) -> None:
+    def __init__(
+        self,
+        pool: ConnectionPool,
+        timeout: float,
+        *,
+        lines: int = 1,
+        busy: float = BUSY_SECONDS,
+        single: bool = False,
+    ) -> None:
         self._pool: Any = pool
+        self._busy = busy
         self._timeout = timeout
+        self._most = lines
         self._single = single
-        self._redis: Any = Redis(connection_pool=pool, single_connection_client=single)
-        self._idle: list[Any] = []  # connections that were taken from the pool, for the next use
-        # Who finds all in use waits here: what becomes idle does not go back to the pool.
-        self._places = asyncio.Semaphore(pool.max_connections)
-        self._turn: list[tuple[Command, asyncio.Future[Any]]] = []
-        self._trips: set[asyncio.Task[None]] = set()
+        self._callbacks: Mapping[Any, Any] = Redis(connection_pool=pool).response_callbacks
+        self._lines: list[Line] = []
+        self._opened = False
+        self._opening: asyncio.Task[Line] | None = None
 
     async def command(self, *args: Argument) -> Any:
-        if self._single:
-            return await self._timed(self._read(args))
-        loop = asyncio.get_running_loop()
-        reply: asyncio.Future[Any] = loop.create_future()
-        self._turn.append((args, reply))
-        if len(self._turn) == 1:
-            loop.call_soon(self._send_turn)
-        return await reply
-
-    def _send_turn(self) -> None:
-        turn, self._turn = self._turn, []
-        for start in range(0, len(turn), MOST_TOGETHER):
-            trip = asyncio.create_task(self._answer(turn[start : start + MOST_TOGETHER]))
-            self._trips.add(trip)
-            trip.add_done_callback(self._trips.discard)
-
-    async def _answer(self, turn: Sequence[tuple[Command, asyncio.Future[Any]]]) -> None:
-        """Sends commands of several tasks, and gives each its result or error."""
-        try:
-            results = await self._timed(self._exchange([command for command, _ in turn]))
-        except Exception as error:  # noqa: BLE001 - raised in each task that waits
-            results = [error] * len(turn)
-        for (_, reply), result in zip(turn, results, strict=True):
-            if reply.done():
-                continue  # who asked has left
-            if isinstance(result, Exception):
-                reply.set_exception(result)
-            else:
-                reply.set_result(result)
-
-    async def _read(self, args: Command) -> Any:
-        """On the one connection, without what the library does around each command: a gateway
-        reads many times a second. One task reads at a time.
-        """
-        await self._redis.initialize()
-        connection = self._redis.connection
-        await connection.send_command(*args)
-        return await self._redis.parse_response(connection, args[0])
+        line = self._line() or await self._open()
+        (reply,) = await line.send(pack(*args), 1)
+        result = self._result(args, reply)
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     async def pipeline(
         self, commands: Sequence[Command], *, raise_on_error: bool = True
     ) -> list[Any]:
-        results = await self._timed(self._pipeline(commands))
-        if raise_on_error:
-            for result in results:
-                if isinstance(result, RedisError):
-                    raise result
+        if not commands:
+            return []
+        line = self._line() or await self._open()
+        trip = line.send(b"".join([pack(*command) for command in commands]), len(commands))
+        line.flush()
+        results = [
+            self._result(command, reply)
+            for command, reply in zip(commands, await trip, strict=True)
+        ]
+        for result in results:
+            refused = isinstance(result, RedisError)
+            if refused and (raise_on_error or not isinstance(result, ResponseError)):
+                raise result
         return results
 
-    async def _pipeline(self, commands: Sequence[Command]) -> list[Any]:
-        if not self._single:
-            return await self._exchange(commands)
-        await self._redis.initialize()
-        return await self._over(self._redis.connection, commands)
+    def _result(self, command: Command, reply: Any) -> Any:
+        """What redis-py makes of a reply, or the error that it is."""
+        read = self._callbacks.get(command[0])
+        return reply if read is None or isinstance(reply, Exception) else read(reply)
 
-    async def _exchange(self, commands: Sequence[Command]) -> list[Any]:
-        """Results or errors of commands, over one connection of the pool."""
-        async with self._places:
-            connection = await self._connected()
-            try:
-                results = await self._over(connection, commands)
-            except BaseException:
-                await connection.disconnect(nowait=True)
-                await self._pool.release(connection)
-                raise
-            self._idle.append(connection)
-            return results
+    def _line(self) -> Line | None:
+        """One that can be used now; None where another one should be made."""
+        late = asyncio.get_running_loop().time() - self._busy
+        for line in self._lines:
+            if not line.lost and (line.waits_since or math.inf) > late:
+                return line
+        return None
 
-    async def _connected(self) -> Any:
-        """A connection that nobody uses, and on which nothing has come unasked. Those of the last
-        commands stay here: the pool does much for each use that is not needed."""
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.is_connected and not await self._stale(connection):
-                return connection
-            await connection.disconnect(nowait=True)
-            await self._pool.release(connection)
-        return await self._pool.get_connection()
+    async def _open(self) -> Line:
+        """All that wait for a connection wait for the same one, and hear the same of a failure."""
+        usable = [line for line in self._lines if not line.lost]
+        if len(usable) == self._most:
+            return usable[-1]
+        if self._single and self._opened:
+            raise RedisConnectionError("the connection was lost")
+        if self._opening is None:
+            self._opening = asyncio.create_task(self._connected())
+            self._opening.add_done_callback(self._on_opened)
+        return await asyncio.shield(self._opening)
 
-    @staticmethod
-    async def _stale(connection: Any) -> bool:
-        try:
-            return bool(await connection.can_read())
-        except RedisError:
-            return True
+    def _on_opened(self, opening: "asyncio.Task[Line]") -> None:
+        self._opening = None
+        if not opening.cancelled() and opening.exception() is None:
+            self._opened = True
+            known = [line for line in self._lines if not line.closed.done()]
+            self._lines = [*known, opening.result()]
 
-    async def _over(self, connection: Any, commands: Sequence[Command]) -> list[Any]:
-        packed = [part for command in commands for part in connection.pack_command(*command)]
-        await connection.send_packed_command(b"".join(packed))
-        results: list[Any] = []
-        for command in commands:
-            try:
-                results.append(await self._redis.parse_response(connection, command[0]))
-            except ResponseError as error:
-                results.append(error)
-        return results
-
-    async def _timed(self, reply: Awaitable[T]) -> T:
-        """Leaving early closes the connection: no later command can get this one's reply."""
+    async def _connected(self) -> Line:
+        connection = self._pool.make_connection()
         try:
             async with asyncio.timeout(self._timeout):
-                return await reply
-        except TimeoutError as error:
-            raise RedisTimeoutError(f"no reply within {self._timeout:g} s") from error
+                await connection.connect()
+        except BaseException as error:
+            await connection.disconnect(nowait=True)
+            if isinstance(error, TimeoutError):
+                raise RedisTimeoutError(f"no connection within {self._timeout:g} s") from error
+            raise
+        return Line(connection, self._timeout)
 
     async def reconnect(self) -> None:
-        idle, self._idle = self._idle, []
-        for connection in idle:
-            await connection.disconnect(nowait=True)
-            await self._pool.release(connection)
-        await self._pool.disconnect(inuse_connections=False)
+        for line in self._lines:
+            line.retire()
 
     async def close(self) -> None:
-        await self._redis.aclose()
-        await self._pool.disconnect()
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.wait({self._opening})
+        for line in self._lines:
+            line.close()
+        for line in self._lines:
+            await line.closed
 
 
 async def scan_with(command: Callable[..., Awaitable[Any]], pattern: str) -> list[bytes]:

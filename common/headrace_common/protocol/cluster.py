@@ -23,7 +23,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from ..errors import BackendUnfit
-from .client import Argument, Client, Command, PoolClient, scan_with
+from .client import Argument, Client, Command, LineClient, scan_with
 from .endpoint import Address
 from .pools import Pools, at
 from .slots import SlotMap, slot_of
@@ -44,7 +44,7 @@ class ClusterClient(Client):
         self._map = SlotMap()
         self._stale = True
         self._refreshing = asyncio.Lock()
-        self._clients: dict[Address, PoolClient] = {}
+        self._clients: dict[Address, LineClient] = {}
 
     def reader(self) -> Client:
         return ClusterReader(self, self._pools)
@@ -189,7 +189,7 @@ class ClusterClient(Client):
             if address not in self._map.masters:
                 await client.reconnect()
 
-    def _client(self, node: Address) -> PoolClient:
+    def _client(self, node: Address) -> LineClient:
         if node not in self._clients:
             self._clients[node] = self._pools.client(at(node))
         return self._clients[node]
@@ -215,7 +215,7 @@ class ClusterReader(Client):
         self._cluster = cluster
         self._pools = pools
         self._node: Address | None = None
-        self._client: PoolClient | None = None
+        self._client: LineClient | None = None
         self._asking = False
 
     async def command(self, *args: Argument) -> Any:

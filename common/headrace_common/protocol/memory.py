@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from .. import keys
 from ..errors import BackendUnavailable, FailureCode, RequestConflict
 from ..messages import ChoiceState, GenerateRequest, encode_request
-from .base import EngineStatus, Outcome, Placement, Progress, QueueLimits, Verdict
+from .base import LOST_HELD_S, EngineStatus, Outcome, Placement, Progress, QueueLimits, Verdict
 from .failures import ended_state
 from .memory_fairness import OUTPUT, Counters, FairQueue
 from .memory_placement import Placed, choose, first_own, free_at
@@ -167,6 +167,8 @@ class MemoryBackend:
         seen: int | None,
         polite: bool,
         placement: Placement | None = None,
+        *,
+        disputed: bool = False,
     ) -> tuple[Record | None, str]:
         """ADMIT: (record, former gateway, "held" or "new"); (None, "" or "tenant") where there is
         no room, for anybody or for the tenant.
@@ -176,9 +178,15 @@ class MemoryBackend:
         shard = self.shard(request.model, keys.shard_of(request.request_id))
         record = shard.records.get(request.request_id)
         if record is not None:
+            over = request.deadline_ms / 1000 <= self.clock()
+            if not over and record.goes_on(gateway, seen, disputed=disputed):
+                return self._go_on(shard, record, request, gateway, seen, polite=polite)
             if polite and not record.ended and record.gateway != gateway:
+                record.given = True
                 return record, "held"
-            return self._attach(record, request, gateway)
+            attached = self._attach(record, request, gateway)
+            record.given = record.given or (record.state == "done" and seen is None)
+            return attached
         tokens = token_cost(request)
         waiting, held = self.waiting(shard)
         if seen is None and limits.refuse(waiting, held, tokens):
@@ -196,6 +204,27 @@ class MemoryBackend:
         if record.placed:
             shard.placed.add(record.priority, record.placed, request.request_id)
             shard.wakeups += queue.parked(request.request_id)
+        return record, "new"
+
+    def _go_on(
+        self,
+        shard: Shard,
+        record: Record,
+        request: GenerateRequest,
+        gateway: str,
+        seen: int | None,
+        *,
+        polite: bool,
+    ) -> tuple[Record | None, str]:
+        """Queues a request again that has ended, or leaves that to its gateway."""
+        now = self.clock()
+        if record.fingerprint != fingerprint(request):
+            raise _conflict(request)
+        if polite and record.gateway != gateway and now - record.lost_at < LOST_HELD_S:
+            record.given = True
+            return record, "held"
+        record.go_on(gateway, encode_request(request), now, seen)
+        shard.waiting[record.priority].add(request.request_id, record.tenant)
         return record, "new"
 
     def _record(self, request: GenerateRequest, gateway: str, seen: int | None) -> Record:
@@ -219,7 +248,7 @@ class MemoryBackend:
         record: Record, request: GenerateRequest, gateway: str
     ) -> tuple[Record | None, str]:
         if record.fingerprint != fingerprint(request):
-            raise RequestConflict(f"request id {request.request_id} is in use for another request")
+            raise _conflict(request)
         former = ""
         if not record.ended and record.gateway != gateway:
             former = record.gateway
@@ -404,6 +433,8 @@ class MemoryBackend:
             return record.state == state
         record.state, record.outcome = state, outcome
         record.why = outcome.failed.failure if outcome.failed else None
+        if record.why is FailureCode.LOST:
+            record.lost_at = self.clock()
         output = sum(len(choice.token_ids) for choice in outcome.choices)
         shard.counters.charge(record.tenant, OUTPUT * (output - record.progress))
         self._end(shard, record)
@@ -413,6 +444,9 @@ class MemoryBackend:
         """CANCEL: the engine to tell, or ""."""
         record = shard.records.get(rid)
         if record is None:
+            return ""
+        if record.undecided:
+            record.state, record.why, record.outcome = "cancelled", FailureCode.CANCELLED, None
             return ""
         if not record.ended:
             self._remove_waiting(shard, rid)
@@ -451,6 +485,10 @@ class MemoryBackend:
         self.wanted.clear()
         self.accounts.clear()
         self.salt = b""
+
+
+def _conflict(request: GenerateRequest) -> RequestConflict:
+    return RequestConflict(f"request id {request.request_id} is in use for another request")
 
 
 def _running(shard: Shard) -> dict[str, int]:

@@ -19,6 +19,7 @@ from ..messages import (
     decode_request,
 )
 from .base import (
+    LOST_HELD_S,
     Admission,
     AdmitState,
     Beat,
@@ -74,22 +75,24 @@ class MemoryGatewayQueue:
         *,
         seen: int | None = None,
         polite: bool = False,
+        disputed: bool = False,
         placement: Placement | None = None,
     ) -> Admission:
         record, former = self._backend.admit(
-            request, self.gateway_id, limits, seen, polite, placement
+            request, self.gateway_id, limits, seen, polite, placement, disputed=disputed
         )
         if record is None:
             raise await self._full(request, of_tenant=former == "tenant")
         await self._backend.wake(_shard(self._backend, request.request_id, request.model))
         if former == "new":
             return Admission(state=AdmitState.ADMITTED)
-        if record.ended:
-            return Admission(state=AdmitState.ENDED, outcome=_outcome(request.request_id, record))
+        if record.ended and former != "held":
+            outcome = _outcome(request.request_id, record)
+            return Admission(state=AdmitState.ENDED, outcome=outcome, attempt=record.attempt)
         if former == "held":
             return Admission(
                 state=AdmitState.HELD,
-                owner=record.owner or None,
+                owner=None if record.ended else record.owner or None,
                 attempt=record.attempt,
                 gateway_id=record.gateway,
             )
@@ -122,8 +125,15 @@ class MemoryGatewayQueue:
         record = _shard(self._backend, request_id, model).records.get(request_id)
         if record is None:
             return None
-        outcome = _outcome(request_id, record) if record.ended else None
+        held = record.undecided and self._backend.clock() - record.lost_at < LOST_HELD_S
+        outcome = _outcome(request_id, record) if record.ended and not held else None
         return Standing(started=record.state != "queued", outcome=outcome)
+
+    async def give_out(self, request_id: str, model: str) -> Standing | None:
+        record = _shard(self._backend, request_id, model).records.get(request_id)
+        if record is not None:
+            record.given = record.given or record.state == "done"
+        return await self.standing(request_id, model)
 
     async def place(self, request_id: str, model: str) -> Place | None:
         own, higher = _shard(self._backend, request_id, model), 0

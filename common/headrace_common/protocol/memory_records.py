@@ -4,8 +4,10 @@ import math
 from dataclasses import dataclass, field
 
 from ..errors import FailureCode
+from ..keys import GRACE_MS
 from ..messages import ChoiceState
-from .base import Outcome
+from .base import MOST_ANEW, Outcome
+from .failures import UNDECIDED
 
 
 @dataclass(slots=True)
@@ -40,10 +42,36 @@ class Record:
     placed: str = ""  # with which engine
     hold: float = 0.0  # how long it waits for that
     passes: int = 0
+    lost_at: float = -math.inf
+    anew: int = 0  # how often it was queued again after its end
+    given: bool = False  # whether somebody was given its outcome
 
     @property
     def ended(self) -> bool:
         return self.state in ("done", "failed", "cancelled")
+
+    @property
+    def undecided(self) -> bool:
+        """Whether it has ended without having to."""
+        return self.ended and self.why in UNDECIDED
+
+    def goes_on(self, gateway: str, seen: int | None, *, disputed: bool) -> bool:
+        """Whether it is queued again though it has ended, for a gateway that has it."""
+        known = seen is not None and self.attempt <= seen and self.gateway == gateway
+        other = disputed and known and self.state == "done" and not self.given
+        lost = self.undecided and (self.why is FailureCode.LOST or seen is not None)
+        return (lost or other) and self.anew < MOST_ANEW
+
+    def go_on(self, gateway: str, payload: bytes, now: float, seen: int | None) -> None:
+        """It waits again, behind all attempts that it had. Its failures go on counting."""
+        self.state, self.why, self.outcome = "queued", None, None
+        self.attempt = max(self.attempt, seen or 0)
+        self.owner, self.gateway, self.former = "", gateway, []
+        self.writer, self.journal, self.executing = "", [], False
+        self.progress = self.progress_at_take = 0
+        self.placed, self.passes = "", 0
+        self.payload, self.admitted, self.anew = payload, now, self.anew + 1
+        self.expires = self.deadline + GRACE_MS / 1000
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from redis.asyncio import BlockingConnectionPool, ConnectionPool
+from redis.asyncio import ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from .client import PoolClient
+from .client import LineClient
 from .endpoint import Address, Endpoint
 from .packing import PackedConnection, PackedSSLConnection, PackedUnixConnection
 
@@ -31,24 +31,20 @@ class Pools:
         self.endpoint = endpoint
         self.config = config
 
-    def client(self, server: Mapping[str, Any]) -> PoolClient:
-        """A client with a small pool. `server`: redis-py's options that say where it is."""
-        pool = BlockingConnectionPool(
-            timeout=self.config.command_timeout,
-            max_connections=self.config.max_connections,
-            **self._options(server),
-        )
-        return PoolClient(pool, self.config.command_timeout)
+    def client(self, server: Mapping[str, Any]) -> LineClient:
+        """A client of one server. `server`: redis-py's options that say where it is."""
+        pool = ConnectionPool(**self._options(server))
+        return LineClient(pool, self.config.command_timeout, lines=self.config.max_connections)
 
-    def reader(self, server: Mapping[str, Any]) -> PoolClient:
+    def reader(self, server: Mapping[str, Any]) -> LineClient:
         """A client with one connection, for a blocking read alone."""
-        pool = ConnectionPool(max_connections=1, **self._options(server))
-        return PoolClient(pool, self.config.block + self.config.command_timeout, single=True)
+        pool = ConnectionPool(**self._options(server))
+        return LineClient(pool, self.config.block + self.config.command_timeout, single=True)
 
-    def sentinel(self, address: Address, timeout: float) -> PoolClient:
+    def sentinel(self, address: Address, timeout: float) -> LineClient:
         """A client of a Sentinel, with one connection and one user of its own."""
         options = {**transport(self.endpoint), **self.endpoint.sentinel_options, **at(address)}
-        return PoolClient(ConnectionPool(**options, **self._common()), timeout)
+        return LineClient(ConnectionPool(**options, **self._common()), timeout)
 
     def _options(self, server: Mapping[str, Any]) -> dict[str, Any]:
         return {**transport(self.endpoint), **self.endpoint.options, **server, **self._common()}

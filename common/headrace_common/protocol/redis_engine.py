@@ -93,6 +93,7 @@ class RedisEngineQueue:
         shard = self._keys
         prefixes = [shard.records, shard.payloads, shard.journals]
         room = -1 if prompt_tokens is None else prompt_tokens
+        self._left, self._free_at = None, math.inf  # nobody knows where this fails
         found, endings, left = await self._connection.run(
             "take",
             [shard.stats, shard.dead_letters, shard.wakeups, *shard.queues, *prefixes]
@@ -308,12 +309,8 @@ class RedisEngineQueue:
         return [write, ("PEXPIRE", key, keys.FRAMES_TTL_MS)]
 
     async def _write(self, commands: list[Command]) -> None:
-        client = self._connection.client
-        if len(commands) == 1:
-            written = await client.command(*commands[0])
-        else:
-            written = (await client.pipeline(commands))[0]
-        self._trim = entry_id(written.decode())[0]
+        written = await self._connection.client.pipeline(commands)
+        self._trim = entry_id(written[0].decode())[0]
 
     async def controls(self) -> AsyncIterator[Control]:
         """As EngineQueue.controls. Each message once, unless Redis was rolled back; a lost one has

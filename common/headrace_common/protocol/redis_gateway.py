@@ -27,6 +27,7 @@ from ..messages import (
     encode_request,
 )
 from .base import (
+    LOST_HELD_S,
     Admission,
     AdmitState,
     EngineStatus,
@@ -39,7 +40,7 @@ from .base import (
 )
 from .client import Client, Command
 from .connection import Connection, check_backend, entries
-from .failures import failed
+from .failures import UNDECIDED, failed
 from .redis_depth import depth_of, rate_of
 from .redis_journal import read_journal
 from .redis_place import requests_ahead
@@ -87,15 +88,17 @@ class RedisGatewayQueue:
         *,
         seen: int | None = None,
         polite: bool = False,
+        disputed: bool = False,
         placement: Placement | None = None,
     ) -> Admission:
+        manner = 2 if disputed else int(polite)
         reply: list[Any] = [b"unknown"]
         if seen is not None:
-            reply = await self._admit(request, limits, seen, b"", polite, ())
+            reply = await self._admit(request, limits, seen, b"", manner, ())
         if reply[0] == b"unknown":
             newest = -1 if seen is None else seen
             payload, where = encode_request(request), _placed(placement)
-            reply = await self._admit(request, limits, newest, payload, polite, where)
+            reply = await self._admit(request, limits, newest, payload, manner, where)
         return await self._admission(request, reply)
 
     async def _admit(
@@ -104,7 +107,7 @@ class RedisGatewayQueue:
         limits: QueueLimits,
         seen: int,
         payload: bytes,
-        polite: bool,
+        manner: int,
         where: Sequence[str | float],
     ) -> list[Any]:
         shard = _shard(request.request_id, request.model)
@@ -124,7 +127,7 @@ class RedisGatewayQueue:
             keys.GRACE_MS,
             payload,
             request.keep_ms,
-            int(polite),
+            manner,
             request.tenant,
             limits.max_tenant_requests,
             *where,
@@ -152,7 +155,8 @@ class RedisGatewayQueue:
                     gateway_id=reply[3].decode(),
                 )
             case b"ended":
-                return Admission(state=AdmitState.ENDED, outcome=_outcome(rid, *reply[2:4]))
+                outcome = _outcome(rid, *reply[2:4])
+                return Admission(state=AdmitState.ENDED, outcome=outcome, attempt=int(reply[4]))
             case b"conflict":
                 raise RequestConflict(f"request id {rid} is in use for another request")
             case b"tenant":
@@ -202,12 +206,14 @@ class RedisGatewayQueue:
 
     async def standing(self, request_id: str, model: str) -> Standing | None:
         record = _shard(request_id, model).record(request_id)
-        ((state, why, outcome),) = await self._pipeline(("HMGET", record, "st", "why", "out"))
-        if state is None:
-            return None
-        if state in (b"queued", b"running"):
-            return Standing(started=state == b"running")
-        return Standing(started=True, outcome=_outcome(request_id, why, outcome))
+        asked = ("HMGET", record, "st", "why", "out", "lt")
+        ((state, why, outcome, lost_at),) = await self._pipeline(asked)
+        return _standing(request_id, state, why, outcome, lost_at)
+
+    async def give_out(self, request_id: str, model: str) -> Standing | None:
+        record = _shard(request_id, model).record(request_id)
+        found = await self._connection.run("giveout", [record], [], tries=TRIES)
+        return _standing(request_id, *found) if found else None
 
     async def place(self, request_id: str, model: str) -> Place | None:
         """As GatewayQueue.place; of each other shard about as many go before."""
@@ -351,6 +357,27 @@ def _placed(placement: Placement | None) -> list[str | float]:
 
 def _shard(request_id: str, model: str) -> ShardKeys:
     return ShardKeys(model, keys.shard_of(request_id))
+
+
+def _standing(
+    request_id: str,
+    state: bytes | None,
+    why: bytes | None,
+    outcome: bytes | None,
+    lost_at: bytes | None,
+) -> Standing | None:
+    if state is None:
+        return None
+    if state in (b"queued", b"running") or _is_held(why, lost_at):
+        return Standing(started=state != b"queued")
+    return Standing(started=True, outcome=_outcome(request_id, why, outcome))
+
+
+def _is_held(why: bytes | None, lost_at: bytes | None) -> bool:
+    """Whether a request that has ended is left to its gateway, which may have it go on."""
+    if not why or not lost_at or why.decode() not in UNDECIDED:
+        return False
+    return time.time() - int(lost_at) / 1000 < LOST_HELD_S
 
 
 def _outcome(request_id: str, why: bytes | None, outcome: bytes | None) -> Outcome:

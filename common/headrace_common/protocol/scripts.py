@@ -19,6 +19,7 @@ NAMES = (
     "finish",
     "cancel",
     "giveback",
+    "giveout",
     "replay",
     "register",
     "unregister",

@@ -14,7 +14,7 @@ from redis.asyncio.connection import Connection
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
-from .client import Argument, Client, Command, PoolClient
+from .client import Argument, Client, Command, LineClient
 from .endpoint import Address
 from .packing import PackedConnection, PackedSSLConnection
 from .pools import Pools
@@ -66,7 +66,7 @@ class Sentinels:
             await client.close()
         return None if reply is None else (reply[0].decode(), int(reply[1]))
 
-    def client(self) -> PoolClient:
+    def client(self) -> LineClient:
         return self._pools.client(self._server(self.master))
 
     def reader(self) -> Client:
@@ -106,7 +106,7 @@ async def _check_role(connection: Connection) -> None:
 class MasterReader(Client):
     """Blocking reads from the master; one that heard nothing asks whether it still is that."""
 
-    def __init__(self, locate: Locate, connect: Callable[[Locate], PoolClient]) -> None:
+    def __init__(self, locate: Locate, connect: Callable[[Locate], LineClient]) -> None:
         self._find = locate
         self._master: Address | None = None
         self._client = connect(self._locate)

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TELL = 3.0  # seconds between two looks how many shards there are
+PAUSE = 1.0  # seconds before a shard that was away is asked again
 STATUS = 1.0  # seconds between two writes of a status that are due to other shards' beats
 
 
@@ -113,7 +114,8 @@ class ShardedEngineQueue:
             found = await shard.take(count, tokens)
         except BackendUnavailable as error:
             _note_away(shard, error)
-            found = ()
+            self._leave_alone(shard)
+            return ()
         if len(found) < count and not shard.holds_more:
             self._watch_empty(shard)
         return found
@@ -121,6 +123,16 @@ class ShardedEngineQueue:
     def _watch_empty(self, shard: ShardQueue) -> None:
         self._empty.add(shard.shard)
         self._watch(shard)
+
+    def _leave_alone(self, shard: ShardQueue) -> None:
+        """Not asked again at once, even where it can be read: it may refuse writes only."""
+
+        async def watch() -> None:
+            await asyncio.sleep(PAUSE)
+            await shard.wait()
+
+        self._empty.add(shard.shard)
+        self._watches[shard.shard] = asyncio.create_task(watch())
 
     def _watch(self, shard: ShardQueue) -> "asyncio.Task[None]":
         if shard.shard not in self._watches:

@@ -19,6 +19,8 @@ from ..triton_kernels.launch import (
     AMPERE,
     LARGEST_HEAD,
     MAX_SPLITS,
+    AttentionLaunches,
+    DecodeLaunch,
     Launch,
     decode_launch,
     power_of_two,
@@ -54,6 +56,7 @@ class TritonBackend:
         self._deterministic = deterministic
         self._capability = capability or torch.cuda.get_device_capability()
         self._scratch = Scratch()
+        self._launches = AttentionLaunches()
         self._check_device()
 
     def _check_device(self) -> None:
@@ -63,6 +66,19 @@ class TritonBackend:
                 f"this device has {self._capability[0]}.{self._capability[1]}: "
                 "use attention_backend reference"
             )
+
+    def use(self, launches: AttentionLaunches) -> None:
+        """From now on launches kernels so, instead of as the tables say."""
+        self._launches = launches
+
+    def prefill_launch(self, element_bytes: int, head_dim: int) -> Launch:
+        """The table's."""
+        return prefill_launch(self._capability[0], element_bytes, head_dim)
+
+    def decode_launch(self, element_bytes: int, head_dim: int, sequences: int) -> DecodeLaunch:
+        """The table's."""
+        tile = decode_launch(self._capability[0], element_bytes, head_dim)
+        return DecodeLaunch(tile, split_keys(sequences, tile.keys))
 
     def allocate(self, num_blocks: int, spec: KVSpec) -> LayerCache:
         if spec.head_dim > LARGEST_HEAD:
@@ -91,7 +107,7 @@ class TritonBackend:
         params: LayerParams,
     ) -> torch.Tensor:
         self._store(key, value, cache, metadata.slots, params)
-        return self._attend(query, cache, metadata, params)
+        return self.attend(query, cache, metadata, params)
 
     def forward_qkv(
         self,
@@ -112,7 +128,7 @@ class TritonBackend:
             params.key_scale,
             params.value_scale,
         )
-        return self._attend(rotate_and_store(rows, target), cache, metadata, params)
+        return self.attend(rotate_and_store(rows, target), cache, metadata, params)
 
     def _store(
         self,
@@ -133,7 +149,7 @@ class TritonBackend:
             BITS=stored.bits, LARGEST=stored.largest, num_warps=4,
         )  # fmt: skip
 
-    def _attend(
+    def attend(
         self,
         query: torch.Tensor,
         cache: LayerCache,
@@ -160,21 +176,24 @@ class TritonBackend:
         stored = storage(cache[0].dtype, self._capability)
         constants = _constants(query, cache, params, stored)
         dim, heads, kv_heads = query.shape[2], query.shape[1], cache[0].shape[1]
-        launch = decode_launch(self._capability[0], query.element_size(), dim)
         rows = metadata.num_decodes
-        part = split_keys(rows, launch.keys)
-        cut = {"least_part": part, "MAX_SPLITS": MAX_SPLITS, "KEYS": launch.keys}
-        splits = _most_splits(metadata.max_seq_len, params.sliding_window, launch, part)
+        chosen = self._launches.decode(rows)
+        chosen = chosen or self.decode_launch(query.element_size(), dim, rows)
+        launch = chosen.tile
+        cut = {"least_part": chosen.part, "MAX_SPLITS": MAX_SPLITS, "KEYS": launch.keys}
+        splits = _most_splits(metadata.max_seq_len, params.sliding_window, launch, chosen.part)
         whole = splits == 1
+        merges = chosen.merges and not whole
         parts, sums = (None, None) if whole else self._parts(rows * heads, dim, query.device)
+        arrived = self._scratch.counters(rows * kv_heads, query.device) if merges else None
         decode_kernel[(rows, kv_heads, splits)](
-            output, parts, sums, query, *stored.views(cache), metadata.block_tables,
+            output, parts, sums, arrived, query, *stored.views(cache), metadata.block_tables,
             metadata.seq_lens, params.scale * params.key_scale, params.value_scale,
             query.stride(0), query.stride(1), metadata.block_tables.stride(0),
             **constants, **cut, ROWS=max(launch.rows, power_of_two(heads // kv_heads)),
-            WHOLE=whole, num_warps=launch.warps, num_stages=launch.stages,
+            WHOLE=whole, MERGE=merges, num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
-        if not whole:
+        if not whole and not merges:
             merge_kernel[(rows, heads)](
                 output, parts, sums, metadata.seq_lens, HEADS=heads, HEAD_DIM=dim, **cut,
                 WINDOW=constants["WINDOW"], DIM=constants["DIM"], num_warps=4,
@@ -197,7 +216,8 @@ class TritonBackend:
         decodes: int,
     ) -> None:
         kv_heads, group = cache[0].shape[1], query.shape[1] // cache[0].shape[1]
-        launch = prefill_launch(self._capability[0], query.element_size(), query.shape[2])
+        table = self.prefill_launch(query.element_size(), query.shape[2])
+        launch = self._launches.prefill or table
         rows = max(launch.rows, power_of_two(group))
         stored = storage(cache[0].dtype, self._capability)
         runs = len(metadata.seq_lens) - decodes

@@ -35,7 +35,8 @@ class Verb(IntEnum):
     MEASURED = 8  # the profile run is over
     CONNECT = 9  # all ranks have loaded
     RECORD = 10  # the longest context: CUDA graphs up to it
-    STOP = 11
+    REHEARSE = 11  # the longest context: what its CUDA graphs would take
+    STOP = 12
 
 
 class Gone(Exception):

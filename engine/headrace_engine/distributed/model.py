@@ -38,3 +38,10 @@ class LeadingModel:
         with self._peers.step():
             self._peers.record(max_model_len)
             return LeadingModel(record(self._own), self._peers)
+
+    def measured(self, measure: Callable[[CausalModel], int], max_model_len: int) -> int:
+        """Each rank records some steps of its own part and gives them up; others keep what they
+        found for when they are asked how many KV blocks they have room for."""
+        with self._peers.step():
+            self._peers.rehearse(max_model_len)
+            return measure(self._own)

@@ -111,6 +111,9 @@ class Peers:
     def record(self, max_model_len: int) -> None:
         self._tell(Verb.RECORD, (max_model_len,))
 
+    def rehearse(self, max_model_len: int) -> None:
+        self._tell(Verb.REHEARSE, (max_model_len,))
+
     def allocate(self, num_blocks: int) -> None:
         with self.step():
             self._tell(Verb.ALLOCATE, (num_blocks,))

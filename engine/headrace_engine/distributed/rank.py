@@ -13,7 +13,7 @@ from ..attention.memory import host_blocks, move_blocks
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..kv_budget import count_blocks
-from ..model.cuda_graphs import with_graphs
+from ..model.cuda_graphs import graph_bytes, with_graphs
 from ..model.parallel import Shard
 from ..placement import PlacedModel, place_model
 from . import commands
@@ -39,6 +39,7 @@ class Rank:
         self._store, self._connection = store, connection
         self._caches: tuple[LayerCache, ...] = ()
         self._host: tuple[LayerCache, ...] = ()
+        self._graph_bytes = 0
         self._verbs: dict[Verb, Callable[[list[int]], None]] = {
             Verb.FORWARD: self._forward,
             Verb.ALLOCATE: self._allocate,
@@ -49,6 +50,7 @@ class Rank:
             Verb.MEASURE: self._measure,
             Verb.CONNECT: self._connect,
             Verb.RECORD: self._record,
+            Verb.REHEARSE: self._rehearse,
         }
 
     def serve(self) -> None:
@@ -78,6 +80,12 @@ class Rank:
     def _record(self, numbers: list[int]) -> None:
         placed = self._placed
         self._model = with_graphs(
+            placed.model, placed.attention, self._caches, self._config, numbers[0]
+        )
+
+    def _rehearse(self, numbers: list[int]) -> None:
+        placed = self._placed
+        self._graph_bytes = graph_bytes(
             placed.model, placed.attention, self._caches, self._config, numbers[0]
         )
 
@@ -112,7 +120,7 @@ class Rank:
     def _profile(self) -> int:
         self._obey_until(Verb.MEASURED)
         self._caches = ()
-        return 0
+        return self._graph_bytes
 
 
 def serve(rank: int, size: int, connection: Connection, greeting: dict[str, Any]) -> int:

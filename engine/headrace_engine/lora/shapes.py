@@ -51,24 +51,25 @@ def _layer(config: ModelConfig, index: int) -> LayerShapes:
     hidden, merged = config.hidden_size, config.layout == "phi3"
     heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes: dict[LinearName, LinearShape] = {
-        "qkv": _linear(
+        "qkv": linear_shape(
             hidden,
             {"qkv_proj": heads + 2 * kv}
             if merged
             else {"q_proj": heads, "k_proj": kv, "v_proj": kv},
             "self_attn",
         ),
-        "o": _linear(heads, {"o_proj": hidden}, "self_attn"),
+        "o": linear_shape(heads, {"o_proj": hidden}, "self_attn"),
     }
     if config.experts is None or not config.experts.sparse[index]:
         inner = config.intermediate_size
         gated = {"gate_up_proj": 2 * inner} if merged else {"gate_proj": inner, "up_proj": inner}
-        shapes["gate_up"] = _linear(hidden, gated, "mlp")
-        shapes["down"] = _linear(inner, {"down_proj": hidden}, "mlp")
+        shapes["gate_up"] = linear_shape(hidden, gated, "mlp")
+        shapes["down"] = linear_shape(inner, {"down_proj": hidden}, "mlp")
     return shapes
 
 
-def _linear(inputs: int, widths: Mapping[str, int], block: str) -> LinearShape:
+def linear_shape(inputs: int, widths: Mapping[str, int], block: str) -> LinearShape:
+    """A layer of modules of these widths, by their names in a `block` of the checkpoint."""
     parts: dict[str, Columns] = {}
     outputs = 0
     for name, width in widths.items():

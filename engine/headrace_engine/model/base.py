@@ -58,3 +58,6 @@ class SharedModel(CausalModel, Protocol):
         self, record: Callable[[CausalModel], CausalModel], max_model_len: int
     ) -> CausalModel:
         """The model with this process's part replaced by `record` of it, as all others do."""
+
+    def measured(self, measure: Callable[[CausalModel], int], max_model_len: int) -> int:
+        """What `measure` gives for this process's part, while all others measure theirs."""

@@ -2,7 +2,8 @@
 
 A graph has the addresses and grids that it was recorded with. So there is one for each size of a
 ladder of batches and each bound of a few on contexts, and a step is copied into the buffers of the
-smallest that takes it. What is no pure decode goes the model's own way.
+smallest that takes it; where adapters are served there are two of each, with them and without. What
+is no pure decode goes the model's own way.
 """
 
 import logging
@@ -17,6 +18,7 @@ import torch
 
 from ..attention.base import AttentionBackend, LayerCache, SkipsPadding
 from ..config import EngineConfig
+from ..lora.batch import StaticLoRA
 from .base import CausalModel, ForwardBatch, KVShape, SharedModel
 from .decoder import Decoder
 from .static_batch import StaticBatch
@@ -76,9 +78,10 @@ class MeteredCapture:
         return made
 
     def extrapolated(self, recordings: int) -> int:
-        """Bytes that so many take: the first makes the pool that all share."""
-        steps = [max(0, before - after) for before, after in pairwise(self.left)]
-        return steps[0] + (recordings - 1) * (steps[1] if len(steps) > 1 else 0)
+        """Bytes that so many take: the first makes the pool that all share, and each further one
+        takes as much as the dearest of those that were made."""
+        first, *further = [max(0, before - after) for before, after in pairwise(self.left)]
+        return first + (recordings - 1) * max(further, default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +132,10 @@ class GraphedModel:
         self._ladder, self._batch = ladder, batch
         self._logits: torch.Tensor | None = None
         self._graphs = {
-            (size, context): capture(self._step(size, context))
+            (size, context, adapted): capture(self._step(size, context, adapted))
             for size in reversed(ladder.sizes)
             for context in reversed(ladder.contexts)
+            for adapted in batch.kinds
         }
 
     @property
@@ -148,7 +152,7 @@ class GraphedModel:
         if size is None or context is None or not self._replays(batch, caches):
             return self._model.forward(batch, caches)
         self._batch.fill(batch, size)
-        return self._graphs[size, context]()[: len(batch.input_ids)]
+        return self._graphs[size, context, batch.lora is not None]()[: len(batch.input_ids)]
 
     def _replays(self, batch: ForwardBatch, caches: Rows[LayerCache]) -> bool:
         """Whether it is one token a sequence, each of which is asked for."""
@@ -156,12 +160,12 @@ class GraphedModel:
         return (
             metadata.num_decodes == len(metadata.seq_lens) == count
             and len(batch.logits_rows) == count
-            and batch.lora is None
+            and self._batch.takes(batch)
             and caches is self._caches
         )
 
-    def _step(self, size: int, context: int) -> Run:
-        view = self._batch.view(size, context)
+    def _step(self, size: int, context: int, adapted: bool) -> Run:
+        view = self._batch.view(size, context, adapted)
 
         def run() -> torch.Tensor:
             return self._keep(self._model.forward(view, self._caches))
@@ -181,11 +185,14 @@ def with_graphs(
     caches: Rows[LayerCache],
     config: EngineConfig,
     max_model_len: int,
+    lora: StaticLoRA | None = None,
 ) -> CausalModel:
-    """The model with its decodes recorded; the model itself where they are not, and a log why."""
+    """The model with its decodes recorded; the model itself where they are not, and a log why.
+    With `lora` those with adapters are recorded, too."""
     if isinstance(model, SharedModel):
         return model.recorded(
-            lambda own: with_graphs(own, attention, caches, config, max_model_len), max_model_len
+            lambda own: with_graphs(own, attention, caches, config, max_model_len, lora),
+            max_model_len,
         )
     device = caches[0][0].device
     reason = _refusal(model, attention, config, device)
@@ -194,10 +201,13 @@ def with_graphs(
             logger.info("no CUDA graphs", extra={"reason": reason})
         return model
     ladder = Ladder.up_to(config.max_num_seqs, max_model_len)
-    batch = _static_batch(config, max_model_len, device)
+    batch = _static_batch(config, max_model_len, device, lora)
     with torch.inference_mode():
         graphed = GraphedModel(model, caches, ladder, batch, CudaCapture())
-    logger.info("CUDA graphs recorded", extra={"sizes": ladder.sizes, "contexts": ladder.contexts})
+    logger.info(
+        "CUDA graphs recorded",
+        extra={"sizes": ladder.sizes, "contexts": ladder.contexts, "lora": lora is not None},
+    )
     return graphed
 
 
@@ -207,26 +217,40 @@ def graph_bytes(
     caches: Rows[LayerCache],
     config: EngineConfig,
     max_model_len: int,
+    lora: StaticLoRA | None = None,
 ) -> int:
-    """What `with_graphs` will take of the device's memory, by recording its two largest steps,
+    """What `with_graphs` will take of this process's device, by recording its two largest steps,
     which are given up again. `caches` may be of any size: nothing is read or written in them.
 
-    0 where nothing is recorded, and for a model that several processes share: theirs are not
-    recorded before its memory is divided.
+    0 where nothing is recorded. Processes that share a model do this together.
     """
+    if isinstance(model, SharedModel):
+        return model.measured(
+            lambda own: graph_bytes(own, attention, caches, config, max_model_len, lora),
+            max_model_len,
+        )
     device = caches[0][0].device
     if _refusal(model, attention, config, device) is not None:
         return 0
-    metered = MeteredCapture(CudaCapture(), lambda: torch.cuda.mem_get_info(device)[0])
+    metered = MeteredCapture(CudaCapture(), lambda: free_bytes(device))
     ladder = Ladder.up_to(config.max_num_seqs, max_model_len)
     with torch.inference_mode():
-        batch = _static_batch(config, max_model_len, device)
+        batch = _static_batch(config, max_model_len, device, lora)
         GraphedModel(model, caches, ladder.top(), batch, metered)
-    return metered.extrapolated(len(ladder.sizes) * len(ladder.contexts))
+    steps = len(ladder.sizes) * len(ladder.contexts) * len(batch.kinds)
+    return batch.num_bytes + metered.extrapolated(steps)
 
 
-def _static_batch(config: EngineConfig, max_model_len: int, device: torch.device) -> StaticBatch:
-    return StaticBatch(config.max_num_seqs, -(-max_model_len // config.block_size), device)
+def free_bytes(device: torch.device) -> int:
+    """Of a CUDA device."""
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+def _static_batch(
+    config: EngineConfig, max_model_len: int, device: torch.device, lora: StaticLoRA | None
+) -> StaticBatch:
+    blocks = -(-max_model_len // config.block_size)
+    return StaticBatch(config.max_num_seqs, blocks, device, lora)
 
 
 def _refusal(

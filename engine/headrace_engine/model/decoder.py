@@ -18,13 +18,15 @@ from ..lora.batch import LayerLoRA
 from ..lora.shapes import LayerShapes, lora_shapes
 from .base import ForwardBatch, KVShape
 from .config import ExpertsConfig, ModelConfig
+from .decoder_tensors import expected_tensors, ignored_tensors
+from .expert_weights import ExpertWeights, MixtureParts, Names, OwnMixtures
 from .feed_forward import FeedForward, GatedActivation, GatedMLP, SharedExpert, SparseMoe
-from .layers import Linear, make_linear
+from .layers import ActivatedLinear, Linear, make_linear
 from .linear_maker import LinearMaker, OwnLinears
 from .ops import HeadShape, Ops, QKNorm, WideOps, gelu_tanh_mul, soft_cap
 from .qkv import QKVAttention, QKVRows
 from .rotary import RotaryTable
-from .weights import Shape, WeightReader
+from .weights import WeightReader
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
@@ -92,9 +94,19 @@ class Decoder:
         return (shape,) * self._config.num_layers
 
     @property
+    def heads(self) -> HeadShape:
+        """Of each layer, as far as they are here."""
+        return self._heads
+
+    @property
+    def layer_params(self) -> LayerParams:
+        """Of the first layer's attention."""
+        return self._layers[0].params
+
+    @property
     def can_be_recorded(self) -> bool:
-        """Whether a step waits for nothing: a mixture asks how many rows each expert has."""
-        return self._config.experts is None
+        """Whether a step asks the device nothing while it runs."""
+        return all(layer.mlp.can_be_recorded for layer in self._layers)
 
     @property
     def lora_shapes(self) -> tuple[LayerShapes, ...]:
@@ -120,7 +132,9 @@ class Decoder:
                 adapted.add("o", attended, output)
             output = self._output_norm(output, layer.attention_output_norm)
             hidden, residual = self._ops.add_rms_norm(output, residual, layer.mlp_norm, eps)
-            output = self._output_norm(layer.mlp(hidden, adapted), layer.mlp_output_norm)
+            slots = batch.metadata.slots if every or not last else None
+            output = layer.mlp(hidden, adapted, slots)
+            output = self._output_norm(output, layer.mlp_output_norm)
             norm = self._norm if last else self._layers[index + 1].input_norm
             hidden, residual = self._ops.add_rms_norm(output, residual, norm, eps)
         return soft_cap(self._lm_head(hidden), self._config.logits_softcap)
@@ -199,6 +213,10 @@ class LinearSource(Protocol):
         self, weights: tuple[str, ...], biases: tuple[str, ...] = (), exact: bool = False
     ) -> Linear: ...
 
+    def experts(self, experts: Rows[tuple[Names, Names]]) -> ExpertWeights | None:
+        """The matrices of a mixture together, by each expert's names of (gate and up, down); None
+        where they are not in a form for that."""
+
 
 def make_weights(
     config: ModelConfig, reader: TensorSource, linears: LinearSource, ops: Ops
@@ -221,6 +239,7 @@ class _LayerReader:
         self, config: ModelConfig, reader: TensorSource, linears: LinearSource, ops: Ops
     ) -> None:
         self._config, self._reader, self._linears = config, reader, linears
+        self._ops = ops
         silu = config.activation == "silu"
         self._activation: GatedActivation = ops.silu_mul if silu else gelu_tanh_mul
 
@@ -263,24 +282,49 @@ class _LayerReader:
         experts = self._config.experts
         if experts is None or not experts.sparse[index]:
             return self._mlp(prefix, self._config.mlp_bias)
+        router = self._linears.make((f"{prefix}gate.weight",), exact=True)
+        grouped = self._grouped(prefix, router, experts)
+        if grouped is not None:
+            return grouped
         return SparseMoe(
-            router=self._linears.make((f"{prefix}gate.weight",), exact=True),
+            router=router,
             experts=[self._mlp(f"{prefix}experts.{one}.") for one in range(experts.count)],
-            shared=self._shared(prefix) if experts.shared_size is not None else None,
+            shared=self._shared(prefix, experts),
             config=experts,
         )
 
-    def _shared(self, prefix: str) -> SharedExpert:
+    def _grouped(self, prefix: str, router: Linear, experts: ExpertsConfig) -> FeedForward | None:
+        """The experts as one, where there are operators for that and weights that they take."""
+        ops, found = self._ops, [f"{prefix}experts.{one}." for one in range(experts.count)]
+        if not isinstance(ops, OwnMixtures):
+            return None
+        weights = self._linears.experts(
+            [(_names(one, "gate_proj", "up_proj"), _names(one, "down_proj")) for one in found]
+        )
+        if weights is None:
+            return None
+        gelu, shared = self._config.activation == "gelu_tanh", self._shared(prefix, experts)
+        return ops.mixture(MixtureParts(router, weights, shared, experts, gelu))
+
+    def _shared(self, prefix: str, experts: ExpertsConfig) -> SharedExpert | None:
+        if experts.shared_size is None:
+            return None
         return SharedExpert(
             mlp=self._mlp(f"{prefix}shared_expert."),
             gate=self._linears.make((f"{prefix}shared_expert_gate.weight",), exact=True),
         )
 
     def _mlp(self, prefix: str, bias: bool = False) -> GatedMLP:
+        gate_up = self._linear(prefix, ("gate_proj", "up_proj"), bias)
+        activated = None
+        if isinstance(gate_up, ActivatedLinear) and self._config.activation == "silu":
+            gate_up.mark_gated()
+            activated = gate_up.activated
         return GatedMLP(
-            gate_up=self._linear(prefix, ("gate_proj", "up_proj"), bias),
+            gate_up=gate_up,
             down=self._linear(prefix, ("down_proj",), bias),
             activation=self._activation,
+            activated=activated,
         )
 
     def _linear(self, prefix: str, names: tuple[str, ...], bias: bool) -> Linear:
@@ -290,63 +334,5 @@ class _LayerReader:
         )
 
 
-def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
-    """Names and shapes of a checkpoint's tensors, under Llama's names."""
-    hidden = config.hidden_size
-    expected: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for index in range(config.num_layers):
-        prefix = f"model.layers.{index}."
-        expected |= {prefix + name: shape for name, shape in _layer_tensors(config, index).items()}
-    expected["model.norm.weight"] = (hidden,)
-    if not config.tie_word_embeddings:
-        expected["lm_head.weight"] = (config.vocab_size, hidden)
-    return expected
-
-
-def _layer_tensors(config: ModelConfig, index: int) -> dict[str, Shape]:
-    hidden, dim = config.hidden_size, config.head_dim
-    q, kv = config.num_heads * dim, config.num_kv_heads * dim
-    found: dict[str, Shape] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
-    if config.output_norms:
-        found["pre_feedforward_layernorm.weight"] = (hidden,)
-        found["post_feedforward_layernorm.weight"] = (hidden,)
-    found |= _matrix("self_attn.q_proj", q, hidden, config.qkv_bias)
-    found |= _matrix("self_attn.k_proj", kv, hidden, config.qkv_bias)
-    found |= _matrix("self_attn.v_proj", kv, hidden, config.qkv_bias)
-    found |= _matrix("self_attn.o_proj", hidden, q, config.o_bias)
-    if config.qk_norm:
-        found |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
-    if config.experts is not None and config.experts.sparse[index]:
-        return found | _moe_tensors(config.experts, hidden)
-    return found | _mlp_tensors("mlp", hidden, config.intermediate_size, config.mlp_bias)
-
-
-def _moe_tensors(experts: ExpertsConfig, hidden: int) -> dict[str, Shape]:
-    found: dict[str, Shape] = {"mlp.gate.weight": (experts.count, hidden)}
-    for index in range(experts.count):
-        found |= _mlp_tensors(f"mlp.experts.{index}", hidden, experts.intermediate_size)
-    if experts.shared_size is not None:
-        found |= _mlp_tensors("mlp.shared_expert", hidden, experts.shared_size)
-        found["mlp.shared_expert_gate.weight"] = (1, hidden)
-    return found
-
-
-def _mlp_tensors(prefix: str, hidden: int, inner: int, bias: bool = False) -> dict[str, Shape]:
-    return {
-        **_matrix(f"{prefix}.gate_proj", inner, hidden, bias),
-        **_matrix(f"{prefix}.up_proj", inner, hidden, bias),
-        **_matrix(f"{prefix}.down_proj", hidden, inner, bias),
-    }
-
-
-def _matrix(name: str, rows: int, columns: int, bias: bool) -> dict[str, Shape]:
-    weight: dict[str, Shape] = {f"{name}.weight": (rows, columns)}
-    return weight | {f"{name}.bias": (rows,)} if bias else weight
-
-
-def ignored_tensors(config: ModelConfig) -> tuple[str, ...]:
-    """A tied output matrix may be saved a second time."""
-    return ("lm_head.weight",) if config.tie_word_embeddings else ()
+def _names(prefix: str, *matrices: str) -> Names:
+    return tuple(f"{prefix}{name}.weight" for name in matrices)

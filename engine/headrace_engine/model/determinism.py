@@ -18,7 +18,7 @@ def check_deterministic(
     if placement.shard is not None:
         raise ConfigError(f"deterministic takes no tensor parallelism: {REMEDY}")
     if placement.device.type == "cuda":
-        _check_cuda(config, quantized)
+        _check_cuda(quantized)
     elif not fused:
         raise ConfigError(
             "deterministic on a CPU needs a model whose whole step the native kernels compute, in "
@@ -26,8 +26,6 @@ def check_deterministic(
         )
 
 
-def _check_cuda(config: ModelConfig, quantized: bool) -> None:
+def _check_cuda(quantized: bool) -> None:
     if quantized:
         raise ConfigError(f"deterministic takes no quantised weights on a GPU: {REMEDY}")
-    if config.experts is not None:
-        raise ConfigError(f"deterministic takes no mixture of experts on a GPU: {REMEDY}")

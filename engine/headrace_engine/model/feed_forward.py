@@ -21,9 +21,18 @@ GatedActivation = Callable[[torch.Tensor], torch.Tensor]
 
 
 class FeedForward(Protocol):
-    """x [T, H] -> [T, H]; `lora` are the adapters of rows, None: no row has one."""
+    """x [T, H] -> [T, H]; `lora` are the adapters of rows, None: no row has one.
 
-    def __call__(self, x: torch.Tensor, lora: LayerLoRA | None = None) -> torch.Tensor: ...
+    Rows whose entry in `slots` int64 [T] is below 0 are padding, for which anything may be given.
+    """
+
+    @property
+    def can_be_recorded(self) -> bool:
+        """Whether it asks the device nothing while it computes."""
+
+    def __call__(
+        self, x: torch.Tensor, lora: LayerLoRA | None = None, slots: torch.Tensor | None = None
+    ) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +40,29 @@ class GatedMLP:
     gate_up: Linear
     down: Linear
     activation: GatedActivation
+    # Both of them at once, where no adapter stands between them.
+    activated: GatedActivation | None = None
 
-    def __call__(self, x: torch.Tensor, lora: LayerLoRA | None = None) -> torch.Tensor:
-        gate_up = self.gate_up(x)
-        if lora is not None:
-            lora.add("gate_up", x, gate_up)
-        inner = self.activation(gate_up)
+    @property
+    def can_be_recorded(self) -> bool:
+        return True
+
+    def __call__(
+        self, x: torch.Tensor, lora: LayerLoRA | None = None, slots: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        inner = self._inner(x, lora)
         output = self.down(inner)
         if lora is not None:
             lora.add("down", inner, output)
         return output
+
+    def _inner(self, x: torch.Tensor, lora: LayerLoRA | None) -> torch.Tensor:
+        if lora is None and self.activated is not None:
+            return self.activated(x)
+        gate_up = self.gate_up(x)
+        if lora is not None:
+            lora.add("gate_up", x, gate_up)
+        return self.activation(gate_up)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +80,7 @@ class SharedExpert:
 class SparseMoe:
     """Each token through the experts that the router gives the highest probabilities.
 
-    Adapters change nothing here.
+    Asks the device how many rows each expert has. Adapters change nothing here.
     """
 
     router: Linear
@@ -66,7 +88,13 @@ class SparseMoe:
     shared: SharedExpert | None
     config: ExpertsConfig
 
-    def __call__(self, x: torch.Tensor, lora: LayerLoRA | None = None) -> torch.Tensor:
+    @property
+    def can_be_recorded(self) -> bool:
+        return False
+
+    def __call__(
+        self, x: torch.Tensor, lora: LayerLoRA | None = None, slots: torch.Tensor | None = None
+    ) -> torch.Tensor:
         weights, chosen = self.route(x)
         order = chosen.flatten().argsort(stable=True)
         rows = x.index_select(0, order // self.config.per_token)

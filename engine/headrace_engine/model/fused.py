@@ -17,7 +17,8 @@ from ..kernels.ops import NativeOps
 from ..lora.shapes import LayerShapes, lora_shapes
 from .base import ForwardBatch, KVShape
 from .config import ModelConfig
-from .decoder import Decoder, expected_tensors, ignored_tensors
+from .decoder import Decoder
+from .decoder_tensors import expected_tensors, ignored_tensors
 from .fused_layers import layered_weights
 from .fused_weights import FusedWeights
 from .rotary import RotaryTable

@@ -4,11 +4,14 @@ From the same packed weights, so that it costs no memory; slower, as each layer 
 own.
 """
 
+from collections.abc import Sequence as Rows
+
 import torch
 
 from ..kernels.ops import NativeOps
 from .config import ModelConfig
 from .decoder import DecoderWeights, make_weights
+from .expert_weights import ExpertWeights, Names
 from .fused_weights import FusedWeights
 from .layers import Linear, PlainLinear
 from .linear_maker import NativeLinear
@@ -49,6 +52,10 @@ class PackedLayers:
             return linear
         inner = self._weights.linears[(weights[0].replace("gate_proj", "down_proj"),)].inputs
         return GatedLinear(linear, self._executor.padded(1) // 2, inner)
+
+    def experts(self, experts: Rows[tuple[Names, Names]]) -> ExpertWeights | None:
+        """They are packed one by one."""
+        return None
 
 
 def layered_weights(config: ModelConfig, weights: FusedWeights, ops: NativeOps) -> DecoderWeights:

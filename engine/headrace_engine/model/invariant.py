@@ -6,9 +6,14 @@ numbers of rows. What has no such kernel is refused when the model is loaded, se
 
 import torch
 
+from ..lora.batch import LoRALimits, LoRAProducts, Move
+from ..lora.tiles import TiledProducts
 from ..triton_kernels.launch import linear_launch
 from ..triton_kernels.linear import linear_kernel
+from .expert_weights import MixtureParts
+from .feed_forward import FeedForward
 from .layers import Linear, over_rows
+from .triton_experts import GroupedMoe
 from .triton_ops import TritonOps
 
 
@@ -38,3 +43,9 @@ class InvariantLinear:
 class InvariantOps(TritonOps):
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return InvariantLinear(weight, bias)
+
+    def mixture(self, parts: MixtureParts) -> FeedForward:
+        return GroupedMoe(parts, deterministic=True)
+
+    def lora_products(self, limits: LoRALimits, move: Move) -> LoRAProducts:
+        return TiledProducts(limits, move, deterministic=True)

@@ -5,7 +5,7 @@ few rows than the plain layout) and the plain copy is freed; elsewhere torch's o
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch.nn import functional as F
@@ -18,6 +18,18 @@ class Linear(Protocol):
     """x [..., in] -> [..., out]."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+@runtime_checkable
+class ActivatedLinear(Linear, Protocol):
+    """A layer that can take the activation of a gated MLP with it, where its outputs are gate and
+    up."""
+
+    def mark_gated(self) -> None:
+        """They are."""
+
+    def activated(self, x: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up of x [..., in]: [..., out / 2]."""
 
 
 def over_rows(

@@ -5,6 +5,7 @@ matrices keep their few bits and become floats anew for each product, and others
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence as Rows
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from ..kernels.executor import Executor, PackedLinear
 from ..kernels.library import DTYPES
 from ..kernels.ops import NativeOps
+from .expert_weights import ExpertWeights, Names, read_experts
 from .float8_linear import make_float8, supports_float8
 from .layers import Linear, can_pack, make_linear
 from .layers import PackedLinear as MkldnnLinear
@@ -133,6 +135,13 @@ class LinearMaker:
         if quantized is not None:
             return QuantizedLinear(quantized, bias, self._reader.dtype, self._reader.device)
         return self._float8(weights, bias) or self._make_whole(self._reader.stack(weights), bias)
+
+    def experts(self, experts: Rows[tuple[Names, Names]]) -> ExpertWeights | None:
+        """The matrices of a mixture together, by each expert's names of (gate and up, down); None
+        where they are in no form for grouped products."""
+        if self._executor is not None:
+            return None
+        return read_experts(self._reader, experts, supports_float8(self._reader.device))
 
     def _float8(self, weights: tuple[str, ...], bias: torch.Tensor | None) -> Linear | None:
         device = self._reader.device

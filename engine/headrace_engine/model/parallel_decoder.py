@@ -65,8 +65,14 @@ class SummedFeedForward:
     own: FeedForward
     collectives: Collectives
 
-    def __call__(self, x: torch.Tensor, lora: LayerLoRA | None = None) -> torch.Tensor:
-        return _sum(self.own(x, lora), self.collectives)
+    @property
+    def can_be_recorded(self) -> bool:
+        return self.own.can_be_recorded
+
+    def __call__(
+        self, x: torch.Tensor, lora: LayerLoRA | None = None, slots: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return _sum(self.own(x, lora, slots), self.collectives)
 
 
 @dataclass(frozen=True, slots=True)

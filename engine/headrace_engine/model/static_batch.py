@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from ..attention.base import AttentionMetadata
+from ..lora.batch import StaticLoRA
 from .base import ForwardBatch
 
 # Block ids that a program copies at a time.
@@ -66,9 +67,14 @@ def stage_by_kernel(source: DecodeInputs, target: DecodeInputs, size: int) -> No
 
 
 class StaticBatch:
-    """Sequences behind those of a step have no keys, and slots below 0, which are not written."""
+    """Sequences behind those of a step have no keys, and slots below 0, which are not written.
 
-    def __init__(self, size: int, blocks: int, device: torch.device) -> None:
+    `lora` has the adapters of rows; None: there are none that a recording can hold.
+    """
+
+    def __init__(
+        self, size: int, blocks: int, device: torch.device, lora: StaticLoRA | None = None
+    ) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -82,13 +88,31 @@ class StaticBatch:
         self._starts = torch.arange(size + 1, dtype=torch.int32, device=device)
         self._rows = torch.arange(size, device=device)
         self._stage: Stage = stage_by_kernel if device.type == "cuda" else stage_by_copies
+        self._lora = lora
+
+    @property
+    def kinds(self) -> tuple[bool, ...]:
+        """Whether rows have adapters, for each kind of step that is to be recorded."""
+        return (False,) if self._lora is None else (True, False)
+
+    @property
+    def num_bytes(self) -> int:
+        inputs = self._inputs
+        parts = (inputs.input_ids, inputs.positions, inputs.slots, inputs.seq_lens, inputs.tables)
+        return sum(part.nbytes for part in (*parts, self._starts, self._rows))
+
+    def takes(self, batch: ForwardBatch) -> bool:
+        """Whether there is room for its adapters, if it has any."""
+        return batch.lora is None or self._lora is not None
 
     def fill(self, batch: ForwardBatch, size: int) -> None:
         """Takes a step's inputs, and padding up to `size` sequences."""
         self._stage(DecodeInputs.of(batch), self._inputs, size)
+        if batch.lora is not None and self._lora is not None:
+            self._lora.fill(batch.lora, size)
 
-    def view(self, size: int, context: int) -> ForwardBatch:
-        """The first `size` sequences, as a model sees them."""
+    def view(self, size: int, context: int, adapted: bool = False) -> ForwardBatch:
+        """The first `size` sequences, as a model sees them; `adapted` with their adapters."""
         inputs = self._inputs
         metadata = AttentionMetadata(
             query_start=self._starts[: size + 1],
@@ -100,5 +124,9 @@ class StaticBatch:
             max_seq_len=context,
         )
         return ForwardBatch(
-            inputs.input_ids[:size], inputs.positions[:size], self._rows[:size], metadata
+            inputs.input_ids[:size],
+            inputs.positions[:size],
+            self._rows[:size],
+            metadata,
+            self._lora.view(size) if adapted and self._lora is not None else None,
         )

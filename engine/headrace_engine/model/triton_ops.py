@@ -9,11 +9,18 @@ from dataclasses import dataclass
 import torch
 
 from ..attention.fp8 import WHOLE, Storage
+from ..lora.batch import LoRALimits, LoRAProducts, Move
+from ..lora.tiles import TiledProducts
 from ..triton_kernels.cache import rotate_kernel
 from ..triton_kernels.elementwise import rms_norm_kernel, silu_mul_kernel
 from ..triton_kernels.launch import power_of_two, row_warps
+from .expert_weights import MixtureParts
+from .feed_forward import FeedForward
+from .layers import Linear, make_linear
 from .ops import HeadShape, QKNorm, TorchOps
 from .qkv import QKVRows
+from .triton_experts import GroupedMoe
+from .tuned_linear import Products, takes
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Elements of a row that one program multiplies, and heads that one program rotates.
@@ -33,8 +40,11 @@ class StoreTarget:
 
 
 class TritonOps:
+    """`products` are the dense layers that were made here, to be tuned together."""
+
     def __init__(self) -> None:
         self._torch = TorchOps()
+        self.products = Products()
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         if not _one_kind(x, weight):
@@ -82,6 +92,17 @@ class TritonOps:
 
     def argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._torch.argmax(x)
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        if not takes(weight):
+            return make_linear(weight, bias)
+        return self.products.layer(weight, bias, self.silu_mul)
+
+    def mixture(self, parts: MixtureParts) -> FeedForward:
+        return GroupedMoe(parts)
+
+    def lora_products(self, limits: LoRALimits, move: Move) -> LoRAProducts:
+        return TiledProducts(limits, move)
 
 
 def rotate_and_store(rows: QKVRows, target: StoreTarget) -> torch.Tensor:

@@ -27,11 +27,47 @@ def _extent(
     return first, begin, tl.maximum(part, least_part)
 
 
+@jit
+def _merge(
+    output: tl.tensor,
+    partial: tl.tensor,
+    log_sums: tl.tensor,
+    place: tl.tensor,
+    count: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    DIM: tl.constexpr,
+) -> None:
+    """One head: the mean of its `count` parts, weighted with their softmax sums."""
+    splits = tl.arange(0, MAX_SPLITS)
+    made = splits < count
+    dims = tl.arange(0, DIM)
+    # Not from the first cache, which does not see what other multiprocessors write.
+    sums = tl.load(
+        log_sums + place * MAX_SPLITS + splits,
+        mask=made,
+        other=float("-inf"),
+        cache_modifier=".cg",
+    )
+    highest = tl.max(sums, 0)
+    weights = tl.exp2(sums - tl.where(highest == float("-inf"), 0.0, highest))
+    parts = tl.load(
+        partial + (place * MAX_SPLITS + splits)[:, None] * HEAD_DIM + dims[None, :],
+        mask=made[:, None] & (dims < HEAD_DIM)[None, :],
+        other=0.0,
+        cache_modifier=".cg",
+    )
+    total = tl.sum(weights, 0)
+    merged = tl.sum(parts * weights[:, None], 0) / tl.where(total > 0.0, total, 1.0)
+    tl.store(output + place * HEAD_DIM + dims, merged, mask=dims < HEAD_DIM)
+
+
 @jit_unspecialized("table_stride", "least_part")
 def decode_kernel(
     output: tl.tensor,
     partial: tl.tensor,
     log_sums: tl.tensor,
+    arrived: tl.tensor,
     query: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
@@ -56,11 +92,14 @@ def decode_kernel(
     EXACT: tl.constexpr,
     BITS: tl.constexpr,
     WHOLE: tl.constexpr,
+    MERGE: tl.constexpr,
 ) -> None:
     """Program (sequence, KV head, part). Caches are [blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM].
 
     Writes `output` where WHOLE says that no sequence has a second part, else `partial` float32
     [S, Hq, MAX_SPLITS, HEAD_DIM], and to `log_sums` [S, Hq, MAX_SPLITS] the parts' log2 of sums.
+    With MERGE the last program of a sequence and KV head joins its parts, always in their order;
+    `arrived` int32 [S, KV_HEADS] is zeros before and after.
     """
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -111,6 +150,20 @@ def decode_kernel(
         parts = places * MAX_SPLITS + split
         tl.store(partial + parts[:, None] * HEAD_DIM + dims[None, :], attended, mask=row_mask)
         tl.store(log_sums + parts, highest + tl.log2(total), mask=rows < GROUP)
+        if MERGE:
+            count = tl.cdiv(length - begin, part)
+            counter = arrived + sequence * KV_HEADS + kv_head
+            # All threads' parts are written before it is said that they are, and read behind it.
+            tl.debug_barrier()
+            before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+            if before == count - 1:
+                for head in range(0, GROUP):
+                    place = (sequence * KV_HEADS + kv_head) * GROUP + head
+                    _merge(output, partial, log_sums, place, count, HEAD_DIM, MAX_SPLITS, DIM)
+                tl.store(counter, 0)
+    elif MERGE:
+        if length == 0:
+            tl.store(output + places[:, None] * HEAD_DIM + dims[None, :], attended, mask=row_mask)
 
 
 @jit_unspecialized("least_part")
@@ -127,22 +180,10 @@ def merge_kernel(
     KEYS: tl.constexpr,
     DIM: tl.constexpr,
 ) -> None:
-    """Program (sequence, query head): the mean of its parts, weighted with their softmax sums."""
+    """Program (sequence, query head): joins its parts."""
     sequence = tl.program_id(0).to(tl.int64)
     place = sequence * HEADS + tl.program_id(1)
     length = tl.load(seq_lens + sequence)
     _, begin, part = _extent(length, least_part, MAX_SPLITS, KEYS, WINDOW)
-    splits = tl.arange(0, MAX_SPLITS)
-    made = begin + splits * part < length
-    dims = tl.arange(0, DIM)
-    sums = tl.load(log_sums + place * MAX_SPLITS + splits, mask=made, other=float("-inf"))
-    highest = tl.max(sums, 0)
-    weights = tl.exp2(sums - tl.where(highest == float("-inf"), 0.0, highest))
-    parts = tl.load(
-        partial + (place * MAX_SPLITS + splits)[:, None] * HEAD_DIM + dims[None, :],
-        mask=made[:, None] & (dims < HEAD_DIM)[None, :],
-        other=0.0,
-    )
-    total = tl.sum(weights, 0)
-    merged = tl.sum(parts * weights[:, None], 0) / tl.where(total > 0.0, total, 1.0)
-    tl.store(output + place * HEAD_DIM + dims, merged, mask=dims < HEAD_DIM)
+    count = tl.cdiv(length - begin, part)
+    _merge(output, partial, log_sums, place, count, HEAD_DIM, MAX_SPLITS, DIM)

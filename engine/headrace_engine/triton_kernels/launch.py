@@ -1,11 +1,12 @@
 """Launch parameters of the kernels, by device generation, head size and width of the elements.
 
-One table and no tuning at run time. The figures keep each kernel within the shared memory of its
-generation and no kernel spills registers (benchmarks/triton_aot.py compiles and checks them without
-a device; docs/decisions/0016): they are estimates until they are measured on one.
+The tables keep each kernel within the shared memory of its generation and no kernel spills
+registers (benchmarks/triton_aot.py compiles and checks them without a device; docs/decisions/0016).
+They are estimates: an engine on a GPU measures them beside the candidates here when it warms up
+(docs/decisions/0021), and nothing is tuned while it serves.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Sequences are cut for decoding where their keys are more than SPLIT_KEYS; never into more parts
 # than MAX_SPLITS, for which the parts grow. Up to so many sequences are cut finer, as they alone do
@@ -80,6 +81,162 @@ class LinearLaunch:
 # By whether elements have 4 bytes. One for all numbers of rows: its order of sums must not change.
 LINEAR = {False: LinearLaunch(64, 64, 64, 4, 4), True: LinearLaunch(32, 32, 32, 4, 2)}
 
+# Grouped products of experts. (Hopper or newer, elements of 4 bytes, rows of a tile): as many as an
+# expert has on average, up to the largest. Gate and up share the columns.
+EXPERTS: dict[tuple[bool, bool, int], LinearLaunch] = {
+    (True, False, 16): LinearLaunch(16, 64, 128, 4, 4),
+    (True, False, 64): LinearLaunch(64, 128, 64, 4, 4),
+    (True, False, 128): LinearLaunch(128, 128, 64, 8, 4),
+    (False, False, 16): LinearLaunch(16, 64, 128, 4, 4),
+    (False, False, 64): LinearLaunch(64, 128, 64, 4, 3),
+    (False, False, 128): LinearLaunch(128, 128, 64, 8, 3),
+    (True, True, 16): LinearLaunch(16, 64, 64, 4, 3),
+    (True, True, 64): LinearLaunch(32, 64, 32, 4, 2),
+    (True, True, 128): LinearLaunch(32, 64, 32, 4, 2),
+    (False, True, 16): LinearLaunch(16, 64, 64, 4, 3),
+    (False, True, 64): LinearLaunch(32, 64, 32, 4, 2),
+    (False, True, 128): LinearLaunch(32, 64, 32, 4, 2),
+}
+EXPERT_ROWS = (16, 64, 128)
+# Tiles of rows that follow each other over the same weights.
+EXPERT_TILES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LoRALaunch:
+    """Rows of a tile, columns of A and outputs of B that a program takes, how many inputs it takes
+    in a step and at least in all, in how many chunks at most; warps, stages of A's pipeline."""
+
+    rows: int
+    columns: int
+    outputs: int
+    depth: int
+    chunk: int
+    chunks: int
+    warps: int
+    stages: int
+
+
+# (elements of 4 bytes, more than LORA_NARROW rows). Chunks of inputs are summed in one order, and
+# are smaller where few rows make few programs. The bound is a size of recorded batches.
+LORA_NARROW = 256
+LORA = {
+    (False, False): LoRALaunch(16, 16, 128, 128, 512, 16, 4, 4),
+    (False, True): LoRALaunch(64, 64, 128, 64, 2048, 4, 4, 4),
+    (True, False): LoRALaunch(16, 16, 64, 64, 512, 16, 4, 3),
+    (True, True): LoRALaunch(32, 32, 64, 32, 2048, 4, 4, 3),
+}
+# Ranks that a program multiplies in a step: what tensor cores take. More would spill registers.
+LORA_RANKS = 16
+LORA_LEAST_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLaunch:
+    """`part` keys at least are taken together; with `merges` the kernel itself joins the parts."""
+
+    tile: Launch
+    part: int
+    merges: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLaunches:
+    """What was measured on a device for a model: `decodes` by the most sequences for which each is.
+    None, and more sequences: the tables have it."""
+
+    prefill: Launch | None = None
+    decodes: tuple[tuple[int, DecodeLaunch], ...] = ()
+
+    def decode(self, sequences: int) -> DecodeLaunch | None:
+        return next((one for most, one in self.decodes if sequences <= most), None)
+
+
+# Bounds of what is measured apart; they are sizes of recorded batches, too.
+DECODE_BOUNDS = (1, 4, 16, 64, 256)
+DECODE_TILES = ((64, 8, 5), (128, 4, 5), (32, 4, 5))
+PREFILL_TILES = (
+    Launch(128, 128, 8, 5),
+    Launch(128, 128, 8, 3),
+    Launch(64, 64, 4, 5),
+    Launch(128, 32, 8, 5),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyLaunch:
+    """Outputs of a tile, inputs that it takes in a step, parts that all inputs are cut into."""
+
+    columns: int
+    depth: int
+    splits: int
+    warps: int
+    stages: int
+
+
+# Products of more rows are cuBLAS's. Choices are made for up to so many rows each.
+ROW_BOUNDS = (1, 8, 16, 32, 64)
+SMALLEST_ROWS = 16
+SKINNY_TILES = (
+    SkinnyLaunch(64, 128, 1, 4, 4),
+    SkinnyLaunch(64, 64, 1, 4, 6),
+    SkinnyLaunch(32, 256, 1, 4, 4),
+    SkinnyLaunch(128, 64, 1, 4, 4),
+)
+# Two matrices at a time.
+SILU_TILES = (SkinnyLaunch(32, 128, 1, 4, 4), SkinnyLaunch(64, 64, 1, 4, 5))
+SPLITS = (1, 2, 4, 8)
+# Fewer programs leave multiprocessors idle; inputs are not cut for more.
+FEWEST_PROGRAMS, MOST_PROGRAMS = 96, 1024
+
+
+def skinny_candidates(inputs: int, outputs: int) -> list[SkinnyLaunch]:
+    """What may be the fastest for a weight [outputs, inputs]; none where no kernel takes it."""
+    found = []
+    for tile in SKINNY_TILES:
+        programs = -(-outputs // tile.columns)
+        for splits in SPLITS:
+            enough = FEWEST_PROGRAMS <= programs * splits
+            cut = splits == 1 or programs * splits <= MOST_PROGRAMS
+            if enough and cut and inputs % (tile.depth * splits) == 0:
+                found.append(replace(tile, splits=splits))
+    return found
+
+
+def silu_candidates(inputs: int, outputs: int) -> list[SkinnyLaunch]:
+    """As skinny_candidates, for gate and up [2 * outputs, inputs] with the activation."""
+    return [
+        tile
+        for tile in SILU_TILES
+        if inputs % tile.depth == 0 and outputs >= FEWEST_PROGRAMS * tile.columns
+    ]
+
+
+def prefill_candidates(first: Launch) -> list[Launch]:
+    """`first` is the table's."""
+    return [first, *(one for one in PREFILL_TILES if one != first)]
+
+
+def part_candidates(first: DecodeLaunch) -> list[DecodeLaunch]:
+    """`first` is the table's: other parts, and the merge within the kernel."""
+    keys = first.tile.keys
+    parts = [first.part * factor for factor in (1, 2, 4)] + [max(keys, first.part // 2)]
+    return [
+        DecodeLaunch(first.tile, part, merges)
+        for part in dict.fromkeys(parts)
+        for merges in (False, True)
+    ]
+
+
+def tile_candidates(first: DecodeLaunch) -> list[DecodeLaunch]:
+    """`first` is the best so far: other tiles for the same parts."""
+    tiles = [Launch(first.tile.rows, *tile) for tile in DECODE_TILES]
+    return [first] + [
+        replace(first, tile=tile, part=max(first.part, tile.keys))
+        for tile in tiles
+        if tile != first.tile
+    ]
+
 
 def power_of_two(number: int) -> int:
     """The smallest power of two that is not below `number`, itself at least 1."""
@@ -105,6 +262,24 @@ def split_keys(sequences: int, tile: int) -> int:
 def linear_launch(element_bytes: int) -> LinearLaunch:
     """For elements of 2 or 4 bytes."""
     return LINEAR[element_bytes == 4]
+
+
+def expert_launch(major: int, element_bytes: int, average: float | None) -> LinearLaunch:
+    """For experts with so many rows each; None: one for all numbers of rows."""
+    fitting = [rows for rows in EXPERT_ROWS if average is not None and average <= rows]
+    rows = EXPERT_ROWS[1] if average is None else (*fitting, EXPERT_ROWS[-1])[0]
+    return EXPERTS[major >= HOPPER, element_bytes == 4, rows]
+
+
+def lora_launch(element_bytes: int, rows: int, deterministic: bool = False) -> LoRALaunch:
+    """For so many rows of elements of 2 or 4 bytes; if deterministic one for all numbers."""
+    return LORA[element_bytes == 4, deterministic or rows > LORA_NARROW]
+
+
+def lora_chunk(launch: LoRALaunch, inputs: int, depth: int) -> int:
+    """Of `inputs`, those that one program takes in steps of `depth`."""
+    wanted = max(min(launch.chunk, inputs), -(-inputs // launch.chunks))
+    return -(-wanted // depth) * depth
 
 
 def row_warps(width: int) -> int:

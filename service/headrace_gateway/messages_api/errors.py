@@ -1,13 +1,18 @@
 """Errors as Anthropic's clients read them: `{"type": "error", "error": {type, message}}`; and the
-header in which they look for a request's name.
+headers by which they are known, and in which they look for a request's name.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+from starlette.types import Scope
+
 from ..errors import ApiError
 
 PATH = "/v1/messages"
+# Of both APIs; Anthropic's clients send a header of theirs with every request.
+SHARED_PATH = "/v1/models"
+VERSION_HEADER = b"anthropic-version"
 
 _TYPES: Mapping[int, str] = {
     400: "invalid_request_error",
@@ -31,16 +36,24 @@ def anthropic_error(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-def body_at(path: str, error: ApiError) -> dict[str, Any]:
-    """The error's body in the form of the API that the path is of."""
-    return anthropic_error(error) if _is_anthropics(path) else error.body
+def body_at(scope: Scope, error: ApiError) -> dict[str, Any]:
+    """The error's body in the form of the API that is asked."""
+    return anthropic_error(error) if is_anthropics(scope) else error.body
 
 
-def named_at(path: str, name: str) -> dict[str, str]:
+def named_at(scope: Scope, name: str) -> dict[str, str]:
     """The headers that tell clients a request's name, by which logs have it."""
     named = {"x-request-id": name}
-    return {**named, "request-id": name} if _is_anthropics(path) else named
+    return {**named, "request-id": name} if is_anthropics(scope) else named
 
 
-def _is_anthropics(path: str) -> bool:
-    return path == PATH or path.startswith(f"{PATH}/")
+def is_anthropics(scope: Scope) -> bool:
+    """Whether a request is one to Anthropic's API."""
+    path = scope["path"]
+    if _is_below(path, PATH):
+        return True
+    return _is_below(path, SHARED_PATH) and any(n == VERSION_HEADER for n, _ in scope["headers"])
+
+
+def _is_below(path: str, root: str) -> bool:
+    return path == root or path.startswith(f"{root}/")

@@ -4,12 +4,15 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from headrace_common.errors import FailureCode
+
 from ..answers import AnswerOptions, Chunk
 from ..errors import ApiError
 from ..logprobs import chat_logprobs
 from ..output import OutputParser, call_id
 from ..parts import CallArguments, CallStart, Part, Reasoning, Text
 from ..run import Piece, Usage
+from .sealed import seal
 
 ID_PREFIX = "resp_"
 
@@ -40,6 +43,8 @@ def response_object(
 
 def failed_object(response: Mapping[str, Any], error: ApiError) -> dict[str, Any]:
     """A response that has ended without a whole answer."""
+    if error.code == FailureCode.CANCELLED:
+        return {**response, "status": "cancelled"}
     cause = {"code": "server_error", "message": error.message}
     return {**response, "status": "failed", "error": cause}
 
@@ -60,6 +65,7 @@ class ResponsesAnswer:
         self._logprobs: list[Chunk] = []  # of the open item
         self._unsent: list[Chunk] = []
         self._reason: str | None = None
+        self._seals = bool(options.form.echo.get("seals_reasoning"))
 
     def chunks(self, piece: Piece) -> Iterator[Chunk]:
         if not self._opened:
@@ -177,6 +183,8 @@ class ResponsesAnswer:
             logprobs = self._logprobs + self._unsent
             content = self._content(kind, text, logprobs)
             item["content"] = [content]
+            if kind == "reasoning" and self._seals:
+                item["encrypted_content"] = seal(text)
             more = {"logprobs": logprobs} if kind == "message" else {}
             yield self._of_part(f"{_EVENTS[kind]}.done", text=text, **more)
             yield self._of_part("response.content_part.done", part=content)

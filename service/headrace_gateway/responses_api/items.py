@@ -3,12 +3,14 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictStr, ValidationError
+from pydantic import AfterValidator, Field, StrictStr, ValidationError
+from pydantic_core import PydanticCustomError
 
 from ..chat_messages import Body
 from ..errors import from_validation, invalid
 from ..schemas import MAX_MESSAGES
 from ..transcript import Transcript
+from .sealed import UnreadableReasoning, unseal
 
 _TEXT_ONLY = "this server reads text only"
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -50,12 +52,29 @@ class ResultItem(_Item):
     output: Content
 
 
+def _readable(sealed: str) -> str:
+    try:
+        unseal(sealed)
+    except UnreadableReasoning as error:
+        message = "is not of this server, or was changed: leave the item out"
+        raise PydanticCustomError("invalid_encrypted_content", message) from error
+    return sealed
+
+
 class ReasoningItem(_Item):
-    """What was summed up is not read: the model has only said what is in `content`."""
+    """What was summed up is not read: the model has only said what is in `content`, or sealed."""
 
     type: Literal["reasoning"]
     summary: list[TextPart] = Field(default_factory=list)
     content: list[TextPart] = Field(default_factory=list)
+    encrypted_content: Annotated[StrictStr, AfterValidator(_readable)] | None = None
+
+    @property
+    def text(self) -> str:
+        """The reasoning; what is in clear counts."""
+        if self.content or self.encrypted_content is None:
+            return _text(self.content)
+        return unseal(self.encrypted_content)
 
 
 Item = MessageItem | CallItem | ResultItem | ReasoningItem
@@ -98,7 +117,7 @@ def add_item(item: Item, transcript: Transcript) -> None:
         case ResultItem():
             transcript.result(item.call_id, _text(item.output))
         case ReasoningItem():
-            transcript.reason(_text(item.content))
+            transcript.reason(item.text)
 
 
 def _text(content: str | list[TextPart]) -> str:

@@ -10,12 +10,13 @@ from ..chat_messages import FunctionDefinition, NamedTool, Tool, ToolName
 from ..chat_output import Tooling, tooling
 from ..errors import invalid
 from ..structured_fields import refused
-from .schemas import NamedFunction, ResponsesRequest, SchemaFormat
+from .schemas import LOGPROBS, NamedFunction, ResponsesRequest, SchemaFormat
 
 
 def sampling_of(body: ResponsesRequest) -> SamplingParams:
     """Raises SamplingError and ApiError."""
-    if body.top_logprobs and not body.include:
+    shows_logprobs = LOGPROBS in (body.include or ())
+    if body.top_logprobs and not shows_logprobs:
         raise invalid(
             "top_logprobs needs message.output_text.logprobs in include.", param="top_logprobs"
         )
@@ -24,7 +25,7 @@ def sampling_of(body: ResponsesRequest) -> SamplingParams:
     return SamplingParams(
         **given,
         max_tokens=body.max_output_tokens,
-        logprobs=(body.top_logprobs or 0) if body.include else None,
+        logprobs=(body.top_logprobs or 0) if shows_logprobs else None,
         structured_outputs=_structured(body),
     )
 

@@ -21,6 +21,7 @@ from ..schemas import LEAVE_OUT, MAX_TOOLS, UNSUPPORTED, GenerationBody
 
 MAX_METADATA = 16
 LOGPROBS = "message.output_text.logprobs"
+SEALED_REASONING = "reasoning.encrypted_content"
 
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 _Input = Annotated[
@@ -82,7 +83,9 @@ class ResponsesRequest(GenerationBody):
     temperature: _Number | None = None
     top_p: _Number | None = None
     top_logprobs: StrictInt | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
+        None
+    )
     tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Annotated[ToolMode | Annotated[NamedFunction, Tag("dict")], BY_FORM] | None = None
     parallel_tool_calls: StrictBool = True

@@ -1,29 +1,48 @@
-"""GET /v1/models and /v1/models/{id}: the same whether or not an engine runs right now."""
+"""GET /v1/models and /v1/models/{id}: the same whether or not an engine runs right now.
 
-from typing import Any
+OpenAI's and Anthropic's clients ask at the same paths; a header of the latter tells them apart.
+"""
 
-from fastapi import APIRouter
+from typing import Annotated, Any
 
+from fastapi import APIRouter, Query, Request
+
+from ..messages_api.errors import is_anthropics
+from ..messages_api.models import listed, model_info, page_of
 from ..models import ServedModel
 from ..services import Services, WithServices
+
+MAX_LISTED = 1000
 
 router = APIRouter()
 
 
 @router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models")
-async def list_models(services: WithServices) -> dict[str, Any]:
-    """All served models."""
-    return {
-        "object": "list",
-        "data": [await _card(services, model) for model in services.models],
-    }
+async def list_models(
+    request: Request,
+    services: WithServices,
+    limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 20,
+    after_id: str | None = None,
+    before_id: str | None = None,
+) -> dict[str, Any]:
+    """All served models; with `anthropic-version` a page of them, as Anthropic lists models."""
+    models = list(services.models)
+    if is_anthropics(request.scope):
+        page, more = page_of(models, limit=limit, after=after_id, before=before_id)
+        return listed([await _info(services, model) for model in page], has_more=more)
+    return {"object": "list", "data": [await _card(services, model) for model in models]}
 
 
 @router.get("/v1/models/{model_id:path}")
-async def retrieve_model(model_id: str, services: WithServices) -> dict[str, Any]:
+async def retrieve_model(model_id: str, request: Request, services: WithServices) -> dict[str, Any]:
     """One served model."""
-    return await _card(services, await services.models.find(model_id))
+    model = await services.models.find(model_id)
+    return await (_info if is_anthropics(request.scope) else _card)(services, model)
+
+
+async def _info(services: Services, model: ServedModel) -> dict[str, Any]:
+    return model_info(model, await services.admission.known_context(model))
 
 
 async def _card(services: Services, model: ServedModel) -> dict[str, Any]:

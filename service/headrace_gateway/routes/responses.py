@@ -1,5 +1,6 @@
 """/v1/responses: OpenAI's newer form of a chat, which the server can keep, and run by itself."""
 
+from http import HTTPStatus
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
@@ -16,7 +17,7 @@ from ..prompts import ChatOptions
 from ..responses_api.answer import ID_PREFIX, ResponsesAnswer, failed_object, response_object
 from ..responses_api.items import read_input, read_output
 from ..responses_api.request import echo_of, sampling_of, tooling_of
-from ..responses_api.schemas import NOT_IN_RESPONSES, ResponsesRequest
+from ..responses_api.schemas import NOT_IN_RESPONSES, SEALED_REASONING, ResponsesRequest
 from ..schemas import parse
 from ..services import Services, WithServices
 from ..template_variables import with_effort, without_thinking
@@ -59,6 +60,8 @@ async def create_response(request: Request, services: WithServices) -> Response:
     form, sampling = services.chat_output.plan(model, sampling_of(body), tools)
     history, items = await _conversation(body, services)
     echo: dict[str, Any] = {"response": echo_of(body, sampling, stored=stored)}
+    if SEALED_REASONING in (body.include or ()):
+        echo["seals_reasoning"] = True
     if stored:
         echo |= {"history": history.plain(), "input": items}
     variables = without_thinking(model, _variables(body, model), sampling)
@@ -155,6 +158,20 @@ async def _find(response_id: str, services: Services) -> View:
     return view
 
 
+async def _previous(response_id: str, services: Services) -> View:
+    try:
+        return await _find(response_id, services)
+    except ApiError as error:
+        if error.status != HTTPStatus.NOT_FOUND:
+            raise
+        raise invalid(
+            f"previous_response_id: there is no response {response_id[:80]!r}, or it is no longer "
+            "kept.",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        ) from error
+
+
 def _not_found() -> ApiError:
     message = "There is no response of this id, or it is no longer kept."
     return ApiError(404, message, code="response_not_found")
@@ -166,7 +183,7 @@ async def _conversation(
     """All that was said before and is said now; the items of the latter."""
     transcript = Transcript()
     if body.previous_response_id is not None:
-        view = await _find(body.previous_response_id, services)
+        view = await _previous(body.previous_response_id, services)
         if view.result is None:
             raise invalid(
                 f"previous_response_id: that response is {view.status}; wait until it has "

@@ -198,6 +198,11 @@ class FakeEngine:
     def thaw(self) -> None:
         self._thawed.set()
 
+    def lose(self) -> None:
+        """Ends all that it has, as one that finds neither its gateways nor a journal."""
+        for request in list(self.active.values()):
+            self._fail(request, FailureCode.LOST)
+
     def drain(self) -> None:
         self._draining.set()
         self._changed.set()
@@ -505,7 +510,7 @@ class FakeEngine:
         gateway_id = request.gateway_id
         await self._persist(lambda: self._beat([request]))
         if self.active.get(request.rid) is request and request.gateway_id == gateway_id:
-            self._fail(request, FailureCode.CANCELLED)
+            self._fail(request, FailureCode.ABANDONED)
 
     def _reroute(self, request: FakeRequest, gateway_id: str) -> None:
         if gateway_id and gateway_id != request.gateway_id:

@@ -68,6 +68,9 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
+        if self.path != "/v1/models":
+            self._json(404, {"error": {"message": "Invalid URL"}})
+            return
         self._json(
             200, {"object": "list", "data": [{"id": self.server.script.model, "object": "model"}]}
         )

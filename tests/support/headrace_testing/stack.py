@@ -116,7 +116,7 @@ class Stack:
         queue_shards: int = 1,
     ) -> None:
         self._checkpoint = checkpoint
-        self._queue_shards = queue_shards
+        self.queue_shards = queue_shards
         self._folder = folder
         self._env = env
         self._start = start
@@ -139,7 +139,7 @@ class Stack:
             self._checkpoint,
             self.redis_url,
             self._log("engine"),
-            *("--queue-shards", str(self._queue_shards)),
+            *("--queue-shards", str(self.queue_shards)),
             *flags,
             env={**(self._env or {}), **(env or {})},
             start=self._start,
@@ -191,7 +191,8 @@ class Stack:
         async def ask() -> bool:
             connection = Connection(ConnectionConfig(url=self.servers.url))
             try:
-                depth = await RedisGatewayQueue(connection, "test").depth(MODEL)
+                queue = RedisGatewayQueue(connection, "test", shards=self.queue_shards)
+                depth = await queue.depth(MODEL)
                 return depth.waiting == 0 and depth.pending == 0
             finally:
                 await connection.close()

@@ -44,16 +44,16 @@ def main(role, servers):
     log("drained")
 
 def health_port(role):
-    port = int(os.environ[f"HEADRACE_{role}_METRICS_PORT"])
-    return socket.create_server(("127.0.0.1", port))
+    return passed(f"HEADRACE_{role}_METRICS_FD")
+
+def passed(name):
+    sock = socket.socket(fileno=int(os.environ[name]))
+    sock.setblocking(True)
+    return sock
 """
 
 _ENGINE = _COMMON + '\nmain("engine", [health_port("ENGINE")])\n'
-_GATEWAY = _COMMON + (
-    '\nlistener = socket.socket(fileno=int(os.environ["HEADRACE_GATEWAY_FD"]))'
-    "\nlistener.setblocking(True)"
-    '\nmain("gateway", [health_port("GATEWAY"), listener])\n'
-)
+_GATEWAY = _COMMON + '\nmain("gateway", [health_port("GATEWAY"), passed("HEADRACE_GATEWAY_FD")])\n'
 
 
 def write_stand_ins(folder: Path) -> Path:

@@ -105,11 +105,11 @@ class TlsProxy:
         except asyncio.CancelledError:
             pass  # cut(): the connection ends here
         finally:
+            writer.transport.abort()
+            far_writer.transport.abort()
             for way in ways:
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
-            writer.transport.abort()
-            far_writer.close()
             self._passing.discard(task)
 
 

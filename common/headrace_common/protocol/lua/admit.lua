@@ -8,11 +8,11 @@
 --       11 newest attempt seen (-1: first admission), 12 ms to keep behind the deadline,
 --       13 payload ("" asks only: a repetition without the cost of sending it),
 --       14 ms to keep the record once it has ended, 15 whether to leave it to another gateway that
---       has it (0/1), 16 tenant, 17 most waiting requests of a tenant (0: as many as of all);
+--       has it (0/1), or 2: its outcome is of another history than the client's, 16 tenant, 17 most waiting requests of a tenant (0: as many as of all);
 --       then nothing, or where to place it: 18 the most load of an engine, of what is its share,
 --       19 ms that it waits for its engine, 20 sequences that all engines run at once, and of each
 --       engine, the best one first, its id and the sequences that it runs at once
--- Result  {admitted} | {attached, owner, attempt, former gateway or ""} | {ended, state, why, outcome}
+-- Result  {admitted} | {attached, owner, attempt, former gateway or ""} | {ended, state, why, outcome, attempt}
 --         | {held, owner, attempt, gateway}
 --         | {full, waiting requests, waiting tokens} | {tenant, its waiting requests} | {conflict} | {unknown}: send the payload
 local record, payload, journal, stats = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
@@ -20,6 +20,8 @@ local rid, gateway, fingerprint = ARGV[1], ARGV[2], ARGV[3]
 local priority, tenant = tonumber(ARGV[7]), ARGV[16]
 local queue = KEYS[4 + priority]
 local seen = tonumber(ARGV[11])
+local ANEW = 5 -- how often a request that has ended is queued again
+local HELD = 60000 -- ms in which that is left to its gateway, which asks within a third of them
 
 local function queued()
   return enqueue(stats, queue, priority, rid, tenant, ARGV[5], ARGV[8])
@@ -67,12 +69,58 @@ local function note_place(engine, mid, now)
   if mid == PARKED then redis.call('XADD', KEYS[8], 'MAXLEN', '~', 16, '*', 'r', rid) end
 end
 
+-- Leaves a request to its gateway; who asked may follow that one, and is given what it hears.
+local function held(owner, v)
+  redis.call('HSET', record, 'gi', 1)
+  return { 'held', owner, v[6], v[3] }
+end
+
+-- Whether a request that has ended goes on: its state was lost, a gateway that has it finds it
+-- abandoned, or the outcome is of another history than its own gateway's client's (and of no later
+-- attempt than was looked at, and nobody else was given it).
+local function goes_on(v, now)
+  local disputed = ARGV[15] == '2' and v[1] == 'done' and v[3] == gateway
+    and tonumber(v[6]) <= seen and not redis.call('HGET', record, 'gi')
+  local lost = undecided(v[9]) and (v[9] == 'state_lost' or seen >= 0)
+  if not disputed and not lost or tonumber(ARGV[4]) <= now then return false end
+  return tonumber(redis.call('HGET', record, 'an') or 0) < ANEW
+end
+
+-- Queues it again, behind all attempts that it had. Its failures go on counting.
+local function go_on(attempt)
+  read_counts(stats)
+  redis.call('DEL', journal)
+  redis.call('HSET', record, 'st', 'queued', 'q', ARGV[7], 'mid', queued(),
+    'a', math.max(seen, attempt), 'o', '', 'g', gateway, 'gs', '', 'je', '', 'pn', 0, 'pt', 0,
+    'ph', 'w', 'pe', '', 'ps', 0, 'why', '', 'out', '', 't', now_ms(),
+    'an', tonumber(redis.call('HGET', record, 'an') or 0) + 1)
+  local expires = tonumber(ARGV[4]) + tonumber(ARGV[12])
+  redis.call('PEXPIREAT', record, expires)
+  redis.call('SET', payload, ARGV[13], 'PXAT', expires)
+  return { 'admitted' }
+end
+
+-- What is said of a request that has ended.
+local function after_end(v)
+  local now = now_ms()
+  if not goes_on(v, now) then
+    if seen < 0 and v[1] == 'done' then redis.call('HSET', record, 'gi', 1) end
+    return { 'ended', v[1], v[9] or '', v[10] or '', v[6] }
+  end
+  local lost_at = tonumber(redis.call('HGET', record, 'lt') or 0)
+  if ARGV[15] == '1' and v[3] ~= gateway and now - lost_at < HELD then
+    return held('', v)
+  end
+  if ARGV[13] == '' then return { 'unknown' } end
+  return go_on(tonumber(v[6]))
+end
+
 local v = redis.call('HMGET', record, 'st', 'fp', 'g', 'gs', 'o', 'a', 'mid', 'q', 'why', 'out')
 local state = v[1]
 if state then
   if v[2] ~= fingerprint then return { 'conflict' } end
-  if ended(state) then return { 'ended', state, v[9] or '', v[10] or '' } end
-  if ARGV[15] == '1' and v[3] ~= gateway then return { 'held', v[5], v[6], v[3] } end
+  if ended(state) then return after_end(v) end
+  if ARGV[15] == '1' and v[3] ~= gateway then return held(v[5], v) end
   local former = ''
   if v[3] ~= gateway then
     former = v[3]

@@ -1,15 +1,20 @@
 #!lua flags=allow-oom
 -- CANCEL: ends a request whose answer nobody wants. A waiting one is never run; the engine of a
--- running one must be told, and hears it with its next BEAT at the latest.
+-- running one must be told, and hears it with its next BEAT at the latest. One of which
+-- nothing was decided does not go on any more.
 -- KEYS  1 record, 2 payload, 3 journal, 4 stats, 5 queue hi, 6 queue n, 7 queue lo, 8 that of
 --       placed.lua, then those of tenants.lua
 -- ARGV  1 ms to keep the record, 2 request id
 -- Result  {state it is in now ("" where unknown), owner to tell or ""}
 local record = KEYS[1]
-local v = redis.call('HMGET', record, 'st', 'o', 'mid', 'q', 'tk', 'tn', 'pe', 'kp')
+local v = redis.call('HMGET', record, 'st', 'o', 'mid', 'q', 'tk', 'tn', 'pe', 'kp', 'why')
 if not v[1] then return { '', '' } end
-if v[1] == 'cancelled' then return { v[1], v[2] } end
-if ended(v[1]) then return { v[1], '' } end
+if ended(v[1]) then
+  if not undecided(v[9]) then return { v[1], v[1] == 'cancelled' and v[2] or '' } end
+  redis.call('DEL', KEYS[2]) -- writes behind a first one that frees memory are allowed on Redis 6.2
+  redis.call('HSET', record, 'st', 'cancelled', 'why', 'cancelled', 'out', '')
+  return { 'cancelled', '' }
+end
 
 local queue = KEYS[4 + tonumber(v[4])]
 if v[1] == 'queued' then

@@ -20,7 +20,7 @@ local leases, endings = {}, {}
 local function fail(queue, id, rid, v, why)
   local record, payload, journal = KEYS[6] .. rid, KEYS[7] .. rid, KEYS[8] .. rid
   drop(queue, id)
-  redis.call('HSET', record, 'st', 'failed', 'why', why)
+  redis.call('HSET', record, 'st', 'failed', 'why', why, 'lt', now)
   if why == 'request_failed' then
     redis.call('PEXPIRE', payload, QUARANTINE)
     payload = journal
@@ -40,7 +40,7 @@ local function claim(queue, id, rid, v, failed)
   local payload = redis.call('GET', KEYS[7] .. rid)
   if not payload then
     dead_letter(letters, rid, 'no_payload', failed)
-    return fail(queue, id, rid, v, 'message_malformed')
+    return fail(queue, id, rid, v, 'state_lost')
   end
   local suspect = failed >= SUSPECT and 1 or 0
   if suspect > suspects then return end

@@ -27,6 +27,12 @@ local function ended(state)
   return state == 'done' or state == 'failed' or state == 'cancelled'
 end
 
+-- Whether nothing was decided by how a request ended: a gateway that has it and what its client was
+-- told may have it go on from there (ADMIT).
+local function undecided(why)
+  return why == 'state_lost' or why == 'abandoned'
+end
+
 -- Acked and deleted together, else it stays in the stream or in the pending list for ever.
 local function drop(queue, id)
   redis.call('XACK', queue, GROUP, id)

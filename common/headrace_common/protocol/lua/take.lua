@@ -39,7 +39,7 @@ local function fail(queue, priority, id, rid, v, why)
   no_longer_waiting(priority, v[9] or 'default', v[7])
   unplace(priority, v[10], rid)
   local record = KEYS[7] .. rid
-  redis.call('HSET', record, 'st', 'failed', 'why', why)
+  redis.call('HSET', record, 'st', 'failed', 'why', why, 'lt', now)
   keep_record(record, KEYS[8] .. rid, KEYS[9] .. rid, ttl, redis.call('HGET', record, 'kp'))
   endings[#endings + 1] = { rid, v[4], v[5], why }
 end
@@ -110,7 +110,7 @@ local function deal(queue, priority, id, rid, v)
     local payload = redis.call('GET', KEYS[8] .. rid)
     if not payload then
       dead_letter(letters, rid, 'no_payload', 0)
-      fail(queue, priority, id, rid, v, 'message_malformed')
+      fail(queue, priority, id, rid, v, 'state_lost')
     else
       if room >= 0 then room = room - tonumber(v[8]) end
       lease(priority, id, rid, v, payload)

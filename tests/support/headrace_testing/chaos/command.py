@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
+from headrace_common.keys import MAX_SHARDS
 from headrace_testing.forked import Forge
 from headrace_testing.processes import Starter
 from headrace_testing.redis_sets import GuardedSentinelSet, SentinelSet
@@ -20,7 +21,7 @@ from headrace_testing.valkey import ValkeyServer
 from .cases import Workload
 from .faults import ELSEWHERE, FAULTS
 from .scene import Fault, run
-from .world import ProxiedServer, WholeCluster, World
+from .world import SHARDS, ProxiedServer, WholeCluster, World
 
 PROGRAM = "python -m tests.test_chaos"
 EVIL = "headrace_testing.chaos.evil"
@@ -33,34 +34,42 @@ _SERVERS: Mapping[str, Callable[[Path], RedisServers]] = {
 }
 # Their masters change; a second fail over would have to wait for the first one's rest.
 _ONCE = ("sentinel", "guarded", "cluster")
+Kind = tuple[str, int]  # of a world: of its Redis, and how many shards its queue has
+
+
+def drawn_shards(seed: int) -> int:
+    """How many shards the queue has with a seed: of 1, 2, 3 and of each further three seeds one has
+    each number, in turns, so that it does not go with what else follows from the seed."""
+    turn, number = divmod(seed - 1, SHARDS)
+    return 1 + (number + turn) % SHARDS
 
 
 class Worlds:
-    """A world for each kind of Redis, made when it is first needed or before. For one thread."""
+    """A world of each kind, made when it is first needed or before. For one thread."""
 
     def __init__(self, workload: Workload, folder: Path, start: Starter) -> None:
         self._workload = workload
         self._folder = folder
         self._start = start
-        self._worlds: dict[str, World] = {}
-        self._coming: dict[str, Future[World]] = {}
+        self._worlds: dict[Kind, World] = {}
+        self._coming: dict[Kind, Future[World]] = {}
         self._makers = ThreadPoolExecutor(1)
         self._count = count(1)
 
-    def prepare(self, kinds: Iterable[str]) -> None:
+    def prepare(self, kinds: Iterable[Kind]) -> None:
         """Makes worlds and starts their processes, one after the other, while faults run."""
         for kind in kinds:
             self._coming[kind] = self._makers.submit(self._make_ready, kind)
 
-    def run(self, fault: Fault, seed: int) -> list[str]:
+    def run(self, fault: Fault, seed: int, shards: int) -> list[str]:
         """What went wrong; a world in which anything did is not used again."""
         try:
-            return self._play(fault, seed)
+            return self._play(fault, seed, (fault.servers, shards))
         except AssertionError as error:
             return [f"it broke off: {error}"]
 
-    def _play(self, fault: Fault, seed: int) -> list[str]:
-        world = self._take(fault.servers)
+    def _play(self, fault: Fault, seed: int, kind: Kind) -> list[str]:
+        world = self._take(kind)
         mistakes = ["it broke off"]
         try:
             mistakes = run(fault, world, self._workload, seed)
@@ -68,15 +77,15 @@ class Worlds:
             if mistakes or fault.spoils or fault.servers in _ONCE:
                 world.close()
             else:
-                self._worlds[fault.servers] = world
+                self._worlds[kind] = world
         return mistakes
 
-    def _take(self, kind: str) -> World:
+    def _take(self, kind: Kind) -> World:
         if (coming := self._coming.pop(kind, None)) is not None:
             return coming.result()
         return self._worlds.pop(kind, None) or self._make(kind)
 
-    def _make_ready(self, kind: str) -> World:
+    def _make_ready(self, kind: Kind) -> World:
         world = self._make(kind)
         try:
             world.restore()
@@ -85,11 +94,12 @@ class Worlds:
             raise
         return world
 
-    def _make(self, kind: str) -> World:
-        folder = self._folder / f"{kind}-{next(self._count)}"
+    def _make(self, kind: Kind) -> World:
+        name, shards = kind
+        folder = self._folder / f"{name}-{next(self._count)}"
         folder.mkdir(parents=True)
-        servers = _SERVERS[kind](folder / "redis")
-        return World(self._workload.checkpoint, folder, self._start, servers)
+        servers = _SERVERS[name](folder / "redis")
+        return World(self._workload.checkpoint, folder, self._start, servers, shards)
 
     def close(self) -> None:
         self._makers.shutdown(cancel_futures=True)
@@ -108,9 +118,9 @@ def worlds(workload: Workload, folder: Path, start: Starter) -> Iterator[Worlds]
         made.close()
 
 
-def repeat(fault: str, seed: int) -> str:
+def repeat(fault: str, seed: int, shards: int) -> str:
     """The command that runs a fault again."""
-    return f"{PROGRAM} --fault {fault} --seed {seed}"
+    return f"{PROGRAM} --fault {fault} --seed {seed} --shards {shards}"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -127,14 +137,15 @@ def main(arguments: Sequence[str]) -> int:
     failed = 0
     with worlds(make_workload(folder), folder, Forge(EVIL).start) as made:
         for seed in range(options.seed, options.seed + options.runs):
+            shards = options.shards or drawn_shards(seed)
             for name in chosen:
                 begun = time.monotonic()
-                mistakes = made.run(FAULTS[name], seed)
+                mistakes = made.run(FAULTS[name], seed, shards)
                 failed += bool(mistakes)
                 verdict = "FAILED" if mistakes else f"ok in {time.monotonic() - begun:.1f} s"
-                _print([f"{name} seed {seed}: {verdict}", *mistakes])
+                _print([f"{name} seed {seed} shards {shards}: {verdict}", *mistakes])
                 if mistakes:
-                    _print([f"again: {repeat(name, seed)}", f"logs: {folder}"])
+                    _print([f"again: {repeat(name, seed, shards)}", f"logs: {folder}"])
     return 1 if failed else 0
 
 
@@ -145,6 +156,9 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--list", action="store_true", help="print the faults there are")
     parser.add_argument("--seed", type=int, default=1, help="what is random follows from it")
     parser.add_argument("--runs", type=int, default=1, help="how many seeds, from that one")
+    numbers = range(1, MAX_SHARDS + 1)
+    told = "of the queue, instead of what the seed draws"
+    parser.add_argument("--shards", type=int, choices=numbers, metavar="N", help=told)
     return parser
 
 

@@ -5,10 +5,8 @@ from functools import partial
 
 import redis
 
-from headrace_common.keys import ShardKeys
 from headrace_testing.processes import until
 from headrace_testing.redis_sets import ask
-from headrace_testing.stack import MODEL
 
 from .proxy import FAIR, Weather
 from .scene import Fault, Scene
@@ -108,10 +106,10 @@ def _refuses_writes(port: int) -> bool:
 
 
 async def lose_shard(scene: Scene) -> None:
-    """The cluster's master that has the model's queue dies, its replica takes over."""
+    """A cluster's master that has a shard of the model's queue dies, its replica takes over."""
     await scene.moment()
-    nodes = scene.world.cluster_set
-    slot = ask(nodes.masters[1].port, "CLUSTER", "KEYSLOT", ShardKeys(MODEL).stats)
+    nodes, shard = scene.world.cluster_set, scene.random.choice(scene.world.shard_keys)
+    slot = ask(nodes.masters[1].port, "CLUSTER", "KEYSLOT", shard.stats)
     owner = nodes.owner(slot)
     await scene.aside(owner.kill)
 
@@ -190,7 +188,6 @@ REDIS_FAULTS = (
         servers="sentinel",
         slow=True,
         lasting=True,
-        loses=True,
     ),
     Fault(
         name="F14-guarded",

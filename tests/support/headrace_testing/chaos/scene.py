@@ -8,8 +8,6 @@ from typing import TypeVar
 
 import httpx
 
-from headrace_common.errors import FailureCode
-
 from .cases import Case, Workload
 from .clients import Client, Manner, problem
 from .world import World
@@ -26,8 +24,7 @@ class Fault:
     """What breaks. `servers`: the kind of Redis. `survives`: whether clients that cannot come back
     are part of the crowd. `slow`: it takes too long for every run of the tests. `ready` runs before
     the clients come. `crowd`: how many clients there are of each case. `lasting`: who has an answer
-    asks again until the fault is over. `spoils`: its world is not used again. `loses`: Redis
-    forgets what it has accepted, so that an answer may be the error that says so."""
+    asks again until the fault is over. `spoils`: its world is not used again."""
 
     name: str
     title: str
@@ -39,7 +36,6 @@ class Fault:
     crowd: int = 1
     lasting: bool = False
     spoils: bool = False
-    loses: bool = False
 
 
 class Scene:
@@ -68,7 +64,7 @@ class Scene:
             self._ended = True
             self._moved.set()
             await act
-        self.check([each for each in self.clients if not (fault.loses and _told_of_loss(each))])
+        self.check(self.clients)
 
     async def _visit(self, client: Client, over: Callable[[], bool]) -> None:
         """Runs a client, and others like it until it is over."""
@@ -133,11 +129,6 @@ class Scene:
     def expect(self, truth: bool, otherwise: str) -> None:
         if not truth:
             self.mistakes.append(otherwise)
-
-
-def _told_of_loss(client: Client) -> bool:
-    error = client.answer.error
-    return error is not None and f'"{FailureCode.LOST}"' in error
 
 
 def run(fault: Fault, world: World, workload: Workload, seed: int) -> list[str]:

@@ -3,9 +3,11 @@
 import signal
 from functools import partial
 
+from headrace_testing.stack import EngineProcess
+
 from .demands import NEWER_PROTOCOL
 from .scene import Fault, Scene
-from .world import ENGINES, GATEWAY_FLAGS, GATEWAYS, World
+from .world import ENGINES, GATEWAY_FLAGS, GATEWAYS, SHARDS, World
 
 _NEWER = {NEWER_PROTOCOL: "1"}
 
@@ -59,6 +61,36 @@ async def update(scene: Scene) -> None:
     scene.expect(letters == 0, f"{letters} dead letters")
 
 
+async def reshard(scene: Scene) -> None:
+    """Twice all engines are replaced by such with another number of shards, one after the other."""
+    world = scene.world
+    number, world.queue_shards = world.queue_shards, SHARDS  # all are looked through afterwards
+    for _ in range(2):
+        await scene.moment(latest=0.6)
+        number = scene.random.choice([n for n in range(1, SHARDS + 1) if n != number])
+        for engine in list(world.engines):
+            await _replace(scene, engine, number)
+
+
+async def _replace(scene: Scene, engine: EngineProcess, shards: int) -> None:
+    """Once it is gone, or before; it drains, or dies."""
+    drains = scene.random.random() < 0.5
+
+    def spawn() -> None:
+        scene.world.spawn("--queue-shards", str(shards))
+
+    def leave() -> None:
+        if drains:
+            engine.await_log("engine ready")  # before, the signal has no handler
+            engine.signal(signal.SIGTERM)
+            code = engine.wait()
+            scene.expect(code == 0, f"an engine that left ended with {code}")
+        scene.world.retire(engine)
+
+    for step in scene.random.sample((spawn, leave), 2):
+        await scene.aside(step)
+
+
 UPDATE_FAULTS = (
     Fault(
         name="F26",
@@ -69,4 +101,11 @@ UPDATE_FAULTS = (
         spoils=True,
     ),
     Fault(name="F27", title="engines come and go", act=scale),
+    Fault(
+        name="F35",
+        title="the queue gets more shards, and fewer",
+        act=reshard,
+        slow=True,
+        spoils=True,
+    ),
 )

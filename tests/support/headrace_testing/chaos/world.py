@@ -18,6 +18,7 @@ from headrace_testing.valkey import ValkeyServer
 from .proxy import FaultProxy
 
 ENGINES = GATEWAYS = 2
+SHARDS = 3  # at most
 _FLAGS = ("--lease", "1.5", "--beat-interval", "0.3")
 # Every second engine proposes tokens, which changes no answer.
 _SPECULATION = ("--speculative-config", json.dumps({"method": "ngram", "prompt_lookup_min": 1}))
@@ -58,13 +59,11 @@ class WholeCluster(ClusterSet):
 
 
 class World(Stack):
-    """At rest it has ENGINES engines, GATEWAYS gateways and an empty queue, which has a shard on
-    each master of a cluster."""
+    """At rest it has ENGINES engines, GATEWAYS gateways and an empty queue of `shards` shards."""
 
     def __init__(
-        self, checkpoint: Path, folder: Path, start: Starter, servers: RedisServers
+        self, checkpoint: Path, folder: Path, start: Starter, servers: RedisServers, shards: int
     ) -> None:
-        shards = 3 if isinstance(servers, ClusterSet) else 1
         super().__init__(checkpoint, folder, servers=servers, start=start, queue_shards=shards)
         self.folder = folder
         self._kinds = cycle([(), _SPECULATION])
@@ -121,25 +120,23 @@ class World(Stack):
         if isinstance(self.servers, ValkeyServer):
             until(lambda: self.leftovers() == [], "no entry and no prompt in Redis", _QUIET_S)
 
+    @property
+    def shard_keys(self) -> Sequence[ShardKeys]:
+        return [ShardKeys(MODEL, number) for number in range(self.queue_shards)]
+
     def leftovers(self) -> list[str]:
         """Names of keys that only requests which have not ended may have, or dead letters."""
-        names = ShardKeys(MODEL)
         with redis.Redis.from_url(self.servers.url, decode_responses=True) as client:
-            dead: Any = client.xrange(names.dead_letters)
-            kept = {names.payload(fields["r"]) for _, fields in dead}
-            left = [queue for queue in names.queues if client.xlen(queue)]
-            left += set(client.scan_iter(f"{names.payloads}*", 10_000)) - kept
-            return left
-
-    def failures(self) -> int:
-        """How often an engine's end counts against requests that Redis knows."""
-        with redis.Redis.from_url(self.servers.url, decode_responses=True) as client:
-            records = client.scan_iter(f"{ShardKeys(MODEL).records}*", 10_000)
-            counts: list[Any] = [client.hget(record, "f") for record in records]
-        return sum(int(count or 0) for count in counts)
+            return [name for names in self.shard_keys for name in _left(client, names)]
 
     def dead_letters(self) -> int:
         with redis.Redis.from_url(self.servers.url) as client:
-            count = client.xlen(ShardKeys(MODEL).dead_letters)
-        assert isinstance(count, int)
-        return count
+            counts: list[Any] = [client.xlen(names.dead_letters) for names in self.shard_keys]
+        return sum(counts)
+
+
+def _left(client: redis.Redis, names: ShardKeys) -> list[str]:
+    dead: Any = client.xrange(names.dead_letters)
+    kept = {names.payload(fields["r"]) for _, fields in dead}
+    queues = [queue for queue in names.queues if client.xlen(queue)]
+    return [*queues, *(set(client.scan_iter(f"{names.payloads}*", 10_000)) - kept)]

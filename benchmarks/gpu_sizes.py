@@ -1,0 +1,65 @@
+"""How much gpu.py measures: on a GPU, and in seconds on a CPU."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much of everything: on a GPU, or tiny, to see that it all runs.
+
+    `decodes` are (batch, context, goal), `prefills` (prompts, length).
+    """
+
+    device: str
+    copy_bytes: int
+    square: int
+    rounds: int
+    max_num_seqs: int
+    decodes: tuple[tuple[int, int, float], ...]
+    prefills: tuple[tuple[int, int], ...]
+    steps: int
+    requests: int
+    peer_requests: int
+    peer_seconds: float
+    longest: int
+    peer: Mapping[str, Any]
+    engine: Mapping[str, Any]
+    model_shapes: bool = True
+    all_dtypes: tuple[str, ...] = ("Llama 8B",)
+
+
+FULL = Sizes(
+    device="cuda",
+    copy_bytes=4 << 30,
+    square=8192,
+    rounds=10,
+    max_num_seqs=256,
+    decodes=((1, 1024, 0.85), (64, 2048, 0.75), (256, 1024, 0.65)),
+    prefills=((1, 8192), (16, 1024)),
+    steps=32,
+    requests=1000,
+    peer_requests=96,
+    peer_seconds=40.0,
+    longest=2048,
+    peer={},
+    engine={"attention_backend": "triton"},
+)
+TINY = Sizes(
+    device="cpu",
+    copy_bytes=1 << 20,
+    square=64,
+    rounds=2,
+    max_num_seqs=4,
+    decodes=((1, 16, 0.0), (3, 32, 0.0)),
+    prefills=((1, 64), (2, 32)),
+    steps=3,
+    requests=6,
+    peer_requests=1,
+    peer_seconds=30.0,
+    longest=16,
+    peer={"num_blocks": 8, "max_batch_tokens": 64},
+    engine={"num_blocks": 256},
+    model_shapes=False,
+)

@@ -1,0 +1,65 @@
+"""What adapters add, by torch's products on any device: the rows of one adapter at a time."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .batch import NO_ADAPTER, RowSlots
+from .linear import LoRALinear, Placed
+from .shapes import LinearName
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """The rows of one adapter, which lies in `slot`: a run of rows, or an int64 tensor of them."""
+
+    slot: int
+    rows: slice | torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedRows:
+    groups: tuple[_Group, ...]
+
+    def add(self, linear: LoRALinear, x: torch.Tensor, y: torch.Tensor) -> None:
+        for group in self.groups:
+            placed = linear.placed(group.slot)
+            if placed is not None:
+                _add(placed, group.rows, x, y)
+
+
+def _add(placed: Placed, rows: slice | torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
+    inner = x[rows] @ placed.down
+    for part in placed.parts:
+        if isinstance(rows, slice):
+            y[rows, part.outputs].addmm_(inner[:, part.inner], part.up)
+        else:
+            y[:, part.outputs].index_add_(0, rows, inner[:, part.inner] @ part.up)
+
+
+class GroupedProducts:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return ()
+
+    def rows(self, slots: RowSlots) -> GroupedRows:
+        found = [(int(slot), np.flatnonzero(slots == slot)) for slot in np.unique(slots)]
+        return GroupedRows(
+            tuple(_Group(slot, self._rows(rows)) for slot, rows in found if slot != NO_ADAPTER)
+        )
+
+    def static(self, layers: Rows[Mapping[LinearName, LoRALinear]], device: torch.device) -> None:
+        """They cannot be recorded: which rows there are is known to the host alone."""
+
+    def _rows(self, rows: npt.NDArray[np.int64]) -> slice | torch.Tensor:
+        first, last = int(rows[0]), int(rows[-1])
+        if last - first + 1 == len(rows):
+            return slice(first, last + 1)
+        return torch.from_numpy(rows).to(self._device)

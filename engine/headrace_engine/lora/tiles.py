@@ -1,0 +1,168 @@
+"""What adapters add, by Triton's products: rows in the order of their adapters, cut into tiles.
+
+Which rows those are is read on the device, so that a step with adapters can be recorded. Nothing
+here waits for the device.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..triton_kernels.launch import (
+    LORA_LEAST_ROWS,
+    LORA_NARROW,
+    LORA_RANKS,
+    LoRALaunch,
+    lora_chunk,
+    lora_launch,
+    power_of_two,
+)
+from ..triton_kernels.lora import lora_expand_kernel, lora_shrink_kernel
+from .batch import LoRABatch, LoRALimits, Move, RowSlots
+from .linear import LoRALinear
+from .shapes import LinearName
+
+# Numbers of a tile: its slot (below 0: none), its first place in the order, its rows, and one that
+# keeps what lies behind the tiles aligned.
+TILE = 4
+# What the kernel for B's product knows the columns of.
+MOST_PARTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TiledRows:
+    """The first `tiles` of a step of `rows` rows. `numbers` int32 [TILE * room + R] are tiles, then
+    the rows in the order of their adapters."""
+
+    numbers: torch.Tensor
+    tiles: int
+    room: int
+    rows: int
+    launch: LoRALaunch
+
+    def add(self, linear: LoRALinear, x: torch.Tensor, y: torch.Tensor) -> None:
+        if self.tiles:
+            self._expand(linear, self._shrink(linear, x), y)
+
+    def _shrink(self, linear: LoRALinear, x: torch.Tensor) -> torch.Tensor:
+        """x A in parts that are to be summed: float32 [chunks, rows, ranks]."""
+        launch, inputs, ranks = self.launch, linear.shape.inputs, linear.down.shape[1]
+        assert x.stride(-1) == 1, "a row's inputs lie next to each other"
+        columns, depth = min(launch.columns, _tile(ranks)), min(launch.depth, _tile(inputs))
+        chunk = lora_chunk(launch, inputs, depth)
+        chunks = -(-inputs // chunk)
+        partial = torch.empty(chunks, self.rows, ranks, dtype=torch.float32, device=x.device)
+        lora_shrink_kernel[(self.tiles, -(-ranks // columns), chunks)](
+            partial, x, linear.down, linear.ends, self.numbers, self._order,
+            self.rows, x.stride(0),
+            INPUTS=inputs, RANKS=ranks, PARTS=linear.ends.shape[1],
+            CHUNK=chunk, ROWS=launch.rows, COLUMNS=columns, DEPTH=depth, EXACT=_exact(x),
+            num_warps=launch.warps, num_stages=launch.stages,
+        )  # fmt: skip
+        return partial
+
+    def _expand(self, linear: LoRALinear, partial: torch.Tensor, y: torch.Tensor) -> None:
+        launch, outputs = self.launch, linear.shape.outputs
+        parts = list(linear.shape.parts.values())
+        second, third = ([part.start for part in parts[1:]] + [outputs, outputs])[:2]
+        assert len(parts) <= MOST_PARTS and y.stride(-1) == 1
+        blocks = sum(-(-part.width // launch.outputs) for part in parts)
+        lora_expand_kernel[(self.tiles, blocks)](
+            y, partial, linear.up, linear.ends, self.numbers, self._order,
+            self.rows, y.stride(0),
+            OUTPUTS=outputs, SECOND=second, THIRD=third,
+            RANKS=partial.shape[2], MAX_RANK=linear.max_rank, PARTS=len(parts),
+            CHUNKS=len(partial), ROWS=launch.rows, COLUMNS=launch.outputs,
+            DEPTH=LORA_RANKS, EXACT=_exact(y),
+            num_warps=launch.warps, num_stages=1,
+        )  # fmt: skip
+
+    @property
+    def _order(self) -> torch.Tensor:
+        return self.numbers[TILE * self.room :]
+
+
+class TiledProducts:
+    """`deterministic` computes all numbers of rows alike."""
+
+    def __init__(self, limits: LoRALimits, move: Move, deterministic: bool = False) -> None:
+        self._limits, self._move, self._deterministic = limits, move, deterministic
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return (1, LORA_NARROW + 1)
+
+    def rows(self, slots: RowSlots) -> TiledRows:
+        count, launch = len(slots), self.launch(len(slots))
+        places = np.argsort(slots, kind="stable")[np.count_nonzero(slots < 0) :]
+        tiles = _tiles(slots[places], launch.rows)
+        short = count <= self._limits.steps
+        room = self.most_tiles(self._limits.steps) if short else len(tiles)
+        numbers = np.full(TILE * room + max(count, self._limits.steps), -1, dtype=np.int32)
+        numbers[: TILE * len(tiles)] = tiles.reshape(-1)
+        numbers[TILE * room : TILE * room + len(places)] = places
+        (moved,) = self._move((numbers,))
+        return TiledRows(moved, len(tiles), room, count, launch)
+
+    def static(
+        self, layers: Rows[Mapping[LinearName, LoRALinear]], device: torch.device
+    ) -> "StaticTiles":
+        """Room for the rows of steps that may be recorded."""
+        room = self.most_tiles(self._limits.steps)
+        length = TILE * room + self._limits.steps
+        numbers = torch.full((length,), -1, dtype=torch.int32, device=device)
+        return StaticTiles(self, layers, numbers, room)
+
+    def most_tiles(self, rows: int) -> int:
+        """Of so many rows, whichever adapters they have."""
+        height = LORA_LEAST_ROWS
+        return min(rows, (rows + self._limits.slots * (height - 1)) // height)
+
+    def launch(self, rows: int) -> LoRALaunch:
+        return lora_launch(self._limits.element_bytes, rows, self._deterministic)
+
+
+@dataclass(frozen=True, slots=True)
+class StaticTiles:
+    """`numbers` as those of TiledRows, at an address that stays."""
+
+    products: TiledProducts
+    layers: Rows[Mapping[LinearName, LoRALinear]]
+    numbers: torch.Tensor
+    room: int
+
+    def fill(self, batch: LoRABatch, size: int) -> None:
+        rows = batch.tokens
+        assert isinstance(rows, TiledRows) and rows.room == self.room, "of these products"
+        assert rows.launch == self.products.launch(size), "cut as the recording expects"
+        self.numbers.copy_(rows.numbers)
+
+    def view(self, size: int) -> LoRABatch:
+        tiles = self.products.most_tiles(size)
+        rows = TiledRows(self.numbers, tiles, self.room, size, self.products.launch(size))
+        return LoRABatch(self.layers, rows, rows)
+
+
+def _tiles(owners: RowSlots, height: int) -> npt.NDArray[np.int64]:
+    """[N, TILE] of rows of which `owners`, in ascending order, have adapters."""
+    slots, firsts, counts = np.unique(owners, return_index=True, return_counts=True)
+    found = [
+        (slot, first + start, min(height, count - start), 0)
+        for slot, first, count in zip(slots, firsts, counts, strict=True)
+        for start in range(0, count, height)
+    ]
+    return np.array(found, dtype=np.int64).reshape(-1, TILE)
+
+
+def _tile(extent: int) -> int:
+    """The extent of a tile that has room for so much: what tensor cores take."""
+    return max(16, power_of_two(extent))
+
+
+def _exact(x: torch.Tensor) -> str:
+    """tf32 would not be float32."""
+    return "ieee" if x.dtype is torch.float32 else "tf32"

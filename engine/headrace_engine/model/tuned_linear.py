@@ -1,0 +1,152 @@
+"""Dense linear layers on CUDA devices: cuBLAS, or for few rows the kernels that were measured to be
+faster for a shape. What was measured comes from outside (`tuning`); without it all is cuBLAS.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn import functional as F
+
+from ..attention.scratch import Scratch
+from ..triton_kernels.launch import ROW_BOUNDS, SMALLEST_ROWS, SkinnyLaunch, power_of_two
+from ..triton_kernels.skinny import skinny_kernel, skinny_silu_kernel
+from .layers import over_rows
+
+HALVES = (torch.bfloat16, torch.float16)
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+# By the place of a number of rows in ROW_BOUNDS; None: cuBLAS.
+Choices = list[SkinnyLaunch | None]
+
+
+@dataclass(frozen=True, slots=True)
+class ProductShape:
+    outputs: int
+    inputs: int
+    dtype: torch.dtype
+
+
+def _none() -> Choices:
+    return [None] * len(ROW_BOUNDS)
+
+
+@dataclass(slots=True)
+class TunedShape:
+    """All layers of one shape, and how they are computed: `plain`, and `silu` where the activation
+    of a gated MLP is part of it."""
+
+    layers: list["TunedLinear"] = field(default_factory=list)
+    plain: Choices = field(default_factory=_none)
+    silu: Choices = field(default_factory=_none)
+    gated: bool = False
+
+
+class Products:
+    """The layers that one set of operators has made. Their steps run one behind the other, as they
+    share scratch memory."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[ProductShape, TunedShape] = {}
+        self._scratch = Scratch()
+
+    def layer(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, silu_mul: Activation
+    ) -> "TunedLinear":
+        shape = ProductShape(weight.shape[0], weight.shape[1], weight.dtype)
+        tuned = self.shapes.setdefault(shape, TunedShape())
+        made = TunedLinear(weight, bias, silu_mul, tuned, self._scratch)
+        tuned.layers.append(made)
+        return made
+
+
+def takes(weight: torch.Tensor) -> bool:
+    """Whether the kernels multiply with it."""
+    return weight.dtype in HALVES and weight.is_contiguous() and weight.dim() == 2
+
+
+class TunedLinear:
+    """`weight` [out, in] that the kernels take. With `silu_mul` of the product it can be one
+    launch, where gate and up lie below each other."""
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        silu_mul: Activation,
+        tuned: TunedShape,
+        scratch: Scratch,
+    ) -> None:
+        self._weight, self._bias = weight, bias
+        self._silu_mul, self._tuned, self._scratch = silu_mul, tuned, scratch
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._weight.numel() * self._weight.element_size()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        launch = self._chosen(x, self._tuned.plain)
+        return self.dense(x) if launch is None else self.skinny(x, launch)
+
+    def activated(self, x: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up of the product, [..., out / 2]."""
+        launch = self._chosen(x, self._tuned.silu)
+        return self._silu_mul(self(x)) if launch is None else self.skinny_silu(x, launch)
+
+    def mark_gated(self) -> None:
+        """The activation will be asked for, so that it is worth measuring."""
+        self._tuned.gated = True
+
+    def dense(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self._weight, self._bias)
+
+    def skinny(self, x: torch.Tensor, launch: SkinnyLaunch) -> torch.Tensor:
+        """For up to 64 rows."""
+
+        def run(output: torch.Tensor, rows: torch.Tensor) -> None:
+            self._launch(output, rows, launch)
+
+        return over_rows(x, len(self._weight), run)
+
+    def skinny_silu(self, x: torch.Tensor, launch: SkinnyLaunch) -> torch.Tensor:
+        """For up to 64 rows."""
+
+        def run(output: torch.Tensor, rows: torch.Tensor) -> None:
+            self._launch_silu(output, rows, launch)
+
+        return over_rows(x, len(self._weight) // 2, run)
+
+    def _chosen(self, x: torch.Tensor, choices: Choices) -> SkinnyLaunch | None:
+        rows = x.numel() // x.shape[-1]
+        if rows > ROW_BOUNDS[-1] or x.dtype is not self._weight.dtype:
+            return None
+        return choices[bisect_left(ROW_BOUNDS, rows)]
+
+    def _launch(self, output: torch.Tensor, rows: torch.Tensor, launch: SkinnyLaunch) -> None:
+        outputs, inputs = self._weight.shape
+        height, tiles = _height(rows), -(-outputs // launch.columns)
+        split = launch.splits > 1
+        partial, arrived = None, None
+        if split:
+            elements = tiles * launch.splits * launch.columns * height
+            partial = self._scratch.take("partial", elements, rows.device)
+            arrived = self._scratch.counters(tiles, rows.device)
+        skinny_kernel[(tiles, launch.splits)](
+            output, partial, arrived, rows, self._weight, self._bias, len(rows), launch.splits,
+            inputs, outputs, rows.stride(0), BIAS=self._bias is not None, SPLIT=split,
+            ROWS=height, COLUMNS=launch.columns, DEPTH=launch.depth,
+            num_warps=launch.warps, num_stages=launch.stages,
+        )  # fmt: skip
+
+    def _launch_silu(self, output: torch.Tensor, rows: torch.Tensor, launch: SkinnyLaunch) -> None:
+        outputs, inputs = len(self._weight) // 2, self._weight.shape[1]
+        skinny_silu_kernel[(-(-outputs // launch.columns),)](
+            output, rows, self._weight, self._bias, len(rows), inputs, outputs, rows.stride(0),
+            BIAS=self._bias is not None, ROWS=_height(rows), COLUMNS=launch.columns,
+            DEPTH=launch.depth, num_warps=launch.warps, num_stages=launch.stages,
+        )  # fmt: skip
+
+
+def _height(rows: torch.Tensor) -> int:
+    return max(SMALLEST_ROWS, power_of_two(len(rows)))

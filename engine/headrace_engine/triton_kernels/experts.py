@@ -1,0 +1,172 @@
+"""Products of rows with the matrices of the experts that they were routed to, and their sum.
+
+One launch multiplies the rows of all experts (grouped products, as MegaBlocks and vLLM's fused
+mixtures have them): a program finds its expert and its rows in tiles that lie on the device. Each
+row's sums are taken in one order, and no program writes what another one wrote.
+"""
+
+import triton.language as tl
+
+from .fp8 import widened
+from .jit import jit, jit_unspecialized
+
+
+@jit
+def _multiply(
+    sums: tl.tensor,
+    left: tl.tensor,
+    weight: tl.tensor,
+    mask: tl.tensor,
+    scales: tl.tensor,
+    columns: tl.tensor,
+    start: tl.tensor,
+    OUTPUTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    EXACT: tl.constexpr,
+) -> tl.tensor:
+    """sums + left . what `weight` [DEPTH, COLUMNS] points to, times the scales of a group."""
+    right = widened(tl.load(weight, mask=mask, other=0.0), left, BITS)
+    if GROUP > 0:
+        scale = tl.load(scales + start // GROUP, mask=columns < OUTPUTS, other=0.0)
+        sums += tl.dot(left, right, input_precision=EXACT) * scale[None, :]
+    else:
+        sums = tl.dot(left, right, sums, input_precision=EXACT)
+    return sums
+
+
+@jit
+def _activated(gate: tl.tensor, up: tl.tensor, to: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
+    """The activation of `gate` times `up`, rounded where plain torch does to the dtype that the
+    pointer `to` points to."""
+    wide = gate.to(to.dtype.element_ty).to(tl.float32)
+    if GELU:
+        # GELU's approximation by tanh, which is a logistic function of twice its argument.
+        shift = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
+    else:
+        shift = wide
+    active = (wide * tl.sigmoid(shift)).to(to.dtype.element_ty).to(tl.float32)
+    return active * up.to(to.dtype.element_ty).to(tl.float32)
+
+
+@jit_unspecialized("capacity")
+def grouped_kernel(
+    output: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    scales: tl.tensor,
+    order: tl.tensor,
+    tiles: tl.tensor,
+    live: tl.tensor,
+    x_stride: tl.tensor,
+    capacity: tl.tensor,
+    PER_TOKEN: tl.constexpr,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
+    SCALES: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    EXACT: tl.constexpr,
+) -> None:
+    """Program (tile of rows, tile of outputs), of one expert.
+
+    With GATED weight is [E, 2 OUTPUTS, INPUTS], gates first: the rows of tokens x [T, INPUTS], in
+    the order of `order`, become output [pairs, OUTPUTS] behind the activation. Without it weight is
+    [E, OUTPUTS, INPUTS]: rows of x [pairs, INPUTS] go to the places of their pairs. 8-bit weights
+    have SCALES a row, of groups of GROUP inputs, a multiple of DEPTH; with GROUP 0 one for all. As
+    many as TOGETHER tiles of rows share a tile of weights one after the other.
+    """
+    width = TOGETHER * tl.cdiv(OUTPUTS, COLUMNS)
+    begin = tl.program_id(0) // width * TOGETHER
+    height = tl.minimum(capacity - begin, TOGETHER)
+    tile = begin + tl.program_id(0) % width % height
+    if tile < tl.load(live):
+        expert = tl.load(tiles + tile).to(tl.int64)
+        places = tl.load(tiles + capacity + tile) + tl.arange(0, ROWS)
+        valid = places < tl.load(tiles + 2 * capacity + tile)
+        pairs = tl.load(order + places, mask=valid, other=0).to(tl.int64)
+        places = places.to(tl.int64)
+        columns = (tl.program_id(0) % width // height) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = columns < OUTPUTS
+        depth = tl.arange(0, DEPTH)
+        if GATED:
+            source = pairs // PER_TOKEN
+            target = places
+            first = expert * 2 * OUTPUTS + columns
+        else:
+            source = places
+            target = pairs
+            first = expert * OUTPUTS + columns
+        left_at = x + source[:, None] * x_stride + depth[None, :]
+        weight_at = weight + first[None, :] * INPUTS + depth[:, None]
+        scales_at = weight_at  # unread where there are none
+        others_at = weight_at
+        if SCALES > 0:
+            scales_at = scales + first * SCALES
+            others_at = scales_at + OUTPUTS * SCALES
+        sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+        others = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for start in range(0, INPUTS, DEPTH):
+            within = start + depth < INPUTS
+            left = tl.load(left_at + start, mask=valid[:, None] & within[None, :], other=0.0)
+            mask = inside[None, :] & within[:, None]
+            sums = _multiply(
+                sums, left, weight_at + start, mask, scales_at, columns, start,
+                OUTPUTS, GROUP, BITS, EXACT,
+            )  # fmt: skip
+            if GATED:
+                others = _multiply(
+                    others, left, weight_at + OUTPUTS * INPUTS + start, mask,
+                    others_at, columns, start, OUTPUTS, GROUP, BITS, EXACT,
+                )  # fmt: skip
+        if SCALES > 0 and GROUP == 0:
+            sums *= tl.load(scales_at, mask=inside, other=0.0)[None, :]
+            if GATED:
+                others *= tl.load(others_at, mask=inside, other=0.0)[None, :]
+        if GATED:
+            sums = _activated(sums, others, output, GELU)
+        to = output + target[:, None] * OUTPUTS + columns[None, :]
+        tl.store(to, sums, mask=valid[:, None] & inside[None, :])
+
+
+@jit
+def mix_kernel(
+    output: tl.tensor,
+    computed: tl.tensor,
+    weights: tl.tensor,
+    shared: tl.tensor,
+    gate: tl.tensor,
+    slots: tl.tensor,
+    WIDTH: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    SHARED: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Program (token, BLOCK elements): the weighted sum of computed [T, PER_TOKEN, WIDTH], in the
+    order of the weights; with SHARED also shared [T, WIDTH] times the logistic function of
+    gate [T]. With PADDED rows with slots [T] below 0 are 0."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < WIDTH
+    given = row >= 0
+    if PADDED:
+        given = tl.load(slots + row) >= 0
+    mixed = tl.zeros([BLOCK], tl.float32)
+    for k in tl.static_range(PER_TOKEN):
+        pair = row * PER_TOKEN + k
+        part = tl.load(computed + pair * WIDTH + at, mask=mask & given, other=0.0)
+        weight = tl.load(weights + pair, mask=given, other=0.0)
+        mixed += weight * part.to(tl.float32)
+    if SHARED:
+        common = tl.load(shared + row * WIDTH + at, mask=mask & given, other=0.0)
+        opened = tl.sigmoid(tl.load(gate + row).to(tl.float32)).to(common.dtype).to(tl.float32)
+        added = (opened * common.to(tl.float32)).to(common.dtype).to(tl.float32)
+        mixed = mixed.to(common.dtype).to(tl.float32) + added
+    tl.store(output + row * WIDTH + at, mixed, mask=mask)

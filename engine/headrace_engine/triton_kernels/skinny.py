@@ -1,0 +1,136 @@
+"""A product of few rows, which is as fast as its weights can be read: each is read once, in wide
+copies of which several groups are under way.
+
+The weights are the left factor, so that tensor cores take 32 to 128 outputs by as few as 16 rows.
+Where outputs do not make enough programs, the inputs are cut into parts (split K), and the last
+program of a tile adds them up: in the order of the parts, whichever program is the last.
+"""
+
+import triton.language as tl
+
+from .jit import jit, jit_unspecialized
+
+
+@jit
+def _biased(
+    sums: tl.tensor,
+    bias: tl.tensor,
+    columns: tl.tensor,
+    BIAS: tl.constexpr,
+) -> tl.tensor:
+    if BIAS:
+        sums += tl.load(bias + columns).to(tl.float32)[:, None]
+    return sums
+
+
+@jit
+def _keep(
+    output: tl.tensor,
+    sums: tl.tensor,
+    tile: tl.tensor,
+    rows: tl.tensor,
+    outputs: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Writes sums [COLUMNS, ROWS] to output [rows, outputs]."""
+    lines = tl.arange(0, ROWS)
+    columns = tile * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (columns < outputs)[:, None] & (lines < rows)[None, :]
+    tl.store(output + lines.to(tl.int64)[None, :] * outputs + columns[:, None], sums, mask=mask)
+
+
+@jit_unspecialized("rows", "splits")
+def skinny_kernel(
+    output: tl.tensor,
+    partial: tl.tensor,
+    arrived: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    rows: tl.tensor,
+    splits: tl.tensor,
+    inputs: tl.tensor,
+    outputs: tl.tensor,
+    x_stride: tl.tensor,
+    BIAS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+) -> None:
+    """Program (tile of outputs, part): output [rows, outputs] = x . weight^T (+ bias).
+
+    `inputs` is a multiple of splits * DEPTH, and rows are at most ROWS. With SPLIT, `partial`
+    float32 holds [tiles, splits, COLUMNS, ROWS] and `arrived` int32 [tiles], zeros before and
+    after.
+    """
+    tile = tl.program_id(0)
+    share = inputs // DEPTH // splits * DEPTH
+    begin = tl.program_id(1) * share
+    # What is beyond the last output or row is read from the last, and not written.
+    columns = tl.minimum(tile * COLUMNS + tl.arange(0, COLUMNS), outputs - 1)
+    lines = tl.minimum(tl.arange(0, ROWS), rows - 1)
+    depth = tl.arange(0, DEPTH)
+    left = weight + columns.to(tl.int64)[:, None] * inputs + depth[None, :]
+    right = x + lines.to(tl.int64)[None, :] * x_stride + depth[:, None]
+    sums = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for start in range(begin, begin + share, DEPTH):
+        sums = tl.dot(tl.load(left + start), tl.load(right + start), sums)
+    if SPLIT:
+        places = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        own = partial + tile.to(tl.int64) * splits * COLUMNS * ROWS + places
+        tl.store(own + tl.program_id(1) * COLUMNS * ROWS, sums)
+        # All threads' parts are written before it is said that they are, and read behind it.
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu")
+        if before == splits - 1:
+            total = tl.zeros([COLUMNS, ROWS], tl.float32)
+            for part in range(0, splits):
+                total += tl.load(own + part * COLUMNS * ROWS, cache_modifier=".cg")
+            total = _biased(total, bias, columns, BIAS)
+            _keep(output, total, tile, rows, outputs, ROWS, COLUMNS)
+            tl.store(arrived + tile, 0)
+    else:
+        sums = _biased(sums, bias, columns, BIAS)
+        _keep(output, sums, tile, rows, outputs, ROWS, COLUMNS)
+
+
+@jit_unspecialized("rows")
+def skinny_silu_kernel(
+    output: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    rows: tl.tensor,
+    inputs: tl.tensor,
+    outputs: tl.tensor,
+    x_stride: tl.tensor,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+) -> None:
+    """Program (tile of outputs): silu(x . gate^T) * (x . up^T), rounded in between as the product
+    and the activation are where they are apart. The weight's first `outputs` rows are the gate's.
+
+    `inputs` is a multiple of DEPTH, and rows are at most ROWS.
+    """
+    tile = tl.program_id(0)
+    columns = tl.minimum(tile * COLUMNS + tl.arange(0, COLUMNS), outputs - 1)
+    lines = tl.minimum(tl.arange(0, ROWS), rows - 1)
+    depth = tl.arange(0, DEPTH)
+    gates = weight + columns.to(tl.int64)[:, None] * inputs + depth[None, :]
+    ups = gates + outputs.to(tl.int64) * inputs
+    right = x + lines.to(tl.int64)[None, :] * x_stride + depth[:, None]
+    gate = tl.zeros([COLUMNS, ROWS], tl.float32)
+    up = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for start in range(0, inputs, DEPTH):
+        taken = tl.load(right + start)
+        gate = tl.dot(tl.load(gates + start), taken, gate)
+        up = tl.dot(tl.load(ups + start), taken, up)
+    kind = x.dtype.element_ty
+    wide = _biased(gate, bias, columns, BIAS).to(kind).to(tl.float32)
+    silu = (wide * tl.sigmoid(wide)).to(kind).to(tl.float32)
+    other = _biased(up, bias, columns + outputs, BIAS).to(kind).to(tl.float32)
+    _keep(output, silu * other, tile, rows, outputs, ROWS, COLUMNS)

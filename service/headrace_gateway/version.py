@@ -1,0 +1,10 @@
+"""Which Headrace this is."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+
+def package_version() -> str:
+    try:
+        return version("headrace")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,152 @@
+"""Random mixtures of experts, with the experts next to each other, each by itself, and as the
+matrices that a checkpoint has of them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from headrace_engine.model.config import ExpertsConfig
+from headrace_engine.model.expert_weights import ExpertWeights, GroupedWeight, MixtureParts
+from headrace_engine.model.feed_forward import GatedActivation, GatedMLP, SharedExpert, SparseMoe
+from headrace_engine.model.layers import Linear, PlainLinear
+from headrace_engine.model.ops import TorchOps, gelu_tanh_mul
+from headrace_engine.model.quantization.float8_weight import Float8Weight, round_rows
+from headrace_engine.model.quantization.float8_weight import stack as stack_float8
+
+MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
+
+
+@dataclass(frozen=True, slots=True)
+class FloatRouter:
+    """In float32, in which hardly two experts are equally probable."""
+
+    linear: Linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.float())
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """`skewed` routes all rows to the same experts."""
+
+    experts: int
+    per_token: int
+    hidden: int
+    inner: int
+    shared: int | None = None
+    renormalise: bool = True
+    gelu: bool = False
+    skewed: bool = False
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def config(self) -> ExpertsConfig:
+        return ExpertsConfig(
+            self.experts, self.per_token, self.inner, self.renormalise, self.shared, (True,)
+        )
+
+    def rows(self, tokens: int, device: torch.device) -> torch.Tensor:
+        """[T, H], all positive if skewed."""
+        made = _random((tokens, self.hidden), 1.0, 1, device)
+        return (made.abs() if self.skewed else made).to(device, self.dtype)
+
+    def weights(self, device: torch.device) -> ExpertWeights:
+        hidden, inner = self.hidden, self.inner
+        gate_up = _random((self.experts, 2 * inner, hidden), hidden**-0.5, 2, device)
+        down = _random((self.experts, hidden, inner), inner**-0.5, 3, device)
+        return ExpertWeights(
+            GroupedWeight(gate_up.to(device, self.dtype)),
+            GroupedWeight(down.to(device, self.dtype)),
+        )
+
+    def parts(
+        self,
+        device: torch.device,
+        make: MakeLinear = PlainLinear,
+        weights: ExpertWeights | None = None,
+    ) -> MixtureParts:
+        shared = None if self.shared is None else self._shared(device, self.shared, make)
+        router = FloatRouter(make(self._router(device), None))
+        weights = weights or self.weights(device)
+        return MixtureParts(router, weights, shared, self.config, self.gelu)
+
+    def apart(self, device: torch.device, weights: ExpertWeights | None = None) -> SparseMoe:
+        """The same numbers as `parts`, an expert at a time."""
+        parts = self.parts(device, weights=weights)
+        stacks = zip(parts.weights.gate_up.values, parts.weights.down.values, strict=True)
+        mlps = [self._mlp(gate_up, down, PlainLinear) for gate_up, down in stacks]
+        return SparseMoe(parts.router, mlps, parts.shared, parts.config)
+
+    def _router(self, device: torch.device) -> torch.Tensor:
+        made = _random((self.experts, self.hidden), 2 * self.hidden**-0.5, 4, device)
+        if self.skewed:
+            made = torch.arange(self.experts)[:, None].expand(made.shape) / self.experts
+        return made.to(device).contiguous()
+
+    def _shared(self, device: torch.device, inner: int, make: MakeLinear) -> SharedExpert:
+        gate_up = _random((2 * inner, self.hidden), self.hidden**-0.5, 5, device)
+        down = _random((self.hidden, inner), inner**-0.5, 6, device)
+        gate = _random((1, self.hidden), 0.3, 7, device)
+        mlp = self._mlp(gate_up.to(device, self.dtype), down.to(device, self.dtype), make)
+        return SharedExpert(mlp, make(gate.to(device, self.dtype), None))
+
+    def _mlp(self, gate_up: torch.Tensor, down: torch.Tensor, make: MakeLinear) -> GatedMLP:
+        activation: GatedActivation = gelu_tanh_mul if self.gelu else TorchOps().silu_mul
+        return GatedMLP(make(gate_up, None), make(down, None), activation)
+
+
+def expert_names(count: int) -> list[tuple[tuple[str, str], tuple[str]]]:
+    """Of each expert's gate and up, and of its down."""
+    prefixes = [f"experts.{index}." for index in range(count)]
+    return [
+        ((f"{one}gate_proj.weight", f"{one}up_proj.weight"), (f"{one}down_proj.weight",))
+        for one in prefixes
+    ]
+
+
+class Matrices:
+    """A mixture's matrices by `expert_names`; what `cut` leaves of them. With `group` they are in
+    8-bit floats, a scale for so many inputs."""
+
+    def __init__(
+        self,
+        mixture: Mixture,
+        device: torch.device,
+        group: int | None = None,
+        cut: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, whole: whole,
+    ) -> None:
+        self.device, self._group = device, group
+        weights, self._found = mixture.weights(device), dict[str, torch.Tensor]()
+        for index, (upper, lower) in enumerate(expert_names(mixture.experts)):
+            gate, up = weights.gate_up.values[index].chunk(2)
+            found = zip((*upper, *lower), (gate, up, weights.down.values[index]), strict=True)
+            self._found |= {name: cut(name, whole) for name, whole in found}
+
+    def stack(self, names: tuple[str, ...]) -> torch.Tensor:
+        rounded = self.float8(names)
+        if rounded is not None:
+            return rounded.dequantize()
+        return torch.cat([self._found[name] for name in names])
+
+    def quantized(self, names: tuple[str, ...]) -> None:
+        """None of them is in whole numbers."""
+
+    def float8(self, names: tuple[str, ...]) -> Float8Weight | None:
+        group = self._group
+        if group is None:
+            return None
+        return stack_float8([_rounded(self._found[name], group) for name in names])
+
+
+def _rounded(whole: torch.Tensor, group: int) -> Float8Weight:
+    values, scales = round_rows(whole.reshape(-1, group))
+    return Float8Weight(values.view(whole.shape), scales.view(len(whole), -1), group)
+
+
+def _random(
+    shape: tuple[int, ...], deviation: float, seed: int, device: torch.device
+) -> torch.Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=device) * deviation

@@ -1,0 +1,125 @@
+"""Benchmarks that no other test runs, each on as little as it takes; and that all programs outside
+of the packages start."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace_testing.checkpoints import save_checkpoint
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+PROGRAMS = sorted(
+    file.stem for file in BENCHMARKS.glob("*.py") if "ArgumentParser(" in file.read_text()
+)
+MODULES = sorted(file.stem for file in BENCHMARKS.glob("*.py"))
+OTHERS = ["train", "pictures"]  # of demo/ and charts/generate/
+Run = Callable[..., str]
+
+
+@pytest.fixture(autouse=True)
+def process_as_it_was() -> Iterator[None]:
+    """Programs change the process that they run in, which here is also that of other tests."""
+    environment, threads = dict(os.environ), torch.get_num_threads()
+    gradients = torch.is_grad_enabled()
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(gradients)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(
+        save_checkpoint(tmp_path_factory.mktemp("tiny"), "llama", max_position_embeddings=1024)
+    )
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a program with arguments in this process; what it prints."""
+
+    def run(program: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [f"{program}.py", *arguments])
+        import_module(program).main()
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.parametrize("module", [*MODULES, *OTHERS])
+def test_it_can_be_imported(module: str) -> None:
+    """As all can without a device, peers and network."""
+    import_module(module)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_it_tells_how_it_is_used(
+    program: str, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(program, "--help")
+    assert ended.value.code == 0
+    assert "--" in capsys.readouterr().out
+
+
+def test_shards_of_a_queue(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    small = ["--requests", "64", "--processes", "1", "--pairs", "2", "--idle-seconds", "0.2"]
+    run("queue_shards", "--shards", "3", *small, "--json", str(file))
+    (figures,) = json.loads(file.read_text()).values()
+    assert figures["requests_per_second_of_busiest_core"] > 0
+    assert 1 / 3 <= figures["busiest_node_part"] <= 1
+    assert figures["commands_per_second"] > 0
+
+
+def test_equality(run: Run, model: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run("equality", "--model", model, "--requests", "2")
+    assert ended.value.code == 0
+
+
+def test_accuracy(run: Run, model: str) -> None:
+    said = run("accuracy", "--model", model, "--tokens", "24").splitlines()
+    assert len(said) == 8
+    assert "logit error 0.0000" in said[0] and "logit error 0.0000" not in said[1]
+
+
+def test_sharing(run: Run, model: str) -> None:
+    said = run("sharing", "--model", model, "--prompt", "48", "--output", "8")
+    assert len(said.splitlines()) > 3
+
+
+def test_calibration(run: Run, model: str, tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    small = ["--batches", "1,2", "--prompt-tokens", "16", "--rounds", "1", "--max-num-seqs", "2"]
+    run("calibrate", "--model", model, "--output", str(file), *small)
+    profile = json.loads(file.read_text())
+    assert set(profile["decode_step"]) == {"1", "2"}
+    assert profile["prefill_tokens_per_second"] > 0
+
+
+def test_kernels(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "kernels.json"
+    run("kernels", "--rounds", "1", "--threads", "1", "--only", "rms_norm", "--json", str(file))
+    assert json.loads(file.read_text())["results"]
+
+
+def test_peers_that_are_not_there(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    run("peers", "--only", "small-64", "--peers", str(tmp_path / "none"), "--json", str(file))
+    assert json.loads(file.read_text())["results"] == []
+
+
+def test_offline(run: Run, model: str, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    small = ["--requests", "1", "--rounds", "1", "--threads", "1", "--peers", ""]
+    run("offline", "--model", model, *small, "--json", str(file))
+    (result,) = json.loads(file.read_text())["results"]
+    assert result["output_tokens_per_s"] > 0

@@ -1,0 +1,32 @@
+"""docs/settings.md has every setting as it is, and no document names one that is not there."""
+
+import re
+
+from headrace_testing.settings_page import PAGE, PROCESSES, page
+
+ROOT = PAGE.parent.parent
+
+
+def test_the_page_of_the_settings_is_what_their_classes_say() -> None:
+    assert PAGE.read_text() == page(), "`make settings-page` writes it anew"
+
+
+def test_variables_in_the_documents_are_settings() -> None:
+    known = {
+        f"{settings.model_config['env_prefix']}{name.upper()}"
+        for settings in PROCESSES.values()
+        for name in settings.model_fields
+    }
+    documents = [ROOT / "README.md", ROOT / "Dockerfile", *ROOT.glob("docs/**/*.md")]
+    documents += ROOT.glob("charts/**/*.md")
+    prefixes = "|".join(str(each.model_config["env_prefix"]) for each in PROCESSES.values())
+    for document in documents:
+        named = set(re.findall(rf"(?:{prefixes})[A-Z_]*[A-Z]", document.read_text()))
+        assert named <= known, document
+
+
+def test_every_setting_says_what_it_does() -> None:
+    for settings in PROCESSES.values():
+        assert [
+            name for name, field in settings.model_fields.items() if not field.description
+        ] == []

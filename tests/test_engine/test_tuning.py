@@ -1,0 +1,240 @@
+"""Kernels chosen by timing: what is clearly faster, right, and the same each time; kept between
+processes; the default wherever anything speaks against another one. Times are given, not taken.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace_engine import SamplingParams, attention, placement
+from headrace_engine.attention.triton import TritonBackend
+from headrace_engine.config import EngineConfig
+from headrace_engine.engine import Engine
+from headrace_engine.errors import ConfigError
+from headrace_engine.model.ops import Ops, TorchOps
+from headrace_engine.model.triton_ops import TritonOps
+from headrace_engine.placement import PlacedModel
+from headrace_engine.triton_kernels import launch as launches
+from headrace_engine.tuning import attention as tuned_attention
+from headrace_engine.tuning import autotuner, start
+from headrace_engine.tuning import products as tuned_products
+from headrace_engine.tuning.autotuner import Autotuner, Choice, Run
+from headrace_engine.tuning.table import ChoiceTable
+from headrace_testing.engines import Output, engine_config, make_runner, request, run
+from headrace_testing.triton_interpreter import correct_bfloat16
+
+VERSIONS = {"torch": "2.11", "triton": "3.6"}
+
+
+class Stopwatch:
+    """Says what it is told of each run that it is asked about."""
+
+    def __init__(self, seconds: Mapping[Run, float]) -> None:
+        self._seconds = seconds
+
+    def __call__(self, run: Run) -> float:
+        run()
+        return self._seconds[run]
+
+
+def given(number: float) -> Run:
+    return lambda: torch.full((4,), number)
+
+
+def failing() -> torch.Tensor:
+    raise RuntimeError("out of resource: shared memory")
+
+
+def moving() -> Run:
+    numbers = iter(range(1000))
+    return lambda: torch.full((4,), 1.0 + next(numbers) * 1e-6)
+
+
+FIRST, EQUAL, WRONG, MOVING = given(1.0), given(1.001), given(1.1), moving()
+SECONDS = {FIRST: 1.0, EQUAL: 0.5, WRONG: 0.1, MOVING: 0.1}
+
+
+def tuner(seconds: Mapping[Run, float] = SECONDS, **options: Any) -> Autotuner:
+    return Autotuner(Stopwatch(seconds), **options)
+
+
+def test_the_fastest_of_those_that_are_right_is_chosen(caplog: pytest.LogCaptureFixture) -> None:
+    candidates = {
+        "table": FIRST, "wrong": WRONG, "moving": MOVING, "failing": failing, "equal": EQUAL,
+    }  # fmt: skip
+    chooser = tuner()
+    with caplog.at_level(logging.INFO):
+        assert chooser.choose("product", candidates) == "equal"
+    (choice,) = chooser.choices
+    assert choice.microseconds == {"table": 1e6, "equal": 0.5e6}
+    assert choice.refused == {
+        "wrong": "its result is 0.1 off",
+        "moving": "its result differs from run to run",
+        "failing": "RuntimeError: out of resource: shared memory",
+    }
+    (line,) = caplog.records
+    assert line.__dict__["kernel"] == "product" and line.__dict__["chosen"] == "equal"
+
+
+def test_what_is_hardly_faster_is_not_chosen() -> None:
+    assert tuner({FIRST: 1.0, EQUAL: 0.985}).choose("x", {"a": FIRST, "b": EQUAL}) == "a"
+    assert tuner({FIRST: 1.0, EQUAL: 0.975}).choose("x", {"a": FIRST, "b": EQUAL}) == "b"
+    nothing = given(float("nan"))
+    assert tuner({FIRST: 1.0, nothing: 0.1}).choose("x", {"a": FIRST, "b": nothing}) == "a"
+
+
+def test_a_default_that_does_not_work_gives_way() -> None:
+    assert tuner().choose("x", {"a": failing, "b": EQUAL}) == "b"
+    assert tuner().choose("x", {"a": failing}) == "a"
+
+
+def test_behind_its_time_all_keeps_the_default() -> None:
+    now = iter([0.0, 1.0, 2.5, 4.0, 5.0])
+    chooser = tuner(budget=3.0, clock=lambda: next(now))
+    assert chooser.choose("x", {"a": FIRST, "b": EQUAL}) == "b"
+    assert chooser.choose("y", {"a": FIRST, "b": EQUAL}) == "a"
+    assert set(chooser.choices[1].refused.values()) == {"no time was left"}
+
+
+def test_what_is_known_is_not_measured() -> None:
+    chooser = tuner({}, known={"x": "b", "y": "gone"})
+    assert chooser.choose("x", {"a": FIRST, "b": EQUAL}) == "b" and not chooser.measured
+    known = tuner(known={"y": "gone"})
+    assert known.choose("y", {"a": FIRST, "b": EQUAL}) == "b" and known.measured
+
+
+def test_choices_are_kept_for_a_device_and_its_versions(tmp_path: Path) -> None:
+    table = ChoiceTable(tmp_path / "tuned", "NVIDIA H100 80GB", VERSIONS)
+    assert table.read() == {}
+    table.write([Choice("x", "b", {"a": 2.0, "b": 1.0}), Choice("unmeasured", "a")])
+    table.write([Choice("y", "a", {"a": 1.0}, {"b": "its result is 1 off"})])
+    table.write([Choice("z", "a", {"a": 1.0}, {"b": "no time was left"})])  # to be gone on with
+    assert table.file.name == "NVIDIA_H100_80GB.json"
+    assert [one.name for one in table.file.parent.iterdir()] == [table.file.name]
+    assert table.read() == {"x": "b", "y": "a"}
+    other = ChoiceTable(tmp_path / "tuned", "NVIDIA H100 80GB", {**VERSIONS, "triton": "3.7"})
+    assert other.read() == {}
+    other.write([Choice("x", "a", {"a": 1.0})])
+    assert other.read() == {"x": "a"} and table.read() == {}
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"kernels": {"x": {}}}'])
+def test_a_file_that_is_no_table_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "cpu.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"cpu\.json is .*: remove it"):
+        ChoiceTable(tmp_path, "cpu", {}).read()
+
+
+class LastWins:
+    """A device on which each candidate is faster than the one before."""
+
+    def __init__(self) -> None:
+        self._seconds = 1.0
+
+    def __call__(self, run: Run) -> float:
+        self._seconds *= 0.9
+        return self._seconds
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates that fit a tiny model."""
+    correct_bfloat16(monkeypatch)
+    tiles = (launches.SkinnyLaunch(64, 32, 1, 4, 3),)
+    for name, value in {
+        "SKINNY_TILES": tiles, "SILU_TILES": tiles, "SPLITS": (1, 2), "FEWEST_PROGRAMS": 1,
+        "DECODE_TILES": ((16, 4, 3),),
+        "PREFILL_TILES": (launches.Launch(16, 16, 4, 3),),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(launches, name, value)
+    for name, size in {
+        "ROTATIONS": 1, "PREFILL_TOKENS": 4, "DECODE_CONTEXT": 40,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(tuned_attention, name, size)
+    monkeypatch.setattr(start, "POOL_BYTES", 1 << 16)
+    monkeypatch.setattr(autotuner, "REPEATS", 1)
+    monkeypatch.setattr(tuned_products, "ROTATED_BYTES", 1)
+
+
+@pytest.fixture
+def on_triton(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Runners whose steps go through Triton, as on a CUDA device."""
+    monkeypatch.setattr(attention, "select", lambda *_: TritonBackend((9, 0)))
+    monkeypatch.setattr(placement, "make_ops", lambda *_: TritonOps())
+    return make_runner
+
+
+def test_a_tuned_model_computes_what_an_untuned_one_does(
+    checkpoint: Any, small: None, on_triton: Callable[..., Any]
+) -> None:
+    folder = checkpoint("qwen3")
+    options = {"dtype": "bfloat16", "attention_backend": "auto", "num_blocks": 32, "block_size": 16}
+    config = replace(engine_config(folder, **options), max_num_seqs=1)
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=2, logprobs=1)
+    work = [request("0", range(3, 12), params)]
+    outputs, runner = [], None
+    for tunes in (False, True):
+        runner = on_triton(folder, **options)
+        if tunes:
+            chooser = Autotuner(LastWins(), budget=1e9)
+            with torch.inference_mode():
+                start.tune_with(chooser, runner._placed, config)
+            changed = [one for one in chooser.choices if one.chosen != next(iter(one.microseconds))]
+            assert not any(one.refused for one in chooser.choices)
+            # Four shapes of products and one with its activation; parts, tiles, prefill.
+            assert len(changed) == len(chooser.choices) == 5 + 3
+        outputs.append(run(Engine(config, runner), work))
+    plain, tuned = ([logprob(one) for one in outputs_of.values()] for outputs_of in outputs)
+    assert tuned == pytest.approx(plain, abs=0.05)
+
+
+def logprob(output: Output) -> float:
+    """Of the first token: rounding may change which is the best one."""
+    return output.logprobs[0].logprob
+
+
+def placed(ops: Ops, device: str) -> PlacedModel:
+    model: Any = None
+    where = torch.device(device)
+    return PlacedModel(
+        model, TritonBackend((9, 0)), ops, where, torch.bfloat16, frozenset(), max_model_len=1
+    )
+
+
+def test_kernels_are_measured_where_steps_are_recorded_and_may_differ() -> None:
+    config = EngineConfig(model="any")
+    for ops, device, wanted in (
+        (TritonOps(), "cuda", True), (TorchOps(), "cuda", False), (TritonOps(), "cpu", False),
+    ):  # fmt: skip
+        assert placement._is_tuned(config, placed(ops, device)) is wanted
+    for option in ({"enable_autotuner": False}, {"enforce_eager": True}, {"deterministic": True}):
+        without = EngineConfig(model="any", **option)  # type: ignore[arg-type]
+        assert not placement._is_tuned(without, placed(TritonOps(), "cuda"))
+
+
+def test_engines_that_start_later_read_what_the_first_one_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[str] = []
+
+    def measure(tuner: Autotuner, *_: object) -> None:
+        chosen.append(tuner.choose("product", {"a": FIRST, "b": EQUAL}))
+
+    monkeypatch.setattr(start, "tune_with", measure)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    config = EngineConfig(model="any", tuned_config_folder=str(tmp_path))
+    for seconds in ({FIRST: 1.0, EQUAL: 0.5}, {}):
+        monkeypatch.setattr(start, "CudaTimer", lambda seconds=seconds: Stopwatch(seconds))
+        start.tune(placed(TritonOps(), "cuda"), config)
+    assert chosen == ["b", "b"]
+    (file,) = tmp_path.iterdir()
+    table = json.loads(file.read_text())
+    assert file.name == "NVIDIA_H200.json"
+    assert set(table["versions"]) == {"torch", "triton", "kernels"}
+    assert table["kernels"]["product"]["microseconds"] == {"a": 1e6, "b": 0.5e6}
