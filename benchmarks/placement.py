@@ -22,8 +22,9 @@ from rich.table import Table
 
 from headrace_common.messages import GenerateRequest
 from headrace_common.protocol.base import EngineStatus, Placement, QueueLimits
-from headrace_common.protocol.memory import MemoryBackend, Shard
+from headrace_common.protocol.memory import MemoryBackend
 from headrace_common.protocol.memory_records import Taken
+from headrace_common.protocol.memory_shards import Shard
 from headrace_common.protocol.placement import placement_of
 from headrace_common.sampling import SamplingParams
 

@@ -38,7 +38,7 @@ from .following import Following
 from .generation import Delta, Generation, GenerationState, Hooks
 from .late_replies import LateReplies
 from .listening_clock import ListeningClock
-from .watch import ClientConfig, Watch
+from .watchdog import ClientConfig, Watchdog
 
 __all__ = ["ClientConfig", "Delta", "Generation", "GenerationClient", "GenerationState"]
 
@@ -77,10 +77,10 @@ class GenerationClient:
         self._config = config or ClientConfig()
         self._now = ListeningClock(self._config.silence / 4, monotonic)
         self._active: dict[str, Generation] = {}
-        self._watches: dict[str, Watch] = {}
+        self._watchdog = Watchdog(
+            queue, limits, self._config, self._now, self._active, self._admitted
+        )
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
-        self._heard: dict[str, float] = {}
-        self._unavailable_at = 0.0  # when Redis last could not be reached
         self._late = LateReplies(self._config.silence)
         self._following = Following(queue, self._dispatch, self._on_task_done)
         self._outgoing: asyncio.Queue[tuple[str, Control]] = asyncio.Queue()
@@ -92,7 +92,7 @@ class GenerationClient:
             self._announce,
             self._forget,
             self._abandon,
-            self._on_lost,
+            self._watchdog.lost,
             self._count,
             self._leave,
         )
@@ -175,14 +175,13 @@ class GenerationClient:
     # Following a request
 
     def _follow(self, generation: Generation) -> None:
-        pause = self._config.recheck
         rid = generation.request_id
-        self._watches[rid] = Watch(self._now() + pause, pause)
+        self._watchdog.begin(rid)
         left = generation.request.deadline_ms / 1000 - self._clock()
         loop = asyncio.get_running_loop()
         self._deadlines[rid] = loop.call_later(max(0.0, left), self._expire, generation)
         if self._watcher is None or self._watcher.done():
-            self._watcher = asyncio.create_task(self._watch(), name="watch")
+            self._watcher = asyncio.create_task(self._watchdog.run(), name="watch")
             self._watcher.add_done_callback(self._on_task_done)
 
     def _expire(self, generation: Generation) -> None:
@@ -194,7 +193,7 @@ class GenerationClient:
     def _forget(self, generation: Generation) -> None:
         rid = generation.request_id
         self._active.pop(rid, None)
-        self._watches.pop(rid, None)
+        self._watchdog.end(rid)
         if timer := self._deadlines.pop(rid, None):
             timer.cancel()
         self._stop_following()
@@ -226,10 +225,6 @@ class GenerationClient:
         if not generation.settle(admission.outcome):
             await self._dispute(generation, admission.attempt)
 
-    def _on_lost(self, generation: Generation) -> None:
-        if watch := self._watches.get(generation.request_id):
-            watch.lost = True
-
     async def _dispute(self, generation: Generation, attempt: int) -> None:
         """Has a request go on behind what its client has, instead of the outcome, which is of
         another history. Not where others were given that."""
@@ -239,18 +234,9 @@ class GenerationClient:
         )
         if admission.state is not AdmitState.ENDED:
             self._hold(generation)
-            await self._queued_again(generation)
+            await self._watchdog.queued_again(generation)
             return
         generation.fail(FailureCode.LOST, "the rest of the answer is lost; send it again")
-
-    async def _queued_again(self, generation: Generation) -> None:
-        """Who takes it now asks here what its client has, unless this gateway seems to be gone:
-        Redis may have lost its beat as well."""
-        fields = {"request_id": generation.request_id, "attempt": generation.arbiter.attempt}
-        logger.warning("request queued again", extra=fields)
-        if watch := self._watches.get(generation.request_id):
-            watch.released = generation.arbiter.owner
-        await self.queue.beat()
 
     # Requests that other gateways hold
 
@@ -281,8 +267,7 @@ class GenerationClient:
         """Should its engine be gone as well, the next one asks here what the client has: that is
         what the journal knows. A living engine says it itself."""
         owner = generation.arbiter.owner
-        heard = 0.0 if owner is None else self._heard.get(owner[0], 0.0)
-        if self._now() - heard < self._config.silence:
+        if owner is not None and self._watchdog.hears(owner[0]):
             return
         states = await self.queue.journal(generation.request_id, generation.request.model)
         if states is not None:
@@ -315,7 +300,7 @@ class GenerationClient:
     def _dispatch(self, frame: Frame, holder: str | None = None) -> None:
         """Takes a frame to this gateway, or to `holder`: only for requests that it has."""
         now = self._now()
-        self._heard[frame.engine_id] = now
+        self._watchdog.heard[frame.engine_id] = now
         self._calm = now - self._dispatched > CALM
         for reply in frame.replies:
             generation = self._active.get(reply.request_id)
@@ -369,10 +354,8 @@ class GenerationClient:
                 await self.queue.beat()
                 await self._check_holders()
             except BackendUnavailable as error:
-                self._unavailable_at = self._now()
+                self._watchdog.unavailable_at = self._now()
                 logger.warning("redis unavailable, beat missed", extra={"error": str(error)})
-
-    # Watchdog
 
     async def _listen(self) -> None:
         """Keeps the clock that does not run while nobody could have listened."""
@@ -381,78 +364,6 @@ class GenerationClient:
             late = self._now.tick()
             if late > self._config.silence:
                 logger.warning("the gateway stood still", extra={"seconds": round(late, 1)})
-
-    async def _watch(self) -> None:
-        """Runs while requests are in flight."""
-        while self._active:
-            await asyncio.sleep(self._config.silence / 4)
-            try:
-                for generation in list(self._active.values()):
-                    await self._check(generation, self._now())
-            except BackendUnavailable as error:
-                self._unavailable_at = self._now()
-                logger.warning("redis unavailable, will ask again", extra={"error": str(error)})
-            horizon = self._now() - 100 * self._config.silence
-            self._heard = {k: at for k, at in self._heard.items() if at > horizon}
-
-    async def _check(self, generation: Generation, now: float) -> None:
-        watch = self._watches.get(generation.request_id)
-        if watch is None:
-            return
-        owner = generation.arbiter.owner or watch.suspect
-        if generation.holder is not None:
-            owner = None  # it is its holder that looks after the engine
-        if owner in (None, watch.released):
-            silent = False
-        else:
-            silent = self._is_silent(owner[0], generation, watch)
-        if silent or watch.lost:
-            await self._recheck(generation, watch, now)
-        elif now - generation.heard_at < self._config.recheck:
-            watch.due, watch.pause = now + self._config.recheck, self._config.recheck
-        elif now >= watch.due:
-            await self._recheck(generation, watch, now)
-
-    def _is_silent(self, engine_id: str, generation: Generation, watch: Watch) -> bool:
-        """Whether an engine could have spoken and did not. Redis away is not its silence."""
-        heard = self._heard.get(engine_id, 0.0)
-        since = max(heard, generation.heard_at, watch.suspected_at, self._unavailable_at)
-        return self._now() - since > self._config.silence
-
-    async def _recheck(self, generation: Generation, watch: Watch, now: float) -> None:
-        """Admits a request again; takes it from an engine that was silent then and is still."""
-        watch.due = now + watch.pause
-        watch.pause = min(2 * watch.pause, self._config.longest_recheck)
-        try:
-            admission = await self.queue.admit(
-                generation.request,
-                self._limits,
-                seen=generation.arbiter.attempt,
-                polite=generation.shared,
-            )
-        except RequestConflict:
-            generation.fail(FailureCode.INTERNAL, "the request's id is in use for another one")
-            return
-        watch.lost = False
-        if generation.state is GenerationState.ENDED:
-            return
-        await self._admitted(generation, admission)
-        if admission.state is AdmitState.ADMITTED:
-            await self._queued_again(generation)
-        if admission.state is not AdmitState.ATTACHED or admission.owner is None:
-            watch.suspect = None
-            return
-        owner = (admission.owner, admission.attempt)
-        if owner not in (watch.suspect, generation.arbiter.owner):
-            # First seen now: it has the usual time to say something.
-            watch.suspect, watch.suspected_at = owner, now
-        elif self._is_silent(owner[0], generation, watch):
-            logger.warning(
-                "engine silent, request released",
-                extra={"request_id": generation.request_id, "engine_id": owner[0]},
-            )
-            await self.queue.release(generation.request_id, generation.request.model, *owner)
-            watch.released = owner
 
     # Tasks
 

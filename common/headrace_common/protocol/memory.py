@@ -4,105 +4,26 @@ One MemoryBackend stands for one Redis; its gateways and engines must share an e
 frames and control messages go through the same bytes as on the wire.
 """
 
-import asyncio
 import itertools
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 from .. import keys
 from ..errors import BackendUnavailable, FailureCode, RequestConflict
-from ..messages import ChoiceState, GenerateRequest, encode_request
-from .base import LOST_HELD_S, EngineStatus, Outcome, Placement, Progress, QueueLimits, Verdict
+from ..messages import GenerateRequest, encode_request
+from .base import LOST_HELD_S, Outcome, Placement, Progress, QueueLimits, Verdict
 from .failures import ended_state
-from .memory_fairness import OUTPUT, Counters, FairQueue
-from .memory_placement import Placed, choose, first_own, free_at
+from .memory_fairness import OUTPUT, FairQueue
+from .memory_placement import choose, first_own, free_at
 from .memory_records import Ending, Record, Taken
+from .memory_shards import Log, Round, Shard
 from .registry import RegisteredModel
 from .requests import fingerprint, priority_class, token_cost
 
 SHARE = 16
 SUSPECT, POISON = 2, 4
-RATE_WINDOW = 30.0
-
-
-class Shard:
-    """One model's queue: waiting request ids by priority class (1-3), and all records."""
-
-    def __init__(self) -> None:
-        self.clear()
-        self.records: dict[str, Record] = {}
-        self.statuses: dict[str, tuple[float, EngineStatus]] = {}
-        self.dead_letters: list[tuple[str, str, int]] = []
-        self.due = {2: 0, 3: 0}
-        self.rate = 0.0
-        self.rated: float | None = None
-        self.first_rated = 0.0
-        self.wakeups = 0
-        self.changed = asyncio.Condition()
-
-    def clear(self) -> None:
-        """Nothing waits, and nobody has used anything."""
-        self.counters = Counters()
-        self.waiting = {priority: FairQueue(self.counters) for priority in (1, 2, 3)}
-        self.placed = Placed()
-
-    def started(self) -> Iterable[tuple[str, Record]]:
-        """Running requests, oldest first."""
-        return [(rid, r) for rid, r in self.records.items() if r.state == "running"]
-
-    def count_ending(self, now: float) -> None:
-        last = now if self.rated is None else self.rated
-        if self.rated is None:
-            self.first_rated = now
-        faded = self.rate * math.exp(-max(0.0, now - last) / RATE_WINDOW)
-        self.rate, self.rated = faded + 1 / RATE_WINDOW, now
-
-    def drain_rate(self, now: float) -> float:
-        if self.rated is None:
-            return 0.0
-        faded = self.rate * math.exp(-max(0.0, now - self.rated) / RATE_WINDOW)
-        return faded / -math.expm1(-max(1.0, now - self.first_rated) / RATE_WINDOW)
-
-
-@dataclass(slots=True)
-class Round:
-    """One TAKE. `most` requests, prompt tokens for which there is `room`.
-
-    `stopped`: the next request does not fit, or is another engine's; in that case until `free_at`.
-    """
-
-    engine: str
-    most: int
-    room: float
-    taken: list[Taken] = field(default_factory=list)
-    endings: list[Ending] = field(default_factory=list)
-    stopped: bool = False
-    free_at: float = math.inf
-
-    @property
-    def left(self) -> int:
-        """How many more it may take."""
-        return self.most - len(self.taken)
-
-
-class Log:
-    """A stream of messages with something to wait for; a reader keeps its own position.
-
-    Each message has a number that grows over all logs of a backend.
-    """
-
-    def __init__(self, numbers: Iterator[int]) -> None:
-        self.items: list[tuple[int, bytes]] = []
-        self.changed = asyncio.Condition()
-        self._numbers = numbers
-
-    async def add(self, data: bytes) -> None:
-        self.items.append((next(self._numbers), data))
-        async with self.changed:
-            self.changed.notify_all()
 
 
 class MemoryBackend:
@@ -372,7 +293,7 @@ class MemoryBackend:
             if record.deadline <= self.clock():
                 endings.append(self._fail(shard, rid, FailureCode.DEADLINE, True))
                 continue
-            failures = _failures(record)
+            failures = record.counted_failures
             if failures >= POISON:
                 shard.dead_letters.append((rid, "poisoned", failures))
                 endings.append(self._fail(shard, rid, FailureCode.POISONED, True))
@@ -408,7 +329,7 @@ class MemoryBackend:
         verdict = Verdict.EXPIRED if record.deadline <= self.clock() else Verdict.OWNED
         if record.writer != f"{engine}/{item.attempt}":
             return verdict, record.gateway, item.journaled
-        before, counts = record.progress, _write_journal(record, item)
+        before, counts = record.progress, record.write_journal(item)
         shard.counters.charge(record.tenant, OUTPUT * (record.progress - before))
         return verdict, record.gateway, counts
 
@@ -494,35 +415,3 @@ def _conflict(request: GenerateRequest) -> RequestConflict:
 def _running(shard: Shard) -> dict[str, int]:
     """Started requests of each engine."""
     return Counter(record.consumer for _, record in shard.started())
-
-
-def _failures(record: Record) -> int:
-    if not record.executing:
-        return record.failures
-    return 0 if record.progress > record.progress_at_take else record.failures + 1
-
-
-def _write_journal(record: Record, item: Progress) -> tuple[int, ...]:
-    while len(record.journal) < len(item.choices):
-        record.journal.append(ChoiceState())
-    for number, (index, choice) in enumerate(zip(item.journaled, item.choices, strict=True)):
-        if index <= len(record.journal[number].token_ids):
-            record.journal[number] = _extended(record.journal[number], index, choice)
-    counts = tuple(len(choice.token_ids) for choice in record.journal)
-    record.progress = max(record.progress, sum(counts))
-    return counts
-
-
-def _extended(known: ChoiceState, index: int, new: ChoiceState) -> ChoiceState:
-    """What the journal has of a choice with what was made from `index` on."""
-    behind = len(known.token_ids) - index
-    logprobs = None
-    if new.logprobs is not None and (known.logprobs is not None or not known.token_ids):
-        logprobs = (known.logprobs or ()) + new.logprobs[behind:]
-    ended = known if new.finish_reason is None else new
-    return ChoiceState(
-        token_ids=known.token_ids + new.token_ids[behind:],
-        finish_reason=ended.finish_reason,
-        stop_token=ended.stop_token,
-        logprobs=logprobs,
-    )

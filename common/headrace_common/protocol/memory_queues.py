@@ -37,8 +37,9 @@ from .failures import failed
 from .framing import frames_of
 from .journal import rebuild_from
 from .leases import LeaseMemory
-from .memory import Log, MemoryBackend, Shard
+from .memory import MemoryBackend
 from .memory_records import Ending, Record, Taken
+from .memory_shards import Log, Shard
 from .requests import check_shard, queue_full
 
 

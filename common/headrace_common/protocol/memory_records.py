@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from ..errors import FailureCode
 from ..keys import GRACE_MS
 from ..messages import ChoiceState
-from .base import MOST_ANEW, Outcome
+from .base import MOST_ANEW, Outcome, Progress
 from .failures import UNDECIDED
 
 
@@ -72,6 +72,39 @@ class Record:
         self.placed, self.passes = "", 0
         self.payload, self.admitted, self.anew = payload, now, self.anew + 1
         self.expires = self.deadline + GRACE_MS / 1000
+
+    @property
+    def counted_failures(self) -> int:
+        """With that of the owner who was silent while it ran."""
+        if not self.executing:
+            return self.failures
+        return 0 if self.progress > self.progress_at_take else self.failures + 1
+
+    def write_journal(self, item: Progress) -> tuple[int, ...]:
+        """How many tokens each choice has in it now."""
+        while len(self.journal) < len(item.choices):
+            self.journal.append(ChoiceState())
+        for number, (index, choice) in enumerate(zip(item.journaled, item.choices, strict=True)):
+            if index <= len(self.journal[number].token_ids):
+                self.journal[number] = _extended(self.journal[number], index, choice)
+        counts = tuple(len(choice.token_ids) for choice in self.journal)
+        self.progress = max(self.progress, sum(counts))
+        return counts
+
+
+def _extended(known: ChoiceState, index: int, new: ChoiceState) -> ChoiceState:
+    """What the journal has of a choice with what was made from `index` on."""
+    behind = len(known.token_ids) - index
+    logprobs = None
+    if new.logprobs is not None and (known.logprobs is not None or not known.token_ids):
+        logprobs = (known.logprobs or ()) + new.logprobs[behind:]
+    ended = known if new.finish_reason is None else new
+    return ChoiceState(
+        token_ids=known.token_ids + new.token_ids[behind:],
+        finish_reason=ended.finish_reason,
+        stop_token=ended.stop_token,
+        logprobs=logprobs,
+    )
 
 
 @dataclass(frozen=True, slots=True)
