@@ -2,6 +2,7 @@
 others."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from headrace_common.errors import BackendUnavailable
 from headrace_common.protocol.client import LineClient
 from headrace_common.protocol.connection import Connection, ConnectionConfig
+from headrace_common.protocol.line import Line
 from headrace_common.protocol.packing import PackedConnection
 from headrace_testing.backends import OverRedis
 
@@ -216,6 +218,15 @@ async def test_all_that_wait_for_a_connection_hear_of_its_failure_at_once(server
         assert await reply == [b"one"]
 
 
+async def test_who_waits_for_a_connection_hears_of_the_end(server: Server) -> None:
+    client = server.client()
+    reply = asyncio.create_task(client.command("GET", "a"))
+    await asyncio.sleep(0)
+    await client.close()
+    with pytest.raises(RedisConnectionError, match="the client was closed"):
+        await reply
+
+
 async def test_what_waits_long_holds_up_nobody_else(server: Server) -> None:
     """A large value on its way, or a script that takes long: others have another connection."""
     client = server.client(lines=2, busy=-1.0)
@@ -241,6 +252,20 @@ async def test_a_connection_that_is_left_still_brings_its_replies(server: Server
         assert number == 1
         assert await reply == [b"one"] and await other == b"two"
         await server.writers[0].wait_closed()  # by the client, which has no more use for it
+
+
+async def test_a_connection_that_is_lost_while_it_is_made_is_lost(server: Server) -> None:
+    connection = PackedConnection(host="127.0.0.1", port=server.port, protocol=2)
+    await connection.connect()  # type: ignore[no-untyped-call]
+    connection.transport.abort()
+    reader = connection._reader
+    assert reader is not None
+    with contextlib.suppress(OSError):
+        await reader.read()  # until redis-py's protocol has been told
+    line = Line(connection, 60.0)
+    await line.closed
+    with pytest.raises(RedisConnectionError, match="closed"):
+        await line.send(b"", 1)
 
 
 async def test_a_reader_whose_connection_was_lost_says_so(server: Server) -> None:

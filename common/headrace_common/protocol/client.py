@@ -129,10 +129,16 @@ class LineClient(Client):
             return usable[-1]
         if self._single and self._opened:
             raise RedisConnectionError("the connection was lost")
-        if self._opening is None:
-            self._opening = asyncio.create_task(self._connected())
-            self._opening.add_done_callback(self._on_opened)
-        return await asyncio.shield(self._opening)
+        opening = self._opening
+        if opening is None:
+            opening = self._opening = asyncio.create_task(self._connected())
+            opening.add_done_callback(self._on_opened)
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            if opening.cancelled():
+                raise RedisConnectionError("the client was closed") from None
+            raise
 
     def _on_opened(self, opening: "asyncio.Task[Line]") -> None:
         self._opening = None

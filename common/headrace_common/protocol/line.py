@@ -48,8 +48,10 @@ class Line(asyncio.Protocol):
         self._unsent: list[bytes] = []
         self._timer: asyncio.TimerHandle | None = None
         self._closing = False
-        self.closed = self._loop.create_future()
+        self.closed: asyncio.Future[None] = self._loop.create_future()
         self._transport.set_protocol(self)
+        if self._transport.is_closing():  # so early that nobody may be told
+            self.connection_lost(None)
 
     @property
     def lost(self) -> bool:
@@ -112,7 +114,8 @@ class Line(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
         self._connection.forget()
-        self.closed.set_result(None)
+        if not self.closed.done():
+            self.closed.set_result(None)
 
     def _take(self, reply: Any) -> None:
         if not self._trips:
