@@ -282,12 +282,13 @@ async def _taken(answer: httpx.Response) -> Broken:
     return got
 
 
-@pytest.mark.parametrize("window", [0.2])
+@pytest.mark.parametrize("window", [2.0])
 async def test_a_client_at_another_gateway_keeps_it_running(
     gateways: list[httpx.AsyncClient], engine: FakeEngine
 ) -> None:
-    """The gateway that has the request sees no client of its own for many windows."""
-    engine.token_delay = 0.01
+    """The gateway that has the request sees no client of its own for more than two windows, which
+    are long enough to come back in on a busy machine."""
+    engine.token_delay = 0.035
     got = await broken_stream(gateways[0], RESUMABLE, 2, max_tokens=150)
 
     whole = await rest_of(gateways[1], got)
