@@ -18,7 +18,7 @@ from headrace_common.errors import BackendUnavailable
 from headrace_common.protocol.client import LineClient
 from headrace_common.protocol.connection import Connection, ConnectionConfig
 from headrace_common.protocol.line import Line
-from headrace_common.protocol.packing import PackedConnection
+from headrace_common.protocol.taken_connections import TcpConnection
 from headrace_testing.backends import OverRedis
 
 MANY = 200
@@ -117,7 +117,7 @@ class Server:
         self.writers[connection].write(reply)
 
     def client(self, **options: Any) -> LineClient:
-        pool = ConnectionPool(PackedConnection, host="127.0.0.1", port=self.port, protocol=2)
+        pool = ConnectionPool(TcpConnection, host="127.0.0.1", port=self.port, protocol=2)
         return LineClient(pool, **{"timeout": 60.0, **options})
 
 
@@ -255,7 +255,7 @@ async def test_a_connection_that_is_left_still_brings_its_replies(server: Server
 
 
 async def test_a_connection_that_is_lost_while_it_is_made_is_lost(server: Server) -> None:
-    connection = PackedConnection(host="127.0.0.1", port=server.port, protocol=2)
+    connection = TcpConnection(host="127.0.0.1", port=server.port, protocol=2)
     await connection.connect()  # type: ignore[no-untyped-call]
     connection.transport.abort()
     reader = connection._reader

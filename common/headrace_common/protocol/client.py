@@ -9,13 +9,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+import hiredis
 from redis.asyncio import ConnectionPool, Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from .line import Line
-from .packing import pack
 
 SCAN_PAGE = 1000
 BUSY_SECONDS = 0.02  # a reply that takes longer is of something large, or of a server that is away
@@ -80,12 +80,11 @@ class LineClient(Client):
         self._single = single
         self._callbacks: Mapping[Any, Any] = Redis(connection_pool=pool).response_callbacks
         self._lines: list[Line] = []
-        self._opened = False
         self._opening: asyncio.Task[Line] | None = None
 
     async def command(self, *args: Argument) -> Any:
         line = self._line() or await self._open()
-        (reply,) = await line.send(pack(*args), 1)
+        (reply,) = await line.send(_pack(*args), 1)
         result = self._result(args, reply)
         if isinstance(result, Exception):
             raise result
@@ -97,7 +96,7 @@ class LineClient(Client):
         if not commands:
             return []
         line = self._line() or await self._open()
-        trip = line.send(b"".join([pack(*command) for command in commands]), len(commands))
+        trip = line.send(b"".join([_pack(*command) for command in commands]), len(commands))
         line.flush()
         results = [
             self._result(command, reply)
@@ -127,7 +126,7 @@ class LineClient(Client):
         usable = [line for line in self._lines if not line.lost]
         if len(usable) == self._most:
             return usable[-1]
-        if self._single and self._opened:
+        if self._single and self._lines:
             raise RedisConnectionError("the connection was lost")
         opening = self._opening
         if opening is None:
@@ -143,7 +142,6 @@ class LineClient(Client):
     def _on_opened(self, opening: "asyncio.Task[Line]") -> None:
         self._opening = None
         if not opening.cancelled() and opening.exception() is None:
-            self._opened = True
             known = [line for line in self._lines if not line.closed.done()]
             self._lines = [*known, opening.result()]
 
@@ -171,6 +169,14 @@ class LineClient(Client):
             line.close()
         for line in self._lines:
             await line.closed
+
+
+def _pack(*args: Argument) -> bytes:
+    """A command as bytes; a first word like `XINFO GROUPS` is two."""
+    name = args[0]
+    words = name.split() if isinstance(name, str) else (name,)
+    packed: bytes = hiredis.pack_command((*words, *args[1:]))
+    return packed
 
 
 async def scan_with(command: Callable[..., Awaitable[Any]], pattern: str) -> list[bytes]:

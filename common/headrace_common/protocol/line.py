@@ -14,7 +14,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import InvalidResponse, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from .packing import TakenConnection
+from .taken_connections import TakenConnection
 
 _NOT_ALL = object()  # what hiredis says where a reply has not come whole
 

@@ -10,7 +10,7 @@ from redis.backoff import NoBackoff
 
 from .client import LineClient
 from .endpoint import Address, Endpoint
-from .packing import PackedConnection, PackedSSLConnection, PackedUnixConnection
+from .taken_connections import TcpConnection, TlsConnection, UnixConnection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +68,6 @@ def at(address: Address) -> dict[str, Any]:
 def transport(endpoint: Endpoint) -> dict[str, Any]:
     """redis-py's options for the way to a server."""
     if "path" in endpoint.options:
-        return {"connection_class": PackedUnixConnection}
-    kind = PackedSSLConnection if endpoint.tls else PackedConnection
+        return {"connection_class": UnixConnection}
+    kind = TlsConnection if endpoint.tls else TcpConnection
     return {"connection_class": kind, "socket_keepalive": True}

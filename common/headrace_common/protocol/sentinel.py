@@ -16,8 +16,8 @@ from redis.exceptions import RedisError
 
 from .client import Argument, Client, Command, LineClient
 from .endpoint import Address
-from .packing import PackedConnection, PackedSSLConnection
 from .pools import Pools
+from .taken_connections import TcpConnection, TlsConnection
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Sentinels:
         return {"connection_class": kind, "locate": locate, "redis_connect_func": _check_role}
 
 
-class MasterConnection(PackedConnection):
+class MasterConnection(TcpConnection):
     """A connection that asks where to before it is made."""
 
     def __init__(self, *, locate: Locate, **options: Any) -> None:
@@ -89,7 +89,7 @@ class MasterConnection(PackedConnection):
         await super()._connect()  # type: ignore[no-untyped-call]
 
 
-class MasterSSLConnection(MasterConnection, PackedSSLConnection):
+class MasterSSLConnection(MasterConnection, TlsConnection):
     """The same over TLS."""
 
 

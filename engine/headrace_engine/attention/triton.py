@@ -23,18 +23,17 @@ from ..triton_kernels.launch import (
     DecodeLaunch,
     Launch,
     decode_launch,
+    dot_precision,
     power_of_two,
     prefill_launch,
     split_keys,
+    tile_extent,
 )
 from ..triton_kernels.prefill import prefill_kernel
 from .base import AttentionMetadata, KVSpec, LayerCache, LayerParams
 from .fp8 import Storage, raw, storage
 from .memory import zeros
 from .scratch import Scratch
-
-# Products of tiles take no fewer columns.
-SMALLEST_TILE = 16
 
 
 class TritonBackend:
@@ -243,9 +242,8 @@ def _constants(
         "BLOCK_SIZE": block_size,
         "WINDOW": params.sliding_window or 0,
         "SOFTCAP": params.softcap or 0.0,
-        "DIM": max(SMALLEST_TILE, power_of_two(dim)),
-        # tf32 would not be float32.
-        "EXACT": "ieee" if query.dtype is torch.float32 else "tf32",
+        "DIM": tile_extent(dim),
+        "EXACT": dot_precision(query.element_size()),
         "BITS": stored.bits,
     }
 

@@ -17,9 +17,10 @@ from ..triton_kernels.launch import (
     LORA_NARROW,
     LORA_RANKS,
     LoRALaunch,
+    dot_precision,
     lora_chunk,
     lora_launch,
-    power_of_two,
+    tile_extent,
 )
 from ..triton_kernels.lora import lora_expand_kernel, lora_shrink_kernel
 from .batch import LoRABatch, LoRALimits, Move, RowSlots
@@ -52,7 +53,8 @@ class TiledRows:
         """x A in parts that are to be summed: float32 [chunks, rows, ranks]."""
         launch, inputs, ranks = self.launch, linear.shape.inputs, linear.down.shape[1]
         assert x.stride(-1) == 1, "a row's inputs lie next to each other"
-        columns, depth = min(launch.columns, _tile(ranks)), min(launch.depth, _tile(inputs))
+        columns = min(launch.columns, tile_extent(ranks))
+        depth = min(launch.depth, tile_extent(inputs))
         chunk = lora_chunk(launch, inputs, depth)
         chunks = -(-inputs // chunk)
         partial = torch.empty(chunks, self.rows, ranks, dtype=torch.float32, device=x.device)
@@ -60,7 +62,8 @@ class TiledRows:
             partial, x, linear.down, linear.ends, self.numbers, self._order,
             self.rows, x.stride(0),
             INPUTS=inputs, RANKS=ranks, PARTS=linear.ends.shape[1],
-            CHUNK=chunk, ROWS=launch.rows, COLUMNS=columns, DEPTH=depth, EXACT=_exact(x),
+            CHUNK=chunk, ROWS=launch.rows, COLUMNS=columns, DEPTH=depth,
+            EXACT=dot_precision(x.element_size()),
             num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
         return partial
@@ -77,7 +80,7 @@ class TiledRows:
             OUTPUTS=outputs, SECOND=second, THIRD=third,
             RANKS=partial.shape[2], MAX_RANK=linear.max_rank, PARTS=len(parts),
             CHUNKS=len(partial), ROWS=launch.rows, COLUMNS=launch.outputs,
-            DEPTH=LORA_RANKS, EXACT=_exact(y),
+            DEPTH=LORA_RANKS, EXACT=dot_precision(y.element_size()),
             num_warps=launch.warps, num_stages=1,
         )  # fmt: skip
 
@@ -156,13 +159,3 @@ def _tiles(owners: RowSlots, height: int) -> npt.NDArray[np.int64]:
         for start in range(0, count, height)
     ]
     return np.array(found, dtype=np.int64).reshape(-1, TILE)
-
-
-def _tile(extent: int) -> int:
-    """The extent of a tile that has room for so much: what tensor cores take."""
-    return max(16, power_of_two(extent))
-
-
-def _exact(x: torch.Tensor) -> str:
-    """tf32 would not be float32."""
-    return "ieee" if x.dtype is torch.float32 else "tf32"

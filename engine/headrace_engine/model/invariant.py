@@ -8,7 +8,7 @@ import torch
 
 from ..lora.batch import LoRALimits, LoRAProducts, Move
 from ..lora.tiles import TiledProducts
-from ..triton_kernels.launch import linear_launch
+from ..triton_kernels.launch import dot_precision, linear_launch
 from ..triton_kernels.linear import linear_kernel
 from .expert_weights import MixtureParts
 from .feed_forward import FeedForward
@@ -34,8 +34,7 @@ class InvariantLinear:
             output, rows, self._weight, self._bias, len(rows), rows.stride(0),
             INPUTS=inputs, OUTPUTS=outputs, BIAS=self._bias is not None,
             ROWS=launch.rows, COLUMNS=launch.columns, DEPTH=launch.depth,
-            # tf32 would not be float32.
-            EXACT="ieee" if rows.dtype is torch.float32 else "tf32",
+            EXACT=dot_precision(rows.element_size()),
             num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
 

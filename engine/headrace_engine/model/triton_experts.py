@@ -16,6 +16,7 @@ from ..triton_kernels.launch import (
     EXPERT_ROWS,
     EXPERT_TILES,
     LinearLaunch,
+    dot_precision,
     expert_launch,
     power_of_two,
 )
@@ -136,8 +137,7 @@ class GroupedMoe:
             ROWS=launch.rows, COLUMNS=columns,
             DEPTH=min(GROUP_MULTIPLE, launch.depth) if group else launch.depth,
             TOGETHER=EXPERT_TILES,
-            # tf32 would not be float32.
-            EXACT="ieee" if x.dtype is torch.float32 else "tf32",
+            EXACT=dot_precision(x.element_size()),
             num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
 

@@ -5,12 +5,16 @@ import torch
 
 from ..attention.fp8 import storage
 from ..triton_kernels.fp8 import float8_linear_kernel, round_rows_kernel
-from ..triton_kernels.launch import linear_launch, power_of_two, row_warps
+from ..triton_kernels.launch import (
+    dot_precision,
+    linear_launch,
+    power_of_two,
+    row_warps,
+    tile_extent,
+)
 from .layers import over_rows
 from .quantization.float8_weight import FLOAT8, LARGEST, SMALLEST, Float8Weight
 
-# Products of tiles take no fewer rows.
-SMALLEST_TILE = 16
 # Most inputs that a program takes at a time, all of one group.
 DEPTH = 64
 
@@ -55,14 +59,13 @@ class WidenedLinear:
     def _launch(self, output: torch.Tensor, rows: torch.Tensor) -> None:
         launch = linear_launch(rows.element_size())
         outputs, inputs = self._weight.shape
-        height = min(launch.rows, max(SMALLEST_TILE, power_of_two(len(rows))))
+        height = min(launch.rows, tile_extent(len(rows)))
         tiles = -(-len(rows) // height) * -(-outputs // launch.columns)
         float8_linear_kernel[(tiles,)](
             output, rows, self._weight, self._scales, self._bias, len(rows), rows.stride(0),
             self._scales.stride(0), INPUTS=inputs, OUTPUTS=outputs, GROUP=self._group,
             BIAS=self._bias is not None, ROWS=height, COLUMNS=launch.columns,
             DEPTH=min(DEPTH, launch.depth),
-            # tf32 would not be float32.
-            EXACT="ieee" if rows.dtype is torch.float32 else "tf32", BITS=self._stored.bits,
+            EXACT=dot_precision(rows.element_size()), BITS=self._stored.bits,
             num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip

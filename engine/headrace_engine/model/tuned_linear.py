@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from ..attention.scratch import Scratch
-from ..triton_kernels.launch import ROW_BOUNDS, SMALLEST_ROWS, SkinnyLaunch, power_of_two
+from ..triton_kernels.launch import ROW_BOUNDS, SkinnyLaunch, tile_extent
 from ..triton_kernels.skinny import skinny_kernel, skinny_silu_kernel
 from .layers import over_rows
 
@@ -125,7 +125,7 @@ class TunedLinear:
 
     def _launch(self, output: torch.Tensor, rows: torch.Tensor, launch: SkinnyLaunch) -> None:
         outputs, inputs = self._weight.shape
-        height, tiles = _height(rows), -(-outputs // launch.columns)
+        height, tiles = tile_extent(len(rows)), -(-outputs // launch.columns)
         split = launch.splits > 1
         partial, arrived = None, None
         if split:
@@ -143,10 +143,6 @@ class TunedLinear:
         outputs, inputs = len(self._weight) // 2, self._weight.shape[1]
         skinny_silu_kernel[(-(-outputs // launch.columns),)](
             output, rows, self._weight, self._bias, len(rows), inputs, outputs, rows.stride(0),
-            BIAS=self._bias is not None, ROWS=_height(rows), COLUMNS=launch.columns,
+            BIAS=self._bias is not None, ROWS=tile_extent(len(rows)), COLUMNS=launch.columns,
             DEPTH=launch.depth, num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
-
-
-def _height(rows: torch.Tensor) -> int:
-    return max(SMALLEST_ROWS, power_of_two(len(rows)))

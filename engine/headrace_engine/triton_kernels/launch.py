@@ -176,7 +176,6 @@ class SkinnyLaunch:
 
 # Products of more rows are cuBLAS's. Choices are made for up to so many rows each.
 ROW_BOUNDS = (1, 8, 16, 32, 64)
-SMALLEST_ROWS = 16
 SKINNY_TILES = (
     SkinnyLaunch(64, 128, 1, 4, 4),
     SkinnyLaunch(64, 64, 1, 4, 6),
@@ -241,6 +240,16 @@ def tile_candidates(first: DecodeLaunch) -> list[DecodeLaunch]:
 def power_of_two(number: int) -> int:
     """The smallest power of two that is not below `number`, itself at least 1."""
     return 1 << (number - 1).bit_length()
+
+
+def tile_extent(extent: int) -> int:
+    """Of a tile with room for so much: tensor cores take no less than 16."""
+    return max(16, power_of_two(extent))
+
+
+def dot_precision(element_bytes: int) -> str:
+    """Of a kernel's products: tf32 would not be float32."""
+    return "ieee" if element_bytes == 4 else "tf32"
 
 
 def prefill_launch(major: int, element_bytes: int, head_dim: int) -> Launch:

@@ -16,6 +16,7 @@ from .. import triton_kernels
 from ..attention.base import KVSpec
 from ..attention.triton import TritonBackend
 from ..config import EngineConfig
+from ..model.cuda_graphs import free_bytes
 from ..model.decoder import Decoder
 from ..model.triton_ops import TritonOps
 from ..placement import PlacedModel
@@ -92,7 +93,7 @@ def _pool_bytes(device: torch.device) -> int:
     """Less where the weights leave little."""
     if device.type != "cuda":
         return POOL_BYTES
-    return min(POOL_BYTES, torch.cuda.mem_get_info(device)[0] // 4)
+    return min(POOL_BYTES, free_bytes(device) // 4)
 
 
 def versions() -> dict[str, str]:

@@ -1,14 +1,9 @@
-"""redis-py's connections, from which a Line takes over what they have connected.
-
-Commands are packed by hiredis instead of in Python: one message of bytes each; what it says to the
-server is the same.
-"""
+"""redis-py's connections, from which a Line takes over what they have connected."""
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
-import hiredis
 from redis.asyncio.connection import (
     AbstractConnection,
     Connection,
@@ -18,22 +13,11 @@ from redis.asyncio.connection import (
 from redis.exceptions import ResponseError
 
 
-def pack(*args: Any) -> bytes:
-    """A command as bytes; a first word like `XINFO GROUPS` is two."""
-    name = args[0]
-    words = name.split() if isinstance(name, str) else (name,)
-    packed: bytes = hiredis.pack_command((*words, *args[1:]))
-    return packed
-
-
 class TakenConnection(AbstractConnection):
     """Once it is connected, somebody else speaks over its transport."""
 
     _reader: asyncio.StreamReader | None
     _writer: asyncio.StreamWriter | None
-
-    def pack_command(self, *args: Any) -> list[bytes]:
-        return [pack(*args)]
 
     @property
     def transport(self) -> asyncio.Transport:
@@ -50,13 +34,13 @@ class TakenConnection(AbstractConnection):
         self._reader = self._writer = None
 
 
-class PackedConnection(TakenConnection, Connection):
+class TcpConnection(TakenConnection, Connection):
     """Over TCP."""
 
 
-class PackedSSLConnection(TakenConnection, SSLConnection):
+class TlsConnection(TakenConnection, SSLConnection):
     """Over TLS."""
 
 
-class PackedUnixConnection(TakenConnection, UnixDomainSocketConnection):
+class UnixConnection(TakenConnection, UnixDomainSocketConnection):
     """Over a socket of the file system."""
