@@ -3,8 +3,9 @@
     python benchmarks/accuracy.py [--model headrace-demo] [--tokens 400] [--quantized FOLDER]
 
 `--quantized` adds a checkpoint of the same model that was quantised with GPTQ, AWQ or the like.
-Weights in fp8 are measured as CPUs compute with them, and with activations rounded too, as GPUs
-from Ada on do; the KV cache in fp8 with and without them.
+Weights in fewer bits are measured as CPUs compute with them and as GPUs do: whole numbers beside
+activations that stay whole, fp8 with activations rounded too (from Ada on); the KV cache in fp8
+with and without.
 
 Logit error is relative to the logits' spread, over every position of a random prompt. For the
 bundled model there is also the perplexity of right replies to prompts that it was not trained on.
@@ -26,10 +27,15 @@ from headrace_common.chat_template import encode_chat, load_chat_template
 from headrace_common.checkpoint import local_source
 from headrace_common.sampling import SamplingParams
 from headrace_common.tokenizer import Tokenizer
+from headrace_engine import placement
 from headrace_engine.batch import build
 from headrace_engine.config import EngineConfig
 from headrace_engine.model import linear_maker
 from headrace_engine.model.checkpoint import load_checkpoint
+from headrace_engine.model.layers import Linear
+from headrace_engine.model.linear_maker import QuantizedLinear
+from headrace_engine.model.ops import TorchOps
+from headrace_engine.model.quantization.weight import QuantizedWeight
 from headrace_engine.plan import ScheduledSequence, StepPlan
 from headrace_engine.request import EngineRequest, Sequence
 from headrace_engine.runner import ModelRunner
@@ -43,6 +49,7 @@ PRECISIONS: tuple[dict[str, Any], ...] = (
     {"dtype": "float32"},
     {"dtype": "bfloat16"},
     {"dtype": "bfloat16", "quantization": "int8"},
+    {"dtype": "bfloat16", "quantization": "int8", "attention_backend": ROUNDED},
     {"dtype": "bfloat16", "quantization": "fp8"},
     {"dtype": "bfloat16", "quantization": "fp8", "attention_backend": ROUNDED},
     {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
@@ -56,6 +63,15 @@ PRECISIONS: tuple[dict[str, Any], ...] = (
 )
 
 
+class GpuOps(TorchOps):
+    """With linear layers of whole numbers that multiply what GPUs multiply."""
+
+    def levels_linear(
+        self, weight: QuantizedWeight, bias: torch.Tensor | None, device: torch.device
+    ) -> Linear:
+        return QuantizedLinear(weight, bias, torch.bfloat16, device)
+
+
 class Prober:
     """Logits of every position of a text, by a real runner."""
 
@@ -65,7 +81,10 @@ class Prober:
         )
         rounded = precision.get("attention_backend") == ROUNDED
         keeps = rounded and precision.get("quantization") == "fp8"
-        with patch.object(linear_maker, "supports_float8", lambda _: keeps):
+        with (
+            patch.object(linear_maker, "supports_float8", lambda _: keeps),
+            patch.object(placement, "TorchOps", GpuOps),
+        ):
             self.runner = ModelRunner(config)
         self._caches = self.runner._allocate(BLOCKS)
 
@@ -107,8 +126,9 @@ def perplexity(prober: Prober, texts: Rows[tuple[list[int], int]]) -> float:
 def label(precision: dict[str, Any]) -> str:
     said = [precision["dtype"]]
     if "quantization" in precision:
-        rounded = ", activations too" if "attention_backend" in precision else ""
-        said.append(f"{precision['quantization']} weights{rounded}")
+        method = precision["quantization"]
+        gpu = ", activations too" if method == "fp8" else ", as GPUs"
+        said.append(f"{method} weights{gpu if 'attention_backend' in precision else ''}")
     if "kv_cache_dtype" in precision:
         said.append(f"{precision['kv_cache_dtype']} KV")
     return "; ".join(said)
@@ -126,7 +146,11 @@ def main() -> None:
     runs = [(folder, precision) for precision in PRECISIONS]
     if options.quantized:
         method = load_checkpoint(options.quantized).config["quantization_config"]["quant_method"]
-        runs.append((options.quantized, {"dtype": "bfloat16", "quantization": method}))
+        one = {"dtype": "bfloat16", "quantization": method}
+        runs += [
+            (options.quantized, one),
+            (options.quantized, one | {"attention_backend": ROUNDED}),
+        ]
     for source, precision in runs:
         prober = Prober(source, precision)
         vocabulary, drawn = prober.runner.vocab_size, random.Random(1)

@@ -1,27 +1,32 @@
 """Headrace on one GPU, each figure beside the roof of the device: one command, under ten minutes.
 
     PYTHONPATH=engine:common python benchmarks/gpu.py [--out DIR] [--budget 560]
-    python benchmarks/gpu.py --check ... profiles of decode steps, and the tests that need a GPU
-    python benchmarks/gpu.py --tiny      every part on a CPU with a tiny model, in seconds
+    python benchmarks/gpu.py --check                profiles, and the tests that need a GPU
+    python benchmarks/gpu.py --only serving,lora    some parts again
+    python benchmarks/gpu.py --small                every part with tiny models; --tiny: on a CPU
 
 Measures the device's copy bandwidth and its rate of bfloat16 products first, then decoding, prefill
-and 1,000 conversations with a Llama of 8 billion parameters, one of 1 billion and a mixture of
-experts, random weights made on the device, beside transformers. Each part runs in a process of its
-own with a limit of its own; results are printed as they come and kept in DIR: results.jsonl,
-report.json, Chrome traces. Needs torch, Triton, transformers and safetensors; no network, no
-Redis.
+and 1,000 conversations with a Llama of 8 billion parameters, one of 1 billion, one with adapters,
+one in fp8 and one in 4 bits, and a mixture of experts, random weights made on the device, beside
+transformers. Each part runs in a process of its own with limits of its own. Results are printed as
+they come; DIR gets few files: results.jsonl, report.json, report.md, summary.svg (with matplotlib)
+and work.tar.gz (logs, traces, the table of measured kernels). Needs torch, Triton, transformers and
+safetensors; no network, no Redis.
 """
 
 import argparse
-import json
 import os
-import subprocess
 import sys
+import tarfile
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+
+from gpu_report import write_reports
+from on_gpu.process import FAILED, SILENT, Limits, run_process
+from on_gpu.table import RESULTS, ROOFS, Key, Result, by_key, kernels, ratios, read_results, row
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -30,63 +35,83 @@ SUPPORT = ROOT / "tests" / "support"
 
 @dataclass(frozen=True)
 class Plan:
-    """A part, its model, and the seconds that it may take at most."""
+    """A part, its model, the seconds that it may take at most, and those between two results."""
 
     part: str
     model: str
     limit: float
+    silence: float = 90.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.part}:{self.model}"
 
 
 # The most important first: what is late is cut short, and tells what it has.
 PLANS = (
     Plan("roofs", "8b", 45),
-    Plan("steps", "8b", 150),
+    Plan("steps", "8b", 160, 100),
     Plan("serving", "8b", 110),
     Plan("peers", "8b", 130),
-    Plan("steps", "1b", 80),
-    Plan("deterministic", "8b", 80),
-    Plan("equality", "1b", 90),
-    Plan("steps", "moe", 60),
-    Plan("kernels", "8b", 80),
+    Plan("steps", "1b", 80, 60),
+    Plan("deterministic", "8b", 70, 60),
+    Plan("equality", "1b", 90, 60),
+    Plan("kernels", "8b", 60, 45),
+    Plan("lora", "8b-lora", 70, 60),
+    Plan("steps", "8b-fp8", 60, 50),
+    Plan("steps", "8b-int4", 60, 50),
+    Plan("steps", "moe", 60, 50),
 )
 CHECKS = (
     Plan("roofs", "8b", 45),
-    Plan("tests", "8b", 150),
-    Plan("profile", "8b", 120),
-    Plan("compiled", "8b", 240),
-    Plan("profile", "1b", 80),
+    Plan("tests", "8b", 200, 75),
+    Plan("profile", "8b", 100, 80),
+    Plan("compiled", "8b", 240, 75),
+    Plan("profile", "1b", 60, 50),
 )
-# Parts without this project's engine: doing without its graphs changes nothing there.
-NO_ENGINE = ("roofs", "peers", "kernels", "tests", "compiled")
+# Tries of a part, one after the other where it fails or falls silent: each does without more of
+# what may be at fault. Tests go on behind the one that ended their process.
+TRIES = ("whole", "untuned", "safe")
+ONCE = ("roofs", "peers", "kernels")
+UNTUNED_ANYWAY = ("deterministic", "equality")
+TESTS, TEST_TRIES = ("tests", "compiled"), ("whole", "second", "third", "fourth")
 # On CPUs these run in the interpreter, among the other tests.
-NOT_TINY = ("compiled",)
+NOT_TINY = TESTS
+TINY_MODELS = {"8b-fp8": "tiny-fp8", "8b-int4": "tiny-int4", "moe": "tiny-moe"}
 TINY_LIMIT = 120.0
-FAILED = "ended with"
+# Of an earlier run, in `work`.
+OLD = (ROOFS, "*.log", "trace-*", "profile-*", "begun-*")
+PACKED, REPORT = "work.tar.gz", "report.md"
+# Of what is packed, and by how much traces shrink at least.
+PACKED_BYTES, COMPRESSED = 14 << 20, 8
 # With fewer seconds left a part is not begun.
 LEAST = 5.0
 
 
-def run(plan: Plan, out: Path, tiny: bool, left: float, safe: bool = False) -> str | None:
-    """Runs a part in a process of its own; what went wrong, if anything. A `safe` one does without
-    CUDA graphs and steps ahead of each other."""
-    limit = min(TINY_LIMIT if tiny else plan.limit, left)
+@dataclass(frozen=True)
+class Place:
+    """`out` is for results, which come back from where the device is; `work` for all else, which
+    may be kept from run to run."""
+
+    out: Path
+    work: Path
+    sizes: str = "full"
+
+
+def run(plan: Plan, place: Place, left: float, kind: str = TRIES[0]) -> str | None:
+    """Runs a part in a process of its own; what went wrong, if anything."""
+    full = place.sizes == "full"
+    limit = min(plan.limit if full else TINY_LIMIT, left)
     if limit < LEAST:
         return "no time was left"
     command = [sys.executable, str(Path(__file__).resolve()), "--part", plan.part]
-    command += ["--model", plan.model, "--out", str(out), *(["--tiny"] if tiny else [])]
-    command += ["--safe"] if safe else []
-    log = out / f"{plan.part}-{plan.model}{'-safe' if safe else ''}.log"
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env=environment()
-        )
-        try:
-            code = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            return f"cut short after {limit:.0f} s"
-    return None if code == 0 else f"{FAILED} {code}: {_tail(log)}"
+    command += ["--model", plan.model, "--try", kind, "--sizes", place.sizes]
+    command += ["--out", str(place.out), "--work", str(place.work)]
+    log = place.work / f"{plan.part}-{plan.model}-{kind}.log"
+    limits = Limits(limit, min(limit, plan.silence if full else TINY_LIMIT))
+    return run_process(
+        command, log, environment(), limits, lambda: len(read_results(place.out / RESULTS))
+    )
 
 
 def environment() -> dict[str, str]:
@@ -94,115 +119,141 @@ def environment() -> dict[str, str]:
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(folders),
+        "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
         # The tests need none, and some are for other packages than those that are there.
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }
 
 
-def _tail(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines()
-    return " | ".join(lines[-4:])[-600:]
+def tries(plan: Plan) -> Sequence[str]:
+    if plan.part in TESTS:
+        return TEST_TRIES
+    if plan.part in ONCE:
+        return TRIES[:1]
+    return TRIES[::2] if plan.part in UNTUNED_ANYWAY else TRIES
 
 
-def results(out: Path) -> list[dict[str, Any]]:
-    path = out / "results.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def run_tries(plan: Plan, place: Place, deadline: float) -> str | None:
+    """What went wrong, if anything, with each try. What one has measured the next one leaves."""
+    told: list[str] = []
+    for kind in tries(plan):
+        problem = run(plan, place, deadline - time.monotonic(), kind)
+        told.append(f"{kind}: {problem or 'came to its end'}")
+        if problem is not None:
+            print(f"{plan.name}: {told[-1]}", flush=True)
+        if problem is None or not problem.startswith((FAILED, SILENT)):
+            break
+    return "; ".join(told) if problem is not None or len(told) > 1 else None
 
 
-def row(result: Mapping[str, Any]) -> str:
-    """A line of the table."""
-    shown = f"{result['model']:5}{result['what']:52}"
-    if "value" not in result:
-        skipped = ("part", "model", "what", "top_kernels", "steps")
-        return shown + "  " + ", ".join(f"{k} {v}" for k, v in result.items() if k not in skipped)
-    value = float(result["value"])
-    number = f"{value:12.2e}" if 0.0 < abs(value) < 0.01 else f"{value:12.2f}"
-    shown += f"{number} {result['unit']:11}"
-    if "share" in result:
-        shown += f"{100 * result['share']:6.1f} % of the roof"
-    if "chosen" in result:
-        shown += f"  {result['chosen']}; {result['default']}: {result['default_us']:.2f}"
-    shown += "  (no graphs, no steps ahead)" if "engine" in result else ""
-    if result.get("goal"):
-        goal = result["goal"]
-        lower = result.get("lower_is_better", False)
-        shown += f"  goal {'<=' if lower else '>='} {goal if lower else f'{100 * goal:.0f} %'}"
-    return shown
-
-
-def kernels(result: Mapping[str, Any], most: int = 8) -> list[str]:
-    """Where a step's time goes: lines of a table, if the result is of a profile."""
-    steps = result.get("steps", 1)
-    return [
-        f"{'':7}{one['us'] / steps:10.1f} us a step {one['calls'] / steps:8.1f} calls  "
-        f"{one['kernel'][:60]}"
-        for one in result.get("top_kernels", ())[:most]
-    ]
-
-
-def compare(found: list[dict[str, Any]]) -> list[str]:
-    """Headrace beside its peers, where both were measured."""
-    ours = [one for one in found if one["part"] == "serving"]
-    return [
-        f"Headrace / {peer['what']}: {ours[0]['value'] / peer['value']:.2f}x "
-        f"(goal {peer['ours_wanted']}x)"
-        for peer in found
-        if ours and "ours_wanted" in peer and peer["value"] > 0
-    ]
-
-
-def measure(out: Path, tiny: bool, budget: float, plans: Sequence[Plan] = PLANS) -> int:
+def measure(
+    place: Place, budget: float, plans: Sequence[Plan], baseline: Mapping[Key, Result]
+) -> int:
     """Runs all parts; how many did not come to their end."""
-    out.mkdir(parents=True, exist_ok=True)
-    for old in ("results.jsonl", "roofs.json"):
-        (out / old).unlink(missing_ok=True)
-    begun, problems, shown = time.monotonic(), {}, 0
-    parts: set[str] = set()
+    deadline = time.monotonic() + budget
+    begin(place)
+    problems: dict[str, str] = {}
+    shown = 0
     for plan in plans:
-        if tiny and (plan.part in parts or plan.part in NOT_TINY):
-            continue  # the same model as before
-        parts.add(plan.part)
-        name = f"{plan.part} {plan.model}"
-        plan = Plan(plan.part, "tiny" if tiny else plan.model, plan.limit)
-        problem = run(plan, out, tiny, budget - (time.monotonic() - begun))
-        if problem is not None and problem.startswith(FAILED) and plan.part not in NO_ENGINE:
-            print(f"{name}: {problem}; once more, without graphs and steps ahead", flush=True)
-            again = run(plan, out, tiny, budget - (time.monotonic() - begun), safe=True)
-            problem = f"{problem}; once more: {again or 'came to its end'}"
-        found = results(out)
+        problem = run_tries(plan, place, deadline)
+        found = read_results(place.out / RESULTS)
         for one in found[shown:]:
-            print("\n".join([row(one), *kernels(one)]), flush=True)
+            print("\n".join([row(one, baseline), *kernels(one)]), flush=True)
         shown = len(found)
         if problem is not None:
-            problems[name] = problem
-            print(f"{name}: {problem}", flush=True)
-    found = results(out)
-    ratios = compare(found)
-    print("\n".join(ratios))
-    report = {"results": found, "ratios": ratios, "problems": problems}
-    (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    print(f"{time.monotonic() - begun:.0f} s in all; {out / 'report.json'}")
+            problems[plan.name] = problem
+        write_reports(place.out, problems)
+        pack(place)
+    print("\n".join(["", *summary(found, baseline), *problem_lines(problems)]))
+    print(f"{budget - (deadline - time.monotonic()):.0f} s in all; {place.out / REPORT}")
     return len(problems)
+
+
+def summary(found: Sequence[Result], baseline: Mapping[Key, Result]) -> list[str]:
+    """What has a goal, once more at the end, which is what is seen of a long output."""
+    goals = [row(one, baseline) for one in found if one.get("goal") and "value" in one]
+    return [*goals, *ratios(found)]
+
+
+def problem_lines(problems: Mapping[str, str]) -> list[str]:
+    return [f"{name}: {problem}" for name, problem in problems.items()]
+
+
+def pack(place: Place) -> None:
+    """What lies in `work` as one file, the small ones first, as far as it is not too large."""
+    files = sorted((one for one in place.work.rglob("*") if one.is_file()), key=_size)
+    room = PACKED_BYTES
+    with tarfile.open(place.out / PACKED, "w:gz", compresslevel=3) as archive:
+        for file in files:
+            room -= _size(file) // COMPRESSED
+            if room < 0:
+                break
+            archive.add(file, str(file.relative_to(place.work)))
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size
+
+
+def begin(place: Place) -> None:
+    for folder in (place.out, place.work):
+        folder.mkdir(parents=True, exist_ok=True)
+    (place.out / RESULTS).unlink(missing_ok=True)
+    for old in (one for pattern in OLD for one in place.work.glob(pattern)):
+        old.unlink(missing_ok=True)
+
+
+def chosen(plans: Sequence[Plan], only: str, sizes: str = "full") -> list[Plan]:
+    """Those of `only`, parts or part:model, and the roofs, which all others need. Raises SystemExit
+    for a name that there is not."""
+    wanted = [name for name in only.split(",") if name]
+    known = {name for plan in plans for name in (plan.part, plan.name)}
+    if unknown := set(wanted) - known:
+        raise SystemExit(
+            f"--only {', '.join(sorted(unknown))}: there are {', '.join(sorted(known))}"
+        )
+    found = [
+        plan
+        for plan in plans
+        if not wanted or plan.part == "roofs" or {plan.part, plan.name} & set(wanted)
+    ]
+    if sizes == "full":
+        return found
+    small = [replace(plan, model=TINY_MODELS.get(plan.model, "tiny")) for plan in found]
+    once = {plan.name: plan for plan in small if plan.part not in NOT_TINY}
+    return list(once.values())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     default = Path(os.environ.get("OUT", "gpu-benchmark"))
+    work = Path(tempfile.gettempdir()) / "headrace-gpu"
     parser.add_argument("--out", type=Path, default=default, help="folder; default: $OUT")
+    parser.add_argument("--work", type=Path, default=work, help=f"folder; default: {work}")
     parser.add_argument("--budget", type=float, default=560.0, help="seconds for everything")
     parser.add_argument("--check", action="store_true", help="profiles and tests instead")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU")
-    parser.add_argument("--safe", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--part", help=argparse.SUPPRESS)
-    parser.add_argument("--model", help=argparse.SUPPRESS)
+    parser.add_argument("--only", default="", help="parts, or part:model, with commas")
+    parser.add_argument("--baseline", type=Path, help="results.jsonl of an earlier run")
+    parser.add_argument(
+        "--tiny", dest="sizes", action="store_const", const="tiny", help="tiny models on the CPU"
+    )
+    parser.add_argument(
+        "--small", dest="sizes", action="store_const", const="small", help="and on the GPU"
+    )
+    for hidden in ("--part", "--model", "--try", "--sizes"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    sizes = options.sizes or "full"
     if options.part:
-        from gpu_parts import run_part
+        from on_gpu.parts import Part, run_part
 
-        run_part(options.part, options.model, options.out, options.tiny, options.safe)
-    plans = CHECKS if options.check else PLANS
-    sys.exit(1 if measure(options.out, options.tiny, options.budget, plans) else 0)
+        kind = vars(options)["try"]
+        run_part(Part(options.part, options.model, options.out, options.work, kind), sizes)
+    baseline = by_key(read_results(options.baseline)) if options.baseline else {}
+    plans = chosen(CHECKS if options.check else PLANS, options.only, sizes)
+    place = Place(options.out, options.work, sizes)
+    sys.exit(1 if measure(place, options.budget, plans, baseline) else 0)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from gpu_engine import Bench
-from gpu_shapes import SHAPES
 from headrace_engine.engine import Engine
 from headrace_engine.model.cuda_graphs import GraphedModel, Ladder, Run
 from headrace_engine.model.static_batch import StaticBatch
 from headrace_engine.submission import StreamSubmission
+from on_gpu.engine import Bench
+from on_gpu.shapes import SHAPES
 
 CPU = torch.device("cpu")
 CONTEXT = 64

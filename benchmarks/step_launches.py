@@ -20,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpu_shapes import SHAPES
+from compiled.launches import META, decode_metadata, lora_rows, made, record
 from headrace_engine.attention.base import KVSpec
 from headrace_engine.attention.triton import TritonBackend
 from headrace_engine.lora.batch import LoRABatch
@@ -32,7 +32,7 @@ from headrace_engine.model.decoder import Decoder, read_weights
 from headrace_engine.model.random_weights import RandomReader
 from headrace_engine.model.rotary import RotaryTable
 from headrace_engine.model.triton_ops import TritonOps
-from triton_launches import META, decode_metadata, lora_rows, made, record
+from on_gpu.shapes import SHAPES
 
 # What the host would have to wait for, or copy from.
 HOST = ("tensor", "new_tensor", "as_tensor", "from_numpy", "item", "tolist", "cpu", "nonzero")

@@ -1,13 +1,15 @@
 """Compiles every Triton kernel for GPUs that need not be there, and prints what each would take.
 
     PYTHONPATH=engine:common python benchmarks/triton_aot.py [--capability 80 89 90]
-        [--shape 8b ...] [--only TEXT] [--brief] [--candidates] [--json]
+        [--shape 8b ...] [--only TEXT] [--brief] [--candidates] [--dependent]
+        [--loops] [--json]
 
 Of each launch, with the arguments that the engine gives it: registers, spilled bytes, shared
 memory, programs that fit a multiprocessor, asynchronous copies by their bytes and how many groups
-of them are under way while the kernel computes, other loads by their bytes, how it multiplies.
-Exits with 1 where a kernel spills or does not fit; not so for --candidates, which an engine would
-measure on such a device and refuse there.
+of them are under way while the kernel computes, other loads by their bytes, how it multiplies;
+with --loops what an iteration of its loops costs.
+Exits with 1 where a kernel spills much in a loop or does not fit; not so for --candidates, which
+an engine would measure on such a device and refuse there.
 """
 
 import argparse
@@ -18,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,11 +33,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from compiled.hazards import hazards
+from compiled.launches import (
+    KernelLaunch,
+    ModelShape,
+    candidate_launches,
+    dependent_launches,
+    model_launches,
+)
+from compiled.loops import Loop, describe_loop, loops
 from headrace_engine.attention.base import LayerParams
 from headrace_engine.model.config import ExpertsConfig
-from triton_launches import KernelLaunch, ModelShape, candidate_launches, model_launches
 
 POINTERS = {
+    torch.float64: "*fp64",
     torch.float32: "*fp32",
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
@@ -45,6 +56,7 @@ POINTERS = {
     torch.int64: "*i64",
     torch.uint8: "*u8",
     torch.int8: "*i8",
+    torch.int16: "*i16",
 }
 LLAMA_8B = ModelShape()
 QWEN_30B = ModelShape(
@@ -54,6 +66,8 @@ QWEN_30B = ModelShape(
 SHAPES = {
     "8b": LLAMA_8B,
     "8b-fp8": replace(LLAMA_8B, cache_dtype=torch.float8_e4m3fn),
+    "8b-int4": replace(LLAMA_8B, weight_bits=4),
+    "8b-int8": replace(LLAMA_8B, weight_bits=8),
     "1b": ModelShape(hidden=2048, inner=8192, head_dim=64),
     "qwen3": replace(LLAMA_8B, qk_norm=True),
     "gemma2": ModelShape(
@@ -73,13 +87,16 @@ SHAPES = {
     "gemma2-float32": ModelShape(
         heads=8, kv_heads=4, head_dim=256, dtype=torch.float32, params=LayerParams(256**-0.5)
     ),
-    "mixtral": replace(LLAMA_8B, experts=ExpertsConfig(8, 2, 14336, True, None, (True,))),
+    "mixtral": replace(
+        LLAMA_8B, weight_bits=4, experts=ExpertsConfig(8, 2, 14336, True, None, (True,))
+    ),
     "qwen2-moe": ModelShape(
         hidden=3584, inner=18944, heads=28, kv_heads=4,
         experts=ExpertsConfig(64, 8, 2560, False, 20480, (True,)),
     ),
     "qwen3-moe": QWEN_30B,
     "qwen3-moe-fp8": replace(QWEN_30B, cache_dtype=torch.float8_e4m3fn),
+    "qwen3-moe-int4": replace(QWEN_30B, weight_bits=4),
     "qwen3-moe-float32": replace(QWEN_30B, dtype=torch.float32),
 }  # fmt: skip
 
@@ -108,7 +125,8 @@ DEVICES = {
 class Compiled:
     """`spilled` bytes of a thread; `resident` programs of a multiprocessor; `products` as PTX names
     them. `copy_sizes` counts a thread's asynchronous copies by their bytes, and `in_flight` groups
-    of them may be outstanding when a wait is over; `loads` counts the other global loads."""
+    of them may be outstanding when a wait is over; `loads` counts the other global loads.
+    `dependent` may run before its turn, and `hazards` are what it must not do there, or lacks."""
 
     kernel: str
     variant: str
@@ -123,10 +141,16 @@ class Compiled:
     copy_sizes: dict[int, int]
     in_flight: int
     loads: dict[int, int]
+    dependent: bool
+    hazards: list[str]
+    loops: list[Loop]
 
     @property
     def fits(self) -> bool:
-        return self.spilled == 0 and self.resident > 0
+        """What is kept in local memory from before a loop to behind it costs nothing, and one
+        instruction in a hundred little."""
+        spills = any(loop.kinds.get("local", 0) * 100 > loop.instructions for loop in self.loops)
+        return not spills and self.resident > 0 and not self.hazards
 
 
 def compile_launch(launch: KernelLaunch, capability: int) -> Compiled:
@@ -153,6 +177,9 @@ def compile_launch(launch: KernelLaunch, capability: int) -> Compiled:
         copy_sizes=_counts(int(size, 16) for size in copies),
         in_flight=max((int(one, 0) for one in waits), default=0),
         loads=_loads(ptx),
+        dependent="griddepcontrol" in ptx,
+        hazards=hazards(ptx, bool(launch.options.get("launch_pdl"))),
+        loops=loops(binary.asm["cubin"], warps),
     )
 
 
@@ -270,8 +297,19 @@ def line(one: Compiled) -> str:
     )
 
 
+def lines(one: Compiled, with_loops: bool) -> str:
+    found = [f"    {describe_loop(loop)}" for loop in one.loops] if with_loops else []
+    return "\n".join([line(one), *found])
+
+
 def _shown(sizes: dict[int, int]) -> str:
     return " ".join(f"{size}:{count}" for size, count in sizes.items())
+
+
+def _launches(wanted: argparse.Namespace) -> Callable[[int, ModelShape], list[KernelLaunch]]:
+    if wanted.dependent:
+        return dependent_launches
+    return candidate_launches if wanted.candidates else model_launches
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -285,6 +323,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--candidates", action="store_true", help="what is measured at warm-up, beside the tables"
     )
+    parser.add_argument(
+        "--dependent", action="store_true", help="what may be launched before its turn, for 90"
+    )
+    parser.add_argument("--loops", action="store_true", help="what their loops cost")
     parser.add_argument("--json", action="store_true", help="an object for each kernel")
     wanted = parser.parse_args(arguments)
     if not wanted.json:
@@ -294,12 +336,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not wanted.json:
             print(f"\n{name}\n{HEADER}")
         for capability in wanted.capability:
-            make = candidate_launches if wanted.candidates else model_launches
-            launches = make(capability, SHAPES[name])
+            launches = _launches(wanted)(capability, SHAPES[name])
             for one in compile_launches(capability, launches, wanted.only, wanted.brief):
                 unfit += not one.fits and not wanted.candidates
                 found = {"shape": name, **asdict(one)}
-                print(json.dumps(found) if wanted.json else line(one), flush=True)
+                shown = json.dumps(found) if wanted.json else lines(one, wanted.loops)
+                print(shown, flush=True)
     return 1 if unfit else 0
 
 

@@ -64,8 +64,11 @@ def _json_object(text: str) -> dict[str, Any] | None:
 
 
 def _summary(fields: dict[str, Any]) -> str:
-    """`message key=value ...` on one line."""
-    extra = (f"{key}={value}" for key, value in fields.items() if key not in _HIDDEN)
+    """`message key=value ...` on one line. A cause that the error tells already is left out."""
+    hidden = _HIDDEN
+    if "error" in fields and str(fields.get("exception.message")) in str(fields["error"]):
+        hidden |= {"exception.type", "exception.message"}
+    extra = (f"{key}={value}" for key, value in fields.items() if key not in hidden)
     text = " ".join((fields["message"], *extra))
     return " ".join(text.split())[:_MAX_SUMMARY_CHARS]
 

@@ -30,6 +30,13 @@ app.add_typer(keys_commands.app)
 app.add_typer(queue_commands.app)
 app.add_typer(debug_commands.app)
 
+_UP = "`headrace up --model MODEL` serves a model"
+_ELSEWHERE = {
+    "serve": _UP,
+    "run": _UP,
+    "start": _UP,
+    "operator": "`python -m headrace_operator` runs the operator",
+}
 _PASS_THROUGH = {
     "allow_extra_args": True,
     "ignore_unknown_options": True,
@@ -40,10 +47,17 @@ _PASS_THROUGH = {
 def main() -> None:
     """Entry point. Errors that a person can mend are one message and exit code 1 (usage: 2)."""
     try:
+        _check_command(sys.argv[1:])
         app()
     except CliError as error:
         Console(stderr=True).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
         sys.exit(2 if isinstance(error, UsageError) else 1)
+
+
+def _check_command(arguments: list[str]) -> None:
+    """Raises UsageError for a command by the name that it has elsewhere."""
+    if arguments and (remedy := _ELSEWHERE.get(arguments[0])):
+        raise UsageError(f"there is no command {arguments[0]!r}", remedy)
 
 
 def _print_version(wanted: bool) -> None:
@@ -61,7 +75,7 @@ def options(
     """Options before the command."""
 
 
-@app.command(context_settings={"allow_extra_args": True})
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def up(
     context: typer.Context,
     model: Annotated[
@@ -83,7 +97,8 @@ def up(
         float, typer.Option(min=0, help="Seconds that running requests get at the end.")
     ] = 30.0,
 ) -> None:
-    """Serve a model on this machine: queue, engines and gateways. Engine flags go after `--`."""
+    """Serve a model on this machine: queue, engines and gateways. Flags of `headrace engine` are
+    passed on to the engines."""
     import asyncio
 
     _need("engine", "torch", "transformers")
@@ -103,7 +118,7 @@ def up(
         engines=engines,
         gateways=gateways,
         drain_timeout=drain_timeout,
-        engine_args=checked_engine_args(context.args),
+        engine_args=checked_engine_args(context.args, _flags_of(context)),
     )
     refuse_unusable(model)
 
@@ -113,6 +128,10 @@ def up(
     with DataDir(data_dir) as data, TerminalReport(Console()) as report:
         code = asyncio.run(run(report, data))
     raise typer.Exit(code)
+
+
+def _flags_of(context: typer.Context) -> list[str]:
+    return [flag for parameter in context.command.params for flag in parameter.opts]
 
 
 @app.command(context_settings=_PASS_THROUGH)

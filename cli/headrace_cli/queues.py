@@ -177,13 +177,17 @@ def cancel_waiting(desk: Desk, model: str | None) -> None:
 async def _queue(admin: QueueAdmin, model: str | None) -> tuple[str, int]:
     """A model and the shards of its queue; the only model, where none is named.
 
-    Raises UsageError where there are none or several to choose from.
+    Raises UsageError where there are none, not this one, or several to choose from.
     """
     known = await admin.models()
-    if model is not None:
-        return model, known.get(model, 1)
     if not known:
-        raise UsageError("there is no queue of any model", "name one with --model")
+        raise UsageError("there is no queue of any model", "is this the Redis that engines use?")
+    if model is not None:
+        if model not in known:
+            raise UsageError(
+                f"there is no queue of {model}", f"there is {', '.join(sorted(known))}"
+            )
+        return model, known[model]
     if len(known) > 1:
         raise UsageError("there are several models", f"add --model, of {', '.join(sorted(known))}")
     (only,) = known.items()

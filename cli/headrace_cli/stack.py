@@ -1,8 +1,9 @@
 """Which processes `up` runs and with what settings; pure: nothing is started or read here."""
 
+import difflib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headrace_common.checkpoint import DEMO_MODEL, default_name
@@ -25,6 +26,7 @@ _OWN_FLAGS = {
     "--metrics-fd": _CHOSEN,
     "--log-format": _CHOSEN,
 }
+_SLIP = 0.8  # so alike are two flags of which one is meant
 _ADAPTERS = "--lora-modules"
 _THREADS = "HEADRACE_ENGINE_THREADS"
 _RANKS = "HEADRACE_ENGINE_TENSOR_PARALLEL_SIZE"
@@ -92,13 +94,21 @@ class Placement:
         return max(1, int(found)) if found.isdecimal() else 1
 
 
-def checked_engine_args(args: Sequence[str]) -> tuple[str, ...]:
-    """What stands behind `--`. Raises UsageError for what `up` has to know or to choose itself."""
+def checked_engine_args(args: Sequence[str], own: Iterable[str] = ()) -> tuple[str, ...]:
+    """What goes to the engines; `own` are the flags of `up` itself.
+
+    Raises UsageError for what `up` has to know or to choose itself, and what looks like a slip in
+    one of its flags. Other flags that there are not the engines will refuse.
+    """
     if args and not args[0].startswith("-"):
         raise UsageError(f"unexpected argument {args[0]!r}", "a model is given with --model")
     for arg in args:
-        if (flag := arg.partition("=")[0]) in _OWN_FLAGS:
+        flag = arg.partition("=")[0]
+        if flag in _OWN_FLAGS:
             raise UsageError(f"{flag} cannot be given to the engines", _OWN_FLAGS[flag])
+        close = difflib.get_close_matches(flag, own, n=1, cutoff=_SLIP)
+        if close and flag.startswith("--"):
+            raise UsageError(f"there is no flag {flag}", f"did you mean {close[0]}?")
     return tuple(args)
 
 

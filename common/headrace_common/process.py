@@ -23,6 +23,8 @@ EXIT_UNAVAILABLE = os.EX_UNAVAILABLE  # Redis may be there next time
 # Named like settings: `headrace debug` reads the first, Kubernetes makes the others for Services.
 _OF_OTHERS = re.compile(r".*_(METRICS_URL|SERVICE_(HOST|PORT).*|PORT_\d+_(TCP|UDP).*)")
 
+_OF_ARGUMENTS = "error parsing CLI: "
+
 _log = logging.getLogger(__name__)
 
 
@@ -46,12 +48,12 @@ def read_settings(kind: type[S], program: str, arguments: list[str] | None) -> S
     logged: it has no effect, and whoever set it may think that it has.
     """
     try:
-        settings: S = CliApp.run(kind, cli_args=arguments)
+        settings: S = CliApp.run(kind, cli_args=arguments, cli_exit_on_error=False)
         logs.configure(settings.log_level, settings.log_format)
     except ValidationError as error:
         problems = [f"{_path(problem['loc'])}: {problem['msg']}" for problem in error.errors()]
     except (SettingsError, SettingsSourceError) as error:
-        problems = [str(error)]
+        problems = [_plain(str(error), program)]
     else:
         for variable, meant in _no_settings(kind, os.environ):
             _log.warning("no such setting", extra={"variable": variable, "meant": meant})
@@ -71,6 +73,12 @@ def _no_settings(kind: object, environ: Mapping[str, str]) -> Iterator[tuple[str
         ours = bool(prefix) and name.startswith(prefix.upper())
         if ours and name not in known and not _OF_OTHERS.fullmatch(name):
             yield variable, next(iter(get_close_matches(name, known, n=1, cutoff=0.9)), None)
+
+
+def _plain(problem: str, program: str) -> str:
+    """What is wrong with a command line, without its whole grammar."""
+    fault = problem.removeprefix(_OF_ARGUMENTS)
+    return problem if fault == problem else f"{fault} (see `{program} --help`)"
 
 
 def _path(location: tuple[int | str, ...]) -> str:

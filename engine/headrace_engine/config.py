@@ -38,8 +38,8 @@ class EngineConfig:
     seconds that a step should take at most while sequences decode, whatever prompts wait.
     `model_implementation`: `auto` is native where the architecture has a native path, else
     transformers. `quantization` int8 keeps the weights of linear layers in 8 bits, a scale for each
-    output; native models on CPUs have it. A quantised checkpoint is found by its config.json; its
-    name here refuses all others. `task` auto is
+    output; models on CPUs and native ones on GPUs have it. A quantised checkpoint is found by its
+    config.json; its name here refuses all others. `task` auto is
     embed for checkpoints that were saved to embed, else generate; `pooler_config` (pooling_type,
     normalize, matryoshka_dimensions) replaces what such a checkpoint says. `lora_modules` are
     folders of LoRA adapters by name: up to `max_loras` of them run at once, of ranks up to
@@ -109,12 +109,11 @@ class EngineConfig:
             )
 
     def _check_parallel(self) -> None:
-        for name in ("enable_lora", "deterministic"):
-            if getattr(self, name) and self.tensor_parallel_size > 1:
-                raise ConfigError(
-                    f"{name} is for one process, and tensor_parallel_size is "
-                    f"{self.tensor_parallel_size}: use 1, or switch {name} off"
-                )
+        if self.deterministic and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                "deterministic is for one process, and tensor_parallel_size is "
+                f"{self.tensor_parallel_size}: use 1, or switch deterministic off"
+            )
 
     def _check_lora(self) -> None:
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:

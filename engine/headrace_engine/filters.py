@@ -27,7 +27,7 @@ def thresholds(scaled: torch.Tensor, params: Rows[SamplingParams]) -> torch.Tens
 
     scaled is float32 [R, V], divided by the temperature and with a maximum of 0 in each row.
     """
-    lowest = np.array([_min_p(one) for one in params], dtype=np.float32)
+    lowest = np.array([least_logit(one) for one in params], dtype=np.float32)
     vocab = scaled.shape[1]
     ranked = [row for row, one in enumerate(params) if 0 < one.top_k < vocab or one.top_p < 1.0]
     if not ranked and bool(np.isneginf(lowest).all()):
@@ -70,7 +70,8 @@ def _search(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
 
 
-def _min_p(params: SamplingParams) -> float:
+def least_logit(params: SamplingParams) -> float:
+    """The least scaled logit that min_p leaves."""
     return math.log(params.min_p) if params.min_p > 0.0 else -math.inf
 
 

@@ -13,6 +13,7 @@ from .config import EngineConfig
 from .kv_budget import count_host_blocks
 from .placement import PeerRanks
 from .plan import StepPlan
+from .timing import Times, begin_times
 
 
 class HostPool:
@@ -37,18 +38,19 @@ class HostPool:
             peers.reserve_host(self.num_blocks)
         self._host = tuple(host_blocks(cache, self.num_blocks) for cache in caches)
 
-    def swap(self, plan: StepPlan) -> float:
-        """Makes the plan's copies out, then those in; returns the seconds that they took."""
+    def swap(self, plan: StepPlan) -> Times | None:
+        """Makes the plan's copies out, then those in, in the order of the device's stream; how long
+        they take, or None where there are none. Does not wait for a GPU."""
         if not plan.swap_out and not plan.swap_in:
-            return 0.0
-        begun = perf_counter()
+            return None
+        times = begin_times(self._device, perf_counter)
         if self._peers is not None:
             self._peers.swap(plan.swap_out, plan.swap_in)
         for cache, host in zip(self._caches, self._host, strict=True):
             move_blocks(cache, host, plan.swap_out)
             move_blocks(host, cache, plan.swap_in)
-        self.synchronize()
-        return perf_counter() - begun
+        times.end()
+        return times
 
     def synchronize(self) -> None:
         """Waits for the device, so that what is timed is over."""

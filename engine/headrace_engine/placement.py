@@ -18,7 +18,9 @@ from .config import EngineConfig
 from .errors import ConfigError
 from .kernels.ops import make_ops
 from .kv_budget import Profile, count_blocks
+from .lora.adapter import AdapterWeights
 from .lora.batch import OwnLoRA
+from .lora.shapes import AdaptableModel, LayerShapes
 from .model.base import CausalModel
 from .model.checkpoint import Checkpoint, load_checkpoint
 from .model.encoder_families import encoder_family
@@ -57,6 +59,14 @@ class PeerRanks(Protocol):
         self, swap_out: Sequence[tuple[int, int]], swap_in: Sequence[tuple[int, int]]
     ) -> None: ...
 
+    def make_room(self, experts: bool) -> None:
+        """For adapters; also for those that change the experts of mixtures, or not."""
+
+    def put_adapter(
+        self, slot: int, shapes: Sequence[LayerShapes], weights: AdapterWeights
+    ) -> None:
+        """Writes what each one holds of an adapter into a slot of its own."""
+
     def smallest(
         self,
         count: Callable[[Profile], int],
@@ -75,7 +85,7 @@ class PeerRanks(Protocol):
 @dataclass(frozen=True, slots=True)
 class PlacedModel:
     """`peers` have the other parts of the model; None: it is all here. `cache_dtype` is what KV is
-    kept in; None: `dtype`."""
+    kept in; None: `dtype`. `lora_shapes` is what adapters may change; None: nothing."""
 
     model: CausalModel
     attention: AttentionBackend
@@ -88,6 +98,7 @@ class PlacedModel:
     pooler_config: PoolerConfig | None = None
     peers: PeerRanks | None = None
     cache_dtype: torch.dtype | None = None
+    lora_shapes: tuple[LayerShapes, ...] | None = None
 
     def allocate(self, num_blocks: int, block_size: int) -> tuple[LayerCache, ...]:
         """Zeroed KV memory, one entry a layer."""
@@ -191,6 +202,7 @@ def place_model(config: EngineConfig, shard: Shard | None = None) -> PlacedModel
         sliding_window=loaded.sliding_window,
         pooler_config=pooler_config,
         cache_dtype=stored,
+        lora_shapes=_lora_shapes(config, loaded.model),
     )
     if _is_tuned(config, placed):
         from .tuning.start import tune  # needs Triton
@@ -210,6 +222,17 @@ def _check_adapters(config: EngineConfig, ops: Ops) -> None:
             "enable_lora and deterministic go together with Triton's kernels on GPUs only: leave "
             "one out"
         )
+
+
+def _lora_shapes(config: EngineConfig, model: CausalModel) -> tuple[LayerShapes, ...] | None:
+    if isinstance(model, AdaptableModel):
+        return model.lora_shapes
+    if config.enable_lora:
+        raise ConfigError(
+            "enable_lora needs the native implementation of a model that makes text: see "
+            "model_implementation and docs/lora.md"
+        )
+    return None
 
 
 def _pooler_config(config: EngineConfig, checkpoint: Checkpoint) -> PoolerConfig | None:

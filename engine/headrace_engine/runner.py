@@ -18,14 +18,14 @@ from .chaining import Links, link
 from .config import EngineConfig
 from .distributed.placing import place
 from .distributed.process import Launcher, RankProcess
+from .drawing import make_draw
 from .errors import ConfigError
 from .host_pool import HostPool
 from .logprobs import score_prompts
 from .lora.adapters import Adapters
-from .lora.batch import StaticLoRA
 from .lora.runtime import ANY, LoRARuntime
 from .model.base import CausalModel, ForwardBatch
-from .model.cuda_graphs import graph_bytes, with_graphs
+from .model.cuda_graphs import Decodes, graph_bytes, with_graphs
 from .placement import PeerRanks
 from .plan import PendingStep, SampleRow, ScheduledSequence, StepPlan, StepResult
 from .pooling import Pooler
@@ -66,8 +66,8 @@ class ModelRunner:
         self.block_size = config.block_size
         self.pooler_config = placed.pooler_config
         self._pooler = None if placed.pooler_config is None else Pooler(placed.pooler_config)
-        one_by_one = config.deterministic and placed.device.type == "cuda"
-        self._sampler = Sampler(self.eos_token_ids, placed.ops, one_by_one=one_by_one)
+        draw = make_draw(placed.device, deterministic=config.deterministic)
+        self._sampler = Sampler(self.eos_token_ids, placed.ops, draw)
         self._draft = draft
         self._config = config
         self._transfer = Transfer(placed.device)
@@ -153,7 +153,7 @@ class ModelRunner:
         plan, batch = step.plan, step.batch
         with torch.inference_mode():
             if self.host_pool is not None:
-                step.swap_seconds = self.host_pool.swap(plan)
+                step.swapping = self.host_pool.swap(plan)
             if plan.copies:
                 self._placed.copy_blocks(self._caches, plan.copies)
             step.take_inputs()
@@ -193,14 +193,7 @@ class ModelRunner:
             with torch.inference_mode():
                 self._lora.warm_up()
         if self._caches:  # an encoder has none, and decodes nothing
-            self._model = with_graphs(
-                self._model,
-                self._attention,
-                self._caches,
-                self._config,
-                self.max_model_len,
-                self._static_lora,
-            )
+            self._model = with_graphs(self._decodes)
         if self._draft is not None:
             plan = _dummy_plan(1, 1, self.block_size, num_blocks=1)
             self._draft.execute(plan, (SampleRow(plan.scheduled[0].sequence),))
@@ -242,21 +235,14 @@ class ModelRunner:
         return graphs
 
     def _graph_bytes(self) -> int:
-        if not self._caches:  # an encoder
-            return 0
-        return graph_bytes(
-            self._model,
-            self._attention,
-            self._caches,
-            self._config,
-            self.max_model_len,
-            self._static_lora,
-        )
+        return graph_bytes(self._decodes) if self._caches else 0  # an encoder has none
 
     @property
-    def _static_lora(self) -> StaticLoRA | None:
-        """Where recorded steps find the adapters of their rows."""
-        return None if self._lora is None else self._lora.static
+    def _decodes(self) -> Decodes:
+        lora = None if self._lora is None else self._lora.static
+        return Decodes(
+            self._model, self._attention, self._caches, self._config, self.max_model_len, lora
+        )
 
     def _allocate(self, num_blocks: int) -> tuple[LayerCache, ...]:
         return self._placed.allocate(num_blocks, self.block_size)

@@ -10,7 +10,7 @@ import torch
 
 from .logprobs import LogprobEntries
 from .outputs import SampledToken, TokenLogprobs
-from .transfer import to_host
+from .transfer import all_to_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,8 @@ class SampledRows:
     def to_host(self) -> "SampledRows":
         """Begins to copy all of it; to be read when the device is through with that."""
         entries = None if self.entries is None else self.entries.to_host()
-        return SampledRows(to_host(self.tokens), to_host(self.best), self.asked, entries)
+        tokens, best = all_to_host((self.tokens, self.best))
+        return SampledRows(tokens, best, self.asked, entries)
 
     def read(self) -> tuple[SampledToken | None, ...]:
         """One token a row, None for a broken one."""

@@ -4,15 +4,12 @@ A row's token depends on its own logits, its own parameters and its own random n
 other rows. Greedy rows without options cost one argmax.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence as Rows
 
 import numpy as np
 import torch
 
-from headrace_common.sampling import SamplingParams
-
-from .filters import draw, thresholds
+from .drawing import Draw, draw_together
 from .logits import adjust, wants_adjusting
 from .logprobs import LogprobEntries, find_logprobs, log_softmax
 from .model.ops import Ops
@@ -22,19 +19,14 @@ from .randomness import uniforms
 from .sampled import SampledRows
 from .transfer import to_device
 
-# (scaled logits [R, V], parameters, uniform numbers [R]) to token ids int64 [R]
-Draw = Callable[[torch.Tensor, Rows[SamplingParams], torch.Tensor], torch.Tensor]
-
 
 class Sampler:
-    """`one_by_one` draws each row by itself, where sums over some rows at once would round a row's
-    by which others there are: on CUDA devices."""
+    def __init__(self, eos_token_ids: frozenset[int], ops: Ops, draw: Draw = draw_together) -> None:
+        self._eos_token_ids, self._ops, self._draw = eos_token_ids, ops, draw
 
-    def __init__(
-        self, eos_token_ids: frozenset[int], ops: Ops, *, one_by_one: bool = False
-    ) -> None:
-        self._eos_token_ids, self._ops = eos_token_ids, ops
-        self._draw = _draw_one_by_one if one_by_one else _draw
+    def ending_at(self, eos_token_ids: frozenset[int]) -> "Sampler":
+        """The same with other end tokens."""
+        return Sampler(eos_token_ids, self._ops, self._draw)
 
     def sample(
         self, logits: torch.Tensor, rows: Rows[SampleRow]
@@ -91,23 +83,6 @@ def _neutralise_broken(scaled: torch.Tensor, highest: torch.Tensor) -> None:
     broken = ~torch.isfinite(highest)
     if scaled.device.type != "cpu" or broken.any():  # a GPU is not asked, but just told
         scaled.masked_fill_(broken[:, None], 0.0)
-
-
-def _draw(
-    scaled: torch.Tensor, params: Rows[SamplingParams], numbers: torch.Tensor
-) -> torch.Tensor:
-    return draw(scaled, thresholds(scaled, params), numbers)
-
-
-def _draw_one_by_one(
-    scaled: torch.Tensor, params: Rows[SamplingParams], numbers: torch.Tensor
-) -> torch.Tensor:
-    return torch.cat(
-        [
-            _draw(scaled[row : row + 1], [one], numbers[row : row + 1])
-            for row, one in enumerate(params)
-        ]
-    )
 
 
 def _logprob_rows(rows: Rows[SampleRow]) -> list[int]:

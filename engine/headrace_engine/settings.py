@@ -50,7 +50,7 @@ class EngineSettings(BaseSettings):
     dtype: DType = Field("auto", description="auto takes the checkpoint's")
     quantization: Quantization = Field(
         "none",
-        description="int8 keeps linear layers in 8 bits, for native models on CPUs; fp8 in 8-bit "
+        description="int8 keeps linear layers in 8 bits, on GPUs for native models; fp8 in 8-bit "
         "floats; gptq, awq or compressed-tensors refuse checkpoints that are not; docs/models.md",
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
@@ -173,7 +173,9 @@ class EngineSettings(BaseSettings):
         description="listening socket for them passed by the parent, instead of host and port",
     )
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR")
-    log_format: Literal["json", "text"] = Field("json", description="json lines, or text to read")
+    log_format: Literal["auto", "json", "text"] = Field(
+        "auto", description="json lines, or text to read; auto: text on a terminal"
+    )
 
     @model_validator(mode="after")
     def _adapters_have_names(self) -> "EngineSettings":

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -18,6 +18,7 @@ from .outputs import SampledToken, TokenLogprobs
 from .plan import PendingStep, SampleRow, StepPlan, StepResult
 from .sampled import SampledRows
 from .speculation.acceptance import group
+from .timing import Times, begin_times
 
 Mark = Callable[[], None]
 
@@ -37,7 +38,7 @@ class Step:
     sampled: SampledRows | None = None
     scored: tuple[tuple[TokenLogprobs, ...], ...] = ()
     embeddings: tuple[bytes | None, ...] = ()
-    swap_seconds: float = 0.0
+    swapping: Times | None = None
     # Waits until what was sampled is on the host.
     arrive: Mark | None = None
     _host: SampledRows | None = None
@@ -68,11 +69,16 @@ class Step:
         if self.sampled is not None:
             self._host = self.sampled.to_host()
 
+    def wait(self) -> None:
+        """Until what was sampled is on the host."""
+        arrive, self.arrive = self.arrive, None
+        if arrive is not None:
+            arrive()
+
     def tokens(self) -> tuple[SampledToken | None, ...]:
         """What was sampled, row by row; waits for it."""
         if self._tokens is None:
-            if self.arrive is not None:
-                self.arrive()
+            self.wait()
             host = self._host or self.sampled
             self._tokens = () if host is None else host.read()
         return self._tokens
@@ -85,9 +91,15 @@ class Step:
             group(drafts, tokens) if tokens else (),
             self.embeddings,
             seconds,
-            self.swap_seconds,
+            self._swap_seconds(),
             self.scored,
         )
+
+    def _swap_seconds(self) -> float:
+        if self.swapping is None:
+            return 0.0
+        self.swapping.wait()
+        return self.swapping.seconds()
 
 
 Launch = Callable[[Step], None]
@@ -130,7 +142,7 @@ class StreamSubmission:
         self._clock = clock
 
     def submit(self, step: Step, launch: Launch) -> PendingStep:
-        times: _Times = _CudaTimes() if self._device.type == "cuda" else _HostTimes(self._clock)
+        times = begin_times(self._device, self._clock)
         launch(step)
         step.send()
         times.end()
@@ -143,56 +155,11 @@ def make_submission(device: torch.device, clock: Callable[[], float]) -> Submiss
     return StreamSubmission(device) if device.type == "cuda" else ThreadSubmission(clock)
 
 
-class _Times(Protocol):
-    """When a step begins and ends on its device."""
-
-    def end(self) -> None: ...
-
-    def wait(self) -> None: ...
-
-    def seconds(self) -> float: ...
-
-
-class _CudaTimes:
-    """A step begins when the device is through with the one before."""
-
-    def __init__(self) -> None:
-        make_event: Any = torch.cuda.Event  # has no annotations
-        self._begun, self._ended = make_event(enable_timing=True), make_event(enable_timing=True)
-        self._begun.record()
-
-    def end(self) -> None:
-        self._ended.record()
-
-    def wait(self) -> None:
-        self._ended.synchronize()
-
-    def seconds(self) -> float:
-        return float(self._begun.elapsed_time(self._ended)) / 1000.0
-
-
-class _HostTimes:
-    """Of a device that is through with a step when its launch returns."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._begun = self._ended = clock()
-
-    def end(self) -> None:
-        self._ended = self._clock()
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
-
-    def seconds(self) -> float:
-        return self._ended - self._begun
-
-
 @dataclass(frozen=True, slots=True)
 class _LaunchedStep:
     step: Step
-    times: _Times
+    times: Times
 
     def result(self) -> StepResult:
-        self.times.wait()
+        self.step.wait()
         return self.step.result(self.times.seconds())

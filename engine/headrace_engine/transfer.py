@@ -88,3 +88,35 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return copied.copy_(tensor, non_blocking=True)
+
+
+def all_to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """As to_host; tensors that fill one piece of memory together in one copy."""
+    whole = together(tensors)
+    if tensors[0].device.type == "cpu" or whole is None:
+        return [to_host(one) for one in tensors]
+    return apart(to_host(whole), tensors)
+
+
+def together(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The bytes of the memory that the tensors fill; None where they lie elsewhere, or others do
+    there, too."""
+    storage = tensors[0].untyped_storage()
+    size = sum(one.nbytes for one in tensors)
+    if size != storage.nbytes() or not all(_dense_in(storage, one) for one in tensors):
+        return None
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def apart(whole: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of `whole` as the tensors lie in the memory that it is a copy of."""
+    found: list[torch.Tensor] = []
+    for one in tensors:
+        begin = one.storage_offset() * one.element_size()
+        found.append(whole[begin : begin + one.nbytes].view(one.dtype).view(one.shape))
+    return found
+
+
+def _dense_in(storage: torch.UntypedStorage, tensor: torch.Tensor) -> bool:
+    inside = tensor.untyped_storage().data_ptr() == storage.data_ptr()
+    return inside and tensor.is_contiguous()

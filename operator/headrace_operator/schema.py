@@ -77,14 +77,13 @@ def _column(name: str, kind: str, path: str) -> Schema:
 
 
 def _root() -> Schema:
-    text = {"type": "string"}
     return {
         "type": "object",
         "description": "One served model: its weights, its engines, and how many of them run.",
         "required": ["spec"],
         "properties": {
-            "apiVersion": text,
-            "kind": text,
+            "apiVersion": _text("Version of this schema."),
+            "kind": _text("ModelService."),
             "metadata": {"type": "object"},
             "spec": spec_schema(),
             "status": status_schema(),
@@ -105,6 +104,7 @@ def spec_schema() -> Schema:
     raw = ModelServiceSpec.model_json_schema()
     schema = _structural(raw, raw.get("$defs", {}))
     _add_rules(schema, ModelServiceSpec)
+    schema["description"] = "What is to be served, and how."
     schema["properties"]["replicas"]["default"] = 1  # the scale subresource needs a value
     return schema
 
@@ -185,49 +185,78 @@ def _children(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
 
 def status_schema() -> Schema:
     """The schema of `status`; written by status.py alone."""
-    number, text = {"type": "integer"}, {"type": "string"}
-    time = {"type": "string", "format": "date-time"}
-    return {
-        "type": "object",
-        "properties": {
-            "observedGeneration": number,
-            "model": text,
-            "selector": text,
-            "replicas": number,
-            "readyReplicas": number,
-            "desiredReplicas": number,
-            "canaryReplicas": number,
-            "backlog": number,
-            "lastDecision": {
-                "type": "object",
-                "properties": {"time": time, "replicas": number, "reason": text, "message": text},
-            },
+    return _object(
+        "What the operator has found and done. It alone writes this.",
+        {
+            "observedGeneration": _number("Generation of the spec that this is about."),
+            "model": _text("Name under which clients ask for the model."),
+            "selector": _text("Labels of the engines' pods, for autoscalers."),
+            "replicas": _number("Engines that there are, ready or not, canaries left out."),
+            "readyReplicas": _number("Those of them that take requests."),
+            "desiredReplicas": _number("Engines that there should be."),
+            "canaryReplicas": _number("Engines of the canary that there are."),
+            "backlog": _number("Requests that wait for an engine; absent where that is not known."),
+            "lastDecision": _object(
+                "The last decision about desiredReplicas.",
+                {
+                    "time": _time("Since when it is this one, for this reason."),
+                    "replicas": _number("Engines that there should be."),
+                    "reason": _text("Why, in one word."),
+                    "message": _text("Why, with the figures."),
+                },
+            ),
             "draining": {
                 "type": "array",
-                "items": {
-                    "type": "object",
-                    "properties": {"pod": text, "engine": text, "since": time},
-                },
-            },
-            "conditions": {
-                "type": "array",
-                "x-kubernetes-list-type": "map",
-                "x-kubernetes-list-map-keys": ["type"],
-                "items": {
-                    "type": "object",
-                    "required": ["type", "status", "reason", "lastTransitionTime"],
-                    "properties": {
-                        "type": text,
-                        "status": {"type": "string", "enum": ["True", "False", "Unknown"]},
-                        "reason": text,
-                        "message": text,
-                        "observedGeneration": number,
-                        "lastTransitionTime": time,
+                "description": "Engines that take nothing new, and go when they have finished.",
+                "items": _object(
+                    "One of them.",
+                    {
+                        "pod": _text("Its pod."),
+                        "engine": _text("Its id in the queue."),
+                        "since": _time("Since when."),
                     },
-                },
+                ),
             },
+            "conditions": _conditions(),
         },
+    )
+
+
+def _conditions() -> Schema:
+    one = _object(
+        "One condition, as everywhere in Kubernetes.",
+        {
+            "type": _text("Ready, Progressing, Degraded, ScalingActive or ScalingLimited."),
+            "status": {**_text("Whether it holds."), "enum": ["True", "False", "Unknown"]},
+            "reason": _text("Why, in one word."),
+            "message": _text("Why, for people."),
+            "observedGeneration": _number("Generation of the spec that it is about."),
+            "lastTransitionTime": _time("Since when the status is what it is."),
+        },
+    )
+    return {
+        "type": "array",
+        "description": "What holds and what does not, and why.",
+        "x-kubernetes-list-type": "map",
+        "x-kubernetes-list-map-keys": ["type"],
+        "items": {**one, "required": ["type", "status", "reason", "lastTransitionTime"]},
     }
+
+
+def _object(description: str, properties: Schema) -> Schema:
+    return {"type": "object", "description": description, "properties": properties}
+
+
+def _number(description: str) -> Schema:
+    return {"type": "integer", "description": description}
+
+
+def _text(description: str) -> Schema:
+    return {"type": "string", "description": description}
+
+
+def _time(description: str) -> Schema:
+    return {**_text(description), "format": "date-time"}
 
 
 class _Plain(yaml.SafeDumper):

@@ -120,8 +120,6 @@ def _check_references(spec: ModelServiceSpec) -> None:
     if spec.scaling.mode == "keda" and spec.scaling.prometheus_url is None:
         raise InvalidSpec("spec.scaling.prometheusUrl", spec.cel[1][1])
     size = spec.engine.tensor_parallel_size
-    if size > 1 and spec.lora is not None:
-        raise InvalidSpec("spec.lora", "engines with a tensorParallelSize above 1 have no adapters")
     if size > MAX_TENSOR_PARALLEL_SIZE:
         raise InvalidSpec(
             "spec.engine.tensorParallelSize",

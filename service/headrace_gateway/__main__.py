@@ -79,7 +79,7 @@ async def serve(
         shards=engines.shards,
     )
     discovery = _discovery(settings, static, connection)
-    served = Models(static, discovery)
+    served = Models(static, discovery, aliases=settings.model_aliases)
     api_keys = None if settings.api_keys_file is None else KeyFile(settings.api_keys_file)
     liveness = _liveness(client, discovery, api_keys)
     measures = telemetry.setup(

@@ -8,6 +8,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Discriminator,
+    Field,
     StrictBool,
     StrictStr,
     StringConstraints,
@@ -48,7 +49,7 @@ def nothing_but(kind: str, reason: str) -> BeforeValidator:
 def _form(value: object) -> str:
     if isinstance(value, list):
         return "list"
-    return "dict" if isinstance(value, dict) else "str"
+    return "dict" if isinstance(value, dict | BaseModel) else "str"
 
 
 # Of a union's branches with these tags the one is checked that was sent, so that its faults are
@@ -66,15 +67,33 @@ def _off(value: bool) -> bool:
 Off = Annotated[
     StrictBool, AfterValidator(_off), WithJsonSchema({"type": "boolean", "const": False})
 ]
+
+
+def only(*neutral: Any, reason: str) -> tuple[BeforeValidator, WithJsonSchema]:
+    """For a field that is elsewhere: it may have these values, which change nothing, or be null."""
+
+    def check(value: object) -> object:
+        if any(type(value) is type(each) and value == each for each in (None, *neutral)):
+            return value
+        raise PydanticCustomError(
+            UNSUPPORTED_KIND, "is not supported: {reason}", {"reason": reason}
+        )
+
+    return BeforeValidator(check), WithJsonSchema({"enum": [None, *neutral]})
+
+
 NO_MEDIA = "this server reads text only"
 NO_SERVER_TOOLS = "this server runs no tools itself; give functions, and run them where you are"
-
-NO_SUCH_CHOICE = "it is none, auto, required or a function by name"
+NO_TOOL_SEARCH = "there is no search for tools: give those that the model may call now"
+NO_SUCH_CHOICE = "it is none, auto, required, a function by name, or allowed_tools"
 
 
 class TextPart(Body):
+    """`prompt_cache_breakpoint` changes nothing: prompts are cached by their content."""
+
     type: Annotated[Literal["text"], nothing_but("text", NO_MEDIA)]
     text: StrictStr
+    prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
 class FunctionCall(Body):
@@ -94,7 +113,10 @@ Content = Annotated[
 
 
 class Message(Body):
-    """One message of a chat, as it was said by whoever or answered by a model before."""
+    """One message of a chat, as it was said by whoever or answered by a model before.
+
+    `refusal` is what another server's model said instead of an answer.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -103,6 +125,9 @@ class Message(Body):
     reasoning: StrictStr | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: StrictStr | None = None
+    refusal: StrictStr | None = None
+    audio: Annotated[Any, *only(reason=NO_MEDIA)] = None
+    function_call: Annotated[Any, *only(reason="use tool_calls")] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -119,8 +144,8 @@ class Message(Body):
     @model_validator(mode="after")
     def _says_something(self) -> "Message":
         """An answer that `max_tokens` cut off may be reasoning alone, and comes back so."""
-        reasoning = self.reasoning_content or self.reasoning
-        if self.content is None and self.tool_calls is None and not reasoning:
+        others = self.reasoning_content or self.reasoning or self.refusal
+        if self.content is None and self.tool_calls is None and not others:
             raise ValueError("a message needs content")
         return self
 
@@ -139,6 +164,15 @@ class Tool(Body):
     function: FunctionDefinition
 
 
+def _choice_form(value: object) -> str:
+    """Of what was sent, or of what was read from it."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "allowed" if kind == "allowed_tools" else _form(value)
+
+
+BY_CHOICE = Discriminator(_choice_form)
+
+
 class ToolName(Body):
     name: FunctionName
 
@@ -148,5 +182,21 @@ class NamedTool(Body):
     function: ToolName
 
 
-ToolMode = Annotated[Literal["none", "auto", "required"], Tag("str")]
-ToolChoice = Annotated[ToolMode | Annotated[NamedTool, Tag("dict")], BY_FORM]
+class AllowedTools(Body):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1)
+
+
+class AllowedToolChoice(Body):
+    """Of the tools only these, as if the others had not been given."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+Mode = Literal["none", "auto", "required"]
+ToolMode = Annotated[Mode, Tag("str")]
+ToolChoice = Annotated[
+    ToolMode | Annotated[NamedTool, Tag("dict")] | Annotated[AllowedToolChoice, Tag("allowed")],
+    BY_CHOICE,
+]

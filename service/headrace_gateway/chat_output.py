@@ -9,7 +9,15 @@ from headrace_common.chat_template import ChatTemplate
 from headrace_common.sampling import SamplingParams
 from headrace_common.structured import StructuredOutputError, StructuredOutputsParams
 
-from .chat_messages import FunctionDefinition, NamedTool, Tool, ToolChoice
+from .chat_messages import (
+    AllowedToolChoice,
+    AllowedTools,
+    FunctionDefinition,
+    Mode,
+    NamedTool,
+    Tool,
+    ToolChoice,
+)
 from .errors import ApiError, invalid
 from .models import ServedModel
 from .output import NAMED, REQUIRED, OutputForm, writes_short_ids
@@ -29,7 +37,7 @@ class Tooling:
     """The tools of one request. `parallel` False: one call at most."""
 
     tools: Sequence[Tool] = ()
-    choice: ToolChoice = "auto"
+    choice: Mode | NamedTool = "auto"
     parallel: bool = True
 
     @property
@@ -52,6 +60,9 @@ def tooling(
     tools: Sequence[Tool] | None, choice: ToolChoice | None, *, parallel: bool = True
 ) -> Tooling:
     """Checked against each other. Raises ApiError."""
+    if isinstance(choice, AllowedToolChoice):
+        allowed = choice.allowed_tools
+        return tooling(_only(tools or (), allowed), allowed.mode, parallel=parallel)
     if not tools:
         if choice not in (None, "none", "auto"):
             raise invalid("tool_choice needs tools.", param="tool_choice")
@@ -60,13 +71,24 @@ def tooling(
     twice = {name for name in checked.names if checked.names.count(name) > 1}
     if twice:
         raise invalid(f"tools: {sorted(twice)[0]!r} is there more than once.", param="tools")
-    if isinstance(choice, NamedTool) and choice.function.name not in checked.names:
+    if isinstance(choice, NamedTool):
+        _check_name(choice.function.name, checked.names)
+    return checked
+
+
+def _only(tools: Sequence[Tool], allowed: AllowedTools) -> Sequence[Tool]:
+    names = [each.function.name for each in allowed.tools]
+    for name in names:
+        _check_name(name, [tool.function.name for tool in tools])
+    return [tool for tool in tools if tool.function.name in names]
+
+
+def _check_name(name: str, names: Sequence[str]) -> None:
+    if name not in names:
         raise invalid(
-            f"tool_choice: {choice.function.name!r} is not one of the tools: "
-            f"{', '.join(checked.names)}.",
+            f"tool_choice: {name!r} is not one of the tools: {', '.join(names)}.",
             param="tool_choice",
         )
-    return checked
 
 
 class ChatOutput:

@@ -59,7 +59,7 @@ def _response(request: Request, error: ApiError) -> JSONResponse:
 def _from_http(request: Request, error: HTTPException) -> ApiError:
     message = str(error.detail)
     if error.status_code == HTTPStatus.NOT_FOUND:
-        message = f"Invalid URL ({request.method} {request.url.path[:200]})"
+        message = f"Invalid URL ({request.method} {request.url.path[:200]}){_meant(request)}"
     headers = error.headers
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         message = f"Not allowed to {request.method} on {request.url.path[:200]}."
@@ -68,13 +68,32 @@ def _from_http(request: Request, error: HTTPException) -> ApiError:
     return ApiError(error.status_code, message, code=code, headers=headers)
 
 
+def _meant(request: Request) -> str:
+    """What to do where a client's base URL is likely wrong, or a path is another server's."""
+    path = request.url.path
+    if path == "/metrics":
+        return ": metrics are on a port of their own (--metrics-port)."
+    bare = path.rstrip("/")
+    for meant in (bare, f"/v1{bare}", bare.removeprefix("/v1")):
+        if meant != path and _methods(request, meant):
+            return (
+                f": it is {meant[:200]}. Base URLs of OpenAI's clients end with /v1, those of "
+                "Anthropic's do not."
+            )
+    return ""
+
+
 def _allowed(request: Request) -> list[str]:
     """Every method of a path; the framework says those of one of its functions."""
+    return _methods(request, request.url.path)
+
+
+def _methods(request: Request, path: str) -> list[str]:
     return [
         method
         for method in METHODS
         if any(
-            route.matches({**request.scope, "method": method})[0] is Match.FULL
+            route.matches({**request.scope, "path": path, "method": method})[0] is Match.FULL
             for route in request.app.routes
         )
     ]

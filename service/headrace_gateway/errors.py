@@ -23,13 +23,14 @@ from headrace_common.errors import (
 from headrace_common.sampling import SamplingError
 
 INVALID_REQUEST = "invalid_request_error"
+TOO_LONG = "context_length_exceeded"
 RETRY_SOON_S = 2.0
 # Where a request's state has the name that its answer tells, once it has one.
 REQUEST_NAME = "request_name"
 # How a body's validation says that a value is known, but not to this server.
 UNSUPPORTED_KIND = "unsupported"
 # Parts of a fault's location that are a union's branches, not fields.
-_BRANCHES = frozenset({"str", "list", "dict"})
+_BRANCHES = frozenset({"str", "list", "dict", "allowed"})
 # Likewise, where they stand behind these fields or an item's number, and before a field.
 _UNIONS = frozenset({"response_format", "format", "thinking", "tool_choice"})
 _KINDS = frozenset(
@@ -107,7 +108,7 @@ def too_long(context: int, requested: str, param: str = "messages") -> ApiError:
         f"This model's maximum context length is {context} tokens. However, you requested "
         f"{requested}. Shorten the prompt or lower max_tokens.",
         param=param,
-        code="context_length_exceeded",
+        code=TOO_LONG,
     )
 
 

@@ -28,7 +28,8 @@ Chunk = Mapping[str, Any]
 class Position:
     """Where a client's stream broke off: how many events it has of each choice.
 
-    `checksum` None: not checked. Events behind all choices count as those of one behind the last.
+    `checksum` None: not checked, as of a client that says `starting_after`. Events behind all
+    choices count as those of one behind the last.
     """
 
     events: tuple[int, ...]
@@ -59,12 +60,16 @@ def parse_event_id(text: str, request_id: str) -> Position:
 def parse_position(text: str) -> Position:
     """The position of a stream of one choice as its number of events. Raises ApiError."""
     if not (text.isascii() and text.isdigit() and len(text) <= 9):
-        raise invalid(
-            "starting_after: must be the number of events that are there already; with several "
-            "choices, send the last event's id as Last-Event-ID.",
-            param="starting_after",
-        )
+        raise _not_a_count()
     return Position((int(text),))
+
+
+def _not_a_count() -> ApiError:
+    return invalid(
+        "starting_after: must be the number of events that are there already; with several "
+        "choices, send the last event's id as Last-Event-ID.",
+        param="starting_after",
+    )
 
 
 def check_position(had: Position, choices: int) -> None:
@@ -73,6 +78,8 @@ def check_position(had: Position, choices: int) -> None:
     `choices` are those of the answer, whether or not its last events are counted apart.
     """
     if had.events and not choices <= len(had.events) <= choices + 1:
+        if had.checksum is None:
+            raise _not_a_count()
         raise invalid(
             f"Last-Event-ID: names {len(had.events)} choices, but the request has {choices}.",
             param="Last-Event-ID",
@@ -144,8 +151,9 @@ class ResumableEvents:
 
     def end(self) -> None:
         """To be called at the end. Raises ApiError where the client has more than there is."""
-        if not self.caught_up:
-            raise stream_reset()
+        if self.caught_up:
+            return
+        raise stream_reset() if self._expected is not None else _beyond_the_end()
 
     def _event(self, choice: _Choice, chunk: Chunk) -> bytes:
         choice.made += 1
@@ -180,6 +188,14 @@ class ResumableEvents:
         if self._own_row and not counts[-1]:
             counts.pop()
         return f"{self._prefix}{'.'.join(map(str, counts))}-{self._checksum:08x}"
+
+
+def _beyond_the_end() -> ApiError:
+    return invalid(
+        "starting_after: the stream has ended, and has no so many events; read it from its "
+        "beginning without starting_after.",
+        param="starting_after",
+    )
 
 
 def stream_reset() -> ApiError:

@@ -5,6 +5,7 @@ Those of the settings are loaded at start and win; the others come and go with t
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Protocol
 
 from headrace_common.chat_template import ChatTemplate
@@ -20,7 +21,8 @@ class ServedModel:
     `max_model_len` is a limit whatever the engines say, `usual_model_len` what counts while no
     engine says anything. `embedding_size` is how many numbers its vectors have, as far as its files
     tell. `parent` is the model that this one is a LoRA adapter of, None where it is
-    none itself. `system_fingerprint` tells clients when what answers them has changed.
+    none itself. `system_fingerprint` tells clients when what answers them has changed. `alias_of`
+    is the own name of a model that is listed under another.
     """
 
     name: str
@@ -32,20 +34,32 @@ class ServedModel:
     embedding_size: int | None = None
     parent: str | None = None
     system_fingerprint: str | None = None
+    alias_of: str | None = None
 
     @property
     def queue(self) -> str:
         """The model whose engines serve it."""
-        return self.parent or self.name
+        return self.parent or self.own_name
 
     @property
     def lora(self) -> str | None:
         """The adapter that its engines run it with."""
-        return None if self.parent is None else self.name
+        return None if self.parent is None else self.own_name
+
+    @property
+    def own_name(self) -> str:
+        return self.alias_of or self.name
+
+    def known_as(self, name: str) -> "ServedModel":
+        """The same model as it is listed under this name."""
+        return self if name == self.name else replace(self, name=name, alias_of=self.name)
 
     def adapted(self, name: str) -> "ServedModel":
         """The same model with the adapter of this name."""
         return replace(self, name=name, parent=self.name)
+
+
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 class Discovered(Protocol):
@@ -63,33 +77,40 @@ class Discovered(Protocol):
 
 
 class Models:
-    """All served models by name: `static` ones and those of `discovered`."""
+    """All served models by name: `static` ones and those of `discovered`.
+
+    `aliases` are further names, and what they stand for. Who may not use a model has not its alias.
+    """
 
     def __init__(
         self,
         static: Mapping[str, ServedModel],
         discovered: Discovered | None = None,
         allows: Callable[[str], bool] | None = None,
+        *,
+        aliases: Mapping[str, str] = _NONE,
     ) -> None:
+        self._aliases = aliases
         self._static = dict(static)
         self._discovered = discovered
         self._allows = allows
 
     def only(self, allows: Callable[[str], bool]) -> "Models":
         """The same models, of which the others are not there for whoever asks."""
-        return Models(self._static, self._discovered, allows)
+        return Models(self._static, self._discovered, allows, aliases=self._aliases)
 
     async def find(self, name: str | None) -> ServedModel:
         """As `get`, but a model that is not known is looked for first."""
-        if self._discovered is not None and not self._has(name) and self._may_have(name):
-            await self._discovered.look(name)
+        own = None if name is None else self._own(name)
+        if self._discovered is not None and not self._has(own) and self._may_have(own):
+            await self._discovered.look(own)
         return self.get(name)
 
     def get(self, name: str | None) -> ServedModel:
         """The model of that name; for None the only one, adapters not counted. Raises ApiError."""
         if name is None:
             return _only(self._all())
-        model = self._one(name)
+        model = self._one(self._own(name))
         if model is None:
             names = ", ".join(self.names)
             served = f"served: {names}" if names else "none is registered yet"
@@ -110,8 +131,20 @@ class Models:
         """The models that engines serve: names without adapters."""
         return tuple(dict.fromkeys(model.queue for model in self))
 
+    @property
+    def listed(self) -> list[ServedModel]:
+        """All of them, and behind them once more under each alias."""
+        models = self._all()
+        aliases = {alias: name for alias, name in self._aliases.items() if alias not in models}
+        known = [models[name].known_as(alias) for alias, name in aliases.items() if name in models]
+        return [*models.values(), *known]
+
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._all().values())
+
+    def _own(self, name: str) -> str:
+        """The name of what is meant."""
+        return self._aliases.get(name, name)
 
     def _may_have(self, name: str | None) -> bool:
         return self._allows is None or name is None or self._allows(name)

@@ -194,10 +194,12 @@ def _plain_message(message: Message, *, developer: bool) -> dict[str, Any]:
     if isinstance(content, list):
         content = "\n".join(part.text for part in content)
     reasoning = message.reasoning_content or message.reasoning
+    if content is None:
+        content = message.refusal
     if content is None and message.tool_calls is None:
         content = ""  # templates would write None
     role = "system" if message.role == "developer" and not developer else message.role
-    fields = message.model_dump(exclude_none=True, exclude={"reasoning"})
+    fields = message.model_dump(exclude_none=True, exclude={"reasoning", "refusal"})
     plain = {**fields, "role": role, "content": content}
     if reasoning is not None:
         plain["reasoning_content"] = reasoning

@@ -1,11 +1,13 @@
 """Request bodies of the OpenAI API, checked. Responses are plain dicts, made elsewhere.
 
 Fields that this server does not have are refused by name, with what to do instead, unless they hold
-the value that changes nothing; null is the same as absent. Nothing is ignored.
+the value that changes nothing; null is the same as absent. Nothing is ignored, unless the server is
+set to leave out what nobody knows.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from codecs import BOM_UTF8
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic_core
 from pydantic import (
@@ -28,15 +30,30 @@ from headrace_common.sampling import (
 )
 
 from .chat_messages import Body, Message, Off, Tool, ToolChoice
-from .errors import from_validation, invalid
+from .errors import UNSUPPORTED_KIND, from_validation, invalid
 from .structured_fields import StructuredBody
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 512
 MAX_CACHE_SALT_CHARS = 1024
+MAX_METADATA = 16
 
 BodyType = TypeVar("BodyType", bound=BaseModel)
+Refused = Mapping[str, tuple[tuple[Any, ...], str]]
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Verbosity = Literal["low", "medium", "high"]
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(strict=True, max_length=512)]],
+    Field(max_length=MAX_METADATA),
+]
+
+
+class PromptCacheBody(Body):
+    """OpenAI's fields on caching. They change nothing: prompts are cached by their content."""
+
+    prompt_cache_key: StrictStr | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
 
 
 class StreamOptions(Body):
@@ -117,7 +134,9 @@ class SamplingBody(GenerationBody, StructuredBody):
         return sampling
 
 
-class ChatRequest(SamplingBody):
+class ChatRequest(SamplingBody, PromptCacheBody):
+    """`metadata` and `prediction` change nothing."""
+
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: StrictInt | None = None
     max_completion_tokens: StrictInt | None = Field(None, ge=1, lt=2**31)
@@ -128,7 +147,9 @@ class ChatRequest(SamplingBody):
     add_special_tokens: StrictBool = False
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: StrictStr | None = None
-    prompt_cache_key: StrictStr | None = None
+    verbosity: Verbosity | None = None
+    metadata: Metadata | None = None
+    prediction: dict[str, Any] | None = None
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: StrictBool = True
@@ -169,10 +190,11 @@ _NO_BEAMS = "ask /v1/completions or /v1/chat/completions for that"
 _NO_TEMPLATE = "templates come from the server's model; pass variables in chat_template_kwargs"
 _NO_AUDIO = "this server answers with text only"
 _NO_STORE = "this server keeps nothing"
+_CACHED = "prompts are cached by content, for as long as there is room"
 LEAVE_OUT = "leave it out"
 
 # field -> (values that change nothing, what to do)
-UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+UNSUPPORTED: Refused = {
     "tools": (([],), _NO_TOOLS),
     "tool_choice": (("none", "auto"), _NO_TOOLS),
     "parallel_tool_calls": ((True, False), _NO_TOOLS),
@@ -185,17 +207,16 @@ UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "documents": (([],), "put the documents into a message"),
     "modalities": ((["text"],), _NO_AUDIO),
     "audio": ((), _NO_AUDIO),
-    "prediction": ((), LEAVE_OUT),
     "reasoning_effort": ((), "models reason in chats only"),
-    "verbosity": ((), LEAVE_OUT),
+    "verbosity": ((), "chat templates read it, which completions have none of"),
     "web_search_options": ((), LEAVE_OUT),
     "service_tier": (("auto", "default"), "use priority"),
     "store": ((False,), _NO_STORE),
     "metadata": (({},), _NO_STORE),
     "moderation": ((), "moderate where you are"),
     "prompt_cache_key": ((), "prompts are cached by content; use cache_salt to part callers"),
-    "prompt_cache_options": ((), "prompts are cached by content, for as long as there is room"),
-    "prompt_cache_retention": ((), LEAVE_OUT),
+    "prompt_cache_options": ((), _CACHED),
+    "prompt_cache_retention": ((), _CACHED),
     "echo": ((False,), "chats have no text to repeat"),
     "suffix": (("",), "this server does not fill in the middle"),
     "best_of": ((1,), _NO_BEAMS),
@@ -221,9 +242,11 @@ UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 def parse(
     kind: type[BodyType],
     raw: bytes,
-    unsupported: Mapping[str, tuple[tuple[Any, ...], str]] = UNSUPPORTED,
+    unsupported: Refused = UNSUPPORTED,
+    *,
+    lenient: bool = False,
 ) -> BodyType:
-    """Bytes to a checked body. Raises ApiError, which names the field."""
+    """Bytes to a body, as `checked` makes it. Raises ApiError, which names the field."""
     content = _load_json(raw)
     fields = {name: value for name, value in content.items() if value is not None}
     for name in unsupported.keys() & fields.keys() - kind.model_fields.keys():
@@ -233,10 +256,52 @@ def parse(
                 f"{name} is not supported: {remedy}.", param=name, code="unsupported_parameter"
             )
         del fields[name]
+    return checked(kind, fields, lenient=lenient)
+
+
+def checked(
+    kind: type[BodyType], fields: dict[str, Any], *, lenient: bool = False, place: str = ""
+) -> BodyType:
+    """An object of a body; `place` is where in it. Raises ApiError, which names the field.
+
+    `lenient`: fields that nobody knows, and tools of other kinds, are taken out of `fields`
+    instead of refused.
+    """
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise from_validation(error) from error
+        left_out = lenient and _leave_out(fields, error)
+        if not left_out:
+            raise from_validation(error, place) from error
+    return checked(kind, fields, place=place)
+
+
+def _leave_out(fields: dict[str, Any], error: ValidationError) -> bool:
+    """Takes out what nobody knows; whether there was anything."""
+    faults = error.errors(include_url=False, include_input=False)
+    unknown = [fault["loc"] for fault in faults if fault["type"] == "extra_forbidden"]
+    kinds = {fault["loc"] for fault in faults if fault["type"] == UNSUPPORTED_KIND}
+    tools = {place[1] for place in kinds if place[0] == "tools" and place[2:] == ("type",)}
+    for location in unknown:
+        _drop(fields, location)
+    if tools:
+        fields["tools"] = [each for at, each in enumerate(fields["tools"]) if at not in tools]
+    return bool(unknown or tools)
+
+
+def _drop(place: Any, location: Sequence[int | str]) -> bool:
+    """Takes out what is at the location, some of whose parts only name a union's branch."""
+    part, *rest = location
+    if not rest:
+        known = isinstance(place, dict) and part in place
+        if known:
+            del place[part]
+        return known
+    if isinstance(place, dict):
+        child = place.get(part)
+    else:
+        child = place[part] if isinstance(place, list) and isinstance(part, int) else None
+    return (isinstance(child, dict | list) and _drop(child, rest)) or _drop(place, rest)
 
 
 def check_prompt_logprobs(body: SamplingBody) -> None:
@@ -251,7 +316,7 @@ def check_stream_options(body: SamplingBody) -> None:
 
 def _load_json(raw: bytes) -> dict[str, Any]:
     try:
-        content = pydantic_core.from_json(raw, allow_inf_nan=False)
+        content = pydantic_core.from_json(raw.removeprefix(BOM_UTF8), allow_inf_nan=False)
     except ValueError as error:
         raise invalid(f"The body is not valid JSON: {error}.", code="invalid_json") from error
     if not isinstance(content, dict):

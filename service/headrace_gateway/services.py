@@ -32,7 +32,7 @@ from .prompts import PromptEncoder
 from .rate_limits import RateLimited, RateLimits
 from .responding import Exchange, GenerationResponse
 from .run import Usage
-from .schemas import GenerationBody
+from .schemas import UNSUPPORTED, BodyType, GenerationBody, Refused, parse
 from .settings import GatewaySettings
 from .strict_calls import at_prompt
 from .structured_fields import StructuredBody
@@ -72,6 +72,17 @@ class Services:
     def of(self, caller: Caller) -> "Services":
         """The services as this caller may use them."""
         return replace(self, caller=caller, models=self.models.only(caller.key.allows))
+
+    @property
+    def lenient(self) -> bool:
+        """Whether what nobody knows is left out of requests."""
+        return not self.settings.strict_requests
+
+    async def body(
+        self, request: Request, kind: type[BodyType], refused: Refused = UNSUPPORTED
+    ) -> BodyType:
+        """The request's body, checked. Raises ApiError."""
+        return parse(kind, await request.body(), refused, lenient=self.lenient)
 
     @property
     def desk(self) -> Desk:

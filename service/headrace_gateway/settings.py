@@ -87,6 +87,10 @@ class GatewaySettings(BaseSettings):
     extra_models: dict[ModelName, ModelSource] = Field(
         default_factory=dict, description='further models, {"name": "folder or hub id"}'
     )
+    model_aliases: dict[ModelName, ModelName] = Field(
+        default_factory=dict,
+        description='further names of served models, {"gpt-4o": "qwen"}; answers have the own one',
+    )
     tool_call_parser: ToolCallParser = Field(
         "auto", description="how models write calls of tools; auto: as their templates do"
     )
@@ -107,6 +111,13 @@ class GatewaySettings(BaseSettings):
         (),
         description="origins whose web pages may ask from a browser (CORS), as "
         '["https://chat.example.com"], or ["*"]; default: none',
+    )
+
+    strict_requests: bool = Field(
+        True,
+        description="refuse requests with fields that nobody knows, or with tools that this server "
+        "would have to run; else these are left out of them. Fields that are known and not served "
+        "are refused in any case",
     )
 
     host: str = Field("127.0.0.1", description="address of the API")
@@ -241,6 +252,9 @@ class GatewaySettings(BaseSettings):
                 raise ValueError(f"{name} is of the setting model, which is not given")
         if self.lora_modules and self.model is None:
             raise ValueError("lora_modules are of the setting model, which is not given")
+        own = {self.name, *self.lora_modules, *self.extra_models}
+        if taken := sorted(self.model_aliases.keys() & own):
+            raise ValueError(f"model_aliases: {taken[0]} is a model's own name; take another alias")
         return self
 
     @property

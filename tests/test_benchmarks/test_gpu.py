@@ -5,6 +5,7 @@ where a device is lent for minutes; its cost model; and what a part that fails o
 import json
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -12,40 +13,50 @@ import pytest
 import torch
 
 import gpu
-import gpu_engine
-import gpu_parts
-import gpu_sizes
-import gpu_tests
-from gpu_shapes import SHAPES, Job, Roofs, attention_operations, conversations, predicted_seconds
+import gpu_predicted
+import gpu_report
+from on_gpu import engine as gpu_engine
+from on_gpu import parts as gpu_parts
+from on_gpu import process as gpu_process
+from on_gpu import sizes as gpu_sizes
+from on_gpu import steps as gpu_steps
+from on_gpu import table as gpu_table
+from on_gpu import task as gpu_task
+from on_gpu import tests as gpu_tests
+from on_gpu.shapes import SHAPES, Job, Roofs, attention_operations, conversations, predicted_seconds
 
 ROOFS = Roofs(bandwidth=1e9, products=1e12)
+WHERE = {"part": "steps", "model": "8b"}
 
 
 def reports(out: Path) -> dict[str, dict[str, Any]]:
-    return {one["what"]: one for one in gpu.results(out)}
+    return {one["what"]: dict(one) for one in gpu_table.read_results(out / "results.jsonl")}
 
 
 def test_every_part_runs_and_reports_its_figures(tmp_path: Path) -> None:
     before, gradients = torch.get_num_threads(), torch.is_grad_enabled()
+    place = gpu.Place(tmp_path / "out", tmp_path / "work", "tiny")
+    gpu.begin(place)
     try:
-        for part in gpu_parts.PARTS:
-            if part in ("tests", "compiled"):  # they run pytest
-                continue
-            gpu_parts.measure_part(part, "tiny", tmp_path, gpu_sizes.TINY, {})
+        for plan in gpu.chosen(gpu.PLANS, "", "tiny"):
+            part = gpu_parts.Part(plan.part, plan.model, place.out, place.work)
+            gpu_parts.measure_part(part, gpu_sizes.TINY)
+        profile = gpu_parts.Part("profile", "tiny", place.out, place.work)
+        gpu_parts.measure_part(profile, gpu_sizes.TINY)
     finally:
         torch.set_num_threads(before)
         torch.set_grad_enabled(gradients)
-    found = reports(tmp_path)
+    found = reports(place.out)
     for batch, context, _ in gpu_sizes.TINY.decodes:
         assert found[f"decode, batch {batch}, context {context}"]["share"] > 0
         gap = found[f"gap between decode steps, batch {batch}"]
         assert gap["value"] >= 0 and gap["top_kernels"][0]["us"] > 0
-        assert "us a step" in gpu.kernels(gap)[0]
+        assert "us a step" in gpu_table.kernels(gap)[0]
         step = f"decode step, batch {batch}, context {context}"
         assert found[step]["launches"] > 0 and found[f"{step}: {gpu_engine.OTHER}"]["value"] > 0
-        lines = (tmp_path / f"profile-tiny-decode-{batch}.txt").read_text().splitlines()
+        lines = (place.work / f"profile-tiny-decode-{batch}.txt").read_text().splitlines()
         assert "kernel" in lines[0] and len(lines) > 10
-        assert (tmp_path / f"trace-tiny-decode-{batch}.json").exists()
+        assert (place.work / f"trace-tiny-decode-{batch}.json").exists()
     for prompts, length in gpu_sizes.TINY.prefills:
         assert found[f"prefill, {prompts} of {length}"]["share"] > 0
     assert found[f"{gpu_sizes.TINY.requests} conversations at once"]["value"] > 0
@@ -56,49 +67,126 @@ def test_every_part_runs_and_reports_its_figures(tmp_path: Path) -> None:
         assert found[f"deterministic, equal tokens with and without {what}"]["value"] == 4
     assert found["attention, Llama 8B, bfloat16"]["value"] <= 2e-2
     assert found["deterministic, equal alone and in a crowd"]["value"] == 4
-    assert all(gpu.row(one).startswith("tiny") for one in found.values())
-    assert len(gpu.compare(gpu.results(tmp_path))) == 2
+    lora = found["LoRA, 2 adapters of rank 4, decode, batch 3, context 32"]
+    assert lora["value"] > 0 and lora["adapters_cost"] > -1
+    whole = gpu_table.read_results(place.out / "results.jsonl")
+    assert {one["model"] for one in whole if one["what"] == "decode, batch 2, context 16"} == {
+        "tiny-fp8", "tiny-int4", "tiny-moe",
+    }  # fmt: skip
+    assert all(gpu_table.row(one).startswith("tiny") for one in whole)
+    assert len(gpu_table.ratios(whole)) == 2
+    check_what_comes_back(place)
+
+
+def check_what_comes_back(place: gpu.Place) -> None:
+    """Few files, in one folder; all else is in one of them."""
+    gpu_report.write_reports(place.out, {"steps:1b": "whole: said nothing for 60 s"})
+    gpu.pack(place)
+    names = {"results.jsonl", "report.json", "report.md", "summary.svg", "work.tar.gz"}
+    assert {one.name for one in place.out.iterdir()} == names
+    with tarfile.open(place.out / "work.tar.gz") as archive:
+        assert "profile-tiny-decode-1.txt" in archive.getnames()
+    text = (place.out / "report.md").read_text()
+    for wanted in ("| tiny | 6 conversations at once |", "- steps:1b: whole: said", "<= 40.0 us"):
+        assert wanted in text
+
+
+def test_results_beside_an_earlier_run() -> None:
+    line = {**WHERE, "what": "decode", "value": 4.0, "unit": "ms"}
+    before = gpu_table.by_key([line, {**line, "value": 5.0}, {**WHERE, "what": "start"}])
+    assert gpu_table.row(line, before).endswith("was 5.00 (-20.0 %)")
+    assert "was" not in gpu_table.row({**line, "model": "1b"}, before)
+    assert gpu_table.row({**line, "engine": {"enable_autotuner": False}}).endswith("(untuned)")
+
+
+def test_parts_by_name() -> None:
+    def names(only: str, sizes: str = "full") -> list[str]:
+        return [plan.name for plan in gpu.chosen(gpu.PLANS, only, sizes)]
+
+    assert names("serving,steps:moe") == ["roofs:8b", "serving:8b", "steps:moe"]
+    assert names("equality", "small") == ["roofs:tiny", "equality:tiny"]
+    with pytest.raises(SystemExit, match="--only serve: there are deterministic"):
+        names("serve")
+    # What has goals is measured whatever comes of all else.
+    assert sum(plan.limit for plan in gpu.PLANS[:4]) < 450
 
 
 def test_a_part_that_fails_is_tried_again_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tried: list[tuple[str, bool]] = []
+    tried: list[tuple[str, str]] = []
 
-    def run(plan: gpu.Plan, out: Path, tiny: bool, left: float, safe: bool = False) -> str | None:
+    def run(plan: gpu.Plan, place: gpu.Place, left: float, kind: str) -> str | None:
         assert left <= 100.0
-        tried.append((plan.part, safe))
+        tried.append((plan.name, kind))
         line = {"part": plan.part, "model": plan.model, "what": f"{plan.part} done", "value": 1.0}
-        with (out / "results.jsonl").open("a") as file:
+        with (place.out / "results.jsonl").open("a") as file:
             file.write(json.dumps({**line, "unit": "x"}) + "\n")
-        if plan.part == "steps" and not safe:
-            return f"{gpu.FAILED} 1: no such kernel"
-        return "cut short after 9 s" if plan.part == "peers" else None
+        if plan.name == "steps:8b" and kind != "safe":
+            return f"{gpu_process.FAILED} 1: no such kernel"
+        if plan.part == "deterministic":
+            return f"{gpu_process.SILENT} 9 s; in File x"
+        return f"{gpu_process.LATE} 9 s" if plan.part == "serving" else None
 
     monkeypatch.setattr(gpu, "run", run)
-    assert gpu.measure(tmp_path, True, 100.0) == 2
-    assert tried[:3] == [("roofs", False), ("steps", False), ("steps", True)]
-    assert ("serving", False) in tried and ("equality", False) in tried
-    problems = json.loads((tmp_path / "report.json").read_text())["problems"]
-    assert problems["peers 8b"] == "cut short after 9 s"
-    assert "no such kernel; once more: came to its end" in problems["steps 8b"]
+    place = gpu.Place(tmp_path / "out", tmp_path / "work")
+    assert gpu.measure(place, 100.0, gpu.PLANS, {}) == 3
+    assert tried[:6] == [
+        ("roofs:8b", "whole"), ("steps:8b", "whole"), ("steps:8b", "untuned"),
+        ("steps:8b", "safe"), ("serving:8b", "whole"), ("peers:8b", "whole"),
+    ]  # fmt: skip
+    assert [kind for name, kind in tried if name == "deterministic:8b"] == ["whole", "safe"]
+    problems = json.loads((tmp_path / "out" / "report.json").read_text())["problems"]
+    assert problems["serving:8b"] == "whole: cut short after 9 s"
+    assert problems["steps:8b"].endswith("no such kernel; safe: came to its end")
     assert "serving done" in capsys.readouterr().out
 
 
-def test_a_part_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hanging = tmp_path / "hang"
-    hanging.write_text("#!/bin/sh\nexec sleep 600\n")
-    failing = tmp_path / "fail"
-    failing.write_text("#!/bin/sh\necho out of memory\nexit 3\n")
-    for script in (hanging, failing):
-        script.chmod(0o755)
-    plan = gpu.Plan("steps", "8b", 5.0)
-    monkeypatch.setattr(sys, "executable", str(failing))
-    assert gpu.run(plan, tmp_path, False, 60.0) == "ended with 3: out of memory"
-    assert gpu.run(plan, tmp_path, False, 2.0) == "no time was left"
-    monkeypatch.setattr(sys, "executable", str(hanging))
-    monkeypatch.setattr(gpu, "LEAST", 0.0)
-    assert gpu.run(plan, tmp_path, False, 0.05) == "cut short after 0 s"
+def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
+    place = gpu.Place(tmp_path / "out", tmp_path / "work", "tiny")
+    gpu.begin(place)
+    (place.work / "roofs.json").write_text('{"bandwidth": 1e9, "products": 1e12}')
+    for kind in ("whole", "safe"):
+        part = gpu_parts.Part("steps", "tiny-moe", place.out, place.work, kind)
+        gpu_parts.measure_part(part, gpu_sizes.TINY)
+    lines = [one["what"] for one in gpu_table.read_results(place.out / "results.jsonl")]
+    assert lines.count("start") == 2 and "decode, batch 2, context 16" in lines
+    assert all(lines.count(one) == 1 for one in lines if one != "start")
+
+
+HANGING = """
+import faulthandler, time
+from on_gpu.process import WHERE
+faulthandler.register(WHERE, all_threads=True)
+def in_a_kernel():
+    print("ready", flush=True)
+    time.sleep(600)
+in_a_kernel()
+"""
+
+
+def test_a_part_that_hangs_is_ended_and_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, numbers = tmp_path / "log", iter(range(1 << 30))
+    monkeypatch.setattr(gpu_process, "TELL_SECONDS", 60.0)
+
+    def heard() -> int:
+        """Something new until it is where it stays."""
+        return -1 if "ready" in log.read_text() else next(numbers)
+
+    def problem(program: str, seconds: float, silence: float) -> str | None:
+        command, limits = [sys.executable, "-c", program], gpu_process.Limits(seconds, silence)
+        return gpu_process.run_process(command, log, gpu.environment(), limits, heard)
+
+    told = problem(HANGING, 600.0, 0.1)
+    assert told is not None and told.startswith("said nothing for 0 s; ready")
+    assert told.index("in File") < told.index("in_a_kernel") < told.index("<module>")
+    failing = "print('out of memory', flush=True); raise SystemExit(3)"
+    assert problem(failing, 600.0, 600.0) == "ended with 3: out of memory"
+    assert problem("pass", 600.0, 600.0) is None
+    late = problem("import time; time.sleep(600)", 0.05, 600.0)
+    assert late == "cut short after 0 s"
 
 
 def test_the_least_time_of_a_step() -> None:
@@ -134,6 +222,25 @@ def test_the_least_time_of_a_workload() -> None:
     assert together < predicted_seconds(shape, ROOFS, jobs, 2, 128)
 
 
+def test_what_goals_leave_for_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_predicted, "launches", lambda _: 300)
+    shape, roofs = SHAPES["8b"], gpu_predicted.DEVICES["H100"]
+    limits = {"reading": 1.0, "multiplying": 1.0, "attending": 1.0, "moving": 1.0}
+    ideal = gpu_predicted.Estimate(roofs.bandwidth, roofs.products, launch=0.0, **limits)
+    slower = gpu_predicted.Estimate(roofs.bandwidth, roofs.products, launch=2e-6, **limits)
+    decode = [(1, 1024)]
+    assert ideal.step(shape, decode, 1) == pytest.approx(roofs.step(shape, decode, 1))
+    assert slower.step(shape, decode, 1) == pytest.approx(roofs.step(shape, decode, 1) + 6e-4)
+    # Where all rows are multiplied, activations and attention come besides.
+    prompt = [(4096, 4096)]
+    assert ideal.step(shape, prompt, 1) > roofs.step(shape, prompt, 1)
+    first, *_ = gpu_predicted.decodes("H100", "8b", roofs, slower)
+    assert first.needed == pytest.approx(first.floor / (first.floor / 0.85 - 6e-4))
+    assert str(first).startswith(
+        "| H100 | 8b | decode, batch 1, context 1024 | 5.05 ms | 5.65 ms |"
+    )
+
+
 def test_kinds_of_kernels_beside_what_they_take_at_least() -> None:
     names = ("decode_kernel", "nvjet_tst_64x8", "skinny_kernel", "rms_norm_kernel", "argmax")
     events = [(10.0 * place, 10.0 * place + 8.0, name) for place, name in enumerate(names)]
@@ -156,14 +263,14 @@ def test_chosen_kernels_are_lines_with_their_share_of_the_roof(tmp_path: Path) -
         "refused": {"128x64": "no time was left"}, "read_bytes": 10_000,
     }  # fmt: skip
     (tuned / "H100.json").write_text(json.dumps({"versions": {}, "kernels": {"product": kernel}}))
-    task = gpu_parts.Task("tiny", gpu_sizes.TINY, tmp_path, ROOFS, {})
+    task = gpu_task.Task("tiny", gpu_sizes.TINY, tmp_path, tmp_path, ROOFS, {})
     lines: list[dict[str, Any]] = []
-    gpu_parts.report_choices(
-        task, lambda what, **values: lines.append({"model": "8b", "what": what, **values})
+    gpu_steps.report_choices(
+        task, lambda what, **values: lines.append({**WHERE, "what": what, **values})
     )
     (line,) = lines
     assert line["share"] == pytest.approx(10_000 / 1e9 / 12.5e-6)
-    assert gpu.row(line).endswith("80.0 % of the roof  64x128; cuBLAS: 20.00")
+    assert gpu_table.row(line).endswith("80.0 % of the roof  64x128; cuBLAS: 20.00")
 
 
 def test_the_tests_of_a_device_tell_each_that_did_not_pass(tmp_path: Path) -> None:
@@ -175,18 +282,21 @@ def test_the_tests_of_a_device_tell_each_that_did_not_pass(tmp_path: Path) -> No
         "def test_absent(): pass\n"
     )
     program = (
-        "import json, sys; from pathlib import Path; import gpu_tests\n"
+        "import json, sys; from pathlib import Path; from on_gpu import tests as gpu_tests\n"
         "gpu_tests.TESTS = gpu_tests.ROOT = Path(sys.argv[1])\n"
         "def report(what, **values):\n"
         "    print('RESULT', json.dumps([what, values]), file=sys.stderr)\n"
-        "gpu_tests.run_tests(('test_it.py', 'test_gone.py'), Path(sys.argv[1]), report)\n"
+        "for _ in range(2):\n"
+        "    gpu_tests.run_tests('x', ('test_it.py', 'test_gone.py'), Path(sys.argv[1]), report)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)],
         env=gpu.environment(), capture_output=True, text=True, check=True,
     )  # fmt: skip
     lines = [line[7:] for line in done.stderr.splitlines() if line.startswith("RESULT ")]
-    found = dict(json.loads(line) for line in lines)
+    *first, again = map(json.loads, lines)
+    assert again == ["tests", {"passed": 0, "failed": 0, "skipped": 0}]  # all had been begun
+    found = dict(first)
     assert found["failed: test_it.py::test_wrong"]["reason"].startswith("assert 1 == 2")
     assert found["skipped: test_it.py::test_absent"]["reason"] == "Skipped: no device"
     assert found["tests"] == {"passed": 1, "failed": 1, "skipped": 1}

@@ -87,7 +87,7 @@ def test_equality(run: Run, model: str) -> None:
 
 def test_accuracy(run: Run, model: str) -> None:
     said = run("accuracy", "--model", model, "--tokens", "24").splitlines()
-    assert len(said) == 8
+    assert len(said) == 9
     assert "logit error 0.0000" in said[0] and "logit error 0.0000" not in said[1]
 
 

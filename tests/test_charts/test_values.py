@@ -171,6 +171,7 @@ def test_a_scenario_lints(name: str) -> None:
         ({"gatway": {}}, "gatway"),
         ({"gateway": {"replica": 2}}, "gateway.*replica"),
         ({"gateway": {"replicas": 0}}, "gateway.*replicas"),
+        ({"nameOverride": "My_LLM"}, "nameOverride"),
         ({"gateway": {"settings": {"max_queued_request": 5}}}, "gateway.*settings"),
         ({"gateway": {"settings": {"max_queued_requests": 0}}}, "max_queued_requests"),
         ({"gateway": {"settings": {"port": 9000}}}, "gateway.*settings"),

@@ -96,7 +96,8 @@ def test_weights_that_are_not_whole_are_told(checkpoint: Path, content: bytes, t
 def test_pickled_weights_are_refused(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
 
-    assert "pickled" in only(model.check(str(checkpoint))).detail
+    found = only(model.check(str(checkpoint)))
+    assert "pickled" in found.detail and "convert" in found.remedy
 
 
 def test_a_config_that_is_not_json_is_told(checkpoint: Path) -> None:
@@ -114,6 +115,18 @@ def test_a_path_that_is_not_there_is_no_hub_id(path: str) -> None:
 
     assert found.level is Level.FAIL
     assert "neither a folder nor a hub id" in found.detail
+
+
+@pytest.mark.parametrize(("name", "remedy"), [("tiny.gguf", "GGUF is not"), ("w.bin", "folder")])
+def test_a_file_is_no_model(
+    name: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that is named like a model of the hub."""
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_bytes(b"GGUF")
+
+    with pytest.raises(UsageError, match=f"{name} is a file: .*{remedy}"):
+        model.refuse_unusable(name)
 
 
 def test_a_hub_id_out_of_reach_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

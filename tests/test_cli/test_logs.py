@@ -27,6 +27,12 @@ def test_a_json_line_keeps_its_fields_and_reads_as_one_line() -> None:
     assert line.fields == json.loads(text)
 
 
+def test_a_cause_that_the_error_tells_is_not_repeated() -> None:
+    fields = {"message": "cannot serve", "error": "no model: gone", "exception.message": "gone"}
+
+    assert parse_line(json.dumps(fields), "stderr").summary == "cannot serve error=no model: gone"
+
+
 def test_a_line_of_valkey_has_its_level() -> None:
     warned = parse_line("12:M 21 Nov 2026 01:29:17.402 # Can't save: disk full", "stdout")
     told = parse_line("12:M 21 Nov 2026 01:29:17.402 * Ready to accept connections", "stdout")

@@ -151,6 +151,8 @@ def test_several_models_are_named_to_choose_from(server: ValkeyServer, waiting: 
     with redis.Redis.from_url(server.url) as client:
         client.hset(keys.MODELS, "another", b"")
     assert f"--model, of another, {MODEL}" in str(queue(server, "peek").exception)
+    unknown = queue(server, "peek", "--model", "nope").exception
+    assert str(unknown) == f"there is no queue of nope: there is another, {MODEL}"
     with redis.Redis.from_url(server.url) as client:
         client.flushall()
     refused = queue(server, "dead").exception

@@ -137,11 +137,12 @@ def test_arguments_for_the_engines_are_passed_on() -> None:
         (["tiny"], "--model"),
         (["--metrics-port=9500"], "--metrics-port cannot be given"),
         (["--dtype", "auto", "--model", "m"], "before the two dashes"),
+        (["--gateway", "2"], "did you mean --gateways?"),
     ],
 )
 def test_what_up_must_know_itself_is_refused(args: list[str], told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        checked_engine_args(args)
+        checked_engine_args(args, ["--model", "--gateways"])
 
 
 @pytest.mark.parametrize(

@@ -182,13 +182,13 @@ def test_a_second_ctrl_c_kills(tmp_path: Path, port: int) -> None:
     assert not any(alive(pid) for pid in children)
 
 
-def test_arguments_behind_two_dashes_go_to_the_engine(tmp_path: Path, port: int) -> None:
-    process = UpProcess(tmp_path, port, "--", "--max-num-seqs", "7")
+def test_flags_of_the_engine_and_all_behind_two_dashes_go_to_it(tmp_path: Path, port: int) -> None:
+    process = UpProcess(tmp_path, port, "--dtype=auto", "--", "--max-num-seqs", "7")
     process.until_ready()
     process.popen.send_signal(signal.SIGTERM)
 
     assert process.wait() == 0
-    assert '"args": ["--max-num-seqs", "7"]' in process.log("engine-0")
+    assert '"args": ["--dtype=auto", "--max-num-seqs", "7"]' in process.log("engine-0")
 
 
 def test_a_data_folder_serves_one_up_at_a_time(started: UpProcess, tmp_path: Path) -> None:

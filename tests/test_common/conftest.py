@@ -1,11 +1,13 @@
 """The backends of the queue, and the real Valkeys that this folder's tests share."""
 
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from headrace_common import keys
 from headrace_testing.backends import Backend, InMemory, OverRedis
 from headrace_testing.redis_sets import ClusterSet, SentinelSet
 from headrace_testing.redis_users import OverUsers, server_with_users
@@ -79,3 +81,10 @@ async def backend(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
     await over.wipe()
     yield over
     await over.close()
+
+
+@pytest.fixture
+def in_the_last_shard(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New requests go to the backend's last shard."""
+    new = partial(keys.new_request_id, backend.shards - 1)
+    monkeypatch.setattr(keys, "new_request_id", new)

@@ -41,6 +41,7 @@ def test_good_settings_are_read() -> None:
         (["--seats", "0"], {}, "trial: seats: Input should be greater than or equal to 1"),
         (["--log-level", "LOUD"], {}, "trial: log level: must be one of DEBUG,"),
         ([], {"TRIAL_NAMES": "{"}, 'trial: error parsing value for field "names"'),
+        (["--seat", "1"], {}, "trial: unrecognized arguments: --seat 1 (see `trial --help`)"),
     ],
 )
 def test_bad_settings_are_named(

@@ -13,7 +13,7 @@ from redis.exceptions import MovedError
 from headrace_common import keys
 from headrace_common.errors import BackendUnavailable, BackendUnfit
 from headrace_common.messages import Cancel, ChoiceState, Tokens
-from headrace_common.protocol.base import Outcome, Progress, QueueLimits
+from headrace_common.protocol.base import EngineQueue, Outcome, Progress, QueueLimits
 from headrace_common.protocol.connection import Connection, ConnectionConfig, check_backend
 from headrace_common.protocol.limits import Rates, Settlement
 from headrace_common.protocol.redis_admin import DeadLetter, QueueAdmin
@@ -220,6 +220,48 @@ async def test_a_lost_master_is_replaced_by_its_replica(own_set: ClusterSet) -> 
     await gateway.beat()
     await frames.aclose()  # type: ignore[attr-defined]
     await over.close()
+
+
+async def test_what_starts_while_a_node_is_away_serves_the_other_shards(
+    cluster_set: ClusterSet,
+) -> None:
+    """And those of the node once it is back, which has forgotten everything, scripts too."""
+    slots = [key_slot(keys.ShardKeys(MODEL, shard).stats.encode()) for shard in range(3)]
+    owners = [cluster_set.owner(slot) for slot in slots]
+    # One that has neither the first shard nor a replica.
+    gone = next(shard for shard in (1, 2) if owners[shard] is not cluster_set.masters[0])
+    nodes = ",".join(f"127.0.0.1:{node.port}" for node in cluster_set.masters)
+    over = OverRedis(f"redis+cluster://{nodes}", shards=3)
+    await over.wipe()
+    name = gateway_at(cluster_set, cluster_set.masters.index(owners[0]))
+    gateway, engine = over.gateway(name), over.engine()
+    there = [shard for shard in range(3) if shard != gone]
+    owners[gone].kill()
+    try:
+        await gateway.start()
+        await engine.start()
+        for shard in there:
+            await gateway.admit(make_request(request_id=keys.new_request_id(shard)), LIMITS)
+        assert sorted(await taken(engine)) == there
+        await engine.beat([], make_status())
+    finally:
+        await asyncio.to_thread(owners[gone].start)
+        await asyncio.to_thread(cluster_set.until_whole)
+    late = make_request(request_id=keys.new_request_id(gone))
+    await done(lambda: gateway.admit(late, LIMITS))
+    found: list[int] = []
+
+    async def served() -> bool:
+        found.extend(await taken(engine))
+        return bool(found)
+
+    await eventually(served)
+    assert found == [gone]
+    await over.close()
+
+
+async def taken(engine: EngineQueue) -> list[int]:
+    return [keys.shard_of(lease.request.request_id) for lease in await engine.take(9)]
 
 
 async def done(action: Callable[[], Awaitable[object]]) -> None:

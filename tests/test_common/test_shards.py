@@ -15,6 +15,7 @@ from redis.crc import key_slot
 from headrace_common.errors import BackendUnavailable, MessageError, QueueFull
 from headrace_common.keys import MAX_SHARDS, SLOTS, ShardKeys, new_request_id, shard_of
 from headrace_common.messages import GenerateRequest
+from headrace_common.protocol import sharded_engine
 from headrace_common.protocol.base import (
     Beat,
     EngineStatus,
@@ -399,6 +400,34 @@ async def test_what_is_left_in_shards_is_found_after_the_count_was_lowered(
     assert (await gateway.depth(MODEL)).waiting == 0
     await after.close()
     assert waiting
+
+
+@sharded
+async def test_a_request_goes_on_in_a_shard_of_which_nothing_is_known_any_more(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engines were set to fewer shards, and Redis has been emptied: all while it ran."""
+    monkeypatch.setattr(sharded_engine, "TELL", 0.0)
+    gateway, before = backend.gateway(), backend.engine("before")
+    await before.start()
+    lost = request(2)
+    await gateway.admit(lost, LIMITS)
+    assert shards_in(await before.take(1)) == [2]
+    await backend.wipe()
+    after = of_one_shard(backend, "after")
+    await after.start()
+    await gateway.admit(lost, LIMITS, seen=1)
+    found: list[Lease] = []
+
+    async def taken() -> bool:
+        await after.beat((), make_status("after"))
+        found.extend(await after.take(9))
+        return bool(found)
+
+    await eventually(taken)
+    (lease,) = found
+    assert (lease.request, lease.attempt, lease.recovered) == (lost, 2, True)
+    await after.close()
 
 
 def of_one_shard(backend: Backend, name: str) -> ShardedEngineQueue:

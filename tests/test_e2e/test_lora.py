@@ -9,12 +9,15 @@ from openai import BadRequestError, NotFoundError, OpenAI
 
 from headrace_testing.adapters import save_adapter, save_merged
 from headrace_testing.checkpoints import GreedyPath, Reference
+from headrace_testing.headrace_up import MODEL as UP_MODEL
+from headrace_testing.headrace_up import UpProcess
 from headrace_testing.processes import Starter
 from headrace_testing.stack import MODEL, EngineProcess, GatewayProcess
 from headrace_testing.valkey import ValkeyServer
 
 LENGTH = 12
 SQL, CHAT = "tiny-sql", "org/chat"
+Tokens = tuple[int, ...]
 Paths = dict[str, list[GreedyPath]]
 
 
@@ -65,10 +68,10 @@ def url(
     valkey.stop()
 
 
-def test_adapters_are_models_beside_the_one_that_they_change(url: str, expected: Paths) -> None:
-    client = OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=120)
+def all_tokens(client: OpenAI, work: list[tuple[str, GreedyPath]]) -> list[tuple[str, Tokens]]:
+    """Of all prompts at once."""
 
-    def complete(work: tuple[str, GreedyPath]) -> tuple[str, tuple[int, ...]]:
+    def complete(work: tuple[str, GreedyPath]) -> tuple[str, Tokens]:
         name, path = work
         answer = client.completions.create(
             model=name,
@@ -81,11 +84,15 @@ def test_adapters_are_models_beside_the_one_that_they_change(url: str, expected:
         assert extra is not None
         return answer.model, tuple(extra["token_ids"])
 
-    work = [(name, expected[name][index]) for index in range(2) for name in expected]
     with ThreadPoolExecutor(len(work)) as pool:
-        found = list(pool.map(complete, work))
+        return list(pool.map(complete, work))
 
-    assert found == [(name, path.output) for name, path in work]
+
+def test_adapters_are_models_beside_the_one_that_they_change(url: str, expected: Paths) -> None:
+    client = OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=120)
+    work = [(name, expected[name][index]) for index in range(2) for name in expected]
+
+    assert all_tokens(client, work) == [(name, path.output) for name, path in work]
     cards = {model.id: model.model_extra or {} for model in client.models.list()}
     assert {name: card["parent"] for name, card in cards.items()} == {
         MODEL: None,
@@ -97,3 +104,22 @@ def test_adapters_are_models_beside_the_one_that_they_change(url: str, expected:
         client.completions.create(model="other", prompt="x")
     with pytest.raises(BadRequestError, match="this model makes text"):
         client.embeddings.create(model=SQL, input="x")
+
+
+def test_two_processes_share_a_model_with_adapters(
+    checkpoint: Path, folders: dict[str, Path], expected: Paths, tmp_path: Path
+) -> None:
+    """As a person starts it; with one slot, that both adapters take in turns."""
+    modules = [f"--lora-modules={name}={folder}" for name, folder in folders.items()]
+    flags = ("--model", str(checkpoint), "--served-model-name", UP_MODEL, "--")
+    ranks = ("--tensor-parallel-size", "2", "--threads", "1", "--dtype", "float32")
+    work = [(name, expected[name][index]) for index in range(2) for name in (SQL, CHAT, MODEL)]
+
+    with UpProcess(tmp_path, *flags, *ranks, "--enable-lora", *modules) as up:
+        up.until_served()
+        assert up.child("headrace_engine.distributed").is_running()
+        with OpenAI(base_url=f"{up.url}/v1", api_key="x", max_retries=0, timeout=120) as client:
+            asked = [(UP_MODEL if name == MODEL else name, path) for name, path in work]
+            found = all_tokens(client, asked)
+
+    assert found == [(name, path.output) for name, path in asked]

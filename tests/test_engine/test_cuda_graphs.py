@@ -15,6 +15,7 @@ from headrace_engine.attention.base import AttentionMetadata
 from headrace_engine.engine import Engine
 from headrace_engine.model.base import ForwardBatch
 from headrace_engine.model.cuda_graphs import (
+    Decodes,
     GraphedModel,
     Ladder,
     MeteredCapture,
@@ -142,8 +143,8 @@ def test_the_memory_of_all_graphs_is_known_from_two(runner: ModelRunner) -> None
 
 
 def test_nothing_is_recorded_without_a_cuda_device(runner: ModelRunner) -> None:
-    caches = runner._caches
     config = engine_config(Path("unused"))
-    assert with_graphs(runner.model, runner.attention, caches, config, 512) is runner.model
-    assert graph_bytes(runner.model, runner.attention, caches, config, 512) == 0
+    decodes = Decodes(runner.model, runner.attention, runner._caches, config, 512)
+    assert with_graphs(decodes) is runner.model
+    assert graph_bytes(decodes) == 0
     assert EngineSettings(model="m", enforce_eager=True).engine_config().enforce_eager

@@ -11,6 +11,7 @@ import torch
 
 from headrace_engine import attention, placement
 from headrace_engine.engine import Engine
+from headrace_engine.lora.batch import LayerLoRA
 from headrace_engine.model.checkpoint import load_checkpoint
 from headrace_engine.model.config import ModelConfig
 from headrace_engine.model.cuda_graphs import GraphedModel, Ladder
@@ -196,13 +197,17 @@ def test_a_recorded_model_gives_the_tokens_of_transformers(
     routed, route = [], GroupedMoe.route
 
     def noted(
-        moe: GroupedMoe, x: torch.Tensor, rows: int, slots: torch.Tensor | None = None
+        moe: GroupedMoe,
+        x: torch.Tensor,
+        rows: int,
+        slots: torch.Tensor | None = None,
+        lora: LayerLoRA | None = None,
     ) -> Routing:
         routed.append((len(x), None if slots is None else int((slots < 0).sum())))
-        return route(moe, x, rows, slots)
+        return route(moe, x, rows, slots, lora)
 
     monkeypatch.setattr(GroupedMoe, "route", noted)
-    runner = make_runner(folder, attention_backend="auto", num_blocks=128)
+    runner = make_runner(folder, attention_backend="auto", num_blocks=128, device=DEVICE.type)
     assert isinstance(runner.model, Decoder) and runner.model.can_be_recorded
     replays, batch = Replays(), StaticBatch(4, runner.max_model_len // 4, runner.device)
     with torch.inference_mode():

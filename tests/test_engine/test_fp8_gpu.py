@@ -18,6 +18,7 @@ from headrace_engine.model.quantization.float8_weight import (
     round_rows,
     round_weight,
 )
+from headrace_engine.model.tuned_float8 import Float8Linear, Float8Products
 from headrace_engine.triton_kernels.launch import AMPERE
 from headrace_testing.attention_scenes import Scene
 from headrace_testing.model_attention import SHAPES
@@ -69,3 +70,24 @@ def test_products_with_weights_of_8_bit_floats(
         rows = values.float() * row_scales
     # Outputs of 4096 products, near 1.3: bfloat16's rounding, and sums in another order.
     torch.testing.assert_close(layer(x).float(), rows @ weight.dequantize().T, rtol=1e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 64])
+@pytest.mark.parametrize("group", [4096, 128])
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0)], ids=["own", "as Ampere"])
+def test_few_rows_with_every_launch(tokens: int, group: int, capability: tuple[int, int]) -> None:
+    generator = torch.Generator(CUDA).manual_seed(1)
+    x = torch.randn(tokens, 4096, generator=generator, device=CUDA).bfloat16()
+    weight = round_weight(torch.randn(6144, 4096, generator=generator, device=CUDA) * 0.02)
+    if group < 4096:
+        scales = torch.rand(6144, 4096 // group, generator=generator, device=CUDA) + 0.5
+        weight = Float8Weight(weight.values, scales * 1e-4, group)
+    products = Float8Products()
+    layer = products.layer(weight, None, CUDA, capability)
+    assert isinstance(layer, Float8Linear)
+    ((shape, _),) = products.shapes.items()
+    expected = x.float() @ weight.dequantize().T
+    for launch in shape.candidates:
+        found = layer.few(x, launch)
+        torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=2e-2)
+        assert all(torch.equal(layer.few(x, launch), found) for _ in range(5)), launch

@@ -28,10 +28,14 @@ from headrace_engine.model.quantization.fp8_on_load import FP8OnLoad
 from headrace_engine.model.random_weights import RandomReader
 from headrace_engine.model.triton_float8 import WidenedLinear
 from headrace_engine.model.triton_float8 import round_rows as round_in_triton
+from headrace_engine.model.tuned_float8 import Float8Linear, Float8Products, Float8Shape
 from headrace_engine.model.weights import WeightReader
+from headrace_engine.triton_kernels import launch as launches
+from headrace_engine.triton_kernels.launch import ROW_BOUNDS, SkinnyLaunch
 from headrace_testing.checkpoints import Reference, save_checkpoint
 from headrace_testing.engines import engine_config, greedy, make_runner, request, run
 from headrace_testing.quantized import FILE, gptq, save_fp8, save_quantized
+from headrace_testing.triton_interpreter import correct_bfloat16
 
 AMPERE, HOPPER = (8, 0), (9, 0)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -89,6 +93,39 @@ def test_widened_products_take_scales_of_groups(
     found = layer(x.to(DEVICE)).cpu().double()
     # Sums of 200 float32 of these magnitudes.
     torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("capability", "group"), [(AMPERE, 64), (HOPPER, 0)])
+def test_few_rows_of_widened_products(
+    capability: tuple[int, int], group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs that fill no tile; inputs whole and in parts, whichever program ends last."""
+    correct_bfloat16(monkeypatch)
+    tiles = (SkinnyLaunch(32, 64, 1, 4, 3), SkinnyLaunch(64, 32, 1, 4, 3))
+    monkeypatch.setattr(launches, "FLOAT8_TILES", tiles)
+    monkeypatch.setattr(launches, "FEWEST_PROGRAMS", 1)
+    monkeypatch.setattr(launches, "SPLITS", (1, 4))
+    weight = grouped(80, 256, group or 256)
+    products = Float8Products()
+    layer = products.layer(weight, random(80, seed=4).bfloat16().to(DEVICE), DEVICE, capability)
+    assert isinstance(layer, Float8Linear)
+    ((shape, tuned),) = products.shapes.items()
+    assert shape == Float8Shape(80, 256, group, scaled=not group)
+    assert [one.splits for one in shape.candidates] == [1, 4, 1, 4]
+    exact = weight.dequantize().double().T
+    for rows in (1, 19):
+        x = random(rows, 256, seed=5).bfloat16()
+        wanted = x.double() @ exact + random(80, seed=4).bfloat16().double()
+        for launch in shape.candidates:
+            found = layer.few(x.to(DEVICE), launch)
+            error = (found.cpu().double() - wanted).norm() / wanted.norm()
+            assert error < 2**-8 and torch.equal(layer.few(x.to(DEVICE), launch), found)
+    # Without measuring, rows that may be rounded are; up to ROW_BOUNDS others are few.
+    assert tuned.choices == [None if shape.scaled else shape.candidates[0]] * len(ROW_BOUNDS)
+    few = layer.many(x.to(DEVICE)) if shape.scaled else layer.few(x.to(DEVICE), shape.candidates[0])
+    assert torch.equal(layer(x.to(DEVICE)), few)
+    many = random(65, 256).bfloat16().to(DEVICE)
+    assert torch.equal(layer(many), layer.many(many))
 
 
 def test_rows_are_rounded_in_one_launch() -> None:
@@ -178,6 +215,21 @@ def test_drawn_weights_are_rounded_too() -> None:
     found = reader.float8(["model.layers.0.mlp.up_proj.weight"])
     assert found is not None and found.shape == (32, 16)
     assert reader.float8(["lm_head.weight"]) is None
+
+
+def test_drawn_weights_are_in_whole_numbers_too() -> None:
+    reader = RandomReader(torch.float32, CPU, grouped=Drawn())
+    reader.check({"layers.0.mlp.up_proj.weight": (64, 100), "lm_head.weight": (8, 16)})
+    found = reader.quantized(["layers.0.mlp.up_proj.weight"] * 2)
+    assert found is not None and found.shape == (128, 100) and found.scales.shape == (128, 7)
+    assert set(found.levels.flatten().tolist()) == set(range(1, 16))
+    numbers = found.dequantize()
+    assert abs(float(numbers.std()) - 0.02) < 0.002 and abs(float(numbers.mean())) < 0.002
+    assert reader.quantized(["lm_head.weight"]) is None
+
+
+class Drawn:
+    bits, group_size = 4, 16
 
 
 def test_other_quantisations_are_not_rounded(tmp_path: Path) -> None:

@@ -66,6 +66,35 @@ def test_every_kind_of_native_decoder_takes_adapters(
     scene.run(scene.llm(attention_backend=backend), [None, "a"], count=2)
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("shape", ["qwen2-moe", "mixtral"])
+def test_adapters_change_the_experts_of_mixtures(
+    shape: str, backend: str, checkpoint: CheckpointMaker, tmp_path: Path
+) -> None:
+    """One by one or together; also shared ones and their gates, and attention alone beside them."""
+    modules = (*ALL_MODULES, "shared_expert_gate")
+    kinds: dict[str, dict[str, Any]] = {
+        "apart": {
+            "modules": modules,
+            "experts": "apart",
+            "seed": 1,
+            "rank_pattern": {"up_proj": 6, "experts.2.gate_proj": 2},
+        },
+        "joined": {"modules": (), "experts": "joined", "seed": 2, "rank": 3},
+        "attention": {"modules": ("q_proj",), "seed": 3},
+    }
+    scene = AdapterScene(tmp_path, checkpoint(shape), kinds)
+    known = {"joined": str(scene.folders["joined"])}
+
+    llm = scene.llm(attention_backend=backend, lora_modules=known)
+    scene.run(llm, [None, "apart", "joined", "attention"], count=2)
+    scene.run(llm, ["apart"], count=1)
+    late = scene.llm(attention_backend=backend)
+    scene.run(late, ["attention"], count=1)
+    with pytest.raises(CheckpointError, match="changes experts, for which room is taken only"):
+        scene.run(late, ["apart"], count=1)
+
+
 def test_adapters_take_turns_where_there_is_one_slot(scene: AdapterScene) -> None:
     llm = scene.llm(max_loras=1, max_cpu_loras=2)
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from headrace_engine.lora.adapter import Factors
 from headrace_engine.lora.batch import LoRABatch, LoRALimits
 from headrace_engine.lora.linear import LoRALinear
+from headrace_engine.lora.modules import Factors
 from headrace_engine.lora.shapes import linear_shape
 from headrace_engine.lora.tiles import TiledProducts
 from headrace_engine.transfer import Transfer

@@ -1,14 +1,14 @@
 """Two ranks under random arrivals, aborts and steps, with so few blocks that sequences give way.
 
 Hypothesis drives an engine whose model is divided; one in one process, with room for all, says what
-each request's tokens are. Ranks are threads with real collectives.
+each request's tokens are. Ranks are threads with real collectives; of three adapters the divided
+model has room for two.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -27,6 +27,7 @@ from headrace_engine.policies import POLICIES
 from headrace_engine.request import EngineRequest
 from headrace_engine.runner import ModelRunner
 from headrace_engine.speculation.config import SpeculativeConfig
+from headrace_testing.adapter_scenes import ADAPTERS, AdapterScene
 from headrace_testing.engines import engine_config, run
 from headrace_testing.rank_threads import RankThread
 
@@ -45,10 +46,16 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(checkpoint: Callable[[str], Path]) -> Iterator[Bench]:
-    folder = checkpoint("qwen3")
+def bench(adapter_scene: AdapterScene) -> Iterator[Bench]:
+    folder = adapter_scene.checkpoint
+    adapters: dict[str, Any] = {
+        "enable_lora": True,
+        "lora_modules": {name: str(path) for name, path in adapter_scene.folders.items()},
+    }
     config = engine_config(
         folder,
+        **adapters,
+        max_loras=2,
         tensor_parallel_size=2,
         threads=1,
         num_blocks=16,
@@ -57,7 +64,7 @@ def bench(checkpoint: Callable[[str], Path]) -> Iterator[Bench]:
         async_scheduling=True,
     )
     ranks = ModelRunner(config, launch=RankThread)
-    alone = engine_config(folder)
+    alone = engine_config(folder, **adapters, max_loras=len(ADAPTERS))
     yield Bench(config, ranks, alone, ModelRunner(alone))
     assert ranks.peers is not None
     ranks.peers.close()
@@ -96,6 +103,7 @@ class RanksMachine(RuleBasedStateMachine):
         length=st.integers(1, 10),
         priority=st.integers(-1, 1),
         penalty=st.sampled_from([1.0, 1.3]),
+        lora=st.sampled_from([None, None, *ADAPTERS]),
     )
     def add(
         self,
@@ -106,6 +114,7 @@ class RanksMachine(RuleBasedStateMachine):
         length: int,
         priority: int,
         penalty: float,
+        lora: str | None,
     ) -> None:
         number = len(self.requests)
         params = SamplingParams(
@@ -117,6 +126,7 @@ class RanksMachine(RuleBasedStateMachine):
             params=params,
             seed=number,
             priority=priority,
+            lora=lora,
         )
         self.requests[request.request_id] = request
         self.engine.add_request(request)

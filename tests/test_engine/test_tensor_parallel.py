@@ -23,7 +23,7 @@ from headrace_engine.errors import ConfigError
 from headrace_engine.kv_budget import Profile
 from headrace_engine.llm_embeddings import embed as embed_prompts
 from headrace_engine.model import cuda_graphs, linear_maker
-from headrace_engine.model.cuda_graphs import Ladder
+from headrace_engine.model.cuda_graphs import Decodes, Ladder
 from headrace_engine.model.layers import PlainLinear
 from headrace_engine.model.quantization.float8_weight import Float8Weight
 from headrace_engine.runner import ModelRunner
@@ -143,7 +143,7 @@ def test_each_rank_replays_what_it_has_recorded(
     """A recording for each size of batch, so that none is padded; ranks are threads of ours."""
     replays = Replays()
     monkeypatch.setattr(attention, "select", lambda *_: PaddedReference())
-    monkeypatch.setattr(cuda_graphs, "_refusal", lambda *_: None)
+    monkeypatch.setattr(Decodes, "refusal", lambda _: None)
     monkeypatch.setattr(cuda_graphs, "CudaCapture", lambda: replays)
     monkeypatch.setattr(Ladder, "up_to", lambda count, length: Ladder((1, 2, 3), (length,)))
     paths = reference("qwen3").clear_paths(3, LENGTH)
@@ -175,7 +175,7 @@ def test_what_graphs_take_on_any_rank_is_kept_free(
         return 10_000 - found[name]
 
     monkeypatch.setattr(attention, "select", lambda *_: PaddedReference())
-    monkeypatch.setattr(cuda_graphs, "_refusal", lambda *_: None)
+    monkeypatch.setattr(Decodes, "refusal", lambda _: None)
     monkeypatch.setattr(cuda_graphs, "CudaCapture", lambda: replays)
     monkeypatch.setattr(cuda_graphs, "free_bytes", lambda _: next(free[current_thread().name]))
     monkeypatch.setattr(Ladder, "up_to", lambda count, length: Ladder((1, 2, 3), (64, length)))
@@ -276,7 +276,6 @@ def test_a_cut_within_a_group_is_refused(tmp_path: Path) -> None:
         ("llama", 8, {}, r"8 does not divide num_attention_heads \(4\)"),
         ("gpt_neox", 2, {}, "native models, and GPTNeoXForCausalLM"),
         ("llama", 2, {"model_implementation": "transformers"}, "native models"),
-        ("llama", 2, {"enable_lora": True}, "enable_lora is for one process"),
         ("llama", 2, {"deterministic": True}, "deterministic is for one process"),
         ("llama", 0, {}, "tensor_parallel_size must be at least 1, not 0"),
     ],

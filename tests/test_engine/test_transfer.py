@@ -9,10 +9,13 @@ import torch
 from headrace_engine.transfer import (
     ALIGNMENT,
     Transfer,
+    all_to_host,
+    apart,
     pack,
     packed_size,
     to_device,
     to_host,
+    together,
     unpack,
 )
 
@@ -41,3 +44,16 @@ def test_a_cpu_gets_the_arrays_themselves() -> None:
     tensor = to_device(ARRAYS[0], device)
     assert tensor.data_ptr() == ARRAYS[0].ctypes.data
     assert to_host(tensor) is tensor
+    assert all_to_host((tensor,))[0] is tensor
+
+
+def test_parts_of_one_piece_of_memory_are_copied_at_once() -> None:
+    room = torch.arange(30, dtype=torch.uint8)
+    parts = room[:24].view(torch.int64), room[24:].view(torch.bfloat16)
+    whole = together(parts)
+    assert whole is not None and torch.equal(whole, room)
+    for found, part in zip(apart(whole.clone(), parts), parts, strict=True):
+        assert found.dtype == part.dtype and torch.equal(found, part)
+    assert together(parts[:1]) is None, "the memory has more than that"
+    assert together((parts[0], torch.zeros(3, dtype=torch.bfloat16))) is None
+    assert together((room[::2], room[1::2])) is None

@@ -48,6 +48,17 @@ class RoundScene(Scene):
         return super().random(*shape).clamp(-2, 2).mul(2).round().div(2)
 
 
+class UnequalScene(RoundScene):
+    """Queries of 2^18, 1, 2^-40 and 0 times such numbers, head by head."""
+
+    def random(self, *shape: int) -> torch.Tensor:
+        made = super().random(*shape)
+        if shape[1] == self.case.heads:
+            factors = torch.tensor([2.0**18, 1.0, 2.0**-40, 0.0], device=made.device)
+            made = (made * factors[:, None]).to(made.dtype)
+        return made
+
+
 def bytes_of(part: torch.Tensor) -> torch.Tensor:
     return part.view(torch.uint8)
 
@@ -138,6 +149,20 @@ def test_a_sequence_sees_what_another_writes_in_the_same_step() -> None:
     torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=2e-5)
 
 
+def test_caches_of_more_elements_than_32_bits_count() -> None:
+    """A GPU of 80 GB has such. Only what is touched takes memory here."""
+    case = Case(((37, 1), (20, 9)), heads=2, kv_heads=1, dim=64, block_size=16)
+    scene = Scene(case, TritonBackend(HOPPER), torch.float16, DEVICE)
+    small, blocks = scene.cache, 2**31 // (16 * 64) + BLOCKS
+    large = [torch.empty(blocks, 1, 16, 64, dtype=torch.float16, device=DEVICE) for _ in small]
+    for part, own in zip(large, small, strict=True):
+        part[-BLOCKS:] = own
+    scene.cache = (large[0], large[1])
+    scene.tables = [[block + blocks - BLOCKS for block in table] for table in scene.tables]
+    found, exact = scene.step()
+    torch.testing.assert_close(found.double(), exact, rtol=4e-3, atol=4e-3)
+
+
 def test_copied_blocks_hold_the_same_keys() -> None:
     scene = Scene(CASES["decode"], TritonBackend(HOPPER), torch.float32, DEVICE)
     used = {block for table in scene.tables for block in table}
@@ -207,6 +232,20 @@ def test_fp8_caches_hold_scaled_numbers(dtype: torch.dtype) -> None:
     assert all(part.dtype is dtype for part in scene.cache)
     found, exact = scene.step()
     torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("capability", [AMPERE, HOPPER])
+def test_fp8_caches_take_bfloat16_queries_of_any_size(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products of such are of float16, which neither holds 2^18 nor 2^-40."""
+    correct_bfloat16(monkeypatch)
+    params = replace(CASES["mixed"].params, scale=2.0**-18, value_scale=0.5)
+    case = replace(CASES["mixed"], params=params)
+    backend = TritonBackend(capability)
+    scene = UnequalScene(case, backend, torch.bfloat16, DEVICE, cache_dtype=E4M3)
+    found, exact = scene.step()
+    torch.testing.assert_close(found.double(), exact, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("capability", [AMPERE, HOPPER])

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from headrace_engine import attention, placement
-from headrace_engine.lora.adapter import Factors
 from headrace_engine.lora.batch import LoRABatch, LoRALimits, LoRAProducts, RowSlots
 from headrace_engine.lora.linear import LoRALinear
+from headrace_engine.lora.modules import Factors
 from headrace_engine.lora.shapes import linear_shape
 from headrace_engine.lora.tiles import TiledProducts, TiledRows
 from headrace_engine.model import cuda_graphs, native
-from headrace_engine.model.cuda_graphs import Ladder, graph_bytes
+from headrace_engine.model.cuda_graphs import Decodes, Ladder, graph_bytes
 from headrace_engine.model.invariant import InvariantOps
 from headrace_engine.model.static_batch import StaticBatch
 from headrace_engine.model.triton_ops import TritonOps
@@ -158,7 +158,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Replays:
     monkeypatch.setattr(attention, "select", lambda *_: PaddedReference())
     monkeypatch.setattr(placement, "TorchOps", TiledOps)
     emulate_kernels(monkeypatch)
-    monkeypatch.setattr(cuda_graphs, "_refusal", lambda *_: None)
+    monkeypatch.setattr(Decodes, "refusal", lambda _: None)
     monkeypatch.setattr(cuda_graphs, "CudaCapture", lambda: made)
     monkeypatch.setattr(Ladder, "up_to", lambda *_: Ladder((2, 4), (256,)))
     return made
@@ -210,7 +210,7 @@ def test_the_memory_of_recordings_of_both_kinds_is_kept_free(
     assert runner._lora is not None
     monkeypatch.setattr(cuda_graphs, "free_bytes", lambda _: next(left))
     model, caches, static = runner._placed.model, runner._caches, runner._lora.static
-    found = graph_bytes(model, runner.attention, caches, llm._config, 256, static)
+    found = graph_bytes(Decodes(model, runner.attention, caches, llm._config, 256, static))
     blocks = 256 // llm._config.block_size
     assert found == StaticBatch(4, blocks, runner.device).num_bytes + 100 + 3 * 8
 

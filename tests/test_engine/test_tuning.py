@@ -4,7 +4,10 @@ processes; the default wherever anything speaks against another one. Times are g
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,16 +20,25 @@ from headrace_engine.attention.triton import TritonBackend
 from headrace_engine.config import EngineConfig
 from headrace_engine.engine import Engine
 from headrace_engine.errors import ConfigError
+from headrace_engine.lora.batch import LoRALimits
+from headrace_engine.lora.shapes import LinearName, LinearShape, linear_shape
+from headrace_engine.lora.tiles import TiledProducts
 from headrace_engine.model.ops import Ops, TorchOps
+from headrace_engine.model.triton_experts import GroupedMoe
 from headrace_engine.model.triton_ops import TritonOps
+from headrace_engine.model.tuned_experts import Mixtures
 from headrace_engine.placement import PlacedModel
 from headrace_engine.triton_kernels import launch as launches
+from headrace_engine.tuning import adapters as tuned_adapters
 from headrace_engine.tuning import attention as tuned_attention
 from headrace_engine.tuning import autotuner, start
 from headrace_engine.tuning import products as tuned_products
+from headrace_engine.tuning.adapters import AdapterTuning
 from headrace_engine.tuning.autotuner import Autotuner, Choice, Run
+from headrace_engine.tuning.experts import tune_experts
 from headrace_engine.tuning.table import ChoiceTable
 from headrace_testing.engines import Output, engine_config, make_runner, request, run
+from headrace_testing.mixtures import Mixture
 from headrace_testing.triton_interpreter import correct_bfloat16
 
 VERSIONS = {"torch": "2.11", "triton": "3.6"}
@@ -238,3 +250,115 @@ def test_engines_that_start_later_read_what_the_first_one_measured(
     assert file.name == "NVIDIA_H200.json"
     assert set(table["versions"]) == {"torch", "triton", "kernels"}
     assert table["kernels"]["product"]["microseconds"] == {"a": 1e6, "b": 0.5e6}
+
+
+def test_experts_use_the_tiles_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    correct_bfloat16(monkeypatch)
+    tiles = {16: (launches.LinearLaunch(16, 32, 32, 4, 3), launches.LinearLaunch(64, 32, 32, 4, 2))}
+    monkeypatch.setattr(launches, "EXPERT_CANDIDATES", tiles)
+    monkeypatch.setattr(autotuner, "REPEATS", 1)
+    cpu = torch.device("cpu")
+    mixture = Mixture(experts=4, per_token=1, hidden=32, inner=24, dtype=torch.bfloat16)
+    mixtures = Mixtures()
+    moe = GroupedMoe(mixture.parts(cpu), capability=(9, 0), mixtures=mixtures)
+    chooser = Autotuner(LastWins(), budget=1e9)
+    tune_experts(chooser, mixtures, 16, torch.empty(0, dtype=torch.bfloat16))
+    assert not any(one.refused for one in chooser.choices)
+    both, down = chooser.choices
+    assert both.kernel.endswith("tokens 16, both") and both.chosen.startswith("64x32x32")
+    assert down.kernel.endswith("tokens 16, down") and down.read_bytes > 0
+    ((shape, tuned),) = mixtures.shapes.items()
+    assert len(tuned.layers) == 1 and shape.read_bytes(1) == 3 * 32 * 24 * 2
+    assert shape.read_bytes(1000) == pytest.approx(4 * shape.expert_bytes)
+    launch = tuned.chosen(2)
+    assert launch is not None and launch.up.rows == launch.down.rows == 64
+    assert tuned.chosen(1) is tuned.chosen(17) is None  # of another number of tokens
+    x = mixture.rows(9, cpu)
+    bound = 4 * torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(moe(x), mixture.apart(cpu)(x), rtol=bound, atol=bound)
+
+
+def test_adapters_use_the_launches_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    correct_bfloat16(monkeypatch)
+    monkeypatch.setattr(autotuner, "REPEATS", 1)
+    monkeypatch.setattr(tuned_adapters, "ROTATED_BYTES", 20_000)
+    layer: dict[LinearName, LinearShape] = {
+        "qkv": linear_shape(520, {"q_proj": 32, "k_proj": 16, "v_proj": 16}, "self_attn"),
+        "o": linear_shape(32, {"o_proj": 64}, "self_attn"),
+    }
+    ops, chooser = TritonOps(), Autotuner(LastWins(), budget=1e9)
+    like = torch.empty(0, dtype=torch.bfloat16)
+    adapters = AdapterTuning(ops, [layer] * 9, 2, 4, like)
+    for rows in (3, 1):
+        adapters.tune(chooser, rows)
+    assert not any(one.refused for one in chooser.choices)
+    assert [one.kernel[-6:] for one in chooser.choices] == ["rows 3", "rows 1"]
+    alone, three = ops.lora_launches.few
+    wanted = launches.lora_candidates(launches.lora_launch(2, 3))[-1]
+    assert alone == (1, wanted) and three == (3, wanted)
+    assert chooser.choices[0].read_bytes == 2 * chooser.choices[1].read_bytes
+    made = ops.lora_products(
+        LoRALimits(2, 40, 2), lambda arrays: list(map(torch.from_numpy, arrays))
+    )
+    assert isinstance(made, TiledProducts) and made.sizes == (1, 3, launches.LORA_NARROW + 1)
+    assert made.launch(2) == wanted != made.launch(4) == launches.lora_launch(2, 4)
+
+
+def test_what_is_measured_depends_on_the_most_rows_of_a_step() -> None:
+    bounds = (1, 16, 64)
+    reached = [one for one in (*bounds, 4096) if start._is_reached(one, bounds, 16)]
+    assert reached == [1, 16, 4096]
+
+
+TOGETHER = """
+import torch
+import triton.language as tl
+from triton.errors import TritonError
+from headrace_engine.triton_kernels.jit import jit, only_compiling
+from headrace_engine.tuning.compiling import compile_together
+from headrace_testing.triton_target import compile_for
+
+@jit
+def some_kernel(x: tl.tensor, SIZE: tl.constexpr) -> None:
+    tl.static_assert(SIZE > 0, "nothing to do")
+    tl.store(x + tl.arange(0, SIZE), 0.0)
+
+def launch(size: int) -> None:
+    some_kernel[(1,)](torch.empty(64), SIZE=size)
+
+compile_for(90)
+compile_together([lambda size=size: launch(size) for size in (16, 0, 32, 16)])
+((kernels, *_),) = some_kernel.device_caches.values()
+print(sorted(type(one).__name__ for one in kernels.values()))
+try:
+    with only_compiling():
+        launch(0)
+except TritonError as error:
+    print("nothing to do" in str(error))
+"""
+
+
+def test_candidates_are_compiled_together(tmp_path: Path) -> None:
+    """In a process without the interpreter, for a device that is not there."""
+    program = tmp_path / "program.py"
+    program.write_text(TOGETHER)
+    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, str(program)], env=environment, capture_output=True, text=True, check=False
+    )
+    # What failed is not kept, and says why when it is launched.
+    assert done.stdout.splitlines() == ["['CompiledKernel', 'CompiledKernel']", "True"], done.stderr
+
+
+def test_a_kernel_is_prepared_with_all_its_candidates_while_there_is_time() -> None:
+    prepared: list[int] = []
+
+    def prepare(runs: Iterable[Run]) -> None:
+        prepared.append(len(list(runs)))
+
+    now = iter([0.0, 1.0, 2.0, 4.0, 5.0, 6.0, 7.0])
+    chooser = tuner(budget=3.0, clock=lambda: next(now), prepare=prepare)
+    for kernel in ("x", "y"):
+        chooser.choose(kernel, {"a": FIRST, "b": EQUAL})
+    assert prepared == [2] and set(chooser.choices[1].refused.values()) == {"no time was left"}

@@ -204,7 +204,9 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens"),
     ({"continue_final_message": True}, "continue_final_message"),
     ({"store": True}, "store"),
-    ({"metadata": {"a": "b"}}, "metadata"),
+    ({"metadata": {"a": 1}}, "metadata.a"),
+    ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
+    ({"verbosity": "loud"}, "verbosity"),
     ({"prompt": "x"}, "prompt"),
 ]
 
@@ -220,6 +222,23 @@ async def test_a_bad_chat_field_is_named(
     assert not gateway.engine.submitted
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "it is /v1/chat/completions. Base URLs of OpenAI's clients"),
+        ("/v1/v1/messages", "it is /v1/messages. Base URLs of OpenAI's clients end with /v1, tho"),
+        ("/v1/chat/completions/", "it is /v1/chat/completions."),
+        ("/metrics", "metrics are on a port of their own"),
+    ],
+)
+async def test_a_wrong_base_url_is_told_from_the_path(
+    gateway: Gateway, path: str, meant: str
+) -> None:
+    error = assert_error(await gateway.http.post(path, json={}), 404)
+
+    assert error["message"].startswith(f"Invalid URL (POST {path}): {meant}")
+
+
 async def test_pictures_are_refused_by_name(gateway: Gateway) -> None:
     part = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/secret"}}
 
@@ -233,6 +252,14 @@ async def test_a_refused_field_comes_with_a_remedy(gateway: Gateway) -> None:
 
     assert error["code"] == "unsupported_parameter"
     assert error["message"] == "suffix is not supported: this server does not fill in the middle."
+
+
+async def test_a_byte_order_mark_before_a_body_says_nothing(gateway: Gateway) -> None:
+    """PowerShell and .NET write one unless they are told not to."""
+    body = b"\xef\xbb\xbf" + json.dumps({"prompt": "x"}).encode()
+    answer = await gateway.http.post(COMPLETIONS, content=body)
+
+    assert answer.status_code == 200, answer.text
 
 
 async def test_too_long_a_prompt_names_both_numbers(gateway: Gateway) -> None:

@@ -132,6 +132,10 @@ async def test_all_of_a_stream_can_be_read_again_after_its_end(
         first.headers["content-location"] + "/events", params={"starting_after": 98}
     )
     assert [len(e["choices"]) for e in events(numbered.text)] == [1, 1, 0]
+    beyond = await gateways[1].get(
+        first.headers["content-location"] + "/events", params={"starting_after": 9999}
+    )
+    assert beyond.json()["error"]["param"] == "starting_after", beyond.text
 
 
 def without_comments(text: str) -> list[str]:

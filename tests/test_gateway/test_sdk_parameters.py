@@ -169,7 +169,10 @@ PLACES = {
         lambda form: {**CHAT, "response_format": form},
     ),
     "choices of chats": Place(
-        "chat", _hint("chat", "tool_choice"), "function", lambda tool: {**CHAT, "tool_choice": tool}
+        "chat",
+        _hint("chat", "tool_choice"),
+        "function allowed_tools",
+        lambda tool: {**CHAT, "tool_choice": tool},
     ),
     "tools of responses": Place(
         "responses",
@@ -180,7 +183,7 @@ PLACES = {
     "choices of responses": Place(
         "responses",
         _hint("responses", "tool_choice"),
-        "function",
+        "function allowed_tools",
         lambda tool: {"input": "x", "tool_choice": tool},
     ),
     "blocks of messages": Place(

@@ -339,7 +339,9 @@ async def test_tools_that_cannot_be_used_are_refused_by_name(
 async def test_a_template_without_tools_refuses_them(gateway: Gateway) -> None:
     answer = await gateway.chat(tools=[WEATHER])
     effort = await gateway.chat(reasoning_effort="high")
+    none = await gateway.chat(reasoning_effort="none")
 
+    assert none.status_code == 200, none.text
     assert answer.status_code == effort.status_code == 400
     assert answer.json()["error"]["code"] == "tools_unsupported"
     assert effort.json()["error"]["code"] == "unsupported_parameter"

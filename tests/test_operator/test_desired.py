@@ -87,13 +87,14 @@ def test_adapters_are_settings_and_volumes_of_the_engine(monkeypatch: pytest.Mon
             {"name": "tone", "image": {"reference": "oci://registry/tone:1"}},
         ],
     }
-    values, found = env(lora=lora), pod(lora=lora)
+    engine = {"tensorParallelSize": 2}
+    values, found = env(lora=lora, engine=engine), pod(lora=lora)
     for name, value in values.items():
         if name.startswith(PREFIX):
             monkeypatch.setenv(name, value)
     read = EngineSettings()
     assert (read.enable_lora, read.max_loras, read.max_lora_rank) == (True, 2, 32)
-    assert read.max_cpu_loras is None
+    assert read.max_cpu_loras is None and read.tensor_parallel_size == 2
     assert read.lora_modules == {
         "sql": "/model/adapters/sql",
         "org/chat": "/adapters/1/v2",

@@ -18,6 +18,8 @@ _HUB_SECONDS = 5.0
 # Of safetensors: the longest header that its library reads, and what in it is no tensor.
 _HEADER_BYTES = 100_000_000
 _METADATA = "__metadata__"
+_NO_GGUF = "GGUF is not read: take the checkpoint with *.safetensors that it was made from"
+_TO_SAFETENSORS = "convert them to *.safetensors, or take another revision of the model"
 # What can only be meant as a folder.
 _PATHS = (".", "~", "/")
 
@@ -26,6 +28,9 @@ def check(model: str) -> Iterator[Finding]:
     folder = _folder(model)
     if folder is not None:
         yield from _check_folder(folder)
+    elif _is_file(model):
+        remedy = _NO_GGUF if model.endswith(".gguf") else "give the folder that it is in"
+        yield fail("model", f"{model} is a file", remedy)
     elif _is_hub_id(model):
         yield from _check_hub(model)
     else:
@@ -38,7 +43,7 @@ def check(model: str) -> Iterator[Finding]:
 
 def refuse_unusable(model: str) -> None:
     """Raises UsageError where it is plain without the network that no engine can load it."""
-    if _folder(model) is None and _is_hub_id(model):
+    if _folder(model) is None and _is_hub_id(model) and not _is_file(model):
         return
     for finding in check(model):
         if finding.level is Level.FAIL:
@@ -57,6 +62,10 @@ def _is_hub_id(model: str) -> bool:
     return _HUB_ID.fullmatch(model) is not None and not model.startswith(_PATHS)
 
 
+def _is_file(model: str) -> bool:
+    return Path(model).expanduser().is_file()
+
+
 def _folder(model: str) -> Path | None:
     path = Path(local_source(model)).expanduser()
     return path if path.is_dir() else None
@@ -71,6 +80,10 @@ def _check_folder(folder: Path) -> Iterator[Finding]:
     except (OSError, ValueError) as error:
         yield fail("model", f"{folder / 'config.json'}: {error}", "download the checkpoint again")
         return
+    if _only_pickled(folder):
+        detail = f"{folder} has only pickled weights (*.bin), which are refused"
+        yield fail("model", detail, _TO_SAFETENSORS)
+        return
     lacking = _lacking(folder) or _cut_short(folder)
     if lacking:
         yield fail("model", f"{folder} has {lacking}", "download the checkpoint again, whole")
@@ -80,11 +93,14 @@ def _check_folder(folder: Path) -> Iterator[Finding]:
     yield ok("model", f"{folder}: {architecture}, {size:.0f} MiB")
 
 
+def _only_pickled(folder: Path) -> bool:
+    return any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors"))
+
+
 def _lacking(folder: Path) -> str:
     index = folder / "model.safetensors.index.json"
     if not any(folder.glob("*.safetensors")):
-        pickled = any(folder.glob("pytorch_model*.bin"))
-        return "only pickled weights (*.bin), which are refused" if pickled else "no *.safetensors"
+        return "no *.safetensors"
     if index.exists():
         try:
             shards = set(json.loads(index.read_text())["weight_map"].values())

@@ -37,7 +37,10 @@ class Client(ABC):
         """The commands' results; raises the first error, or has errors among the results."""
 
     async def each(self, *args: Argument) -> list[Any]:
-        """The result of a command without keys from every server that holds data."""
+        """The result of a command without keys from every server that holds data and is there.
+
+        Raises redis' errors, of a connection where no server is there.
+        """
         return [await self.command(*args)]
 
     async def scan(self, pattern: str) -> list[bytes]:

@@ -123,11 +123,19 @@ class ClusterClient(Client):
 
     async def each(self, *args: Argument) -> list[Any]:
         await self._refresh()
-        found = [await self.at(node, [args]) for node in self._map.masters]
-        for (result,) in found:
-            if isinstance(result, RedisError):
+        nodes = list(self._map.masters)
+        asked = [self.at(node, [args]) for node in nodes]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        results = [each if isinstance(each, BaseException) else each[0] for each in answers]
+        for node, result in zip(nodes, results, strict=True):
+            if isinstance(result, _BROKEN):
+                _note_away(node, result)
+            elif isinstance(result, BaseException):
                 raise result
-        return [result for (result,) in found]
+        there = [result for result in results if not isinstance(result, _BROKEN)]
+        if results and not there:
+            raise results[0]
+        return there
 
     async def scan(self, pattern: str) -> list[bytes]:
         await self._refresh()
@@ -167,19 +175,18 @@ class ClusterClient(Client):
         return list(dict.fromkeys([*known, *self._pools.endpoint.addresses]))
 
     async def _ask(self, node: Address) -> Sequence[Any] | None:
-        where = "{}:{}".format(*node)
         try:
             async with asyncio.timeout(ASK_SECONDS):
                 reply: Sequence[Any] = await self._client(node).command("CLUSTER", "SLOTS")
         except (TimeoutError, *_BROKEN) as error:
-            logger.warning("node did not answer", extra={"at": where, "error": str(error)})
+            _note_away(node, error)
             return None
         except NoPermissionError:
             raise
         except ResponseError as error:
             raise BackendUnfit(
-                f"redis at {where} is no node of a cluster ({error}): use the scheme redis or "
-                "redis+sentinel"
+                f"redis at {_said(node)} is no node of a cluster ({error}): use the scheme redis "
+                "or redis+sentinel"
             ) from error
         return reply
 
@@ -203,6 +210,14 @@ class ClusterClient(Client):
         for client in self._clients.values():
             await client.close()
         self._clients = {}
+
+
+def _said(node: Address) -> str:
+    return "{}:{}".format(*node)
+
+
+def _note_away(node: Address, error: Exception) -> None:
+    logger.warning("node did not answer", extra={"at": _said(node), "error": str(error)})
 
 
 class ClusterReader(Client):

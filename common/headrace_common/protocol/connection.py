@@ -43,6 +43,7 @@ _BROKEN = (RedisConnectionError, RedisTimeoutError, ReadOnlyError, MasterDownErr
 _LEFT = (ReadOnlyError, MasterDownError, RedisTimeoutError)
 _DEMOTED = ("NOREPLICAS", "UNBLOCKED")
 _MOVING = (AskError, ClusterDownError, MovedError, TryAgainError)
+PROBES = 8  # of a cluster's slots, one after the other until one can be used
 MOST_ENTRIES = 16  # at a time, so that a reader far behind does not hold up all else
 _SCHEMES = {
     "standalone": "redis://HOST:6379/0",
@@ -189,7 +190,8 @@ def server_version(info: dict[str, Any]) -> tuple[int, ...]:
 
 
 async def check_backend(connection: Connection) -> None:
-    """Refuses a server that cannot keep the protocol's promises.
+    """Refuses a server that cannot keep the protocol's promises. Nodes of a cluster that are away
+    are not checked: what is on the others goes on without them.
 
     Raises BackendUnfit, which names what is wrong and the remedy, or BackendUnavailable.
     """
@@ -198,9 +200,8 @@ async def check_backend(connection: Connection) -> None:
         _check_version(info)
         _check_memory(info)
         _check_persistence(info)
-    scratch = f"{{headrace.probe.{secrets.token_hex(8)}}}"
     try:
-        await connection.run("probe", [f"q:{scratch}", f"r:{scratch}"], [])
+        await _probe(connection)
     except ResponseError as error:
         raise BackendUnfit(
             f"redis cannot run the protocol's scripts ({error}); use Redis >= 6.2 or Valkey with "
@@ -211,6 +212,19 @@ async def check_backend(connection: Connection) -> None:
             f"{error}; grant +@read +@write +@stream +@scripting +time +info and the key patterns "
             "of docs/protocol.md"
         ) from error
+
+
+async def _probe(connection: Connection) -> None:
+    """Runs a script, on any node of a cluster that is there."""
+    for left in reversed(range(PROBES if connection.topology is Topology.CLUSTER else 1)):
+        scratch = f"{{headrace.probe.{secrets.token_hex(8)}}}"
+        try:
+            await connection.run("probe", [f"q:{scratch}", f"r:{scratch}"], [])
+        except BackendUnavailable:
+            if not left:
+                raise
+        else:
+            return
 
 
 async def _infos(connection: Connection) -> list[dict[str, Any]]:

@@ -86,6 +86,8 @@ class MemoryGatewayQueue:
             raise await self._full(request, of_tenant=former == "tenant")
         await self._backend.wake(_shard(self._backend, request.request_id, request.model))
         if former == "new":
+            if seen is not None:
+                self._keep_shard(request)
             return Admission(state=AdmitState.ADMITTED)
         if record.ended and former != "held":
             outcome = _outcome(request.request_id, record)
@@ -103,6 +105,12 @@ class MemoryGatewayQueue:
         return Admission(
             state=AdmitState.ATTACHED, owner=record.owner or None, attempt=record.attempt
         )
+
+    def _keep_shard(self, request: GenerateRequest) -> None:
+        shards = keys.shard_of(request.request_id) + 1
+        if 1 < shards >= len(self._backend.shards_of(request.model)):
+            until = self._backend.clock() + keys.SHARDS_KEPT_MS / 1000
+            self._backend.kept[request.model] = (shards, until)
 
     async def _full(self, request: GenerateRequest, *, of_tenant: bool) -> QueueFull:
         waiting = (await self.depth(request.model)).waiting

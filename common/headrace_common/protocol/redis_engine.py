@@ -81,8 +81,9 @@ class RedisEngineQueue:
         self._renewed: dict[str, float] = {}
 
     async def start(self) -> None:
-        """Checks the server. Raises BackendUnfit, BackendUnavailable."""
-        await check_backend(self._connection)
+        """Checks the servers, once for all shards. Raises BackendUnfit, BackendUnavailable."""
+        if self.shard == keys.DEFAULT_SHARD:
+            await check_backend(self._connection)
         (last,) = await self._pipeline(("XREVRANGE", self._keys.wakeups, "+", "-", "COUNT", 1))
         if last:
             self._woken = last[0][0].decode()

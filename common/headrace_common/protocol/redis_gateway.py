@@ -45,7 +45,7 @@ from .redis_depth import depth_of, rate_of
 from .redis_journal import read_journal
 from .redis_place import requests_ahead
 from .requests import fingerprint, priority_class, queue_full, token_cost
-from .shards import SHARD_FIELDS, shards_kept
+from .shards import SHARD_FIELDS, shard_note, shards_kept
 from .status import decode_status
 
 logger = logging.getLogger(__name__)
@@ -96,10 +96,23 @@ class RedisGatewayQueue:
         if seen is not None:
             reply = await self._admit(request, limits, seen, b"", manner, ())
         if reply[0] == b"unknown":
+            if seen is not None:
+                await self._keep_shard(request)
             newest = -1 if seen is None else seen
             payload, where = encode_request(request), _placed(placement)
             reply = await self._admit(request, limits, newest, payload, manner, where)
         return await self._admission(request, reply)
+
+    async def _keep_shard(self, request: GenerateRequest) -> None:
+        """Has engines look into the shard of a request that Redis has lost, where they are set to
+        fewer and Redis has forgotten with it that there were more."""
+        shard = keys.shard_of(request.request_id)
+        if shard == keys.DEFAULT_SHARD:
+            return
+        now, name = time.time() * 1000, ShardKeys(request.model).stats
+        (fields,) = await self._pipeline(("HMGET", name, *SHARD_FIELDS))
+        if note := shard_note(shard + 1, shards_kept(fields, now), now):
+            await self._pipeline(("HSET", name, *note))
 
     async def _admit(
         self,

@@ -52,8 +52,10 @@ class ShardedEngineQueue:
         self._said: EngineStatus | None = None
 
     async def start(self) -> None:
-        for shard in self._shards:
-            await shard.start()
+        """As EngineQueue.start. A further shard may be away; it is taken from once it is back."""
+        await self._first.start()
+        for shard in self._shards[1:]:
+            await _start(shard)
         await self._look_for_more()
 
     async def _look_for_more(self) -> None:
@@ -62,7 +64,7 @@ class ShardedEngineQueue:
         kept = await self._first.tell_shards(self._count)
         for number in range(len(self._shards), kept):
             shard = self._make(number)
-            await shard.start()
+            await _start(shard)
             self._shards.append(shard)
 
     # Leases
@@ -263,6 +265,14 @@ class ShardedEngineQueue:
         await asyncio.gather(*self._watches.values(), return_exceptions=True)
         for shard in reversed(self._shards):
             await shard.close()
+
+
+async def _start(shard: ShardQueue) -> None:
+    """A shard whose start fails can be used as it is: it only wakes its engine once for nothing."""
+    try:
+        await shard.start()
+    except BackendUnavailable as error:
+        _note_away(shard, error)
 
 
 def _note_away(shard: ShardQueue, error: BackendUnavailable) -> None:

@@ -15,6 +15,7 @@ from ..model.qkv import QKVRows
 from ..model.triton_ops import StoreTarget, can_rotate, rotate_and_store
 from ..triton_kernels.cache import store_kernel
 from ..triton_kernels.decode import decode_kernel, merge_kernel
+from ..triton_kernels.dependent import DependentLaunches
 from ..triton_kernels.launch import (
     AMPERE,
     LARGEST_HEAD,
@@ -24,6 +25,7 @@ from ..triton_kernels.launch import (
     Launch,
     decode_launch,
     dot_precision,
+    merge_warps,
     power_of_two,
     prefill_launch,
     split_keys,
@@ -42,7 +44,8 @@ class TritonBackend:
     `capability` is the device's, asked from torch if not given. `deterministic` computes decodes as
     it does chunks of prompts, and tiles of keys always masked: a token's output has then the same
     bits in whatever run it comes. Caches in fp8 become the queries' dtype tile by tile; devices
-    older than Ada, which have no instruction for e4m3, do it by integer arithmetic.
+    older than Ada, which have no instruction for e4m3, do it by integer arithmetic. Decodes are
+    launched as `dependent` says, which is the operators' where it was measured to pay.
     Raises ConfigError for a device older than Ampere.
     """
 
@@ -56,6 +59,7 @@ class TritonBackend:
         self._capability = capability or torch.cuda.get_device_capability()
         self._scratch = Scratch()
         self._launches = AttentionLaunches()
+        self.dependent = DependentLaunches()
         self._check_device()
 
     def _check_device(self) -> None:
@@ -127,7 +131,8 @@ class TritonBackend:
             params.key_scale,
             params.value_scale,
         )
-        return self.attend(rotate_and_store(rows, target), cache, metadata, params)
+        query = rotate_and_store(rows, target, self.dependent)
+        return self.attend(query, cache, metadata, params)
 
     def _store(
         self,
@@ -190,12 +195,14 @@ class TritonBackend:
             metadata.seq_lens, params.scale * params.key_scale, params.value_scale,
             query.stride(0), query.stride(1), metadata.block_tables.stride(0),
             **constants, **cut, ROWS=max(launch.rows, power_of_two(heads // kv_heads)),
-            WHOLE=whole, MERGE=merges, num_warps=launch.warps, num_stages=launch.stages,
+            WHOLE=whole, MERGE=merges, **self.dependent.product,
+            num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
         if not whole and not merges:
             merge_kernel[(rows, heads)](
                 output, parts, sums, metadata.seq_lens, HEADS=heads, HEAD_DIM=dim, **cut,
-                WINDOW=constants["WINDOW"], DIM=constants["DIM"], num_warps=4,
+                WINDOW=constants["WINDOW"], DIM=constants["DIM"], **self.dependent.small,
+                num_warps=merge_warps(rows, dim),
             )  # fmt: skip
 
     def _parts(
@@ -245,6 +252,7 @@ def _constants(
         "DIM": tile_extent(dim),
         "EXACT": dot_precision(query.element_size()),
         "BITS": stored.bits,
+        "HALF": stored.largest > 0.0 and query.dtype is torch.bfloat16,
     }
 
 

@@ -16,16 +16,19 @@ import torch
 
 from ..attention.base import AttentionMetadata
 from ..errors import RankFailed
+from ..lora.batch import LoRABatch, RowOwners, RowSlots
 from ..model.base import ForwardBatch
 
 Pairs = Sequence[tuple[int, int]]
 
+# How many numbers sizes_of gives.
+SIZES = 7
 # Numbers of 4 bytes: Triton compiles kernels anew for tensors that lie at other addresses.
 ALIGNMENT = 4
 
 
 class Verb(IntEnum):
-    FORWARD = 1  # the sizes of a batch, see sizes_of
+    FORWARD = 1  # the sizes of a batch, see sizes_of, and runs of its rows' adapters
     ALLOCATE = 2  # KV blocks on the device
     RESERVE = 3  # KV blocks in host memory
     COPY = 4  # (source, destination) blocks
@@ -36,7 +39,9 @@ class Verb(IntEnum):
     CONNECT = 9  # all ranks have loaded
     RECORD = 10  # the longest context: CUDA graphs up to it
     REHEARSE = 11  # the longest context: what its CUDA graphs would take
-    STOP = 12
+    ADAPT = 12  # a slot and the ranks of an adapter's matrices, which follow by broadcasts
+    MAKE_ROOM = 13  # for adapters; whether also for those that change experts
+    STOP = 14
 
 
 class Gone(Exception):
@@ -108,7 +113,6 @@ def sizes_of(batch: ForwardBatch) -> tuple[int, ...]:
 
 def pack(batch: ForwardBatch) -> torch.Tensor:
     """int32 [N]: all tensors of a batch, one after the other, each at a multiple of ALIGNMENT."""
-    assert batch.lora is None, "adapters are not served by several ranks"
     metadata = batch.metadata
     parts = (
         metadata.query_start,
@@ -126,13 +130,40 @@ def pack(batch: ForwardBatch) -> torch.Tensor:
     return packed
 
 
+def adapter_runs(lora: LoRABatch | None) -> list[int]:
+    """(slot, rows) of each run of a step's rows that have one, behind the number of runs of all
+    rows; then those of rows that sample. Nothing where no row has an adapter."""
+    if lora is None:
+        return []
+    assert lora.owners is not None, "the rows of a step are known to the host"
+    tokens, logits = _runs(lora.owners.tokens), _runs(lora.owners.logits)
+    return [len(tokens), *flat(tokens), *flat(logits)]
+
+
+def row_owners(numbers: Sequence[int]) -> RowOwners:
+    """What `adapter_runs` were made of."""
+    count, *rest = numbers
+    runs = paired(rest)
+    return RowOwners(_rows(runs[:count]), _rows(runs[count:]))
+
+
+def _runs(slots: RowSlots) -> list[tuple[int, int]]:
+    changes = np.flatnonzero(np.diff(slots)) + 1
+    return [(int(part[0]), len(part)) for part in np.split(slots, changes) if len(part)]
+
+
+def _rows(runs: Pairs) -> RowSlots:
+    slots, counts = np.array(runs, dtype=np.int64).reshape(-1, 2).T
+    return np.repeat(slots, counts)
+
+
 def packed_length(sizes: Sequence[int]) -> int:
     return sum(map(_aligned, _lengths(sizes)))
 
 
 def unpack(sizes: Sequence[int], packed: torch.Tensor) -> ForwardBatch:
     """The batch that `pack` was given."""
-    sequences, columns, _, _, num_decodes, max_query_len, max_seq_len = sizes
+    sequences, columns, _, _, num_decodes, max_query_len, max_seq_len = sizes[:SIZES]
     query_start, seq_lens, tables, slots, ids, positions, rows = _cut(packed, sizes)
     return ForwardBatch(
         input_ids=ids.long(),

@@ -16,6 +16,9 @@ from typing import Any
 from ..config import EngineConfig
 from ..errors import RankFailed
 from ..kv_budget import Profile
+from ..lora.adapter import AdapterWeights
+from ..lora.packing import by_layer, pack, ranks_of
+from ..lora.shapes import LayerShapes
 from ..model.base import ForwardBatch
 from . import commands
 from .commands import Gone, Pairs, Verb
@@ -28,8 +31,8 @@ GRACE = 10.0
 # Seconds for a rank whose connection is broken to be gone, on a machine that is very busy.
 LONG_GRACE = 60.0
 STORE = "meeting"
-# Of rank 0 alone: scheduling and drafts.
-_OWN = ("speculative_config", "policy", "policy_options")
+# Of rank 0 alone: scheduling, drafts and the files of adapters.
+_OWN = ("speculative_config", "policy", "policy_options", "lora_modules")
 
 
 class Peers:
@@ -39,6 +42,7 @@ class Peers:
         """`device` is a type of device: cpu or cuda."""
         size = config.tensor_parallel_size
         self.group = Group(0, size, device)
+        self._device = device
         self._fate = Fate(self.group.abort)
         self._handles: list[RankHandle] = []
         self._folder = TemporaryDirectory(prefix="headrace-ranks-")
@@ -105,7 +109,8 @@ class Peers:
         return self._fate.wait(LONG_GRACE)
 
     def forward(self, batch: ForwardBatch) -> None:
-        self._tell(Verb.FORWARD, commands.sizes_of(batch))
+        runs = commands.adapter_runs(batch.lora)
+        self._tell(Verb.FORWARD, (*commands.sizes_of(batch), *runs))
         self.group.broadcast(commands.pack(batch))
 
     def record(self, max_model_len: int) -> None:
@@ -113,6 +118,21 @@ class Peers:
 
     def rehearse(self, max_model_len: int) -> None:
         self._tell(Verb.REHEARSE, (max_model_len,))
+
+    def make_room(self, experts: bool) -> None:
+        with self.step():
+            self._tell(Verb.MAKE_ROOM, (int(experts),))
+
+    def put_adapter(
+        self, slot: int, shapes: Sequence[LayerShapes], weights: AdapterWeights
+    ) -> None:
+        """One decoder layer after the other, as an adapter may be larger than what is free."""
+        ranks = ranks_of(shapes, weights)
+        with self.step():
+            self._tell(Verb.ADAPT, (slot, *ranks))
+            for (layer, own), modules in zip(by_layer(shapes, ranks), weights, strict=True):
+                if any(own):
+                    self.group.broadcast(pack(layer, own, modules).to(self._device))
 
     def allocate(self, num_blocks: int) -> None:
         with self.step():

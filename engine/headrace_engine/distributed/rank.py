@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ from ..attention.memory import host_blocks, move_blocks
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..kv_budget import count_blocks
-from ..model.cuda_graphs import graph_bytes, with_graphs
+from ..lora.device import DeviceLoRA
+from ..lora.packing import by_layer, packed_length, unpack
+from ..model.cuda_graphs import Decodes, graph_bytes, with_graphs
 from ..model.parallel import Shard
 from ..placement import PlacedModel, place_model
+from ..transfer import Transfer
 from . import commands
 from .commands import Gone, Verb
 from .group import Group
@@ -40,6 +44,7 @@ class Rank:
         self._caches: tuple[LayerCache, ...] = ()
         self._host: tuple[LayerCache, ...] = ()
         self._graph_bytes = 0
+        self._lora: DeviceLoRA | None = None
         self._verbs: dict[Verb, Callable[[list[int]], None]] = {
             Verb.FORWARD: self._forward,
             Verb.ALLOCATE: self._allocate,
@@ -51,6 +56,8 @@ class Rank:
             Verb.CONNECT: self._connect,
             Verb.RECORD: self._record,
             Verb.REHEARSE: self._rehearse,
+            Verb.ADAPT: self._adapt,
+            Verb.MAKE_ROOM: self._make_room,
         }
 
     def serve(self) -> None:
@@ -71,23 +78,48 @@ class Rank:
         self._group.connect(self._store)
         commands.answer(self._connection)
 
-    def _forward(self, sizes: list[int]) -> None:
+    def _forward(self, numbers: list[int]) -> None:
+        sizes, runs = numbers[: commands.SIZES], numbers[commands.SIZES :]
         length, device = commands.packed_length(sizes), self._placed.device
         packed = torch.empty(length, dtype=torch.int32, device=device)
         batch = commands.unpack(sizes, self._group.broadcast(packed))
+        if runs:
+            batch = replace(batch, lora=self._adapters.batch(commands.row_owners(runs)))
         self._model.forward(batch, self._caches)
 
     def _record(self, numbers: list[int]) -> None:
-        placed = self._placed
-        self._model = with_graphs(
-            placed.model, placed.attention, self._caches, self._config, numbers[0]
-        )
+        self._model = with_graphs(self._decodes(numbers[0]))
 
     def _rehearse(self, numbers: list[int]) -> None:
-        placed = self._placed
-        self._graph_bytes = graph_bytes(
-            placed.model, placed.attention, self._caches, self._config, numbers[0]
+        self._graph_bytes = graph_bytes(self._decodes(numbers[0]))
+
+    def _decodes(self, max_model_len: int) -> Decodes:
+        placed, lora = self._placed, None if self._lora is None else self._lora.static
+        return Decodes(
+            placed.model, placed.attention, self._caches, self._config, max_model_len, lora
         )
+
+    def _make_room(self, numbers: list[int]) -> None:
+        """Compiles what it needs before steps come that others would wait in."""
+        placed = self._placed
+        self._lora = DeviceLoRA(self._config, placed, bool(numbers[0]), Transfer(placed.device))
+        self._lora.warm_up()
+
+    def _adapt(self, numbers: list[int]) -> None:
+        slot, *ranks = numbers
+        placed = self._placed
+        for index, (layer, own) in enumerate(by_layer(self._adapters.shapes, ranks)):
+            packed = torch.empty(
+                packed_length(layer, own), dtype=placed.dtype, device=placed.device
+            )
+            if any(own):
+                self._group.broadcast(packed)
+            self._adapters.slots.put_layer(slot, index, unpack(layer, own, packed))
+
+    @property
+    def _adapters(self) -> DeviceLoRA:
+        assert self._lora is not None, "room was made for them before"
+        return self._lora
 
     def _allocate(self, numbers: list[int]) -> None:
         self._caches = ()

@@ -14,6 +14,7 @@ from ..errors import CheckpointError, ConfigError
 from ..model.checkpoint import JsonObject, read_json
 from ..model.fields import Fields
 
+_TURNS_UNTIL = (0, 19)
 CONFIG_FILE = "adapter_config.json"
 N = TypeVar("N", int, float)
 
@@ -25,7 +26,6 @@ _UNSUPPORTED = {
     "bias": "trained biases",
     "modules_to_save": "whole modules beside the adapter",
     "trainable_token_indices": "trained tokens",
-    "target_parameters": "parameters of experts",
     "layer_replication": "repeated layers",
     "alora_invocation_tokens": "an adapter that begins at a token (aLoRA)",
     "fan_in_fan_out": "transposed weights",
@@ -40,7 +40,8 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
     """`ranks` and `alphas` are for modules whose path matches their pattern; `rank` and `alpha` for
-    all others. The scale is alpha / rank or, `rank_stabilised`, alpha / sqrt(rank)."""
+    all others. The scale is alpha / rank or, `rank_stabilised`, alpha / sqrt(rank).
+    `turns_experts` tells A from B where the matrices of experts are square."""
 
     path: Path
     rank: int
@@ -48,6 +49,7 @@ class AdapterConfig:
     ranks: Mapping[str, int]
     alphas: Mapping[str, float]
     rank_stabilised: bool
+    turns_experts: bool = False
 
     def rank_of(self, module: str) -> int:
         return _matching(self.ranks, module, self.rank)
@@ -76,6 +78,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         ranks=_patterns(fields, "rank_pattern", Fields.whole),
         alphas=_patterns(fields, "alpha_pattern", Fields.number),
         rank_stabilised=fields.flag("use_rslora"),
+        turns_experts=_is_old(content.get("peft_version")),
     )
 
 
@@ -90,6 +93,12 @@ def _refuse(fields: Fields, content: JsonObject) -> None:
             "one that leaves the model's own weights as they are: convert the adapter with PEFT "
             "(save_pretrained(path_initial_model_for_weight_conversion=...))",
         )
+
+
+def _is_old(version: object) -> bool:
+    """Whether PEFT was one before 0.19; those before 0.18 do not say."""
+    found = re.match(r"(\d+)\.(\d+)", version) if isinstance(version, str) else None
+    return found is None or (int(found[1]), int(found[2])) < _TURNS_UNTIL
 
 
 def _patterns(fields: Fields, name: str, read: Callable[[Fields, str], N]) -> dict[str, N]:

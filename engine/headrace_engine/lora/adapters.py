@@ -27,6 +27,7 @@ class Adapters(Mapping[str, Path]):
         self, shapes: Rows[LayerShapes], max_rank: int, dtype: torch.dtype, capacity: int
     ) -> None:
         self._shapes, self._max_rank, self._dtype = shapes, max_rank, dtype
+        self._takes_experts = True
         self._capacity = capacity
         self._known: dict[str, AdapterFile] = {}
         self._loaded: dict[str, AdapterWeights] = {}
@@ -48,12 +49,29 @@ class Adapters(Mapping[str, Path]):
         """
         known = self._known.get(name)
         if known is None:
-            self._known[name] = AdapterFile(folder, self._shapes, self._max_rank)
+            self._known[name] = self._checked(AdapterFile(folder, self._shapes, self._max_rank))
             logger.info("adapter known", extra={"adapter": name})
         elif known.folder != folder:
             raise CheckpointError(
                 f"adapter {name!r} is {known.folder}: give {folder} a name of its own"
             )
+
+    @property
+    def change_experts(self) -> bool:
+        """Whether one of those that are known does."""
+        return any(file.changes_experts for file in self._known.values())
+
+    def refuse_experts(self) -> None:
+        """From now on adapters may not change the experts of mixtures."""
+        self._takes_experts = False
+
+    def _checked(self, file: AdapterFile) -> AdapterFile:
+        if file.changes_experts and not self._takes_experts:
+            raise CheckpointError(
+                f"{file.path} changes experts, for which room is taken only when the engine "
+                "starts: name it, or another one that does, in lora_modules"
+            )
+        return file
 
     def load(self, name: str) -> AdapterWeights:
         """An adapter's weights on the host. Raises CheckpointError where they cannot be read."""

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from .batch import NO_ADAPTER, RowSlots
+from .experts import AnyPlaced, LoRAExperts
 from .linear import LoRALinear, Placed
 from .shapes import LinearName
 
@@ -25,7 +26,7 @@ class _Group:
 class GroupedRows:
     groups: tuple[_Group, ...]
 
-    def add(self, linear: LoRALinear, x: torch.Tensor, y: torch.Tensor) -> None:
+    def add(self, linear: AnyPlaced, x: torch.Tensor, y: torch.Tensor) -> None:
         for group in self.groups:
             placed = linear.placed(group.slot)
             if placed is not None:
@@ -55,7 +56,12 @@ class GroupedProducts:
             tuple(_Group(slot, self._rows(rows)) for slot, rows in found if slot != NO_ADAPTER)
         )
 
-    def static(self, layers: Rows[Mapping[LinearName, LoRALinear]], device: torch.device) -> None:
+    def static(
+        self,
+        layers: Rows[Mapping[LinearName, LoRALinear]],
+        device: torch.device,
+        experts: Rows[Mapping[LinearName, LoRAExperts]] = (),
+    ) -> None:
         """They cannot be recorded: which rows there are is known to the host alone."""
 
     def _rows(self, rows: npt.NDArray[np.int64]) -> slice | torch.Tensor:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .adapter import Factors
+from .modules import Factors
 from .shapes import LinearShape
 
 
@@ -55,8 +55,8 @@ class LoRALinear:
         return self._placed[slot]
 
     def put(self, slot: int, modules: Mapping[str, Factors]) -> None:
-        """Writes an adapter's matrices into a slot, over those that were there, behind all that
-        the device was given before."""
+        """Writes what is held here of an adapter's matrices into a slot, over those that were
+        there, behind all that the device was given before."""
         parts: list[Part] = []
         ends: list[int] = []
         end = 0
@@ -66,8 +66,8 @@ class LoRALinear:
                 start, rank = end, factors.down.shape[0]
                 end += rank
                 outputs = slice(columns.start, columns.start + columns.width)
-                self.down[slot, start:end].copy_(factors.down)
-                up = self.up[slot, :rank, outputs].copy_(factors.up)
+                self.down[slot, start:end].copy_(self.shape.held.of(factors.down))
+                up = self.up[slot, :rank, outputs].copy_(columns.held.of(factors.up))
                 parts.append(Part(slice(start, end), outputs, up))
             ends.append(end)
         self.ends[slot].copy_(torch.tensor(ends, dtype=torch.int32))

@@ -10,8 +10,14 @@ from collections.abc import Sequence as Rows
 import torch
 
 from .adapter import AdapterWeights
+from .experts import JOINED, LoRAExperts
 from .linear import LoRALinear
+from .packing import LayerWeights
 from .shapes import LayerShapes, LinearName
+
+
+def _expert_rank(name: LinearName, max_rank: int) -> int:
+    return JOINED * max_rank if name == "experts_gate_up" else max_rank
 
 
 class LoRASlots:
@@ -29,6 +35,15 @@ class LoRASlots:
             {
                 name: LoRALinear(shape, slots, max_rank, dtype, device)
                 for name, shape in layer.items()
+                if not shape.experts
+            }
+            for layer in shapes
+        )
+        self.experts: tuple[Mapping[LinearName, LoRAExperts], ...] = tuple(
+            {
+                name: LoRAExperts(shape, slots, _expert_rank(name, max_rank), dtype, device)
+                for name, shape in layer.items()
+                if shape.experts
             }
             for layer in shapes
         )
@@ -41,9 +56,12 @@ class LoRASlots:
         """The adapters that are on the device."""
         return self._slot_of.keys()
 
+    def missing(self, wanted: Collection[str]) -> tuple[str, ...]:
+        return tuple(name for name in wanted if name not in self._slot_of)
+
     def use(self, wanted: Collection[str]) -> tuple[dict[str, int], tuple[str, ...]]:
         """Slots for adapters that are needed together, and those whose weights must be `put`."""
-        missing = tuple(name for name in wanted if name not in self._slot_of)
+        missing = self.missing(wanted)
         for name in wanted:
             if name in self._slot_of:
                 self._slot_of[name] = self._slot_of.pop(name)
@@ -52,9 +70,14 @@ class LoRASlots:
         return {name: self._slot_of[name] for name in wanted}, missing
 
     def put(self, slot: int, weights: AdapterWeights) -> None:
-        for layer, modules in zip(self.layers, weights, strict=True):
-            for name, linear in layer.items():
-                linear.put(slot, modules.get(name, {}))
+        for index, modules in enumerate(weights):
+            self.put_layer(slot, index, modules)
+
+    def put_layer(self, slot: int, index: int, modules: LayerWeights) -> None:
+        for name, linear in self.layers[index].items():
+            linear.put(slot, modules.get(name, {}))
+        for name, experts in self.experts[index].items():
+            experts.put(slot, next(iter(modules.get(name, {}).values()), None))
 
     def _evict(self, wanted: Collection[str]) -> int:
         victim = next((name for name in self._slot_of if name not in wanted), None)

@@ -12,11 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..triton_kernels.dependent import DependentLaunches
 from ..triton_kernels.launch import (
     LORA_LEAST_ROWS,
     LORA_NARROW,
     LORA_RANKS,
     LoRALaunch,
+    LoRALaunches,
     dot_precision,
     lora_chunk,
     lora_launch,
@@ -24,6 +26,7 @@ from ..triton_kernels.launch import (
 )
 from ..triton_kernels.lora import lora_expand_kernel, lora_shrink_kernel
 from .batch import LoRABatch, LoRALimits, Move, RowSlots
+from .experts import LoRAExperts
 from .linear import LoRALinear
 from .shapes import LinearName
 
@@ -36,14 +39,15 @@ MOST_PARTS = 3
 
 @dataclass(frozen=True, slots=True)
 class TiledRows:
-    """The first `tiles` of a step of `rows` rows. `numbers` int32 [TILE * room + R] are tiles, then
-    the rows in the order of their adapters."""
+    """The first `tiles` of a step of `rows` rows. `numbers` int32 [TILE * room + 2 R] are tiles,
+    then the rows in the order of their adapters, then the slot of each row's adapter or -1."""
 
     numbers: torch.Tensor
     tiles: int
     room: int
     rows: int
     launch: LoRALaunch
+    dependent: DependentLaunches
 
     def add(self, linear: LoRALinear, x: torch.Tensor, y: torch.Tensor) -> None:
         if self.tiles:
@@ -63,7 +67,7 @@ class TiledRows:
             self.rows, x.stride(0),
             INPUTS=inputs, RANKS=ranks, PARTS=linear.ends.shape[1],
             CHUNK=chunk, ROWS=launch.rows, COLUMNS=columns, DEPTH=depth,
-            EXACT=dot_precision(x.element_size()),
+            EXACT=dot_precision(x.element_size()), **self.dependent.small,
             num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
         return partial
@@ -80,9 +84,15 @@ class TiledRows:
             OUTPUTS=outputs, SECOND=second, THIRD=third,
             RANKS=partial.shape[2], MAX_RANK=linear.max_rank, PARTS=len(parts),
             CHUNKS=len(partial), ROWS=launch.rows, COLUMNS=launch.outputs,
-            DEPTH=LORA_RANKS, EXACT=dot_precision(y.element_size()),
+            DEPTH=LORA_RANKS, EXACT=dot_precision(y.element_size()), **self.dependent.small,
             num_warps=launch.warps, num_stages=1,
         )  # fmt: skip
+
+    @property
+    def owners(self) -> torch.Tensor:
+        """int32 [R]: the slot of each row's adapter, below 0 where it has none."""
+        begin = TILE * self.room
+        return self.numbers[begin + (len(self.numbers) - begin) // 2 :]
 
     @property
     def _order(self) -> torch.Tensor:
@@ -90,14 +100,25 @@ class TiledRows:
 
 
 class TiledProducts:
-    """`deterministic` computes all numbers of rows alike."""
+    """`deterministic` computes all numbers of rows alike; `dependent` says how kernels begin,
+    `measured` which launches are the fastest."""
 
-    def __init__(self, limits: LoRALimits, move: Move, deterministic: bool = False) -> None:
+    def __init__(
+        self,
+        limits: LoRALimits,
+        move: Move,
+        deterministic: bool = False,
+        dependent: DependentLaunches | None = None,
+        measured: LoRALaunches | None = None,
+    ) -> None:
         self._limits, self._move, self._deterministic = limits, move, deterministic
+        self.dependent = dependent or DependentLaunches()
+        self._measured = LoRALaunches() if measured is None or deterministic else measured
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return (1, LORA_NARROW + 1)
+        measured = (most for most, _ in self._measured.few)
+        return tuple(dict.fromkeys((1, *measured, LORA_NARROW + 1)))
 
     def rows(self, slots: RowSlots) -> TiledRows:
         count, launch = len(slots), self.launch(len(slots))
@@ -105,20 +126,25 @@ class TiledProducts:
         tiles = _tiles(slots[places], launch.rows)
         short = count <= self._limits.steps
         room = self.most_tiles(self._limits.steps) if short else len(tiles)
-        numbers = np.full(TILE * room + max(count, self._limits.steps), -1, dtype=np.int32)
+        most = max(count, self._limits.steps)
+        numbers = np.full(TILE * room + 2 * most, -1, dtype=np.int32)
         numbers[: TILE * len(tiles)] = tiles.reshape(-1)
         numbers[TILE * room : TILE * room + len(places)] = places
+        numbers[TILE * room + most : TILE * room + most + count] = slots
         (moved,) = self._move((numbers,))
-        return TiledRows(moved, len(tiles), room, count, launch)
+        return TiledRows(moved, len(tiles), room, count, launch, self.dependent)
 
     def static(
-        self, layers: Rows[Mapping[LinearName, LoRALinear]], device: torch.device
+        self,
+        layers: Rows[Mapping[LinearName, LoRALinear]],
+        device: torch.device,
+        experts: Rows[Mapping[LinearName, LoRAExperts]] = (),
     ) -> "StaticTiles":
         """Room for the rows of steps that may be recorded."""
         room = self.most_tiles(self._limits.steps)
-        length = TILE * room + self._limits.steps
+        length = TILE * room + 2 * self._limits.steps
         numbers = torch.full((length,), -1, dtype=torch.int32, device=device)
-        return StaticTiles(self, layers, numbers, room)
+        return StaticTiles(self, layers, numbers, room, experts)
 
     def most_tiles(self, rows: int) -> int:
         """Of so many rows, whichever adapters they have."""
@@ -126,7 +152,8 @@ class TiledProducts:
         return min(rows, (rows + self._limits.slots * (height - 1)) // height)
 
     def launch(self, rows: int) -> LoRALaunch:
-        return lora_launch(self._limits.element_bytes, rows, self._deterministic)
+        found = self._measured.of(rows)
+        return found or lora_launch(self._limits.element_bytes, rows, self._deterministic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +164,7 @@ class StaticTiles:
     layers: Rows[Mapping[LinearName, LoRALinear]]
     numbers: torch.Tensor
     room: int
+    experts: Rows[Mapping[LinearName, LoRAExperts]] = ()
 
     def fill(self, batch: LoRABatch, size: int) -> None:
         rows = batch.tokens
@@ -146,8 +174,9 @@ class StaticTiles:
 
     def view(self, size: int) -> LoRABatch:
         tiles = self.products.most_tiles(size)
-        rows = TiledRows(self.numbers, tiles, self.room, size, self.products.launch(size))
-        return LoRABatch(self.layers, rows, rows)
+        launch, dependent = self.products.launch(size), self.products.dependent
+        rows = TiledRows(self.numbers, tiles, self.room, size, launch, dependent)
+        return LoRABatch(self.layers, rows, rows, experts=self.experts)
 
 
 def _tiles(owners: RowSlots, height: int) -> npt.NDArray[np.int64]:

@@ -10,7 +10,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ import torch
 from ..attention.base import AttentionBackend, LayerCache, SkipsPadding
 from ..config import EngineConfig
 from ..lora.batch import StaticLoRA
+from ..triton_kernels.dependent import DependentLaunches
 from .base import CausalModel, ForwardBatch, KVShape, SharedModel
 from .decoder import Decoder
 from .static_batch import StaticBatch
@@ -130,6 +131,7 @@ class GraphedModel:
     ) -> None:
         self._model, self._caches = model, caches
         self._ladder, self._batch = ladder, batch
+        self._dependent = _dependent(model)
         self._logits: torch.Tensor | None = None
         self._graphs = {
             (size, context, adapted): capture(self._step(size, context, adapted))
@@ -166,9 +168,11 @@ class GraphedModel:
 
     def _step(self, size: int, context: int, adapted: bool) -> Run:
         view = self._batch.view(size, context, adapted)
+        how = self._dependent.chosen(size)
 
         def run() -> torch.Tensor:
-            return self._keep(self._model.forward(view, self._caches))
+            with self._dependent.during(how):
+                return self._keep(self._model.forward(view, self._caches))
 
         return run
 
@@ -179,64 +183,91 @@ class GraphedModel:
         return self._logits[: len(logits)].copy_(logits)
 
 
-def with_graphs(
-    model: CausalModel,
-    attention: AttentionBackend,
-    caches: Rows[LayerCache],
-    config: EngineConfig,
-    max_model_len: int,
-    lora: StaticLoRA | None = None,
-) -> CausalModel:
-    """The model with its decodes recorded; the model itself where they are not, and a log why.
-    With `lora` those with adapters are recorded, too."""
+def _dependent(model: CausalModel) -> DependentLaunches:
+    """How the model's kernels are launched."""
+    own = model.dependent if isinstance(model, Decoder) else None
+    return own or DependentLaunches()
+
+
+@dataclass(frozen=True, slots=True)
+class Decodes:
+    """A model's pure decodes over `caches`, up to contexts of `max_model_len`; with `lora` those
+    with adapters, too."""
+
+    model: CausalModel
+    attention: AttentionBackend
+    caches: Rows[LayerCache]
+    config: EngineConfig
+    max_model_len: int
+    lora: StaticLoRA | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.caches[0][0].device
+
+    @property
+    def ladder(self) -> Ladder:
+        return Ladder.up_to(self.config.max_num_seqs, self.max_model_len)
+
+    def static_batch(self) -> StaticBatch:
+        blocks = -(-self.max_model_len // self.config.block_size)
+        return StaticBatch(self.config.max_num_seqs, blocks, self.device, self.lora)
+
+    def record(self, ladder: Ladder, batch: StaticBatch, capture: Capture) -> GraphedModel:
+        with torch.inference_mode():
+            return GraphedModel(self.model, self.caches, ladder, batch, capture)
+
+    def refusal(self) -> str | None:
+        """Why they cannot be recorded."""
+        if self.config.enforce_eager:
+            return "enforce_eager is set"
+        if self.device.type != "cuda":
+            return "there is no CUDA device"
+        if not isinstance(self.attention, SkipsPadding):
+            return f"attention backend {self.attention.name} cannot be recorded"
+        if not isinstance(self.model, Decoder) or not self.model.can_be_recorded:
+            return "the model waits for the device within a step"
+        return None
+
+
+def with_graphs(decodes: Decodes) -> CausalModel:
+    """The model with its decodes recorded; the model itself where they are not, and a log why."""
+    model = decodes.model
     if isinstance(model, SharedModel):
         return model.recorded(
-            lambda own: with_graphs(own, attention, caches, config, max_model_len, lora),
-            max_model_len,
+            lambda own: with_graphs(replace(decodes, model=own)), decodes.max_model_len
         )
-    device = caches[0][0].device
-    reason = _refusal(model, attention, config, device)
+    reason = decodes.refusal()
     if reason is not None:
-        if device.type == "cuda":
+        if decodes.device.type == "cuda":
             logger.info("no CUDA graphs", extra={"reason": reason})
         return model
-    ladder = Ladder.up_to(config.max_num_seqs, max_model_len)
-    batch = _static_batch(config, max_model_len, device, lora)
-    with torch.inference_mode():
-        graphed = GraphedModel(model, caches, ladder, batch, CudaCapture())
+    ladder = decodes.ladder
+    graphed = decodes.record(ladder, decodes.static_batch(), CudaCapture())
+    adapted = decodes.lora is not None
     logger.info(
         "CUDA graphs recorded",
-        extra={"sizes": ladder.sizes, "contexts": ladder.contexts, "lora": lora is not None},
+        extra={"sizes": ladder.sizes, "contexts": ladder.contexts, "lora": adapted},
     )
     return graphed
 
 
-def graph_bytes(
-    model: CausalModel,
-    attention: AttentionBackend,
-    caches: Rows[LayerCache],
-    config: EngineConfig,
-    max_model_len: int,
-    lora: StaticLoRA | None = None,
-) -> int:
+def graph_bytes(decodes: Decodes) -> int:
     """What `with_graphs` will take of this process's device, by recording its two largest steps,
-    which are given up again. `caches` may be of any size: nothing is read or written in them.
+    which are given up again. The caches may be of any size: nothing is read or written in them.
 
     0 where nothing is recorded. Processes that share a model do this together.
     """
+    model, device = decodes.model, decodes.device
     if isinstance(model, SharedModel):
         return model.measured(
-            lambda own: graph_bytes(own, attention, caches, config, max_model_len, lora),
-            max_model_len,
+            lambda own: graph_bytes(replace(decodes, model=own)), decodes.max_model_len
         )
-    device = caches[0][0].device
-    if _refusal(model, attention, config, device) is not None:
+    if decodes.refusal() is not None:
         return 0
     metered = MeteredCapture(CudaCapture(), lambda: free_bytes(device))
-    ladder = Ladder.up_to(config.max_num_seqs, max_model_len)
-    with torch.inference_mode():
-        batch = _static_batch(config, max_model_len, device, lora)
-        GraphedModel(model, caches, ladder.top(), batch, metered)
+    ladder, batch = decodes.ladder, decodes.static_batch()
+    decodes.record(ladder.top(), batch, metered)
     steps = len(ladder.sizes) * len(ladder.contexts) * len(batch.kinds)
     return batch.num_bytes + metered.extrapolated(steps)
 
@@ -244,24 +275,3 @@ def graph_bytes(
 def free_bytes(device: torch.device) -> int:
     """Of a CUDA device."""
     return int(torch.cuda.mem_get_info(device)[0])
-
-
-def _static_batch(
-    config: EngineConfig, max_model_len: int, device: torch.device, lora: StaticLoRA | None
-) -> StaticBatch:
-    blocks = -(-max_model_len // config.block_size)
-    return StaticBatch(config.max_num_seqs, blocks, device, lora)
-
-
-def _refusal(
-    model: CausalModel, attention: AttentionBackend, config: EngineConfig, device: torch.device
-) -> str | None:
-    if config.enforce_eager:
-        return "enforce_eager is set"
-    if device.type != "cuda":
-        return "there is no CUDA device"
-    if not isinstance(attention, SkipsPadding):
-        return f"attention backend {attention.name} cannot be recorded"
-    if not isinstance(model, Decoder) or not model.can_be_recorded:
-        return "the model waits for the device within a step"
-    return None

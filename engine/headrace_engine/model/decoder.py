@@ -13,17 +13,17 @@ import torch
 from torch.nn import functional as F
 
 from ..attention.base import AttentionBackend, LayerCache, LayerParams
-from ..kernels.ops import NativeOps
 from ..lora.batch import LayerLoRA
 from ..lora.shapes import LayerShapes, lora_shapes
+from ..triton_kernels.dependent import DependentLaunches
 from .base import ForwardBatch, KVShape
 from .config import ExpertsConfig, ModelConfig
 from .decoder_tensors import expected_tensors, ignored_tensors
 from .expert_weights import ExpertWeights, MixtureParts, Names, OwnMixtures
 from .feed_forward import FeedForward, GatedActivation, GatedMLP, SharedExpert, SparseMoe
-from .layers import ActivatedLinear, Linear, make_linear
-from .linear_maker import LinearMaker, OwnLinears
-from .ops import HeadShape, Ops, QKNorm, WideOps, gelu_tanh_mul, soft_cap
+from .layers import ActivatedLinear, Linear
+from .linear_maker import LinearMaker
+from .ops import DependentOps, HeadShape, Ops, QKNorm, WideOps, gelu_tanh_mul, soft_cap
 from .qkv import QKVAttention, QKVRows
 from .rotary import RotaryTable
 from .weights import WeightReader
@@ -72,6 +72,7 @@ class Decoder:
         local_rotary: RotaryTable | None = None,
     ) -> None:
         self._ops: Ops = ops
+        self._dependent = ops.dependent if isinstance(ops, DependentOps) else None
         self._config, self._attention = config, attention
         self._qkv_attention = attention if isinstance(attention, QKVAttention) else None
         self._rotary, self._local_rotary = rotary, local_rotary
@@ -104,6 +105,11 @@ class Decoder:
         return self._layers[0].params
 
     @property
+    def dependent(self) -> DependentLaunches | None:
+        """How its operators' kernels are launched; None: they have no say in it."""
+        return self._dependent
+
+    @property
     def can_be_recorded(self) -> bool:
         """Whether a step asks the device nothing while it runs."""
         return all(layer.mlp.can_be_recorded for layer in self._layers)
@@ -127,9 +133,7 @@ class Decoder:
                 residual = residual.index_select(0, batch.logits_rows)
             if last:
                 adapted = None if lora is None else lora.of_logits(index)
-            output = layer.o(attended)
-            if adapted is not None:
-                adapted.add("o", attended, output)
+            output = self._project(layer, attended, adapted)
             output = self._output_norm(output, layer.attention_output_norm)
             hidden, residual = self._ops.add_rms_norm(output, residual, layer.mlp_norm, eps)
             slots = batch.metadata.slots if every or not last else None
@@ -145,6 +149,14 @@ class Decoder:
 
     def _lookup(self, ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, self._embedding)
+
+    def _project(
+        self, layer: DecoderLayer, attended: torch.Tensor, lora: LayerLoRA | None
+    ) -> torch.Tensor:
+        output = layer.o(attended)
+        if lora is not None:
+            lora.add("o", attended, output)
+        return output
 
     def _rotations(self, positions: torch.Tensor) -> tuple[Rotation, Rotation]:
         """cos and sin of layers that see all keys, and of those with a window."""
@@ -185,12 +197,10 @@ def _rounded(scale: float | None, dtype: torch.dtype) -> float | None:
 def read_weights(
     config: ModelConfig, reader: WeightReader, ops: Ops, quantize: bool = False
 ) -> DecoderWeights:
-    """A checkpoint's weights, laid out for `ops`; `quantize` keeps linear layers in 8 bits, for
-    which those must be native. Raises CheckpointError."""
+    """A checkpoint's weights, laid out for `ops`; `quantize` keeps linear layers in 8 bits, which
+    those must be able to. Raises CheckpointError."""
     reader.check(expected_tensors(config), ignored=ignored_tensors(config))
-    executor = ops.executor if isinstance(ops, NativeOps) else None
-    whole = ops.linear if isinstance(ops, OwnLinears) else make_linear
-    linears = LinearMaker(reader, executor, quantize, whole)
+    linears = LinearMaker(reader, ops, quantize)
     return make_weights(config, reader, linears, ops)
 
 

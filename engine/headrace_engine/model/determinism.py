@@ -12,13 +12,14 @@ REMEDY = "serve it without deterministic"
 
 
 def check_deterministic(
-    config: ModelConfig, placement: Placement, fused: bool, quantized: bool
+    config: ModelConfig, placement: Placement, fused: bool, float8: bool
 ) -> None:
-    """Raises ConfigError naming what stands against it. `fused`: steps run in native kernels."""
+    """Raises ConfigError naming what stands against it. `fused`: steps run in native kernels;
+    `float8`: weights are 8-bit floats."""
     if placement.shard is not None:
         raise ConfigError(f"deterministic takes no tensor parallelism: {REMEDY}")
     if placement.device.type == "cuda":
-        _check_cuda(quantized)
+        _check_cuda(float8)
     elif not fused:
         raise ConfigError(
             "deterministic on a CPU needs a model whose whole step the native kernels compute, in "
@@ -26,6 +27,6 @@ def check_deterministic(
         )
 
 
-def _check_cuda(quantized: bool) -> None:
-    if quantized:
-        raise ConfigError(f"deterministic takes no quantised weights on a GPU: {REMEDY}")
+def _check_cuda(float8: bool) -> None:
+    if float8:
+        raise ConfigError(f"deterministic takes no weights in 8-bit floats on a GPU: {REMEDY}")

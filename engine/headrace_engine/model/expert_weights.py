@@ -1,7 +1,7 @@
 """The matrices of a mixture's experts, next to each other, for products of all experts at once.
 
 Reads them expert by expert, as they lie in a checkpoint. Experts whose matrices cannot be put
-together (4 bits, scales of unlike groups) are left to layers of their own.
+together (scales of unlike groups, inputs in unlike orders) are left to layers of their own.
 """
 
 from collections.abc import Sequence as Rows
@@ -13,8 +13,9 @@ import torch
 from .config import ExpertsConfig
 from .feed_forward import FeedForward, SharedExpert
 from .layers import Linear
+from .packed_levels import GroupedLevels, LevelsStack, pack_levels
 from .quantization.float8_weight import Float8Weight
-from .quantization.weight import QuantizedWeight
+from .quantization.weight import QuantizedWeight, round_weight
 
 # Scales of groups of inputs are taken where the groups are multiples of so many.
 GROUP_MULTIPLE = 64
@@ -31,13 +32,21 @@ class GroupedWeight:
     scales: torch.Tensor | None = None
     group: int = 0
 
+    @property
+    def outputs(self) -> int:
+        return self.values.shape[1]
+
+    @property
+    def inputs(self) -> int:
+        return self.values.shape[2]
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """gate_up [E, 2 I, H], gates first; down [E, H, I]."""
 
-    gate_up: GroupedWeight
-    down: GroupedWeight
+    gate_up: GroupedWeight | GroupedLevels
+    down: GroupedWeight | GroupedLevels
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +84,29 @@ def read_experts(
     reader: MatrixReader, experts: Rows[tuple[Names, Names]], float8: bool
 ) -> ExpertWeights | None:
     """Of each expert's names of (gate and up, down). `float8`: 8-bit floats stay so; else they
-    become the reader's dtype. None where the matrices cannot be put together."""
+    become the reader's dtype. None where the matrices cannot be put together, as those in whole
+    numbers."""
     gate_up, down = (_Stack(reader, len(experts), float8) for _ in range(2))
     for index, (upper, lower) in enumerate(experts):
         if not (gate_up.take(index, upper) and down.take(index, lower)):
             return None
     return ExpertWeights(gate_up.made(), down.made())
+
+
+def read_levels(
+    reader: MatrixReader, experts: Rows[tuple[Names, Names]], quantize: bool
+) -> ExpertWeights | None:
+    """As read_experts, of matrices in whole numbers; with `quantize` those of floats are rounded to
+    8 bits."""
+    stacks = LevelsStack(len(experts)), LevelsStack(len(experts))
+    for names in experts:
+        for stack, own in zip(stacks, names, strict=True):
+            found = reader.quantized(own)
+            if found is None and quantize:
+                found = round_weight(reader.stack(own))
+            if found is None or not stack.take(pack_levels(found, reader.device)):
+                return None
+    return ExpertWeights(stacks[0].made(), stacks[1].made())
 
 
 class _Stack:

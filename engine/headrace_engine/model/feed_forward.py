@@ -12,7 +12,8 @@ from typing import Protocol
 import torch
 from torch.nn import functional as F
 
-from ..lora.batch import LayerLoRA
+from ..lora.batch import BlockLoRA, LayerLoRA
+from ..lora.expert_rows import ExpertRows
 from .config import ExpertsConfig
 from .layers import Linear
 
@@ -48,7 +49,7 @@ class GatedMLP:
         return True
 
     def __call__(
-        self, x: torch.Tensor, lora: LayerLoRA | None = None, slots: torch.Tensor | None = None
+        self, x: torch.Tensor, lora: BlockLoRA | None = None, slots: torch.Tensor | None = None
     ) -> torch.Tensor:
         inner = self._inner(x, lora)
         output = self.down(inner)
@@ -56,7 +57,7 @@ class GatedMLP:
             lora.add("down", inner, output)
         return output
 
-    def _inner(self, x: torch.Tensor, lora: LayerLoRA | None) -> torch.Tensor:
+    def _inner(self, x: torch.Tensor, lora: BlockLoRA | None) -> torch.Tensor:
         if lora is None and self.activated is not None:
             return self.activated(x)
         gate_up = self.gate_up(x)
@@ -72,15 +73,24 @@ class SharedExpert:
     mlp: GatedMLP
     gate: Linear
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.sigmoid(self.gate(x)) * self.mlp(x)
+    def __call__(self, x: torch.Tensor, lora: LayerLoRA | None = None) -> torch.Tensor:
+        return torch.sigmoid(self.opening(x, lora)) * self.inner(x, lora)
+
+    def inner(self, x: torch.Tensor, lora: LayerLoRA | None) -> torch.Tensor:
+        return self.mlp(x, None if lora is None else lora.shared)
+
+    def opening(self, x: torch.Tensor, lora: LayerLoRA | None) -> torch.Tensor:
+        gate = self.gate(x)
+        if lora is not None:
+            lora.add("shared_gate", x, gate)
+        return gate
 
 
 @dataclass(frozen=True, slots=True)
 class SparseMoe:
     """Each token through the experts that the router gives the highest probabilities.
 
-    Asks the device how many rows each expert has. Adapters change nothing here.
+    Asks the device how many rows each expert has.
     """
 
     router: Linear
@@ -95,29 +105,38 @@ class SparseMoe:
     def __call__(
         self, x: torch.Tensor, lora: LayerLoRA | None = None, slots: torch.Tensor | None = None
     ) -> torch.Tensor:
-        weights, chosen = self.route(x)
+        weights, chosen = self.route(x, lora)
         order = chosen.flatten().argsort(stable=True)
-        rows = x.index_select(0, order // self.config.per_token)
-        computed = self._compute(rows, chosen)
+        tokens = order // self.config.per_token
+        computed = self._compute(x.index_select(0, tokens), chosen, ExpertRows.of(lora, tokens))
         placed = torch.empty_like(computed).index_copy_(0, order, computed)
         placed = placed.view(*chosen.shape, x.shape[1]).float()
         mixed = torch.einsum("tk,tkh->th", weights, placed).to(x.dtype)
-        return mixed if self.shared is None else mixed + self.shared(x)
+        return mixed if self.shared is None else mixed + self.shared(x, lora)
 
-    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(
+        self, x: torch.Tensor, lora: LayerLoRA | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(weights float32 [T, K], experts int64 [T, K]) of each token."""
-        probabilities = F.softmax(self.router(x), dim=-1, dtype=torch.float32)
+        logits = self.router(x)
+        if lora is not None:
+            lora.add("router", x, logits)
+        probabilities = F.softmax(logits, dim=-1, dtype=torch.float32)
         weights, chosen = probabilities.topk(self.config.per_token, dim=-1)
         if self.config.renormalise:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return weights, chosen
 
-    def _compute(self, rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def _compute(
+        self, rows: torch.Tensor, chosen: torch.Tensor, lora: ExpertRows | None
+    ) -> torch.Tensor:
         """Rows [T * K, H], sorted by expert, each through its own."""
         counts = torch.bincount(chosen.flatten(), minlength=self.config.count).tolist()
         output, start = torch.empty_like(rows), 0
-        for expert, count in zip(self.experts, counts, strict=True):
+        for index, (expert, count) in enumerate(zip(self.experts, counts, strict=True)):
             if count:
-                output[start : start + count] = expert(rows[start : start + count])
-                start += count
+                stop = start + count
+                adapted = None if lora is None else lora.part(index, start, stop)
+                output[start:stop] = expert(rows[start:stop], adapted)
+                start = stop
         return output

@@ -13,6 +13,7 @@ from ..triton_kernels.linear import linear_kernel
 from .expert_weights import MixtureParts
 from .feed_forward import FeedForward
 from .layers import Linear, over_rows
+from .levels_linear import LevelsProducts
 from .triton_experts import GroupedMoe
 from .triton_ops import TritonOps
 
@@ -40,6 +41,10 @@ class InvariantLinear:
 
 
 class InvariantOps(TritonOps):
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels = LevelsProducts(self.dependent, deterministic=True)
+
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return InvariantLinear(weight, bias)
 

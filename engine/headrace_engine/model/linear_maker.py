@@ -1,7 +1,8 @@
 """Makes a decoder's linear layers out of a checkpoint, each in the fastest form there is for it.
 
-On CPUs with native kernels: their layout, in the engine's dtype or in 8 bits. Elsewhere quantised
-matrices keep their few bits and become floats anew for each product, and others are torch's own.
+On CPUs with native kernels: their layout, in the engine's dtype or in 8 bits. On GPUs Triton's
+kernels, which widen few bits on their way. Elsewhere quantised matrices become floats anew for each
+product, and others are torch's own.
 """
 
 from collections.abc import Callable
@@ -14,18 +15,20 @@ from torch.nn import functional as F
 from ..kernels.executor import Executor, PackedLinear
 from ..kernels.library import DTYPES
 from ..kernels.ops import NativeOps
-from .expert_weights import ExpertWeights, Names, read_experts
+from .expert_weights import ExpertWeights, Names, read_experts, read_levels
 from .float8_linear import make_float8, supports_float8
 from .layers import Linear, can_pack, make_linear
 from .layers import PackedLinear as MkldnnLinear
 from .ops import Ops
-from .quantization.weight import QuantizedWeight
+from .quantization.float8_weight import Float8Weight
+from .quantization.weight import QuantizedWeight, round_weight
 from .weights import WeightReader
 
 # What the kernels' rows must be a multiple of: the widest vector.
 LANES = 16
 NO_INT8 = (
-    "quantization int8 needs the native CPU kernels, in bfloat16 or float32: use quantization none"
+    "quantization int8 needs the native CPU kernels, in bfloat16 or float32, or a native model on "
+    "a GPU: use quantization none"
 )
 
 
@@ -105,19 +108,36 @@ class OwnLinears(Protocol):
         """A layer of weight [out, in] and bias [out]."""
 
 
-class LinearMaker:
-    """`executor` None does without native kernels; `quantize` keeps weights in 8 bits with them.
-    `make_whole` makes layers of weights that are in no special form."""
+@runtime_checkable
+class OwnLevels(Protocol):
+    """Operators that bring layers of weights in whole numbers."""
 
-    def __init__(
-        self,
-        reader: WeightReader,
-        executor: Executor | None,
-        quantize: bool,
-        make_whole: MakeLinear = make_linear,
-    ) -> None:
-        self._reader, self._executor, self._quantize = reader, executor, quantize
-        self._make_whole = make_whole
+    def levels_linear(
+        self, weight: QuantizedWeight, bias: torch.Tensor | None, device: torch.device
+    ) -> Linear:
+        """A layer that computes in the dtype of its rows."""
+
+
+@runtime_checkable
+class OwnFloat8(Protocol):
+    """Operators that bring layers of weights in 8-bit floats."""
+
+    def float8_linear(
+        self, weight: Float8Weight, bias: torch.Tensor | None, device: torch.device
+    ) -> Linear | None:
+        """None where there is no layer for such a weight."""
+
+
+class LinearMaker:
+    """Lays weights out for `ops`; `quantize` keeps those that are whole in 8 bits, for which the
+    layers must be native or those of OwnLevels."""
+
+    def __init__(self, reader: WeightReader, ops: Ops, quantize: bool) -> None:
+        self._reader, self._quantize = reader, quantize
+        self._executor = ops.executor if isinstance(ops, NativeOps) else None
+        self._levels = ops if isinstance(ops, OwnLevels) else None
+        self._make_float8 = ops.float8_linear if isinstance(ops, OwnFloat8) else make_float8
+        self._make_whole = ops.linear if isinstance(ops, OwnLinears) else make_linear
 
     def make(
         self, weights: tuple[str, ...], biases: tuple[str, ...] = (), exact: bool = False
@@ -133,20 +153,34 @@ class LinearMaker:
         bias = self._reader.stack(biases) if biases else None
         quantized = self._reader.quantized(weights)
         if quantized is not None:
-            return QuantizedLinear(quantized, bias, self._reader.dtype, self._reader.device)
-        return self._float8(weights, bias) or self._make_whole(self._reader.stack(weights), bias)
+            return self._quantized(quantized, bias)
+        found = self._float8(weights, bias)
+        if found is not None:
+            return found
+        whole = self._reader.stack(weights)
+        if self._levels is not None and self._quantize and not exact:
+            return self._quantized(round_weight(whole), bias)
+        return self._make_whole(whole, bias)
 
     def experts(self, experts: Rows[tuple[Names, Names]]) -> ExpertWeights | None:
         """The matrices of a mixture together, by each expert's names of (gate and up, down); None
         where they are in no form for grouped products."""
         if self._executor is not None:
             return None
-        return read_experts(self._reader, experts, supports_float8(self._reader.device))
+        found = None
+        if self._levels is not None:
+            found = read_levels(self._reader, experts, self._quantize)
+        return found or read_experts(self._reader, experts, supports_float8(self._reader.device))
+
+    def _quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> Linear:
+        if self._levels is not None:
+            return self._levels.levels_linear(weight, bias, self._reader.device)
+        return QuantizedLinear(weight, bias, self._reader.dtype, self._reader.device)
 
     def _float8(self, weights: tuple[str, ...], bias: torch.Tensor | None) -> Linear | None:
         device = self._reader.device
         found = self._reader.float8(weights) if supports_float8(device) else None
-        return None if found is None else make_float8(found, bias, device)
+        return None if found is None else self._make_float8(found, bias, device)
 
     def _is_native(self, weights: tuple[str, ...]) -> bool:
         inputs = [self._reader.shape(name)[1] for name in weights]

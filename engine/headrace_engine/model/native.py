@@ -16,12 +16,13 @@ from .fused import FusedDecoder, fits
 from .hidden_states import HiddenStateReader, HiddenStates, without_head
 from .kv_scales import read_kv_scales
 from .layout import TensorLayout
-from .linear_maker import NO_INT8, computes_natively
+from .linear_maker import NO_INT8, OwnLevels, computes_natively
 from .loading import LoadProgress
 from .parallel import WeightCuts
 from .parallel_decoder import ParallelDecoder
+from .quantization.base import QuantizedFormat
 from .quantization.registry import find_format
-from .random_weights import RandomReader
+from .random_weights import Grouped, RandomReader
 from .registry import LoadedModel, Placement
 from .rope import RopeConfig
 from .rotary import RotaryTable
@@ -42,7 +43,8 @@ def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
         config = _with_kv_scales(config, checkpoint, layout)
     stored = find_format(checkpoint, placement.quantization, placement.device)
     if placement.deterministic:
-        check_deterministic(config, placement, _is_fused(config, placement), stored is not None)
+        float8 = stored is not None and not stored.whole_numbers
+        check_deterministic(config, placement, _is_fused(config, placement), float8)
     eight = placement.quantization == "int8" or (stored is not None and stored.whole_numbers)
     with LoadProgress() as progress:
         shard = placement.shard
@@ -51,16 +53,20 @@ def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
         source = (*where, layout.locate, progress, stored, cuts)
         if not placement.hidden_states:
             drawn = placement.load_format == "dummy"
-            reader = (
-                RandomReader(*where[1:], cuts, stored is not None and stored.name == "fp8")
-                if drawn
-                else WeightReader(*source)
-            )
+            reader = _random_reader(placement, cuts, stored) if drawn else WeightReader(*source)
             model = _make(config, reader, placement, length, eight)
             return LoadedModel(model, length, _window(config))
         states = HiddenStateReader(*source, config)
         bare = _make(without_head(config), states, placement, length, eight)
         return LoadedModel(HiddenStates(bare, config.vocab_size), length, _window(config))
+
+
+def _random_reader(
+    placement: Placement, cuts: WeightCuts | None, stored: QuantizedFormat | None
+) -> RandomReader:
+    float8 = stored is not None and stored.name == "fp8"
+    grouped = stored if isinstance(stored, Grouped) else None
+    return RandomReader(placement.dtype, placement.device, cuts, float8, grouped)
 
 
 def _with_kv_scales(
@@ -87,12 +93,16 @@ def _make(
 
     rotary, ops = table(config.rope), placement.ops
     native = computes_natively(ops, placement.dtype)
-    if placement.quantization == "int8" and not native:
+    takes_eight = native or isinstance(ops, OwnLevels)
+    if placement.quantization == "int8" and not takes_eight:
         raise ConfigError(NO_INT8)
     local = None if config.local_rope is None else table(config.local_rope)
     if isinstance(ops, NativeOps) and _is_fused(config, placement):
         return FusedDecoder(config, reader, rotary, ops, placement.attention, local, eight)
-    weights = read_weights(config, reader, ops, eight and native)
+    # Where layers of few bits are the ops' own, no others become so unless they are to.
+    weights = read_weights(
+        config, reader, ops, eight if native else placement.quantization == "int8"
+    )
     if placement.shard is not None:
         return ParallelDecoder(
             config,

@@ -5,10 +5,12 @@ are tested against. A faster set implements the same methods and is passed to th
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch.nn import functional as F
+
+from ..triton_kernels.dependent import DependentLaunches
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +105,27 @@ class TorchOps:
         return F.silu(gate) * up
 
     def argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if x.device.type != "cpu":
+            return _argmax_together(x)
         # On CPUs numpy uses vector instructions here and torch does not.
-        cpu = x.device.type == "cpu"
-        indices = torch.from_numpy(x.float().numpy().argmax(-1)) if cpu else x.argmax(-1)
+        indices = torch.from_numpy(x.float().numpy().argmax(-1))
         return indices, x.gather(1, indices[:, None]).squeeze(1)
+
+
+def _argmax_together(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """In one launch, into one piece of memory, which one copy brings to the host."""
+    begin = len(x) * torch.int64.itemsize
+    room = torch.empty(begin + len(x) * x.element_size(), dtype=torch.uint8, device=x.device)
+    indices, values = room[:begin].view(torch.int64), room[begin:].view(x.dtype)
+    torch.max(x, -1, out=(values, indices))
+    return indices, values
+
+
+@runtime_checkable
+class DependentOps(Protocol):
+    """Operators whose kernels may be launched before their turn."""
+
+    dependent: DependentLaunches
 
 
 class WideOps:

@@ -117,6 +117,15 @@ class WeightCuts:
         dimension, start, stop = cut
         return (*whole[:dimension], stop - start, *whole[dimension + 1 :])
 
+    def ranges(self, name: str, whole: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
+        """[start, stop) of this rank's outputs and of its inputs of a matrix [out, in]."""
+        cut = self._cut(name, whole)
+        if cut is None:
+            return (0, whole[0]), (0, whole[1])
+        dimension, start, stop = cut
+        part = (start, stop)
+        return ((0, whole[0]), part) if dimension else (part, (0, whole[1]))
+
     def tensor(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part, as a view of the whole."""
         if self._shard.rank and _ONCE.search(name):

@@ -9,12 +9,13 @@ from torch.nn import functional as F
 
 from ..attention.base import AttentionBackend
 from ..lora.batch import LayerLoRA
+from ..lora.shapes import LayerShapes, lora_shapes
 from .config import ModelConfig
 from .decoder import Decoder, DecoderLayer, DecoderWeights
 from .feed_forward import FeedForward
 from .layers import Linear
 from .ops import Ops
-from .parallel import Collectives, Shard, narrow
+from .parallel import Collectives, Shard, WeightCuts, narrow
 from .rotary import RotaryTable
 
 
@@ -37,7 +38,12 @@ class ParallelDecoder(Decoder):
         joined = _join(weights, config.vocab_size, shard)
         super().__init__(narrow(config, shard.size), joined, rotary, ops, attention, local_rotary)
         self._shard = shard
+        self._lora_shapes = lora_shapes(config, WeightCuts(config, shard).ranges)
         self._first, _ = shard.share(embeddings)
+
+    @property
+    def lora_shapes(self) -> tuple[LayerShapes, ...]:
+        return self._lora_shapes
 
     def _lookup(self, ids: torch.Tensor) -> torch.Tensor:
         """Each rank looks up the ids that it has; of the others its rows are 0."""
@@ -46,16 +52,11 @@ class ParallelDecoder(Decoder):
         rows = F.embedding(own.masked_fill(absent, 0), self._embedding)
         return self._shard.collectives.all_reduce(rows.masked_fill(absent[:, None], 0))
 
-
-@dataclass(frozen=True, slots=True)
-class SummedLinear:
-    """A layer whose inputs are divided among the ranks."""
-
-    own: Linear
-    collectives: Collectives
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return _sum(self.own(x), self.collectives)
+    def _project(
+        self, layer: DecoderLayer, attended: torch.Tensor, lora: LayerLoRA | None
+    ) -> torch.Tensor:
+        """Each rank has some of the inputs, of adapters too, so that there is one sum for both."""
+        return _sum(super()._project(layer, attended, lora), self._shard.collectives)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +111,7 @@ def _join(weights: DecoderWeights, outputs: int, shard: Shard) -> DecoderWeights
     """The rank's weights, with what makes the ranks' results one behind them."""
 
     def join(layer: DecoderLayer) -> DecoderLayer:
-        return replace(
-            layer,
-            o=SummedLinear(layer.o, shard.collectives),
-            mlp=SummedFeedForward(layer.mlp, shard.collectives),
-        )
+        return replace(layer, mlp=SummedFeedForward(layer.mlp, shard.collectives))
 
     return replace(
         weights,

@@ -10,18 +10,26 @@ import torch
 
 from ..attention.fp8 import WHOLE, Storage, is_fp8, storage
 from ..lora.batch import LayerLoRA
+from ..lora.expert_tiles import RoutedLoRA, owners_of
+from ..triton_kernels.dependent import DependentLaunches
 from ..triton_kernels.experts import grouped_kernel, mix_kernel
 from ..triton_kernels.launch import (
     AMPERE,
     EXPERT_ROWS,
     EXPERT_TILES,
+    ExpertLaunch,
     LinearLaunch,
     dot_precision,
+    expert_candidates,
     expert_launch,
     power_of_two,
 )
+from ..triton_kernels.levels_launch import levels_tile, levels_tiles
 from ..triton_kernels.routing import place_kernel, route_kernel
 from .expert_weights import GROUP_MULTIPLE, GroupedWeight, MixtureParts
+from .levels_experts import ExpertProduct, ExpertTiles, multiply_experts
+from .packed_levels import GroupedLevels
+from .tuned_experts import Mixtures, MixtureShape
 
 # Tokens that a program routes; elements of a row that one sums.
 TOKENS, MIX_BLOCK = 32, 512
@@ -44,9 +52,10 @@ class Routing:
 
 
 class GroupedMoe:
-    """A mixture of experts as one. Adapters change nothing here.
+    """A mixture of experts as one.
 
-    `capability` None asks the device. If `deterministic` a row's bits do not depend on the others.
+    `capability` None asks the device. If `deterministic` a row's bits do not depend on the others;
+    else launches may be measured together with those of the other `mixtures`.
     """
 
     can_be_recorded = True
@@ -57,13 +66,26 @@ class GroupedMoe:
         *,
         deterministic: bool = False,
         capability: tuple[int, int] | None = None,
+        mixtures: Mixtures | None = None,
+        dependent: DependentLaunches | None = None,
     ) -> None:
+        self._dependent = dependent or DependentLaunches()
         self._router, self._shared, self._config = parts.router, parts.shared, parts.config
         self._gelu, self._deterministic = parts.gelu, deterministic
         self._gate_up, self._down = parts.weights.gate_up, parts.weights.down
         values = self._down.values
         self._capability = capability or _capability(values.device)
         self._stored = _storage(values.dtype, self._capability)
+        shared = Mixtures() if mixtures is None or deterministic else mixtures
+        self._tuned = shared.add(self._shape(), self)
+
+    def _shape(self) -> MixtureShape:
+        down, config = self._down, self._config
+        sizes = (config.count, config.per_token, down.outputs, down.inputs, down.values.dtype)
+        if isinstance(down, GroupedLevels):
+            return MixtureShape(*sizes, down.group, down.bits)
+        group = down.group if down.scales is not None and down.scales.shape[2] > 1 else 0
+        return MixtureShape(*sizes, group)
 
     def __call__(
         self, x: torch.Tensor, lora: LayerLoRA | None = None, slots: torch.Tensor | None = None
@@ -71,19 +93,58 @@ class GroupedMoe:
         if not len(x):
             return torch.empty_like(x)
         rows = x if x.stride(1) == 1 else x.contiguous()
-        launch = self._launch(rows)
-        routing = self.route(rows, launch.rows, slots)
-        pairs, (hidden, inner) = routing.order.numel(), self._down.values.shape[1:]
-        active = rows.new_empty(pairs, inner)
-        self._multiply(active, rows, self._gate_up, routing, launch, gated=True)
-        computed = rows.new_empty(pairs, hidden)
-        self._multiply(computed, active, self._down, routing, launch, gated=False)
-        return self._mix(rows, computed, routing.weights, slots)
+        return self.run(rows, self._tuned.chosen(len(x)) or self.default(rows), slots, lora)
 
-    def route(self, x: torch.Tensor, tile_rows: int, slots: torch.Tensor | None = None) -> Routing:
+    def run(
+        self,
+        rows: torch.Tensor,
+        launch: ExpertLaunch,
+        slots: torch.Tensor | None = None,
+        lora: LayerLoRA | None = None,
+    ) -> torch.Tensor:
+        """Of rows that lie dense, with a launch of some kind."""
+        routing = self.route(rows, launch.up.rows, slots, lora)
+        if lora is not None and lora.experts:
+            computed = self._adapted(rows, launch, routing, lora)
+            return self._mix(rows, computed, routing.weights, slots, lora)
+        pairs = routing.order.numel()
+        active = rows.new_empty(pairs, self._down.inputs)
+        self._multiply(active, rows, self._gate_up, routing, launch.up, gated=True)
+        computed = rows.new_empty(pairs, self._down.outputs)
+        self._multiply(computed, active, self._down, routing, launch.down, gated=False)
+        return self._mix(rows, computed, routing.weights, slots, lora)
+
+    def _adapted(
+        self, x: torch.Tensor, launch: ExpertLaunch, routing: Routing, lora: LayerLoRA
+    ) -> torch.Tensor:
+        """[pairs, H], with what adapters add before the activation and behind it."""
+        order, tiles, live = routing.order, routing.tiles, routing.live
+        routed = RoutedLoRA(
+            lora, owners_of(lora), order, tiles, live,
+            self._config.per_token, launch.up.rows, self._dependent,
+        )  # fmt: skip
+        gathered = routed.gathered(x)
+        gate_up = x.new_empty(len(gathered), 2 * self._down.inputs)
+        self._multiply(gate_up, gathered, self._gate_up, routing, launch.up, gated=False)
+        routed.add("gate_up", gathered, gate_up)
+        active = routed.activated(gate_up, self._gelu)
+        computed = x.new_empty(len(active), self._down.outputs)
+        self._multiply(computed, active, self._down, routing, launch.down, gated=False)
+        routed.add("down", active, computed)
+        return computed
+
+    def route(
+        self,
+        x: torch.Tensor,
+        tile_rows: int,
+        slots: torch.Tensor | None = None,
+        lora: LayerLoRA | None = None,
+    ) -> Routing:
         """Which experts compute the rows of x [T, H], in tiles of so many rows. Padding is computed
         by none: its weights, and what is behind the last tile in `order`, are left as they are."""
         logits = self._router(x)
+        if lora is not None:
+            lora.add("router", x, logits)
         config, tokens = self._config, len(x)
         pairs, programs = tokens * config.per_token, -(-tokens // TOKENS)
         routing = Routing(
@@ -100,6 +161,7 @@ class GroupedMoe:
         sizes = {
             "EXPERTS": config.count, "PER_TOKEN": config.per_token, "TOKENS": TOKENS,
             "BLOCK": block, "ROWS": tile_rows, "num_warps": min(16, max(4, block // 16)),
+            **self._dependent.small,
         }  # fmt: skip
         route_kernel[(programs,)](
             routing.weights, choices, counts, *layout, logits, slots, tokens, capacity,
@@ -109,20 +171,35 @@ class GroupedMoe:
             place_kernel[(programs,)](*layout, choices, counts, tokens, programs, capacity, **sizes)
         return routing
 
-    def _launch(self, x: torch.Tensor) -> LinearLaunch:
+    def default(self, x: torch.Tensor) -> ExpertLaunch:
+        """What the table has for such rows."""
         average = len(x) * self._config.per_token / self._config.count
         wanted = None if self._deterministic else average
-        return expert_launch(self._capability[0], x.element_size(), wanted)
+        tile = expert_launch(self._capability[0], x.element_size(), wanted)
+        if isinstance(self._down, GroupedLevels):
+            tile = levels_tile(x.element_size(), tile.rows)
+        return ExpertLaunch(tile, tile)
+
+    def candidates(self, x: torch.Tensor) -> list[ExpertLaunch]:
+        """What may be faster for such rows; the first is the table's."""
+        first = self.default(x)
+        if isinstance(self._down, GroupedLevels):
+            return levels_tiles(first, x.element_size())
+        return expert_candidates(first, self._capability[0], x.element_size())
 
     def _multiply(
         self,
         output: torch.Tensor,
         x: torch.Tensor,
-        weight: GroupedWeight,
+        weight: GroupedWeight | GroupedLevels,
         routing: Routing,
         launch: LinearLaunch,
         gated: bool,
     ) -> None:
+        if isinstance(weight, GroupedLevels):
+            product = ExpertProduct(weight, self._config.per_token, gated, self._gelu)
+            routed = ExpertTiles(routing.order, routing.tiles, routing.live)
+            return multiply_experts(output, x, product, routed, launch, self._dependent.product)
         (values,) = self._stored.views([weight.values])
         scales, outputs = weight.scales, output.shape[1]
         groups = 0 if scales is None else scales.shape[2]
@@ -137,7 +214,7 @@ class GroupedMoe:
             ROWS=launch.rows, COLUMNS=columns,
             DEPTH=min(GROUP_MULTIPLE, launch.depth) if group else launch.depth,
             TOGETHER=EXPERT_TILES,
-            EXACT=dot_precision(x.element_size()),
+            EXACT=dot_precision(x.element_size()), **self._dependent.product,
             num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
 
@@ -147,16 +224,17 @@ class GroupedMoe:
         computed: torch.Tensor,
         weights: torch.Tensor,
         slots: torch.Tensor | None,
+        lora: LayerLoRA | None = None,
     ) -> torch.Tensor:
         shared, output = self._shared, torch.empty_like(x, memory_format=torch.contiguous_format)
-        common = None if shared is None else shared.mlp(x)
-        gate = None if shared is None else shared.gate(x)
+        common = None if shared is None else shared.inner(x, lora)
+        gate = None if shared is None else shared.opening(x, lora)
         width = x.shape[1]
         block = min(MIX_BLOCK, power_of_two(width))
         mix_kernel[(len(x), -(-width // block))](
             output, computed, weights, common, gate, slots,
             WIDTH=width, PER_TOKEN=self._config.per_token, SHARED=shared is not None,
-            PADDED=slots is not None, BLOCK=block, num_warps=4,
+            PADDED=slots is not None, BLOCK=block, **self._dependent.small, num_warps=4,
         )  # fmt: skip
         return output
 

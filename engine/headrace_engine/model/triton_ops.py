@@ -12,14 +12,21 @@ from ..attention.fp8 import WHOLE, Storage
 from ..lora.batch import LoRALimits, LoRAProducts, Move
 from ..lora.tiles import TiledProducts
 from ..triton_kernels.cache import rotate_kernel
+from ..triton_kernels.dependent import DependentLaunches
 from ..triton_kernels.elementwise import rms_norm_kernel, silu_mul_kernel
-from ..triton_kernels.launch import power_of_two, row_warps
+from ..triton_kernels.launch import LoRALaunches, power_of_two, row_warps
 from .expert_weights import MixtureParts
 from .feed_forward import FeedForward
 from .layers import Linear, make_linear
+from .levels_linear import LevelsProducts
 from .ops import HeadShape, QKNorm, TorchOps
+from .packed_levels import pack_levels
 from .qkv import QKVRows
+from .quantization.float8_weight import Float8Weight
+from .quantization.weight import QuantizedWeight
 from .triton_experts import GroupedMoe
+from .tuned_experts import Mixtures
+from .tuned_float8 import Float8Products
 from .tuned_linear import Products, takes
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -40,17 +47,25 @@ class StoreTarget:
 
 
 class TritonOps:
-    """`products` are the dense layers that were made here, to be tuned together."""
+    """`products` are the dense layers that were made here, `levels` those of weights in whole
+    numbers, `mixtures` those of experts, to be tuned together; `lora_launches` are for products
+    with adapters that are made from then on. All kernels of these operators are launched as
+    `dependent` says."""
 
     def __init__(self) -> None:
         self._torch = TorchOps()
-        self.products = Products()
+        self.dependent = DependentLaunches()
+        self.products = Products(self.dependent)
+        self.levels = LevelsProducts(self.dependent)
+        self.float8 = Float8Products(self.dependent)
+        self.mixtures = Mixtures()
+        self.lora_launches = LoRALaunches()
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         if not _one_kind(x, weight):
             return self._torch.rms_norm(x, weight, eps)
         output = torch.empty_like(x)
-        _launch_norm(output, x, None, weight, eps)
+        self._launch_norm(output, x, None, weight, eps)
         return output
 
     def add_rms_norm(
@@ -59,8 +74,23 @@ class TritonOps:
         if not _one_kind(x, weight, residual):
             return self._torch.add_rms_norm(x, residual, weight, eps)
         output = torch.empty_like(x)
-        _launch_norm(output, x, residual, weight, eps)
+        self._launch_norm(output, x, residual, weight, eps)
         return output, residual
+
+    def _launch_norm(
+        self,
+        output: torch.Tensor,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+    ) -> None:
+        width = x.shape[-1]
+        rms_norm_kernel[(x.numel() // width,)](
+            output, x, residual, weight, eps, width,
+            WIDTH=width, BLOCK=power_of_two(width), ADD=residual is not None,
+            **self.dependent.small, num_warps=row_warps(width),
+        )  # fmt: skip
 
     def rotate_qkv(
         self,
@@ -74,7 +104,7 @@ class TritonOps:
             return self._torch.rotate_qkv(qkv, cos, sin, shape, norm)
         heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         turned = qkv.new_empty((len(qkv), heads + kv_heads, dim))
-        _launch_rotation(turned, QKVRows(qkv, cos, sin, shape, norm), None)
+        _launch_rotation(turned, QKVRows(qkv, cos, sin, shape, norm), None, self.dependent)
         values = qkv[:, (heads + kv_heads) * dim :].view(len(qkv), kv_heads, dim)
         return turned[:, :heads], turned[:, heads:], values
 
@@ -86,8 +116,9 @@ class TritonOps:
         rows = output.numel() // width
         block = min(SILU_BLOCK, power_of_two(width))
         silu_mul_kernel[(rows, -(-width // block))](
-            output, gate_up, 2 * width, WIDTH=width, BLOCK=block, num_warps=4
-        )
+            output, gate_up, 2 * width,
+            WIDTH=width, BLOCK=block, **self.dependent.small, num_warps=4,
+        )  # fmt: skip
         return output
 
     def argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,17 +129,32 @@ class TritonOps:
             return make_linear(weight, bias)
         return self.products.layer(weight, bias, self.silu_mul)
 
+    def levels_linear(
+        self, weight: QuantizedWeight, bias: torch.Tensor | None, device: torch.device
+    ) -> Linear:
+        return self.levels.layer(pack_levels(weight, device), bias)
+
+    def float8_linear(
+        self, weight: Float8Weight, bias: torch.Tensor | None, device: torch.device
+    ) -> Linear | None:
+        if device.type != "cuda":
+            return None
+        capability = torch.cuda.get_device_capability(device)
+        return self.float8.layer(weight, bias, device, capability)
+
     def mixture(self, parts: MixtureParts) -> FeedForward:
-        return GroupedMoe(parts)
+        return GroupedMoe(parts, mixtures=self.mixtures, dependent=self.dependent)
 
     def lora_products(self, limits: LoRALimits, move: Move) -> LoRAProducts:
-        return TiledProducts(limits, move)
+        return TiledProducts(limits, move, dependent=self.dependent, measured=self.lora_launches)
 
 
-def rotate_and_store(rows: QKVRows, target: StoreTarget) -> torch.Tensor:
+def rotate_and_store(
+    rows: QKVRows, target: StoreTarget, dependent: DependentLaunches
+) -> torch.Tensor:
     """Rotated queries [T, Hq, D]; the keys, rotated, and values go to their slots."""
     query = rows.qkv.new_empty((len(rows.qkv), rows.shape.num_heads, rows.shape.head_dim))
-    _launch_rotation(query, rows, target)
+    _launch_rotation(query, rows, target, dependent)
     return query
 
 
@@ -126,22 +172,9 @@ def _one_kind(*tensors: torch.Tensor) -> bool:
     )
 
 
-def _launch_norm(
-    output: torch.Tensor,
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
+def _launch_rotation(
+    output: torch.Tensor, rows: QKVRows, target: StoreTarget | None, dependent: DependentLaunches
 ) -> None:
-    width = x.shape[-1]
-    rms_norm_kernel[(x.numel() // width,)](
-        output, x, residual, weight, eps, width,
-        WIDTH=width, BLOCK=power_of_two(width), ADD=residual is not None,
-        num_warps=row_warps(width),
-    )  # fmt: skip
-
-
-def _launch_rotation(output: torch.Tensor, rows: QKVRows, target: StoreTarget | None) -> None:
     shape, norm, to = rows.shape, rows.norm, target
     caches = to.stored.views((to.key_cache, to.value_cache)) if to else (None, None)
     kv_chunks = -(-shape.num_kv_heads // ROTATED_HEADS)
@@ -156,5 +189,5 @@ def _launch_rotation(output: torch.Tensor, rows: QKVRows, target: StoreTarget | 
         WIDTH=rows.cos.shape[-1], BLOCK_SIZE=to.key_cache.shape[2] if to else 1,
         HEADS=ROTATED_HEADS, DIM=power_of_two(shape.head_dim), NORM=norm is not None,
         STORE=to is not None, BITS=to.stored.bits if to else False,
-        LARGEST=to.stored.largest if to else 0.0, num_warps=4,
+        LARGEST=to.stored.largest if to else 0.0, **dependent.small, num_warps=4,
     )  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from ..attention.scratch import Scratch
+from ..triton_kernels.dependent import DependentLaunches
 from ..triton_kernels.launch import ROW_BOUNDS, SkinnyLaunch, tile_extent
 from ..triton_kernels.skinny import skinny_kernel, skinny_silu_kernel
 from .layers import over_rows
@@ -45,18 +46,19 @@ class TunedShape:
 
 class Products:
     """The layers that one set of operators has made. Their steps run one behind the other, as they
-    share scratch memory."""
+    share scratch memory; `dependent` says how far a kernel may begin before its turn."""
 
-    def __init__(self) -> None:
+    def __init__(self, dependent: DependentLaunches | None = None) -> None:
         self.shapes: dict[ProductShape, TunedShape] = {}
-        self._scratch = Scratch()
+        self.dependent = dependent or DependentLaunches()
+        self.scratch = Scratch()
 
     def layer(
         self, weight: torch.Tensor, bias: torch.Tensor | None, silu_mul: Activation
     ) -> "TunedLinear":
         shape = ProductShape(weight.shape[0], weight.shape[1], weight.dtype)
         tuned = self.shapes.setdefault(shape, TunedShape())
-        made = TunedLinear(weight, bias, silu_mul, tuned, self._scratch)
+        made = TunedLinear(weight, bias, silu_mul, tuned, self)
         tuned.layers.append(made)
         return made
 
@@ -76,10 +78,11 @@ class TunedLinear:
         bias: torch.Tensor | None,
         silu_mul: Activation,
         tuned: TunedShape,
-        scratch: Scratch,
+        products: Products,
     ) -> None:
         self._weight, self._bias = weight, bias
-        self._silu_mul, self._tuned, self._scratch = silu_mul, tuned, scratch
+        self._silu_mul, self._tuned = silu_mul, tuned
+        self._dependent, self._scratch = products.dependent, products.scratch
 
     @property
     def weight_bytes(self) -> int:
@@ -134,8 +137,9 @@ class TunedLinear:
             arrived = self._scratch.counters(tiles, rows.device)
         skinny_kernel[(tiles, launch.splits)](
             output, partial, arrived, rows, self._weight, self._bias, len(rows), launch.splits,
-            inputs, outputs, rows.stride(0), BIAS=self._bias is not None, SPLIT=split,
-            ROWS=height, COLUMNS=launch.columns, DEPTH=launch.depth,
+            inputs, outputs, rows.stride(0), self._ahead(launch), BIAS=self._bias is not None,
+            SPLIT=split, ROWS=height, COLUMNS=launch.columns, DEPTH=launch.depth,
+            **self._dependent.product, LINES=self._dependent.lines,
             num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
 
@@ -143,6 +147,17 @@ class TunedLinear:
         outputs, inputs = len(self._weight) // 2, self._weight.shape[1]
         skinny_silu_kernel[(-(-outputs // launch.columns),)](
             output, rows, self._weight, self._bias, len(rows), inputs, outputs, rows.stride(0),
-            BIAS=self._bias is not None, ROWS=tile_extent(len(rows)), COLUMNS=launch.columns,
-            DEPTH=launch.depth, num_warps=launch.warps, num_stages=launch.stages,
+            self._ahead(launch), BIAS=self._bias is not None, ROWS=tile_extent(len(rows)),
+            COLUMNS=launch.columns, DEPTH=launch.depth,
+            **self._dependent.product, LINES=self._dependent.lines,
+            num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
+
+    def _ahead(self, launch: SkinnyLaunch) -> int:
+        """Bytes of each row of weights that a program asks for before it waits; what is asked for
+        begins at a multiple of 16 bytes."""
+        if self._weight.data_ptr() % 16:
+            return 0
+        outputs, inputs = self._weight.shape
+        row_bytes = inputs * self._weight.element_size() // launch.splits
+        return self._dependent.prefetched(outputs * launch.splits, row_bytes)

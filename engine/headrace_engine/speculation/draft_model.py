@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from ..attention.base import LayerCache
 from ..batch import build
 from ..config import EngineConfig
+from ..drawing import make_draw
 from ..errors import ConfigError
 from ..model.checkpoint import load_checkpoint
 from ..placement import place_model
@@ -37,7 +38,8 @@ class DraftModel:
         self.num_blocks = 0
         self._width = self.vocab_size
         self._caches: tuple[LayerCache, ...] = ()
-        self._sampler = Sampler(self._placed.eos_token_ids, self._placed.ops)
+        draw = make_draw(self._placed.device, deterministic=config.deterministic)
+        self._sampler = Sampler(self._placed.eos_token_ids, self._placed.ops, draw)
 
     @classmethod
     def of(cls, config: EngineConfig) -> "DraftModel | None":
@@ -71,7 +73,7 @@ class DraftModel:
             )
         self.num_blocks, self._width = num_blocks, vocab_size
         self._caches = self._placed.allocate(num_blocks, self.block_size)
-        self._sampler = Sampler(eos_token_ids, self._placed.ops)
+        self._sampler = self._sampler.ending_at(eos_token_ids)
         logger.info("draft model ready", extra={"blocks": num_blocks})
 
     def execute(self, plan: StepPlan, rows: tuple[SampleRow, ...]) -> tuple[int | None, ...]:

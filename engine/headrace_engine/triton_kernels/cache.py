@@ -7,7 +7,7 @@ to the range that they can hold.
 import triton.language as tl
 
 from .fp8 import narrowed
-from .jit import jit
+from .jit import await_earlier, jit, prefetch
 
 
 @jit
@@ -45,11 +45,45 @@ def store_kernel(
 
 
 @jit
-def _weighted(x: tl.tensor, weights: tl.tensor, mask: tl.tensor) -> tl.tensor:
+def _weighted(x: tl.tensor, weights: tl.tensor) -> tl.tensor:
     """Rows times one weight an element, rounded as a product in the weights' dtype is."""
-    weight = tl.load(weights, mask=mask, other=0.0)[None, :]
-    product = x.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
-    return product.to(weight.dtype).to(tl.float32)
+    product = x.to(weights.dtype).to(tl.float32) * weights.to(tl.float32)
+    return product.to(weights.dtype).to(tl.float32)
+
+
+@jit
+def _turned(
+    x: tl.tensor,
+    lines: tl.tensor,
+    angles: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    norm: tl.tensor,
+    eps: tl.tensor,
+    mask: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DIM: tl.constexpr,
+    NORM: tl.constexpr,
+) -> tl.tensor:
+    """x [HEADS, DIM], which begin at lines [HEADS, 1], normalised (with NORM) and turned.
+
+    All loads are of the whole tile: vectors would have to change threads, each behind a barrier
+    that waits for it. Heads have the same angles and weights, which the first cache then has.
+    """
+    dims = tl.arange(0, DIM)[None, :] + tl.zeros(x.shape, tl.int32)
+    turned = mask & (dims < 2 * WIDTH)
+    partner = tl.where(dims < 2 * WIDTH, tl.where(dims < WIDTH, dims + WIDTH, dims - WIDTH), dims)
+    other = tl.load(lines + partner, mask=mask, other=0.0).to(tl.float32)
+    cosine = tl.load(cos + angles + dims % WIDTH, mask=turned, other=1.0)
+    sine = tl.load(sin + angles + dims % WIDTH, mask=turned, other=0.0)
+    if NORM:
+        own = tl.load(norm + dims, mask=mask, other=0.0)
+        theirs = tl.load(norm + partner, mask=mask, other=0.0)
+        scale = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None]
+        x = _weighted(x * scale, own)
+        other = _weighted(other * scale, theirs)
+    return x * cosine + other * tl.where(dims < WIDTH, -sine, sine)
 
 
 @jit
@@ -78,6 +112,7 @@ def rotate_kernel(
     STORE: tl.constexpr,
     BITS: tl.constexpr,
     LARGEST: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """Program (token, HEADS heads of one kind): queries, then keys, then (with STORE) values.
 
@@ -87,6 +122,14 @@ def rotate_kernel(
     """
     token = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
+    if DEPENDENT > 0:
+        PIECES: tl.constexpr = DIM // 32 if DIM > 32 else 1
+        angles = token * WIDTH + tl.minimum(tl.arange(0, PIECES) * 32, WIDTH - 1)
+        prefetch(cos + angles)
+        prefetch(sin + angles)
+        if STORE:
+            prefetch(slots + token)
+    await_earlier(DEPENDENT)
     QUERY_CHUNKS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     KEY_CHUNKS: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
     is_query = chunk < QUERY_CHUNKS
@@ -99,27 +142,18 @@ def rotate_kernel(
     mask = (heads < limit) & (dims < HEAD_DIM)[None, :]
     lines = qkv + token * qkv_stride + (first + heads) * HEAD_DIM
     x = tl.load(lines + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+    if STORE:
+        slot = tl.load(slots + token)
     if chunk < QUERY_CHUNKS + KEY_CHUNKS:
-        turned = dims < 2 * WIDTH
-        partner = tl.where(turned, tl.where(dims < WIDTH, dims + WIDTH, dims - WIDTH), dims)
-        other = tl.load(lines + partner[None, :], mask=mask, other=0.0).to(tl.float32)
-        if NORM:
-            weights = key_norm
-            if is_query:
-                weights = query_norm
-            scale = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None]
-            x = _weighted(x * scale, weights + dims, dims < HEAD_DIM)
-            other = _weighted(other * scale, weights + partner, dims < HEAD_DIM)
-        angle = token * WIDTH + dims % WIDTH
-        cosine = tl.load(cos + angle, mask=turned, other=1.0)[None, :]
-        sine = tl.load(sin + angle, mask=turned, other=0.0)[None, :]
-        x = x * cosine + other * tl.where(dims < WIDTH, -sine, sine)
+        norm = key_norm
+        if is_query:
+            norm = query_norm
+        x = _turned(x, lines, token * WIDTH, cos, sin, norm, eps, mask, HEAD_DIM, WIDTH, DIM, NORM)
     if STORE:
         if is_query:
             places = (token * NUM_HEADS + heads) * HEAD_DIM + dims[None, :]
             tl.store(output + places, x.to(output.dtype.element_ty), mask=mask)
         else:
-            slot = tl.load(slots + token)
             line = (slot // BLOCK_SIZE * KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE
             places = line * HEAD_DIM + dims[None, :]
             rounded = x.to(qkv.dtype.element_ty)

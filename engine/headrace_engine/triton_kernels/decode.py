@@ -6,8 +6,10 @@ and on the least size of parts, which is given; never on other sequences' length
 
 import triton.language as tl
 
-from .fp8 import widened
-from .jit import capped, jit, jit_unspecialized, softmax_step
+from .fp8 import exact_half, widened
+from .jit import await_earlier, jit, jit_unspecialized, prefetch
+from .paged import first_lines, read, steps
+from .softmax import capped, softmax_step
 
 
 @jit
@@ -62,6 +64,77 @@ def _merge(
     tl.store(output + place * HEAD_DIM + dims, merged, mask=dims < HEAD_DIM)
 
 
+@jit
+def _attend(
+    tile: tl.tensor,
+    factor: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    table: tl.tensor,
+    kv_head: tl.tensor,
+    first: tl.tensor,
+    start: tl.tensor,
+    end: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIM: tl.constexpr,
+    EXACT: tl.constexpr,
+    BITS: tl.constexpr,
+) -> tl.tensor:
+    """The running softmax of keys [start, end)."""
+    lines = first_lines(kv_head, HEAD_DIM, BLOCK_SIZE, KEYS, DIM)
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    attended = tl.zeros([ROWS, DIM], tl.float32)
+    for at in range(start, end, KEYS):
+        positions = at + tl.arange(0, KEYS)
+        inside = positions < end
+        seen = inside
+        if WINDOW > 0:
+            seen = seen & (positions >= first)
+        step = steps(table, at, inside, KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEYS)
+        key = widened(read(keys, lines, step, seen, HEAD_DIM, DIM), tile, BITS)
+        scores = tl.dot(tile, tl.trans(key), input_precision=EXACT)
+        scores, power = capped(scores, factor, SOFTCAP)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        value = widened(read(values, lines, step, seen, HEAD_DIM, DIM), tile, BITS)
+        highest, total, attended = softmax_step(
+            scores, power, highest, total, attended, value, EXACT
+        )
+    return highest, total, attended
+
+
+@jit
+def _merge_if_last(
+    output: tl.tensor,
+    partial: tl.tensor,
+    log_sums: tl.tensor,
+    arrived: tl.tensor,
+    place: tl.tensor,
+    count: tl.tensor,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    DIM: tl.constexpr,
+) -> None:
+    """Of the `count` programs of a KV head, of number `place`, the last joins all heads' parts."""
+    counter = arrived + place
+    # All threads' parts are written before it is said that they are, and read behind it.
+    tl.debug_barrier()
+    before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+    if before == count - 1:
+        for head in range(0, GROUP):
+            _merge(
+                output, partial, log_sums, place * GROUP + head, count, HEAD_DIM, MAX_SPLITS, DIM
+            )
+        tl.store(counter, 0)
+
+
 @jit_unspecialized("table_stride", "least_part")
 def decode_kernel(
     output: tl.tensor,
@@ -91,8 +164,10 @@ def decode_kernel(
     DIM: tl.constexpr,
     EXACT: tl.constexpr,
     BITS: tl.constexpr,
+    HALF: tl.constexpr,
     WHOLE: tl.constexpr,
     MERGE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """Program (sequence, KV head, part). Caches are [blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM].
 
@@ -104,6 +179,12 @@ def decode_kernel(
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
+    table = tables + sequence * table_stride
+    if DEPENDENT > 0:
+        # Keys are found by the table, and that by the length: three loads, one after the other.
+        prefetch(seq_lens + sequence)
+        prefetch(table + tl.minimum(split * least_part // BLOCK_SIZE, table_stride - 1))
+    await_earlier(DEPENDENT)
     length = tl.load(seq_lens + sequence)
     first, begin, part = _extent(length, least_part, MAX_SPLITS, KEYS, WINDOW)
     start = begin + split * part
@@ -114,33 +195,14 @@ def decode_kernel(
     heads = kv_head * GROUP + rows
     asked = query + sequence * query_token_stride + heads[:, None] * query_head_stride
     tile = tl.load(asked + dims[None, :], mask=row_mask, other=0.0)
-    highest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    attended = tl.zeros([ROWS, DIM], tl.float32)
-    for at in range(start, end, KEYS):
-        positions = at + tl.arange(0, KEYS)
-        seen = (positions < end) & (positions >= first)
-        block = tl.load(
-            tables + sequence * table_stride + positions // BLOCK_SIZE,
-            mask=positions < end,
-            other=0,
-        ).to(tl.int64)
-        lines = (block * KV_HEADS + kv_head) * BLOCK_SIZE + positions % BLOCK_SIZE
-        key = tl.load(
-            keys + lines[None, :] * HEAD_DIM + dims[:, None],
-            mask=seen[None, :] & (dims < HEAD_DIM)[:, None],
-            other=0.0,
-        )
-        key = widened(key, tile, BITS)
-        scores = capped(tl.dot(tile, key, input_precision=EXACT), scale, SOFTCAP)
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        value = tl.load(
-            values + lines[:, None] * HEAD_DIM + dims[None, :],
-            mask=seen[:, None] & (dims < HEAD_DIM)[None, :],
-            other=0.0,
-        )
-        value = widened(value, tile, BITS)
-        highest, total, attended = softmax_step(scores, highest, total, attended, value, EXACT)
+    factor = tl.zeros([ROWS], tl.float32) + scale
+    if HALF:
+        tile, unit = exact_half(tile)
+        factor = factor * unit
+    highest, total, attended = _attend(
+        tile, factor, keys, values, table, kv_head, first, start, end,
+        KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFTCAP, ROWS, KEYS, DIM, EXACT, BITS,
+    )  # fmt: skip
     # A padded sequence has no keys and gets zeros.
     attended = attended / tl.where(total > 0.0, total, 1.0)[:, None] * value_scale
     places = sequence * KV_HEADS * GROUP + heads
@@ -151,16 +213,10 @@ def decode_kernel(
         tl.store(partial + parts[:, None] * HEAD_DIM + dims[None, :], attended, mask=row_mask)
         tl.store(log_sums + parts, highest + tl.log2(total), mask=rows < GROUP)
         if MERGE:
-            count = tl.cdiv(length - begin, part)
-            counter = arrived + sequence * KV_HEADS + kv_head
-            # All threads' parts are written before it is said that they are, and read behind it.
-            tl.debug_barrier()
-            before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-            if before == count - 1:
-                for head in range(0, GROUP):
-                    place = (sequence * KV_HEADS + kv_head) * GROUP + head
-                    _merge(output, partial, log_sums, place, count, HEAD_DIM, MAX_SPLITS, DIM)
-                tl.store(counter, 0)
+            _merge_if_last(
+                output, partial, log_sums, arrived, sequence * KV_HEADS + kv_head,
+                tl.cdiv(length - begin, part), GROUP, HEAD_DIM, MAX_SPLITS, DIM,
+            )  # fmt: skip
     elif MERGE:
         if length == 0:
             tl.store(output + places[:, None] * HEAD_DIM + dims[None, :], attended, mask=row_mask)
@@ -179,8 +235,10 @@ def merge_kernel(
     WINDOW: tl.constexpr,
     KEYS: tl.constexpr,
     DIM: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """Program (sequence, query head): joins its parts."""
+    await_earlier(DEPENDENT)
     sequence = tl.program_id(0).to(tl.int64)
     place = sequence * HEADS + tl.program_id(1)
     length = tl.load(seq_lens + sequence)

@@ -5,7 +5,7 @@ They round to the tensors' dtype where plain torch does.
 
 import triton.language as tl
 
-from .jit import jit
+from .jit import await_earlier, jit, prefetch
 
 
 @jit
@@ -19,19 +19,25 @@ def rms_norm_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """Program (row). With ADD x + residual is normalised, and kept in `residual`."""
+    if DEPENDENT > 0:
+        PIECES: tl.constexpr = BLOCK // 32 if BLOCK > 32 else 1
+        prefetch(weight + tl.minimum(tl.arange(0, PIECES) * 32, WIDTH - 1))
+    await_earlier(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < WIDTH
     made = tl.load(x + row * x_stride + at, mask=mask, other=0.0)
+    # On its way with the row: behind the sum it would be waited for once more.
+    factor = tl.load(weight + at, mask=mask, other=0.0)
     if ADD:
         before = tl.load(residual + row * WIDTH + at, mask=mask, other=0.0)
         made = (made.to(tl.float32) + before.to(tl.float32)).to(made.dtype)
         tl.store(residual + row * WIDTH + at, made, mask=mask)
     wide = made.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-    factor = tl.load(weight + at, mask=mask, other=0.0)
     normed = (wide * scale).to(made.dtype).to(tl.float32) * factor.to(tl.float32)
     tl.store(output + row * WIDTH + at, normed, mask=mask)
 
@@ -43,8 +49,10 @@ def silu_mul_kernel(
     stride: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """Program (row, BLOCK elements): silu of the row's first half times its second."""
+    await_earlier(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < WIDTH

@@ -8,7 +8,7 @@ row's sums are taken in one order, and no program writes what another one wrote.
 import triton.language as tl
 
 from .fp8 import widened
-from .jit import jit, jit_unspecialized
+from .jit import await_earlier, jit, jit_unspecialized
 
 
 @jit
@@ -36,7 +36,7 @@ def _multiply(
 
 
 @jit
-def _activated(gate: tl.tensor, up: tl.tensor, to: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
+def activated(gate: tl.tensor, up: tl.tensor, to: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
     """The activation of `gate` times `up`, rounded where plain torch does to the dtype that the
     pointer `to` points to."""
     wide = gate.to(to.dtype.element_ty).to(tl.float32)
@@ -73,6 +73,7 @@ def grouped_kernel(
     DEPTH: tl.constexpr,
     TOGETHER: tl.constexpr,
     EXACT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """Program (tile of rows, tile of outputs), of one expert.
 
@@ -82,6 +83,7 @@ def grouped_kernel(
     have SCALES a row, of groups of GROUP inputs, a multiple of DEPTH; with GROUP 0 one for all. As
     many as TOGETHER tiles of rows share a tile of weights one after the other.
     """
+    await_earlier(DEPENDENT)
     width = TOGETHER * tl.cdiv(OUTPUTS, COLUMNS)
     begin = tl.program_id(0) // width * TOGETHER
     height = tl.minimum(capacity - begin, TOGETHER)
@@ -130,7 +132,7 @@ def grouped_kernel(
             if GATED:
                 others *= tl.load(others_at, mask=inside, other=0.0)[None, :]
         if GATED:
-            sums = _activated(sums, others, output, GELU)
+            sums = activated(sums, others, output, GELU)
         to = output + target[:, None] * OUTPUTS + columns[None, :]
         tl.store(to, sums, mask=valid[:, None] & inside[None, :])
 
@@ -148,10 +150,12 @@ def mix_kernel(
     SHARED: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """Program (token, BLOCK elements): the weighted sum of computed [T, PER_TOKEN, WIDTH], in the
     order of the weights; with SHARED also shared [T, WIDTH] times the logistic function of
     gate [T]. With PADDED rows with slots [T] below 0 are 0."""
+    await_earlier(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < WIDTH

@@ -3,7 +3,9 @@
 With TRITON_INTERPRET=1 in the environment before the first import, kernels run on CPU tensors.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import triton
@@ -21,50 +23,111 @@ class Kernel(Protocol):
         """A call out of another kernel."""
 
 
+class CompiledKernel(triton.JITFunction):  # type: ignore[misc]  # Triton has no types
+    """Triton's, whose launches can be left out."""
+
+    def run(self, *args: Value, grid: tuple[int, ...], warmup: bool, **kwargs: Value) -> Value:
+        if (launched := _LEFT_OUT.get()) is not None:
+            launched.add(self)
+            warmup = True
+        return super().run(*args, grid=grid, warmup=warmup, **kwargs)
+
+    def forget_failed(self) -> None:
+        """Those that were compiled in threads and could not be, so that a launch tells why."""
+        for kernels, *_ in self.device_caches.values():
+            for key, kernel in list(kernels.items()):
+                if isinstance(kernel, triton.FutureKernel):
+                    del kernels[key]
+
+
+# The kernels that this thread has not launched, where it only compiles.
+_LEFT_OUT: ContextVar[set[CompiledKernel] | None] = ContextVar("left_out", default=None)
+
+
+@contextmanager
+def only_compiling() -> Iterator[set[CompiledKernel]]:
+    """Kernels that this thread launches are compiled, if they are not yet, and not run: which ones
+    those are."""
+    launched: set[CompiledKernel] = set()
+    token = _LEFT_OUT.set(launched)
+    try:
+        yield launched
+    finally:
+        _LEFT_OUT.reset(token)
+
+
 def jit(function: Callable[..., Value]) -> Kernel:
     """A kernel compiled once for each set of dtypes and constants."""
-    kernel: Kernel = triton.jit(function)
-    return kernel
+    return _made(function, [])
 
 
 def jit_unspecialized(*names: str) -> Callable[[Callable[..., Value]], Kernel]:
     """Like `jit`, but no value of the integers called `names` causes another compilation."""
 
     def decorate(function: Callable[..., Value]) -> Kernel:
-        kernel: Kernel = triton.jit(function, do_not_specialize=list(names))
-        return kernel
+        return _made(function, list(names))
 
     return decorate
 
 
-@jit
-def softmax_step(
-    scores: tl.tensor,
-    highest: tl.tensor,
-    total: tl.tensor,
-    output: tl.tensor,
-    values: tl.tensor,
-    EXACT: tl.constexpr,
-) -> tl.tensor:
-    """Takes one tile of keys into a running softmax (base 2): (highest, total, output).
+def _made(function: Callable[..., Value], unspecialized: list[str]) -> Kernel:
+    make = triton.jit if triton.knobs.runtime.interpret else CompiledKernel
+    kernel: Kernel = make(function, do_not_specialize=unspecialized)
+    return kernel
 
-    A row that has seen no key yet has highest = -inf, and stays so while its scores are -inf.
+
+@jit
+def await_earlier(DEPENDENT: tl.constexpr) -> None:
+    """Where a kernel's memory accesses begin: behind the end of all kernels before it.
+
+    With DEPENDENT, of `dependent`, the kernel may have been launched before they ended, and must
+    have nothing before this but prefetches, in any of its programs: then the end of a kernel means
+    the end of all before it.
     """
-    raised = tl.maximum(highest, tl.max(scores, 1))
-    shift = tl.where(raised == float("-inf"), 0.0, raised)
-    weights = tl.exp2(scores - shift[:, None])
-    decay = tl.exp2(highest - shift)
-    total = total * decay + tl.sum(weights, 1)
-    output = output * decay[:, None]
-    output = tl.dot(weights.to(values.dtype), values, output, input_precision=EXACT)
-    return raised, total, output
+    if DEPENDENT == 2:
+        tl.extra.cuda.gdc_launch_dependents()
+    if DEPENDENT > 0:
+        tl.extra.cuda.gdc_wait()
+    if DEPENDENT == 1:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @jit
-def capped(scores: tl.tensor, scale: tl.tensor, SOFTCAP: tl.constexpr) -> tl.tensor:
-    """Scaled scores, squashed into (-SOFTCAP, SOFTCAP) unless that is 0, times log2(e)."""
-    if SOFTCAP > 0.0:
-        # tanh by the logistic function: the interpreter has no libdevice.
-        scores = SOFTCAP * (2.0 * tl.sigmoid(scores * (scale * 2.0 / SOFTCAP)) - 1.0)
-        return scores * 1.4426950408889634
-    return scores * (scale * 1.4426950408889634)
+def prefetch(place: tl.tensor) -> None:
+    """Asks for the line that `place` points to, into the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [place.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@jit
+def prefetch_rows(rows: tl.tensor, size: tl.tensor, LINES: tl.constexpr = False) -> None:
+    """Asks for the first `size` bytes of what `rows` [N] point to, into the L2 cache.
+
+    A multiple of PREFETCH_MULTIPLE, or 0. Both the rows and what they are cut into for a program's
+    threads lie at multiples of 16 bytes. A thread asks for one stretch, which the hardware takes
+    from one thread after the other, or with LINES for one cache line after the other, together
+    with its warp.
+    """
+    THREADS: tl.constexpr = tl.extra.cuda.num_threads()
+    PIECES: tl.constexpr = THREADS // rows.shape[0] if THREADS > rows.shape[0] else 1
+    if LINES:
+        for begin in range(0, size, PIECES * 128):
+            offsets = begin + (tl.arange(0, PIECES) * 128)[None, :]
+            prefetch(rows.to(tl.int64)[:, None] + tl.minimum(offsets, size - 128))
+    else:
+        piece = size // PIECES
+        tl.inline_asm_elementwise(
+            """{ .reg .pred some; setp.gt.s32 some, $2, 0;
+            @some cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }""",
+            "=r,l,r",
+            [rows.to(tl.int64)[:, None] + (tl.arange(0, PIECES) * piece)[None, :], piece],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )

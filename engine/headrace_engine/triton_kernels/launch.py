@@ -1,11 +1,12 @@
 """Launch parameters of the kernels, by device generation, head size and width of the elements.
 
-The tables keep each kernel within the shared memory of its generation and no kernel spills
-registers (benchmarks/triton_aot.py compiles and checks them without a device; docs/decisions/0016).
+The tables keep each kernel within the shared memory of its generation, and its loops in registers
+(benchmarks/triton_aot.py compiles and checks them without a device; docs/decisions/0016).
 They are estimates: an engine on a GPU measures them beside the candidates here when it warms up
 (docs/decisions/0021), and nothing is tuned while it serves.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 # Sequences are cut for decoding where their keys are more than SPLIT_KEYS; never into more parts
@@ -37,9 +38,9 @@ PREFILL: dict[tuple[bool, bool, int], Launch] = {
     (True, False, 64): Launch(128, 64, 4, 5),
     (True, False, 128): Launch(128, 64, 8, 5),
     (True, False, 256): Launch(128, 32, 8, 5),
-    (True, True, 64): Launch(64, 32, 8, 1),
+    (True, True, 64): Launch(32, 32, 4, 1),
     (True, True, 128): Launch(32, 32, 8, 1),
-    (True, True, 256): Launch(32, 16, 8, 1),
+    (True, True, 256): Launch(16, 16, 4, 1),
     (False, False, 64): Launch(128, 64, 8, 5),
     (False, False, 128): Launch(128, 32, 8, 5),
     (False, False, 256): Launch(64, 16, 8, 5),
@@ -100,6 +101,44 @@ EXPERTS: dict[tuple[bool, bool, int], LinearLaunch] = {
 EXPERT_ROWS = (16, 64, 128)
 # Tiles of rows that follow each other over the same weights.
 EXPERT_TILES = 8
+# Of their adapters: columns of A that a program takes, elements of a row that one moves.
+EXPERT_LORA_RANKS, EXPERT_LORA_BLOCK = 32, 128
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLaunch:
+    """Of gate and up, and of what is behind them. Their tiles have as many rows."""
+
+    up: LinearLaunch
+    down: LinearLaunch
+
+
+# Launches are measured for up to so many tokens each, and for more than all of them.
+EXPERT_BOUNDS = (1, 16, 64, 256)
+# Sums that a thread can keep beside what it multiplies, on Hopper and newer, and before.
+SUMS = {True: 128, False: 64}
+# Beside the table's, by the rows of a tile: what may be faster where few rows read much, and where
+# many rows share a tile of weights.
+EXPERT_CANDIDATES: dict[int, tuple[LinearLaunch, ...]] = {
+    16: (
+        LinearLaunch(16, 128, 64, 4, 4),
+        LinearLaunch(16, 32, 256, 4, 3),
+        LinearLaunch(16, 64, 64, 4, 6),
+        LinearLaunch(16, 128, 128, 4, 3),
+    ),
+    64: (
+        LinearLaunch(64, 256, 64, 8, 3),
+        LinearLaunch(64, 128, 128, 4, 3),
+        LinearLaunch(128, 128, 64, 8, 4),
+        LinearLaunch(16, 64, 128, 4, 4),
+    ),
+    128: (
+        LinearLaunch(128, 256, 64, 8, 3),
+        LinearLaunch(64, 256, 64, 8, 3),
+        LinearLaunch(128, 128, 64, 4, 4),
+        LinearLaunch(64, 128, 64, 4, 4),
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +168,19 @@ LORA = {
 # Ranks that a program multiplies in a step: what tensor cores take. More would spill registers.
 LORA_RANKS = 16
 LORA_LEAST_ROWS = 16
+# Launches of up to LORA_NARROW rows are measured for up to so many each: sizes of recorded batches.
+LORA_BOUNDS = (1, 16, 64, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class LoRALaunches:
+    """What was measured on a device: launches by the most rows for which each is. None, and more
+    rows: the tables have it."""
+
+    few: tuple[tuple[int, LoRALaunch], ...] = ()
+
+    def of(self, rows: int) -> LoRALaunch | None:
+        return next((one for most, one in self.few if rows <= most), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +234,13 @@ SKINNY_TILES = (
     SkinnyLaunch(32, 256, 1, 4, 4),
     SkinnyLaunch(128, 64, 1, 4, 4),
 )
+# Of weights of one byte.
+FLOAT8_TILES = (
+    SkinnyLaunch(64, 128, 1, 4, 4),
+    SkinnyLaunch(32, 256, 1, 4, 4),
+    SkinnyLaunch(128, 128, 1, 8, 4),
+    SkinnyLaunch(64, 64, 1, 4, 6),
+)
 # Two matrices at a time.
 SILU_TILES = (SkinnyLaunch(32, 128, 1, 4, 4), SkinnyLaunch(64, 64, 1, 4, 5))
 SPLITS = (1, 2, 4, 8)
@@ -191,15 +250,24 @@ FEWEST_PROGRAMS, MOST_PROGRAMS = 96, 1024
 
 def skinny_candidates(inputs: int, outputs: int) -> list[SkinnyLaunch]:
     """What may be the fastest for a weight [outputs, inputs]; none where no kernel takes it."""
-    found = []
-    for tile in SKINNY_TILES:
-        programs = -(-outputs // tile.columns)
-        for splits in SPLITS:
-            enough = FEWEST_PROGRAMS <= programs * splits
-            cut = splits == 1 or programs * splits <= MOST_PROGRAMS
-            if enough and cut and inputs % (tile.depth * splits) == 0:
-                found.append(replace(tile, splits=splits))
-    return found
+    return [one for tile in SKINNY_TILES for one in _cut(tile, inputs, outputs)]
+
+
+def float8_candidates(inputs: int, outputs: int, group: int) -> list[SkinnyLaunch]:
+    """As skinny_candidates, for 8-bit floats with a scale for each `group` inputs; 0: for all. The
+    first is what is used without measuring."""
+    fitting = (tile for tile in FLOAT8_TILES if group % tile.depth == 0)
+    return [one for tile in fitting for one in _cut(tile, inputs, outputs)]
+
+
+def _cut(tile: SkinnyLaunch, inputs: int, outputs: int) -> Iterator[SkinnyLaunch]:
+    """Inputs in so many parts that there are enough programs, and not too many."""
+    programs = -(-outputs // tile.columns)
+    for splits in SPLITS:
+        enough = FEWEST_PROGRAMS <= programs * splits
+        cut = splits == 1 or programs * splits <= MOST_PROGRAMS
+        if enough and cut and inputs % (tile.depth * splits) == 0:
+            yield replace(tile, splits=splits)
 
 
 def silu_candidates(inputs: int, outputs: int) -> list[SkinnyLaunch]:
@@ -208,6 +276,31 @@ def silu_candidates(inputs: int, outputs: int) -> list[SkinnyLaunch]:
         tile
         for tile in SILU_TILES
         if inputs % tile.depth == 0 and outputs >= FEWEST_PROGRAMS * tile.columns
+    ]
+
+
+def expert_candidates(first: ExpertLaunch, major: int, element_bytes: int) -> list[ExpertLaunch]:
+    """`first` is the table's: other tiles for both products; none for elements of 4 bytes."""
+    tiles = EXPERT_CANDIDATES[first.up.rows] if element_bytes == 2 else ()
+    most = 32 * SUMS[major >= HOPPER]
+    fitting = (one for one in tiles if one.rows * one.columns <= most * one.warps)
+    return list(dict.fromkeys((first, *(ExpertLaunch(tile, tile) for tile in fitting))))
+
+
+def down_candidates(first: ExpertLaunch, both: list[ExpertLaunch]) -> list[ExpertLaunch]:
+    """`first` is the best of `both`: other tiles of as many rows for the second product."""
+    found = [replace(first, down=one.down) for one in both if one.down.rows == first.up.rows]
+    return list(dict.fromkeys((first, *found)))
+
+
+def lora_candidates(first: LoRALaunch) -> list[LoRALaunch]:
+    """`first` is the table's for few rows: fewer and larger chunks, other columns of B."""
+    return [
+        first,
+        replace(first, chunk=2 * first.chunk, chunks=8),
+        replace(first, chunk=4 * first.chunk, chunks=4),
+        replace(first, outputs=first.outputs // 2),
+        replace(first, outputs=2 * first.outputs),
     ]
 
 
@@ -268,6 +361,14 @@ def split_keys(sequences: int, tile: int) -> int:
     return max(tile, finer[0] if finer else SPLIT_KEYS)
 
 
+def merge_warps(sequences: int, head_dim: int) -> int:
+    """Of a program that joins the parts of a head. Few programs have so many that a thread has few
+    numbers, of which it then loads all before it needs the first; many hide each other's waits."""
+    if sequences > FINER_SPLITS[-1][0]:
+        return 4
+    return min(16, MAX_SPLITS * tile_extent(head_dim) // 256)
+
+
 def linear_launch(element_bytes: int) -> LinearLaunch:
     """For elements of 2 or 4 bytes."""
     return LINEAR[element_bytes == 4]
@@ -289,6 +390,17 @@ def lora_chunk(launch: LoRALaunch, inputs: int, depth: int) -> int:
     """Of `inputs`, those that one program takes in steps of `depth`."""
     wanted = max(min(launch.chunk, inputs), -(-inputs // launch.chunks))
     return -(-wanted // depth) * depth
+
+
+def expert_lora_columns(rows: int, outputs: int) -> int:
+    """Outputs that a product with B of experts' adapters takes, for tiles of `rows`: few programs,
+    of which most end at once."""
+    return min(256 if rows <= EXPERT_ROWS[0] else 64, tile_extent(outputs))
+
+
+def expert_lora_depth(element_bytes: int, rows: int) -> int:
+    """Inputs that a product with A of experts' adapters takes in a step, for tiles of `rows`."""
+    return (256 if rows <= EXPERT_ROWS[0] else 128) // element_bytes
 
 
 def row_warps(width: int) -> int:

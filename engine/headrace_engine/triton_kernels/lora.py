@@ -7,7 +7,7 @@ As in Punica (Chen et al., 2023) and S-LoRA (Sheng et al., 2023), without their 
 
 import triton.language as tl
 
-from .jit import jit_unspecialized
+from .jit import await_earlier, jit_unspecialized
 
 
 @jit_unspecialized("total")
@@ -28,9 +28,11 @@ def lora_shrink_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     EXACT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """Program (tile, columns of A, chunk of inputs): partial [chunks, total, RANKS] of a tile's
     places in `order`. down [slots, RANKS, INPUTS]; `ends` as in lora.linear."""
+    await_earlier(DEPENDENT)
     tile = tl.program_id(0)
     slot = tl.load(tiles + 4 * tile)
     ranks = tl.load(ends + slot * PARTS + PARTS - 1, mask=slot >= 0, other=0)
@@ -81,15 +83,18 @@ def lora_expand_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     EXACT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """Program (tile, columns of one part): adds to rows of y [T, OUTPUTS] the sum of `partial`
     [CHUNKS, total, RANKS] times up [slots, MAX_RANK, OUTPUTS].
 
     Parts end before columns SECOND and THIRD, which are OUTPUTS where there are fewer.
     """
+    await_earlier(DEPENDENT)
     tile, block = tl.program_id(0), tl.program_id(1)
-    first: tl.constexpr = tl.cdiv(SECOND, COLUMNS)
-    second: tl.constexpr = tl.cdiv(THIRD - SECOND, COLUMNS)
+    # Not tl.cdiv, whose constants Triton 3.6 cannot add up.
+    first: tl.constexpr = (SECOND + COLUMNS - 1) // COLUMNS
+    second: tl.constexpr = (THIRD - SECOND + COLUMNS - 1) // COLUMNS
     part = (block >= first).to(tl.int32) + (block >= first + second).to(tl.int32)
     begin = tl.where(part == 0, 0, tl.where(part == 1, SECOND, THIRD))
     limit = tl.where(part == 0, SECOND, tl.where(part == 1, THIRD, OUTPUTS))

@@ -7,8 +7,10 @@ order whatever else is in its tile or its batch.
 
 import triton.language as tl
 
-from .fp8 import widened
-from .jit import capped, jit, jit_unspecialized, softmax_step
+from .fp8 import exact_half, widened
+from .jit import jit, jit_unspecialized
+from .paged import first_lines, read, steps
+from .softmax import capped, softmax_step
 
 
 @jit
@@ -44,7 +46,7 @@ def _attend(
     kv_head: tl.tensor,
     start: tl.tensor,
     end: tl.tensor,
-    scale: tl.tensor,
+    factor: tl.tensor,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -58,31 +60,24 @@ def _attend(
 ) -> tl.tensor:
     """Takes keys [start, end) into a running softmax; without MASKED all rows see all of them."""
     highest, total, attended = state
-    dims = tl.arange(0, DIM)
+    lines = first_lines(kv_head, HEAD_DIM, BLOCK_SIZE, KEYS, DIM)
     for at in range(start, end, KEYS):
         positions = at + tl.arange(0, KEYS)
         inside = positions < end
-        block = tl.load(table + positions // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        lines = (block * KV_HEADS + kv_head) * BLOCK_SIZE + positions % BLOCK_SIZE
-        key = tl.load(
-            keys + lines[None, :] * HEAD_DIM + dims[:, None],
-            mask=inside[None, :] & (dims < HEAD_DIM)[:, None],
-            other=0.0,
-        )
-        key = widened(key, tile, BITS)
-        scores = capped(tl.dot(tile, key, input_precision=EXACT), scale, SOFTCAP)
+        step = steps(table, at, inside, KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEYS)
+        key = widened(read(keys, lines, step, inside, HEAD_DIM, DIM), tile, BITS)
+        scores = tl.dot(tile, tl.trans(key), input_precision=EXACT)
+        scores, power = capped(scores, factor, SOFTCAP)
         if MASKED:
+            # Rows that are written ask for none at `end` or behind it.
             seen = positions[None, :] <= asked[:, None]
             if WINDOW > 0:
                 seen = seen & (positions[None, :] > asked[:, None] - WINDOW)
-            scores = tl.where(seen & inside[None, :], scores, float("-inf"))
-        value = tl.load(
-            values + lines[:, None] * HEAD_DIM + dims[None, :],
-            mask=inside[:, None] & (dims < HEAD_DIM)[None, :],
-            other=0.0,
+            scores = tl.where(seen, scores, float("-inf"))
+        value = widened(read(values, lines, step, inside, HEAD_DIM, DIM), tile, BITS)
+        highest, total, attended = softmax_step(
+            scores, power, highest, total, attended, value, EXACT
         )
-        value = widened(value, tile, BITS)
-        highest, total, attended = softmax_step(scores, highest, total, attended, value, EXACT)
     return highest, total, attended
 
 
@@ -113,6 +108,7 @@ def prefill_kernel(
     DIM: tl.constexpr,
     EXACT: tl.constexpr,
     BITS: tl.constexpr,
+    HALF: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> None:
     """Program (tile of query tokens, KV head), over the runs behind the first `num_decodes`.
@@ -139,6 +135,10 @@ def prefill_kernel(
         places = (begin + tokens).to(tl.int64)
         lines = places * query_token_stride + heads * query_head_stride
         tile = tl.load(query + lines[:, None] + dims[None, :], mask=mask, other=0.0)
+        factor = tl.zeros([ROWS], tl.float32) + scale
+        if HALF:
+            tile, unit = exact_half(tile)
+            factor = factor * unit
         asked = length - count + tokens
         lowest = length - count + number * TOKENS
         end = tl.minimum(lowest + TOKENS, length)
@@ -155,11 +155,11 @@ def prefill_kernel(
         else:
             start = (lowest + 1) // KEYS * KEYS
             state = _attend(
-                state, tile, keys, values, table, asked, kv_head, 0, start, scale,
+                state, tile, keys, values, table, asked, kv_head, 0, start, factor,
                 KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFTCAP, KEYS, DIM, EXACT, BITS, False,
             )  # fmt: skip
         state = _attend(
-            state, tile, keys, values, table, asked, kv_head, start, end, scale,
+            state, tile, keys, values, table, asked, kv_head, start, end, factor,
             KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFTCAP, KEYS, DIM, EXACT, BITS, True,
         )  # fmt: skip
         highest, total, attended = state

@@ -8,7 +8,7 @@ same.
 
 import triton.language as tl
 
-from .jit import jit, jit_unspecialized
+from .jit import await_earlier, jit, jit_unspecialized
 
 
 @jit
@@ -67,6 +67,7 @@ def route_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     ALONE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """Program (TOKENS tokens): logits [T, EXPERTS] to weights [T, PER_TOKEN].
 
@@ -75,6 +76,7 @@ def route_kernel(
     ALONE one program has all tokens and lays them out, else it leaves what that takes: choices
     uint8 [T, EXPERTS], k + 1 for a row's k-th expert, else 0; counts [programs, EXPERTS].
     """
+    await_earlier(DEPENDENT)
     rows = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     lanes = tl.arange(0, BLOCK)
     given = (rows < tokens)[:, None]
@@ -125,12 +127,14 @@ def place_kernel(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """Program (TOKENS tokens), as many as have counted: lays out what they chose.
 
     order [T * PER_TOKEN] are pairs by expert. tiles [3, capacity] are each one's expert and where
     in `order` its pairs begin and its expert's end; `live` [1] is how many tiles there are.
     """
+    await_earlier(DEPENDENT)
     rows = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     lanes = tl.arange(0, BLOCK)
     mask = (rows < tokens)[:, None] & (lanes < EXPERTS)[None, :]

@@ -8,11 +8,11 @@ program of a tile adds them up: in the order of the parts, whichever program is 
 
 import triton.language as tl
 
-from .jit import jit, jit_unspecialized
+from .jit import await_earlier, jit, jit_unspecialized, prefetch_rows
 
 
 @jit
-def _biased(
+def biased(
     sums: tl.tensor,
     bias: tl.tensor,
     columns: tl.tensor,
@@ -24,7 +24,7 @@ def _biased(
 
 
 @jit
-def _keep(
+def keep(
     output: tl.tensor,
     sums: tl.tensor,
     tile: tl.tensor,
@@ -40,7 +40,44 @@ def _keep(
     tl.store(output + lines.to(tl.int64)[None, :] * outputs + columns[:, None], sums, mask=mask)
 
 
-@jit_unspecialized("rows", "splits")
+@jit
+def finish(
+    output: tl.tensor,
+    partial: tl.tensor,
+    arrived: tl.tensor,
+    sums: tl.tensor,
+    bias: tl.tensor,
+    tile: tl.tensor,
+    columns: tl.tensor,
+    rows: tl.tensor,
+    splits: tl.tensor,
+    outputs: tl.tensor,
+    BIAS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Writes a program's sums [COLUMNS, ROWS]; those of all parts, if it is the last of them."""
+    if SPLIT:
+        places = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        own = partial + tile.to(tl.int64) * splits * COLUMNS * ROWS + places
+        tl.store(own + tl.program_id(1) * COLUMNS * ROWS, sums)
+        # All threads' parts are written before it is said that they are, and read behind it.
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu")
+        if before == splits - 1:
+            total = tl.zeros([COLUMNS, ROWS], tl.float32)
+            for part in range(0, splits):
+                total += tl.load(own + part * COLUMNS * ROWS, cache_modifier=".cg")
+            total = biased(total, bias, columns, BIAS)
+            keep(output, total, tile, rows, outputs, ROWS, COLUMNS)
+            tl.store(arrived + tile, 0)
+    else:
+        sums = biased(sums, bias, columns, BIAS)
+        keep(output, sums, tile, rows, outputs, ROWS, COLUMNS)
+
+
+@jit_unspecialized("rows", "splits", "ahead")
 def skinny_kernel(
     output: tl.tensor,
     partial: tl.tensor,
@@ -53,50 +90,45 @@ def skinny_kernel(
     inputs: tl.tensor,
     outputs: tl.tensor,
     x_stride: tl.tensor,
+    ahead: tl.tensor,
     BIAS: tl.constexpr,
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    LINES: tl.constexpr,
 ) -> None:
     """Program (tile of outputs, part): output [rows, outputs] = x . weight^T (+ bias).
 
     `inputs` is a multiple of splits * DEPTH, and rows are at most ROWS. With SPLIT, `partial`
     float32 holds [tiles, splits, COLUMNS, ROWS] and `arrived` int32 [tiles], zeros before and
-    after.
+    after. With DEPENDENT `ahead` bytes of each output's weights are asked for before all else,
+    with LINES as of prefetch_rows.
     """
     tile = tl.program_id(0)
     share = inputs // DEPTH // splits * DEPTH
-    begin = tl.program_id(1) * share
+    first = tl.program_id(1) * share
     # What is beyond the last output or row is read from the last, and not written.
     columns = tl.minimum(tile * COLUMNS + tl.arange(0, COLUMNS), outputs - 1)
     lines = tl.minimum(tl.arange(0, ROWS), rows - 1)
     depth = tl.arange(0, DEPTH)
-    left = weight + columns.to(tl.int64)[:, None] * inputs + depth[None, :]
+    begins = weight + columns.to(tl.int64) * inputs
+    if DEPENDENT > 0:
+        prefetch_rows(begins + first, ahead, LINES)
+    await_earlier(DEPENDENT)
+    left = begins[:, None] + depth[None, :]
     right = x + lines.to(tl.int64)[None, :] * x_stride + depth[:, None]
     sums = tl.zeros([COLUMNS, ROWS], tl.float32)
-    for start in range(begin, begin + share, DEPTH):
+    for start in range(first, first + share, DEPTH):
         sums = tl.dot(tl.load(left + start), tl.load(right + start), sums)
-    if SPLIT:
-        places = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        own = partial + tile.to(tl.int64) * splits * COLUMNS * ROWS + places
-        tl.store(own + tl.program_id(1) * COLUMNS * ROWS, sums)
-        # All threads' parts are written before it is said that they are, and read behind it.
-        tl.debug_barrier()
-        before = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu")
-        if before == splits - 1:
-            total = tl.zeros([COLUMNS, ROWS], tl.float32)
-            for part in range(0, splits):
-                total += tl.load(own + part * COLUMNS * ROWS, cache_modifier=".cg")
-            total = _biased(total, bias, columns, BIAS)
-            _keep(output, total, tile, rows, outputs, ROWS, COLUMNS)
-            tl.store(arrived + tile, 0)
-    else:
-        sums = _biased(sums, bias, columns, BIAS)
-        _keep(output, sums, tile, rows, outputs, ROWS, COLUMNS)
+    finish(
+        output, partial, arrived, sums, bias, tile, columns, rows, splits, outputs,
+        BIAS, SPLIT, ROWS, COLUMNS,
+    )  # fmt: skip
 
 
-@jit_unspecialized("rows")
+@jit_unspecialized("rows", "ahead")
 def skinny_silu_kernel(
     output: tl.tensor,
     x: tl.tensor,
@@ -106,22 +138,31 @@ def skinny_silu_kernel(
     inputs: tl.tensor,
     outputs: tl.tensor,
     x_stride: tl.tensor,
+    ahead: tl.tensor,
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    LINES: tl.constexpr,
 ) -> None:
     """Program (tile of outputs): silu(x . gate^T) * (x . up^T), rounded in between as the product
     and the activation are where they are apart. The weight's first `outputs` rows are the gate's.
 
-    `inputs` is a multiple of DEPTH, and rows are at most ROWS.
+    `inputs` is a multiple of DEPTH, and rows are at most ROWS; `ahead` as of skinny_kernel.
     """
     tile = tl.program_id(0)
     columns = tl.minimum(tile * COLUMNS + tl.arange(0, COLUMNS), outputs - 1)
     lines = tl.minimum(tl.arange(0, ROWS), rows - 1)
     depth = tl.arange(0, DEPTH)
-    gates = weight + columns.to(tl.int64)[:, None] * inputs + depth[None, :]
-    ups = gates + outputs.to(tl.int64) * inputs
+    begins = weight + columns.to(tl.int64) * inputs
+    between = outputs.to(tl.int64) * inputs
+    if DEPENDENT > 0:
+        prefetch_rows(begins, ahead, LINES)
+        prefetch_rows(begins + between, ahead, LINES)
+    await_earlier(DEPENDENT)
+    gates = begins[:, None] + depth[None, :]
+    ups = gates + between
     right = x + lines.to(tl.int64)[None, :] * x_stride + depth[:, None]
     gate = tl.zeros([COLUMNS, ROWS], tl.float32)
     up = tl.zeros([COLUMNS, ROWS], tl.float32)
@@ -130,7 +171,7 @@ def skinny_silu_kernel(
         gate = tl.dot(tl.load(gates + start), taken, gate)
         up = tl.dot(tl.load(ups + start), taken, up)
     kind = x.dtype.element_ty
-    wide = _biased(gate, bias, columns, BIAS).to(kind).to(tl.float32)
+    wide = biased(gate, bias, columns, BIAS).to(kind).to(tl.float32)
     silu = (wide * tl.sigmoid(wide)).to(kind).to(tl.float32)
-    other = _biased(up, bias, columns + outputs, BIAS).to(kind).to(tl.float32)
-    _keep(output, silu * other, tile, rows, outputs, ROWS, COLUMNS)
+    other = biased(up, bias, columns + outputs, BIAS).to(kind).to(tl.float32)
+    keep(output, silu * other, tile, rows, outputs, ROWS, COLUMNS)

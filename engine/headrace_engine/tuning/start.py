@@ -5,7 +5,9 @@ deterministic mode, whose sums must have one order on every engine.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -20,14 +22,22 @@ from ..model.cuda_graphs import free_bytes
 from ..model.decoder import Decoder
 from ..model.triton_ops import TritonOps
 from ..placement import PlacedModel
-from ..triton_kernels.launch import ROW_BOUNDS
+from ..triton_kernels.launch import EXPERT_BOUNDS, HOPPER, LORA_BOUNDS, ROW_BOUNDS
+from .adapters import AdapterTuning
 from .attention import POOL_BYTES, AttentionShape, tune_attention
 from .autotuner import Autotuner, CudaTimer
+from .compiling import compile_together
+from .experts import MANY_TOKENS, tune_experts
+from .float8 import tune_float8
+from .levels import tune_levels
 from .products import tune_products
+from .steps import STEP_BOUNDS, STEP_POOL_BYTES, can_depend, tune_steps
 from .table import ChoiceTable
 
 # Behind single rows and attention. 8 and 16 rows take the kernels that 1 has compiled.
 LATER_ROWS = (64, 16, 8, 32)
+# Of mixtures and of adapters, likewise.
+LATER_TOKENS, ADAPTED_ROWS = (64, MANY_TOKENS, 256, 16), (64, 1, 16, 256)
 
 
 def tune(placed: PlacedModel, config: EngineConfig) -> None:
@@ -40,7 +50,9 @@ def tune(placed: PlacedModel, config: EngineConfig) -> None:
         device = torch.cuda.get_device_name(placed.device)
         table = ChoiceTable(Path(config.tuned_config_folder), device, versions())
     known = {} if table is None else table.read()
-    tuner = Autotuner(CudaTimer(), known=known, failures=(RuntimeError, TritonError))
+    failures = (RuntimeError, TritonError)
+    prepare = partial(compile_together, failures=failures)
+    tuner = Autotuner(CudaTimer(), known=known, failures=failures, prepare=prepare)
     with torch.inference_mode():
         tune_with(tuner, placed, config)
     torch.cuda.empty_cache()
@@ -50,22 +62,75 @@ def tune(placed: PlacedModel, config: EngineConfig) -> None:
 
 def tune_with(tuner: Autotuner, placed: PlacedModel, config: EngineConfig) -> None:
     """The most valuable first: what comes behind the tuner's time keeps its default."""
-    products = _products(placed)
+    products, experts = _products(placed), _experts(placed)
+    experts(tuner, EXPERT_BOUNDS[0])
     products(tuner, ROW_BOUNDS[0])
     if isinstance(placed.attention, TritonBackend) and isinstance(placed.model, Decoder):
         shape = _attention_shape(placed, placed.model, config)
         tune_attention(tuner, placed.attention, shape)
+    steps = _steps(placed, config)
+    steps(tuner, STEP_BOUNDS[0])
+    adapters = _adapters(placed, config)
+    for rows in ADAPTED_ROWS:
+        if adapters is not None and _is_reached(rows, LORA_BOUNDS, config.max_num_seqs):
+            adapters.tune(tuner, rows)
+    for tokens in LATER_TOKENS:
+        if _is_reached(tokens, EXPERT_BOUNDS, config.max_num_seqs):
+            experts(tuner, tokens)
     for rows in LATER_ROWS:
-        if max(bound for bound in ROW_BOUNDS if bound < rows) < config.max_num_seqs:
+        if _is_reached(rows, ROW_BOUNDS, config.max_num_seqs):
             products(tuner, rows)
+    for below, bound in pairwise(STEP_BOUNDS):
+        if below < config.max_num_seqs:
+            steps(tuner, bound)
+
+
+def _is_reached(bound: int, bounds: Sequence[int], most: int) -> bool:
+    """Whether there are numbers up to `bound` that no bound below covers, with `most` the largest.
+    Prompts make more than the last bound."""
+    below = [one for one in bounds if one < bound]
+    return bound > bounds[-1] or not below or below[-1] < most
 
 
 def _products(placed: PlacedModel) -> Callable[[Autotuner, int], None]:
     def run(tuner: Autotuner, rows: int) -> None:
         if isinstance(placed.ops, TritonOps):
+            like = torch.empty(0, dtype=placed.dtype, device=placed.device)
             tune_products(tuner, placed.ops.products, rows, placed.device)
+            tune_levels(tuner, placed.ops.levels, rows, like)
+            tune_float8(tuner, placed.ops.float8, rows, like)
 
     return run
+
+
+def _experts(placed: PlacedModel) -> Callable[[Autotuner, int], None]:
+    def run(tuner: Autotuner, tokens: int) -> None:
+        if isinstance(placed.ops, TritonOps):
+            like = torch.empty(0, dtype=placed.dtype, device=placed.device)
+            tune_experts(tuner, placed.ops.mixtures, tokens, like)
+
+    return run
+
+
+def _adapters(placed: PlacedModel, config: EngineConfig) -> AdapterTuning | None:
+    shapes, ops = placed.lora_shapes, placed.ops
+    if not config.enable_lora or shapes is None or not isinstance(ops, TritonOps):
+        return None
+    like = torch.empty(0, dtype=placed.dtype, device=placed.device)
+    return AdapterTuning(ops, shapes, config.max_loras, config.max_lora_rank, like)
+
+
+def _steps(placed: PlacedModel, config: EngineConfig) -> Callable[[Autotuner, int], None]:
+    def run(tuner: Autotuner, bound: int) -> None:
+        if _is_hopper(placed.device) and can_depend(placed):
+            tune_steps(tuner, placed, config, bound, _pool_bytes(placed.device, STEP_POOL_BYTES))
+
+    return run
+
+
+def _is_hopper(device: torch.device) -> bool:
+    """Whether kernels can be launched before their turn: on Hopper and newer."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= HOPPER
 
 
 def _attention_shape(placed: PlacedModel, model: Decoder, config: EngineConfig) -> AttentionShape:
@@ -85,15 +150,13 @@ def _attention_shape(placed: PlacedModel, model: Decoder, config: EngineConfig) 
         config.max_num_seqs,
         placed.max_model_len,
         config.max_num_batched_tokens,
-        _pool_bytes(placed.device),
+        _pool_bytes(placed.device, POOL_BYTES),
     )
 
 
-def _pool_bytes(device: torch.device) -> int:
-    """Less where the weights leave little."""
-    if device.type != "cuda":
-        return POOL_BYTES
-    return min(POOL_BYTES, free_bytes(device) // 4)
+def _pool_bytes(device: torch.device, most: int) -> int:
+    """Less than `most` where the weights leave little."""
+    return min(most, free_bytes(device) // 4) if device.type == "cuda" else most
 
 
 def versions() -> dict[str, str]:

@@ -9,8 +9,10 @@ from ..errors import ApiError
 from ..output import OutputParser, call_id
 from ..parts import CallArguments, CallStart, Part, Reasoning, Text
 from ..run import Piece, Usage
+from ..sealed import seal
 from .errors import anthropic_error
 
+OMITS_THINKING = "omits_thinking"
 _DELTAS = {"text": "text_delta", "thinking": "thinking_delta"}
 
 
@@ -27,6 +29,7 @@ class MessagesAnswer:
         self._open = False
         self._texts: list[str] = []
         self._last: Piece | None = None
+        self._omits = bool(options.form.echo.get(OMITS_THINKING))
 
     def chunks(self, piece: Piece) -> Iterator[Chunk]:
         if not self._opened:
@@ -103,7 +106,8 @@ class MessagesAnswer:
             more = {"signature": ""} if kind == "thinking" else {}
             yield from self._begin({"type": kind, kind: "", **more})
         self._texts.append(text)
-        yield self._delta({"type": _DELTAS[kind], kind: text})
+        if kind == "text" or not self._omits:
+            yield self._delta({"type": _DELTAS[kind], kind: text})
 
     def _begin(self, block: dict[str, Any]) -> Iterator[Chunk]:
         yield from self._close()
@@ -119,10 +123,12 @@ class MessagesAnswer:
         kind = block["type"]
         if kind == "tool_use":
             block["input"] = _object(text)
+        elif kind == "thinking" and self._omits:
+            block["signature"] = seal(text)
         else:
             block[kind] = text
         if kind == "thinking":
-            yield self._delta({"type": "signature_delta", "signature": ""})
+            yield self._delta({"type": "signature_delta", "signature": block["signature"]})
         self._open, self._texts = False, []
         yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
 

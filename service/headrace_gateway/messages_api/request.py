@@ -11,6 +11,7 @@ from ..chat_messages import FunctionDefinition, Message, NamedTool, Tool, ToolNa
 from ..chat_output import Tooling, tooling
 from ..errors import invalid
 from ..models import ServedModel
+from ..sealed import UnreadableReasoning, unseal
 from ..structured_fields import refused
 from ..template_variables import thinking_variables, with_effort
 from ..transcript import Role, Transcript
@@ -57,7 +58,7 @@ def tooling_of(body: Conversation) -> Tooling:
             function=FunctionDefinition(
                 name=tool.name,
                 description=tool.description,
-                parameters=tool.input_schema,
+                parameters=tool.schema_shown,
                 strict=tool.strict,
             ),
         )
@@ -79,6 +80,11 @@ def variables_of(body: Conversation, model: ServedModel) -> Mapping[str, Any] | 
     given = {**thinking_variables(model, thinking=thinking), **(body.chat_template_kwargs or {})}
     effort = None if body.output_config is None else body.output_config.effort
     return with_effort(model, given, effort, "output_config.effort")
+
+
+def omits_thinking(body: MessagesRequest) -> bool:
+    """Whether the answer leaves out what the model thought, and has it in signatures alone."""
+    return isinstance(body.thinking, ThinkingOn) and body.thinking.display == "omitted"
 
 
 def sampling_of(body: MessagesRequest) -> SamplingParams:
@@ -113,7 +119,7 @@ def _add(message: MessageParam, transcript: Transcript, place: str) -> None:
             case ToolResultBlock() if message.role == "user":
                 transcript.result(block.tool_use_id, _text(block.content))
             case ThinkingBlock() if message.role == "assistant":
-                transcript.reason(block.thinking)
+                transcript.reason(_thought(block))
             case ToolUseBlock() if message.role == "assistant":
                 arguments = json.dumps(block.input, ensure_ascii=False)
                 transcript.call(block.id, block.name, arguments)
@@ -125,6 +131,16 @@ def _add(message: MessageParam, transcript: Transcript, place: str) -> None:
     if texts:
         role: Role = "system" if message.role == "system" else "user"
         transcript.say(role, "\n".join(texts))
+
+
+def _thought(block: ThinkingBlock) -> str:
+    """What the model thought. Another server's signature has nothing that could be read."""
+    if block.thinking or not block.signature:
+        return block.thinking
+    try:
+        return unseal(block.signature)
+    except UnreadableReasoning:
+        return ""
 
 
 def _text(content: Sequence[TextBlock]) -> str:

@@ -5,8 +5,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr, WithJsonSchema
 
-from ..chat_messages import NO_SERVER_TOOLS, Body, FunctionName, nothing_but
+from ..chat_messages import (
+    NO_SERVER_TOOLS,
+    NO_TOOL_SEARCH,
+    Body,
+    FunctionName,
+    nothing_but,
+    only,
+)
 from ..schemas import LEAVE_OUT, MAX_MESSAGES, MAX_TOOLS, UNSUPPORTED, GenerationBody
+
+MAX_EXAMPLES = 64
+MAX_EDITS = 16
+_NO_TOOLSETS = "tools have no sets here"
+CLEAR_THINKING = "clear_thinking_20251015"
+_NO_EDITS = "shorten the messages yourself; only thinking can be cleared, which templates do"
 
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
@@ -27,6 +40,7 @@ class CacheControl(Body):
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
+    scope: StrictStr | None = None
 
 
 class TextBlock(Body):
@@ -37,7 +51,7 @@ class TextBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """`signature` says nothing here: what the model thought is in `thinking`."""
+    """`signature` has what the model thought where `thinking` was asked to be left out."""
 
     type: Literal["thinking"]
     thinking: StrictStr
@@ -50,6 +64,7 @@ class ToolUseBlock(Body):
     name: Annotated[str, Field(strict=True, min_length=1)]
     input: dict[str, Any]
     caller: dict[str, Any] | None = None
+    toolset_name: Annotated[Any, *only(reason=_NO_TOOLSETS)] = None
     cache_control: CacheControl | None = None
 
 
@@ -58,6 +73,7 @@ class ToolResultBlock(Body):
     tool_use_id: StrictStr
     content: Annotated[list[TextBlock], *_OR_TEXT] = Field(default_factory=list)
     is_error: StrictBool | None = None
+    toolset_name: Annotated[Any, *only(reason=_NO_TOOLSETS)] = None
     cache_control: CacheControl | None = None
 
 
@@ -69,15 +85,30 @@ Block = Annotated[
 class MessageParam(Body):
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[Block], *_OR_TEXT]
+    clear_at: Annotated[Any, *only("never", reason="leave the message out when it is over")] = None
+    output_config: Annotated[Any, *only({}, reason="it is the same for a whole answer")] = None
 
 
 class ToolParam(Body):
+    """Inputs are streamed as they are written, whatever `eager_input_streaming` says."""
+
     type: Annotated[Literal["custom"] | None, nothing_but("custom", NO_SERVER_TOOLS)] = None
     name: FunctionName
     description: StrictStr | None = None
     input_schema: dict[str, Any]
+    input_examples: list[dict[str, Any]] | None = Field(None, max_length=MAX_EXAMPLES)
     strict: StrictBool | None = None
+    eager_input_streaming: StrictBool | None = None
+    defer_loading: Annotated[Any, *only(False, reason=NO_TOOL_SEARCH)] = None
+    allowed_callers: Annotated[Any, *only(["direct"], reason=NO_SERVER_TOOLS)] = None
     cache_control: CacheControl | None = None
+
+    @property
+    def schema_shown(self) -> dict[str, Any]:
+        """The input's schema, with the examples as JSON Schema has them."""
+        if not self.input_examples:
+            return self.input_schema
+        return {**self.input_schema, "examples": self.input_examples}
 
 
 class ToolChoiceParam(Body):
@@ -96,11 +127,15 @@ class ThinkingOff(Body):
 
 
 class ThinkingOn(Body):
-    """`budget_tokens` is a hint, as it is elsewhere; only max_tokens is a limit."""
+    """`budget_tokens` is a hint, as it is elsewhere; only max_tokens is a limit.
+
+    `block_binding` changes nothing: thinking that is sent back is not checked.
+    """
 
     type: Literal["enabled", "adaptive"]
     budget_tokens: StrictInt | None = Field(None, ge=1)
-    display: Literal["summarized"] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+    block_binding: dict[str, Any] | None = None
 
 
 class Metadata(Body):
@@ -115,6 +150,18 @@ class JsonOutput(Body):
 class OutputConfig(Body):
     format: JsonOutput | None = None
     effort: StrictStr | None = None
+    task_budget: Annotated[Any, *only(reason="limit the answer with max_tokens")] = None
+
+
+class ContextEdit(Body):
+    """Which thinking of earlier turns a model is shown is up to its chat template, as ever."""
+
+    type: Annotated[Literal["clear_thinking_20251015"], nothing_but(CLEAR_THINKING, _NO_EDITS)]
+    keep: Any = None
+
+
+class ContextManagement(Body):
+    edits: list[ContextEdit] | None = Field(None, max_length=MAX_EDITS)
 
 
 class _Conversation(GenerationBody):
@@ -126,6 +173,7 @@ class _Conversation(GenerationBody):
     ) = None
     thinking: Annotated[ThinkingOff | ThinkingOn, Field(discriminator="type")] | None = None
     output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
     cache_control: CacheControl | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -153,7 +201,6 @@ NOT_IN_MESSAGES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     **UNSUPPORTED,
     "container": ((), "this server runs no tools itself"),
     "mcp_servers": (([],), "this server runs no tools itself"),
-    "context_management": ((), "shorten the messages yourself"),
     "billing_policy": ((), LEAVE_OUT),
     "compaction": ((), "shorten the messages yourself"),
     "diagnostics": ((), "usage says how much of the prompt was cached"),

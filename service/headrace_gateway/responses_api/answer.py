@@ -12,7 +12,7 @@ from ..logprobs import chat_logprobs
 from ..output import OutputParser, call_id
 from ..parts import CallArguments, CallStart, Part, Reasoning, Text
 from ..run import Piece, Usage
-from .sealed import seal
+from ..sealed import seal
 
 ID_PREFIX = "resp_"
 

@@ -3,14 +3,15 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, StrictStr, ValidationError
+from pydantic import AfterValidator, Field, StrictStr
 from pydantic_core import PydanticCustomError
 
-from ..chat_messages import Body
-from ..errors import from_validation, invalid
-from ..schemas import MAX_MESSAGES
+from ..chat_messages import Body, only
+from ..errors import invalid
+from ..schemas import MAX_MESSAGES, checked
+from ..sealed import UnreadableReasoning, unseal
 from ..transcript import Transcript
-from .sealed import UnreadableReasoning, unseal
+from .schemas import DIRECTLY, NO_NAMESPACES, NOT_WAITED_FOR
 
 _TEXT_ONLY = "this server reads text only"
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -24,32 +25,45 @@ class _Item(Body):
 
 
 class TextPart(Body):
+    """`prompt_cache_breakpoint` changes nothing: prompts are cached by their content."""
+
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: StrictStr
     annotations: list[Any] = Field(default_factory=list)
     logprobs: list[Any] = Field(default_factory=list)
+    prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
 Content = StrictStr | list[TextPart]
 
 
 class MessageItem(_Item):
+    """`phase` comes back with answers of models that tell their remarks from their answers."""
+
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
+    phase: StrictStr | None = None
 
 
-class CallItem(_Item):
+class _OfTool(_Item):
+    caller: Annotated[Any, *only({"type": "direct"}, reason=DIRECTLY)] = None
+    namespace: Annotated[Any, *only(reason=NO_NAMESPACES)] = None
+
+
+class CallItem(_OfTool):
     type: Literal["function_call"]
     call_id: StrictStr
     name: Annotated[str, Field(strict=True, min_length=1)]
     arguments: StrictStr
+    async_: Annotated[Any, *only(False, reason=NOT_WAITED_FOR)] = Field(None, alias="async")
 
 
-class ResultItem(_Item):
+class ResultItem(_OfTool):
     type: Literal["function_call_output"]
     call_id: StrictStr
     output: Content
+    name: StrictStr | None = None
 
 
 def _readable(sealed: str) -> str:
@@ -78,7 +92,7 @@ class ReasoningItem(_Item):
 
 
 Item = MessageItem | CallItem | ResultItem | ReasoningItem
-_KINDS: Mapping[str, type[Item]] = {
+KINDS: Mapping[str, type[Item]] = {
     "message": MessageItem,
     "function_call": CallItem,
     "function_call_output": ResultItem,
@@ -86,16 +100,23 @@ _KINDS: Mapping[str, type[Item]] = {
 }
 
 
-def read_input(given: object, transcript: Transcript) -> list[dict[str, Any]]:
-    """Adds the input to the transcript; returns its items as they are kept. Raises ApiError."""
+def read_input(
+    given: object, transcript: Transcript, *, lenient: bool = False
+) -> list[dict[str, Any]]:
+    """Adds the input to the transcript; returns its items as they are kept. Raises ApiError.
+
+    `lenient`: fields that nobody knows are ignored.
+    """
     if isinstance(given, str):
         given = [{"type": "message", "role": "user", "content": given}]
     if not isinstance(given, list) or not 0 < len(given) <= MAX_MESSAGES:
         raise invalid(f"input: must be text, or 1 to {MAX_MESSAGES} items.", param="input")
-    items = [_checked(item, f"input[{index}]") for index, item in enumerate(given)]
+    items = [_checked(item, f"input[{index}]", lenient=lenient) for index, item in enumerate(given)]
     for item in items:
         add_item(item, transcript)
-    return [item.model_dump(exclude_none=True, exclude_defaults=True) for item in items]
+    return [
+        item.model_dump(exclude_none=True, exclude_defaults=True, by_alias=True) for item in items
+    ]
 
 
 def read_output(output: list[dict[str, Any]], transcript: Transcript) -> None:
@@ -124,23 +145,20 @@ def _text(content: str | list[TextPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-def _checked(item: object, place: str) -> Item:
+def _checked(item: object, place: str, *, lenient: bool = False) -> Item:
     if not isinstance(item, dict):
         raise invalid(f"{place}: must be an object.", param=place)
     fields = {name: value for name, value in item.items() if value is not None}
     kind = fields.setdefault("type", "message")
-    model = _KINDS.get(kind) if isinstance(kind, str) else None
+    model = KINDS.get(kind) if isinstance(kind, str) else None
     if model is None:
-        known = ", ".join(_KINDS)
+        known = ", ".join(KINDS)
         raise invalid(
             f"{place}.type: {kind!r:.60} is not supported here; known are {known}.",
             param=f"{place}.type",
         )
     _check_parts(fields, place)
-    try:
-        return model.model_validate(fields)
-    except ValidationError as error:
-        raise from_validation(error, place) from error
+    return checked(model, fields, lenient=lenient, place=place)
 
 
 def _check_parts(fields: Mapping[str, Any], place: str) -> None:

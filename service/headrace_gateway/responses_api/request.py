@@ -6,11 +6,27 @@ from typing import Any
 from headrace_common.sampling import SamplingParams
 from headrace_common.structured import StructuredOutputError, StructuredOutputsParams
 
-from ..chat_messages import FunctionDefinition, NamedTool, Tool, ToolName
+from ..chat_messages import (
+    AllowedToolChoice,
+    AllowedTools,
+    FunctionDefinition,
+    Mode,
+    NamedTool,
+    Tool,
+    ToolChoice,
+    ToolName,
+)
 from ..chat_output import Tooling, tooling
 from ..errors import invalid
 from ..structured_fields import refused
-from .schemas import LOGPROBS, NamedFunction, ResponsesRequest, SchemaFormat
+from .schemas import (
+    LOGPROBS,
+    AllowedFunctions,
+    FunctionTool,
+    NamedFunction,
+    ResponsesRequest,
+    SchemaFormat,
+)
 
 
 def sampling_of(body: ResponsesRequest) -> SamplingParams:
@@ -44,19 +60,31 @@ def tooling_of(body: ResponsesRequest) -> Tooling:
         )
         for tool in body.tools or ()
     ]
-    choice = body.tool_choice
-    if isinstance(choice, NamedFunction):
-        choice_ = NamedTool(type="function", function=ToolName(name=choice.name))
-        return tooling(tools, choice_, parallel=body.parallel_tool_calls)
-    return tooling(tools, choice, parallel=body.parallel_tool_calls)
+    return tooling(tools, _choice(body.tool_choice), parallel=body.parallel_tool_calls)
+
+
+def _choice(given: Mode | NamedFunction | AllowedFunctions | None) -> ToolChoice | None:
+    """As a chat has it."""
+    match given:
+        case NamedFunction():
+            return _named(given)
+        case AllowedFunctions():
+            allowed = AllowedTools(mode=given.mode, tools=[_named(each) for each in given.tools])
+            return AllowedToolChoice(type="allowed_tools", allowed_tools=allowed)
+        case _:
+            return given
+
+
+def _named(function: NamedFunction) -> NamedTool:
+    return NamedTool(type="function", function=ToolName(name=function.name))
 
 
 def echo_of(body: ResponsesRequest, sampling: SamplingParams, *, stored: bool) -> Mapping[str, Any]:
     """The fields that a response repeats of its request."""
-    text = None if body.text is None else body.text.model_dump(exclude_none=True, by_alias=True)
+    text = {} if body.text is None else body.text.model_dump(exclude_none=True, by_alias=True)
     reasoning = {"effort": None, "summary": None}
     if body.reasoning is not None:
-        reasoning |= body.reasoning.model_dump()
+        reasoning |= body.reasoning.model_dump(exclude_unset=True)
     choice = body.tool_choice or "auto"
     return {
         "background": body.background,
@@ -66,19 +94,25 @@ def echo_of(body: ResponsesRequest, sampling: SamplingParams, *, stored: bool) -
         "parallel_tool_calls": body.parallel_tool_calls,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
+        "prompt_cache_retention": body.prompt_cache_retention,
         "reasoning": reasoning,
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": stored,
         "temperature": sampling.temperature,
-        "text": text or {"format": {"type": "text"}},
+        "text": {"format": {"type": "text"}, **text},
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-        "tools": [{"strict": None, **tool.model_dump()} for tool in body.tools or ()],
+        "tools": [_tool(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": sampling.top_p,
-        "truncation": "disabled",
+        "truncation": body.truncation,
         "user": body.user,
     }
+
+
+def _tool(tool: FunctionTool) -> Mapping[str, Any]:
+    given = tool.model_dump(exclude_unset=True, by_alias=True)
+    return {"description": None, "parameters": None, "strict": None, **given}
 
 
 def _structured(body: ResponsesRequest) -> StructuredOutputsParams | None:

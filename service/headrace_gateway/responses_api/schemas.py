@@ -8,22 +8,43 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr, Tag, WithJsonSchem
 from headrace_common.sampling import MAX_LOGPROBS
 
 from ..chat_messages import (
-    BY_FORM,
+    BY_CHOICE,
     NO_SERVER_TOOLS,
     NO_SUCH_CHOICE,
+    NO_TOOL_SEARCH,
     Body,
     FunctionName,
     Off,
     ToolMode,
     nothing_but,
+    only,
 )
-from ..schemas import LEAVE_OUT, MAX_TOOLS, UNSUPPORTED, GenerationBody
+from ..schemas import (
+    LEAVE_OUT,
+    MAX_TOOLS,
+    UNSUPPORTED,
+    GenerationBody,
+    Metadata,
+    PromptCacheBody,
+    Verbosity,
+)
 
-MAX_METADATA = 16
+MAX_CLIENT_METADATA = 64
+MAX_CLIENT_METADATA_CHARS = 32_768
+DIRECTLY = "tools are called by the model itself, and never by programs"
+NO_NAMESPACES = "tools have no namespaces here"
+NOT_WAITED_FOR = "an answer ends with its calls"
 LOGPROBS = "message.output_text.logprobs"
 SEALED_REASONING = "reasoning.encrypted_content"
 
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+ClientMetadata = Annotated[
+    dict[
+        Annotated[str, Field(max_length=256)],
+        Annotated[str, Field(strict=True, max_length=MAX_CLIENT_METADATA_CHARS)],
+    ],
+    Field(max_length=MAX_CLIENT_METADATA),
+]
 _Input = Annotated[
     Any,
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
@@ -31,16 +52,34 @@ _Input = Annotated[
 
 
 class FunctionTool(Body):
+    """`output_schema` changes nothing: results are texts, as they come."""
+
     type: Annotated[Literal["function"], nothing_but("function", NO_SERVER_TOOLS)]
     name: FunctionName
     description: StrictStr | None = None
     parameters: dict[str, Any] | None = None
     strict: StrictBool | None = None
+    output_schema: dict[str, Any] | None = None
+    async_: Annotated[Any, *only(False, reason=NOT_WAITED_FOR)] = Field(None, alias="async")
+    allowed_callers: Annotated[Any, *only(["direct"], reason=DIRECTLY)] = None
+    defer_loading: Annotated[Any, *only(False, reason=NO_TOOL_SEARCH)] = None
 
 
 class NamedFunction(Body):
     type: Annotated[Literal["function"], nothing_but("function", NO_SUCH_CHOICE)]
     name: FunctionName
+
+
+class AllowedFunctions(Body):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedFunction] = Field(min_length=1)
+
+
+_ToolChoice = Annotated[
+    ToolMode | Annotated[NamedFunction, Tag("dict")] | Annotated[AllowedFunctions, Tag("allowed")],
+    BY_CHOICE,
+]
 
 
 class PlainFormat(Body):
@@ -56,24 +95,47 @@ class SchemaFormat(Body):
 
 
 class TextOptions(Body):
+    """`verbosity` is for chat templates that know it."""
+
     format: PlainFormat | SchemaFormat | None = Field(None, discriminator="type")
+    verbosity: Verbosity | None = None
+
+
+Summary = Literal["auto", "concise", "detailed"]
 
 
 class ReasoningOptions(Body):
-    """`summary` auto makes none: reasoning is given as it is."""
+    """`summary`, and its older name, make none: reasoning is given as it is."""
 
     effort: StrictStr | None = None
-    summary: Literal["auto"] | None = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None
+    context: Annotated[Any, *only("auto", reason="the chat template decides what it shows")] = None
+    mode: Annotated[Any, *only("standard", reason="there is one mode")] = None
 
 
 class ResponseStreamOptions(Body):
     include_obfuscation: Off = False
 
 
-class ResponsesRequest(GenerationBody):
+# What an answer can be asked to have more of. Of tools that this server runs itself, and of images,
+# there is never anything.
+Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+
+
+class ResponsesRequest(GenerationBody, PromptCacheBody):
     """OpenAI's fields, then ours. `input` is checked item by item where it is read.
 
-    `prompt_cache_key` changes nothing: prompts are cached by their content.
+    `metadata` is given back; `client_metadata`, which agents send, is not, and changes nothing.
     """
 
     input: _Input
@@ -83,26 +145,19 @@ class ResponsesRequest(GenerationBody):
     temperature: _Number | None = None
     top_p: _Number | None = None
     top_logprobs: StrictInt | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
-        None
-    )
+    include: list[Included] | None = None
     tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: Annotated[ToolMode | Annotated[NamedFunction, Tag("dict")], BY_FORM] | None = None
+    tool_choice: _ToolChoice | None = None
     parallel_tool_calls: StrictBool = True
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     store: StrictBool | None = None
     stream_options: ResponseStreamOptions | None = None
-    truncation: Literal["disabled"] = "disabled"
-    metadata: (
-        dict[
-            Annotated[str, Field(max_length=64)], Annotated[str, Field(strict=True, max_length=512)]
-        ]
-        | None
-    ) = Field(None, max_length=MAX_METADATA)
+    truncation: Literal["auto", "disabled"] = "disabled"
+    metadata: Metadata | None = None
+    client_metadata: ClientMetadata | None = None
     user: StrictStr | None = None
     safety_identifier: StrictStr | None = None
-    prompt_cache_key: StrictStr | None = None
 
     top_k: StrictInt | None = None
     min_p: _Number | None = None

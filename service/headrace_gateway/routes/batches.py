@@ -9,7 +9,6 @@ from headrace_common.protocol.batches import Batch, BatchNotKept
 from ..batches.desk import CreateBatch
 from ..batches.views import batch_body, page
 from ..errors import ApiError
-from ..schemas import parse
 from ..services import Services, WithServices
 from .documents import body_of
 
@@ -21,7 +20,7 @@ router = APIRouter()
 @router.post("/v1/batches", openapi_extra=body_of(CreateBatch))
 async def create_batch(request: Request, services: WithServices) -> dict[str, Any]:
     """Begins to run the requests of a file."""
-    body = parse(CreateBatch, await request.body())
+    body = await services.body(request, CreateBatch)
     key_id = "" if services.caller is None else services.caller.key.id
     return batch_body(await services.desk.create(services.tenant, key_id, body))
 

@@ -11,9 +11,9 @@ from ..errors import invalid
 from ..parsed_chat import chat_answer
 from ..prompt_view import PromptView
 from ..prompts import ChatOptions
-from ..schemas import ChatRequest, check_prompt_logprobs, check_stream_options, parse
+from ..schemas import ChatRequest, check_prompt_logprobs, check_stream_options
 from ..services import WithServices
-from ..template_variables import with_effort, without_thinking
+from ..template_variables import with_effort, with_verbosity, without_thinking
 from ..viewed import viewed
 from .documents import body_of
 
@@ -30,13 +30,14 @@ router = APIRouter()
 @router.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
 async def create_chat_completion(request: Request, services: WithServices) -> Response:
     """Answers a conversation, whole or as a stream of server-sent events."""
-    body = parse(ChatRequest, await request.body())
+    body = await services.body(request, ChatRequest)
     check_stream_options(body)
     check_prompt_logprobs(body)
     model = await services.models.find(body.model)
     tools = tooling(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
     form, sampling = services.chat_output.plan(model, _sampling(body), tools)
     variables = with_effort(model, body.chat_template_kwargs, body.reasoning_effort)
+    variables = with_verbosity(model, variables, body.verbosity)
     options = ChatOptions(
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,

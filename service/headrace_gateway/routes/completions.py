@@ -7,7 +7,7 @@ from headrace_common.sampling import SamplingParams
 from ..answers import Answer, AnswerOptions, CompletionAnswer
 from ..calls import Call, Operation
 from ..prompt_view import PromptView
-from ..schemas import CompletionRequest, check_prompt_logprobs, check_stream_options, parse
+from ..schemas import CompletionRequest, check_prompt_logprobs, check_stream_options
 from ..services import WithServices
 from ..viewed import viewed
 from .documents import body_of
@@ -26,7 +26,7 @@ router = APIRouter()
 @router.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
 async def create_completion(request: Request, services: WithServices) -> Response:
     """Continues a prompt (text or token ids) or several, whole or as server-sent events."""
-    body = parse(CompletionRequest, await request.body())
+    body = await services.body(request, CompletionRequest)
     check_stream_options(body)
     check_prompt_logprobs(body)
     model = await services.models.find(body.model)

@@ -26,7 +26,6 @@ from ..kept_embeddings import OPERATION, KeptInputs, bytes_of
 from ..models import ServedModel
 from ..observation import Observation, RequestInfo
 from ..run import Usage
-from ..schemas import parse
 from ..services import Services, WithServices, client_request_id
 from ..tenants import tenancy_of
 from ..wishes import RESUMABLE_HEADER, Wish, fingerprint, wish_of
@@ -60,7 +59,7 @@ class Asked:
 @router.post("/v1/embeddings", openapi_extra=body_of(EmbeddingRequest))
 async def create_embedding(request: Request, services: WithServices) -> Response:
     """One vector for each input (text or token ids)."""
-    body = parse(EmbeddingRequest, await request.body())
+    body = await services.body(request, EmbeddingRequest)
     model = await services.models.find(body.model)
     headers = dict(request.headers)
     wish = _wish(headers)

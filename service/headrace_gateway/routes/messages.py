@@ -3,11 +3,12 @@
 from fastapi import APIRouter, Request, Response
 
 from ..calls import Call, Operation
-from ..messages_api.answer import MessagesAnswer
+from ..messages_api.answer import OMITS_THINKING, MessagesAnswer
 from ..messages_api.request import (
     Conversation,
     goes_on,
     messages_of,
+    omits_thinking,
     sampling_of,
     tooling_of,
     variables_of,
@@ -15,7 +16,6 @@ from ..messages_api.request import (
 from ..messages_api.schemas import NOT_IN_MESSAGES, CountTokensRequest, MessagesRequest
 from ..models import ServedModel
 from ..prompts import ChatOptions
-from ..schemas import parse
 from ..services import WithServices
 from .documents import body_of
 
@@ -27,7 +27,7 @@ router = APIRouter()
 @router.post("/v1/messages", openapi_extra=body_of(MessagesRequest))
 async def create_message(request: Request, services: WithServices) -> Response:
     """Answers a conversation, whole or as a stream of server-sent events."""
-    body = parse(MessagesRequest, await request.body(), NOT_IN_MESSAGES)
+    body = await services.body(request, MessagesRequest, NOT_IN_MESSAGES)
     model = await services.models.find(body.model)
     messages, options = messages_of(body), _options(body, model)
     form, sampling = services.chat_output.plan(model, sampling_of(body), tooling_of(body))
@@ -36,6 +36,8 @@ async def create_message(request: Request, services: WithServices) -> Response:
         context = await services.admission.context(model)
         return [await services.prompts.chat(model, messages, options, context)]
 
+    if omits_thinking(body):
+        form = form.with_echo({OMITS_THINKING: True})
     call = Call(model=model, sampling=sampling, encode=encode, form=form)
     return await services.generate(MESSAGES, request, body, call)
 
@@ -43,7 +45,7 @@ async def create_message(request: Request, services: WithServices) -> Response:
 @router.post("/v1/messages/count_tokens", openapi_extra=body_of(CountTokensRequest))
 async def count_tokens(request: Request, services: WithServices) -> dict[str, int]:
     """How many tokens the prompt of a conversation has."""
-    body = parse(CountTokensRequest, await request.body(), NOT_IN_MESSAGES)
+    body = await services.body(request, CountTokensRequest, NOT_IN_MESSAGES)
     model = await services.models.find(body.model)
     ids = await services.prompts.chat(model, messages_of(body), _options(body, model))
     return {"input_tokens": len(ids)}

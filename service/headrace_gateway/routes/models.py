@@ -27,7 +27,7 @@ async def list_models(
     before_id: str | None = None,
 ) -> dict[str, Any]:
     """All served models; with `anthropic-version` a page of them, as Anthropic lists models."""
-    models = list(services.models)
+    models = services.models.listed
     if is_anthropics(request.scope):
         page, more = page_of(models, limit=limit, after=after_id, before=before_id)
         return listed([await _info(services, model) for model in page], has_more=more)
@@ -37,7 +37,7 @@ async def list_models(
 @router.get("/v1/models/{model_id:path}")
 async def retrieve_model(model_id: str, request: Request, services: WithServices) -> dict[str, Any]:
     """One served model."""
-    model = await services.models.find(model_id)
+    model = (await services.models.find(model_id)).known_as(model_id)
     return await (_info if is_anthropics(request.scope) else _card)(services, model)
 
 
@@ -51,7 +51,7 @@ async def _card(services: Services, model: ServedModel) -> dict[str, Any]:
         "object": "model",
         "created": model.created,
         "owned_by": "headrace",
-        "root": model.name,
+        "root": model.own_name,
         "parent": model.parent,
         "max_model_len": await services.admission.known_context(model),
     }

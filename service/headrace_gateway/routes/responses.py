@@ -1,10 +1,13 @@
 """/v1/responses: OpenAI's newer form of a chat, which the server can keep, and run by itself."""
 
+from functools import partial
 from http import HTTPStatus
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from starlette.responses import JSONResponse
+
+from headrace_common.sampling import SamplingParams
 
 from ..calls import Call, Operation
 from ..chat_messages import Message
@@ -18,9 +21,9 @@ from ..responses_api.answer import ID_PREFIX, ResponsesAnswer, failed_object, re
 from ..responses_api.items import read_input, read_output
 from ..responses_api.request import echo_of, sampling_of, tooling_of
 from ..responses_api.schemas import NOT_IN_RESPONSES, SEALED_REASONING, ResponsesRequest
-from ..schemas import parse
+from ..responses_api.truncation import fitting
 from ..services import Services, WithServices
-from ..template_variables import with_effort, without_thinking
+from ..template_variables import with_effort, with_verbosity, without_thinking
 from ..transcript import Transcript
 from .documents import body_of
 
@@ -51,26 +54,27 @@ RESPONSES = Operation(
 @router.post("/v1/responses", openapi_extra=body_of(ResponsesRequest))
 async def create_response(request: Request, services: WithServices) -> Response:
     """Answers an input, whole, as a stream of typed events, or in the background."""
-    body = parse(ResponsesRequest, await request.body(), NOT_IN_RESPONSES)
+    body = await services.body(request, ResponsesRequest, NOT_IN_RESPONSES)
     model = await services.models.find(body.model)
     stored = services.keeping.available if body.store is None else body.store
     if body.background and not stored:
         raise invalid("background needs store: true.", param="background")
-    tools = tooling_of(body)
-    form, sampling = services.chat_output.plan(model, sampling_of(body), tools)
+    form, sampling = services.chat_output.plan(model, sampling_of(body), tooling_of(body))
     history, items = await _conversation(body, services)
     echo: dict[str, Any] = {"response": echo_of(body, sampling, stored=stored)}
     if SEALED_REASONING in (body.include or ()):
         echo["seals_reasoning"] = True
     if stored:
         echo |= {"history": history.plain(), "input": items}
-    variables = without_thinking(model, _variables(body, model), sampling)
-    options = ChatOptions(variables=variables, tools=tools.for_template())
+    options = _options(body, model, sampling)
 
     async def encode() -> list[list[int]]:
         context = await services.admission.context(model)
         messages = _instructed(body.instructions, history.messages())
-        return [await services.prompts.chat(model, messages, options, context)]
+        one = partial(services.prompts.chat, model, options=options, context=context)
+        if body.truncation == "disabled" or context is None:
+            return [await one(messages)]
+        return [await fitting(messages, one, context - (body.max_output_tokens or 1))]
 
     call = Call(
         model=model,
@@ -80,6 +84,18 @@ async def create_response(request: Request, services: WithServices) -> Response:
         kept=stored,
     )
     return await services.generate(RESPONSES, request, body, call)
+
+
+@router.post("/v1/responses/input_tokens", openapi_extra=body_of(ResponsesRequest))
+async def count_input_tokens(request: Request, services: WithServices) -> dict[str, Any]:
+    """How many tokens the prompt of such a response has."""
+    body = await services.body(request, ResponsesRequest, NOT_IN_RESPONSES)
+    model = await services.models.find(body.model)
+    _, sampling = services.chat_output.plan(model, sampling_of(body), tooling_of(body))
+    history, _ = await _conversation(body, services)
+    messages = _instructed(body.instructions, history.messages())
+    ids = await services.prompts.chat(model, messages, _options(body, model, sampling))
+    return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 
 @router.get("/v1/responses/{response_id}", response_model=None)
@@ -192,7 +208,7 @@ async def _conversation(
             )
         transcript.extend(OutputForm.decode(view.stored.form).echo["history"])
         read_output(view.result["output"], transcript)
-    return transcript, read_input(body.input, transcript)
+    return transcript, read_input(body.input, transcript, lenient=services.lenient)
 
 
 def _instructed(instructions: str | None, messages: list[Message]) -> list[Message]:
@@ -205,6 +221,12 @@ def _instructed(instructions: str | None, messages: list[Message]) -> list[Messa
     return [Message(role=first.role, content=f"{instructions}\n\n{first.content}"), *others]
 
 
+def _options(body: ResponsesRequest, model: ServedModel, sampling: SamplingParams) -> ChatOptions:
+    variables = without_thinking(model, _variables(body, model), sampling)
+    return ChatOptions(variables=variables, tools=tooling_of(body).for_template())
+
+
 def _variables(body: ResponsesRequest, model: ServedModel) -> Any:
     effort = None if body.reasoning is None else body.reasoning.effort
-    return with_effort(model, body.chat_template_kwargs, effort, "reasoning.effort")
+    variables = with_effort(model, body.chat_template_kwargs, effort, "reasoning.effort")
+    return with_verbosity(model, variables, None if body.text is None else body.text.verbosity)

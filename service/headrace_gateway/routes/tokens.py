@@ -8,7 +8,7 @@ from ..chat_output import tooling
 from ..errors import invalid
 from ..models import ServedModel
 from ..prompts import ChatOptions
-from ..schemas import DetokenizeRequest, TokenizeRequest, parse
+from ..schemas import DetokenizeRequest, TokenizeRequest
 from ..services import Services, WithServices
 from .documents import body_of
 
@@ -18,7 +18,7 @@ router = APIRouter()
 @router.post("/tokenize", openapi_extra=body_of(TokenizeRequest))
 async def tokenize(request: Request, services: WithServices) -> dict[str, Any]:
     """Token ids of a prompt, or of a chat as the model would see it."""
-    body = parse(TokenizeRequest, await request.body())
+    body = await services.body(request, TokenizeRequest)
     model = await services.models.find(body.model)
     context = await services.admission.known_context(model)
     ids = await _encode(body, model, services)
@@ -34,7 +34,7 @@ async def tokenize(request: Request, services: WithServices) -> dict[str, Any]:
 @router.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
 async def detokenize(request: Request, services: WithServices) -> dict[str, Any]:
     """Text of token ids."""
-    body = parse(DetokenizeRequest, await request.body())
+    body = await services.body(request, DetokenizeRequest)
     model = await services.models.find(body.model)
     return {"prompt": await services.prompts.decode(model, body.tokens)}
 

@@ -21,7 +21,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "rank_pattern": {"v_proj": 3},
         "alpha_pattern": {"layers.1.self_attn.q_proj": 4.0},
     },
-    "one": {"seed": 3, "modules": ("down_proj",), "rank": 2},
+    "one": {"seed": 3, "modules": ("down_proj",), "rank": 2, "layers_to_transform": [1]},
 }
 
 

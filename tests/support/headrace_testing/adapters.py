@@ -5,13 +5,16 @@ Merging is done here from the definition, W + scale * B A, and not through the e
 
 import json
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+ExpertForm = Literal["apart", "joined"]
+Tensors = dict[str, torch.Tensor]
 ALL_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -24,14 +27,23 @@ def save_adapter(
     alpha: float = 16.0,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    experts: ExpertForm | None = None,
     **config: Any,
 ) -> Path:
-    """An adapter of the checkpoint's modules of these names; `config` are further PEFT fields."""
+    """An adapter of the checkpoint's modules of these names, and of its `experts`, one by one or
+    together; `config` are further PEFT fields."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in _model(checkpoint).state_dict().items():
         path = name.removesuffix(".weight")
-        if path.rpartition(".")[2] not in modules or weight.ndim != 2:
+        if weight.ndim == 3 and experts is not None:
+            if experts == "joined":
+                made = _joined(path, weight, rank, generator)
+            else:
+                ranks = config.get("rank_pattern", {})
+                made = _apart(path, weight, rank, ranks, generator)
+            tensors |= {f"base_model.model.{key}": value.to(dtype) for key, value in made.items()}
+        if path.rpartition(".")[2] not in modules or weight.ndim != 2 or _left_out(path, config):
             continue
         outputs, inputs = weight.shape
         own = _pattern(config.get("rank_pattern", {}), path, rank)
@@ -43,6 +55,41 @@ def save_adapter(
     save_file(tensors, folder / "adapter_model.safetensors")
     write_config(folder, modules=modules, r=rank, lora_alpha=alpha, **config)
     return folder
+
+
+def _left_out(path: str, config: dict[str, Any]) -> bool:
+    layers = config.get("layers_to_transform")
+    return layers is not None and not any(f"layers.{layer}." in path for layer in layers)
+
+
+def _joined(path: str, weight: torch.Tensor, rank: int, seed: torch.Generator) -> Tensors:
+    """Of a parameter [experts, out, in]. PEFT wraps down_proj around gate_up_proj."""
+    count, outputs, inputs = weight.shape
+    block, _, parameter = path.rpartition(".")
+    module = block if parameter == "down_proj" else f"{block}.base_layer"
+    return {
+        f"{module}.lora_A.weight": torch.randn(rank * count, inputs, generator=seed) * inputs**-0.5,
+        f"{module}.lora_B.weight": torch.randn(outputs, rank * count, generator=seed) * 0.2,
+    }
+
+
+def _apart(
+    path: str, weight: torch.Tensor, usual: int, ranks: dict[str, int], seed: torch.Generator
+) -> Tensors:
+    """All experts but the first, with gate and up, or down."""
+    count, outputs, inputs = weight.shape
+    block, _, parameter = path.rpartition(".")
+    gated = parameter == "gate_up_proj"
+    names = ("gate_proj", "up_proj") if gated else ("down_proj",)
+    tensors: Tensors = {}
+    for expert, name in product(range(1, count), names):
+        module = f"{block}.{expert}.{name}"
+        width, rank = outputs // len(names), _pattern(ranks, module, usual)
+        tensors[f"{module}.lora_A.weight"] = (
+            torch.randn(rank, inputs, generator=seed) * inputs**-0.5
+        )
+        tensors[f"{module}.lora_B.weight"] = torch.randn(width, rank, generator=seed) * 0.2
+    return tensors
 
 
 def write_config(folder: Path, *, modules: Sequence[str] = ALL_MODULES, **fields: Any) -> None:
@@ -80,9 +127,27 @@ def save_merged(folder: Path, checkpoint: Path, adapter: Path) -> Path:
         alpha = _pattern(config["alpha_pattern"], path, config["lora_alpha"])
         scale = alpha / (rank**0.5 if config["use_rslora"] else rank)
         with torch.no_grad():
-            weights[f"{path}.weight"] += scale * up.float() @ down.float()
+            _merge(weights, path, scale * up.float(), down.float())
     model.save_pretrained(folder)
     return folder
+
+
+def _merge(weights: dict[str, Any], path: str, up: torch.Tensor, down: torch.Tensor) -> None:
+    """Adds B A to the weight of a module, or to those of the experts that it is of."""
+    block, experts, rest = path.partition(".mlp.experts")
+    if not experts:
+        weights[f"{path}.weight"] += up @ down
+        return
+    _, number, name = (*rest.split("."), "", "")[:3]
+    if not number.isdigit():
+        joined = weights[f"{block}.mlp.experts.{'gate_up' if number else 'down'}_proj"]
+        count = len(joined)
+        downs, ups = down.view(count, -1, down.shape[1]), up.view(len(up), -1, count)
+        joined += torch.einsum("ore,eri->eoi", ups, downs)
+        return
+    whole = weights[f"{block}.mlp.experts.{'down' if name == 'down_proj' else 'gate_up'}_proj"]
+    begin = len(up) if name == "up_proj" else 0
+    whole[int(number), begin : begin + len(up)] += up @ down
 
 
 def _pattern(values: dict[str, Any], path: str, default: Any) -> Any:

@@ -50,13 +50,17 @@ class KeptGateway:
         return [*self.tokenizer.encode(text), self.tokenizer.eos_token_ids[0]]
 
 
+def _models(settings: GatewaySettings) -> Models:
+    return Models(load_static(settings), aliases=settings.model_aliases)
+
+
 @asynccontextmanager
 async def serve_kept(folder: Path, **fields: Any) -> AsyncIterator[KeptGateway]:
     """The application of a checkpoint folder, whose model is called MODEL."""
     settings = GatewaySettings(
         model=str(folder), served_model_name=MODEL, port=0, drain_timeout=0, **fields
     )
-    backend, served = InMemory(), Models(load_static(settings))
+    backend, served = InMemory(), _models(settings)
     queue = backend.gateway()
     config = ClientConfig(beat_interval=0.05, silence=1.0, recheck=0.2, longest_recheck=0.5)
     client = GenerationClient(queue, QueueLimits(), config=config)

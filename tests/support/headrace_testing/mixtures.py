@@ -13,6 +13,7 @@ from headrace_engine.model.layers import Linear, PlainLinear
 from headrace_engine.model.ops import TorchOps, gelu_tanh_mul
 from headrace_engine.model.quantization.float8_weight import Float8Weight, round_rows
 from headrace_engine.model.quantization.float8_weight import stack as stack_float8
+from headrace_engine.model.quantization.weight import QuantizedWeight
 
 MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
 
@@ -130,14 +131,43 @@ class Matrices:
             return rounded.dequantize()
         return torch.cat([self._found[name] for name in names])
 
-    def quantized(self, names: tuple[str, ...]) -> None:
+    def quantized(self, names: tuple[str, ...]) -> QuantizedWeight | None:
         """None of them is in whole numbers."""
+        return None
 
     def float8(self, names: tuple[str, ...]) -> Float8Weight | None:
         group = self._group
         if group is None:
             return None
         return stack_float8([_rounded(self._found[name], group) for name in names])
+
+
+class LevelsMatrices(Matrices):
+    """A mixture's matrices in whole numbers of `bits`, a scale and a zero point for each `size`
+    inputs; symmetric ones have all zero points in the middle."""
+
+    def __init__(
+        self, mixture: Mixture, bits: int, size: int, symmetric: bool, device: torch.device
+    ) -> None:
+        super().__init__(mixture, device)
+        self._bits, self._size, self._symmetric = bits, size, symmetric
+
+    def stack(self, names: tuple[str, ...]) -> torch.Tensor:
+        return self.quantized(names).dequantize()
+
+    def quantized(self, names: tuple[str, ...]) -> QuantizedWeight:
+        whole = torch.cat([self._found[name] for name in names]).float()
+        groups, top = whole.view(len(whole), -1, self._size), 2**self._bits - 1
+        low, high = groups.amin(-1), groups.amax(-1)
+        if self._symmetric:
+            scales = torch.maximum(-low, high) / (top // 2)
+            zeros = torch.full_like(scales, (top + 1) // 2)
+        else:
+            scales = (high - low) / top
+            zeros = (-low / scales).round().clamp(0, top)
+        levels = (groups / scales[..., None]).round() + zeros[..., None]
+        numbers = levels.clamp(0, top).to(torch.uint8).view(whole.shape)
+        return QuantizedWeight(numbers, scales, zeros, None, self._bits)
 
 
 def _rounded(whole: torch.Tensor, group: int) -> Float8Weight:

@@ -203,6 +203,10 @@ class ClusterSet:
             "the replica to be master",
         )
 
+    def until_whole(self) -> None:
+        """All nodes are there and know it."""
+        _until(lambda: all(map(self._knows_all, self.nodes)), "the cluster to be whole")
+
     def until_healed(self) -> None:
         """The first master is back, as the replica of its successor."""
         back = self.masters[0]

@@ -22,6 +22,7 @@ GROUP_SIZES = (-1, 16, 32, 64, 128, 256, 512, 1024)
 class AWQ:
     name: ClassVar[str] = "awq"
     whole_numbers: ClassVar[bool] = True
+    bits = BITS
 
     def __init__(self, fields: Fields) -> None:
         bits = "bits" if "bits" in fields else "w_bit"
@@ -30,7 +31,7 @@ class AWQ:
         fields.require(size, GROUP_SIZES, default=128)
         fields.require("version", ("gemm", "GEMM"), default="gemm")
         fields.require("zero_point", (True,), default=True)
-        self._group_size: int = fields.get(size, 128)
+        self.group_size: int = fields.get(size, 128)
         # Where in a word each output lies.
         self._places = torch.tensor([ORDER.index(place) for place in range(PER_WORD)])
 
@@ -64,4 +65,4 @@ class AWQ:
         return numbers[..., self._places].flatten(1)
 
     def _count(self, inputs: int) -> int:
-        return 1 if self._group_size == -1 else -(-inputs // self._group_size)
+        return 1 if self.group_size == -1 else -(-inputs // self.group_size)

@@ -24,8 +24,8 @@ class GPTQ:
         fields.require("bits", BITS, default=None)
         fields.require("group_size", GROUP_SIZES, default=-1)
         fields.require("checkpoint_format", ("gptq", "gptq_v2"), default="gptq")
-        self._bits: int = fields.get("bits", 0)
-        self._group_size: int = fields.get("group_size", -1)
+        self.bits: int = fields.get("bits", 0)
+        self.group_size: int = fields.get("group_size", -1)
         self._offset = 1 if fields.get("checkpoint_format", "gptq") == "gptq" else 0
 
     def stores(self, module: str, files: TensorFiles) -> bool:
@@ -33,7 +33,7 @@ class GPTQ:
 
     def tensors(self, module: str, shape: Shape, files: TensorFiles) -> Mapping[str, TensorSpec]:
         out, inputs = shape
-        groups, per_word = self._count(inputs), WORD_BITS // self._bits
+        groups, per_word = self._count(inputs), WORD_BITS // self.bits
         found = {
             f"{module}.qweight": TensorSpec(((-(-inputs // per_word), out),), ("I32",)),
             f"{module}.qzeros": TensorSpec(((groups, -(-out // per_word)),), ("I32",)),
@@ -45,17 +45,17 @@ class GPTQ:
 
     def read(self, module: str, shape: Shape, files: TensorFiles) -> QuantizedWeight:
         out, inputs = shape
-        levels = unpack_rows(files.load(f"{module}.qweight"), self._bits)[:inputs]
-        zeros = unpack_columns(files.load(f"{module}.qzeros"), self._bits)[:, :out]
+        levels = unpack_rows(files.load(f"{module}.qweight"), self.bits)[:inputs]
+        zeros = unpack_columns(files.load(f"{module}.qzeros"), self.bits)[:, :out]
         # A zero point of 0 was stored as the largest number there is.
-        zeros = (zeros + self._offset) & ((1 << self._bits) - 1)
+        zeros = (zeros + self._offset) & ((1 << self.bits) - 1)
         return QuantizedWeight(
             levels=levels.T.contiguous(),
             scales=files.load(f"{module}.scales").float().T.contiguous(),
             zeros=zeros.float().T.contiguous(),
             groups=read_groups(f"{module}.g_idx", inputs, self._count(inputs), files),
-            bits=self._bits,
+            bits=self.bits,
         )
 
     def _count(self, inputs: int) -> int:
-        return 1 if self._group_size == -1 else -(-inputs // self._group_size)
+        return 1 if self.group_size == -1 else -(-inputs // self.group_size)

@@ -6,6 +6,10 @@ from dataclasses import dataclass, replace
 import torch
 
 WORD_BITS = 32
+# Levels of 8 bits that stand for 0, and for the largest number of an output.
+MIDDLE, LARGEST = 128, 127
+# No scale is smaller: an output of zeros stays so.
+SMALLEST = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,13 @@ def stack(parts: Rows[QuantizedWeight]) -> QuantizedWeight | None:
         scales=torch.cat([part.scales for part in parts]),
         zeros=torch.cat([part.zeros for part in parts]),
     )
+
+
+def round_weight(weight: torch.Tensor) -> QuantizedWeight:
+    """[out, in] in 8 bits, symmetric with a scale for each output, where the weight lies."""
+    scales = weight.abs().amax(dim=1, keepdim=True).float().clamp_min(SMALLEST) / LARGEST
+    levels = (weight / scales).round_().add_(MIDDLE).to(torch.uint8)
+    return QuantizedWeight(levels, scales, torch.full_like(scales, MIDDLE), None, 8)
 
 
 def _same_groups(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

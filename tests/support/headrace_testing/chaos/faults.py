@@ -28,7 +28,7 @@ ELSEWHERE: Mapping[str, tuple[str, tuple[str, ...]]] = {
         (
             "test_gateway/test_rate_limits.py",
             "test_common/test_fairness.py",
-            "test_common/test_queue_contract.py",
+            "test_common/test_queue_admission.py",
         ),
     ),
     "F24": ("one idempotency key, many clients", ("test_e2e/test_resume.py",)),

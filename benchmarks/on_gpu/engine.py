@@ -4,18 +4,19 @@ device did meanwhile."""
 import json
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gpu_shapes import Job, Shape
 from headrace_common.sampling import SamplingParams
 from headrace_engine.config import EngineConfig
 from headrace_engine.engine import Engine
 from headrace_engine.request import EngineRequest
 from headrace_engine.runner import ModelRunner
+
+from .shapes import Job, Shape
 
 Event = tuple[float, float, str]  # (begin and end in microseconds, name)
 
@@ -48,7 +49,7 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def add(self, prompt: list[int], output: int, **params: Any) -> str:
+    def add(self, prompt: list[int], output: int, lora: str | None = None, **params: Any) -> str:
         self._made += 1
         name = str(self._made)
         sampling = {"temperature": 0.0, "ignore_eos": True, **params}
@@ -58,6 +59,7 @@ class Bench:
                 prompt_token_ids=tuple(prompt),
                 params=SamplingParams(**sampling, max_tokens=output),
                 seed=0,
+                lora=lora,
             )
         )
         return name
@@ -84,12 +86,16 @@ class Bench:
         self.synchronize()
         return time.perf_counter() - begun, tokens
 
-    def decoding(self, batch: int, context: int, steps: int) -> None:
-        """Brings `batch` sequences to `context` keys, where they will take `steps` more."""
+    def decoding(
+        self, batch: int, context: int, steps: int, adapters: Sequence[str | None] = (None,)
+    ) -> None:
+        """Brings `batch` sequences to `context` keys, where they will take `steps` more. They have
+        the adapters by turns."""
         # Those that begin first decode while the others' prompts are computed.
         meanwhile = batch * context // self.config.max_num_batched_tokens
-        for _ in range(batch):
-            self.add(self.prompt(context), steps + 2 * meanwhile + 4)
+        for place in range(batch):
+            lora = adapters[place % len(adapters)]
+            self.add(self.prompt(context), steps + 2 * meanwhile + 4, lora)
         while self.engine.stats().waiting or self._prefilling():
             self.engine.step()
         if (running := len(list(self.engine.running()))) != batch:
@@ -163,16 +169,10 @@ def heaviest(events: list[Event], count: int = 12) -> list[dict[str, Any]]:
 KINDS = {
     "attention": ("decode_kernel", "merge_kernel", "prefill_kernel", "flash", "attention"),
     "products": (
-        "skinny",
-        "linear_kernel",
-        "grouped",
-        "gemm",
-        "gemv",
-        "cutlass",
-        "nvjet",
-        "splitk",
+        *("skinny", "linear_kernel", "levels_kernel", "grouped", "lora_", "expert_"),
+        *("gemm", "gemv", "cutlass", "nvjet", "splitk"),
     ),
-    "sampling": ("argmax", "topk", "sort", "softmax", "reduce"),
+    "sampling": ("sample_kernel", "argmax", "topk", "sort", "softmax", "reduce"),
 }
 OTHER = "all else"
 

@@ -6,7 +6,7 @@ here. Nothing is compiled and no device is needed.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -17,15 +17,20 @@ import torch
 from headrace_engine.attention import triton as attention
 from headrace_engine.attention.base import AttentionMetadata, KVSpec, LayerParams
 from headrace_engine.attention.fp8 import ADA
-from headrace_engine.lora import tiles
-from headrace_engine.lora.batch import LoRALimits
+from headrace_engine.drawing import launch_draw
+from headrace_engine.lora import expert_tiles, tiles
+from headrace_engine.lora.batch import LayerLoRA, LoRALimits
+from headrace_engine.lora.experts import JOINED, LoRAExperts
 from headrace_engine.lora.linear import LoRALinear
-from headrace_engine.lora.shapes import LinearShape, linear_shape
+from headrace_engine.lora.shapes import LinearShape, linear_shape, mixture_shapes
 from headrace_engine.model import (
     invariant,
+    levels_experts,
+    levels_linear,
     triton_experts,
     triton_float8,
     triton_ops,
+    tuned_float8,
     tuned_linear,
 )
 from headrace_engine.model.config import ExpertsConfig
@@ -38,11 +43,17 @@ from headrace_engine.model.quantization.float8_weight import Float8Weight
 from headrace_engine.model.static_batch import DecodeInputs, stage_by_kernel
 from headrace_engine.transfer import Array
 from headrace_engine.triton_kernels import launch as table
-from headrace_engine.triton_kernels import staging
+from headrace_engine.triton_kernels import sampling, staging
+from headrace_engine.triton_kernels.dependent import DependentLaunch, DependentLaunches
 from headrace_engine.triton_kernels.launch import EXPERT_ROWS, LORA_NARROW
+from headrace_engine.tuning.adapters import AdapterTuning
+from headrace_engine.tuning.experts import MANY_TOKENS
+
+from .levels import level_experts, multiply_levels, tune_levels
 
 META = torch.device("meta")
-OPTIONS = ("num_warps", "num_stages")
+VOCABULARY = 128_256
+OPTIONS = ("num_warps", "num_stages", "launch_pdl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +70,7 @@ class ModelShape:
     cache_dtype: torch.dtype | None = None
     qk_norm: bool = False
     params: LayerParams = field(default=LayerParams(0.1))
+    weight_bits: int = 16
     experts: ExpertsConfig | None = None
     tokens: int = 1024
     decodes: int = 1
@@ -114,7 +126,8 @@ def record(run: Callable[[], object]) -> list[KernelLaunch]:
 def _kernels() -> Iterator[tuple[Any, str]]:
     for module in (
         *(attention, invariant, triton_experts, triton_float8, triton_ops, staging, tiles),
-        tuned_linear,
+        *(expert_tiles, tuned_float8, levels_linear, levels_experts),
+        *(tuned_linear, sampling),
     ):
         for name in vars(module):
             if name.endswith("_kernel"):
@@ -130,6 +143,8 @@ def model_launches(capability: int, shape: ModelShape) -> list[KernelLaunch]:
         _adapt(shape)
         if shape.cache_dtype is not None:
             _multiply_float8(divmod(capability, 10), shape)
+        if shape.weight_bits < 16:
+            multiply_levels((shape.qkv_width, shape.hidden), shape.weight_bits, shape.dtype)
         if shape.experts is not None:
             _mix(divmod(capability, 10), shape, shape.experts)
 
@@ -143,9 +158,59 @@ def candidate_launches(capability: int, shape: ModelShape) -> list[KernelLaunch]
         _tune_attention(divmod(capability, 10), shape)
         if shape.dtype in tuned_linear.HALVES:
             for rows in table.ROW_BOUNDS:
-                _tune_products(made(rows, shape.hidden, dtype=shape.dtype), shape)
+                x = made(rows, shape.hidden, dtype=shape.dtype)
+                _tune_products(triton_ops.TritonOps(), x, shape)
+            _tune_adapters(shape)
+            if shape.weight_bits < 16:
+                sizes = (shape.qkv_width, shape.hidden)
+                tune_levels(sizes, shape.weight_bits, shape.dtype)
+            if shape.cache_dtype is not None:
+                for rows in table.ROW_BOUNDS:
+                    _tune_float8(divmod(capability, 10), shape, rows)
+        if shape.experts is not None:
+            _tune_experts(divmod(capability, 10), shape, shape.experts)
 
     return record(run)
+
+
+def dependent_launches(capability: int, shape: ModelShape) -> list[KernelLaunch]:
+    """The kernels of steps that are launched before their turn, on Hopper or newer, in each way."""
+    ahead = 8 << 20
+    ways = (
+        DependentLaunch(ahead, early=True, lines=True),
+        DependentLaunch(ahead),
+    )
+
+    def run() -> None:
+        for way in ways:
+            _depend(divmod(capability, 10), shape, way)
+
+    return [launch for launch in record(run) if "launch_pdl" in launch.options]
+
+
+def _depend(device: tuple[int, int], shape: ModelShape, way: DependentLaunch) -> None:
+    ops, backend = triton_ops.TritonOps(), attention.TritonBackend(device)
+    backend.dependent = ops.dependent
+    spec = KVSpec(shape.kv_heads, shape.head_dim, 16, shape.dtype, META, shape.cache_dtype)
+    cache, decodes = backend.allocate(2, spec), decode_metadata(1, shape.context)
+    with ops.dependent.during(way):
+        backend.forward_qkv(_rows(shape, 1), cache, decodes, shape.params)
+        _operate_with(ops, shape)
+        down = linear_shape(shape.inner, {"down_proj": shape.hidden}, "mlp")
+        _adapt_layer(down, 1, 16, shape.dtype, ops.dependent)
+        _tune_float8(device, shape, 1, ops.dependent)
+        if shape.weight_bits < 16:
+            sizes = (shape.qkv_width, shape.hidden)
+            multiply_levels(sizes, shape.weight_bits, shape.dtype, ops.dependent)
+        if shape.experts is not None:
+            for parts in _mixtures(shape, shape.experts):
+                moe = triton_experts.GroupedMoe(parts, capability=device, dependent=ops.dependent)
+                for tokens in (1, 2 * triton_experts.TOKENS):
+                    moe(made(tokens, shape.hidden, dtype=shape.dtype))
+                moe(
+                    made(1, shape.hidden, dtype=shape.dtype),
+                    _expert_lora(shape, shape.experts, 1, 16),
+                )
 
 
 def _tune_attention(device: tuple[int, int], shape: ModelShape) -> None:
@@ -165,12 +230,30 @@ def _tune_attention(device: tuple[int, int], shape: ModelShape) -> None:
             backend.attend(_queries(shape, sequences), cache, metadata, params)
 
 
+def _tune_experts(capability: tuple[int, int], shape: ModelShape, experts: ExpertsConfig) -> None:
+    for parts in _mixtures(shape, experts):
+        moe = triton_experts.GroupedMoe(parts, capability=capability)
+        for tokens in (*table.EXPERT_BOUNDS, MANY_TOKENS):
+            x = made(tokens, shape.hidden, dtype=shape.dtype)
+            for one in moe.candidates(x):
+                moe.run(x, one)
+
+
+def _tune_adapters(shape: ModelShape) -> None:
+    """Of ranks up to 16 in eight slots, on the layer of most inputs."""
+    linear = linear_shape(shape.inner, {"down_proj": shape.hidden}, "mlp")
+    like = made(0, dtype=shape.dtype)
+    rows, adapted = table.LORA_BOUNDS[-1], AdapterTuning(triton_ops.TritonOps(), (), 8, 16, like)
+    for one in table.lora_candidates(table.lora_launch(shape.dtype.itemsize, rows)):
+        x, y = (made(rows, size, dtype=shape.dtype) for size in (shape.inner, shape.hidden))
+        adapted.tiled(rows, one).add(LoRALinear(linear, 8, 16, shape.dtype, META), x, y)
+
+
 def _queries(shape: ModelShape, tokens: int) -> torch.Tensor:
     return made(tokens, shape.heads, shape.head_dim, dtype=shape.dtype)
 
 
-def _tune_products(x: torch.Tensor, shape: ModelShape) -> None:
-    ops = triton_ops.TritonOps()
+def _tune_products(ops: triton_ops.TritonOps, x: torch.Tensor, shape: ModelShape) -> None:
     qkv = ops.linear(made(shape.qkv_width, shape.hidden, dtype=shape.dtype), None)
     gates = ops.linear(made(2 * shape.inner, shape.hidden, dtype=shape.dtype), None)
     assert isinstance(qkv, tuned_linear.TunedLinear)
@@ -231,19 +314,23 @@ def _rows(shape: ModelShape, tokens: int) -> QKVRows:
 
 
 def _operate(shape: ModelShape) -> None:
-    ops = triton_ops.TritonOps()
+    _operate_with(triton_ops.TritonOps(), shape)
+    stage_by_kernel(_inputs(1), _inputs(2), 2)
+    launch_draw(made(2, VOCABULARY), made(3, 2), made(2, dtype=torch.float64))
+    linear = made(shape.qkv_width, shape.hidden, dtype=shape.dtype)
+    invariant.InvariantLinear(linear, None)(made(2, shape.hidden, dtype=shape.dtype))
+
+
+def _operate_with(ops: triton_ops.TritonOps, shape: ModelShape) -> None:
     if shape.dtype in tuned_linear.HALVES:
-        _tune_products(made(1, shape.hidden, dtype=shape.dtype), shape)
+        _tune_products(ops, made(1, shape.hidden, dtype=shape.dtype), shape)
     hidden, other = (made(2, shape.hidden, dtype=shape.dtype) for _ in range(2))
     weight = made(shape.hidden, dtype=shape.dtype)
     ops.rms_norm(hidden, weight, 1e-6)
     ops.add_rms_norm(hidden, other, weight, 1e-6)
     ops.silu_mul(made(2, 2 * shape.inner, dtype=shape.dtype))
-    stage_by_kernel(_inputs(1), _inputs(2), 2)
     rows = _rows(shape, 2)
     ops.rotate_qkv(rows.qkv, rows.cos, rows.sin, rows.shape, rows.norm)
-    linear = made(shape.qkv_width, shape.hidden, dtype=shape.dtype)
-    invariant.InvariantLinear(linear, None)(hidden)
 
 
 def _multiply_float8(capability: tuple[int, int], shape: ModelShape) -> None:
@@ -257,13 +344,32 @@ def _multiply_float8(capability: tuple[int, int], shape: ModelShape) -> None:
     layer(hidden[: shape.decodes])
     if capability >= ADA:
         triton_float8.round_rows(hidden)
+    _tune_float8(capability, shape, shape.decodes)
+
+
+def _tune_float8(
+    capability: tuple[int, int],
+    shape: ModelShape,
+    rows: int,
+    dependent: DependentLaunches | None = None,
+) -> None:
+    """A scale for each 128 inputs, and for all."""
+    x = made(rows, shape.hidden, dtype=shape.dtype)
+    values = made(shape.qkv_width, shape.hidden, dtype=torch.float8_e4m3fn)
+    for group in (128, shape.hidden):
+        scales = made(shape.qkv_width, shape.hidden // group)
+        products = tuned_float8.Float8Products(dependent)
+        layer = products.layer(Float8Weight(values, scales, group), None, META, capability)
+        assert isinstance(layer, tuned_float8.Float8Linear)
+        for tuned in products.shapes:
+            for one in tuned.candidates:
+                layer.few(x, one)
 
 
 def _mix(capability: tuple[int, int], shape: ModelShape, experts: ExpertsConfig) -> None:
     """One token, and as many as fill the tiles of each size."""
     sizes = [average * experts.count // experts.per_token for average in EXPERT_ROWS]
-    for group in (None,) if shape.cache_dtype is None else (128, None):
-        parts = _mixture(shape, experts, group)
+    for parts in _mixtures(shape, experts):
         for deterministic in (False, True):
             moe = triton_experts.GroupedMoe(
                 parts, capability=capability, deterministic=deterministic
@@ -271,6 +377,38 @@ def _mix(capability: tuple[int, int], shape: ModelShape, experts: ExpertsConfig)
             for tokens in (1, *sizes):
                 slots = made(tokens, dtype=torch.int64)
                 moe(made(tokens, shape.hidden, dtype=shape.dtype), None, slots)
+            if not deterministic:
+                _adapt_experts(moe, sizes, shape, experts)
+
+
+def _adapt_experts(
+    moe: triton_experts.GroupedMoe, sizes: Sequence[int], shape: ModelShape, config: ExpertsConfig
+) -> None:
+    """Adapters of ranks up to 16 and 64."""
+    for tokens, rank in product((1, *sizes), (16, 64)):
+        lora = _expert_lora(shape, config, tokens, rank)
+        moe(made(tokens, shape.hidden, dtype=shape.dtype), lora)
+
+
+def _expert_lora(shape: ModelShape, config: ExpertsConfig, tokens: int, rank: int) -> LayerLoRA:
+    """Of all experts."""
+    ranks = {"experts_gate_up": JOINED * rank, "experts_down": rank}
+    experts = {
+        name: LoRAExperts(one, 2, ranks[name], shape.dtype, META)
+        for name, one in mixture_shapes(shape.hidden, config).items()
+        if one.experts
+    }
+    return LayerLoRA({}, lora_rows(tokens, 2, shape.dtype), experts)
+
+
+def _mixtures(shape: ModelShape, experts: ExpertsConfig) -> list[MixtureParts]:
+    """In all layouts of scales that there are for what weights are kept in."""
+    groups = (None,) if shape.cache_dtype is None else (128, None)
+    found = [_mixture(shape, experts, group) for group in groups]
+    if shape.weight_bits < 16:
+        levels = level_experts(shape.hidden, experts, shape.weight_bits)
+        found += [replace(found[0], weights=weights) for weights in levels]
+    return found
 
 
 def _mixture(shape: ModelShape, experts: ExpertsConfig, group: int | None) -> MixtureParts:
@@ -309,15 +447,24 @@ def _adapt(shape: ModelShape) -> None:
             _adapt_layer(linear, rows, rank, shape.dtype)
 
 
-def _adapt_layer(shape: LinearShape, rows: int, rank: int, dtype: torch.dtype) -> None:
+def _adapt_layer(
+    shape: LinearShape,
+    rows: int,
+    rank: int,
+    dtype: torch.dtype,
+    dependent: DependentLaunches | None = None,
+) -> None:
     linear = LoRALinear(shape, 2, rank, dtype, META)
     x, y = made(rows, shape.inputs, dtype=dtype), made(rows, shape.outputs, dtype=dtype)
-    lora_rows(rows, 2, dtype).add(linear, x, y)
+    lora_rows(rows, 2, dtype, dependent).add(linear, x, y)
 
 
-def lora_rows(rows: int, slots: int, dtype: torch.dtype) -> tiles.TiledRows:
+def lora_rows(
+    rows: int, slots: int, dtype: torch.dtype, dependent: DependentLaunches | None = None
+) -> tiles.TiledRows:
     """Rows with adapters by turns, in a step of just so many."""
-    products = tiles.TiledProducts(LoRALimits(slots, rows, dtype.itemsize), _to_meta)
+    limits = LoRALimits(slots, rows, dtype.itemsize)
+    products = tiles.TiledProducts(limits, _to_meta, dependent=dependent)
     return products.rows(np.arange(rows) % slots)
 
 

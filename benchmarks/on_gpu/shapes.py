@@ -2,14 +2,20 @@
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+# Bytes of a weight of a linear layer: fp8 with a scale for each output, which is next to nothing;
+# 4 bits with a float16 scale and a zero point of 4 bits for each group.
+GROUP = 128
+WEIGHT_BYTES = {"": 2.0, "fp8": 1.0, "gptq": 0.5 + 2.5 / GROUP}
 
 
 @dataclass(frozen=True)
 class Shape:
     """A Llama in bfloat16 with random weights; `context` is its max_position_embeddings. With
-    `experts` a mixture of so many, each with `inner`, of which a token takes `chosen`.
+    `experts` a mixture of so many, each with `inner`, of which a token takes `chosen`. Linear
+    layers may be quantised: fp8, or gptq with 4 bits. A `variant` is measured in few sizes.
     """
 
     hidden: int
@@ -23,6 +29,12 @@ class Shape:
     tied: bool = False
     experts: int = 0
     chosen: int = 1
+    quantization: str = ""
+    variant: bool = False
+
+    def engine_options(self) -> dict[str, Any]:
+        """What an engine must be told of it besides its config.json."""
+        return {"quantization": "fp8"} if self.quantization == "fp8" else {}
 
     def config(self) -> dict[str, Any]:
         """Its config.json."""
@@ -47,7 +59,12 @@ class Shape:
             "bos_token_id": 0,
             "eos_token_id": 1,
             **(self._mixture() if self.experts else {}),
+            **(self._four_bits() if self.quantization == "gptq" else {}),
         }
+
+    def _four_bits(self) -> dict[str, Any]:
+        stored = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True}
+        return {"quantization_config": stored}
 
     def _mixture(self) -> dict[str, Any]:
         return {
@@ -76,7 +93,7 @@ class Shape:
         rows, and of a mixture the experts that somebody takes, if all are taken equally often."""
         left_out = (1 - self.chosen / self.experts) ** tokens if self.experts else 0.0
         read = self._layer_weights(max(1, self.experts) * (1 - left_out))
-        return 2 * (read + self.vocab * self.hidden)
+        return round(WEIGHT_BYTES[self.quantization] * read) + 2 * self.vocab * self.hidden
 
     @property
     def kv_bytes(self) -> int:
@@ -84,12 +101,20 @@ class Shape:
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
 
+LLAMA_8B = Shape(4096, 14336, 32, 32, 8, 128, 128_256, 16_384)
+TINY = Shape(64, 128, 2, 4, 2, 16, 512, 2048)
 SHAPES = {
-    "8b": Shape(4096, 14336, 32, 32, 8, 128, 128_256, 16_384),
+    "8b": LLAMA_8B,
     "1b": Shape(2048, 8192, 16, 32, 8, 64, 128_256, 16_384, tied=True),
+    "8b-lora": replace(LLAMA_8B, variant=True),
+    "8b-fp8": replace(LLAMA_8B, quantization="fp8", variant=True),
+    "8b-int4": replace(LLAMA_8B, quantization="gptq", variant=True),
     # Qwen3-30B-A3B with 8 of its 48 layers.
-    "moe": Shape(2048, 768, 8, 32, 4, 128, 151_936, 16_384, experts=128, chosen=8),
-    "tiny": Shape(64, 128, 2, 4, 2, 16, 512, 2048),
+    "moe": Shape(*(2048, 768, 8, 32, 4, 128, 151_936, 16_384), experts=128, chosen=8, variant=True),
+    "tiny": TINY,
+    "tiny-fp8": replace(TINY, quantization="fp8", variant=True),
+    "tiny-int4": replace(TINY, hidden=128, quantization="gptq", variant=True),
+    "tiny-moe": replace(TINY, inner=32, experts=4, chosen=2, variant=True),
 }
 
 

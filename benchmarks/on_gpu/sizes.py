@@ -1,7 +1,7 @@
-"""How much gpu.py measures: on a GPU, and in seconds on a CPU."""
+"""How much gpu.py measures: on a GPU, and in seconds on a GPU or on a CPU."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -9,7 +9,8 @@ from typing import Any
 class Sizes:
     """How much of everything: on a GPU, or tiny, to see that it all runs.
 
-    `decodes` are (batch, context, goal), `prefills` (prompts, length).
+    `decodes` are (batch, context, goal), `few_decodes` those of variants of a model, `prefills`
+    (prompts, length), `lora` (batch, context, adapters, rank).
     """
 
     device: str
@@ -17,8 +18,10 @@ class Sizes:
     square: int
     rounds: int
     max_num_seqs: int
-    decodes: tuple[tuple[int, int, float], ...]
+    decodes: tuple[tuple[int, int, float | None], ...]
+    few_decodes: tuple[tuple[int, int, float | None], ...]
     prefills: tuple[tuple[int, int], ...]
+    lora: tuple[int, int, int, int]
     steps: int
     requests: int
     peer_requests: int
@@ -37,11 +40,13 @@ FULL = Sizes(
     rounds=10,
     max_num_seqs=256,
     decodes=((1, 1024, 0.85), (64, 2048, 0.75), (256, 1024, 0.65)),
+    few_decodes=((1, 1024, None), (64, 2048, None)),
     prefills=((1, 8192), (16, 1024)),
+    lora=(64, 1024, 8, 16),
     steps=32,
     requests=1000,
-    peer_requests=96,
-    peer_seconds=40.0,
+    peer_requests=256,
+    peer_seconds=30.0,
     longest=2048,
     peer={},
     engine={"attention_backend": "triton"},
@@ -53,7 +58,9 @@ TINY = Sizes(
     rounds=2,
     max_num_seqs=4,
     decodes=((1, 16, 0.0), (3, 32, 0.0)),
+    few_decodes=((2, 16, None),),
     prefills=((1, 64), (2, 32)),
+    lora=(3, 32, 2, 4),
     steps=3,
     requests=6,
     peer_requests=1,
@@ -63,3 +70,9 @@ TINY = Sizes(
     engine={"num_blocks": 256},
     model_shapes=False,
 )
+# Everything with tiny models, on a GPU or what stands in for one.
+SMALL = replace(
+    TINY, device="cuda", engine={"num_blocks": 256, "attention_backend": "triton"},
+    peer={"num_blocks": 64, "max_batch_tokens": 64},
+)  # fmt: skip
+SIZES = {"full": FULL, "small": SMALL, "tiny": TINY}

@@ -1,0 +1,155 @@
+"""What gpu.py's goals leave for everything that is not reading weights, computed for devices that
+are not there: no figure here is measured but the devices' copy bandwidth and product rate.
+
+    PYTHONPATH=engine:common python benchmarks/gpu_predicted.py [--launch-us 1 2]
+
+A step is estimated kernel by kernel: products and decodes reach a share of the roofs, kernels that
+only move activations a share of the bandwidth where a step's rows do not stay in the L2 cache, and
+each launch costs some time besides. Prints how much of the roof comes of it beside the goal, and
+which share of their own roofs kernels need for it.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from on_gpu.shapes import (
+    SHAPES,
+    Roofs,
+    Shape,
+    attention_operations,
+    conversations,
+    predicted_seconds,
+)
+from on_gpu.sizes import FULL
+from step_launches import decode_step
+
+# Bytes a second that a copy moves, and bfloat16 operations a second of a large square product, as
+# they were measured once on a device of each kind.
+DEVICES = {"H100": Roofs(3.0e12, 798e12), "H200": Roofs(4.3e12, 788e12)}
+# Tokens of a step, as gpu.py has them; launches between two forward passes; prefill's goal and that
+# of conversations.
+BUDGET, SAMPLING, PREFILL_GOAL, SERVING_GOAL = 8192, 4, 0.6, 0.8
+# Rows of a step whose activations stay in the L2 cache.
+CACHED_ROWS = 512
+
+
+@dataclass(frozen=True)
+class Estimate(Roofs):
+    """Seconds of steps whose kernels reach these shares of the roofs."""
+
+    launch: float = 2e-6
+    reading: float = 0.93
+    multiplying: float = 0.85
+    attending: float = 0.5
+    moving: float = 0.8
+
+    def step(self, shape: Shape, runs: list[tuple[int, int]], sampled: int) -> float:
+        tokens = sum(new for new, _ in runs)
+        read = shape.step_bytes(tokens) / (self.bandwidth * self.reading)
+        operations = 2.0 * (tokens * shape.layer_weights + sampled * shape.vocab * shape.hidden)
+        seconds = max(read, operations / (self.products * self.multiplying))
+        keys = sum(keys for new, keys in runs if new == 1)
+        seconds += keys * shape.kv_bytes / (self.bandwidth * self.reading)
+        prompts = sum(attention_operations(shape, new, keys) for new, keys in runs if new > 1)
+        seconds += prompts / (self.products * self.attending)
+        if tokens > CACHED_ROWS:
+            seconds += tokens * activation_bytes(shape) / (self.bandwidth * self.moving)
+        return seconds + self.launch * launches(shape)
+
+
+def activation_bytes(shape: Shape) -> int:
+    """Of one token, that norms, rotation and activations read and write."""
+    norms = 2 * 4 * shape.hidden
+    rotation = 2 * (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    return 2 * shape.layers * (norms + rotation + 3 * shape.inner)
+
+
+@cache
+def launches(shape: Shape) -> int:
+    return decode_step(shape.config(), 1, 1024).total + SAMPLING
+
+
+@dataclass(frozen=True)
+class Line:
+    device: str
+    model: str
+    what: str
+    floor: float
+    estimate: float
+    goal: float
+    needed: float
+
+    def __str__(self) -> str:
+        share = self.floor / self.estimate
+        verdict = "met" if share >= self.goal else "missed"
+        needed = f"{100 * self.needed:.0f} %" if self.needed else ""
+        return (
+            f"| {self.device} | {self.model} | {self.what} | {1e3 * self.floor:.2f} ms "
+            f"| {1e3 * self.estimate:.2f} ms | {100 * share:.0f} % | {100 * self.goal:.0f} % "
+            f"| {verdict} | {needed} |"
+        )
+
+
+def lines(launch: float) -> Iterator[Line]:
+    for device, roofs in DEVICES.items():
+        for model in ("8b", "1b"):
+            estimate = Estimate(roofs.bandwidth, roofs.products, launch)
+            yield from decodes(device, model, roofs, estimate)
+            yield from prefills(device, model, roofs, estimate)
+            yield conversation_line(device, model, roofs, estimate)
+
+
+def decodes(device: str, model: str, roofs: Roofs, estimate: Estimate) -> Iterator[Line]:
+    shape = SHAPES[model]
+    for batch, context, goal in FULL.decodes:
+        runs = [(1, context)] * batch
+        floor = roofs.step(shape, runs, batch)
+        left = floor / (goal or 1.0) - estimate.launch * launches(shape)
+        needed = floor / left
+        what = f"decode, batch {batch}, context {context}"
+        seconds = estimate.step(shape, runs, batch)
+        yield Line(device, model, what, floor, seconds, goal or 0.0, needed)
+
+
+def prefills(device: str, model: str, roofs: Roofs, estimate: Estimate) -> Iterator[Line]:
+    shape = SHAPES[model]
+    for prompts, length in FULL.prefills:
+        # Without the head's product, as gpu.py counts operations.
+        wanted = 2 * length * shape.layer_weights + attention_operations(shape, length, length)
+        floor = prompts * wanted / roofs.products
+        fitting = max(1, BUDGET // length)
+        steps = -(-prompts // fitting)
+        seconds = steps * estimate.step(shape, [(length, length)] * min(prompts, fitting), 1)
+        yield Line(
+            device, model, f"prefill, {prompts} of {length}", floor, seconds, PREFILL_GOAL, 0
+        )
+
+
+def conversation_line(device: str, model: str, roofs: Roofs, estimate: Estimate) -> Line:
+    shape = SHAPES[model]
+    jobs = conversations(FULL.requests, shape.vocab, FULL.longest)
+    floor, seconds = (
+        predicted_seconds(shape, one, jobs, FULL.max_num_seqs, BUDGET) for one in (roofs, estimate)
+    )
+    what = f"{FULL.requests} conversations at once"
+    return Line(device, model, what, floor, seconds, SERVING_GOAL, 0)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--launch-us", type=float, nargs="+", default=[2.0], help="of a launch")
+    for micros in parser.parse_args(arguments).launch_us:
+        print(f"{micros:g} µs a launch; nothing below is measured\n")
+        print(
+            "| device | model | workload | roof | estimate | of the roof | goal | | kernels need |"
+        )
+        print("| --- " * 9 + "|")
+        for line in lines(micros * 1e-6):
+            print(line)
+        print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Runs one part of gpu.py in a process of its own, and ends it when it has nothing to say for too
+long: a kernel that never ends cannot be interrupted from Python, and a process that is killed while
+the driver waits may not go at once. Nothing here waits for long behind a limit."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+# Ask a part where it is; parts register faulthandler for it.
+WHERE = signal.SIGUSR1
+POLL = 0.2
+TOLD, THREAD = "most recent call first", re.compile("^(?:Current t|T)hread 0x.*$", re.MULTILINE)
+# For the answer to WHERE to begin, and until nothing more comes of it; for the process to be gone.
+TELL_SECONDS, STEADY_SECONDS, KILL_SECONDS = 3.0, 0.5, 10.0
+FAILED, SILENT, LATE = "ended with", "said nothing for", "cut short after"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds in all, and between two results or lines of the log."""
+
+    seconds: float
+    silence: float
+
+
+def run_process(
+    command: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str],
+    limits: Limits,
+    count: Callable[[], int],
+) -> str | None:
+    """What went wrong, if anything. `count` says how many results there are by now."""
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        problem = _watch(process, limits, lambda: (count(), log.stat().st_size))
+        if problem is not None:
+            _end(process, log)
+    if problem is not None:
+        return f"{problem}{_where(log)}"
+    return None if process.returncode == 0 else f"{FAILED} {process.returncode}: {_tail(log)}"
+
+
+def _watch(
+    process: "subprocess.Popen[bytes]", limits: Limits, heard: Callable[[], object]
+) -> str | None:
+    """Until the process ends: None; or until a limit is reached: which."""
+    begun = last = time.monotonic()
+    seen = heard()
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(POLL)
+            return None
+        now, found = time.monotonic(), heard()
+        if found != seen:
+            seen, last = found, now
+        if now - begun > limits.seconds:
+            return f"{LATE} {limits.seconds:.0f} s"
+        if now - last > limits.silence:
+            return f"{SILENT} {limits.silence:.0f} s"
+
+
+def _end(process: "subprocess.Popen[bytes]", log: Path) -> None:
+    """It and those that it started, a compiler maybe."""
+    with suppress(ProcessLookupError):
+        process.send_signal(WHERE)
+        _listen(process, log)
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(KILL_SECONDS)
+
+
+def _listen(process: "subprocess.Popen[bytes]", log: Path) -> None:
+    """Until the process has told where it is, or there is no more hope of it."""
+    asked = time.monotonic()
+    size, since = -1, asked
+    while process.poll() is None:
+        now, text = time.monotonic(), log.read_bytes()
+        if len(text) != size:
+            size, since = len(text), now
+        told = TOLD.encode() in text
+        if now - since > STEADY_SECONDS if told else now - asked > TELL_SECONDS:
+            return
+        time.sleep(POLL / 4)
+
+
+def _where(log: Path) -> str:
+    """The innermost lines of the main thread, if faulthandler has told them, behind the last thing
+    that was said."""
+    said, *threads = THREAD.split(log.read_text(errors="replace"))
+    last = said.strip().rpartition("\n")[2][-250:]
+    lines = map(str.strip, threads[-1].splitlines() if threads else [])
+    places = [line for line in lines if line.startswith("File")]
+    shown = [last, *([f"in {' < '.join(places[:3])}"[:400]] if places else [])]
+    return "".join(f"; {one}" for one in shown if one)
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return " | ".join(lines[-4:])[-600:]

@@ -1,0 +1,180 @@
+"""Finds the place of each tensor of an adapter in a model, and refuses what has none.
+
+Raises CheckpointError and ConfigError that name the file, and the tensor or field in it.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Rows
+from pathlib import Path
+from typing import Protocol
+
+from ..errors import CheckpointError, ConfigError
+from .adapter_config import AdapterConfig
+from .experts import JOINED
+from .modules import Joined, Module, ModulePath, Pair, Plain, Stacked, parse
+from .shapes import LayerShapes, LinearName, LinearShape
+
+# Matrices of one expert: which of our layers has them, and where in its outputs they lie.
+_OF_EXPERT: Mapping[str, tuple[LinearName, int]] = {
+    "gate_proj": ("experts_gate_up", 0),
+    "up_proj": ("experts_gate_up", 1),
+    "down_proj": ("experts_down", 0),
+}
+_PARTS: Mapping[LinearName, int] = {"experts_gate_up": JOINED, "experts_down": 1}
+# Names of A and B of a module in a file.
+Names = Mapping[str, str]
+
+
+class TensorHeaders(Protocol):
+    path: Path
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def check(self, name: str, wanted: tuple[int, int]) -> None:
+        """Raises CheckpointError for a tensor of another shape, or a dtype that is not served."""
+
+
+class ModuleFinder:
+    def __init__(
+        self,
+        headers: TensorHeaders,
+        config: AdapterConfig,
+        shapes: Rows[LayerShapes],
+        max_rank: int,
+    ) -> None:
+        self._headers, self._config = headers, config
+        self._shapes, self._max_rank = shapes, max_rank
+
+    def modules(self, tensors: Mapping[str, Names]) -> tuple[Module, ...]:
+        """Of tensors by the paths of modules."""
+        found: list[Module] = []
+        experts: dict[tuple[int, LinearName], list[tuple[int, int, Pair]]] = {}
+        for path, names in tensors.items():
+            place = self._place(path)
+            if len(names) < 2:
+                (alone,) = names.values()
+                raise CheckpointError(f"{self._headers.path}: {alone} has no counterpart")
+            if place.expert >= 0:
+                linear, part = _OF_EXPERT[place.name]
+                pair = self._of_expert(path, place, names)
+                experts.setdefault((place.layer, linear), []).append((place.expert, part, pair))
+            elif place.is_of_all_experts:
+                found.append(self._joined(path, place, names))
+            else:
+                found.append(self._plain(path, place, names))
+        found += [self._stacked(layer, linear, own) for (layer, linear), own in experts.items()]
+        self._check_once(found)
+        return tuple(found)
+
+    def _place(self, path: str) -> ModulePath:
+        place = parse(path)
+        layers = len(self._shapes)
+        if place is None or not self._is_served(place, self._shapes):
+            raise CheckpointError(
+                f"{self._headers.path}: adapters of {path} cannot be served; of this model's "
+                f"modules these can: {_served(self._shapes)}"
+            )
+        if place.layer >= layers:
+            raise CheckpointError(
+                f"{self._headers.path}: {path} is of layer {place.layer}, but the model has "
+                f"{layers} layers"
+            )
+        if not self._is_served(place, [self._shapes[place.layer]]):
+            raise CheckpointError(
+                f"{self._headers.path}: layer {place.layer} of the model has no {place.written}"
+            )
+        return place
+
+    def _is_served(self, place: ModulePath, layers: Rows[LayerShapes]) -> bool:
+        if place.expert >= 0:
+            counts = [layer["experts_down"].experts for layer in layers if "experts_down" in layer]
+            return place.name in _OF_EXPERT and any(place.expert < count for count in counts)
+        if place.is_of_all_experts:
+            return any("experts_down" in layer for layer in layers)
+        return any(
+            place.name in shape.parts
+            for layer in layers
+            for shape in layer.values()
+            if not shape.experts
+        )
+
+    def _plain(self, path: str, place: ModulePath, names: Names) -> Plain:
+        for linear, shape in self._shapes[place.layer].items():
+            if place.name in shape.parts:
+                rank = self._rank(path, self._max_rank)
+                width = shape.parts[place.name].held.total
+                pair = self._pair(path, names, rank, (shape.held.total, width))
+                return Plain(place.layer, linear, place.name, pair)
+        raise AssertionError("a module that is served is in one of the layers")
+
+    def _of_expert(self, path: str, place: ModulePath, names: Names) -> Pair:
+        linear, _ = _OF_EXPERT[place.name]
+        inputs, outputs = _totals(self._shapes[place.layer][linear])
+        rank = self._rank(path, self._max_rank)
+        return self._pair(path, names, rank, (inputs, outputs // _PARTS[linear]))
+
+    def _joined(self, path: str, place: ModulePath, names: Names) -> Joined:
+        """Of the two parameters of experts it is the one that has the sizes of A and B."""
+        layer = self._shapes[place.layer]
+        sizes = self._headers.shape(names["A"])[-1], self._headers.shape(names["B"])[0]
+        linear: LinearName = "experts_gate_up"
+        if sizes in (_totals(layer["experts_down"]), _totals(layer["experts_down"])[::-1]):
+            linear = "experts_down"
+        shape = layer[linear]
+        (name,) = shape.parts
+        own, wanted = f"{path.partition('.mlp.')[0]}.{name}", _totals(shape)
+        turned = sizes == wanted[::-1] and (sizes != wanted or self._config.turns_experts)
+        rank = self._rank(own, _PARTS[linear] * self._max_rank)
+        pair = self._pair(own, names, rank, sizes if turned else wanted, shape.experts)
+        return Joined(place.layer, linear, name, pair, shape.experts, turned)
+
+    def _stacked(
+        self, layer: int, linear: LinearName, pairs: Rows[tuple[int, int, Pair]]
+    ) -> Stacked:
+        shape = self._shapes[layer][linear]
+        (name,) = shape.parts
+        ranks = [
+            max((pair.rank for _, part, pair in pairs if part == number), default=0)
+            for number in range(_PARTS[linear])
+        ]
+        return Stacked(layer, linear, name, pairs, ranks, shape.experts, *_totals(shape))
+
+    def _check_once(self, modules: Rows[Module]) -> None:
+        """One module has matrices one way only."""
+        seen: set[tuple[int, str]] = set()
+        for module in modules:
+            key = (module.layer, module.name)
+            if key in seen:
+                raise CheckpointError(
+                    f"{self._headers.path}: {module.name} of layer {module.layer} is there twice: "
+                    "for experts one by one, and for all of them"
+                )
+            seen.add(key)
+
+    def _rank(self, path: str, most: int) -> int:
+        rank = self._config.rank_of(path)
+        if rank > most:
+            raise ConfigError(
+                f"{self._config.path}: rank {rank} of {path} is over max_lora_rank "
+                f"{self._max_rank}: raise that"
+            )
+        return rank
+
+    def _pair(
+        self, path: str, names: Names, rank: int, sizes: tuple[int, int], experts: int = 1
+    ) -> Pair:
+        inputs, outputs = sizes
+        self._headers.check(names["A"], (rank * experts, inputs))
+        self._headers.check(names["B"], (outputs, rank * experts))
+        return Pair(names["A"], names["B"], rank, self._config.scale_of(path))
+
+
+def _totals(shape: LinearShape) -> tuple[int, int]:
+    """Inputs and outputs of a layer's one module, wherever it is divided."""
+    (columns,) = shape.parts.values()
+    return shape.held.total, columns.held.total
+
+
+def _served(shapes: Rows[LayerShapes]) -> str:
+    names = {name for layer in shapes for shape in layer.values() for name in shape.parts}
+    return ", ".join(sorted({name.rpartition(".")[2] for name in names}))

@@ -1,0 +1,79 @@
+"""An adapter's matrices as one tensor a decoder layer, on their way from rank 0 to the others.
+
+What is in such a tensor follows from the model's shapes and the ranks of the matrices, which go
+ahead as whole numbers: 0 for a module that the adapter lacks.
+"""
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Rows
+from math import prod
+
+import torch
+
+from .adapter import AdapterWeights
+from .modules import Factors
+from .shapes import Columns, LayerShapes, LinearName
+
+LayerWeights = Mapping[LinearName, Mapping[str, Factors]]
+# [rank, in] and [rank, out] of a module; of experts with their number before.
+_Pair = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def ranks_of(shapes: Rows[LayerShapes], weights: AdapterWeights) -> list[int]:
+    """Of all modules of all layers."""
+    found: list[int] = []
+    for layer, own in zip(shapes, weights, strict=True):
+        for linear, name, _ in _modules(layer):
+            factors = own.get(linear, {}).get(name)
+            found.append(0 if factors is None else factors.down.shape[-2])
+    return found
+
+
+def by_layer(
+    shapes: Rows[LayerShapes], ranks: Rows[int]
+) -> Iterator[tuple[LayerShapes, Rows[int]]]:
+    """Each layer with its modules' ranks."""
+    begin = 0
+    for layer in shapes:
+        end = begin + sum(1 for _ in _modules(layer))
+        yield layer, ranks[begin:end]
+        begin = end
+
+
+def packed_length(layer: LayerShapes, ranks: Rows[int]) -> int:
+    return sum(prod(down) + prod(up) for _, _, (down, up) in _there(layer, ranks))
+
+
+def pack(layer: LayerShapes, ranks: Rows[int], weights: LayerWeights) -> torch.Tensor:
+    """[packed_length], on the host."""
+    factors = [weights[linear][name] for linear, name, _ in _there(layer, ranks)]
+    return torch.cat([part.reshape(-1) for each in factors for part in (each.down, each.up)])
+
+
+def unpack(layer: LayerShapes, ranks: Rows[int], packed: torch.Tensor) -> LayerWeights:
+    """What `pack` was given, as views."""
+    found: dict[LinearName, dict[str, Factors]] = {}
+    begin = 0
+    for linear, name, pair in _there(layer, ranks):
+        parts = []
+        for shape in pair:
+            end = begin + prod(shape)
+            parts.append(packed[begin:end].view(shape))
+            begin = end
+        found.setdefault(linear, {})[name] = Factors(*parts)
+    return found
+
+
+def _there(layer: LayerShapes, ranks: Rows[int]) -> Iterator[tuple[LinearName, str, _Pair]]:
+    """The modules that an adapter has, with the shapes of their matrices."""
+    for (linear, name, columns), rank in zip(_modules(layer), ranks, strict=True):
+        shape = layer[linear]
+        room = (shape.experts, rank) if shape.experts else (rank,)
+        if rank:
+            yield linear, name, ((*room, shape.held.total), (*room, columns.held.total))
+
+
+def _modules(layer: LayerShapes) -> Iterator[tuple[LinearName, str, Columns]]:
+    for linear, shape in layer.items():
+        for name, columns in shape.parts.items():
+            yield linear, name, columns

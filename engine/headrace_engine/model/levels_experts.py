@@ -1,0 +1,52 @@
+"""Products of experts in whole numbers of 4 or 8 bits, all of a mixture in one launch of Triton."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..triton_kernels.dependent import Options
+from ..triton_kernels.launch import EXPERT_TILES, LinearLaunch, dot_precision
+from ..triton_kernels.levels_experts import grouped_levels_kernel
+from .levels_linear import by_assembly
+from .packed_levels import GroupedLevels
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTiles:
+    """Which rows belong to which expert: see Routing."""
+
+    order: torch.Tensor
+    tiles: torch.Tensor
+    live: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertProduct:
+    """What a product of experts is of; `gated` has the activation of a gated MLP behind it, by
+    GELU's approximation with `gelu`."""
+
+    weight: GroupedLevels
+    per_token: int
+    gated: bool
+    gelu: bool
+
+
+def multiply_experts(
+    output: torch.Tensor,
+    x: torch.Tensor,
+    product: ExpertProduct,
+    routed: ExpertTiles,
+    launch: LinearLaunch,
+    options: Options,
+) -> None:
+    weight, outputs, capacity = product.weight, output.shape[1], routed.tiles.shape[1]
+    grouped_levels_kernel[(capacity * -(-outputs // launch.columns),)](
+        output, x, weight.words, weight.scales, weight.zero_points,
+        routed.order, routed.tiles, routed.live, x.stride(0), capacity,
+        PER_TOKEN=product.per_token, STEPS=weight.words.shape[1], GROUPS=weight.scales.shape[1],
+        INPUTS=weight.inputs, OUTPUTS=outputs, GATED=product.gated, GELU=product.gelu,
+        BITS=weight.bits, GROUP=weight.group, ZERO=weight.zero if weight.zeros is None else -1,
+        RUN=weight.words.shape[3], ROWS=launch.rows, COLUMNS=launch.columns,
+        TOGETHER=EXPERT_TILES, ASM=by_assembly(x), EXACT=dot_precision(x.element_size()),
+        num_warps=launch.warps, num_stages=launch.stages, **options,
+    )  # fmt: skip

@@ -1,0 +1,268 @@
+"""Products with weights in whole numbers of 4 or 8 bits, which are widened between their way out of
+memory and the tensor cores.
+
+A word of 16 bits holds one number of each of several runs of inputs (4 of 4 bits, 2 of 8), so that
+a tile of words is a tile of each run, in the layout that tensor cores take: nothing moves between
+threads. For few rows a product is as fast as its weights are read and widened; they are the left
+factor, as in `skinny`, and inputs are cut into parts where outputs do not make enough programs.
+"""
+
+import triton.language as tl
+
+from .jit import await_earlier, jit, jit_unspecialized
+from .levels_assembly import (
+    BYTES_BFLOAT16,
+    BYTES_FLOAT16,
+    CONSTRAINTS,
+    EARLY_BFLOAT16,
+    EARLY_FLOAT16,
+    LATE_BFLOAT16,
+    LATE_FLOAT16,
+)
+
+
+@jit
+def _run(words: tl.tensor, zeros: tl.tensor, FIRST: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
+    """float32: the numbers from bit FIRST on, less their zero points."""
+    levels = (words.to(tl.int32) >> FIRST) & ((1 << BITS) - 1)
+    return levels.to(tl.float32) - zeros
+
+
+@jit
+def _bfloat16_pair(
+    words: tl.tensor, added: tl.tensor, other: tl.tensor, CODE: tl.constexpr
+) -> tl.tensor:
+    kind: tl.constexpr = tl.bfloat16
+    return tl.inline_asm_elementwise(
+        CODE, CONSTRAINTS, [words, added.to(kind), other.to(kind)],
+        dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@jit
+def _float16_pair(
+    words: tl.tensor, added: tl.tensor, other: tl.tensor, CODE: tl.constexpr
+) -> tl.tensor:
+    kind: tl.constexpr = tl.float16
+    return tl.inline_asm_elementwise(
+        CODE, CONSTRAINTS, [words, added.to(kind), other.to(kind)],
+        dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@jit
+def _widened(
+    words: tl.tensor,
+    zeros: tl.tensor,
+    others: tl.tensor,
+    KIND: tl.constexpr,
+    FIRST: tl.constexpr,
+    BITS: tl.constexpr,
+    ASM: tl.constexpr,
+) -> tl.tensor:
+    """Two runs from bit FIRST on, less their zero points (float32 [COLUMNS, 1]), as KIND."""
+    if not ASM:
+        a = _run(words, zeros, FIRST, BITS).to(KIND)
+        b = _run(words, others, FIRST + BITS, BITS).to(KIND)
+    elif KIND == tl.bfloat16:
+        if BITS == 8:
+            a, b = _bfloat16_pair(words, 128.0 - zeros, 128.0 - others, BYTES_BFLOAT16)
+        elif FIRST == 0:
+            a, b = _bfloat16_pair(words, -128.0 - zeros, -128.0 - others, EARLY_BFLOAT16)
+        else:
+            a, b = _bfloat16_pair(words, -128.0 - zeros, -128.0 - others, LATE_BFLOAT16)
+    elif BITS == 8:
+        a, b = _float16_pair(words, -1024.0 - zeros, -1024.0 - others, BYTES_FLOAT16)
+    elif FIRST == 0:
+        a, b = _float16_pair(words, -1024.0 - zeros, -1024.0 - others, EARLY_FLOAT16)
+    else:
+        a, b = _float16_pair(words, -1024.0 - zeros, -1024.0 - others, LATE_FLOAT16)
+    return a, b
+
+
+@jit
+def _zero_points(
+    zeros: tl.tensor,
+    first: tl.tensor,
+    outputs: tl.tensor,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> tl.tensor:
+    """float32 [COLUMNS, 1] of the group that input `first` is in; ZERO is one for all, or -1."""
+    if ZERO >= 0:
+        found = tl.full([COLUMNS, 1], ZERO, tl.float32)
+    else:
+        group = first // GROUP if GROUP > 0 else first * 0
+        found = tl.load(zeros + group * outputs).to(tl.float32)[:, None]
+    return found
+
+
+@jit
+def multiply_levels(
+    sums: tl.tensor,
+    words: tl.tensor,
+    x_a: tl.tensor,
+    x_b: tl.tensor,
+    scales: tl.tensor,
+    zeros: tl.tensor,
+    first: tl.tensor,
+    outputs: tl.tensor,
+    FIRST: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+    RUN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ASM: tl.constexpr,
+    EXACT: tl.constexpr,
+) -> tl.tensor:
+    """sums [COLUMNS, ROWS] + the two runs from bit FIRST of words [COLUMNS, RUN] on, of which the
+    first begins with input `first`, times x_a and x_b [RUN, ROWS], and the scales of their groups;
+    with GROUP 0 those are left for later. `scales` and `zeros` point to the first group's, each
+    next one's are `outputs` behind."""
+    zero = _zero_points(zeros, first, outputs, GROUP, ZERO, COLUMNS)
+    other = _zero_points(zeros, first + RUN, outputs, GROUP, ZERO, COLUMNS)
+    a, b = _widened(words, zero, other, x_a.dtype, FIRST, BITS, ASM)
+    if GROUP == 0:
+        sums = tl.dot(a, x_a, sums, input_precision=EXACT)
+        sums = tl.dot(b, x_b, sums, input_precision=EXACT)
+    elif GROUP % (2 * RUN) == 0:
+        scale = tl.load(scales + first // GROUP * outputs).to(tl.float32)
+        part = tl.dot(a, x_a, input_precision=EXACT)
+        sums += tl.dot(b, x_b, part, input_precision=EXACT) * scale[:, None]
+    else:
+        early = tl.load(scales + first // GROUP * outputs).to(tl.float32)
+        late = tl.load(scales + (first + RUN) // GROUP * outputs).to(tl.float32)
+        sums += tl.dot(a, x_a, input_precision=EXACT) * early[:, None]
+        sums += tl.dot(b, x_b, input_precision=EXACT) * late[:, None]
+    return sums
+
+
+@jit
+def _keep(
+    output: tl.tensor,
+    sums: tl.tensor,
+    scales: tl.tensor,
+    bias: tl.tensor,
+    columns: tl.tensor,
+    lines: tl.tensor,
+    rows: tl.tensor,
+    outputs: tl.tensor,
+    GROUP: tl.constexpr,
+    BIAS: tl.constexpr,
+) -> None:
+    """Writes sums [COLUMNS, ROWS], times what all inputs have together, to output's rows."""
+    inside = columns < outputs
+    if GROUP == 0:
+        sums *= tl.load(scales + columns, mask=inside, other=0.0).to(tl.float32)[:, None]
+    if BIAS:
+        sums += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)[:, None]
+    to = output + lines.to(tl.int64)[None, :] * outputs + columns[:, None]
+    tl.store(to, sums, mask=inside[:, None] & (lines < rows)[None, :])
+
+
+@jit_unspecialized("rows", "splits")
+def levels_kernel(
+    output: tl.tensor,
+    partial: tl.tensor,
+    arrived: tl.tensor,
+    x: tl.tensor,
+    words: tl.tensor,
+    scales: tl.tensor,
+    zeros: tl.tensor,
+    bias: tl.tensor,
+    rows: tl.tensor,
+    splits: tl.tensor,
+    steps: tl.tensor,
+    outputs: tl.tensor,
+    x_stride: tl.tensor,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+    RUN: tl.constexpr,
+    BIAS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ASM: tl.constexpr,
+    EXACT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+) -> None:
+    """Program (tile of rows and of outputs; part): output [rows, outputs] = x . weight^T (+ bias).
+
+    words int16 [steps, outputs, RUN], each step 16 / BITS runs of RUN inputs; scales, and uint8
+    zeros where ZERO is -1, [groups of GROUP inputs, outputs]; with GROUP 0 there is one group. With
+    SPLIT, `partial` float32 holds [programs, splits, COLUMNS, ROWS] and `arrived` int32 [programs],
+    zeros before and after; the last part's program adds the parts up in their order.
+    """
+    await_earlier(DEPENDENT)
+    tiles = tl.cdiv(rows, ROWS)
+    tile, part = tl.program_id(0), tl.program_id(1)
+    lines = tile % tiles * ROWS + tl.arange(0, ROWS)
+    columns = tile // tiles * COLUMNS + tl.arange(0, COLUMNS)
+    # What is beyond the last output or row is read from the last, and not written.
+    held = tl.minimum(columns, outputs - 1)
+    depth = tl.arange(0, RUN)
+    left = words + held.to(tl.int64)[:, None] * RUN + depth[None, :]
+    right = x + tl.minimum(lines, rows - 1).to(tl.int64)[None, :] * x_stride + depth[:, None]
+    width: tl.constexpr = RUN * (16 // BITS)
+    sums = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for step in range(steps * part // splits, steps * (part + 1) // splits):
+        own = tl.load(left + step * (outputs * RUN))
+        for pair in tl.static_range(8 // BITS):
+            first = step * width + 2 * pair * RUN
+            sums = multiply_levels(
+                sums, own, tl.load(right + first), tl.load(right + first + RUN), scales + held,
+                zeros + held, first, outputs,
+                2 * pair * BITS, BITS, GROUP, ZERO, RUN, COLUMNS, ASM, EXACT,
+            )  # fmt: skip
+    if SPLIT:
+        places = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        mine = partial + tile.to(tl.int64) * splits * COLUMNS * ROWS + places
+        tl.store(mine + part * COLUMNS * ROWS, sums)
+        # All threads' parts are written before it is said that they are, and read behind it.
+        tl.debug_barrier()
+        if tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == splits - 1:
+            total = tl.zeros([COLUMNS, ROWS], tl.float32)
+            for other in range(0, splits):
+                total += tl.load(mine + other * COLUMNS * ROWS, cache_modifier=".cg")
+            _keep(output, total, scales, bias, columns, lines, rows, outputs, GROUP, BIAS)
+            tl.store(arrived + tile, 0)
+    else:
+        _keep(output, sums, scales, bias, columns, lines, rows, outputs, GROUP, BIAS)
+
+
+@jit
+def widen_levels_kernel(
+    output: tl.tensor,
+    words: tl.tensor,
+    scales: tl.tensor,
+    zeros: tl.tensor,
+    steps: tl.tensor,
+    outputs: tl.tensor,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+    RUN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+) -> None:
+    """Program (tile of outputs, step): the whole weight [outputs, inputs] in the output's dtype."""
+    await_earlier(DEPENDENT)
+    runs: tl.constexpr = 16 // BITS
+    step = tl.program_id(1)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (columns < outputs)[:, None]
+    held = tl.minimum(columns, outputs - 1)
+    depth = tl.arange(0, RUN)
+    at = (step.to(tl.int64) * outputs + held)[:, None] * RUN + depth[None, :]
+    own = tl.load(words + at)
+    to = output + columns.to(tl.int64)[:, None] * (steps * runs * RUN) + depth[None, :]
+    for run in tl.static_range(runs):
+        first = (step * runs + run) * RUN
+        group = first // GROUP if GROUP > 0 else 0
+        scale = tl.load(scales + group * outputs + held).to(tl.float32)[:, None]
+        zero = _zero_points(zeros + held, first, outputs, GROUP, ZERO, COLUMNS)
+        whole = _run(own, zero, run * BITS, BITS) * scale
+        tl.store(to + first, whole, mask=inside)

@@ -1,0 +1,77 @@
+"""How two whole numbers of each word of 16 bits become floats, two words at a time (PTX).
+
+The bits of a number become the last ones of a float whose last bit counts 1: 128 in bfloat16, 1024
+in float16. What takes that float and the zero point away is added, exactly, as all are whole
+numbers. Triton's compiler widens one number at a time, in half as many instructions again.
+"""
+
+import triton.language as tl
+
+CONSTRAINTS = tl.constexpr("=&r,=&r,r,r,r")
+
+_NIBBLES = """
+{
+.reg .b32 low, high, one;
+mov.b32 one, ONES;
+shr.u32 low, $2, FIRST;
+shr.u32 high, $2, SECOND;
+lop3.b32 $0, low, 0x000f000f, BASE, 0xea;
+lop3.b32 $1, high, 0x000f000f, BASE, 0xea;
+fma.rn.KIND $0, $0, one, $3;
+fma.rn.KIND $1, $1, one, $4;
+}
+"""
+_BFLOAT16 = (("ONES", "0x3f803f80"), ("BASE", "0x43004300"), ("KIND", "bf16x2"))
+_FLOAT16 = (("ONES", "0x3c003c00"), ("BASE", "0x64006400"), ("KIND", "f16x2"))
+_EARLY, _LATE = (("FIRST", "0"), ("SECOND", "4")), (("FIRST", "8"), ("SECOND", "12"))
+
+
+def _filled(*parts: tuple[str, str]) -> str:
+    text = _NIBBLES
+    for name, value in parts:
+        text = text.replace(name, value)
+    return text
+
+
+# Of four numbers the first two, and the last two.
+EARLY_BFLOAT16 = tl.constexpr(_filled(*_BFLOAT16, *_EARLY))
+LATE_BFLOAT16 = tl.constexpr(_filled(*_BFLOAT16, *_LATE))
+EARLY_FLOAT16 = tl.constexpr(_filled(*_FLOAT16, *_EARLY))
+LATE_FLOAT16 = tl.constexpr(_filled(*_FLOAT16, *_LATE))
+# Of two numbers both.
+BYTES_FLOAT16 = tl.constexpr(
+    """
+{
+.reg .b32 high, one;
+mov.b32 one, 0x3c003c00;
+shr.u32 high, $2, 8;
+lop3.b32 $0, $2, 0x00ff00ff, 0x64006400, 0xea;
+lop3.b32 $1, high, 0x00ff00ff, 0x64006400, 0xea;
+fma.rn.f16x2 $0, $0, one, $3;
+fma.rn.f16x2 $1, $1, one, $4;
+}
+"""
+)
+# 8 bits have no room behind 128 in bfloat16, but behind 2^23 in float32; less 128 + 2^23 they are
+# numbers that the upper half of a float32 holds, which is bfloat16.
+BYTES_BFLOAT16 = tl.constexpr(
+    """
+{
+.reg .b32 a, b, c, d, magic, one;
+mov.b32 magic, 0x4b000000;
+mov.b32 one, 0x3f803f80;
+prmt.b32 a, $2, magic, 0x7440;
+prmt.b32 b, $2, magic, 0x7441;
+prmt.b32 c, $2, magic, 0x7442;
+prmt.b32 d, $2, magic, 0x7443;
+add.rn.f32 a, a, 0fCB000080;
+add.rn.f32 b, b, 0fCB000080;
+add.rn.f32 c, c, 0fCB000080;
+add.rn.f32 d, d, 0fCB000080;
+prmt.b32 $0, a, c, 0x7632;
+prmt.b32 $1, b, d, 0x7632;
+fma.rn.bf16x2 $0, $0, one, $3;
+fma.rn.bf16x2 $1, $1, one, $4;
+}
+"""
+)

@@ -1,0 +1,221 @@
+"""Kernels that begin before their turn: only while a step is recorded for which whole steps were
+measured to be faster so, and with the same bits. Times are given, not taken; that such kernels wait
+for all before them is shown by what is compiled (test_triton_compile).
+"""
+
+import ast
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace_engine import attention, placement
+from headrace_engine.attention.triton import TritonBackend
+from headrace_engine.model.cuda_graphs import GraphedModel, Ladder
+from headrace_engine.model.decoder import Decoder
+from headrace_engine.model.static_batch import StaticBatch
+from headrace_engine.model.triton_ops import TritonOps
+from headrace_engine.runner import ModelRunner
+from headrace_engine.triton_kernels import dependent
+from headrace_engine.triton_kernels.dependent import DependentLaunch, DependentLaunches
+from headrace_engine.tuning import autotuner, start, steps
+from headrace_engine.tuning.autotuner import Autotuner, Run
+from headrace_testing.engines import engine_config, make_runner
+from headrace_testing.recorded_steps import Replays
+from headrace_testing.triton_interpreter import correct_bfloat16
+
+AHEAD, EARLY = DependentLaunch(4 << 20), DependentLaunch(early=True)
+ALONE = {"DEPENDENT": dependent.ALONE}
+LATE = {"DEPENDENT": dependent.DEPENDENT, "launch_pdl": True}
+AT_ONCE = {"DEPENDENT": dependent.EARLY, "launch_pdl": True}
+
+
+def test_kernels_take_turns_unless_they_are_told_otherwise() -> None:
+    launches = DependentLaunches()
+    launches.choose(16, AHEAD)
+    launches.choose(1, EARLY)
+    launches.choose(4, None)
+    assert launches.product == launches.small == ALONE and launches.prefetched(1, 1024) == 0
+    assert [launches.chosen(rows) for rows in (1, 4, 5, 16, 17)] == [
+        EARLY,
+        None,
+        AHEAD,
+        AHEAD,
+        None,
+    ]
+    with launches.during(launches.chosen(1)):
+        assert (launches.product, launches.small) == (LATE, AT_ONCE)
+        assert launches.prefetched(4096, 8192) == 0
+        with suppress(ZeroDivisionError), launches.during(AHEAD):
+            assert launches.product == launches.small == LATE
+            raise ZeroDivisionError
+        assert launches.small == AT_ONCE
+    assert launches.small == ALONE
+
+
+@pytest.mark.parametrize("rows", [1, 300, 4096, 6144, 4 * 4096, 28672, 128_256])
+def test_what_is_prefetched_fits_the_cache_and_the_rows(rows: int) -> None:
+    launches = DependentLaunches()
+    for wanted in (1 << 20, 4 << 20, 16 << 20):
+        with launches.during(DependentLaunch(wanted)):
+            size = launches.prefetched(rows, 8192 + 128)
+        assert size % 256 == 0 and size <= 8192 and rows * size <= 16 << 20
+        full = math.ceil(wanted / rows / 256) * 256
+        assert size == min(8192, full) or rows * full > 16 << 20
+
+
+class ShortestLast:
+    """A device on which each candidate is faster than the one before."""
+
+    def __init__(self) -> None:
+        self._seconds = 1.0
+
+    def __call__(self, run: Run) -> float:
+        self._seconds *= 0.9
+        return self._seconds
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How kernels were to be launched, which the interpreter launches one by one anyway."""
+    ways: list[int] = []
+
+    def options(how: int) -> dict[str, int]:
+        ways.append(how)
+        return ALONE
+
+    monkeypatch.setattr(dependent, "_options", options)
+    return ways
+
+
+@pytest.fixture
+def runner(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelRunner]:
+    """Of a tiny model whose steps go through Triton, as on a CUDA device."""
+    correct_bfloat16(monkeypatch)
+    monkeypatch.setattr(attention, "select", lambda *_: TritonBackend((9, 0)))
+    monkeypatch.setattr(placement, "make_ops", lambda *_: TritonOps())
+    monkeypatch.setattr(autotuner, "REPEATS", 1)
+    monkeypatch.setattr(steps, "STEP_KEYS", 20)
+    monkeypatch.setattr(steps, "CANDIDATES", {"one by one": None, "ahead": AHEAD, "early": EARLY})
+    folder = checkpoint("qwen3")
+    options = {"dtype": "bfloat16", "attention_backend": "auto", "num_blocks": 32}
+    yield make_runner(folder, **options)
+
+
+def measure(runner: ModelRunner, config: Any, bound: int, chooser: Autotuner) -> None:
+    with torch.inference_mode():
+        steps.tune_steps(chooser, runner._placed, config, bound, 1 << 20)
+
+
+def test_recorded_steps_are_launched_as_whole_steps_were_fastest(
+    runner: ModelRunner, told: list[int]
+) -> None:
+    config = engine_config(Path(runner._config.model), max_num_seqs=3)
+    assert steps.can_depend(runner._placed)
+    chooser = Autotuner(ShortestLast(), budget=1e9)
+    measure(runner, config, 1, chooser)
+    (choice,) = chooser.choices
+    assert choice.kernel.startswith("step, rows 1, keys 20, 2 layers, ")
+    assert choice.chosen == "early" and not choice.refused and choice.read_bytes > 0
+    assert set(told) == {dependent.ALONE, dependent.DEPENDENT, dependent.EARLY}
+    model = runner.model
+    assert isinstance(model, Decoder) and model.dependent is not None
+    assert model.dependent.chosen(1) is EARLY and model.dependent.chosen(2) is None
+    for size, ways in ((1, {dependent.DEPENDENT, dependent.EARLY}), (2, {dependent.ALONE})):
+        told.clear()
+        batch = StaticBatch(size, 8, runner.device)
+        with torch.inference_mode():
+            GraphedModel(model, runner._caches, Ladder((size,), (20,)), batch, Replays())
+        assert set(told) == ways
+        assert model.dependent.small == ALONE, "what is not recorded goes one by one"
+
+
+def test_a_way_that_changes_bits_is_not_taken(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a kernel would that reads what is not written yet."""
+    run: list[DependentLaunch | None] = []
+
+    def racing(model: Decoder, *_: Any) -> torch.Tensor:
+        assert model.dependent is not None
+        run.append(model.dependent._now)
+        return torch.tensor([1.0, 2.0 if run[-1] is None else 2.001])
+
+    monkeypatch.setattr(Decoder, "forward", racing)
+    chooser = Autotuner(ShortestLast(), budget=1e9)
+    measure(runner, engine_config(Path(runner._config.model)), 16, chooser)
+    (choice,) = chooser.choices
+    assert choice.chosen == "one by one" and set(choice.refused) == {"ahead", "early"}
+    assert set(run) == {None, AHEAD, EARLY}
+
+
+def test_whole_steps_are_measured_from_hopper_on_and_in_one_process(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[int] = []
+    monkeypatch.setattr(start, "tune_steps", lambda *found: measured.append(found[3]))
+    monkeypatch.setattr(start, "_pool_bytes", lambda *_: 1 << 20)
+    monkeypatch.setattr(start, "tune_attention", lambda *_: None)
+    for name in ("_products", "_experts"):
+        monkeypatch.setattr(start, name, lambda _: lambda *_: None)
+    config = engine_config(Path(runner._config.model), max_num_seqs=40)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    on_device = replace(runner._placed, device=torch.device("cuda"))
+    for placed in (runner._placed, replace(on_device, model=object())):  # type: ignore[arg-type]
+        start.tune_with(Autotuner(ShortestLast()), placed, config)
+    assert measured == []
+    start.tune_with(Autotuner(ShortestLast()), on_device, config)
+    assert measured == [1, 16, 64]
+
+
+def test_a_way_whose_replays_differ_is_not_taken() -> None:
+    """Launched by the host kernels hardly overlap: a race shows when they are replayed."""
+
+    class Recording:
+        """A device whose replays of what is not the first candidate write something else."""
+
+        def __init__(self) -> None:
+            self.timed = 0
+
+        def __call__(self, run: Run) -> float:
+            run().add_(self.timed)
+            self.timed += 1
+            return 1.0 / self.timed
+
+    chooser = Autotuner(Recording())
+    ways = {name: lambda: torch.ones(2) for name in ("one by one", "dependent")}
+    assert chooser.choose("step", ways, tolerance=0.0) == "one by one"
+    refused = {"dependent": "its result differs when it is replayed"}
+    assert chooser.choices[0].refused == refused
+    assert chooser.choose("product", ways) == "dependent", "whose parts are rounded otherwise"
+
+
+def kernels() -> dict[str, ast.FunctionDef]:
+    """All that can be launched before their turn."""
+    found: dict[str, ast.FunctionDef] = {}
+    for file in Path(dependent.__file__).parent.glob("*.py"):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                found[node.name] = node
+    return {
+        name: node
+        for name, node in found.items()
+        if "DEPENDENT" in [one.arg for one in node.args.args]
+    }
+
+
+@pytest.mark.parametrize("name", kernels())
+def test_a_kernel_waits_before_it_reaches_memory_and_whatever_it_is_to_do(name: str) -> None:
+    """What is compiled is looked at in test_triton_compile, for fewer kernels."""
+    body = kernels()[name].body
+    wait = [ast.unparse(one) for one in body].index("await_earlier(DEPENDENT)")
+    for statement in body[:wait]:
+        told = ast.unparse(statement)
+        prefetches = told.startswith("if DEPENDENT > 0:") and "prefetch" in told
+        assert prefetches or isinstance(statement, ast.Assign | ast.Expr | ast.AnnAssign), told
+        assert "tl.load" not in told and "tl.store" not in told and "atomic" not in told

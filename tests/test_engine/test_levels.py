@@ -1,0 +1,361 @@
+"""Products with weights in whole numbers of 4 or 8 bits as CUDA devices compute them, through
+Triton's interpreter: against what the weights stand for, over groups, zero points, sizes and parts;
+the assembly that widens them; whole models of quantised checkpoints, and of such rounded to 8 bits.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from headrace_common.sampling import SamplingParams
+from headrace_engine import attention, placement
+from headrace_engine.attention.reference import ReferenceBackend
+from headrace_engine.engine import Engine
+from headrace_engine.errors import ConfigError
+from headrace_engine.model import levels_linear
+from headrace_engine.model.decoder import Decoder
+from headrace_engine.model.expert_weights import ExpertWeights, GroupedWeight, read_levels
+from headrace_engine.model.invariant import InvariantLinear, InvariantOps
+from headrace_engine.model.levels_linear import LevelsLinear, LevelsProducts
+from headrace_engine.model.packed_levels import GroupedLevels, LevelsStack, pack_levels
+from headrace_engine.model.quantization.weight import QuantizedWeight, round_weight
+from headrace_engine.model.triton_experts import GroupedMoe
+from headrace_engine.model.triton_ops import TritonOps
+from headrace_engine.triton_kernels import levels_assembly as assembly
+from headrace_engine.triton_kernels.launch import ROW_BOUNDS, SkinnyLaunch
+from headrace_engine.triton_kernels.levels_launch import (
+    WIDENED_ROWS,
+    levels_candidates,
+    levels_launch,
+)
+from headrace_engine.tuning.autotuner import Autotuner
+from headrace_engine.tuning.levels import tune_levels
+from headrace_testing.checkpoints import Reference
+from headrace_testing.engines import engine_config, greedy, make_runner, request, run
+from headrace_testing.mixtures import LevelsMatrices, Matrices, Mixture, expert_names
+from headrace_testing.ptx import evaluate
+from headrace_testing.quantized import Format, awq, gptq, save_quantized
+from headrace_testing.triton_interpreter import correct_bfloat16
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TILE = SkinnyLaunch(32, 0, 1, 4, 2)
+BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+
+
+@pytest.fixture(autouse=True)
+def bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    correct_bfloat16(monkeypatch)
+
+
+def random(*shape: int, seed: int = 3) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def drawn(
+    outputs: int, inputs: int, bits: int, count: int = 1, symmetric: bool = False
+) -> QuantizedWeight:
+    generator = torch.Generator().manual_seed(bits)
+    levels = torch.randint(0, 2**bits, (outputs, inputs), generator=generator).to(torch.uint8)
+    zeros = torch.randint(0, 2**bits, (outputs, count), generator=generator).float()
+    zeros = torch.full_like(zeros, 2 ** (bits - 1)) if symmetric else zeros
+    scales = (torch.rand(outputs, count, generator=generator) + 0.5).half().float() / 2**bits
+    return QuantizedWeight(levels, scales, zeros, None, bits)
+
+
+def shuffled(weight: QuantizedWeight, groups: torch.Tensor) -> QuantizedWeight:
+    order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(2))
+    return replace(weight, groups=groups[order])
+
+
+def layer(weight: QuantizedWeight, bias: torch.Tensor | None = None) -> LevelsLinear:
+    return LevelsProducts().layer(pack_levels(weight, DEVICE), bias)
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    exact = expected.cpu().double()
+    return float((found.cpu().double() - exact).norm() / exact.norm())
+
+
+# A run of 64, 32 and 16 inputs; groups of one run, of half a pair, of all; sizes that need fillers,
+# also behind the last group; groups in any order and of any size.
+WEIGHTS: dict[str, Callable[[], QuantizedWeight]] = {
+    "4 bits, symmetric": lambda: drawn(90, 512, 4, 4, symmetric=True),
+    "4 bits, groups of 64": lambda: drawn(33, 512, 4, 8),
+    "4 bits, groups of 32": lambda: drawn(33, 256, 4, 8),
+    "4 bits, groups of 16": lambda: drawn(33, 128, 4, 8),
+    "4 bits, one group": lambda: drawn(33, 256, 4),
+    "4 bits, fillers": lambda: drawn(33, 100, 4),
+    "4 bits, few inputs": lambda: drawn(33, 40, 4, 5),
+    "2 bits": lambda: drawn(33, 128, 2, 8),
+    "8 bits": lambda: drawn(33, 256, 8, symmetric=True),
+    "8 bits, groups": lambda: drawn(33, 256, 8, 2),
+    "in any order": lambda: shuffled(drawn(33, 256, 4, 8), torch.arange(256) // 32),
+    "of any size": lambda: shuffled(drawn(33, 256, 4, 3), torch.arange(256).sqrt().long() // 6),
+    "the last is smaller": lambda: replace(drawn(33, 100, 4, 4), groups=torch.arange(100) // 32),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_products_are_of_what_the_weights_stand_for(name: str) -> None:
+    weight = WEIGHTS[name]()
+    linear, x = layer(weight), random(3, weight.shape[1])
+    expected = x.double() @ weight.dequantize().double().T
+    assert error(linear.narrow(x.to(DEVICE), TILE), expected) < BOUNDS[torch.float32]
+    whole = linear.whole(torch.float32).cpu()
+    ordered = linear._ordered(x.to(DEVICE)).cpu()
+    assert error(ordered @ whole.T, expected) < BOUNDS[torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits", "splits"),
+    [(torch.float32, 4, 1), (torch.bfloat16, 4, 3), (torch.float16, 8, 2)],
+)
+def test_rows_parts_and_biases(dtype: torch.dtype, bits: int, splits: int) -> None:
+    weight, bias = drawn(40, 384, bits, 6), random(40, seed=5).to(DEVICE, dtype)
+    linear, launch = layer(weight, bias), replace(TILE, splits=splits)
+    for rows in (1, 70):
+        x = random(rows, 384).to(dtype)
+        expected = x.double() @ weight.dequantize().double().T + bias.cpu().double()
+        found = linear.narrow(x.to(DEVICE), launch)
+        assert error(found, expected) < BOUNDS[dtype]
+        # What counts the parts is left as it was found.
+        assert torch.equal(linear.narrow(x.to(DEVICE), launch), found)
+
+
+def test_ranks_parts_make_the_whole() -> None:
+    weight, x = drawn(40, 512, 4, 8), random(3, 512)
+    expected = x.double() @ weight.dequantize().double().T
+    above, below = (
+        layer(weight.rows(start, start + 20)).narrow(x.to(DEVICE), TILE) for start in (0, 20)
+    )
+    assert error(torch.cat([above, below], dim=1), expected) < BOUNDS[torch.float32]
+    left, right = (
+        layer(weight.columns(start, start + 256))(x[:, start : start + 256].to(DEVICE))
+        for start in (0, 256)
+    )
+    assert error(left + right, expected) < BOUNDS[torch.float32]
+
+
+def test_many_rows_none_and_rows_of_rows() -> None:
+    weight = drawn(20, 64, 4, 2)
+    linear, x = layer(weight), random(WIDENED_ROWS + 1, 64).to(DEVICE)
+    expected = x.cpu().double() @ weight.dequantize().double().T
+    assert error(linear(x), expected) < BOUNDS[torch.float32]
+    assert linear(x[:0]).shape == (0, 20)
+    assert error(linear(x[:6].view(2, 3, 64)).view(6, 20), expected[:6]) < BOUNDS[torch.float32]
+
+
+class Recorder:
+    """Stands where the kernel stands and keeps what decides on a row's order of sums."""
+
+    def __init__(self) -> None:
+        self.launched = set[tuple[int, ...]]()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*_: Any, **named: Any) -> None:
+            names = ("ROWS", "COLUMNS", "SPLIT", "num_warps", "num_stages")
+            self.launched.add((grid[1], *(named[name] for name in names)))
+
+        return launch
+
+
+def test_one_launch_serves_all_numbers_of_rows_if_deterministic(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A tile of another size might add up in another order on a device."""
+    linear = InvariantOps().levels_linear(drawn(40, 1024, 4, 8), None, DEVICE)
+    monkeypatch.setattr(levels_linear, "levels_kernel", recorder := Recorder())
+    for rows in (1, 20, 64, 65, WIDENED_ROWS + 1):
+        linear(torch.zeros(rows, 1024, dtype=torch.float16, device=DEVICE))
+    assert len(recorder.launched) == 1
+
+
+def test_a_row_has_the_same_bits_in_every_batch_if_deterministic() -> None:
+    weight = drawn(40, 64, 4, 2)
+    linear = InvariantOps().levels_linear(weight, None, DEVICE)
+    x = random(WIDENED_ROWS + 9, 64).to(DEVICE, torch.float16)
+    found = linear(x)
+    for first, last in ((0, 1), (3, 40), (WIDENED_ROWS, WIDENED_ROWS + 9)):
+        assert torch.equal(linear(x[first:last]), found[first:last])
+
+
+def test_rounding_to_8_bits_errs_by_half_a_step() -> None:
+    weight = random(30, 64) * torch.logspace(-9, 4, 30)[:, None]
+    weight[7] = 0.0
+    rounded = round_weight(weight)
+    steps = weight.abs().amax(dim=1, keepdim=True) / 127
+    assert bool(((rounded.dequantize() - weight).abs() <= steps * 0.5001).all())
+    packed = pack_levels(rounded, DEVICE)
+    assert (packed.bits, packed.group, packed.zeros, packed.zero) == (8, 0, None, 128)
+
+
+def test_what_is_kept_is_as_small_as_it_was_stored() -> None:
+    """4 bits, and 16 bits of a scale for each 128 inputs."""
+    packed = pack_levels(drawn(64, 1024, 4, 8, symmetric=True), DEVICE)
+    assert packed.num_bytes == 64 * 1024 // 2 + 64 * 8 * 2 and packed.order is None
+
+
+@pytest.mark.parametrize(
+    ("code", "bits", "first", "base", "dtype"),
+    [
+        (assembly.EARLY_BFLOAT16, 4, 0, -128, torch.bfloat16),
+        (assembly.LATE_BFLOAT16, 4, 8, -128, torch.bfloat16),
+        (assembly.EARLY_FLOAT16, 4, 0, -1024, torch.float16),
+        (assembly.LATE_FLOAT16, 4, 8, -1024, torch.float16),
+        (assembly.BYTES_BFLOAT16, 8, 0, 128, torch.bfloat16),
+        (assembly.BYTES_FLOAT16, 8, 0, -1024, torch.float16),
+    ],
+    ids=["early bf16", "late bf16", "early fp16", "late fp16", "bytes bf16", "bytes fp16"],
+)
+def test_the_assembly_widens_every_word(
+    code: Any, bits: int, first: int, base: int, dtype: torch.dtype
+) -> None:
+    """Exactly, whatever the zero points: two words a register, in any place."""
+    words = np.arange(2**16, dtype=np.uint16)
+    pairs = np.ascontiguousarray(np.stack([words, words[::-1]], 1)).view(np.uint32)[:, 0]
+    for zeros in ((0, 2**bits - 1), (2 ** (bits - 1), 5)):
+        offsets = [
+            torch.tensor([base - zero] * 2).to(dtype).view(torch.uint16).numpy().view(np.uint32)[0]
+            for zero in zeros
+        ]
+        made = evaluate(code.value, 2, [pairs, *(np.full_like(pairs, one) for one in offsets)])
+        for place, (register, zero) in enumerate(zip(made, zeros, strict=True)):
+            found = torch.from_numpy(register.view(np.uint16).copy()).view(dtype)
+            expected = (words >> (first + place * bits) & (2**bits - 1)).astype(np.float32) - zero
+            pair = torch.from_numpy(np.stack([expected, expected[::-1]], 1).reshape(-1))
+            assert torch.equal(found.float(), pair)
+
+
+def test_launches_fill_the_device_and_what_was_chosen_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for outputs, inputs in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
+        for rows in ROW_BOUNDS:
+            candidates = levels_candidates(rows, outputs, inputs // 256)
+            assert candidates[0] == levels_launch(2, rows, outputs, inputs // 256)
+            assert 3 <= len(candidates) <= 12
+            for one in candidates:
+                assert 2 * one.splits <= inputs // 256
+        assert -(-outputs // candidates[0].columns) * candidates[0].splits >= 160
+    products, used = LevelsProducts(), list[SkinnyLaunch]()
+    linear = products.layer(pack_levels(drawn(20, 64, 4), DEVICE), None)
+    (tuned,) = products.shapes.values()
+    tuned.chosen[ROW_BOUNDS.index(16)] = TILE
+    monkeypatch.setattr(LevelsLinear, "narrow", lambda _, x, launch: used.append(launch))
+    for rows in (8, 9, 16, 17):
+        linear(random(rows, 64).half())
+    assert [one == TILE for one in used] == [False, True, True, False]
+
+
+# One token, more than a tile's rows for an expert; two groups and one; gates by GELU.
+@pytest.mark.parametrize(
+    ("bits", "size", "symmetric", "tokens", "gelu"),
+    [(4, 32, False, 17, True), (8, 64, True, 1, False)],
+)
+def test_experts_are_multiplied_together(
+    bits: int, size: int, symmetric: bool, tokens: int, gelu: bool
+) -> None:
+    mixture = Mixture(2, 2, 64, 64, gelu=gelu)
+    names, matrices = expert_names(2), LevelsMatrices(mixture, bits, size, symmetric, DEVICE)
+    weights = read_levels(matrices, names, quantize=False)
+    assert weights is not None and isinstance(weights.down, GroupedLevels)
+    assert (weights.down.zeros is None) == symmetric
+    exact = ExpertWeights(
+        *(
+            GroupedWeight(torch.stack([matrices.stack(one[part]) for one in names]))
+            for part in (0, 1)
+        )
+    )
+    x, parts = mixture.rows(tokens, DEVICE), mixture.parts(DEVICE, weights=weights)
+    found = GroupedMoe(parts)(x)
+    assert error(found, mixture.apart(DEVICE, weights=exact)(x).double()) < BOUNDS[torch.float32]
+    alike = mixture.parts(DEVICE, InvariantLinear, weights)
+    invariant = GroupedMoe(alike, deterministic=True)
+    assert torch.equal(invariant(x)[-1:], invariant(x[-1:]))
+
+
+def test_experts_of_unlike_groups_are_not_put_together() -> None:
+    mixture = Mixture(2, 1, 64, 64)
+    few, many = (LevelsMatrices(mixture, 4, size, True, DEVICE) for size in (32, 64))
+    (first, second) = expert_names(2)
+    stack = LevelsStack(2)
+    assert stack.take(pack_levels(few.quantized(first[1]), DEVICE))
+    assert not stack.take(pack_levels(many.quantized(second[1]), DEVICE))
+    assert read_levels(Matrices(mixture, DEVICE), expert_names(2), quantize=False) is None
+
+
+def test_the_tuner_measures_each_shape_once_and_its_choice_is_used() -> None:
+    """Whatever it chooses computes the same, inputs in another order among it."""
+    products = LevelsProducts()
+    weights = [drawn(40, 256, 4, 2), shuffled(drawn(40, 256, 4, 8), torch.arange(256) // 32)]
+    linears = [products.layer(pack_levels(one, DEVICE), None) for one in (*weights, weights[0])]
+    tuner = Autotuner(lambda run: float(run().numel() > 0))
+    x = random(16, 256).half()
+    before = [linear(x) for linear in linears]
+    tune_levels(tuner, products, 16, torch.empty(0, dtype=torch.float16, device=DEVICE))
+    assert [one.kernel for one in tuner.choices] == [
+        "product 40x256, 4 bits by 128 in runs of 64, zero points, rows 16, float16",
+        "product 40x256, 4 bits by 32 in runs of 32, zero points, rows 16, float16",
+    ]
+    assert tuner.choices[0].read_bytes == 2 * linears[0].weight_bytes
+    for tuned in products.shapes.values():
+        assert tuned.chosen[ROW_BOUNDS.index(16)] is not None
+    for linear, expected in zip(linears, before, strict=True):
+        assert torch.equal(linear(x), expected)
+
+
+class NamedAttention(ReferenceBackend):
+    """Beside a backend called reference there are no kernels."""
+
+    name: ClassVar[str] = "named"
+
+
+@pytest.fixture
+def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "select", lambda *_: NamedAttention())
+    monkeypatch.setattr(placement, "make_ops", lambda *_: TritonOps())
+
+
+MODELS: dict[str, tuple[str, Format]] = {
+    "gptq": ("llama", gptq(desc_act=True)),
+    "experts in awq": ("qwen3-moe", awq(16)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_quantised_model_gives_the_tokens_of_its_numbers(
+    name: str, tmp_path: Path, on_triton: None
+) -> None:
+    architecture, form = MODELS[name]
+    packed, whole = save_quantized(tmp_path, architecture, form)
+    (path,) = Reference(whole).clear_paths(1, 2)
+    runner = make_runner(packed, attention_backend="auto")
+    assert isinstance(runner.model, Decoder) and runner.model.can_be_recorded
+    assert isinstance(runner.model._layers[0].qkv, LevelsLinear)
+    outputs = run(Engine(engine_config(packed), runner), [request("a", path.prompt, greedy(2))])
+    assert tuple(outputs["a", 0].token_ids) == path.output
+
+
+def test_a_whole_model_is_put_into_8_bits(checkpoint: Any, on_triton: None) -> None:
+    """With its experts and its head; logits stay close."""
+    folder, tops = checkpoint("mixtral"), []
+    for quantization in ("none", "int8"):
+        runner = make_runner(folder, attention_backend="auto", quantization=quantization)
+        params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20)
+        outputs = run(Engine(engine_config(folder), runner), [request("a", range(20, 28), params)])
+        tops.append(dict(outputs["a", 0].logprobs[0].top))
+    assert isinstance(runner.model, Decoder) and runner.model.can_be_recorded
+    assert isinstance(runner.model._lm_head, LevelsLinear)
+    common = tops[0].keys() & tops[1].keys()
+    assert tops[0] != tops[1] and len(common) > 12
+    assert max(abs(tops[0][token] - tops[1][token]) for token in common) < 1.0
+
+
+def test_8_bits_need_kernels_for_them(checkpoint: Any) -> None:
+    with pytest.raises(ConfigError, match="int8 needs the native CPU kernels.*or a native model"):
+        make_runner(checkpoint("qwen2"), attention_backend="reference", quantization="int8")
