@@ -45,6 +45,8 @@ from compiled.loops import Loop, describe_loop, loops
 from headrace_engine.attention.base import LayerParams
 from headrace_engine.model.config import ExpertsConfig
 
+# Where kernels may be launched before their turn.
+DEPENDENT = 90
 POINTERS = {
     torch.float64: "*fp64",
     torch.float32: "*fp32",
@@ -324,7 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--candidates", action="store_true", help="what is measured at warm-up, beside the tables"
     )
     parser.add_argument(
-        "--dependent", action="store_true", help="what may be launched before its turn, for 90"
+        "--dependent", action="store_true", help="what may be launched before its turn, on 90 only"
     )
     parser.add_argument("--loops", action="store_true", help="what their loops cost")
     parser.add_argument("--json", action="store_true", help="an object for each kernel")
@@ -335,7 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in wanted.shape:
         if not wanted.json:
             print(f"\n{name}\n{HEADER}")
-        for capability in wanted.capability:
+        for capability in [DEPENDENT] if wanted.dependent else wanted.capability:
             launches = _launches(wanted)(capability, SHAPES[name])
             for one in compile_launches(capability, launches, wanted.only, wanted.brief):
                 unfit += not one.fits and not wanted.candidates

@@ -21,6 +21,16 @@ class Scratch:
             made.append(torch.empty(size, dtype=torch.float32, device=device))
         return made[-1]
 
+    def split(
+        self, tiles: int, splits: int, elements: int, device: torch.device
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """For tiles of so many elements that are sums of `splits` parts each: float32 numbers for
+        the parts, and a counter for each tile. None where there is nothing to add up."""
+        if splits == 1:
+            return None, None
+        partial = self.take("partial", tiles * splits * elements, device)
+        return partial, self.counters(tiles, device)
+
     def counters(self, count: int, device: torch.device) -> torch.Tensor:
         """At least `count` int32 zeros. Whoever counts with them leaves zeros."""
         made = self._counters.setdefault(device, [])

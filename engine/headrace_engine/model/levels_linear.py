@@ -150,18 +150,16 @@ class LevelsLinear:
         packed, count = self._packed, len(rows)
         height = TILE_ROWS if self._deterministic else min(TILE_ROWS, tile_extent(count))
         programs = -(-count // height) * -(-packed.outputs // launch.columns)
-        split, partial, arrived = launch.splits > 1, None, None
-        if split:
-            elements = programs * launch.splits * launch.columns * height
-            partial = self._scratch.take("partial", elements, rows.device)
-            arrived = self._scratch.counters(programs, rows.device)
+        partial, arrived = self._scratch.split(
+            programs, launch.splits, launch.columns * height, rows.device
+        )
         levels_kernel[(programs, launch.splits)](
             output, partial, arrived, rows, packed.words, packed.scales, packed.zero_points,
             self._bias, count, launch.splits, len(packed.words), packed.outputs, rows.stride(0),
-            BIAS=self._bias is not None, SPLIT=split, ROWS=height, COLUMNS=launch.columns,
-            ASM=by_assembly(rows), EXACT=dot_precision(rows.element_size()),
-            num_warps=launch.warps, num_stages=launch.stages, **levels_layout(packed),
-            **self._dependent.product,
+            BIAS=self._bias is not None, SPLIT=launch.splits > 1,
+            ROWS=height, COLUMNS=launch.columns, ASM=by_assembly(rows),
+            EXACT=dot_precision(rows.element_size()), num_warps=launch.warps,
+            num_stages=launch.stages, **levels_layout(packed), **self._dependent.product,
         )  # fmt: skip
 
 

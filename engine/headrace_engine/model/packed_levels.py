@@ -17,8 +17,20 @@ RUNS = (64, 32, 16)
 MORE = 1.1
 
 
+class _Levels:
+    """What kernels are given as zero points: where there are none they do not look."""
+
+    __slots__ = ()
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+
+    @property
+    def zero_points(self) -> torch.Tensor:
+        return self.scales if self.zeros is None else self.zeros
+
+
 @dataclass(frozen=True, slots=True)
-class PackedLevels:
+class PackedLevels(_Levels):
     """weight[o, i] = (level - zero point) * scale, for inputs in the order of `order`.
 
     words   int16 [steps, out, run]: in each 16 / bits numbers, the first in the lowest bits, of
@@ -35,11 +47,6 @@ class PackedLevels:
     group: int
     bits: int
     order: torch.Tensor | None
-
-    @property
-    def zero_points(self) -> torch.Tensor:
-        """What kernels are given: where there are none they do not look."""
-        return self.scales if self.zeros is None else self.zeros
 
     @property
     def outputs(self) -> int:
@@ -75,7 +82,7 @@ def pack_levels(weight: QuantizedWeight, device: torch.device) -> PackedLevels:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupedLevels:
+class GroupedLevels(_Levels):
     """PackedLevels of E matrices of one shape: words [E, steps, out, run], scales and zeros
     [E, groups, out]. `inputs` are in their order; fillers are behind the last."""
 
@@ -86,11 +93,6 @@ class GroupedLevels:
     group: int
     bits: int
     inputs: int
-
-    @property
-    def zero_points(self) -> torch.Tensor:
-        """What kernels are given: where there are none they do not look."""
-        return self.scales if self.zeros is None else self.zeros
 
     @property
     def values(self) -> torch.Tensor:

@@ -123,16 +123,15 @@ class Float8Linear:
     def _launch(self, output: torch.Tensor, rows: torch.Tensor, launch: SkinnyLaunch) -> None:
         outputs, inputs = self._weight.shape
         height, tiles = tile_extent(len(rows)), -(-outputs // launch.columns)
-        split, partial, arrived = launch.splits > 1, None, None
-        if split:
-            elements = tiles * launch.splits * launch.columns * height
-            partial = self._scratch.take("partial", elements, rows.device)
-            arrived = self._scratch.counters(tiles, rows.device)
+        partial, arrived = self._scratch.split(
+            tiles, launch.splits, launch.columns * height, rows.device
+        )
         ahead = self._dependent.prefetched(outputs * launch.splits, inputs // launch.splits)
         skinny_float8_kernel[(tiles, launch.splits)](
             output, partial, arrived, rows, self._weight, self._scales, self._bias, len(rows),
             launch.splits, inputs, outputs, rows.stride(0), self._scales.stride(0), ahead,
-            BIAS=self._bias is not None, SPLIT=split, GROUP=self._group, BITS=self._stored.bits,
-            ROWS=height, COLUMNS=launch.columns, DEPTH=launch.depth, **self._dependent.product,
+            BIAS=self._bias is not None, SPLIT=launch.splits > 1, GROUP=self._group,
+            BITS=self._stored.bits, ROWS=height, COLUMNS=launch.columns, DEPTH=launch.depth,
+            **self._dependent.product, LINES=self._dependent.lines,
             num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip

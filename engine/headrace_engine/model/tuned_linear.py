@@ -129,16 +129,13 @@ class TunedLinear:
     def _launch(self, output: torch.Tensor, rows: torch.Tensor, launch: SkinnyLaunch) -> None:
         outputs, inputs = self._weight.shape
         height, tiles = tile_extent(len(rows)), -(-outputs // launch.columns)
-        split = launch.splits > 1
-        partial, arrived = None, None
-        if split:
-            elements = tiles * launch.splits * launch.columns * height
-            partial = self._scratch.take("partial", elements, rows.device)
-            arrived = self._scratch.counters(tiles, rows.device)
+        partial, arrived = self._scratch.split(
+            tiles, launch.splits, launch.columns * height, rows.device
+        )
         skinny_kernel[(tiles, launch.splits)](
             output, partial, arrived, rows, self._weight, self._bias, len(rows), launch.splits,
             inputs, outputs, rows.stride(0), self._ahead(launch), BIAS=self._bias is not None,
-            SPLIT=split, ROWS=height, COLUMNS=launch.columns, DEPTH=launch.depth,
+            SPLIT=launch.splits > 1, ROWS=height, COLUMNS=launch.columns, DEPTH=launch.depth,
             **self._dependent.product, LINES=self._dependent.lines,
             num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip

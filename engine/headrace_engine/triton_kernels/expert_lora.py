@@ -6,19 +6,8 @@ Rows of a tile may have different adapters: a program takes those of one of them
 
 import triton.language as tl
 
-from .experts import activated
-from .jit import await_earlier, jit, jit_unspecialized
-
-
-@jit
-def _places(
-    order: tl.tensor, tiles: tl.tensor, tile: tl.tensor, capacity: tl.tensor, ROWS: tl.constexpr
-) -> tl.tensor:
-    """(places, pairs, which of them are of the tile's expert) of a tile's rows."""
-    places = tl.load(tiles + capacity + tile) + tl.arange(0, ROWS)
-    valid = places < tl.load(tiles + 2 * capacity + tile)
-    pairs = tl.load(order + places, mask=valid, other=0).to(tl.int64)
-    return places.to(tl.int64), pairs, valid
+from .experts import activated, places_of
+from .jit import await_earlier, jit_unspecialized
 
 
 @jit_unspecialized("capacity")
@@ -41,7 +30,7 @@ def expert_gather_kernel(
     await_earlier(DEPENDENT)
     tile = tl.program_id(0)
     if tile < tl.load(live):
-        places, pairs, valid = _places(order, tiles, tile, capacity, ROWS)
+        places, pairs, valid = places_of(order, tiles, tile, capacity, ROWS)
         at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         mask = valid[:, None] & (at < WIDTH)[None, :]
         rows = tl.load(x + (pairs // PER_TOKEN)[:, None] * x_stride + at[None, :], mask=mask)
@@ -67,7 +56,7 @@ def expert_activate_kernel(
     await_earlier(DEPENDENT)
     tile = tl.program_id(0)
     if tile < tl.load(live):
-        places, pairs, valid = _places(order, tiles, tile, capacity, ROWS)
+        places, pairs, valid = places_of(order, tiles, tile, capacity, ROWS)
         at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         mask = valid[:, None] & (at < WIDTH)[None, :]
         source = gate_up + pairs[:, None] * (2 * WIDTH) + at[None, :]
@@ -106,7 +95,7 @@ def expert_shrink_kernel(
     rank = tl.load(ranks + slot)
     first = tl.program_id(2) * COLUMNS
     if (first < rank) & (tile < tl.load(live)):
-        places, pairs, valid = _places(order, tiles, tile, capacity, ROWS)
+        places, pairs, valid = places_of(order, tiles, tile, capacity, ROWS)
         own = valid & (tl.load(owners + pairs // PER_TOKEN, mask=valid, other=-1) == slot)
         if tl.sum(own.to(tl.int32), 0) > 0:
             columns = first + tl.arange(0, COLUMNS)
@@ -154,7 +143,7 @@ def expert_expand_kernel(
     tile, slot = tl.program_id(0), tl.program_id(1)
     rank = tl.load(ranks + slot)
     if (rank > 0) & (tile < tl.load(live)):
-        places, pairs, valid = _places(order, tiles, tile, capacity, ROWS)
+        places, pairs, valid = places_of(order, tiles, tile, capacity, ROWS)
         own = valid & (tl.load(owners + pairs // PER_TOKEN, mask=valid, other=-1) == slot)
         if tl.sum(own.to(tl.int32), 0) > 0:
             columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)

@@ -49,6 +49,30 @@ def activated(gate: tl.tensor, up: tl.tensor, to: tl.tensor, GELU: tl.constexpr)
     return active * up.to(to.dtype.element_ty).to(tl.float32)
 
 
+@jit
+def tile_of(
+    capacity: tl.tensor, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr
+) -> tl.tensor:
+    """(tile of rows, outputs [COLUMNS]) of this program: as many as TOGETHER tiles of rows share a
+    tile of outputs one after the other."""
+    width = TOGETHER * tl.cdiv(OUTPUTS, COLUMNS)
+    begin = tl.program_id(0) // width * TOGETHER
+    height = tl.minimum(capacity - begin, TOGETHER)
+    tile = begin + tl.program_id(0) % width % height
+    return tile, (tl.program_id(0) % width // height) * COLUMNS + tl.arange(0, COLUMNS)
+
+
+@jit
+def places_of(
+    order: tl.tensor, tiles: tl.tensor, tile: tl.tensor, capacity: tl.tensor, ROWS: tl.constexpr
+) -> tl.tensor:
+    """(places, pairs, which of them are of the tile's expert) of a tile's rows [ROWS]."""
+    places = tl.load(tiles + capacity + tile) + tl.arange(0, ROWS)
+    valid = places < tl.load(tiles + 2 * capacity + tile)
+    pairs = tl.load(order + places, mask=valid, other=0).to(tl.int64)
+    return places.to(tl.int64), pairs, valid
+
+
 @jit_unspecialized("capacity")
 def grouped_kernel(
     output: tl.tensor,
@@ -84,17 +108,10 @@ def grouped_kernel(
     many as TOGETHER tiles of rows share a tile of weights one after the other.
     """
     await_earlier(DEPENDENT)
-    width = TOGETHER * tl.cdiv(OUTPUTS, COLUMNS)
-    begin = tl.program_id(0) // width * TOGETHER
-    height = tl.minimum(capacity - begin, TOGETHER)
-    tile = begin + tl.program_id(0) % width % height
+    tile, columns = tile_of(capacity, OUTPUTS, COLUMNS, TOGETHER)
     if tile < tl.load(live):
         expert = tl.load(tiles + tile).to(tl.int64)
-        places = tl.load(tiles + capacity + tile) + tl.arange(0, ROWS)
-        valid = places < tl.load(tiles + 2 * capacity + tile)
-        pairs = tl.load(order + places, mask=valid, other=0).to(tl.int64)
-        places = places.to(tl.int64)
-        columns = (tl.program_id(0) % width // height) * COLUMNS + tl.arange(0, COLUMNS)
+        places, pairs, valid = places_of(order, tiles, tile, capacity, ROWS)
         inside = columns < OUTPUTS
         depth = tl.arange(0, DEPTH)
         if GATED:

@@ -106,7 +106,7 @@ def prefetch(place: tl.tensor) -> None:
 
 
 @jit
-def prefetch_rows(rows: tl.tensor, size: tl.tensor, LINES: tl.constexpr = False) -> None:
+def prefetch_rows(rows: tl.tensor, size: tl.tensor, LINES: tl.constexpr) -> None:
     """Asks for the first `size` bytes of what `rows` [N] point to, into the L2 cache.
 
     A multiple of PREFETCH_MULTIPLE, or 0. Both the rows and what they are cut into for a program's

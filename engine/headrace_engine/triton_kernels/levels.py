@@ -19,6 +19,7 @@ from .levels_assembly import (
     LATE_BFLOAT16,
     LATE_FLOAT16,
 )
+from .skinny import joined
 
 
 @jit
@@ -217,19 +218,8 @@ def levels_kernel(
                 zeros + held, first, outputs,
                 2 * pair * BITS, BITS, GROUP, ZERO, RUN, COLUMNS, ASM, EXACT,
             )  # fmt: skip
-    if SPLIT:
-        places = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        mine = partial + tile.to(tl.int64) * splits * COLUMNS * ROWS + places
-        tl.store(mine + part * COLUMNS * ROWS, sums)
-        # All threads' parts are written before it is said that they are, and read behind it.
-        tl.debug_barrier()
-        if tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == splits - 1:
-            total = tl.zeros([COLUMNS, ROWS], tl.float32)
-            for other in range(0, splits):
-                total += tl.load(mine + other * COLUMNS * ROWS, cache_modifier=".cg")
-            _keep(output, total, scales, bias, columns, lines, rows, outputs, GROUP, BIAS)
-            tl.store(arrived + tile, 0)
-    else:
+    last, sums = joined(partial, arrived, sums, tile, splits, SPLIT, ROWS, COLUMNS)
+    if last:
         _keep(output, sums, scales, bias, columns, lines, rows, outputs, GROUP, BIAS)
 
 

@@ -4,7 +4,7 @@ numbers of 4 or 8 bits: as `experts` has them for others, with weights as the le
 
 import triton.language as tl
 
-from .experts import activated
+from .experts import activated, places_of, tile_of
 from .jit import await_earlier, jit, jit_unspecialized
 from .levels import multiply_levels
 
@@ -65,19 +65,13 @@ def grouped_levels_kernel(
     as TOGETHER tiles of rows share a tile of weights one after the other.
     """
     await_earlier(DEPENDENT)
-    width = TOGETHER * tl.cdiv(OUTPUTS, COLUMNS)
-    begin = tl.program_id(0) // width * TOGETHER
-    height = tl.minimum(capacity - begin, TOGETHER)
-    tile = begin + tl.program_id(0) % width % height
+    tile, columns = tile_of(capacity, OUTPUTS, COLUMNS, TOGETHER)
     if tile < tl.load(live):
         expert = tl.load(tiles + tile).to(tl.int64)
-        places = tl.load(tiles + capacity + tile) + tl.arange(0, ROWS)
-        valid = places < tl.load(tiles + 2 * capacity + tile)
-        pairs = tl.load(order + places, mask=valid, other=0).to(tl.int64)
-        columns = (tl.program_id(0) % width // height) * COLUMNS + tl.arange(0, COLUMNS)
+        places, pairs, valid = places_of(order, tiles, tile, capacity, ROWS)
         held = tl.minimum(columns, OUTPUTS - 1)
-        source = pairs // PER_TOKEN if GATED else places.to(tl.int64)
-        target = places.to(tl.int64) if GATED else pairs
+        source = pairs // PER_TOKEN if GATED else places
+        target = places if GATED else pairs
         all_outputs: tl.constexpr = OUTPUTS * (2 if GATED else 1)
         right = x + source[None, :] * x_stride
         left = words + expert * (STEPS * all_outputs * RUN)

@@ -41,6 +41,37 @@ def keep(
 
 
 @jit
+def joined(
+    partial: tl.tensor,
+    arrived: tl.tensor,
+    sums: tl.tensor,
+    tile: tl.tensor,
+    splits: tl.tensor,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> tl.tensor:
+    """(whether this program is the last of its tile's; if so, the sum of all parts in their order).
+
+    A program's part is its id of axis 1. Without SPLIT each is the last, of one.
+    """
+    last = True
+    if SPLIT:
+        places = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        own = partial + tile.to(tl.int64) * splits * COLUMNS * ROWS + places
+        tl.store(own + tl.program_id(1) * COLUMNS * ROWS, sums)
+        # All threads' parts are written before it is said that they are, and read behind it.
+        tl.debug_barrier()
+        last = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == splits - 1
+        if last:
+            sums = tl.zeros([COLUMNS, ROWS], tl.float32)
+            for part in range(0, splits):
+                sums += tl.load(own + part * COLUMNS * ROWS, cache_modifier=".cg")
+            tl.store(arrived + tile, 0)
+    return last, sums
+
+
+@jit
 def finish(
     output: tl.tensor,
     partial: tl.tensor,
@@ -58,21 +89,8 @@ def finish(
     COLUMNS: tl.constexpr,
 ) -> None:
     """Writes a program's sums [COLUMNS, ROWS]; those of all parts, if it is the last of them."""
-    if SPLIT:
-        places = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        own = partial + tile.to(tl.int64) * splits * COLUMNS * ROWS + places
-        tl.store(own + tl.program_id(1) * COLUMNS * ROWS, sums)
-        # All threads' parts are written before it is said that they are, and read behind it.
-        tl.debug_barrier()
-        before = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu")
-        if before == splits - 1:
-            total = tl.zeros([COLUMNS, ROWS], tl.float32)
-            for part in range(0, splits):
-                total += tl.load(own + part * COLUMNS * ROWS, cache_modifier=".cg")
-            total = biased(total, bias, columns, BIAS)
-            keep(output, total, tile, rows, outputs, ROWS, COLUMNS)
-            tl.store(arrived + tile, 0)
-    else:
+    last, sums = joined(partial, arrived, sums, tile, splits, SPLIT, ROWS, COLUMNS)
+    if last:
         sums = biased(sums, bias, columns, BIAS)
         keep(output, sums, tile, rows, outputs, ROWS, COLUMNS)
 

@@ -33,6 +33,7 @@ def skinny_float8_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    LINES: tl.constexpr,
 ) -> None:
     """Program (tile of outputs, part): output [rows, outputs] = x . weight^T (+ bias).
 
@@ -48,7 +49,7 @@ def skinny_float8_kernel(
     depth = tl.arange(0, DEPTH)
     begins = weight + columns.to(tl.int64) * inputs
     if DEPENDENT > 0:
-        prefetch_rows(begins + first, ahead)
+        prefetch_rows(begins + first, ahead, LINES)
     await_earlier(DEPENDENT)
     own = scales + columns * scales_stride
     left = begins[:, None] + depth[None, :]
