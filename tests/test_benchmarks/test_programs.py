@@ -17,7 +17,8 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 PROGRAMS = sorted(
     file.stem for file in BENCHMARKS.glob("*.py") if "ArgumentParser(" in file.read_text()
 )
-MODULES = sorted(file.stem for file in BENCHMARKS.glob("*.py"))
+FILES = [file.relative_to(BENCHMARKS).with_suffix("") for file in BENCHMARKS.rglob("[!_]*.py")]
+MODULES = sorted(".".join(file.parts) for file in FILES)
 OTHERS = ["train", "pictures"]  # of demo/ and charts/generate/
 Run = Callable[..., str]
 
