@@ -44,7 +44,7 @@ def refusal() -> str | None:
     if cuda is None or cuda.split(".")[0] != CUDA_MAJOR:
         return f"torch is built for CUDA {cuda}, the null device for CUDA {CUDA_MAJOR}"
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed, which has CUDA's headers"
+        return "Triton is not installed, which has some of CUDA's headers"
     if compiler() is None:
         return "there is no C compiler: set CC or install gcc"
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
@@ -61,17 +61,30 @@ def build(folder: Path) -> Path:
     target, command = folder / LIBRARY, compiler()
     assert command is not None, "look for a refusal first"
     sources = map(str, sorted(SOURCES.glob("*.c")))
-    arguments = [*FLAGS, f"-I{_headers()}", "-o", str(target), *sources, "-ldl", "-lpthread"]
+    arguments = [
+        *FLAGS,
+        *(f"-I{one}" for one in _headers()),
+        "-o",
+        str(target),
+        *sources,
+        "-ldl",
+        "-lpthread",
+    ]
     done = subprocess.run([command, *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"the null CUDA device cannot be compiled:\n{done.stderr}")
     return target
 
 
-def _headers() -> Path:
+def _headers() -> list[Path]:
+    """Of the runtime that torch was installed with; what it leaves out Triton has, which may be
+    another version's."""
     found = importlib.util.find_spec("triton")
     assert found is not None and found.origin is not None
-    return Path(found.origin).parent / "backends" / "nvidia" / "include"
+    return [
+        Path(torch.__file__).parent.parent / "nvidia" / f"cu{CUDA_MAJOR}" / "include",
+        Path(found.origin).parent / "backends" / "nvidia" / "include",
+    ]
 
 
 def environment(library: Path, base: Mapping[str, str]) -> dict[str, str]:
