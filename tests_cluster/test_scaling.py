@@ -58,6 +58,7 @@ def test_replicas_follow_the_load_and_every_answer_is_right(
     with recorder:
         with load(few) as light:
             light.await_answers(10)
+            until(lambda: recorder.most("desired") > 0, "an engine to be wanted", PATIENCE_S)
         one = recorder.most("desired")
         with load(many) as heavy:
             until(lambda: recorder.most("ready") == MOST, f"{MOST} engines to be ready", PATIENCE_S)
