@@ -27,6 +27,7 @@ from headrace_engine.tuning import autotuner, start, steps
 from headrace_engine.tuning.autotuner import Autotuner, Run
 from headrace_testing.engines import engine_config, make_runner
 from headrace_testing.recorded_steps import Replays
+from headrace_testing.timers import LastWins
 from headrace_testing.triton_interpreter import correct_bfloat16
 
 AHEAD, EARLY = DependentLaunch(4 << 20), DependentLaunch(early=True)
@@ -69,17 +70,6 @@ def test_what_is_prefetched_fits_the_cache_and_the_rows(rows: int) -> None:
         assert size == min(8192, full) or rows * full > 16 << 20
 
 
-class ShortestLast:
-    """A device on which each candidate is faster than the one before."""
-
-    def __init__(self) -> None:
-        self._seconds = 1.0
-
-    def __call__(self, run: Run) -> float:
-        self._seconds *= 0.9
-        return self._seconds
-
-
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How kernels were to be launched, which the interpreter launches one by one anyway."""
@@ -117,7 +107,7 @@ def test_recorded_steps_are_launched_as_whole_steps_were_fastest(
 ) -> None:
     config = engine_config(Path(runner._config.model), max_num_seqs=3)
     assert steps.can_depend(runner._placed)
-    chooser = Autotuner(ShortestLast(), budget=1e9)
+    chooser = Autotuner(LastWins(), budget=1e9)
     measure(runner, config, 1, chooser)
     (choice,) = chooser.choices
     assert choice.kernel.startswith("step, rows 1, keys 20, 2 layers, ")
@@ -147,7 +137,7 @@ def test_a_way_that_changes_bits_is_not_taken(
         return torch.tensor([1.0, 2.0 if run[-1] is None else 2.001])
 
     monkeypatch.setattr(Decoder, "forward", racing)
-    chooser = Autotuner(ShortestLast(), budget=1e9)
+    chooser = Autotuner(LastWins(), budget=1e9)
     measure(runner, engine_config(Path(runner._config.model)), 16, chooser)
     (choice,) = chooser.choices
     assert choice.chosen == "one by one" and set(choice.refused) == {"ahead", "early"}
@@ -167,9 +157,9 @@ def test_whole_steps_are_measured_from_hopper_on_and_in_one_process(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     on_device = replace(runner._placed, device=torch.device("cuda"))
     for placed in (runner._placed, replace(on_device, model=object())):  # type: ignore[arg-type]
-        start.tune_with(Autotuner(ShortestLast()), placed, config)
+        start.tune_with(Autotuner(LastWins()), placed, config)
     assert measured == []
-    start.tune_with(Autotuner(ShortestLast()), on_device, config)
+    start.tune_with(Autotuner(LastWins()), on_device, config)
     assert measured == [1, 16, 64]
 
 

@@ -19,8 +19,9 @@ from headrace_engine.model.decoder import Decoder
 from headrace_engine.model.expert_weights import GROUP_MULTIPLE, MixtureParts, read_experts
 from headrace_engine.model.invariant import InvariantLinear
 from headrace_engine.model.parallel import Shard, WeightCuts
+from headrace_engine.model.routing import Routing
 from headrace_engine.model.static_batch import StaticBatch
-from headrace_engine.model.triton_experts import GroupedMoe, Routing, most_tiles
+from headrace_engine.model.triton_experts import GroupedMoe, most_tiles
 from headrace_engine.model.triton_ops import TritonOps
 from headrace_testing.engines import engine_config, greedy, make_runner, request, run
 from headrace_testing.mixtures import Matrices, Mixture, expert_names

@@ -32,13 +32,14 @@ from headrace_engine.triton_kernels import launch as launches
 from headrace_engine.tuning import adapters as tuned_adapters
 from headrace_engine.tuning import attention as tuned_attention
 from headrace_engine.tuning import autotuner, start
-from headrace_engine.tuning import products as tuned_products
+from headrace_engine.tuning import layers as tuned_layers
 from headrace_engine.tuning.adapters import AdapterTuning
 from headrace_engine.tuning.autotuner import Autotuner, Choice, Run
 from headrace_engine.tuning.experts import tune_experts
 from headrace_engine.tuning.table import ChoiceTable
 from headrace_testing.engines import Output, engine_config, make_runner, request, run
 from headrace_testing.mixtures import Mixture
+from headrace_testing.timers import LastWins
 from headrace_testing.triton_interpreter import correct_bfloat16
 
 VERSIONS = {"torch": "2.11", "triton": "3.6"}
@@ -143,17 +144,6 @@ def test_a_file_that_is_no_table_is_named(tmp_path: Path, text: str) -> None:
         ChoiceTable(tmp_path, "cpu", {}).read()
 
 
-class LastWins:
-    """A device on which each candidate is faster than the one before."""
-
-    def __init__(self) -> None:
-        self._seconds = 1.0
-
-    def __call__(self, run: Run) -> float:
-        self._seconds *= 0.9
-        return self._seconds
-
-
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Candidates that fit a tiny model."""
@@ -171,7 +161,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tuned_attention, name, size)
     monkeypatch.setattr(start, "POOL_BYTES", 1 << 16)
     monkeypatch.setattr(autotuner, "REPEATS", 1)
-    monkeypatch.setattr(tuned_products, "ROTATED_BYTES", 1)
+    monkeypatch.setattr(tuned_layers, "ROTATED_BYTES", 1)
 
 
 @pytest.fixture

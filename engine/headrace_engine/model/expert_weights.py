@@ -33,6 +33,11 @@ class GroupedWeight:
     group: int = 0
 
     @property
+    def own_group(self) -> int:
+        """Inputs that have a scale of their own; 0: all of an output have one, or none."""
+        return self.group if self.scales is not None and self.scales.shape[2] > 1 else 0
+
+    @property
     def outputs(self) -> int:
         return self.values.shape[1]
 

@@ -9,15 +9,7 @@ from ..triton_kernels.launch import EXPERT_TILES, LinearLaunch, dot_precision
 from ..triton_kernels.levels_experts import grouped_levels_kernel
 from .levels_linear import by_assembly
 from .packed_levels import GroupedLevels
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertTiles:
-    """Which rows belong to which expert: see Routing."""
-
-    order: torch.Tensor
-    tiles: torch.Tensor
-    live: torch.Tensor
+from .routing import Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +27,14 @@ def multiply_experts(
     output: torch.Tensor,
     x: torch.Tensor,
     product: ExpertProduct,
-    routed: ExpertTiles,
+    routing: Routing,
     launch: LinearLaunch,
     options: Options,
 ) -> None:
-    weight, outputs, capacity = product.weight, output.shape[1], routed.tiles.shape[1]
+    weight, outputs, capacity = product.weight, output.shape[1], routing.tiles.shape[1]
     grouped_levels_kernel[(capacity * -(-outputs // launch.columns),)](
         output, x, weight.words, weight.scales, weight.zero_points,
-        routed.order, routed.tiles, routed.live, x.stride(0), capacity,
+        routing.order, routing.tiles, routing.live, x.stride(0), capacity,
         PER_TOKEN=product.per_token, STEPS=weight.words.shape[1], GROUPS=weight.scales.shape[1],
         INPUTS=weight.inputs, OUTPUTS=outputs, GATED=product.gated, GELU=product.gelu,
         BITS=weight.bits, GROUP=weight.group, ZERO=weight.zero if weight.zeros is None else -1,

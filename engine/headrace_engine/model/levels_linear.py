@@ -22,8 +22,8 @@ from ..triton_kernels.levels_launch import (
 )
 from .layers import over_rows
 from .packed_levels import PackedLevels
+from .tuned_linear import HALVES, Choices, none_chosen
 
-HALVES = (torch.bfloat16, torch.float16)
 # Outputs that a program makes whole.
 WIDE_COLUMNS = 32
 
@@ -46,7 +46,7 @@ class TunedLevels:
     computed; None: as the table has it."""
 
     layers: list["LevelsLinear"] = field(default_factory=list)
-    chosen: list[SkinnyLaunch | None] = field(default_factory=lambda: [None] * len(ROW_BOUNDS))
+    chosen: Choices = field(default_factory=none_chosen)
 
 
 @dataclass(frozen=True, slots=True)

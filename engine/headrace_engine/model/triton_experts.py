@@ -4,8 +4,6 @@ out there, and one launch multiplies those of all experts.
 So a recorded step serves whatever routing its replay comes to.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from ..attention.fp8 import WHOLE, Storage, is_fp8, storage
@@ -27,28 +25,13 @@ from ..triton_kernels.launch import (
 from ..triton_kernels.levels_launch import levels_tile, levels_tiles
 from ..triton_kernels.routing import place_kernel, route_kernel
 from .expert_weights import GROUP_MULTIPLE, GroupedWeight, MixtureParts
-from .levels_experts import ExpertProduct, ExpertTiles, multiply_experts
+from .levels_experts import ExpertProduct, multiply_experts
 from .packed_levels import GroupedLevels
+from .routing import Routing
 from .tuned_experts import Mixtures, MixtureShape
 
 # Tokens that a program routes; elements of a row that one sums.
 TOKENS, MIX_BLOCK = 32, 512
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """Of T tokens with K experts each, on the device.
-
-    weights  float32 [T, K]
-    order    int32 [T * K]: pairs (token * K + k), by expert
-    tiles    int32 [3, most]: each one's expert, where in `order` it begins and its expert ends
-    live     int32 [1]: how many tiles there are
-    """
-
-    weights: torch.Tensor
-    order: torch.Tensor
-    tiles: torch.Tensor
-    live: torch.Tensor
 
 
 class GroupedMoe:
@@ -84,8 +67,7 @@ class GroupedMoe:
         sizes = (config.count, config.per_token, down.outputs, down.inputs, down.values.dtype)
         if isinstance(down, GroupedLevels):
             return MixtureShape(*sizes, down.group, down.bits)
-        group = down.group if down.scales is not None and down.scales.shape[2] > 1 else 0
-        return MixtureShape(*sizes, group)
+        return MixtureShape(*sizes, down.own_group)
 
     def __call__(
         self, x: torch.Tensor, lora: LayerLoRA | None = None, slots: torch.Tensor | None = None
@@ -198,12 +180,10 @@ class GroupedMoe:
     ) -> None:
         if isinstance(weight, GroupedLevels):
             product = ExpertProduct(weight, self._config.per_token, gated, self._gelu)
-            routed = ExpertTiles(routing.order, routing.tiles, routing.live)
-            return multiply_experts(output, x, product, routed, launch, self._dependent.product)
+            return multiply_experts(output, x, product, routing, launch, self._dependent.product)
         (values,) = self._stored.views([weight.values])
         scales, outputs = weight.scales, output.shape[1]
-        groups = 0 if scales is None else scales.shape[2]
-        group = weight.group if groups > 1 else 0
+        groups, group = 0 if scales is None else scales.shape[2], weight.own_group
         columns = _columns(launch, gated, group > 0)
         capacity = routing.tiles.shape[1]
         grouped_kernel[(capacity * -(-outputs // columns),)](

@@ -51,7 +51,7 @@ class WidenedLinear:
         (self._weight,) = self._stored.views([weight.values.contiguous().to(device)])
         self._scales = weight.scales.contiguous().to(device)
         self._bias = bias
-        self._group = weight.group if weight.scales.shape[1] > 1 else 0
+        self._group = weight.own_group
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return over_rows(x, len(self._weight), self._launch)

@@ -16,7 +16,7 @@ from ..triton_kernels.skinny_float8 import skinny_float8_kernel
 from .float8_linear import ScaledLinear, make_float8
 from .layers import Linear, over_rows
 from .quantization.float8_weight import FLOAT8, Float8Weight
-from .tuned_linear import HALVES, Choices
+from .tuned_linear import HALVES, Choices, none_chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +34,13 @@ class Float8Shape:
         return float8_candidates(self.inputs, self.outputs, self.group)
 
 
-def _none() -> Choices:
-    return [None] * len(ROW_BOUNDS)
-
-
 @dataclass(slots=True)
 class TunedFloat8:
     """All layers of one shape, and how few rows are computed, by their place in ROW_BOUNDS; None:
     as many are."""
 
     layers: list["Float8Linear"] = field(default_factory=list)
-    choices: Choices = field(default_factory=_none)
+    choices: Choices = field(default_factory=none_chosen)
 
 
 class Float8Products:
@@ -68,8 +64,7 @@ class Float8Products:
         many = make_float8(placed, bias, device, capability)
         if many is None:
             return None
-        group = weight.group if scales.shape[1] > 1 else 0
-        shape = Float8Shape(*weight.shape, group, isinstance(many, ScaledLinear))
+        shape = Float8Shape(*weight.shape, weight.own_group, isinstance(many, ScaledLinear))
         if not shape.candidates:
             return many
         tuned = self.shapes.setdefault(shape, TunedFloat8(choices=_defaults(shape)))
@@ -80,7 +75,7 @@ class Float8Products:
 
 def _defaults(shape: Float8Shape) -> Choices:
     """Unmeasured: what rounds rows cuts inputs itself."""
-    return _none() if shape.scaled else [shape.candidates[0]] * len(ROW_BOUNDS)
+    return none_chosen() if shape.scaled else [shape.candidates[0]] * len(ROW_BOUNDS)
 
 
 class Float8Linear:
@@ -98,7 +93,7 @@ class Float8Linear:
         self._stored = storage(FLOAT8, capability)
         (self._weight,) = self._stored.views([weight.values])
         self._scales, self._bias = weight.scales, bias
-        self._group = weight.group if weight.scales.shape[1] > 1 else 0
+        self._group = weight.own_group
         self.many, self._tuned = many, tuned
         self._dependent, self._scratch = products.dependent, products.scratch
 

@@ -18,7 +18,7 @@ from .layers import over_rows
 HALVES = (torch.bfloat16, torch.float16)
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
-# By the place of a number of rows in ROW_BOUNDS; None: cuBLAS.
+# By the place of a number of rows in ROW_BOUNDS; None: as without measuring.
 Choices = list[SkinnyLaunch | None]
 
 
@@ -29,7 +29,7 @@ class ProductShape:
     dtype: torch.dtype
 
 
-def _none() -> Choices:
+def none_chosen() -> Choices:
     return [None] * len(ROW_BOUNDS)
 
 
@@ -39,8 +39,8 @@ class TunedShape:
     of a gated MLP is part of it."""
 
     layers: list["TunedLinear"] = field(default_factory=list)
-    plain: Choices = field(default_factory=_none)
-    silu: Choices = field(default_factory=_none)
+    plain: Choices = field(default_factory=none_chosen)
+    silu: Choices = field(default_factory=none_chosen)
     gated: bool = False
 
 

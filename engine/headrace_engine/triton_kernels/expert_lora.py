@@ -7,7 +7,7 @@ Rows of a tile may have different adapters: a program takes those of one of them
 import triton.language as tl
 
 from .experts import activated, places_of
-from .jit import await_earlier, jit_unspecialized
+from .jit import await_earlier, jit, jit_unspecialized
 
 
 @jit_unspecialized("capacity")
@@ -66,6 +66,23 @@ def expert_activate_kernel(
         tl.store(output + places[:, None] * WIDTH + at[None, :], made, mask=mask)
 
 
+@jit
+def _places_with(
+    slot: tl.tensor,
+    owners: tl.tensor,
+    order: tl.tensor,
+    tiles: tl.tensor,
+    tile: tl.tensor,
+    capacity: tl.tensor,
+    PER_TOKEN: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> tl.tensor:
+    """As places_of, of tokens with the adapter in `slot`."""
+    places, pairs, valid = places_of(order, tiles, tile, capacity, ROWS)
+    owner = tl.load(owners + pairs // PER_TOKEN, mask=valid, other=-1)
+    return places, pairs, valid & (owner == slot)
+
+
 @jit_unspecialized("capacity")
 def expert_shrink_kernel(
     partial: tl.tensor,
@@ -95,8 +112,9 @@ def expert_shrink_kernel(
     rank = tl.load(ranks + slot)
     first = tl.program_id(2) * COLUMNS
     if (first < rank) & (tile < tl.load(live)):
-        places, pairs, valid = places_of(order, tiles, tile, capacity, ROWS)
-        own = valid & (tl.load(owners + pairs // PER_TOKEN, mask=valid, other=-1) == slot)
+        places, pairs, own = _places_with(
+            slot, owners, order, tiles, tile, capacity, PER_TOKEN, ROWS
+        )
         if tl.sum(own.to(tl.int32), 0) > 0:
             columns = first + tl.arange(0, COLUMNS)
             wanted = columns < rank
@@ -143,8 +161,9 @@ def expert_expand_kernel(
     tile, slot = tl.program_id(0), tl.program_id(1)
     rank = tl.load(ranks + slot)
     if (rank > 0) & (tile < tl.load(live)):
-        places, pairs, valid = places_of(order, tiles, tile, capacity, ROWS)
-        own = valid & (tl.load(owners + pairs // PER_TOKEN, mask=valid, other=-1) == slot)
+        places, pairs, own = _places_with(
+            slot, owners, order, tiles, tile, capacity, PER_TOKEN, ROWS
+        )
         if tl.sum(own.to(tl.int32), 0) > 0:
             columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
             inside = columns < OUTPUTS

@@ -15,7 +15,7 @@ from ..model.triton_ops import TritonOps
 from ..transfer import Array
 from ..triton_kernels.launch import LoRALaunch, LoRALaunches, lora_candidates, lora_launch
 from .autotuner import Autotuner, Run
-from .products import ROTATED_BYTES
+from .layers import ROTATED_BYTES, dtype_name
 
 # One linear layer with its rows x, and y to which is added.
 Placed = tuple[LoRALinear, torch.Tensor, torch.Tensor]
@@ -48,7 +48,7 @@ class AdapterTuning:
         runs: dict[str, Run] = {
             name: partial(_run, placed, self.tiled(rows, one)) for name, one in named.items()
         }
-        kind = str(self._like.dtype).removeprefix("torch.")
+        kind = dtype_name(self._like.dtype)
         sizes = " ".join(dict.fromkeys(_size(linear.shape) for linear in self._linears))
         what = f"adapters {self._slots} of rank {self._rank} on {sizes}, {kind}, rows {rows}"
         chosen = named[tuner.choose(what, runs, self._read_bytes(rows))]

@@ -18,6 +18,7 @@ from ..triton_kernels.launch import (
     tile_candidates,
 )
 from .autotuner import Autotuner, Run
+from .layers import dtype_name
 
 # KV of the layer, and how many batches of sequences take turns over it: more than caches hold.
 POOL_BYTES = 512 << 20
@@ -40,7 +41,7 @@ class AttentionShape:
 
     @property
     def name(self) -> str:
-        dtypes = (str(one).removeprefix("torch.") for one in (self.spec.dtype, self.spec.stored))
+        dtypes = map(dtype_name, (self.spec.dtype, self.spec.stored))
         heads = f"heads {self.num_heads}/{self.spec.num_kv_heads} of {self.spec.head_dim}"
         return f"{heads}, {', KV '.join(dtypes)}"
 

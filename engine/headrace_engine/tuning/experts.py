@@ -13,7 +13,7 @@ from ..triton_kernels.launch import (
     down_candidates,
 )
 from .autotuner import Autotuner, Run
-from .products import ROTATED_BYTES
+from .layers import ROTATED_BYTES, dtype_name
 
 # Tokens that are measured for all numbers above the last bound.
 MANY_TOKENS = 4096
@@ -63,7 +63,7 @@ def _rotated(tuned: TunedMixture, read: int) -> tuple[list[TunableMixture], int]
 
 
 def _name_of(shape: MixtureShape, dtype: torch.dtype) -> str:
-    kinds = dict.fromkeys(str(one).removeprefix("torch.") for one in (dtype, shape.stored))
+    kinds = dict.fromkeys(map(dtype_name, (dtype, shape.stored)))
     sizes = f"{shape.per_token} of {shape.experts}, {shape.inner}x{shape.hidden}"
     group = f" by {shape.group}" if shape.group else ""
     bits = f" of {shape.bits} bits" if shape.bits else ""

@@ -95,10 +95,9 @@ def _is_reached(bound: int, bounds: Sequence[int], most: int) -> bool:
 def _products(placed: PlacedModel) -> Callable[[Autotuner, int], None]:
     def run(tuner: Autotuner, rows: int) -> None:
         if isinstance(placed.ops, TritonOps):
-            like = torch.empty(0, dtype=placed.dtype, device=placed.device)
             tune_products(tuner, placed.ops.products, rows, placed.device)
-            tune_levels(tuner, placed.ops.levels, rows, like)
-            tune_float8(tuner, placed.ops.float8, rows, like)
+            tune_levels(tuner, placed.ops.levels, rows, _like(placed))
+            tune_float8(tuner, placed.ops.float8, rows, _like(placed))
 
     return run
 
@@ -106,8 +105,7 @@ def _products(placed: PlacedModel) -> Callable[[Autotuner, int], None]:
 def _experts(placed: PlacedModel) -> Callable[[Autotuner, int], None]:
     def run(tuner: Autotuner, tokens: int) -> None:
         if isinstance(placed.ops, TritonOps):
-            like = torch.empty(0, dtype=placed.dtype, device=placed.device)
-            tune_experts(tuner, placed.ops.mixtures, tokens, like)
+            tune_experts(tuner, placed.ops.mixtures, tokens, _like(placed))
 
     return run
 
@@ -116,8 +114,12 @@ def _adapters(placed: PlacedModel, config: EngineConfig) -> AdapterTuning | None
     shapes, ops = placed.lora_shapes, placed.ops
     if not config.enable_lora or shapes is None or not isinstance(ops, TritonOps):
         return None
-    like = torch.empty(0, dtype=placed.dtype, device=placed.device)
-    return AdapterTuning(ops, shapes, config.max_loras, config.max_lora_rank, like)
+    return AdapterTuning(ops, shapes, config.max_loras, config.max_lora_rank, _like(placed))
+
+
+def _like(placed: PlacedModel) -> torch.Tensor:
+    """What rows of activations are like."""
+    return torch.empty(0, dtype=placed.dtype, device=placed.device)
 
 
 def _steps(placed: PlacedModel, config: EngineConfig) -> Callable[[Autotuner, int], None]:

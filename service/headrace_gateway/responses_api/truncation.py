@@ -29,13 +29,16 @@ async def fitting(messages: Sequence[Message], encode: Encode, room: int) -> lis
         return ids if len(ids) <= room else None
 
     found = await tried(0)
+    if found is not None:
+        return found
     low, high = 1, len(turns) - 1
-    while found is None and low < high:
+    while low < high:
         middle = (low + high) // 2
-        if await tried(middle) is None:
+        ids = await tried(middle)
+        if ids is None:
             low = middle + 1
         else:
-            high = middle
+            found, high = ids, middle
     return await encode([*head, *messages[turns[high] :]]) if found is None else found
 
 

@@ -11,6 +11,7 @@ from headrace_common.sampling import SamplingParams
 
 from ..calls import Call, Operation
 from ..chat_messages import Message
+from ..chat_output import Tooling
 from ..errors import ApiError, invalid
 from ..event_ids import START, Position, parse_event_id
 from ..kept import View
@@ -59,14 +60,15 @@ async def create_response(request: Request, services: WithServices) -> Response:
     stored = services.keeping.available if body.store is None else body.store
     if body.background and not stored:
         raise invalid("background needs store: true.", param="background")
-    form, sampling = services.chat_output.plan(model, sampling_of(body), tooling_of(body))
+    tools = tooling_of(body)
+    form, sampling = services.chat_output.plan(model, sampling_of(body), tools)
     history, items = await _conversation(body, services)
     echo: dict[str, Any] = {"response": echo_of(body, sampling, stored=stored)}
     if SEALED_REASONING in (body.include or ()):
         echo["seals_reasoning"] = True
     if stored:
         echo |= {"history": history.plain(), "input": items}
-    options = _options(body, model, sampling)
+    options = _options(body, model, sampling, tools)
 
     async def encode() -> list[list[int]]:
         context = await services.admission.context(model)
@@ -91,10 +93,11 @@ async def count_input_tokens(request: Request, services: WithServices) -> dict[s
     """How many tokens the prompt of such a response has."""
     body = await services.body(request, ResponsesRequest, NOT_IN_RESPONSES)
     model = await services.models.find(body.model)
-    _, sampling = services.chat_output.plan(model, sampling_of(body), tooling_of(body))
+    tools = tooling_of(body)
+    _, sampling = services.chat_output.plan(model, sampling_of(body), tools)
     history, _ = await _conversation(body, services)
     messages = _instructed(body.instructions, history.messages())
-    ids = await services.prompts.chat(model, messages, _options(body, model, sampling))
+    ids = await services.prompts.chat(model, messages, _options(body, model, sampling, tools))
     return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 
@@ -221,9 +224,11 @@ def _instructed(instructions: str | None, messages: list[Message]) -> list[Messa
     return [Message(role=first.role, content=f"{instructions}\n\n{first.content}"), *others]
 
 
-def _options(body: ResponsesRequest, model: ServedModel, sampling: SamplingParams) -> ChatOptions:
+def _options(
+    body: ResponsesRequest, model: ServedModel, sampling: SamplingParams, tools: Tooling
+) -> ChatOptions:
     variables = without_thinking(model, _variables(body, model), sampling)
-    return ChatOptions(variables=variables, tools=tooling_of(body).for_template())
+    return ChatOptions(variables=variables, tools=tools.for_template())
 
 
 def _variables(body: ResponsesRequest, model: ServedModel) -> Any:

@@ -27,6 +27,11 @@ class Float8Weight:
     def shape(self) -> tuple[int, int]:
         return self.values.shape[0], self.values.shape[1]
 
+    @property
+    def own_group(self) -> int:
+        """Inputs that have a scale of their own; 0: all of an output have one."""
+        return self.group if self.scales.shape[1] > 1 else 0
+
     def rows(self, start: int, stop: int | None) -> "Float8Weight":
         return replace(self, values=self.values[start:stop], scales=self.scales[start:stop])
 
