@@ -5,8 +5,11 @@ BIN := $(VENV)/bin
 IMAGE_BUILD ?= docker build
 IMAGE_LOAD ?= :
 
+MINUTES ?= 30
+SEED ?= $(shell date +%s)
+
 .DEFAULT_GOAL := help
-.PHONY: help install system-packages up test test-chaos images test-cluster check dashboards pictures settings-page clean
+.PHONY: help install system-packages up test test-chaos soak images test-cluster check dashboards pictures settings-page clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -34,6 +37,9 @@ test: install ## run all tests, two files at a time
 
 test-chaos: install ## break gateways, engines and Redis in the ways that take long (some minutes)
 	$(BIN)/python -m pytest tests/test_chaos -m long_fault --durations 0 --durations-min 1 $(ARGS)
+
+soak: install ## draw faults and seeds of test-chaos for MINUTES; SEED=... repeats what was drawn
+	$(BIN)/python -m tests.test_chaos --fault all --minutes $(MINUTES) --seed $(SEED)
 
 images: ## build the images that the cluster tests use: IMAGE_BUILD, IMAGE_LOAD="kind load docker-image"
 	@for tag in dev dev-next; do for target in gateway operator engine; do \

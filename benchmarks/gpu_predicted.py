@@ -1,12 +1,14 @@
 """What gpu.py's goals leave for everything that is not reading weights, computed for devices that
 are not there: no figure here is measured but the devices' copy bandwidth and product rate.
 
-    PYTHONPATH=engine:common python benchmarks/gpu_predicted.py [--launch-us 1 2]
+    PYTHONPATH=engine:common python benchmarks/gpu_predicted.py [--launch-us 1 2] [--most]
 
 A step is estimated kernel by kernel: products and decodes reach a share of the roofs, kernels that
 only move activations a share of the bandwidth where a step's rows do not stay in the L2 cache, and
-each launch costs some time besides. Prints how much of the roof comes of it beside the goal, and
-which share of their own roofs kernels need for it.
+each launch costs some time besides. Decode steps of few rows have the fewest launches that an
+engine may choose (`step_launches.py --fewest`), or with --most as many as all others.
+Prints how much of the roof comes of it beside the goal, and which share of their own roofs kernels
+need for it.
 """
 
 import argparse
@@ -14,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from headrace_engine.triton_kernels.launch import ROW_BOUNDS
 from on_gpu.shapes import (
     SHAPES,
     Roofs,
@@ -44,6 +47,7 @@ class Estimate(Roofs):
     multiplying: float = 0.85
     attending: float = 0.5
     moving: float = 0.8
+    fewest: bool = True
 
     def step(self, shape: Shape, runs: list[tuple[int, int]], sampled: int) -> float:
         tokens = sum(new for new, _ in runs)
@@ -56,7 +60,12 @@ class Estimate(Roofs):
         seconds += prompts / (self.products * self.attending)
         if tokens > CACHED_ROWS:
             seconds += tokens * activation_bytes(shape) / (self.bandwidth * self.moving)
-        return seconds + self.launch * launches(shape)
+        return seconds + self.launching(shape, runs)
+
+    def launching(self, shape: Shape, runs: list[tuple[int, int]]) -> float:
+        """Of a step's launches, beside their work."""
+        few = len(runs) <= ROW_BOUNDS[-1] and all(new == 1 for new, _ in runs)
+        return self.launch * launches(shape, self.fewest and few)
 
 
 def activation_bytes(shape: Shape) -> int:
@@ -67,8 +76,8 @@ def activation_bytes(shape: Shape) -> int:
 
 
 @cache
-def launches(shape: Shape) -> int:
-    return decode_step(shape.config(), 1, 1024).total + SAMPLING
+def launches(shape: Shape, fewest: bool) -> int:
+    return decode_step(shape.config(), 1, 1024, fewest=fewest).total + SAMPLING
 
 
 @dataclass(frozen=True)
@@ -92,10 +101,10 @@ class Line:
         )
 
 
-def lines(launch: float) -> Iterator[Line]:
+def lines(launch: float, fewest: bool) -> Iterator[Line]:
     for device, roofs in DEVICES.items():
         for model in ("8b", "1b"):
-            estimate = Estimate(roofs.bandwidth, roofs.products, launch)
+            estimate = Estimate(roofs.bandwidth, roofs.products, launch, fewest=fewest)
             yield from decodes(device, model, roofs, estimate)
             yield from prefills(device, model, roofs, estimate)
             yield conversation_line(device, model, roofs, estimate)
@@ -106,7 +115,7 @@ def decodes(device: str, model: str, roofs: Roofs, estimate: Estimate) -> Iterat
     for batch, context, goal in FULL.decodes:
         runs = [(1, context)] * batch
         floor = roofs.step(shape, runs, batch)
-        left = floor / (goal or 1.0) - estimate.launch * launches(shape)
+        left = floor / (goal or 1.0) - estimate.launching(shape, runs)
         needed = floor / left
         what = f"decode, batch {batch}, context {context}"
         seconds = estimate.step(shape, runs, batch)
@@ -140,13 +149,15 @@ def conversation_line(device: str, model: str, roofs: Roofs, estimate: Estimate)
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--launch-us", type=float, nargs="+", default=[2.0], help="of a launch")
-    for micros in parser.parse_args(arguments).launch_us:
+    parser.add_argument("--most", action="store_true", help="launches that nothing saves")
+    wanted = parser.parse_args(arguments)
+    for micros in wanted.launch_us:
         print(f"{micros:g} µs a launch; nothing below is measured\n")
         print(
             "| device | model | workload | roof | estimate | of the roof | goal | | kernels need |"
         )
         print("| --- " * 9 + "|")
-        for line in lines(micros * 1e-6):
+        for line in lines(micros * 1e-6, not wanted.most):
             print(line)
         print()
 

@@ -2,7 +2,9 @@
 operator of torch's, by a model without memory.
 
     PYTHONPATH=engine:common python benchmarks/step_launches.py [--shape 8b] [--adapters 4]
+        [--fewest]
 
+Without measured kernels, or with --fewest as if those that save a launch had all been the fastest.
 Fails where a step would wait for the device or copy from the host, as recorded steps must not.
 """
 
@@ -12,7 +14,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compiled.launches import META, decode_metadata, lora_rows, made, record
+from compiled.layers import decode_metadata, lora_rows
+from compiled.meta import META, made
+from compiled.recording import record
 from headrace_engine.attention.base import KVSpec
 from headrace_engine.attention.triton import TritonBackend
 from headrace_engine.lora.batch import LoRABatch
@@ -28,10 +32,14 @@ from headrace_engine.lora.slots import LoRASlots
 from headrace_engine.model.base import ForwardBatch
 from headrace_engine.model.checkpoint import load_checkpoint
 from headrace_engine.model.config import ModelConfig
-from headrace_engine.model.decoder import Decoder, read_weights
+from headrace_engine.model.decoder import Decoder
+from headrace_engine.model.decoder_weights import read_weights
+from headrace_engine.model.norm_fusion import make_decoder
+from headrace_engine.model.positions import PositionTables
 from headrace_engine.model.random_weights import RandomReader
-from headrace_engine.model.rotary import RotaryTable
 from headrace_engine.model.triton_ops import TritonOps
+from headrace_engine.triton_kernels.dependent import StepLaunch
+from headrace_engine.triton_kernels.launch import AttentionLaunches
 from on_gpu.shapes import SHAPES
 
 # What the host would have to wait for, or copy from.
@@ -96,12 +104,16 @@ class StepLaunches:
 
 
 def decode_step(
-    config: Mapping[str, Any], batch: int, context: int, adapters: int = 0
+    config: Mapping[str, Any], batch: int, context: int, adapters: int = 0, fewest: bool = False
 ) -> StepLaunches:
     """Of a model with such a config.json, in bfloat16 by the native decoder on a GPU; rows have so
-    many different adapters."""
-    model, layers = _model(config)
+    many different adapters. With `fewest` attention joins its parts itself, and norms are parts of
+    products where they can be."""
     attention = TritonBackend((9, 0))
+    model, layers = _model(config, attention)
+    if fewest:
+        decodes = attention.decode_launch(2, model.heads.head_dim, batch)
+        attention.use(AttentionLaunches(decodes=((batch, replace(decodes, merges=True)),)))
     caches = [
         attention.allocate(2, KVSpec(one.num_kv_heads, one.head_dim, 16, torch.bfloat16, META))
         for one in model.kv_shapes
@@ -109,9 +121,17 @@ def decode_step(
     ids = made(batch, dtype=torch.int64)
     lora = _adapted(model, batch, adapters) if adapters else None
     step = ForwardBatch(ids, ids, ids, decode_metadata(batch, context), lora)
-    operators = Operators()
-    with torch.inference_mode(), HostCalls(), operators:
-        kernels = record(lambda: model.forward(step, caches))
+    operators, launches = Operators(), model.dependent
+    assert launches is not None
+
+    def run() -> torch.Tensor:
+        with launches.during(StepLaunch(fused_norms=fewest)):
+            return model.forward(step, caches)
+
+    with torch.inference_mode(), HostCalls():
+        record(run)  # makes scratch memory, as what runs before a recording does
+        with operators:
+            kernels = record(run)
     counts = Counter(one.name for one in kernels)
     return StepLaunches(layers, dict((counts + operators.launched).most_common()))
 
@@ -122,18 +142,13 @@ def _adapted(model: Decoder, batch: int, adapters: int) -> LoRABatch:
     return LoRABatch(slots.layers, rows, rows)
 
 
-def _model(raw: Mapping[str, Any]) -> tuple[Decoder, int]:
+def _model(raw: Mapping[str, Any], attention: TritonBackend) -> tuple[Decoder, int]:
     with _folder(raw) as folder:
         config = ModelConfig.from_hf(load_checkpoint(str(folder)))
-    ops, attention = TritonOps(), TritonBackend((9, 0))
+    ops = TritonOps()
     weights = read_weights(config, _MetaReader(torch.bfloat16, META), ops)
-    tables = [
-        RotaryTable(rope, config.head_dim, config.max_position_embeddings, 8192, META)
-        for rope in (config.rope, config.local_rope)
-        if rope is not None
-    ]
-    local = tables[1] if len(tables) > 1 else None
-    return Decoder(config, weights, tables[0], ops, attention, local), config.num_layers
+    positions = PositionTables(config, 8192, META)
+    return make_decoder(config, weights, positions, ops, attention), config.num_layers
 
 
 @contextmanager
@@ -149,10 +164,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--adapters", type=int, default=0, help="LoRA adapters that rows have")
+    parser.add_argument("--fewest", action="store_true", help="with all that saves a launch")
     wanted = parser.parse_args()
-    found = decode_step(
-        SHAPES[wanted.shape].config(), wanted.batch, wanted.context, wanted.adapters
-    )
+    config = SHAPES[wanted.shape].config()
+    found = decode_step(config, wanted.batch, wanted.context, wanted.adapters, wanted.fewest)
     for name, count in found.launched.items():
         print(f"{name:20}{count:5}")
     print(f"{found.total} launches, {found.per_layer} of them in each of {found.layers} layers")

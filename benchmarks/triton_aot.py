@@ -34,16 +34,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from compiled.hazards import hazards
-from compiled.launches import (
-    KernelLaunch,
-    ModelShape,
-    candidate_launches,
-    dependent_launches,
-    model_launches,
-)
+from compiled.launches import candidate_launches, dependent_launches, model_launches
+from compiled.layers import ModelShape
 from compiled.loops import Loop, describe_loop, loops
+from compiled.recording import KernelLaunch
 from headrace_engine.attention.base import LayerParams
-from headrace_engine.model.config import ExpertsConfig
+from headrace_engine.model.config import ClampedSwiGLU, ExpertsConfig
 
 # Where kernels may be launched before their turn.
 DEPENDENT = 90
@@ -72,6 +68,7 @@ SHAPES = {
     "8b-int8": replace(LLAMA_8B, weight_bits=8),
     "1b": ModelShape(hidden=2048, inner=8192, head_dim=64),
     "qwen3": replace(LLAMA_8B, qk_norm=True),
+    "glm4": replace(LLAMA_8B, inner=13696, kv_heads=2, rotated=64, interleaved=True),
     "gemma2": ModelShape(
         hidden=2304, inner=9216, heads=8, kv_heads=4, head_dim=256,
         params=LayerParams(256**-0.5, 50.0, 4096),
@@ -99,6 +96,13 @@ SHAPES = {
     "qwen3-moe": QWEN_30B,
     "qwen3-moe-fp8": replace(QWEN_30B, cache_dtype=torch.float8_e4m3fn),
     "qwen3-moe-int4": replace(QWEN_30B, weight_bits=4),
+    "gpt-oss": ModelShape(
+        hidden=2880, inner=2880, heads=64, kv_heads=8, head_dim=64,
+        params=LayerParams(0.125, None, 128, sinks=torch.empty(64, device="meta")),
+        experts=ExpertsConfig(
+            32, 4, 2880, True, None, (True,), bias=True, swiglu=ClampedSwiGLU(1.702, 7.0)
+        ),
+    ),
     "qwen3-moe-float32": replace(QWEN_30B, dtype=torch.float32),
 }  # fmt: skip
 
@@ -254,8 +258,10 @@ def variant(launch: KernelLaunch) -> str:
         "MASKED",
         "BLOCK",
         "ADD",
+        "PARTS",
         "STORE",
         "NORM",
+        "INTERLEAVED",
     )
     shown = [f"{name.lower()} {launch.bound[name]}" for name in names if name in launch.bound]
     stages = launch.options.get("num_stages")
@@ -265,6 +271,12 @@ def variant(launch: KernelLaunch) -> str:
 def _loads(ptx: str) -> dict[int, int]:
     found = re.findall(r"ld\.global[\w.:]*?(?:\.v(\d))?\.[bfsu](\d+)", ptx)
     return _counts(int(vector or 1) * int(bits) // 8 for vector, bits in found)
+
+
+def brief_key(launch: KernelLaunch) -> str:
+    """Of kernels that are as good as the same; norms that are parts of one make it another."""
+    fused = [one for one in ("ADD", "PARTS") if launch.bound.get(one)]
+    return " ".join([launch.name, *fused])
 
 
 def _counts(sizes: Iterable[int]) -> dict[int, int]:
@@ -278,7 +290,7 @@ def compile_launches(
     `brief` once with any."""
     seen = set()
     for launch in launches:
-        key = launch.name if brief else str((launch.name, launch.options, *describe(launch)))
+        key = brief_key(launch) if brief else str((launch.name, launch.options, *describe(launch)))
         if only in launch.name and key not in seen:
             seen.add(key)
             yield compile_launch(launch, capability)

@@ -1,16 +1,20 @@
 """What is launched for weights in whole numbers, on tensors without memory; see launches."""
 
+from dataclasses import replace
+
 import torch
 
 from headrace_engine.model.config import ExpertsConfig
 from headrace_engine.model.expert_weights import ExpertWeights
 from headrace_engine.model.levels_linear import LevelsProducts
 from headrace_engine.model.packed_levels import GroupedLevels, PackedLevels
+from headrace_engine.model.quantization.mxfp4_weight import BLOCK
 from headrace_engine.triton_kernels import levels_launch as table
 from headrace_engine.triton_kernels.dependent import DependentLaunches
 from headrace_engine.triton_kernels.launch import ROW_BOUNDS
 
-META = torch.device("meta")
+from .meta import made
+
 RUN, GROUP = 64, 128
 
 
@@ -28,7 +32,7 @@ def multiply_levels(
         for deterministic in (False, True):
             linear = LevelsProducts(dependent, deterministic).layer(packed, None)
             for rows in (1, *ROW_BOUNDS[-2:], table.WIDENED_ROWS + 1):
-                linear(torch.empty(rows, inputs, dtype=dtype, device=META))
+                linear(made(rows, inputs, dtype=dtype))
 
 
 def tune_levels(sizes: tuple[int, int], bits: int, dtype: torch.dtype) -> None:
@@ -36,7 +40,7 @@ def tune_levels(sizes: tuple[int, int], bits: int, dtype: torch.dtype) -> None:
     outputs, inputs = sizes
     linear = LevelsProducts().layer(_packed(outputs, inputs, bits, GROUP, True), None)
     for rows in ROW_BOUNDS:
-        x = torch.empty(rows, inputs, dtype=dtype, device=META)
+        x = made(rows, inputs, dtype=dtype)
         for launch in table.levels_candidates(rows, outputs, linear.steps):
             linear.narrow(x, launch)
 
@@ -53,17 +57,29 @@ def level_experts(hidden: int, config: ExpertsConfig, bits: int) -> list[ExpertW
     ]
 
 
-def _packed(outputs: int, inputs: int, bits: int, group: int, symmetric: bool) -> PackedLevels:
+def mxfp4_experts(hidden: int, config: ExpertsConfig) -> ExpertWeights:
+    """Of sizes that are multiples of 64 only, as gpt-oss's."""
+    inner = config.intermediate_size
+    gate_up, down = (
+        replace(_packed(outputs, inputs, 4, BLOCK, True, run=16), zero=table.E2M1)
+        for outputs, inputs in ((2 * inner, hidden), (hidden, inner))
+    )
+    return ExpertWeights(_grouped(config.count, gate_up), _grouped(config.count, down))
+
+
+def _packed(
+    outputs: int, inputs: int, bits: int, group: int, symmetric: bool, run: int = RUN
+) -> PackedLevels:
     groups = inputs // group if group else 1
-    words = torch.empty(inputs * bits // 16 // RUN, outputs, RUN, dtype=torch.int16, device=META)
-    scales = torch.empty(groups, outputs, dtype=torch.float16, device=META)
-    zeros = None if symmetric else torch.empty(groups, outputs, dtype=torch.uint8, device=META)
+    words = made(inputs * bits // 16 // run, outputs, run, dtype=torch.int16)
+    scales = made(groups, outputs, dtype=torch.float16)
+    zeros = None if symmetric else made(groups, outputs, dtype=torch.uint8)
     return PackedLevels(words, scales, zeros, 1 << (bits - 1), group, bits, None)
 
 
 def _grouped(count: int, one: PackedLevels) -> GroupedLevels:
     def together(part: torch.Tensor) -> torch.Tensor:
-        return torch.empty(count, *part.shape, dtype=part.dtype, device=META)
+        return made(count, *part.shape, dtype=part.dtype)
 
     zeros = None if one.zeros is None else together(one.zeros)
     words, scales = together(one.words), together(one.scales)

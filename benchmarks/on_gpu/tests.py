@@ -20,6 +20,7 @@ COMPILED = (
         "test_fp8_weights.py",
         "test_triton_deterministic.py",
         "test_expert_adapters.py",
+        "test_fused_norm.py",
     ),
 )
 INI = """[pytest]

@@ -1,5 +1,6 @@
 """Sockets that `up` opens for its children. No waiting here."""
 
+import errno
 import socket
 from contextlib import suppress
 
@@ -26,10 +27,18 @@ def listen(host: str, port: int) -> socket.socket:
         sock.close()
         raise UsageError(
             f"cannot listen on {host}:{port} ({error.strerror or error})",
-            "choose another --port or --host, or stop the program that uses it",
+            _remedy(error),
         ) from error
     sock.setblocking(False)
     return sock
+
+
+def _remedy(error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return "choose another --port or --host, or stop the program that uses it"
+    if error.errno == errno.EACCES:
+        return "choose a --port from 1024 on"
+    return "--host must be an address of this machine: 127.0.0.1, or 0.0.0.0 for all of them"
 
 
 def listen_on_free_ports(count: int, *, host: str, start: int) -> list[socket.socket]:

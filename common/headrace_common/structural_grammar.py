@@ -32,6 +32,7 @@ _SPECIAL = frozenset(r"\.+*?()|[]{}^$/")
 _BLANKS = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _ANY = "(.|\\n)*"
 _SPACE = r"[ \t\r\n]*"
+_BEFORE = r"[ \t\r\n]{0,4}"  # without an end, a model that may say little else goes on with it
 
 
 def tag_grammar(tag: StructuralTag, whitespace: str, tokens: Mapping[str, int]) -> str:
@@ -50,15 +51,18 @@ def _start(writer: "_Writer", tag: StructuralTag) -> str:
     if tag.reasoning.begin is Begin.INSIDE:
         return thought
     opening = tag.reasoning.opening
-    opened = f"/{_SPACE}{escaped(opening)}/"
+    opened = f"/{_BEFORE}{escaped(opening)}/"
     if opening in writer.tokens:
-        opened += f" | /{_SPACE}/ {writer.token(opening)}"
+        opened += f" | /{_BEFORE}/ {writer.token(opening)}"
     unopened = writer.written(content, f"{_SPACE}{escaped(opening)}")
     return f"({opened}) {writer.rule(thought)} | {writer.rule(unopened)}"
 
 
 class _Thought:
-    """Reasoning up to its closing marker, or to the text's end; other markers in it are words."""
+    """Reasoning up to its closing marker; other markers in it are words.
+
+    Unless it must be closed, the text may end in it.
+    """
 
     def __init__(self, writer: "_Writer", reasoning: Reasoning) -> None:
         self._writer = writer
@@ -70,8 +74,11 @@ class _Thought:
         ends = [writer.rule(f"TEXT {json.dumps(closing, ensure_ascii=False)}", lazy=True)]
         if closing in writer.tokens:
             ends.append(f"TEXT {writer.token(closing)}")
+        closed = " | ".join(ends)
+        if self._reasoning.closed:
+            return f"{self._words()} ({closed}) /\\n{{0,2}}/ {behind}"
         unclosed = writer.terminal(f"TEXT & ~/{_ANY}{pattern}{_ANY}/")
-        return f"{self._words()} (({' | '.join(ends)}) {behind} | {unclosed})"
+        return f"{self._words()} (({closed}) {behind} | {unclosed})"
 
     def _words(self) -> str:
         """Texts that end with a marker's token."""

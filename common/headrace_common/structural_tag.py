@@ -35,11 +35,15 @@ class Structure:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Reasoning at the text's beginning, in which triggers are only words."""
+    """Reasoning at the text's beginning, in which triggers are only words.
+
+    `closed`: the text cannot end in it; two line breaks may stand behind it.
+    """
 
     opening: str
     closing: str
     begin: Begin
+    closed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,7 @@ class StructuralTag:
                 "opening": found.opening,
                 "closing": found.closing,
                 "begin": str(found.begin),
+                **({"closed": True} if found.closed else {}),
             }
         return json.dumps(written, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
@@ -138,4 +143,5 @@ def _reasoning(raw: object) -> Reasoning:
         marker(raw.get("opening"), "opening"),
         marker(raw.get("closing"), "closing"),
         Begin(marker(raw.get("begin"), "begin")),
+        closed=raw.get("closed") is True,
     )

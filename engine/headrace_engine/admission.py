@@ -164,7 +164,7 @@ class Admission:
         group = self._books.group_of(sequence)
         if sequence is not group.leader:
             return False
-        tokens = len(sequence.token_ids) - len(matched) * self._kv.block_size
+        tokens = len(sequence.token_ids) - self._kv.rows_of(matched) * self._kv.block_size
         reason = self._policy.refusal(sequence, tokens)
         if reason is not None:
             self._books.end(group, reason)
@@ -186,8 +186,8 @@ class Admission:
         needed = kv.blocks_to_admit(sequence, matched)
         if group.together:
             shared = sequence.prompt_length // kv.block_size
-            needed += sum(kv.blocks_for(len(each.token_ids)) - shared for each in group.followers)
-            needed += group.width - len(group.sequences)
+            rows = sum(kv.rows_for(len(each.token_ids)) - shared for each in group.followers)
+            needed += (rows + group.width - len(group.sequences)) * kv.groups.count
         return needed
 
     def _start(self, sequence: Sequence, matched: list[int]) -> None:

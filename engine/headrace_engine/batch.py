@@ -13,7 +13,8 @@ import torch
 
 from .attention.base import AttentionMetadata
 from .chaining import Links
-from .model.base import ForwardBatch
+from .kv_groups import ONE_GROUP, KVLayout
+from .model.base import ForwardBatch, layered
 from .plan import SampleRow, ScheduledSequence, StepPlan
 from .transfer import Transfer
 
@@ -41,10 +42,12 @@ def build(
     device: torch.device,
     transfer: Transfer | None = None,
     links: Links | None = None,
+    layout: KVLayout = ONE_GROUP,
 ) -> StepBatch:
     """The plan as tensors on `device`. The plan's runs are not empty, decodes come first.
 
     `transfer` is how arrays get there; None makes one. `links` tie the step to the one before it.
+    `layout` is that of the KV cache.
     """
     scheduled = plan.scheduled
     starts = np.array([item.start for item in scheduled], dtype=np.int64)
@@ -52,14 +55,14 @@ def build(
     query_start = np.zeros(len(scheduled) + 1, dtype=np.int64)
     np.cumsum(lengths, out=query_start[1:])
     positions = _positions(starts, lengths, query_start)
-    tables = _block_tables(scheduled, starts + lengths, block_size)
+    tables = _block_tables(scheduled, starts + lengths, block_size, layout.groups.count)
     owner = np.repeat(np.arange(len(scheduled)), lengths)
-    slots = tables[owner, positions // block_size] * block_size + positions % block_size
+    slots = tables[..., owner, positions // block_size] * block_size + positions % block_size
     arrays = (
         query_start.astype(np.int32),
         (starts + lengths).astype(np.int32),
         tables.astype(np.int32),
-        slots,
+        np.ascontiguousarray(slots),
         _token_ids(scheduled, int(query_start[-1])),
         positions,
         _logits_rows(scheduled, query_start),
@@ -75,11 +78,13 @@ def build(
         max_query_len=int(lengths.max()),
         max_seq_len=int((starts + lengths).max()),
     )
+    layers = layered(metadata, layout)
     forward = ForwardBatch(
         input_ids=tensors[4],
         positions=tensors[5],
         logits_rows=tensors[6],
-        metadata=metadata,
+        metadata=layers[0] if layers else metadata,
+        layers=layers,
     )
     sampling = _sampling(scheduled) if links is None else links.sampling
     places, sources = tensors[7:] if linked else (None, None)
@@ -160,15 +165,22 @@ def _token_ids(scheduled: tuple[ScheduledSequence, ...], total: int) -> Ints:
 
 
 def _block_tables(
-    scheduled: tuple[ScheduledSequence, ...], seq_lens: Ints, block_size: int
+    scheduled: tuple[ScheduledSequence, ...], seq_lens: Ints, block_size: int, groups: int
 ) -> Ints:
+    """[S, B], or [G, S, B] of several groups."""
     counts = -(-seq_lens // block_size)
-    tables = np.zeros((len(scheduled), int(counts.max())), dtype=np.int64)
+    shape = len(scheduled), int(counts.max())
     # Lists become an array fastest so: each element is looked at once.
     used = array("q")
-    for item, count in zip(scheduled, counts.tolist(), strict=True):
+    for item, count in zip(scheduled, (counts * groups).tolist(), strict=True):
         used.fromlist(item.sequence.block_table[:count])
-    tables[np.arange(tables.shape[1]) < counts[:, None]] = np.frombuffer(used, dtype=np.int64)
+    filled, blocks = np.arange(shape[1]) < counts[:, None], np.frombuffer(used, dtype=np.int64)
+    if groups == 1:
+        tables = np.zeros(shape, dtype=np.int64)
+        tables[filled] = blocks
+        return tables
+    tables = np.zeros((groups, *shape), dtype=np.int64)
+    tables[:, filled] = blocks.reshape(-1, groups).T
     return tables
 
 

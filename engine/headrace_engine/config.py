@@ -34,7 +34,8 @@ class EngineConfig:
     the scales that the checkpoint has for them, or none. `watermark` is the share of blocks that
     admission leaves free, so that running sequences can grow before one must be preempted.
     `swap_space` is host memory in GiB for the KV of preempted sequences, where copying it costs
-    less than computing it again. `itl_target`: the
+    less than computing it again. Layers that keep different positions, all or a window, have block
+    tables of their own, unless `disable_hybrid_kv_cache_manager` says no. `itl_target`: the
     seconds that a step should take at most while sequences decode, whatever prompts wait.
     `model_implementation`: `auto` is native where the architecture has a native path, else
     transformers. `quantization` int8 keeps the weights of linear layers in 8 bits, a scale for each
@@ -74,6 +75,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     itl_target: float = inf
     enable_prefix_caching: bool = True
+    disable_hybrid_kv_cache_manager: bool = False
     watermark: float = 0.01
     speculative_config: SpeculativeConfig | None = None
     enable_lora: bool = False
@@ -107,6 +109,10 @@ class EngineConfig:
             raise ConfigError(
                 f"memory_utilization must be in (0, 1], not {self.memory_utilization}"
             )
+
+    @property
+    def has_draft_model(self) -> bool:
+        return self.speculative_config is not None and self.speculative_config.model is not None
 
     def _check_parallel(self) -> None:
         if self.deterministic and self.tensor_parallel_size > 1:

@@ -28,8 +28,7 @@ class Drafting:
             sequence = item.sequence
             tokens = drafts.get(sequence, ())[:rest]
             spare = max(0, self._kv.pool.num_free - self._watermark)
-            room = (len(sequence.block_table) + spare) * self._kv.block_size
-            tokens = tokens[: room - item.start - 1]
+            tokens = tokens[: self._kv.reach(sequence, spare) - item.start - 1]
             if not tokens:
                 plain.append(item)
                 continue

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from .config import EngineConfig
+from .kv_groups import KVGroups
 from .lora.use import AdapterUse
 from .outputs import SequenceOutput
 from .pipeline import StepPipeline
@@ -49,8 +50,8 @@ class Runner(Protocol):
     @property
     def eos_token_ids(self) -> frozenset[int]: ...
     @property
-    def sliding_window(self) -> int | None:
-        """How many keys a position sees in any layer, its own included; None: all."""
+    def kv_groups(self) -> KVGroups:
+        """What the model's layers keep."""
 
     @property
     def host_pool(self) -> HostBlocks | None:
@@ -101,7 +102,7 @@ class Engine:
             vocab_size=runner.vocab_size,
             eos_token_ids=runner.eos_token_ids,
             pooler=runner.pooler_config,
-            sliding_window=runner.sliding_window,
+            kv_groups=runner.kv_groups,
             adapters=() if runner.adapters is None else runner.adapters,
             num_host_blocks=0 if host is None else host.num_blocks,
             bytes_per_block=0 if host is None else host.bytes_per_block,

@@ -123,7 +123,7 @@ class HeldRequests:
     def _bound(self, request: EngineRequest, rule: StopRule) -> StopRule:
         """The rule, its length bounded so that all beams fit the KV cache by themselves.
 
-        They share the prompt's full blocks, and a block is in use twice while it is copied.
+        They share the prompt's full rows of blocks, and one is in use twice while it is copied.
         """
         width, limits = request.params.branches, self._limits
         if width > min(self._books.slots, limits.vocab_size):
@@ -134,8 +134,8 @@ class HeldRequests:
             )
         length = len(request.prompt_token_ids)
         shared = length // limits.block_size
-        blocks = shared + (limits.num_blocks - 1 - shared) // width
-        room = blocks * limits.block_size - length
+        rows = shared + (limits.num_blocks // limits.kv_groups.count - 1 - shared) // width
+        room = rows * limits.block_size - length
         if room < (request.params.max_tokens or 1):
             raise RequestError(
                 f"{width} beams of {length} prompt tokens and max_tokens "

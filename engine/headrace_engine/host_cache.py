@@ -13,7 +13,8 @@ Moves = list[tuple[int, int]]
 
 
 class HostCache:
-    """Host blocks beside one KVCache. A step's copies out are made before its copies in."""
+    """Host blocks beside one KVCache, whose layers are one group. A step's copies out are made
+    before its copies in."""
 
     __slots__ = ("_kv", "_read", "pool")
 
@@ -30,7 +31,7 @@ class HostCache:
 
     def fits(self, sequence: Sequence) -> bool:
         """Whether there are host blocks for all that the sequence has computed."""
-        needed = self._kv.blocks_for(sequence.computed)
+        needed = self._kv.rows_for(sequence.computed)
         for block in self._known(sequence):
             needed -= block is not None and self.pool.ref_counts[block] > 0
         return needed <= self.pool.num_free
@@ -44,7 +45,7 @@ class HostCache:
         for block in known:
             if block is not None:
                 self.pool.share(block)
-        table = sequence.block_table[: self._kv.blocks_for(sequence.computed)]
+        table = sequence.block_table[: self._kv.rows_for(sequence.computed)]
         for index, source in enumerate(table):
             host = known[index] if index < len(known) else None
             if host is None:

@@ -35,10 +35,10 @@ def count_blocks(
     config: EngineConfig,
     device: torch.device,
     bytes_per_block: int,
-    max_model_len: int,
+    sequence: int,
     profile: Profile,
 ) -> int:
-    """Blocks of all layers together.
+    """How many there is room for; `sequence` is how many the longest sequence takes.
 
     Blocks without bytes, of a model that keeps no KV, are as many as the sequences can fill.
     Raises ConfigError where not even one block fits.
@@ -46,11 +46,11 @@ def count_blocks(
     if config.num_blocks is not None:
         blocks = config.num_blocks
     elif bytes_per_block == 0:
-        blocks = config.max_num_seqs * -(-max_model_len // config.block_size)
+        blocks = config.max_num_seqs * sequence
     elif config.kv_cache_bytes is not None:
         blocks = config.kv_cache_bytes // bytes_per_block
     else:
-        blocks = _measured(config, device, bytes_per_block, max_model_len, profile)
+        blocks = _measured(config, device, bytes_per_block, sequence, profile)
     if blocks < 1:
         raise ConfigError(
             f"the KV cache has no room for one block of {bytes_per_block} bytes: raise "
@@ -82,13 +82,12 @@ def _measured(
     config: EngineConfig,
     device: torch.device,
     bytes_per_block: int,
-    max_model_len: int,
+    sequence: int,
     profile: Profile,
 ) -> int:
     if device.type == "cuda":
         return _cuda_free(device, config, profile) // bytes_per_block
     free = _cpu_free(config, profile) - int(config.swap_space * GIB)
-    sequence = -(-max_model_len // config.block_size)
     useful = config.max_num_seqs * sequence
     useful *= CPU_CACHE_FACTOR if config.enable_prefix_caching else 1
     return min(free // bytes_per_block, useful)

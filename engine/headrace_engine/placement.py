@@ -18,6 +18,7 @@ from .config import EngineConfig
 from .errors import ConfigError
 from .kernels.ops import make_ops
 from .kv_budget import Profile, count_blocks
+from .kv_groups import KVLayout
 from .lora.adapter import AdapterWeights
 from .lora.batch import OwnLoRA
 from .lora.shapes import AdaptableModel, LayerShapes
@@ -27,7 +28,7 @@ from .model.encoder_families import encoder_family
 from .model.hidden_states import causal
 from .model.ops import Ops, TorchOps
 from .model.parallel import Shard
-from .model.registry import Placement, load_model
+from .model.registry import LoadedModel, Placement, load_model
 from .model.weights import stored_dtype
 from .pooler_config import (
     PoolerConfig,
@@ -84,8 +85,9 @@ class PeerRanks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlacedModel:
-    """`peers` have the other parts of the model; None: it is all here. `cache_dtype` is what KV is
-    kept in; None: `dtype`. `lora_shapes` is what adapters may change; None: nothing."""
+    """`layout` is that of the KV cache. `peers` have the other parts of the model; None: it is all
+    here. `cache_dtype` is what KV is kept in; None: `dtype`. `lora_shapes` is what adapters may
+    change; None: nothing."""
 
     model: CausalModel
     attention: AttentionBackend
@@ -94,32 +96,37 @@ class PlacedModel:
     dtype: torch.dtype
     eos_token_ids: frozenset[int]
     max_model_len: int
-    sliding_window: int | None = None
+    layout: KVLayout
     pooler_config: PoolerConfig | None = None
     peers: PeerRanks | None = None
     cache_dtype: torch.dtype | None = None
     lora_shapes: tuple[LayerShapes, ...] | None = None
 
     def allocate(self, num_blocks: int, block_size: int) -> tuple[LayerCache, ...]:
-        """Zeroed KV memory, one entry a layer."""
+        """Zeroed KV memory, one entry a layer, of which those of one place are the same."""
         if self.peers is not None:
             self.peers.allocate(num_blocks)
         specs = self._specs(block_size)
-        return tuple(self.attention.allocate(num_blocks, spec) for spec in specs)
+        memory = [self.attention.allocate(num_blocks, spec) for spec in specs]
+        return tuple(memory[place] for place in self.layout.places)
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes that one block takes in all layers together."""
+        """Bytes that one block takes in all layers of a group together."""
         return sum(self.attention.block_bytes(spec) for spec in self._specs(block_size))
+
+    def sequence_blocks(self, block_size: int, max_model_len: int) -> int:
+        """How many the longest sequence takes, nothing of it given back."""
+        return -(-max_model_len // block_size) * self.layout.groups.count
 
     def copy_blocks(
         self, caches: tuple[LayerCache, ...], copies: tuple[tuple[int, int], ...]
     ) -> None:
-        """Copies whole (source, destination) blocks in all layers."""
+        """Copies whole (source, destination) blocks in all layers of their groups."""
         if self.peers is not None:
             self.peers.copy_blocks(copies)
         pairs = torch.from_numpy(np.array(copies, dtype=np.int64)).to(self.device)
-        for cache in caches:
-            self.attention.copy_blocks(cache, pairs)
+        for layer in self.layout.of_places:
+            self.attention.copy_blocks(caches[layer], pairs)
 
     def count_blocks(
         self,
@@ -131,7 +138,8 @@ class PlacedModel:
         """How many KV blocks fit, on every rank. Raises ConfigError where none does."""
 
         def count(run: Profile) -> int:
-            return count_blocks(config, self.device, bytes_per_block, max_model_len, run)
+            sequence = self.sequence_blocks(config.block_size, max_model_len)
+            return count_blocks(config, self.device, bytes_per_block, sequence, run)
 
         if self.peers is None:
             return count(profile)
@@ -141,6 +149,8 @@ class PlacedModel:
         return blocks
 
     def _specs(self, block_size: int) -> list[KVSpec]:
+        """Of each place."""
+        shapes = self.model.kv_shapes
         return [
             KVSpec(
                 shape.num_kv_heads,
@@ -150,7 +160,7 @@ class PlacedModel:
                 self.device,
                 self.cache_dtype,
             )
-            for shape in self.model.kv_shapes
+            for shape in map(shapes.__getitem__, self.layout.of_places)
         ]
 
 
@@ -199,7 +209,7 @@ def place_model(config: EngineConfig, shard: Shard | None = None) -> PlacedModel
         dtype=dtype,
         eos_token_ids=frozenset(checkpoint.eos_token_ids),
         max_model_len=loaded.max_model_len,
-        sliding_window=loaded.sliding_window,
+        layout=_layout(config, loaded),
         pooler_config=pooler_config,
         cache_dtype=stored,
         lora_shapes=_lora_shapes(config, loaded.model),
@@ -209,6 +219,17 @@ def place_model(config: EngineConfig, shard: Shard | None = None) -> PlacedModel
 
         tune(placed, config)
     return placed
+
+
+def _layout(config: EngineConfig, loaded: LoadedModel) -> KVLayout:
+    """Layers that keep different positions get blocks of their own, if these are of one size."""
+    shapes = loaded.model.kv_shapes
+    windows = loaded.windows or (None,) * len(shapes)
+    hybrid = KVLayout.of(windows, hybrid=len(set(shapes)) == 1)
+    if hybrid.groups.count > 1 and config.disable_hybrid_kv_cache_manager:
+        logger.info("layers share block tables: those with a window keep all KV, too")
+        return KVLayout.of(windows, hybrid=False)
+    return hybrid
 
 
 def _is_tuned(config: EngineConfig, placed: PlacedModel) -> bool:

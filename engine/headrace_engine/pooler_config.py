@@ -81,7 +81,7 @@ def _all(config: PoolerConfig) -> list[int]:
 def is_embedding_model(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint was saved to embed: by sentence-transformers, or without a head."""
     modules = (checkpoint.folder / MODULES_FILE).is_file()
-    return modules or checkpoint.architecture.endswith("Model")
+    return modules or checkpoint.is_bare
 
 
 def read_pooler_config(checkpoint: Checkpoint, overrides: Mapping[str, object]) -> PoolerConfig:

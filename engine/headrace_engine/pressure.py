@@ -24,15 +24,16 @@ class MemoryPressure:
         self.recomputed = 0
 
     def make_room(self, *, preempting: bool = True) -> list[Sequence] | None:
-        """Preempts until each decode can have its next block; returns those that need one.
+        """Preempts until each decode can have its next row of blocks; returns those that need one.
 
-        Also, an earlier prefill that has no block to go on with takes one from a later sequence.
+        Also, an earlier prefill that has none to go on with takes one from a later sequence.
         None, and nothing changed, where somebody would have to give way but may not now.
         """
         kv, books = self._kv, self._books
+        row = kv.groups.count
         needy = kv.short(books.decoding)
-        while len(needy) > (free := kv.pool.num_free) or (
-            free == len(needy) and self._prefill_starves()
+        while (spare := kv.pool.num_free - len(needy) * row) < 0 or (
+            spare < row and self._prefill_starves()
         ):
             if not preempting:
                 return None
@@ -85,7 +86,7 @@ class MemoryPressure:
         blocks += self._watermark + sum(map(self._growth, staying))
         return choose_victims(
             sorted(found, key=books.key, reverse=True),
-            self._kv.pool,
+            self._kv,
             blocks=blocks,
             slots=books.free_slots - books.group_of(head).width + 1,
             alone=len(found) == books.num_running,
@@ -104,5 +105,5 @@ class MemoryPressure:
 
     def _growth(self, sequence: Sequence) -> int:
         """The blocks that it still needs for all tokens it knows."""
-        missing = self._kv.blocks_for(len(sequence.token_ids)) - len(sequence.block_table)
-        return max(missing, len(self._kv.short((sequence,))))
+        least = len(self._kv.short((sequence,))) * self._kv.groups.count
+        return max(self._kv.growth(sequence), least)

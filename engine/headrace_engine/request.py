@@ -80,6 +80,11 @@ class EngineRequest:
         object.__setattr__(self, "logprobs", logprobs)
 
     @property
+    def forks(self) -> bool:
+        """Whether several sequences begin at the end of its prompt."""
+        return self.params.n > 1 or self.candidates is not None
+
+    @property
     def prefix_seed(self) -> bytes:
         """What the hashes of its KV begin with: equal tokens have other KV with another adapter."""
         if self.lora is None:
@@ -97,9 +102,9 @@ class Sequence:
     step is in flight that was booked ahead (see lookahead), its work counts as computed and the
     last token is PENDING.
     `block_hashes` are the prefix-cache keys of its leading full blocks, as far as asked for. While
-    it is SWAPPED, the KV of [0, computed) is in `host_blocks` and `block_table` is empty. The first
-    `released` places of `block_table` are of blocks that fell out of a sliding window. `adjusted`:
-    whether its parameters change logits before a token is chosen.
+    it is SWAPPED, the KV of [0, computed) is in `host_blocks` and `block_table` is empty. Of the
+    first `released` rows of `block_table` (see kv_cache) sliding windows have given theirs back.
+    `adjusted`: whether its parameters change logits before a token is chosen.
     """
 
     request: EngineRequest

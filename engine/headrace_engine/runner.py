@@ -60,7 +60,7 @@ class ModelRunner:
         self._placed, self._model, self._attention = placed, placed.model, placed.attention
         self._device, self._dtype = placed.device, placed.dtype
         self.max_model_len = placed.max_model_len
-        self.sliding_window = placed.sliding_window
+        self.kv_groups = placed.layout.groups
         self.vocab_size = placed.model.vocab_size
         self.eos_token_ids = placed.eos_token_ids
         self.block_size = config.block_size
@@ -146,7 +146,14 @@ class ModelRunner:
 
     def _build(self, plan: StepPlan, links: Links | None = None) -> StepBatch:
         with torch.inference_mode():
-            return build(plan, self.block_size, self._device, self._transfer, links)
+            return build(
+                plan,
+                self.block_size,
+                self._device,
+                self._transfer,
+                links,
+                self._placed.layout,
+            )
 
     def _launch(self, step: Step) -> None:
         """All that the device does for a step, in the order of its stream."""
@@ -182,7 +189,7 @@ class ModelRunner:
         Writes into block 0 only; call it before any request runs.
         """
         length = max(1, min(self.block_size, self.max_model_len) - 1)
-        prefill = _dummy_plan(1, length, self.block_size, num_blocks=1)
+        prefill = self._dummy_plan(1, length, num_blocks=1)
         self.execute(prefill)
         sequence = prefill.scheduled[0].sequence
         sequence.token_ids.append(0)
@@ -195,7 +202,7 @@ class ModelRunner:
         if self._caches:  # an encoder has none, and decodes nothing
             self._model = with_graphs(self._decodes)
         if self._draft is not None:
-            plan = _dummy_plan(1, 1, self.block_size, num_blocks=1)
+            plan = self._dummy_plan(1, 1, num_blocks=1)
             self._draft.execute(plan, (SampleRow(plan.scheduled[0].sequence),))
 
     def _size_cache(self) -> int:
@@ -204,14 +211,14 @@ class ModelRunner:
         blocks = self._placed.count_blocks(
             self._config, per_block, self.max_model_len, self._profile
         )
-        wanted = -(-self.max_model_len // self.block_size)
+        wanted = self.kv_groups.blocks(self.max_model_len, self.block_size)
         if blocks < wanted and self._config.max_model_len is not None:
             raise ConfigError(
                 f"max_model_len {self.max_model_len} needs {wanted} KV blocks, but there is room "
                 f"for {blocks}: lower max_model_len or give the engine more KV memory"
             )
         if blocks < wanted:
-            self.max_model_len = blocks * self.block_size
+            self.max_model_len = self.kv_groups.capacity(blocks, self.block_size)
             logger.warning(
                 "context shortened to what the KV cache holds",
                 extra={"max_model_len": self.max_model_len},
@@ -229,7 +236,7 @@ class ModelRunner:
         blocks = -(-length // self.block_size)
         self._caches = self._allocate(blocks)
         lora = None if self._lora is None else ANY
-        self.execute(_dummy_plan(sequences, length, self.block_size, blocks, drafts, lora))
+        self.execute(self._dummy_plan(sequences, length, blocks, drafts, lora))
         graphs = self._graph_bytes()
         self._caches = ()
         return graphs
@@ -241,18 +248,31 @@ class ModelRunner:
     def _decodes(self) -> Decodes:
         lora = None if self._lora is None else self._lora.static
         return Decodes(
-            self._model, self._attention, self._caches, self._config, self.max_model_len, lora
+            self._model,
+            self._attention,
+            self._caches,
+            self._config,
+            self.max_model_len,
+            lora,
+            self._placed.layout,
         )
+
+    def _dummy_plan(
+        self, sequences: int, length: int, num_blocks: int, drafts: int = 0, lora: str | None = None
+    ) -> StepPlan:
+        assert num_blocks * self.block_size >= length, "a dummy sequence must fit its blocks"
+        groups = range(self.kv_groups.count)
+        table = [block for block in range(num_blocks) for _ in groups]
+        return _zeros_plan(sequences, length, table, drafts, lora)
 
     def _allocate(self, num_blocks: int) -> tuple[LayerCache, ...]:
         return self._placed.allocate(num_blocks, self.block_size)
 
 
-def _dummy_plan(
+def _zeros_plan(
     sequences: int,
     length: int,
-    block_size: int,
-    num_blocks: int,
+    table: list[int],
     drafts: int = 0,
     lora: str | None = None,
 ) -> StepPlan:
@@ -260,8 +280,6 @@ def _dummy_plan(
     drafts."""
     drafts = min(drafts, length - 1)
     known = length - drafts
-    blocks = list(range(num_blocks))
-    assert num_blocks * block_size >= length, "a dummy sequence must fit its blocks"
     request = EngineRequest(
         request_id="warm-up",
         prompt_token_ids=(0,) * known,
@@ -272,7 +290,7 @@ def _dummy_plan(
     return StepPlan(
         tuple(
             ScheduledSequence(
-                Sequence(request, index, [0] * known, block_table=blocks),
+                Sequence(request, index, [0] * known, block_table=table),
                 0,
                 known,
                 samples=True,

@@ -52,9 +52,11 @@ class Scheduler:
             limits.num_blocks,
             limits.block_size,
             config.enable_prefix_caching,
-            limits.sliding_window,
+            limits.kv_groups,
+            config.max_num_batched_tokens,
         )
         self._watermark = int(config.watermark * limits.num_blocks)
+        assert limits.kv_groups.count == 1 or not limits.num_host_blocks, "groups are not swapped"
         host = HostCache(limits.num_host_blocks, self._kv) if limits.num_host_blocks else None
         self._max_loras = config.max_loras if config.enable_lora else None
         self._books = Books(policy, self._kv, self._max_running, host, self._max_loras)
@@ -112,7 +114,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         pool, books, swapping = self._kv.pool, self._books, self._swapping
         running, swapped = books.num_running, len(books.swapped)
-        unused = unused_slots(books.running(), self._limits.block_size)
+        unused = unused_slots(books.running(), self._limits.block_size, self._kv.groups.count)
         block_bytes = self._limits.bytes_per_block
         return SchedulerStats(
             running=running,
@@ -244,7 +246,7 @@ class Scheduler:
         outputs: list[SequenceOutput] = []
         sampled = iter(result.sampled)
         size, groups = self._limits.block_size, self._books.groups
-        slides = self._kv.window is not None
+        slides = self._kv.groups.window is not None
         for sequence, start, length, samples, drafts, _ in plan.scheduled:
             tokens = next(sampled) if samples else None
             if sequence.state is not State.RUNNING:

@@ -105,6 +105,11 @@ class EngineSettings(BaseSettings):
         "token; prompts of others are cut into pieces that fit",
     )
     enable_prefix_caching: bool = Field(True, description="reuse the KV of equal prompt beginnings")
+    disable_hybrid_kv_cache_manager: bool = Field(
+        False,
+        description="one block table for layers with and without a sliding window, which then all "
+        "keep everything; docs/models.md",
+    )
     watermark: float = Field(0.01, ge=0, lt=1, description="share of blocks kept free at admission")
     speculative_config: dict[str, Any] | None = Field(
         None,
@@ -222,6 +227,7 @@ class EngineSettings(BaseSettings):
             max_num_batched_tokens=self.max_num_batched_tokens,
             itl_target=self.itl_target,
             enable_prefix_caching=self.enable_prefix_caching,
+            disable_hybrid_kv_cache_manager=self.disable_hybrid_kv_cache_manager,
             watermark=self.watermark,
             speculative_config=None
             if self.speculative_config is None

@@ -35,7 +35,7 @@ class Swapping:
         """
         if victim.released:
             return False
-        blocks = self._books.kv.blocks_for(victim.computed)
+        blocks = self._books.kv.rows_for(victim.computed)
         if not self.host.fits(victim) or not self._costs.swap_is_cheaper(blocks, victim.computed):
             return False
         self.host.swap_out(victim, self.outs)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from headrace_common.sampling import SamplingError
 
 from .errors import RequestError
+from .kv_groups import KVGroups
 from .pooler_config import PoolerConfig
 from .request import EngineRequest
 
@@ -15,9 +16,9 @@ from .request import EngineRequest
 class Limits:
     """What the model and its KV cache allow. `max_model_len` counts prompt and output tokens.
 
-    `sliding_window` is how many keys a position sees in any layer; None: all. `num_host_blocks` 0
-    swaps nothing; `bytes_per_block` is for statistics. With `pooler` the model
-    embeds, without it generates. `adapters` are the names that requests may run with.
+    `num_host_blocks` 0 swaps nothing; `bytes_per_block` is for statistics. With `pooler` the model
+    embeds, without it generates. `kv_groups` are those of its layers. `adapters` are the names that
+    requests may run with.
     """
 
     num_blocks: int
@@ -28,13 +29,13 @@ class Limits:
     num_host_blocks: int = 0
     bytes_per_block: int = 0
     pooler: PoolerConfig | None = None
-    sliding_window: int | None = None
+    kv_groups: KVGroups = KVGroups()
     adapters: Container[str] = ()
 
     @property
     def capacity(self) -> int:
-        """Token positions of the whole KV cache."""
-        return self.num_blocks * self.block_size
+        """Token positions of one sequence in the whole KV cache."""
+        return self.kv_groups.capacity(self.num_blocks, self.block_size)
 
     @property
     def max_length(self) -> int:

@@ -167,6 +167,8 @@ class EngineSettingsSpec(Section):
     """Seconds a step should take at most while requests wait for their next token."""
     enable_prefix_caching: bool | None = None
     """Reuse the KV of equal prompt beginnings."""
+    disable_hybrid_kv_cache_manager: bool | None = None
+    """One block table for layers with and without a sliding window."""
     watermark: float | None = Field(None, ge=0, lt=1, strict=False)
     """Share of blocks kept free at admission."""
     speculative_config: Opaque | None = None

@@ -7,6 +7,7 @@ from typing import Any
 
 from headrace_common.chat_template import ChatTemplate
 from headrace_common.sampling import SamplingParams
+from headrace_common.structural_format import Format
 from headrace_common.structured import StructuredOutputError, StructuredOutputsParams
 
 from .chat_messages import (
@@ -19,6 +20,9 @@ from .chat_messages import (
     ToolChoice,
 )
 from .errors import ApiError, invalid
+from .harmony.header import CALL, OPENAI, OPENAI_GPTOSS, RETURN
+from .harmony.header import MARKERS as HARMONY_MARKERS
+from .harmony.held import answer_held
 from .models import ServedModel
 from .output import NAMED, REQUIRED, OutputForm, writes_short_ids
 from .reasoning.catalog import FAMILIES, detect_reasoning_parser
@@ -28,6 +32,7 @@ from .structured_fields import refused
 from .tool_calls.arguments import kinds
 from .tool_calls.catalog import MARKERS, detect_tool_parser
 from .tool_calls.elements import ELEMENTS
+from .tool_calls.held import answer_format
 
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
@@ -43,6 +48,10 @@ class Tooling:
     @property
     def forced(self) -> bool:
         return self.choice not in ("none", "auto")
+
+    @property
+    def callable(self) -> bool:
+        return bool(self.tools) and self.choice != "none"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -105,11 +114,15 @@ class ChatOutput:
         template = model.chat_template
         if template is None:
             return OutputForm(), sampling  # refused where the prompt is made
-        held = sampling.structured_outputs is not None or asked.forced
-        reasoning = None if held else self._reasoning(template)
-        form = OutputForm(reasoning=reasoning)
-        if asked.tools and asked.choice != "none":
+        held = asked.forced or (sampling.structured_outputs is not None and not asked.callable)
+        reasoning = self._reasoning(template)
+        form = OutputForm(reasoning=None if held and reasoning != OPENAI_GPTOSS else reasoning)
+        if asked.callable:
             form, sampling = self._with_tools(model, template, form, sampling, asked)
+        if form.reasoning == OPENAI_GPTOSS and form.calls != OPENAI:
+            sampling = _answer_held(sampling)
+        if form.reasoning == OPENAI_GPTOSS:
+            sampling = _ending_turns(model, sampling)
         return form, _showing_markers(model, form, sampling)
 
     def _reasoning(self, template: ChatTemplate) -> str | None:
@@ -127,15 +140,10 @@ class ChatOutput:
     ) -> tuple[OutputForm, SamplingParams]:
         if "tools" not in template.variables:
             raise _unsupported(f"the chat template of {model.name} shows the model no tools")
-        if sampling.structured_outputs is not None:
-            raise invalid(
-                "tool_choice: an output that is held to a format cannot call tools; use "
-                "tool_choice none, or leave the format out.",
-                param="tool_choice",
-            )
         parser = self._parser(template)
         form = replace(
             form,
+            reasoning=OPENAI_GPTOSS if parser == OPENAI else form.reasoning,
             calls=parser,
             tools=asked.names,
             kinds=_kinds(parser, asked.tools),
@@ -164,7 +172,10 @@ def _unsupported(reason: str) -> ApiError:
 def _forced(
     template: ChatTemplate, form: OutputForm, sampling: SamplingParams, asked: Tooling
 ) -> tuple[OutputForm, SamplingParams]:
-    """In the model's own form, or else in a JSON that it may not be used to."""
+    """In the model's own form, or else in a JSON that it may not be used to.
+
+    No answer comes then, whatever one would have to match.
+    """
     tools, once = asked.tools, form.single_call
     if isinstance(asked.choice, NamedTool):
         name = asked.choice.function.name
@@ -194,11 +205,33 @@ def _forced_json(
 def _strict(
     template: ChatTemplate, form: OutputForm, sampling: SamplingParams, asked: Tooling
 ) -> SamplingParams:
+    answer = _answer(sampling.structured_outputs)
     try:
-        held = held_calls(asked.tools, form, template.source)
+        held = held_calls(asked.tools, form, template.source, answer)
     except StructuredOutputError as error:
         raise refused("tools", error) from error
     return sampling if held is None else replace(sampling, structured_outputs=held)
+
+
+def _answer(held: StructuredOutputsParams | None) -> Format | None:
+    """What an answer must be where calls may come instead."""
+    if held is None:
+        return None
+    try:
+        return answer_format(held)
+    except StructuredOutputError as error:
+        raise refused(f"structured_outputs.{error.field}", error) from error
+
+
+def _answer_held(sampling: SamplingParams) -> SamplingParams:
+    """Of Harmony's messages only the answer is held to a format."""
+    held = sampling.structured_outputs
+    if held is None:
+        return sampling
+    try:
+        return replace(sampling, structured_outputs=answer_held(held))
+    except StructuredOutputError as error:
+        raise refused(f"structured_outputs.{error.field}", error) from error
 
 
 def _kinds(parser: str | None, tools: Sequence[Tool]) -> Mapping[str, Mapping[str, str]]:
@@ -248,12 +281,22 @@ def _moved(schema: dict[str, Any], number: int) -> dict[str, Any]:
     return moved
 
 
+def _ending_turns(model: ServedModel, sampling: SamplingParams) -> SamplingParams:
+    """Ends with Harmony's turns, whether or not the checkpoint says so."""
+    ids = (model.tokenizer.token_to_id(end) for end in (CALL, RETURN))
+    known = {None, *model.tokenizer.eos_token_ids, *sampling.stop_token_ids}
+    more = tuple(each for each in ids if each is not None and each not in known)
+    return replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *more)) if more else sampling
+
+
 def _showing_markers(
     model: ServedModel, form: OutputForm, sampling: SamplingParams
 ) -> SamplingParams:
     """Markers that are special tokens would not be in the text that parsers read."""
     markers = MARKERS.get(form.calls or "", ())
-    if form.reasoning is not None:
+    if form.reasoning == OPENAI_GPTOSS:
+        markers = HARMONY_MARKERS
+    elif form.reasoning is not None:
         family = FAMILIES[form.reasoning]
         markers = (*markers, family.opening, family.closing)
     tokenizer = model.tokenizer

@@ -16,6 +16,13 @@ from .field_names import named_for
 from .messages_api.errors import body_at, named_at
 
 METHODS = ("GET", "HEAD", "POST", "DELETE")
+_API = "the API is under /v1, as /v1/models and /v1/chat/completions; /openapi.json describes it."
+_ELSEWHERE = {
+    "/metrics": "metrics are on a port of their own (--metrics-port).",
+    **dict.fromkeys(("/", "/v1", "/v1/", "/docs", "/redoc"), _API),
+}
+# What other servers have.
+_ABSENT = ("audio", "images", "moderations", "pooling", "realtime", "rerank", "score", "videos")
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -71,8 +78,10 @@ def _from_http(request: Request, error: HTTPException) -> ApiError:
 def _meant(request: Request) -> str:
     """What to do where a client's base URL is likely wrong, or a path is another server's."""
     path = request.url.path
-    if path == "/metrics":
-        return ": metrics are on a port of their own (--metrics-port)."
+    if elsewhere := _ELSEWHERE.get(path):
+        return f": {elsewhere}"
+    if absent := next((name for name in path.split("/")[1:3] if name in _ABSENT), None):
+        return f": {absent} is not served; text and embeddings are."
     bare = path.rstrip("/")
     for meant in (bare, f"/v1{bare}", bare.removeprefix("/v1")):
         if meant != path and _methods(request, meant):

@@ -9,9 +9,12 @@ from typing import Any
 
 from headrace_common.tokenizer import Tokenizer
 
+from .harmony.header import OPENAI, OPENAI_GPTOSS, begin_of
+from .harmony.parser import HarmonyParser
+from .harmony.tokens import HarmonyTokens
 from .parts import Part, PartList, Text
 from .reasoning.catalog import FAMILIES, think_parser
-from .reasoning.think import ThinkParser
+from .reasoning.think import ThinkParser, ThinkTokens
 from .tool_calls.base import ToolParser
 from .tool_calls.catalog import MISTRAL, PARSERS
 from .tool_calls.forced import NamedParser, RequiredParser
@@ -71,14 +74,20 @@ class OutputParser:
 
     def __init__(self, form: OutputForm, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._calls = PartList(1 if form.single_call else None)
-        self._tools = _tool_parser(form, self._calls)
-        self._think: ThinkParser | None = None
-        self._closing: int | None = None
-        self._thought = 0
-        self._counted = False
-        if form.reasoning is not None:
-            self._think = think_parser(form.reasoning, tokenizer, prompt)
-            self._closing = tokenizer.token_to_id(FAMILIES[form.reasoning].closing)
+        self._tools: ToolParser | None = None
+        self._first: ThinkParser | HarmonyParser | None = None
+        self._thought: ThinkTokens | HarmonyTokens | None = None
+        if form.reasoning == OPENAI_GPTOSS:
+            begin = begin_of(tokenizer, prompt)
+            known = form.tools if form.calls == OPENAI else None
+            self._first = HarmonyParser(self._calls, known, begin)
+            self._thought = HarmonyTokens(tokenizer, known, begin)
+        elif form.reasoning is not None:
+            closing = tokenizer.token_to_id(FAMILIES[form.reasoning].closing)
+            self._first = think = think_parser(form.reasoning, tokenizer, prompt)
+            self._thought = ThinkTokens(think, closing)
+        if form.reasoning != OPENAI_GPTOSS or form.calls != OPENAI:
+            self._tools = _tool_parser(form, self._calls)
 
     @property
     def calls(self) -> int:
@@ -87,20 +96,20 @@ class OutputParser:
 
     @property
     def reasoning_tokens(self) -> int:
-        """With the closing marker."""
-        return self._thought if self._think is not None and self._think.seen else 0
+        """With the markers around it."""
+        return 0 if self._thought is None else self._thought.total
 
     def push(self, text: str, token_ids: Sequence[int]) -> list[Part]:
         """The parts of more text, of which these are the tokens."""
-        if self._think is None:
+        if self._first is None:
             return self._read(text)
-        if not self._think.over:
-            self._count(token_ids)
-        return self._read_all(self._think.push(text))
+        if self._thought is not None:
+            self._thought.push(token_ids)
+        return self._read_all(self._first.push(text))
 
     def finish(self) -> list[Part]:
         """The parts that were held back: to be called once, at the end."""
-        parts = [] if self._think is None else self._read_all(self._think.finish())
+        parts = [] if self._first is None else self._read_all(self._first.finish())
         return parts if self._tools is None else parts + self._tools.finish()
 
     def _read_all(self, parts: list[Part]) -> list[Part]:
@@ -113,11 +122,6 @@ class OutputParser:
         if self._tools is not None:
             return self._tools.push(text)
         return [Text(text)] if text else []
-
-    def _count(self, token_ids: Sequence[int]) -> None:
-        for token_id in token_ids:
-            self._thought += not self._counted
-            self._counted = self._counted or token_id == self._closing
 
 
 def call_id(form: OutputForm, answer_id: str, choice: int, index: int, prefix: str) -> str:

@@ -44,13 +44,10 @@ class PartList:
         self._parts: list[Part] = []
 
     def text(self, text: str) -> None:
-        if not text:
-            return
-        last = self._parts[-1] if self._parts else None
-        if isinstance(last, Text):
-            self._parts[-1] = Text(last.text + text)
-        else:
-            self._parts.append(Text(text))
+        self._say(Text, text)
+
+    def reasoning(self, text: str) -> None:
+        self._say(Reasoning, text)
 
     def start(self, name: str) -> None:
         self.calls += 1
@@ -69,6 +66,15 @@ class PartList:
     def take(self) -> list[Part]:
         parts, self._parts = self._parts, []
         return parts
+
+    def _say(self, kind: type[Text] | type[Reasoning], text: str) -> None:
+        if not text:
+            return
+        last = self._parts[-1] if self._parts else None
+        if isinstance(last, kind):
+            self._parts[-1] = kind(last.text + text)
+        else:
+            self._parts.append(kind(text))
 
     @property
     def _within_limit(self) -> bool:

@@ -16,6 +16,8 @@ from headrace_common.chat_template import encode_chat
 
 from .chat_messages import Message
 from .errors import invalid, too_long
+from .harmony.header import is_harmony
+from .harmony.messages import described, writable
 from .models import ServedModel
 
 # Tokenising takes about a millisecond for this many characters.
@@ -59,12 +61,15 @@ class PromptEncoder:
         _check_options(options)
         developer = "developer" in model.chat_template.source
         plain = [_plain_message(message, developer=developer) for message in messages]
+        tools = options.tools
+        if is_harmony(model.chat_template.source):
+            plain, tools = writable(plain), described(tools)
         encode = partial(
             encode_chat,
             model.tokenizer,
             model.chat_template,
             plain,
-            tools=options.tools,
+            tools=tools,
             variables=options.variables,
             add_special_tokens=options.add_special_tokens,
             add_generation_prompt=options.add_generation_prompt,

@@ -1,7 +1,7 @@
 """Calls held to their tools' schemas, in every form that calls are read in.
 
-Those that a model makes or not, once one begins, for tools with `strict`; and those that it must
-make. In reasoning nothing is held.
+Those that a model makes or not, once one begins, for tools with `strict`; those that it must make;
+and those that come instead of an answer which is held itself. In reasoning nothing is held.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,11 +10,14 @@ from typing import Any
 
 from headrace_common import structural_tag
 from headrace_common.sampling import SamplingParams
+from headrace_common.structural_format import Choice, Format, Rules
 from headrace_common.structural_tag import Reasoning, StructuralTag
 from headrace_common.structured import StructuredOutputError, StructuredOutputsParams
 from headrace_common.tokenizer import Tokenizer
 
 from .chat_messages import FunctionDefinition, Tool
+from .harmony import header as harmony
+from .harmony.held import from_within
 from .output import OutputForm
 from .reasoning.catalog import FAMILIES, begin_of
 from .reasoning.think import Begin
@@ -31,18 +34,36 @@ _NO_ARGUMENTS: Mapping[str, Any] = {
 
 
 def held_calls(
-    tools: Sequence[Tool], form: OutputForm, template: str
+    tools: Sequence[Tool],
+    form: OutputForm,
+    template: str,
+    answer: Format | None = None,
 ) -> StructuredOutputsParams | None:
-    """What text with calls of these tools must match; None where no call is held.
+    """What text with calls of these tools must match; None where nothing is held.
 
-    Raises StructuredOutputError.
+    With `answer` a text is calls and nothing else, or that. Raises StructuredOutputError.
     """
-    if form.calls is None or not any(tool.function.strict for tool in tools):
+    strict = any(tool.function.strict for tool in tools)
+    if form.calls is None or not (strict or answer):
         return None
     if len(tools) > MAX_TOOLS:
         raise StructuredOutputError("json", f"strict tools may be among at most {MAX_TOOLS}")
     held = Held(tuple(map(_function, tools)), once=form.single_call, template=template)
-    return _params(StructuralTag(FORMATS[form.calls](held), _reasoning(form, Begin.OPEN)))
+    written = FORMATS[form.calls](held) if answer is None else _either(held, answer, form.calls)
+    return _params(StructuralTag(written, _reasoning(form, Begin.OPEN, closed=answer is not None)))
+
+
+def _either(held: Held, answer: Format, calls: str) -> Format:
+    rules = answer.rules if isinstance(answer, Rules) else {}
+    content = answer.content if isinstance(answer, Rules) else answer
+    written = FORMATS[calls](replace(held, forced=True, answer=content))
+    if isinstance(written, Rules):
+        if rules.keys() & written.rules.keys():
+            raise StructuredOutputError("structural_tag", "its rules have names of tools")
+        rules, written = {**rules, **written.rules}, written.content
+    if calls != harmony.OPENAI:
+        written = Choice((written, content))
+    return Rules(rules, written) if rules else written
 
 
 def forced_calls(
@@ -66,11 +87,18 @@ def at_prompt(
     structured = sampling.structured_outputs
     if form.reasoning is None or structured is None or structured.structural_tag is None:
         return sampling
+    if form.reasoning == harmony.OPENAI_GPTOSS:
+        if not harmony.begin_of(tokenizer, prompt).inside:
+            return sampling
+        tag = structural_tag.read(structured.structural_tag)
+        begun = replace(tag, format=from_within(tag.format))
+        return replace(sampling, structured_outputs=_params(begun))
     begin = begin_of(form.reasoning, tokenizer, prompt)
     if begin is Begin.OPEN:
         return sampling  # as it was made
     tag = structural_tag.read(structured.structural_tag)
-    begun = replace(tag, reasoning=_reasoning(form, begin))
+    closed = tag.reasoning is not None and tag.reasoning.closed
+    begun = replace(tag, reasoning=_reasoning(form, begin, closed=closed))
     return replace(sampling, structured_outputs=_params(begun))
 
 
@@ -91,13 +119,13 @@ def _held(function: FunctionDefinition) -> Function:
     return Function(function.name, bare(function.parameters or _NO_ARGUMENTS))
 
 
-def _reasoning(form: OutputForm, begin: Begin) -> Reasoning | None:
-    if form.reasoning is None or begin is Begin.BEHIND:
+def _reasoning(form: OutputForm, begin: Begin, *, closed: bool) -> Reasoning | None:
+    family = FAMILIES.get(form.reasoning or "")
+    if family is None or begin is Begin.BEHIND:
         return None
-    family = FAMILIES[form.reasoning]
     inside = begin is Begin.INSIDE or family.otherwise_inside
     where = structural_tag.Begin.INSIDE if inside else structural_tag.Begin.OPEN
-    return Reasoning(family.opening, family.closing, where)
+    return Reasoning(family.opening, family.closing, where, closed=closed)
 
 
 def _params(tag: StructuralTag) -> StructuredOutputsParams:

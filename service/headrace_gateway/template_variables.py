@@ -5,7 +5,8 @@ from typing import Any
 
 from headrace_common.sampling import SamplingParams
 
-from .errors import invalid
+from .errors import ApiError, invalid
+from .harmony.header import OPENAI_GPTOSS
 from .models import ServedModel
 from .reasoning.catalog import detect_reasoning_parser
 from .strict_calls import may_reason
@@ -14,6 +15,8 @@ from .strict_calls import may_reason
 SWITCHES = ("enable_thinking", "thinking")
 EFFORT = "reasoning_effort"
 VERBOSITY = "verbosity"
+# Those that gpt-oss does not know, as the next one that it does.
+_GPTOSS_EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 
 
 def with_effort(
@@ -31,16 +34,12 @@ def with_effort(
         return variables
     given = variables or {}
     if EFFORT in _variables(model):
-        return {EFFORT: effort, **given}
+        return {EFFORT: _known_effort(model, effort, param), **given}
     switched = thinking_variables(model, thinking=effort != "none")
-    if not switched and effort == "none" and not _reasons(model):
+    if not switched and effort == "none" and _reasoning(model) is None:
         return variables
     if not switched:
-        raise invalid(
-            f"{param}: the chat template of {model.name} has no such setting; leave it out.",
-            param=param,
-            code="unsupported_parameter",
-        )
+        raise _unsupported(f"the chat template of {model.name} has no such setting", param)
     return {**switched, **given}
 
 
@@ -72,9 +71,21 @@ def thinking_variables(model: ServedModel, *, thinking: bool) -> Mapping[str, An
     return {name: thinking for name in SWITCHES if name in known}
 
 
-def _reasons(model: ServedModel) -> bool:
+def _known_effort(model: ServedModel, effort: str, param: str) -> str:
+    if _reasoning(model) != OPENAI_GPTOSS:
+        return effort
+    if effort == "none":
+        raise _unsupported(f"{model.name} cannot answer without reasoning; low is the least", param)
+    return _GPTOSS_EFFORTS.get(effort, effort)
+
+
+def _unsupported(reason: str, param: str) -> ApiError:
+    return invalid(f"{param}: {reason}; leave it out.", param=param, code="unsupported_parameter")
+
+
+def _reasoning(model: ServedModel) -> str | None:
     template = model.chat_template
-    return template is not None and detect_reasoning_parser(template.source) is not None
+    return None if template is None else detect_reasoning_parser(template.source)
 
 
 def _variables(model: ServedModel) -> Set[str]:

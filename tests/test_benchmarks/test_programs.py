@@ -97,6 +97,11 @@ def test_sharing(run: Run, model: str) -> None:
     assert len(said.splitlines()) > 3
 
 
+def test_windows(run: Run) -> None:
+    said = run("windows", "--context", "2048", "--sequences", "1").splitlines()
+    assert len(said) == 2 + 2 * 4
+
+
 def test_calibration(run: Run, model: str, tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     small = ["--batches", "1,2", "--prompt-tokens", "16", "--rounds", "1", "--max-num-seqs", "2"]

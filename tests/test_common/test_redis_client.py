@@ -104,14 +104,14 @@ class Server:
         self.writers.append(writer)
         if not self.greets:
             writer.close()
-        while data := await reader.read(2**16):
-            commands.feed(data)
-            while command := commands.gets():
-                if command[:2] == [b"CLIENT", b"SETINFO"]:
-                    writer.write(b"+OK\r\n")
-                else:
-                    self.asked.put_nowait((number, command))
-        writer.close()
+        with contextlib.closing(writer):
+            while data := await reader.read(2**16):
+                commands.feed(data)
+                while command := commands.gets():
+                    if command[:2] == [b"CLIENT", b"SETINFO"]:
+                        writer.write(b"+OK\r\n")
+                    else:
+                        self.asked.put_nowait((number, command))
 
     def say(self, reply: bytes, connection: int = 0) -> None:
         self.writers[connection].write(reply)
@@ -225,6 +225,20 @@ async def test_who_waits_for_a_connection_hears_of_the_end(server: Server) -> No
     await client.close()
     with pytest.raises(RedisConnectionError, match="the client was closed"):
         await reply
+
+
+async def test_a_close_that_is_cancelled_closes_all_the_same(server: Server) -> None:
+    client = server.client(lines=2, busy=-1.0)
+    async with asking(client, ("GET", "a")) as sent:
+        await server.asked.get()
+        waiting = asyncio.create_task(client.command("GET", "b"))
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(client.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        for asked in (sent, waiting):
+            with pytest.raises(RedisConnectionError, match="was closed"):
+                await asked
 
 
 async def test_what_waits_long_holds_up_nobody_else(server: Server) -> None:

@@ -19,6 +19,7 @@ from redis import Redis
 from headrace_common import keys
 from headrace_common.keys import ShardKeys, new_request_id
 from headrace_common.messages import MAX_MESSAGE_BYTES
+from headrace_testing.gateway import connected
 from headrace_testing.processes import until
 from headrace_testing.single import LONG, MAX_CONNECTIONS, SingleStack
 from headrace_testing.stack import MODEL
@@ -183,16 +184,15 @@ def test_a_crowd_that_opens_and_leaves_at_once_holds_nothing(
 
     async def visit(number: int) -> None:
         """Leaves before the answer, at its beginning, or after its first event, if it gets one."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", single.gateway.port)
-        writer.write(request(n=1 + number % 2, max_tokens=LONG // 6))
-        await writer.drain()
-        if number % 4:
-            with suppress(asyncio.IncompleteReadError):  # refused on a machine this busy
-                await reader.readuntil(b"\r\n\r\n" if number % 4 < 3 else b"data: ")
-                answered.append(number)
-        if number % 3:
-            writer.transport.abort()
-        writer.close()
+        async with connected(single.gateway.port) as (reader, writer):
+            writer.write(request(n=1 + number % 2, max_tokens=LONG // 6))
+            await writer.drain()
+            if number % 4:
+                with suppress(asyncio.IncompleteReadError):  # refused on a machine this busy
+                    await reader.readuntil(b"\r\n\r\n" if number % 4 < 3 else b"data: ")
+                    answered.append(number)
+            if number % 3:
+                writer.transport.abort()
 
     async def crowd() -> None:
         await asyncio.gather(*map(visit, range(CROWD)))

@@ -68,6 +68,32 @@ def test_forced_calls_match_their_schema(gateway: GatewayProcess, choice: Any) -
         assert one.finish_reason == "tool_calls"
 
 
+def test_beside_tools_an_answer_matches_its_format_or_is_calls(gateway: GatewayProcess) -> None:
+    parameters = {**SCHEMA, "required": ["city"]}
+    tool: Any = {"name": "weather", "parameters": parameters, "strict": True}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "days", "schema": SCHEMA}}
+    with OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.chat.completions.create(
+            model=MODEL,
+            messages=HI,
+            tools=[{"type": "function", "function": tool}],
+            response_format=form,
+            parallel_tool_calls=False,
+            max_tokens=200,
+            n=4,
+            seed=1,
+            extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+        )
+
+    for one in answer.choices:
+        if one.message.tool_calls is None:
+            jsonschema.validate(json.loads(one.message.content or ""), SCHEMA)
+        else:
+            (call,) = one.message.tool_calls
+            assert call.type == "function" and one.message.content is None
+            jsonschema.validate(json.loads(call.function.arguments), parameters)
+
+
 def test_a_message_with_a_forced_tool_is_streamed(gateway: GatewayProcess) -> None:
     with (
         Anthropic(base_url=gateway.url, api_key="none", max_retries=0) as client,

@@ -5,10 +5,12 @@ The CUDA kernels themselves cannot run here: the flash backend is tested with a 
 kernel that takes the same arguments and computes densely.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.varlen import AuxRequest
 
 from headrace_engine import attention
 from headrace_engine.attention.base import (
@@ -28,6 +30,21 @@ from headrace_testing.attention_scenes import BLOCKS, CASES, CPU, Case, Scene, d
 from headrace_testing.engines import cpu_backends
 
 
+def dense_with_sums(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: LayerParams
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention, and the logarithms of the softmax's sums [Hq, n]: what a sink of 0 leaves of
+    values of 1 is sum / (sum + 1)."""
+    attended = dense(query, keys, values, params).to(query.dtype)
+    open_sinks = replace(params, sinks=torch.zeros(query.shape[1]))
+    shares = dense(query, keys, torch.ones_like(values), open_sinks)[..., 0]
+    return attended, torch.logit(shares).T.float()
+
+
+def joined(rows: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.cat([one for one, _ in rows]), torch.cat([sums for _, sums in rows], dim=1)
+
+
 def fake_flash_attn(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -42,7 +59,8 @@ def fake_flash_attn(
     window_size: tuple[int, int],
     softcap: float,
     block_table: torch.Tensor | None,
-) -> torch.Tensor:
+    return_attn_probs: bool,
+) -> Any:
     """flash_attn_varlen_func's arguments and checks, computed densely."""
     assert causal and window_size[1] == 0
     assert cu_seqlens_q.dtype is cu_seqlens_k.dtype is torch.int32
@@ -60,8 +78,9 @@ def fake_flash_attn(
             blocks = block_table[row].long()
             keys, values = (part[blocks].flatten(0, 1)[:length] for part in (k, v))
         queries = q[int(cu_seqlens_q[row]) : int(cu_seqlens_q[row + 1])]
-        output.append(dense(queries, keys, values, params).to(q.dtype))
-    return torch.cat(output)
+        output.append(dense_with_sums(queries, keys, values, params))
+    attended, sums = joined(output)
+    return (attended, sums, None) if return_attn_probs else attended
 
 
 def fake_torch_varlen(
@@ -76,9 +95,10 @@ def fake_torch_varlen(
     scale: float,
     window_size: tuple[int, int],
     enable_gqa: bool,
+    return_aux: AuxRequest | None,
     seqused_k: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> Any:
     """torch.nn.attention.varlen.varlen_attn's arguments and checks, computed densely."""
     assert enable_gqa == (query.shape[1] != key.shape[-2])
     if block_table is not None:
@@ -95,9 +115,8 @@ def fake_torch_varlen(
             keys, values = (part[blocks].flatten(0, 1)[:length] for part in (key, value))
         window = None if window_size[0] < 0 else window_size[0] + 1
         queries = query[int(cu_seq_q[row]) : int(cu_seq_q[row + 1])]
-        attended = dense(queries, keys, values, LayerParams(scale, None, window))
-        rows.append(attended.to(query.dtype))
-    return torch.cat(rows)
+        rows.append(dense_with_sums(queries, keys, values, LayerParams(scale, None, window)))
+    return joined(rows) if return_aux is not None and return_aux.lse else joined(rows)[0]
 
 
 def make_backend(name: str) -> AttentionBackend:

@@ -17,6 +17,7 @@ from headrace_engine.attention.cpu import CpuBackend
 from headrace_engine.attention.fp8 import E4M3, E5M2, narrow, widen
 from headrace_engine.attention.reference import ReferenceBackend
 from headrace_engine.kernels import library
+from headrace_testing.attention_scenes import SINKS
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -140,6 +141,9 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield "softcap", Case(params=LayerParams(0.7, 3.0))
     yield "softcap, window", Case(params=LayerParams(0.7, 3.0, 20))
     yield "large scores", Case(params=LayerParams(6.0))
+    yield "sinks", Case(params=LayerParams(0.2, sinks=SINKS))
+    yield "sinks of split decodes", Case(DECODES, params=LayerParams(0.7, 3.0, sinks=SINKS))
+    yield "sinks, window", Case(params=LayerParams(0.2, None, 20, sinks=SINKS), block_size=5)
     yield "one token", Case(((1, 1),))
     yield "no past", Case(((3, 3), (64, 64), (65, 65)))
     yield "one long", Case(((1, 3000),))

@@ -22,7 +22,12 @@ from headrace_engine.model.static_batch import StaticBatch
 from headrace_engine.model.triton_ops import TritonOps
 from headrace_engine.runner import ModelRunner
 from headrace_engine.triton_kernels import dependent
-from headrace_engine.triton_kernels.dependent import DependentLaunch, DependentLaunches
+from headrace_engine.triton_kernels.dependent import (
+    PLAIN_STEP,
+    DependentLaunch,
+    DependentLaunches,
+    StepLaunch,
+)
 from headrace_engine.tuning import autotuner, start, steps
 from headrace_engine.tuning.autotuner import Autotuner, Run
 from headrace_testing.engines import engine_config, make_runner
@@ -38,24 +43,20 @@ AT_ONCE = {"DEPENDENT": dependent.EARLY, "launch_pdl": True}
 
 def test_kernels_take_turns_unless_they_are_told_otherwise() -> None:
     launches = DependentLaunches()
-    launches.choose(16, AHEAD)
-    launches.choose(1, EARLY)
-    launches.choose(4, None)
+    ahead, early = StepLaunch(AHEAD, fused_norms=True), StepLaunch(EARLY)
+    launches.choose(16, ahead)
+    launches.choose(1, early)
+    launches.choose(4, PLAIN_STEP)
     assert launches.product == launches.small == ALONE and launches.prefetched(1, 1024) == 0
-    assert [launches.chosen(rows) for rows in (1, 4, 5, 16, 17)] == [
-        EARLY,
-        None,
-        AHEAD,
-        AHEAD,
-        None,
-    ]
+    chosen = [launches.chosen(rows) for rows in (1, 4, 5, 16, 17)]
+    assert chosen == [early, PLAIN_STEP, ahead, ahead, PLAIN_STEP]
     with launches.during(launches.chosen(1)):
         assert (launches.product, launches.small) == (LATE, AT_ONCE)
-        assert launches.prefetched(4096, 8192) == 0
-        with suppress(ZeroDivisionError), launches.during(AHEAD):
-            assert launches.product == launches.small == LATE
+        assert launches.prefetched(4096, 8192) == 0 and not launches.fused_norms
+        with suppress(ZeroDivisionError), launches.during(ahead):
+            assert launches.product == launches.small == LATE and launches.fused_norms
             raise ZeroDivisionError
-        assert launches.small == AT_ONCE
+        assert launches.small == AT_ONCE and not launches.fused_norms
     assert launches.small == ALONE
 
 
@@ -63,7 +64,7 @@ def test_kernels_take_turns_unless_they_are_told_otherwise() -> None:
 def test_what_is_prefetched_fits_the_cache_and_the_rows(rows: int) -> None:
     launches = DependentLaunches()
     for wanted in (1 << 20, 4 << 20, 16 << 20):
-        with launches.during(DependentLaunch(wanted)):
+        with launches.during(StepLaunch(DependentLaunch(wanted))):
             size = launches.prefetched(rows, 8192 + 128)
         assert size % 256 == 0 and size <= 8192 and rows * size <= 16 << 20
         full = math.ceil(wanted / rows / 256) * 256
@@ -91,7 +92,8 @@ def runner(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelRu
     monkeypatch.setattr(placement, "make_ops", lambda *_: TritonOps())
     monkeypatch.setattr(autotuner, "REPEATS", 1)
     monkeypatch.setattr(steps, "STEP_KEYS", 20)
-    monkeypatch.setattr(steps, "CANDIDATES", {"one by one": None, "ahead": AHEAD, "early": EARLY})
+    ways = {steps.ONE_BY_ONE: None, "ahead": AHEAD, "early": EARLY}
+    monkeypatch.setattr(steps, "CANDIDATES", ways)
     folder = checkpoint("qwen3")
     options = {"dtype": "bfloat16", "attention_backend": "auto", "num_blocks": 32}
     yield make_runner(folder, **options)
@@ -115,7 +117,8 @@ def test_recorded_steps_are_launched_as_whole_steps_were_fastest(
     assert set(told) == {dependent.ALONE, dependent.DEPENDENT, dependent.EARLY}
     model = runner.model
     assert isinstance(model, Decoder) and model.dependent is not None
-    assert model.dependent.chosen(1) is EARLY and model.dependent.chosen(2) is None
+    assert model.dependent.chosen(1) == StepLaunch(EARLY)
+    assert model.dependent.chosen(2) is PLAIN_STEP
     for size, ways in ((1, {dependent.DEPENDENT, dependent.EARLY}), (2, {dependent.ALONE})):
         told.clear()
         batch = StaticBatch(size, 8, runner.device)

@@ -14,7 +14,7 @@ from headrace_engine.attention.triton import TritonBackend
 from headrace_engine.config import EngineConfig
 from headrace_engine.model.triton_ops import TritonOps
 from headrace_engine.placement import PlacedModel, place_model
-from headrace_engine.triton_kernels.dependent import DependentLaunch
+from headrace_engine.triton_kernels.dependent import StepLaunch
 from headrace_engine.triton_kernels.launch import (
     ROW_BOUNDS,
     AttentionLaunches,
@@ -22,7 +22,7 @@ from headrace_engine.triton_kernels.launch import (
     silu_candidates,
     skinny_candidates,
 )
-from headrace_engine.tuning.steps import CANDIDATES, StepScene
+from headrace_engine.tuning.steps import CANDIDATES, FUSED_CANDIDATES, ROUNDING, StepScene
 from headrace_testing.null_cuda_scenes import LLAMA
 
 
@@ -86,17 +86,26 @@ def test_replays_give_the_bits_of_kernels_that_take_turns(
     for part in (part for cache in scene.caches for part in cache):
         part.normal_()
     with torch.inference_mode():
-        expected = [scene.run(None).clone() for _ in range(2)][1]
-        assert torch.isfinite(expected).all() and expected.norm() > 0
-        for name, launch in CANDIDATES.items():
-            graph, given = recorded(scene, launch)
-            for number in range(REPLAYS):
-                given.zero_()
-                graph.replay()
-                assert torch.equal(given, expected), (name, number)
+        plain = expect_replays(scene, tuple(CANDIDATES), fused_norms=False)
+        fused = expect_replays(scene, FUSED_CANDIDATES, fused_norms=True)
+    assert 0 < (fused - plain).float().norm() < ROUNDING * plain.float().norm()
 
 
-def recorded(scene: StepScene, launch: DependentLaunch | None) -> tuple[Any, torch.Tensor]:
+def expect_replays(scene: StepScene, overlaps: tuple[str, ...], fused_norms: bool) -> torch.Tensor:
+    """The bits that all of them give."""
+    alone = StepLaunch(None, fused_norms)
+    expected = [scene.run(alone).clone() for _ in range(2)][1]
+    assert torch.isfinite(expected).all() and expected.norm() > 0
+    for name in overlaps:
+        graph, given = recorded(scene, StepLaunch(CANDIDATES[name], fused_norms))
+        for number in range(REPLAYS):
+            given.zero_()
+            graph.replay()
+            assert torch.equal(given, expected), (name, fused_norms, number)
+    return expected
+
+
+def recorded(scene: StepScene, launch: StepLaunch) -> tuple[Any, torch.Tensor]:
     scene.run(launch)
     torch.cuda.synchronize()
     make_graph: Any = torch.cuda.CUDAGraph

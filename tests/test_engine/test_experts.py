@@ -13,7 +13,7 @@ from headrace_engine import attention, placement
 from headrace_engine.engine import Engine
 from headrace_engine.lora.batch import LayerLoRA
 from headrace_engine.model.checkpoint import load_checkpoint
-from headrace_engine.model.config import ModelConfig
+from headrace_engine.model.config import ClampedSwiGLU, ModelConfig
 from headrace_engine.model.cuda_graphs import GraphedModel, Ladder
 from headrace_engine.model.decoder import Decoder
 from headrace_engine.model.expert_weights import GROUP_MULTIPLE, MixtureParts, read_experts
@@ -48,6 +48,7 @@ CASES = {
     "odd": (Mixture(experts=7, per_token=3, hidden=90, inner=70, gelu=True), 33),
     "shared": (Mixture(experts=5, per_token=2, hidden=48, inner=40, shared=56), 20),
     "wide": (Mixture(experts=8, per_token=2, hidden=100, inner=70, renormalise=False), 20),
+    "gpt-oss": (Mixture(5, 2, 40, 24, swiglu=ClampedSwiGLU(1.702, 0.7)), 20),
     "many": (Mixture(experts=64, per_token=8, hidden=24, inner=16), 20),
     "chunks": (Mixture(experts=3, per_token=2, hidden=20, inner=12), 100),
     "one expert": (Mixture(experts=6, per_token=1, hidden=20, inner=12, skewed=True), 70),

@@ -4,7 +4,7 @@ sizes, rows with no logits, threads, weights in 8 bits, broken numbers. That gre
 transformers' is test_models' business.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from headrace_engine.kernels import library
 from headrace_engine.kernels.executor import Executor
 from headrace_engine.model.base import CausalModel
 from headrace_engine.model.fused import FusedDecoder
+from headrace_engine.model.fused_layers import GatedLinear
+from headrace_engine.model.linear_maker import NativeLinear
+from headrace_engine.model.quantization.mxfp4_weight import MXFP4Weight
 from headrace_engine.model.quantization.weight import QuantizedWeight
 from headrace_engine.plan import ScheduledSequence, StepPlan
 from headrace_engine.request import EngineRequest, Sequence
@@ -43,9 +46,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"intermediate_size": 112},
     "gemma3": {},
     "phi3-partial": {},
+    "smollm3": {},
+    "olmo3": {},
+    "ministral3": {},
+    "glm4": {},
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 3},
     "qwen2-moe": {"num_experts": 21, "num_experts_per_tok": 4},
     "qwen3-moe": {},
+    "gpt-oss": {},
 }
 
 
@@ -120,9 +128,10 @@ def test_float32_logits_equal_those_of_plain_torch(
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_all_families_give_the_logits_of_plain_torch_in_one_call_and_layer_by_layer(
-    name: str, isa: str, tmp_path: Path
+    name: str, isa: str, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    folder = save_checkpoint(tmp_path, name, **FAMILIES[name])
+    changes = FAMILIES[name]
+    folder = save_checkpoint(tmp_path, name, **changes) if changes else checkpoint(name)
     fused, plain = make_runner(folder, attention_backend="cpu"), make_runner(folder)
     assert isinstance(fused.model, FusedDecoder)
     for runs in (PREFILL, MIXED, ((3, 1),)):
@@ -256,6 +265,25 @@ def test_weights_stored_in_4_bits_stay_as_they_are(
             pairs = found.view(rows, -1, 2, half).transpose(1, 2).flatten(2)
             found = pairs[..., : outputs // 2].flatten(1)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-2)
+
+
+@pytest.mark.parametrize(("inputs", "gated"), [(96, False), (320, True)])
+def test_4_bit_floats_stay_as_they_are(inputs: int, gated: bool, isa: str) -> None:
+    """Only activations are rounded, to 8 bits."""
+    generator = torch.Generator().manual_seed(2)
+    blocks = torch.randint(0, 256, (70, inputs // 32, 16), generator=generator)
+    scales = torch.randint(120, 127, (70, inputs // 32), generator=generator)
+    weight = MXFP4Weight(blocks.to(torch.uint8), scales.to(torch.uint8))
+    x, bias = (torch.randn(*size, generator=generator) for size in ((9, inputs), (70,)))
+    x = (x * 127 / x.abs().amax(1, keepdim=True)).round()
+    x[:, ::64] = 127.0  # each group's scale is 1, and all of x whole
+    executor = Executor(library.load(isa), 2)
+    packed = executor.pack_floats(weight.codes(), [bias], gated)
+    assert packed.weight.numel() == executor.padded(packed.outputs) * inputs // 2
+    made = NativeLinear(executor, packed)
+    linear = GatedLinear(made, executor.padded(1) // 2, 35) if gated else made
+    expected = x.double() @ weight.dequantize().double().T + bias
+    torch.testing.assert_close(linear(x).double(), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_a_mixture_stored_in_4_bits_errs_by_its_activations_alone(isa: str, tmp_path: Path) -> None:

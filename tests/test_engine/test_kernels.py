@@ -45,8 +45,9 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("width", [8, 64, 100, 896])
 @pytest.mark.parametrize("rows", ROWS)
 def test_rms_norm(ops: NativeOps, dtype: torch.dtype, rows: int, width: int) -> None:
-    x, weight = random(rows, width, dtype=dtype), random(width, dtype=dtype, seed=1)
-    close(ops.rms_norm(x, weight, 1e-6), TorchOps().rms_norm(x, weight, 1e-6))
+    pairs, weight = random(rows, 2 * width, dtype=dtype), random(width, dtype=dtype, seed=1)
+    for x in (pairs[:, width:], pairs.view(2 * rows, width)):
+        close(ops.rms_norm(x, weight, 1e-6), TorchOps().rms_norm(x, weight, 1e-6))
 
 
 @pytest.mark.parametrize("width", [8, 64, 100, 896])

@@ -18,11 +18,13 @@ from headrace_engine.attention.reference import ReferenceBackend
 from headrace_engine.engine import Engine
 from headrace_engine.errors import ConfigError
 from headrace_engine.model import levels_linear
+from headrace_engine.model.config import ClampedSwiGLU
 from headrace_engine.model.decoder import Decoder
 from headrace_engine.model.expert_weights import ExpertWeights, GroupedWeight, read_levels
 from headrace_engine.model.invariant import InvariantLinear, InvariantOps
 from headrace_engine.model.levels_linear import LevelsLinear, LevelsProducts
 from headrace_engine.model.packed_levels import GroupedLevels, LevelsStack, pack_levels
+from headrace_engine.model.quantization.mxfp4_weight import DOUBLED
 from headrace_engine.model.quantization.weight import QuantizedWeight, round_weight
 from headrace_engine.model.triton_experts import GroupedMoe
 from headrace_engine.model.triton_ops import TritonOps
@@ -39,7 +41,7 @@ from headrace_testing.checkpoints import Reference
 from headrace_testing.engines import engine_config, greedy, make_runner, request, run
 from headrace_testing.mixtures import LevelsMatrices, Matrices, Mixture, expert_names
 from headrace_testing.ptx import evaluate
-from headrace_testing.quantized import Format, awq, gptq, save_quantized
+from headrace_testing.quantized import Format, awq, gptq, save_mxfp4, save_quantized
 from headrace_testing.triton_interpreter import correct_bfloat16
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -231,6 +233,29 @@ def test_the_assembly_widens_every_word(
             assert torch.equal(found.float(), pair)
 
 
+@pytest.mark.parametrize(
+    ("code", "first", "dtype"),
+    [
+        (assembly.FLOATS_EARLY_BFLOAT16, 0, torch.bfloat16),
+        (assembly.FLOATS_LATE_BFLOAT16, 8, torch.bfloat16),
+        (assembly.FLOATS_EARLY_FLOAT16, 0, torch.float16),
+        (assembly.FLOATS_LATE_FLOAT16, 8, torch.float16),
+    ],
+    ids=["early bf16", "late bf16", "early fp16", "late fp16"],
+)
+def test_the_assembly_widens_every_4_bit_float(code: Any, first: int, dtype: torch.dtype) -> None:
+    words = np.arange(2**16, dtype=np.uint16)
+    pairs = np.ascontiguousarray(np.stack([words, words[::-1]], 1)).view(np.uint32)[:, 0]
+    nothing = np.zeros_like(pairs)
+    positive = np.array(DOUBLED, np.float32) / 2
+    numbers = np.concatenate([positive, -positive])
+    for place, register in enumerate(evaluate(code.value, 2, [pairs, nothing, nothing])):
+        found = torch.from_numpy(register.view(np.uint16).copy()).view(dtype)
+        expected = numbers[words >> (first + 4 * place) & 15]
+        pair = torch.from_numpy(np.stack([expected, expected[::-1]], 1).reshape(-1))
+        assert torch.equal(found.float(), pair)
+
+
 def test_launches_fill_the_device_and_what_was_chosen_is_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -252,25 +277,26 @@ def test_launches_fill_the_device_and_what_was_chosen_is_used(
     assert [one == TILE for one in used] == [False, True, True, False]
 
 
-# One token, more than a tile's rows for an expert; two groups and one; gates by GELU.
+# One token, more than a tile's rows for an expert; two groups and one; gates by GELU; biases.
 @pytest.mark.parametrize(
-    ("bits", "size", "symmetric", "tokens", "gelu"),
-    [(4, 32, False, 17, True), (8, 64, True, 1, False)],
+    ("bits", "size", "symmetric", "tokens", "mixture"),
+    [
+        (4, 32, False, 17, Mixture(2, 2, 64, 64, gelu=True)),
+        (8, 64, True, 1, Mixture(2, 2, 64, 64)),
+        (8, 32, True, 3, Mixture(2, 2, 64, 64, swiglu=ClampedSwiGLU(1.702, 0.7))),
+    ],
 )
 def test_experts_are_multiplied_together(
-    bits: int, size: int, symmetric: bool, tokens: int, gelu: bool
+    bits: int, size: int, symmetric: bool, tokens: int, mixture: Mixture
 ) -> None:
-    mixture = Mixture(2, 2, 64, 64, gelu=gelu)
     names, matrices = expert_names(2), LevelsMatrices(mixture, bits, size, symmetric, DEVICE)
     weights = read_levels(matrices, names, quantize=False)
     assert weights is not None and isinstance(weights.down, GroupedLevels)
     assert (weights.down.zeros is None) == symmetric
-    exact = ExpertWeights(
-        *(
-            GroupedWeight(torch.stack([matrices.stack(one[part]) for one in names]))
-            for part in (0, 1)
-        )
+    whole = (
+        GroupedWeight(torch.stack([matrices.stack(one[part]) for one in names])) for part in (0, 1)
     )
+    weights, exact = mixture.biased(weights), mixture.biased(ExpertWeights(*whole))
     x, parts = mixture.rows(tokens, DEVICE), mixture.parts(DEVICE, weights=weights)
     found = GroupedMoe(parts)(x)
     assert error(found, mixture.apart(DEVICE, weights=exact)(x).double()) < BOUNDS[torch.float32]
@@ -339,6 +365,20 @@ def test_a_quantised_model_gives_the_tokens_of_its_numbers(
     assert isinstance(runner.model._layers[0].qkv, LevelsLinear)
     outputs = run(Engine(engine_config(packed), runner), [request("a", path.prompt, greedy(2))])
     assert tuple(outputs["a", 0].token_ids) == path.output
+
+
+def test_mxfp4_experts_lose_nothing(tmp_path: Path, on_triton: None) -> None:
+    packed, whole = save_mxfp4(tmp_path, num_hidden_layers=2, num_local_experts=2)
+    prompt = (7, 30, 9, 200)
+    exact = Reference(whole).logits(prompt)[-1].log_softmax(-1)
+    runner = make_runner(packed, attention_backend="auto")
+    assert isinstance(runner.model, Decoder) and runner.model.can_be_recorded
+    mixture = runner.model._layers[0].mlp
+    assert isinstance(mixture, GroupedMoe) and isinstance(mixture._down, GroupedLevels)
+    assert mixture._down.bits == 4
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20)
+    (found,) = run(Engine(engine_config(packed), runner), [request("a", prompt, params)]).values()
+    assert all(abs(value - float(exact[token])) < 1e-3 for token, value in found.logprobs[0].top)
 
 
 def test_a_whole_model_is_put_into_8_bits(checkpoint: Any, on_triton: None) -> None:

@@ -51,7 +51,9 @@ def test_adapters_and_none_in_one_batch_give_the_tokens_of_merged_weights(
     [
         ("phi3", ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
         ("gemma2", ALL_MODULES),
+        ("glm4", ("q_proj", "o_proj", "gate_up_proj", "down_proj")),
         ("qwen3-moe", ("q_proj", "k_proj", "v_proj", "o_proj")),
+        ("gpt-oss", ("q_proj", "v_proj", "o_proj")),
     ],
 )
 def test_every_kind_of_native_decoder_takes_adapters(

@@ -30,6 +30,7 @@ FEATURES = (
     "swapped",
     "speculation",
     "draft_model",
+    "fused_norms",
 )
 ANSWERS = ("timer", "decoding", "grammar", "embeddings")
 RELAUNCHED = 2  # of the tokens of the step before into the inputs of the next one
@@ -89,6 +90,12 @@ def test_a_step_that_samples_waits_for_nothing_more(scenes: dict[str, Facts]) ->
     facts = scenes["decoding"]["random"]
     assert len(facts["waits"]) == STEPS, facts["waits"]
     assert facts["counts"]["sample_kernel"] == STEPS
+
+
+def test_norms_that_are_parts_of_products_are_recorded(scenes: dict[str, Facts]) -> None:
+    counts = scenes["fused_norms"]["counts"]
+    layers = counts["skinny_silu_kernel"]
+    assert layers > 0 and counts["skinny_kernel"] == 3 * layers, "o, down, and what is behind"
 
 
 def test_swapped_blocks_are_copied_without_a_wait(scenes: dict[str, Facts]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from headrace_common.sampling import SamplingParams
 from headrace_engine.engine import Engine
@@ -19,6 +20,7 @@ from headrace_engine.errors import CheckpointError, ConfigError
 from headrace_engine.model.decoder import Decoder
 from headrace_engine.model.fused import FusedDecoder
 from headrace_engine.model.linear_maker import QuantizedLinear
+from headrace_engine.model.quantization.mxfp4_weight import MXFP4Weight
 from headrace_engine.runner import ModelRunner
 from headrace_testing.checkpoints import Reference, save_checkpoint
 from headrace_testing.engines import cpu_backends, engine_config, greedy, make_runner, request, run
@@ -29,6 +31,7 @@ from headrace_testing.quantized import (
     compressed,
     gptq,
     save_fp8,
+    save_mxfp4,
     save_quantized,
 )
 
@@ -101,6 +104,19 @@ def test_fp8_of_compressed_tensors(block: tuple[int, int] | None, tmp_path: Path
     check(*save_fp8(tmp_path, "llama", block, compressed_tensors=True))
 
 
+@pytest.mark.parametrize("backend", cpu_backends())
+def test_mxfp4_is_computed_as_it_is_stored(backend: str, tmp_path: Path) -> None:
+    check(*save_mxfp4(tmp_path), attention_backend=backend)
+
+
+def test_mxfp4_of_any_exponent_is_exact() -> None:
+    blocks = torch.arange(256).view(1, 1, 16, 16).expand(1, 16, 16, 16).to(torch.uint8)
+    exponents = torch.arange(0, 256, 16).view(1, 16, 1).expand(1, 16, 16).to(torch.uint8)
+    weight = MXFP4Weight(blocks[0], exponents[0])
+    exact = convert_moe_packed_tensors(blocks, exponents, dtype=torch.float32)[0].T
+    assert torch.equal(weight.dequantize(), exact)
+
+
 PROMPT = tuple(range(20, 50))
 
 
@@ -114,12 +130,30 @@ def best(folder: Path, runner: ModelRunner) -> dict[int, float]:
 @native_kernels
 @pytest.mark.parametrize(
     ("name", "form"),
-    [("llama", "gptq"), ("phi3", "awq"), ("gemma2", "gptq desc_act"), ("qwen3-moe", "w4a16")],
+    [
+        ("llama", "gptq"),
+        ("phi3", "awq"),
+        ("gemma2", "gptq desc_act"),
+        ("glm4", "awq"),
+        ("qwen3-moe", "w4a16"),
+    ],
 )
 def test_native_kernels_keep_8_bits(name: str, form: str, tmp_path: Path) -> None:
     packed, whole = save_quantized(tmp_path, name, FORMATS[form])
     runner = make_runner(packed, attention_backend="cpu")
     assert isinstance(runner.model, FusedDecoder)
+    exact = Reference(whole).logits(PROMPT)[-1].log_softmax(-1)
+    errors = [abs(value - float(exact[token])) for token, value in best(packed, runner).items()]
+    assert sum(errors) / len(errors) < 0.07 * float(exact.std())
+
+
+@native_kernels
+def test_native_kernels_keep_mxfp4_in_bfloat16(tmp_path: Path) -> None:
+    packed, whole = save_mxfp4(tmp_path)
+    runner = make_runner(packed, attention_backend="cpu", dtype="bfloat16")
+    assert isinstance(runner.model, FusedDecoder)
+    down = runner.model._weights.linears[("model.layers.0.mlp.experts.0.down_proj.weight",)]
+    assert down.weight.dtype is torch.uint8 and down.group == 32
     exact = Reference(whole).logits(PROMPT)[-1].log_softmax(-1)
     errors = [abs(value - float(exact[token])) for token, value in best(packed, runner).items()]
     assert sum(errors) / len(errors) < 0.07 * float(exact.std())

@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from headrace_common.sampling import SamplingParams
 from headrace_engine.config import EngineConfig
 from headrace_engine.errors import RequestError
+from headrace_engine.kv_groups import KVGroups
 from headrace_engine.outputs import SequenceOutput
 from headrace_engine.pipeline import StepPipeline
 from headrace_engine.plan import StepPlan
@@ -52,7 +53,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now = 0.0
 
     @initialize(
-        num_blocks=st.integers(10, 24),
+        rows=st.integers(10, 24),
         block_size=st.sampled_from([1, 3, 4]),
         budget=st.sampled_from([2, 7, 16, 64]),
         max_num_seqs=st.integers(1, 6),
@@ -63,12 +64,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_seconds=st.sampled_from([0.01, 0.1, 3.0]),
         most_drafts=st.sampled_from([0, 2, 9]),
         window=st.sampled_from([None, None, 1, 6, 11]),
+        kinds=st.sampled_from([(0, 1), (1, 1), (1, 3), (2, 1)]),
         max_loras=st.sampled_from([None, 1, 2]),
         pipelined=st.booleans(),
     )
     def start(
         self,
-        num_blocks: int,
+        rows: int,
         block_size: int,
         budget: int,
         max_num_seqs: int,
@@ -79,18 +81,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_seconds: float,
         most_drafts: int,
         window: int | None,
+        kinds: tuple[int, int],
         max_loras: int | None,
         pipelined: bool,
     ) -> None:
         self.most_drafts = most_drafts
+        groups = KVGroups() if window is None else KVGroups(*kinds, window)
         self.runner = FakeRunner(
-            num_blocks=num_blocks,
+            num_blocks=rows * groups.count,
             block_size=block_size,
             max_model_len=60,
-            num_host_blocks=num_host_blocks,
+            num_host_blocks=num_host_blocks if groups.count == 1 else 0,
             prompt_seconds=1.0,
             block_seconds=block_seconds,
-            sliding_window=window,
+            kv_groups=groups,
         )
         limits = limits_of(self.runner)
         config = EngineConfig(
@@ -110,7 +114,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(config, limits, make_policy(policy, options, lambda: self.now))
         self.pipeline = StepPipeline(self.scheduler, self.runner.submit)
         self.max_running = min(max_num_seqs, budget)
-        self.capacity = num_blocks * block_size
+        self.rows, self.capacity = rows, self.runner.capacity
 
     @rule(
         shared=st.integers(0, 24),
@@ -203,7 +207,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         size, length = self.runner.block_size, len(request.prompt_token_ids)
         blocks = -(-(length + (params.max_tokens or 0)) // size)
         own = width * (blocks - length // size)
-        return width <= self.max_running and length // size + own < self.runner.num_blocks
+        return width <= self.max_running and length // size + own < self.rows
 
     def resumed(self, request: EngineRequest, lengths: list[int]) -> EngineRequest:
         """The request as another engine left it: each choice got some of its tokens, or all."""
@@ -337,7 +341,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(running) <= self.max_running
         adapters = {sequence.request.lora for sequence in running} - {None}
         assert len(adapters) <= (self.max_loras or 0), "more adapters run than there are slots"
-        references = Counter(block for seq in running for block in seq.block_table[seq.released :])
+        held = self.scheduler.kv_cache.held
+        references = Counter(block for sequence in running for block in held(sequence))
         assert pool.ref_counts == [references[block] for block in range(pool.num_blocks)]
         free = pool.free_list()
         assert sorted(free) == [b for b in range(pool.num_blocks) if not references[b]]
@@ -346,7 +351,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for block, block_hash in enumerate(pool.hashes):
             assert block_hash is None or pool.lookup(block_hash) == block
         for sequence in running:
-            assert len(sequence.block_table) <= sequence.computed // size + 1, "blocks beyond need"
+            rows = len(sequence.block_table) / self.runner.kv_groups.count
+            assert rows <= sequence.computed // size + 1, "blocks beyond need"
         self.check_salts(running)
         self.check_host_books()
 

@@ -1,5 +1,6 @@
 """Models whose layers all have a window give back the blocks that fell out of it, and nothing else
-changes: tokens, forks, prefix hits. Random runs are test_scheduler_stateful's business.
+changes: tokens, forks, prefix hits. Random runs are test_scheduler_stateful's business, models with
+two kinds of layers test_kv_groups'.
 """
 
 from collections.abc import Callable
@@ -9,8 +10,9 @@ from typing import Any
 from headrace_common.sampling import SamplingParams
 from headrace_engine.engine import Engine
 from headrace_engine.kv_cache import KVCache
+from headrace_engine.kv_groups import KVGroups
 from headrace_engine.request import Sequence
-from headrace_testing.checkpoints import Reference, save_checkpoint
+from headrace_testing.checkpoints import Reference
 from headrace_testing.engine import make_config, make_request
 from headrace_testing.engines import engine_config, greedy, make_runner, request, run
 from headrace_testing.fake_runner import FakeRunner
@@ -32,7 +34,7 @@ def slid(cache: KVCache, length: int) -> Sequence:
 
 
 def test_what_the_window_has_left_is_free() -> None:
-    cache = KVCache(16, 4, window=6)
+    cache = KVCache(16, 4, groups=KVGroups.alike(6))
     sequence = slid(cache, 23)
     # The position computed last, 22, sees those from 17 on: the fifth block and what follows.
     assert (len(sequence.block_table), sequence.released) == (6, 4)
@@ -43,7 +45,7 @@ def test_what_the_window_has_left_is_free() -> None:
 
 
 def test_a_fork_can_compute_the_last_token_again() -> None:
-    cache = KVCache(16, 4, window=6)
+    cache = KVCache(16, 4, groups=KVGroups.alike(6))
     parent, child = (
         slid(cache, 22),
         Sequence(make_request("r", range(1, 23)), 1, list(range(1, 23))),
@@ -56,7 +58,7 @@ def test_a_fork_can_compute_the_last_token_again() -> None:
 
 
 def test_released_blocks_are_still_found_by_others() -> None:
-    cache = KVCache(16, 4, window=6)
+    cache = KVCache(16, 4, groups=KVGroups.alike(6))
     sequence = slid(cache, 20)
     other = Sequence(make_request("o", range(1, 18)), 0, list(range(1, 18)))
     assert len(cache.match_prefix(other)) == 4
@@ -64,7 +66,7 @@ def test_released_blocks_are_still_found_by_others() -> None:
 
 
 def test_a_long_output_needs_the_blocks_of_one_window() -> None:
-    runner = FakeRunner(num_blocks=16, block_size=4, max_model_len=64, sliding_window=8)
+    runner = FakeRunner(num_blocks=16, block_size=4, max_model_len=64, kv_groups=KVGroups.alike(8))
     engine = Engine(make_config(watermark=0.0), runner)
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     for name in ("a", "b", "c"):
@@ -81,7 +83,7 @@ def test_tokens_equal_transformers_far_beyond_the_window(
     folder, length = checkpoint("mistral"), 48
     paths = reference("mistral").clear_paths(2, length, lambda index: 20 + index)
     runner = make_runner(folder, num_blocks=20, attention_backend="reference")
-    assert runner.sliding_window == 12
+    assert runner.kv_groups == KVGroups.alike(12)
     engine = Engine(engine_config(folder, watermark=0.0, enable_prefix_caching=False), runner)
     found = run(
         engine,
@@ -106,10 +108,6 @@ def test_what_was_released_is_computed_again_after_a_preemption(
     assert engine.stats().preemptions > 0
 
 
-def test_interleaved_windows_keep_all_blocks(tmp_path: Path) -> None:
-    assert make_runner(save_checkpoint(tmp_path, "gemma2")).sliding_window is None
-
-
 def test_transformers_tells_the_window_too(checkpoint: CheckpointMaker) -> None:
     runner = make_runner(checkpoint("mistral"), model_implementation="transformers")
-    assert runner.sliding_window == 12
+    assert runner.kv_groups == KVGroups.alike(12)

@@ -13,7 +13,8 @@ from on_gpu.shapes import SHAPES
 
 RECORDED = (
     "llama3-rope", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-partial", "mixtral",
-    "qwen2-moe", "qwen3-moe",
+    "qwen2-moe", "qwen3-moe", "olmo3", "granite", "ministral3", "glm4",
+    "gpt-oss",
 )  # fmt: skip
 
 
@@ -24,6 +25,9 @@ def test_a_layer_of_llama_is_ten_launches() -> None:
     assert found.per_layer == 10
     assert found.total == 10 * 32 + 5  # embedding, cos, sin, first norm, head
     assert step_launches.decode_step(SHAPES["1b"].config(), 1, 64).per_layer == 9  # in one part
+    fewest = step_launches.decode_step(SHAPES["8b"].config(), 1, 1024, fewest=True)
+    assert fewest.per_layer == 6, "norms, SiLU and the merge are parts of others"
+    assert fewest.total == 6 * 32 + 5
 
 
 def test_a_layer_of_experts_is_twelve_launches(checkpoint: Any) -> None:

@@ -59,8 +59,11 @@ def close(runner: ModelRunner) -> None:
         ("qwen3", 2),
         ("gemma2", 2),
         ("phi3", 2),
+        ("glm4", 2),
+        ("olmo3", 4),
         ("mixtral", 2),
         ("qwen2-moe", 2),
+        ("gpt-oss", 2),
     ],
 )
 def test_greedy_tokens_equal_transformers(

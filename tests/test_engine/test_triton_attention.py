@@ -21,8 +21,8 @@ from headrace_engine.attention.reference import ReferenceBackend
 from headrace_engine.attention.scratch import Scratch
 from headrace_engine.attention.triton import TritonBackend
 from headrace_engine.errors import ConfigError
-from headrace_engine.triton_kernels.launch import Launch
-from headrace_testing.attention_scenes import BLOCKS, CASES, CPU, Case, Scene
+from headrace_engine.triton_kernels.launch import AttentionLaunches, DecodeLaunch, Launch
+from headrace_testing.attention_scenes import BLOCKS, CASES, CPU, SINKS, Case, Scene
 from headrace_testing.triton_interpreter import correct_bfloat16
 
 AMPERE, HOPPER = (8, 0), (9, 0)
@@ -104,6 +104,16 @@ def test_long_sequences_are_cut_and_merged(window: int | None, small_parts: None
 
 def test_cut_sequences_with_a_soft_cap(small_parts: None) -> None:
     check(Case(((70, 1), (18, 1)), block_size=8, params=LayerParams(0.7, 3.0)))
+
+
+@pytest.mark.parametrize("merges", [True, False])
+def test_sinks_join_cut_sequences_once(merges: bool, small_parts: None) -> None:
+    backend = TritonBackend(HOPPER)
+    backend.use(AttentionLaunches(decodes=((8, DecodeLaunch(Launch(16, 16, 4, 2), 16, merges)),)))
+    params = LayerParams(0.2, None, 40, sinks=SINKS)
+    case = Case(((70, 1), (18, 1), (3, 1), (30, 2)), block_size=8, params=params)
+    found, exact = Scene(case, backend, torch.float32, DEVICE).step()
+    torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=2e-5)
 
 
 @settings(max_examples=6, deadline=None, derandomize=True, database=None)

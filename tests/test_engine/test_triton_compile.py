@@ -114,6 +114,9 @@ def test_before_their_turn_kernels_only_prefetch_weights(compiled: Compiler) -> 
     assert not any(one["hazards"] or one["spilled"] for one in found), "wait in time"
     assert TAKING_TURNS.isdisjoint(one["kernel"] for one in found)
     assert {one["kernel"] for one in found} >= KERNELS - TAKING_TURNS
+    products = [one["variant"] for one in found if one["kernel"].startswith("skinny_")]
+    for norm, kernels in (("add True", 1), ("parts 128", 2)):
+        assert sum(norm in one for one in products) == kernels, "norms within products, too"
 
 
 @pytest.mark.parametrize(

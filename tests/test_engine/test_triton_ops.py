@@ -40,8 +40,9 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> None:
 @EVERY_DTYPE
 @pytest.mark.parametrize("width", [64, 100])
 def test_rms_norm(dtype: torch.dtype, width: int) -> None:
-    x, weight = random(5, width, dtype=dtype), random(width, dtype=dtype, seed=4)
-    same(TritonOps().rms_norm(x, weight, 1e-5), TorchOps().rms_norm(x, weight, 1e-5))
+    rows, weight = random(5, 2 * width, dtype=dtype), random(width, dtype=dtype, seed=4)
+    for x in (rows[:, width:], rows.view(10, width)):
+        same(TritonOps().rms_norm(x, weight, 1e-5), TorchOps().rms_norm(x, weight, 1e-5))
 
 
 @EVERY_DTYPE
@@ -65,8 +66,14 @@ def test_silu_mul(dtype: torch.dtype, width: int) -> None:
 class Rotation:
     """Rows of 9 query and 3 key heads: more than one program's heads."""
 
-    def __init__(self, dtype: torch.dtype, pairs: int = 8, normed: bool = False) -> None:
-        self.shape = HeadShape(9, 3, 16, 1e-5)
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        pairs: int = 8,
+        normed: bool = False,
+        interleaved: bool = False,
+    ) -> None:
+        self.shape = HeadShape(9, 3, 16, 1e-5, interleaved)
         self.qkv = random(4, 15 * 16, dtype=dtype)
         angles = random(4, pairs, seed=6)
         self.cos, self.sin = angles.cos(), angles.sin()
@@ -82,9 +89,9 @@ class Rotation:
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("pairs", [8, 5])
-@pytest.mark.parametrize("normed", [False, True])
-def test_rotation(dtype: torch.dtype, pairs: int, normed: bool) -> None:
-    rotation = Rotation(dtype, pairs, normed)
+@pytest.mark.parametrize(("normed", "interleaved"), [(False, False), (True, False), (True, True)])
+def test_rotation(dtype: torch.dtype, pairs: int, normed: bool, interleaved: bool) -> None:
+    rotation = Rotation(dtype, pairs, normed, interleaved)
     expected = rotation.turned(TorchOps())
     for found, one in zip(rotation.turned(TritonOps()), expected, strict=True):
         same(found, one)

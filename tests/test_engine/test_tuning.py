@@ -20,6 +20,7 @@ from headrace_engine.attention.triton import TritonBackend
 from headrace_engine.config import EngineConfig
 from headrace_engine.engine import Engine
 from headrace_engine.errors import ConfigError
+from headrace_engine.kv_groups import ONE_GROUP
 from headrace_engine.lora.batch import LoRALimits
 from headrace_engine.lora.shapes import LinearName, LinearShape, linear_shape
 from headrace_engine.lora.tiles import TiledProducts
@@ -205,7 +206,14 @@ def placed(ops: Ops, device: str) -> PlacedModel:
     model: Any = None
     where = torch.device(device)
     return PlacedModel(
-        model, TritonBackend((9, 0)), ops, where, torch.bfloat16, frozenset(), max_model_len=1
+        model,
+        TritonBackend((9, 0)),
+        ops,
+        where,
+        torch.bfloat16,
+        frozenset(),
+        max_model_len=1,
+        layout=ONE_GROUP,
     )
 
 

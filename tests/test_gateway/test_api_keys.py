@@ -114,11 +114,10 @@ async def test_the_sdk_sees_an_authentication_error(gateway: Gateway, book: KeyB
 
 async def raw(gateway: Gateway, *lines: bytes) -> tuple[int, bytes]:
     """GET /v1/models with header lines as they are."""
-    reader, writer = await gateway.connect()
     head = b"\r\n".join([b"GET /v1/models HTTP/1.1", b"host: x", b"connection: close", *lines])
-    writer.write(head + b"\r\n\r\n")
-    answer = await asyncio.wait_for(reader.read(), 30)
-    writer.close()
+    async with asyncio.timeout(60), gateway.connect() as (reader, writer):
+        writer.write(head + b"\r\n\r\n")
+        answer = await reader.read()
     return int(answer.split(b" ", 2)[1]), answer.partition(b"\r\n\r\n")[2]
 
 
@@ -219,13 +218,12 @@ async def test_anthropics_header_works_too(gateway: Gateway, book: KeyBook) -> N
 
 async def test_a_body_is_not_read_from_strangers(gateway: Gateway) -> None:
     """A length over the limit would be 413 for anyone who may ask."""
-    reader, writer = await gateway.connect()
-    writer.write(
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        b"content-length: 99999999\r\n\r\n"
-    )
-    status = await asyncio.wait_for(reader.readline(), 30)
-    writer.close()
+    async with asyncio.timeout(60), gateway.connect() as (reader, writer):
+        writer.write(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: 99999999\r\n\r\n"
+        )
+        status = await reader.readline()
 
     assert b" 401 " in status
 

@@ -229,6 +229,9 @@ async def test_a_bad_chat_field_is_named(
         ("/v1/v1/messages", "it is /v1/messages. Base URLs of OpenAI's clients end with /v1, tho"),
         ("/v1/chat/completions/", "it is /v1/chat/completions."),
         ("/metrics", "metrics are on a port of their own"),
+        ("/v1", "the API is under /v1"),
+        ("/v1/audio/speech", "audio is not served; text and embeddings are."),
+        ("/rerank", "rerank is not served"),
     ],
 )
 async def test_a_wrong_base_url_is_told_from_the_path(

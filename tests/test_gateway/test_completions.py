@@ -4,6 +4,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from jinja2 import Template
 
 from headrace_testing.gateway import ANSWER, MAX_MODEL_LEN, Gateway, events
 
@@ -256,6 +257,20 @@ async def test_text_and_tokens_go_both_ways(gateway: Gateway) -> None:
     assert back.json() == {"prompt": text}
     assert tokenized["count"] == len(tokenized["tokens"]) == len(tokenized["token_strs"])
     assert tokenized["max_model_len"] == MAX_MODEL_LEN
+
+
+async def test_other_programs_can_make_the_prompts_of_chats(gateway: Gateway) -> None:
+    info = (await gateway.http.get("/tokenizer_info")).json()
+    chat = [{"role": "user", "content": "Hi"}]
+    text = Template(info["chat_template"]).render(messages=chat, add_generation_prompt=True)
+    by_hand = {"prompt": text, "add_special_tokens": False}
+    answers = [
+        await gateway.http.post("/tokenize", json=body) for body in (by_hand, {"messages": chat})
+    ]
+
+    assert info["eos_token"] == "<|im_end|>"
+    assert answers[0].json()["tokens"] == answers[1].json()["tokens"]
+    assert (await gateway.http.get("/tokenizer_info?model=x")).status_code == 404
 
 
 async def test_a_chat_is_tokenized_as_it_is_run(gateway: Gateway) -> None:

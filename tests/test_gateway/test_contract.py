@@ -65,7 +65,6 @@ def url(checkpoint: Path, valkey: ValkeyServer) -> Iterator[str]:
     """A gateway that serves until the module's end."""
     found: list[str] = []
     ready = threading.Event()
-    loop = asyncio.new_event_loop()
     ended = asyncio.Event()
 
     async def serve() -> None:
@@ -85,13 +84,14 @@ def url(checkpoint: Path, valkey: ValkeyServer) -> Iterator[str]:
         await asyncio.gather(running, return_exceptions=True)
         await backend.close()
 
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
-    thread.start()
-    assert ready.wait(60), "the gateway did not start"
-    yield found[0]
-    loop.call_soon_threadsafe(ended.set)
-    thread.join(60)
-    loop.close()
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        loop = runner.get_loop()
+        thread = threading.Thread(target=runner.run, args=(serve(),))
+        thread.start()
+        assert ready.wait(60), "the gateway did not start"
+        yield found[0]
+        loop.call_soon_threadsafe(ended.set)
+        thread.join()
 
 
 @pytest.mark.parametrize(("method", "path", "mode"), list(cases()), ids=str)

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -105,33 +107,30 @@ async def test_of_several_prompts_a_failed_one_ends_all(gateway: Gateway, stream
     assert last["error"]["code"] == "internal_error"
 
 
-async def request(gateway: Gateway, *, stream: bool) -> asyncio.StreamWriter:
-    """A raw request whose answer is held back by the engine."""
+@asynccontextmanager
+async def request(gateway: Gateway, *, stream: bool) -> AsyncIterator[asyncio.StreamWriter]:
+    """A raw request whose answer is held back by the engine, closed at the end."""
     gateway.engine.gate.clear()
-    reader, writer = await gateway.connect()
     body = json.dumps({"prompt": ["x", "y"], "stream": stream}).encode()
-    writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
-    )
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
 
     async def taken() -> bool:
         return len(gateway.engine.submitted) == 2
 
-    await eventually(taken)
-    if stream:
-        await reader.readuntil(b"\r\n\r\n")
-    return writer
+    async with gateway.connect() as (reader, writer):
+        writer.write(head + body)
+        await eventually(taken)
+        if stream:
+            await reader.readuntil(b"\r\n\r\n")
+        yield writer
 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("abruptly", [True, False])
 async def test_a_disconnect_cancels(gateway: Gateway, stream: bool, abruptly: bool) -> None:
-    writer = await request(gateway, stream=stream)
-
-    if abruptly:
-        writer.transport.abort()
-    else:
-        writer.close()
+    async with request(gateway, stream=stream) as writer:
+        if abruptly:
+            writer.transport.abort()
 
     async with asyncio.timeout(30):
         await gateway.engine.cancelled.wait()
@@ -168,12 +167,10 @@ PIPELINED = {
 async def test_a_disconnect_cancels_though_more_was_sent_ahead(
     gateway: Gateway, more: bytes
 ) -> None:
-    writer = await request(gateway, stream=False)
-    writer.write(more)
-    await writer.drain()
-    assert (await gateway.http.get("/v1/models")).status_code == 200
-
-    writer.close()
+    async with request(gateway, stream=False) as writer:
+        writer.write(more)
+        await writer.drain()
+        assert (await gateway.http.get("/v1/models")).status_code == 200
 
     async with asyncio.timeout(30):
         await gateway.engine.cancelled.wait()
@@ -184,13 +181,10 @@ async def test_a_disconnect_cancels_though_more_was_sent_ahead(
     "more", [b"x" * 300_000, PIPELINED["whole"] * 50, PIPELINED["body"] + b" " * 90_000]
 )
 async def test_who_sends_too_much_ahead_is_dropped(gateway: Gateway, more: bytes) -> None:
-    writer = await request(gateway, stream=False)
-    writer.write(more)
-
-    async with asyncio.timeout(30):
+    async with request(gateway, stream=False) as writer, asyncio.timeout(60):
+        writer.write(more)
         await gateway.engine.cancelled.wait()
-    await eventually(gateway.is_idle)
-    writer.close()
+        await eventually(gateway.is_idle)
 
 
 async def test_a_finished_request_is_not_cancelled(gateway: Gateway) -> None:

@@ -23,7 +23,7 @@ from headrace_gateway.loading import load_static
 from headrace_gateway.models import Models
 from headrace_gateway.settings import GatewaySettings
 from headrace_gateway.sse import CHANNEL
-from headrace_testing.gateway import MODEL, ScriptedEngine, running
+from headrace_testing.gateway import MODEL, ScriptedEngine, connected, running
 from headrace_testing.tool_templates import CHATML_WITH_TOOLS
 from headrace_testing.waiting import eventually
 
@@ -325,18 +325,17 @@ async def test_each_of_a_connections_requests_is_written_in_its_own_answer(
     head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     request = f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
 
-    reader, writer = await asyncio.open_connection("127.0.0.1", engine.port)
-    writer.write(2 * request)  # the second waits behind the first
-    for number in range(2):
-        await eventually(partial(engine.has, number + 1), 60)
-        for index in range(9):
-            engine.tell(number, 0, index, [token], last=index == 8)
-            await asyncio.sleep(0)
-        async with asyncio.timeout(60):
-            answer = (await reader.readuntil(b"0\r\n\r\n")).decode()
-        assert answer.startswith("HTTP/1.1 200")
-        assert answer.count("[DONE]") == 1
-        texts = re.findall(r'"text":"(a*)"', answer)
-        assert "".join(texts) == "a" * 9
-        assert re.findall("[0-9a-f]{32}", answer)[0] in engine.generations[number].request_id
-    writer.close()
+    async with connected(engine.port) as (reader, writer):
+        writer.write(2 * request)  # the second waits behind the first
+        for number in range(2):
+            await eventually(partial(engine.has, number + 1), 60)
+            for index in range(9):
+                engine.tell(number, 0, index, [token], last=index == 8)
+                await asyncio.sleep(0)
+            async with asyncio.timeout(60):
+                answer = (await reader.readuntil(b"0\r\n\r\n")).decode()
+            assert answer.startswith("HTTP/1.1 200")
+            assert answer.count("[DONE]") == 1
+            texts = re.findall(r'"text":"(a*)"', answer)
+            assert "".join(texts) == "a" * 9
+            assert re.findall("[0-9a-f]{32}", answer)[0] in engine.generations[number].request_id

@@ -39,14 +39,12 @@ RAW_REQUESTS: dict[str, tuple[bytes, tuple[int, str]]] = {
 async def test_broken_http_is_answered_and_closed(
     gateway: Gateway, raw: bytes, wanted: tuple[int, str]
 ) -> None:
-    reader, writer = await gateway.connect()
-    writer.write(raw)
-
-    head, body = await raw_answer(reader)
+    async with gateway.connect() as (reader, writer):
+        writer.write(raw)
+        head, body = await raw_answer(reader)
 
     assert head.startswith(b"HTTP/1.1 %d " % wanted[0])
     assert body["error"]["code"] == wanted[1] and body["error"]["message"]
-    writer.close()
     await assert_works(gateway)
 
 
@@ -72,33 +70,30 @@ async def test_dawdling_clients_are_dropped(
     checkpoint: Path, settings: dict[str, Any], raw: bytes, code: str
 ) -> None:
     async with serve(checkpoint, **settings) as gateway:
-        reader, writer = await gateway.connect()
-        writer.write(raw)
-        head, body = await raw_answer(reader)
+        async with gateway.connect() as (reader, writer):
+            writer.write(raw)
+            head, body = await raw_answer(reader)
         assert head.startswith(b"HTTP/1.1 408 ") and body["error"]["code"] == code
-        writer.close()
         await assert_works(gateway)
 
 
 async def test_a_connection_is_reused_after_an_error(gateway: Gateway) -> None:
-    reader, writer = await gateway.connect()
     request = HEAD + b"content-length: 2\r\n\r\n{}"
-    writer.write(request)
-    first, _ = await raw_answer(reader)
-    writer.write(request)
-    second, _ = await raw_answer(reader)
-    writer.close()
+    async with gateway.connect() as (reader, writer):
+        writer.write(request)
+        first, _ = await raw_answer(reader)
+        writer.write(request)
+        second, _ = await raw_answer(reader)
 
     assert first.startswith(b"HTTP/1.1 400") and second.startswith(b"HTTP/1.1 400")
 
 
 async def test_requests_sent_ahead_are_answered_in_their_order(gateway: Gateway) -> None:
-    reader, writer = await gateway.connect()
-    writer.write(HEAD + b"content-length: 2\r\n\r\n{}")
-    writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
-    writer.write(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
-    answers = [(await raw_answer(reader))[1] for _ in range(3)]
-    writer.close()
+    async with gateway.connect() as (reader, writer):
+        writer.write(HEAD + b"content-length: 2\r\n\r\n{}")
+        writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
+        writer.write(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
+        answers = [(await raw_answer(reader))[1] for _ in range(3)]
 
     assert [next(iter(answer)) for answer in answers] == ["error", "object", "version"]
 
@@ -109,12 +104,10 @@ async def test_a_client_of_http_1_0_gets_a_body_that_the_close_ends(
 ) -> None:
     asked = {"model": MODEL, "prompt": "one two", "max_tokens": 3, "stream": stream}
     body = json.dumps(asked).encode()
-    reader, writer = await gateway.connect()
     head = HEAD.replace(b"HTTP/1.1", b"HTTP/1.0") + b"connection: keep-alive\r\n"
-    writer.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(60), gateway.connect() as (reader, writer):
+        writer.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
         answered, _, content = (await reader.read()).partition(b"\r\n\r\n")
-    writer.close()
 
     assert b" 200 " in answered and b"connection: close" in answered
     assert b"chunked" not in answered
@@ -126,8 +119,7 @@ async def test_a_client_of_http_1_0_gets_a_body_that_the_close_ends(
 
 async def test_too_many_connections_are_told_to_come_back(checkpoint: Path) -> None:
     async with serve(checkpoint, max_connections=1) as gateway:
-        _, writer = await gateway.connect()
-        answer = await gateway.complete()
+        async with gateway.connect():
+            answer = await gateway.complete()
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "too_many_connections")
         assert answer.headers["retry-after"] == "2"
-        writer.close()

@@ -37,6 +37,24 @@ def parser(begin: Begin, missing: bool) -> ThinkParser:
     return ThinkParser("<think>", "</think>", begin, otherwise_inside=missing)
 
 
+# With a label behind the opening marker.
+LABELLED = [
+    ("<think>thought\nWell.</think>Yes", "Well.", "Yes"),
+    ("<think>though</think>Yes", "though", "Yes"),
+    ("<think>thought</think>Yes", "", "Yes"),
+    ("<think>thou", "thou", ""),
+]
+
+
+@pytest.mark.parametrize(("text", "reasoning", "answer"), LABELLED)
+def test_a_label_goes_with_its_marker(text: str, reasoning: str, answer: str) -> None:
+    for pieces in ([text], list(text)):
+        labelled = ThinkParser(
+            "<think>", "</think>", Begin.OPEN, otherwise_inside=False, label="thought"
+        )
+        assert read(labelled, pieces) == (reasoning, answer)
+
+
 def read(parser: ThinkParser, pieces: Sequence[str]) -> tuple[str, str]:
     parts: list[Part] = [part for piece in pieces for part in parser.push(piece)]
     parts += parser.finish()
@@ -85,6 +103,8 @@ def test_reasoning_is_passed_on_as_it_comes() -> None:
     [
         ("{{ content.split('</think>') }}", "qwen3"),
         ("{{ '[/THINK]' }}", "mistral"),
+        ("{{ '<|channel>thought\n<channel|>' }}", "gemma4"),
+        ("{{ '<|channel|>final<|message|>' }}", "openai_gptoss"),
         ("{{ messages }}", None),
     ],
 )

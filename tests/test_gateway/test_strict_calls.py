@@ -18,6 +18,7 @@ from tokenizers import AddedToken
 
 from headrace_common.grammars import GrammarChecker, grammar_text, parser_limits
 from headrace_common.sampling import SamplingParams
+from headrace_common.structural_format import Const, Json, Rule, Rules
 from headrace_common.structured import StructuredOutputError, StructuredOutputsParams
 from headrace_common.tokenizer import Tokenizer
 from headrace_gateway.chat_messages import FunctionDefinition, Tool
@@ -53,16 +54,18 @@ SCHEMA: dict[str, Any] = {
         "Kind": {"enum": ["a", "b"]},
     },
 }
+PLACE: dict[str, Any] = {**SCHEMA["$defs"]["Place"], "$defs": SCHEMA["$defs"]}
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 SCHEMAS: Mapping[str, Mapping[str, Any]] = {"weather": SCHEMA, "now": NOTHING}
 # What a text's first words must be to begin a call, as the model would say them.
 OPENINGS = {
     "llama3_json": '{"name": "',
     "pythonic": "[weather(",
+    "openai": "<|channel|>commentary to=functions.",
     **{
         name: markers[0]
         for name, markers in MARKERS.items()
-        if name not in ("llama3_json", "pythonic")
+        if name not in ("llama3_json", "pythonic", "openai")
     },
 }
 # What random choices would hardly ever say.
@@ -219,10 +222,50 @@ def test_forced_calls_are_valid_and_nothing_else(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
+def test_an_output_is_calls_or_an_answer_that_is_held_itself(name: str) -> None:
+    kind = "special"
+    form = form_of(name, reasoning="openai_gptoss" if name == "openai" else "qwen3")
+    held = held_calls(tools(), form, TEMPLATES.get(name, ("",))[-1], Json(PLACE))
+    assert held is not None
+    GrammarChecker().check(held)
+    text, _ = tokenizer(kind)
+    begin = "<|channel|>final<|message|>" if name == "openai" else ""
+    behind = "" if name == "openai" else "<think>Is it {x}?</think>\n\n"
+    answer = begin + '{"x": 1, "in": "a"}'
+
+    for said_before in ("", behind):
+        assert allowed(held, kind, text.encode(said_before + answer))
+        assert not allowed(held, kind, text.encode(f"{said_before}{begin}It is"))
+        assert not allowed(held, kind, text.encode(f'{said_before}{begin}{{"x": "'))
+        assert not allowed(held, kind, text.encode(f"{said_before}{answer} and"))
+        assert not allowed(held, kind, text.encode(said_before + "\n" * 5))
+    assert not allowed(held, kind, [*text.encode(behind[:12]), 0])  # reasoning is no answer
+    assert calls_of(answer, text.encode(answer), form) == []
+    opening = "[weather(" if name.endswith("pythonic") else OPENINGS[name]
+    called, ids = said(held, kind, behind + opening, 5)
+    assert calls_of(called, ids, form), called
+    check(calls_of(called, ids, form))
+
+
+def test_rules_of_an_answer_stand_beside_those_of_tools() -> None:
+    for name in ("hermes", "qwen3_coder", "openai"):
+        held = held_calls(
+            tools(strict=False), form_of(name), "", Rules({"yes": Const("Yes")}, Rule("yes"))
+        )
+        assert held is not None
+        begin = "<|channel|>final<|message|>" if name == "openai" else ""
+        assert allowed(held, "text", tokenizer("text")[0].encode(f"{begin}Yes"))
+        assert not allowed(held, "text", tokenizer("text")[0].encode(f"{begin}No"))
+    with pytest.raises(StructuredOutputError, match="names of tools"):
+        held_calls(tools(), form_of("qwen3_coder"), "", Rules({"now": Const("Yes")}, Rule("now")))
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_free_text_stays_free_and_calls_are_not_made_by_spelling_them(name: str) -> None:
     held = held_calls(tools(), form_of(name), "")
     assert held is not None
     words = "Grüße, 1 < 2. It is [so] or {so}."
+    words = f"<|channel|>final<|message|>{words}" if name == "openai" else words
     wrong = {
         "llama3_json": '{"name": "weather", "parameters": {"x',
         "pythonic": "[weather(x",
@@ -274,6 +317,44 @@ def test_behind_reasoning_calls_are_held_and_in_it_they_are_words(name: str, kin
     assert allowed(
         inside.structured_outputs, kind, text.encode(f"so {OPENINGS[name]}x</think> Well.")
     )
+
+
+ANALYSIS, NEXT = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
+TO_NOW = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>"
+# In Harmony, what may be said where calls are strict, and where they are forced.
+HARMONY: list[tuple[str, bool, bool]] = [
+    (f"{ANALYSIS}a < b{NEXT}{TO_NOW}{{}}", True, True),
+    (" to=functions.now<|channel|>commentary json<|message|>{}", True, True),
+    (f"{ANALYSIS}So.{NEXT}<|channel|>commentary<|message|>I look.{NEXT}{TO_NOW}", True, True),
+    ("<|channel|>final<|message|>a <| b", True, False),
+    (f"{TO_NOW}{{1", False, False),
+    (f"{TO_NOW.replace('now', 'other')}", False, False),
+    ("<|channel|>final<|message|>a<|end|>", False, False),
+    ("text", False, False),
+]
+
+
+@pytest.mark.parametrize("kind", ["text", "special"])
+def test_in_harmony_calls_are_held_behind_reasoning_and_what_is_said_before(kind: str) -> None:
+    form = form_of("openai", reasoning="openai_gptoss")
+    strict, forced = held_calls(tools(), form, ""), forced_calls(tools(), form, "")
+    assert strict is not None and forced is not None
+    text, _ = tokenizer(kind)
+    for said, when_strict, when_forced in HARMONY:
+        ids = text.encode(said)
+        assert (allowed(strict, kind, ids), allowed(forced, kind, ids)) == (
+            when_strict,
+            when_forced,
+        ), said
+    assert not allowed(strict, kind, tokenizer("text")[0].encode(f"{ANALYSIS}a<|call|>"))
+
+    prompt = tokenizer("special")[0].encode("<|start|>assistant<|channel|>final<|message|>So")
+    for held, answer in ((strict, " it is."), (forced, f"{NEXT}{TO_NOW}{{}}")):
+        within = at_prompt(
+            SamplingParams(structured_outputs=held), form, tokenizer("special")[0], prompt
+        ).structured_outputs
+        assert within is not None
+        assert allowed(within, "special", tokenizer("special")[0].encode(answer))
 
 
 def test_tools_that_are_not_strict_stay_free_beside_strict_ones() -> None:
@@ -338,6 +419,11 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("pythonic", "f", properties(**{"class": {}}), "'class' of f is no name"),
     ("pythonic", "f-g", properties(), "'f-g' is no name"),
     ("pythonic", "f", {"anyOf": [{}]}, "'anyOf' beside"),
+    ("gemma4", "f", properties(**{"a:b": {}}), "'a:b' of f cannot be held"),
+    ("gemma4", "f", properties(a={"allOf": [{}]}), "'allOf' is in its schema"),
+    ("gemma4", "f", properties(a={"enum": [[1]]}), "an array is one of its values"),
+    ("gemma4", "f", properties(a={"type": "array", "maxItems": 99}), "over 32 items"),
+    ("gemma4", "f", properties(a={"required": ["b"]}), "'b' is required and not described"),
     ("qwen3_coder", "f", properties(**{"a>b": {}}), "'a>b' of f cannot be held"),
     ("qwen3_coder", "f", properties(a={"$ref": "#/properties/b"}), "'#/properties/b'"),
     ("qwen3_coder", "f", properties(a={"enum": ["</parameter>"]}), "is in one of its values"),

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace_gateway.parts import CallArguments, CallStart, Part, PartList, Text
@@ -262,6 +262,61 @@ CASES: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
         [("weather", '{"city": "Rome", "days": [2]}'), ("time.now", "{}")],
     ),
     ("minimax_m2", "<minimax:tool_call><b>", None, []),
+    (
+        "lfm2",
+        "So.<|tool_call_start|>[weather(city='Par<|tool_call_end|>', days=[1]), add(a=-1)]"
+        "<|tool_call_end|>It is.",
+        "So.It is.",
+        [("weather", '{"city": "Par<|tool_call_end|>", "days": [1]}'), ("add", '{"a": -1}')],
+    ),
+    ("lfm2", "<|tool_call_start|>[]<|tool_call_end|>", None, []),
+    ("lfm2", "a <|tool_call_start|> b", None, []),
+    (
+        "lfm2",
+        "<|tool_call_start|>no<|tool_call_start|>[now()]; or",
+        "<|tool_call_start|>no; or",
+        [("now", "{}")],
+    ),
+    (
+        "olmo3",
+        "<function_calls>\nweather(city='Rome')\n\nadd(a={'b': null})\n</function_calls>",
+        "",
+        [("weather", '{"city": "Rome"}'), ("add", '{"a": {"b": null}}')],
+    ),
+    ("olmo3", "<function_calls>\nadd(1)\n</function_calls>", None, []),
+    ("olmo3", "<function_calls>\nadd(a=1)\nadd(a=", "", [("add", '{"a": 1}')]),
+    (
+        "gemma4",
+        'So.\n<|tool_call>call:weather{city:<|"|>Par"is}<|"|>,near:none,<|"|>of day<|"|>:[1,'
+        '{a:true,b:<|"|>x,<|"|>},[]],}<tool_call|><|tool_call>call:add{a:-1.5}<tool_call|>',
+        "So.",
+        [
+            (
+                "weather",
+                '{"city": "Par\\"is}", "near": null, "of day": [1, {"a": true, "b": "x,"}, []]}',
+            ),
+            ("add", '{"a": -1.5}'),
+        ],
+    ),
+    (
+        "gemma4",
+        "<|tool_call>call:add{,a:,b:so}<tool_call|>",
+        "",
+        [("add", '{"a": "", "b": "so"}')],
+    ),
+    ("gemma4", '<|tool_call>call:add{a:<|"|>b', "", [("add", '{"a": "b')]),
+    ("gemma4", "<|tool_call>call:add{a:[1 }.", "}.", [("add", '{"a": [1]}')]),
+    ("gemma4", "a <|tool_call> add{}", None, []),
+    (
+        "deepseek_v32",
+        'I look.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n'
+        '<｜DSML｜parameter name="city" string="false">["Rome"]</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="true">[1]</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="near">no</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+        "I look.",
+        [("weather", '{"city": ["Rome"], "days": "[1]", "near": "no"}')],
+    ),
     ("required", '[{"name": "add", "parameters": {"a": 1}}]', "", [("add", '{"a": 1}')]),
     (
         "required",
@@ -355,6 +410,14 @@ SHARDS = (
     "</invoke>",
     "<arg_key>city</arg_key>",
     "<arg_value>",
+    "<|tool_call>call:add{",
+    "<tool_call|>",
+    "<|tool_call_start|>",
+    "<|tool_call_end|>",
+    "<function_calls>",
+    "</function_calls>",
+    '<|"|>',
+    "a:",
     "</arg_value>",
     "[",
     "]",
@@ -422,6 +485,39 @@ def test_any_arguments_come_through_as_they_were_written(
     assert added_up(read(name, cut(text, places))) == ("", [("add", written)])
 
 
+def in_gemma(value: object) -> str:
+    match value:
+        case str():
+            return f'<|"|>{value}<|"|>'
+        case list():
+            return f"[{','.join(map(in_gemma, value))}]"
+        case dict():
+            return f"{{{','.join(f'{key}:{in_gemma(each)}' for key, each in value.items())}}}"
+    return json.dumps(value)
+
+
+@given(
+    arguments=st.dictionaries(
+        st.text("abc_1", min_size=1, max_size=3),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.text(max_size=6),
+            lambda inner: (
+                st.lists(inner, max_size=3) | st.dictionaries(st.text("ab", min_size=1), inner)
+            ),
+            max_leaves=6,
+        ),
+        max_size=3,
+    ),
+    places=st.lists(st.integers(0, 200), max_size=6),
+)
+@settings(deadline=None, max_examples=30)
+def test_gemmas_notation_becomes_json(arguments: dict[str, object], places: list[int]) -> None:
+    text = f"<|tool_call>call:add{in_gemma(arguments)}<tool_call|>"
+    ((name, written),) = added_up(read("gemma4", cut(text, places)))[1]
+
+    assert (name, json.loads(written)) == ("add", arguments)
+
+
 @pytest.mark.parametrize("name", ["hermes", "mistral", "llama3_json"])
 def test_arguments_are_passed_on_before_they_are_complete(name: str) -> None:
     begun = '{"name": "add", "parameters": {"text": "once upon'
@@ -472,6 +568,15 @@ def test_with_a_limit_further_calls_are_left_out() -> None:
         ("<seed:tool_call><function=f><parameter=a>", "seed_oss"),
         ("<tool_call>f\n<arg_key>k</arg_key>\n<arg_value>", "glm45"),
         ("<tool_call>f<arg_key>k</arg_key><arg_value>", "glm47"),
+        ("Answer with functools[{...}]", "phi4_mini_json"),
+        ("{{ '<|tool_call|>' }}", "granite"),
+        ("{{ '<|tool_call_start|>[' }}", "lfm2"),
+        ("{{ '<function_calls>' }}", "olmo3"),
+        ("{{ '<|tool_call>' + '<|\"|>' }}", "gemma4"),
+        ("<TOOLCALL>[{...}]</TOOLCALL>", "nemotron_json"),
+        ("<tool_calls>[{...}]</tool_calls>", "hunyuan_a13b"),
+        ("<{{ token }}function_calls>｜DSML｜", "deepseek_v32"),
+        ("<{{ token }}tool_calls>｜DSML｜", "deepseek_v4"),
         ('<minimax:tool_call><invoke name="f">', "minimax_m2"),
         ("<|tool_calls_section_begin|>", "kimi_k2"),
         ("<｜tool▁calls▁begin｜>function<｜tool▁sep｜>f\n```json", "deepseek_v3"),

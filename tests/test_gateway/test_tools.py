@@ -4,16 +4,24 @@ import json
 import re
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
-from headrace_common.structural_format import Choice, Json, Repeat, Tag, TriggeredTags
+from headrace_common.structural_format import (
+    Choice,
+    Json,
+    Repeat,
+    Tag,
+    TriggeredTags,
+)
 from headrace_common.structural_tag import Begin, StructuralTag, read
+from headrace_gateway.harmony.header import OPENAI_GPTOSS
 from headrace_gateway.reasoning.catalog import FAMILIES
+from headrace_gateway.settings import ReasoningParser, ToolCallParser
 from headrace_gateway.tool_calls.catalog import PARSERS
 from headrace_testing.gateway import MODEL, Gateway, events, serve
 from headrace_testing.tokenizers import write_tool_checkpoint
@@ -176,6 +184,37 @@ async def test_a_strict_schema_that_cannot_be_held_is_refused(tools: Gateway) ->
         assert (error["code"], error["param"]) == ("invalid_structured_output", "tools")
 
 
+CITY = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
+
+
+@pytest.mark.parametrize(
+    "text", [CALL, '{"name": "Paris"}', '<think>Hm.</think>\n\n{"name": "Paris"}']
+)
+async def test_beside_tools_an_answer_with_a_format_may_be_calls(tools: Gateway, text: str) -> None:
+    say(tools, text)
+    answer = await message(await tools.chat(tools=[WEATHER], response_format=FORMAT))
+    tag = asked(tools)
+
+    assert tag is not None and tag.reasoning is not None
+    assert isinstance(tag.format, Choice) and Json(CITY) in tag.format.elements
+    if text is CALL:
+        assert (answer["content"], answer["finish_reason"]) == (None, "tool_calls")
+    else:
+        assert (answer["content"], answer["finish_reason"]) == ('{"name": "Paris"}', "stop")
+
+
+async def test_forced_calls_leave_no_answer_to_hold(tools: Gateway) -> None:
+    say(tools, CALL)
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice in ("required", named):
+        asking = {"tools": [WEATHER], "tool_choice": choice}
+        await message(await tools.chat(**asking, response_format=FORMAT))
+        held = asked(tools)
+        await message(await tools.chat(**asking))
+        assert held is not None and asked(tools) == held
+
+
 async def test_the_sdk_reads_a_streamed_call(tools: Gateway) -> None:
     say(tools, CALL)
     async with (
@@ -322,7 +361,11 @@ async def test_reasoning_that_never_ends_leaves_no_content(tools: Gateway) -> No
         ),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", None),
         ({"functions": [{"name": "f"}]}, "functions", "unsupported_parameter"),
-        ({"tools": [TIME], "structured_outputs": {"regex": "a+"}}, "tool_choice", None),
+        (
+            {"tools": [TIME], "structured_outputs": {"grammar": 'start: "a"'}},
+            "structured_outputs.grammar",
+            "invalid_structured_output",
+        ),
     ],
 )
 async def test_tools_that_cannot_be_used_are_refused_by_name(
@@ -412,6 +455,10 @@ async def test_the_settings_name_parsers(tmp_path: Path) -> None:
 
 async def test_every_parser_is_documented() -> None:
     page = (Path(__file__).parents[2] / "docs/api.md").read_text()
-    rows = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    firsts = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", page, re.MULTILINE)
+    rows = {name for first in firsts for name in re.findall(r"\w+", first)}
+    others = {"auto", "none"}
 
-    assert {*PARSERS, *FAMILIES} - rows == set()
+    assert {*get_args(ToolCallParser)} - others == {*PARSERS}
+    assert {*get_args(ReasoningParser)} - others == {*FAMILIES, OPENAI_GPTOSS}
+    assert {*PARSERS, *FAMILIES, OPENAI_GPTOSS} - rows == set()

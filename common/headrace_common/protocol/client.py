@@ -165,12 +165,13 @@ class LineClient(Client):
             line.retire()
 
     async def close(self) -> None:
+        for line in self._lines:
+            line.close()
         if self._opening is not None:
             self._opening.cancel()
             await asyncio.wait({self._opening})
         for line in self._lines:
             line.close()
-        for line in self._lines:
             await line.closed
 
 

@@ -207,9 +207,9 @@ class ClusterClient(Client):
             await client.reconnect()
 
     async def close(self) -> None:
-        for client in self._clients.values():
+        clients, self._clients = self._clients, {}
+        for client in clients.values():
             await client.close()
-        self._clients = {}
 
 
 def _said(node: Address) -> str:

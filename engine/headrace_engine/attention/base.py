@@ -4,7 +4,7 @@ A backend owns the layout of its KV cache: the runner passes the tensors that `a
 to it and looks into none of them. Only that blocks are their first dimension is known outside.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
@@ -31,14 +31,16 @@ class KVSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerParams:
-    """What a layer's attention needs beside tensors. `sliding_window` counts keys, own included.
-    Caches of 8-bit floats hold keys over `key_scale` and values over `value_scale`."""
+    """What a layer's attention needs beside the step's tensors. `sliding_window` counts keys, own
+    included. Caches of 8-bit floats hold keys over `key_scale` and values over `value_scale`.
+    `sinks` float32 [Hq] are logits that join each head's softmax without a value (gpt-oss)."""
 
     scale: float
     softcap: float | None = None
     sliding_window: int | None = None
     key_scale: float = 1.0
     value_scale: float = 1.0
+    sinks: torch.Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

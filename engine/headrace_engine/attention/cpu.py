@@ -6,13 +6,16 @@ dtypes and head sizes that they lack, everything is left to the reference backen
 
 import ctypes
 import logging
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 
 from ..kernels import library, structs
+from ..kernels.executor import pointer
 from .base import AttentionMetadata, KVSpec, LayerCache, LayerParams
 from .fp8 import E4M3, E5M2
+from .memo import StepMemo
 from .memory import zeros
 from .reference import ReferenceBackend
 
@@ -22,6 +25,8 @@ TILE = 16
 # As fp8.h counts them; all else is the element's own type.
 STORAGES = {E4M3: 1, E5M2: 2}
 MAX_HEAD_DIM = 256
+# Parameters, where sinks lie, query heads, shape of keys, block size.
+_LayerKey = tuple[LayerParams, int | None, int, torch.Size, int]
 
 
 class CpuBackend:
@@ -34,8 +39,8 @@ class CpuBackend:
         """`kernels` None loads the best ones for this CPU, or logs why there are none."""
         self._kernels = kernels or _load()
         self._reference = ReferenceBackend()
-        self._batch: tuple[AttentionMetadata, structs.Batch] | None = None
-        self._layers: dict[tuple[LayerParams, int, torch.Size, int], structs.Layer] = {}
+        self._batches = StepMemo[structs.Batch]()
+        self._layers: dict[_LayerKey, tuple[LayerParams, structs.Layer]] = {}
 
     @property
     def kernels(self) -> library.Kernels | None:
@@ -80,7 +85,7 @@ class CpuBackend:
             query.stride(0),
             key.stride(0),
             value.stride(0),
-            ctypes.addressof(self._describe_batch(metadata)),
+            ctypes.addressof(self._batches.of(metadata, describe)),
             ctypes.addressof(self._describe_layer(query, key, cache, params)),
         )
         if failed:
@@ -96,21 +101,17 @@ class CpuBackend:
             and head_dim <= MAX_HEAD_DIM
         )
 
-    def _describe_batch(self, metadata: AttentionMetadata) -> structs.Batch:
-        """Made once a step: all layers pass the same metadata, which is held while it is used."""
-        if self._batch is None or self._batch[0] is not metadata:
-            self._batch = metadata, describe(metadata)
-        return self._batch[1]
-
     def _describe_layer(
         self, query: torch.Tensor, key: torch.Tensor, cache: LayerCache, params: LayerParams
     ) -> structs.Layer:
         heads, dim = query.shape[1:]
         block_size, storage = cache[1].shape[1], STORAGES.get(cache[0].dtype, 0)
-        found = self._layers.get((params, heads, key.shape[1:], block_size))
+        sinks = pointer(params.sinks)
+        name = (params, sinks, heads, key.shape[1:], block_size)
+        found = self._layers.get(name)
         kind = (query.dtype is torch.bfloat16, storage)
-        if found is None or (found.is_bfloat16, found.storage) != kind:
-            found = structs.Layer(
+        if found is None or (found[1].is_bfloat16, found[1].storage) != kind:
+            made = structs.Layer(
                 num_heads=heads,
                 num_kv_heads=key.shape[1],
                 head_dim=dim,
@@ -122,9 +123,11 @@ class CpuBackend:
                 softcap=params.softcap or 0.0,
                 key_scale=params.key_scale,
                 value_scale=params.value_scale,
+                sinks=sinks,
             )
-            self._layers[params, heads, key.shape[1:], block_size] = found
-        return found
+            # With its parameters, which keep alive what it points to.
+            found = self._layers[name] = params, made
+        return found[1]
 
 
 def _load() -> library.Kernels | None:
@@ -159,3 +162,19 @@ def describe(metadata: AttentionMetadata) -> structs.Batch:
         num_tokens=metadata.slots.shape[0],
         table_stride=metadata.block_tables.stride(0),
     )
+
+
+class LayerBatches:
+    """Each layer's metadata for the native kernels, where not all have the same. Points into the
+    metadata's tensors, and must outlive the call that it is for."""
+
+    def __init__(self, layers: Sequence[AttentionMetadata]) -> None:
+        made = {id(one): one for one in layers}
+        self._batches = {key: describe(one) for key, one in made.items()}
+        pointers = [ctypes.addressof(self._batches[id(one)]) for one in layers]
+        self._pointers = (ctypes.c_void_p * len(pointers))(*pointers) if layers else None
+
+    @property
+    def address(self) -> int | None:
+        """None: there are no layers."""
+        return None if self._pointers is None else ctypes.addressof(self._pointers)

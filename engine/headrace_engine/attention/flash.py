@@ -8,13 +8,16 @@ gathered first: right for any size, but it moves more memory.
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch.nn import functional as F
+from torch.nn.attention.varlen import AuxRequest
 
 from ..errors import ConfigError
 from .base import AttentionMetadata, KVSpec, LayerCache, LayerParams
+from .memo import StepMemo
 from .memory import zeros
 
 # Flash Attention 2 refuses other page sizes: "block size must be divisible by 256".
@@ -48,7 +51,7 @@ class Kernel(Protocol):
         """Whether the kernel can read blocks of this size through a block table."""
 
     def __call__(self, inputs: VarlenInputs) -> torch.Tensor:
-        """Causal attention, aligned at the ends of query and keys: [T, Hq, D]."""
+        """Causal attention, aligned at the ends of query and keys: [T, Hq, D]. With sinks."""
 
 
 class FlashAttnKernel:
@@ -61,7 +64,8 @@ class FlashAttnKernel:
         return block_size % PAGE_MULTIPLE == 0
 
     def __call__(self, inputs: VarlenInputs) -> torch.Tensor:
-        attended: torch.Tensor = self._varlen(
+        sinks = inputs.params.sinks
+        found = self._varlen(
             inputs.query,
             inputs.key,
             inputs.value,
@@ -74,7 +78,9 @@ class FlashAttnKernel:
             window_size=inputs.window,
             softcap=inputs.params.softcap or 0.0,
             block_table=inputs.block_tables,
+            return_attn_probs=sinks is not None,
         )
+        attended: torch.Tensor = found if sinks is None else _with_sinks(found[0], found[1], sinks)
         return attended
 
 
@@ -99,7 +105,8 @@ class TorchKernel:
             )
         paged = inputs.block_tables is not None
         pages = {"seqused_k": inputs.seq_lens, "block_table": inputs.block_tables} if paged else {}
-        attended: torch.Tensor = self._varlen(
+        sinks = inputs.params.sinks
+        found = self._varlen(
             inputs.query,
             inputs.key,
             inputs.value,
@@ -110,9 +117,18 @@ class TorchKernel:
             scale=inputs.params.scale,
             window_size=inputs.window,
             enable_gqa=inputs.query.shape[1] != inputs.key.shape[-2],
+            return_aux=None if sinks is None else AuxRequest(lse=True),
             **pages,
         )
+        attended: torch.Tensor = found if sinks is None else _with_sinks(found[0], found[1], sinks)
         return attended
+
+
+def _with_sinks(attended: torch.Tensor, sums: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """`attended` [T, Hq, D] less each head's sink's share, by the logarithms of the softmax's sums
+    without it, `sums` [Hq, T]."""
+    share = torch.sigmoid(sums.T - sinks)[..., None]
+    return (attended * share).to(attended.dtype)
 
 
 class FlashBackend:
@@ -125,8 +141,7 @@ class FlashBackend:
 
     def __init__(self, kernel: Kernel | None = None) -> None:
         self._kernel = kernel if kernel is not None else find_kernel()
-        # All layers of a step share one metadata, and so the places of their keys.
-        self._gathered: tuple[AttentionMetadata, torch.Tensor] | None = None
+        self._key_slots = StepMemo[torch.Tensor]()
 
     def reads_blocks(self, block_size: int) -> bool:
         return self._kernel.pages(block_size)
@@ -156,7 +171,7 @@ class FlashBackend:
         keys, values = cache
         tables: torch.Tensor | None = metadata.block_tables
         if not self._kernel.pages(keys.shape[1]):
-            index = self._key_slots(metadata, keys.shape[1])
+            index = self._key_slots.of(metadata, partial(key_slots, block_size=keys.shape[1]))
             keys, values = (part.flatten(0, 1).index_select(0, index) for part in cache)
             tables = None
         return self._kernel(
@@ -173,11 +188,6 @@ class FlashBackend:
                 params=params,
             )
         )
-
-    def _key_slots(self, metadata: AttentionMetadata, block_size: int) -> torch.Tensor:
-        if self._gathered is None or self._gathered[0] is not metadata:
-            self._gathered = metadata, key_slots(metadata, block_size)
-        return self._gathered[1]
 
 
 def find_kernel() -> Kernel:

@@ -71,9 +71,17 @@ def attend(
     if params.softcap is not None:
         scores = torch.tanh(scores / params.softcap) * params.softcap
     scores = scores.masked_fill(~_visible(n, keys.shape[0], params, query.device), -torch.inf)
-    weights = torch.softmax(scores, dim=-1)
+    weights = _softmax(scores, params.sinks)
     attended = torch.einsum("hgnl,lhd->nhgd", weights, values)
     return attended.reshape(n, heads, -1).to(query.dtype)
+
+
+def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Of scores [Hkv, group, n, L], in which each head's sink takes part."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    own = sinks.view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+    return torch.softmax(torch.cat([scores, own], dim=-1), dim=-1)[..., :-1]
 
 
 def _visible(n: int, length: int, params: LayerParams, device: torch.device) -> torch.Tensor:

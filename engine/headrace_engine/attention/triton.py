@@ -192,7 +192,7 @@ class TritonBackend:
         arrived = self._scratch.counters(rows * kv_heads, query.device) if merges else None
         decode_kernel[(rows, kv_heads, splits)](
             output, parts, sums, arrived, query, *stored.views(cache), metadata.block_tables,
-            metadata.seq_lens, params.scale * params.key_scale, params.value_scale,
+            metadata.seq_lens, params.sinks, params.scale * params.key_scale, params.value_scale,
             query.stride(0), query.stride(1), metadata.block_tables.stride(0),
             **constants, **cut, ROWS=max(launch.rows, power_of_two(heads // kv_heads)),
             WHOLE=whole, MERGE=merges, **self.dependent.product,
@@ -200,8 +200,9 @@ class TritonBackend:
         )  # fmt: skip
         if not whole and not merges:
             merge_kernel[(rows, heads)](
-                output, parts, sums, metadata.seq_lens, HEADS=heads, HEAD_DIM=dim, **cut,
-                WINDOW=constants["WINDOW"], DIM=constants["DIM"], **self.dependent.small,
+                output, parts, sums, metadata.seq_lens, params.sinks, HEADS=heads, HEAD_DIM=dim,
+                **cut, WINDOW=constants["WINDOW"], DIM=constants["DIM"], SINKS=constants["SINKS"],
+                **self.dependent.small,
                 num_warps=merge_warps(rows, dim),
             )  # fmt: skip
 
@@ -230,7 +231,8 @@ class TritonBackend:
         tiles = (len(query) - decodes) // (rows // group) + runs
         prefill_kernel[(tiles, kv_heads)](
             output, query, *stored.views(cache), metadata.block_tables, metadata.query_start,
-            metadata.seq_lens, decodes, runs, params.scale * params.key_scale, params.value_scale,
+            metadata.seq_lens, params.sinks, decodes, runs, params.scale * params.key_scale,
+            params.value_scale,
             query.stride(0), query.stride(1), metadata.block_tables.stride(0),
             **_constants(query, cache, params, stored), ROWS=rows, KEYS=launch.keys,
             MASKED=self._deterministic, num_warps=launch.warps, num_stages=launch.stages,
@@ -253,6 +255,7 @@ def _constants(
         "EXACT": dot_precision(query.element_size()),
         "BITS": stored.bits,
         "HALF": stored.largest > 0.0 and query.dtype is torch.bfloat16,
+        "SINKS": params.sinks is not None,
     }
 
 

@@ -16,8 +16,9 @@ import torch
 
 from ..attention.base import AttentionMetadata
 from ..errors import RankFailed
+from ..kv_groups import KVLayout
 from ..lora.batch import LoRABatch, RowOwners, RowSlots
-from ..model.base import ForwardBatch
+from ..model.base import ForwardBatch, layered
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -111,22 +112,23 @@ def sizes_of(batch: ForwardBatch) -> tuple[int, ...]:
     )
 
 
-def pack(batch: ForwardBatch) -> torch.Tensor:
+def pack(batch: ForwardBatch, layout: KVLayout) -> torch.Tensor:
     """int32 [N]: all tensors of a batch, one after the other, each at a multiple of ALIGNMENT."""
-    metadata = batch.metadata
+    metadata, layers = batch.metadata, [batch.metadata_of(one) for one in layout.of_groups]
     parts = (
         metadata.query_start,
         metadata.seq_lens,
-        metadata.block_tables,
-        metadata.slots,
+        torch.cat([one.block_tables.reshape(-1) for one in layers]),
+        torch.cat([one.slots for one in layers]),
         batch.input_ids,
         batch.positions,
         batch.logits_rows,
     )
-    sizes = sizes_of(batch)
-    packed = torch.zeros(packed_length(sizes), dtype=torch.int32, device=batch.input_ids.device)
-    for part, place in zip(parts, _cut(packed, sizes), strict=True):
-        place.copy_(part.reshape(-1))
+    sizes, groups = sizes_of(batch), len(layers)
+    length, device = packed_length(sizes, groups), batch.input_ids.device
+    packed = torch.zeros(length, dtype=torch.int32, device=device)
+    for part, place in zip(parts, _cut(packed, sizes, groups), strict=True):
+        place.copy_(part)
     return packed
 
 
@@ -157,32 +159,38 @@ def _rows(runs: Pairs) -> RowSlots:
     return np.repeat(slots, counts)
 
 
-def packed_length(sizes: Sequence[int]) -> int:
-    return sum(map(_aligned, _lengths(sizes)))
+def packed_length(sizes: Sequence[int], groups: int) -> int:
+    """With the block tables and slots of so many groups of layers."""
+    return sum(map(_aligned, _lengths(sizes, groups)))
 
 
-def unpack(sizes: Sequence[int], packed: torch.Tensor) -> ForwardBatch:
+def unpack(sizes: Sequence[int], packed: torch.Tensor, layout: KVLayout) -> ForwardBatch:
     """The batch that `pack` was given."""
     sequences, columns, _, _, num_decodes, max_query_len, max_seq_len = sizes[:SIZES]
-    query_start, seq_lens, tables, slots, ids, positions, rows = _cut(packed, sizes)
+    groups = layout.groups.count
+    query_start, seq_lens, tables, slots, ids, positions, rows = _cut(packed, sizes, groups)
+    several = () if groups == 1 else (groups,)
+    metadata = AttentionMetadata(
+        query_start=query_start,
+        seq_lens=seq_lens,
+        block_tables=tables.view(*several, sequences, columns),
+        slots=slots.long().view(*several, -1),
+        num_decodes=num_decodes,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+    )
+    layers = layered(metadata, layout)
     return ForwardBatch(
         input_ids=ids.long(),
         positions=positions.long(),
         logits_rows=rows.long(),
-        metadata=AttentionMetadata(
-            query_start=query_start,
-            seq_lens=seq_lens,
-            block_tables=tables.view(sequences, columns),
-            slots=slots.long(),
-            num_decodes=num_decodes,
-            max_query_len=max_query_len,
-            max_seq_len=max_seq_len,
-        ),
+        metadata=layers[0] if layers else metadata,
+        layers=layers,
     )
 
 
-def _cut(packed: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    lengths = _lengths(sizes)
+def _cut(packed: torch.Tensor, sizes: Sequence[int], groups: int) -> list[torch.Tensor]:
+    lengths = _lengths(sizes, groups)
     places = torch.split(packed, [_aligned(length) for length in lengths])
     return [place[:length] for place, length in zip(places, lengths, strict=True)]
 
@@ -191,6 +199,7 @@ def _aligned(length: int) -> int:
     return -(-length // ALIGNMENT) * ALIGNMENT
 
 
-def _lengths(sizes: Sequence[int]) -> list[int]:
+def _lengths(sizes: Sequence[int], groups: int) -> list[int]:
     sequences, columns, tokens, rows = sizes[:4]
-    return [sequences + 1, sequences, sequences * columns, tokens, tokens, tokens, rows]
+    tables, slots = groups * sequences * columns, groups * tokens
+    return [sequences + 1, sequences, tables, slots, tokens, tokens, rows]

@@ -6,15 +6,17 @@ from collections.abc import Sequence as Rows
 import torch
 
 from ..attention.base import LayerCache
+from ..kv_groups import KVLayout
 from ..model.base import CausalModel, ForwardBatch, KVShape
 from .peers import Peers
 
 
 class LeadingModel:
-    """`own` is this rank's part, whose collectives need the others."""
+    """`own` is this rank's part, whose collectives need the others. All ranks' KV caches have
+    `layout`."""
 
-    def __init__(self, own: CausalModel, peers: Peers) -> None:
-        self._own, self._peers = own, peers
+    def __init__(self, own: CausalModel, peers: Peers, layout: KVLayout) -> None:
+        self._own, self._peers, self._layout = own, peers, layout
 
     @property
     def vocab_size(self) -> int:
@@ -28,7 +30,7 @@ class LeadingModel:
     def forward(self, batch: ForwardBatch, caches: Rows[LayerCache]) -> torch.Tensor:
         """Raises RankFailed where another rank broke off."""
         with self._peers.step():
-            self._peers.forward(batch)
+            self._peers.forward(batch, self._layout)
             return self._own.forward(batch, caches)
 
     def recorded(
@@ -37,7 +39,7 @@ class LeadingModel:
         """Each rank records the same steps of its own part, collectives included."""
         with self._peers.step():
             self._peers.record(max_model_len)
-            return LeadingModel(record(self._own), self._peers)
+            return LeadingModel(record(self._own), self._peers, self._layout)
 
     def measured(self, measure: Callable[[CausalModel], int], max_model_len: int) -> int:
         """Each rank records some steps of its own part and gives them up; others keep what they

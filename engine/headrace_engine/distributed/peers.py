@@ -16,6 +16,7 @@ from typing import Any
 from ..config import EngineConfig
 from ..errors import RankFailed
 from ..kv_budget import Profile
+from ..kv_groups import KVLayout
 from ..lora.adapter import AdapterWeights
 from ..lora.packing import by_layer, pack, ranks_of
 from ..lora.shapes import LayerShapes
@@ -108,10 +109,10 @@ class Peers:
             return None
         return self._fate.wait(LONG_GRACE)
 
-    def forward(self, batch: ForwardBatch) -> None:
+    def forward(self, batch: ForwardBatch, layout: KVLayout) -> None:
         runs = commands.adapter_runs(batch.lora)
         self._tell(Verb.FORWARD, (*commands.sizes_of(batch), *runs))
-        self.group.broadcast(commands.pack(batch))
+        self.group.broadcast(commands.pack(batch, layout))
 
     def record(self, max_model_len: int) -> None:
         self._tell(Verb.RECORD, (max_model_len,))

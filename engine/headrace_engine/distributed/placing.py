@@ -25,6 +25,8 @@ from .process import Launcher, RankProcess
 def place(config: EngineConfig, launch: Launcher = RankProcess) -> PlacedModel:
     """Raises CheckpointError, ConfigError or RankFailed."""
     size = config.tensor_parallel_size
+    if config.swap_space or config.has_draft_model:
+        config = replace(config, disable_hybrid_kv_cache_manager=True)
     if size == 1:
         return place_model(config)
     device = pick_device(config.device)
@@ -37,7 +39,8 @@ def place(config: EngineConfig, launch: Launcher = RankProcess) -> PlacedModel:
         placed = place_model(config, Shard(0, size, peers.group))
         peers.connect()
         started.pop_all()
-    return replace(placed, model=LeadingModel(placed.model, peers), peers=peers)
+    model = LeadingModel(placed.model, peers, placed.layout)
+    return replace(placed, model=model, peers=peers)
 
 
 def _check_devices(config: EngineConfig, device: torch.device) -> None:

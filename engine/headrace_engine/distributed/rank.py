@@ -80,9 +80,10 @@ class Rank:
 
     def _forward(self, numbers: list[int]) -> None:
         sizes, runs = numbers[: commands.SIZES], numbers[commands.SIZES :]
-        length, device = commands.packed_length(sizes), self._placed.device
+        device, layout = self._placed.device, self._placed.layout
+        length = commands.packed_length(sizes, layout.groups.count)
         packed = torch.empty(length, dtype=torch.int32, device=device)
-        batch = commands.unpack(sizes, self._group.broadcast(packed))
+        batch = commands.unpack(sizes, self._group.broadcast(packed), layout)
         if runs:
             batch = replace(batch, lora=self._adapters.batch(commands.row_owners(runs)))
         self._model.forward(batch, self._caches)
@@ -96,7 +97,13 @@ class Rank:
     def _decodes(self, max_model_len: int) -> Decodes:
         placed, lora = self._placed, None if self._lora is None else self._lora.static
         return Decodes(
-            placed.model, placed.attention, self._caches, self._config, max_model_len, lora
+            placed.model,
+            placed.attention,
+            self._caches,
+            self._config,
+            max_model_len,
+            lora,
+            placed.layout,
         )
 
     def _make_room(self, numbers: list[int]) -> None:
@@ -141,9 +148,10 @@ class Rank:
 
     def _measure(self, numbers: list[int]) -> None:
         per_block = self._placed.block_bytes(self._config.block_size)
+        sequence = self._placed.sequence_blocks(self._config.block_size, numbers[0])
         device = self._placed.device
         try:
-            blocks = count_blocks(self._config, device, per_block, numbers[0], self._profile)
+            blocks = count_blocks(self._config, device, per_block, sequence, self._profile)
         except ConfigError as error:
             logger.warning("no room for the KV cache", extra={"error": str(error)})
             blocks = 0

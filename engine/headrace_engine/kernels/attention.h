@@ -15,7 +15,8 @@ struct headrace_batch {
 };
 
 // softcap 0 and window 0 mean none. The type is bfloat16, or else float32. The cache holds it, or with
-// storage 1 and 2 8-bit floats (fp8.h): keys over key_scale and values over value_scale.
+// storage 1 and 2 8-bit floats (fp8.h): keys over key_scale and values over value_scale. `sinks` has a
+// logit of each head that joins its softmax without a value, or is null.
 struct headrace_layer {
   int64_t num_heads;
   int64_t num_kv_heads;
@@ -28,6 +29,7 @@ struct headrace_layer {
   float softcap;
   float key_scale;
   float value_scale;
+  const float* sinks;
 };
 
 // Rows of query, key and value lie `*_stride` elements apart, their heads side by side. Returns 0,

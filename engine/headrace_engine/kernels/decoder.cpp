@@ -30,8 +30,10 @@ class Step {
   bool run(Memory& memory) {
     if (!allocate(memory)) return false;
     embed();
-    for (int64_t i = 0; i < decoder_.num_layers; ++i)
-      if (!run_layer(decoder_.layers[i], step_.caches[i], i + 1 == decoder_.num_layers)) return false;
+    for (int64_t i = 0; i < decoder_.num_layers; ++i) {
+      const headrace_batch& batch = step_.layers ? *step_.layers[i] : step_.batch;
+      if (!run_layer(decoder_.layers[i], step_.caches[i], batch, i + 1 == decoder_.num_layers)) return false;
+    }
     write_logits();
     return true;
   }
@@ -92,19 +94,25 @@ class Step {
     });
   }
 
+  // Without a norm the residuals themselves, rounded.
   void normalize(int64_t rows, const float* weight) {
     each_row(rows, hidden_, [&](int64_t r) {
-      normalize_row(normed_ + r * hidden_, residual_ + r * residual_stride(), weight, hidden_,
-                    decoder_.epsilon);
+      const float* from = residual_ + r * residual_stride();
+      Element* to = normed_ + r * hidden_;
+      if (weight)
+        normalize_row(to, from, weight, hidden_, decoder_.epsilon);
+      else
+        for (int64_t i = 0; i < hidden_; i += kLanes) store(to + i, load(from + i));
     });
   }
 
-  bool run_layer(const headrace_decoder_layer& layer, void* cache, bool last) {
+  bool run_layer(const headrace_decoder_layer& layer, void* cache, const headrace_batch& batch,
+                 bool last) {
     normalize(tokens_, layer.input_norm);
     apply(layer.qkv, &layer.o, normed_, hidden_, tokens_, [&](int64_t row, int64_t panel, const Sums& sums) {
       store_panel(qkv_ + row * qkv_stride_, panel, sums);
     });
-    if (!attend(layer, cache)) return false;
+    if (!attend(layer, cache, batch)) return false;
     const Element* attended = attended_;
     int64_t rows = tokens_;
     if (last) {
@@ -121,9 +129,8 @@ class Step {
 
   void run_mlp(const headrace_decoder_layer& layer, int64_t rows, const headrace_linear* then) {
     const int64_t stride = gated_stride(layer.gate_up);
-    const bool gelu = decoder_.gelu;
     apply(layer.gate_up, &layer.down, normed_, hidden_, rows, [&](int64_t row, int64_t panel, const Sums& sums) {
-      store_gated(gated_ + row * stride, panel, sums, gelu);
+      store_gated(gated_ + row * stride, panel, sums, decoder_);
     });
     if (layer.shared_gate)
       each_row(rows, hidden_, [&](int64_t r) {
@@ -154,16 +161,16 @@ class Step {
     });
   }
 
-  bool attend(const headrace_decoder_layer& layer, void* cache) {
+  bool attend(const headrace_decoder_layer& layer, void* cache, const headrace_batch& batch) {
     const headrace_layer shape = {decoder_.num_heads,  decoder_.num_kv_heads, decoder_.head_dim,
                                   decoder_.block_size, layer.window,          decoder_.is_bfloat16,
                                   decoder_.kv_storage, decoder_.scale,        decoder_.attention_softcap,
-                                  layer.key_scale,     layer.value_scale};
+                                  layer.key_scale,     layer.value_scale,    layer.sinks};
     PagedAttention<Math> attention{attended_,
                                    qkv_,
                                    qkv_stride_,
                                    Cache<Math>(cache, shape),
-                                   step_.batch,
+                                   batch,
                                    shape,
                                    ScoreScale(shape.scale, shape.softcap),
                                    int(decoder_.head_dim),
@@ -186,15 +193,25 @@ class Step {
   }
 
   void rotate_heads(const headrace_decoder_layer& layer, int64_t row) {
-    const int64_t dims = decoder_.head_dim, half = decoder_.rotated / 2;
-    const float *cos = layer.cos + step_.positions[row] * half,
-                *sin = layer.sin + step_.positions[row] * half;
+    const int64_t dims = decoder_.head_dim, at = step_.positions[row] * (decoder_.rotated / 2);
     Element* head = qkv_ + row * qkv_stride_;
+    if (decoder_.wide_qk_norm) {
+      normalize_row(head, head, layer.query_norm, query_, decoder_.epsilon);
+      normalize_row(head + query_, head + query_, layer.key_norm, key_value_, decoder_.epsilon);
+    }
+    if (decoder_.query_scales) scale_row(head, query_, decoder_.query_scales[step_.positions[row]]);
     for (int64_t h = 0; h < decoder_.num_heads + decoder_.num_kv_heads; ++h, head += dims) {
       const float* norm = h < decoder_.num_heads ? layer.query_norm : layer.key_norm;
-      if (norm) normalize_row(head, head, norm, dims, decoder_.epsilon);
-      rotate(head, cos, sin, half);
+      if (norm && !decoder_.wide_qk_norm) normalize_row(head, head, norm, dims, decoder_.epsilon);
+      if (layer.cos) turn(head, layer.cos + at, layer.sin + at);
     }
+  }
+
+  void turn(Element* head, const float* cos, const float* sin) const {
+    if (decoder_.interleaved)
+      rotate_pairs(head, cos, sin, decoder_.rotated / 2);
+    else
+      rotate(head, cos, sin, decoder_.rotated / 2);
   }
 
   // Moves the attended rows and the residuals of the tokens that have logits behind all the others.

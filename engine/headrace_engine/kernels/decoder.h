@@ -5,7 +5,9 @@
 #include "attention.h"
 
 // Weights as headrace_pack_weight lays them out; `scales` is null where they are not quantised. With
-// `zeros` they are those of headrace_pack_levels, and both are [inputs / group, outputs padded].
+// `zeros` they are those of headrace_pack_levels, and both are [inputs / group, outputs padded]. So are
+// those that have a group of 32 and no zeros: they are 4-bit floats (e2m1), with scales for their
+// doubles.
 struct headrace_linear {
   const void* weight;
   const float* scales;  // [outputs, padded]
@@ -17,7 +19,8 @@ struct headrace_linear {
 };
 
 // Norms are float32, and null where a model has none there: output norms stand before the residual
-// sums, query and key norms are of heads. cos and sin [positions, rotated / 2] are the layer's own.
+// sums, query and key norms are of heads, or with wide_qk_norm of all of them together. cos and sin
+// [positions, rotated / 2] are the layer's own, and null where it is not rotated.
 //
 // gate_up and down are the MLP, or the expert that computes every row, whose share is the sigmoid of
 // its row times shared_gate [hidden], or 1 where that is null; without weights there is none.
@@ -42,14 +45,17 @@ struct headrace_decoder_layer {
   int64_t window;
   float key_scale;  // of caches in 8-bit floats
   float value_scale;
+  const float* sinks;  // as in headrace_layer
 };
 
 // `inner` is the widest inner size of an MLP or of an expert that computes every row. The softcaps
-// are 0 where there is none; gelu stands for the tanh GELU, else SiLU is computed.
+// are 0 where there is none. `activation` of the gates: 0 SiLU, 1 the tanh GELU, 2 gpt-oss's clamped
+// SwiGLU, with swiglu_alpha and swiglu_limit.
 struct headrace_decoder {
   const headrace_decoder_layer* layers;
   const void* embedding;  // [vocab, hidden], bfloat16 or else float32
   const float* norm;
+  const float* query_scales;  // [positions], or null
   headrace_linear lm_head;
   int64_t num_layers;
   int64_t hidden;
@@ -58,11 +64,13 @@ struct headrace_decoder {
   int64_t num_kv_heads;
   int64_t head_dim;
   int64_t rotated;  // leading elements of a head that are rotated
+  int64_t interleaved;  // whether neighbours are rotated together, else halves of `rotated`
+  int64_t wide_qk_norm;
   int64_t num_experts;
   int64_t experts_per_token;
   int64_t expert_inner;
   int64_t renormalize;  // whether the chosen experts' weights are made to sum up to 1
-  int64_t gelu;
+  int64_t activation;
   int64_t block_size;
   int64_t is_bfloat16;
   int64_t kv_storage;  // as in headrace_layer
@@ -71,9 +79,12 @@ struct headrace_decoder {
   float attention_softcap;
   float logits_softcap;
   float embedding_scale;
+  float swiglu_alpha;
+  float swiglu_limit;
 };
 
-// `caches` has one pointer a layer. `logits` [num_logits, logits_stride] are float32, of the tokens
+// `caches` has one pointer a layer, and so has `layers` where layers differ in their block tables and
+// slots; else it is null, and `batch` has those of all. `logits` [num_logits, logits_stride] are float32, of the tokens
 // that logits_rows names; the stride covers the padded vocabulary.
 struct headrace_step {
   const int64_t* input_ids;
@@ -84,6 +95,7 @@ struct headrace_step {
   int64_t num_logits;
   int64_t logits_stride;
   headrace_batch batch;
+  const headrace_batch* const* layers;
 };
 
 struct headrace_executor;

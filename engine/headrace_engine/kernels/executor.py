@@ -6,7 +6,7 @@ Knows nothing of checkpoints or of what a model is called; must not be used by t
 import ctypes
 import weakref
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -39,7 +39,8 @@ class Levels(Protocol):
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
     """A linear layer's weights in the kernels' layout; `scales` where they are 8 bits wide, and
-    `zeros` too where they are 4 bits wide, in groups of `group` inputs."""
+    `zeros` too where they are 4 bits wide, in groups of `group` inputs. 4-bit floats have groups
+    and no zeros."""
 
     weight: torch.Tensor
     scales: torch.Tensor | None
@@ -164,6 +165,12 @@ class Executor:
             zeros=placed(weight.zeros),
             group=inputs // weight.scales.shape[1],
         )
+
+    def pack_floats(self, weight: Levels, biases: Rows[torch.Tensor], gated: bool) -> PackedLinear:
+        """As `pack_levels`, of 4-bit floats (e2m1) in groups of 32, by their codes."""
+        packed = self.pack_levels(weight, biases, gated)
+        assert packed.scales is not None, "levels have scales"
+        return replace(packed, scales=packed.scales / 2, zeros=None)
 
     def _pack(
         self,

@@ -51,10 +51,9 @@ class Experts {
     gather(x, rows);
     const headrace_linear &gate_up = layer.experts_gate_up[0], &down = layer.experts_down[0];
     const int64_t stride = gated_stride(gate_up), width = padded(decoder_.hidden);
-    const bool gelu = decoder_.gelu;
     each_expert(layer.experts_gate_up, {gathered_, decoder_.hidden, sorted_}, gate_up, scratch,
                 [&](int64_t slot, int64_t panel, const Sums& sums) {
-                  store_gated(gated_ + slot * stride, panel, sums, gelu);
+                  store_gated(gated_ + slot * stride, panel, sums, decoder_);
                 });
     each_expert(layer.experts_down, {gated_, stride, sorted_}, down, scratch,
                 [&](int64_t slot, int64_t panel, const Sums& sums) {
@@ -143,11 +142,15 @@ class Experts {
       Piece piece = piece_of(division, item - items_before_[use]);
       piece.begin += first;
       piece.end += first;
+      const auto biased = [&](int64_t slot, int64_t panel, Sums& sums) {
+        add_bias(linear, panel, sums);
+        emit(slot, panel, sums);
+      };
       if (like.scales)
-        multiply_quant_piece(quant, quant_weights(linear), linear.inputs, piece, emit);
+        multiply_quant_piece(quant, quant_weights(linear), linear.inputs, piece, biased);
       else
         multiply_piece<Math>(rows, static_cast<const Element*>(linear.weight), linear.inputs, piece,
-                             nullptr, factors(scratch, thread, linear.inputs), emit);
+                             nullptr, factors(scratch, thread, linear.inputs), biased);
     });
   }
 

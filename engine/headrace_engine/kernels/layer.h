@@ -55,14 +55,20 @@ inline Sums capped(const Sums& sums, float cap) {
   return found;
 }
 
-// Half a panel: activation(gates) * ups, which lie in turns of half a panel.
-template <class T>
-inline void store_gated(T* row, int64_t panel, const Sums& sums, bool gelu) {
-  T* to = row + panel * (kPanel / 2);
-  for (int c = 0; c < kColumns / 2; ++c) {
-    const Floats gate = gelu ? gelu_tanh(sums.at[c]) : silu(sums.at[c]);
-    store(to + c * kLanes, gate * sums.at[c + kColumns / 2]);
+inline Floats gated(Floats gate, Floats up, const headrace_decoder& decoder) {
+  switch (decoder.activation) {
+    case 1: return gelu_tanh(gate) * up;
+    case 2: return clamped_swiglu(gate, up, decoder.swiglu_alpha, decoder.swiglu_limit);
+    default: return silu(gate) * up;
   }
+}
+
+// Half a panel of gates and ups, which lie in turns of half a panel, as one.
+template <class T>
+inline void store_gated(T* row, int64_t panel, const Sums& sums, const headrace_decoder& decoder) {
+  T* to = row + panel * (kPanel / 2);
+  for (int c = 0; c < kColumns / 2; ++c)
+    store(to + c * kLanes, gated(sums.at[c], sums.at[c + kColumns / 2], decoder));
 }
 
 // Elements between rows of what `store_gated` has written.

@@ -14,7 +14,7 @@ import torch
 
 from .build import InstructionSet, instruction_sets, library_path
 
-INTERFACE = 7
+INTERFACE = 8
 FORCE_ISA = "HEADRACE_CPU_ISA"
 DTYPES = (torch.float32, torch.bfloat16)
 

@@ -9,7 +9,7 @@ import logging
 
 import torch
 
-from ..model.ops import HeadShape, Ops, QKNorm, TorchOps
+from ..model.ops import HeadShape, Ops, QKNorm, TorchOps, row_stride
 from .executor import Executor
 from .library import DTYPES, Kernels, KernelsUnavailable, load
 from .self_check import multiplies_rightly
@@ -58,9 +58,10 @@ class NativeOps:
         self._torch = TorchOps()
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        if not (_is_native(x) and _is_dense(x) and x.dtype is weight.dtype):
+        stride = row_stride(x)
+        if stride is None or not _is_native(x) or x.dtype is not weight.dtype:
             return self._torch.rms_norm(x, weight, eps)
-        output = torch.empty_like(x)
+        output = x.new_empty(x.shape)
         width = x.shape[-1]
         self._kernels.rms_norm(
             output.data_ptr(),
@@ -68,7 +69,7 @@ class NativeOps:
             weight.data_ptr(),
             x.numel() // width,
             width,
-            width,
+            stride,
             eps,
             x.dtype is torch.bfloat16,
         )
@@ -156,10 +157,11 @@ def _is_dense(x: torch.Tensor) -> bool:
 
 
 def _rotates(cos: torch.Tensor, sin: torch.Tensor, shape: HeadShape) -> bool:
-    """Whether the tables are float32 and turn whole heads."""
+    """Whether the tables are float32 and turn whole heads, by halves."""
     wanted = shape.head_dim // 2
     return (
-        cos.dtype is sin.dtype is torch.float32
+        not shape.interleaved
+        and cos.dtype is sin.dtype is torch.float32
         and cos.shape[-1] == sin.shape[-1] == wanted
         and cos.is_contiguous()
         and sin.is_contiguous()

@@ -209,10 +209,19 @@ struct PagedAttention {
     }
   }
 
+  // A row's total weight, of which its head's sink is a part. Weights are taken less the largest score
+  // of a key, so a sink's may be too large for exp2, which ends at 2^127.
+  float with_sink(const Item& item, int row, const RowState& state) const {
+    if (!layer.sinks) return state.total;
+    const float sink = layer.sinks[item.head * group + (item.row_begin + row) % group];
+    const float power = sink * kLog2e - state.maximum * scale.slope;
+    return state.total + exp2(splat(power > 126 ? 126 : power))[0];
+  }
+
   void finish(const Item& item, const RowState* states, const float* outputs) const {
     for (int r = 0; r < item.rows; ++r) {
       Element* to = output + element_offset(item, r);
-      const float factor = 1 / states[r].total;
+      const float factor = 1 / with_sink(item, r, states[r]);
       for (int d = 0; d < dims; d += kLanes) store(to + d, load(outputs + r * dims + d) * factor);
     }
   }
@@ -227,7 +236,8 @@ struct PagedAttention {
       for (int p = 0; p < merge.parts; ++p, row += stride)
         add_range(RowState{row[0], row[1]}, row + 2, dims, scale.slope, whole, outputs);
       Element* to = output + element_offset(item, r);
-      for (int d = 0; d < dims; d += kLanes) store(to + d, load(outputs + d) * (1 / whole.total));
+      const float factor = 1 / with_sink(item, r, whole);
+      for (int d = 0; d < dims; d += kLanes) store(to + d, load(outputs + d) * factor);
     }
   }
 

@@ -2,7 +2,8 @@
 // integers.
 //
 // Weights of 8 bits lie as whole ones do, in packs of four inputs. Those of 4 bits share bytes: the low
-// half is of one pack of four inputs, the high half of the next.
+// half is of one pack of four inputs, the high half of the next. They are whole numbers, or the codes of
+// 4-bit floats (e2m1), which doubled are whole too.
 #pragma once
 
 #include "linear.h"
@@ -10,8 +11,10 @@
 namespace headrace {
 
 constexpr int kGroup = 64;  // inputs that share a scale when activations are quantised
+constexpr int kBlock = 32;  // inputs that share a scale where weights are 4-bit floats
 constexpr int kQuantPack = 4;
 constexpr int kQuantZero = 128;  // what stands for an 8-bit weight of 0
+constexpr int kFloatZero = 12;   // what a 4-bit float of 0 becomes
 
 #if defined(__AVX512F__)
 constexpr int kQuantRows = 3;
@@ -23,21 +26,27 @@ constexpr int kQuantRows = 1;
 
 inline int64_t groups_of(int64_t inputs) { return (inputs + kGroup - 1) / kGroup; }
 
-// Rows in 8 bits: value = data * scale of its group. `sums` are those of a group's data.
+// Rows in 8 bits: value = data * scale of its group. `sums` are those of the data of each of a group's
+// two blocks.
 struct QuantRows {
   const int8_t* data;
   const float* scales;
   const int32_t* sums;
   int64_t stride, groups, count;
+
+  int32_t block_sum(int64_t row, int64_t block) const { return sums[row * 2 * groups + block]; }
+  int32_t group_sum(int64_t row, int64_t group) const {
+    return block_sum(row, 2 * group) + block_sum(row, 2 * group + 1);
+  }
 };
 
 // Weights of 8 bits have a scale for each output: (data - kQuantZero) * scale. Those of 4 bits have
 // zeros too, and both for each group of `group` inputs and each of `outputs` (padded):
-// (data - zero) * scale.
+// (data - zero) * scale. 4-bit floats have a group and no zeros; their scales are of doubled numbers.
 struct QuantWeights {
   const uint8_t* data;
   const float* scales;
-  const float* zeros;  // null: 8 bits
+  const float* zeros;  // null: 8 bits, or 4-bit floats
   int64_t group, outputs;
 };
 
@@ -69,7 +78,7 @@ inline void multiply_bytes(const QuantRows& rows, int64_t first, const QuantWeig
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
       for (int c = 0; c < kColumns; ++c)
-        part[r][c] = Ints{} - kQuantZero * rows.sums[(first + r) * rows.groups + group];
+        part[r][c] = Ints{} - kQuantZero * rows.group_sum(first + r, group);
     for (int64_t k = begin; k < end; k += kQuantPack) {
 #pragma GCC unroll 8
       for (int c = 0; c < kColumns; ++c) {
@@ -126,9 +135,73 @@ inline void multiply_nibbles(const QuantRows& rows, int64_t first, const QuantWe
       for (int r = 0; r < R; ++r) {
         const int64_t of = (first + r) * rows.groups + group;
         const Floats exact =
-            __builtin_convertvector(part[r][c], Floats) - zero * float(rows.sums[of]);
+            __builtin_convertvector(part[r][c], Floats) - zero * float(rows.group_sum(first + r, group));
         found[r][c] += exact * (scale * rows.scales[of]);
       }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int c = 0; c < kColumns; ++c) sums[r].at[c] = found[r][c];
+}
+
+// kFloatZero more than twice what each byte's code below 16 stands for.
+inline Words doubled_floats(Words codes) {
+#if defined(__AVX2__)
+  const __m128i table =
+      _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+#if defined(__AVX512F__)
+  return bit_cast<Words>(
+      _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), bit_cast<__m512i>(codes)));
+#else
+  return bit_cast<Words>(
+      _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), bit_cast<__m256i>(codes)));
+#endif
+#else
+  static const uint8_t table[] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+  uint8_t bytes[sizeof(Words)];
+  std::memcpy(bytes, &codes, sizeof(codes));
+  for (uint8_t& byte : bytes) byte = table[byte];
+  return load_raw<Words>(bytes);
+#endif
+}
+
+// As multiply_nibbles, of 4-bit floats with a scale for each block.
+template <int R>
+inline void multiply_floats(const QuantRows& rows, int64_t first, const QuantWeights& weights,
+                            int64_t at, int64_t inputs, Sums* sums) {
+  const uint8_t* panel = weights.data + at * inputs * kPanel / 2;
+  Floats found[R][kColumns] = {};
+  const int8_t* data = rows.data + first * rows.stride;
+  for (int64_t begin = 0, block = 0; begin < inputs; begin += kBlock, ++block) {
+    Ints part[R][kColumns];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+      for (int c = 0; c < kColumns; ++c)
+        part[r][c] = Ints{} - kFloatZero * rows.block_sum(first + r, block);
+    for (int64_t k = begin; k < begin + kBlock; k += 2 * kQuantPack) {
+#pragma GCC unroll 8
+      for (int c = 0; c < kColumns; ++c) {
+        const Words words = load_raw<Words>(panel + (k * kPanel) / 2 + c * kLanes * kQuantPack);
+        const Words low = doubled_floats(words & 0x0f0f0f0fu);
+        const Words high = doubled_floats((words >> 4) & 0x0f0f0f0fu);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+          part[r][c] = add_quads(part[r][c], low, data + r * rows.stride + k);
+          part[r][c] = add_quads(part[r][c], high, data + r * rows.stride + k + kQuantPack);
+        }
+      }
+    }
+    const float* scales = weights.scales + block * weights.outputs + at * kPanel;
+#pragma GCC unroll 8
+    for (int c = 0; c < kColumns; ++c) {
+      const Floats scale = load(scales + c * kLanes);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r)
+        found[r][c] += __builtin_convertvector(part[r][c], Floats) *
+                       (scale * rows.scales[(first + r) * rows.groups + begin / kGroup]);
     }
   }
 #pragma GCC unroll 8
@@ -142,6 +215,8 @@ inline void multiply_quant_panel(const QuantRows& rows, int64_t first, const Qua
                                  int64_t at, int64_t inputs, Sums* sums) {
   if (weights.zeros)
     multiply_nibbles<R>(rows, first, weights, at, inputs, sums);
+  else if (weights.group)
+    multiply_floats<R>(rows, first, weights, at, inputs, sums);
   else
     multiply_bytes<R>(rows, first, weights, at, inputs, sums);
 }
@@ -170,21 +245,23 @@ void quantize_row(const Element* row, int64_t inputs, int8_t* data, float* scale
     // NaN and infinity, which 8 bits cannot hold, go into the scale.
     const float bound = largest(most), scale = bound / 127 + sum(broken);
     const float inverse = bound > 0 ? 127 / bound : 0;
-    Ints total{};
-    for (int64_t i = begin; i < end; i += kLanes) {
-      // Adding and taking away 1.5 * 2^23 rounds to the nearest whole number.
-      const Floats magic = splat(12582912.0f);
-      const Ints whole =
-          __builtin_convertvector((load(row + i) * inverse + magic) - magic, Ints);
-      total += whole;
-      typedef int8_t Bytes __attribute__((vector_size(kLanes)));
-      const Bytes bytes = __builtin_convertvector(whole, Bytes);
-      std::memcpy(data + i, &bytes, sizeof(bytes));
-    }
-    int32_t sum = 0;
-    for (int lane = 0; lane < kLanes; ++lane) sum += total[lane];
     scales[group] = scale;
-    sums[group] = sum;
+    for (int64_t block = begin; block < begin + kGroup; block += kBlock) {
+      Ints total{};
+      for (int64_t i = block; i < block + kBlock && i < end; i += kLanes) {
+        // Adding and taking away 1.5 * 2^23 rounds to the nearest whole number.
+        const Floats magic = splat(12582912.0f);
+        const Ints whole =
+            __builtin_convertvector((load(row + i) * inverse + magic) - magic, Ints);
+        total += whole;
+        typedef int8_t Bytes __attribute__((vector_size(kLanes)));
+        const Bytes bytes = __builtin_convertvector(whole, Bytes);
+        std::memcpy(data + i, &bytes, sizeof(bytes));
+      }
+      int32_t sum = 0;
+      for (int lane = 0; lane < kLanes; ++lane) sum += total[lane];
+      *sums++ = sum;
+    }
   }
 }
 

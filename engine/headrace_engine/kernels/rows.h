@@ -57,12 +57,36 @@ void rotate(T* head, const float* cos, const float* sin, int64_t half) {
   }
 }
 
+// As `rotate`, of elements whose partners are their neighbours.
+template <class T>
+void rotate_pairs(T* head, const float* cos, const float* sin, int64_t half) {
+  for (int64_t i = 0; i < half; ++i) {
+    const float first = widen(head[2 * i]), second = widen(head[2 * i + 1]);
+    head[2 * i] = narrow_to<T>(first * cos[i] - second * sin[i]);
+    head[2 * i + 1] = narrow_to<T>(second * cos[i] + first * sin[i]);
+  }
+}
+
+template <class T>
+void scale_row(T* row, int64_t width, float factor) {
+  for (int64_t i = 0; i < whole(width); i += kLanes) store(row + i, load(row + i) * factor);
+  for (int64_t i = whole(width); i < width; ++i) row[i] = narrow_to<T>(widen(row[i]) * factor);
+}
+
 // Below -128 it is 0 in float32, which the quotient would miss, since exp2 ends at 2^127.
 inline Floats silu(Floats x) {
   const Floats bounded = x < splat(-128.0f) ? splat(-128.0f) : x;
   return bounded / (1.0f + exp2(bounded * -kLog2e));
 }
 inline float silu(float x) { return silu(splat(x))[0]; }
+
+// (up + 1) * gate * sigmoid(alpha * gate), of gates up to `limit` and ups within it. NaN stays.
+inline Floats clamped_swiglu(Floats gate, Floats up, float alpha, float limit) {
+  const Floats most = splat(limit), least = splat(-limit);
+  const Floats bounded = gate > most ? most : gate;
+  const Floats raised = 1.0f + (up > most ? most : (up < least ? least : up));
+  return raised * (silu(bounded * alpha) * (1 / alpha));
+}
 
 // x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))), by tanh(u) = 2 / (1 + e^-2u) - 1
 inline Floats gelu_tanh(Floats x) {

@@ -36,6 +36,7 @@ class Layer(ctypes.Structure):
         ("softcap", _FLOAT),
         ("key_scale", _FLOAT),
         ("value_scale", _FLOAT),
+        ("sinks", _POINTER),
     ]
 
 
@@ -76,6 +77,7 @@ class DecoderLayer(ctypes.Structure):
         ("window", _INT),
         ("key_scale", _FLOAT),
         ("value_scale", _FLOAT),
+        ("sinks", _POINTER),
     ]
 
 
@@ -86,6 +88,7 @@ class Decoder(ctypes.Structure):
         ("layers", _POINTER),
         ("embedding", _POINTER),
         ("norm", _POINTER),
+        ("query_scales", _POINTER),
         ("lm_head", Linear),
         ("num_layers", _INT),
         ("hidden", _INT),
@@ -94,11 +97,13 @@ class Decoder(ctypes.Structure):
         ("num_kv_heads", _INT),
         ("head_dim", _INT),
         ("rotated", _INT),
+        ("interleaved", _INT),
+        ("wide_qk_norm", _INT),
         ("num_experts", _INT),
         ("experts_per_token", _INT),
         ("expert_inner", _INT),
         ("renormalize", _INT),
-        ("gelu", _INT),
+        ("activation", _INT),
         ("block_size", _INT),
         ("is_bfloat16", _INT),
         ("kv_storage", _INT),
@@ -107,6 +112,8 @@ class Decoder(ctypes.Structure):
         ("attention_softcap", _FLOAT),
         ("logits_softcap", _FLOAT),
         ("embedding_scale", _FLOAT),
+        ("swiglu_alpha", _FLOAT),
+        ("swiglu_limit", _FLOAT),
     ]
 
 
@@ -122,4 +129,5 @@ class Step(ctypes.Structure):
         ("num_logits", _INT),
         ("logits_stride", _INT),
         ("batch", Batch),
+        ("layers", _POINTER),
     ]

@@ -67,14 +67,14 @@ struct Scratch {
   static int64_t bytes(int threads, int64_t rows, int64_t widest) {
     return Memory::bytes<float>(threads * kRows * widest) + Memory::bytes<int8_t>(rows * widest) +
            Memory::bytes<float>(rows * groups_of(widest)) +
-           Memory::bytes<int32_t>(rows * groups_of(widest));
+           Memory::bytes<int32_t>(rows * 2 * groups_of(widest));
   }
 
   void take(Memory& memory, int threads, int64_t rows, int64_t widest) {
     factors = memory.take<float>(threads * kRows * widest);
     data = memory.take<int8_t>(rows * widest);
     scales = memory.take<float>(rows * groups_of(widest));
-    sums = memory.take<int32_t>(rows * groups_of(widest));
+    sums = memory.take<int32_t>(rows * 2 * groups_of(widest));
   }
 
   // Rows in 8 bits, in this scratch.
@@ -83,7 +83,7 @@ struct Scratch {
     const int64_t groups = groups_of(inputs);
     each_row(pool, rows.count, inputs, [&](int64_t r) {
       quantize_row(rows.data + r * rows.stride, inputs, data + r * inputs, scales + r * groups,
-                   sums + r * groups);
+                   sums + r * 2 * groups);
     });
     return {data, scales, sums, inputs, groups, rows.count};
   }

@@ -87,20 +87,22 @@ def lora_shapes(config: ModelConfig, cut: Cut = _whole) -> tuple[LayerShapes, ..
 
 
 def _layer(config: ModelConfig, index: int, cut: Cut) -> LayerShapes:
-    hidden, merged = config.hidden_size, config.layout == "phi3"
+    hidden = config.hidden_size
     heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     qkv = {"q_proj": heads, "k_proj": kv, "v_proj": kv}
     shapes: dict[LinearName, LinearShape] = {
-        "qkv": _linear(hidden, qkv, "self_attn", cut, "qkv_proj" if merged else None),
+        "qkv": _linear(hidden, qkv, "self_attn", cut, "qkv_proj" if config.merged_qkv else None),
         "o": _linear(heads, {"o_proj": hidden}, "self_attn", cut),
     }
     experts = config.experts
     if experts is not None and experts.sparse[index]:
-        shapes |= mixture_shapes(hidden, experts, cut)
+        # Those of gpt-oss are one module with gates and ups in turns, which no adapter is told by.
+        shapes |= {} if experts.swiglu is not None else mixture_shapes(hidden, experts, cut)
     else:
         inner = config.intermediate_size
         gated = {"gate_proj": inner, "up_proj": inner}
-        shapes["gate_up"] = _linear(hidden, gated, "mlp", cut, "gate_up_proj" if merged else None)
+        merged = "gate_up_proj" if config.merged_gate_up else None
+        shapes["gate_up"] = _linear(hidden, gated, "mlp", cut, merged)
         shapes["down"] = _linear(inner, {"down_proj": hidden}, "mlp", cut)
     return shapes
 

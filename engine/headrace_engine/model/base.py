@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
 
 from ..attention.base import AttentionMetadata, LayerCache
+from ..kv_groups import KVLayout
 from ..lora.batch import LoRABatch
 
 
@@ -19,6 +20,7 @@ class ForwardBatch:
     positions   int64 [T]   position of each token in its own sequence
     logits_rows int64 [R]   tokens whose logits are wanted
     lora                    the adapters of its rows; None: no row has one
+    layers                  each layer's metadata, where not all have the same blocks
     """
 
     input_ids: torch.Tensor
@@ -26,6 +28,20 @@ class ForwardBatch:
     logits_rows: torch.Tensor
     metadata: AttentionMetadata
     lora: LoRABatch | None = None
+    layers: tuple[AttentionMetadata, ...] = ()
+
+    def metadata_of(self, layer: int) -> AttentionMetadata:
+        return self.layers[layer] if self.layers else self.metadata
+
+
+def layered(metadata: AttentionMetadata, layout: KVLayout) -> tuple[AttentionMetadata, ...]:
+    """Each layer's metadata, of one with block tables [G, S, B] and slots [G, T] of G groups; none
+    where there is but one group, which has no such dimension."""
+    if layout.groups.count == 1:
+        return ()
+    places = zip(metadata.block_tables.unbind(0), metadata.slots.unbind(0), strict=True)
+    groups = [replace(metadata, block_tables=tables, slots=slots) for tables, slots in places]
+    return tuple(groups[group] for group in layout.layers)
 
 
 @dataclass(frozen=True, slots=True)

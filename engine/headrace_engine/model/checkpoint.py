@@ -35,6 +35,11 @@ class Checkpoint:
         return names[0]
 
     @property
+    def is_bare(self) -> bool:
+        """Whether it was saved without what makes logits; GPT-2's class has that, with this end."""
+        return self.architecture.endswith("Model") and not self.architecture.endswith("LMHeadModel")
+
+    @property
     def dtype_name(self) -> str | None:
         """The dtype that config.json states, under its new or its old name."""
         name = self.config.get("dtype") or self.config.get("torch_dtype")

@@ -4,17 +4,25 @@ Defaults for absent fields are those of transformers' config classes. A value th
 decoder cannot honour raises ConfigError naming file and field, never passes silently.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from .architectures import ARCHITECTURES, Architecture, TensorLayout
+from .architectures import ARCHITECTURES, MULTIMODAL, TEXT_PART, Architecture, TensorLayout
 from .checkpoint import Checkpoint
 from .fields import Fields
-from .rope import RopeConfig, read_local_rope, read_rope
+from .rope import QueryScaling, RopeConfig, read_local_rope, read_query_scaling, read_rope
 
 __all__ = ["ARCHITECTURES", "ExpertsConfig", "ModelConfig", "RopeConfig"]
 
 Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedSwiGLU:
+    """(up + 1) * gate * sigmoid(alpha * gate), of gates up to `limit` and ups within it."""
+
+    alpha: float
+    limit: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +31,8 @@ class ExpertsConfig:
 
     `per_token` experts of `count` compute each token; their weights are the softmax over all,
     divided by their sum where `renormalise`. `shared_size` is the inner size of an expert that
-    computes every token, or None.
+    computes every token, or None. With `bias` router and experts have biases; `swiglu` is their
+    activation where it is not the model's.
     """
 
     count: int
@@ -32,6 +41,8 @@ class ExpertsConfig:
     renormalise: bool
     shared_size: int | None
     sparse: tuple[bool, ...]
+    bias: bool = False
+    swiglu: ClampedSwiGLU | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +50,12 @@ class ModelConfig:
     """A decoder's shape.
 
     `windows` has one entry a layer: keys it sees, self included, or None; `local_rope` rotates the
-    layers with one. `scale` multiplies attention scores, `embedding_scale` embeddings. With
-    `offset_norms` norms multiply by 1 + weight; with `output_norms` there is one behind attention
-    and one behind the MLP. `kv_scales`, of its weights, has an entry a layer.
+    layers with one, and `unrotated` layers are not. `scale` multiplies attention scores,
+    `embedding_scale` embeddings, rounded to their dtype where `rounds_embedding_scale`; logits are
+    divided by `logits_divisor`. With `offset_norms` norms multiply by 1 + weight; `input_norms`
+    stand before attention and MLP, `output_norms` behind; with `wide_qk_norm` those of Q and K are
+    over all heads together. With `sinks` a logit of each head joins its softmax. `kv_scales`, of
+    its weights, has an entry a layer.
     """
 
     vocab_size: int
@@ -62,30 +76,58 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     scale: float
     local_rope: RopeConfig | None = None
+    unrotated: frozenset[int] = frozenset()
+    interleaved: bool = False
+    query_scaling: QueryScaling | None = None
     layout: TensorLayout = "llama"
     text_part: str = ""
     activation: Activation = "silu"
     embedding_scale: float | None = None
+    rounds_embedding_scale: bool = False
     offset_norms: bool = False
+    input_norms: bool = True
     output_norms: bool = False
+    wide_qk_norm: bool = False
     attention_softcap: float | None = None
     logits_softcap: float | None = None
+    logits_divisor: float | None = None
     experts: ExpertsConfig | None = None
+    sinks: bool = False
     kv_scales: tuple[tuple[float, float], ...] | None = None
 
     def kv_scale(self, layer: int) -> tuple[float, float]:
         """What a layer's keys and values are divided by in a cache of 8-bit floats."""
         return (1.0, 1.0) if self.kv_scales is None else self.kv_scales[layer]
 
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        """How a layer is rotated; None: not at all."""
+        if layer in self.unrotated:
+            return None
+        return self.rope if self.windows[layer] is None else self.local_rope or self.rope
+
+    @property
+    def merged_qkv(self) -> bool:
+        """Whether a checkpoint has Q, K and V in one matrix."""
+        return self.layout == "phi3"
+
+    @property
+    def merged_gate_up(self) -> bool:
+        return self.layout in ("phi3", "glm", "glm4")
+
     @classmethod
     def from_hf(cls, checkpoint: Checkpoint) -> "ModelConfig":
         """Raises ConfigError naming the first field that is missing, broken or not supported."""
         fields = Fields(checkpoint.folder / "config.json", checkpoint.config)
+        decoders = MULTIMODAL.get(checkpoint.architecture)
+        if decoders is not None:
+            fields = Fields(fields.path, fields.object("text_config"), prefix="text_config.")
+            name = decoders.get(str(fields.get("model_type", next(iter(decoders)))))
+            if name is None:
+                raise fields.error("model_type", f"one of {', '.join(decoders)}")
+            return replace(_read(fields, ARCHITECTURES[name]), text_part=TEXT_PART)
         family = ARCHITECTURES.get(checkpoint.architecture)
         if family is None:
             raise fields.error("architectures", f"one of {', '.join(ARCHITECTURES)}")
-        if family.text_part:
-            fields = Fields(fields.path, fields.object("text_config"), prefix="text_config.")
         return _read(fields, family)
 
 
@@ -99,7 +141,8 @@ def _read(fields: Fields, family: Architecture) -> ModelConfig:
     if head_dim % 2:
         raise fields.error("head_dim", "even")
     positions = fields.whole("max_position_embeddings", default=family.max_position_embeddings)
-    bias = fields.flag("attention_bias")
+    windows = _windows(fields, family)
+    residual = fields.number("residual_multiplier", 1.0) if family.multipliers else 1.0
     return ModelConfig(
         vocab_size=fields.whole("vocab_size", family.vocab_size),
         hidden_size=hidden,
@@ -108,45 +151,81 @@ def _read(fields: Fields, family: Architecture) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=fields.number("rms_norm_eps", family.rms_norm_eps),
+        # Instead of what is added to it, the residual stream is scaled, by the inverse: norms do
+        # not see that if their epsilon is scaled too, and it costs no step anything.
+        rms_norm_eps=fields.number("rms_norm_eps", family.rms_norm_eps) / residual**2,
         max_position_embeddings=positions,
         rope=read_rope(fields, family, head_dim, positions),
         local_rope=read_local_rope(fields, family, head_dim, positions),
         tie_word_embeddings=fields.flag("tie_word_embeddings", family.tie_word_embeddings),
-        qkv_bias=_qkv_bias(fields, family, bias),
-        o_bias=bias if family.o_bias is None else family.o_bias,
-        mlp_bias=fields.flag("mlp_bias"),
+        qkv_bias=_bias(fields, family.qkv_bias, family.qkv_bias_field),
+        o_bias=_bias(fields, family.o_bias, family.o_bias_field),
+        mlp_bias=fields.flag(family.mlp_bias_field),
         qk_norm=family.qk_norm,
-        windows=_windows(fields, family),
+        wide_qk_norm=family.wide_qk_norm,
+        windows=windows,
+        unrotated=_unrotated(fields, family, windows),
+        interleaved=family.interleaved,
+        query_scaling=read_query_scaling(fields) if family.scaled_queries else None,
         scale=_scale(fields, family, head_dim),
         layout=family.layout,
-        text_part=family.text_part,
         activation=_activation(fields, family),
-        embedding_scale=hidden**0.5 if family.gemma else None,
+        embedding_scale=_embedding_scale(fields, family, residual),
+        rounds_embedding_scale=family.gemma,
         offset_norms=family.gemma,
-        output_norms=family.output_norms,
+        input_norms=family.norms != "behind",
+        output_norms=family.norms != "before",
         attention_softcap=_attention_softcap(fields, family),
         logits_softcap=(
             fields.optional("final_logit_softcapping", family.logits_softcap)
-            if family.output_norms
+            if _has_gemma_fields(family)
             else None
         ),
+        logits_divisor=fields.number("logits_scaling", 1.0) if family.multipliers else None,
         experts=_experts(fields, family),
+        sinks=family.sinks,
     )
 
 
-def _qkv_bias(fields: Fields, family: Architecture, bias: bool) -> bool:
-    if family.qkv_bias is None:
-        return bias
-    if family.qkv_bias_field is None:
-        return family.qkv_bias
-    return fields.flag(family.qkv_bias_field, family.qkv_bias)
+def _bias(fields: Fields, fixed: bool | None, name: str | None) -> bool:
+    if fixed is None:
+        return fields.flag("attention_bias")
+    return fixed if name is None else fields.flag(name, fixed)
+
+
+def _has_gemma_fields(family: Architecture) -> bool:
+    """Those that came with Gemma 2."""
+    return family.gemma and family.norms == "around"
 
 
 def _scale(fields: Fields, family: Architecture, head_dim: int) -> float:
-    if not family.output_norms:
+    if family.multipliers:
+        return fields.number("attention_multiplier", 1.0)
+    if not _has_gemma_fields(family):
         return float(head_dim**-0.5)
     return float(fields.number("query_pre_attn_scalar", 256.0) ** -0.5)
+
+
+def _embedding_scale(fields: Fields, family: Architecture, residual: float) -> float | None:
+    if family.multipliers:
+        return fields.number("embedding_multiplier", 1.0) / residual
+    return fields.whole("hidden_size") ** 0.5 if family.gemma else None
+
+
+def _unrotated(
+    fields: Fields, family: Architecture, windows: tuple[int | None, ...]
+) -> frozenset[int]:
+    if family.unrotated == "none":
+        return frozenset()
+    layers = range(len(windows))
+    if family.unrotated == "global":
+        slides = any(windows)
+        return frozenset(index for index in layers if slides and windows[index] is None)
+    every = fields.whole("no_rope_layer_interval", 4)
+    rotated = fields.get("no_rope_layers", [(index + 1) % every for index in layers])
+    if not isinstance(rotated, list) or len(rotated) < len(windows):
+        raise fields.error("no_rope_layers", f"a list of {len(windows)} numbers")
+    return frozenset(index for index in layers if not rotated[index])
 
 
 def _activation(fields: Fields, family: Architecture) -> Activation:
@@ -172,6 +251,11 @@ def _windows(fields: Fields, family: Architecture) -> tuple[int | None, ...]:
         return (None,) * layers
     if family.windows == "all":
         return (fields.window("sliding_window", family.sliding_window),) * layers
+    if family.windows == "typed":
+        window = fields.window("sliding_window", family.sliding_window)
+        if window is not None:
+            _require_layer_types(fields, layers)
+        return _named(fields, window, [False] * layers)
     if family.windows == "interleaved":
         window = fields.window("sliding_window", family.sliding_window)
         if window is None and family.local_rope_theta is not None:
@@ -181,10 +265,15 @@ def _windows(fields: Fields, family: Architecture) -> tuple[int | None, ...]:
     window = fields.window("sliding_window", 4096) if used else None
     if family.windows == "switched":
         return (window,) * layers
-    if window is not None and family.windows == "named" and "layer_types" not in fields:
-        raise fields.error("layer_types", f"a list of {layers} names where layers have a window")
+    if window is not None and family.windows == "named":
+        _require_layer_types(fields, layers)
     first = fields.get("max_window_layers", 28) if window is not None else layers
     return _named(fields, window, [index >= first for index in range(layers)])
+
+
+def _require_layer_types(fields: Fields, layers: int) -> None:
+    if fields.get("layer_types", None) is None:
+        raise fields.error("layer_types", f"a list of {layers} names where layers have a window")
 
 
 def _interleaved(fields: Fields, family: Architecture, layers: int) -> list[bool]:
@@ -207,17 +296,14 @@ def _experts(fields: Fields, family: Architecture) -> ExpertsConfig | None:
     if family.experts == "none":
         return None
     if family.experts == "mixtral":
-        return _checked(
-            fields,
-            ExpertsConfig(
-                count=fields.whole("num_local_experts", 8),
-                per_token=fields.whole("num_experts_per_tok", 2),
-                intermediate_size=fields.whole("intermediate_size"),
-                renormalise=True,
-                shared_size=None,
-                sparse=(True,) * fields.whole("num_hidden_layers"),
-            ),
+        return _checked(fields, _every_layer(fields, 8, 2))
+    if family.experts == "gptoss":
+        # A softmax over the chosen is one over all, divided by the sum of the chosen.
+        swiglu = ClampedSwiGLU(
+            fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0)
         )
+        found = _every_layer(fields, 128, 4)
+        return _checked(fields, replace(found, bias=True, swiglu=swiglu))
     name = "num_experts" if "num_experts" in fields else "num_local_experts"
     shared = fields.whole("shared_expert_intermediate_size", 5632) if family.shared_expert else None
     return _checked(
@@ -232,6 +318,18 @@ def _experts(fields: Fields, family: Architecture) -> ExpertsConfig | None:
             shared_size=shared,
             sparse=_sparse(fields),
         ),
+    )
+
+
+def _every_layer(fields: Fields, count: int, per_token: int) -> ExpertsConfig:
+    """With the defaults of its numbers of experts."""
+    return ExpertsConfig(
+        count=fields.whole("num_local_experts", count),
+        per_token=fields.whole("num_experts_per_tok", per_token),
+        intermediate_size=fields.whole("intermediate_size"),
+        renormalise=True,
+        shared_size=None,
+        sparse=(True,) * fields.whole("num_hidden_layers"),
     )
 
 

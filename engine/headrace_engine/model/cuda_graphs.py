@@ -18,6 +18,7 @@ import torch
 
 from ..attention.base import AttentionBackend, LayerCache, SkipsPadding
 from ..config import EngineConfig
+from ..kv_groups import ONE_GROUP, KVLayout
 from ..lora.batch import StaticLoRA
 from ..triton_kernels.dependent import DependentLaunches
 from .base import CausalModel, ForwardBatch, KVShape, SharedModel
@@ -200,6 +201,7 @@ class Decodes:
     config: EngineConfig
     max_model_len: int
     lora: StaticLoRA | None = None
+    layout: KVLayout = ONE_GROUP
 
     @property
     def device(self) -> torch.device:
@@ -211,7 +213,7 @@ class Decodes:
 
     def static_batch(self) -> StaticBatch:
         blocks = -(-self.max_model_len // self.config.block_size)
-        return StaticBatch(self.config.max_num_seqs, blocks, self.device, self.lora)
+        return StaticBatch(self.config.max_num_seqs, blocks, self.device, self.lora, self.layout)
 
     def record(self, ladder: Ladder, batch: StaticBatch, capture: Capture) -> GraphedModel:
         with torch.inference_mode():

@@ -20,28 +20,33 @@ def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
 def _layer_tensors(config: ModelConfig, index: int) -> dict[str, Shape]:
     hidden, dim = config.hidden_size, config.head_dim
     q, kv = config.num_heads * dim, config.num_kv_heads * dim
-    found: dict[str, Shape] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
-    if config.output_norms:
-        found["pre_feedforward_layernorm.weight"] = (hidden,)
-        found["post_feedforward_layernorm.weight"] = (hidden,)
+    found: dict[str, Shape] = {f"{name}_layernorm.weight": (hidden,) for name in _norms(config)}
     found |= _matrix("self_attn.q_proj", q, hidden, config.qkv_bias)
     found |= _matrix("self_attn.k_proj", kv, hidden, config.qkv_bias)
     found |= _matrix("self_attn.v_proj", kv, hidden, config.qkv_bias)
     found |= _matrix("self_attn.o_proj", hidden, q, config.o_bias)
     if config.qk_norm:
-        found |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
+        widths = (q, kv) if config.wide_qk_norm else (dim, dim)
+        found["self_attn.q_norm.weight"], found["self_attn.k_norm.weight"] = zip(widths)
+    if config.sinks:
+        found["self_attn.sinks"] = (config.num_heads,)
     if config.experts is not None and config.experts.sparse[index]:
         return found | _moe_tensors(config.experts, hidden)
     return found | _mlp_tensors("mlp", hidden, config.intermediate_size, config.mlp_bias)
 
 
+def _norms(config: ModelConfig) -> tuple[str, ...]:
+    before = ("input", "pre_feedforward") if config.input_norms else ()
+    if not config.output_norms:
+        return ("input", "post_attention")
+    return (*before, "post_attention", "post_feedforward")
+
+
 def _moe_tensors(experts: ExpertsConfig, hidden: int) -> dict[str, Shape]:
-    found: dict[str, Shape] = {"mlp.gate.weight": (experts.count, hidden)}
+    inner, bias = experts.intermediate_size, experts.bias
+    found = _matrix("mlp.gate", experts.count, hidden, bias)
     for index in range(experts.count):
-        found |= _mlp_tensors(f"mlp.experts.{index}", hidden, experts.intermediate_size)
+        found |= _mlp_tensors(f"mlp.experts.{index}", hidden, inner, bias)
     if experts.shared_size is not None:
         found |= _mlp_tensors("mlp.shared_expert", hidden, experts.shared_size)
         found["mlp.shared_expert_gate.weight"] = (1, hidden)

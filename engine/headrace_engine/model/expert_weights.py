@@ -5,7 +5,7 @@ together (scales of unlike groups, inputs in unlike orders) are left to layers o
 """
 
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -13,8 +13,9 @@ import torch
 from .config import ExpertsConfig
 from .feed_forward import FeedForward, SharedExpert
 from .layers import Linear
-from .packed_levels import GroupedLevels, LevelsStack, pack_levels
+from .packed_levels import GroupedLevels, LevelsStack, PackedLevels, pack_levels, pack_mxfp4
 from .quantization.float8_weight import Float8Weight
+from .quantization.mxfp4_weight import MXFP4Weight
 from .quantization.weight import QuantizedWeight, round_weight
 
 # Scales of groups of inputs are taken where the groups are multiples of so many.
@@ -25,12 +26,13 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeight:
-    """values [E, out, in]. 8-bit floats have scales float32 [E, out, groups], of `group` inputs
-    each; others None."""
+    """values [E, out, in], bias [E, out]. 8-bit floats have scales float32 [E, out, groups], of
+    `group` inputs each; others None."""
 
     values: torch.Tensor
     scales: torch.Tensor | None = None
     group: int = 0
+    bias: torch.Tensor | None = None
 
     @property
     def own_group(self) -> int:
@@ -53,10 +55,14 @@ class ExpertWeights:
     gate_up: GroupedWeight | GroupedLevels
     down: GroupedWeight | GroupedLevels
 
+    def with_biases(self, gate_up: torch.Tensor, down: torch.Tensor) -> "ExpertWeights":
+        """gate_up [E, 2 I], down [E, H]."""
+        return ExpertWeights(replace(self.gate_up, bias=gate_up), replace(self.down, bias=down))
+
 
 @dataclass(frozen=True, slots=True)
 class MixtureParts:
-    """MLPs gated by SiLU, or with `gelu` by GELU's approximation by tanh."""
+    """MLPs gated by SiLU, or with `gelu` by GELU's approximation by tanh, or as `config` says."""
 
     router: Linear
     weights: ExpertWeights
@@ -82,6 +88,8 @@ class MatrixReader(Protocol):
 
     def quantized(self, names: Names) -> QuantizedWeight | None: ...
 
+    def mxfp4(self, names: Names) -> MXFP4Weight | None: ...
+
     def float8(self, names: Names) -> Float8Weight | None: ...
 
 
@@ -106,12 +114,20 @@ def read_levels(
     stacks = LevelsStack(len(experts)), LevelsStack(len(experts))
     for names in experts:
         for stack, own in zip(stacks, names, strict=True):
-            found = reader.quantized(own)
-            if found is None and quantize:
-                found = round_weight(reader.stack(own))
-            if found is None or not stack.take(pack_levels(found, reader.device)):
+            packed = _packed(reader, own, quantize)
+            if packed is None or not stack.take(packed):
                 return None
     return ExpertWeights(stacks[0].made(), stacks[1].made())
+
+
+def _packed(reader: MatrixReader, names: Names, quantize: bool) -> PackedLevels | None:
+    floats = reader.mxfp4(names)
+    if floats is not None:
+        return pack_mxfp4(floats, reader.device)
+    found = reader.quantized(names)
+    if found is None and quantize:
+        found = round_weight(reader.stack(names))
+    return None if found is None else pack_levels(found, reader.device)
 
 
 class _Stack:

@@ -14,11 +14,18 @@ from torch.nn import functional as F
 
 from ..lora.batch import BlockLoRA, LayerLoRA
 from ..lora.expert_rows import ExpertRows
-from .config import ExpertsConfig
+from .config import ClampedSwiGLU, ExpertsConfig
 from .layers import Linear
 
 # [T, 2 I], the gate first, to [T, I]
 GatedActivation = Callable[[torch.Tensor], torch.Tensor]
+
+
+def clamped_swiglu(of: ClampedSwiGLU, gate_up: torch.Tensor) -> torch.Tensor:
+    """gpt-oss's activation of gate_up [T, 2 I], the gate first: [T, I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=of.limit), up.clamp(-of.limit, of.limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * of.alpha))
 
 
 class FeedForward(Protocol):

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 
 from ..attention.base import AttentionBackend, LayerCache
-from ..attention.cpu import STORAGES, CpuBackend, describe
+from ..attention.cpu import STORAGES, CpuBackend, LayerBatches, describe
 from ..kernels import structs
 from ..kernels.ops import NativeOps
 from ..lora.shapes import LayerShapes, lora_shapes
@@ -21,7 +21,7 @@ from .decoder import Decoder
 from .decoder_tensors import expected_tensors, ignored_tensors
 from .fused_layers import layered_weights
 from .fused_weights import FusedWeights
-from .rotary import RotaryTable
+from .positions import PositionTables
 from .weights import WeightReader
 
 # What the kernels' rows must be a multiple of: the widest vector.
@@ -32,8 +32,7 @@ class FusedDecoder:
     """Weights are packed straight from the mapped files. The logits of a step are overwritten by
     the next one.
 
-    `local_rotary` rotates the layers with a window; None where all layers share `rotary`. The
-    kernels know no adapters: a step in which a row has one is computed layer by layer, from the
+    The kernels know no adapters: a step in which a row has one is computed layer by layer, from the
     same packed weights.
     """
 
@@ -41,18 +40,15 @@ class FusedDecoder:
         self,
         config: ModelConfig,
         reader: WeightReader,
-        rotary: RotaryTable,
+        positions: PositionTables,
         ops: NativeOps,
         attention: AttentionBackend,
-        local_rotary: RotaryTable | None = None,
         quantize: bool = False,
     ) -> None:
         reader.check(expected_tensors(config), ignored=ignored_tensors(config))
         self._config, self._ops, self._attention = config, ops, attention
-        self._rotary, self._local_rotary = rotary, local_rotary
-        self._weights = FusedWeights(
-            config, reader, ops.executor, rotary, local_rotary or rotary, quantize
-        )
+        self._positions = positions
+        self._weights = FusedWeights(config, reader, ops.executor, positions, quantize)
         self._decoder = self._weights.describe()
         self._caches: tuple[Rows[LayerCache], ctypes.Array[ctypes.c_void_p]] | None = None
         self._logits = torch.empty(0, ops.executor.padded(config.vocab_size))
@@ -74,15 +70,13 @@ class FusedDecoder:
     def _layered(self) -> Decoder:
         """The same decoder layer by layer."""
         weights = layered_weights(self._config, self._weights, self._ops)
-        return Decoder(
-            self._config, weights, self._rotary, self._ops, self._attention, self._local_rotary
-        )
+        return Decoder(self._config, weights, self._positions, self._ops, self._attention)
 
     def forward(self, batch: ForwardBatch, caches: Rows[LayerCache]) -> torch.Tensor:
         if batch.lora is not None:
             return self._layered.forward(batch, caches)
         rows = batch.logits_rows.shape[0]
-        logits = self._logits_for(rows)
+        logits, layers = self._logits_for(rows), LayerBatches(batch.layers)
         step = structs.Step(
             input_ids=batch.input_ids.data_ptr(),
             positions=batch.positions.data_ptr(),
@@ -92,6 +86,7 @@ class FusedDecoder:
             num_logits=rows,
             logits_stride=logits.stride(0),
             batch=describe(batch.metadata),
+            layers=layers.address,
         )
         self._ops.executor.forward(self._decoder, step)
         return logits[:, : self._config.vocab_size]

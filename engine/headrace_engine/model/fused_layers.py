@@ -10,7 +10,7 @@ import torch
 
 from ..kernels.ops import NativeOps
 from .config import ModelConfig
-from .decoder import DecoderWeights, make_weights
+from .decoder_weights import DecoderWeights, make_weights
 from .expert_weights import ExpertWeights, Names
 from .fused_weights import FusedWeights
 from .layers import Linear, PlainLinear

@@ -12,8 +12,9 @@ import torch
 from ..kernels import structs
 from ..kernels.executor import GROUP, Executor, PackedLinear, pointer
 from .config import ExpertsConfig, ModelConfig
+from .positions import PositionTables
+from .quantization.mxfp4_weight import MXFP4Weight
 from .quantization.weight import QuantizedWeight
-from .rotary import RotaryTable
 from .weights import WeightReader
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -38,12 +39,11 @@ class FusedWeights:
         config: ModelConfig,
         reader: WeightReader,
         executor: Executor,
-        rotary: RotaryTable,
-        local_rotary: RotaryTable,
+        positions: PositionTables,
         quantize: bool,
     ) -> None:
         self._config, self._reader, self._executor = config, reader, executor
-        self._rotary, self._local_rotary, self._quantize = rotary, local_rotary, quantize
+        self._positions, self._quantize = positions, quantize
         self.tensors: dict[str, torch.Tensor] = {}
         self.linears: dict[tuple[str, ...], PackedLinear] = {}
         self._kept: list[torch.Tensor | ctypes.Array[structs.Linear]] = []
@@ -59,7 +59,8 @@ class FusedWeights:
         described = structs.Decoder(
             layers=ctypes.addressof(self._layers),
             embedding=pointer(embedding),
-            norm=self._norm("model.norm.weight"),
+            norm=self._norm("model.norm.weight", config.logits_divisor or 1.0),
+            query_scales=self._keep_any(self._positions.query_scales),
             lm_head=self._linear((name,), self._executor.pack([head], [], self._quantize)),
             num_layers=config.num_layers,
             hidden=config.hidden_size,
@@ -68,7 +69,9 @@ class FusedWeights:
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             rotated=config.rope.rotated(config.head_dim),
-            gelu=config.activation == "gelu_tanh",
+            interleaved=config.interleaved,
+            wide_qk_norm=config.wide_qk_norm,
+            activation=_activation(config),
             is_bfloat16=embedding.dtype is torch.bfloat16,
             epsilon=config.rms_norm_eps,
             scale=config.scale,
@@ -81,6 +84,9 @@ class FusedWeights:
             described.experts_per_token = config.experts.per_token
             described.expert_inner = config.experts.intermediate_size
             described.renormalize = config.experts.renormalise
+            if config.experts.swiglu is not None:
+                described.swiglu_alpha = config.experts.swiglu.alpha
+                described.swiglu_limit = config.experts.swiglu.limit
         return described
 
     def _layer(self, index: int) -> structs.DecoderLayer:
@@ -88,22 +94,23 @@ class FusedWeights:
         attention = f"{prefix}self_attn."
         qkv = (f"{attention}q_proj", f"{attention}k_proj", f"{attention}v_proj")
         between = "pre_feedforward" if config.output_norms else "post_attention"
-        local = config.windows[index] is not None
-        cos, sin = (self._local_rotary if local else self._rotary).tables
+        rotary = self._positions.rotary(index)
+        cos, sin = (None, None) if rotary is None else rotary.tables
         layer = structs.DecoderLayer(
-            input_norm=self._norm(f"{prefix}input_layernorm.weight"),
+            input_norm=self._input_norm(f"{prefix}input_layernorm.weight"),
             attention_output_norm=self._output_norm(f"{prefix}post_attention_layernorm.weight"),
-            mlp_norm=self._norm(f"{prefix}{between}_layernorm.weight"),
+            mlp_norm=self._input_norm(f"{prefix}{between}_layernorm.weight"),
             mlp_output_norm=self._output_norm(f"{prefix}post_feedforward_layernorm.weight"),
             query_norm=self._norm(f"{attention}q_norm.weight") if config.qk_norm else None,
             key_norm=self._norm(f"{attention}k_norm.weight") if config.qk_norm else None,
-            cos=self._keep(cos),
-            sin=self._keep(sin),
+            cos=self._keep_any(cos),
+            sin=self._keep_any(sin),
             qkv=self._packed(qkv, config.qkv_bias, self._quantize),
             o=self._packed((f"{attention}o_proj",), config.o_bias, self._quantize),
             window=config.windows[index] or 0,
             key_scale=config.kv_scale(index)[0],
             value_scale=config.kv_scale(index)[1],
+            sinks=self._keep(self._read(f"{attention}sinks").float()) if config.sinks else None,
         )
         self._add_feed_forward(layer, f"{prefix}mlp.", index)
         return layer
@@ -119,8 +126,9 @@ class FusedWeights:
     def _add_experts(
         self, layer: structs.DecoderLayer, prefix: str, experts: ExpertsConfig
     ) -> None:
-        layer.router = self._packed((f"{prefix}gate",), bias=False, quantize=False)
-        mlps = [self._mlp(f"{prefix}experts.{one}.") for one in range(experts.count)]
+        layer.router = self._packed((f"{prefix}gate",), experts.bias, quantize=False)
+        names = [f"{prefix}experts.{one}." for one in range(experts.count)]
+        mlps = [self._mlp(name, experts.bias) for name in names]
         layer.experts_gate_up = self._array([mlp.gate_up for mlp in mlps])
         layer.experts_down = self._array([mlp.down for mlp in mlps])
         if experts.shared_size is None:
@@ -136,22 +144,37 @@ class FusedWeights:
         return _MLP(gate_up, self._packed((f"{prefix}down_proj",), bias, self._quantize))
 
     def _pack_gated(self, gated: tuple[str, str], bias: bool) -> PackedLinear:
-        biases, levels = self._biases(gated, bias), self._levels(gated, self._quantize)
-        if levels is not None:
-            return self._executor.pack_levels(levels, biases, gated=True)
+        biases = self._biases(gated, bias)
+        packed = self._few_bits(gated, biases, self._quantize, gated=True)
+        if packed is not None:
+            return packed
         gate, up = self._views(gated)
         return self._executor.pack_gated(gate, up, biases, self._quantize)
 
     def _packed(self, names: tuple[str, ...], bias: bool, quantize: bool) -> structs.Linear:
-        biases, levels = self._biases(names, bias), self._levels(names, quantize)
-        if levels is not None:
-            packed = self._executor.pack_levels(levels, biases, gated=False)
-        else:
+        biases = self._biases(names, bias)
+        packed = self._few_bits(names, biases, quantize, gated=False)
+        if packed is None:
             packed = self._executor.pack(self._views(names), biases, quantize)
         return self._linear(_weights(names), packed)
 
+    def _few_bits(
+        self, names: tuple[str, ...], biases: list[torch.Tensor], quantize: bool, gated: bool
+    ) -> PackedLinear | None:
+        """Matrices that are stored in 4 bits, where they can be kept so."""
+        floats = self._floats(names)
+        if floats is not None:
+            return self._executor.pack_floats(floats.codes(), biases, gated)
+        levels = self._levels(names, quantize)
+        return None if levels is None else self._executor.pack_levels(levels, biases, gated)
+
+    def _floats(self, names: tuple[str, ...]) -> MXFP4Weight | None:
+        """Beside them activations are rounded to 8 bits, which float32 is not asked for."""
+        narrow = self._reader.dtype is torch.bfloat16
+        return self._reader.mxfp4(_weights(names)) if narrow else None
+
     def _levels(self, names: tuple[str, ...], quantize: bool) -> QuantizedWeight | None:
-        """Matrices that are stored in 4 bits, where the kernels can keep them so."""
+        """Whole numbers in 4 bits, where the kernels can keep them so."""
         found = self._reader.quantized(_weights(names)) if quantize else None
         if found is None or found.bits != 4 or found.groups is not None:
             return None
@@ -178,13 +201,19 @@ class FusedWeights:
         self._kept.append(array)
         return ctypes.addressof(array)
 
-    def _norm(self, name: str) -> int:
+    def _norm(self, name: str, divisor: float = 1.0) -> int:
         """A norm's weights; those that stand beside 1 are added to it."""
         weight = self._read(name).float()
-        return self._keep(weight + 1.0 if self._config.offset_norms else weight)
+        return self._keep((weight + 1.0 if self._config.offset_norms else weight) / divisor)
+
+    def _input_norm(self, name: str) -> int | None:
+        return self._norm(name) if self._config.input_norms else None
 
     def _output_norm(self, name: str) -> int | None:
         return self._norm(name) if self._config.output_norms else None
+
+    def _keep_any(self, tensor: torch.Tensor | None) -> int | None:
+        return None if tensor is None else self._keep(tensor)
 
     def _keep(self, tensor: torch.Tensor) -> int:
         self._kept.append(tensor)
@@ -198,9 +227,16 @@ def _weights(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _embedding_scale(config: ModelConfig, embedding: torch.Tensor) -> float:
-    """Rounded to the weights' dtype, as the models were trained."""
-    scale = config.embedding_scale
-    return 1.0 if scale is None else float(embedding.new_tensor(scale))
+    """Rounded to the weights' dtype where the models were trained so."""
+    scale = config.embedding_scale or 1.0
+    return float(embedding.new_tensor(scale)) if config.rounds_embedding_scale else scale
+
+
+def _activation(config: ModelConfig) -> int:
+    """As decoder.h numbers them."""
+    if config.experts is not None and config.experts.swiglu is not None:
+        return 2
+    return 1 if config.activation == "gelu_tanh" else 0
 
 
 def _widest_mlp(config: ModelConfig) -> int:

@@ -85,15 +85,19 @@ class HiddenStateReader(WeightReader):
 def without_head(config: ModelConfig) -> ModelConfig:
     """The decoder's shape with hidden states in the place of logits."""
     return replace(
-        config, vocab_size=config.hidden_size, tie_word_embeddings=False, logits_softcap=None
+        config,
+        vocab_size=config.hidden_size,
+        tie_word_embeddings=False,
+        logits_softcap=None,
+        logits_divisor=None,
     )
 
 
 def causal(checkpoint: Checkpoint) -> Checkpoint:
     """A checkpoint of a bare model, under the name of the decoder that it is part of."""
-    bare = checkpoint.architecture.removesuffix("Model")
-    if bare == checkpoint.architecture:
+    if not checkpoint.is_bare:
         return checkpoint
+    bare = checkpoint.architecture.removesuffix("Model")
     name = f"{bare.removesuffix('Text')}ForCausalLM"
     return replace(checkpoint, config={**checkpoint.config, "architectures": [name]})
 

@@ -1,25 +1,64 @@
 """Where a checkpoint keeps a tensor that the decoder knows by its usual (Llama's) name.
 
-Phi-3 keeps Q, K, V as one matrix, and gate and up as one; Mixtral calls its experts otherwise.
+Phi-3 keeps Q, K, V as one matrix, and gate and up as one, as GLM does; Mixtral calls its experts
+otherwise, GLM-4 its norms; gpt-oss keeps all experts of a layer as one, with gates and ups in
+turns.
 """
 
 import re
 from dataclasses import dataclass
 
-from .config import ModelConfig
+import torch
 
-_PHI3 = re.compile(r"(.*)\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.(weight|bias)$")
+from .config import ModelConfig
+from .tensor_files import Shape
+
+_GLM = re.compile(r"(.*)\.(gate_proj|up_proj)\.(weight|bias)$")
+_MERGED = {
+    "phi3": re.compile(r"(.*)\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.(weight|bias)$"),
+    "glm": _GLM,
+    "glm4": _GLM,
+}
+_GLM4 = {
+    "post_attention_layernorm": "post_self_attn_layernorm",
+    "pre_feedforward_layernorm": "post_attention_layernorm",
+    "post_feedforward_layernorm": "post_mlp_layernorm",
+}
 _MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.(weight|bias)$")
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows [start, stop) of a stored tensor of `rows` rows; where `rows` is None, all of it."""
+    """Every `step`-th of rows [start, stop) of a stored tensor of `rows` rows; where `rows` is
+    None, all of it. With `stacked` above 0 the rows are those of so many experts' matrices, stored
+    as [experts, inputs, outputs], or of their biases [experts, outputs]."""
 
     stored: str
     start: int = 0
     stop: int = 0
     rows: int | None = None
+    step: int = 1
+    stacked: int = 0
+
+    def whole_shape(self, shape: Shape) -> Shape:
+        """Of the stored tensor, where this piece of it has a shape."""
+        if self.rows is None:
+            return shape
+        if not self.stacked:
+            return (self.rows, *shape[1:])
+        return (self.stacked, *shape[1:], self.rows // self.stacked)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This piece of the stored tensor, as a view."""
+        if self.rows is None:
+            return tensor
+        if not self.stacked:
+            return tensor[self.start : self.stop]
+        expert, start = divmod(self.start, self.rows // self.stacked)
+        own = tensor[expert]
+        outputs = own.T if own.ndim > 1 else own
+        return outputs[start : start + self.stop - self.start : self.step]
 
 
 class TensorLayout:
@@ -27,6 +66,7 @@ class TensorLayout:
 
     def __init__(self, config: ModelConfig) -> None:
         self._layout, self._text_part = config.layout, config.text_part
+        self._experts, self._hidden = config.experts, config.hidden_size
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         inner = config.intermediate_size
         qkv, gate_up = ("qkv_proj", q + 2 * kv), ("gate_up_proj", 2 * inner)
@@ -40,8 +80,10 @@ class TensorLayout:
 
     def locate(self, name: str) -> Piece:
         """Where the tensor of this usual name lies."""
-        if self._layout == "phi3":
-            return self._phi3(name)
+        if self._layout in _MERGED:
+            return self._merged(name)
+        if self._layout == "gptoss":
+            return self._gptoss(name)
         if self._layout == "mixtral" and ".mlp." in name:
             head, _, tail = name.partition(".mlp.")
             for usual, stored in _MIXTRAL.items():
@@ -49,12 +91,38 @@ class TensorLayout:
             return Piece(f"{head}.block_sparse_moe.{tail}")
         return Piece(self._text_part + name)
 
-    def _phi3(self, name: str) -> Piece:
-        found = _PHI3.match(name)
+    def _merged(self, name: str) -> Piece:
+        found = _MERGED[self._layout].match(name)
         if found is None:
-            return Piece(name)
+            return Piece(_glm4(name) if self._layout == "glm4" else name)
         matrix, start, stop, rows = self._slices[found[2]]
         return Piece(f"{found[1]}.{matrix}.{found[3]}", start, stop, rows)
+
+    def _gptoss(self, name: str) -> Piece:
+        found, experts = _EXPERT.match(name), self._experts
+        if found is None or experts is None:
+            return Piece(name.replace(".mlp.gate.", ".mlp.router."))
+        gated = found[3] != "down_proj"
+        outputs = 2 * experts.intermediate_size if gated else self._hidden
+        first = int(found[2]) * outputs
+        stored = f"{found[1]}.{'gate_up_proj' if gated else 'down_proj'}"
+        return Piece(
+            stored if found[4] == "weight" else f"{stored}_bias",
+            # The last row is an up.
+            start=first + (found[3] == "up_proj"),
+            stop=first + outputs - (found[3] == "gate_proj"),
+            rows=experts.count * outputs,
+            step=2 if gated else 1,
+            stacked=experts.count,
+        )
+
+
+def _glm4(name: str) -> str:
+    """Its norms are not called as Gemma's."""
+    for usual, stored in _GLM4.items():
+        if usual in name:
+            return name.replace(usual, stored)
+    return name
 
 
 def plain_layout(name: str) -> Piece:

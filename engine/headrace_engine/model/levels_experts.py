@@ -1,5 +1,6 @@
 """Products of experts in whole numbers of 4 or 8 bits, all of a mixture in one launch of Triton."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,13 +15,13 @@ from .routing import Routing
 
 @dataclass(frozen=True, slots=True)
 class ExpertProduct:
-    """What a product of experts is of; `gated` has the activation of a gated MLP behind it, by
-    GELU's approximation with `gelu`."""
+    """What a product of experts is of; `gated` has the activation of a gated MLP behind it, which
+    `gating` tells the kernels."""
 
     weight: GroupedLevels
     per_token: int
     gated: bool
-    gelu: bool
+    gating: Mapping[str, float]
 
 
 def multiply_experts(
@@ -33,11 +34,12 @@ def multiply_experts(
 ) -> None:
     weight, outputs, capacity = product.weight, output.shape[1], routing.tiles.shape[1]
     grouped_levels_kernel[(capacity * -(-outputs // launch.columns),)](
-        output, x, weight.words, weight.scales, weight.zero_points,
+        output, x, weight.words, weight.scales, weight.zero_points, weight.bias,
         routing.order, routing.tiles, routing.live, x.stride(0), capacity,
         PER_TOKEN=product.per_token, STEPS=weight.words.shape[1], GROUPS=weight.scales.shape[1],
-        INPUTS=weight.inputs, OUTPUTS=outputs, GATED=product.gated, GELU=product.gelu,
-        BITS=weight.bits, GROUP=weight.group, ZERO=weight.zero if weight.zeros is None else -1,
+        INPUTS=weight.inputs, OUTPUTS=outputs, GATED=product.gated, **product.gating,
+        BIAS=weight.bias is not None,
+        BITS=weight.bits, GROUP=weight.group, ZERO=weight.kernel_zero,
         RUN=weight.words.shape[3], ROWS=launch.rows, COLUMNS=launch.columns,
         TOGETHER=EXPERT_TILES, ASM=by_assembly(x), EXACT=dot_precision(x.element_size()),
         num_warps=launch.warps, num_stages=launch.stages, **options,

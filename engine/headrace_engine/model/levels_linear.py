@@ -168,7 +168,7 @@ def levels_layout(packed: PackedLevels) -> dict[str, int]:
     return {
         "BITS": packed.bits,
         "GROUP": packed.group,
-        "ZERO": packed.zero if packed.zeros is None else -1,
+        "ZERO": packed.kernel_zero,
         "RUN": packed.words.shape[-1],
     }
 

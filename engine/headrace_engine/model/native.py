@@ -10,22 +10,23 @@ from .base import CausalModel
 from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .context import pick_context
-from .decoder import Decoder, read_weights
+from .decoder_weights import read_weights
 from .determinism import check_deterministic
 from .fused import FusedDecoder, fits
-from .hidden_states import HiddenStateReader, HiddenStates, without_head
+from .hidden_states import HEAD, HiddenStateReader, HiddenStates, without_head
 from .kv_scales import read_kv_scales
 from .layout import TensorLayout
 from .linear_maker import NO_INT8, OwnLevels, computes_natively
 from .loading import LoadProgress
+from .norm_fusion import make_decoder
 from .parallel import WeightCuts
 from .parallel_decoder import ParallelDecoder
+from .positions import PositionTables
 from .quantization.base import QuantizedFormat
 from .quantization.registry import find_format
 from .random_weights import Grouped, RandomReader
 from .registry import LoadedModel, Placement
-from .rope import RopeConfig
-from .rotary import RotaryTable
+from .tensor_files import scan
 from .weights import EMBEDDING, WeightReader
 
 logger = logging.getLogger(__name__)
@@ -34,12 +35,14 @@ logger = logging.getLogger(__name__)
 def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     """Raises ConfigError or CheckpointError naming the field, file or tensor that is wrong."""
     config = ModelConfig.from_hf(checkpoint)
-    rope = config.rope
+    rope, drawn = config.rope, placement.load_format == "dummy"
     length = pick_context(
         placement.positions, config.max_position_embeddings, rope.rope_type, rope.parameters
     )
     layout = TensorLayout(config)
-    if placement.cache_dtype is not None and placement.load_format != "dummy":
+    if config.text_part and not drawn:
+        config = _with_stored_head(config, checkpoint, layout)
+    if placement.cache_dtype is not None and not drawn:
         config = _with_kv_scales(config, checkpoint, layout)
     stored = find_format(checkpoint, placement.quantization, placement.device)
     if placement.deterministic:
@@ -52,13 +55,12 @@ def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
         where = (checkpoint.folder, placement.dtype, placement.device)
         source = (*where, layout.locate, progress, stored, cuts)
         if not placement.hidden_states:
-            drawn = placement.load_format == "dummy"
             reader = _random_reader(placement, cuts, stored) if drawn else WeightReader(*source)
             model = _make(config, reader, placement, length, eight)
-            return LoadedModel(model, length, _window(config))
+            return LoadedModel(model, length, config.windows)
         states = HiddenStateReader(*source, config)
         bare = _make(without_head(config), states, placement, length, eight)
-        return LoadedModel(HiddenStates(bare, config.vocab_size), length, _window(config))
+        return LoadedModel(HiddenStates(bare, config.vocab_size), length, config.windows)
 
 
 def _random_reader(
@@ -67,6 +69,15 @@ def _random_reader(
     float8 = stored is not None and stored.name == "fp8"
     grouped = stored if isinstance(stored, Grouped) else None
     return RandomReader(placement.dtype, placement.device, cuts, float8, grouped)
+
+
+def _with_stored_head(
+    config: ModelConfig, checkpoint: Checkpoint, layout: TensorLayout
+) -> ModelConfig:
+    """A multimodal config.json says twice whether the output matrix is tied, not always the same;
+    the files know."""
+    tied = layout.locate(HEAD).stored not in scan(checkpoint.folder)
+    return replace(config, tie_word_embeddings=tied)
 
 
 def _with_kv_scales(
@@ -78,27 +89,16 @@ def _with_kv_scales(
     return replace(config, kv_scales=scales)
 
 
-def _window(config: ModelConfig) -> int | None:
-    """How many keys any layer sees; None where one sees all."""
-    windows = [window for window in config.windows if window is not None]
-    return max(windows) if len(windows) == config.num_layers else None
-
-
 def _make(
     config: ModelConfig, reader: WeightReader, placement: Placement, length: int, eight: bool
 ) -> CausalModel:
-    def table(rope: RopeConfig) -> RotaryTable:
-        context = config.max_position_embeddings
-        return RotaryTable(rope, config.head_dim, context, length, placement.device)
-
-    rotary, ops = table(config.rope), placement.ops
+    ops, positions = placement.ops, PositionTables(config, length, placement.device)
     native = computes_natively(ops, placement.dtype)
     takes_eight = native or isinstance(ops, OwnLevels)
     if placement.quantization == "int8" and not takes_eight:
         raise ConfigError(NO_INT8)
-    local = None if config.local_rope is None else table(config.local_rope)
     if isinstance(ops, NativeOps) and _is_fused(config, placement):
-        return FusedDecoder(config, reader, rotary, ops, placement.attention, local, eight)
+        return FusedDecoder(config, reader, positions, ops, placement.attention, eight)
     # Where layers of few bits are the ops' own, no others become so unless they are to.
     weights = read_weights(
         config, reader, ops, eight if native else placement.quantization == "int8"
@@ -107,14 +107,13 @@ def _make(
         return ParallelDecoder(
             config,
             weights,
-            rotary,
+            positions,
             ops,
             placement.attention,
-            local,
             shard=placement.shard,
             embeddings=reader.whole_shape(EMBEDDING)[0],
         )
-    return Decoder(config, weights, rotary, ops, placement.attention, local)
+    return make_decoder(config, weights, positions, ops, placement.attention)
 
 
 def _is_fused(config: ModelConfig, placement: Placement) -> bool:

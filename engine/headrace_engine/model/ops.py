@@ -15,12 +15,14 @@ from ..triton_kernels.dependent import DependentLaunches
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """How a fused QKV row is cut: queries, keys, then values. `eps` is that of the QK norms."""
+    """How a fused QKV row is cut: queries, keys, then values. `eps` is that of the QK norms;
+    `interleaved` tells which elements of a head are rotated together."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     eps: float = 1e-6
+    interleaved: bool = False
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -56,9 +58,10 @@ class Ops(Protocol):
         """Cuts qkv [T, (Hq + 2 Hkv) * D] into q [T, Hq, D], k and v [T, Hkv, D].
 
         q and k are normalised where `norm` is given, then rotated: element i of the first half
-        pairs with element i of the second half. cos and sin are float32 [T, D / 2], or less wide
-        where only the first elements of a head are rotated. `norm` is of qkv's dtype. May write
-        into `qkv`; the results may be views of it (strided rows, contiguous heads).
+        pairs with element i of the second half, or interleaved element 2 i with 2 i + 1. cos and
+        sin are float32 [T, D / 2], or less wide where only the first elements of a head are
+        rotated. `norm` is of qkv's dtype. May write into `qkv`; the results may be views of it
+        (strided rows, contiguous heads).
         """
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -98,7 +101,8 @@ class TorchOps:
         if norm is not None:
             query = self.rms_norm(query, norm.query, shape.eps)
             key = self.rms_norm(key, norm.key, shape.eps)
-        return _rotate(query, cos, sin), _rotate(key, cos, sin), value
+        rotate = _rotate_pairs if shape.interleaved else _rotate
+        return rotate(query, cos, sin), rotate(key, cos, sin), value
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -164,6 +168,13 @@ class WideOps:
         return self._inner.argmax(x)
 
 
+def row_stride(x: torch.Tensor) -> int | None:
+    """Elements between rows of x [..., H]; None where its rows are not dense or not alike apart."""
+    if x.is_contiguous():
+        return x.shape[-1]
+    return x.stride(0) if x.ndim == 2 and x.stride(1) == 1 else None
+
+
 def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """gelu(gate) * up of gate_up [T, 2 I], the gate first: [T, I]. GELU's approximation by tanh."""
     gate, up = gate_up.chunk(2, dim=-1)
@@ -181,3 +192,12 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     first, second, rest = x[..., :width], x[..., width : 2 * width], x[..., 2 * width :]
     turned = (first * cos - second * sin, second * cos + first * sin)
     return torch.cat((*turned, rest), dim=-1).to(x.dtype)
+
+
+def _rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    width = 2 * cos.shape[-1]
+    turned, rest = x[..., :width], x[..., width:]
+    first, second = turned[..., ::2], turned[..., 1::2]
+    pairs = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat((torch.stack(pairs, dim=-1).flatten(-2), rest), dim=-1).to(x.dtype)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..triton_kernels.levels_launch import E2M1, READ
+from .quantization.mxfp4_weight import MXFP4Weight
 from .quantization.weight import QuantizedWeight
 
 WORD_BITS = 16
@@ -23,6 +25,12 @@ class _Levels:
     __slots__ = ()
     scales: torch.Tensor
     zeros: torch.Tensor | None
+    zero: int
+
+    @property
+    def kernel_zero(self) -> int:
+        """What the kernels are compiled for: one zero point for all, or what else there is."""
+        return self.zero if self.zeros is None else READ
 
     @property
     def zero_points(self) -> torch.Tensor:
@@ -36,7 +44,8 @@ class PackedLevels(_Levels):
     words   int16 [steps, out, run]: in each 16 / bits numbers, the first in the lowest bits, of
             runs of `run` inputs that follow each other
     scales  [groups, out], groups of `group` inputs; with `group` 0 there is one
-    zeros   uint8 [groups, out], or None where all are `zero`
+    zeros   uint8 [groups, out], or None where all are `zero`; numbers whose `zero` is E2M1 are
+            4-bit floats
     order   int64 [steps * run * 16 / bits], or None for inputs as they are. Fillers are input 0.
     """
 
@@ -81,10 +90,15 @@ def pack_levels(weight: QuantizedWeight, device: torch.device) -> PackedLevels:
     )
 
 
+def pack_mxfp4(weight: MXFP4Weight, device: torch.device) -> PackedLevels:
+    """Its codes in the place of numbers."""
+    return replace(pack_levels(weight.codes(), device), zero=E2M1)
+
+
 @dataclass(frozen=True, slots=True)
 class GroupedLevels(_Levels):
     """PackedLevels of E matrices of one shape: words [E, steps, out, run], scales and zeros
-    [E, groups, out]. `inputs` are in their order; fillers are behind the last."""
+    [E, groups, out], bias [E, out]. `inputs` are in their order; fillers are behind the last."""
 
     words: torch.Tensor
     scales: torch.Tensor
@@ -93,6 +107,7 @@ class GroupedLevels(_Levels):
     group: int
     bits: int
     inputs: int
+    bias: torch.Tensor | None = None
 
     @property
     def values(self) -> torch.Tensor:
@@ -118,8 +133,9 @@ class LevelsStack:
             self._words = packed.words.new_empty(self._count, *packed.words.shape)
             self._inputs = _inputs_in_order(packed)
         first = self._taken[0] if self._taken else packed
-        kind = (packed.words.shape, packed.bits, packed.group, _inputs_in_order(packed))
-        if kind != (self._words.shape[1:], first.bits, first.group, self._inputs):
+        own = (packed.words.shape, packed.bits, packed.group, _inputs_in_order(packed))
+        kind = (self._words.shape[1:], first.bits, first.group, self._inputs)
+        if own != kind or _are_floats(packed) != _are_floats(first):
             return False
         if self._inputs is None:
             return False
@@ -152,6 +168,10 @@ def _inputs_in_order(packed: PackedLevels) -> int | None:
     count = int(order.max()) + 1
     usual = torch.arange(count, device=order.device)
     return count if torch.equal(order[:count], usual) else None
+
+
+def _are_floats(packed: PackedLevels) -> bool:
+    return packed.zero == E2M1
 
 
 def _zeros(packed: PackedLevels) -> torch.Tensor:

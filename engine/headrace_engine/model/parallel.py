@@ -14,10 +14,11 @@ import torch
 from ..errors import ConfigError
 from .config import ExpertsConfig, ModelConfig
 from .quantization.float8_weight import Float8Weight
+from .quantization.mxfp4_weight import MXFP4Weight
 from .quantization.weight import QuantizedWeight
 from .tensor_files import Shape
 
-_BY_OUTPUT = re.compile(r"\.(q_proj|gate_proj|up_proj)\.(weight|bias)$")
+_BY_OUTPUT = re.compile(r"\.((q_proj|gate_proj|up_proj)\.(weight|bias)|sinks)$")
 _BY_HEAD = re.compile(r"\.(k_proj|v_proj)\.(weight|bias)$")
 _BY_INPUT = re.compile(r"\.(o_proj|down_proj)\.weight$")
 # Of layers whose outputs are summed over the ranks: one of them adds it.
@@ -25,7 +26,7 @@ _ONCE = re.compile(r"\.(o_proj|down_proj)\.bias$")
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 
-Stored = TypeVar("Stored", QuantizedWeight, Float8Weight)
+Stored = TypeVar("Stored", QuantizedWeight, Float8Weight, MXFP4Weight)
 
 
 class Collectives(Protocol):
@@ -108,6 +109,7 @@ class WeightCuts:
 
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         self._shard, self._kv_heads = shard, config.num_kv_heads
+        self._cuts_norms = config.wide_qk_norm
 
     def shape(self, name: str, whole: Shape) -> Shape:
         """The shape of this rank's part."""
@@ -155,6 +157,8 @@ class WeightCuts:
 
     def _cut(self, name: str, whole: Shape) -> tuple[int, int, int] | None:
         """(dimension, start, stop), or None for what each rank has whole."""
+        if self._cuts_norms:  # of Q and K, as their outputs
+            name = name.replace("_norm.", "_proj.")
         if name in _VOCABULARY or _BY_OUTPUT.search(name):
             return (0, *self._shard.share(whole[0]))
         if _BY_INPUT.search(name):

@@ -11,12 +11,13 @@ from ..attention.base import AttentionBackend
 from ..lora.batch import LayerLoRA
 from ..lora.shapes import LayerShapes, lora_shapes
 from .config import ModelConfig
-from .decoder import Decoder, DecoderLayer, DecoderWeights
+from .decoder import Decoder
+from .decoder_weights import DecoderLayer, DecoderWeights
 from .feed_forward import FeedForward
 from .layers import Linear
-from .ops import Ops
+from .ops import Ops, QKNorm
 from .parallel import Collectives, Shard, WeightCuts, narrow
-from .rotary import RotaryTable
+from .positions import PositionTables
 
 
 class ParallelDecoder(Decoder):
@@ -27,16 +28,15 @@ class ParallelDecoder(Decoder):
         self,
         config: ModelConfig,
         weights: DecoderWeights,
-        rotary: RotaryTable,
+        positions: PositionTables,
         ops: Ops,
         attention: AttentionBackend,
-        local_rotary: RotaryTable | None,
         *,
         shard: Shard,
         embeddings: int,
     ) -> None:
         joined = _join(weights, config.vocab_size, shard)
-        super().__init__(narrow(config, shard.size), joined, rotary, ops, attention, local_rotary)
+        super().__init__(narrow(config, shard.size), joined, positions, ops, attention)
         self._shard = shard
         self._lora_shapes = lora_shapes(config, WeightCuts(config, shard).ranges)
         self._first, _ = shard.share(embeddings)
@@ -57,6 +57,17 @@ class ParallelDecoder(Decoder):
     ) -> torch.Tensor:
         """Each rank has some of the inputs, of adapters too, so that there is one sum for both."""
         return _sum(super()._project(layer, attended, lora), self._shard.collectives)
+
+    def _norm_rows(self, qkv: torch.Tensor, norm: QKNorm) -> torch.Tensor:
+        """Over the heads of all ranks: each has as many, and KV heads that ranks share count for
+        each of them."""
+        query, key, value = torch.split(qkv, list(self._heads.sizes), dim=-1)
+        squares = torch.stack([part.float().square().mean(-1) for part in (query, key)])
+        means = _sum(squares, self._shard.collectives) / self._shard.size
+        scales = torch.rsqrt(means + self._heads.eps)[..., None]
+        query = norm.query * (query * scales[0]).to(qkv.dtype)
+        key = norm.key * (key * scales[1]).to(qkv.dtype)
+        return torch.cat((query, key, value), dim=-1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,12 +27,6 @@ class Probe:
         self.windows: list[int | None] = []
         self.problem: str | None = None
 
-    @property
-    def sliding_window(self) -> int | None:
-        """How many keys any layer sees; None where one sees all."""
-        windows = [window for window in self.windows if window is not None]
-        return max(windows) if windows and len(windows) == len(self.windows) else None
-
     def attend(
         self,
         module: torch.nn.Module,

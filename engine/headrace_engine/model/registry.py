@@ -10,7 +10,7 @@ import torch
 from ..attention.base import AttentionBackend
 from ..config import EngineConfig, LoadFormat
 from ..errors import ConfigError
-from .architectures import ARCHITECTURES
+from .architectures import ARCHITECTURES, MULTIMODAL
 from .base import CausalModel
 from .checkpoint import Checkpoint
 from .encoder_families import encoder_family
@@ -43,11 +43,12 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`sliding_window` is how many keys a position sees in any layer; None: all."""
+    """`windows` has one entry a layer: keys that a position sees, its own included, or None. One
+    that keeps no KV has none."""
 
     model: CausalModel
     max_model_len: int
-    sliding_window: int | None = None
+    windows: tuple[int | None, ...] = ()
 
 
 class Loader(Protocol):
@@ -56,7 +57,7 @@ class Loader(Protocol):
 
 # Architecture -> module and function of its native implementation.
 NATIVE: dict[str, tuple[str, str]] = dict.fromkeys(
-    ARCHITECTURES, ("headrace_engine.model.native", "load")
+    (*ARCHITECTURES, *MULTIMODAL), ("headrace_engine.model.native", "load")
 )
 TRANSFORMERS = ("headrace_engine.model.transformers_model", "load")
 ENCODER = ("headrace_engine.model.transformers_encoder", "load")

@@ -47,10 +47,26 @@ class RopeConfig:
         return int(head_dim * self.partial)
 
 
+@dataclass(frozen=True, slots=True)
+class QueryScaling:
+    """Queries at position p are multiplied by 1 + beta * log(1 + floor(p / context)) (Llama 4)."""
+
+    beta: float
+    context: int
+
+
+def read_query_scaling(fields: Fields) -> QueryScaling:
+    rope = Fields(fields.path, fields.object("rope_parameters"), prefix="rope_parameters.")
+    return QueryScaling(
+        beta=rope.number("llama_4_scaling_beta"),
+        context=rope.whole("original_max_position_embeddings"),
+    )
+
+
 def read_rope(fields: Fields, family: Architecture, head_dim: int, positions: int) -> RopeConfig:
     """The rotary embedding of all layers, or of those without a window where they differ."""
     name = "rope_scaling" if fields.get("rope_scaling", None) else "rope_parameters"
-    parameters = fields.object(name)
+    parameters = fields.object(name) or family.rope_scaling
     if isinstance(parameters.get("full_attention"), dict):
         inner = Fields(fields.path, parameters, prefix=f"{name}.")
         parameters, name = inner.object("full_attention"), f"{name}.full_attention"
@@ -101,11 +117,12 @@ def _read(
 
 
 def _partial(fields: Fields, rope: Fields, family: Architecture) -> float:
-    if not family.partial_rotary:
+    if family.partial_rotary is None:
         for source in (rope, fields):
             source.require("partial_rotary_factor", (1, 1.0), default=1.0)
         return 1.0
-    partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    outside = fields.number("partial_rotary_factor", family.partial_rotary)
+    partial = rope.number("partial_rotary_factor", outside)
     if partial > 1.0:
         raise rope.error("partial_rotary_factor", "a number above 0 and at most 1")
     return partial

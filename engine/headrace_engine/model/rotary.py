@@ -5,6 +5,7 @@ Frequencies follow transformers' `modeling_rope_utils` for each rope type, in fl
 
 import math
 from collections.abc import Callable
+from typing import Self
 
 import torch
 
@@ -38,6 +39,14 @@ class RotaryTable:
             angles[context:] = beyond.float()[:, None] * stretched
         self._cos = (angles.cos() * scale).to(device)
         self._sin = (angles.sin() * scale).to(device)
+
+    @classmethod
+    def unturned(cls, dim: int, positions: int, device: torch.device) -> Self:
+        """One that leaves `dim` elements of a head as they are, in no memory."""
+        table = cls.__new__(cls)
+        table._cos = torch.ones(1, dim // 2, device=device).expand(positions, -1)
+        table._sin = torch.zeros(1, dim // 2, device=device).expand(positions, -1)
+        return table
 
     @property
     def tables(self) -> tuple[torch.Tensor, torch.Tensor]:

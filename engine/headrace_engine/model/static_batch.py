@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from ..attention.base import AttentionMetadata
+from ..kv_groups import ONE_GROUP, KVLayout
 from ..lora.batch import StaticLoRA
 from .base import ForwardBatch
 
@@ -25,8 +26,9 @@ class DecodeInputs:
     tables: torch.Tensor
 
     @classmethod
-    def of(cls, batch: ForwardBatch) -> "DecodeInputs":
-        metadata = batch.metadata
+    def of(cls, batch: ForwardBatch, layer: int = 0) -> "DecodeInputs":
+        """As a layer needs them."""
+        metadata = batch.metadata_of(layer)
         return cls(
             batch.input_ids,
             batch.positions,
@@ -69,22 +71,34 @@ def stage_by_kernel(source: DecodeInputs, target: DecodeInputs, size: int) -> No
 class StaticBatch:
     """Sequences behind those of a step have no keys, and slots below 0, which are not written.
 
-    `lora` has the adapters of rows; None: there are none that a recording can hold.
+    `lora` has the adapters of rows; None: there are none that a recording can hold. `layout` says
+    which layers share block tables and slots.
     """
 
     def __init__(
-        self, size: int, blocks: int, device: torch.device, lora: StaticLoRA | None = None
+        self,
+        size: int,
+        blocks: int,
+        device: torch.device,
+        lora: StaticLoRA | None = None,
+        layout: KVLayout = ONE_GROUP,
     ) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self._inputs = DecodeInputs(
-            zeros(size),
-            zeros(size),
-            zeros(size).fill_(-1),
-            zeros(size, dtype=torch.int32),
-            zeros(size, blocks, dtype=torch.int32),
-        )
+        ids, positions, lens = zeros(size), zeros(size), zeros(size, dtype=torch.int32)
+        self._layout = layout
+        # Of each group of layers.
+        self._inputs = [
+            DecodeInputs(
+                ids,
+                positions,
+                zeros(size).fill_(-1),
+                lens,
+                zeros(size, blocks, dtype=torch.int32),
+            )
+            for _ in range(layout.groups.count)
+        ]
         self._starts = torch.arange(size + 1, dtype=torch.int32, device=device)
         self._rows = torch.arange(size, device=device)
         self._stage: Stage = stage_by_kernel if device.type == "cuda" else stage_by_copies
@@ -97,9 +111,10 @@ class StaticBatch:
 
     @property
     def num_bytes(self) -> int:
-        inputs = self._inputs
-        parts = (inputs.input_ids, inputs.positions, inputs.slots, inputs.seq_lens, inputs.tables)
-        return sum(part.nbytes for part in (*parts, self._starts, self._rows))
+        first = self._inputs[0]
+        shared = (first.input_ids, first.positions, first.seq_lens, self._starts, self._rows)
+        own = [part for inputs in self._inputs for part in (inputs.slots, inputs.tables)]
+        return sum(part.nbytes for part in (*shared, *own))
 
     def takes(self, batch: ForwardBatch) -> bool:
         """Whether there is room for its adapters, if it has any."""
@@ -107,26 +122,32 @@ class StaticBatch:
 
     def fill(self, batch: ForwardBatch, size: int) -> None:
         """Takes a step's inputs, and padding up to `size` sequences."""
-        self._stage(DecodeInputs.of(batch), self._inputs, size)
+        for layer, inputs in zip(self._layout.of_groups, self._inputs, strict=True):
+            self._stage(DecodeInputs.of(batch, layer), inputs, size)
         if batch.lora is not None and self._lora is not None:
             self._lora.fill(batch.lora, size)
 
     def view(self, size: int, context: int, adapted: bool = False) -> ForwardBatch:
         """The first `size` sequences, as a model sees them; `adapted` with their adapters."""
-        inputs = self._inputs
-        metadata = AttentionMetadata(
-            query_start=self._starts[: size + 1],
-            seq_lens=inputs.seq_lens[:size],
-            block_tables=inputs.tables[:size],
-            slots=inputs.slots[:size],
-            num_decodes=size,
-            max_query_len=1,
-            max_seq_len=context,
-        )
+        first, starts = self._inputs[0], self._starts[: size + 1]
+        groups = [
+            AttentionMetadata(
+                query_start=starts,
+                seq_lens=inputs.seq_lens[:size],
+                block_tables=inputs.tables[:size],
+                slots=inputs.slots[:size],
+                num_decodes=size,
+                max_query_len=1,
+                max_seq_len=context,
+            )
+            for inputs in self._inputs
+        ]
+        several = len(groups) > 1
         return ForwardBatch(
-            inputs.input_ids[:size],
-            inputs.positions[:size],
+            first.input_ids[:size],
+            first.positions[:size],
             self._rows[:size],
-            metadata,
+            groups[0],
             self._lora.view(size) if adapted and self._lora is not None else None,
+            tuple(groups[group] for group in self._layout.layers) if several else (),
         )

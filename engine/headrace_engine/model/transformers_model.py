@@ -78,7 +78,7 @@ class PagedAttention:
             _rows(key),
             F.pad(_rows(value), (0, key.shape[-1] - width)),
             self.step.caches[index],
-            self.step.batch.metadata,
+            self.step.batch.metadata_of(index),
             params,
         )
         return attended[..., :width].unsqueeze(0), None
@@ -141,7 +141,7 @@ def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     shapes = tuple(probe.shapes.values())
     pack(model, placement)
     served = TransformersModel(model, attention, shapes, placement.hidden_states)
-    return LoadedModel(served, length, probe.sliding_window)
+    return LoadedModel(served, length, tuple(probe.windows))
 
 
 def check_quantization(checkpoint: Checkpoint, placement: Placement) -> None:

@@ -55,6 +55,12 @@ class GroupedMoe:
         self._dependent = dependent or DependentLaunches()
         self._router, self._shared, self._config = parts.router, parts.shared, parts.config
         self._gelu, self._deterministic = parts.gelu, deterministic
+        swiglu = parts.config.swiglu
+        self._gating: dict[str, float] = {
+            "GELU": parts.gelu,
+            "ALPHA": 0.0 if swiglu is None else swiglu.alpha,
+            "LIMIT": 0.0 if swiglu is None else swiglu.limit,
+        }
         self._gate_up, self._down = parts.weights.gate_up, parts.weights.down
         values = self._down.values
         self._capability = capability or _capability(values.device)
@@ -179,7 +185,7 @@ class GroupedMoe:
         gated: bool,
     ) -> None:
         if isinstance(weight, GroupedLevels):
-            product = ExpertProduct(weight, self._config.per_token, gated, self._gelu)
+            product = ExpertProduct(weight, self._config.per_token, gated, self._gating)
             return multiply_experts(output, x, product, routing, launch, self._dependent.product)
         (values,) = self._stored.views([weight.values])
         scales, outputs = weight.scales, output.shape[1]
@@ -187,11 +193,11 @@ class GroupedMoe:
         columns = _columns(launch, gated, group > 0)
         capacity = routing.tiles.shape[1]
         grouped_kernel[(capacity * -(-outputs // columns),)](
-            output, x, values, scales, routing.order, routing.tiles, routing.live,
+            output, x, values, scales, weight.bias, routing.order, routing.tiles, routing.live,
             x.stride(0), capacity,
             PER_TOKEN=self._config.per_token, INPUTS=x.shape[1], OUTPUTS=outputs,
-            GATED=gated, GELU=self._gelu, SCALES=groups, GROUP=group, BITS=self._stored.bits,
-            ROWS=launch.rows, COLUMNS=columns,
+            GATED=gated, **self._gating, BIAS=weight.bias is not None,
+            SCALES=groups, GROUP=group, BITS=self._stored.bits, ROWS=launch.rows, COLUMNS=columns,
             DEPTH=min(GROUP_MULTIPLE, launch.depth) if group else launch.depth,
             TOGETHER=EXPERT_TILES,
             EXACT=dot_precision(x.element_size()), **self._dependent.product,

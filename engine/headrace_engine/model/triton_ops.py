@@ -19,7 +19,7 @@ from .expert_weights import MixtureParts
 from .feed_forward import FeedForward
 from .layers import Linear, make_linear
 from .levels_linear import LevelsProducts
-from .ops import HeadShape, QKNorm, TorchOps
+from .ops import HeadShape, QKNorm, TorchOps, row_stride
 from .packed_levels import pack_levels
 from .qkv import QKVRows
 from .quantization.float8_weight import Float8Weight
@@ -62,10 +62,11 @@ class TritonOps:
         self.lora_launches = LoRALaunches()
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        if not _one_kind(x, weight):
+        stride = row_stride(x)
+        if stride is None or x.dtype is not weight.dtype or not _one_kind(weight) or not x.numel():
             return self._torch.rms_norm(x, weight, eps)
-        output = torch.empty_like(x)
-        self._launch_norm(output, x, None, weight, eps)
+        output = x.new_empty(x.shape)
+        self._launch_norm(output, x, None, weight, eps, stride)
         return output
 
     def add_rms_norm(
@@ -74,7 +75,7 @@ class TritonOps:
         if not _one_kind(x, weight, residual):
             return self._torch.add_rms_norm(x, residual, weight, eps)
         output = torch.empty_like(x)
-        self._launch_norm(output, x, residual, weight, eps)
+        self._launch_norm(output, x, residual, weight, eps, x.shape[-1])
         return output, residual
 
     def _launch_norm(
@@ -84,10 +85,11 @@ class TritonOps:
         residual: torch.Tensor | None,
         weight: torch.Tensor,
         eps: float,
+        stride: int,
     ) -> None:
         width = x.shape[-1]
         rms_norm_kernel[(x.numel() // width,)](
-            output, x, residual, weight, eps, width,
+            output, x, residual, weight, eps, stride,
             WIDTH=width, BLOCK=power_of_two(width), ADD=residual is not None,
             **self.dependent.small, num_warps=row_warps(width),
         )  # fmt: skip
@@ -188,6 +190,7 @@ def _launch_rotation(
         NUM_HEADS=shape.num_heads, KV_HEADS=shape.num_kv_heads, HEAD_DIM=shape.head_dim,
         WIDTH=rows.cos.shape[-1], BLOCK_SIZE=to.key_cache.shape[2] if to else 1,
         HEADS=ROTATED_HEADS, DIM=power_of_two(shape.head_dim), NORM=norm is not None,
+        INTERLEAVED=shape.interleaved,
         STORE=to is not None, BITS=to.stored.bits if to else False,
         LARGEST=to.stored.largest if to else 0.0, **dependent.small, num_warps=4,
     )  # fmt: skip

@@ -5,13 +5,21 @@ faster for a shape. What was measured comes from outside (`tuning`); without it 
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from ..attention.scratch import Scratch
 from ..triton_kernels.dependent import DependentLaunches
-from ..triton_kernels.launch import ROW_BOUNDS, SkinnyLaunch, tile_extent
+from ..triton_kernels.launch import (
+    ROW_BOUNDS,
+    SkinnyLaunch,
+    power_of_two,
+    silu_candidates,
+    skinny_candidates,
+    tile_extent,
+)
 from ..triton_kernels.skinny import skinny_kernel, skinny_silu_kernel
 from .layers import over_rows
 
@@ -20,6 +28,10 @@ HALVES = (torch.bfloat16, torch.float16)
 Activation = Callable[[torch.Tensor], torch.Tensor]
 # By the place of a number of rows in ROW_BOUNDS; None: as without measuring.
 Choices = list[SkinnyLaunch | None]
+# What kernels are told of a norm that is a part of them.
+NormArguments = dict[str, Any]
+NOT_DIVIDED: NormArguments = {"squares": None, "eps": None, "PARTS": 0, "ROOM": 1}
+NOT_ADDED: NormArguments = {"residual": None, "norm": None, "ADD": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +39,23 @@ class ProductShape:
     outputs: int
     inputs: int
     dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class UndividedRows:
+    """`rows` [T, H] times the weights of an RMS norm, to be divided by their root mean square,
+    which comes of `squares` float32 [T, parts]: sums of the squares of the rows before that."""
+
+    rows: torch.Tensor
+    squares: torch.Tensor
+    eps: float
+
+    @property
+    def arguments(self) -> NormArguments:
+        parts = self.squares.shape[1]
+        return {
+            "squares": self.squares, "eps": self.eps, "PARTS": parts, "ROOM": power_of_two(parts),
+        }  # fmt: skip
 
 
 def none_chosen() -> Choices:
@@ -108,7 +137,7 @@ class TunedLinear:
         """For up to 64 rows."""
 
         def run(output: torch.Tensor, rows: torch.Tensor) -> None:
-            self._launch(output, rows, launch)
+            self._launch(output, rows, launch, NOT_DIVIDED | NOT_ADDED)
 
         return over_rows(x, len(self._weight), run)
 
@@ -116,9 +145,54 @@ class TunedLinear:
         """For up to 64 rows."""
 
         def run(output: torch.Tensor, rows: torch.Tensor) -> None:
-            self._launch_silu(output, rows, launch)
+            self._launch_silu(output, rows, launch, NOT_DIVIDED)
 
         return over_rows(x, len(self._weight) // 2, run)
+
+    def takes_norms(self, gated: bool = False) -> bool:
+        """Whether `added`, `divided` and, if gated, `divided_activated` can be called. Products
+        that were not yet divided may be beyond what 16-bit floats but bfloat16 hold."""
+        return self._weight.dtype is torch.bfloat16 and bool(self._candidates(gated))
+
+    def added(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, eps: float
+    ) -> UndividedRows:
+        """The norm of residual + product, which is written to `residual` [T, out]: for up to 64
+        rows [T, in]."""
+        launch = self._norm_launch(len(x))
+        parts = -(-len(self._weight) // launch.columns)
+        squares = residual.new_empty((len(x), parts), dtype=torch.float32)
+        arguments = NOT_DIVIDED | {
+            "residual": residual, "norm": norm, "squares": squares, "ADD": True,
+        }  # fmt: skip
+
+        def run(output: torch.Tensor, rows: torch.Tensor) -> None:
+            self._launch(output, rows, launch, arguments)
+
+        return UndividedRows(over_rows(x, len(self._weight), run), squares, eps)
+
+    def divided(self, x: UndividedRows) -> torch.Tensor:
+        output = x.rows.new_empty((len(x.rows), len(self._weight)))
+        launch = self._norm_launch(len(x.rows))
+        self._launch(output, x.rows, launch, x.arguments | NOT_ADDED)
+        return output
+
+    def divided_activated(self, x: UndividedRows) -> torch.Tensor:
+        output = x.rows.new_empty((len(x.rows), len(self._weight) // 2))
+        launch = self._norm_launch(len(x.rows), gated=True)
+        self._launch_silu(output, x.rows, launch, x.arguments)
+        return output
+
+    def _norm_launch(self, rows: int, gated: bool = False) -> SkinnyLaunch:
+        """What was chosen, if it is no cuBLAS's."""
+        choices = self._tuned.silu if gated else self._tuned.plain
+        return choices[bisect_left(ROW_BOUNDS, rows)] or self._candidates(gated)[0]
+
+    def _candidates(self, gated: bool) -> list[SkinnyLaunch]:
+        outputs, inputs = self._weight.shape
+        if gated:
+            return silu_candidates(inputs, outputs // 2)
+        return skinny_candidates(inputs, outputs)
 
     def _chosen(self, x: torch.Tensor, choices: Choices) -> SkinnyLaunch | None:
         rows = x.numel() // x.shape[-1]
@@ -126,7 +200,13 @@ class TunedLinear:
             return None
         return choices[bisect_left(ROW_BOUNDS, rows)]
 
-    def _launch(self, output: torch.Tensor, rows: torch.Tensor, launch: SkinnyLaunch) -> None:
+    def _launch(
+        self,
+        output: torch.Tensor,
+        rows: torch.Tensor,
+        launch: SkinnyLaunch,
+        norm: NormArguments,
+    ) -> None:
         outputs, inputs = self._weight.shape
         height, tiles = tile_extent(len(rows)), -(-outputs // launch.columns)
         partial, arrived = self._scratch.split(
@@ -136,17 +216,23 @@ class TunedLinear:
             output, partial, arrived, rows, self._weight, self._bias, len(rows), launch.splits,
             inputs, outputs, rows.stride(0), self._ahead(launch), BIAS=self._bias is not None,
             SPLIT=launch.splits > 1, ROWS=height, COLUMNS=launch.columns, DEPTH=launch.depth,
-            **self._dependent.product, LINES=self._dependent.lines,
+            **self._dependent.product, LINES=self._dependent.lines, **norm,
             num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
 
-    def _launch_silu(self, output: torch.Tensor, rows: torch.Tensor, launch: SkinnyLaunch) -> None:
+    def _launch_silu(
+        self,
+        output: torch.Tensor,
+        rows: torch.Tensor,
+        launch: SkinnyLaunch,
+        norm: NormArguments,
+    ) -> None:
         outputs, inputs = len(self._weight) // 2, self._weight.shape[1]
         skinny_silu_kernel[(-(-outputs // launch.columns),)](
             output, rows, self._weight, self._bias, len(rows), inputs, outputs, rows.stride(0),
             self._ahead(launch), BIAS=self._bias is not None, ROWS=tile_extent(len(rows)),
             COLUMNS=launch.columns, DEPTH=launch.depth,
-            **self._dependent.product, LINES=self._dependent.lines,
+            **self._dependent.product, LINES=self._dependent.lines, **norm,
             num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
 

@@ -17,6 +17,8 @@ from .parallel import Stored, WeightCuts
 from .quantization.base import QuantizedFormat, StoredWeight, TensorSpec
 from .quantization.float8_weight import Float8Weight
 from .quantization.float8_weight import stack as stack_float8
+from .quantization.mxfp4_weight import MXFP4Weight
+from .quantization.mxfp4_weight import stack as stack_mxfp4
 from .quantization.weight import QuantizedWeight, stack
 from .tensor_files import INDEX_FILE, SINGLE_FILE, Shape, TensorFiles, TensorInfo, scan
 
@@ -25,7 +27,15 @@ __all__ = ["INDEX_FILE", "SINGLE_FILE", "Shape", "WeightReader", "scan", "stored
 MAX_NAMED = 5
 EMBEDDING = "model.embed_tokens.weight"
 # What may lie beside the weights and changes nothing where activations and KV stay unquantised.
-HARMLESS = (".inv_freq", ".input_scale", ".output_scale", ".k_scale", ".v_scale", ".weight_shape")
+HARMLESS = (
+    ".inv_freq",
+    ".input_scale",
+    ".activation_scale",
+    ".output_scale",
+    ".k_scale",
+    ".v_scale",
+    ".weight_shape",
+)
 _FLOATS = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -67,8 +77,7 @@ class WeightReader:
         self._expected = expected
         for name, shape in expected.items():
             piece = self._locate(name)
-            whole = shape if piece.rows is None else (piece.rows, *shape[1:])
-            self._shapes[piece.stored] = whole
+            self._shapes[piece.stored] = piece.whole_shape(shape)
         wanted: dict[str, TensorSpec] = {}
         for stored, shape in self._shapes.items():
             wanted |= self._specs(stored, shape)
@@ -87,7 +96,7 @@ class WeightReader:
         return {stored: TensorSpec((shape,), tuple(_FLOATS))}
 
     def _is_quantized(self, stored: str) -> bool:
-        if self._format is None or not stored.endswith(".weight"):
+        if self._format is None:
             return False
         return self._format.stores(stored.removesuffix(".weight"), self._files)
 
@@ -148,6 +157,11 @@ class WeightReader:
         parts = self._stored(names, QuantizedWeight)
         return None if parts is None else stack(parts)
 
+    def mxfp4(self, names: Iterable[str]) -> MXFP4Weight | None:
+        """As `quantized`, of matrices in MXFP4, which are whole numbers there."""
+        parts = self._stored(names, MXFP4Weight)
+        return None if parts is None else stack_mxfp4(parts)
+
     def float8(self, names: Iterable[str]) -> Float8Weight | None:
         """As `quantized`, of matrices in 8-bit floats."""
         parts = self._stored(names, Float8Weight)
@@ -162,9 +176,10 @@ class WeightReader:
             if not self._is_quantized(piece.stored):
                 return None
             weight = self._unpack(piece)
+            if isinstance(weight, MXFP4Weight) and kind is QuantizedWeight:
+                weight = weight.levels()
             if not isinstance(weight, kind):
                 return None
-            weight = weight.rows(piece.start, piece.stop) if piece.rows else weight
             parts.append(weight if self._cuts is None else self._cuts.quantized(name, weight))
         return parts
 
@@ -176,13 +191,11 @@ class WeightReader:
     def _load(self, name: str) -> torch.Tensor:
         piece = self._locate(name)
         if not self._is_quantized(piece.stored):
-            tensor = self._files.load(piece.stored)
-            return tensor if piece.rows is None else tensor[piece.start : piece.stop]
-        start, stop = (piece.start, piece.stop) if piece.rows is not None else (0, None)
-        return self._unpack(piece).rows(start, stop).dequantize()
+            return piece.of(self._files.load(piece.stored))
+        return self._unpack(piece).dequantize()
 
     def _unpack(self, piece: Piece) -> StoredWeight:
-        """All of the matrix that a piece is of."""
+        """The rows of a piece, out of the matrix that it is of."""
         assert self._format is not None, "only quantised matrices are unpacked"
         stored = piece.stored
         if self._unpacked is None or self._unpacked[0] != stored:
@@ -192,7 +205,7 @@ class WeightReader:
         weight = self._unpacked[1]
         if piece.rows is None or piece.stop == piece.rows:
             self._unpacked = None  # nothing more of it will be asked for
-        return weight
+        return weight if piece.rows is None else weight.rows(piece.start, piece.stop, piece.step)
 
 
 def stored_dtype(folder: Path) -> torch.dtype:

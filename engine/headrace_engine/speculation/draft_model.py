@@ -55,6 +55,7 @@ class DraftModel:
             quantization=speculation.quantization,
             max_model_len=speculation.max_model_len,
             speculative_config=None,
+            disable_hybrid_kv_cache_manager=True,
             tensor_parallel_size=1,
         )
         return cls(own)

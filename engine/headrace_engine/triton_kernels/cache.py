@@ -65,6 +65,7 @@ def _turned(
     WIDTH: tl.constexpr,
     DIM: tl.constexpr,
     NORM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ) -> tl.tensor:
     """x [HEADS, DIM], which begin at lines [HEADS, 1], normalised (with NORM) and turned.
 
@@ -73,17 +74,22 @@ def _turned(
     """
     dims = tl.arange(0, DIM)[None, :] + tl.zeros(x.shape, tl.int32)
     turned = mask & (dims < 2 * WIDTH)
-    partner = tl.where(dims < 2 * WIDTH, tl.where(dims < WIDTH, dims + WIDTH, dims - WIDTH), dims)
+    if INTERLEAVED:
+        is_first, other_one, angle = dims % 2 == 0, dims ^ 1, dims // 2
+    else:
+        is_first, angle = dims < WIDTH, dims % WIDTH
+        other_one = tl.where(dims < WIDTH, dims + WIDTH, dims - WIDTH)
+    partner = tl.where(dims < 2 * WIDTH, other_one, dims)
     other = tl.load(lines + partner, mask=mask, other=0.0).to(tl.float32)
-    cosine = tl.load(cos + angles + dims % WIDTH, mask=turned, other=1.0)
-    sine = tl.load(sin + angles + dims % WIDTH, mask=turned, other=0.0)
+    cosine = tl.load(cos + angles + angle, mask=turned, other=1.0)
+    sine = tl.load(sin + angles + angle, mask=turned, other=0.0)
     if NORM:
         own = tl.load(norm + dims, mask=mask, other=0.0)
         theirs = tl.load(norm + partner, mask=mask, other=0.0)
         scale = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None]
         x = _weighted(x * scale, own)
         other = _weighted(other * scale, theirs)
-    return x * cosine + other * tl.where(dims < WIDTH, -sine, sine)
+    return x * cosine + other * tl.where(is_first, -sine, sine)
 
 
 @jit
@@ -109,6 +115,7 @@ def rotate_kernel(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     NORM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     STORE: tl.constexpr,
     BITS: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -148,7 +155,10 @@ def rotate_kernel(
         norm = key_norm
         if is_query:
             norm = query_norm
-        x = _turned(x, lines, token * WIDTH, cos, sin, norm, eps, mask, HEAD_DIM, WIDTH, DIM, NORM)
+        x = _turned(
+            x, lines, token * WIDTH, cos, sin, norm, eps, mask,
+            HEAD_DIM, WIDTH, DIM, NORM, INTERLEAVED,
+        )  # fmt: skip
     if STORE:
         if is_query:
             places = (token * NUM_HEADS + heads) * HEAD_DIM + dims[None, :]

@@ -9,7 +9,7 @@ import triton.language as tl
 from .fp8 import exact_half, widened
 from .jit import await_earlier, jit, jit_unspecialized, prefetch
 from .paged import first_lines, read, steps
-from .softmax import capped, softmax_step
+from .softmax import capped, softmax_step, with_sinks
 
 
 @jit
@@ -34,11 +34,14 @@ def _merge(
     output: tl.tensor,
     partial: tl.tensor,
     log_sums: tl.tensor,
+    sinks: tl.tensor,
     place: tl.tensor,
+    head: tl.tensor,
     count: tl.tensor,
     HEAD_DIM: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     DIM: tl.constexpr,
+    SINKS: tl.constexpr,
 ) -> None:
     """One head: the mean of its `count` parts, weighted with their softmax sums."""
     splits = tl.arange(0, MAX_SPLITS)
@@ -59,7 +62,7 @@ def _merge(
         other=0.0,
         cache_modifier=".cg",
     )
-    total = tl.sum(weights, 0)
+    total = with_sinks(tl.sum(weights, 0), highest, sinks, head, SINKS)
     merged = tl.sum(parts * weights[:, None], 0) / tl.where(total > 0.0, total, 1.0)
     tl.store(output + place * HEAD_DIM + dims, merged, mask=dims < HEAD_DIM)
 
@@ -115,14 +118,19 @@ def _merge_if_last(
     partial: tl.tensor,
     log_sums: tl.tensor,
     arrived: tl.tensor,
-    place: tl.tensor,
+    sinks: tl.tensor,
+    sequence: tl.tensor,
+    kv_head: tl.tensor,
     count: tl.tensor,
+    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     DIM: tl.constexpr,
+    SINKS: tl.constexpr,
 ) -> None:
-    """Of the `count` programs of a KV head, of number `place`, the last joins all heads' parts."""
+    """Of the `count` programs of a sequence's KV head, the last joins all heads' parts."""
+    place = sequence * KV_HEADS + kv_head
     counter = arrived + place
     # All threads' parts are written before it is said that they are, and read behind it.
     tl.debug_barrier()
@@ -130,8 +138,9 @@ def _merge_if_last(
     if before == count - 1:
         for head in range(0, GROUP):
             _merge(
-                output, partial, log_sums, place * GROUP + head, count, HEAD_DIM, MAX_SPLITS, DIM
-            )
+                output, partial, log_sums, sinks, place * GROUP + head, kv_head * GROUP + head,
+                count, HEAD_DIM, MAX_SPLITS, DIM, SINKS,
+            )  # fmt: skip
         tl.store(counter, 0)
 
 
@@ -146,6 +155,7 @@ def decode_kernel(
     values: tl.tensor,
     tables: tl.tensor,
     seq_lens: tl.tensor,
+    sinks: tl.tensor,
     scale: tl.tensor,
     value_scale: tl.tensor,
     query_token_stride: tl.tensor,
@@ -167,9 +177,11 @@ def decode_kernel(
     HALF: tl.constexpr,
     WHOLE: tl.constexpr,
     MERGE: tl.constexpr,
+    SINKS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
     """Program (sequence, KV head, part). Caches are [blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM].
+    With SINKS `sinks` float32 [Hq] join the heads' softmax, once.
 
     Writes `output` where WHOLE says that no sequence has a second part, else `partial` float32
     [S, Hq, MAX_SPLITS, HEAD_DIM], and to `log_sums` [S, Hq, MAX_SPLITS] the parts' log2 of sums.
@@ -203,6 +215,10 @@ def decode_kernel(
         tile, factor, keys, values, table, kv_head, first, start, end,
         KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFTCAP, ROWS, KEYS, DIM, EXACT, BITS,
     )  # fmt: skip
+    if WHOLE:
+        # Of rows that are no head's the last one's.
+        own = tl.minimum(heads, KV_HEADS * GROUP - 1)
+        total = with_sinks(total, highest, sinks, own, SINKS)
     # A padded sequence has no keys and gets zeros.
     attended = attended / tl.where(total > 0.0, total, 1.0)[:, None] * value_scale
     places = sequence * KV_HEADS * GROUP + heads
@@ -214,8 +230,8 @@ def decode_kernel(
         tl.store(log_sums + parts, highest + tl.log2(total), mask=rows < GROUP)
         if MERGE:
             _merge_if_last(
-                output, partial, log_sums, arrived, sequence * KV_HEADS + kv_head,
-                tl.cdiv(length - begin, part), GROUP, HEAD_DIM, MAX_SPLITS, DIM,
+                output, partial, log_sums, arrived, sinks, sequence, kv_head,
+                tl.cdiv(length - begin, part), KV_HEADS, GROUP, HEAD_DIM, MAX_SPLITS, DIM, SINKS,
             )  # fmt: skip
     elif MERGE:
         if length == 0:
@@ -228,6 +244,7 @@ def merge_kernel(
     partial: tl.tensor,
     log_sums: tl.tensor,
     seq_lens: tl.tensor,
+    sinks: tl.tensor,
     least_part: tl.tensor,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -235,13 +252,17 @@ def merge_kernel(
     WINDOW: tl.constexpr,
     KEYS: tl.constexpr,
     DIM: tl.constexpr,
+    SINKS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
     """Program (sequence, query head): joins its parts."""
     await_earlier(DEPENDENT)
     sequence = tl.program_id(0).to(tl.int64)
-    place = sequence * HEADS + tl.program_id(1)
+    head = tl.program_id(1)
     length = tl.load(seq_lens + sequence)
     _, begin, part = _extent(length, least_part, MAX_SPLITS, KEYS, WINDOW)
     count = tl.cdiv(length - begin, part)
-    _merge(output, partial, log_sums, place, count, HEAD_DIM, MAX_SPLITS, DIM)
+    _merge(
+        output, partial, log_sums, sinks, sequence * HEADS + head, head, count,
+        HEAD_DIM, MAX_SPLITS, DIM, SINKS,
+    )  # fmt: skip

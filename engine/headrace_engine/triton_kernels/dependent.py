@@ -1,4 +1,5 @@
-"""Which kernels begin while those before them end: programmatic dependent launch, from Hopper on.
+"""Which kernels begin while those before them end: programmatic dependent launch, from Hopper on;
+and whether norms are launches of their own.
 
 Decides how kernels are launched and knows nothing of what they compute. It is on only while a step
 is recorded for which it was measured to pay (`tuning.steps`): all else is launched one by one.
@@ -31,30 +32,50 @@ class DependentLaunch:
     lines: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class StepLaunch:
+    """How kernels overlap, None: one by one; and whether norms are parts of the products around
+    them, where the model can have them so."""
+
+    overlap: DependentLaunch | None = None
+    fused_norms: bool = False
+
+
+PLAIN_STEP = StepLaunch()
+
+
 class DependentLaunches:
     """How the kernels of one model are launched now. Used by one thread, as steps are."""
 
     def __init__(self) -> None:
-        self._chosen: tuple[tuple[int, DependentLaunch | None], ...] = ()
-        self._now: DependentLaunch | None = None
+        self._chosen: tuple[tuple[int, StepLaunch], ...] = ()
+        self._step = PLAIN_STEP
 
-    def choose(self, rows: int, launch: DependentLaunch | None) -> None:
+    def choose(self, rows: int, step: StepLaunch) -> None:
         """For recorded steps of up to `rows` rows, and more than the bound below."""
         others = [one for one in self._chosen if one[0] != rows]
-        self._chosen = tuple(sorted([*others, (rows, launch)], key=lambda one: one[0]))
+        self._chosen = tuple(sorted([*others, (rows, step)], key=lambda one: one[0]))
 
-    def chosen(self, rows: int) -> DependentLaunch | None:
-        """None: one by one, as for more rows than were measured."""
-        return next((launch for most, launch in self._chosen if rows <= most), None)
+    def chosen(self, rows: int) -> StepLaunch:
+        """PLAIN_STEP for more rows than were measured."""
+        return next((step for most, step in self._chosen if rows <= most), PLAIN_STEP)
 
     @contextmanager
-    def during(self, launch: DependentLaunch | None) -> Iterator[None]:
+    def during(self, step: StepLaunch) -> Iterator[None]:
         """Launches kernels so until it ends."""
-        before, self._now = self._now, launch
+        before, self._step = self._step, step
         try:
             yield
         finally:
-            self._now = before
+            self._step = before
+
+    @property
+    def fused_norms(self) -> bool:
+        return self._step.fused_norms
+
+    @property
+    def _now(self) -> DependentLaunch | None:
+        return self._step.overlap
 
     @property
     def product(self) -> Options:

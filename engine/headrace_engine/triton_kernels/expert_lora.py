@@ -62,7 +62,7 @@ def expert_activate_kernel(
         source = gate_up + pairs[:, None] * (2 * WIDTH) + at[None, :]
         gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(source + WIDTH, mask=mask, other=0.0).to(tl.float32)
-        made = activated(gate, up, output, GELU)
+        made = activated(gate, up, output, GELU, 0.0, 0.0)
         tl.store(output + places[:, None] * WIDTH + at[None, :], made, mask=mask)
 
 

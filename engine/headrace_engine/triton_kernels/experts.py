@@ -36,17 +36,30 @@ def _multiply(
 
 
 @jit
-def activated(gate: tl.tensor, up: tl.tensor, to: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
+def activated(
+    gate: tl.tensor,
+    up: tl.tensor,
+    to: tl.tensor,
+    GELU: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+) -> tl.tensor:
     """The activation of `gate` times `up`, rounded where plain torch does to the dtype that the
-    pointer `to` points to."""
+    pointer `to` points to. With LIMIT above 0 gpt-oss's clamped SwiGLU, which is not rounded."""
     wide = gate.to(to.dtype.element_ty).to(tl.float32)
-    if GELU:
-        # GELU's approximation by tanh, which is a logistic function of twice its argument.
-        shift = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
+    other = up.to(to.dtype.element_ty).to(tl.float32)
+    if LIMIT > 0.0:
+        # NaN is not above the limit, and stays.
+        wide = tl.where(wide > LIMIT, LIMIT, wide)
+        other = tl.where(other > LIMIT, LIMIT, tl.where(other < -LIMIT, -LIMIT, other))
+        made = wide * tl.sigmoid(ALPHA * wide) * (other + 1.0)
     else:
         shift = wide
-    active = (wide * tl.sigmoid(shift)).to(to.dtype.element_ty).to(tl.float32)
-    return active * up.to(to.dtype.element_ty).to(tl.float32)
+        if GELU:
+            # GELU's approximation by tanh, which is a logistic function of twice its argument.
+            shift = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
+        made = (wide * tl.sigmoid(shift)).to(to.dtype.element_ty).to(tl.float32) * other
+    return made
 
 
 @jit
@@ -73,12 +86,18 @@ def places_of(
     return places.to(tl.int64), pairs, valid
 
 
+@jit
+def _biased(sums: tl.tensor, bias: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    return sums + tl.load(bias, mask=mask, other=0.0).to(tl.float32)[None, :]
+
+
 @jit_unspecialized("capacity")
 def grouped_kernel(
     output: tl.tensor,
     x: tl.tensor,
     weight: tl.tensor,
     scales: tl.tensor,
+    bias: tl.tensor,
     order: tl.tensor,
     tiles: tl.tensor,
     live: tl.tensor,
@@ -89,6 +108,9 @@ def grouped_kernel(
     OUTPUTS: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BIAS: tl.constexpr,
     SCALES: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
@@ -103,9 +125,10 @@ def grouped_kernel(
 
     With GATED weight is [E, 2 OUTPUTS, INPUTS], gates first: the rows of tokens x [T, INPUTS], in
     the order of `order`, become output [pairs, OUTPUTS] behind the activation. Without it weight is
-    [E, OUTPUTS, INPUTS]: rows of x [pairs, INPUTS] go to the places of their pairs. 8-bit weights
-    have SCALES a row, of groups of GROUP inputs, a multiple of DEPTH; with GROUP 0 one for all. As
-    many as TOGETHER tiles of rows share a tile of weights one after the other.
+    [E, OUTPUTS, INPUTS]: rows of x [pairs, INPUTS] go to the places of their pairs. With BIAS there
+    is one [E, outputs]. 8-bit weights have SCALES a row, of groups of GROUP inputs, a multiple of
+    DEPTH; with GROUP 0 one for all. As many as TOGETHER tiles of rows share a tile of weights one
+    after the other.
     """
     await_earlier(DEPENDENT)
     tile, columns = tile_of(capacity, OUTPUTS, COLUMNS, TOGETHER)
@@ -148,8 +171,11 @@ def grouped_kernel(
             sums *= tl.load(scales_at, mask=inside, other=0.0)[None, :]
             if GATED:
                 others *= tl.load(others_at, mask=inside, other=0.0)[None, :]
+        if BIAS:
+            sums = _biased(sums, bias + first, inside)
+            others = _biased(others, bias + first + (OUTPUTS if GATED else 0), inside)
         if GATED:
-            sums = activated(sums, others, output, GELU)
+            sums = activated(sums, others, output, GELU, ALPHA, LIMIT)
         to = output + target[:, None] * OUTPUTS + columns[None, :]
         tl.store(to, sums, mask=valid[:, None] & inside[None, :])
 

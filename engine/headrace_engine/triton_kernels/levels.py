@@ -16,10 +16,17 @@ from .levels_assembly import (
     CONSTRAINTS,
     EARLY_BFLOAT16,
     EARLY_FLOAT16,
+    FLOATS_EARLY_BFLOAT16,
+    FLOATS_EARLY_FLOAT16,
+    FLOATS_LATE_BFLOAT16,
+    FLOATS_LATE_FLOAT16,
     LATE_BFLOAT16,
     LATE_FLOAT16,
 )
+from .levels_launch import E2M1
 from .skinny import joined
+
+_E2M1 = tl.constexpr(E2M1)
 
 
 @jit
@@ -49,6 +56,37 @@ def _float16_pair(
         CODE, CONSTRAINTS, [words, added.to(kind), other.to(kind)],
         dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
     )  # fmt: skip
+
+
+@jit
+def _float_run(words: tl.tensor, FIRST: tl.constexpr) -> tl.tensor:
+    """float32: the 4-bit floats from bit FIRST on. Doubled they are whole, and the largest of three
+    lines over the code without its sign."""
+    code = words.to(tl.int32) >> FIRST
+    size = code & 7
+    doubled = tl.maximum(tl.maximum(size, 2 * size - 4), 4 * size - 16).to(tl.float32)
+    return tl.where((code & 8) > 0, -0.5, 0.5) * doubled
+
+
+@jit
+def _widened_floats(
+    words: tl.tensor, KIND: tl.constexpr, FIRST: tl.constexpr, ASM: tl.constexpr
+) -> tl.tensor:
+    """Two runs of 4-bit floats from bit FIRST on, as KIND."""
+    none = tl.zeros([words.shape[0], 1], tl.float32)
+    if not ASM:
+        a = _float_run(words, FIRST).to(KIND)
+        b = _float_run(words, FIRST + 4).to(KIND)
+    elif KIND == tl.bfloat16:
+        if FIRST == 0:
+            a, b = _bfloat16_pair(words, none, none, FLOATS_EARLY_BFLOAT16)
+        else:
+            a, b = _bfloat16_pair(words, none, none, FLOATS_LATE_BFLOAT16)
+    elif FIRST == 0:
+        a, b = _float16_pair(words, none, none, FLOATS_EARLY_FLOAT16)
+    else:
+        a, b = _float16_pair(words, none, none, FLOATS_LATE_FLOAT16)
+    return a, b
 
 
 @jit
@@ -90,7 +128,7 @@ def _zero_points(
     ZERO: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """float32 [COLUMNS, 1] of the group that input `first` is in; ZERO is one for all, or -1."""
+    """float32 [COLUMNS, 1] of the group that input `first` is in; ZERO is one for all, or READ."""
     if ZERO >= 0:
         found = tl.full([COLUMNS, 1], ZERO, tl.float32)
     else:
@@ -122,9 +160,12 @@ def multiply_levels(
     first begins with input `first`, times x_a and x_b [RUN, ROWS], and the scales of their groups;
     with GROUP 0 those are left for later. `scales` and `zeros` point to the first group's, each
     next one's are `outputs` behind."""
-    zero = _zero_points(zeros, first, outputs, GROUP, ZERO, COLUMNS)
-    other = _zero_points(zeros, first + RUN, outputs, GROUP, ZERO, COLUMNS)
-    a, b = _widened(words, zero, other, x_a.dtype, FIRST, BITS, ASM)
+    if ZERO == _E2M1:
+        a, b = _widened_floats(words, x_a.dtype, FIRST, ASM)
+    else:
+        zero = _zero_points(zeros, first, outputs, GROUP, ZERO, COLUMNS)
+        other = _zero_points(zeros, first + RUN, outputs, GROUP, ZERO, COLUMNS)
+        a, b = _widened(words, zero, other, x_a.dtype, FIRST, BITS, ASM)
     if GROUP == 0:
         sums = tl.dot(a, x_a, sums, input_precision=EXACT)
         sums = tl.dot(b, x_b, sums, input_precision=EXACT)
@@ -193,9 +234,9 @@ def levels_kernel(
     """Program (tile of rows and of outputs; part): output [rows, outputs] = x . weight^T (+ bias).
 
     words int16 [steps, outputs, RUN], each step 16 / BITS runs of RUN inputs; scales, and uint8
-    zeros where ZERO is -1, [groups of GROUP inputs, outputs]; with GROUP 0 there is one group. With
-    SPLIT, `partial` float32 holds [programs, splits, COLUMNS, ROWS] and `arrived` int32 [programs],
-    zeros before and after; the last part's program adds the parts up in their order.
+    zeros where ZERO is READ, [groups of GROUP inputs, outputs]; with GROUP 0 there is one group.
+    With SPLIT, `partial` float32 holds [programs, splits, COLUMNS, ROWS] and `arrived` int32
+    [programs], zeros before and after; the last part's program adds the parts up in their order.
     """
     await_earlier(DEPENDENT)
     tiles = tl.cdiv(rows, ROWS)

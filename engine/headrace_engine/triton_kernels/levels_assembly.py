@@ -26,8 +26,31 @@ _FLOAT16 = (("ONES", "0x3c003c00"), ("BASE", "0x64006400"), ("KIND", "f16x2"))
 _EARLY, _LATE = (("FIRST", "0"), ("SECOND", "4")), (("FIRST", "8"), ("SECOND", "12"))
 
 
-def _filled(*parts: tuple[str, str]) -> str:
-    text = _NIBBLES
+# A 4-bit float (sign, two bits of exponent, one behind the point) as the same bits of a larger one,
+# which has more of exponent to take away: 2^126 times too small in bfloat16, 2^14 in float16.
+_FLOATS = """
+{
+.reg .b32 low, high, sign, unit;
+mov.b32 unit, UNIT;
+shr.u32 low, $2, FIRST;
+shr.u32 high, $2, SECOND;
+shl.b32 sign, low, 12;
+shl.b32 low, low, PLACE;
+and.b32 low, low, BITS;
+lop3.b32 $0, sign, 0x80008000, low, 0xea;
+shl.b32 sign, high, 12;
+shl.b32 high, high, PLACE;
+and.b32 high, high, BITS;
+lop3.b32 $1, sign, 0x80008000, high, 0xea;
+fma.rn.KIND $0, $0, unit, $3;
+fma.rn.KIND $1, $1, unit, $4;
+}
+"""
+_BFLOAT16_UNIT = (("UNIT", "0x7e807e80"), ("PLACE", "6"), ("BITS", "0x01c001c0"), _BFLOAT16[-1])
+_FLOAT16_UNIT = (("UNIT", "0x74007400"), ("PLACE", "9"), ("BITS", "0x0e000e00"), _FLOAT16[-1])
+
+
+def _filled(*parts: tuple[str, str], text: str = _NIBBLES) -> str:
     for name, value in parts:
         text = text.replace(name, value)
     return text
@@ -38,6 +61,10 @@ EARLY_BFLOAT16 = tl.constexpr(_filled(*_BFLOAT16, *_EARLY))
 LATE_BFLOAT16 = tl.constexpr(_filled(*_BFLOAT16, *_LATE))
 EARLY_FLOAT16 = tl.constexpr(_filled(*_FLOAT16, *_EARLY))
 LATE_FLOAT16 = tl.constexpr(_filled(*_FLOAT16, *_LATE))
+FLOATS_EARLY_BFLOAT16 = tl.constexpr(_filled(*_BFLOAT16_UNIT, *_EARLY, text=_FLOATS))
+FLOATS_LATE_BFLOAT16 = tl.constexpr(_filled(*_BFLOAT16_UNIT, *_LATE, text=_FLOATS))
+FLOATS_EARLY_FLOAT16 = tl.constexpr(_filled(*_FLOAT16_UNIT, *_EARLY, text=_FLOATS))
+FLOATS_LATE_FLOAT16 = tl.constexpr(_filled(*_FLOAT16_UNIT, *_LATE, text=_FLOATS))
 # Of two numbers both.
 BYTES_FLOAT16 = tl.constexpr(
     """

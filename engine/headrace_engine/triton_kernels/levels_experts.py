@@ -33,6 +33,7 @@ def grouped_levels_kernel(
     words: tl.tensor,
     scales: tl.tensor,
     zeros: tl.tensor,
+    bias: tl.tensor,
     order: tl.tensor,
     tiles: tl.tensor,
     live: tl.tensor,
@@ -45,6 +46,9 @@ def grouped_levels_kernel(
     OUTPUTS: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BIAS: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
@@ -101,7 +105,12 @@ def grouped_levels_kernel(
             sums *= tl.load(scales_at).to(tl.float32)[:, None]
             if GATED:
                 others *= tl.load(scales_at + OUTPUTS).to(tl.float32)[:, None]
+        if BIAS:
+            bias_at = bias + expert * all_outputs + held
+            sums += tl.load(bias_at).to(tl.float32)[:, None]
+            if GATED:
+                others += tl.load(bias_at + OUTPUTS).to(tl.float32)[:, None]
         if GATED:
-            sums = activated(sums, others, output, GELU)
+            sums = activated(sums, others, output, GELU, ALPHA, LIMIT)
         to = output + target[None, :] * OUTPUTS + columns[:, None]
         tl.store(to, sums, mask=(columns < OUTPUTS)[:, None] & valid[None, :])

@@ -30,6 +30,9 @@ TILES = (
     LinearLaunch(32, 64, 0, 4, 3),
 )
 
+# In the place of a zero point for all numbers: each group's is read; 4-bit floats (e2m1) have none.
+READ, E2M1 = -1, -2
+
 SPLITS = (1, 2, 4, 8)
 # Programs that keep an H100 busy; more parts are tried up to the other bound.
 ENOUGH_PROGRAMS, MOST_PROGRAMS = 160, 1024

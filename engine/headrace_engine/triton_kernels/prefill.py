@@ -10,7 +10,7 @@ import triton.language as tl
 from .fp8 import exact_half, widened
 from .jit import jit, jit_unspecialized
 from .paged import first_lines, read, steps
-from .softmax import capped, softmax_step
+from .softmax import capped, softmax_step, with_sinks
 
 
 @jit
@@ -90,6 +90,7 @@ def prefill_kernel(
     tables: tl.tensor,
     query_start: tl.tensor,
     seq_lens: tl.tensor,
+    sinks: tl.tensor,
     num_decodes: tl.tensor,
     num_runs: tl.tensor,
     scale: tl.tensor,
@@ -109,9 +110,11 @@ def prefill_kernel(
     EXACT: tl.constexpr,
     BITS: tl.constexpr,
     HALF: tl.constexpr,
+    SINKS: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> None:
-    """Program (tile of query tokens, KV head), over the runs behind the first `num_decodes`.
+    """Program (tile of query tokens, KV head), over the runs behind the first `num_decodes`. With
+    SINKS `sinks` float32 [Hq] join the heads' softmax.
 
     Tiles of keys that all rows see are not masked, which rounds otherwise; with MASKED all are.
 
@@ -163,6 +166,7 @@ def prefill_kernel(
             KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFTCAP, KEYS, DIM, EXACT, BITS, True,
         )  # fmt: skip
         highest, total, attended = state
+        total = with_sinks(total, highest, sinks, heads, SINKS)
         attended = attended / tl.where(total > 0.0, total, 1.0)[:, None] * value_scale
         out = (places * KV_HEADS * GROUP + heads)[:, None] * HEAD_DIM + dims[None, :]
         tl.store(output + out, attended, mask=mask)

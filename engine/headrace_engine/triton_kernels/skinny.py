@@ -8,6 +8,7 @@ program of a tile adds them up: in the order of the parts, whichever program is 
 
 import triton.language as tl
 
+from .fused_norm import divided, keep_added, load_residual, load_squares, outputs_of
 from .jit import await_earlier, jit, jit_unspecialized, prefetch_rows
 
 
@@ -34,10 +35,8 @@ def keep(
     COLUMNS: tl.constexpr,
 ) -> None:
     """Writes sums [COLUMNS, ROWS] to output [rows, outputs]."""
-    lines = tl.arange(0, ROWS)
-    columns = tile * COLUMNS + tl.arange(0, COLUMNS)
-    mask = (columns < outputs)[:, None] & (lines < rows)[None, :]
-    tl.store(output + lines.to(tl.int64)[None, :] * outputs + columns[:, None], sums, mask=mask)
+    places, mask = outputs_of(tile, rows, outputs, ROWS, COLUMNS)
+    tl.store(output + places, sums, mask=mask)
 
 
 @jit
@@ -71,30 +70,6 @@ def joined(
     return last, sums
 
 
-@jit
-def finish(
-    output: tl.tensor,
-    partial: tl.tensor,
-    arrived: tl.tensor,
-    sums: tl.tensor,
-    bias: tl.tensor,
-    tile: tl.tensor,
-    columns: tl.tensor,
-    rows: tl.tensor,
-    splits: tl.tensor,
-    outputs: tl.tensor,
-    BIAS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
-    """Writes a program's sums [COLUMNS, ROWS]; those of all parts, if it is the last of them."""
-    last, sums = joined(partial, arrived, sums, tile, splits, SPLIT, ROWS, COLUMNS)
-    if last:
-        sums = biased(sums, bias, columns, BIAS)
-        keep(output, sums, tile, rows, outputs, ROWS, COLUMNS)
-
-
 @jit_unspecialized("rows", "splits", "ahead")
 def skinny_kernel(
     output: tl.tensor,
@@ -109,6 +84,10 @@ def skinny_kernel(
     outputs: tl.tensor,
     x_stride: tl.tensor,
     ahead: tl.tensor,
+    residual: tl.tensor,
+    norm: tl.tensor,
+    squares: tl.tensor,
+    eps: tl.tensor,
     BIAS: tl.constexpr,
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -116,13 +95,18 @@ def skinny_kernel(
     DEPTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
     LINES: tl.constexpr,
+    ADD: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROOM: tl.constexpr,
 ) -> None:
     """Program (tile of outputs, part): output [rows, outputs] = x . weight^T (+ bias).
 
     `inputs` is a multiple of splits * DEPTH, and rows are at most ROWS. With SPLIT, `partial`
     float32 holds [tiles, splits, COLUMNS, ROWS] and `arrived` int32 [tiles], zeros before and
     after. With DEPENDENT `ahead` bytes of each output's weights are asked for before all else,
-    with LINES as of prefetch_rows.
+    with LINES as of prefetch_rows. With PARTS the rows are still to be divided, by what `squares`
+    and `eps` say; with ADD the residual is added and the product's part of a norm is done, of which
+    `squares` are a result (fused_norm).
     """
     tile = tl.program_id(0)
     share = inputs // DEPTH // splits * DEPTH
@@ -137,13 +121,20 @@ def skinny_kernel(
     await_earlier(DEPENDENT)
     left = begins[:, None] + depth[None, :]
     right = x + lines.to(tl.int64)[None, :] * x_stride + depth[:, None]
+    found = load_squares(squares, lines, PARTS, ROOM)
+    before, factor = load_residual(residual, norm, tile, rows, outputs, ADD, ROWS, COLUMNS)
     sums = tl.zeros([COLUMNS, ROWS], tl.float32)
     for start in range(first, first + share, DEPTH):
         sums = tl.dot(tl.load(left + start), tl.load(right + start), sums)
-    finish(
-        output, partial, arrived, sums, bias, tile, columns, rows, splits, outputs,
-        BIAS, SPLIT, ROWS, COLUMNS,
-    )  # fmt: skip
+    last, sums = joined(partial, arrived, sums, tile, splits, SPLIT, ROWS, COLUMNS)
+    if last:
+        sums = biased(divided(sums, found, inputs, eps, PARTS), bias, columns, BIAS)
+        if ADD:
+            keep_added(
+                output, residual, squares, sums, before, factor, tile, rows, outputs, ROWS, COLUMNS
+            )
+        else:
+            keep(output, sums, tile, rows, outputs, ROWS, COLUMNS)
 
 
 @jit_unspecialized("rows", "ahead")
@@ -157,17 +148,22 @@ def skinny_silu_kernel(
     outputs: tl.tensor,
     x_stride: tl.tensor,
     ahead: tl.tensor,
+    squares: tl.tensor,
+    eps: tl.tensor,
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
     LINES: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROOM: tl.constexpr,
 ) -> None:
     """Program (tile of outputs): silu(x . gate^T) * (x . up^T), rounded in between as the product
     and the activation are where they are apart. The weight's first `outputs` rows are the gate's.
 
-    `inputs` is a multiple of DEPTH, and rows are at most ROWS; `ahead` as of skinny_kernel.
+    `inputs` is a multiple of DEPTH, and rows are at most ROWS; `ahead`, `squares` and PARTS
+    as of skinny_kernel.
     """
     tile = tl.program_id(0)
     columns = tl.minimum(tile * COLUMNS + tl.arange(0, COLUMNS), outputs - 1)
@@ -182,12 +178,15 @@ def skinny_silu_kernel(
     gates = begins[:, None] + depth[None, :]
     ups = gates + between
     right = x + lines.to(tl.int64)[None, :] * x_stride + depth[:, None]
+    found = load_squares(squares, lines, PARTS, ROOM)
     gate = tl.zeros([COLUMNS, ROWS], tl.float32)
     up = tl.zeros([COLUMNS, ROWS], tl.float32)
     for start in range(0, inputs, DEPTH):
         taken = tl.load(right + start)
         gate = tl.dot(tl.load(gates + start), taken, gate)
         up = tl.dot(tl.load(ups + start), taken, up)
+    gate = divided(gate, found, inputs, eps, PARTS)
+    up = divided(up, found, inputs, eps, PARTS)
     kind = x.dtype.element_ty
     wide = biased(gate, bias, columns, BIAS).to(kind).to(tl.float32)
     silu = (wide * tl.sigmoid(wide)).to(kind).to(tl.float32)

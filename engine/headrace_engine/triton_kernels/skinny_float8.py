@@ -6,7 +6,7 @@ import triton.language as tl
 
 from .fp8 import widened
 from .jit import await_earlier, jit_unspecialized, prefetch_rows
-from .skinny import finish
+from .skinny import biased, joined, keep
 
 
 @jit_unspecialized("rows", "splits", "ahead")
@@ -64,7 +64,6 @@ def skinny_float8_kernel(
             sums = tl.dot(wide, taken, sums)
     if GROUP == 0:
         sums *= tl.load(own)[:, None]
-    finish(
-        output, partial, arrived, sums, bias, tile, columns, rows, splits, outputs,
-        BIAS, SPLIT, ROWS, COLUMNS,
-    )  # fmt: skip
+    last, sums = joined(partial, arrived, sums, tile, splits, SPLIT, ROWS, COLUMNS)
+    if last:
+        keep(output, biased(sums, bias, columns, BIAS), tile, rows, outputs, ROWS, COLUMNS)

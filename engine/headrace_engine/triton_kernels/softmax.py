@@ -32,6 +32,22 @@ def softmax_step(
 
 
 @jit
+def with_sinks(
+    total: tl.tensor,
+    highest: tl.tensor,
+    sinks: tl.tensor,
+    heads: tl.tensor,
+    SINKS: tl.constexpr,
+) -> tl.tensor:
+    """Sums of 2^(score - highest), to which with SINKS the logit of each of `heads` belongs too."""
+    if SINKS:
+        power = tl.load(sinks + heads) * 1.4426950408889634 - highest
+        # Far above all scores it leaves nothing of them; exp2 of more is infinite.
+        total += tl.exp2(tl.minimum(power, 126.0))
+    return total
+
+
+@jit
 def capped(scores: tl.tensor, factor: tl.tensor, SOFTCAP: tl.constexpr) -> tl.tensor:
     """(scores, factor): times `factor` [ROWS] they would be natural logarithms, squashed into
     (-SOFTCAP, SOFTCAP) unless that is 0; times the factor that is returned they are of base 2."""

@@ -1,7 +1,9 @@
 """Measures whole decode steps as they will be recorded: with kernels one after the other, or such
-that each begins while the one before it ends. What is hidden so no kernel's own time shows.
+that each begins while the one before it ends; with norms of their own, or as parts of the products
+around them. What is hidden so no kernel's own time shows.
 """
 
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -11,10 +13,12 @@ from ..attention.triton import TritonBackend
 from ..config import EngineConfig
 from ..model.base import ForwardBatch
 from ..model.decoder import Decoder
+from ..model.norm_fusion import NormFusingDecoder
 from ..model.parallel_decoder import ParallelDecoder
 from ..model.triton_ops import TritonOps
 from ..placement import PlacedModel
-from ..triton_kernels.dependent import DependentLaunch
+from ..triton_kernels.dependent import DependentLaunch, StepLaunch
+from ..triton_kernels.launch import ROW_BOUNDS
 from .autotuner import Autotuner, Run
 
 # Steps of up to so many sequences are recorded alike; larger ones keep one kernel after the other.
@@ -23,8 +27,9 @@ STEP_KEYS = 1024
 # KV of all layers: more than caches hold of one.
 STEP_POOL_BYTES = 2 << 30
 MIB = 1 << 20
+ONE_BY_ONE = "one by one"
 CANDIDATES: dict[str, DependentLaunch | None] = {
-    "one by one": None,
+    ONE_BY_ONE: None,
     "dependent": DependentLaunch(),
     "dependent, 4 MiB ahead": DependentLaunch(4 * MIB),
     "dependent, 8 MiB ahead": DependentLaunch(8 * MIB),
@@ -34,6 +39,11 @@ CANDIDATES: dict[str, DependentLaunch | None] = {
     "dependent, 8 MiB ahead by lines": DependentLaunch(8 * MIB, lines=True),
     "early, 8 MiB ahead by lines": DependentLaunch(8 * MIB, early=True, lines=True),
 }
+# With fused norms, besides what is the fastest with norms of their own.
+FUSED_CANDIDATES = (ONE_BY_ONE, "dependent", "dependent, 8 MiB ahead")
+APART, FUSED = "apart", "fused"
+# Between logits that were rounded at other places in all layers; see docs/decisions/0025.
+ROUNDING = 6e-2
 
 
 def can_depend(placed: PlacedModel) -> bool:
@@ -58,9 +68,34 @@ def tune_steps(
     scene = StepScene(placed, config, min(bound, config.max_num_seqs), pool_bytes)
     if isinstance(placed.attention, TritonBackend):
         placed.attention.dependent = scene.ops.dependent
-    runs: dict[str, Run] = {name: partial(scene.run, launch) for name, launch in CANDIDATES.items()}
-    chosen = tuner.choose(scene.name, runs, scene.read_bytes, tolerance=0.0)
-    scene.ops.dependent.choose(bound, CANDIDATES[chosen])
+    overlap = _choose_overlap(tuner, scene, scene.name, CANDIDATES, fused=False)
+    chosen = StepLaunch(CANDIDATES[overlap])
+    if isinstance(placed.model, NormFusingDecoder) and bound <= ROW_BOUNDS[-1]:
+        chosen = _choose_norms(tuner, scene, overlap)
+    scene.ops.dependent.choose(bound, chosen)
+
+
+def _choose_overlap(
+    tuner: Autotuner, scene: "StepScene", name: str, overlaps: Iterable[str], fused: bool
+) -> str:
+    """Of steps that differ in nothing else, so that all must have the same bits."""
+    runs: dict[str, Run] = {
+        one: partial(scene.run, StepLaunch(CANDIDATES[one], fused)) for one in overlaps
+    }
+    return tuner.choose(name, runs, scene.read_bytes, tolerance=0.0)
+
+
+def _choose_norms(tuner: Autotuner, scene: "StepScene", overlap: str) -> StepLaunch:
+    """`overlap` is the best with norms of their own. Fused ones are rounded otherwise."""
+    apart, overlaps = StepLaunch(CANDIDATES[overlap]), dict.fromkeys((*FUSED_CANDIDATES, overlap))
+    name = f"{scene.name}, fused norms"
+    best = _choose_overlap(tuner, scene, name, overlaps, fused=True)
+    if best in tuner.choices[-1].refused:
+        return apart
+    ways = {APART: apart, FUSED: StepLaunch(CANDIDATES[best], fused_norms=True)}
+    runs: dict[str, Run] = {one: partial(scene.run, way) for one, way in ways.items()}
+    chosen = tuner.choose(f"{scene.name}, norms", runs, scene.read_bytes, tolerance=ROUNDING)
+    return ways[chosen]
 
 
 class StepScene:
@@ -91,9 +126,9 @@ class StepScene:
         """Of products' weights, keys and values."""
         return self._kv_bytes + _weight_bytes(self.ops, self._rows)
 
-    def run(self, launch: DependentLaunch | None) -> torch.Tensor:
+    def run(self, step: StepLaunch) -> torch.Tensor:
         """Logits of a step whose kernels are launched so."""
-        with self.ops.dependent.during(launch):
+        with self.ops.dependent.during(step):
             return self._model.forward(self._batch, self.caches)
 
     def _decode(self, full: int, device: torch.device) -> ForwardBatch:

@@ -3,6 +3,7 @@
 Line breaks next to the markers go with them. The result is the same however the text is cut.
 """
 
+from collections.abc import Sequence
 from enum import Enum
 
 from ..parts import Part, Reasoning, Text
@@ -18,9 +19,20 @@ class Begin(Enum):
 
 
 class ThinkParser:
-    """`otherwise_inside`: without an opening marker at its start, an open text is reasoning."""
+    """`otherwise_inside`: without an opening marker at its start, an open text is reasoning.
 
-    def __init__(self, opening: str, closing: str, begin: Begin, *, otherwise_inside: bool) -> None:
+    `label`: a word behind the opening marker that goes with it.
+    """
+
+    def __init__(
+        self,
+        opening: str,
+        closing: str,
+        begin: Begin,
+        *,
+        otherwise_inside: bool,
+        label: str = "",
+    ) -> None:
         self.seen = begin is Begin.INSIDE
         self.over = begin is Begin.BEHIND
         self._opening = opening
@@ -29,6 +41,8 @@ class ThinkParser:
         self._start: str | None = None if begin is Begin.BEHIND else ""
         self._begin = begin
         self._fresh = False  # only line breaks so far since the last marker
+        self._label = label  # until it has been found, or not
+        self._labelled = ""
 
     def push(self, text: str) -> list[Part]:
         if self._start is not None:
@@ -41,7 +55,7 @@ class ThinkParser:
         if self._start is not None:
             start, self._start = self._start, None
             return [] if self._begin is Begin.INSIDE else self._text(start)
-        held = self._search.flush()
+        held = self._labelled + self._search.flush()
         return [Reasoning(held)] if held and not self.over else []
 
     def _text(self, text: str) -> list[Part]:
@@ -64,7 +78,17 @@ class ThinkParser:
         self._fresh = inside
         return text
 
+    def _without_label(self, text: str) -> str:
+        seen = self._labelled + text
+        if self._label.startswith(seen) and seen != self._label:
+            self._labelled = seen
+            return ""
+        label, self._label, self._labelled = self._label, "", ""
+        return seen.removeprefix(label)
+
     def _reasoning(self, text: str) -> list[Part]:
+        if self._label:
+            text = self._without_label(text)
         if self._fresh:
             text = text.lstrip("\n")
             self._fresh = not text
@@ -81,3 +105,23 @@ class ThinkParser:
             text = text.lstrip("\n")
             self._fresh = not text
         return self._text(text)
+
+
+class ThinkTokens:
+    """Counts the tokens of reasoning, with the closing marker."""
+
+    def __init__(self, parser: ThinkParser, closing: int | None) -> None:
+        self._parser = parser
+        self._closing = closing
+        self._count = 0
+        self._closed = False
+
+    @property
+    def total(self) -> int:
+        return self._count if self._parser.seen else 0
+
+    def push(self, token_ids: Sequence[int]) -> None:
+        """To be called before the parser reads the tokens' text."""
+        for token_id in () if self._parser.over else token_ids:
+            self._count += not self._closed
+            self._closed = self._closed or token_id == self._closing

@@ -190,7 +190,9 @@ class ResponsesAnswer:
             yield self._of_part("response.content_part.done", part=content)
         index = len(self._items)
         self._items.append(item)
-        self._open, self._texts, self._logprobs, self._unsent = None, [], [], []
+        if kind == "message":
+            self._logprobs, self._unsent = [], []
+        self._open, self._texts = None, []
         yield self._event("response.output_item.done", output_index=index, item=item)
 
     def _content(self, kind: str, text: str, logprobs: list[Chunk]) -> Chunk:
@@ -210,7 +212,8 @@ class ResponsesAnswer:
         options = self._options
         if options.logprobs is None or piece.logprobs is None or not piece.token_ids:
             return
-        if any(not isinstance(part, Text) for part in parts) or not (parts or self._texts):
+        says = self._open is not None and self._open["type"] == "message"
+        if any(not isinstance(part, Text) for part in parts) or not (parts or says):
             return
         self._unsent += chat_logprobs(
             options.tokenizer, piece.token_ids, piece.logprobs, options.logprobs

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, with vLLM's bodies."""
+"""POST /tokenize and /detokenize, and what tokenizers of other programs need to know; as vLLM's."""
 
 from typing import Any
 
@@ -37,6 +37,17 @@ async def detokenize(request: Request, services: WithServices) -> dict[str, Any]
     body = await services.body(request, DetokenizeRequest)
     model = await services.models.find(body.model)
     return {"prompt": await services.prompts.decode(model, body.tokens)}
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(services: WithServices, model: str | None = None) -> dict[str, Any]:
+    """Special tokens by their names, such as `eos_token`, and the chat template."""
+    found = await services.models.find(model)
+    template = found.chat_template
+    return {
+        **found.tokenizer.special_tokens,
+        "chat_template": None if template is None else template.source,
+    }
 
 
 async def _encode(body: TokenizeRequest, model: ServedModel, services: Services) -> list[int]:

@@ -70,6 +70,14 @@ def parameters(name: str, schema: Mapping[str, Any]) -> list[Parameter]:
     ]
 
 
+def cannot_hold(function: str, parameter: str, reason: str) -> StructuredOutputError:
+    return StructuredOutputError(
+        "json",
+        f"parameter {parameter!r:.80} of {function} cannot be held in calls of this model's form: "
+        f"{reason}; leave strict out",
+    )
+
+
 def kinds(schema: Mapping[str, Any] | None) -> dict[str, ValueKind]:
     """How the values of known parameters are written."""
     found = known(schema or {})

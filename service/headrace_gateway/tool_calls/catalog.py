@@ -5,12 +5,18 @@ from functools import partial
 
 from headrace_common.structural_format import Format
 
+from ..harmony import header as harmony
+from ..harmony.held import harmony_format
+from ..harmony.parser import HarmonyParser
 from ..parts import PartList
 from .arrays import ArrayParser, array_format
 from .base import ToolParser
 from .element_format import element_format
 from .element_parser import ElementParser, Kinds
 from .elements import (
+    DEEPSEEK_V4,
+    DEEPSEEK_V32,
+    DSML,
     ELEMENTS,
     GLM45,
     GLM47,
@@ -18,9 +24,14 @@ from .elements import (
     QWEN3_CODER,
     SEED_OSS,
 )
+from .gemma4 import CLOSE as GEMMA_CLOSE
+from .gemma4 import OPEN as GEMMA_OPEN
+from .gemma4 import QUOTE, Gemma4Parser
+from .gemma4_format import gemma4_format
 from .held import Held
 from .hermes import CLOSE, OPEN, HermesParser, hermes_format
 from .llama3_json import TAG, Llama3JsonParser, llama3_json_format
+from .marked_pythonic import BLOCKS, LFM2, OLMO3, MarkedPythonicParser, marked_pythonic_format
 from .mistral import MARKER, MistralParser, mistral_format
 from .pythonic import END, START, PythonicParser, pythonic_format
 from .sections import (
@@ -35,13 +46,15 @@ from .sections import (
 )
 
 HERMES, LLAMA3_JSON, MISTRAL, PYTHONIC = "hermes", "llama3_json", "mistral", "pythonic"
-LLAMA4_PYTHONIC = "llama4_pythonic"
+LLAMA4_PYTHONIC, GRANITE4, NEMOTRON = "llama4_pythonic", "granite4", "nemotron_json"
+GEMMA4 = "gemma4"
 GRANITE, PHI4_MINI, JAMBA, HUNYUAN = "granite", "phi4_mini_json", "jamba", "hunyuan_a13b"
 _ARRAYS: Mapping[str, tuple[str, str]] = {
     GRANITE: ("<|tool_call|>", ""),
     PHI4_MINI: ("functools", ""),
     JAMBA: ("<tool_calls>", "</tool_calls>"),
     HUNYUAN: ("<tool_calls>", "</tool_calls>"),
+    NEMOTRON: ("<TOOLCALL>", "</TOOLCALL>"),
 }
 
 Maker = Callable[[PartList, Kinds], ToolParser]
@@ -54,12 +67,19 @@ def _whatever_tools(make: Callable[[PartList], ToolParser]) -> Maker:
 
 # Each makes a parser; it is given the tools' names, with how their arguments are written.
 PARSERS: Mapping[str, Maker] = {
+    GEMMA4: _whatever_tools(Gemma4Parser),
     HERMES: _whatever_tools(HermesParser),
+    GRANITE4: _whatever_tools(HermesParser),
     LLAMA3_JSON: Llama3JsonParser,
     MISTRAL: _whatever_tools(MistralParser),
     PYTHONIC: PythonicParser,
     LLAMA4_PYTHONIC: PythonicParser,
+    harmony.OPENAI: HarmonyParser,
     **{name: _whatever_tools(partial(ArrayParser, *markers)) for name, markers in _ARRAYS.items()},
+    **{
+        name: _whatever_tools(partial(MarkedPythonicParser, block))
+        for name, block in BLOCKS.items()
+    },
     **{
         name: _whatever_tools(partial(SectionParser, section)) for name, section in SECTIONS.items()
     },
@@ -68,27 +88,35 @@ PARSERS: Mapping[str, Maker] = {
 
 # What texts with calls of given functions must match. Raises StructuredOutputError.
 FORMATS: Mapping[str, Callable[[Held], Format]] = {
+    GEMMA4: gemma4_format,
     HERMES: hermes_format,
+    GRANITE4: hermes_format,
     LLAMA3_JSON: llama3_json_format,
     MISTRAL: mistral_format,
     PYTHONIC: pythonic_format,
     LLAMA4_PYTHONIC: pythonic_format,
+    harmony.OPENAI: harmony_format,
     **{
         name: partial(array_format, marker=marker, closing=closing)
         for name, (marker, closing) in _ARRAYS.items()
     },
+    **{name: partial(marked_pythonic_format, block=block) for name, block in BLOCKS.items()},
     **{name: partial(section_format, section=section) for name, section in SECTIONS.items()},
     **{name: partial(element_format, form=form) for name, form in ELEMENTS.items()},
 }
 
 # What a parser must see in the text, though it may be a special token.
 MARKERS: Mapping[str, tuple[str, ...]] = {
+    GEMMA4: (GEMMA_OPEN, GEMMA_CLOSE, QUOTE),
     HERMES: (OPEN, CLOSE),
+    GRANITE4: (OPEN, CLOSE),
     LLAMA3_JSON: (TAG,),
     MISTRAL: (MARKER, "[ARGS]", "[CALL_ID]"),
     PYTHONIC: (START, END),
     LLAMA4_PYTHONIC: (START, END),
+    harmony.OPENAI: harmony.MARKERS,
     **_ARRAYS,
+    **{name: (each.opening, each.closing) for name, each in BLOCKS.items()},
     **{name: (*each.markers, SEPARATOR, ARGUMENTS) for name, each in SECTIONS.items()},
     **{name: each.markers for name, each in ELEMENTS.items()},
 }
@@ -96,6 +124,8 @@ MARKERS: Mapping[str, tuple[str, ...]] = {
 # In this order: texts that are all in a template of this form. None: one that is not read here,
 # though it has a sign of another in it.
 _SIGNS: tuple[tuple[str | None, tuple[str, ...]], ...] = (
+    (DEEPSEEK_V32, (DSML, "function_calls>")),
+    (DEEPSEEK_V4, (DSML, "tool_calls>")),
     (MINIMAX_M2, (ELEMENTS[MINIMAX_M2].opening, "<invoke name=")),
     (SEED_OSS, (ELEMENTS[SEED_OSS].opening, "<parameter=")),
     (QWEN3_CODER, (OPEN, "<function=", "<parameter=")),
@@ -106,7 +136,14 @@ _SIGNS: tuple[tuple[str | None, tuple[str, ...]], ...] = (
     (KIMI_K2, (SECTIONS[KIMI_K2].opening,)),
     (DEEPSEEK_V3, (SECTIONS[DEEPSEEK_V3].opening, "```json")),
     (DEEPSEEK_V31, (SECTIONS[DEEPSEEK_V31].opening,)),
+    (GEMMA4, (GEMMA_OPEN, QUOTE)),
+    (LFM2, (BLOCKS[LFM2].opening,)),
+    (OLMO3, (BLOCKS[OLMO3].opening,)),
     (MISTRAL, (MARKER,)),
+    (PHI4_MINI, ("functools[",)),
+    (GRANITE, (_ARRAYS[GRANITE][0],)),
+    (NEMOTRON, (_ARRAYS[NEMOTRON][0],)),
+    (HUNYUAN, (_ARRAYS[HUNYUAN][0],)),
     (HERMES, (OPEN,)),
     (PYTHONIC, (START,)),
     (PYTHONIC, ("[func_name1(",)),
@@ -117,6 +154,8 @@ _SIGNS: tuple[tuple[str | None, tuple[str, ...]], ...] = (
 
 def detect_tool_parser(template: str) -> str | None:
     """The name of the parser for the calls that a template writes; None where it is not known."""
+    if harmony.is_harmony(template):
+        return harmony.OPENAI
     for name, signs in _SIGNS:
         if all(sign in template for sign in signs):
             return name

@@ -20,14 +20,13 @@ from headrace_common.structural_format import (
     Tag,
     Until,
 )
-from headrace_common.structured import StructuredOutputError
 
-from .arguments import Parameter, ValueKind, choices, parameters, target_of
+from .arguments import Parameter, ValueKind, cannot_hold, choices, parameters, target_of
 from .elements import Elements
 from .held import Function, Held, sequence
+from .held_text import text_up_to
 
 _KEY = re.compile(r"[\w.:/ -]{1,128}")
-_LENGTHS = ("minLength", "maxLength")
 
 
 def element_format(held: Held, form: Elements) -> Format:
@@ -63,33 +62,27 @@ def _arguments(form: Elements, function: Function) -> Format:
 
 
 def _any_element(form: Elements) -> Format:
-    before, behind = form.parameter.split("{name}")
+    before, behind = form.parameter.replace("{string}", "true").split("{name}")
     key = sequence(Const(before), Pattern(r"\w{1,64}"), Const(behind))
     return sequence(key, Until(form.value_end), *_const(form.after))
 
 
 def _element(form: Elements, function: Function, parameter: Parameter) -> Format:
     if _KEY.fullmatch(parameter.name) is None:
-        raise _refusal(function, parameter, "its name cannot be written")
+        raise cannot_hold(function.name, parameter.name, "its name cannot be written")
     try:
         value = _value(form, parameter)
     except ValueError as error:
-        raise _refusal(function, parameter, str(error)) from error
-    element = Tag(form.parameter.format(name=parameter.name), value, form.after)
+        raise cannot_hold(function.name, parameter.name, str(error)) from error
+    said = "true" if parameter.kind is ValueKind.TEXT else "false"
+    begin = form.parameter.format(name=parameter.name, string=said)
+    element = Tag(begin, value, form.after)
     return element if parameter.required else Repeat(element, optional=True, once=True)
-
-
-def _refusal(function: Function, parameter: Parameter, reason: str) -> StructuredOutputError:
-    return StructuredOutputError(
-        "json",
-        f"parameter {parameter.name!r:.80} of {function.name} cannot be held in calls of this "
-        f"model's form: {reason}; leave strict out",
-    )
 
 
 def _value(form: Elements, parameter: Parameter) -> Format:
     end = form.pad + form.value_end
-    if parameter.kind is ValueKind.JSON:
+    if parameter.kind is ValueKind.JSON or (form.says_texts and parameter.kind != ValueKind.TEXT):
         return sequence(Json(parameter.schema), Const(end))
     ways = list(_texts(form, parameter.schema, parameter.schema, parameter.kind))
     return ways[0] if len(ways) == 1 else Choice(tuple(ways))
@@ -128,29 +121,10 @@ def _written(form: Elements, value: str, kind: ValueKind) -> str:
 
 
 def _text(form: Elements, schema: Mapping[str, Any], kind: ValueKind) -> Format:
-    pattern, lengths = schema.get("pattern"), [schema.get(each) for each in _LENGTHS]
-    if pattern is None and lengths == [None, None]:
-        return Until(form.value_end)
-    if pattern is not None and lengths != [None, None]:
-        raise ValueError("a pattern and a length cannot be held together")
-    if kind is ValueKind.NULLABLE_TEXT:
+    text = text_up_to(form.value_end, schema, form.pad)
+    if text.pattern and kind is ValueKind.NULLABLE_TEXT:
         raise ValueError("a text that may be null cannot be held to a pattern or a length")
-    if isinstance(pattern, str):
-        inner = _unanchored(pattern)
-    else:
-        least, most = lengths
-        inner = rf"(.|\n){{{least or 0},{'' if most is None else most}}}"
-    return Until(form.value_end, f"({inner}){form.pad}")
-
-
-def _unanchored(pattern: str) -> str:
-    """A pattern for all of a text, of one that may match in its middle."""
-    if "|" in re.sub(r"\\.|\[[^\]]*\]|\((?:[^()]|\([^()]*\))*\)", "", pattern):
-        raise ValueError("put the alternatives of its pattern in parentheses")
-    before = "" if pattern.startswith("^") else r"(.|\n)*"
-    ends = pattern.endswith("$") and not pattern.endswith(r"\$")
-    behind = "" if ends else r"(.|\n)*"
-    return f"{before}({pattern.removeprefix('^').removesuffix('$' if ends else '')}){behind}"
+    return text
 
 
 def _const(text: str) -> tuple[Const, ...]:

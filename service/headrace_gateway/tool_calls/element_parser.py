@@ -4,8 +4,6 @@ Texts are passed on while they are written; other values when they are complete.
 schema does not call a text is JSON, or Python's word for it, or else a text.
 """
 
-import ast
-import json
 from collections.abc import Callable, Mapping
 
 from ..parts import PartList
@@ -13,11 +11,11 @@ from .arguments import ValueKind
 from .base import Body, MarkedParser
 from .call_object import Status
 from .elements import Elements
+from .json_words import as_json, quoted
 from .named_call import MAX_HEAD_CHARS
 from .scanning import SPACE, beginning_length
 
 Kinds = Mapping[str, Mapping[str, str]]
-_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 class ElementParser(MarkedParser):
@@ -124,9 +122,11 @@ class _Body:
             return False
         self._held = seen[found.end() :]
         self._kind = self._kinds.get(found[1], ValueKind.JSON)
+        if said := found.groupdict().get("string"):
+            self._kind = ValueKind.TEXT if said == "true" else ValueKind.JSON
         prefix = ", " if self._begun else "{"
         self._begun += 1
-        self._parts.arguments(f"{prefix}{_quoted(found[1])}: ")
+        self._parts.arguments(f"{prefix}{quoted(found[1])}: ")
         self._state = self._first
         return True
 
@@ -170,7 +170,7 @@ class _Body:
         return True
 
     def _show(self, end: int) -> None:
-        self._parts.arguments(_quoted(self._held[:end])[1:-1])
+        self._parts.arguments(quoted(self._held[:end])[1:-1])
         self._held = self._held[end:]
 
     def _value(self) -> bool:
@@ -182,7 +182,7 @@ class _Body:
         text = self._held[:at]
         if self._form.pad and text.endswith(self._form.pad):
             text = text[: -len(self._form.pad)]
-        self._parts.arguments(_as_json(text, self._kind))
+        self._parts.arguments(_written(text, self._kind))
         self._held, self._state = self._held[at + len(marker) :], self._between
         return True
 
@@ -219,30 +219,7 @@ class _Strings:
         self._position = end
 
 
-def _as_json(text: str, kind: str) -> str:
+def _written(text: str, kind: str) -> str:
     if kind == ValueKind.NULLABLE_TEXT:
-        return "null" if text.strip() in ("null", "None") else _quoted(text)
-    plain = text.strip()
-    try:
-        json.loads(plain, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return _WORDS.get(plain) or _literal(plain) or _quoted(text)
-    return plain
-
-
-def _literal(text: str) -> str | None:
-    """A list or an object that was written as Python's."""
-    if not text.startswith(("[", "{")):
-        return None
-    try:
-        return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        return None
-
-
-def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+        return "null" if text.strip() in ("null", "None") else quoted(text)
+    return as_json(text)

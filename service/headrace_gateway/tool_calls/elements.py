@@ -1,15 +1,16 @@
 """Forms that write each argument as an element of its own, its text as it is.
 
-`<function=f><parameter=a>text</parameter></function>` and its like: Qwen3-Coder's, GLM's, MiniMax'
-and Seed's. Which values are texts is said by the functions' schemas.
+`<function=f><parameter=a>text</parameter></function>` and its like: Qwen3-Coder's, GLM's, MiniMax',
+Seed's and DeepSeek's. Which values are texts is said by the functions' schemas, or beside them.
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-QWEN3_CODER, QWEN3_XML, SEED_OSS = "qwen3_coder", "qwen3_xml", "seed_oss"
+QWEN3_CODER, QWEN3_XML, SEED_OSS, MIMO = "qwen3_coder", "qwen3_xml", "seed_oss", "mimo"
 GLM45, GLM47, MINIMAX_M2 = "glm45", "glm47", "minimax_m2"
+DEEPSEEK_V32, DEEPSEEK_V4, DSML = "deepseek_v32", "deepseek_v4", "｜DSML｜"
 _NAME = r"([\w.:/-]{1,128})"
 
 
@@ -21,10 +22,11 @@ class Elements:
     for what follows where it is the beginning of a marker), and ends with one of `ends`; a
     parameter begins with `key_opening` and as `key` says. `pad`: a line break on each side of a
     value. `several`: a block may hold several calls. `only_known`: other names are no calls. `bare`
-    begins a call whose opening the model has forgotten.
+    begins a call whose opening the model has forgotten. `key` may have a group `string`: whether
+    what follows is a text.
 
-    Written: `begin`, for each parameter `parameter`, the value, `value_end` and `after`, at last
-    `end`; `block` behind the opening, where it holds several calls.
+    Written: `begin`, for each parameter `parameter` (`{string}` in it is `true` or `false`), the
+    value, `value_end` and `after`, at last `end`.
     """
 
     opening: str
@@ -43,6 +45,11 @@ class Elements:
     several: bool = False
     only_known: bool = False
     bare: str = ""
+
+    @property
+    def says_texts(self) -> bool:
+        """Whether each value is said to be a text or not."""
+        return "{string}" in self.parameter
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -86,27 +93,38 @@ def _glm(blank: str) -> Elements:
     )
 
 
-_MINIMAX = Elements(
-    "<minimax:tool_call>",
-    "</minimax:tool_call>",
-    head=re.compile(rf'\s*<invoke\s+name="{_NAME}"\s*>', re.ASCII),
-    head_end=">",
-    key_opening="<parameter name=",
-    key=re.compile(r'<parameter name="([^">\n]{1,256})">'),
-    value_end="</parameter>",
-    ends=("</invoke>",),
-    begin='<invoke name="{name}">\n',
-    parameter='<parameter name="{name}">',
-    after="\n",
-    end="</invoke>\n",
-    several=True,
-)
+def _invokes(block: str, prefix: str = "", read: str = "", written: str = "") -> Elements:
+    """`read` and `written`: what may stand behind a parameter's name, and what does."""
+    return Elements(
+        f"<{block}>",
+        f"</{block}>",
+        head=re.compile(rf'\s*<{prefix}invoke\s+name="{_NAME}"\s*>', re.ASCII),
+        head_end=">",
+        key_opening=f"<{prefix}parameter name=",
+        key=re.compile(rf'<{prefix}parameter name="([^">\n]{{1,256}})"{read}>'),
+        value_end=f"</{prefix}parameter>",
+        ends=(f"</{prefix}invoke>",),
+        begin=f'<{prefix}invoke name="{{name}}">\n',
+        parameter=f'<{prefix}parameter name="{{name}}"{written}>',
+        after="\n",
+        end=f"</{prefix}invoke>\n",
+        several=True,
+    )
+
+
+def _dsml(block: str) -> Elements:
+    read = '(?: string="(?P<string>true|false)")?'
+    return _invokes(f"{DSML}{block}", DSML, read, ' string="{string}"')
+
 
 ELEMENTS: Mapping[str, Elements] = {
     QWEN3_CODER: _functions("<tool_call>", "</tool_call>", "\n"),
     QWEN3_XML: _functions("<tool_call>", "</tool_call>", "\n"),
+    MIMO: _functions("<tool_call>", "</tool_call>", "\n"),
     SEED_OSS: _functions("<seed:tool_call>", "</seed:tool_call>", ""),
     GLM45: _glm("\n"),
     GLM47: _glm(""),
-    MINIMAX_M2: _MINIMAX,
+    MINIMAX_M2: _invokes("minimax:tool_call"),
+    DEEPSEEK_V32: _dsml("function_calls"),
+    DEEPSEEK_V4: _dsml("tool_calls"),
 }

@@ -9,16 +9,23 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from headrace_common import structural_tag
 from headrace_common.structural_format import (
     Choice,
     Const,
     Format,
     Json,
+    Pattern,
     Repeat,
     Tag,
     TriggeredTags,
 )
 from headrace_common.structural_format import Sequence as Sequenced
+from headrace_common.structured import (
+    StructuredKind,
+    StructuredOutputError,
+    StructuredOutputsParams,
+)
 
 ANY_OBJECT: Mapping[str, Any] = MappingProxyType({"type": "object"})
 
@@ -41,13 +48,14 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """`forced`: the text is calls and nothing else. `once`: one call at most.
+    """`forced`: the text is calls and nothing else, or `answer`. `once`: one call at most.
 
     `template` is the model's, for forms that are written in several ways.
     """
 
     functions: Sequence[Function]
     forced: bool = False
+    answer: Format | None = None
     once: bool = False
     template: str = ""
 
@@ -78,6 +86,23 @@ class Held:
 def call_object(function: Function, arguments: str = "arguments") -> Format:
     """`{"name": "f", "arguments": {...}}`."""
     return Tag(f'{{"name": {function.quoted}, "{arguments}": ', function.arguments, "}")
+
+
+def answer_format(held: StructuredOutputsParams) -> Format:
+    """An answer's own constraint. Raises StructuredOutputError for grammars."""
+    source = held.source
+    match held.kind:
+        case StructuredKind.CHOICE:
+            return Choice(tuple(map(Const, source)))
+        case StructuredKind.REGEX:
+            return Pattern(str(source))
+        case StructuredKind.STRUCTURAL_TAG:
+            return structural_tag.read(source).format
+        case StructuredKind.JSON | StructuredKind.JSON_OBJECT:
+            return Json(json.loads(str(source)) if source else ANY_OBJECT)
+    raise StructuredOutputError(
+        held.kind, "cannot be held beside calls or this model's reasoning: send json or regex"
+    )
 
 
 def sequence(*elements: Format) -> Format:

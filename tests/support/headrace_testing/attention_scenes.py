@@ -1,6 +1,6 @@
 """Ragged steps of attention with random keys, for any backend, and the exact result of each."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -31,7 +31,10 @@ def dense(
             scores = keys[seen, head // group].double() @ query[row, head].double() * params.scale
             if params.softcap is not None:
                 scores = torch.tanh(scores / params.softcap) * params.softcap
-            output[row, head] = scores.softmax(0) @ values[seen, head // group].double()
+            if params.sinks is not None:
+                scores = torch.cat([scores, params.sinks[head : head + 1].double()])
+            shares = scores.softmax(0)[: position + 1 - seen.start]
+            output[row, head] = shares @ values[seen, head // group].double()
     return output
 
 
@@ -47,6 +50,9 @@ class Case:
     params: LayerParams = LayerParams(scale=0.2)
 
 
+# As large as a score, far below all, of no weight, and far above all.
+SINKS = torch.tensor([0.5, -3.0, -200.0, 200.0])
+
 CASES = {
     "decode": Case(((0, 1), (9, 1), (16, 1), (30, 1))),
     "prefill": Case(((0, 7), (0, 1), (0, 33))),
@@ -61,7 +67,16 @@ CASES = {
     "softcap": Case(((5, 1), (0, 20)), params=LayerParams(0.7, 3.0)),
     "softcap in a window": Case(((25, 1), (0, 20)), params=LayerParams(0.7, 3.0, 5)),
     "large scale": Case(((5, 1), (0, 20)), params=LayerParams(4.0)),
+    "sinks": Case(((5, 1), (0, 20)), params=LayerParams(0.2, sinks=SINKS)),
+    "sinks in a window": Case(((25, 1), (0, 20)), params=LayerParams(0.7, 3.0, 5, sinks=SINKS)),
 }
+
+
+def _placed(case: Case, device: torch.device) -> Case:
+    sinks = case.params.sinks
+    if sinks is None:
+        return case
+    return replace(case, params=replace(case.params, sinks=sinks.to(device)))
 
 
 class Scene:
@@ -76,7 +91,7 @@ class Scene:
         blocks: int = BLOCKS,
         cache_dtype: torch.dtype | None = None,
     ) -> None:
-        self.case, self.backend = case, backend
+        self.case, self.backend = _placed(case, device), backend
         self.generator = torch.Generator().manual_seed(5)
         self.spec = KVSpec(case.kv_heads, case.dim, case.block_size, dtype, device, cache_dtype)
         self.cache: LayerCache = backend.allocate(blocks, self.spec)

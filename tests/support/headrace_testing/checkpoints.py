@@ -31,6 +31,12 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 _GROUPED: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2}
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 32.0,
+    "original_max_position_embeddings": 16,
+}
 _EXPERTS: dict[str, Any] = {
     "num_experts": 6,
     "num_experts_per_tok": 2,
@@ -125,7 +131,76 @@ SHAPES: dict[str, Shape] = {
         },
     ),
     "gpt_neox": Shape("GPTNeoXConfig", {**_SIZES, "tie_word_embeddings": False}),
+    "smollm3": Shape(
+        "SmolLM3Config", {**_GROUPED, "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]}
+    ),
     "olmo2": Shape("Olmo2Config", _GROUPED),
+    "olmo3": Shape(
+        "Olmo3Config",
+        {
+            **_GROUPED,
+            "num_hidden_layers": 3,
+            "sliding_window": 10,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_scaling": _YARN,
+        },
+    ),
+    "granite": Shape(
+        "GraniteConfig",
+        {
+            **_GROUPED,
+            "rms_norm_eps": 0.05,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 1.7,
+        },
+    ),
+    "ministral3": Shape(
+        "Ministral3Config",
+        {
+            **_GROUPED,
+            "head_dim": 32,
+            "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.5},
+        },
+    ),
+    "mistral3-multimodal": Shape(
+        "Mistral3Config",
+        {
+            "text_config": {
+                **_GROUPED,
+                "model_type": "ministral3",
+                "head_dim": 32,
+                "sliding_window": 9,
+                "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.5},
+            },
+            "vision_config": {
+                "model_type": "pixtral",
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "head_dim": 16,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+            "image_token_index": VOCAB - 1,
+        },
+    ),
+    "gpt2": Shape("GPT2Config", {**_SIZES, "tie_word_embeddings": False}),
+    "glm": Shape("GlmConfig", {**_GROUPED, "head_dim": 32}),
+    "glm4": Shape("Glm4Config", {**_GROUPED, "head_dim": 32}),
+    "exaone4": Shape(
+        "Exaone4Config",
+        {
+            **_GROUPED,
+            "num_hidden_layers": 3,
+            "sliding_window": 10,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "ernie4_5": Shape("Ernie4_5Config", {**_GROUPED, "head_dim": 32, "use_bias": True}),
+    "seed_oss": Shape("SeedOssConfig", {**_GROUPED, "head_dim": 32}),
     "phi3": Shape("Phi3Config", {**_GROUPED, "sliding_window": 14}),
     "phi3-partial": Shape(
         "Phi3Config",
@@ -139,6 +214,27 @@ SHAPES: dict[str, Shape] = {
         },
     ),
     "mixtral": Shape("MixtralConfig", {**_GROUPED, "num_local_experts": 4}),
+    "gpt-oss": Shape(
+        "GptOssConfig",
+        {
+            **_GROUPED,
+            "num_hidden_layers": 3,
+            "head_dim": 32,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 10,
+            "swiglu_limit": 1.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 8.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
     "qwen2-moe": Shape("Qwen2MoeConfig", {**_GROUPED, **_EXPERTS, "norm_topk_prob": True}),
     "qwen3-moe": Shape("Qwen3MoeConfig", {**_GROUPED, **_EXPERTS, "head_dim": 32}),
 }
@@ -164,8 +260,9 @@ def make_model(name: str, seed: int = 0, **changes: Any) -> Any:
     config = make_config(name, **changes)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        build: Any = transformers.AutoModelForCausalLM
-        model = build.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        model = _auto_class(config).from_config(
+            config, attn_implementation="eager", dtype=torch.float32
+        )
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
                 _initialise(parameter_name, parameter)
@@ -212,7 +309,7 @@ class Reference:
     """transformers' own greedy generation on a checkpoint, one prompt at a time."""
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-        load: Any = transformers.AutoModelForCausalLM.from_pretrained
+        load = _auto_class(transformers.AutoConfig.from_pretrained(folder)).from_pretrained
         self.model = load(folder, dtype=dtype, attn_implementation="eager").eval()
         self.generate = cache(self._generate)
 
@@ -257,9 +354,18 @@ class Reference:
         return found
 
 
+def _auto_class(config: Any) -> Any:
+    """For multimodal models that are in no list of causal ones too."""
+    causal: Any = transformers.AutoModelForCausalLM
+    multimodal: Any = transformers.AutoModelForImageTextToText
+    return causal if type(config) in causal._model_mapping else multimodal
+
+
 def _initialise(name: str, parameter: torch.Tensor) -> None:
-    if "norm" in name:
+    if "norm" in name or ".ln_" in name:
         parameter.add_(0.1 * torch.randn_like(parameter))
+    elif "sinks" in name:
+        parameter.copy_(2.0 * torch.randn_like(parameter))
     elif parameter.ndim == 1:
         parameter.copy_(0.3 * torch.randn_like(parameter))
     elif "embed" in name or "lm_head" in name:

@@ -69,7 +69,7 @@ def limits_of(runner: FakeRunner) -> Limits:
         eos_token_ids=runner.eos_token_ids,
         num_host_blocks=0 if runner.host_pool is None else runner.host_pool.num_blocks,
         bytes_per_block=0 if runner.host_pool is None else runner.host_pool.bytes_per_block,
-        sliding_window=runner.sliding_window,
+        kv_groups=runner.kv_groups,
         adapters=runner.adapters,
     )
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace_engine.beam_search import Beam, BeamSearch, Hypothesis
+from headrace_engine.kv_groups import KVGroups
 from headrace_engine.outputs import SampledToken, TokenLogprobs
 from headrace_engine.plan import SampleRow, ScheduledSequence, StepPlan, StepResult
 from headrace_engine.pooler_config import PoolerConfig
@@ -56,10 +57,10 @@ class FakeRunner:
         num_host_blocks: int = 0,
         prompt_seconds: float = 0.0,
         block_seconds: float = 0.0,
-        sliding_window: int | None = None,
+        kv_groups: KVGroups | None = None,
         async_scheduling: bool = False,
     ) -> None:
-        self.sliding_window = sliding_window
+        self.kv_groups = kv_groups or KVGroups()
         self.async_scheduling = async_scheduling
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -78,6 +79,11 @@ class FakeRunner:
         self.late: set[Sequence] = set()
         self._kv = np.full((num_blocks, block_size, 3), -1, dtype=np.int64)
         self._host = np.full((num_host_blocks, block_size, 3), -1, dtype=np.int64)
+
+    @property
+    def capacity(self) -> int:
+        """Positions of the longest sequence that its blocks hold."""
+        return self.kv_groups.capacity(self.num_blocks, self.block_size)
 
     def execute(self, plan: StepPlan) -> StepResult:
         check_plan(plan)
@@ -152,7 +158,7 @@ class FakeRunner:
     def expected_beams(self, request: EngineRequest) -> list[Hypothesis]:
         """What beam search finds in a run that nothing disturbs, best first."""
         params, prompt = request.params, request.prompt_token_ids
-        limit = min(self.max_model_len, self.num_blocks * self.block_size) - len(prompt)
+        limit = min(self.max_model_len, self.capacity) - len(prompt)
         rule = StopRule.of(params, self.eos_token_ids, limit)
         search = BeamSearch(params.branches, rule, params.length_penalty, params.early_stopping)
         asked = replace(request, candidates=search.candidates)
@@ -206,7 +212,7 @@ class FakeRunner:
     def expected(self, request: EngineRequest, choice: int) -> tuple[tuple[int, ...], Stop]:
         """All output tokens of a choice in a run that nothing disturbs, and why it ends."""
         params, prompt = request.params, list(request.prompt_token_ids)
-        limit = min(self.max_model_len, self.num_blocks * self.block_size)
+        limit = min(self.max_model_len, self.capacity)
         tokens = list(prompt)
         while True:
             token = self.token_after(request, choice, tokens)
@@ -225,28 +231,36 @@ class FakeRunner:
         return int.from_bytes(digest, "big") % self.vocab_size
 
     def _write(self, item: ScheduledSequence) -> None:
-        table = item.sequence.block_table
         values = kv_values([*item.sequence.token_ids, *item.drafts])
-        for position in range(item.start, item.start + item.length + len(item.drafts)):
-            slot = table[position // self.block_size], position % self.block_size
-            self._kv[slot] = values[position]
+        for table in self._tables(item.sequence):
+            for position in range(item.start, item.start + item.length + len(item.drafts)):
+                slot = table[position // self.block_size], position % self.block_size
+                self._kv[slot] = values[position]
 
     def _check(self, item: ScheduledSequence) -> None:
         sequence, end = item.sequence, item.start + item.length + len(item.drafts)
-        table = sequence.block_table
-        assert len(table) == -(-end // self.block_size), "more or fewer blocks than tokens need"
+        rows, groups = -(-end // self.block_size), self.kv_groups
+        assert len(sequence.block_table) == rows * groups.count, "not the blocks that tokens need"
         assert end < self.max_model_len, "nothing follows the last token of the context"
-        held = table[sequence.released :]
-        assert len(set(held)) == len(held), "a block stands twice in one table"
-        found = self._kv[table].reshape(-1, 3)[:end]
+        held: list[int] = []
         wanted = np.array(kv_values([*sequence.token_ids, *item.drafts])[:end])
-        first = 0 if self.sliding_window is None else item.start - self.sliding_window + 1
-        wrong = np.flatnonzero((found != wanted).any(axis=1))
-        wrong = wrong[wrong >= first]
-        assert not len(wrong), (
-            f"{sequence.request.request_id}/{sequence.choice}: position {wrong[0]} holds "
-            f"{found[wrong[0]]}, not {wanted[wrong[0]]}"
-        )
+        for group, table in enumerate(self._tables(sequence)):
+            slides = group >= groups.full
+            held += table[sequence.released if slides else 0 :]
+            first = item.start - (groups.window or 0) + 1 if slides else 0
+            found = self._kv[table].reshape(-1, 3)[:end]
+            wrong = np.flatnonzero((found != wanted).any(axis=1))
+            wrong = wrong[wrong >= first]
+            assert not len(wrong), (
+                f"{sequence.request.request_id}/{sequence.choice}: position {wrong[0]} of group "
+                f"{group} holds {found[wrong[0]]}, not {wanted[wrong[0]]}"
+            )
+        assert len(set(held)) == len(held), "a block stands twice in one table"
+
+    def _tables(self, sequence: Sequence) -> list[list[int]]:
+        """The block table of each group."""
+        count = self.kv_groups.count
+        return [sequence.block_table[group::count] for group in range(count)]
 
 
 class FakeStep:

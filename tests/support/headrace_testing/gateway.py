@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ ANSWER = "Once upon a time there was a stream."
 MAX_MODEL_LEN = 512
 
 Script = Callable[[GenerateRequest], Sequence[Delta]]
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class ScriptedEngine:
@@ -212,8 +213,16 @@ class Gateway:
         """Makes the gateway read the list of engines again at once."""
         self.app.state.services.engines.forget()
 
-    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection("127.0.0.1", self.port)
+    def connect(self) -> AbstractAsyncContextManager[Streams]:
+        return connected(self.port)
+
+
+@asynccontextmanager
+async def connected(port: int) -> AsyncIterator[Streams]:
+    """A raw connection, closed at the end."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    with closing(writer):
+        yield reader, writer
 
 
 @asynccontextmanager
@@ -256,7 +265,8 @@ async def running(
         try:
             yield server, port
         finally:
-            server.stop()
+            if not server.should_exit:  # a second time would leave the application as it is
+                server.stop()
             await serving
 
 

@@ -3,16 +3,24 @@ matrices that a checkpoint has of them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from headrace_engine.model.config import ExpertsConfig
+from headrace_engine.model.config import ClampedSwiGLU, ExpertsConfig
 from headrace_engine.model.expert_weights import ExpertWeights, GroupedWeight, MixtureParts
-from headrace_engine.model.feed_forward import GatedActivation, GatedMLP, SharedExpert, SparseMoe
+from headrace_engine.model.feed_forward import (
+    GatedActivation,
+    GatedMLP,
+    SharedExpert,
+    SparseMoe,
+    clamped_swiglu,
+)
 from headrace_engine.model.layers import Linear, PlainLinear
 from headrace_engine.model.ops import TorchOps, gelu_tanh_mul
 from headrace_engine.model.quantization.float8_weight import Float8Weight, round_rows
 from headrace_engine.model.quantization.float8_weight import stack as stack_float8
+from headrace_engine.model.quantization.mxfp4_weight import MXFP4Weight
 from headrace_engine.model.quantization.weight import QuantizedWeight
 
 MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
@@ -30,7 +38,7 @@ class FloatRouter:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """`skewed` routes all rows to the same experts."""
+    """`skewed` routes all rows to the same experts. `swiglu` brings biases, as in gpt-oss."""
 
     experts: int
     per_token: int
@@ -40,13 +48,15 @@ class Mixture:
     renormalise: bool = True
     gelu: bool = False
     skewed: bool = False
+    swiglu: ClampedSwiGLU | None = None
     dtype: torch.dtype = torch.float32
 
     @property
     def config(self) -> ExpertsConfig:
         return ExpertsConfig(
-            self.experts, self.per_token, self.inner, self.renormalise, self.shared, (True,)
-        )
+            self.experts, self.per_token, self.inner, self.renormalise, self.shared, (True,),
+            self.swiglu is not None, self.swiglu,
+        )  # fmt: skip
 
     def rows(self, tokens: int, device: torch.device) -> torch.Tensor:
         """[T, H], all positive if skewed."""
@@ -57,10 +67,21 @@ class Mixture:
         hidden, inner = self.hidden, self.inner
         gate_up = _random((self.experts, 2 * inner, hidden), hidden**-0.5, 2, device)
         down = _random((self.experts, hidden, inner), inner**-0.5, 3, device)
-        return ExpertWeights(
-            GroupedWeight(gate_up.to(device, self.dtype)),
-            GroupedWeight(down.to(device, self.dtype)),
+        return self.biased(
+            ExpertWeights(
+                GroupedWeight(gate_up.to(device, self.dtype)),
+                GroupedWeight(down.to(device, self.dtype)),
+            )
         )
+
+    def biased(self, weights: ExpertWeights) -> ExpertWeights:
+        """With biases, where there are any."""
+        if self.swiglu is None:
+            return weights
+        device = weights.down.values.device
+        upper = _random((self.experts, 2 * self.inner), 1.0, 8, device)
+        lower = _random((self.experts, self.hidden), 1.0, 9, device)
+        return weights.with_biases(upper.to(device, self.dtype), lower.to(device, self.dtype))
 
     def parts(
         self,
@@ -76,8 +97,7 @@ class Mixture:
     def apart(self, device: torch.device, weights: ExpertWeights | None = None) -> SparseMoe:
         """The same numbers as `parts`, an expert at a time."""
         parts = self.parts(device, weights=weights)
-        stacks = zip(parts.weights.gate_up.values, parts.weights.down.values, strict=True)
-        mlps = [self._mlp(gate_up, down, PlainLinear) for gate_up, down in stacks]
+        mlps = [self._expert(parts.weights, index) for index in range(self.experts)]
         return SparseMoe(parts.router, mlps, parts.shared, parts.config)
 
     def _router(self, device: torch.device) -> torch.Tensor:
@@ -93,9 +113,21 @@ class Mixture:
         mlp = self._mlp(gate_up.to(device, self.dtype), down.to(device, self.dtype), make)
         return SharedExpert(mlp, make(gate.to(device, self.dtype), None))
 
+    def _expert(self, weights: ExpertWeights, index: int) -> GatedMLP:
+        gate_up, down = (
+            PlainLinear(one.values[index], None if one.bias is None else one.bias[index])
+            for one in (weights.gate_up, weights.down)
+        )
+        return GatedMLP(gate_up, down, self._activation)
+
     def _mlp(self, gate_up: torch.Tensor, down: torch.Tensor, make: MakeLinear) -> GatedMLP:
-        activation: GatedActivation = gelu_tanh_mul if self.gelu else TorchOps().silu_mul
-        return GatedMLP(make(gate_up, None), make(down, None), activation)
+        return GatedMLP(make(gate_up, None), make(down, None), self._activation)
+
+    @property
+    def _activation(self) -> GatedActivation:
+        if self.swiglu is not None:
+            return partial(clamped_swiglu, self.swiglu)
+        return gelu_tanh_mul if self.gelu else TorchOps().silu_mul
 
 
 def expert_names(count: int) -> list[tuple[tuple[str, str], tuple[str]]]:
@@ -133,6 +165,10 @@ class Matrices:
 
     def quantized(self, names: tuple[str, ...]) -> QuantizedWeight | None:
         """None of them is in whole numbers."""
+        return None
+
+    def mxfp4(self, names: tuple[str, ...]) -> MXFP4Weight | None:
+        """None of them is."""
         return None
 
     def float8(self, names: tuple[str, ...]) -> Float8Weight | None:

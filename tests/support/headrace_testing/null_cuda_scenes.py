@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -21,6 +22,10 @@ from headrace_engine.engine import Engine
 from headrace_engine.llm import LLM
 from headrace_engine.llm_beams import BeamSearchParams
 from headrace_engine.lora.request import LoRARequest
+from headrace_engine.model.triton_ops import TritonOps
+from headrace_engine.placement import PlacedModel
+from headrace_engine.triton_kernels.dependent import DependentLaunch, StepLaunch
+from headrace_engine.tuning import start
 from headrace_engine.tuning.autotuner import CudaTimer
 from headrace_testing.adapters import save_adapter
 from headrace_testing.checkpoints import make_tokenizer
@@ -60,6 +65,8 @@ EXPERTS: dict[str, Any] = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+# As large as products by kernels of ours are.
+WIDE: dict[str, Any] = {"hidden_size": 4096, "intermediate_size": 3072}
 SAMPLED: tuple[Mapping[str, Any], ...] = (
     {"temperature": 0.8, "top_p": 0.9, "top_k": 20},
     {"temperature": 0.8, "seed": 3, "min_p": 0.1},
@@ -207,6 +214,19 @@ class Scenes:
             self._generated(self.llm(**options))
         timed, again = (one.counts.get("cudaEventElapsedTime", 0) for one in (first, second))
         return {**found, "timed": timed, "timed_again": again}
+
+    def fused_norms(self) -> Facts:
+        """Steps that are recorded as if norms within products, and kernels that overlap, had been
+        the fastest."""
+        model = self.checkpoint("wide", **WIDE)
+
+        def choose(placed: PlacedModel, _: object) -> None:
+            assert isinstance(placed.ops, TritonOps)
+            placed.ops.dependent.choose(4, StepLaunch(DependentLaunch(8 << 20), fused_norms=True))
+
+        with patch.object(start, "tune", choose), self._device.watch() as watched:
+            llm = self.llm(model=model, max_num_seqs=4, enable_autotuner=True)
+        return {**self._generated(llm), "counts": watched.counts}
 
     def eight_bits(self) -> Facts:
         """Experts and all else, and the cache, in 8-bit floats."""

@@ -66,6 +66,8 @@ def _halves(register: Register, dtype: torch.dtype) -> torch.Tensor:
 OPERATIONS: dict[str, Callable[..., Register]] = {
     "mov.b32": lambda a: a,
     "shr.u32": lambda a, b: a >> b,
+    "shl.b32": lambda a, b: a << b,
+    "and.b32": lambda a, b: a & b,
     "lop3.b32": _logic,
     "prmt.b32": _permute,
     "add.rn.f32": _add,

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from headrace_testing.checkpoints import save_checkpoint
 
@@ -241,4 +242,24 @@ def save_fp8(
             "format": "float-quantized",
             "config_groups": {"group_0": {"weights": weights}},
         }
+    return _save(folder / "packed", whole, packed, config), whole
+
+
+def save_mxfp4(folder: Path, **changes: Any) -> tuple[Path, Path]:
+    """As `save_quantized`, of gpt-oss with experts of random codes, which transformers widens."""
+    whole = save_checkpoint(folder / "whole", "gpt-oss", **changes)
+    tensors, generator = load_file(whole / FILE), torch.Generator().manual_seed(1)
+    packed: Tensors = dict(tensors)
+    for key, weight in tensors.items():
+        if not key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            continue
+        experts, inputs, outputs = weight.shape
+        scales = torch.randint(118, 125, (experts, outputs, inputs // 32), generator=generator)
+        blocks = torch.randint(0, 256, (*scales.shape, 16), generator=generator)
+        del packed[key]
+        packed[f"{key}_blocks"] = blocks.to(torch.uint8)
+        packed[f"{key}_scales"] = scales.to(torch.uint8)
+        tensors[key] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    save_file(tensors, whole / FILE, {"format": "pt"})
+    config = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
     return _save(folder / "packed", whole, packed, config), whole

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from .forwarding import Forwarder, Passing
+
 _CA = ["-x509", "-days", "2", "-subj", "/CN=headrace test CA"]
 _KEY = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
 
@@ -63,57 +65,29 @@ class TlsProxy:
     show a certificate of it."""
 
     def __init__(self, target: int, pair: KeyPair, authority: Authority | None = None) -> None:
-        self._target = target
+        self._forwarder = Forwarder(target, _copy)
         self._context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         self._context.load_cert_chain(pair.certificate, pair.key)
         if authority is not None:
             self._context.load_verify_locations(authority.certificate)
             self._context.verify_mode = ssl.CERT_REQUIRED
-        self._server: asyncio.Server | None = None
-        self._passing: set[asyncio.Task[None]] = set()
         self.port = 0
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(
-            self._serve, "127.0.0.1", self.port, ssl=self._context
-        )
-        self.port = self._server.sockets[0].getsockname()[1]
+        self.port = await self._forwarder.listen(self.port, self._context)
 
     async def cut(self) -> None:
         """Ends all connections; new ones are taken."""
-        for task in self._passing:
-            task.cancel()
-        await asyncio.gather(*self._passing, return_exceptions=True)
+        await self._forwarder.cut()
 
     async def stop(self) -> None:
-        assert self._server is not None
-        self._server.close()
-        await self.cut()
-        await self._server.wait_closed()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._passing.add(task)
-        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target)
-        ways = [
-            asyncio.create_task(_copy(reader, far_writer)),
-            asyncio.create_task(_copy(far_reader, writer)),
-        ]
-        try:
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:
-            pass  # cut(): the connection ends here
-        finally:
-            writer.transport.abort()
-            far_writer.transport.abort()
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
-            self._passing.discard(task)
+        self._forwarder.refuse()
+        await self._forwarder.cut()
 
 
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _copy(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _passing: Passing
+) -> None:
     while data := await reader.read(65536):
         writer.write(data)
         await writer.drain()

@@ -37,6 +37,16 @@ def byte_level_tokenizer(vocab_size: int = 400) -> tokenizers.Tokenizer:
     return backend
 
 
+def harmony_tokenizer() -> tokenizers.Tokenizer:
+    """With gpt-oss's special tokens."""
+    backend = byte_level_tokenizer()
+    names = ("return", "constrain", "channel", "start", "end", "message", "call")
+    backend.add_special_tokens(
+        [AddedToken(f"<|{name}|>", special=True, normalized=False) for name in names]
+    )
+    return backend
+
+
 def metaspace_tokenizer(vocab_size: int = 400) -> tokenizers.Tokenizer:
     """SentencePiece-like BPE with byte fallback, as Llama 2 and Mistral have it."""
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]

@@ -9,9 +9,10 @@ import torch
 from ...errors import CheckpointError
 from ..tensor_files import Shape, TensorFiles
 from .float8_weight import Float8Weight
+from .mxfp4_weight import MXFP4Weight
 from .weight import QuantizedWeight, usual_groups
 
-StoredWeight = QuantizedWeight | Float8Weight
+StoredWeight = QuantizedWeight | Float8Weight | MXFP4Weight
 FLOATS = ("F16", "BF16", "F32")
 
 

@@ -32,8 +32,9 @@ class Float8Weight:
         """Inputs that have a scale of their own; 0: all of an output have one."""
         return self.group if self.scales.shape[1] > 1 else 0
 
-    def rows(self, start: int, stop: int | None) -> "Float8Weight":
-        return replace(self, values=self.values[start:stop], scales=self.scales[start:stop])
+    def rows(self, start: int, stop: int | None, step: int = 1) -> "Float8Weight":
+        chosen = slice(start, stop, step)
+        return replace(self, values=self.values[chosen], scales=self.scales[chosen])
 
     def can_cut(self, start: int, stop: int) -> bool:
         """Whether inputs [start, stop) are whole groups."""

@@ -1,6 +1,7 @@
 """Whole checkpoints whose linear layers become fp8 when they are loaded: vLLM's quantization fp8.
 
-Embeddings, the output matrix, norms and routers of experts stay whole.
+Embeddings, the output matrix, norms, routers of experts and experts that are stored together stay
+whole.
 """
 
 import re
@@ -32,7 +33,7 @@ class FP8OnLoad:
         self._device = device
 
     def stores(self, module: str, files: TensorFiles) -> bool:
-        return is_linear(module)
+        return is_linear(module) and f"{module}.weight" in files.tensors
 
     def tensors(self, module: str, shape: Shape, files: TensorFiles) -> Mapping[str, TensorSpec]:
         return {f"{module}.weight": TensorSpec((shape,), (*FLOATS, "F64"))}

@@ -13,12 +13,14 @@ from .compressed_tensors import CompressedTensors
 from .fp8 import FP8
 from .fp8_on_load import FP8OnLoad
 from .gptq import GPTQ
+from .mxfp4 import MXFP4
 
 FORMATS: Mapping[str, Callable[[Fields], QuantizedFormat]] = {
     "gptq": GPTQ,
     "awq": AWQ,
     "compressed-tensors": CompressedTensors,
     "fp8": FP8,
+    "mxfp4": MXFP4,
 }
 
 

@@ -32,12 +32,13 @@ class QuantizedWeight:
     def shape(self) -> tuple[int, int]:
         return self.levels.shape[0], self.levels.shape[1]
 
-    def rows(self, start: int, stop: int | None) -> "QuantizedWeight":
+    def rows(self, start: int, stop: int | None, step: int = 1) -> "QuantizedWeight":
+        chosen = slice(start, stop, step)
         return replace(
             self,
-            levels=self.levels[start:stop],
-            scales=self.scales[start:stop],
-            zeros=self.zeros[start:stop],
+            levels=self.levels[chosen],
+            scales=self.scales[chosen],
+            zeros=self.zeros[chosen],
         )
 
     def can_cut(self, start: int, stop: int) -> bool:

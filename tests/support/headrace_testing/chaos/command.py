@@ -2,13 +2,14 @@
 
 import argparse
 import logging
+import random
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 
 from headrace_common.keys import MAX_SHARDS
@@ -25,6 +26,7 @@ from .world import SHARDS, ProxiedServer, WholeCluster, World
 
 PROGRAM = "python -m tests.test_chaos"
 EVIL = "headrace_testing.chaos.evil"
+_LAST_SEED = 999_999  # that is drawn
 _SERVERS: Mapping[str, Callable[[Path], RedisServers]] = {
     "valkey": ValkeyServer,
     "proxied": ProxiedServer,
@@ -136,17 +138,28 @@ def main(arguments: Sequence[str]) -> int:
     logging.basicConfig(filename=folder / "faults.log")
     failed = 0
     with worlds(make_workload(folder), folder, Forge(EVIL).start) as made:
-        for seed in range(options.seed, options.seed + options.runs):
+        for seed, name in _plan(options, chosen):
             shards = options.shards or drawn_shards(seed)
-            for name in chosen:
-                begun = time.monotonic()
-                mistakes = made.run(FAULTS[name], seed, shards)
-                failed += bool(mistakes)
-                verdict = "FAILED" if mistakes else f"ok in {time.monotonic() - begun:.1f} s"
-                _print([f"{name} seed {seed} shards {shards}: {verdict}", *mistakes])
-                if mistakes:
-                    _print([f"again: {repeat(name, seed, shards)}", f"logs: {folder}"])
+            begun = time.monotonic()
+            mistakes = made.run(FAULTS[name], seed, shards)
+            failed += bool(mistakes)
+            verdict = "FAILED" if mistakes else f"ok in {time.monotonic() - begun:.1f} s"
+            _print([f"{name} seed {seed} shards {shards}: {verdict}", *mistakes])
+            if mistakes:
+                _print([f"again: {repeat(name, seed, shards)}", f"logs: {folder}"])
     return 1 if failed else 0
+
+
+def _plan(options: argparse.Namespace, faults: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """Seeds and faults: every fault with each seed, or what is drawn until the time is over."""
+    if options.minutes is None:
+        seeds = range(options.seed, options.seed + options.runs)
+        yield from product(seeds, faults)
+        return
+    end = time.monotonic() + 60 * options.minutes
+    drawn = random.Random(options.seed)
+    while time.monotonic() < end:
+        yield drawn.randint(1, _LAST_SEED), drawn.choice(faults)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -155,7 +168,10 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--fault", choices=[*FAULTS, "all"], help="which one")
     what.add_argument("--list", action="store_true", help="print the faults there are")
     parser.add_argument("--seed", type=int, default=1, help="what is random follows from it")
-    parser.add_argument("--runs", type=int, default=1, help="how many seeds, from that one")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--runs", type=int, default=1, help="how many seeds, from that one")
+    drawn = "draw faults and seeds for so long, instead of taking each in turn"
+    length.add_argument("--minutes", type=float, help=drawn)
     numbers = range(1, MAX_SHARDS + 1)
     told = "of the queue, instead of what the seed draws"
     parser.add_argument("--shards", type=int, choices=numbers, metavar="N", help=told)

@@ -6,9 +6,12 @@ It runs in a thread with an event loop of its own; all methods may be called fro
 import asyncio
 import random
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
+from weakref import WeakSet
+
+from headrace_testing.forwarding import Forwarder, Passing
 
 T = TypeVar("T")
 _START_S = 30.0
@@ -32,14 +35,12 @@ class FaultProxy:
     """Listens on `port` of 127.0.0.1 and passes on to `target`, also of 127.0.0.1."""
 
     def __init__(self, target: int, seed: int = 0) -> None:
-        self._target = target
+        self._forwarder = Forwarder(target, self._copy)
         self._random = random.Random(seed)
         self._weather = FAIR
         self._loop = asyncio.new_event_loop()
         self._clear = asyncio.Event()
-        self._passing: set[asyncio.Task[None]] = set()
-        self._stranded: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
+        self._stranded: WeakSet[Passing] = WeakSet()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self.port = 0
 
@@ -60,7 +61,7 @@ class FaultProxy:
 
     def cut(self) -> None:
         """Resets every connection; new ones are taken."""
-        self._call(self._cut())
+        self._call(self._forwarder.cut())
 
     def strand(self) -> None:
         """Every connection that there is stays open and leads nowhere; new ones are as always."""
@@ -71,67 +72,27 @@ class FaultProxy:
 
     async def _listen(self) -> None:
         self._clear.set()
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.port = self._server.sockets[0].getsockname()[1]
+        self.port = await self._forwarder.listen()
 
     async def _close(self) -> None:
-        assert self._server is not None
-        self._server.close()
-        await self._cut()
+        # What is being taken becomes a connection first: asyncio loses it where the server closes.
+        while asyncio.all_tasks() - {asyncio.current_task()}:
+            await self._forwarder.cut()
+            await asyncio.sleep(0)
+        self._forwarder.refuse()
 
     async def _change(self, weather: Weather) -> None:
         self._weather = weather
         (self._clear.clear if weather.silent else self._clear.set)()
 
-    async def _cut(self) -> None:
-        passing = list(self._passing)
-        for task in passing:
-            task.cancel()
-        await asyncio.gather(*passing, return_exceptions=True)
-
     async def _strand(self) -> None:
-        self._stranded |= self._passing
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._passing.add(task)
-        try:
-            await self._pass(reader, writer)
-        except (OSError, asyncio.CancelledError):
-            pass  # either side is gone, or cut(): the connection ends here
-        finally:
-            self._passing.discard(task)
-            self._stranded.discard(task)
-            writer.transport.abort()
-
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target)
-        passing = asyncio.current_task()
-
-        def stranded() -> bool:
-            return passing in self._stranded
-
-        ways = [
-            asyncio.create_task(self._copy(reader, far_writer, stranded)),
-            asyncio.create_task(self._copy(far_reader, writer, stranded)),
-        ]
-        try:
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            far_writer.transport.abort()  # first, as a second cancellation may end the wait below
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
+        self._stranded.update(self._forwarder.passing)
 
     async def _copy(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        stranded: Callable[[], bool],
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, passing: Passing
     ) -> None:
         while data := await reader.read(65536):
-            for piece in [] if stranded() else self._pieces(data):
+            for piece in [] if passing in self._stranded else self._pieces(data):
                 if wait := self._wait():
                     await asyncio.sleep(wait)
                 await self._clear.wait()

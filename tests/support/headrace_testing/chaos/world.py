@@ -117,7 +117,7 @@ class World(Stack):
             if engine.alive:
                 engine.await_log("engine ready")
                 until(lambda e=engine: e.idle, f"{engine.name} to be idle", _QUIET_S)  # type: ignore[misc]
-        if isinstance(self.servers, ValkeyServer):
+        if isinstance(self.servers, ValkeyServer | ProxiedServer):
             until(lambda: self.leftovers() == [], "no entry and no prompt in Redis", _QUIET_S)
 
     @property

@@ -1,0 +1,34 @@
+"""Values that a model has written as JSON or nearly so, as JSON."""
+
+import ast
+import json
+
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+
+
+def quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def as_json(text: str) -> str:
+    """JSON stays as it is; Python's words and literals become JSON, and all else a text."""
+    plain = text.strip()
+    try:
+        json.loads(plain, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return _WORDS.get(plain) or _literal(plain) or quoted(text)
+    return plain
+
+
+def _literal(text: str) -> str | None:
+    """A list or an object that was written as Python's."""
+    if not text.startswith(("[", "{")):
+        return None
+    try:
+        return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")

@@ -1,0 +1,70 @@
+"""Connections that are passed on to a server: whatever ends one side ends both, and leaves nothing.
+
+For proxies, which say how bytes are copied. Knows nothing of what the bytes are.
+"""
+
+import asyncio
+import ssl
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+Passing = asyncio.Task[None]
+# Copies one way until its reader ends; told the connection that it is a part of.
+Copy = Callable[[asyncio.StreamReader, asyncio.StreamWriter, Passing], Coroutine[Any, Any, None]]
+
+
+class Forwarder:
+    """Passes connections on to the port `target` of 127.0.0.1. `passing`: those that there are."""
+
+    def __init__(self, target: int, copy: Copy) -> None:
+        self._target = target
+        self._copy = copy
+        self._server: asyncio.Server | None = None
+        self.passing: set[Passing] = set()
+
+    async def listen(self, port: int = 0, context: ssl.SSLContext | None = None) -> int:
+        """Takes connections, with `context` over TLS; returns the port."""
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", port, ssl=context)
+        bound: int = self._server.sockets[0].getsockname()[1]
+        return bound
+
+    def refuse(self) -> None:
+        """Takes no connections any more."""
+        assert self._server is not None, "it listens"
+        self._server.close()
+
+    async def cut(self) -> None:
+        """Resets all connections that there are."""
+        passing = list(self.passing)
+        for connection in passing:
+            connection.cancel()
+        await asyncio.gather(*passing, return_exceptions=True)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        passing = asyncio.create_task(self._pass(reader, writer))
+        self.passing.add(passing)
+        passing.add_done_callback(partial(self._end, writer))
+
+    def _end(self, writer: asyncio.StreamWriter, passing: Passing) -> None:
+        """Here rather than in the task, which may be cancelled before it begins."""
+        self.passing.discard(passing)
+        writer.transport.abort()
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        passing = asyncio.current_task()
+        assert passing is not None
+        with suppress(OSError):  # either side is gone
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target)
+            ways = [
+                asyncio.create_task(self._copy(reader, far_writer, passing)),
+                asyncio.create_task(self._copy(far_reader, writer, passing)),
+            ]
+            try:
+                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                far_writer.transport.abort()  # first, as a cut may end the wait below
+                for way in ways:
+                    way.cancel()
+                await asyncio.gather(*ways, return_exceptions=True)
