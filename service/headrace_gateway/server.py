@@ -19,10 +19,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from .body import refusal
 from .errors import ApiError, unavailable
+from .limits.budget import Budget
 from .settings import GatewaySettings
 from .sse import ABORT, CHANNEL
 
-MAX_HEADER_BYTES = 64 * 1024
 # What may wait behind an answer on one connection.
 MAX_PIPELINED = 16
 MAX_PIPELINED_BYTES = 64 * 1024
@@ -31,7 +31,6 @@ BACKLOG = 2048
 FAREWELL_SECONDS = 2.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-_TOO_LARGE = f"The request's headers are over {MAX_HEADER_BYTES} bytes."
 _STATUS_LINES = {
     400: b"HTTP/1.1 400 Bad Request\r\n",
     408: b"HTTP/1.1 408 Request Timeout\r\n",
@@ -39,7 +38,10 @@ _STATUS_LINES = {
 }
 _BROKEN = ApiError(400, "Invalid HTTP request received.", code="invalid_http")
 _LATE = ApiError(408, "The request's headers did not arrive in time.", code="headers_timeout")
-_LARGE = ApiError(431, _TOO_LARGE, code="headers_too_large")
+
+
+class _Refused(Exception):
+    """Nothing more of this connection is read."""
 
 
 class BodyChannel:
@@ -92,7 +94,7 @@ def _descriptor(transport: asyncio.Transport) -> int | None:
 
 
 class GatewayProtocol(HttpToolsProtocol):
-    """HTTP/1.1 with bounds on a request's headers. `header_timeout` in seconds.
+    """HTTP/1.1 with bounds on all that surrounds a body. `header_timeout` in seconds.
 
     Reads on while it answers, so that it sees its client leave; also behind a pipelined request,
     where uvicorn stops, and would hear of the last request's end only.
@@ -100,8 +102,13 @@ class GatewayProtocol(HttpToolsProtocol):
 
     header_timeout: float = 10.0
     max_connections: int = 10_000
+    budget: Budget = Budget()
 
-    _header_bytes = 0
+    # Bytes of the present request that are none of its body's, and those that are. The read in
+    # which it began is not counted: of that no more is kept than `budget` lets through.
+    _overhead = 0
+    _body_bytes = 0
+    _begun = False
     _in_headers = False
     _header_timer: asyncio.TimerHandle | None = None
     _answering: RequestResponseCycle | None = None
@@ -118,18 +125,36 @@ class GatewayProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._in_headers:
-            self._header_bytes += len(data)
+        self._begun = False
+        body_before = self._body_bytes
         super().data_received(data)
-        if self._in_headers and self._header_bytes > MAX_HEADER_BYTES:
-            self._refuse(_LARGE)
+        if not self._begun:
+            self._overhead += len(data) - (self._body_bytes - body_before)
+        self._check_overhead()
         if self.pipeline:
             self._read_on()
 
     def on_message_begin(self) -> None:
+        if len(self.pipeline) > MAX_PIPELINED:
+            self.transport.abort()
+            raise _Refused
         super().on_message_begin()
+        self._begun = True
+        self._overhead = self._body_bytes = 0
         self.scope["state"][ABORT] = self.transport.abort
         self._await_headers()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_headers:
+            return  # a trailer, which nothing here reads
+        super().on_header(name, value)
+        if len(self.headers) > self.budget.headers:
+            self._refuse(self._too_large())
+            raise _Refused
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        super().on_body(body)
 
     def on_headers_complete(self) -> None:
         self._in_headers = False
@@ -153,19 +178,45 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def _read_on(self) -> None:
         """Behind a request that waits for another one's answer, up to a bound."""
-        held = self._header_bytes + sum(len(cycle.body) for cycle, _ in self.pipeline)
+        held = self._overhead + sum(len(cycle.body) for cycle, _ in self.pipeline)
         if len(self.pipeline) > MAX_PIPELINED or held > MAX_PIPELINED_BYTES:
             self.transport.abort()
         elif not self.transport.is_closing():
             self.flow.resume_reading()
 
     def _app_for_request(self) -> Any:
+        if len(self.url) > self.budget.target_bytes:
+            return refusal(self._too_long())
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
-        if size > MAX_HEADER_BYTES:
-            return refusal(_LARGE)
+        if size > self.budget.head_bytes:
+            return refusal(self._too_large())
         if len(self.connections) > self.max_connections:
             return refusal(unavailable("Too many open connections.", code="too_many_connections"))
         return self.config.loaded_app
+
+    def _check_overhead(self) -> None:
+        if self._in_headers:
+            most = self.budget.head_bytes
+        else:
+            most = self.budget.most_overhead(self._body_bytes)
+        if self._overhead > most:
+            self._refuse(self._too_large())
+
+    def _too_large(self) -> ApiError:
+        budget = self.budget
+        return ApiError(
+            431,
+            f"The request has over {budget.head_bytes} bytes of headers, over {budget.headers} of "
+            f"them, or over {budget.framing_bytes} bytes of trailers and of chunks' lines. Send "
+            "fewer headers, no trailers, and the body with a Content-Length.",
+            code="headers_too_large",
+        )
+
+    def _too_long(self) -> ApiError:
+        most = self.budget.target_bytes
+        return ApiError(
+            414, f"The request's path and query are over {most} bytes.", code="target_too_long"
+        )
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(_BROKEN)
@@ -177,11 +228,14 @@ class GatewayProtocol(HttpToolsProtocol):
             return False
         return cycle.response_started or not cycle.more_body
 
+    def _has_answered(self) -> bool:
+        """Whether the request that is being read has its whole answer already."""
+        return not self._in_headers and self.cycle is not None and self.cycle.response_complete
+
     def _await_headers(self) -> None:
         if self._in_headers:
             return
         self._in_headers = True
-        self._header_bytes = 0
         self._header_timer = self.loop.call_later(self.header_timeout, self._too_slow)
 
     def _too_slow(self) -> None:
@@ -196,8 +250,8 @@ class GatewayProtocol(HttpToolsProtocol):
     def _refuse(self, error: ApiError) -> None:
         if self.transport.is_closing():
             return
-        if self._is_answering():
-            self.transport.close()  # there is no place for words within an answer
+        if self._is_answering() or self._has_answered():
+            self.transport.close()  # there is no place for words within an answer, or after it
             return
         body = json.dumps(error.body).encode()
         self.transport.write(

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ async def assert_works(gateway: Gateway) -> None:
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 BROKEN, LARGE = (400, "invalid_http"), (431, "headers_too_large")
+LONG_TARGET = (414, "target_too_long")
+CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
 RAW_REQUESTS: dict[str, tuple[bytes, tuple[int, str]]] = {
     "no http": (b"\x16\x03\x01 hello\r\n\r\n", BROKEN),
     "bad length": (HEAD + b"content-length: -5\r\n\r\n", BROKEN),
@@ -31,6 +34,12 @@ RAW_REQUESTS: dict[str, tuple[bytes, tuple[int, str]]] = {
     "huge header": (HEAD + b"x-a: " + b"a" * 10**6 + b"\r\n\r\n", LARGE),
     "endless header": (HEAD + b"x-a: " + b"a" * 10**6, LARGE),
     "many headers": (HEAD + b"x-a: aaaaaaaaaaaaaaa\r\n" * 5000 + b"\r\n", LARGE),
+    "many small headers": (HEAD + b"a:\r\n" * 200 + b"\r\n", LARGE),
+    "long target": (b"GET /v1/files?" + b"a=1&" * 3000 + b" HTTP/1.1\r\n\r\n", LONG_TARGET),
+    "trailers": (CHUNKED + b"2\r\n{}\r\n0\r\n" + b"A: \r\n" * 10**6 + b"\r\n", LARGE),
+    "endless trailer": (CHUNKED + b"2\r\n{}\r\n0\r\nA: " + b"a" * 10**6, LARGE),
+    "chunk extension": (CHUNKED + b"2;" + b"a" * 10**6 + b"\r\n{}\r\n0\r\n\r\n", LARGE),
+    "tiny chunks": (CHUNKED + b"1\r\n \r\n" * 10**6 + b"0\r\n\r\n", LARGE),
     "bad chunk": (HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n", BROKEN),
 }
 
@@ -75,6 +84,42 @@ async def test_dawdling_clients_are_dropped(
             head, body = await raw_answer(reader)
         assert head.startswith(b"HTTP/1.1 408 ") and body["error"]["code"] == code
         await assert_works(gateway)
+
+
+async def test_a_body_in_small_chunks_with_a_few_trailers_is_read(gateway: Gateway) -> None:
+    body = json.dumps({"model": MODEL, "prompt": "one two", "max_tokens": 1}).encode()
+    lines = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
+    async with gateway.connect() as (reader, writer):
+        writer.write(CHUNKED + lines + b"0\r\ndigest: abc\r\n\r\n")
+        head, _ = await raw_answer(reader)
+
+    assert head.startswith(b"HTTP/1.1 200 ")
+
+
+async def test_an_answered_request_whose_trailers_do_not_end_is_cut_off(gateway: Gateway) -> None:
+    async with gateway.connect() as (reader, writer):
+        writer.write(b"GET /version HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n0\r\n")
+        head, _ = await raw_answer(reader)
+        writer.write(b"A: \r\n" * 10**5)
+        async with asyncio.timeout(30):
+            rest = await read_to_the_end(reader)
+
+    assert head.startswith(b"HTTP/1.1 200 ") and rest == b""
+
+
+async def read_to_the_end(reader: asyncio.StreamReader) -> bytes:
+    with suppress(ConnectionError):  # what was sent after the end is answered with a reset
+        return await reader.read()
+    return b""
+
+
+async def test_requests_far_ahead_of_their_answers_are_cut_off(gateway: Gateway) -> None:
+    async with asyncio.timeout(30), gateway.connect() as (reader, writer):
+        writer.write(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n" * 10**5)
+        answered = await read_to_the_end(reader)
+
+    assert answered.count(b"HTTP/1.1 200 ") < 100
+    await assert_works(gateway)
 
 
 async def test_a_connection_is_reused_after_an_error(gateway: Gateway) -> None:
