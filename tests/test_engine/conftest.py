@@ -1,8 +1,10 @@
-"""Checkpoints that several test files share, made once a session."""
+"""What the engine's tests share: the arithmetic of Triton's interpreter, and checkpoints that are
+made once a session."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,17 @@ if not torch.cuda.is_available():
 
 CheckpointMaker = Callable[[str], Path]
 ReferenceMaker = Callable[[str], Reference]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def gpu_arithmetic() -> Iterator[None]:
+    """Kernels in Triton's interpreter give the same bits on every CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        if find_spec("triton"):  # which torch has on Linux alone
+            from headrace_testing.triton_interpreter import correct_arithmetic
+
+            correct_arithmetic(patch)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -33,7 +33,6 @@ from headrace_engine.tuning.autotuner import Autotuner, Run
 from headrace_testing.engines import engine_config, make_runner
 from headrace_testing.recorded_steps import Replays
 from headrace_testing.timers import LastWins
-from headrace_testing.triton_interpreter import correct_bfloat16
 
 AHEAD, EARLY = DependentLaunch(4 << 20), DependentLaunch(early=True)
 ALONE = {"DEPENDENT": dependent.ALONE}
@@ -87,7 +86,6 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 def runner(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelRunner]:
     """Of a tiny model whose steps go through Triton, as on a CUDA device."""
-    correct_bfloat16(monkeypatch)
     monkeypatch.setattr(attention, "select", lambda *_: TritonBackend((9, 0)))
     monkeypatch.setattr(placement, "make_ops", lambda *_: TritonOps())
     monkeypatch.setattr(autotuner, "REPEATS", 1)

@@ -35,7 +35,6 @@ from headrace_testing.checkpoints import save_checkpoint
 from headrace_testing.engines import engine_config, greedy, request, run
 from headrace_testing.mixtures import Mixture
 from headrace_testing.recorded_steps import PaddedReference, Replays
-from headrace_testing.triton_interpreter import correct_bfloat16
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RANK = 5
@@ -47,11 +46,6 @@ SLOTS: tuple[dict[str, int], ...] = (
     {"experts_down": RANK, "shared_gate_up": 4, "shared_down": 1, "shared_gate": 2},
     {"experts_gate_up": 1},
 )
-
-
-@pytest.fixture(autouse=True)
-def bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    correct_bfloat16(monkeypatch)
 
 
 def random(*shape: int, seed: int) -> torch.Tensor:

@@ -26,15 +26,9 @@ from headrace_engine.model.triton_ops import TritonOps
 from headrace_testing.engines import engine_config, greedy, make_runner, request, run
 from headrace_testing.mixtures import Matrices, Mixture, expert_names
 from headrace_testing.recorded_steps import PaddedReference, Replays
-from headrace_testing.triton_interpreter import correct_bfloat16
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HOPPER = (9, 0)
-
-
-@pytest.fixture(autouse=True)
-def bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    correct_bfloat16(monkeypatch)
 
 
 def grouped(parts: MixtureParts, **options: Any) -> GroupedMoe:

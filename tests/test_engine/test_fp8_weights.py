@@ -35,7 +35,6 @@ from headrace_engine.triton_kernels.launch import ROW_BOUNDS, SkinnyLaunch
 from headrace_testing.checkpoints import Reference, save_checkpoint
 from headrace_testing.engines import engine_config, greedy, make_runner, request, run
 from headrace_testing.quantized import FILE, gptq, save_fp8, save_quantized
-from headrace_testing.triton_interpreter import correct_bfloat16
 
 AMPERE, HOPPER = (8, 0), (9, 0)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -100,7 +99,6 @@ def test_few_rows_of_widened_products(
     capability: tuple[int, int], group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Outputs that fill no tile; inputs whole and in parts, whichever program ends last."""
-    correct_bfloat16(monkeypatch)
     tiles = (SkinnyLaunch(32, 64, 1, 4, 3), SkinnyLaunch(64, 32, 1, 4, 3))
     monkeypatch.setattr(launches, "FLOAT8_TILES", tiles)
     monkeypatch.setattr(launches, "FEWEST_PROGRAMS", 1)

@@ -11,7 +11,6 @@ from headrace_engine.model.triton_ops import TritonOps
 from headrace_engine.model.tuned_linear import TunedLinear
 from headrace_engine.triton_kernels import launch as launches
 from headrace_engine.triton_kernels.launch import ROW_BOUNDS, SkinnyLaunch
-from headrace_testing.triton_interpreter import correct_bfloat16
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KIND, EPS, ULP = torch.bfloat16, 1e-5, 2**-8
@@ -23,7 +22,6 @@ HIDDEN = 96
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Candidates that fit small layers."""
-    correct_bfloat16(monkeypatch)
     for tiles in ("SKINNY_TILES", "SILU_TILES"):
         monkeypatch.setattr(launches, tiles, (TILE,))
     monkeypatch.setattr(launches, "FEWEST_PROGRAMS", 0)

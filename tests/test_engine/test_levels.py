@@ -42,16 +42,10 @@ from headrace_testing.engines import engine_config, greedy, make_runner, request
 from headrace_testing.mixtures import LevelsMatrices, Matrices, Mixture, expert_names
 from headrace_testing.ptx import evaluate
 from headrace_testing.quantized import Format, awq, gptq, save_mxfp4, save_quantized
-from headrace_testing.triton_interpreter import correct_bfloat16
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TILE = SkinnyLaunch(32, 0, 1, 4, 2)
 BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
-
-
-@pytest.fixture(autouse=True)
-def bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    correct_bfloat16(monkeypatch)
 
 
 def random(*shape: int, seed: int = 3) -> torch.Tensor:

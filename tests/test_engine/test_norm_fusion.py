@@ -26,7 +26,6 @@ from headrace_engine.tuning.autotuner import Autotuner, Run
 from headrace_testing.engines import engine_config, make_runner
 from headrace_testing.recorded_steps import Replays
 from headrace_testing.timers import LastWins
-from headrace_testing.triton_interpreter import correct_bfloat16
 
 TILE = SkinnyLaunch(64, 32, 1, 4, 3)
 ALONE, EARLY = StepLaunch(None, fused_norms=True), DependentLaunch(early=True)
@@ -35,7 +34,6 @@ ALONE, EARLY = StepLaunch(None, fused_norms=True), DependentLaunch(early=True)
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Candidates that fit small layers."""
-    correct_bfloat16(monkeypatch)
     for name, value in {
         "SKINNY_TILES": (TILE,), "SILU_TILES": (TILE,), "SPLITS": (1, 2), "FEWEST_PROGRAMS": 0,
     }.items():  # fmt: skip

@@ -22,17 +22,11 @@ from headrace_engine.triton_kernels.launch import (
     skinny_candidates,
 )
 from headrace_testing.attention_scenes import Case, Scene
-from headrace_testing.triton_interpreter import correct_bfloat16
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BOUNDS = {torch.bfloat16: 2**-6, torch.float16: 2**-9}
 TILE = Launch(16, 16, 4, 2)
 WHOLE = SkinnyLaunch(32, 32, 1, 4, 3)
-
-
-@pytest.fixture(autouse=True)
-def bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    correct_bfloat16(monkeypatch)
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 3) -> torch.Tensor:

@@ -23,7 +23,6 @@ from headrace_engine.attention.triton import TritonBackend
 from headrace_engine.errors import ConfigError
 from headrace_engine.triton_kernels.launch import AttentionLaunches, DecodeLaunch, Launch
 from headrace_testing.attention_scenes import BLOCKS, CASES, CPU, SINKS, Case, Scene
-from headrace_testing.triton_interpreter import correct_bfloat16
 
 AMPERE, HOPPER = (8, 0), (9, 0)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -89,10 +88,7 @@ def test_every_head_size_and_group(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["mixed", "window", "softcap"])
-def test_half_precision_is_exact_up_to_its_own_rounding(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    correct_bfloat16(monkeypatch)
+def test_half_precision_is_exact_up_to_its_own_rounding(name: str, dtype: torch.dtype) -> None:
     check(CASES[name], dtype, 2e-2)
 
 
@@ -245,11 +241,8 @@ def test_fp8_caches_hold_scaled_numbers(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("capability", [AMPERE, HOPPER])
-def test_fp8_caches_take_bfloat16_queries_of_any_size(
-    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fp8_caches_take_bfloat16_queries_of_any_size(capability: tuple[int, int]) -> None:
     """Products of such are of float16, which neither holds 2^18 nor 2^-40."""
-    correct_bfloat16(monkeypatch)
     params = replace(CASES["mixed"].params, scale=2.0**-18, value_scale=0.5)
     case = replace(CASES["mixed"], params=params)
     backend = TritonBackend(capability)

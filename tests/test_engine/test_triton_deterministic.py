@@ -19,16 +19,10 @@ from headrace_engine.model.invariant import InvariantLinear, InvariantOps
 from headrace_engine.request import EngineRequest
 from headrace_testing.attention_scenes import CASES, Case, Scene
 from headrace_testing.engines import Output, engine_config, make_runner, request, run
-from headrace_testing.triton_interpreter import correct_bfloat16
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HOPPER = (9, 0)
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 2**-6}
-
-
-@pytest.fixture(autouse=True)
-def bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    correct_bfloat16(monkeypatch)
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 3) -> torch.Tensor:

@@ -24,7 +24,6 @@ from headrace_engine.transfer import Transfer
 from headrace_testing.adapter_scenes import AdapterScene
 from headrace_testing.recorded_steps import PaddedReference, Replays
 from headrace_testing.tiled_lora import TiledOps, emulate_kernels
-from headrace_testing.triton_interpreter import correct_bfloat16
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2**-6}
@@ -33,11 +32,6 @@ INPUTS, WIDTHS = 80, {"q": 40, "k": 24, "v": 150}
 SLOTS = ({"q": 12, "k": 5, "v": 1}, {"q": 2, "v": 12}, {"k": 7})
 TRITON = TritonOps()
 EVERY_DTYPE = pytest.mark.parametrize("dtype", BOUNDS)
-
-
-@pytest.fixture(autouse=True)
-def bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    correct_bfloat16(monkeypatch)
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:

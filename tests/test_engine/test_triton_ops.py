@@ -15,17 +15,11 @@ from headrace_engine.attention.triton import TritonBackend
 from headrace_engine.model.ops import HeadShape, Ops, QKNorm, TorchOps, WideOps
 from headrace_engine.model.qkv import QKVRows
 from headrace_engine.model.triton_ops import TritonOps
-from headrace_testing.triton_interpreter import correct_bfloat16
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Plain torch rounds in the same places; sums in another order differ by one step.
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 EVERY_DTYPE = pytest.mark.parametrize("dtype", BOUNDS)
-
-
-@pytest.fixture(autouse=True)
-def bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    correct_bfloat16(monkeypatch)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 3) -> torch.Tensor:

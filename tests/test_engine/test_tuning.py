@@ -41,7 +41,6 @@ from headrace_engine.tuning.table import ChoiceTable
 from headrace_testing.engines import Output, engine_config, make_runner, request, run
 from headrace_testing.mixtures import Mixture
 from headrace_testing.timers import LastWins
-from headrace_testing.triton_interpreter import correct_bfloat16
 
 VERSIONS = {"torch": "2.11", "triton": "3.6"}
 
@@ -148,7 +147,6 @@ def test_a_file_that_is_no_table_is_named(tmp_path: Path, text: str) -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Candidates that fit a tiny model."""
-    correct_bfloat16(monkeypatch)
     tiles = (launches.SkinnyLaunch(64, 32, 1, 4, 3),)
     for name, value in {
         "SKINNY_TILES": tiles, "SILU_TILES": tiles, "SPLITS": (1, 2), "FEWEST_PROGRAMS": 1,
@@ -251,7 +249,6 @@ def test_engines_that_start_later_read_what_the_first_one_measured(
 
 
 def test_experts_use_the_tiles_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    correct_bfloat16(monkeypatch)
     tiles = {16: (launches.LinearLaunch(16, 32, 32, 4, 3), launches.LinearLaunch(64, 32, 32, 4, 2))}
     monkeypatch.setattr(launches, "EXPERT_CANDIDATES", tiles)
     monkeypatch.setattr(autotuner, "REPEATS", 1)
@@ -277,7 +274,6 @@ def test_experts_use_the_tiles_that_were_measured(monkeypatch: pytest.MonkeyPatc
 
 
 def test_adapters_use_the_launches_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    correct_bfloat16(monkeypatch)
     monkeypatch.setattr(autotuner, "REPEATS", 1)
     monkeypatch.setattr(tuned_adapters, "ROTATED_BYTES", 20_000)
     layer: dict[LinearName, LinearShape] = {

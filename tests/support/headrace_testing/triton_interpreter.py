@@ -1,10 +1,11 @@
-"""What Triton's interpreter lacks for tests of kernels on CPU tensors: right bfloat16.
+"""What Triton's interpreter lacks for tests of kernels on CPU tensors: right bfloat16, and products
+whose sums have one order.
 
-It holds such numbers as integers, rounds towards zero where GPUs round to the nearest, and would
-multiply the integers.
+It holds bfloat16 numbers as integers, rounds towards zero where GPUs round to the nearest, and
+would multiply the integers. It multiplies tiles with the BLAS of the host: on some CPUs the bits of
+a row then depend on the number of rows, whatever the kernel does.
 """
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -14,29 +15,51 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 Builder = interpreter.InterpreterBuilder
+Numbers = npt.NDArray[Any]
 
 
-def correct_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+def correct_arithmetic(patch: pytest.MonkeyPatch) -> None:
     """Conversions from float32, and products of tiles, as a GPU computes them."""
-    create_dot, cast_impl = Builder.create_dot, Builder.cast_impl
-
-    def widened(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return create_dot(builder, _widen(a), _widen(b), *rest)
+    cast_impl = Builder.cast_impl
 
     def cast(builder: Any, source: Any, kind: Any) -> Any:
         if source.dtype.scalar == tl.float32 and kind.scalar == tl.bfloat16:
             return interpreter.TensorHandle(_nearest(source.data), tl.bfloat16)
         return cast_impl(builder, source, kind)
 
-    monkeypatch.setattr(Builder, "create_dot", widened)
-    monkeypatch.setattr(Builder, "cast_impl", cast)
+    patch.setattr(Builder, "create_dot", _dot)
+    patch.setattr(Builder, "cast_impl", cast)
 
 
-def _widen(tile: Any) -> Any:
-    if tile.dtype.scalar != tl.bfloat16:
-        return tile
-    wide = (tile.data.astype(np.uint32) << 16).view(np.float32)
-    return dataclasses.replace(tile, data=wide, dtype=tl.float32)
+def _dot(_: Any, a: Any, b: Any, added: Any, *precision: Any) -> Any:
+    product = ordered_product(_numbers(a), _numbers(b), added.data.dtype)
+    # Summed apart, so that the depth of the tiles shows in the bits.
+    return interpreter.TensorHandle(product + added.data, added.dtype.scalar)
+
+
+def ordered_product(a: Numbers, b: Numbers, dtype: npt.DTypeLike) -> Numbers:
+    """[..., rows, inputs] by [..., inputs, columns]. The products of a row and a column are added
+    half to half until one is left, so that a number depends on that row and that column alone."""
+    columns = np.ascontiguousarray(np.moveaxis(a.astype(dtype), -1, 0))
+    parts: Numbers = columns[..., None] * np.moveaxis(b.astype(dtype), -2, 0)[..., None, :]
+    while len(parts) > 1:
+        half, odd = divmod(len(parts), 2)
+        if odd:
+            parts[0] += parts[-1]
+        parts[:half] += parts[half : 2 * half]
+        parts = parts[:half]
+    return parts[0]
+
+
+def _numbers(tile: Any) -> Numbers:
+    """Those of a tile in a dtype that numpy multiplies."""
+    data: Numbers = tile.data
+    if tile.dtype.scalar == tl.bfloat16:
+        return (data.astype(np.uint32) << 16).view(np.float32)
+    if tile.dtype.is_floating() and tile.dtype.primitive_bitwidth == 8:
+        half: Numbers = interpreter._convert_float(data, tile.dtype, tl.float16, None)
+        return half.view(np.float16)
+    return data
 
 
 def _nearest(numbers: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
