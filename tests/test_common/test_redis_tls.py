@@ -1,9 +1,15 @@
 """The queue over TLS: real certificates, checked on both sides."""
 
 import asyncio
+import re
+import ssl
+import subprocess
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import cast
 
+import psutil
 import pytest
 
 from headrace_common.errors import BackendUnavailable
@@ -24,10 +30,8 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 @pytest.fixture
 async def proxy(valkey_server: ValkeyServer, authority: Authority) -> AsyncIterator[TlsProxy]:
     pair = authority.issue("server", "IP:127.0.0.1")
-    proxy = TlsProxy(valkey_server.port, pair, authority)
-    await proxy.start()
-    yield proxy
-    await proxy.stop()
+    async with TlsProxy(valkey_server.port, pair, authority) as proxy:
+        yield proxy
 
 
 @pytest.fixture
@@ -47,8 +51,8 @@ def url_of(proxy: TlsProxy, authority: Authority) -> str:
     )
 
 
-async def refusal(url: str) -> str:
-    connection = Connection(ConnectionConfig(url=url))
+async def refusal(url: str, command_timeout: float = 5.0) -> str:
+    connection = Connection(ConnectionConfig(url=url, command_timeout=command_timeout))
     try:
         with pytest.raises(BackendUnavailable) as refused:
             await check_backend(connection)
@@ -96,14 +100,13 @@ async def test_a_server_of_another_authority_is_refused(
 async def test_a_certificate_for_another_host_is_refused(
     valkey_server: ValkeyServer, authority: Authority
 ) -> None:
-    proxy = TlsProxy(valkey_server.port, authority.issue("other", "DNS:other.example"))
-    await proxy.start()
-    url = f"rediss://127.0.0.1:{proxy.port}/0?ssl_ca_certs={authority.certificate}"
-    assert "IP address mismatch" in await refusal(url)
-    connection = Connection(ConnectionConfig(url=f"{url}&ssl_check_hostname=false"))
-    await check_backend(connection)
-    await connection.close()
-    await proxy.stop()
+    other = authority.issue("other", "DNS:other.example")
+    async with TlsProxy(valkey_server.port, other) as proxy:
+        url = f"rediss://127.0.0.1:{proxy.port}/0?ssl_ca_certs={authority.certificate}"
+        assert "IP address mismatch" in await refusal(url)
+        connection = Connection(ConnectionConfig(url=f"{url}&ssl_check_hostname=false"))
+        await check_backend(connection)
+        await connection.close()
 
 
 async def test_a_server_may_ask_for_a_certificate(proxy: TlsProxy, authority: Authority) -> None:
@@ -112,3 +115,63 @@ async def test_a_server_may_ask_for_a_certificate(proxy: TlsProxy, authority: Au
 
 async def test_a_client_without_tls_is_unavailable(proxy: TlsProxy) -> None:
     await refusal(f"redis://127.0.0.1:{proxy.port}/0")
+
+
+async def test_a_refused_connection_leaves_no_socket(proxy: TlsProxy, tmp_path: Path) -> None:
+    stranger = Authority(tmp_path)
+    await refusal(f"rediss://127.0.0.1:{proxy.port}/0?ssl_ca_certs={stranger.certificate}")
+    assert sockets_to(proxy.port) == []
+
+
+async def test_a_server_that_falls_silent_leaves_no_socket(authority: Authority) -> None:
+    """It does not answer the end of TLS either."""
+    async with silent_server(authority) as port:
+        url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={authority.certificate}"
+        assert "no connection within 0.2 s" in await refusal(url, command_timeout=0.2)
+        assert sockets_to(port) == []
+
+
+@asynccontextmanager
+async def silent_server(authority: Authority) -> AsyncIterator[int]:
+    """The port of a server that shakes hands and reads no further."""
+    pair = authority.issue("silent", "IP:127.0.0.1")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(pair.certificate, pair.key)
+    accepted: list[asyncio.StreamWriter] = []
+
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        cast(asyncio.Transport, writer.transport).pause_reading()
+        accepted.append(writer)
+
+    async with await asyncio.start_server(accept, "127.0.0.1", 0, ssl=context) as server:
+        try:
+            yield server.sockets[0].getsockname()[1]
+        finally:
+            for writer in accepted:
+                writer.transport.abort()
+
+
+def sockets_to(port: int) -> list[int]:
+    """This process's sockets that are connected to a port."""
+    found = psutil.Process().net_connections("tcp")
+    return [
+        connection.fd for connection in found if connection.raddr and connection.raddr.port == port
+    ]
+
+
+def strictly_valid(authority: Path, certificate: Path) -> bool:
+    verify = ["openssl", "verify", "-x509_strict", "-CAfile", str(authority), str(certificate)]
+    return subprocess.run(verify, capture_output=True).returncode == 0
+
+
+def test_certificates_pass_the_strict_check_of_python_3_13(authority: Authority) -> None:
+    assert strictly_valid(authority.certificate, authority.issue("own", "DNS:own").certificate)
+
+
+def test_documented_certificates_pass_the_strict_check(
+    authority: Authority, tmp_path: Path
+) -> None:
+    page = (Path(__file__).parents[2] / "docs/operations.md").read_text()
+    (commands,) = re.findall(r"^```sh\n(openssl req.*?)^```", page, re.DOTALL | re.MULTILINE)
+    subprocess.run(["sh", "-ec", commands], cwd=tmp_path, check=True, capture_output=True)
+    assert strictly_valid(tmp_path / "ca.crt", tmp_path / "redis.crt")

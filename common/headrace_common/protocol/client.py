@@ -154,7 +154,7 @@ class LineClient(Client):
             async with asyncio.timeout(self._timeout):
                 await connection.connect()
         except BaseException as error:
-            await connection.disconnect(nowait=True)
+            await connection.disconnect()
             if isinstance(error, TimeoutError):
                 raise RedisTimeoutError(f"no connection within {self._timeout:g} s") from error
             raise

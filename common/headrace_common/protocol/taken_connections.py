@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import cast
+from contextlib import suppress
+from typing import Any, cast
 
 from redis.asyncio.connection import (
     AbstractConnection,
@@ -30,8 +31,19 @@ class TakenConnection(AbstractConnection):
         return cast(Callable[[str], ResponseError], self._parser.parse_error)
 
     def forget(self) -> None:
-        """The transport is closed: nothing is left to be closed here."""
+        """Drops the transport, which somebody else closes or has closed."""
         self._reader = self._writer = None
+
+    async def disconnect(self, *_: Any, **__: Any) -> None:
+        """Closes the socket at once: a server that does not answer the end of TLS would keep it
+        open for half a minute."""
+        self._parser.on_disconnect()  # type: ignore[no-untyped-call]
+        writer = self._writer
+        self.forget()
+        if writer is not None:
+            writer.transport.abort()
+            with suppress(OSError):  # what ended it
+                await writer.wait_closed()
 
 
 class TcpConnection(TakenConnection, Connection):

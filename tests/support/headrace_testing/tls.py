@@ -10,13 +10,16 @@ import ssl
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import pytest
 
 from .forwarding import Forwarder, Passing
 
-_CA = ["-x509", "-days", "2", "-subj", "/CN=headrace test CA"]
-_KEY = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+_KEY = "-x509 -days 2 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes".split()
+# Python 3.13 and later refuse a CA without key usage, whatever OpenSSL's configuration adds.
+_CA = "basicConstraints=critical,CA:TRUE", "keyUsage=critical,keyCertSign,cRLSign"
+_LEAF = "basicConstraints=critical,CA:FALSE", "keyUsage=critical,digitalSignature"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +37,7 @@ class Authority:
             if os.environ.get("CI"):
                 pytest.fail("no openssl: CI must have it")
             pytest.skip("needs the program openssl")
-        self._own = self._pair("ca")
-        _openssl("req", *_KEY, "-keyout", self._own.key, *_CA, "-out", self._own.certificate)
+        self._own = self._pair("ca", "headrace test CA", _CA)
 
     @property
     def certificate(self) -> Path:
@@ -43,17 +45,17 @@ class Authority:
 
     def issue(self, name: str, hosts: str) -> KeyPair:
         """A key and its certificate for `hosts`, as in a subjectAltName."""
-        pair = self._pair(name)
-        subject = ["-subj", f"/CN={name}", "-addext", f"subjectAltName={hosts}", "-days", "2"]
         signer: list[str | Path] = ["-CA", self._own.certificate, "-CAkey", self._own.key]
-        request = ["req", "-x509", *_KEY, "-keyout", str(pair.key), *subject, *map(str, signer)]
-        _openssl(
-            *request, "-addext", "basicConstraints=critical,CA:FALSE", "-out", pair.certificate
-        )
-        return pair
+        return self._pair(name, name, (f"subjectAltName={hosts}", *_LEAF), *signer)
 
-    def _pair(self, name: str) -> KeyPair:
-        return KeyPair(self._folder / f"{name}.crt", self._folder / f"{name}.key")
+    def _pair(
+        self, file: str, name: str, extensions: tuple[str, ...], *signer: str | Path
+    ) -> KeyPair:
+        pair = KeyPair(self._folder / f"{file}.crt", self._folder / f"{file}.key")
+        said = [word for extension in extensions for word in ("-addext", extension)]
+        files: list[str | Path] = ["-keyout", pair.key, "-out", pair.certificate]
+        _openssl("req", *_KEY, "-subj", f"/CN={name}", *said, *signer, *files)
+        return pair
 
 
 def _openssl(*arguments: str | Path) -> None:
@@ -73,15 +75,16 @@ class TlsProxy:
             self._context.verify_mode = ssl.CERT_REQUIRED
         self.port = 0
 
-    async def start(self) -> None:
+    async def __aenter__(self) -> Self:
         self.port = await self._forwarder.listen(self.port, self._context)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._forwarder.refuse()
+        await self._forwarder.cut()
 
     async def cut(self) -> None:
         """Ends all connections; new ones are taken."""
-        await self._forwarder.cut()
-
-    async def stop(self) -> None:
-        self._forwarder.refuse()
         await self._forwarder.cut()
 
 
