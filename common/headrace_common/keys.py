@@ -321,6 +321,13 @@ def batch_usage(batch_id: str) -> str:
     return f"bu:{_tag('b', batch_id)}"
 
 
+def batch_starts(batch_id: str) -> str:
+    """Sorted set "<line>:<gateway>" by Unix time: that gateway has started the line, and neither
+    ended it nor left it to others. 0 is reading the batch's file, -1 writing those of its results.
+    As the results."""
+    return f"bs:{_tag('b', batch_id)}"
+
+
 def batch_lease(batch_id: str) -> str:
     """String, the gateway that runs the batch. Lives one lease, renewed."""
     return f"bl:{_tag('b', batch_id)}"

@@ -7,8 +7,10 @@ from redis.exceptions import NoPermissionError, ResponseError
 
 from headrace_common.messages import Drain
 from headrace_common.protocol.base import QueueLimits
+from headrace_common.protocol.batches import BatchRequest
 from headrace_common.protocol.connection import check_backend
 from headrace_common.protocol.limits import Rates, Settlement
+from headrace_common.protocol.redis_batches import RedisBatches
 from headrace_common.protocol.redis_gateway import RedisGatewayQueue
 from headrace_common.protocol.redis_limits import RedisKeyUsage
 from headrace_common.protocol.redis_registry import RedisModelRegistry
@@ -55,6 +57,29 @@ async def test_the_operator_sees_engines_and_drains_one(over: OverUsers) -> None
     assert await first(engine.controls(), 1) == [Drain()]
     await engine.close()
     assert await operator.engines(MODEL) == []
+
+
+async def test_lines_of_batches_are_started_and_ended_by_gateways(over: OverUsers) -> None:
+    batches = RedisBatches(over.connect("gateway"))
+    batch = await batches.create(
+        BatchRequest(
+            id="b",
+            tenant="t",
+            key_id="",
+            endpoint="/v1/completions",
+            input_file_id="f",
+            completion_window="24h",
+            created_at=1,
+            expires_at=4_000_000_000,
+            output_ttl=1,
+            kept_until=4_000_000_000,
+        )
+    )
+    await batches.start(batch, 1, "g")
+    assert await batches.starters(batch) == {1: {"g"}}
+    await batches.keep(batch, 1, b"{}", answered=True, starters=["g"])
+    assert await batches.starters(batch) == {}
+    assert await batches.close(batch)
 
 
 async def test_limits_of_api_keys_are_kept_by_gateways(over: OverUsers) -> None:

@@ -13,7 +13,7 @@ from headrace_common.protocol.batches import BatchRequest, BatchStatus, StoredFi
 from headrace_common.protocol.redis_batches import RedisBatches
 from headrace_common.protocol.redis_files import RedisFiles
 from headrace_gateway.batches.internal import InternalClient
-from headrace_gateway.batches.results import usage_of
+from headrace_gateway.batches.results import PAGE_BYTES, pages_of, usage_of
 from headrace_gateway.batches.run import BatchLimits, BatchRun, BatchSite, LeaseLost
 from headrace_gateway.keeping import Keeping
 from headrace_testing.backends import OverRedis
@@ -73,7 +73,11 @@ class Stand:
             metrics=self.counted,
             find_key=None,
             limits=BatchLimits(
-                max_lines=100, max_output_bytes=2**20, concurrency=1, max_deadline=10.0
+                max_lines=100,
+                max_line_bytes=2**16,
+                max_output_bytes=2**20,
+                concurrency=1,
+                max_deadline=10.0,
             ),
         )
 
@@ -147,6 +151,32 @@ async def test_what_fails_again_and_again_is_told(over: OverRedis) -> None:
     assert found["a"]["response"]["status_code"] == 500 and len(api.keys) == 3
 
 
+async def test_an_api_that_fails_after_its_answer_fails_the_line_alone(over: OverRedis) -> None:
+    class Failing(ScriptedApi):
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            await super().__call__(scope, receive, send)
+            if self.keys[-1].endswith(":1"):
+                raise RuntimeError("as Starlette does after an internal error's answer")
+
+    status, found = await Stand(over, Failing((500, {}), (500, {}), (500, {}), (200, {}))).run(
+        ["a", "b"]
+    )
+
+    assert status is BatchStatus.COMPLETED
+    assert found["a"]["response"]["status_code"] == 500
+    assert found["b"]["response"]["status_code"] == 200
+
+
+async def test_a_line_that_is_too_long_is_not_parsed(over: OverRedis) -> None:
+    stand = Stand(over, ScriptedApi((200, {})))
+
+    status, _ = await stand.run(["a", "b" * stand.site.limits.max_line_bytes])
+
+    (error,) = (await stand.batches.get("batch_1")).progress.errors
+    assert status is BatchStatus.FAILED
+    assert (error["code"], error["line"]) == ("request_too_large", 2)
+
+
 async def test_what_would_fail_again_is_not_tried_again(over: OverRedis) -> None:
     api = ScriptedApi((504, {"x-should-retry": "false"}), (200, {}))
 
@@ -197,6 +227,13 @@ async def test_lines_with_a_result_are_not_run_again(over: OverRedis) -> None:
 )
 def test_the_usage_of_an_answer_is_found(body: dict[str, Any], usage: TokenUsage) -> None:
     assert usage_of(json.dumps(body, separators=(",", ":")).encode()) == usage
+
+
+def test_large_results_are_not_read_together() -> None:
+    half = PAGE_BYTES // 2
+    sizes = {1: half, 2: half, 3: 1, 4: 3 * PAGE_BYTES, 5: 1}
+
+    assert list(pages_of(sizes)) == [[1, 2], [3], [4], [5]]
 
 
 async def test_usage_goes_on_where_another_leader_stopped(over: OverRedis) -> None:

@@ -5,7 +5,8 @@ from leading the same batch; two leaders at once would do work twice, and change
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .. import keys
@@ -131,8 +132,33 @@ class RedisBatches:
             ("DEL", keys.batch_results(batch_id)),
             ("DEL", keys.batch_marks(batch_id)),
             ("DEL", keys.batch_usage(batch_id)),
+            ("DEL", keys.batch_starts(batch_id)),
         )
         return was_open
+
+    async def start(self, batch: Batch, line: int, leader: str) -> None:
+        """Notes that a leader starts a line, before it does anything for it."""
+        name = keys.batch_starts(batch.request.id)
+        await self._commands(
+            ("ZADD", name, int(self._clock()), _start(line, leader)),
+            ("PEXPIREAT", name, batch.request.kept_until * 1000),
+        )
+
+    async def unstart(self, batch: Batch, lines: Iterable[int], leaders: Iterable[str]) -> None:
+        """Forgets that these leaders have started these lines."""
+        names = list(leaders)
+        starts = [_start(line, leader) for line in lines for leader in names]
+        if starts:
+            await self._commands(("ZREM", keys.batch_starts(batch.request.id), *starts))
+
+    async def starters(self, batch: Batch) -> Mapping[int, frozenset[str]]:
+        """The leaders that have started a line and neither ended it nor left it to others."""
+        (raw,) = await self._commands(("ZRANGE", keys.batch_starts(batch.request.id), 0, -1))
+        found: defaultdict[int, set[str]] = defaultdict(set)
+        for start in raw:
+            line, _, leader = start.decode().partition(":")
+            found[int(line)].add(leader)
+        return {line: frozenset(leaders) for line, leaders in found.items()}
 
     async def keep(
         self,
@@ -142,8 +168,12 @@ class RedisBatches:
         *,
         answered: bool,
         usage: TokenUsage = NOTHING_USED,
+        starters: Iterable[str] = (),
     ) -> bool:
-        """Keeps a line's result, unless it has one; returns whether it had none."""
+        """Keeps a line's result, unless it has one, and forgets that `starters` have started it.
+
+        Returns whether it had none.
+        """
         batch_id, until = batch.request.id, batch.request.kept_until * 1000
         results, marks = keys.batch_results(batch_id), keys.batch_marks(batch_id)
         used = keys.batch_usage(batch_id)
@@ -156,6 +186,7 @@ class RedisBatches:
             ("PEXPIREAT", marks, until),
             ("PEXPIREAT", used, until),
         )
+        await self.unstart(batch, [line], starters)
         return bool(first)
 
     async def used(self, batch: Batch) -> Mapping[int, TokenUsage]:
@@ -181,6 +212,10 @@ class RedisBatches:
         return await self._connection.attempt(
             lambda: self._connection.client.pipeline(commands), tries=TRIES
         )
+
+
+def _start(line: int, leader: str) -> str:
+    return f"{line}:{leader}"
 
 
 def _batch(request: bytes, progress: bytes | None, cancelled: bytes | None) -> Batch:

@@ -16,6 +16,9 @@ from .desk import Desk, DeskLimits
 from .internal import InternalClient
 from .run import BatchLimits, BatchMetrics, BatchSite
 
+# What a line has around its request's body, with some blanks.
+ENVELOPE_BYTES = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class Storage:
@@ -44,6 +47,7 @@ def make_site(
     """What this gateway's batches work with."""
     limits = BatchLimits(
         max_lines=settings.max_batch_requests,
+        max_line_bytes=settings.max_body_bytes + ENVELOPE_BYTES,
         max_output_bytes=settings.max_batch_output_bytes,
         concurrency=settings.batch_concurrency,
         max_deadline=settings.max_deadline,

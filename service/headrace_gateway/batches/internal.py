@@ -4,11 +4,14 @@ The caller is known already and no key is sent; who can reach this is inside the
 """
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import ASGIApp, Message
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,12 @@ class InternalClient:
         `state` tells the application what no client could.
         """
         exchange = _Exchange(body)
-        await self._app(_scope(path, body, headers, state), exchange.receive, exchange.send)
+        try:
+            await self._app(_scope(path, body, headers, state), exchange.receive, exchange.send)
+        except Exception:
+            if not exchange.begun:
+                raise
+            logger.exception("batch line failed")  # the application has answered it
         return exchange.answer
 
 
@@ -53,6 +61,11 @@ class _Exchange:
             self._start = message
         else:
             self._body.append(message.get("body", b""))
+
+    @property
+    def begun(self) -> bool:
+        """Whether the application has answered, whatever went wrong after that."""
+        return bool(self._start["headers"])
 
     @property
     def answer(self) -> InternalAnswer:

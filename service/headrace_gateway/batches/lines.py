@@ -28,6 +28,14 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
+class LineLimits:
+    """Lines of a file, and bytes of each."""
+
+    max_lines: int
+    max_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Fault:
     """What is wrong with a line (None: with the file)."""
 
@@ -66,18 +74,19 @@ class BatchInput:
         return body
 
 
-def read_lines(content: bytes, endpoint: str, max_lines: int) -> BatchInput:
+def read_lines(content: bytes, endpoint: str, limits: LineLimits) -> BatchInput:
     """Reads and checks a whole file: work for a thread."""
     lines: list[Line] = []
     faults: list[Fault] = []
     seen: dict[str, int] = {}
     model: str | None = None
     for number, start, end in _split(content):
-        if len(lines) >= max_lines:
-            message = f"The file has more than {max_lines} requests; split it."
+        if len(lines) >= limits.max_lines:
+            message = f"The file has more than {limits.max_lines} requests; split it."
             faults.append(Fault("too_many_requests", message))
             break
         try:
+            _check_size(end - start, limits.max_bytes)
             fields = _request(content[start:end], endpoint)
             custom_id = _unique(fields["custom_id"], number, seen)
         except _BadLine as bad:
@@ -104,6 +113,13 @@ def _split(content: bytes) -> Iterator[tuple[int, int, int]]:
         if content[start:end].strip():
             yield number, start, end
         start = end + 1
+
+
+def _check_size(size: int, limit: int) -> None:
+    """Before it is parsed, which takes many times its size."""
+    if size > limit:
+        message = f"The line has {size} bytes, over the limit of {limit}; send less in one request."
+        raise _BadLine("request_too_large", message)
 
 
 def _request(line: bytes, endpoint: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,9 @@ from .internal import InternalAnswer
 from .lines import Line
 
 OUTPUT_PURPOSE = "batch_output"
-# Results that are in memory at a time while a file is made.
+# The most results, and their bytes, that are in memory at a time while a file is made.
 PAGE_LINES = 64
+PAGE_BYTES = 4 * 2**20
 _USAGE = b'"usage":'
 _MAX_USAGE_BYTES = 2048
 _JSON = json.JSONDecoder()
@@ -109,6 +110,19 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
+def pages_of(sizes: Mapping[int, int]) -> Iterator[Sequence[int]]:
+    """Lines as they are read together: at least one, and further ones within the bounds."""
+    page: list[int] = []
+    total = 0
+    for line, size in sizes.items():
+        if page and (len(page) >= PAGE_LINES or total + size > PAGE_BYTES):
+            yield page
+            page, total = [], 0
+        page.append(line)
+        total += size
+    yield page
+
+
 class ResultFiles:
     """Makes a batch's files out of its results; doing it again makes the same files."""
 
@@ -134,15 +148,17 @@ class ResultFiles:
             expires_at=self._now + request.output_ttl,
         )
         await self._files.count(file.id, file.tenant, size, file.expires_at)
-        async for number, piece in self._pieces(lines):
+        async for number, piece in self._pieces(
+            pages_of({line: done[line].size for line in lines})
+        ):
             await self._files.write(file, [(number, piece)])
         await self._files.finish(file)
         return file.id
 
-    async def _pieces(self, lines: list[int]) -> AsyncIterator[tuple[int, bytes]]:
+    async def _pieces(self, pages: Iterable[Sequence[int]]) -> AsyncIterator[tuple[int, bytes]]:
         number, gathered = 0, bytearray()
-        for at in range(0, len(lines), PAGE_LINES):
-            for result in await self._batches.results(self._batch, lines[at : at + PAGE_LINES]):
+        for page in pages:
+            for result in await self._batches.results(self._batch, page):
                 gathered += result + b"\n"
             while len(gathered) >= CHUNK_BYTES:
                 yield number, bytes(gathered[:CHUNK_BYTES])

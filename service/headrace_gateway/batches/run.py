@@ -6,9 +6,11 @@ a result are not run again, and those that were running meet their own request i
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from headrace_common.api_keys import ApiKey
@@ -30,8 +32,11 @@ from ..kept_embeddings import batch_account
 from ..tenants import BATCH, CALLER, Caller
 from ..wishes import KEY_HEADER, Wish
 from .internal import InternalAnswer, InternalClient
-from .lines import EMBEDDINGS, RESPONSES, BatchInput, Fault, Line, read_lines
+from .lines import EMBEDDINGS, RESPONSES, BatchInput, Fault, Line, LineLimits, read_lines
 from .results import Result, ResultFiles, answer_result, error_result
+from .suspects import ALONE_FROM, MAX_GATEWAYS, READING, WRITING, Suspects, Turns
+
+logger = logging.getLogger(__name__)
 
 # Behind everybody who waits for an answer.
 BATCH_PRIORITY = 1000
@@ -39,6 +44,7 @@ LONGEST_PAUSE_S = 30.0
 FIRST_PAUSE_S = 1.0
 TRIES = 3
 _BUSY = frozenset({429, 499, 503})
+SET_ASIDE = "request_failed"
 NO_KEY = "The API key that created the batch is no longer valid."
 
 
@@ -47,6 +53,7 @@ class BatchLimits:
     """`concurrency` lines of a batch run at once; `max_deadline` (seconds) is a request's."""
 
     max_lines: int
+    max_line_bytes: int
     max_output_bytes: int
     concurrency: int
     max_deadline: float
@@ -76,11 +83,20 @@ class BatchSite:
     metrics: BatchMetrics
     find_key: Callable[[str], ApiKey | None] | None
     limits: BatchLimits
+    turns: Turns = field(default_factory=Turns)
     clock: Callable[[], float] = time.time
 
 
 class LeaseLost(Exception):
     """Another gateway leads the batch now."""
+
+
+class _Busy(Exception):
+    """The service takes no requests now; `answer` may say for how long."""
+
+    def __init__(self, answer: InternalAnswer) -> None:
+        super().__init__(answer.status)
+        self.answer = answer
 
 
 class BatchRun:
@@ -95,19 +111,34 @@ class BatchRun:
         self._usage = NOTHING_USED
         self._running: set[Line] = set()
         self._cancelling = batch.cancelling_at is not None
+        self._suspects = Suspects(site.batches, batch, site.leader)
 
     async def run(self) -> None:
         """To the batch's end, as far as it has not come before."""
         if not self._progress.status.final:
-            source = await self._read()
-            if source.faults:
-                await self._refuse(source.faults)
-            else:
-                await self._work(source)
+            await self._suspects.load()
+            try:
+                await self._lead()
+            finally:
+                await self._suspects.leave()
         if await self._site.batches.close(self._batch):
             self._site.metrics.batch_ended(self._progress.status.value)
 
     # Before
+
+    async def _lead(self) -> None:
+        ended = max(map(self._suspects.gateways, (READING, WRITING)))
+        if ended >= MAX_GATEWAYS:
+            message = f"{ended} gateways ended while they read or wrote this batch's files."
+            await self._refuse((Fault(SET_ASIDE, message),))
+            return
+        async with self._suspects.started(READING):
+            source = await self._read()
+        await self._suspects.cleared(READING)
+        if source.faults:
+            await self._refuse(source.faults)
+        else:
+            await self._work(source)
 
     async def _read(self) -> BatchInput:
         request = self._batch.request
@@ -116,8 +147,8 @@ class BatchRun:
             content = await self._site.files.content(file)
         except FileNotKept as error:
             return BatchInput(b"", (), (Fault(error.code, str(error)),), None)
-        limit = self._site.limits.max_lines
-        return await asyncio.to_thread(read_lines, content, request.endpoint, limit)
+        limits = LineLimits(self._site.limits.max_lines, self._site.limits.max_line_bytes)
+        return await asyncio.to_thread(read_lines, content, request.endpoint, limits)
 
     async def _refuse(self, faults: tuple[Fault, ...]) -> None:
         await self._say(
@@ -139,9 +170,27 @@ class BatchRun:
             in_progress_at=self._progress.in_progress_at or self._now,
             **self._counts,
         )
-        left = [line for line in source.lines if line.number not in self._done]
+        for line in source.lines:
+            if self._suspects.gateways(line.number) >= MAX_GATEWAYS:
+                await self._set_aside(line)
+        left = sorted(self._left(source), key=lambda line: -self._suspects.gateways(line.number))
         ended = await self._run_lines(source, iter(left))
-        await self._end(ended, [line for line in left if line.number not in self._done])
+        async with self._suspects.started(WRITING):
+            await self._end(ended, self._left(source))
+
+    def _left(self, source: BatchInput) -> list[Line]:
+        """The lines without a result."""
+        return [line for line in source.lines if line.number not in self._done]
+
+    async def _set_aside(self, line: Line) -> None:
+        """Gives the line its error; its request in the queue ends."""
+        message = (
+            f"{self._suspects.gateways(line.number)} gateways ended, one after the other, while "
+            "this request ran; it is not run again. Make it simpler or shorter."
+        )
+        logger.error("batch line set aside", extra=self._fields(line))
+        await self._forget(line, running=True)
+        await self._keep(line, error_result(self._batch, line, SET_ASIDE, message))
 
     async def _run_lines(self, source: BatchInput, left: Iterator[Line]) -> BatchStatus:
         """Runs lines until there are none left, or the batch is to end before that."""
@@ -167,11 +216,27 @@ class BatchRun:
     async def _run_some(self, source: BatchInput, left: Iterator[Line]) -> None:
         for line in left:
             self._running.add(line)
-            result = await self._run_line(source.body(line), line)
+            pause = FIRST_PAUSE_S
+            while (told := await self._run_line(source, line, pause)) is not None:
+                await asyncio.sleep(told)
+                pause = min(pause * 2, LONGEST_PAUSE_S)
+            self._running.discard(line)
+
+    async def _run_line(self, source: BatchInput, line: Line, pause: float) -> float | None:
+        """Runs a line to its result; where the service takes no requests now, how long to wait."""
+        async with self._turn(line), self._suspects.started(line.number):
+            try:
+                result = await self._result(source, line)
+            except _Busy as busy:
+                return _pause(busy.answer, pause)
             await self._vacate(line)
             await self._keep(line, result)
             await self._forget(line)
-            self._running.discard(line)
+            return None
+
+    def _turn(self, line: Line) -> AbstractAsyncContextManager[None]:
+        alone = self._suspects.gateways(line.number) >= ALONE_FROM
+        return self._site.turns.alone() if alone else self._site.turns.together()
 
     async def _watch(self) -> BatchStatus:
         """Renews the lease and tells how far it is, until the batch must end before its time."""
@@ -195,6 +260,7 @@ class BatchRun:
             result.text,
             answered=result.answered,
             usage=result.usage,
+            starters=self._suspects.starters(line.number),
         )
         if first:
             self._site.metrics.batch_request(answered=result.answered)
@@ -207,15 +273,13 @@ class BatchRun:
             self._bytes += mark.size
             self._usage += usage
 
-    async def _run_line(self, body: dict[str, Any], line: Line) -> Result:
-        """Its result; where the queue is full or a limit is reached, it waits as it is told."""
+    async def _result(self, source: BatchInput, line: Line) -> Result:
+        """Raises _Busy where the queue is full or a limit is reached."""
         if self._bytes > self._site.limits.max_output_bytes:
             return error_result(
                 self._batch, line, "batch_output_too_large", "The batch's results are too large."
             )
-        asked = body.get("priority")
-        body["priority"] = max(asked, BATCH_PRIORITY) if type(asked) is int else BATCH_PRIORITY
-        content = json.dumps(body, separators=(",", ":")).encode()
+        content = await asyncio.to_thread(_content, source, line)
         answer = await self._ask(content, line)
         for _ in range(TRIES - 1):
             if answer is None or not _may_be_lucky(answer):
@@ -226,22 +290,19 @@ class BatchRun:
         return answer_result(self._batch, line, answer)
 
     async def _ask(self, content: bytes, line: Line) -> InternalAnswer | None:
-        """The answer once the service takes the request; None where the key is gone."""
+        """The answer; None where the key is gone. Raises _Busy."""
         site, request = self._site, self._batch.request
-        pause = FIRST_PAUSE_S
-        while True:
-            state: dict[str, Any] = {BATCH: request.id}
-            if site.find_key is not None:
-                key = site.find_key(request.key_id)
-                if key is None:
-                    return None
-                state[CALLER] = Caller(key)
-            headers = {KEY_HEADER: self._key(line), TIMEOUT_HEADER: f"{self._seconds:.3f}"}
-            answer = await site.client.post(request.endpoint, content, headers, state)
-            if answer.status not in _BUSY:
-                return answer
-            await asyncio.sleep(_pause(answer, pause))
-            pause = min(pause * 2, LONGEST_PAUSE_S)
+        state: dict[str, Any] = {BATCH: request.id}
+        if site.find_key is not None:
+            key = site.find_key(request.key_id)
+            if key is None:
+                return None
+            state[CALLER] = Caller(key)
+        headers = {KEY_HEADER: self._key(line), TIMEOUT_HEADER: f"{self._seconds:.3f}"}
+        answer = await site.client.post(request.endpoint, content, headers, state)
+        if answer.status in _BUSY:
+            raise _Busy(answer)
+        return answer
 
     @property
     def _seconds(self) -> float:
@@ -290,19 +351,24 @@ class BatchRun:
             account = batch_account(self._batch.request.id).name
             await self._site.keeping.embeddings.vacate(await self._request_id(line), account)
 
-    async def _forget(self, line: Line) -> None:
+    async def _forget(self, line: Line, *, running: bool = False) -> None:
         """Its result is kept: the queue need not keep it as well, unless it has an id of its own by
-        which it can be asked for."""
-        if self._batch.request.endpoint == RESPONSES:
+        which it can be asked for. One that may be `running` is ended."""
+        if self._batch.request.endpoint == RESPONSES and not running:
             return
+        keeping = self._site.keeping
+        forget = keeping.delete if running else keeping.forget
         try:
-            await self._site.keeping.forget(await self._request_id(line), self._tenant)
+            await forget(await self._request_id(line), self._tenant)
         except ApiError:
             return  # it was refused, and not kept
 
     async def _request_id(self, line: Line) -> str:
         wish = Wish(key=self._key(line), background=False, last_event_id=None)
         return await self._site.keeping.identify(wish, self._tenant)
+
+    def _fields(self, line: Line) -> dict[str, object]:
+        return {"batch_id": self._batch.request.id, "line": line.number}
 
     @property
     def _tenant(self) -> str:
@@ -324,6 +390,14 @@ class BatchRun:
         if progress != self._progress:
             await self._site.batches.progress(self._batch, progress)
             self._progress = progress
+
+
+def _content(source: BatchInput, line: Line) -> bytes:
+    """The request's body as it is sent."""
+    body = source.body(line)
+    asked = body.get("priority")
+    body["priority"] = max(asked, BATCH_PRIORITY) if type(asked) is int else BATCH_PRIORITY
+    return json.dumps(body, separators=(",", ":")).encode()
 
 
 def _may_be_lucky(answer: InternalAnswer) -> bool:
