@@ -60,7 +60,11 @@ def _reason(status: int, body: bytes) -> str:
         error = None
     if isinstance(error, str):
         return error
-    return f"this is no engine's metrics port (status {status}): give that with --url"
+    return (
+        f"this is no engine's metrics port, or one without debug pages (status {status}): give the "
+        "port with --url, and start the engine with --debug-pages "
+        "(HEADRACE_ENGINE_DEBUG_PAGES=true)"
+    )
 
 
 def show_steps(engine: EngineInside, out: Console, *, last: int, as_json: bool) -> None:

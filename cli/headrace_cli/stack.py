@@ -142,6 +142,7 @@ def engine_spec(
         # Our gateways are told of it; a registration would outlive this run and be theirs for ever.
         "HEADRACE_ENGINE_REGISTER_MODEL": "false",
         "HEADRACE_ENGINE_METRICS_FD": str(metrics_fd),
+        "HEADRACE_ENGINE_DEBUG_PAGES": "true",  # its metrics port is on loopback
         "HEADRACE_ENGINE_DRAIN_TIMEOUT": str(config.drain_timeout),
         "HEADRACE_ENGINE_LOG_FORMAT": "json",
         **placement.env(index, config),

@@ -2,22 +2,19 @@
 
 What else a process shows of itself to its operators are pages of its own.
 
-A thread of its own answers, so that a hung event loop or engine is still reported. It blocks on its
-sockets and never polls. It must never share a port with the API, nor call back into a process
-other than through the given functions, which run on its threads; health checks must not block.
+A thread of its own answers, so that a hung event loop or engine is still reported. Health checks
+run on it and must not block; scrapes and pages have other threads, so that probes never wait for
+them. It must never share a port with the API, nor call back into a process other than through the
+given functions.
 """
 
-import gzip
 import json
 import logging
-import selectors
 import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from socketserver import ThreadingMixIn
 from typing import Literal
 from urllib.parse import parse_qsl
 
@@ -25,6 +22,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from .errors import SettingsError
+from .http_port import BACKLOG, Answer, HttpPort, Job, Lane, Request
 
 HealthCheck = Callable[[], str | None]
 """Says what is wrong, in words for an operator, or None where all is well."""
@@ -32,8 +30,9 @@ HealthCheck = Callable[[], str | None]
 PageAnswer = tuple[HTTPStatus, str, bytes]
 """Status, content type and body."""
 
-CLIENT_TIMEOUT_S = 10.0
-MAX_CONNECTIONS = 16
+# Scrapes that render or wait for their turn.
+MAX_SCRAPES = 8
+MAX_PAGES = 4
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ def healthy() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """`answer` gets the query's fields and may block: each request has a thread of its own."""
+    """`answer` gets the query's fields and may block: at most MAX_PAGES run at a time."""
 
     method: Literal["GET", "POST"]
     answer: Callable[[Mapping[str, str]], PageAnswer]
@@ -52,79 +51,6 @@ class Page:
 
 def json_answer(content: object, status: HTTPStatus = HTTPStatus.OK) -> PageAnswer:
     return status, "application/json", json.dumps(content).encode()
-
-
-class _Server(ThreadingMixIn, HTTPServer):
-    daemon_threads = True
-    allow_reuse_address = True
-    request_queue_size = 64
-    timeout = 0.0  # handle_request() is called only when a connection waits
-    render: Callable[[str, str, str], tuple[HTTPStatus, dict[str, str], bytes]]
-
-    def __init__(
-        self,
-        address: tuple[str, int],
-        family: socket.AddressFamily,
-        listener: socket.socket | None = None,
-    ) -> None:
-        self.address_family = family
-        self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        super().__init__(address, _Handler, bind_and_activate=listener is None)
-        if listener is not None:
-            self.socket.close()
-            self.socket = listener
-            self.server_address = listener.getsockname()
-            self._name()
-
-    def server_bind(self) -> None:
-        """Binds without HTTPServer's look-up of the host's name, which may wait for DNS."""
-        super(HTTPServer, self).server_bind()
-        self._name()
-
-    def _name(self) -> None:
-        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
-
-    def process_request(self, request: object, client_address: object) -> None:
-        if not self._slots.acquire(blocking=False):
-            self.shutdown_request(request)  # type: ignore[arg-type]
-            return
-        super().process_request(request, client_address)  # type: ignore[arg-type]
-
-    def process_request_thread(self, request: object, client_address: object) -> None:
-        try:
-            super().process_request_thread(request, client_address)  # type: ignore[arg-type]
-        finally:
-            self._slots.release()
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        _log.debug("metrics client failed", exc_info=True)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    timeout = CLIENT_TIMEOUT_S
-    server: _Server
-
-    def do_GET(self) -> None:
-        self._answer()
-
-    def do_POST(self) -> None:
-        self._answer()
-
-    def _answer(self) -> None:
-        accept = self.headers.get("Accept", "")
-        status, headers, body = self.server.render(self.command, self.path, accept)
-        if len(body) > 1024 and "gzip" in self.headers.get("Accept-Encoding", ""):
-            body = gzip.compress(body, compresslevel=1)
-            headers["Content-Encoding"] = "gzip"
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Logs nothing: a probe every few seconds is no news."""
 
 
 class MetricsServer:
@@ -149,12 +75,12 @@ class MetricsServer:
         self._checks = {"/health/live": live, "/health/ready": ready}
         self._pages: Mapping[str, Page] = {}
         self._scrape = threading.Lock()
-        self._http = _bind(host, port) if fd is None else _adopt(fd)
-        self._http.render = self._render
-        self.host, self.port = str(self._http.server_name), self._http.server_port
-        self._wake_reader, self._wake_writer = socket.socketpair()
-        self._thread = threading.Thread(target=self._serve, name="metrics-server", daemon=True)
-        self._thread.start()
+        self._scrapes = Lane("metrics-scrape", MAX_SCRAPES)
+        self._page_lane = Lane("metrics-page", MAX_PAGES, unbounded=True)
+        listener = _bind(host, port) if fd is None else _adopt(fd)
+        address = listener.getsockname()
+        self.host, self.port = str(address[0]), int(address[1])
+        self._http = HttpPort(listener, self._route, name="metrics-server")
         _log.info("metrics endpoint open", extra={"url": self.url})
 
     def set_health(self, *, live: HealthCheck, ready: HealthCheck) -> None:
@@ -172,67 +98,71 @@ class MetricsServer:
 
     def close(self) -> None:
         """Stops answering and frees the port. May be called again."""
-        if self._thread.is_alive():
-            self._wake_writer.close()
-            self._thread.join()
+        self._http.close()
 
-    def _serve(self) -> None:
-        with self._wake_reader, self._http, selectors.DefaultSelector() as selector:
-            selector.register(self._http, selectors.EVENT_READ)
-            selector.register(self._wake_reader, selectors.EVENT_READ)
-            while all(key.fileobj is self._http for key, _ in selector.select()):
-                self._http.handle_request()
-
-    def _render(
-        self, method: str, target: str, accept: str
-    ) -> tuple[HTTPStatus, dict[str, str], bytes]:
-        path, _, query = target.partition("?")
-        page = self._pages.get(path)
-        if page is not None and page.method == method:
-            status, content_type, body = page.answer(dict(parse_qsl(query)))
-            return status, {"Content-Type": content_type}, body
-        if method != "GET" or page is not None:
+    def _route(self, request: Request) -> Answer | Job:
+        page = self._pages.get(request.path)
+        if page is not None and page.method == request.method:
+            return Job(self._page_lane, lambda: _shown(page, request.query))
+        if request.method != "GET" or page is not None:
             allowed = "GET" if page is None else page.method
-            return HTTPStatus.METHOD_NOT_ALLOWED, {"Allow": allowed}, b""
-        if path == "/metrics":
-            return self._metrics(accept)
-        return self._health(path)
+            return Answer(HTTPStatus.METHOD_NOT_ALLOWED, headers={"Allow": allowed})
+        if request.path == "/metrics":
+            accept = request.headers.get("accept", "")
+            return Job(self._scrapes, lambda: self._metrics(accept))
+        return self._health(request.path)
 
-    def _health(self, path: str) -> tuple[HTTPStatus, dict[str, str], bytes]:
-        text = {"Content-Type": "text/plain; charset=utf-8"}
+    def _health(self, path: str) -> Answer:
         check = self._checks.get(path)
         if check is None:
             known = " ".join(("/metrics", *self._checks, *self._pages))
-            return HTTPStatus.NOT_FOUND, text, f"not found: {known}\n".encode()
+            return _text(HTTPStatus.NOT_FOUND, f"not found: {known}")
         problem = check()
         if problem is None:
-            return HTTPStatus.OK, text, b"ok\n"
-        return HTTPStatus.SERVICE_UNAVAILABLE, text, f"{problem}\n".encode()
+            return _text(HTTPStatus.OK, "ok")
+        return _text(HTTPStatus.SERVICE_UNAVAILABLE, problem)
 
-    def _metrics(self, accept: str) -> tuple[HTTPStatus, dict[str, str], bytes]:
+    def _metrics(self, accept: str) -> Answer:
         encode, content_type = choose_encoder(accept)
         with self._scrape:  # the OpenTelemetry reader mixes up readings taken at the same time
             body = encode(self._registry)
-        return HTTPStatus.OK, {"Content-Type": content_type}, body
+        return Answer(HTTPStatus.OK, body, {"Content-Type": content_type})
 
 
-def _bind(host: str, port: int) -> _Server:
+def _shown(page: Page, query: str) -> Answer:
+    status, content_type, body = page.answer(dict(parse_qsl(query)))
+    return Answer(status, body, {"Content-Type": content_type})
+
+
+def _text(status: HTTPStatus, line: str) -> Answer:
+    return Answer(status, f"{line}\n".encode(), {"Content-Type": "text/plain; charset=utf-8"})
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Looks up no name of the host, which may wait for DNS."""
     try:
         family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0][0]
-        return _Server((host, port), family)
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+            listener.listen(BACKLOG)
+        except BaseException:
+            listener.close()
+            raise
     except OSError as error:
         raise SettingsError(
             f"metrics endpoint: cannot listen on {host}:{port} ({error}); "
             "set another metrics port, or 0 for any free one"
         ) from error
+    return listener
 
 
-def _adopt(fd: int) -> _Server:
-    """A server on the parent's listening socket."""
+def _adopt(fd: int) -> socket.socket:
+    """The parent's listening socket."""
     try:
         listener = socket.socket(fileno=fd)
-        listener.setblocking(True)
-        address = listener.getsockname()
+        listener.getsockname()
     except OSError as error:
         raise SettingsError(f"metrics_fd: {fd} is not a listening socket: {error}") from error
-    return _Server(address[:2], listener.family, listener)
+    return listener

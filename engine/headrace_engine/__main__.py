@@ -176,6 +176,7 @@ def _worker_config(settings: EngineSettings, engine: Engine) -> WorkerConfig:
         beat_interval=settings.beat_interval,
         drain_timeout=settings.drain_timeout,
         step_timeout=settings.step_timeout,
+        debug_pages=settings.debug_pages,
     )
 
 

@@ -177,6 +177,11 @@ class EngineSettings(BaseSettings):
         ge=0,
         description="listening socket for them passed by the parent, instead of host and port",
     )
+    debug_pages: bool = Field(
+        False,
+        description="show steps, requests and profiles on that port too, for `headrace debug`, to "
+        "all who reach it",
+    )
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR")
     log_format: Literal["auto", "json", "text"] = Field(
         "auto", description="json lines, or text to read; auto: text on a terminal"

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ from typing import Any, ParamSpec
 
 from headrace_common.errors import BackendUnavailable
 from headrace_common.messages import Drain
+from headrace_common.metrics_server import Page
 from headrace_common.protocol.base import EngineQueue, EngineStatus, Lease, Progress
 from headrace_common.telemetry import Telemetry
 
@@ -71,6 +72,7 @@ class WorkerConfig:
     step_timeout: float = 120.0
     orphan_timeout: float = 30.0
     throughput_window: float = 30.0
+    debug_pages: bool = False
 
 
 class Worker:
@@ -129,16 +131,19 @@ class Worker:
         self._throughput = _Throughput(config.throughput_window)
         self._memory = MemoryGuard(available_memory)
         self._steps = StepLog()
-        debug = DebugPages(
+        if config.debug_pages:
+            telemetry.set_pages(self._debug_pages(engine))
+        self._event_loop = asyncio.get_running_loop()
+        self._failure: asyncio.Future[None] = self._event_loop.create_future()
+
+    def _debug_pages(self, engine: Engine) -> Mapping[str, Page]:
+        return DebugPages(
             engine,
             self._steps,
             self._loop.profiler,
             lambda: self._roster.requests,
             self.stalled_for,
-        )
-        telemetry.set_pages(debug.pages())
-        self._event_loop = asyncio.get_running_loop()
-        self._failure: asyncio.Future[None] = self._event_loop.create_future()
+        ).pages()
 
     def _from_engine(self, handler: Callable[P, None]) -> Callable[P, None]:
         """The handler as a callback that the engine's thread may call."""

@@ -201,6 +201,8 @@ class EngineSettingsSpec(Section):
     """Seconds between renewals of the lease."""
     step_timeout: float | None = Field(None, gt=0, strict=False)
     """Seconds after which a step counts as hung."""
+    debug_pages: bool | None = None
+    """Show steps, requests and profiles on the metrics port, to all who reach it."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] | None = None
     """Least severe log line that is written."""
     log_format: Literal["json", "text"] | None = None
