@@ -10,7 +10,6 @@ from pydantic import (
     Discriminator,
     Field,
     StrictBool,
-    StrictStr,
     StringConstraints,
     Tag,
     WithJsonSchema,
@@ -19,9 +18,15 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from .errors import UNSUPPORTED_KIND
+from .limits.fields import FreeObject, Items, Name, Text
 
 # What SDKs send back with an answer's message though it holds nothing.
 _EMPTY_LISTS = frozenset({"tool_calls", "annotations"})
+
+MAX_TOOLS = 512
+# Of one message.
+MAX_PARTS = 4096
+MAX_CALLS = 1024
 
 FunctionName = Annotated[
     str, StringConstraints(strict=True, min_length=1, max_length=128, pattern=r"^[\w.:/-]+$")
@@ -92,23 +97,25 @@ class TextPart(Body):
     """`prompt_cache_breakpoint` changes nothing: prompts are cached by their content."""
 
     type: Annotated[Literal["text"], nothing_but("text", NO_MEDIA)]
-    text: StrictStr
-    prompt_cache_breakpoint: dict[str, Any] | None = None
+    text: Text
+    prompt_cache_breakpoint: FreeObject | None = None
 
 
 class FunctionCall(Body):
-    name: StrictStr
-    arguments: StrictStr
+    name: Name
+    arguments: Text
 
 
 class ToolCall(Body):
-    id: StrictStr | None = None
+    id: Name | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
 Content = Annotated[
-    Annotated[StrictStr, Tag("str")] | Annotated[list[TextPart], Tag("list")], BY_FORM
+    Annotated[Text, Tag("str")]
+    | Annotated[Items[TextPart], Field(max_length=MAX_PARTS), Tag("list")],
+    BY_FORM,
 ]
 
 
@@ -120,12 +127,12 @@ class Message(Body):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
-    name: StrictStr | None = None
-    reasoning_content: StrictStr | None = None
-    reasoning: StrictStr | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: StrictStr | None = None
-    refusal: StrictStr | None = None
+    name: Name | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None
+    tool_calls: Items[ToolCall] | None = Field(None, max_length=MAX_CALLS)
+    tool_call_id: Name | None = None
+    refusal: Text | None = None
     audio: Annotated[Any, *only(reason=NO_MEDIA)] = None
     function_call: Annotated[Any, *only(reason="use tool_calls")] = None
 
@@ -154,8 +161,8 @@ class FunctionDefinition(Body):
     """`parameters` is a JSON schema; `strict` asks for arguments that match it."""
 
     name: FunctionName
-    description: StrictStr | None = None
-    parameters: dict[str, Any] | None = None
+    description: Text | None = None
+    parameters: FreeObject | None = None
     strict: StrictBool | None = None
 
 
@@ -184,7 +191,7 @@ class NamedTool(Body):
 
 class AllowedTools(Body):
     mode: Literal["auto", "required"]
-    tools: list[NamedTool] = Field(min_length=1)
+    tools: Items[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
 class AllowedToolChoice(Body):

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import Field, StrictBool, StrictInt, StrictStr
+from pydantic import Field, StrictBool, StrictInt
 
 from headrace_common.messages import GenerateRequest
 from headrace_common.pooling import MAX_EMBEDDING_SIZE
@@ -19,6 +19,7 @@ from .admission import Admission, Job
 from .chat_messages import Body
 from .drain import Drain
 from .embedding_sessions import EmbeddingSession
+from .limits.fields import Name, Text
 from .observation import Observation
 from .ports import Generation
 from .run import Piece, Usage
@@ -38,15 +39,15 @@ ONE_MADE = Piece(choice=0, text="", token_ids=(), logprobs=None, finish_reason="
 class EmbeddingRequest(Body):
     """OpenAI's fields, then ours. `input` is text, token ids, or a list of either."""
 
-    model: StrictStr | None = None
+    model: Name | None = None
     input: Any
     encoding_format: Encoding = "float"
     dimensions: StrictInt | None = Field(None, ge=1, le=MAX_EMBEDDING_SIZE)
-    user: StrictStr | None = None
-    safety_identifier: StrictStr | None = None
+    user: Name | None = None
+    safety_identifier: Name | None = None
     add_special_tokens: StrictBool = True
     priority: StrictInt = Field(0, ge=-(2**31), lt=2**31)
-    cache_salt: StrictStr | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_CHARS)
+    cache_salt: Text | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_CHARS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

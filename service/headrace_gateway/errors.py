@@ -22,6 +22,8 @@ from headrace_common.errors import (
 )
 from headrace_common.sampling import SamplingError
 
+MAX_MESSAGE_CHARS = 1000
+MAX_PARAM_CHARS = 200
 INVALID_REQUEST = "invalid_request_error"
 TOO_LONG = "context_length_exceeded"
 RETRY_SOON_S = 2.0
@@ -44,7 +46,10 @@ _KINDS = frozenset(
 
 
 class ApiError(Exception):
-    """What a client is told instead of an answer. `retry_after` is in seconds."""
+    """What a client is told instead of an answer. `retry_after` is in seconds.
+
+    Whatever of a request is repeated in it, it stays short.
+    """
 
     def __init__(
         self,
@@ -57,12 +62,12 @@ class ApiError(Exception):
         retry_after: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = _cut(message, MAX_MESSAGE_CHARS)
+        super().__init__(self.message)
         self.kind = kind
         self.code = code
-        self.param = param
+        self.param = None if param is None else _cut(param, MAX_PARAM_CHARS)
         self.retry_after = retry_after
         self._headers = dict(headers or {})
 
@@ -94,6 +99,10 @@ class ApiError(Exception):
         if self.retry_after is None:
             return self._headers
         return {**self._headers, "retry-after": str(max(1, math.ceil(self.retry_after)))}
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
 def invalid(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
@@ -213,6 +222,8 @@ def field_path(location: tuple[int | str, ...]) -> str:
     for index, part in enumerate(location):
         if isinstance(part, int):
             path += f"[{part}]"
+        elif len(part) > MAX_PARAM_CHARS:
+            path += f".{part[:MAX_PARAM_CHARS]}" if path else part[:MAX_PARAM_CHARS]
         elif part.isidentifier() and part not in _BRANCHES and not _is_kind(location, index):
             path += f".{part}" if path else part
     return path

@@ -6,37 +6,38 @@ set to leave out what nobody knows.
 """
 
 from codecs import BOM_UTF8
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic_core
-from pydantic import (
-    BaseModel,
-    Field,
-    StrictBool,
-    StrictInt,
-    StrictStr,
-    ValidationError,
-)
+from pydantic import BaseModel, Field, StrictBool, StrictInt, ValidationError
 
 from headrace_common.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
+    MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     SamplingError,
     SamplingParams,
 )
 
-from .chat_messages import Body, Message, Off, Tool, ToolChoice
-from .errors import UNSUPPORTED_KIND, from_validation, invalid
+from . import errors
+from .chat_messages import MAX_TOOLS, Body, Message, Off, Tool, ToolChoice
+from .errors import from_validation, invalid
+from .limits.budget import Budget
+from .limits.fields import FreeObject, Items, Name, Text
+from .limits.json_shape import check_members, check_shape
 from .structured_fields import StructuredBody
 
 MAX_MESSAGES = 4096
-MAX_TOOLS = 512
+# Kinds of tools that a lenient server leaves out of one request.
+MAX_KINDS_LEFT_OUT = 16
 MAX_CACHE_SALT_CHARS = 1024
 MAX_METADATA = 16
+
+_BUDGET = Budget()
 
 BodyType = TypeVar("BodyType", bound=BaseModel)
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]
@@ -51,8 +52,8 @@ Metadata = Annotated[
 class PromptCacheBody(Body):
     """OpenAI's fields on caching. They change nothing: prompts are cached by their content."""
 
-    prompt_cache_key: StrictStr | None = None
-    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_key: Name | None = None
+    prompt_cache_options: FreeObject | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
 
 
@@ -67,11 +68,11 @@ class StreamOptions(Body):
 class GenerationBody(Body):
     """What all requests share that generate text."""
 
-    model: StrictStr | None = None
+    model: Name | None = None
     stream: StrictBool = False
     background: StrictBool = False
     priority: StrictInt = Field(0, ge=-(2**31), lt=2**31)
-    cache_salt: StrictStr | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_CHARS)
+    cache_salt: Text | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_CHARS)
 
 
 class SamplingBody(GenerationBody, StructuredBody):
@@ -85,20 +86,20 @@ class SamplingBody(GenerationBody, StructuredBody):
     frequency_penalty: _Number | None = None
     logit_bias: dict[str, _Number] | None = Field(None, max_length=MAX_LOGIT_BIAS)
     seed: StrictInt | None = None
-    stop: StrictStr | list[StrictStr] | None = None
-    user: StrictStr | None = None
-    safety_identifier: StrictStr | None = None
+    stop: Text | Annotated[Items[Text], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    user: Name | None = None
+    safety_identifier: Name | None = None
 
     top_k: StrictInt | None = None
     min_p: _Number | None = None
     repetition_penalty: _Number | None = None
-    stop_token_ids: list[StrictInt] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
+    stop_token_ids: Items[StrictInt] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: StrictBool | None = None
     min_tokens: StrictInt | None = None
     include_stop_str_in_output: StrictBool | None = None
     skip_special_tokens: StrictBool | None = None
-    allowed_token_ids: list[StrictInt] | None = Field(None, max_length=MAX_ALLOWED_TOKEN_IDS)
-    bad_words: list[StrictStr] | None = Field(None, max_length=MAX_BAD_WORDS)
+    allowed_token_ids: Items[StrictInt] | None = Field(None, max_length=MAX_ALLOWED_TOKEN_IDS)
+    bad_words: Items[Text] | None = Field(None, max_length=MAX_BAD_WORDS)
     prompt_logprobs: StrictInt | None = Field(None, ge=0, le=MAX_LOGPROBS)
     best_of: StrictInt | None = None
     use_beam_search: StrictBool | None = None
@@ -137,7 +138,7 @@ class SamplingBody(GenerationBody, StructuredBody):
 class ChatRequest(SamplingBody, PromptCacheBody):
     """`metadata` and `prediction` change nothing."""
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Items[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: StrictInt | None = None
     max_completion_tokens: StrictInt | None = Field(None, ge=1, lt=2**31)
     logprobs: StrictBool = False
@@ -145,12 +146,12 @@ class ChatRequest(SamplingBody, PromptCacheBody):
     add_generation_prompt: StrictBool = True
     continue_final_message: StrictBool = False
     add_special_tokens: StrictBool = False
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: StrictStr | None = None
+    chat_template_kwargs: FreeObject | None = None
+    reasoning_effort: Name | None = None
     verbosity: Verbosity | None = None
     metadata: Metadata | None = None
-    prediction: dict[str, Any] | None = None
-    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    prediction: FreeObject | None = None
+    tools: Items[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: StrictBool = True
 
@@ -168,20 +169,22 @@ class CompletionRequest(SamplingBody):
 class TokenizeRequest(Body):
     """vLLM's body: a prompt, or messages for the chat template."""
 
-    model: StrictStr | None = None
-    prompt: StrictStr | None = None
-    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    model: Name | None = None
+    prompt: Text | None = None
+    messages: Items[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: StrictBool | None = None
     return_token_strs: StrictBool = False
     add_generation_prompt: StrictBool = True
     continue_final_message: StrictBool = False
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    chat_template_kwargs: FreeObject | None = None
+    tools: Items[Tool] | None = Field(None, max_length=MAX_TOOLS)
 
 
 class DetokenizeRequest(Body):
-    model: StrictStr | None = None
-    tokens: list[Annotated[int, Field(strict=True, ge=0, lt=2**31)]]
+    model: Name | None = None
+    tokens: Items[Annotated[int, Field(strict=True, ge=0, lt=2**31)]] = Field(
+        max_length=Budget.values
+    )
 
 
 _NO_TOOLS = "tools are called in chats only"
@@ -264,44 +267,35 @@ def checked(
 ) -> BodyType:
     """An object of a body; `place` is where in it. Raises ApiError, which names the field.
 
-    `lenient`: fields that nobody knows, and tools of other kinds, are taken out of `fields`
-    instead of refused.
+    `lenient`: fields that nobody knows, and tools of some other kinds, are left out instead of
+    refused.
     """
+    for _ in range(MAX_KINDS_LEFT_OUT if lenient else 0):
+        try:
+            return kind.model_validate(fields, extra="ignore")
+        except ValidationError as error:
+            others = _other_tools(fields, error)
+            if others is None:
+                raise from_validation(error, place) from error
+            fields = {**fields, "tools": others}
     try:
-        return kind.model_validate(fields)
+        return kind.model_validate(fields, extra="ignore" if lenient else None)
     except ValidationError as error:
-        left_out = lenient and _leave_out(fields, error)
-        if not left_out:
-            raise from_validation(error, place) from error
-    return checked(kind, fields, place=place)
+        raise from_validation(error, place) from error
 
 
-def _leave_out(fields: dict[str, Any], error: ValidationError) -> bool:
-    """Takes out what nobody knows; whether there was anything."""
-    faults = error.errors(include_url=False, include_input=False)
-    unknown = [fault["loc"] for fault in faults if fault["type"] == "extra_forbidden"]
-    kinds = {fault["loc"] for fault in faults if fault["type"] == UNSUPPORTED_KIND}
-    tools = {place[1] for place in kinds if place[0] == "tools" and place[2:] == ("type",)}
-    for location in unknown:
-        _drop(fields, location)
-    if tools:
-        fields["tools"] = [each for at, each in enumerate(fields["tools"]) if at not in tools]
-    return bool(unknown or tools)
+def _other_tools(fields: Mapping[str, Any], error: ValidationError) -> list[Any] | None:
+    """The tools without those of the kind that is refused; None where that is not what is wrong."""
+    for fault in error.errors(include_url=False, include_input=False):
+        match fault["type"], fault["loc"]:
+            case errors.UNSUPPORTED_KIND, ("tools", int(at), "type"):
+                refused = fields["tools"][at]["type"]
+                return [tool for tool in fields["tools"] if _kind_of(tool) != refused]
+    return None
 
 
-def _drop(place: Any, location: Sequence[int | str]) -> bool:
-    """Takes out what is at the location, some of whose parts only name a union's branch."""
-    part, *rest = location
-    if not rest:
-        known = isinstance(place, dict) and part in place
-        if known:
-            del place[part]
-        return known
-    if isinstance(place, dict):
-        child = place.get(part)
-    else:
-        child = place[part] if isinstance(place, list) and isinstance(part, int) else None
-    return (isinstance(child, dict | list) and _drop(child, rest)) or _drop(place, rest)
+def _kind_of(tool: object) -> object:
+    return tool.get("type") if isinstance(tool, dict) else None
 
 
 def check_prompt_logprobs(body: SamplingBody) -> None:
@@ -315,12 +309,14 @@ def check_stream_options(body: SamplingBody) -> None:
 
 
 def _load_json(raw: bytes) -> dict[str, Any]:
+    check_shape(raw, _BUDGET)
     try:
         content = pydantic_core.from_json(raw.removeprefix(BOM_UTF8), allow_inf_nan=False)
     except ValueError as error:
         raise invalid(f"The body is not valid JSON: {error}.", code="invalid_json") from error
     if not isinstance(content, dict):
         raise invalid("The body must be a JSON object.", code="invalid_json")
+    check_members(content, raw, _BUDGET)
     return content
 
 

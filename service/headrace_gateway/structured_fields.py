@@ -2,14 +2,20 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool, StrictStr
+from pydantic import Field, StrictBool
 
-from headrace_common.structured import StructuredOutputError, StructuredOutputsParams
+from headrace_common.structural_tag import MAX_STRUCTURES
+from headrace_common.structured import (
+    MAX_CHOICES,
+    StructuredOutputError,
+    StructuredOutputsParams,
+)
 
 from .chat_messages import Body
 from .errors import ApiError, invalid
+from .limits.fields import FreeObject, Items, Name, Text
 
-Schema = dict[str, Any] | StrictStr
+Schema = FreeObject | Text
 
 
 class TextFormat(Body):
@@ -23,9 +29,9 @@ class JsonObjectFormat(Body):
 class JsonSchema(Body):
     """`strict` changes nothing: the output always matches the schema."""
 
-    name: StrictStr
-    schema_: dict[str, Any] = Field(alias="schema")
-    description: StrictStr | None = None
+    name: Name
+    schema_: FreeObject = Field(alias="schema")
+    description: Text | None = None
     strict: StrictBool | None = None
 
 
@@ -35,9 +41,9 @@ class JsonSchemaFormat(Body):
 
 
 class TagStructure(Body):
-    begin: StrictStr
-    schema_: dict[str, Any] = Field(alias="schema")
-    end: StrictStr = ""
+    begin: Text
+    schema_: FreeObject = Field(alias="schema")
+    end: Text = ""
 
 
 class StructuralTag(Body):
@@ -47,9 +53,9 @@ class StructuralTag(Body):
     """
 
     type: Literal["structural_tag"] = "structural_tag"
-    structures: list[TagStructure] | None = None
-    triggers: list[StrictStr] | None = None
-    format: dict[str, Any] | None = None
+    structures: Items[TagStructure] | None = Field(None, max_length=MAX_STRUCTURES)
+    triggers: Items[Text] | None = Field(None, max_length=MAX_STRUCTURES)
+    format: FreeObject | None = None
 
     @property
     def given(self) -> dict[str, Any]:
@@ -66,11 +72,11 @@ class StructuredOutputs(Body):
     """vLLM's: exactly one of the fields."""
 
     json_: Schema | None = Field(None, alias="json")
-    regex: StrictStr | None = None
-    choice: list[StrictStr] | None = None
-    grammar: StrictStr | None = None
+    regex: Text | None = None
+    choice: Items[Text] | None = Field(None, max_length=MAX_CHOICES)
+    grammar: Text | None = None
     json_object: StrictBool | None = None
-    structural_tag: StructuralTag | StrictStr | None = None
+    structural_tag: StructuralTag | Text | None = None
 
     def params(self) -> StructuredOutputsParams:
         return StructuredOutputsParams(
@@ -94,9 +100,9 @@ class StructuredBody(Body):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None
-    guided_regex: StrictStr | None = None
-    guided_choice: list[StrictStr] | None = None
-    guided_grammar: StrictStr | None = None
+    guided_regex: Text | None = None
+    guided_choice: Items[Text] | None = Field(None, max_length=MAX_CHOICES)
+    guided_grammar: Text | None = None
 
     @property
     def structured_field(self) -> str | None:

@@ -123,7 +123,7 @@ COMPLETION_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"1": 101}}, "logit_bias"),
     ({"logit_bias": {str(BIG): 1}}, "logit_bias"),
-    ({"logit_bias": {str(i): 1 for i in range(10**5)}}, "logit_bias"),
+    ({"logit_bias": {str(i): 1 for i in range(50_000)}}, "logit_bias"),
     ({"stop_token_ids": [512]}, "stop_token_ids"),
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"stop_token_ids": [1] * 10**5}, "stop_token_ids"),

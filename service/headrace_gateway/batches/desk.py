@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import Field, StrictInt, StrictStr
+from pydantic import Field, StrictInt
 
 from headrace_common.protocol.batches import (
     Batch,
@@ -21,6 +21,7 @@ from headrace_common.protocol.redis_files import RedisFiles, pieces
 
 from ..chat_messages import Body
 from ..errors import ApiError, invalid
+from ..limits.fields import Name
 from .lines import ENDPOINTS
 
 BATCH_PURPOSE = "batch"
@@ -40,10 +41,10 @@ class ExpiresAfter(Body):
 class CreateBatch(Body):
     """OpenAI's body; `completion_window` also takes other times, as 30m, 12h or 7d."""
 
-    input_file_id: StrictStr
-    endpoint: StrictStr
-    completion_window: StrictStr
-    metadata: dict[str, StrictStr] | None = Field(None, max_length=MAX_METADATA)
+    input_file_id: Name
+    endpoint: Name
+    completion_window: Name
+    metadata: dict[Name, Name] | None = Field(None, max_length=MAX_METADATA)
     output_expires_after: ExpiresAfter | None = None
 
 

@@ -6,9 +6,9 @@ The size of a body is a setting (`max_body_bytes`); all else follows from what h
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Bounds on a request's bytes outside of its body."""
+    """Bounds on a request's bytes outside of its body, and on the values within it."""
 
     # Request line and headers. Proxies add some kilobytes of tokens and cookies.
     head_bytes: int = 64 * 1024
@@ -20,6 +20,21 @@ class Budget:
     framing_bytes: int = 64 * 1024
     # Bytes of a body for which one more byte of framing is allowed: chunks of 48 bytes or more.
     body_bytes_per_framing_byte: int = 8
+
+    # Values of lists and members of objects, at all depths: a prompt of a million token ids.
+    values: int = 2**20 + 2**16
+    # Texts, and the names of members.
+    strings: int = 2**18
+    # Lists and objects: 4,096 messages with their parts, 2,048 inputs, 512 tools with schemas.
+    containers: int = 2**16
+    members: int = 2**16
+    # The most that one object may have. A wrong object makes a fault for each.
+    members_of_one: int = 2048
+
+    @property
+    def least_bytes_over(self) -> int:
+        """No shorter JSON can be over one of the bounds on values."""
+        return min(self.containers, self.members, self.strings, self.values)
 
     def most_overhead(self, body_bytes: int) -> int:
         """Bytes that a request with a body of this length may have outside of it."""

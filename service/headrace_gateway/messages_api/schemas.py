@@ -3,9 +3,13 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr, WithJsonSchema
+from pydantic import BeforeValidator, Field, StrictBool, StrictInt, WithJsonSchema
+
+from headrace_common.sampling import MAX_STOP_STRINGS
 
 from ..chat_messages import (
+    MAX_PARTS,
+    MAX_TOOLS,
     NO_SERVER_TOOLS,
     NO_TOOL_SEARCH,
     Body,
@@ -13,7 +17,8 @@ from ..chat_messages import (
     nothing_but,
     only,
 )
-from ..schemas import LEAVE_OUT, MAX_MESSAGES, MAX_TOOLS, UNSUPPORTED, GenerationBody
+from ..limits.fields import FreeObject, Items, Name, Text
+from ..schemas import LEAVE_OUT, MAX_MESSAGES, UNSUPPORTED, GenerationBody
 
 MAX_EXAMPLES = 64
 MAX_EDITS = 16
@@ -40,38 +45,41 @@ class CacheControl(Body):
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
-    scope: StrictStr | None = None
+    scope: Name | None = None
 
 
 class TextBlock(Body):
     type: Literal["text"]
-    text: StrictStr
+    text: Text
     cache_control: CacheControl | None = None
     citations: list[Any] | None = Field(None, max_length=0)
+
+
+_Texts = Annotated[Items[TextBlock], Field(max_length=MAX_PARTS), *_OR_TEXT]
 
 
 class ThinkingBlock(Body):
     """`signature` has what the model thought where `thinking` was asked to be left out."""
 
     type: Literal["thinking"]
-    thinking: StrictStr
-    signature: StrictStr | None = None
+    thinking: Text
+    signature: Text | None = None
 
 
 class ToolUseBlock(Body):
     type: Literal["tool_use"]
-    id: StrictStr
-    name: Annotated[str, Field(strict=True, min_length=1)]
-    input: dict[str, Any]
-    caller: dict[str, Any] | None = None
+    id: Name
+    name: Name = Field(min_length=1)
+    input: FreeObject
+    caller: FreeObject | None = None
     toolset_name: Annotated[Any, *only(reason=_NO_TOOLSETS)] = None
     cache_control: CacheControl | None = None
 
 
 class ToolResultBlock(Body):
     type: Literal["tool_result"]
-    tool_use_id: StrictStr
-    content: Annotated[list[TextBlock], *_OR_TEXT] = Field(default_factory=list)
+    tool_use_id: Name
+    content: _Texts = Field(default_factory=list)
     is_error: StrictBool | None = None
     toolset_name: Annotated[Any, *only(reason=_NO_TOOLSETS)] = None
     cache_control: CacheControl | None = None
@@ -84,7 +92,7 @@ Block = Annotated[
 
 class MessageParam(Body):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Block], *_OR_TEXT]
+    content: Annotated[Items[Block], Field(max_length=MAX_PARTS), *_OR_TEXT]
     clear_at: Annotated[Any, *only("never", reason="leave the message out when it is over")] = None
     output_config: Annotated[Any, *only({}, reason="it is the same for a whole answer")] = None
 
@@ -94,9 +102,9 @@ class ToolParam(Body):
 
     type: Annotated[Literal["custom"] | None, nothing_but("custom", NO_SERVER_TOOLS)] = None
     name: FunctionName
-    description: StrictStr | None = None
-    input_schema: dict[str, Any]
-    input_examples: list[dict[str, Any]] | None = Field(None, max_length=MAX_EXAMPLES)
+    description: Text | None = None
+    input_schema: FreeObject
+    input_examples: Items[FreeObject] | None = Field(None, max_length=MAX_EXAMPLES)
     strict: StrictBool | None = None
     eager_input_streaming: StrictBool | None = None
     defer_loading: Annotated[Any, *only(False, reason=NO_TOOL_SEARCH)] = None
@@ -135,21 +143,21 @@ class ThinkingOn(Body):
     type: Literal["enabled", "adaptive"]
     budget_tokens: StrictInt | None = Field(None, ge=1)
     display: Literal["summarized", "omitted"] | None = None
-    block_binding: dict[str, Any] | None = None
+    block_binding: FreeObject | None = None
 
 
 class Metadata(Body):
-    user_id: StrictStr | None = None
+    user_id: Name | None = None
 
 
 class JsonOutput(Body):
     type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: FreeObject = Field(alias="schema")
 
 
 class OutputConfig(Body):
     format: JsonOutput | None = None
-    effort: StrictStr | None = None
+    effort: Name | None = None
     task_budget: Annotated[Any, *only(reason="limit the answer with max_tokens")] = None
 
 
@@ -161,13 +169,13 @@ class ContextEdit(Body):
 
 
 class ContextManagement(Body):
-    edits: list[ContextEdit] | None = Field(None, max_length=MAX_EDITS)
+    edits: Items[ContextEdit] | None = Field(None, max_length=MAX_EDITS)
 
 
 class _Conversation(GenerationBody):
-    messages: list[MessageParam] = Field(min_length=1, max_length=MAX_MESSAGES)
-    system: Annotated[list[TextBlock], *_OR_TEXT] = Field(default_factory=list)
-    tools: list[ToolParam] | None = Field(None, max_length=MAX_TOOLS)
+    messages: Items[MessageParam] = Field(min_length=1, max_length=MAX_MESSAGES)
+    system: _Texts = Field(default_factory=list)
+    tools: Items[ToolParam] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: (
         Annotated[ToolChoiceParam | NamedToolChoice, Field(discriminator="type")] | None
     ) = None
@@ -175,7 +183,7 @@ class _Conversation(GenerationBody):
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
     cache_control: CacheControl | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: FreeObject | None = None
 
 
 class CountTokensRequest(_Conversation):
@@ -189,7 +197,7 @@ class MessagesRequest(_Conversation):
     temperature: _Number | None = None
     top_p: _Number | None = None
     top_k: StrictInt | None = None
-    stop_sequences: list[StrictStr] | None = None
+    stop_sequences: Items[Text] | None = Field(None, max_length=MAX_STOP_STRINGS)
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] = "auto"
 

@@ -3,16 +3,19 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, StrictStr
+from pydantic import AfterValidator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from ..chat_messages import Body, only
+from ..chat_messages import BY_FORM, MAX_PARTS, Body, only
 from ..errors import invalid
+from ..limits.fields import FreeObject, Items, Name, Text
 from ..schemas import MAX_MESSAGES, checked
 from ..sealed import UnreadableReasoning, unseal
 from ..transcript import Transcript
 from .schemas import DIRECTLY, NO_NAMESPACES, NOT_WAITED_FOR
 
+# Citations, or log probabilities of tokens, as an answer's text has them.
+MAX_ANNOTATIONS = 2**16
 _TEXT_ONLY = "this server reads text only"
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
@@ -20,21 +23,22 @@ _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_t
 class _Item(Body):
     """`id` and `status` come back with an answer's items and say nothing."""
 
-    id: StrictStr | None = None
-    status: StrictStr | None = None
+    id: Name | None = None
+    status: Name | None = None
 
 
 class TextPart(Body):
     """`prompt_cache_breakpoint` changes nothing: prompts are cached by their content."""
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
-    text: StrictStr
-    annotations: list[Any] = Field(default_factory=list)
-    logprobs: list[Any] = Field(default_factory=list)
-    prompt_cache_breakpoint: dict[str, Any] | None = None
+    text: Text
+    annotations: list[Any] = Field(default_factory=list, max_length=MAX_ANNOTATIONS)
+    logprobs: list[Any] = Field(default_factory=list, max_length=MAX_ANNOTATIONS)
+    prompt_cache_breakpoint: FreeObject | None = None
 
 
-Content = StrictStr | list[TextPart]
+_Parts = Annotated[Items[TextPart], Field(max_length=MAX_PARTS)]
+Content = Annotated[Annotated[Text, Tag("str")] | Annotated[_Parts, Tag("list")], BY_FORM]
 
 
 class MessageItem(_Item):
@@ -43,7 +47,7 @@ class MessageItem(_Item):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
-    phase: StrictStr | None = None
+    phase: Name | None = None
 
 
 class _OfTool(_Item):
@@ -53,17 +57,17 @@ class _OfTool(_Item):
 
 class CallItem(_OfTool):
     type: Literal["function_call"]
-    call_id: StrictStr
-    name: Annotated[str, Field(strict=True, min_length=1)]
-    arguments: StrictStr
+    call_id: Name
+    name: Name = Field(min_length=1)
+    arguments: Text
     async_: Annotated[Any, *only(False, reason=NOT_WAITED_FOR)] = Field(None, alias="async")
 
 
 class ResultItem(_OfTool):
     type: Literal["function_call_output"]
-    call_id: StrictStr
+    call_id: Name
     output: Content
-    name: StrictStr | None = None
+    name: Name | None = None
 
 
 def _readable(sealed: str) -> str:
@@ -79,9 +83,9 @@ class ReasoningItem(_Item):
     """What was summed up is not read: the model has only said what is in `content`, or sealed."""
 
     type: Literal["reasoning"]
-    summary: list[TextPart] = Field(default_factory=list)
-    content: list[TextPart] = Field(default_factory=list)
-    encrypted_content: Annotated[StrictStr, AfterValidator(_readable)] | None = None
+    summary: _Parts = Field(default_factory=list)
+    content: _Parts = Field(default_factory=list)
+    encrypted_content: Annotated[Text, AfterValidator(_readable)] | None = None
 
     @property
     def text(self) -> str:

@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool, StrictInt, StrictStr, Tag, WithJsonSchema
+from pydantic import Field, StrictBool, StrictInt, Tag, WithJsonSchema
 
 from headrace_common.sampling import MAX_LOGPROBS
 
 from ..chat_messages import (
     BY_CHOICE,
+    MAX_TOOLS,
     NO_SERVER_TOOLS,
     NO_SUCH_CHOICE,
     NO_TOOL_SEARCH,
@@ -19,9 +20,9 @@ from ..chat_messages import (
     nothing_but,
     only,
 )
+from ..limits.fields import FreeObject, Items, Name, Text
 from ..schemas import (
     LEAVE_OUT,
-    MAX_TOOLS,
     UNSUPPORTED,
     GenerationBody,
     Metadata,
@@ -29,6 +30,7 @@ from ..schemas import (
     Verbosity,
 )
 
+MAX_INCLUDED = 64
 MAX_CLIENT_METADATA = 64
 MAX_CLIENT_METADATA_CHARS = 32_768
 DIRECTLY = "tools are called by the model itself, and never by programs"
@@ -56,10 +58,10 @@ class FunctionTool(Body):
 
     type: Annotated[Literal["function"], nothing_but("function", NO_SERVER_TOOLS)]
     name: FunctionName
-    description: StrictStr | None = None
-    parameters: dict[str, Any] | None = None
+    description: Text | None = None
+    parameters: FreeObject | None = None
     strict: StrictBool | None = None
-    output_schema: dict[str, Any] | None = None
+    output_schema: FreeObject | None = None
     async_: Annotated[Any, *only(False, reason=NOT_WAITED_FOR)] = Field(None, alias="async")
     allowed_callers: Annotated[Any, *only(["direct"], reason=DIRECTLY)] = None
     defer_loading: Annotated[Any, *only(False, reason=NO_TOOL_SEARCH)] = None
@@ -73,7 +75,7 @@ class NamedFunction(Body):
 class AllowedFunctions(Body):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[NamedFunction] = Field(min_length=1)
+    tools: Items[NamedFunction] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
 _ToolChoice = Annotated[
@@ -88,9 +90,9 @@ class PlainFormat(Body):
 
 class SchemaFormat(Body):
     type: Literal["json_schema"]
-    name: StrictStr
-    schema_: dict[str, Any] = Field(alias="schema")
-    description: StrictStr | None = None
+    name: Name
+    schema_: FreeObject = Field(alias="schema")
+    description: Text | None = None
     strict: StrictBool | None = None
 
 
@@ -107,7 +109,7 @@ Summary = Literal["auto", "concise", "detailed"]
 class ReasoningOptions(Body):
     """`summary`, and its older name, make none: reasoning is given as it is."""
 
-    effort: StrictStr | None = None
+    effort: Name | None = None
     summary: Summary | None = None
     generate_summary: Summary | None = None
     context: Annotated[Any, *only("auto", reason="the chat template decides what it shows")] = None
@@ -139,14 +141,14 @@ class ResponsesRequest(GenerationBody, PromptCacheBody):
     """
 
     input: _Input
-    instructions: StrictStr | None = None
-    previous_response_id: StrictStr | None = None
+    instructions: Text | None = None
+    previous_response_id: Name | None = None
     max_output_tokens: StrictInt | None = Field(None, ge=1, lt=2**31)
     temperature: _Number | None = None
     top_p: _Number | None = None
     top_logprobs: StrictInt | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    include: list[Included] | None = None
-    tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS)
+    include: Items[Included] | None = Field(None, max_length=MAX_INCLUDED)
+    tools: Items[FunctionTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: _ToolChoice | None = None
     parallel_tool_calls: StrictBool = True
     text: TextOptions | None = None
@@ -156,13 +158,13 @@ class ResponsesRequest(GenerationBody, PromptCacheBody):
     truncation: Literal["auto", "disabled"] = "disabled"
     metadata: Metadata | None = None
     client_metadata: ClientMetadata | None = None
-    user: StrictStr | None = None
-    safety_identifier: StrictStr | None = None
+    user: Name | None = None
+    safety_identifier: Name | None = None
 
     top_k: StrictInt | None = None
     min_p: _Number | None = None
     seed: StrictInt | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: FreeObject | None = None
 
 
 NOT_IN_RESPONSES: Mapping[str, tuple[tuple[Any, ...], str]] = {

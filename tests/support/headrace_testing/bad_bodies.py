@@ -71,7 +71,8 @@ def _malformed() -> list[BadBody]:
 def _prompts() -> list[BadBody]:
     bodies = [
         _completion("no prompt", "prompt", prompt=None),
-        _completion("a million prompts", "prompt", prompt=["a"] * 1_000_000),
+        _completion("very many prompts", "prompt", prompt=["a"] * 200_000),
+        _completion("a million prompts", prompt=["a"] * 1_000_000),
         _completion("id below zero", "prompt", prompt=[5, -1]),
         _completion("id at the vocabulary's size", "prompt", prompt=[5, VOCAB]),
         _completion("id of 64 bits", "prompt", prompt=[2**63]),
@@ -122,8 +123,9 @@ def _lists() -> list[BadBody]:
         _completion("bias too strong", "logit_bias", logit_bias={"5": 1e6}),
         _completion("bias is no number", "logit_bias", logit_bias={"5": "1"}),
         _completion(
-            "very many biases", "logit_bias", logit_bias={str(token): 1 for token in many[:500_000]}
+            "very many biases", "logit_bias", logit_bias={str(token): 1 for token in many[:50_000]}
         ),
+        _completion("more biases", logit_bias={str(token): 1 for token in many[:500_000]}),
         _completion("stop at no token", "stop_token_ids", stop_token_ids=[VOCAB]),
         _completion("stop below zero", "stop_token_ids", stop_token_ids=[-1]),
         _completion("a million stop ids", "stop_token_ids", stop_token_ids=many),
@@ -154,7 +156,7 @@ def _grammars() -> list[BadBody]:
         "long regex": ("guided_regex", "a" * 1_000_000),
         "broken grammar": ("guided_grammar", "root ::= ((("),
         "no choices": ("guided_choice", []),
-        "a million choices": ("guided_choice", ["a"] * 1_000_000),
+        "very many choices": ("guided_choice", ["a"] * 200_000),
         "choice that is no text": ("guided_choice", [1]),
     }
     return [

@@ -1,0 +1,72 @@
+"""Refuses JSON that would cost far more than its bytes, before anything is made of it.
+
+A body of some megabytes can hold millions of values, each an object of its own once it is read.
+They are counted in the bytes, with strings taken out, which takes some milliseconds for each
+megabyte; the parser itself bounds how deep they are nested.
+"""
+
+import re
+from collections.abc import Mapping
+
+from ..errors import ApiError, invalid
+from .budget import Budget
+
+_NOT_STRUCTURE = bytes(set(range(256)) - set(b'"[]{},:'))
+_STRING = re.compile(rb'"[^"]*"')
+CODE = "request_too_complex"
+
+
+def check_shape(raw: bytes, budget: Budget) -> None:
+    """Raises ApiError where the JSON has too many values, strings, objects or members."""
+    if len(raw) <= budget.least_bytes_over:
+        return
+    text = raw.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NOT_STRUCTURE)
+    _check(text.count(b'"') // 2, budget.strings, "strings")
+    text = _STRING.sub(b"", text)
+    containers = text.count(b"[") + text.count(b"{")
+    _check(containers, budget.containers, "objects and lists")
+    _check(text.count(b":"), budget.members, "members of objects")
+    _check(text.count(b",") + containers, budget.values, "values")
+
+
+def check_members(content: Mapping[str, object], raw: bytes, budget: Budget) -> None:
+    """Raises ApiError, which names the field, where one object has too many members.
+
+    `raw` is what `content` was read from.
+    """
+    if raw.count(b":") <= budget.members_of_one:
+        return
+    if len(content) > budget.members_of_one:
+        raise _too_many_members(budget, None)
+    for name, value in content.items():
+        if _most_members(value) > budget.members_of_one:
+            raise _too_many_members(budget, name)
+
+
+def _check(count: int, most: int, what: str) -> None:
+    if count > most:
+        raise invalid(
+            f"The body has {count} {what}; at most {most} are allowed. Send less in one request.",
+            code=CODE,
+        )
+
+
+def _most_members(value: object) -> int:
+    most, left = 0, [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, dict):
+            most = max(most, len(part))
+            left.extend(item for item in part.values() if isinstance(item, dict | list))
+        elif isinstance(part, list):
+            left.extend(item for item in part if isinstance(item, dict | list))
+    return most
+
+
+def _too_many_members(budget: Budget, name: str | None) -> ApiError:
+    where = "The body" if name is None else name
+    return invalid(
+        f"{where}: an object has more than {budget.members_of_one} members.",
+        param=name,
+        code=CODE,
+    )

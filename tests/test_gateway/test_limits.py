@@ -1,0 +1,188 @@
+"""The budget of a request: what JSON may hold, and that each field of each body has a bound."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import pytest
+from annotated_types import MaxLen
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import FailFast, StringConstraints
+from pydantic.fields import FieldInfo
+
+import headrace_gateway.app  # noqa: F401  knows the bodies of all routes
+from headrace_gateway.chat_messages import Body
+from headrace_gateway.errors import ApiError
+from headrace_gateway.limits.budget import Budget
+from headrace_gateway.limits.fields import BoundedBy
+from headrace_gateway.limits.json_shape import check_members, check_shape
+
+# Short JSON is looked at too.
+SMALL = replace(Budget(), values=8, strings=8, containers=4, members=4, members_of_one=3)
+CODE = "request_too_complex"
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ('["a", 1, 2, 3, 4, 5, 6, 7, 8, 9]', "values"),
+        ('["a","b","c","d","e","f","g","h","i"]', "strings"),
+        ("[[],[],{},{},1]", "objects and lists"),
+        ('[{"a":1,"b":2},{"c":3,"d":4,"e":5}]', "members of objects"),
+    ],
+)
+def test_json_over_the_budget_is_refused_by_what_is_over(text: str, what: str) -> None:
+    with pytest.raises(ApiError, match=what) as refused:
+        check_shape(text.encode(), SMALL)
+    assert (refused.value.status, refused.value.code) == (400, CODE)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r'{"a": "[[[[[[[[{{{{{{{{::::::::,,,,,,,,,,"}',
+        r'{"a": "\"[[[[[[\\", "b": "\\\"{{{{{{{::::::"}',
+        r'["\\", "\\\\", "\n\"\n,,,,,,,,,,,,,,,,"]',
+        "[1, 2, 3, 4, 5, 6, 7, 8]",
+    ],
+)
+def test_what_is_within_strings_does_not_count(text: str) -> None:
+    json.loads(text)
+    check_shape(text.encode(), SMALL)
+
+
+VALUES = st.recursive(
+    st.none() | st.integers() | st.text(alphabet='a"\\,:[]{}\n'),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(alphabet='b"\\,'), inner),
+)
+
+
+@given(value=VALUES, ascii_only=st.booleans())
+def test_json_is_refused_exactly_where_a_count_of_it_is_over(value: Any, ascii_only: bool) -> None:
+    """Values are counted with the whole of it, and an empty list or object as if it had one."""
+    counts = dict.fromkeys(("values", "strings", "containers", "members"), 0)
+    count(value, counts)
+    over = any(number > getattr(SMALL, name) for name, number in counts.items())
+    raw = json.dumps(value, ensure_ascii=ascii_only).encode()
+
+    assert refuses(raw) == (over and len(raw) > SMALL.least_bytes_over)
+
+
+def count(value: Any, counts: dict[str, int]) -> None:
+    counts["strings"] += isinstance(value, str)
+    if not isinstance(value, list | dict):
+        return
+    counts["containers"] += 1
+    counts["values"] += max(1, len(value))
+    if isinstance(value, dict):
+        counts["members"] += len(value)
+        counts["strings"] += len(value)
+    for item in value.values() if isinstance(value, dict) else value:
+        count(item, counts)
+
+
+def refuses(raw: bytes) -> bool:
+    try:
+        check_shape(raw, SMALL)
+    except ApiError:
+        return True
+    return False
+
+
+def test_an_object_of_too_many_members_is_named() -> None:
+    content = {"a": [1, 2], "b": {"c": [{"d": 1, "e": 2, "f": 3, "g": 4}]}}
+    with pytest.raises(ApiError) as refused:
+        check_members(content, json.dumps(content).encode(), SMALL)
+    assert (refused.value.param, refused.value.code) == ("b", CODE)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": list(range(10**6))},
+        {"input": ["some text"] * 2048},
+        {"input": [[1] * 500] * 2048},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 2}] * 4096},
+        {"prompt": "a,[{:" * 10**6},
+    ],
+    ids=["a million token ids", "2,048 inputs", "lists of ids", "4,096 messages", "long text"],
+)
+def test_what_honest_clients_send_is_within_the_budget(body: dict[str, Any]) -> None:
+    raw = json.dumps(body).encode()
+    check_shape(raw, Budget())
+    check_members(body, raw, Budget())
+
+
+# Fields of bodies
+
+
+def kinds(of: type[Body]) -> Iterator[type[Body]]:
+    for kind in of.__subclasses__():
+        yield kind
+        yield from kinds(kind)
+
+
+def unbounded(kind: Any, bounds: Sequence[Any], place: str) -> Iterator[str]:
+    """Places in a type that no bound holds for; `bounds` are those said around it."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        yield from unbounded(inner[0], [*bounds, *flat(inner[1:])], place)
+    elif origin in (Union, UnionType):
+        for branch in inner:
+            yield from unbounded(branch, bounds, place)
+    elif origin in (list, dict):
+        yield from unbounded_items(origin, inner, bounds, place)
+    elif kind is str:
+        if not has(bounds, MaxLen, BoundedBy):
+            yield f"{place}: a text is a Name or a Text, or needs max_length"
+    elif origin is not Literal and not (isinstance(kind, type) and issubclass(kind, Body)):
+        assert kind in (Any, NoneType, bool, int, float), f"{place}: what bounds {kind}?"
+
+
+def unbounded_items(
+    origin: type, inner: Sequence[Any], bounds: Sequence[Any], place: str
+) -> Iterator[str]:
+    item = inner[-1]
+    if not has(bounds, MaxLen):
+        yield f"{place}: needs max_length"
+    if origin is list and item is not Any and not has(bounds, FailFast):
+        yield f"{place}: a list is Items"
+    yield from unbounded(item, (), f"{place}[]")
+
+
+def flat(metadata: Sequence[Any]) -> Iterator[Any]:
+    for each in metadata:
+        yield each
+        if isinstance(each, FieldInfo):
+            yield from flat(each.metadata)
+        if isinstance(each, StringConstraints) and each.max_length is not None:
+            yield MaxLen(each.max_length)
+
+
+def has(bounds: Sequence[Any], *wanted: type) -> bool:
+    return any(isinstance(bound, wanted) for bound in bounds)
+
+
+def test_every_field_of_every_body_has_a_bound() -> None:
+    found = [
+        fault
+        for kind in set(kinds(Body))
+        for name, field in kind.model_fields.items()
+        for fault in unbounded(
+            field.annotation, list(flat(field.metadata)), f"{kind.__name__}.{name}"
+        )
+    ]
+
+    assert found == []
+
+
+def test_the_search_for_bounds_finds_what_has_none() -> None:
+    places = [
+        place
+        for kind in (list[str], dict[str, int], str | None, Annotated[list[int], MaxLen(3)])
+        for place in unbounded(kind, (), "x")
+    ]
+    assert len(places) == 6
