@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import certifi
@@ -29,3 +30,13 @@ def _trust_one_authority(config: pytest.Config) -> None:
     file.flush()
     config.add_cleanup(file.close)
     os.environ["SSL_CERT_FILE"] = file.name
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What was not tested, by reason, so that it is not taken for tested."""
+    reports = terminalreporter.stats.get("skipped", ())
+    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in reports)
+    if reasons:
+        terminalreporter.section(f"not tested here: {reasons.total()}")
+    for reason, count in reasons.most_common():
+        terminalreporter.line(f"{count:6} {reason}")

@@ -66,7 +66,7 @@ def test_a_log_file_is_turned_over_at_its_bound(tmp_path: Path) -> None:
     assert all(path.stat().st_size <= 400 for path in kept)
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_full_disk_is_told_once_and_costs_lines_only(tmp_path: Path) -> None:
     path = tmp_path / "engine-0.log"
     path.symlink_to("/dev/full")

@@ -23,6 +23,7 @@ from headrace_common import demo_model
 from headrace_testing.checkpoints import make_config, make_tokenizer
 from headrace_testing.embedders import POSITIONS, hidden_states, normalized
 from headrace_testing.embedders import save_embedder as save_encoder
+from headrace_testing.needs import missing
 from headrace_testing.processes import Starter, until
 from headrace_testing.stack import Stack
 from headrace_testing.tool_templates import CHATML_WITH_TOOLS
@@ -98,9 +99,7 @@ def _models(url: str) -> set[str]:
 )
 def test_a_library_finds_what_it_expects(url: str, tour: str, package: str) -> None:
     if find_spec(package) is None:
-        if os.environ.get("CI"):
-            pytest.fail(f"no {package}: CI must have the extra sdks")
-        pytest.skip(f"{package} is not installed; it is in the extra sdks")
+        missing(f"{package}: install the extra sdks")
     support = str(Path(shared.__file__).parents[2])
     ended = subprocess.run(
         [sys.executable, "-m", f"headrace_testing.tours.{tour}", url],

@@ -32,7 +32,7 @@ def _is_hopper() -> bool:
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not _is_hopper(), reason="there is no CUDA device from Hopper on"),
+    pytest.mark.skipif(not _is_hopper(), reason="no CUDA device from Hopper on"),
 ]
 REPLAYS = 200
 SHAPE = {

@@ -80,7 +80,7 @@ def bits(results: Results) -> dict[str, Bits]:
     return {name: (one.token_ids, one.logprobs) for name, one in results.items()}
 
 
-@pytest.mark.skipif("cpu" not in cpu_backends(), reason="there are no native kernels")
+@pytest.mark.skipif("cpu" not in cpu_backends(), reason="no native kernels")
 @pytest.mark.parametrize(
     ("dtype", "quantization"), [("bfloat16", "none"), ("float32", "none"), ("bfloat16", "int8")]
 )

@@ -13,7 +13,7 @@ from headrace_testing.mixtures import Matrices, Mixture, expert_names
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
 CUDA = torch.device("cuda")

@@ -25,7 +25,7 @@ from headrace_testing.model_attention import SHAPES
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
 CUDA = torch.device("cuda")
@@ -36,7 +36,7 @@ CUDA = torch.device("cuda")
 def test_caches_of_8_bit_floats(cache_dtype: torch.dtype, bits: bool) -> None:
     """Both read the same numbers, so that only bfloat16's own rounding is between them."""
     if not bits and torch.cuda.get_device_capability() < ADA:
-        pytest.skip("devices before Ada have no instructions for 8-bit floats")
+        pytest.skip("no CUDA device from Ada on")
     params = LayerParams(128**-0.5, key_scale=0.25, value_scale=0.5)
     case = replace(SHAPES["Llama 8B"], params=params)
     starts, ends = [run[0] for run in case.runs], [sum(run) for run in case.runs]

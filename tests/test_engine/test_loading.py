@@ -50,7 +50,7 @@ def test_a_failed_load_is_not_reported_as_done(caplog: pytest.LogCaptureFixture)
     assert not caplog.records
 
 
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="no posix_fadvise here")
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="no posix_fadvise")
 def test_bytes_are_asked_for_ahead_of_their_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from headrace_testing.null_cuda_scenes import SAMPLED, STEPS
 
 REASON = refusal()
 pytestmark = [
-    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+    pytest.mark.skipif(REASON is not None, reason=f"no null CUDA device: {REASON}"),
     pytest.mark.timeout(900),  # the first test waits for all scenes, and compiles their kernels
 ]
 DEVICE = ("capture_rules", "races", "full")

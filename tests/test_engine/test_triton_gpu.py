@@ -23,7 +23,7 @@ from headrace_testing.model_attention import BOUNDS, SHAPES, model_output, model
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
 CUDA = torch.device("cuda")

