@@ -6,14 +6,13 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-import aiohttp
 import kopf
 
 from headrace_common.protocol.connection import Connection, ConnectionConfig
 from headrace_common.protocol.redis_registry import RedisModelRegistry
 from headrace_common.telemetry import Telemetry
 
-from . import engine_pods
+from . import engine_pods, fetch
 from .cluster import Cluster
 from .controller import Controller
 from .drain import QueueDirectory
@@ -58,23 +57,29 @@ async def parts(
 ) -> AsyncIterator[tuple[Controller, Reconciler, RegistryCleaner]]:
     """The controller and what it drives, with what they need opened around them."""
     async with AsyncExitStack() as stack:
-        session = await stack.enter_async_context(aiohttp.ClientSession())
+        session = await stack.enter_async_context(fetch.session())
+        remote = await stack.enter_async_context(fetch.session(local=False))
         connection = Connection(ConnectionConfig(url=settings.redis_url))
         stack.push_async_callback(connection.close)
         memory = ScalingMemory(cluster)
         scraped = ScrapedSignals(
-            session, lambda: _gateways(cluster, settings), timeout=settings.signal_timeout
+            session,
+            lambda: _gateways(cluster, settings),
+            timeout=settings.signal_timeout,
+            page_limit=settings.max_metrics_page_bytes,
         )
-        url = settings.prometheus_url
-        prometheus = PrometheusSignals(session, url, timeout=settings.signal_timeout)
-        signals = ChosenSignals(prometheus, scraped, everywhere=url is not None)
+        urls = settings.prometheus_urls
+        prometheus = PrometheusSignals(session, remote, urls, timeout=settings.signal_timeout)
+        signals = ChosenSignals(prometheus, scraped, everywhere=urls.own is not None)
         directory = QueueDirectory(connection)
         scaler = Scaler(cluster, signals, directory, memory)
         recorder = Recorder(telemetry.meter)
         registry = RedisModelRegistry(connection)
         namespace = None if settings.watch_all_namespaces else settings.namespace
         registrations = Registrations(cluster, registry, namespace)
-        reconciler = Reconciler(cluster, settings.platform, scaler, registrations, recorder)
+        reconciler = Reconciler(
+            cluster, settings.platform, scaler, registrations, recorder, prometheus_urls=urls
+        )
         cleaner = RegistryCleaner(cluster, registry, directory, namespace)
         controller = Controller(reconciler.reconcile, interval=settings.resync_interval)
         stack.push_async_callback(controller.close)

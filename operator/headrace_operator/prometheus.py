@@ -1,21 +1,24 @@
 """Signals from a Prometheus server that scrapes gateways and engines."""
 
 import asyncio
+import json
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import aiohttp
 
 from headrace_common import metric_names as metrics
 
+from . import fetch
 from .desired.autoscaler import escaped
 from .errors import SignalsUnavailable
+from .prometheus_urls import PrometheusUrls, shown
 from .scaling.observation import EngineSignals, QueueSignals
 from .signals import PodAddress, Signals, capacity_of_one
 from .spec import ModelService
 
 RATE_WINDOW = "1m"
+MAX_ANSWER_BYTES = 2**20  # of one value
 
 
 def queries(model: str) -> dict[str, str]:
@@ -45,22 +48,33 @@ def _rate(series: str) -> str:
 
 
 class PrometheusSignals:
-    """A SignalSource. `url` serves ModelServices that name no Prometheus of their own."""
+    """A SignalSource. `urls.own` serves ModelServices that name no Prometheus of their own.
 
-    def __init__(self, session: aiohttp.ClientSession, url: str | None, *, timeout: float) -> None:
+    What `urls` trusts is asked over `session`, everything else over `remote`.
+    """
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        remote: aiohttp.ClientSession,
+        urls: PrometheusUrls,
+        *,
+        timeout: float,
+    ) -> None:
         self._session = session
-        self._url = url
+        self._remote = remote
+        self._urls = urls
         self._timeout = aiohttp.ClientTimeout(total=timeout)
 
     async def read(self, service: ModelService, pods: Sequence[PodAddress]) -> Signals:
-        url = service.spec.scaling.prometheus_url or self._url
+        url = service.spec.scaling.prometheus_url or self._urls.own
         assert url is not None, "the caller asks only where there is a Prometheus"
         wanted = queries(service.served_name)
         answers = await asyncio.gather(*(self._query(url, text) for text in wanted.values()))
         values = dict(zip(wanted, answers, strict=True))
         if values["at"] is None:
             raise SignalsUnavailable(
-                f"prometheus at {url} has no {metrics.QUEUE_DEPTH.prometheus_name} "
+                f"prometheus at {shown(url)} has no {metrics.QUEUE_DEPTH.prometheus_name} "
                 f"of model {service.served_name!r}: does it scrape the gateways?"
             )
         return _signals(values["at"], values, capacity_of_one(service))
@@ -69,26 +83,27 @@ class PrometheusSignals:
         """Nothing is kept between two readings."""
 
     async def _query(self, url: str, text: str) -> float | None:
-        target = f"{url.rstrip('/')}/api/v1/query"
+        session = self._session if self._urls.trusts(url) else self._remote
+        request = session.post(
+            f"{url.rstrip('/')}/api/v1/query",
+            data={"query": text},
+            timeout=self._timeout,
+            allow_redirects=False,
+        )
         try:
-            async with self._session.post(
-                target, data={"query": text}, timeout=self._timeout
-            ) as reply:
-                reply.raise_for_status()
-                return value_of(await reply.json())
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            problem = str(error) or type(error).__name__
-            raise SignalsUnavailable(f"prometheus at {url}: {problem}") from error
+            return value_of(await fetch.body(request, MAX_ANSWER_BYTES))
+        except SignalsUnavailable as error:
+            raise SignalsUnavailable(f"prometheus at {shown(url)}: {error}") from error
 
 
-def value_of(answer: Any) -> float | None:
-    """The one value of an instant query; None where there is none. Raises ValueError."""
+def value_of(answer: bytes) -> float | None:
+    """The one value of an instant query; None where there is none. Raises SignalsUnavailable."""
     try:
-        result = answer["data"]["result"]
+        result = json.loads(answer)["data"]["result"]
         value = float(result[0]["value"][1]) if result else math.nan
-    except (KeyError, IndexError, TypeError) as error:
-        raise ValueError(f"not an answer to a query: {answer!r:.200}") from error
-    return None if math.isnan(value) else value
+    except (LookupError, TypeError, ValueError, ArithmeticError, RecursionError):
+        raise SignalsUnavailable("the answer is not one to a query") from None
+    return value if math.isfinite(value) else None
 
 
 def _signals(at: float, values: dict[str, float | None], capacity: int) -> Signals:

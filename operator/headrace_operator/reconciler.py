@@ -16,6 +16,7 @@ from .desired.defaults import Platform
 from .desired.deployment import deployment
 from .desired.environment import SERVED_NAME
 from .errors import ClusterError, InvalidSpec, NotFound, OperatorError, ServedNameTaken
+from .prometheus_urls import PrometheusUrls
 from .recorder import Recorder
 from .registrations import Registration, Registrations
 from .scaler import Scaled, Scaler
@@ -39,7 +40,10 @@ class Reconciler:
         registrations: Registrations,
         recorder: Recorder,
         clock: Callable[[], float] = time.time,
+        *,
+        prometheus_urls: PrometheusUrls,
     ) -> None:
+        self._prometheus_urls = prometheus_urls
         self._cluster = cluster
         self._platform = platform
         self._scaler = scaler
@@ -70,6 +74,7 @@ class Reconciler:
             return True
         try:
             service = ModelService.parse(body)
+            self._prometheus_urls.check(service)
             registration = await self._registrations.of(service)
             current = await self._deployment(service)
             taken = _taken(service, registration)

@@ -200,11 +200,15 @@ def _plan(
 
 
 def _unmeasured(signals: Signals | None, pods: Sequence[Manifest]) -> str | None:
-    """Engines that serve and tell nothing of it."""
-    ready = sum(engine_pods.is_ready(pod) for pod in pods)
-    if signals is None or signals.engines is not None or not ready:
+    """What is missing from signals that could be read: engines that serve and tell nothing of it,
+    or a pod's page."""
+    if signals is None:
         return None
-    return f"no engine of {ready} ready ones gives metrics"
+    ready = sum(engine_pods.is_ready(pod) for pod in pods)
+    if signals.engines is not None or not ready:
+        return signals.problem
+    detail = "" if signals.problem is None else f" ({signals.problem})"
+    return f"no engine of {ready} ready ones gives metrics{detail}"
 
 
 def _backlog(signals: Signals | None) -> int | None:

@@ -6,16 +6,21 @@ are. Asks no Kubernetes: the caller knows the pods.
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
+from . import fetch
 from .errors import SignalsUnavailable
 from .scaling.observation import QueueSignals
 from .signals import (
+    MODEL_LABEL,
+    SAMPLE_NAMES,
     Counters,
     Labels,
     PodAddress,
@@ -33,7 +38,8 @@ from .spec import ModelService
 
 logger = logging.getLogger(__name__)
 
-MAX_PAGE_BYTES = 8 * 2**20
+PAGES_AT_ONCE = 8  # of one reading: pages of pods that anyone may have made are held meanwhile
+MAX_SAMPLES = 10_000  # of one page, of one model
 MIN_RATE_WINDOW = 5.0  # seconds; over less, a few requests make a wild rate
 
 Gateways = Callable[[], Awaitable[Sequence[PodAddress]]]
@@ -50,7 +56,10 @@ class _Memory:
 
 
 class ScrapedSignals:
-    """A SignalSource. `gateways` lists the gateways' endpoints anew for every reading."""
+    """A SignalSource. `gateways` lists the gateways' endpoints anew for every reading.
+
+    A page of over `page_limit` bytes is not read: a part of one would look like a smaller load.
+    """
 
     def __init__(
         self,
@@ -58,10 +67,12 @@ class ScrapedSignals:
         gateways: Gateways,
         *,
         timeout: float,
+        page_limit: int,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._session = session
         self._gateways = gateways
+        self._page_limit = page_limit
         self._timeout = aiohttp.ClientTimeout(total=timeout)
         self._clock = clock
         self._memory: dict[tuple[str, str], _Memory] = {}
@@ -72,18 +83,18 @@ class ScrapedSignals:
     async def read(self, service: ModelService, pods: Sequence[PodAddress]) -> Signals:
         now = self._clock()
         gateways = await self._gateways()
-        pages = await self._pages([*gateways, *pods])
+        model = service.served_name
+        pages, problems = await self._pages([*gateways, *pods], model)
         ours = {a.pod: pages[a.pod] for a in gateways if a.pod in pages}
         engines = {a.pod: pages[a.pod] for a in pods if a.pod in pages}
         memory = self._memory.setdefault(service.key, _Memory())
-        model = service.served_name
         self._count(memory, ours, engines, model, now)
         arrivals = memory.rates.get("arrivals") if len(ours) == len(gateways) else None
         queue = queue_signals(ours.values(), model, arrivals)
         if queue is not None:
             memory.queue, memory.queue_at = queue, now
         elif memory.queue is None:
-            raise SignalsUnavailable(_why(gateways, ours, model))
+            raise SignalsUnavailable(_why(gateways, ours, problems, model))
         kept = memory.queue if queue is None else queue
         signals = Signals(
             at=memory.queue_at,
@@ -96,7 +107,7 @@ class ScrapedSignals:
             ),
         )
         cached = {pod: cached_blocks(page, model) for pod, page in engines.items()}
-        return replace(signals, cached_blocks=cached)
+        return replace(signals, cached_blocks=cached, problem=next(iter(problems.values()), None))
 
     def _count(
         self,
@@ -115,36 +126,69 @@ class ScrapedSignals:
         memory.rates = rates(memory.counters, counters) or {}
         memory.counters = counters
 
-    async def _pages(self, addresses: Iterable[PodAddress]) -> dict[str, Samples]:
-        """The pages of those that answered, by pod."""
+    async def _pages(
+        self, addresses: Iterable[PodAddress], model: str
+    ) -> tuple[dict[str, Samples], dict[str, str]]:
+        """The pages of those that gave one, and why the others did not, by pod."""
         wanted = {address.pod: address for address in addresses}
-        found = await asyncio.gather(*(self._page(address) for address in wanted.values()))
-        return {pod: page for pod, page in zip(wanted, found, strict=True) if page is not None}
+        places = asyncio.Semaphore(PAGES_AT_ONCE)
+        found = await asyncio.gather(
+            *(self._page(address, model, places) for address in wanted.values())
+        )
+        pages = {pod: page for pod, page in zip(wanted, found, strict=True)}
+        return (
+            {pod: page for pod, page in pages.items() if not isinstance(page, str)},
+            {pod: page for pod, page in pages.items() if isinstance(page, str)},
+        )
 
-    async def _page(self, address: PodAddress) -> Samples | None:
+    async def _page(
+        self, address: PodAddress, model: str, places: asyncio.Semaphore
+    ) -> Samples | str:
+        """The page, or why there is none."""
+        request = self._session.get(address.url, timeout=self._timeout, allow_redirects=False)
         try:
-            async with self._session.get(address.url, timeout=self._timeout) as reply:
-                reply.raise_for_status()
-                data = await reply.content.read(MAX_PAGE_BYTES)
-                return parse(data.decode(errors="replace"))
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            text = str(error) or type(error).__name__
-            logger.warning("pod not scraped", extra={"pod": address.pod, "error": text})
-            return None
+            async with places:
+                data = await fetch.body(request, self._page_limit)
+                return await asyncio.to_thread(parse, data.decode(errors="replace"), model)
+        except SignalsUnavailable as error:
+            logger.warning("pod not scraped", extra={"pod": address.pod, "error": str(error)})
+            return f"metrics page of pod {address.pod}: {error}"
 
 
-def parse(text: str) -> Samples:
-    """A page in Prometheus' text format. Raises ValueError where it is none."""
+def parse(text: str, model: str) -> Samples:
+    """What signals need of a page in Prometheus' text format. Raises SignalsUnavailable."""
     page: dict[str, list[tuple[Labels, float]]] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            page.setdefault(sample.name, []).append((sample.labels, sample.value))
+    count = 0
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if _is_wanted(sample, model):
+                    page.setdefault(sample.name, []).append((sample.labels, sample.value))
+                    count += 1
+            if count > MAX_SAMPLES:
+                raise SignalsUnavailable(f"over {MAX_SAMPLES} samples of one model")
+    except ValueError:
+        raise SignalsUnavailable("it is not in Prometheus' text format") from None
     return page
 
 
-def _why(gateways: Sequence[PodAddress], answered: Mapping[str, Samples], model: str) -> str:
+def _is_wanted(sample: Sample, model: str) -> bool:
+    return (
+        sample.name in SAMPLE_NAMES
+        and sample.labels.get(MODEL_LABEL) == model
+        and math.isfinite(sample.value)
+    )
+
+
+def _why(
+    gateways: Sequence[PodAddress],
+    answered: Mapping[str, Samples],
+    problems: Mapping[str, str],
+    model: str,
+) -> str:
     if not gateways:
         return "no gateway pod is running"
     if not answered:
-        return f"none of {len(gateways)} gateway pods answers on its metrics port"
+        first = problems[gateways[0].pod]
+        return f"none of {len(gateways)} gateway pods gives its metrics ({first})"
     return f"no gateway serves a model named {model!r}"

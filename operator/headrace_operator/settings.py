@@ -2,12 +2,13 @@
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from headrace_common.protocol.endpoint import parse_endpoint
 
 from .desired.defaults import Platform
+from .prometheus_urls import PrometheusUrls, problem_of
 
 
 class OperatorSettings(BaseSettings):
@@ -71,6 +72,12 @@ class OperatorSettings(BaseSettings):
     prometheus_url: str | None = Field(
         None, description="Prometheus to read signals from; default: scrape gateways and engines"
     )
+    prometheus_allowed_urls: tuple[str, ...] = Field(
+        (),
+        description="the only ones, with what is below them, that ModelServices may name beside "
+        'that, ["http://prometheus.monitoring:9090"]; default: all but the node\'s own addresses '
+        "and metadata services",
+    )
     gateway_namespace: str | None = Field(
         None, description="namespace of the gateways; default: the operator's own"
     )
@@ -78,6 +85,9 @@ class OperatorSettings(BaseSettings):
         "app.kubernetes.io/component=gateway", description="labels of gateway pods, as kubectl -l"
     )
     signal_timeout: float = Field(5.0, gt=0, description="seconds to wait for a metrics endpoint")
+    max_metrics_page_bytes: int = Field(
+        8 * 2**20, ge=2**16, description="longest metrics page of a pod that is read"
+    )
 
     metrics_host: str = Field("127.0.0.1", description="address of /metrics and /health")
     metrics_port: int | None = Field(
@@ -93,6 +103,19 @@ class OperatorSettings(BaseSettings):
         if not all("=" in part for part in self.gateway_selector.split(",")):
             raise ValueError("gateway_selector must be label=value pairs with commas between them")
         return self
+
+    @field_validator("prometheus_url", "prometheus_allowed_urls")
+    @classmethod
+    def _are_urls(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        given = (value,) if isinstance(value, str) else value or ()
+        for url in given:
+            if (problem := problem_of(url)) is not None:
+                raise ValueError(problem)
+        return value
+
+    @property
+    def prometheus_urls(self) -> PrometheusUrls:
+        return PrometheusUrls(self.prometheus_url, self.prometheus_allowed_urls)
 
     @property
     def gateway_labels(self) -> dict[str, str]:

@@ -13,6 +13,24 @@ from .scaling.observation import EngineSignals, Observation, QueueSignals
 from .spec import ModelService
 
 DEFAULT_CAPACITY = 64  # the engine's own default of max_num_seqs
+MODEL_LABEL = "gen_ai_request_model"
+ENDED = f"{metrics.ENGINE_REQUEST_PHASE_DURATION.prometheus_name}_count"
+SAMPLE_NAMES = frozenset(
+    {
+        ENDED,
+        metrics.ENGINE_CAPACITY.prometheus_name,
+        metrics.ENGINE_KV_BLOCKS.prometheus_name,
+        metrics.ENGINE_KV_UTILIZATION.prometheus_name,
+        metrics.ENGINE_REQUESTS.prometheus_name,
+        metrics.ENGINE_TOKENS.prometheus_name,
+        metrics.QUEUE_ADMITTED.prometheus_name,
+        metrics.QUEUE_DEPTH.prometheus_name,
+        metrics.QUEUE_OLDEST_AGE.prometheus_name,
+        metrics.QUEUE_PENDING.prometheus_name,
+        metrics.QUEUE_TOKENS.prometheus_name,
+    }
+)
+"""All that is read of a metrics page."""
 
 Labels = Mapping[str, str]
 Samples = Mapping[str, Sequence[tuple[Labels, float]]]
@@ -21,12 +39,16 @@ Samples = Mapping[str, Sequence[tuple[Labels, float]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signals:
-    """`at` is when they were true, Unix seconds. `cached_blocks` by pod, where it is known."""
+    """`at` is when they were true, Unix seconds. `cached_blocks` by pod, where it is known.
+
+    `problem` is why a pod gave no metrics this time.
+    """
 
     at: float
     queue: QueueSignals | None = None
     engines: EngineSignals | None = None
     cached_blocks: Mapping[str, float] = field(default_factory=dict)
+    problem: str | None = None
 
 
 class SignalSource(Protocol):
@@ -145,12 +167,11 @@ def gateway_counters(page: Samples, model: str, at: float) -> Counters:
 
 def engine_counters(page: Samples, model: str, at: float) -> Counters:
     """Ended requests are counted by their decode phase, which each has once."""
-    ended = f"{metrics.ENGINE_REQUEST_PHASE_DURATION.prometheus_name}_count"
     return Counters(
         at=at,
         values={
             "tokens": sum(_values(page, metrics.ENGINE_TOKENS.prometheus_name, model)),
-            "requests": sum(_values(page, ended, model, phase="decode")),
+            "requests": sum(_values(page, ENDED, model, phase="decode")),
         },
     )
 
@@ -175,7 +196,7 @@ def rates(
 
 
 def _values(page: Samples, name: str, model: str, **labels: str) -> list[float]:
-    wanted = {"gen_ai_request_model": model, **labels}
+    wanted = {MODEL_LABEL: model, **labels}
     return [
         value
         for found, value in page.get(name, ())

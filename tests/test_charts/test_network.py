@@ -231,6 +231,16 @@ def test_the_kubernetes_api_can_be_named() -> None:
     assert ("operator", "cloud metadata", 443) not in passing
 
 
+def test_the_operator_reaches_the_ports_of_prometheus_servers_that_it_may_be_named() -> None:
+    objects = render(scenario("full-values"))
+    policies = of_kind(objects, "NetworkPolicy")
+    (operator,) = (place for place in own_places(objects) if place.name == "operator")
+    reached = [port for port in range(8_000, 11_000) if allowed(policies, operator, HUB, port)]
+
+    assert reached == [9090, 9091, 10902]
+    assert not allowed(policies, operator, METADATA, 9091)
+
+
 def test_without_policies_there_is_none() -> None:
     assert of_kind(render({"networkPolicy": {"enabled": False}}), "NetworkPolicy") == []
 

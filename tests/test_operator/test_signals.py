@@ -1,5 +1,6 @@
 """Signals from metrics pages, over real HTTP, and from Prometheus' answers."""
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -8,8 +9,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from headrace_operator import fetch
 from headrace_operator.errors import SignalsUnavailable
 from headrace_operator.prometheus import PrometheusSignals, queries, value_of
+from headrace_operator.prometheus_urls import PrometheusUrls
 from headrace_operator.scrape import ScrapedSignals, parse
 from headrace_operator.signals import Counters, PodAddress, rates
 from headrace_testing.model_services import service
@@ -114,7 +117,7 @@ def source(pods: Pods, *gateways: str) -> ScrapedSignals:
     async def listed() -> list[PodAddress]:
         return [pods.address(name) for name in gateways]
 
-    return ScrapedSignals(pods.session, listed, timeout=5, clock=lambda: pods.now)
+    return ScrapedSignals(pods.session, listed, timeout=5, page_limit=2**20, clock=lambda: pods.now)
 
 
 async def test_the_queue_is_the_same_from_every_gateway_and_right_without_engines(
@@ -195,7 +198,7 @@ async def test_old_signals_keep_their_time(pods: Pods) -> None:
     ("pages", "gateways", "why"),
     [
         ({}, (), "no gateway pod is running"),
-        ({"g1": None}, ("g1",), "none of 1 gateway pods answers"),
+        ({"g1": None}, ("g1",), "none of 1 gateway pods gives .*HTTP status 500"),
         ({"g1": "# nothing\n"}, ("g1",), "no gateway serves a model named 'qwen'"),
     ],
 )
@@ -222,9 +225,20 @@ def test_a_counter_that_fell_began_anew() -> None:
 
 
 def test_pages_are_parsed_by_sample_name() -> None:
-    assert parse(gateway_page(1, 5))["headrace_queue_admitted_total"] == [
+    assert parse(gateway_page(1, 5), "qwen")["headrace_queue_admitted_total"] == [
         ({"gen_ai_request_model": "qwen"}, 5.0)
     ]
+
+
+def test_values_that_are_no_numbers_count_as_absent() -> None:
+    page = gateway_page(1).replace("1.5", "+Inf")
+    assert "headrace_queue_oldest_age_seconds" not in parse(page, "qwen")
+    assert value_of(_answer("+Inf")) is None
+    assert value_of(_answer("NaN")) is None
+
+
+def _answer(value: str) -> bytes:
+    return json.dumps({"data": {"result": [{"value": [0, value]}]}}).encode()
 
 
 @asynccontextmanager
@@ -243,8 +257,8 @@ async def prometheus(values: dict[str, float]) -> AsyncIterator[PrometheusSignal
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    async with aiohttp.ClientSession() as session:
-        yield PrometheusSignals(session, url, timeout=5)
+    async with fetch.session() as session:
+        yield PrometheusSignals(session, session, PrometheusUrls(own=url), timeout=5)
     await runner.cleanup()
 
 
@@ -269,12 +283,18 @@ async def test_prometheus_without_the_queue_says_so() -> None:
 
 
 async def test_an_absent_prometheus_says_so() -> None:
-    async with aiohttp.ClientSession() as session:
-        signals = PrometheusSignals(session, "http://127.0.0.1:1", timeout=5)
+    async with fetch.session() as session:
+        urls = PrometheusUrls(own="http://127.0.0.1:1")
+        signals = PrometheusSignals(session, session, urls, timeout=5)
         with pytest.raises(SignalsUnavailable, match=r"prometheus at http://127\.0\.0\.1:1"):
             await signals.read(service(), ())
 
 
-def test_an_answer_of_another_shape_is_refused() -> None:
-    with pytest.raises(ValueError, match="not an answer"):
-        value_of({"data": {"result": [{}]}})
+@pytest.mark.parametrize(
+    "answer",
+    [b'{"data": {"result": [{}]}}', b"[]", b"secret", b"[" * 100_000, _answer("one"), b"\xff"],
+)
+def test_an_answer_of_another_shape_is_refused_without_showing_it(answer: bytes) -> None:
+    with pytest.raises(SignalsUnavailable) as refusal:
+        value_of(answer)
+    assert str(refusal.value) == "the answer is not one to a query"

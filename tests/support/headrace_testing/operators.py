@@ -20,6 +20,7 @@ from headrace_operator.controller import Controller
 from headrace_operator.errors import SignalsUnavailable
 from headrace_operator.handlers import configure, register
 from headrace_operator.memory import ScalingMemory
+from headrace_operator.prometheus_urls import PrometheusUrls
 from headrace_operator.reconciler import Reconciler
 from headrace_operator.recorder import Recorder
 from headrace_operator.registrations import Registrations
@@ -45,6 +46,7 @@ class Scene:
     statuses: list[EngineStatus] = field(default_factory=list)
     drained: list[str] = field(default_factory=list)
     backend: MemoryBackend = field(default_factory=MemoryBackend)
+    prometheus_urls: PrometheusUrls = field(default_factory=PrometheusUrls)
 
     @property
     def queue_down(self) -> bool:
@@ -138,7 +140,15 @@ async def _operate(
     scaler = Scaler(cluster, scene, directory, memory)
     recorder = Recorder(telemetry.disabled().meter)
     registrations = Registrations(cluster, scene.registry, NAMESPACE)
-    reconciler = Reconciler(cluster, PLATFORM, scaler, registrations, recorder, scene.clock)
+    reconciler = Reconciler(
+        cluster,
+        PLATFORM,
+        scaler,
+        registrations,
+        recorder,
+        scene.clock,
+        prometheus_urls=scene.prometheus_urls,
+    )
     cleaner = RegistryCleaner(cluster, scene.registry, directory, NAMESPACE, scene.clock)
     controller = _Watched(keys, reconciler.reconcile, interval=0.05, gap=0.01)
     registry, settings = kopf.OperatorRegistry(), kopf.OperatorSettings()
