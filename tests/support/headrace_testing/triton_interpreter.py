@@ -6,6 +6,7 @@ would multiply the integers. It multiplies tiles with the BLAS of the host: on s
 a row then depend on the number of rows, whatever the kernel does.
 """
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -39,16 +40,25 @@ def _dot(_: Any, a: Any, b: Any, added: Any, *precision: Any) -> Any:
 
 def ordered_product(a: Numbers, b: Numbers, dtype: npt.DTypeLike) -> Numbers:
     """[..., rows, inputs] by [..., inputs, columns]. The products of a row and a column are added
-    half to half until one is left, so that a number depends on that row and that column alone."""
-    columns = np.ascontiguousarray(np.moveaxis(a.astype(dtype), -1, 0))
-    parts: Numbers = columns[..., None] * np.moveaxis(b.astype(dtype), -2, 0)[..., None, :]
+    half to half until one is left, so that a number depends on that row, that column and the size
+    of the tiles alone."""
+    order = _order(*a.shape[-2:], b.shape[-1])
+    columns = np.moveaxis(a.astype(dtype), -1, 0)[order]
+    parts: Numbers = columns[..., None] * np.moveaxis(b.astype(dtype), -2, 0)[order][..., None, :]
     while len(parts) > 1:
         half, odd = divmod(len(parts), 2)
         if odd:
             parts[0] += parts[-1]
         parts[:half] += parts[half : 2 * half]
         parts = parts[:half]
-    return parts[0]
+    total: Numbers = parts[0]
+    return total
+
+
+@cache
+def _order(rows: int, inputs: int, columns: int) -> npt.NDArray[np.intp]:
+    """Tiles of another size add in another order, as they may on a device."""
+    return np.random.default_rng((rows, inputs, columns)).permutation(inputs)
 
 
 def _numbers(tile: Any) -> Numbers:
