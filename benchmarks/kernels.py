@@ -5,7 +5,8 @@ of this machine's measured roof that it reaches.
         [--kv-cache-dtype fp8] [--only TEXT] [--json FILE]
 
 The roofs are measured in the same run: the rate at which all threads read memory (`bandwidth`) and
-the rate of a large matrix product (`products`). A kernel's work is the memory it must move, or the
+the rate of a large matrix product (`products`), in the dtype that is asked for or in float32,
+whichever is faster on this CPU. A kernel's work is the memory it must move, or the
 products it must form; what it moves comes from memory, not from a cache, as in a real step: every
 measurement walks over several layers' tensors. Figures are medians.
 """
@@ -18,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -47,6 +49,18 @@ class Kernel:
     calls: int
     amount: float
     roof: str
+
+
+@dataclass(frozen=True)
+class Roofs:
+    """GB/s that all threads read; GFLOP/s of a large product, and what computed it."""
+
+    bandwidth: float
+    products: float
+    products_by: str
+
+    def rate(self, name: str) -> float:
+        return self.bandwidth if name == "bandwidth" else self.products
 
 
 @dataclass(frozen=True)
@@ -212,10 +226,10 @@ def elementwise(rows: int, dtype: torch.dtype, native: NativeOps) -> Iterator[Ke
 
 
 def linear(rows: int, dtype: torch.dtype, executor: Executor, quantize: bool) -> Kernel:
-    """Layers of 896 x 4864, more than a cache holds, beside torch's oneDNN, weights packed."""
+    """Layers of 896 x 4864, more than a cache holds, beside torch's fastest product."""
     inputs, outputs, count = 896, 4864, 12
     weights = [torch.randn(outputs, inputs).to(dtype) for _ in range(count)]
-    packed = [torch.ops.mkldnn._reorder_linear_weight(weight, 256) for weight in weights]
+    products = [product(weight, 256) for weight in weights]
     layers = [executor.pack([weight], [], quantize) for weight in weights]
     x = torch.randn(rows, inputs).to(dtype)
 
@@ -224,8 +238,8 @@ def linear(rows: int, dtype: torch.dtype, executor: Executor, quantize: bool) ->
             executor.linear(layer, x)
 
     def plain() -> None:
-        for weight in packed:
-            torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+        for call in products:
+            call(x)
 
     few = rows < 16
     size = 1 if quantize else dtype.itemsize
@@ -239,7 +253,27 @@ def linear(rows: int, dtype: torch.dtype, executor: Executor, quantize: bool) ->
     )
 
 
-def measure(kernel: Kernel, rounds: int, roofs: dict[str, float]) -> Result:
+def product(weight: torch.Tensor, rows: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """torch's fastest with a weight [out, in]: oneDNN's, packed for `rows`, where it can be."""
+    if not packs(weight.dtype):
+        return lambda x: F.linear(x, weight)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+        return found
+
+    return call
+
+
+def packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs weights on this CPU. In bfloat16 it needs AVX-512 or AVX-NE-CONVERT."""
+    if not torch._C._has_mkldnn:
+        return False
+    return dtype is torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def measure(kernel: Kernel, rounds: int, roofs: Roofs) -> Result:
     native, plain = interleaved((kernel.native, kernel.torch), rounds)
     native, plain = native / kernel.calls, plain / kernel.calls
     rate = kernel.amount / native / 1e9
@@ -250,7 +284,7 @@ def measure(kernel: Kernel, rounds: int, roofs: dict[str, float]) -> Result:
         plain / native,
         rate,
         kernel.roof,
-        rate / roofs[kernel.roof],
+        rate / roofs.rate(kernel.roof),
     )
 
 
@@ -267,21 +301,23 @@ def interleaved(calls: tuple[Call, ...], rounds: int) -> list[float]:
     return [statistics.median(taken) for taken in times]
 
 
-def measure_roofs(dtype: torch.dtype, rounds: int) -> dict[str, float]:
-    """GB/s that all threads read, and GFLOP/s of a product of 512 x 2048 x 2048."""
+def measure_roofs(dtype: torch.dtype, rounds: int) -> Roofs:
+    """The product is of 512 x 2048 x 2048."""
     memory = torch.ones(2**27)
+    dtypes = list(dict.fromkeys((dtype, torch.float32)))
+    reading, *multiplying = interleaved((memory.sum, *map(square, dtypes)), rounds)
+    seconds, fastest = min(zip(multiplying, dtypes, strict=True), key=itemgetter(0))
+    return Roofs(
+        bandwidth=memory.nbytes / reading / 1e9,
+        products=2 * 512 * 2048 * 2048 / seconds / 1e9,
+        products_by=f"{'oneDNN' if packs(fastest) else 'torch'} in {fastest}",
+    )
+
+
+def square(dtype: torch.dtype) -> Call:
     x, weight = torch.randn(512, 2048).to(dtype), torch.randn(2048, 2048).to(dtype)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 512)
-
-    def product() -> torch.Tensor:
-        found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-        return found
-
-    reading, multiplying = interleaved((memory.sum, product), rounds)
-    return {
-        "bandwidth": memory.nbytes / reading / 1e9,
-        "products": 2 * 512 * 2048 * 2048 / multiplying / 1e9,
-    }
+    call = product(weight, 512)
+    return lambda: call(x)
 
 
 def kernels(options: argparse.Namespace, dtype: torch.dtype) -> Iterator[Kernel]:
@@ -325,13 +361,16 @@ def main() -> None:
     dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[options.dtype]
     with torch.inference_mode():
         roofs = measure_roofs(dtype, options.rounds)
-        print(", ".join(f"{name} {rate:.1f} G/s" for name, rate in roofs.items()))
+        print(
+            f"bandwidth {roofs.bandwidth:.1f} GB/s, "
+            f"products {roofs.products:.1f} GFLOP/s ({roofs.products_by})"
+        )
         results = []
         for kernel in kernels(options, dtype):
             results.append(measure(kernel, options.rounds, roofs))
             report(results[-1])
     if options.json is not None:
-        found = {"roofs": roofs, "results": [asdict(result) for result in results]}
+        found = {"roofs": asdict(roofs), "results": [asdict(result) for result in results]}
         options.json.write_text(json.dumps(found, indent=2) + "\n")
 
 

@@ -111,10 +111,17 @@ def test_calibration(run: Run, model: str, tmp_path: Path) -> None:
     assert profile["prefill_tokens_per_second"] > 0
 
 
-def test_kernels(run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("packs_bfloat16", [None, False], ids=["as the CPU does", "unpacked"])
+def test_kernels(
+    packs_bfloat16: bool | None, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where oneDNN lacks the instructions to pack weights in bfloat16."""
+    if packs_bfloat16 is False:
+        monkeypatch.setattr(import_module("kernels"), "packs", lambda dtype: dtype is torch.float32)
     file = tmp_path / "kernels.json"
-    run("kernels", "--rounds", "1", "--threads", "1", "--only", "rms_norm", "--json", str(file))
-    assert json.loads(file.read_text())["results"]
+    small = ["--rounds", "1", "--threads", "1", "--only", "rms_norm", "--json", str(file)]
+    said, found = run("kernels", *small), json.loads(file.read_text())
+    assert found["results"] and found["roofs"]["products_by"] in said.splitlines()[0]
 
 
 def test_peers_that_are_not_there(run: Run, tmp_path: Path) -> None:
