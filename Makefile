@@ -1,6 +1,9 @@
+NAMED := $(filter command environment,$(firstword $(origin PYTHON)))
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Any Python can run this: its version, and "old" after it where that is too old.
+VERSION := import sys; print("%d.%d" % sys.version_info[:2] + " old" * (sys.version_info < (3, 11)))
 
 IMAGE_BUILD ?= docker build
 IMAGE_LOAD ?= :
@@ -14,13 +17,22 @@ SEED ?= $(shell date +%s)
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
-# Everything else builds on this stamp: it is renewed when a declared dependency changes.
+# A .venv that cannot be used, or is not of the PYTHON that was named, is made anew.
+install: ## make .venv with everything in it
+	@version() { $$1 -c '$(VERSION)' 2> /dev/null || echo missing; }; \
+	had=$$(version $(BIN)/python) wanted=$$(version '$(PYTHON)'); \
+	case "$$had" in 3.*[0-9]) [ "$(NAMED)" ] && [ "$$had" != "$$wanted" ] || exit 0 ;; esac; \
+	refuse() { echo "$(PYTHON) $$1; Headrace needs 3.11 or newer: make install PYTHON=python3.12"; exit 1; }; \
+	case "$$wanted" in missing) refuse "does not run" ;; *old) refuse "is $${wanted% old}" ;; esac; \
+	[ ! -e $(VENV) ] || echo "the Python of $(VENV) is $${had% old}: it is made anew with $$wanted"; \
+	rm -rf $(VENV)
+	@$(MAKE) -q $(VENV)/.installed || $(MAKE) --no-print-directory $(VENV)/.installed
+
+# It is renewed when a declared dependency changes.
 $(VENV)/.installed: pyproject.toml constraints.txt hatch_build.py $(wildcard engine/headrace_engine/kernels/*.cpp engine/headrace_engine/kernels/*.h)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,sdks]'
 	@touch $@
-
-install: $(VENV)/.installed ## make .venv with everything in it
 
 # Tests skip what is missing here, but not in CI.
 system-packages: ## install the Debian packages that tests use (as root): prometheus, redis exporter
