@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 import pytest
 
 from headrace_cluster.kubectl import CommandFailed, run
-from headrace_cluster.release import Release, Service
+from headrace_cluster.release import LABEL, Release, Service
 from headrace_cluster.specs import MODEL, demo_service
 from headrace_testing.processes import until
 
@@ -64,6 +64,37 @@ def test_gateways_have_no_rights(release: Release) -> None:
         assert not may(release, "headrace-gateway", "get", resource), resource
 
 
+def test_the_policy_for_model_services_narrows_what_they_may_use(release: Release) -> None:
+    policy = {"enabled": True, "images": ["registry.example.com/*"], "env": ["HF_*"]}
+    release.upgrade("--set-json", f"modelServicePolicy={json.dumps(policy)}")
+    engine = demo_service()["spec"]["engine"]
+    others: dict[str, object] = {
+        "image": "docker.io/library/busybox:1",
+        "env": [{"name": "T", "valueFrom": {"secretKeyRef": {"name": "redis", "key": "url"}}}],
+        "envFrom": [{"secretRef": {"name": "redis"}}],
+        "extraArgs": ["--model=/other"],
+    }
+
+    def refused(**fields: object) -> str:
+        """What a dry run says; nothing where it passes."""
+        manifest = demo_service("narrow", engine={**engine, **fields})
+        try:
+            release.kubectl.apply(manifest, "--dry-run=server")
+        except CommandFailed as refusal:
+            return str(refusal)
+        return ""
+
+    until(lambda: refused(image=others["image"]) != "", "the policy to hold")
+    for field, value in others.items():
+        assert "modelServicePolicy" in refused(**{field: value}), field
+    assert refused() == ""
+    assert refused(image="registry.example.com/e:1", env=[{"name": "HF_HOME", "value": "/"}]) == ""
+    (found,) = release.kubectl.items("validatingadmissionpolicies", LABEL)
+    assert "expressionWarnings" not in found["status"].get("typeChecking", {})
+    release.upgrade()
+    until(lambda: refused(image=others["image"]) == "", "the policy to go")
+
+
 def test_uninstall_leaves_nothing_behind(release: Release) -> None:
     """Custom resource definitions go too, because ci/small-values.yaml says so."""
     service = Service(release, MODEL)
@@ -105,6 +136,9 @@ def left_in_namespace(release: Release) -> set[str]:
 
 
 def left_in_cluster() -> list[str]:
-    kinds = "clusterroles,clusterrolebindings,customresourcedefinitions,persistentvolumes"
+    kinds = (
+        "clusterroles,clusterrolebindings,customresourcedefinitions,persistentvolumes,"
+        "validatingadmissionpolicies,validatingadmissionpolicybindings"
+    )
     found = json.loads(run("kubectl", "get", kinds, "-o", "json"))["items"]
     return [item["metadata"]["name"] for item in found if "headrace" in json.dumps(item)]

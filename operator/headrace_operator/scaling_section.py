@@ -92,7 +92,8 @@ class ScalingSpec(Section):
     forecast: ForecastSpec = ForecastSpec()
     """Ahead of recurring load."""
     prometheus_url: str | None = Field(None, pattern=r"^https?://.+")
-    """Prometheus to read signals from; the operator's where absent, else the pods are scraped."""
+    """Prometheus to read signals from; the operator's where absent, else the pods are scraped. The
+    operator asks it, and may be set to allow some only."""
 
     @model_validator(mode="after")
     def _bounds(self) -> "ScalingSpec":

@@ -79,7 +79,9 @@ def _column(name: str, kind: str, path: str) -> Schema:
 def _root() -> Schema:
     return {
         "type": "object",
-        "description": "One served model: its weights, its engines, and how many of them run.",
+        "description": "One served model: its weights, its engines, and how many of them run. "
+        "Creating one gives the right to run any image with any Secret of its namespace: "
+        "docs/operations.md, Rights that a ModelService gives.",
         "required": ["spec"],
         "properties": {
             "apiVersion": _text("Version of this schema."),

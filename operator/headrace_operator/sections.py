@@ -249,7 +249,7 @@ class EngineSpec(Section):
         ),
     )
     image: str | None = Field(None, min_length=1, max_length=1024)
-    """Image of the engine; the operator's default where absent."""
+    """Image of the engine; it sees all that its pod does. The operator's default where absent."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
     """When the kubelet pulls it."""
     image_pull_secrets: tuple[str, ...] = Field((), strict=False)
@@ -264,9 +264,10 @@ class EngineSpec(Section):
     settings: EngineSettingsSpec = EngineSettingsSpec()
     """Settings of the engine process."""
     extra_args: tuple[str, ...] = Field((), strict=False)
-    """Further flags of the engine process; they win over `settings`."""
+    """Further flags of the engine process, any of them; they win over `settings`."""
     env: tuple[Opaque, ...] = Field((), strict=False)
-    """Further environment variables, as in a container; they win over the operator's."""
+    """Further environment variables, as in a container, also from any Secret of the namespace; they
+    win over the operator's."""
     env_from: tuple[Opaque, ...] = Field((), strict=False)
     """ConfigMaps and Secrets whose keys become environment variables, as in a container."""
     shared_memory: Quantity = "1Gi"

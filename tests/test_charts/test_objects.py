@@ -31,6 +31,14 @@ BUILT_IN: dict[tuple[str, str], Check] = {
     ("v1", "Secret"): client.V1Secret.model_validate,
     ("v1", "Service"): client.V1Service.model_validate,
     ("v1", "ServiceAccount"): client.V1ServiceAccount.model_validate,
+    (
+        "admissionregistration.k8s.io/v1",
+        "ValidatingAdmissionPolicy",
+    ): client.V1ValidatingAdmissionPolicy.model_validate,
+    (
+        "admissionregistration.k8s.io/v1",
+        "ValidatingAdmissionPolicyBinding",
+    ): client.V1ValidatingAdmissionPolicyBinding.model_validate,
     ("apps/v1", "Deployment"): client.V1Deployment.model_validate,
     ("apps/v1", "StatefulSet"): client.V1StatefulSet.model_validate,
     ("coordination.k8s.io/v1", "Lease"): client.V1Lease.model_validate,
@@ -63,7 +71,13 @@ CUSTOM: dict[tuple[str, str], set[str]] = {
         "versions",
     },
 }
-CLUSTER_SCOPED = {"ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition"}
+CLUSTER_SCOPED = {
+    "ClusterRole",
+    "ClusterRoleBinding",
+    "CustomResourceDefinition",
+    "ValidatingAdmissionPolicy",
+    "ValidatingAdmissionPolicyBinding",
+}
 
 
 def test_the_default_render_is_the_snapshot() -> None:

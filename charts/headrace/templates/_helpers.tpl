@@ -385,6 +385,25 @@ service:
 {{- ternary (printf "%s-%s" .Release.Namespace $name) $name .Values.operator.watchAllNamespaces }}
 {{- end }}
 
+{{/* Its objects belong to no namespace, so their name has the release's in it. */}}
+{{- define "headrace.modelServicePolicy.name" -}}
+{{- list .Release.Namespace (include "headrace.componentName" (list . "model-services")) | compact | join "-" }}
+{{- end }}
+
+{{/* CEL: is the value of a variable in a list, whose entries may end in *? Takes (list "variable" entries). */}}
+{{- define "headrace.celAllowed" -}}
+{{- $clauses := list -}}
+{{- $variable := index . 0 -}}
+{{- range index . 1 -}}
+{{- if hasSuffix "*" . -}}
+{{- $clauses = append $clauses (printf "%s.startsWith(%s)" $variable (trimSuffix "*" . | toJson)) -}}
+{{- else -}}
+{{- $clauses = append $clauses (printf "%s == %s" $variable (toJson .)) -}}
+{{- end -}}
+{{- end -}}
+{{- join " || " $clauses | default "false" -}}
+{{- end }}
+
 {{/* Settings of the operator: the chart's own, the user's, and defaults that the user may replace. */}}
 {{- define "headrace.operator.settings" -}}
 {{- $selector := list -}}
