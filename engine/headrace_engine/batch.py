@@ -14,7 +14,7 @@ import torch
 from .attention.base import AttentionMetadata
 from .chaining import Links
 from .kv_groups import ONE_GROUP, KVLayout
-from .model.base import ForwardBatch, layered
+from .model.base import ForwardBatch, of_groups, of_layers
 from .plan import SampleRow, ScheduledSequence, StepPlan
 from .transfer import Transfer
 
@@ -78,13 +78,13 @@ def build(
         max_query_len=int(lengths.max()),
         max_seq_len=int((starts + lengths).max()),
     )
-    layers = layered(metadata, layout)
+    groups = of_groups(metadata, layout)
     forward = ForwardBatch(
         input_ids=tensors[4],
         positions=tensors[5],
         logits_rows=tensors[6],
-        metadata=layers[0] if layers else metadata,
-        layers=layers,
+        metadata=groups[0],
+        layers=of_layers(groups, layout),
     )
     sampling = _sampling(scheduled) if links is None else links.sampling
     places, sources = tensors[7:] if linked else (None, None)

@@ -22,12 +22,11 @@ from .chat_messages import (
 from .errors import ApiError, invalid
 from .harmony.header import CALL, OPENAI, OPENAI_GPTOSS, RETURN
 from .harmony.header import MARKERS as HARMONY_MARKERS
-from .harmony.held import answer_held
 from .models import ServedModel
 from .output import NAMED, REQUIRED, OutputForm, writes_short_ids
 from .reasoning.catalog import FAMILIES, detect_reasoning_parser
 from .settings import GatewaySettings
-from .strict_calls import forced_calls, held_calls
+from .strict_calls import forced_calls, held_answer, held_calls
 from .structured_fields import refused
 from .tool_calls.arguments import kinds
 from .tool_calls.catalog import MARKERS, detect_tool_parser
@@ -229,7 +228,7 @@ def _answer_held(sampling: SamplingParams) -> SamplingParams:
     if held is None:
         return sampling
     try:
-        return replace(sampling, structured_outputs=answer_held(held))
+        return replace(sampling, structured_outputs=held_answer(held))
     except StructuredOutputError as error:
         raise refused(f"structured_outputs.{error.field}", error) from error
 

@@ -17,13 +17,13 @@ from headrace_common.tokenizer import Tokenizer
 
 from .chat_messages import FunctionDefinition, Tool
 from .harmony import header as harmony
-from .harmony.held import from_within
+from .harmony.held import final_format, from_within
 from .output import OutputForm
 from .reasoning.catalog import FAMILIES, begin_of
 from .reasoning.think import Begin
 from .tool_calls.bare import bare
 from .tool_calls.catalog import FORMATS
-from .tool_calls.held import Function, Held
+from .tool_calls.held import Function, Held, answer_format
 
 MAX_TOOLS = 128
 _NO_ARGUMENTS: Mapping[str, Any] = {
@@ -78,6 +78,14 @@ def forced_calls(
     functions = tuple(_held(each.function) for each in tools)
     held = Held(functions, forced=True, once=form.single_call, template=template)
     return _params(StructuralTag(FORMATS[form.calls](held)))
+
+
+def held_answer(held: StructuredOutputsParams) -> StructuredOutputsParams:
+    """What Harmony's messages must match where the answer among them is held so.
+
+    Raises StructuredOutputError.
+    """
+    return _params(StructuralTag(final_format(answer_format(held))))
 
 
 def at_prompt(

@@ -20,7 +20,7 @@ from headrace_engine.model.static_batch import StaticBatch
 from headrace_engine.request import Sequence
 from headrace_engine.runner import ModelRunner
 from headrace_testing.checkpoints import GreedyPath, Reference
-from headrace_testing.engine import make_request
+from headrace_testing.engine import computed, make_request
 from headrace_testing.engines import Output, engine_config, greedy, make_runner, request, run
 from headrace_testing.rank_threads import RankThread
 from headrace_testing.recorded_steps import PaddedReference, Replays
@@ -75,20 +75,9 @@ def test_the_capacity_is_the_longest_sequence_that_fits(
     assert groups.blocks(longest, size) <= num_blocks < groups.blocks(longest + 1, size)
 
 
-def computed(cache: KVCache, prompt: tuple[int, ...]) -> Sequence:
-    """A sequence that was computed token by token."""
-    sequence = Sequence(make_request("r", prompt), 0, list(prompt))
-    for end in range(1, len(prompt) + 1):
-        cache.extend(sequence, end, [])
-        sequence.computed = end
-        cache.register(sequence, end - 1, end)
-        cache.slide(sequence)
-    return sequence
-
-
 def test_a_prefix_is_found_where_each_group_has_what_it_keeps() -> None:
     cache = KVCache(14, 4, groups=KVGroups(1, 2, 6))
-    first = computed(cache, tuple(range(1, 26)))
+    first = computed(cache, 25)
     assert (len(first.block_table), first.released, cache.pool.num_used) == (21, 4, 7 + 2 * 3)
     # Of what the windows gave back, one block is left in the cache.
     cache.free(first)
@@ -106,7 +95,7 @@ def test_a_prefix_is_found_where_each_group_has_what_it_keeps() -> None:
 
 def test_what_forks_at_the_end_of_its_prompt_is_matched_up_to_there() -> None:
     cache = KVCache(64, 4, groups=KVGroups(1, 1, 4))
-    computed(cache, tuple(range(1, 41)))
+    computed(cache, 40)
     params = greedy(40, n=2)
     resumed = Sequence(make_request("r", range(1, 11), params=params), 0, list(range(1, 41)))
     assert len(cache.match_prefix(resumed)) == 2 * 2

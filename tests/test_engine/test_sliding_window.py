@@ -13,7 +13,7 @@ from headrace_engine.kv_cache import KVCache
 from headrace_engine.kv_groups import KVGroups
 from headrace_engine.request import Sequence
 from headrace_testing.checkpoints import Reference
-from headrace_testing.engine import make_config, make_request
+from headrace_testing.engine import computed, make_config, make_request
 from headrace_testing.engines import engine_config, greedy, make_runner, request, run
 from headrace_testing.fake_runner import FakeRunner
 
@@ -21,21 +21,9 @@ ReferenceMaker = Callable[[str], Reference]
 CheckpointMaker = Callable[[str], Path]
 
 
-def slid(cache: KVCache, length: int) -> Sequence:
-    """A sequence of `length` tokens that was computed token by token."""
-    prompt = tuple(range(1, length + 1))
-    sequence = Sequence(make_request("r", prompt), 0, list(prompt))
-    for end in range(1, length + 1):
-        cache.extend(sequence, end, [])
-        sequence.computed = end
-        cache.register(sequence, end - 1, end)
-        cache.slide(sequence)
-    return sequence
-
-
 def test_what_the_window_has_left_is_free() -> None:
     cache = KVCache(16, 4, groups=KVGroups.alike(6))
-    sequence = slid(cache, 23)
+    sequence = computed(cache, 23)
     # The position computed last, 22, sees those from 17 on: the fifth block and what follows.
     assert (len(sequence.block_table), sequence.released) == (6, 4)
     assert cache.pool.num_used == 2
@@ -47,7 +35,7 @@ def test_what_the_window_has_left_is_free() -> None:
 def test_a_fork_can_compute_the_last_token_again() -> None:
     cache = KVCache(16, 4, groups=KVGroups.alike(6))
     parent, child = (
-        slid(cache, 22),
+        computed(cache, 22),
         Sequence(make_request("r", range(1, 23)), 1, list(range(1, 23))),
     )
     cache.fork(parent, child, 22)
@@ -59,7 +47,7 @@ def test_a_fork_can_compute_the_last_token_again() -> None:
 
 def test_released_blocks_are_still_found_by_others() -> None:
     cache = KVCache(16, 4, groups=KVGroups.alike(6))
-    sequence = slid(cache, 20)
+    sequence = computed(cache, 20)
     other = Sequence(make_request("o", range(1, 18)), 0, list(range(1, 18)))
     assert len(cache.match_prefix(other)) == 4
     assert cache.match_prefix(other)[0] not in sequence.block_table

@@ -18,7 +18,7 @@ from headrace_common.structural_format import (
     parts,
 )
 from headrace_common.structural_tag import read
-from headrace_testing.gateway import MODEL, Gateway, events, serve
+from headrace_testing.gateway import MODEL, Gateway, events, prompt_of, say, serve
 from headrace_testing.tokenizers import harmony_tokenizer, write_checkpoint
 from headrace_testing.tool_templates import HARMONY
 
@@ -60,15 +60,6 @@ async def serving(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gat
 async def harmony(serving: Gateway) -> Gateway:
     serving.engine.reset()
     return serving
-
-
-def say(gateway: Gateway, text: str) -> None:
-    gateway.engine.script = gateway.engine.say(text)
-
-
-def prompt_of(gateway: Gateway) -> str:
-    ids = gateway.engine.submitted[-1].prompt_token_ids
-    return gateway.engine.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 async def body_of(answer: httpx.Response) -> Any:

@@ -21,6 +21,8 @@ from headrace_testing.gateway import (
     events,
     failed,
     gateway_checkpoint,
+    prompt_of,
+    say,
     serve,
 )
 from headrace_testing.tokenizers import write_tool_checkpoint
@@ -54,15 +56,6 @@ async def tools(serving: Gateway) -> Gateway:
 async def client(tools: Gateway) -> AsyncIterator[AsyncAnthropic]:
     async with AsyncAnthropic(base_url=tools.url, api_key="none", max_retries=0) as sdk:
         yield sdk
-
-
-def say(gateway: Gateway, text: str) -> None:
-    gateway.engine.script = gateway.engine.say(text)
-
-
-def prompt_of(gateway: Gateway) -> str:
-    ids = gateway.engine.submitted[-1].prompt_token_ids
-    return gateway.engine.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 async def test_a_text_is_answered(client: AsyncAnthropic, tools: Gateway) -> None:

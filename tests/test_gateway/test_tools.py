@@ -23,7 +23,7 @@ from headrace_gateway.harmony.header import OPENAI_GPTOSS
 from headrace_gateway.reasoning.catalog import FAMILIES
 from headrace_gateway.settings import ReasoningParser, ToolCallParser
 from headrace_gateway.tool_calls.catalog import PARSERS
-from headrace_testing.gateway import MODEL, Gateway, events, serve
+from headrace_testing.gateway import MODEL, Gateway, events, prompt_of, say, serve
 from headrace_testing.tokenizers import write_tool_checkpoint
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -53,15 +53,6 @@ async def serving(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gat
 async def tools(serving: Gateway) -> Gateway:
     serving.engine.reset()
     return serving
-
-
-def say(gateway: Gateway, text: str) -> None:
-    gateway.engine.script = gateway.engine.say(text)
-
-
-def prompt_of(gateway: Gateway) -> str:
-    ids = gateway.engine.submitted[-1].prompt_token_ids
-    return gateway.engine.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 async def message(answer: httpx.Response) -> dict[str, Any]:

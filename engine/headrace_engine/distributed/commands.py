@@ -18,7 +18,7 @@ from ..attention.base import AttentionMetadata
 from ..errors import RankFailed
 from ..kv_groups import KVLayout
 from ..lora.batch import LoRABatch, RowOwners, RowSlots
-from ..model.base import ForwardBatch, layered
+from ..model.base import ForwardBatch, of_groups, of_layers
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -179,13 +179,13 @@ def unpack(sizes: Sequence[int], packed: torch.Tensor, layout: KVLayout) -> Forw
         max_query_len=max_query_len,
         max_seq_len=max_seq_len,
     )
-    layers = layered(metadata, layout)
+    split = of_groups(metadata, layout)
     return ForwardBatch(
         input_ids=ids.long(),
         positions=positions.long(),
         logits_rows=rows.long(),
-        metadata=layers[0] if layers else metadata,
-        layers=layers,
+        metadata=split[0],
+        layers=of_layers(split, layout),
     )
 
 

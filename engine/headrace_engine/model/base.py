@@ -34,14 +34,18 @@ class ForwardBatch:
         return self.layers[layer] if self.layers else self.metadata
 
 
-def layered(metadata: AttentionMetadata, layout: KVLayout) -> tuple[AttentionMetadata, ...]:
-    """Each layer's metadata, of one with block tables [G, S, B] and slots [G, T] of G groups; none
-    where there is but one group, which has no such dimension."""
+def of_groups(metadata: AttentionMetadata, layout: KVLayout) -> list[AttentionMetadata]:
+    """Each group's metadata, of one with block tables [G, S, B] and slots [G, T] of G groups, or
+    without that dimension where there is but one."""
     if layout.groups.count == 1:
-        return ()
+        return [metadata]
     places = zip(metadata.block_tables.unbind(0), metadata.slots.unbind(0), strict=True)
-    groups = [replace(metadata, block_tables=tables, slots=slots) for tables, slots in places]
-    return tuple(groups[group] for group in layout.layers)
+    return [replace(metadata, block_tables=tables, slots=slots) for tables, slots in places]
+
+
+def of_layers(groups: Rows[AttentionMetadata], layout: KVLayout) -> tuple[AttentionMetadata, ...]:
+    """What a ForwardBatch has as `layers`, by each group's metadata."""
+    return tuple(groups[group] for group in layout.layers) if len(groups) > 1 else ()
 
 
 @dataclass(frozen=True, slots=True)

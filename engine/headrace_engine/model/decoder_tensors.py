@@ -1,5 +1,7 @@
 """The tensors that a checkpoint of the native decoder has, by their usual (Llama's) names."""
 
+from dataclasses import astuple, dataclass
+
 from .config import ExpertsConfig, ModelConfig
 from .tensor_files import Shape
 
@@ -17,10 +19,31 @@ def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
     return expected
 
 
+@dataclass(frozen=True, slots=True)
+class NormNames:
+    """What the weights of a layer's norms are called within it; None: it has no such norm."""
+
+    before_attention: str | None
+    behind_attention: str | None
+    before_mlp: str | None
+    behind_mlp: str | None
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> "NormNames":
+        attention, mlp = "post_attention_layernorm.weight", "pre_feedforward_layernorm.weight"
+        if not config.output_norms:
+            return cls("input_layernorm.weight", None, attention, None)
+        behind = "post_feedforward_layernorm.weight"
+        if not config.input_norms:
+            return cls(None, attention, None, behind)
+        return cls("input_layernorm.weight", attention, mlp, behind)
+
+
 def _layer_tensors(config: ModelConfig, index: int) -> dict[str, Shape]:
     hidden, dim = config.hidden_size, config.head_dim
     q, kv = config.num_heads * dim, config.num_kv_heads * dim
-    found: dict[str, Shape] = {f"{name}_layernorm.weight": (hidden,) for name in _norms(config)}
+    norms = astuple(NormNames.of(config))
+    found: dict[str, Shape] = {name: (hidden,) for name in norms if name is not None}
     found |= _matrix("self_attn.q_proj", q, hidden, config.qkv_bias)
     found |= _matrix("self_attn.k_proj", kv, hidden, config.qkv_bias)
     found |= _matrix("self_attn.v_proj", kv, hidden, config.qkv_bias)
@@ -33,13 +56,6 @@ def _layer_tensors(config: ModelConfig, index: int) -> dict[str, Shape]:
     if config.experts is not None and config.experts.sparse[index]:
         return found | _moe_tensors(config.experts, hidden)
     return found | _mlp_tensors("mlp", hidden, config.intermediate_size, config.mlp_bias)
-
-
-def _norms(config: ModelConfig) -> tuple[str, ...]:
-    before = ("input", "pre_feedforward") if config.input_norms else ()
-    if not config.output_norms:
-        return ("input", "post_attention")
-    return (*before, "post_attention", "post_feedforward")
 
 
 def _moe_tensors(experts: ExpertsConfig, hidden: int) -> dict[str, Shape]:

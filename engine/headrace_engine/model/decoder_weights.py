@@ -12,7 +12,7 @@ import torch
 
 from ..attention.base import LayerParams
 from .config import ClampedSwiGLU, ExpertsConfig, ModelConfig
-from .decoder_tensors import expected_tensors, ignored_tensors
+from .decoder_tensors import NormNames, expected_tensors, ignored_tensors
 from .expert_weights import ExpertWeights, MixtureParts, Names, OwnMixtures
 from .feed_forward import (
     FeedForward,
@@ -113,13 +113,13 @@ class _LayerReader:
     def layer(self, index: int) -> DecoderLayer:
         config, prefix = self._config, f"model.layers.{index}."
         attention = f"{prefix}self_attn."
-        between = "pre_feedforward" if config.output_norms else "post_attention"
+        norms = NormNames.of(config)
         qk_norm = self._qk_norm(attention) if config.qk_norm else None
         return DecoderLayer(
-            input_norm=self._input_norm(f"{prefix}input_layernorm.weight"),
-            mlp_norm=self._input_norm(f"{prefix}{between}_layernorm.weight"),
-            attention_output_norm=self._output_norm(f"{prefix}post_attention_layernorm.weight"),
-            mlp_output_norm=self._output_norm(f"{prefix}post_feedforward_layernorm.weight"),
+            input_norm=self._norm_of(prefix, norms.before_attention),
+            mlp_norm=self._norm_of(prefix, norms.before_mlp),
+            attention_output_norm=self._norm_of(prefix, norms.behind_attention),
+            mlp_output_norm=self._norm_of(prefix, norms.behind_mlp),
             qkv=self._linear(attention, ("q_proj", "k_proj", "v_proj"), config.qkv_bias),
             qk_norm=None if config.wide_qk_norm else qk_norm,
             wide_qk_norm=qk_norm if config.wide_qk_norm else None,
@@ -140,11 +140,8 @@ class _LayerReader:
         weight = self._reader.read(name)
         return weight.float() + 1.0 if self._config.offset_norms else weight
 
-    def _input_norm(self, name: str) -> torch.Tensor | None:
-        return self.norm(name) if self._config.input_norms else None
-
-    def _output_norm(self, name: str) -> torch.Tensor | None:
-        return self.norm(name) if self._config.output_norms else None
+    def _norm_of(self, prefix: str, name: str | None) -> torch.Tensor | None:
+        return None if name is None else self.norm(prefix + name)
 
     def _qk_norm(self, prefix: str) -> QKNorm:
         return QKNorm(

@@ -12,6 +12,7 @@ import torch
 from ..kernels import structs
 from ..kernels.executor import GROUP, Executor, PackedLinear, pointer
 from .config import ExpertsConfig, ModelConfig
+from .decoder_tensors import NormNames
 from .positions import PositionTables
 from .quantization.mxfp4_weight import MXFP4Weight
 from .quantization.weight import QuantizedWeight
@@ -93,14 +94,14 @@ class FusedWeights:
         config, prefix = self._config, f"model.layers.{index}."
         attention = f"{prefix}self_attn."
         qkv = (f"{attention}q_proj", f"{attention}k_proj", f"{attention}v_proj")
-        between = "pre_feedforward" if config.output_norms else "post_attention"
+        norms = NormNames.of(config)
         rotary = self._positions.rotary(index)
         cos, sin = (None, None) if rotary is None else rotary.tables
         layer = structs.DecoderLayer(
-            input_norm=self._input_norm(f"{prefix}input_layernorm.weight"),
-            attention_output_norm=self._output_norm(f"{prefix}post_attention_layernorm.weight"),
-            mlp_norm=self._input_norm(f"{prefix}{between}_layernorm.weight"),
-            mlp_output_norm=self._output_norm(f"{prefix}post_feedforward_layernorm.weight"),
+            input_norm=self._norm_of(prefix, norms.before_attention),
+            attention_output_norm=self._norm_of(prefix, norms.behind_attention),
+            mlp_norm=self._norm_of(prefix, norms.before_mlp),
+            mlp_output_norm=self._norm_of(prefix, norms.behind_mlp),
             query_norm=self._norm(f"{attention}q_norm.weight") if config.qk_norm else None,
             key_norm=self._norm(f"{attention}k_norm.weight") if config.qk_norm else None,
             cos=self._keep_any(cos),
@@ -206,11 +207,8 @@ class FusedWeights:
         weight = self._read(name).float()
         return self._keep((weight + 1.0 if self._config.offset_norms else weight) / divisor)
 
-    def _input_norm(self, name: str) -> int | None:
-        return self._norm(name) if self._config.input_norms else None
-
-    def _output_norm(self, name: str) -> int | None:
-        return self._norm(name) if self._config.output_norms else None
+    def _norm_of(self, prefix: str, name: str | None) -> int | None:
+        return None if name is None else self._norm(prefix + name)
 
     def _keep_any(self, tensor: torch.Tensor | None) -> int | None:
         return None if tensor is None else self._keep(tensor)

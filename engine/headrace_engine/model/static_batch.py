@@ -8,7 +8,7 @@ import torch
 from ..attention.base import AttentionMetadata
 from ..kv_groups import ONE_GROUP, KVLayout
 from ..lora.batch import StaticLoRA
-from .base import ForwardBatch
+from .base import ForwardBatch, of_layers
 
 # Block ids that a program copies at a time.
 TABLE_BLOCK = 128
@@ -87,7 +87,7 @@ class StaticBatch:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         ids, positions, lens = zeros(size), zeros(size), zeros(size, dtype=torch.int32)
-        self._layout = layout
+        self._layout, self._layers = layout, layout.of_groups
         # Of each group of layers.
         self._inputs = [
             DecodeInputs(
@@ -122,7 +122,7 @@ class StaticBatch:
 
     def fill(self, batch: ForwardBatch, size: int) -> None:
         """Takes a step's inputs, and padding up to `size` sequences."""
-        for layer, inputs in zip(self._layout.of_groups, self._inputs, strict=True):
+        for layer, inputs in zip(self._layers, self._inputs, strict=True):
             self._stage(DecodeInputs.of(batch, layer), inputs, size)
         if batch.lora is not None and self._lora is not None:
             self._lora.fill(batch.lora, size)
@@ -142,12 +142,11 @@ class StaticBatch:
             )
             for inputs in self._inputs
         ]
-        several = len(groups) > 1
         return ForwardBatch(
             first.input_ids[:size],
             first.positions[:size],
             self._rows[:size],
             groups[0],
             self._lora.view(size) if adapted and self._lora is not None else None,
-            tuple(groups[group] for group in self._layout.layers) if several else (),
+            of_layers(groups, self._layout),
         )

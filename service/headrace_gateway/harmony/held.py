@@ -17,10 +17,8 @@ from headrace_common.structural_format import (
     Until,
 )
 from headrace_common.structural_grammar import escaped
-from headrace_common.structural_tag import StructuralTag
-from headrace_common.structured import StructuredOutputsParams
 
-from ..tool_calls.held import Function, Held, answer_format, sequence
+from ..tool_calls.held import Function, Held, sequence
 from .header import CHANNEL, CONSTRAIN, END, ENDS, MESSAGE, NAMESPACE, START
 
 _AUTHOR = f"{START}assistant"
@@ -62,12 +60,6 @@ def from_within(written: Format) -> Format:
         if isinstance(way, Tag) and way.begin == _FINAL:
             return way.content
     return sequence(Const(END + _AUTHOR), *written.elements)
-
-
-def answer_held(held: StructuredOutputsParams) -> StructuredOutputsParams:
-    """An answer whose content is held so. Raises StructuredOutputError."""
-    tag = StructuralTag(final_format(answer_format(held)))
-    return StructuredOutputsParams(structural_tag=tag.to_json())
 
 
 def _behind_notes(last: Format, *, preambles: bool) -> Format:

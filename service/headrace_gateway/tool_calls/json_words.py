@@ -10,14 +10,20 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def as_json(text: str) -> str:
     """JSON stays as it is; Python's words and literals become JSON, and all else a text."""
     plain = text.strip()
-    try:
-        json.loads(plain, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return _WORDS.get(plain) or _literal(plain) or quoted(text)
-    return plain
+    if is_json(plain):
+        return plain
+    return _WORDS.get(plain) or _literal(plain) or quoted(text)
 
 
 def _literal(text: str) -> str | None:

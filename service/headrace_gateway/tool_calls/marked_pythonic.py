@@ -13,7 +13,8 @@ from ..parts import PartList
 from .base import Body, MarkedParser
 from .call_object import Status
 from .held import Held, sequence
-from .python_call import MAX_CALL_CHARS, CallEnd, call_format, call_rules, parsed_call
+from .python_call import MAX_CALL_CHARS, CallEnd, parsed_call
+from .python_call_format import call_format, call_rules
 from .scanning import SPACE
 
 LFM2, OLMO3 = "lfm2", "olmo3"

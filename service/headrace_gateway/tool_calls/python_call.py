@@ -1,27 +1,10 @@
-"""One call as Python writes it, `f(a=1, b="x")`: read, and as a text must match it."""
+"""Reads one call as Python writes it, `f(a=1, b="x")`."""
 
 import ast
 import json
-import keyword
 import re
-from collections.abc import Mapping
-from typing import Any
 
-from headrace_common.structural_format import (
-    Choice,
-    Const,
-    Format,
-    Json,
-    Listed,
-    Pattern,
-    Repeat,
-    Rule,
-    Tag,
-)
-from headrace_common.structured import StructuredOutputError
-
-from .arguments import parameters
-from .held import Function, Held, sequence
+from .json_words import is_json
 from .scanning import skip_space
 
 MAX_CALL_CHARS = 2**17
@@ -124,19 +107,10 @@ class _Source:
 
 def _value(written: str | None, node: ast.expr) -> str:
     """As JSON. What is JSON already stays as it is; Python reads some of it differently."""
-    if written is not None:
-        try:
-            json.loads(written, parse_constant=_refuse)
-        except (ValueError, RecursionError):
-            pass
-        else:
-            return written
+    if written is not None and is_json(written):
+        return written
     value = ast.literal_eval(_Constants().visit(node))
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
-
-
-def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
 
 
 class _Constants(ast.NodeTransformer):
@@ -144,62 +118,3 @@ class _Constants(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_CONSTANTS[node.id]) if node.id in _CONSTANTS else node
-
-
-def call_rules(held: Held) -> dict[str, Format]:
-    """The functions' arguments by their names. Raises StructuredOutputError."""
-    for function in held.functions:
-        _check_name(function)
-    return {function.name: _arguments(function) for function in held.functions}
-
-
-def call_format(function: Function) -> Format:
-    return Tag(f"{function.name}(", Rule(function.name), ")")
-
-
-def _arguments(function: Function) -> Format:
-    if function.schema is None:
-        pair = sequence(Pattern(r"[a-z]\w{0,63}="), Json({}))
-        return Repeat(pair, Const(", "), optional=True)
-    found = parameters(function.name, function.schema)
-    for parameter in found:
-        if not _is_name(parameter.name):
-            raise StructuredOutputError(
-                "json",
-                f"parameter {parameter.name!r:.80} of {function.name} is no name in Python, as "
-                "calls of this model are written: rename it, or leave strict out",
-            )
-    if not found:
-        return sequence()
-    return Listed(
-        tuple(Tag(f"{each.name}=", _python(each.schema)) for each in found),
-        tuple(number for number, each in enumerate(found) if each.required),
-        ", ",
-    )
-
-
-def _python(schema: Mapping[str, Any]) -> Format:
-    """A value as JSON, which the parser reads too; the plain words as in Python."""
-    match schema.get("type"):
-        case "boolean" if "enum" not in schema and "const" not in schema:
-            return Choice((Const("True"), Const("False")))
-        case "null":
-            return Const("None")
-        case [*types] if "null" in types and len(types) > 1 and "enum" not in schema:
-            others = [each for each in types if each != "null"]
-            return Choice((Json({**schema, "type": others}), Const("None")))
-        case _:
-            return Json(schema)
-
-
-def _check_name(function: Function) -> None:
-    if not all(map(_is_name, function.name.split("."))):
-        raise StructuredOutputError(
-            "json",
-            f"{function.name!r} is no name in Python, as calls of this model are written: rename "
-            "it, or leave strict out",
-        )
-
-
-def _is_name(text: str) -> bool:
-    return text.isascii() and text.isidentifier() and not keyword.iskeyword(text)

@@ -19,7 +19,8 @@ from headrace_common.structural_grammar import escaped
 
 from ..parts import Part, PartList
 from .held import Function, Held, sequence
-from .python_call import MAX_CALL_CHARS, CallEnd, call_format, call_rules, parsed_call
+from .python_call import MAX_CALL_CHARS, CallEnd, parsed_call
+from .python_call_format import call_format, call_rules
 from .scanning import skip_space
 
 START, END = "<|python_start|>", "<|python_end|>"

@@ -5,9 +5,10 @@ from math import inf
 
 from headrace_common.sampling import SamplingParams
 from headrace_engine.config import EngineConfig
+from headrace_engine.kv_cache import KVCache
 from headrace_engine.outputs import SequenceOutput
 from headrace_engine.policies import Fcfs, Policy
-from headrace_engine.request import EngineRequest
+from headrace_engine.request import EngineRequest, Sequence
 from headrace_engine.scheduler import Scheduler
 from headrace_engine.validation import Limits
 
@@ -42,6 +43,18 @@ def make_request(
         tenant=tenant,
         deadline=deadline,
     )
+
+
+def computed(cache: KVCache, length: int) -> Sequence:
+    """A sequence of the tokens 1 to `length` that was computed token by token."""
+    prompt = tuple(range(1, length + 1))
+    sequence = Sequence(make_request("r", prompt), 0, list(prompt))
+    for end in prompt:
+        cache.extend(sequence, end, [])
+        sequence.computed = end
+        cache.register(sequence, end - 1, end)
+        cache.slide(sequence)
+    return sequence
 
 
 def make_config(

@@ -217,6 +217,17 @@ class Gateway:
         return connected(self.port)
 
 
+def say(gateway: Gateway, text: str) -> None:
+    """Makes the engine answer so."""
+    gateway.engine.script = gateway.engine.say(text)
+
+
+def prompt_of(gateway: Gateway) -> str:
+    """The prompt that the engine has had last, special tokens too."""
+    ids = gateway.engine.submitted[-1].prompt_token_ids
+    return gateway.engine.tokenizer.decode(ids, skip_special_tokens=False)
+
+
 @asynccontextmanager
 async def connected(port: int) -> AsyncIterator[Streams]:
     """A raw connection, closed at the end."""
