@@ -186,10 +186,11 @@ def _not_json(error: Exception) -> StructuredOutputError:
 
 def _check_schema(schema: dict[str, Any]) -> None:
     multiple = 1
+    leading: set[str] = set()
     for node in _nodes(schema):
         reference = node.get("$ref")
         if isinstance(reference, str):
-            _check_reference(schema, reference)
+            _check_reference(schema, reference, leading)
         divisor = node.get("multipleOf")
         if isinstance(divisor, int | float) and divisor > 0:
             multiple = math.lcm(multiple, _digits(divisor))
@@ -224,10 +225,13 @@ def _digits(number: float) -> int:
     return max(1, int("".join(map(str, digits))))
 
 
-def _check_reference(schema: dict[str, Any], reference: str) -> None:
-    """Refuses what lies outside the schema, and chains of references that lead to no schema."""
+def _check_reference(schema: dict[str, Any], reference: str, leading: set[str]) -> None:
+    """Refuses what lies outside the schema, and chains of references that lead to no schema.
+
+    `leading` are those known to lead to one: each is followed only once.
+    """
     seen: set[str] = set()
-    while True:
+    while reference not in leading:
         if not reference.startswith("#"):
             raise StructuredOutputError(
                 "json", f"$ref {reference!r:.80} is not of this schema: put it under $defs"
@@ -238,8 +242,9 @@ def _check_reference(schema: dict[str, Any], reference: str) -> None:
         target = _resolve(schema, reference)
         following = target.get("$ref") if isinstance(target, dict) else None
         if not isinstance(following, str):
-            return
+            break
         reference = following
+    leading |= seen
 
 
 def _resolve(schema: dict[str, Any], reference: str) -> object:

@@ -1,5 +1,8 @@
 """What outputs must match, before any model is there: limits, the wire, hostile grammars."""
 
+import json
+import sys
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -123,6 +126,27 @@ def test_what_is_too_much_is_refused_before_it_is_compiled(
 ) -> None:
     with pytest.raises(SamplingError, match=said):
         StructuredOutputsParams(**fields)
+
+
+def test_each_reference_is_followed_once() -> None:
+    """A chain of them would cost the square of its length, on the event loop."""
+    links = 1_000
+    definitions: dict[str, Any] = {str(n): {"$ref": f"#/$defs/{n + 1}"} for n in range(links)}
+    definitions[str(links)] = {"type": "string"}
+    schema = {"$ref": "#/$defs/0", "$defs": definitions}
+    steps = 0
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal steps
+        steps += event == "call" and frame.f_code.co_name == "_resolve"
+
+    sys.setprofile(count)
+    try:
+        StructuredOutputsParams(json=json.dumps(schema))
+    finally:
+        sys.setprofile(None)
+
+    assert steps <= links + 1
 
 
 NOT_COMPILED: list[tuple[dict[str, Any], str]] = [
