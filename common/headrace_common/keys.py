@@ -341,3 +341,8 @@ def tenant_batches(tenant: str) -> str:
 # Sorted set, batches of all tenants that have not ended: "<id>:0:<until>" by until when they are
 # kept. A member goes with its batch's end.
 OPEN_BATCHES = "bo:{bo}"
+
+
+def refused_grammar(digest: str) -> str:
+    """String "excess:attempts" of a grammar that was too expensive to compile. An hour."""
+    return f"gr:{_tag(digest)}"

@@ -212,6 +212,13 @@ GATEWAY_UNAUTHORIZED = Metric(
     "{request}",
     "Requests that were refused for want of a valid API key.",
 )
+GATEWAY_GRAMMAR_CHECKS = Metric(
+    "headrace.gateway.grammar_checks",
+    MetricKind.COUNTER,
+    "{grammar}",
+    "Schemas, expressions and grammars that were not known to be good, by result: good, invalid, "
+    "too_expensive, remembered (too expensive before), busy.",
+)
 
 # The engine.
 ENGINE_REQUESTS = Metric(
@@ -363,6 +370,7 @@ GATEWAY_METRICS = (
     GATEWAY_API_KEYS,
     GATEWAY_API_KEYS_CURRENT,
     GATEWAY_UNAUTHORIZED,
+    GATEWAY_GRAMMAR_CHECKS,
 )
 # With API keys on these carry TENANT_LABEL: the tenants of the keys, or OTHER_TENANTS. The others
 # do not, since their histograms would cost more series than they tell.

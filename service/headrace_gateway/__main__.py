@@ -16,6 +16,7 @@ from headrace_common.process import EXIT_CONFIG, EXIT_UNAVAILABLE, read_settings
 from headrace_common.protocol.connection import Connection, ConnectionConfig, when_reachable
 from headrace_common.protocol.redis_gateway import RedisGatewayQueue
 from headrace_common.protocol.redis_limits import RedisKeyUsage
+from headrace_common.protocol.redis_refused import RedisRefusedGrammars
 from headrace_common.protocol.redis_registry import RedisModelRegistry
 from headrace_common.protocol.redis_store import RedisRequestStore
 from headrace_common.protocol.registry import Files, RegisteredModel
@@ -111,6 +112,7 @@ async def serve(
             keys=api_keys,
             usage=None if api_keys is None else RedisKeyUsage(connection),
             durable=Durable(RedisRequestStore(connection), queue),
+            refused_grammars=RedisRefusedGrammars(connection),
             storage=open_storage(connection, settings, gateway_id),
         )
         app = create_app(settings, parts)

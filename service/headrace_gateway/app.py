@@ -9,8 +9,11 @@ from typing import Protocol
 
 from fastapi import FastAPI
 
+from headrace_common.grammar_checks import CheckBounds, GrammarChecks
+from headrace_common.limited_pool import TaskLimits
 from headrace_common.protocol.limits import KeyUsage
 from headrace_common.protocol.store import RequestStore
+from headrace_common.refused_grammars import LocalRefusedGrammars, RefusedGrammars
 from headrace_common.telemetry import Telemetry, disabled
 
 from .admission import Admission, Limits
@@ -100,6 +103,7 @@ class Parts:
     keys: KeyFile | None = None
     usage: KeyUsage | None = None
     durable: Durable | None = None
+    refused_grammars: RefusedGrammars = field(default_factory=LocalRefusedGrammars)
     storage: Storage | None = None
 
 
@@ -111,7 +115,8 @@ def create_app(settings: GatewaySettings, parts: Parts) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         with ThreadPoolExecutor(settings.tokenizer_threads, "tokenizer") as executor:
             _observe(metrics, parts)
-            services = _services(settings, parts, executor, metrics)
+            grammars = _grammars(settings, parts, metrics)
+            services = _services(settings, parts, executor, metrics, grammars)
             producer: BatchProducer | None = None
             if parts.storage is not None:
                 keeping, drain = services.keeping, services.drain
@@ -128,6 +133,7 @@ def create_app(settings: GatewaySettings, parts: Parts) -> FastAPI:
             services.keeping.close()
             if services.rate_limits is not None:
                 await services.rate_limits.close()
+            await grammars.close()
 
     app = FastAPI(
         title="Headrace",
@@ -182,7 +188,11 @@ def create_app(settings: GatewaySettings, parts: Parts) -> FastAPI:
 
 
 def _services(
-    settings: GatewaySettings, parts: Parts, executor: ThreadPoolExecutor, metrics: GatewayMetrics
+    settings: GatewaySettings,
+    parts: Parts,
+    executor: ThreadPoolExecutor,
+    metrics: GatewayMetrics,
+    grammars: GrammarChecks,
 ) -> Services:
     engines = EngineDirectory(parts.queue)
     limits = Limits(
@@ -219,10 +229,20 @@ def _services(
         liveness=parts.liveness,
         version=package_version(),
         chat_output=ChatOutput(settings),
-        constraints=Constraints(executor),
+        constraints=Constraints(grammars),
         keys_on=parts.keys is not None,
         rate_limits=rate_limits,
     )
+
+
+def _grammars(settings: GatewaySettings, parts: Parts, metrics: GatewayMetrics) -> GrammarChecks:
+    limits = TaskLimits(
+        timeout=settings.grammar_timeout,
+        cpu_seconds=settings.grammar_cpu_seconds,
+        memory_bytes=int(settings.grammar_memory),
+    )
+    bounds = CheckBounds(workers=settings.grammar_workers, limits=limits)
+    return GrammarChecks(bounds, parts.refused_grammars, metrics.grammar_checked)
 
 
 def _kept(

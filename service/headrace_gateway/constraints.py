@@ -1,35 +1,51 @@
-"""Whether what outputs must match can be compiled at all: refused here instead of by an engine.
-
-The work is bounded, and done in threads; what was found good lately is not looked at again.
-"""
+"""What outputs must match: what no engine could compile is refused here, before it is queued."""
 
 import asyncio
-from collections import OrderedDict
-from concurrent.futures import Executor
 
-from headrace_common.grammars import GrammarChecker
+from starlette.requests import Request
+
+from headrace_common.grammar_checks import GrammarChecks, GrammarsBusy
 from headrace_common.structured import StructuredOutputError, StructuredOutputsParams
 
+from .errors import RETRY_SOON_S, ApiError, unavailable
 from .structured_fields import refused
+from .watched import disconnected
 
-KEPT = 256
+BUSY = "grammars_busy"
 
 
 class Constraints:
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-        self._checker = GrammarChecker()
-        self._good: OrderedDict[StructuredOutputsParams, None] = OrderedDict()
+    def __init__(self, checks: GrammarChecks) -> None:
+        self._checks = checks
 
-    async def check(self, structured: StructuredOutputsParams | None, field: str | None) -> None:
-        """`field` is the request's, for the message. Raises ApiError."""
-        if structured is None or structured in self._good:
+    async def check(
+        self,
+        structured: StructuredOutputsParams,
+        field: str | None,
+        tenant: str,
+        request: Request,
+    ) -> None:
+        """`field` is the request's, for the message. Ends when the client goes. Raises ApiError."""
+        if self._checks.known(structured):
             return
-        running_loop = asyncio.get_running_loop()
+        checking = asyncio.create_task(self._checks.check(structured, tenant))
+        gone = asyncio.create_task(disconnected(request.receive))
         try:
-            await running_loop.run_in_executor(self._executor, self._checker.check, structured)
+            await asyncio.wait({checking, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not checking.done():
+                raise ApiError(499, "The client has gone.", code="client_disconnected")
+            checking.result()
         except StructuredOutputError as error:
             raise refused(field or f"structured_outputs.{error.field}", error) from error
-        self._good[structured] = None
-        while len(self._good) > KEPT:
-            self._good.popitem(last=False)
+        except GrammarsBusy as busy:
+            raise _busy(busy) from busy
+        finally:
+            checking.cancel()
+            gone.cancel()
+
+
+def _busy(busy: GrammarsBusy) -> ApiError:
+    message = f"{str(busy).capitalize()}; send it again."
+    if busy.tenant:
+        return ApiError(429, message, kind="rate_limit_error", code=BUSY, retry_after=RETRY_SOON_S)
+    return unavailable(message, code=BUSY)

@@ -15,6 +15,7 @@ from typing import Protocol
 from opentelemetry.metrics import Meter, Observation
 
 from headrace_common import metric_names as names
+from headrace_common.grammar_checks import CheckResult
 from headrace_common.instruments import (
     counter,
     histogram,
@@ -78,6 +79,7 @@ class GatewayMetrics:
         self._unauthorized = counter(meter, names.GATEWAY_UNAUTHORIZED)
         self._batch_requests = counter(meter, names.BATCH_REQUESTS)
         self._batches_ended = counter(meter, names.BATCH_ENDED)
+        self._grammar_checks = counter(meter, names.GATEWAY_GRAMMAR_CHECKS)
 
     def admitted(self, model: str, tenant: str | None = None) -> None:
         self._admitted.add(1, self._of(tenant, {names.REQUEST_MODEL: model}))
@@ -89,6 +91,10 @@ class GatewayMetrics:
     def unauthorized(self) -> None:
         """A request came without a valid key."""
         self._unauthorized.add(1)
+
+    def grammar_checked(self, result: CheckResult) -> None:
+        """What an output must match was looked at, and not known to be good before."""
+        self._grammar_checks.add(1, {names.RESULT: result.value})
 
     def batch_request(self, *, answered: bool) -> None:
         """A request of a batch has got its result, the first time."""

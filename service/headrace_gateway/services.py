@@ -123,12 +123,15 @@ class Services:
         observation.on_end(lambda well: limits.answered(grant, well=well))
         return grant.headers
 
-    async def _check_structure(self, body: GenerationBody, call: Call) -> None:
+    async def _check_structure(self, request: Request, body: GenerationBody, call: Call) -> None:
         """Raises ApiError for a constraint that no engine could compile."""
+        structured = call.sampling.structured_outputs
+        if structured is None:
+            return
         field = body.structured_field if isinstance(body, StructuredBody) else None
         if field is None and call.form.calls is not None:
             field = "tools"
-        await self.constraints.check(call.sampling.structured_outputs, field)
+        await self.constraints.check(structured, field, self.tenant, request)
 
     async def generate(
         self, operation: Operation, request: Request, body: GenerationBody, call: Call
@@ -156,7 +159,7 @@ class Services:
         )
         observation = self.observer.start(info)
         try:
-            await self._check_structure(body, call)
+            await self._check_structure(request, body, call)
             job = await _job(call, body, queue_id, observation.trace, self.caller)
             requests = await self.admission.prepare(job, headers)
             limits = await self.reserve(job, requests, observation)

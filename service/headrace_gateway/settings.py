@@ -255,6 +255,24 @@ class GatewaySettings(BaseSettings):
     max_step_age: float = Field(
         60.0, gt=0, description="seconds without a step after which an engine counts as hung"
     )
+    grammar_workers: int = Field(
+        2,
+        ge=1,
+        le=64,
+        description="processes that check schemas, expressions and grammars; one tenant has all "
+        "but one of them at most",
+    )
+    grammar_timeout: float = Field(
+        5.0, gt=0, description="seconds that the check of one grammar may take"
+    )
+    grammar_cpu_seconds: int = Field(
+        1, ge=1, description="seconds of a processor that the check of one grammar may take"
+    )
+    grammar_memory: ByteSize = Field(
+        ByteSize(128 * 2**20),
+        ge=16 * 2**20,
+        description="memory that the check of one grammar may take in its process, as 128MiB",
+    )
     tokenizer_threads: int = Field(2, ge=1, le=64, description="threads for long prompts")
 
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR")

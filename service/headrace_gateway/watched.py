@@ -78,7 +78,7 @@ class WatchedResponse(Response, ABC):
         """The code of an error that ended the answer after it began."""
         await self._begin()
         work = asyncio.create_task(self._answer(writer))
-        gone = asyncio.create_task(_disconnected(receive))
+        gone = asyncio.create_task(disconnected(receive))
         try:
             await asyncio.wait((work, gone, self._drain.expired), return_when="FIRST_COMPLETED")
             # After the last byte the server reports a disconnect whether the client stays or not.
@@ -101,7 +101,8 @@ class WatchedResponse(Response, ABC):
         return "shutting_down"
 
 
-async def _disconnected(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
+    """Returns once the client is gone. The body has been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -294,6 +294,7 @@ def _tenants() -> tuple[Panel, ...]:
             look=Look.STACKED,
         ),
         _keys(),
+        _grammars(),
     )
 
 
@@ -311,6 +312,21 @@ def _keys() -> Panel:
             Query(f"count({current}) - sum({current})", "gateways with an unusable file"),
             Query(q.total(f"rate({strangers}[{q.WINDOW}])"), "refused a second"),
         ),
+    )
+
+
+def _grammars() -> Panel:
+    checks, result = q.pods(names.GATEWAY_GRAMMAR_CHECKS.prometheus_name), q.label(names.RESULT)
+    return Panel(
+        title="Grammar checks",
+        description=(
+            "Schemas, expressions and grammars that gateways had not seen before, a second, by "
+            "result. too_expensive and busy: somebody sends what takes long to compile."
+        ),
+        queries=(Query(q.total(f"rate({checks}[{q.WINDOW}])", result), f"{{{{{result}}}}}"),),
+        unit=Unit.PER_SECOND,
+        look=Look.STACKED,
+        width=24,
     )
 
 

@@ -11,7 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib import import_module
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Lock
@@ -20,6 +22,15 @@ from headrace_cli.guard import die_with_parent
 from headrace_testing.processes import Running
 
 _PRELOADED = ["headrace_engine.__main__", "headrace_gateway.__main__"]
+
+
+@cache
+def _start_server() -> None:
+    """Starts the one fork server of this process, in place of that of a gateway within the tests,
+    which has not imported the programs."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    forkserver.set_forkserver_preload(_PRELOADED)
+    forkserver.ensure_running()
 
 
 class Forge:
@@ -32,7 +43,7 @@ class Forge:
     def __init__(self, prepare: str | None = None) -> None:
         self._prepare = prepare
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOADED)
+        _start_server()
         self._lock = Lock()
 
     def start(
@@ -79,6 +90,7 @@ def _become(
     """Turns this process into `python -m module arguments`; does not return."""
     if sys.platform == "linux":
         die_with_parent()
+    multiprocessing.current_process().daemon = False  # or it could have no processes of its own
     out = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(out, stream)
