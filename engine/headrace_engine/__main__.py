@@ -177,6 +177,7 @@ def _worker_config(settings: EngineSettings, engine: Engine) -> WorkerConfig:
         drain_timeout=settings.drain_timeout,
         step_timeout=settings.step_timeout,
         debug_pages=settings.debug_pages,
+        grammar_bounds=settings.grammar_bounds,
     )
 
 

@@ -75,6 +75,7 @@ class Roster:
         self._resumes: dict[str, asyncio.Future[Resume]] = {}
         self._suspects: list[ActiveRequest] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._compiling: dict[str, asyncio.Task[None]] = {}
 
     @property
     def requests(self) -> Collection[ActiveRequest]:
@@ -134,7 +135,9 @@ class Roster:
         if request.params.structured_outputs is None:
             self._start(active, request)
         else:
-            self._spawn(self._compile_and_start(active, request))
+            task = self._spawn(self._compile_and_start(active, request))
+            self._compiling[request.request_id] = task
+            task.add_done_callback(lambda _: self._compiling.pop(request.request_id))
 
     async def _compile_and_start(self, active: ActiveRequest, request: EngineRequest) -> None:
         try:
@@ -155,10 +158,11 @@ class Roster:
     def _recover(self, active: ActiveRequest) -> None:
         self._spawn(self._take_over(active))
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
+        return task
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -341,6 +345,8 @@ class Roster:
         if self._by_engine_key.pop(active.engine_key, None) is None:
             return False
         self._loop.abort(active.engine_key)
+        if (compiling := self._compiling.get(active.engine_key)) is not None:
+            compiling.cancel()
         return True
 
     async def _fail_unless_rerouted(self, active: ActiveRequest) -> None:

@@ -6,7 +6,9 @@ from pydantic import ByteSize, Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from headrace_common.checkpoint import default_name, local_source
+from headrace_common.grammar_checks import CheckBounds
 from headrace_common.keys import MAX_SHARDS
+from headrace_common.limited_pool import TaskLimits
 from headrace_common.messages import MAX_ID_CHARS
 
 from .config import DType, EngineConfig, KVCacheDType, Quantization
@@ -168,6 +170,25 @@ class EngineSettings(BaseSettings):
         120.0, gt=0, description="seconds after which a step counts as hung"
     )
 
+    grammar_workers: int = Field(
+        2,
+        ge=1,
+        le=64,
+        description="processes that check schemas, expressions and grammars; one tenant has all "
+        "but one of them at most",
+    )
+    grammar_timeout: float = Field(
+        5.0, gt=0, description="seconds that the check of one grammar may take"
+    )
+    grammar_cpu_seconds: int = Field(
+        1, ge=1, description="seconds of a processor that the check of one grammar may take"
+    )
+    grammar_memory: ByteSize = Field(
+        ByteSize(128 * 2**20),
+        ge=16 * 2**20,
+        description="memory that the check of one grammar may take in its process, as 128MiB",
+    )
+
     metrics_host: str = Field("127.0.0.1", description="address of /metrics and /health")
     metrics_port: int | None = Field(
         None, ge=0, le=65535, description="port of /metrics and /health; 0 picks one; default: none"
@@ -208,6 +229,22 @@ class EngineSettings(BaseSettings):
         if self.lookahead is None:
             return 0 if self.policy == "fcfs" else self.max_num_seqs
         return self.lookahead
+
+    @property
+    def grammar_bounds(self) -> CheckBounds:
+        """No more grammars wait than requests that the engine has taken."""
+        limits = TaskLimits(
+            timeout=self.grammar_timeout,
+            cpu_seconds=self.grammar_cpu_seconds,
+            memory_bytes=int(self.grammar_memory),
+        )
+        return CheckBounds(
+            workers=self.grammar_workers,
+            limits=limits,
+            max_wait=None,
+            most_waiting=None,
+            most_waiting_of_tenant=None,
+        )
 
     def engine_config(self) -> EngineConfig:
         return EngineConfig(

@@ -10,14 +10,16 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ParamSpec
 
 from headrace_common.errors import BackendUnavailable
+from headrace_common.grammar_checks import CheckBounds, GrammarChecks
 from headrace_common.messages import Drain
 from headrace_common.metrics_server import Page
 from headrace_common.protocol.base import EngineQueue, EngineStatus, Lease, Progress
+from headrace_common.refused_grammars import LocalRefusedGrammars
 from headrace_common.telemetry import Telemetry
 
 from .active import ActiveRequest
@@ -73,6 +75,7 @@ class WorkerConfig:
     orphan_timeout: float = 30.0
     throughput_window: float = 30.0
     debug_pages: bool = False
+    grammar_bounds: CheckBounds = field(default_factory=CheckBounds)
 
 
 class Worker:
@@ -112,7 +115,8 @@ class Worker:
             adapters=engine.adapters,
         )
         self._outbox = Outbox(queue)
-        self._compilation = Compilation(grammars, self._metrics.compiled)
+        checks = GrammarChecks(config.grammar_bounds, LocalRefusedGrammars())
+        self._compilation = Compilation(grammars, checks, self._metrics.compiled)
         self._serving = False
         self._gone_since: dict[str, float] = {}
         self._draining = asyncio.Event()
@@ -201,7 +205,7 @@ class Worker:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._roster.close()
-            self._compilation.close()
+            await self._compilation.close()
         self._loop.stop()
 
     async def _until(

@@ -2,10 +2,14 @@
 
 import asyncio
 import threading
+from unittest.mock import Mock
 
 import pytest
 
 from headrace_common.checkpoint import demo_folder
+from headrace_common.grammar_checks import CheckBounds, GrammarChecks
+from headrace_common.limited_pool import TaskLimits
+from headrace_common.refused_grammars import LocalRefusedGrammars
 from headrace_common.structured import StructuredOutputsParams
 from headrace_common.tokenizer import Tokenizer
 from headrace_engine import SamplingParams
@@ -14,11 +18,17 @@ from headrace_engine.errors import RequestError
 from headrace_engine.grammar.compiled import CompiledGrammar
 from headrace_engine.grammar.compiler import GrammarCompiler
 from headrace_engine.request import EngineRequest
+from headrace_testing.pool_tasks import costly_schema
 
 
 def request(structured: StructuredOutputsParams | None) -> EngineRequest:
     params = SamplingParams(structured_outputs=structured)
     return EngineRequest(request_id="r", prompt_token_ids=(5,), params=params, seed=1)
+
+
+@pytest.fixture
+def checks() -> GrammarChecks:
+    return GrammarChecks(CheckBounds(max_wait=None), LocalRefusedGrammars())
 
 
 class SlowCompiler(GrammarCompiler):
@@ -33,9 +43,9 @@ class SlowCompiler(GrammarCompiler):
         return super().compile(structured)
 
 
-async def test_the_event_loop_goes_on_while_a_grammar_is_compiled() -> None:
+async def test_the_event_loop_goes_on_while_a_grammar_is_compiled(checks: GrammarChecks) -> None:
     compiler, seconds = SlowCompiler(), list[float]()
-    compilation = Compilation(compiler, seconds.append)
+    compilation = Compilation(compiler, checks, seconds.append)
     waiting = asyncio.create_task(compilation.complete(request(StructuredOutputsParams(regex="a"))))
     await asyncio.sleep(0)
     plain = request(None)
@@ -45,22 +55,34 @@ async def test_the_event_loop_goes_on_while_a_grammar_is_compiled() -> None:
     done = await waiting
 
     assert done.grammar is not None and done.request_id == "r" and len(seconds) == 1
-    compilation.close()
+    await compilation.close()
 
 
-async def test_what_cannot_be_compiled_is_refused() -> None:
+async def test_what_cannot_be_compiled_is_refused(checks: GrammarChecks) -> None:
     compiler = SlowCompiler()
     compiler.go.set()
-    compilation = Compilation(compiler, lambda _: None)
+    compilation = Compilation(compiler, checks, lambda _: None)
 
     with pytest.raises(RequestError, match="unclosed group"):
         await compilation.complete(request(StructuredOutputsParams(regex="(a")))
-    compilation.close()
+    await compilation.close()
 
 
-async def test_an_engine_without_a_compiler_says_so() -> None:
-    compilation = Compilation(None, lambda _: None)
+async def test_an_engine_without_a_compiler_says_so(checks: GrammarChecks) -> None:
+    compilation = Compilation(None, checks, lambda _: None)
 
     with pytest.raises(RequestError, match="llguidance and a tokenizer"):
         await compilation.complete(request(StructuredOutputsParams(regex="a")))
-    compilation.close()
+    await compilation.close()
+
+
+async def test_what_costs_too_much_never_comes_to_the_engines_thread() -> None:
+    limits = TaskLimits(timeout=200, cpu_seconds=1, memory_bytes=64 * 2**20)
+    checks = GrammarChecks(CheckBounds(limits=limits, max_wait=None), LocalRefusedGrammars())
+    compiler = Mock(spec=GrammarCompiler, find=Mock(return_value=None))
+    compilation = Compilation(compiler, checks, lambda _: None)
+
+    with pytest.raises(RequestError, match=r"^structured_outputs\.json: takes over"):
+        await compilation.complete(request(StructuredOutputsParams(json=costly_schema())))
+    compiler.compile.assert_not_called()
+    await compilation.close()

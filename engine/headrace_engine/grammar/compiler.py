@@ -1,7 +1,6 @@
 """Compiles structured outputs for a model's vocabulary, before their requests enter the engine.
 
-Bounded in time and memory by the limits of `headrace_common.grammars`; the engine's steps never
-wait for it.
+The engine's steps never wait for it.
 """
 
 from collections import OrderedDict
@@ -60,13 +59,19 @@ class GrammarCompiler:
         self._cache_size = cache_size
         self._lock = Lock()
 
-    def compile(self, structured: StructuredOutputsParams) -> CompiledGrammar:
-        """CPU work of at most some 300 ms, outside Python's lock. Raises RequestError."""
+    def find(self, structured: StructuredOutputsParams) -> CompiledGrammar | None:
+        """One that is kept."""
         with self._lock:
             found = self._kept.get(structured)
             if found is not None:
                 self._kept.move_to_end(structured)
-                return found
+            return found
+
+    def compile(self, structured: StructuredOutputsParams) -> CompiledGrammar:
+        """CPU work outside Python's lock, of some 300 ms, where headrace_common.grammar_checks let
+        it pass. Raises RequestError."""
+        if (found := self.find(structured)) is not None:
+            return found
         compiled = self._compile(structured)
         with self._lock:
             self._kept[structured] = compiled
