@@ -260,15 +260,15 @@ def wanted(request_id: str) -> str:
     return f"rw:{_tag(request_id)}"
 
 
-def account_requests(account: str) -> str:
-    """Sorted set, requests whose answers an account keeps, by when they lapse (Unix ms). As the
-    last of them."""
+def account_items(account: str) -> str:
+    """Sorted set, what a tenant leaves in the store, "<kind>:<name>" by when it lapses (Unix ms).
+    As the last of them."""
     return f"kb:{_tag('a', account)}"
 
 
 def account_sizes(account: str) -> str:
-    """Sorted set, the same by the bytes that their answers take at most; "" by those of all. As the
-    requests."""
+    """Sorted set, the same by bytes; "<kind>" by the bytes of all of a kind, "<kind>#" by how many
+    they are. As the items."""
     return f"kz:{_tag('a', account)}"
 
 

@@ -181,6 +181,21 @@ BATCH_ENDED = Metric(
     "Batches that ended at this gateway, by state (completed, failed, expired, cancelled).",
 )
 
+# What tenants leave in Redis, read from there and the same from every gateway.
+STORE_USED = Metric(
+    "headrace.store.used",
+    MetricKind.GAUGE,
+    "By",
+    "Bytes that tenants leave in Redis: stored requests, files, batches (the same value from every "
+    "gateway).",
+)
+STORE_LIMIT = Metric(
+    "headrace.store.limit",
+    MetricKind.GAUGE,
+    "By",
+    "Bytes that one tenant may leave in Redis, as this gateway is set.",
+)
+
 # The gateway's connections.
 GATEWAY_DISCONNECTS = Metric(
     "headrace.gateway.disconnects",
@@ -365,6 +380,8 @@ GATEWAY_METRICS = (
     BATCH_OLDEST_AGE,
     BATCH_REQUESTS,
     BATCH_ENDED,
+    STORE_USED,
+    STORE_LIMIT,
     GATEWAY_DISCONNECTS,
     GATEWAY_REQUESTS_IN_FLIGHT,
     GATEWAY_API_KEYS,
@@ -380,6 +397,7 @@ TENANT_METRICS = (
     TOKEN_USAGE,
     QUEUE_ADMITTED,
     QUEUE_REJECTED,
+    STORE_USED,
     GATEWAY_REQUESTS_IN_FLIGHT,
 )
 ENGINE_METRICS = (

@@ -14,8 +14,10 @@ from headrace_common import keys, telemetry
 from headrace_common.errors import HeadraceError, SettingsError
 from headrace_common.process import EXIT_CONFIG, EXIT_UNAVAILABLE, read_settings
 from headrace_common.protocol.connection import Connection, ConnectionConfig, when_reachable
+from headrace_common.protocol.redis_accounts import RedisAccounts
 from headrace_common.protocol.redis_gateway import RedisGatewayQueue
 from headrace_common.protocol.redis_limits import RedisKeyUsage
+from headrace_common.protocol.redis_memory import RedisMemory
 from headrace_common.protocol.redis_refused import RedisRefusedGrammars
 from headrace_common.protocol.redis_registry import RedisModelRegistry
 from headrace_common.protocol.redis_store import RedisRequestStore
@@ -111,9 +113,14 @@ async def serve(
             liveness=liveness,
             keys=api_keys,
             usage=None if api_keys is None else RedisKeyUsage(connection),
-            durable=Durable(RedisRequestStore(connection), queue),
+            durable=Durable(
+                RedisRequestStore(connection),
+                queue,
+                RedisAccounts(connection),
+                RedisMemory(connection).read,
+            ),
             refused_grammars=RedisRefusedGrammars(connection),
-            storage=open_storage(connection, settings, gateway_id),
+            storage=open_storage(connection, gateway_id),
         )
         app = create_app(settings, parts)
         server = GatewayServer(

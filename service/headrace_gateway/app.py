@@ -1,7 +1,7 @@
 """The gateway's application: collaborators in, ASGI out. Its lifespan starts everything."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -11,6 +11,7 @@ from fastapi import FastAPI
 
 from headrace_common.grammar_checks import CheckBounds, GrammarChecks
 from headrace_common.limited_pool import TaskLimits
+from headrace_common.protocol.accounts import Accounts, Memory
 from headrace_common.protocol.limits import KeyUsage
 from headrace_common.protocol.store import RequestStore
 from headrace_common.refused_grammars import LocalRefusedGrammars, RefusedGrammars
@@ -36,7 +37,7 @@ from .kept import KeptRequests, Lifetimes
 from .kept_embeddings import KeptEmbeddings
 from .messages_api.schemas import CountTokensRequest, MessagesRequest
 from .metering import MeteredClient
-from .metrics import Depths, GatewayMetrics, QueueReadings
+from .metrics import Depths, GatewayMetrics, QueueReadings, StoreReadings
 from .models import Models
 from .observation import Observer
 from .ports import Client, EngineList, Ledger, Line
@@ -61,6 +62,7 @@ from .schemas import ChatRequest, CompletionRequest, DetokenizeRequest, Tokenize
 from .services import Services
 from .sessions import Sessions
 from .settings import GatewaySettings
+from .tenant_stores import StoreLimits, TenantStores
 from .version import package_version
 from .watched import Delivery
 
@@ -72,12 +74,19 @@ class Queue(EngineList, Depths, Line, Protocol):
     """What is read of the queue, for readiness, metrics and clients that wait."""
 
 
+async def never_full() -> Memory:
+    """The memory of a store without a limit."""
+    return Memory(0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Durable:
-    """What knows of requests whichever gateway has them."""
+    """What knows of requests whichever gateway has them. `memory` reads that of the store."""
 
     store: RequestStore
     ledger: Ledger
+    accounts: Accounts
+    memory: Callable[[], Awaitable[Memory]] = never_full
 
 
 def always_live() -> str | None:
@@ -114,15 +123,17 @@ def create_app(settings: GatewaySettings, parts: Parts) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         with ThreadPoolExecutor(settings.tokenizer_threads, "tokenizer") as executor:
-            _observe(metrics, parts)
+            stores = None if parts.durable is None else _stores(settings, parts.durable)
+            _observe(metrics, parts, stores)
             grammars = _grammars(settings, parts, metrics)
-            services = _services(settings, parts, executor, metrics, grammars)
+            services = _services(settings, parts, executor, metrics, grammars, stores)
             producer: BatchProducer | None = None
-            if parts.storage is not None:
-                keeping, drain = services.keeping, services.drain
-                site = make_site(app, parts.storage, settings, keeping, metrics, parts.keys)
-                producer = BatchProducer(site, drain, running=settings.max_running_batches)
-                desk = make_desk(parts.storage, settings, producer.wake)
+            if parts.storage is not None and stores is not None:
+                site = make_site(
+                    app, parts.storage, settings, services.keeping, stores, metrics, parts.keys
+                )
+                producer = BatchProducer(site, services.drain, running=settings.max_running_batches)
+                desk = make_desk(parts.storage, settings, stores, producer.wake)
                 services = replace(services, kept_files=desk)
                 producer.start()
             app.state.services = services
@@ -193,6 +204,7 @@ def _services(
     executor: ThreadPoolExecutor,
     metrics: GatewayMetrics,
     grammars: GrammarChecks,
+    stores: TenantStores | None,
 ) -> Services:
     engines = EngineDirectory(parts.queue)
     limits = Limits(
@@ -219,8 +231,8 @@ def _services(
         delivery=delivery,
         drain=drain,
         keeping=Keeping(
-            _kept(settings, parts.durable, client),
-            embeddings=_kept_embeddings(parts.durable, client),
+            _kept(settings, parts.durable, client, stores),
+            embeddings=_kept_embeddings(parts.durable, client, stores),
             models=parts.served,
             observer=observer,
             delivery=delivery,
@@ -245,25 +257,49 @@ def _grammars(settings: GatewaySettings, parts: Parts, metrics: GatewayMetrics) 
     return GrammarChecks(bounds, parts.refused_grammars, metrics.grammar_checked)
 
 
+def _stores(settings: GatewaySettings, durable: Durable) -> TenantStores:
+    limits = StoreLimits(
+        tenant_bytes=int(settings.max_tenant_store_bytes),
+        requests=settings.max_stored_requests,
+        embedding_bytes=int(settings.max_kept_embedding_bytes),
+        file_bytes=int(settings.max_stored_bytes),
+        files=settings.max_stored_files,
+        memory_share=settings.store_memory_share,
+    )
+    return TenantStores(durable.accounts, limits, durable.memory)
+
+
 def _kept(
-    settings: GatewaySettings, durable: Durable | None, client: Client
+    settings: GatewaySettings,
+    durable: Durable | None,
+    client: Client,
+    stores: TenantStores | None,
 ) -> KeptRequests | None:
-    if durable is None:
+    if durable is None or stores is None:
         return None
-    sessions = Sessions(client, durable.store)
+    sessions = Sessions(client, durable.store, stores.settle)
     lifetimes = Lifetimes(result=settings.result_ttl, window=settings.resume_window)
-    return KeptRequests(durable.store, durable.ledger, sessions, lifetimes)
+    return KeptRequests(durable.store, durable.ledger, sessions, lifetimes, stores)
 
 
-def _kept_embeddings(durable: Durable | None, client: Client) -> KeptEmbeddings | None:
-    return None if durable is None else KeptEmbeddings(durable.store, durable.ledger, client)
+def _kept_embeddings(
+    durable: Durable | None, client: Client, stores: TenantStores | None
+) -> KeptEmbeddings | None:
+    if durable is None or stores is None:
+        return None
+    return KeptEmbeddings(durable.store, durable.ledger, client, stores)
 
 
-def _observe(metrics: GatewayMetrics, parts: Parts) -> None:
+def _observe(metrics: GatewayMetrics, parts: Parts, stores: TenantStores | None) -> None:
     if parts.telemetry.measuring:
         loop = asyncio.get_running_loop()
         metrics.observe_queue(QueueReadings(parts.queue, lambda: parts.served.queues, loop))
         if parts.storage is not None:
             metrics.observe_batches(BatchReadings(parts.storage.batches, loop))
-        if parts.keys is not None:
-            metrics.observe_keys(parts.keys)
+        keys = parts.keys
+        if keys is not None:
+            metrics.observe_keys(keys)
+        if stores is not None:
+            tenants = None if keys is None else lambda: {key.tenant for key in keys.ring.keys}
+            readings = StoreReadings(stores, tenants, loop)
+            metrics.observe_stores(readings.current, stores.limits.tenant_bytes)

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from headrace_common.keys import DEFAULT_SHARD
 from headrace_common.messages import GenerateRequest
+from headrace_common.protocol.accounts import Kind
 from headrace_common.protocol.store import StoredRequest
 
 from .admission import Accepted, cancel_all
@@ -36,7 +37,10 @@ Accept = Callable[[], Awaitable[Sequence[Accepted]]]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request that is to outlive its connection, checked and with its prompts encoded."""
+    """A request that is to outlive its connection, checked and with its prompts encoded.
+
+    `kind` is what it counts as in its tenant's store.
+    """
 
     wish: Wish
     request_id: str
@@ -44,6 +48,7 @@ class Asked:
     body: GenerationBody
     call: Call
     requests: Sequence[GenerateRequest]
+    kind: Kind = Kind.REQUEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +132,7 @@ class Keeping:
         if wish.last_event_id is not None:
             had = parse_event_id(wish.last_event_id, asked.request_id)
         fresh = self._fresh(asked)
-        stored = await self._kept.keep(fresh, wish)
+        stored = await self._kept.keep(fresh, wish, asked.kind)
         admits = stored.name == fresh.name
         accept: Accept = partial(self._kept.open, stored, model, fresh=admits)
         if wish.last_event_id is not None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from headrace_common.errors import BackendUnavailable, HeadraceError, RequestFailed
 from headrace_common.messages import GenerateRequest
+from headrace_common.protocol.accounts import Kind
 from headrace_common.protocol.base import LOST_HELD_S, Outcome, Standing
 from headrace_common.protocol.failures import CALLED_OFF
 from headrace_common.protocol.store import RequestStore, StoredRequest
@@ -29,8 +30,12 @@ from .ports import Ledger
 from .run import Run, Usage
 from .sessions import Sessions, sampling_of
 from .sse import encode
+from .tenant_stores import TenantStores, most_output, request_item
 from .wanted import NO_OUTCOME
 from .wishes import ID_CHARS, Wish, derived_id
+
+# As what a request that is stored may be counted.
+REQUEST_KINDS = (Kind.REQUEST, Kind.EMBEDDINGS, Kind.LINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +69,11 @@ class KeptRequests:
         ledger: Ledger,
         sessions: Sessions,
         lifetimes: Lifetimes,
+        stores: TenantStores,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
+        self._stores = stores
         self._ledger = ledger
         self._sessions = sessions
         self._lifetimes = lifetimes
@@ -97,15 +104,28 @@ class KeptRequests:
             for request in requests
         )
 
-    async def keep(self, fresh: StoredRequest, wish: Wish) -> StoredRequest:
-        """What is kept under its id now: this one, or the one that was there before."""
-        known = await self._store.put(fresh)
+    async def keep(self, fresh: StoredRequest, wish: Wish, kind: Kind) -> StoredRequest:
+        """What is kept under its id now: this one, or the one that was there before.
+
+        `kind` says as what it is counted.
+        """
+        known = None if wish.key is None else await self._store.get(fresh.request_id)
+        if known is None:
+            known = await self._put(fresh, kind)
         if known.name == fresh.name:
             return known
         check_same(known, fresh)
         if wish.last_event_id is None and await self._is_over_without_outcome(known):
-            return await self._store.put(fresh, replaces=known)
+            return await self._put(fresh, kind, replaces=known)
         return known
+
+    async def _put(
+        self, fresh: StoredRequest, kind: Kind, replaces: StoredRequest | None = None
+    ) -> StoredRequest:
+        """Counted before it is written: what is sent at once must not fill Redis."""
+        tenant, item = fresh.requests[0].tenant, request_item(fresh, kind)
+        await self._stores.occupy(tenant, item, later=most_output(fresh))
+        return await self._store.put(fresh, replaces)
 
     async def _is_over_without_outcome(self, stored: StoredRequest) -> bool:
         standings = await self._standings(stored)
@@ -132,9 +152,13 @@ class KeptRequests:
 
     async def _forget(self, stored: StoredRequest) -> None:
         try:
-            await self._store.remove(stored)
+            await self._remove(stored)
         except BackendUnavailable:
             return  # the same key finds it again, and queues it then
+
+    async def _remove(self, stored: StoredRequest) -> None:
+        await self._store.remove(stored)
+        await self._stores.vacate(stored.requests[0].tenant, REQUEST_KINDS, stored.request_id)
 
     async def find(self, request_id: str, tenant: str) -> StoredRequest:
         """The tenant's request of that id."""
@@ -188,12 +212,16 @@ class KeptRequests:
     async def forget(self, stored: StoredRequest) -> None:
         """Its answer is kept elsewhere now."""
         await self._ledger.forget([each.request_id for each in stored.requests], stored.queue)
-        await self._store.remove(stored)
+        await self._remove(stored)
 
     async def delete(self, stored: StoredRequest) -> None:
-        """Ends it and forgets it."""
+        """Ends it and forgets it, with its output where it had ended."""
+        standings = zip(stored.requests, await self._standings(stored), strict=True)
+        ended = [each.request_id for each, standing in standings if standing and standing.outcome]
         await self.cancel(stored)
-        await self._store.remove(stored)
+        if ended:
+            await self._ledger.forget(ended, stored.queue)
+        await self._remove(stored)
 
     async def _given(self, stored: StoredRequest) -> list[Standing | None]:
         """Where it is, for somebody who is given its answer."""

@@ -13,19 +13,18 @@ from dataclasses import dataclass, replace
 
 from headrace_common.errors import BackendUnavailable, RequestFailed
 from headrace_common.messages import Failed, GenerateRequest
+from headrace_common.protocol.accounts import Item, Kind
 from headrace_common.protocol.base import Standing
 from headrace_common.protocol.failures import CALLED_OFF
 from headrace_common.protocol.store import RequestStore, StoredRequest
 
 from .embedding_sessions import EmbeddingSession
-from .errors import ApiError, invalid, to_api_error
+from .errors import to_api_error
 from .kept import View, check_same, lost
 from .ports import Client, Ledger
+from .tenant_stores import RECORD_BYTES, TenantStores
 from .wanted import NO_OUTCOME
 
-# What an ended request takes in Redis beside its vector and its prompt, measured on Valkey 9: its
-# record, what an allocator rounds up, and its part of what is stored.
-RECORD_BYTES = 1536
 # Vectors are as long as hidden states; where a model's files do not say that, this is assumed.
 USUAL_SIZE = 4096
 READ_AT_ONCE = 64
@@ -58,28 +57,6 @@ class KeptInputs:
         return self.fresh and not self.vectors
 
 
-@dataclass(frozen=True, slots=True)
-class Account:
-    """Who keeps answers, and how many bytes of them. `owner` is part of a message.
-
-    `retry_after`: seconds after which a full one may have room; None: only when answers lapse.
-    """
-
-    name: str
-    owner: str
-    max_bytes: int
-    retry_after: float | None = None
-
-
-def account_of(tenant: str, max_bytes: int) -> Account:
-    return Account(f"t.{tenant}", "this tenant", max_bytes)
-
-
-def batch_account(batch_id: str, max_bytes: int = 0) -> Account:
-    """The account of what a batch's lines keep until they are written, which is soon."""
-    return Account(f"b.{batch_id}", "this batch", max_bytes, retry_after=1.0)
-
-
 class KeptEmbeddings:
     """Raises ApiError, and BackendUnavailable where Redis cannot be reached."""
 
@@ -88,22 +65,25 @@ class KeptEmbeddings:
         store: RequestStore,
         ledger: Ledger,
         client: Client,
+        stores: TenantStores,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
         self._ledger = ledger
         self._client = client
+        self._stores = stores
         self._clock = clock
         self._sessions: dict[str, EmbeddingSession] = {}
 
-    async def keep(self, fresh: StoredRequest, account: Account, size: int) -> KeptInputs:
-        """What is kept under its id now, which has at most `size` bytes.
+    async def keep(self, fresh: StoredRequest, item: Item) -> KeptInputs:
+        """What is kept under its id now, which is counted as `item`.
 
         Raises what ended the one that was there before, where it would end so again.
         """
-        known = await self._store.put(fresh)
+        known = await self._store.get(fresh.request_id)
+        if known is None:
+            known = await self._put(fresh, item)
         if known.name == fresh.name:
-            await self._occupy(fresh, account, size)
             return KeptInputs(fresh, {}, fresh=True)
         check_same(known, fresh)
         if known.name in self._sessions:
@@ -115,7 +95,7 @@ class KeptEmbeddings:
         vectors = _vectors(known, standings)
         if not self._must_begin_anew(known, standings):
             return KeptInputs(known, vectors)
-        return await self._replace(known, fresh, vectors, account, size)
+        return await self._replace(known, fresh, vectors, item)
 
     def _must_begin_anew(self, stored: StoredRequest, standings: Sequence[Standing | None]) -> bool:
         """Whether an input has ended without its vector, or can no longer have one."""
@@ -130,61 +110,40 @@ class KeptEmbeddings:
         known: StoredRequest,
         fresh: StoredRequest,
         vectors: Mapping[str, bytes],
-        account: Account,
-        size: int,
+        item: Item,
     ) -> KeptInputs:
         """The fresh one, with those requests of the known one that have their vectors."""
         pairs = zip(known.requests, fresh.requests, strict=True)
         requests = tuple(old if old.request_id in vectors else new for old, new in pairs)
         merged = replace(fresh, requests=requests, generation=secrets.token_hex(8))
-        stored = await self._store.put(merged, replaces=known)
+        stored = await self._put(merged, item, replaces=known)
         if stored.name != merged.name:
             vectors = _vectors(stored, await self._standings(stored))
             return KeptInputs(stored, vectors)
-        await self._occupy(merged, account, size)
         return KeptInputs(merged, vectors, fresh=True)
 
-    async def _occupy(self, stored: StoredRequest, account: Account, size: int) -> None:
-        most = account.max_bytes
-        others = await self._store.occupy(account.name, stored, size, most)
-        if others is None:
-            return
-        await self._store.remove(stored)
-        if size > most:
-            raise invalid(
-                f"Idempotency-Key: up to {size} bytes of embeddings would have to be kept, over "
-                f"the limit of {most}. Send fewer inputs, or no Idempotency-Key.",
-                param="Idempotency-Key",
-            )
-        raise ApiError(
-            429,
-            f"Idempotency-Key: with this request {others + size} bytes of embeddings would be "
-            f"kept for {account.owner}, over the limit of {most}. Send no Idempotency-Key, or wait "
-            "until earlier ones are no longer kept.",
-            kind="rate_limit_error",
-            param="Idempotency-Key",
-            code="kept_embeddings_full",
-            retry_after=account.retry_after,
-            headers={"x-should-retry": "false"} if account.retry_after is None else None,
-        )
+    async def _put(
+        self, fresh: StoredRequest, item: Item, replaces: StoredRequest | None = None
+    ) -> StoredRequest:
+        """Counted before it is written: what is sent at once must not fill Redis."""
+        await self._stores.occupy(fresh.requests[0].tenant, item, "Idempotency-Key")
+        return await self._store.put(fresh, replaces)
 
-    async def forget(self, kept: KeptInputs, account: Account) -> None:
+    async def forget(self, kept: KeptInputs) -> None:
         """One that is new and will not begin; where Redis is away, its key finds it again."""
         if not kept.new:
             return
         try:
             await self._store.remove(kept.stored)
-            await self.vacate(kept.stored.request_id, account.name)
+            await self.vacate(kept.stored.request_id, kept.stored.requests[0].tenant)
         except BackendUnavailable:
             return
 
-    async def vacate(self, request_id: str, account: str) -> None:
-        """Its vectors are no longer kept for the account."""
-        await self._store.vacate(account, request_id)
+    async def vacate(self, request_id: str, tenant: str) -> None:
+        """Its vectors are no longer kept for the tenant."""
+        await self._stores.vacate(tenant, (Kind.EMBEDDINGS, Kind.LINE), request_id)
 
-    def open(
-        self, kept: KeptInputs, account: Account, queued: Callable[[], None]
-    ) -> EmbeddingSession:
+    def open(self, kept: KeptInputs, queued: Callable[[], None]) -> EmbeddingSession:
         """The session in which it runs. `queued` is called for each request put in the queue."""
         session = self._sessions.get(kept.stored.name)
         if session is None:
@@ -194,7 +153,7 @@ class KeptEmbeddings:
                 self._client,
                 self._store,
                 queued=queued,
-                refused=lambda: self.forget(kept, account),
+                refused=lambda: self.forget(kept),
                 on_end=self._ended,
             )
             self._sessions[kept.stored.name] = session

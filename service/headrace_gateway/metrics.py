@@ -7,7 +7,7 @@ as they are configured.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -15,6 +15,7 @@ from typing import Protocol
 from opentelemetry.metrics import Meter, Observation
 
 from headrace_common import metric_names as names
+from headrace_common.api_keys import DEFAULT_TENANT
 from headrace_common.grammar_checks import CheckResult
 from headrace_common.instruments import (
     counter,
@@ -28,7 +29,8 @@ from headrace_common.protocol.base import QueueDepth
 from .api_keys import KeyRing
 from .batches.readings import FINAL_STATES, BatchReadings
 from .readings import Readings
-from .tenants import TenantLabels
+from .tenant_stores import TenantStores
+from .tenants import MAX_LABELS, TenantLabels
 
 
 class RejectReason(StrEnum):
@@ -182,6 +184,18 @@ class GatewayMetrics:
             lambda: [Observation(each.oldest_age) for each in readings.current()],
         )
 
+    def observe_stores(
+        self, read: Callable[[], Iterable[tuple[str | None, int]]], most: int
+    ) -> None:
+        """Exports the bytes that tenants leave, and the most of each; read only when asked. Call
+        once."""
+        observed_gauge(self._meter, names.STORE_LIMIT, lambda: [Observation(most)])
+        observed_gauge(
+            self._meter,
+            names.STORE_USED,
+            lambda: [Observation(size, self._of(tenant, {})) for tenant, size in read()],
+        )
+
 
 class Keys(Protocol):
     """The part of a KeyFile that is read here."""
@@ -212,6 +226,26 @@ class QueueReadings(Readings[Mapping[str, QueueDepth]]):
             return {model: await queue.depth(model) for model in models()}
 
         super().__init__(read, {}, loop, clock)
+
+
+class StoreReadings(Readings[Sequence[tuple[str | None, int]]]):
+    """Bytes by tenant; where API keys are off, by the one that has no name."""
+
+    def __init__(
+        self,
+        stores: TenantStores,
+        tenants: Callable[[], Collection[str]] | None,
+        loop: asyncio.AbstractEventLoop,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        async def read() -> Sequence[tuple[str | None, int]]:
+            if tenants is None:
+                return [(None, await stores.used(DEFAULT_TENANT))]
+            return [
+                (tenant, await stores.used(tenant)) for tenant in sorted(tenants())[:MAX_LABELS]
+            ]
+
+        super().__init__(read, (), loop, clock)
 
 
 _DEPTH_VALUES: tuple[tuple[names.Metric, Callable[[QueueDepth], float]], ...] = (

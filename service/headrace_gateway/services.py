@@ -13,6 +13,7 @@ from headrace_common.api_keys import DEFAULT_TENANT
 from headrace_common.errors import BackendUnavailable
 from headrace_common.keys import shard_of
 from headrace_common.messages import GenerateRequest
+from headrace_common.protocol.accounts import Kind
 
 from .admission import Admission, Job
 from .answers import AnswerOptions
@@ -24,7 +25,6 @@ from .drain import Drain
 from .engines import EngineDirectory
 from .errors import REQUEST_NAME, invalid
 from .keeping import Asked, Keeping, queue_id_of
-from .kept_embeddings import Account, account_of, batch_account
 from .messages_api.errors import named_at
 from .models import Models
 from .observation import Observation, Observer, RequestInfo
@@ -95,14 +95,6 @@ class Services:
     def tenant(self) -> str:
         return DEFAULT_TENANT if self.caller is None else self.caller.tenant
 
-    @property
-    def account(self) -> Account:
-        """Who keeps the embeddings of a request."""
-        most = int(self.settings.max_kept_embedding_bytes)
-        if self.batch is not None:
-            return batch_account(self.batch, most)
-        return account_of(self.tenant, most)
-
     async def reserve(
         self, job: Job, requests: Sequence[GenerateRequest], observation: Observation
     ) -> Mapping[str, str]:
@@ -165,7 +157,8 @@ class Services:
             limits = await self.reserve(job, requests, observation)
             answered = {**named_at(request.scope, name), **limits}
             if wish is not None:
-                asked = Asked(wish, request_id, operation, body, call, requests)
+                kind = Kind.REQUEST if self.batch is None else Kind.LINE
+                asked = Asked(wish, request_id, operation, body, call, requests, kind)
                 return await self.keeping.answer(asked, call.model, observation, answered)
         except BaseException as error:
             observation.end(Usage(), getattr(error, "code", None) or "request_invalid")

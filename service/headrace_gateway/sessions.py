@@ -6,7 +6,7 @@ for its window, here or at another gateway, is cancelled.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 
 from headrace_common.errors import FailureCode, HeadraceError, RequestFailed
@@ -20,9 +20,12 @@ from .admission import Accepted
 from .generation import Delta
 from .ports import Client, Generation
 from .ports import Delta as AnyDelta
+from .tenant_stores import token_bytes
 from .wanted import Readers
 
 logger = logging.getLogger(__name__)
+
+Settle = Callable[[StoredRequest, int], Awaitable[None]]
 
 
 def sampling_of(stored: StoredRequest) -> SamplingParams:
@@ -38,6 +41,11 @@ class Log:
         self._failure: HeadraceError | None = None
         self._ended = False
         self._news = asyncio.Event()
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens so far."""
+        return sum(len(delta.token_ids) for delta in self._deltas)
 
     def add(self, delta: Delta) -> None:
         self._deltas.append(delta)
@@ -131,6 +139,11 @@ class Track:
         finally:
             self.log.end(failure)
 
+    @property
+    def output_bytes(self) -> int:
+        """What its output takes where it is stored."""
+        return self.log.tokens * token_bytes(self.sampling.logprobs)
+
     async def cancel(self) -> None:
         await self._generation.cancel()
 
@@ -146,11 +159,13 @@ class Session:
         stored: StoredRequest,
         tracks: list[Track],
         store: RequestStore,
+        settle: Settle,
         on_end: Callable[["Session"], None],
     ) -> None:
         self.stored = stored
         self._readers = Readers(stored, store)
         self._tracks = tracks
+        self._settle = settle
         self._on_end = on_end
         self._tasks: list[asyncio.Task[None]] = []
         self._cancelling: asyncio.Task[None] | None = None
@@ -164,6 +179,7 @@ class Session:
 
     async def _follow(self, tokenizer: Tokenizer) -> None:
         await asyncio.gather(*(track.follow(tokenizer) for track in self._tracks))
+        await self._settle(self.stored, sum(track.output_bytes for track in self._tracks))
 
     def _end(self, follow: "asyncio.Task[None]") -> None:
         self.close()
@@ -227,11 +243,15 @@ class _Reader:
 
 
 class Sessions:
-    """The sessions of this gateway by the names of their stored requests."""
+    """The sessions of this gateway by the names of their stored requests.
 
-    def __init__(self, client: Client, store: RequestStore) -> None:
+    `settle` is told what the output of one takes that has ended.
+    """
+
+    def __init__(self, client: Client, store: RequestStore, settle: Settle) -> None:
         self._client = client
         self._store = store
+        self._settle = settle
         self._sessions: dict[str, asyncio.Task[Session]] = {}
 
     async def open(
@@ -276,7 +296,7 @@ class Sessions:
                 else:
                     track.leave()
             raise
-        session = Session(stored, tracks, self._store, self._forget)
+        session = Session(stored, tracks, self._store, self._settle, self._forget)
         session.start(tokenizer)
         return session
 

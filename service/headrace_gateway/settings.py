@@ -199,19 +199,36 @@ class GatewaySettings(BaseSettings):
         2048, ge=1, description="inputs in one request for embeddings"
     )
     max_kept_embedding_bytes: ByteSize = Field(
-        ByteSize(256 * 2**20),
+        ByteSize(32 * 2**20),
         ge=1024,
-        description="bytes of embeddings that are kept in Redis for requests with an "
-        "Idempotency-Key, of one tenant, and of one batch while it runs",
+        description="of max_tenant_store_bytes, embeddings of requests with an Idempotency-Key; "
+        "once more for the lines of batches that run",
+    )
+    max_tenant_store_bytes: ByteSize = Field(
+        ByteSize(64 * 2**20),
+        ge=1024,
+        description="bytes that one tenant may leave in Redis: stored requests and their answers, "
+        "files, batches and their results. Beyond it, what would be stored is refused (429)",
+    )
+    max_stored_requests: int = Field(
+        10_000,
+        ge=1,
+        description="requests of one tenant that are stored: with an Idempotency-Key, x-resumable, "
+        "background or store",
+    )
+    store_memory_share: float = Field(
+        0.6,
+        gt=0,
+        le=1,
+        description="part of Redis' maxmemory beyond which nothing more is stored for any tenant "
+        "(503); the rest is for requests that are answered at once",
     )
     max_choices: int = Field(128, ge=1, description="n times the prompts of one request")
     max_file_bytes: ByteSize = Field(
-        ByteSize(64 * 2**20), ge=1024, description="largest file for batches, as 64MiB"
+        ByteSize(32 * 2**20), ge=1024, description="largest file for batches, as 64MiB"
     )
     max_stored_bytes: ByteSize = Field(
-        ByteSize(256 * 2**20),
-        ge=1024,
-        description="bytes of one tenant's files together, which are in Redis",
+        ByteSize(64 * 2**20), ge=1024, description="of max_tenant_store_bytes, files"
     )
     max_stored_files: int = Field(1000, ge=1, description="files of one tenant")
     file_ttl: float = Field(
@@ -219,7 +236,7 @@ class GatewaySettings(BaseSettings):
     )
     max_batch_requests: int = Field(50_000, ge=1, description="requests in one batch")
     max_batch_output_bytes: ByteSize = Field(
-        ByteSize(256 * 2**20),
+        ByteSize(32 * 2**20),
         ge=1024,
         description="bytes of one batch's results, beyond which its further requests fail",
     )

@@ -10,7 +10,7 @@ from helm_python.errors import HelmError, HelmValuesError
 
 from headrace_gateway.settings import GatewaySettings
 from headrace_operator.settings import OperatorSettings
-from headrace_testing.charts import CHART, SCENARIOS, keys_of, render, scenario
+from headrace_testing.charts import CHART, SCENARIOS, keys_of, render, scenario, workload
 
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 # Ports are the chart's, and the URL comes from a Secret.
@@ -120,6 +120,30 @@ def test_every_value_of_the_schema_has_a_default(schema: dict[str, Any]) -> None
     assert missing == []
 
 
+def _store(memory: str = "384mb", **settings: Any) -> dict[str, Any]:
+    """Values with a bundled Redis of this memory, and these settings of gateways."""
+    return {"redis": {"bundled": {"maxMemory": memory}}, "gateway": {"settings": settings}}
+
+
+@pytest.mark.parametrize(
+    ("values", "store"),
+    [
+        ({}, str(64 * 2**20)),
+        (_store("6gb"), str(2**30)),
+        (_store("1000"), "166"),
+        (_store(max_tenant_store_bytes="96MiB"), "96MiB"),
+        ({"redis": {"mode": "external", "external": {"url": "redis://host"}}}, None),
+    ],
+)
+def test_a_tenant_may_fill_a_sixth_of_the_bundled_redis(
+    values: dict[str, Any], store: str | None
+) -> None:
+    environment = workload(render(values), "headrace-gateway").environment
+    setting = environment.get("HEADRACE_GATEWAY_MAX_TENANT_STORE_BYTES")
+
+    assert (None if setting is None else setting["value"]) == store
+
+
 def _schema_paths(node: dict[str, Any], path: tuple[str, ...]) -> list[tuple[str, ...]]:
     found = []
     for key, child in node.get("properties", {}).items():
@@ -223,6 +247,10 @@ def test_a_wrong_value_is_refused_with_its_path(values: dict[str, Any], named: s
         ({"gateway": {"settings": {"served_model_name": "m"}}}, "gateway.settings.model"),
         ({"httpRoute": {"enabled": True}}, "httpRoute.parentRefs"),
         ({"ingress": {"enabled": True, "tlsSecret": "tls"}}, "ingress.hosts"),
+        (_store(max_tenant_store_bytes="97MiB"), "gateway.settings.max_tenant_store_bytes"),
+        (_store(max_file_bytes=101 * 2**20), "gateway.settings.max_file_bytes"),
+        (_store(max_batch_output_bytes="1GB"), "at most 100663296 bytes"),
+        (_store("32mb", max_stored_bytes="9 MB"), "gateway.settings.max_stored_bytes"),
     ],
 )
 def test_values_that_contradict_each_other_are_refused_with_a_remedy(

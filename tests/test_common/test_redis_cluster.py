@@ -13,6 +13,7 @@ from redis.exceptions import MovedError
 from headrace_common import keys
 from headrace_common.errors import BackendUnavailable, BackendUnfit
 from headrace_common.messages import Cancel, ChoiceState, Tokens
+from headrace_common.protocol.accounts import Item, Kind, Quota
 from headrace_common.protocol.base import EngineQueue, Outcome, Progress, QueueLimits
 from headrace_common.protocol.connection import Connection, ConnectionConfig, check_backend
 from headrace_common.protocol.limits import Rates, Settlement
@@ -128,8 +129,10 @@ async def use_stores(over: OverRedis) -> None:
     await store.want(stored.request_id, 60)
     assert await store.wanted(stored.request_id) > 0
     await store.remove(stored)
-    assert await store.occupy("t", stored, 1, 9) is None
-    await store.vacate("t", stored.request_id)
+    accounts, item = over.accounts(), Item(Kind.REQUEST, "one", 9, stored.expires_ms)
+    assert await accounts.occupy("t", item, Quota(max_bytes=9)) is None
+    assert (await accounts.used("t"))[Kind.REQUEST] == 9
+    await accounts.vacate("t", [(Kind.REQUEST, "one")])
     usage = RedisKeyUsage(over.connect())
     await usage.reserve("k", "r", Rates(requests=3), 1)
     await usage.renew("k", ["r"])

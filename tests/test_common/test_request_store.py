@@ -82,27 +82,6 @@ async def test_all_gateways_share_a_salt(backend: Backend) -> None:
     assert len(salts) == 1 and len(salts.pop()) == 32
 
 
-async def test_an_account_keeps_no_more_than_it_may(backend: Backend) -> None:
-    store, other = backend.request_store(), backend.request_store()
-    one, two = stored(), replace(stored(), request_id="1" * 32)
-    assert await store.occupy("a", one, 60, most=100) is None
-    assert await other.occupy("a", two, 41, most=100) == 60
-    assert await other.occupy("b", two, 41, most=100) is None
-    assert await other.occupy("a", one, 70, most=100) is None  # again: instead of before
-    assert await other.occupy("a", two, 31, most=100) == 70
-    await store.vacate("a", one.request_id)
-    await store.vacate("a", one.request_id)
-    assert await other.occupy("a", two, 100, most=100) is None
-
-
-async def test_what_an_account_no_longer_keeps_does_not_count(backend: Backend) -> None:
-    store = backend.request_store()
-    for number in range(3):
-        gone = replace(stored(seconds=-1), request_id=f"{number:032}")
-        assert await store.occupy("a", gone, 30, most=100) is None
-    assert await store.occupy("a", stored(), 100, most=100) is None
-
-
 def test_a_generation_has_its_own_name() -> None:
     one = stored()
     other = replace(one, generation="x")

@@ -12,14 +12,24 @@ from headrace_common import keys
 from headrace_common.protocol.batches import BatchRequest, BatchStatus, StoredFile, TokenUsage
 from headrace_common.protocol.redis_batches import RedisBatches
 from headrace_common.protocol.redis_files import RedisFiles
+from headrace_gateway.app import never_full
 from headrace_gateway.batches.internal import InternalClient
 from headrace_gateway.batches.results import PAGE_BYTES, pages_of, usage_of
 from headrace_gateway.batches.run import BatchLimits, BatchRun, BatchSite, LeaseLost
 from headrace_gateway.keeping import Keeping
+from headrace_gateway.tenant_stores import StoreLimits, TenantStores
 from headrace_testing.backends import OverRedis
 from headrace_testing.batches import jsonl, line, parsed
 from headrace_testing.valkey import ValkeyServer
 
+LIMITS = StoreLimits(
+    tenant_bytes=2**20,
+    requests=10,
+    embedding_bytes=2**20,
+    file_bytes=2**20,
+    files=10,
+    memory_share=1.0,
+)
 AT_ONCE = {"retry-after": "0"}
 NOW = 1_000_000_000
 FAR = 4_000_000_000
@@ -63,12 +73,13 @@ class Stand:
         self.counted = Counted()
         connection = over.connect()
         self.batches = RedisBatches(connection)
-        self.files = RedisFiles(connection, max_bytes=2**20, max_files=10)
+        self.files = RedisFiles(connection)
         self.site = BatchSite(
             leader="g1",
             batches=self.batches,
             files=self.files,
             client=InternalClient(api),
+            stores=TenantStores(over.accounts(), LIMITS, never_full),
             keeping=Keeping(None, models=unused, observer=unused, delivery=unused, drain=unused),
             metrics=self.counted,
             find_key=None,

@@ -12,11 +12,13 @@ import openai
 import pytest
 
 from headrace_common import keys
+from headrace_common.api_keys import DEFAULT_TENANT
+from headrace_common.protocol.accounts import Kind
 from headrace_common.protocol.batches import encode_record
 from headrace_common.protocol.redis_batches import RedisBatches
 from headrace_gateway.api_keys import KeyFile
-from headrace_gateway.kept_embeddings import RECORD_BYTES, batch_account
 from headrace_gateway.models import Models
+from headrace_gateway.tenant_stores import RECORD_BYTES
 from headrace_testing.api_keys import KeyBook
 from headrace_testing.backends import MODEL, OverRedis
 from headrace_testing.batches import BatchClient, batch_gateway, jsonl, line
@@ -489,5 +491,5 @@ async def test_lines_with_embeddings_keep_nothing_once_they_are_written(
     records = [name for name in left if name.startswith("r:")]
     lives = [await backend.client.command("PTTL", name) for name in records]
     assert all(ms <= keys.FORGOTTEN_MS for ms in lives)
-    sizes = keys.account_sizes(batch_account(batch["id"]).name)
-    assert await backend.client.command("ZRANGE", sizes, 0, -1, "WITHSCORES") == [b"", b"0"]
+    used = await backend.accounts().used(f"s.{DEFAULT_TENANT}")
+    assert used[Kind.LINE] == used[Kind.EMBEDDINGS] == used[Kind.REQUEST] == 0

@@ -15,8 +15,8 @@ import pytest
 from headrace_common.errors import FailureCode
 from headrace_common.messages import Failed, GenerateRequest
 from headrace_common.protocol.base import Lease, Outcome, QueueLimits
-from headrace_gateway.kept_embeddings import RECORD_BYTES
 from headrace_gateway.models import Models
+from headrace_gateway.tenant_stores import RECORD_BYTES
 from headrace_gateway.vectors import IN_FLIGHT
 from headrace_testing.backends import MODEL, Backend
 from headrace_testing.fake_engine import FakeEngine

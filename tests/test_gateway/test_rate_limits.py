@@ -449,7 +449,7 @@ async def _gateway(
         queue=queue,
         keys=key_file,
         usage=usage,
-        durable=Durable(over.request_store(), queue),
+        durable=Durable(over.request_store(), queue, over.accounts()),
     )
     async with running(create_app(settings, parts), settings) as (_, port):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:

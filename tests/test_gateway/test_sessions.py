@@ -53,8 +53,10 @@ class SlowlyCancelled:
 async def test_a_cancellation_reaches_the_queue_although_the_session_has_ended(
     served: Models,
 ) -> None:
+    async def settle(_stored: StoredRequest, _output_bytes: int) -> None: ...
+
     client = SlowlyCancelled()
-    sessions = Sessions(client, MemoryRequestStore(MemoryBackend()))
+    sessions = Sessions(client, MemoryRequestStore(MemoryBackend()), settle)
     stored = StoredRequest(
         request_id="0" * 32,
         operation="text_completion",

@@ -30,6 +30,7 @@ CLIENT_FAULTS = "|".join(
         *("client_disconnected", "slow_reader", "cancelled", "request_invalid", "message_invalid"),
         *("request_conflict", "context_length_exceeded", "tenant_queue_full"),
         *("rate_limit_exceeded", "priority_not_allowed", "kept_embeddings_full"),
+        "tenant_store_full",
     )
 )
 """Error codes of the request's or its client's own making: no failure of the service."""

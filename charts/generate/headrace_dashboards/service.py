@@ -283,6 +283,7 @@ def _tenants() -> tuple[Panel, ...]:
             description="Requests that gateways are serving.",
             queries=(Query(q.total(running, q.TENANT), tenant),),
             look=Look.STACKED,
+            width=6,
         ),
         Panel(
             title="Refused by tenant",
@@ -292,6 +293,20 @@ def _tenants() -> tuple[Panel, ...]:
             queries=(Query(refused, f"{tenant} {{{{{reason}}}}}"),),
             unit=Unit.PER_SECOND,
             look=Look.STACKED,
+            width=6,
+        ),
+        Panel(
+            title="Stored by tenant",
+            description=(
+                "Bytes that tenants leave in Redis (stored requests, files, batches), and what one "
+                "may leave."
+            ),
+            queries=(
+                Query(f"max by ({q.TENANT}) ({q.pods(names.STORE_USED.prometheus_name)})", tenant),
+                Query(f"min({q.pods(names.STORE_LIMIT.prometheus_name)})", "limit of each"),
+            ),
+            unit=Unit.BYTES,
+            width=6,
         ),
         _keys(),
         _grammars(),
@@ -312,6 +327,7 @@ def _keys() -> Panel:
             Query(f"count({current}) - sum({current})", "gateways with an unusable file"),
             Query(q.total(f"rate({strangers}[{q.WINDOW}])"), "refused a second"),
         ),
+        width=6,
     )
 
 

@@ -103,6 +103,26 @@ priorityClassName: {{ . }}
 {{- end }}
 {{- end }}
 
+{{/* A size as a number of bytes: (dict "text" 64MiB), as settings of processes are read; with "redis" true as Redis reads it. */}}
+{{- define "headrace.bytes" -}}
+{{- $text := include "headrace.settingText" .text | lower | nospace -}}
+{{- $number := regexFind "^[0-9.]+" $text -}}
+{{- $thousand := ternary 1024.0 1000.0 (default false .redis) -}}
+{{- $powers := dict "k" 1 "m" 2 "g" 3 "t" 4 -}}
+{{- $unit := trimPrefix $number $text -}}
+{{- if hasSuffix "ib" $unit }}{{ $thousand = 1024.0 }}{{ end -}}
+{{- $bytes := float64 $number -}}
+{{- range until (int (get $powers (trunc 1 $unit) | default 0)) }}{{ $bytes = mulf $bytes $thousand }}{{ end -}}
+{{- int64 (floor $bytes) -}}
+{{- end }}
+
+{{/* What one tenant may leave in the bundled Redis: a sixth of it. Empty: the gateway's own default. */}}
+{{- define "headrace.tenantStoreBytes" -}}
+{{- if eq .Values.redis.mode "bundled" -}}
+{{- div (include "headrace.bytes" (dict "text" .Values.redis.bundled.maxMemory "redis" true) | int64) 6 -}}
+{{- end -}}
+{{- end }}
+
 {{/* One value as a setting's text: maps and lists as JSON, whole numbers without an exponent. */}}
 {{- define "headrace.settingText" -}}
 {{- if or (kindIs "map" .) (kindIs "slice" .) -}}
@@ -312,6 +332,15 @@ true
 {{- range list "served_model_name" "revision" "chat_template" -}}
 {{- if and (get $settings .) (not $settings.model) -}}
 {{- $problems = append $problems (printf "gateway.settings.%s is of a model that the settings name and they name none: set gateway.settings.model, or the ModelService's own fields instead" .) -}}
+{{- end -}}
+{{- end -}}
+{{- if eq .Values.redis.mode "bundled" -}}
+{{- $most := div (include "headrace.bytes" (dict "text" .Values.redis.bundled.maxMemory "redis" true) | int64) 4 -}}
+{{- range list "max_tenant_store_bytes" "max_file_bytes" "max_stored_bytes" "max_kept_embedding_bytes" "max_batch_output_bytes" -}}
+{{- $asked := get $settings . -}}
+{{- if and $asked (gt (include "headrace.bytes" (dict "text" $asked) | int64) $most) -}}
+{{- $problems = append $problems (printf "gateway.settings.%s is over a quarter of redis.bundled.maxMemory, so that few tenants could fill Redis: lower it to at most %d bytes, or raise redis.bundled.maxMemory with the pod's memory" . $most) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- $keys := .Values.gateway.apiKeys -}}

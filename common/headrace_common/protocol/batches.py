@@ -27,12 +27,6 @@ class BatchNotKept(HeadraceError):
     code = "batch_not_found"
 
 
-class StorageFull(HeadraceError):
-    """A tenant's files together would have more bytes, or be more, than is allowed."""
-
-    code = "file_storage_full"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
     """A file's description; its content lies beside it in `chunks` pieces."""

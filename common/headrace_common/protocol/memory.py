@@ -13,6 +13,7 @@ from collections.abc import Callable
 from .. import keys
 from ..errors import BackendUnavailable, FailureCode, RequestConflict
 from ..messages import GenerateRequest, encode_request
+from .accounts import Item
 from .base import LOST_HELD_S, Outcome, Placement, Progress, QueueLimits, Verdict
 from .failures import ended_state
 from .memory_fairness import OUTPUT, FairQueue
@@ -42,7 +43,7 @@ class MemoryBackend:
         self.models_store = ""
         self.stored: dict[str, tuple[float, str, bytes]] = {}
         self.wanted: dict[str, float] = {}
-        self.accounts: defaultdict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
+        self.accounts: defaultdict[str, dict[str, Item]] = defaultdict(dict)
         self.salt = b""
 
     def check(self) -> None:

@@ -44,19 +44,3 @@ class MemoryRequestStore:
     async def wanted(self, request_id: str) -> float:
         self._backend.check()
         return max(0.0, self._backend.wanted.get(request_id, 0.0) - self._backend.clock())
-
-    async def occupy(self, account: str, stored: StoredRequest, size: int, most: int) -> int | None:
-        self._backend.check()
-        now = self._backend.clock() * 1000
-        kept = self._backend.accounts[account]
-        for request_id in [each for each, (until, _) in kept.items() if until <= now]:
-            del kept[request_id]
-        others = sum(size for each, (_, size) in kept.items() if each != stored.request_id)
-        if others + size > most:
-            return others
-        kept[stored.request_id] = (stored.expires_ms, size)
-        return None
-
-    async def vacate(self, account: str, request_id: str) -> None:
-        self._backend.check()
-        self._backend.accounts[account].pop(request_id, None)

@@ -6,7 +6,7 @@ from typing import Any
 
 from .. import keys
 from ..errors import MessageError
-from .batches import FileNotKept, StorageFull, StoredFile, decode_record, encode_record
+from .batches import FileNotKept, StoredFile, decode_record, encode_record
 from .client import Command
 from .connection import Connection
 from .expiring_index import ExpiringIndex
@@ -16,38 +16,15 @@ TRIES = 3
 
 
 class RedisFiles:
-    """`max_bytes` and `max_files` bound what one tenant keeps. `clock` gives Unix seconds."""
+    """`clock` gives Unix seconds."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        *,
-        max_bytes: int,
-        max_files: int,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, connection: Connection, clock: Callable[[], float] = time.time) -> None:
         self._connection = connection
-        self._max_bytes = max_bytes
-        self._max_files = max_files
         self._clock = clock
 
-    async def reserve(self, file_id: str, tenant: str, size: int, expires_at: int) -> None:
-        """Counts a file before it is written. Raises StorageFull."""
-        await self.count(file_id, tenant, size, expires_at)
-        index = self._index(tenant)
-        kept = await index.numbers()
-        if sum(kept.values()) > self._max_bytes:
-            problem = f"more than the {self._max_bytes} bytes"
-        elif len(kept) > self._max_files:
-            problem = f"more than the {self._max_files} files"
-        else:
-            return
-        await index.remove(file_id)
-        raise StorageFull(f"There would be {problem} that are kept; delete some.")
-
-    async def count(self, file_id: str, tenant: str, size: int, expires_at: int) -> None:
-        """Counts a file whatever there is already."""
-        await self._index(tenant).put(file_id, expires_at, size)
+    async def add(self, file: StoredFile) -> None:
+        """Puts a file among its tenant's, before it is written."""
+        await self._index(file.tenant).put(file.id, file.expires_at, file.bytes)
 
     async def write(self, file: StoredFile, chunks: Iterable[tuple[int, bytes]]) -> None:
         """Writes pieces by their numbers; once all are there, `finish` makes it a file."""

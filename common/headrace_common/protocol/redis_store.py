@@ -65,19 +65,7 @@ class RedisRequestStore:
         (left,) = await self._commands(("PTTL", keys.wanted(request_id)))
         return max(0, int(left)) / 1000
 
-    async def occupy(self, account: str, stored: StoredRequest, size: int, most: int) -> int | None:
-        arguments = [stored.request_id, size, stored.expires_ms, most]
-        others = await self._connection.run("occupy", _kept(account), arguments, tries=TRIES)
-        return None if others < 0 else int(others)
-
-    async def vacate(self, account: str, request_id: str) -> None:
-        await self._connection.run("vacate", _kept(account), [request_id], tries=TRIES)
-
     async def _commands(self, *commands: Command) -> list[Any]:
         return await self._connection.attempt(
             lambda: self._connection.client.pipeline(commands), tries=TRIES
         )
-
-
-def _kept(account: str) -> list[str]:
-    return [keys.account_requests(account), keys.account_sizes(account)]

@@ -83,15 +83,6 @@ class RequestStore(Protocol):
     async def wanted(self, request_id: str) -> float:
         """For how many more seconds somebody has said so; 0 where nobody has."""
 
-    async def occupy(self, account: str, stored: StoredRequest, size: int, most: int) -> int | None:
-        """Counts the bytes of its answer among those that the account keeps, until it expires.
-
-        Returns None, or the bytes of the others where that would be over `most` together.
-        """
-
-    async def vacate(self, account: str, request_id: str) -> None:
-        """The account keeps that answer no longer."""
-
 
 def encode_stored(stored: StoredRequest) -> bytes:
     """Packs it. Raises MessageError where it is over the size limit."""

@@ -12,6 +12,7 @@ from headrace_common.protocol.redis_files import RedisFiles
 from ..api_keys import KeyFile
 from ..keeping import Keeping
 from ..settings import GatewaySettings
+from ..tenant_stores import TenantStores
 from .desk import Desk, DeskLimits
 from .internal import InternalClient
 from .run import BatchLimits, BatchMetrics, BatchSite
@@ -29,11 +30,8 @@ class Storage:
     leader: str
 
 
-def open_storage(connection: Connection, settings: GatewaySettings, leader: str) -> Storage:
-    files = RedisFiles(
-        connection, max_bytes=settings.max_stored_bytes, max_files=settings.max_stored_files
-    )
-    return Storage(files, RedisBatches(connection), leader)
+def open_storage(connection: Connection, leader: str) -> Storage:
+    return Storage(RedisFiles(connection), RedisBatches(connection), leader)
 
 
 def make_site(
@@ -41,6 +39,7 @@ def make_site(
     storage: Storage,
     settings: GatewaySettings,
     keeping: Keeping,
+    stores: TenantStores,
     metrics: BatchMetrics,
     keys: KeyFile | None,
 ) -> BatchSite:
@@ -58,16 +57,28 @@ def make_site(
         files=storage.files,
         client=InternalClient(app),
         keeping=keeping,
+        stores=stores,
         metrics=metrics,
         find_key=None if keys is None else lambda key_id: keys.ring.named(key_id),
         limits=limits,
     )
 
 
-def make_desk(storage: Storage, settings: GatewaySettings, changed: Callable[[], None]) -> Desk:
+def make_desk(
+    storage: Storage,
+    settings: GatewaySettings,
+    stores: TenantStores,
+    changed: Callable[[], None],
+) -> Desk:
     limits = DeskLimits(
         max_file_bytes=settings.max_file_bytes,
         file_ttl=int(settings.file_ttl),
         max_open_batches=settings.max_open_batches,
     )
-    return Desk(files=storage.files, batches=storage.batches, limits=limits, changed=changed)
+    return Desk(
+        files=storage.files,
+        batches=storage.batches,
+        stores=stores,
+        limits=limits,
+        changed=changed,
+    )

@@ -9,11 +9,11 @@ from typing import Literal
 
 from pydantic import Field, StrictInt
 
+from headrace_common.protocol.accounts import Kind
 from headrace_common.protocol.batches import (
     Batch,
     BatchRequest,
     FileNotKept,
-    StorageFull,
     StoredFile,
 )
 from headrace_common.protocol.redis_batches import RedisBatches
@@ -22,6 +22,8 @@ from headrace_common.protocol.redis_files import RedisFiles, pieces
 from ..chat_messages import Body
 from ..errors import ApiError, invalid
 from ..limits.fields import Name
+from ..tenant_stores import TenantStores
+from .items import batch_item, file_item
 from .lines import ENDPOINTS
 
 BATCH_PURPOSE = "batch"
@@ -63,6 +65,7 @@ class Desk:
 
     files: RedisFiles
     batches: RedisBatches
+    stores: TenantStores
     limits: DeskLimits
     changed: Callable[[], None]
     clock: Callable[[], float] = time.time
@@ -94,10 +97,8 @@ class Desk:
             created_at=now,
             expires_at=now + self._ttl(ttl),
         )
-        try:
-            await self.files.reserve(file.id, tenant, file.bytes, file.expires_at)
-        except StorageFull as error:
-            raise ApiError(413, str(error), param="file", code=error.code) from error
+        await self.stores.occupy(tenant, file_item(file), "file")
+        await self.files.add(file)
         await self.files.write(file, enumerate(parts))
         await self.files.finish(file)
         return file
@@ -118,6 +119,11 @@ class Desk:
             return await self.files.get(file_id, tenant)
         except FileNotKept as error:
             raise ApiError(404, f"{error}.", param="file_id", code=error.code) from error
+
+    async def delete(self, file: StoredFile) -> None:
+        """Deletes a file. A batch that has begun with it goes on."""
+        await self.files.delete(file)
+        await self.stores.vacate(file.tenant, (Kind.FILE,), file.id)
 
     async def create(self, tenant: str, key_id: str, body: CreateBatch) -> Batch:
         """Keeps a batch, which begins soon. Raises ApiError."""
@@ -150,6 +156,7 @@ class Desk:
             kept_until=now + window + self.limits.file_ttl,
             metadata=body.metadata or {},
         )
+        await self.stores.occupy(tenant, batch_item(request))
         batch = await self.batches.create(request)
         self.changed()
         return batch

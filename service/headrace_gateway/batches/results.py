@@ -10,7 +10,9 @@ from headrace_common.protocol.batches import Batch, Done, StoredFile, TokenUsage
 from headrace_common.protocol.redis_batches import RedisBatches
 from headrace_common.protocol.redis_files import CHUNK_BYTES, RedisFiles
 
+from ..tenant_stores import TenantStores
 from .internal import InternalAnswer
+from .items import file_item
 from .lines import Line
 
 OUTPUT_PURPOSE = "batch_output"
@@ -126,8 +128,16 @@ def pages_of(sizes: Mapping[int, int]) -> Iterator[Sequence[int]]:
 class ResultFiles:
     """Makes a batch's files out of its results; doing it again makes the same files."""
 
-    def __init__(self, batch: Batch, batches: RedisBatches, files: RedisFiles, now: int) -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        batches: RedisBatches,
+        files: RedisFiles,
+        stores: TenantStores,
+        now: int,
+    ) -> None:
         self._batch, self._batches, self._files, self._now = batch, batches, files, now
+        self._stores = stores
 
     async def write(self, done: Mapping[int, Done], *, answered: bool) -> str | None:
         """The id of the file of all lines that have an answer, or of those without; None: none."""
@@ -147,7 +157,8 @@ class ResultFiles:
             created_at=self._now,
             expires_at=self._now + request.output_ttl,
         )
-        await self._files.count(file.id, file.tenant, size, file.expires_at)
+        await self._stores.count(file.tenant, file_item(file))
+        await self._files.add(file)
         async for number, piece in self._pieces(
             pages_of({line: done[line].size for line in lines})
         ):

@@ -28,10 +28,11 @@ from headrace_common.protocol.redis_files import RedisFiles
 from ..deadlines import TIMEOUT_HEADER
 from ..errors import ApiError
 from ..keeping import Keeping
-from ..kept_embeddings import batch_account
+from ..tenant_stores import TenantStores
 from ..tenants import BATCH, CALLER, Caller
 from ..wishes import KEY_HEADER, Wish
 from .internal import InternalAnswer, InternalClient
+from .items import batch_item, in_steps
 from .lines import EMBEDDINGS, RESPONSES, BatchInput, Fault, Line, LineLimits, read_lines
 from .results import Result, ResultFiles, answer_result, error_result
 from .suspects import ALONE_FROM, MAX_GATEWAYS, READING, WRITING, Suspects, Turns
@@ -80,6 +81,7 @@ class BatchSite:
     files: RedisFiles
     client: InternalClient
     keeping: Keeping
+    stores: TenantStores
     metrics: BatchMetrics
     find_key: Callable[[str], ApiKey | None] | None
     limits: BatchLimits
@@ -107,7 +109,7 @@ class BatchRun:
         self._batch = batch
         self._progress = batch.progress
         self._done: set[int] = set()
-        self._answered = self._bytes = 0
+        self._answered = self._bytes = self._counted = 0
         self._usage = NOTHING_USED
         self._running: set[Line] = set()
         self._cancelling = batch.cancelling_at is not None
@@ -123,6 +125,7 @@ class BatchRun:
                 await self._suspects.leave()
         if await self._site.batches.close(self._batch):
             self._site.metrics.batch_ended(self._progress.status.value)
+        await self._site.stores.count(self._tenant, batch_item(self._batch.request))
 
     # Before
 
@@ -254,6 +257,7 @@ class BatchRun:
             await asyncio.sleep(site.limits.look_interval)
 
     async def _keep(self, line: Line, result: Result) -> None:
+        await self._count(len(result.text))
         first = await self._site.batches.keep(
             self._batch,
             line.number,
@@ -265,6 +269,16 @@ class BatchRun:
         if first:
             self._site.metrics.batch_request(answered=result.answered)
         self._note(line.number, Done(result.answered, len(result.text)), result.usage)
+
+    async def _count(self, more: int) -> None:
+        """Counts the results in the tenant's store, now and then with some room for further ones.
+
+        They have run: what bounds them is that a full store lets no further line run.
+        """
+        if self._bytes + more > self._counted:
+            self._counted = in_steps(self._bytes + more)
+            item = batch_item(self._batch.request, self._counted)
+            await self._site.stores.count(self._tenant, item)
 
     def _note(self, number: int, mark: Done, usage: TokenUsage) -> None:
         if number not in self._done:
@@ -292,7 +306,8 @@ class BatchRun:
     async def _ask(self, content: bytes, line: Line) -> InternalAnswer | None:
         """The answer; None where the key is gone. Raises _Busy."""
         site, request = self._site, self._batch.request
-        state: dict[str, Any] = {BATCH: request.id}
+        # A response stays beyond its line, by its id: as one that a client has asked for.
+        state: dict[str, Any] = {} if request.endpoint == RESPONSES else {BATCH: request.id}
         if site.find_key is not None:
             key = site.find_key(request.key_id)
             if key is None:
@@ -300,7 +315,7 @@ class BatchRun:
             state[CALLER] = Caller(key)
         headers = {KEY_HEADER: self._key(line), TIMEOUT_HEADER: f"{self._seconds:.3f}"}
         answer = await site.client.post(request.endpoint, content, headers, state)
-        if answer.status in _BUSY:
+        if answer.status in _BUSY and not _final(answer):
             raise _Busy(answer)
         return answer
 
@@ -319,7 +334,7 @@ class BatchRun:
         await self._drop(left, status)
         batches, now = self._site.batches, self._now
         done = await batches.done(self._batch)
-        files = ResultFiles(self._batch, batches, self._site.files, now)
+        files = ResultFiles(self._batch, batches, self._site.files, self._site.stores, now)
         await self._say(
             status=status,
             output_file_id=await files.write(done, answered=True),
@@ -348,8 +363,8 @@ class BatchRun:
     async def _vacate(self, line: Line) -> None:
         """Before its result is kept: a leader that dies between leaves nothing counted for good."""
         if self._batch.request.endpoint == EMBEDDINGS:
-            account = batch_account(self._batch.request.id).name
-            await self._site.keeping.embeddings.vacate(await self._request_id(line), account)
+            request_id = await self._request_id(line)
+            await self._site.keeping.embeddings.vacate(request_id, self._tenant)
 
     async def _forget(self, line: Line, *, running: bool = False) -> None:
         """Its result is kept: the queue need not keep it as well, unless it has an id of its own by
@@ -401,7 +416,12 @@ def _content(source: BatchInput, line: Line) -> bytes:
 
 
 def _may_be_lucky(answer: InternalAnswer) -> bool:
-    return answer.status >= 500 and answer.headers.get("x-should-retry") != "false"
+    return answer.status >= 500 and not _final(answer)
+
+
+def _final(answer: InternalAnswer) -> bool:
+    """Whether waiting changes nothing, as where the tenant's store is full."""
+    return answer.headers.get("x-should-retry") == "false"
 
 
 def _pause(answer: InternalAnswer, pause: float) -> float:

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from headrace_common.messages import GenerateRequest
 from headrace_common.pooling import PoolingParams
+from headrace_common.protocol.accounts import Item, Kind
 from headrace_common.protocol.store import StoredRequest
 from headrace_common.sampling import SamplingParams
 
@@ -183,16 +184,17 @@ async def _queue_id(asked: Asked, job: Job, index: int) -> str:
 
 async def _kept(asked: Asked, job: Job, requests: Sequence[GenerateRequest]) -> Response:
     services = asked.services
-    embeddings, account = services.keeping.embeddings, services.account
+    embeddings, fresh = services.keeping.embeddings, _fresh(asked, requests)
+    kind = Kind.EMBEDDINGS if services.batch is None else Kind.LINE
     size = bytes_of(requests, job.model.embedding_size)
-    kept = await embeddings.keep(_fresh(asked, requests), account, size)
+    kept = await embeddings.keep(fresh, Item(kind, fresh.request_id, size, fresh.expires_ms))
     try:
         limits = await services.reserve(job, kept.to_run or requests, asked.observation)
     except BaseException:
-        await embeddings.forget(kept, account)
+        await embeddings.forget(kept)
         raise
     exchange = KeptExchange(
-        session=embeddings.open(kept, account, lambda: asked.observation.admitted(1)),
+        session=embeddings.open(kept, lambda: asked.observation.admitted(1)),
         observation=asked.observation,
         headers={**asked.answered, **limits, **_location(kept)},
         admits=kept.fresh,

@@ -85,7 +85,7 @@ async def delete_file(file_id: str, services: WithServices) -> dict[str, Any]:
     """Deletes a file. A batch that has begun with it goes on."""
     desk = services.desk
     file = await desk.file(file_id, services.tenant)
-    await desk.files.delete(file)
+    await desk.delete(file)
     return {"id": file.id, "object": "file", "deleted": True}
 
 

@@ -7,13 +7,16 @@ from typing import Protocol
 
 from headrace_common import keys
 from headrace_common.messages import GenerateRequest
+from headrace_common.protocol.accounts import Accounts
 from headrace_common.protocol.base import EngineQueue, EngineStatus, GatewayQueue, ShardQueue
 from headrace_common.protocol.client import Client
 from headrace_common.protocol.connection import Connection, ConnectionConfig
 from headrace_common.protocol.memory import MemoryBackend
+from headrace_common.protocol.memory_accounts import MemoryAccounts
 from headrace_common.protocol.memory_queues import MemoryEngineQueue, MemoryGatewayQueue
 from headrace_common.protocol.memory_registry import MemoryModelRegistry
 from headrace_common.protocol.memory_store import MemoryRequestStore
+from headrace_common.protocol.redis_accounts import RedisAccounts
 from headrace_common.protocol.redis_engine import RedisEngineQueue
 from headrace_common.protocol.redis_gateway import RedisGatewayQueue
 from headrace_common.protocol.redis_registry import RedisModelRegistry
@@ -38,6 +41,8 @@ class Backend(Protocol):
     def registry(self) -> ModelRegistry: ...
 
     def request_store(self) -> RequestStore: ...
+
+    def accounts(self) -> Accounts: ...
 
     async def wipe(self) -> None: ...
 
@@ -69,6 +74,9 @@ class InMemory:
 
     def request_store(self) -> RequestStore:
         return MemoryRequestStore(self.store)
+
+    def accounts(self) -> Accounts:
+        return MemoryAccounts(self.store)
 
     async def wipe(self) -> None:
         self.store.wipe()
@@ -124,6 +132,9 @@ class OverRedis:
 
     def request_store(self) -> RequestStore:
         return RedisRequestStore(self.connect("gateway"))
+
+    def accounts(self) -> Accounts:
+        return RedisAccounts(self.connect("gateway"))
 
     async def wipe(self) -> None:
         await self.client.each("FLUSHALL")

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 
 from headrace_common.protocol.base import QueueLimits
+from headrace_common.protocol.redis_memory import RedisMemory
 from headrace_gateway.api_keys import KeyFile
 from headrace_gateway.app import Durable, Parts, create_app
 from headrace_gateway.batches.assembly import open_storage
@@ -113,8 +114,13 @@ async def batch_gateway(
         client=client,
         queue=queue,
         keys=keys,
-        durable=Durable(backend.request_store(), queue),
-        storage=open_storage(backend.connect(), chosen, name),
+        durable=Durable(
+            backend.request_store(),
+            queue,
+            backend.accounts(),
+            RedisMemory(backend.connection).read,
+        ),
+        storage=open_storage(backend.connect(), name),
     )
     async with running(create_app(chosen, parts), chosen) as (_, port):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:

@@ -65,7 +65,7 @@ async def serve_kept(folder: Path, **fields: Any) -> AsyncIterator[KeptGateway]:
     config = ClientConfig(beat_interval=0.05, silence=1.0, recheck=0.2, longest_recheck=0.5)
     client = GenerationClient(queue, QueueLimits(), config=config)
     await client.start()
-    durable = Durable(backend.request_store(), queue)
+    durable = Durable(backend.request_store(), queue, backend.accounts())
     parts = Parts(served=served, client=client, queue=queue, durable=durable)
     app = create_app(settings, parts)
     engine = FakeEngine(backend.engine(), MODEL, token_delay=0.0, beat_interval=0.2)

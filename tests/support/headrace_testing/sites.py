@@ -45,7 +45,7 @@ class Site:
             served=self._served,
             client=client,
             queue=queue,
-            durable=Durable(self.backend.request_store(), queue),
+            durable=Durable(self.backend.request_store(), queue, self.backend.accounts()),
         )
         app: ASGIApp = create_app(self._settings, parts)
         async with running(app, self._settings) as (_, port):  # type: ignore[arg-type]
