@@ -11,6 +11,7 @@ import argparse
 import heapq
 import itertools
 import json
+import math
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -181,7 +182,9 @@ class Run:
             tenant=f"t{prefix % self._scene.tenants}",
         )
         self._came[request.request_id] = (self.now, prefix)
-        self._backend.admit(request, "g", LIMITS, None, False, self._placement(request))
+        self._backend.admit(
+            request, "g", LIMITS, None, False, self._placement(request), left=math.inf
+        )
         # All that have room are woken; nobody knows who is the quickest.
         for engine in self._random.sample(self._engines, len(self._engines)):
             self._look(engine)

@@ -147,6 +147,14 @@ QUEUE_DEAD_LETTERS = Metric(
     "Messages set aside since they cannot be served; every gateway reports the same.",
 )
 
+# Of each process that reads deadlines.
+REDIS_CLOCK_OFFSET = Metric(
+    "headrace.redis.clock_offset",
+    MetricKind.GAUGE,
+    "s",
+    "Seconds that Redis' clock is ahead of this process's machine's (below 0: behind it).",
+)
+
 # Batches. The gauges are read from Redis and the same from every gateway, as those of the queue;
 # what is counted is counted by the one gateway that leads the batch.
 BATCH_OPEN = Metric(
@@ -426,7 +434,8 @@ OPERATOR_METRICS = (
     OPERATOR_COLD_START_DURATION,
     OPERATOR_RECONCILES,
 )
-ALL_METRICS = (*GATEWAY_METRICS, *ENGINE_METRICS, *OPERATOR_METRICS)
+PROCESS_METRICS = (REDIS_CLOCK_OFFSET,)  # of gateways and engines
+ALL_METRICS = (*GATEWAY_METRICS, *ENGINE_METRICS, *OPERATOR_METRICS, *PROCESS_METRICS)
 
 # Names on the engine's Prometheus endpoint that vLLM's users and inference routers look for.
 # OpenTelemetry allows no colon in a name, so they exist on the Prometheus endpoint only.

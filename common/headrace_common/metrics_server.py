@@ -73,6 +73,7 @@ class MetricsServer:
     ) -> None:
         self._registry = registry
         self._checks = {"/health/live": live, "/health/ready": ready}
+        self._notice: HealthCheck = healthy
         self._pages: Mapping[str, Page] = {}
         self._scrape = threading.Lock()
         self._scrapes = Lane("metrics-scrape", MAX_SCRAPES)
@@ -86,6 +87,10 @@ class MetricsServer:
     def set_health(self, *, live: HealthCheck, ready: HealthCheck) -> None:
         """Replaces both checks, once what they look at exists."""
         self._checks = {"/health/live": live, "/health/ready": ready}
+
+    def set_notice(self, notice: HealthCheck) -> None:
+        """What /health/ready says beside whether the process is ready; None: nothing."""
+        self._notice = notice
 
     def set_pages(self, pages: Mapping[str, Page]) -> None:
         """What is shown beside metrics and health, by path."""
@@ -118,9 +123,11 @@ class MetricsServer:
             known = " ".join(("/metrics", *self._checks, *self._pages))
             return _text(HTTPStatus.NOT_FOUND, f"not found: {known}")
         problem = check()
+        notice = self._notice() if path == "/health/ready" else None
+        warning = "" if notice is None else f"\nwarning: {notice}"
         if problem is None:
-            return _text(HTTPStatus.OK, "ok")
-        return _text(HTTPStatus.SERVICE_UNAVAILABLE, problem)
+            return _text(HTTPStatus.OK, f"ok{warning}")
+        return _text(HTTPStatus.SERVICE_UNAVAILABLE, f"{problem}{warning}")
 
     def _metrics(self, accept: str) -> Answer:
         encode, content_type = choose_encoder(accept)

@@ -138,6 +138,11 @@ class Telemetry:
         if self.server is not None:
             self.server.set_health(live=live, ready=ready)
 
+    def set_notice(self, notice: HealthCheck) -> None:
+        """Sets what /health/ready says beside whether the process is ready."""
+        if self.server is not None:
+            self.server.set_notice(notice)
+
     def set_pages(self, pages: Mapping[str, Page]) -> None:
         """Sets what the metrics port shows beside metrics and health, if there is one."""
         if self.server is not None:

@@ -148,6 +148,7 @@ class EngineTimes:
     which requests shared a batch without a span for every request in every step.
     """
 
+    queued_ns: int
     taken_ns: int
     first_token_ns: int | None
     ended_ns: int
@@ -170,12 +171,10 @@ def record_engine_spans(
 ) -> None:
     """The engine's part of a request's trace, written when the request leaves the engine.
 
-    Spans: the wait in the queue (from the gateway's clock to the engine's: it holds their skew),
-    the engine, and inside it prefill (from taking it to its first token) and decode. Records
-    nothing where the trace is not sampled.
+    Spans: the wait in the queue, the engine, and inside it prefill (from taking it to its first
+    token) and decode. Records nothing where the trace is not sampled.
     """
     parent = extract(request.trace)
-    queued_ns = min(request.created_ms * 1_000_000, times.taken_ns)
     shared: dict[str, AttributeValue] = {names.REQUEST_ID: request.request_id}
     engine = tracer.start_span(
         names.SPAN_ENGINE, parent, SpanKind.CONSUMER, shared, start_time=times.taken_ns
@@ -183,7 +182,10 @@ def record_engine_spans(
     inside = set_span_in_context(engine, parent)
     joined = get_current_span(parent).get_span_context().is_valid
     queue = tracer.start_span(
-        names.SPAN_QUEUE, parent if joined else inside, attributes=shared, start_time=queued_ns
+        names.SPAN_QUEUE,
+        parent if joined else inside,
+        attributes=shared,
+        start_time=times.queued_ns,
     )
     queue.end(times.taken_ns)
     if engine.is_recording():
@@ -198,7 +200,7 @@ def record_engine_spans(
                 names.RESPONSE_FINISH_REASONS: tuple(finish_reasons),
                 names.STEP_FIRST: times.first_step,
                 names.STEP_LAST: times.last_step,
-                **_latencies(queued_ns, times),
+                **_latencies(times),
             }
         )
         _set_error(engine, error_type)
@@ -261,13 +263,15 @@ def _phase(
     span.end(period[1])
 
 
-def _latencies(queued_ns: int, times: EngineTimes) -> dict[str, AttributeValue]:
+def _latencies(times: EngineTimes) -> dict[str, AttributeValue]:
     latencies: dict[str, AttributeValue] = {
-        names.LATENCY_QUEUE: (times.taken_ns - queued_ns) / 1e9,
-        names.LATENCY_E2E: (times.ended_ns - queued_ns) / 1e9,
+        names.LATENCY_QUEUE: (times.taken_ns - times.queued_ns) / 1e9,
+        names.LATENCY_E2E: (times.ended_ns - times.queued_ns) / 1e9,
     }
     if times.first_token_ns is not None:
-        latencies[names.LATENCY_TIME_TO_FIRST_TOKEN] = (times.first_token_ns - queued_ns) / 1e9
+        latencies[names.LATENCY_TIME_TO_FIRST_TOKEN] = (
+            times.first_token_ns - times.queued_ns
+        ) / 1e9
         latencies[names.LATENCY_PREFILL] = (times.first_token_ns - times.taken_ns) / 1e9
         latencies[names.LATENCY_DECODE] = (times.ended_ns - times.first_token_ns) / 1e9
     return latencies

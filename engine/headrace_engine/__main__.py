@@ -16,6 +16,7 @@ from importlib.metadata import version
 
 from headrace_common import keys, telemetry
 from headrace_common.checkpoint import CheckpointFiles, TokenizerError
+from headrace_common.clock_offset import show_clock_offset
 from headrace_common.errors import HeadraceError
 from headrace_common.process import EXIT_CONFIG, EXIT_FAILED, read_settings
 from headrace_common.protocol.connection import Connection, ConnectionConfig
@@ -123,6 +124,7 @@ async def serve(
         live=lambda: None if worker is None else worker.stuck(),
         ready=lambda: "starting" if worker is None else worker.not_ready(),
     )
+    show_clock_offset(measures, connection.clock)
     try:
         registration = _registration(settings, engine, connection, files)
         worker = Worker(
@@ -162,6 +164,7 @@ def _registration(
         owner=settings.owner,
         files=files,
         adapters=tuple(settings.lora_modules),
+        clock=connection.clock.now,
     )
 
 

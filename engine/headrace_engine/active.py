@@ -50,10 +50,12 @@ class ActiveRequest:
     """Output, fence and gateway of one leased request."""
 
     __slots__ = (
+        "arrived",
         "asked",
         "attempt",
         "cached_tokens",
         "choices",
+        "deadline",
         "executing",
         "gateway_id",
         "moved",
@@ -69,7 +71,9 @@ class ActiveRequest:
         self.gateway_id = lease.gateway_id
         self.recovered = lease.recovered
         self.executing = False
-        self.moved = monotonic()  # when it last gave output, or came
+        now = monotonic()
+        self.arrived, self.deadline = now - lease.waited, now + lease.left
+        self.moved = now  # when it last gave output, or came
         self.asked = 0  # how often the gateway was asked what its client has
         self.runs = 0
         self.cached_tokens = 0
@@ -105,8 +109,8 @@ class ActiveRequest:
             choice.journaled = len(choice.token_ids)
             choice.logprobs_from = len(choice.token_ids) - len(choice.logprobs)
 
-    def engine_request(self, arrival: float) -> EngineRequest:
-        """A new run in the engine's core, under a new `engine_key`."""
+    def engine_request(self) -> EngineRequest:
+        """A new run in the engine's core, under a new `engine_key`; times are monotonic."""
         self.runs += 1
         request = self.request
         assert request.sampling.seed is not None, "gateways always set a seed"
@@ -115,9 +119,9 @@ class ActiveRequest:
             prompt_token_ids=request.prompt_token_ids,
             params=request.sampling,
             seed=request.sampling.seed,
-            arrival=arrival,
+            arrival=self.arrived,
             priority=request.priority,
-            deadline=request.deadline_ms / 1000,
+            deadline=self.deadline,
             tenant=request.tenant,
             cache_salt=request.cache_salt,
             resume=tuple(tuple(one.token_ids) for one in self.choices) if self.has_output else (),

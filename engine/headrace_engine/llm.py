@@ -280,7 +280,7 @@ class LLM:
         request_id = str(self._counter)
         self._counter += 1
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
-        now = time.time()
+        now = time.monotonic()
         grammar = self._compile(params)
         self._engine.add_request(
             EngineRequest(

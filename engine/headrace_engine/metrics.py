@@ -36,6 +36,7 @@ class _Tracked:
 
     request: GenerateRequest
     attempt: int
+    queued_ns: int
     taken_ns: int
     first_step: int
     first_token_ns: int | None = None
@@ -90,11 +91,17 @@ class EngineMetrics:
 
     # Requests
 
-    def taken(self, request: GenerateRequest, attempt: int = 1, placed: bool | None = None) -> None:
-        """The engine has taken a request from the queue; `placed` as in Lease."""
-        now = self._clock_ns()
-        self._tracked[request.request_id] = _Tracked(request, attempt, now, self._steps + 1)
-        waited = max(0.0, now / 1e9 - request.created_ms / 1e3)
+    def taken(
+        self,
+        request: GenerateRequest,
+        attempt: int = 1,
+        placed: bool | None = None,
+        waited: float = 0.0,
+    ) -> None:
+        """The engine has taken a request from the queue; `placed` and `waited` as in Lease."""
+        now, waited = self._clock_ns(), max(0.0, waited)
+        queued = now - int(waited * 1e9)
+        self._tracked[request.request_id] = _Tracked(request, attempt, queued, now, self._steps + 1)
         self._phases.record(waited, {**self._labels, names.PHASE: "queue"})
         if attempt > 1:
             self._redeliveries.add(1, self._labels)
@@ -159,6 +166,7 @@ class EngineMetrics:
 
     def _times(self, tracked: _Tracked) -> EngineTimes:
         return EngineTimes(
+            queued_ns=tracked.queued_ns,
             taken_ns=tracked.taken_ns,
             first_token_ns=tracked.first_token_ns,
             ended_ns=self._clock_ns(),

@@ -56,7 +56,8 @@ class EngineRequest:
     beams: how many of the most likely tokens the search looks at. `logprobs` is what the sampler
     reads: those, or the user's.
     `lora` names the adapter that it runs with.
-    `arrival` and `deadline` are seconds of one clock. `priority` 0 is normal, lower is sooner.
+    `arrival` and `deadline` are seconds of the monotonic clock. `priority` 0 is normal, lower is
+    sooner.
     """
 
     request_id: str

@@ -110,7 +110,7 @@ class Roster:
             active.recovered = True
         self._active[active.request_id] = active
         self.busy.set()
-        self._metrics.taken(active.request, active.attempt, lease.placed)
+        self._metrics.taken(active.request, active.attempt, lease.placed, lease.waited)
         if lease.suspect:
             self._suspects.append(active)
         return active
@@ -130,7 +130,7 @@ class Roster:
                 self._run(active)
 
     def _run(self, active: ActiveRequest) -> None:
-        request = active.engine_request(active.request.created_ms / 1000)
+        request = active.engine_request()
         self._by_engine_key[request.request_id] = active
         if request.params.structured_outputs is None:
             self._start(active, request)

@@ -7,10 +7,12 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 
 import uvloop
 
 from headrace_common import keys, telemetry
+from headrace_common.clock_offset import show_clock_offset
 from headrace_common.errors import HeadraceError, SettingsError
 from headrace_common.process import EXIT_CONFIG, EXIT_UNAVAILABLE, read_settings
 from headrace_common.protocol.connection import Connection, ConnectionConfig, when_reachable
@@ -77,13 +79,20 @@ async def serve(
     client = GenerationClient(
         queue,
         settings.queue_limits,
+        connection.clock.now,
         config=ClientConfig(beat_interval=BEATS * settings.lease),
         place=_place(settings, engines),
         shards=engines.shards,
     )
     discovery = _discovery(settings, static, connection)
     served = Models(static, discovery, aliases=settings.model_aliases)
-    api_keys = None if settings.api_keys_file is None else KeyFile(settings.api_keys_file)
+    api_keys = (
+        None
+        if settings.api_keys_file is None
+        else KeyFile(
+            settings.api_keys_file, lambda: datetime.fromtimestamp(connection.clock.now(), UTC)
+        )
+    )
     liveness = _liveness(client, discovery, api_keys)
     measures = telemetry.setup(
         "headrace-gateway",
@@ -95,6 +104,7 @@ async def serve(
         live=liveness,
         ready=lambda: "starting",
     )
+    show_clock_offset(measures, connection.clock)
 
     def ready() -> None:
         measures.set_health(live=liveness, ready=liveness)
@@ -121,6 +131,7 @@ async def serve(
             ),
             refused_grammars=RedisRefusedGrammars(connection),
             storage=open_storage(connection, gateway_id),
+            clock=connection.clock,
         )
         app = create_app(settings, parts)
         server = GatewayServer(

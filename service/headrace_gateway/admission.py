@@ -59,7 +59,10 @@ class Accepted:
 
 
 class Admission:
-    """Raises ApiError for what is refused, QueueFull and BackendUnavailable as the client does."""
+    """Raises ApiError for what is refused, QueueFull and BackendUnavailable as the client does.
+
+    `clock` gives Unix seconds of Redis.
+    """
 
     def __init__(
         self,
@@ -72,7 +75,7 @@ class Admission:
         self._engines = engines
         self.ids = RequestIds(engines)
         self._limits = limits
-        self._clock = clock
+        self.clock = clock
 
     async def prepare(self, job: Job, headers: Mapping[str, str]) -> list[GenerateRequest]:
         """Requests that would be accepted, one a prompt; nothing is queued yet."""
@@ -106,8 +109,8 @@ class Admission:
         ]
 
     def lifetime(self, headers: Mapping[str, str]) -> tuple[int, int]:
-        """When a request with these headers begins and must have ended, in Unix ms."""
-        now = self._clock()
+        """When a request with these headers begins and must have ended, in Unix ms of Redis."""
+        now = self.clock()
         seconds = seconds_left(
             headers,
             now=now,

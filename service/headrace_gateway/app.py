@@ -13,6 +13,7 @@ from headrace_common.grammar_checks import CheckBounds, GrammarChecks
 from headrace_common.limited_pool import TaskLimits
 from headrace_common.protocol.accounts import Accounts, Memory
 from headrace_common.protocol.limits import KeyUsage
+from headrace_common.protocol.redis_clock import RedisClock
 from headrace_common.protocol.store import RequestStore
 from headrace_common.refused_grammars import LocalRefusedGrammars, RefusedGrammars
 from headrace_common.telemetry import Telemetry, disabled
@@ -101,7 +102,7 @@ class Parts:
     The client and the keys are started, and closed, by the caller, on the event loop that serves.
     With `keys` every request needs one; `usage` counts what those with limits use. Without
     `durable` a request lives no longer than its connection, without `storage` there are no files
-    and no batches.
+    and no batches. Requests' times are of `clock`.
     """
 
     served: Models
@@ -114,6 +115,7 @@ class Parts:
     durable: Durable | None = None
     refused_grammars: RefusedGrammars = field(default_factory=LocalRefusedGrammars)
     storage: Storage | None = None
+    clock: RedisClock = field(default_factory=RedisClock)
 
 
 def create_app(settings: GatewaySettings, parts: Parts) -> FastAPI:
@@ -123,7 +125,7 @@ def create_app(settings: GatewaySettings, parts: Parts) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         with ThreadPoolExecutor(settings.tokenizer_threads, "tokenizer") as executor:
-            stores = None if parts.durable is None else _stores(settings, parts.durable)
+            stores = _stores(settings, parts)
             _observe(metrics, parts, stores)
             grammars = _grammars(settings, parts, metrics)
             services = _services(settings, parts, executor, metrics, grammars, stores)
@@ -212,7 +214,7 @@ def _services(
         max_deadline=settings.max_deadline,
         max_choices=settings.max_choices,
     )
-    rate_limits = None if parts.usage is None else RateLimits(parts.usage)
+    rate_limits = None if parts.usage is None else RateLimits(parts.usage, parts.clock.now)
     client = parts.client if rate_limits is None else MeteredClient(parts.client, rate_limits)
     observer = Observer(metrics, parts.telemetry.tracer)
     delivery = Delivery(
@@ -226,19 +228,20 @@ def _services(
         models=parts.served,
         prompts=PromptEncoder(executor),
         engines=engines,
-        admission=Admission(client, engines, limits),
+        admission=Admission(client, engines, limits, parts.clock.now),
         observer=observer,
         delivery=delivery,
         drain=drain,
         keeping=Keeping(
-            _kept(settings, parts.durable, client, stores),
-            embeddings=_kept_embeddings(parts.durable, client, stores),
+            _kept(settings, parts, client, stores),
+            embeddings=_kept_embeddings(parts, client, stores),
             models=parts.served,
             observer=observer,
             delivery=delivery,
             drain=drain,
         ),
         liveness=parts.liveness,
+        notice=parts.clock.notice,
         version=package_version(),
         chat_output=ChatOutput(settings),
         constraints=Constraints(grammars),
@@ -257,7 +260,10 @@ def _grammars(settings: GatewaySettings, parts: Parts, metrics: GatewayMetrics) 
     return GrammarChecks(bounds, parts.refused_grammars, metrics.grammar_checked)
 
 
-def _stores(settings: GatewaySettings, durable: Durable) -> TenantStores:
+def _stores(settings: GatewaySettings, parts: Parts) -> TenantStores | None:
+    durable = parts.durable
+    if durable is None:
+        return None
     limits = StoreLimits(
         tenant_bytes=int(settings.max_tenant_store_bytes),
         requests=settings.max_stored_requests,
@@ -266,28 +272,27 @@ def _stores(settings: GatewaySettings, durable: Durable) -> TenantStores:
         files=settings.max_stored_files,
         memory_share=settings.store_memory_share,
     )
-    return TenantStores(durable.accounts, limits, durable.memory)
+    return TenantStores(durable.accounts, limits, durable.memory, parts.clock.now)
 
 
 def _kept(
-    settings: GatewaySettings,
-    durable: Durable | None,
-    client: Client,
-    stores: TenantStores | None,
+    settings: GatewaySettings, parts: Parts, client: Client, stores: TenantStores | None
 ) -> KeptRequests | None:
+    durable = parts.durable
     if durable is None or stores is None:
         return None
     sessions = Sessions(client, durable.store, stores.settle)
     lifetimes = Lifetimes(result=settings.result_ttl, window=settings.resume_window)
-    return KeptRequests(durable.store, durable.ledger, sessions, lifetimes, stores)
+    return KeptRequests(durable.store, durable.ledger, sessions, lifetimes, stores, parts.clock.now)
 
 
 def _kept_embeddings(
-    durable: Durable | None, client: Client, stores: TenantStores | None
+    parts: Parts, client: Client, stores: TenantStores | None
 ) -> KeptEmbeddings | None:
+    durable = parts.durable
     if durable is None or stores is None:
         return None
-    return KeptEmbeddings(durable.store, durable.ledger, client, stores)
+    return KeptEmbeddings(durable.store, durable.ledger, client, stores, parts.clock.now)
 
 
 def _observe(metrics: GatewayMetrics, parts: Parts, stores: TenantStores | None) -> None:
@@ -295,7 +300,7 @@ def _observe(metrics: GatewayMetrics, parts: Parts, stores: TenantStores | None)
         loop = asyncio.get_running_loop()
         metrics.observe_queue(QueueReadings(parts.queue, lambda: parts.served.queues, loop))
         if parts.storage is not None:
-            metrics.observe_batches(BatchReadings(parts.storage.batches, loop))
+            metrics.observe_batches(BatchReadings(parts.storage.batches, loop, parts.clock.now))
         keys = parts.keys
         if keys is not None:
             metrics.observe_keys(keys)

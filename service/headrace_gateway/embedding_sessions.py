@@ -22,7 +22,8 @@ class EmbeddingSession:
     """A stored request for embeddings that runs here. `on_end` is called once, when it has ended.
 
     `known` are the vectors that are there already, by their requests' ids. `queued` is called for
-    each request that is put in the queue, `refused` where the queue took none of them.
+    each request that is put in the queue, `refused` where the queue took none of them. `clock` is
+    Redis'.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class EmbeddingSession:
         client: Client,
         store: RequestStore,
         *,
+        clock: Callable[[], float],
         queued: Callable[[], None],
         refused: Callable[[], Awaitable[None]],
         on_end: Callable[["EmbeddingSession"], None],
@@ -44,7 +46,7 @@ class EmbeddingSession:
         self._refused = refused
         self._on_end = on_end
         self._cancelling = False
-        self._vectors = Vectors(stored.requests, self._submit, self._made, known)
+        self._vectors = Vectors(stored.requests, self._submit, self._made, known, clock)
         self._work = asyncio.create_task(self._run(), name="embeddings")
         self._guard = asyncio.create_task(self._watch(), name="guard")
         self._work.add_done_callback(self._end)

@@ -69,7 +69,9 @@ class EmbeddingResponse(WatchedResponse):
         super().__init__(exchange.observation, delivery, drain)
         self._exchange = exchange
         self._total = Usage()
-        self._vectors = Vectors(exchange.requests, self._submit, self._made, {})
+        self._vectors = Vectors(
+            exchange.requests, self._submit, self._made, {}, exchange.admission.clock
+        )
 
     def _usage(self) -> Usage:
         return self._total

@@ -1,7 +1,6 @@
 """Answers requests that outlive their connection: new ones, repeated ones, and by their id."""
 
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -152,7 +151,7 @@ class Keeping:
             request_id=asked.request_id,
             operation=asked.operation.name,
             fingerprint=fingerprint(asked.operation.name, asked.body),
-            created=int(time.time()),
+            created=requests[0].created_ms // 1000,
             expires_ms=requests[0].deadline_ms + requests[0].keep_ms,
             requests=requests,
             stop=tuple(call.sampling.stop),

@@ -152,6 +152,7 @@ class KeptEmbeddings:
                 kept.vectors,
                 self._client,
                 self._store,
+                clock=self._clock,
                 queued=queued,
                 refused=lambda: self.forget(kept),
                 on_end=self._ended,

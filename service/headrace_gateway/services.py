@@ -1,7 +1,6 @@
 """What routes work with: built once in create_app, handed to each request."""
 
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,6 +46,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 class Services:
     """`caller` and `rate_limits` are None where API keys are off; `models` are the caller's.
 
+    `notice` says what an operator should know though all is well, or None.
     `batch` is the id of the batch for which a request is run, None for a client's own.
     """
 
@@ -60,6 +60,7 @@ class Services:
     drain: Drain
     keeping: Keeping
     liveness: Callable[[], str | None]
+    notice: Callable[[], str | None]
     version: str
     chat_output: ChatOutput
     constraints: Constraints
@@ -167,7 +168,7 @@ class Services:
             accept=partial(self.admission.submit, job, requests),
             tokenizer=job.model.tokenizer,
             choices_per_prompt=job.sampling.n,
-            answer=operation.answer(_answer_options(job, call, request_id)),
+            answer=operation.answer(_answer_options(job, call, request_id, requests[0].created_ms)),
             observation=observation,
             stream=body.stream,
             headers=answered,
@@ -204,12 +205,12 @@ async def _job(
     )
 
 
-def _answer_options(job: Job, call: Call, request_id: str) -> AnswerOptions:
+def _answer_options(job: Job, call: Call, request_id: str, created_ms: int) -> AnswerOptions:
     return AnswerOptions(
         answer_id=request_id,
         model=job.model.name,
         system_fingerprint=job.model.system_fingerprint,
-        created=int(time.time()),
+        created=created_ms // 1000,
         tokenizer=job.model.tokenizer,
         choices=job.sampling.n * len(job.prompts),
         choices_per_prompt=job.sampling.n,

@@ -101,7 +101,7 @@ class Room:
 
 
 class TenantStores:
-    """Counts what tenants leave. `memory` reads Redis'.
+    """Counts what tenants leave. `memory` reads Redis'; `clock` gives Unix seconds of Redis.
 
     Raises ApiError, and BackendUnavailable where Redis cannot be reached.
     """

@@ -5,7 +5,6 @@ neither HTTP nor who wants them.
 """
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from headrace_common.errors import FailureCode, QueueFull, RequestFailed
@@ -32,7 +31,7 @@ class Vectors:
     """`known` are the vectors that are there already, by their requests' ids.
 
     `made` is called with each request whose vector has come, and how many tokens of its prompt were
-    cached.
+    cached. `clock` gives Unix seconds of Redis.
     """
 
     def __init__(
@@ -41,10 +40,12 @@ class Vectors:
         submit: Submit,
         made: Made,
         known: Mapping[str, bytes],
+        clock: Callable[[], float],
     ) -> None:
         self._requests = requests
         self._submit = submit
         self._made = made
+        self._clock = clock
         self._found = dict(known)
         self._generations: list[Generation] = []
         self._places = asyncio.Semaphore(IN_FLIGHT)
@@ -90,7 +91,7 @@ class Vectors:
             try:
                 generation = await self._submit(request)
             except QueueFull as error:
-                if not self.begun or time.time() * 1000 > request.deadline_ms:
+                if not self.begun or self._clock() * 1000 > request.deadline_ms:
                     raise
                 await asyncio.sleep(min(error.retry_after, LONGEST_PAUSE_S))
             else:

@@ -1,5 +1,6 @@
 """Placement: engines get requests whose prompts begin alike, and the queue's promises hold."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -268,7 +269,7 @@ def test_an_engine_that_goes_moves_its_own_prompts_only() -> None:
 
 
 def admit(backend: MemoryBackend, request: GenerateRequest, placement: Placement | None) -> None:
-    backend.admit(request, "g", LIMITS, None, False, placement)
+    backend.admit(request, "g", LIMITS, None, False, placement, left=math.inf)
 
 
 @given(

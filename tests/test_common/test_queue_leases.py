@@ -5,6 +5,8 @@ On every backend of the queue. What only Redis can do is elsewhere.
 
 import asyncio
 
+import pytest
+
 from headrace_common.errors import FailureCode
 from headrace_common.messages import (
     Cancel,
@@ -28,6 +30,8 @@ from headrace_testing.queue_contract import (
 from headrace_testing.waiting import eventually, first
 
 pytestmark = ON_ALL_BACKENDS
+
+WRONG_CLOCKS = pytest.mark.parametrize("ahead", [-90_000.0, 90_000.0])
 
 
 async def test_waiting_ends_when_a_started_request_is_free_again(backend: Backend) -> None:
@@ -53,6 +57,32 @@ async def test_an_expired_request_is_answered_and_not_run(backend: Backend) -> N
     ended = await gateway.admit(request, LIMITS, seen=0)
     assert ended.outcome is not None and ended.outcome.failed is not None
     assert ended.outcome.failed.failure is FailureCode.DEADLINE
+
+
+@WRONG_CLOCKS
+async def test_a_time_out_is_what_is_left_of_it_whatever_the_gateways_clock_says(
+    backend: Backend, ahead: float
+) -> None:
+    gateway, engine, other = backend.gateway(ahead=ahead), backend.engine("e1"), backend.engine()
+    await gateway.admit(make_request(seconds=100 + ahead), LIMITS)
+    (lease,) = await engine.take(4)
+    assert 0 < lease.left <= 100
+    assert 0 <= lease.waited < 100
+    assert (await beat(engine, progress(lease))).verdict is Verdict.OWNED
+    await engine.give_back([lease.request.request_id])
+    (moved_lease,) = await other.reap(1)
+    assert 0 < moved_lease.left <= lease.left
+    assert moved_lease.waited >= lease.waited
+
+
+@WRONG_CLOCKS
+async def test_a_time_out_that_is_over_ends_whatever_the_gateways_clock_says(
+    backend: Backend, ahead: float
+) -> None:
+    gateway = backend.gateway(ahead=ahead)
+    await gateway.admit(make_request(seconds=ahead - 1), LIMITS)
+    assert await backend.engine().take(4) == []
+    assert (await gateway.depth(MODEL)).waiting == 0
 
 
 async def test_a_running_request_expires(backend: Backend) -> None:

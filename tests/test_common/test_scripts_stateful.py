@@ -36,11 +36,14 @@ LIMITS = QueueLimits(max_requests=9, max_tokens=60, max_tenant_requests=5)
 PRIORITIES = (0, 0, -1, 0, 0, 1, 0)
 ENGINES = ("e0", "e1", "e2")
 engines = st.sampled_from(ENGINES)
-gateways = st.sampled_from(("g0", "g1"))
+# Seconds that the clocks of gateways are ahead of the store's.
+AHEAD = {"g0": -90_000, "g1": 90_000}
+gateways = st.sampled_from(tuple(AHEAD))
 # Held for so long that none is stolen because of the time that a test takes.
 HOLD_MS = 3_600_000
 MANNERS: Sequence[Mapping[str, bool]] = ({}, {}, {"polite": True}, {"disputed": True})
 REQUESTS = 12
+OVER = 11  # the request whose deadline is over
 requests = st.integers(0, REQUESTS - 1)
 
 
@@ -56,7 +59,9 @@ class ScriptsAndModel(RuleBasedStateMachine):
         self.model = InMemory()
         self.run(self.redis.wipe())
         both = (self.redis, self.model)
-        self.gateways = {name: [b.gateway(name) for b in both] for name in ("g0", "g1")}
+        self.gateways = {
+            name: [b.gateway(name, ahead=ahead) for b in both] for name, ahead in AHEAD.items()
+        }
         self.engines = {name: [b.engine(name) for b in both] for name in ENGINES}
         self.requests: list[GenerateRequest] = []
         self.attempts: dict[str, int] = {}
@@ -81,6 +86,7 @@ class ScriptsAndModel(RuleBasedStateMachine):
                     priority=PRIORITIES[number % len(PRIORITIES)],
                     prompt=(1,) * (number % 8 + 1),
                     max_tokens=2,
+                    seconds=-1 if number == OVER else 600,
                 ),
                 tenant=f"t{number % 3}",
             )
@@ -126,9 +132,14 @@ class ScriptsAndModel(RuleBasedStateMachine):
         placement: Placement | None = None,
         **manner: bool,
     ) -> Admission | str:
+        deadline_ms = request.deadline_ms + 1000 * AHEAD[queue.gateway_id]
         try:
             admission: Admission = await queue.admit(
-                request, LIMITS, seen=seen, placement=placement, **manner
+                replace(request, deadline_ms=deadline_ms),
+                LIMITS,
+                seen=seen,
+                placement=placement,
+                **manner,
             )
         except QueueFull as error:
             return str(error)
@@ -138,6 +149,7 @@ class ScriptsAndModel(RuleBasedStateMachine):
     def take(self, engine: str, count: int, room: int | None) -> None:
         real, model = (self.run(q.take(count, room)) for q in self.engines[engine])
         for lease in self.same(real, model):
+            assert 0 < lease.left <= 600
             self.attempts[lease.request.request_id] = lease.attempt
 
     @rule(engine=engines, count=st.integers(1, 3), suspects=st.booleans())

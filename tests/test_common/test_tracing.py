@@ -23,6 +23,7 @@ CLIENT_TRACE = "0af7651916cd43dd8448eb211c80319c"
 CLIENT_HEADERS = {"traceparent": f"00-{CLIENT_TRACE}-b7ad6b7169203331-01", "tracestate": "a=1"}
 SECOND = 1_000_000_000
 TIMES = EngineTimes(
+    queued_ns=100 * SECOND,
     taken_ns=102 * SECOND,
     first_token_ns=103 * SECOND,
     ended_ns=107 * SECOND,

@@ -135,7 +135,7 @@ def test_steps_requests_and_tokens_are_counted(telemetry: Telemetry) -> None:
     clock = Clock()
     metrics = metrics_of(telemetry, clock)
     request = request_with({})
-    metrics.taken(request)
+    metrics.taken(request, waited=2.0)
     metrics.observe(STATS, 0.25)
     clock.now += SECOND
     metrics.produced("r1", 1)

@@ -146,7 +146,7 @@ async def test_without_lookahead_what_cannot_start_stays_in_the_queue() -> None:
 
 
 async def test_running_work_ends_at_its_deadline_with_its_partial_output() -> None:
-    clock = time.time()
+    clock = time.monotonic()
     policy = Deadline(clock=lambda: clock)
     async with serving(policy, lookahead=1) as service:
         await service.admit("a", max_tokens=50)
@@ -163,7 +163,7 @@ async def test_running_work_ends_at_its_deadline_with_its_partial_output() -> No
 
 
 async def test_work_that_was_not_begun_fails_with_the_reason() -> None:
-    clock = time.time()
+    clock = time.monotonic()
     async with serving(Deadline(clock=lambda: clock), lookahead=1) as service:
         await service.admit("a", max_tokens=50)
         await service.taken()

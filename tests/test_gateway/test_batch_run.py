@@ -90,6 +90,7 @@ class Stand:
                 concurrency=1,
                 max_deadline=10.0,
             ),
+            clock=connection.clock.now,
         )
 
     async def run(self, names: Sequence[str]) -> tuple[BatchStatus, dict[str, dict[str, Any]]]:

@@ -1,11 +1,13 @@
 """Liveness is the process; readiness is an engine that works or could."""
 
+import time
 from pathlib import Path
 
 import pytest
 
 from headrace_common.errors import BackendUnavailable
-from headrace_testing.gateway import Gateway, engine_status, serve
+from headrace_common.protocol.redis_clock import RedisClock
+from headrace_testing.gateway import MODEL, Gateway, engine_status, serve
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -115,3 +117,25 @@ async def test_the_api_is_documented(gateway: Gateway) -> None:
     schemas = document["components"]["schemas"]
     assert {"ChatRequest", "CompletionRequest", "Message", "TextPart"} <= schemas.keys()
     assert "/v1/chat/completions" in document["paths"]
+
+
+async def test_a_clock_that_is_another_than_redis_is_a_warning(checkpoint: Path) -> None:
+    clock = RedisClock()
+
+    async def an_hour_later() -> tuple[int, int]:
+        return int(time.time()) + 3600, 0
+
+    await clock.measure(an_hour_later)
+    async with serve(checkpoint, clock=clock) as gateway:
+        answer = await gateway.http.get("/health/ready")
+        asked = await gateway.http.post(
+            "/v1/completions",
+            json={"model": MODEL, "prompt": "Hello"},
+            headers={"x-request-deadline": f"{clock.now() + 60:.3f}"},
+        )
+
+    assert answer.json()["status"] == "ok"
+    assert "s behind Redis'" in answer.json()["warning"]
+    assert asked.status_code == 200
+    (request,) = gateway.engine.submitted
+    assert request.deadline_ms / 1000 == pytest.approx(clock.now() + 60, abs=60)

@@ -201,7 +201,7 @@ async def test_unreadable_batches_leave_a_gap(telemetry: Telemetry) -> None:
     batches = FakeBatches()
     batches.failing = True
     metrics = GatewayMetrics(telemetry.meter)
-    metrics.observe_batches(BatchReadings(batches, asyncio.get_running_loop()))
+    metrics.observe_batches(BatchReadings(batches, asyncio.get_running_loop(), Clock()))
     metrics.batch_request(answered=True)
     metrics.batch_request(answered=False)
     metrics.batch_ended("completed")

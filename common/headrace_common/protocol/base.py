@@ -4,8 +4,9 @@ Implemented over Redis Streams and, with the same contract tests, in memory. doc
 the promises; nothing here waits by polling.
 """
 
+import math
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
@@ -167,7 +168,8 @@ class Lease:
     `attempt` fences: it grows with each delivery. `recovered`: another engine may have sent tokens
     already, so ask the gateway (Takeover) before running it. `suspect`: it failed without progress
     before and must run alone. `placed`: whether it was placed with this engine or with another;
-    None where with none.
+    None where with none. `waited` and `left` are the seconds since it was admitted and until its
+    deadline, by the queue's clock: the engine's own may be another.
     """
 
     request: GenerateRequest
@@ -176,6 +178,8 @@ class Lease:
     recovered: bool = False
     suspect: bool = False
     placed: bool | None = None
+    waited: float = field(default=0.0, compare=False)
+    left: float = field(default=math.inf, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,7 @@ from .cluster import ClusterClient
 from .endpoint import Topology, parse_endpoint
 from .pools import ConnectionConfig as ConnectionConfig
 from .pools import Pools, at
+from .redis_clock import RedisClock
 from .scripts import Scripts, load_scripts
 from .sentinel import Sentinels
 
@@ -59,6 +60,7 @@ class Connection:
     def __init__(self, config: ConnectionConfig) -> None:
         """Raises SettingsError where the URL is wrong."""
         self.config = config
+        self.clock = RedisClock()
         self.topology, self.client, self._reader = _clients(config)
         self._scripts: Scripts | None = None
 
@@ -100,6 +102,18 @@ class Connection:
                     raise failed from error
             await backoff(attempt)
         raise AssertionError("at least one try")
+
+    async def measure_clock(self, near: str) -> None:
+        """Compares the clocks; in a cluster with that of the node that has the key `near`.
+
+        Raises BackendUnavailable.
+        """
+
+        async def ask() -> tuple[int, int]:
+            _, (seconds, microseconds) = await self.client.pipeline([("EXISTS", near), ("TIME",)])
+            return seconds, microseconds
+
+        await self.attempt(lambda: self.clock.measure(ask))
 
     async def _heal(self, error: RedisError) -> None:
         """A demoted primary keeps its connections: leave them, the name may point elsewhere now."""

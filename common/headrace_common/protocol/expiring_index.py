@@ -1,6 +1,5 @@
 """Sets of what is kept until some time, which forget by themselves. Every write may be repeated."""
 
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -12,11 +11,11 @@ Run = Callable[..., Awaitable[list[Any]]]
 class ExpiringIndex:
     """One sorted set: members "<id>:<number>:<until>", scored by `until` (Unix seconds).
 
-    `run` sends commands in one round trip. Ids have no colon. The set lives as long as its last
-    member.
+    `run` sends commands in one round trip; `clock` is Redis'. Ids have no colon. The set lives as
+    long as its last member.
     """
 
-    def __init__(self, run: Run, key: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, run: Run, key: str, clock: Callable[[], float]) -> None:
         self._run, self._key, self._clock = run, key, clock
 
     async def put(self, name: str, until: int, number: int = 0) -> None:

@@ -91,18 +91,18 @@ class MemoryBackend:
         placement: Placement | None = None,
         *,
         disputed: bool = False,
+        left: float,
     ) -> tuple[Record | None, str]:
-        """ADMIT: (record, former gateway, "held" or "new"); (None, "" or "tenant") where there is
-        no room, for anybody or for the tenant.
+        """ADMIT, `left` seconds before the deadline: (record, former gateway, "held" or "new");
+        (None, "" or "tenant") where there is no room, for anybody or for the tenant.
 
         Raises RequestConflict.
         """
         shard = self.shard(request.model, keys.shard_of(request.request_id))
         record = shard.records.get(request.request_id)
         if record is not None:
-            over = request.deadline_ms / 1000 <= self.clock()
-            if not over and record.goes_on(gateway, seen, disputed=disputed):
-                return self._go_on(shard, record, request, gateway, seen, polite=polite)
+            if left > 0 and record.goes_on(gateway, seen, disputed=disputed):
+                return self._go_on(shard, record, request, gateway, seen, polite=polite, left=left)
             if polite and not record.ended and record.gateway != gateway:
                 record.given = True
                 return record, "held"
@@ -116,7 +116,7 @@ class MemoryBackend:
         most = limits.max_tenant_requests
         if seen is None and 0 < most <= self.waiting_of(shard, request.tenant):
             return None, "tenant"
-        record = self._record(request, gateway, seen)
+        record = self._record(request, gateway, seen, left)
         shard.records[request.request_id] = record
         queue = shard.waiting[record.priority]
         if placement is not None:
@@ -137,6 +137,7 @@ class MemoryBackend:
         seen: int | None,
         *,
         polite: bool,
+        left: float,
     ) -> tuple[Record | None, str]:
         """Queues a request again that has ended, or leaves that to its gateway."""
         now = self.clock()
@@ -145,24 +146,27 @@ class MemoryBackend:
         if polite and record.gateway != gateway and now - record.lost_at < LOST_HELD_S:
             record.given = True
             return record, "held"
-        record.go_on(gateway, encode_request(request), now, seen)
+        record.go_on(gateway, encode_request(request), now, seen, left)
         shard.waiting[record.priority].add(request.request_id, record.tenant)
         return record, "new"
 
-    def _record(self, request: GenerateRequest, gateway: str, seen: int | None) -> Record:
+    def _record(
+        self, request: GenerateRequest, gateway: str, seen: int | None, left: float
+    ) -> Record:
+        now = self.clock()
         return Record(
             payload=encode_request(request),
             fingerprint=fingerprint(request),
             priority=priority_class(request.priority),
-            deadline=request.deadline_ms / 1000,
+            deadline=now + left,
             tokens=token_cost(request),
             prompt_tokens=len(request.prompt_token_ids),
             tenant=request.tenant,
             gateway=gateway,
-            admitted=self.clock(),
+            admitted=now,
             attempt=seen or 0,
             keep=request.keep_ms / 1000,
-            expires=(request.deadline_ms + keys.GRACE_MS) / 1000,
+            expires=now + left + keys.GRACE_MS / 1000,
         )
 
     @staticmethod
@@ -268,8 +272,17 @@ class MemoryBackend:
         if record.attempt == 1 and not recovered:
             record.writer = f"{engine}/1"
         placed = record.placed == engine if fresh and record.placed else None
+        now = self.clock()
         return Taken(
-            rid, record.attempt, record.gateway, recovered, suspect, record.payload, placed
+            request_id=rid,
+            attempt=record.attempt,
+            gateway=record.gateway,
+            recovered=recovered,
+            suspect=suspect,
+            payload=record.payload,
+            placed=placed,
+            waited=now - record.admitted,
+            left=record.deadline - now,
         )
 
     def _fail(self, shard: Shard, rid: str, why: FailureCode, started: bool) -> Ending:

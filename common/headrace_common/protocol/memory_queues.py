@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 
 from .. import keys
@@ -60,11 +60,14 @@ async def _decoded(messages: AsyncIterator[bytes]) -> AsyncIterator[Frame]:
 
 
 class MemoryGatewayQueue:
-    """One incarnation of a gateway; see GatewayQueue."""
+    """One incarnation of a gateway; see GatewayQueue. `clock` is its own, in Unix seconds."""
 
-    def __init__(self, backend: MemoryBackend, gateway_id: str) -> None:
+    def __init__(
+        self, backend: MemoryBackend, gateway_id: str, clock: Callable[[], float] | None = None
+    ) -> None:
         self.gateway_id = gateway_id
         self._backend = backend
+        self._clock = clock or backend.clock
 
     async def start(self) -> None:
         await self.beat()
@@ -80,7 +83,14 @@ class MemoryGatewayQueue:
         placement: Placement | None = None,
     ) -> Admission:
         record, former = self._backend.admit(
-            request, self.gateway_id, limits, seen, polite, placement, disputed=disputed
+            request,
+            self.gateway_id,
+            limits,
+            seen,
+            polite,
+            placement,
+            disputed=disputed,
+            left=request.deadline_ms / 1000 - self._clock(),
         )
         if record is None:
             raise await self._full(request, of_tenant=former == "tenant")
@@ -384,6 +394,8 @@ def _lease(item: Taken, shard: int) -> Lease:
         recovered=item.recovered,
         suspect=item.suspect,
         placed=item.placed,
+        waited=item.waited,
+        left=item.left,
     )
 
 

@@ -62,7 +62,9 @@ class Record:
         lost = self.undecided and (self.why is FailureCode.LOST or seen is not None)
         return (lost or other) and self.anew < MOST_ANEW
 
-    def go_on(self, gateway: str, payload: bytes, now: float, seen: int | None) -> None:
+    def go_on(
+        self, gateway: str, payload: bytes, now: float, seen: int | None, left: float
+    ) -> None:
         """It waits again, behind all attempts that it had. Its failures go on counting."""
         self.state, self.why, self.outcome = "queued", None, None
         self.attempt = max(self.attempt, seen or 0)
@@ -71,7 +73,7 @@ class Record:
         self.progress = self.progress_at_take = 0
         self.placed, self.passes = "", 0
         self.payload, self.admitted, self.anew = payload, now, self.anew + 1
-        self.expires = self.deadline + GRACE_MS / 1000
+        self.expires = now + left + GRACE_MS / 1000
 
     @property
     def counted_failures(self) -> int:
@@ -118,6 +120,8 @@ class Taken:
     suspect: bool
     payload: bytes
     placed: bool | None
+    waited: float
+    left: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ Reads records and never prompts. What it changes goes through the same scripts a
 gateways hear of it as they hear from an engine.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -214,7 +213,9 @@ class QueueAdmin:
         if payload is None:
             return False
         try:
-            request = _renewed(decode_request(payload), seconds)
+            await self._connection.measure_clock(shard.stats)
+            now = self._connection.clock.now_ms()
+            request = _renewed(decode_request(payload), now, seconds)
         except MessageError:
             return False
         rid = letter.request_id
@@ -224,7 +225,7 @@ class QueueAdmin:
             letter.letter_id,
             keys.new_incarnation("replay"),
             fingerprint(request),
-            request.deadline_ms,
+            int(seconds * 1000),
             token_cost(request),
             len(request.prompt_token_ids),
             priority_class(request.priority),
@@ -305,8 +306,7 @@ def _unix(entry_id: bytes) -> float:
     return int(entry_id.split(b"-")[0]) / 1000
 
 
-def _renewed(request: GenerateRequest, seconds: float) -> GenerateRequest:
-    now = int(time.time() * 1000)
+def _renewed(request: GenerateRequest, now: int, seconds: float) -> GenerateRequest:
     window = int(seconds * 1000)
     return replace(
         request,

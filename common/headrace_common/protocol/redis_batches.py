@@ -4,7 +4,6 @@ A result is written once, whoever writes it first; everything may be repeated. A
 from leading the same batch; two leaders at once would do work twice, and change nothing else.
 """
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -36,11 +35,11 @@ NOTHING_USED = TokenUsage()
 
 
 class RedisBatches:
-    """`clock` gives Unix seconds."""
+    """`clock` gives Unix seconds; default: Redis' own."""
 
-    def __init__(self, connection: Connection, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, connection: Connection, clock: Callable[[], float] | None = None) -> None:
         self._connection = connection
-        self._clock = clock
+        self._clock = clock or connection.clock.now
 
     async def create(self, request: BatchRequest) -> Batch:
         """Keeps a batch and makes it one that waits for a leader."""

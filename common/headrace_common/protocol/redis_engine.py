@@ -84,6 +84,7 @@ class RedisEngineQueue:
         """Checks the servers, once for all shards. Raises BackendUnfit, BackendUnavailable."""
         if self.shard == keys.DEFAULT_SHARD:
             await check_backend(self._connection)
+            await self._connection.measure_clock(self._keys.status(self.engine_id))
         (last,) = await self._pipeline(("XREVRANGE", self._keys.wakeups, "+", "-", "COUNT", 1))
         if last:
             self._woken = last[0][0].decode()
@@ -243,9 +244,10 @@ class RedisEngineQueue:
             ("SET", name, encode_status(status), "PX", self._lease_ms),
             ("SADD", self._keys.engines, self.engine_id),
         )
+        await self._connection.measure_clock(name)
 
     async def tell_shards(self, shards: int) -> int:
-        now, name = time.time() * 1000, self._keys.stats
+        now, name = self._connection.clock.now_ms(), self._keys.stats
         (fields,) = await self._pipeline(("HMGET", name, *SHARD_FIELDS))
         kept = shards_kept(fields, now)
         if note := shard_note(shards, kept, now):
@@ -390,7 +392,7 @@ def _journaled(choice: ChoiceState) -> list[bytes]:
 
 def _lease(item: list[Any]) -> Lease:
     """Raises MessageError."""
-    _, attempt, gateway, recovered, suspect, payload, *placed = item
+    _, attempt, gateway, recovered, suspect, payload, placed, waited, left = item
     request = decode_request(payload)
     if request.request_id != item[0].decode():
         raise MessageError("the request's id is not the one it was queued under")
@@ -400,7 +402,9 @@ def _lease(item: list[Any]) -> Lease:
         gateway_id=gateway.decode(),
         recovered=bool(recovered),
         suspect=bool(suspect),
-        placed=placed[0] == 1 if placed and placed[0] else None,
+        placed=placed == 1 if placed else None,
+        waited=waited / 1000,
+        left=left / 1000,
     )
 
 

@@ -1,6 +1,5 @@
 """Clients' files over Redis, in pieces, until they expire. Every write may be repeated."""
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,11 +15,11 @@ TRIES = 3
 
 
 class RedisFiles:
-    """`clock` gives Unix seconds."""
+    """`clock` gives Unix seconds; default: Redis' own."""
 
-    def __init__(self, connection: Connection, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, connection: Connection, clock: Callable[[], float] | None = None) -> None:
         self._connection = connection
-        self._clock = clock
+        self._clock = clock or connection.clock.now
 
     async def add(self, file: StoredFile) -> None:
         """Puts a file among its tenant's, before it is written."""

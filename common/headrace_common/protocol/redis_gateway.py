@@ -79,7 +79,7 @@ class RedisGatewayQueue:
     async def start(self) -> None:
         """Checks the server, registers the gateway. Raises BackendUnfit, BackendUnavailable."""
         await check_backend(self._connection)
-        await self.beat()
+        await self.beat()  # before the first deadline: it measures Redis' clock
 
     async def admit(
         self,
@@ -109,7 +109,7 @@ class RedisGatewayQueue:
         shard = keys.shard_of(request.request_id)
         if shard == keys.DEFAULT_SHARD:
             return
-        now, name = time.time() * 1000, ShardKeys(request.model).stats
+        now, name = self._connection.clock.now_ms(), ShardKeys(request.model).stats
         (fields,) = await self._pipeline(("HMGET", name, *SHARD_FIELDS))
         if note := shard_note(shard + 1, shards_kept(fields, now), now):
             await self._pipeline(("HSET", name, *note))
@@ -129,7 +129,7 @@ class RedisGatewayQueue:
             rid,
             self.gateway_id,
             fingerprint(request),
-            request.deadline_ms,
+            request.deadline_ms - self._connection.clock.now_ms(),
             token_cost(request),
             len(request.prompt_token_ids),
             priority_class(request.priority),
@@ -221,12 +221,32 @@ class RedisGatewayQueue:
         record = _shard(request_id, model).record(request_id)
         asked = ("HMGET", record, "st", "why", "out", "lt")
         ((state, why, outcome, lost_at),) = await self._pipeline(asked)
-        return _standing(request_id, state, why, outcome, lost_at)
+        return self._standing(request_id, state, why, outcome, lost_at)
 
     async def give_out(self, request_id: str, model: str) -> Standing | None:
         record = _shard(request_id, model).record(request_id)
         found = await self._connection.run("giveout", [record], [], tries=TRIES)
-        return _standing(request_id, *found) if found else None
+        return self._standing(request_id, *found) if found else None
+
+    def _standing(
+        self,
+        request_id: str,
+        state: bytes | None,
+        why: bytes | None,
+        outcome: bytes | None,
+        lost_at: bytes | None,
+    ) -> Standing | None:
+        if state is None:
+            return None
+        if state in (b"queued", b"running") or self._is_held(why, lost_at):
+            return Standing(started=state != b"queued")
+        return Standing(started=True, outcome=_outcome(request_id, why, outcome))
+
+    def _is_held(self, why: bytes | None, lost_at: bytes | None) -> bool:
+        """Whether a request that has ended is left to its gateway, which may have it go on."""
+        if not why or not lost_at or why.decode() not in UNDECIDED:
+            return False
+        return self._connection.clock.now() - int(lost_at) / 1000 < LOST_HELD_S
 
     async def place(self, request_id: str, model: str) -> Place | None:
         """As GatewayQueue.place; of each other shard about as many go before."""
@@ -293,7 +313,7 @@ class RedisGatewayQueue:
         read_at, known = self._known.get(model, (-math.inf, []))
         if time.monotonic() - read_at >= SHARDS_READ:
             (fields,) = await self._pipeline(("HMGET", ShardKeys(model).stats, *SHARD_FIELDS))
-            found = range(shards_kept(fields, time.time() * 1000))
+            found = range(shards_kept(fields, self._connection.clock.now_ms()))
             known = [ShardKeys(model, number) for number in found]
             self._known[model] = (time.monotonic(), known)
         return known
@@ -340,6 +360,7 @@ class RedisGatewayQueue:
             ("SET", keys.gateway_beat(self.gateway_id), b"", "PX", self._lease_ms),
             ("PEXPIRE", keys.frames(self.gateway_id), keys.FRAMES_TTL_MS),
         )
+        await self._connection.measure_clock(keys.gateway_beat(self.gateway_id))
 
     async def _pipeline(self, *commands: Command, raise_on_error: bool = True) -> list[Any]:
         """Commands that may be repeated, in one round trip. Raises BackendUnavailable."""
@@ -370,27 +391,6 @@ def _placed(placement: Placement | None) -> list[str | float]:
 
 def _shard(request_id: str, model: str) -> ShardKeys:
     return ShardKeys(model, keys.shard_of(request_id))
-
-
-def _standing(
-    request_id: str,
-    state: bytes | None,
-    why: bytes | None,
-    outcome: bytes | None,
-    lost_at: bytes | None,
-) -> Standing | None:
-    if state is None:
-        return None
-    if state in (b"queued", b"running") or _is_held(why, lost_at):
-        return Standing(started=state != b"queued")
-    return Standing(started=True, outcome=_outcome(request_id, why, outcome))
-
-
-def _is_held(why: bytes | None, lost_at: bytes | None) -> bool:
-    """Whether a request that has ended is left to its gateway, which may have it go on."""
-    if not why or not lost_at or why.decode() not in UNDECIDED:
-        return False
-    return time.time() - int(lost_at) / 1000 < LOST_HELD_S
 
 
 def _outcome(request_id: str, why: bytes | None, outcome: bytes | None) -> Outcome:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from math import inf
-from time import time
+from time import monotonic
 from typing import ClassVar
 
 from ..plan import StepPlan
@@ -16,7 +16,7 @@ class Deadline(Policy):
     """`clock` counts the seconds that deadlines are in.
 
     A request ends `margin` seconds before its deadline, so that its partial text still reaches a
-    client whose gateway looks at the same clock. A request that has not run is refused where even
+    client before its gateway ends it. A request that has not run is refused where even
     its least work at the best speed seen lately would come too late. One without a deadline is
     placed as if it had `horizon` seconds, so that it does not starve; it never ends early.
     """
@@ -24,7 +24,7 @@ class Deadline(Policy):
     name: ClassVar[str] = "deadline"
 
     def __init__(
-        self, margin: float = 0.25, horizon: float = 600.0, clock: Callable[[], float] = time
+        self, margin: float = 0.25, horizon: float = 600.0, clock: Callable[[], float] = monotonic
     ) -> None:
         self._margin = number("margin", margin)
         self._horizon = above_zero("horizon", horizon)

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from time import time
+from time import monotonic
 
 from ..errors import ConfigError
 from .base import Policy
@@ -21,7 +21,7 @@ IN_CODE = frozenset({"clock", "predictor"})
 
 
 def make_policy(
-    name: str, options: Mapping[str, object] | None = None, clock: Callable[[], float] = time
+    name: str, options: Mapping[str, object] | None = None, clock: Callable[[], float] = monotonic
 ) -> Policy:
     """The policy of a name or `module:Class`, its constructor given `options`.
 

@@ -23,15 +23,18 @@ ENVELOPE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Where files and batches are kept. `leader` is this gateway's name among those that lead."""
+    """Where files and batches are kept. `leader` is this gateway's name among those that lead,
+    `clock` Redis' in Unix seconds."""
 
     files: RedisFiles
     batches: RedisBatches
     leader: str
+    clock: Callable[[], float]
 
 
 def open_storage(connection: Connection, leader: str) -> Storage:
-    return Storage(RedisFiles(connection), RedisBatches(connection), leader)
+    clock = connection.clock.now
+    return Storage(RedisFiles(connection), RedisBatches(connection), leader, clock)
 
 
 def make_site(
@@ -61,6 +64,7 @@ def make_site(
         metrics=metrics,
         find_key=None if keys is None else lambda key_id: keys.ring.named(key_id),
         limits=limits,
+        clock=storage.clock,
     )
 
 
@@ -81,4 +85,5 @@ def make_desk(
         stores=stores,
         limits=limits,
         changed=changed,
+        clock=storage.clock,
     )

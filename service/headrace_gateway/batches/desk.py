@@ -2,7 +2,6 @@
 
 import re
 import secrets
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -61,14 +60,15 @@ class DeskLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Desk:
-    """`changed` is called when there is a new batch, or one to cancel. `clock`: Unix seconds."""
+    """`changed` is called when there is a new batch, or one to cancel. `clock`: Redis', in Unix
+    seconds."""
 
     files: RedisFiles
     batches: RedisBatches
     stores: TenantStores
     limits: DeskLimits
     changed: Callable[[], None]
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float]
 
     async def upload(
         self, tenant: str, filename: str, purpose: str, content: bytes, ttl: int | None

@@ -1,7 +1,6 @@
 """How many batches there are, for whoever measures them."""
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,13 +46,13 @@ def summed_up(batches: Sequence[Batch], now: float) -> OpenBatches:
 
 
 class BatchReadings(Readings[Sequence[OpenBatches]]):
-    """One value, or none while Redis does not answer. `clock` gives Unix seconds."""
+    """One value, or none while Redis does not answer. `clock` gives Unix seconds of Redis."""
 
     def __init__(
         self,
         batches: Batches,
         loop: asyncio.AbstractEventLoop,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float],
     ) -> None:
         async def read() -> Sequence[OpenBatches]:
             return [summed_up(await batches.all_open(), clock())]

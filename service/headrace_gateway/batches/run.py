@@ -73,7 +73,7 @@ class BatchMetrics(Protocol):
 class BatchSite:
     """What batches work with. `find_key` gives the API key of an id; None: keys are off.
 
-    `clock` gives Unix seconds.
+    `clock` gives Unix seconds of Redis.
     """
 
     leader: str
@@ -85,8 +85,8 @@ class BatchSite:
     metrics: BatchMetrics
     find_key: Callable[[str], ApiKey | None] | None
     limits: BatchLimits
+    clock: Callable[[], float]
     turns: Turns = field(default_factory=Turns)
-    clock: Callable[[], float] = time.time
 
 
 class LeaseLost(Exception):

@@ -1,7 +1,6 @@
 """POST /v1/embeddings."""
 
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -207,7 +206,7 @@ def _fresh(asked: Asked, requests: Sequence[GenerateRequest]) -> StoredRequest:
         request_id=asked.request_id,
         operation=OPERATION,
         fingerprint=fingerprint(OPERATION, asked.body),
-        created=int(time.time()),
+        created=requests[0].created_ms // 1000,
         expires_ms=requests[0].deadline_ms + requests[0].keep_ms,
         requests=tuple(requests),
         form=asked.body.encoding_format,

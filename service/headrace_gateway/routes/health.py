@@ -35,13 +35,14 @@ async def live(services: WithServices) -> dict[str, str]:
 @router.get("/health/ready")
 async def ready(services: WithServices, model: str | None = None) -> dict[str, str]:
     """Whether a request for `model`, or for any at all, would be worked on now; else 503 with the
-    reason, or 404 for a model that is not known."""
+    reason, or 404 for a model that is not known. What is wrong and stops nothing is a warning."""
     names = services.models.queues if model is None else (await _named(services, model),)
     reason = await _unready(services, names)
     if reason is not None:
         shown = ANONYMOUS if services.keys_on else f"Not ready: {reason}."
         raise unavailable(shown, code="not_ready")
-    return {"status": "ok"}
+    notice = None if services.keys_on else services.notice()
+    return {"status": "ok"} if notice is None else {"status": "ok", "warning": notice}
 
 
 @router.head("/version", include_in_schema=False)

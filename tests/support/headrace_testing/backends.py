@@ -17,6 +17,7 @@ from headrace_common.protocol.memory_queues import MemoryEngineQueue, MemoryGate
 from headrace_common.protocol.memory_registry import MemoryModelRegistry
 from headrace_common.protocol.memory_store import MemoryRequestStore
 from headrace_common.protocol.redis_accounts import RedisAccounts
+from headrace_common.protocol.redis_clock import RedisClock
 from headrace_common.protocol.redis_engine import RedisEngineQueue
 from headrace_common.protocol.redis_gateway import RedisGatewayQueue
 from headrace_common.protocol.redis_registry import RedisModelRegistry
@@ -34,7 +35,8 @@ class Backend(Protocol):
 
     shards: int
 
-    def gateway(self, name: str = "g") -> GatewayQueue: ...
+    def gateway(self, name: str = "g", *, ahead: float = 0.0) -> GatewayQueue:
+        """On a machine whose clock is `ahead` by so many seconds."""
 
     def engine(self, name: str = "e", *, lease_ms: int = 60_000) -> EngineQueue: ...
 
@@ -60,8 +62,8 @@ class InMemory:
         self.store.kept[MODEL] = (shards, math.inf)
         self.shards = shards
 
-    def gateway(self, name: str = "g") -> GatewayQueue:
-        return MemoryGatewayQueue(self.store, name)
+    def gateway(self, name: str = "g", *, ahead: float = 0.0) -> GatewayQueue:
+        return MemoryGatewayQueue(self.store, name, lambda: self.store.clock() + ahead)
 
     def engine(self, name: str = "e", *, lease_ms: int = 60_000) -> EngineQueue:
         def shard(number: int) -> ShardQueue:
@@ -113,9 +115,11 @@ class OverRedis:
         self._connections.append(connection)
         return connection
 
-    def gateway(self, name: str = "g") -> GatewayQueue:
+    def gateway(self, name: str = "g", *, ahead: float = 0.0) -> GatewayQueue:
         shards = self.shards if self.shards > 1 else None
-        return RedisGatewayQueue(self.connect("gateway"), name, shards=shards)
+        connection = self.connect("gateway")
+        connection.clock = RedisClock(lambda: time.time() + ahead)
+        return RedisGatewayQueue(connection, name, shards=shards)
 
     def engine(self, name: str = "e", *, lease_ms: int = 60_000) -> EngineQueue:
         connection = self.connect("engine")

@@ -15,6 +15,7 @@ from headrace_common.errors import FailureCode, HeadraceError, RequestFailed
 from headrace_common.messages import GenerateRequest, Logprobs
 from headrace_common.protocol.base import EngineStatus, Place, QueueDepth
 from headrace_common.protocol.limits import KeyUsage
+from headrace_common.protocol.redis_clock import RedisClock
 from headrace_common.tokenizer import Tokenizer
 from headrace_gateway.api_keys import KeyFile
 from headrace_gateway.app import Parts, create_app
@@ -243,6 +244,7 @@ async def serve(
     *,
     keys: KeyFile | None = None,
     usage: KeyUsage | None = None,
+    clock: RedisClock | None = None,
     **settings: Any,
 ) -> AsyncIterator[Gateway]:
     """The application of a checkpoint folder on a free port of loopback."""
@@ -250,7 +252,14 @@ async def serve(
     chosen = GatewaySettings(model=str(folder), served_model_name=MODEL, port=0, **settings)
     served = Models(load_static(chosen))
     engine = engine or ScriptedEngine(served.get(MODEL).tokenizer)
-    parts = Parts(served=served, client=engine, queue=engine, keys=keys, usage=usage)
+    parts = Parts(
+        served=served,
+        client=engine,
+        queue=engine,
+        keys=keys,
+        usage=usage,
+        clock=clock or RedisClock(),
+    )
     app = create_app(chosen, parts)
     async with running(app, chosen) as (server, port):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:

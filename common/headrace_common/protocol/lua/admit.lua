@@ -3,7 +3,7 @@
 -- Repeating it changes nothing. Refused by Redis when that is out of memory.
 -- KEYS  1 record, 2 payload, 3 journal, 4 stats, 5 queue hi, 6 queue n, 7 queue lo, 8 wake-ups,
 --       9 that of placed.lua, then those of tenants.lua
--- ARGV  1 request id, 2 gateway id, 3 fingerprint, 4 deadline (ms), 5 tokens, 6 prompt tokens,
+-- ARGV  1 request id, 2 gateway id, 3 fingerprint, 4 ms until its deadline, 5 tokens, 6 prompt tokens,
 --       7 priority (1-3), 8 protocol version, 9 most waiting requests, 10 most waiting tokens,
 --       11 newest attempt seen (-1: first admission), 12 ms to keep behind the deadline,
 --       13 payload ("" asks only: a repetition without the cost of sending it),
@@ -20,6 +20,7 @@ local rid, gateway, fingerprint = ARGV[1], ARGV[2], ARGV[3]
 local priority, tenant = tonumber(ARGV[7]), ARGV[16]
 local queue = KEYS[4 + priority]
 local seen = tonumber(ARGV[11])
+local deadline = now_ms() + tonumber(ARGV[4])
 local ANEW = 5 -- how often a request that has ended is queued again
 local HELD = 60000 -- ms in which that is left to its gateway, which asks within a third of them
 
@@ -82,7 +83,7 @@ local function goes_on(v, now)
   local disputed = ARGV[15] == '2' and v[1] == 'done' and v[3] == gateway
     and tonumber(v[6]) <= seen and not redis.call('HGET', record, 'gi')
   local lost = undecided(v[9]) and (v[9] == 'state_lost' or seen >= 0)
-  if not disputed and not lost or tonumber(ARGV[4]) <= now then return false end
+  if not disputed and not lost or deadline <= now then return false end
   return tonumber(redis.call('HGET', record, 'an') or 0) < ANEW
 end
 
@@ -94,7 +95,7 @@ local function go_on(attempt)
     'a', math.max(seen, attempt), 'o', '', 'g', gateway, 'gs', '', 'je', '', 'pn', 0, 'pt', 0,
     'ph', 'w', 'pe', '', 'ps', 0, 'why', '', 'out', '', 't', now_ms(),
     'an', tonumber(redis.call('HGET', record, 'an') or 0) + 1)
-  local expires = tonumber(ARGV[4]) + tonumber(ARGV[12])
+  local expires = deadline + tonumber(ARGV[12])
   redis.call('PEXPIREAT', record, expires)
   redis.call('SET', payload, ARGV[13], 'PXAT', expires)
   return { 'admitted' }
@@ -147,12 +148,12 @@ if seen < 0 and most > 0 then
   if of_tenant >= most then return { 'tenant', of_tenant } end
 end
 
-local expires = tonumber(ARGV[4]) + tonumber(ARGV[12])
+local expires = deadline + tonumber(ARGV[12])
 local engine, now = place(), now_ms()
 local mid = queued()
 redis.call('HSET', record, 'st', 'queued', 'q', ARGV[7], 'mid', mid, 'a', math.max(seen, 0),
   'o', '', 'g', gateway, 'gs', '', 'je', '', 'f', 0, 'pn', 0, 'pt', 0, 'ph', 'w',
-  'fp', fingerprint, 'd', ARGV[4], 'tk', ARGV[5], 'pk', ARGV[6], 'v', ARGV[8], 'tn', tenant,
+  'fp', fingerprint, 'd', deadline, 'tk', ARGV[5], 'pk', ARGV[6], 'v', ARGV[8], 'tn', tenant,
   't', now)
 if engine ~= '' then note_place(engine, mid, now) end
 if ARGV[14] ~= '0' then redis.call('HSET', record, 'kp', ARGV[14]) end

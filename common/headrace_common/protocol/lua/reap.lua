@@ -49,14 +49,15 @@ local function claim(queue, id, rid, v, failed)
   local attempt = tonumber(v[4]) + 1
   redis.call('HSET', KEYS[6] .. rid, 'st', 'running', 'o', engine, 'a', attempt, 'ph', 'w',
     'f', failed, 'pt', v[9])
-  leases[#leases + 1] = { rid, attempt, v[5], 1, suspect, payload }
+  leases[#leases + 1] = { rid, attempt, v[5], 1, suspect, payload, 0, now - tonumber(v[11] or now),
+    tonumber(v[3]) - now }
 end
 
 local function deal(queue, id)
   local entry = redis.call('XRANGE', queue, id, id)[1]
   local rid = entry and field(entry, 'r')
   local v = rid and redis.call('HMGET', KEYS[6] .. rid, 'st', 'mid', 'd', 'a', 'g', 'v', 'f', 'ph',
-    'pn', 'pt')
+    'pn', 'pt', 't')
   if not v or not v[1] then
     drop(queue, id)
     dead_letter(letters, rid or '', 'no_record', 0)

@@ -3,7 +3,7 @@
 -- so that whoever ran it before is fenced, but its failures begin anew.
 -- KEYS  1 record, 2 payload, 3 journal, 4 stats, 5 dead letters, 6 queue hi, 7 queue n, 8 queue lo,
 --       then those of tenants.lua
--- ARGV  1 request id, 2 id of its dead letter, 3 gateway id, 4 fingerprint, 5 deadline (ms),
+-- ARGV  1 request id, 2 id of its dead letter, 3 gateway id, 4 fingerprint, 5 ms until its deadline,
 --       6 tokens, 7 prompt tokens, 8 priority (1-3), 9 protocol version,
 --       10 ms to keep behind the deadline, 11 payload, 12 ms to keep the record once it has ended,
 --       13 tenant
@@ -14,7 +14,9 @@ local letter = redis.call('XRANGE', letters, ARGV[2], ARGV[2])[1]
 if not letter or field(letter, 'r') ~= ARGV[1] or (v[1] and not ended(v[1])) then return 0 end
 
 local attempt = math.max(tonumber(v[2] or 0), tonumber(field(letter, 'a') or 0))
-local expires = tonumber(ARGV[5]) + tonumber(ARGV[10])
+local now = now_ms()
+local deadline = now + tonumber(ARGV[5])
+local expires = deadline + tonumber(ARGV[10])
 redis.call('XDEL', letters, ARGV[2])
 local queue = KEYS[5 + tonumber(ARGV[8])]
 read_counts(stats)
@@ -23,8 +25,8 @@ redis.call('DEL', record, journal)
 -- The journal is nobody's and empty: whoever takes it reads there that the client has nothing.
 redis.call('HSET', record, 'st', 'queued', 'q', ARGV[8], 'mid', mid, 'a', attempt, 'o', '',
   'g', ARGV[3], 'gs', '', 'je', ARGV[3] .. '/' .. attempt, 'f', 0, 'pn', 0, 'pt', 0, 'ph', 'w',
-  'fp', ARGV[4], 'd', ARGV[5], 'tk', ARGV[6], 'pk', ARGV[7], 'v', ARGV[9], 'kp', ARGV[12],
-  'tn', ARGV[13], 't', now_ms())
+  'fp', ARGV[4], 'd', deadline, 'tk', ARGV[6], 'pk', ARGV[7], 'v', ARGV[9], 'kp', ARGV[12],
+  'tn', ARGV[13], 't', now)
 redis.call('PEXPIREAT', record, expires)
 redis.call('SET', payload, ARGV[11], 'PXAT', expires)
 return 1

@@ -9,7 +9,8 @@
 -- ARGV  1 engine id, 2 most requests, 3 most prompt tokens (-1: any), 4 protocol version,
 --       5 ms to keep the record of one that ends here
 -- Result  {leases, endings, left}. lease {request id, attempt, gateway, recovered, suspect, payload,
---         placed: 0 with no engine, 1 with this one, 2 with another};
+--         placed: 0 with no engine, 1 with this one, 2 with another, ms since it was admitted,
+--         ms until its deadline};
 --         ending {request id, attempt, gateway, why}; left: {priority, id, ms} of the entry that did
 --         not fit the prompt tokens (ms -1), or is another engine's for so many ms more; or {}
 local stats, letters, wakeups = KEYS[1], KEYS[2], KEYS[3]
@@ -63,7 +64,8 @@ local function lease(priority, id, rid, v, payload)
     set_score(tenant, used_by[tenant])
     charged[tenant], served = true, tenant
   end
-  leases[#leases + 1] = { rid, attempt + 1, v[5], attempt > 0 and 1 or 0, 0, payload, placed(v) }
+  leases[#leases + 1] = { rid, attempt + 1, v[5], attempt > 0 and 1 or 0, 0, payload, placed(v),
+    now - tonumber(v[12] or now), tonumber(v[3]) - now }
 end
 
 -- Whether an entry just read, which is placed with another engine, is not for this one now: it is
