@@ -52,7 +52,14 @@ def add_error_handlers(app: FastAPI) -> None:
     async def unexpected(request: Request, error: Exception) -> JSONResponse:
         # Starlette logs the traceback after this answer is sent.
         return _response(
-            request, ApiError(500, "Internal error.", kind="server_error", code="internal_error")
+            request,
+            ApiError(
+                500,
+                "Internal error.",
+                kind="server_error",
+                code="internal_error",
+                headers={"connection": "close"},  # the server closes it after an exception
+            ),
         )
 
 

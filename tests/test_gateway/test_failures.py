@@ -228,3 +228,20 @@ async def test_a_drain_that_takes_too_long_says_so(checkpoint: Path, stream: boo
     assert answer.status_code == 503  # nothing was sent yet, so that a status still says it
     assert answer.json()["error"]["code"] == "shutting_down"
     assert len(gateway.engine.cancellations) == 1
+
+
+async def test_a_fault_of_ours_ends_the_connection_and_says_so(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that its client sends no further request on it."""
+
+    def fail(self: object, *args: object) -> None:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr("headrace_gateway.models.Models.find", fail)
+    answer = await gateway.complete()
+    monkeypatch.undo()
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+    assert answer.headers["connection"] == "close"
+    assert (await gateway.complete()).status_code == 200
