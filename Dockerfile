@@ -1,42 +1,49 @@
 # Three images from one file: docker build --target gateway|engine|operator .
 # All run as user 10001 on a read-only root filesystem; only /tmp and /var/cache/headrace are written.
+# Every Python package is checked against its hash in requirements/; `make release-images` takes the base by digest.
 
-FROM python:3.11-slim-bookworm AS wheel
+ARG PYTHON_IMAGE=python:3.11-slim-bookworm
+
+FROM ${PYTHON_IMAGE} AS wheel
 # g++ compiles the engine's CPU kernels into the wheel; no image below has it. Without kernels the wheel
 # would be pure, which the last command refuses.
 RUN apt-get update \
  && apt-get install -y --no-install-recommends g++ libc6-dev \
  && rm -rf /var/lib/apt/lists/*
+COPY requirements/build.txt /
+RUN pip install --no-cache-dir --require-hashes -r /build.txt
 WORKDIR /src
 COPY . .
-RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
+RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels . \
  && test -e /wheels/headrace-*-linux_*.whl
 
-FROM python:3.11-slim-bookworm AS gateway-venv
-COPY --from=wheel /wheels /wheels
-COPY constraints.txt /
+FROM ${PYTHON_IMAGE} AS gateway-venv
+COPY requirements/gateway.txt /
 RUN python -m venv /opt/headrace \
- && /opt/headrace/bin/pip install --no-cache-dir -c /constraints.txt \
-      "$(echo /wheels/headrace-*.whl)[gateway]"
-
-FROM python:3.11-slim-bookworm AS operator-venv
+ && /opt/headrace/bin/pip install --no-cache-dir --require-hashes -r /gateway.txt
 COPY --from=wheel /wheels /wheels
-COPY constraints.txt /
-RUN python -m venv /opt/headrace \
- && /opt/headrace/bin/pip install --no-cache-dir -c /constraints.txt \
-      "$(echo /wheels/headrace-*.whl)[operator]"
+RUN /opt/headrace/bin/pip install --no-cache-dir --no-deps /wheels/headrace-*.whl
 
-FROM python:3.11-slim-bookworm AS engine-venv
+FROM ${PYTHON_IMAGE} AS operator-venv
+COPY requirements/operator.txt /
+RUN python -m venv /opt/headrace \
+ && /opt/headrace/bin/pip install --no-cache-dir --require-hashes -r /operator.txt
 COPY --from=wheel /wheels /wheels
-COPY constraints.txt /
-RUN python -m venv /opt/headrace \
- && /opt/headrace/bin/pip install --no-cache-dir -c /constraints.txt \
-      "$(echo /wheels/headrace-*.whl)[engine]"
+RUN /opt/headrace/bin/pip install --no-cache-dir --no-deps /wheels/headrace-*.whl
 
-FROM python:3.11-slim-bookworm AS base
+FROM ${PYTHON_IMAGE} AS engine-venv
+COPY requirements/engine.txt /
+RUN python -m venv /opt/headrace \
+ && /opt/headrace/bin/pip install --no-cache-dir --require-hashes -r /engine.txt
+COPY --from=wheel /wheels /wheels
+RUN /opt/headrace/bin/pip install --no-cache-dir --no-deps /wheels/headrace-*.whl
+
+FROM ${PYTHON_IMAGE} AS base
+ARG PYTHON_IMAGE
 ARG VERSION=0.1.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.base.name="${PYTHON_IMAGE}" \
       org.opencontainers.image.vendor="Headrace" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"

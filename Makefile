@@ -8,11 +8,15 @@ VERSION := import sys; print("%d.%d" % sys.version_info[:2] + " old" * (sys.vers
 IMAGE_BUILD ?= docker build
 IMAGE_LOAD ?= :
 
+TOOLS := $(VENV)/tools
+PYTHON_IMAGE ?=
+TAG ?=
+
 MINUTES ?= 30
 SEED ?= $(shell date +%s)
 
 .DEFAULT_GOAL := help
-.PHONY: help install system-packages up test test-chaos soak images test-cluster check dashboards pictures settings-page clean
+.PHONY: help install system-packages up test test-chaos soak images release-images test-cluster check dashboards pictures settings-page licenses-page locks sbom audit clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -29,9 +33,10 @@ install: ## make .venv with everything in it
 	@$(MAKE) -q $(VENV)/.installed || $(MAKE) --no-print-directory $(VENV)/.installed
 
 # It is renewed when a declared dependency changes.
-$(VENV)/.installed: pyproject.toml constraints.txt hatch_build.py $(wildcard engine/headrace_engine/kernels/*.cpp engine/headrace_engine/kernels/*.h)
+$(VENV)/.installed: pyproject.toml requirements/dev.txt hatch_build.py $(wildcard engine/headrace_engine/kernels/*.cpp engine/headrace_engine/kernels/*.h)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,sdks]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
 # Tests skip what is missing here, but not in CI.
@@ -58,6 +63,13 @@ images: ## build the images that the cluster tests use: IMAGE_BUILD, IMAGE_LOAD=
 	  $(IMAGE_BUILD) --target $$target --tag headrace-$$target:$$tag . && \
 	  $(IMAGE_LOAD) headrace-$$target:$$tag || exit 1; done; done
 
+release-images: ## build the images of a release: PYTHON_IMAGE=python:3.11-slim-bookworm@sha256:..., TAG
+	@echo '$(PYTHON_IMAGE)' | grep -Eq '@sha256:[0-9a-f]{64}$$' || { echo "PYTHON_IMAGE is '$(PYTHON_IMAGE)': a release needs its base by digest, as python:3.11-slim-bookworm@sha256:...; docs/development.md says how to find it"; exit 1; }
+	@test -n '$(TAG)' || { echo "TAG is empty: name the release, as TAG=0.1.0"; exit 1; }
+	@for target in gateway operator engine; do \
+	  $(IMAGE_BUILD) --target $$target --tag headrace-$$target:$(TAG) --build-arg PYTHON_IMAGE='$(PYTHON_IMAGE)' \
+	    --build-arg VERSION='$(TAG)' --build-arg REVISION=$$(git rev-parse HEAD) . || exit 1; done
+
 test-cluster: install ## run the tests on the cluster of KUBECONFIG, which has the images and an ingress at INGRESS_URL
 	$(BIN)/python -m pytest tests_cluster --timeout 900 $(ARGS)
 
@@ -75,6 +87,40 @@ settings-page: install ## write docs/settings.md
 
 pictures: install ## draw docs/dashboards from a loaded server (needs system-packages, three minutes)
 	PYTHONPATH=tests/support $(BIN)/python charts/generate/pictures.py
+
+licenses-page: install ## write docs/licenses.md
+	PYTHONPATH=tests/support $(BIN)/python -m headrace_testing.licenses_page
+
+$(TOOLS)/.installed: requirements/tools.txt
+	@test -x $(TOOLS)/bin/python || $(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/tools.txt
+	@touch $@
+
+# Without --upgrade, versions stay unless pyproject.toml or constraints.txt ask for others.
+LOCK = $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
+  --no-emit-index-url --custom-compile-command "make locks"
+
+locks: $(TOOLS)/.installed ## write requirements/*.txt: every package with its hashes
+	@for extra in gateway operator engine; do \
+	  $(LOCK) pyproject.toml --extra $$extra -c constraints.txt -o requirements/$$extra.txt || exit 1; done
+	$(LOCK) pyproject.toml requirements/build.in --extra dev --extra sdks -c constraints.txt -o requirements/dev.txt
+	$(LOCK) requirements/build.in -c constraints.txt -o requirements/build.txt
+	$(LOCK) requirements/tools.in -o requirements/tools.txt
+
+sbom: install $(TOOLS)/.installed ## write dist/sbom: the Python packages of each image as CycloneDX
+	@mkdir -p dist/sbom
+	@for image in gateway operator engine; do \
+	  PYTHONPATH=tests/support $(BIN)/python -m headrace_testing.locks $$image | \
+	  $(TOOLS)/bin/cyclonedx-py requirements - --pyproject pyproject.toml --output-reproducible --of JSON \
+	    -o dist/sbom/headrace-$$image.cdx.json || exit 1; done
+	@ls dist/sbom
+
+audit: $(TOOLS)/.installed ## ask the advisory service about every package of the images (needs the network)
+	@for image in gateway operator engine; do echo "image $$image"; \
+	  $(TOOLS)/bin/pip-audit --progress-spinner off --disable-pip --require-hashes -r requirements/$$image.txt 2> $(TOOLS)/audit.log; \
+	  status=$$?; tail -n 1 $(TOOLS)/audit.log; [ $$status = 0 ] || { \
+	    grep -q 'Found .* known' $(TOOLS)/audit.log || echo "NOTHING WAS CHECKED: pip-audit did not reach the advisory service (all of it: $(TOOLS)/audit.log)"; \
+	    exit 1; }; done
 
 clean: ## remove the environment and what was built
 	rm -rf $(VENV) build dist .headrace

@@ -20,7 +20,8 @@ esac
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     shutil.copy(Path(__file__).parents[1] / "Makefile", tmp_path)
-    for name in ("pyproject.toml", "constraints.txt", "hatch_build.py"):
+    (tmp_path / "requirements").mkdir()
+    for name in ("pyproject.toml", "requirements/dev.txt", "hatch_build.py"):
         (tmp_path / name).touch()
     return tmp_path
 
