@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("cli", "common", "engine", "operator", "service")
-DOCUMENTS = ("README.md", "docs/development.md", "docs/architecture.md")
+DOCUMENTS = ("README.md", "SECURITY.md", "docs/development.md", "docs/architecture.md")
 # Imports every module of a package while refusing the named ones.
 IMPORT_ALL = """
 import importlib, pkgutil, sys
