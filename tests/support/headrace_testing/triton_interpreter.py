@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -59,6 +60,14 @@ def ordered_product(a: Numbers, b: Numbers, dtype: npt.DTypeLike) -> Numbers:
 def _order(rows: int, inputs: int, columns: int) -> npt.NDArray[np.intp]:
     """Tiles of another size add in another order, as they may on a device."""
     return np.random.default_rng((rows, inputs, columns)).permutation(inputs)
+
+
+def nearly_cancel(rows: torch.Tensor, weight: torch.Tensor) -> None:
+    """Changes rows [T, in] and weight [out, in] so that the order of sums shows in 16 bits: what
+    the second half of the inputs adds takes nearly all of the first half's away."""
+    half, step = rows.shape[1] // 2, torch.finfo(rows.dtype).eps
+    weight[:, half:] = weight[:, :half].flip(1)
+    rows[:, half:] = -rows[:, :half].flip(1) * (1 + step)
 
 
 def _numbers(tile: Any) -> Numbers:
