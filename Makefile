@@ -16,7 +16,7 @@ MINUTES ?= 30
 SEED ?= $(shell date +%s)
 
 .DEFAULT_GOAL := help
-.PHONY: help install system-packages up test test-chaos soak images release-images test-cluster check dashboards pictures settings-page licenses-page locks sbom audit clean
+.PHONY: help install system-packages up test test-cpus test-chaos soak images release-images test-cluster check dashboards pictures settings-page licenses-page locks sbom audit clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -51,6 +51,9 @@ up: install ## serve the bundled model on http://localhost:8000
 # Files stay whole, as their tests share processes; ARGS="-n 0" runs them in one process.
 test: install ## run all tests, two files at a time
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-cpus: install ## run what depends on the CPU's instructions at the lower levels that this CPU can pretend
+	PYTHONPATH=tests/support $(BIN)/python -m headrace_testing.cpu_levels $(ARGS)
 
 test-chaos: install ## break gateways, engines and Redis in the ways that take long (some minutes)
 	$(BIN)/python -m pytest tests/test_chaos -m long_fault --durations 0 --durations-min 1 $(ARGS)

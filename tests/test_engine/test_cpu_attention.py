@@ -18,6 +18,7 @@ from headrace_engine.attention.fp8 import E4M3, E5M2, narrow, widen
 from headrace_engine.attention.reference import ReferenceBackend
 from headrace_engine.kernels import library
 from headrace_testing.attention_scenes import SINKS
+from headrace_testing.cpu_levels import chosen_sets
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -28,7 +29,7 @@ DECODES: Runs = ((1, 1), (1, 16), (1, 17), (1, 64), (1, 65), (1, 511), (1, 513),
 MIXED: Runs = ((1, 37), (1, 600), (5, 5), (70, 70), (33, 90), (2, 640), (24, 24), (49, 130))
 
 
-@pytest.fixture(params=[target.name for target in library.runnable_sets()])
+@pytest.fixture(params=chosen_sets())
 def backend(request: pytest.FixtureRequest) -> CpuBackend:
     return CpuBackend(library.load(request.param))
 

@@ -27,6 +27,7 @@ from headrace_engine.plan import ScheduledSequence, StepPlan
 from headrace_engine.request import EngineRequest, Sequence
 from headrace_engine.runner import ModelRunner
 from headrace_testing.checkpoints import VOCAB, save_checkpoint
+from headrace_testing.cpu_levels import chosen_sets
 from headrace_testing.engines import make_runner
 from headrace_testing.quantized import gptq, save_quantized
 
@@ -57,7 +58,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=[target.name for target in library.runnable_sets()])
+@pytest.fixture(params=chosen_sets())
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv(library.FORCE_ISA, request.param)
     return str(request.param)

@@ -15,13 +15,15 @@ from headrace_engine.kernels import build, library
 from headrace_engine.kernels.ops import NativeOps, make_ops
 from headrace_engine.kernels.self_check import multiplies_rightly
 from headrace_engine.model.ops import HeadShape, QKNorm, TorchOps
+from headrace_testing.cpu_levels import chosen_sets
 
 CPU = torch.device("cpu")
+
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1e-2}
 ROWS = (1, 3, 70)
 
 
-@pytest.fixture(params=[target.name for target in library.runnable_sets()])
+@pytest.fixture(params=chosen_sets())
 def ops(request: pytest.FixtureRequest) -> NativeOps:
     return NativeOps(library.load(request.param))
 
