@@ -16,7 +16,7 @@ MINUTES ?= 30
 SEED ?= $(shell date +%s)
 
 .DEFAULT_GOAL := help
-.PHONY: help install system-packages up test test-cpus test-chaos soak images release-images test-cluster check dashboards pictures settings-page licenses-page locks sbom audit clean
+.PHONY: help install system-packages up test test-cpus test-pythons test-chaos soak images release-images test-cluster check dashboards pictures settings-page licenses-page locks sbom audit clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -54,6 +54,9 @@ test: install ## run all tests, two files at a time
 
 test-cpus: install ## run what depends on the CPU's instructions at the lower levels that this CPU can pretend
 	PYTHONPATH=tests/support $(BIN)/python -m headrace_testing.cpu_levels $(ARGS)
+
+test-pythons: install ## run what depends on it with every Python that is installed; ARGS="3.13 --whole"
+	PYTHONPATH=tests/support $(BIN)/python -m headrace_testing.pythons $(ARGS)
 
 test-chaos: install ## break gateways, engines and Redis in the ways that take long (some minutes)
 	$(BIN)/python -m pytest tests/test_chaos -m long_fault --durations 0 --durations-min 1 $(ARGS)

@@ -1,0 +1,76 @@
+"""Every Python that is installed is found, and what its tests came to is told."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from headrace_testing import pythons
+from headrace_testing.pythons import VERSIONS, Result
+
+REPORT = (
+    '<testsuites><testsuite tests="9" failures="1" errors="2" skipped="3" time="4.6"/></testsuites>'
+)
+
+
+def program(path: Path, says: str) -> Path:
+    path.parent.mkdir(parents=True)
+    path.write_text(f"#!/bin/sh\necho {says}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_the_newest_of_pyenv_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    for patch in (9, 10):
+        newest = program(tmp_path / f"versions/3.13.{patch}/bin/python", "3.13")
+    assert pythons.find("3.13") == newest
+
+
+def test_a_program_that_is_another_python_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As are the shims of a pyenv that does not use that version."""
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    monkeypatch.setenv("PATH", str(program(tmp_path / "bin/python3.13", "3.12").parent))
+    assert pythons.find("3.13") is None
+
+
+def test_what_each_python_came_to_is_told(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    assert pythons.read(report) == "pytest ended without a report"
+    report.write_text(REPORT)
+    result = pythons.read(report)
+    assert result == Result(passed=3, failed=3, skipped=3, seconds=4.6)
+    assert list(pythons.table({"3.13": result, "3.14": "not found"})) == [
+        "python   passed  failed  skipped  seconds",
+        "3.13          3       3        3        5",
+        "3.14     not found",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("results", "status"),
+    [
+        ({"3.13": Result(3, 0, 1, 1.0)}, 0),
+        ({"3.13": Result(3, 1, 1, 1.0)}, 1),
+        ({"3.13": "pytest ended without a report"}, 1),
+        ({}, 1),
+    ],
+    ids=["passed", "failed", "cut short", "none found"],
+)
+def test_it_fails_unless_all_that_were_found_pass(
+    monkeypatch: pytest.MonkeyPatch, results: dict[str, Result | str], status: int
+) -> None:
+    monkeypatch.setattr(pythons, "run", lambda version, _: results.get(version, "not found"))
+    assert pythons.main([]) == status
+
+
+def test_its_tests_are_there() -> None:
+    assert all((pythons.ROOT / "tests" / name).exists() for name in pythons.TESTS)
+
+
+def test_classifiers_name_only_versions_that_are_run() -> None:
+    project = tomllib.loads((pythons.ROOT / "pyproject.toml").read_text())["project"]
+    named = {line.rpartition(" ")[2] for line in project["classifiers"] if "Python :: 3." in line}
+    assert named and named <= set(VERSIONS)
