@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace_testing.checkpoints import save_checkpoint
+from headrace_testing.processes import Starter
 from headrace_testing.stack import EngineProcess
 
 NO_REDIS = "redis://127.0.0.1:1/0"  # never reached: the model comes first
@@ -71,7 +72,9 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, EngineProcess]]:
+def engines(
+    tmp_path_factory: pytest.TempPathFactory, start: Starter
+) -> Iterator[dict[str, EngineProcess]]:
     """One engine a case, all at once."""
     folder = tmp_path_factory.mktemp("broken")
     started: dict[str, EngineProcess] = {}
@@ -80,7 +83,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engi
             shard = "50KB" if name == "traversal" else "1GB"
             checkpoint = save_checkpoint(folder / name, "llama", shard=shard)
             spoil(checkpoint)
-            started[name] = EngineProcess(checkpoint, NO_REDIS, folder / f"{name}.log")
+            log = folder / f"{name}.log"
+            started[name] = EngineProcess(checkpoint, NO_REDIS, log, start=start)
         yield started
     finally:
         for engine in started.values():

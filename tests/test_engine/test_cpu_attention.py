@@ -7,6 +7,7 @@ compiler gets, the fall-back, is here too.
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 import pytest
 import torch
@@ -120,11 +121,19 @@ class Scene:
         )
 
 
+@cache
+def referred(
+    case: Case, dtype: torch.dtype, cache_dtype: torch.dtype | None
+) -> tuple[Scene, torch.Tensor]:
+    """A scene and what the reference makes of it, which is slow, for all instruction sets."""
+    scene, reference = Scene(case, dtype, cache_dtype), ReferenceBackend()
+    return scene, scene.run(reference, reference.allocate(scene.num_blocks, scene.spec))
+
+
 def check(
     backend: CpuBackend, case: Case, dtype: torch.dtype, cache_dtype: torch.dtype | None = None
 ) -> None:
-    scene, reference = Scene(case, dtype, cache_dtype), ReferenceBackend()
-    expected = scene.run(reference, reference.allocate(scene.num_blocks, scene.spec))
+    scene, expected = referred(case, dtype, cache_dtype)
     found = scene.run(backend, backend.allocate(scene.num_blocks, scene.spec))
     torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
