@@ -400,7 +400,7 @@ def _faults() -> tuple[Panel, ...]:
                 Query(q.total(q.increase(names.QUEUE_REDELIVERIES)), "redeliveries"),
             ),
             look=Look.BARS,
-            width=6,
+            width=8,
         ),
         Panel(
             title="Dead letters",
@@ -412,7 +412,18 @@ def _faults() -> tuple[Panel, ...]:
                 ),
             ),
             look=Look.BARS,
-            width=6,
+            width=8,
+        ),
+        Panel(
+            title="Clock offset",
+            description="How far Redis' clock is from those of gateways and engines, the most and "
+            "the least. Deadlines follow Redis'.",
+            queries=(
+                Query(f"max({q.pods(names.REDIS_CLOCK_OFFSET.prometheus_name)})", "most"),
+                Query(f"min({q.pods(names.REDIS_CLOCK_OFFSET.prometheus_name)})", "least"),
+            ),
+            unit=Unit.SECONDS,
+            width=8,
         ),
         Panel(
             title="Redis memory",
@@ -422,13 +433,13 @@ def _faults() -> tuple[Panel, ...]:
                 Query(f"max({q.pods(q.REDIS_MEMORY_MAX)}) > 0", "limit"),
             ),
             unit=Unit.BYTES,
-            width=6,
+            width=12,
         ),
         Panel(
             title="Redis commands",
             description="Commands a second, scripts' own included. Needs redis_exporter.",
             queries=(Query(q.total(f"rate({q.pods(q.REDIS_COMMANDS)}[{q.WINDOW}])"), "commands"),),
             unit=Unit.PER_SECOND,
-            width=6,
+            width=12,
         ),
     )
