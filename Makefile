@@ -40,10 +40,10 @@ $(VENV)/.installed: pyproject.toml requirements/dev.txt hatch_build.py $(wildcar
 	@touch $@
 
 # Tests skip what is missing here, but not in CI.
-system-packages: ## install the Debian packages that tests use (as root): prometheus, redis exporter
-	@command -v apt-get >/dev/null || { echo "no apt-get here: install prometheus (with promtool) and prometheus-redis-exporter"; exit 1; }
+system-packages: ## install the Debian packages that tests use (as root): prometheus, redis exporter, faketime
+	@command -v apt-get >/dev/null || { echo "no apt-get here: install prometheus (with promtool), prometheus-redis-exporter and faketime"; exit 1; }
 	apt-get update -qq
-	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends prometheus prometheus-redis-exporter
+	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends prometheus prometheus-redis-exporter faketime
 
 up: install ## serve the bundled model on http://localhost:8000
 	$(BIN)/headrace up $(ARGS)
