@@ -15,6 +15,7 @@ from headrace_common.errors import BackendUnavailable, BackendUnfit, SettingsErr
 from headrace_common.protocol.connection import Connection, ConnectionConfig
 from headrace_common.protocol.endpoint import masked
 from headrace_common.protocol.redis_admin import DeadLetter, QueueAdmin, QueueStatus
+from headrace_common.protocol.redis_loads import MOST as MOST_LOADS
 
 from .datadir import DataDir
 from .errors import CliError, UsageError
@@ -120,11 +121,17 @@ async def _peek(
 
 
 def show_dead(desk: Desk, model: str | None, limit: int) -> None:
-    async def read(admin: QueueAdmin) -> list[DeadLetter]:
+    async def read(admin: QueueAdmin) -> tuple[list[DeadLetter], int]:
         name, shards = await _queue(admin, model)
-        return await admin.dead(name, shards, limit=limit)
+        return await admin.dead(name, shards, limit=limit), await admin.died_loading(name)
 
-    found = desk.run(read)
+    found, died = desk.run(read)
+    if died >= MOST_LOADS:
+        desk.notes.print(
+            f"The model is set aside: {died} gateways died while they loaded its files. Register "
+            "others, or wait an hour.",
+            markup=False,
+        )
     table = plain_table("request", "set aside", "why", "failures", "can be replayed")
     for letter in found:
         table.add_row(

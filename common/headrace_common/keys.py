@@ -249,6 +249,12 @@ def model_files(model: str) -> str:
     return f"mf:{{m}}:{model}"
 
 
+def model_loads(digest: str) -> str:
+    """Sorted set, gateways that have begun to load files of this digest and have not ended, by when
+    they began (Unix ms). An hour after the last began."""
+    return f"ml:{{m}}:{digest}"
+
+
 def stored_request(request_id: str) -> str:
     """Hash, what any gateway needs to serve a request's answer: n name of its generation, b msgpack
     StoredRequest. Lives until no outcome of it can be left."""

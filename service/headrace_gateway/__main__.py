@@ -19,6 +19,7 @@ from headrace_common.protocol.connection import Connection, ConnectionConfig, wh
 from headrace_common.protocol.redis_accounts import RedisAccounts
 from headrace_common.protocol.redis_gateway import RedisGatewayQueue
 from headrace_common.protocol.redis_limits import RedisKeyUsage
+from headrace_common.protocol.redis_loads import RedisModelLoads
 from headrace_common.protocol.redis_memory import RedisMemory
 from headrace_common.protocol.redis_refused import RedisRefusedGrammars
 from headrace_common.protocol.redis_registry import RedisModelRegistry
@@ -32,6 +33,7 @@ from .client import ClientConfig, GenerationClient, Place
 from .discovery import Discovery
 from .engines import EngineDirectory
 from .loading import load_registered, load_static
+from .model_loads import counted
 from .models import Models, ServedModel
 from .placement import Placer
 from .server import GatewayServer, listen, server_config
@@ -84,7 +86,7 @@ async def serve(
         place=_place(settings, engines),
         shards=engines.shards,
     )
-    discovery = _discovery(settings, static, connection)
+    discovery = _discovery(settings, static, connection, gateway_id)
     served = Models(static, discovery, aliases=settings.model_aliases)
     api_keys = (
         None
@@ -173,10 +175,16 @@ def _announce(listener: socket.socket, served: Models, gateway_id: str) -> None:
 
 
 def _discovery(
-    settings: GatewaySettings, static: Mapping[str, ServedModel], connection: Connection
+    settings: GatewaySettings,
+    static: Mapping[str, ServedModel],
+    connection: Connection,
+    gateway_id: str,
 ) -> Discovery:
+    loads = RedisModelLoads(connection, gateway_id)
+
     async def load(model: RegisteredModel, files: Files) -> ServedModel:
-        return await asyncio.to_thread(load_registered, model, files, settings.max_model_len)
+        async with counted(loads, model.digest):
+            return await asyncio.to_thread(load_registered, model, files, settings.max_model_len)
 
     return Discovery(RedisModelRegistry(connection), load, ignored=static)
 

@@ -26,6 +26,7 @@ from .base import EngineStatus, QueueDepth
 from .client import Command
 from .connection import Connection
 from .failures import failed
+from .model_entry import decode_entry
 from .redis_gateway import RedisGatewayQueue
 from .requests import fingerprint, priority_class, token_cost
 
@@ -186,6 +187,14 @@ class QueueAdmin:
             )
             found += [await self._letter(shard, number, *entry) for entry in entries]
         return sorted(found, key=lambda letter: -letter.at)[:limit]
+
+    async def died_loading(self, model: str) -> int:
+        """How many gateways began to load the registered model's files and have not ended."""
+        (data,) = await self._pipeline(("HGET", keys.MODELS, model))
+        if data is None:
+            return 0
+        (count,) = await self._pipeline(("ZCARD", keys.model_loads(decode_entry(data).digest)))
+        return int(count)
 
     async def _letter(
         self, shard: ShardKeys, number: int, name: bytes, fields: dict[bytes, bytes]

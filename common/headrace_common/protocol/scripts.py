@@ -23,6 +23,7 @@ NAMES = (
     "replay",
     "register",
     "unregister",
+    "load",
     "store",
     "unstore",
     "occupy",
