@@ -33,6 +33,7 @@ CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 _LOOP_FILTER = "headrace_loop"
+_SIZE_FILTER = "headrace_sized"
 
 Message = Mapping[str, Any]
 
@@ -196,7 +197,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     attribute, item and call is enough. The sandbox sends all of these through the environment.
     """
 
-    intercepted_binops = frozenset({"*", "**"})
+    intercepted_binops = frozenset({"*", "**", "+"})
 
     def __init__(self, max_chars: int) -> None:
         super().__init__(
@@ -206,9 +207,11 @@ class _Environment(ImmutableSandboxedEnvironment):
         self._max_chars = max_chars
         self.filters["tojson"] = _tojson
         self.filters[_LOOP_FILTER] = self._loop
+        self.filters[_SIZE_FILTER] = self._sized
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
         self.globals["namespace"] = _Namespace
+        del self.globals["lipsum"]  # makes texts of any length, and looks at no clock
 
     @contextmanager
     def deadline(self, seconds: float) -> Iterator[None]:
@@ -235,6 +238,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call(context, obj, *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+":
+            return super().call_binop(context, operator, self._sized(left), self._sized(right))
         sizes = [x if isinstance(x, int) else len(x) for x in (left, right) if _has_size(x)]
         if len(sizes) == 2 and _magnitude(operator, *sizes) > self._max_chars:
             raise jinja2.exceptions.SecurityError(f"the result of {operator} is too large")
@@ -244,13 +249,23 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.check()
         return iterable
 
+    def _sized(self, value: Any) -> Any:
+        """An operand of a concatenation, which a loop would double again and again."""
+        if isinstance(value, str | list | tuple) and len(value) > self._max_chars:
+            raise jinja2.exceptions.SecurityError("a text or list of it is too large")
+        return value
+
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template = super()._parse(source, name, filename)
         for loop in template.find_all(nodes.For):
-            loop.iter = nodes.Filter(
-                loop.iter, _LOOP_FILTER, [], [], None, None, lineno=loop.lineno
-            )
+            loop.iter = _filtered(loop.iter, _LOOP_FILTER)
+        for concat in template.find_all(nodes.Concat):
+            concat.nodes = [_filtered(node, _SIZE_FILTER) for node in concat.nodes]
         return template
+
+
+def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
 def _has_size(value: object) -> bool:

@@ -186,3 +186,28 @@ def test_the_variables_are_those_that_can_be_given() -> None:
         "messages",
         "enable_thinking",
     }
+
+
+DOUBLED = (
+    "{%% set ns = namespace(x=%s) %%}{%% for i in range(40) %%}{%% set ns.x = ns.x %s ns.x %%}"
+    "{%% endfor %%}{{ ns.x | length }}"
+)
+
+
+@pytest.mark.parametrize(
+    "source", [DOUBLED % ("'x'", "~"), DOUBLED % ("'x'", "+"), DOUBLED % ("[1]", "+")]
+)
+def test_what_a_loop_doubles_ends_at_the_limit(source: str) -> None:
+    with pytest.raises(ChatTemplateError, match="too large"):
+        ChatTemplate(source, max_chars=1000).render([])
+
+
+def test_concatenation_is_otherwise_as_ever() -> None:
+    source = "{{ 'a' ~ 1 ~ none }} {{ 20000000 + 1 }} {{ ['a'] + ['b'] }}"
+
+    assert ChatTemplate(source, max_chars=1000).render([]) == "a1None 20000001 ['a', 'b']"
+
+
+def test_there_is_no_maker_of_endless_texts() -> None:
+    with pytest.raises(ChatTemplateError, match="'lipsum' is undefined"):
+        ChatTemplate("{{ lipsum(n=1000000) }}").render([])
