@@ -28,6 +28,7 @@ from .responding import Exchange, GenerationResponse
 from .run import Usage
 from .schemas import GenerationBody
 from .sessions import sampling_of
+from .tenants import Reader
 from .watched import Delivery
 from .wishes import Wish, fingerprint
 
@@ -171,10 +172,10 @@ class Keeping:
         return view
 
     async def events(
-        self, request_id: str, tenant: str, had: Position, headers: Mapping[str, str]
+        self, request_id: str, reader: Reader, had: Position, headers: Mapping[str, str]
     ) -> Response:
         """The request's events behind those that the client has. `headers` are the request's."""
-        stored = await self._kept.find(request_id, tenant)
+        stored = await self._kept.find(request_id, reader)
         if stored.operation == EMBEDDINGS:
             raise invalid(f"Embeddings have no events; see GET /v1/requests/{request_id}.")
         model = await self._models.find(stored.model)
@@ -193,13 +194,13 @@ class Keeping:
         served = Served(stored, model, self._observer.start(info), accept, answered)
         return self._response(served, had, stream=True, admits=False)
 
-    async def view(self, request_id: str, tenant: str) -> View:
+    async def view(self, request_id: str, reader: Reader) -> View:
         """Where the request is, with its answer once it has ended."""
-        return await self._view(await self._kept.find(request_id, tenant))
+        return await self._view(await self._kept.find(request_id, reader))
 
-    async def cancel(self, request_id: str, tenant: str) -> View:
+    async def cancel(self, request_id: str, reader: Reader) -> View:
         """Ends the request; says where it is then."""
-        stored = await self._kept.find(request_id, tenant)
+        stored = await self._kept.find(request_id, reader)
         if stored.operation == EMBEDDINGS:
             await self.embeddings.cancel(stored)
         await self._kept.cancel(stored)
@@ -213,13 +214,13 @@ class Keeping:
             return view
         return replace(view, content=await stored_content(stored, vectors))
 
-    async def forget(self, request_id: str, tenant: str) -> None:
+    async def forget(self, request_id: str, reader: Reader) -> None:
         """The request's answer is kept elsewhere now."""
-        await self._kept.forget(await self._kept.find(request_id, tenant))
+        await self._kept.forget(await self._kept.find(request_id, reader))
 
-    async def delete(self, request_id: str, tenant: str) -> None:
+    async def delete(self, request_id: str, reader: Reader) -> None:
         """Ends the request and forgets it."""
-        await self._kept.delete(await self._kept.find(request_id, tenant))
+        await self._kept.delete(await self._kept.find(request_id, reader))
 
     def _response(
         self, served: Served, had: Position, *, stream: bool, admits: bool

@@ -31,6 +31,7 @@ from .run import Run, Usage
 from .sessions import Sessions, sampling_of
 from .sse import encode
 from .tenant_stores import TenantStores, most_output, request_item
+from .tenants import Reader
 from .wanted import NO_OUTCOME
 from .wishes import ID_CHARS, Wish, derived_id
 
@@ -160,12 +161,12 @@ class KeptRequests:
         await self._store.remove(stored)
         await self._stores.vacate(stored.requests[0].tenant, REQUEST_KINDS, stored.request_id)
 
-    async def find(self, request_id: str, tenant: str) -> StoredRequest:
-        """The tenant's request of that id."""
+    async def find(self, request_id: str, reader: Reader) -> StoredRequest:
+        """The request of that id, where the reader may have it."""
         stored = None
         if REQUEST_ID.fullmatch(request_id):
             stored = await self._store.get(request_id)
-        if stored is None or stored.requests[0].tenant != tenant:
+        if stored is None or not reader.may_read(stored.requests[0].tenant, [stored.model]):
             raise ApiError(
                 404,
                 "There is no request of this id, or it has expired: outcomes are kept for "

@@ -99,6 +99,10 @@ class Models:
         """The same models, of which the others are not there for whoever asks."""
         return Models(self._static, self._discovered, allows, aliases=self._aliases)
 
+    def allows(self, name: str) -> bool:
+        """Whether whoever asks may use the model of that name, whether or not it is there."""
+        return self._may_have(self._own(name))
+
     async def find(self, name: str | None) -> ServedModel:
         """As `get`, but a model that is not known is looked for first."""
         own = None if name is None else self._own(name)

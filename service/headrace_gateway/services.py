@@ -35,7 +35,7 @@ from .schemas import UNSUPPORTED, BodyType, GenerationBody, Refused, parse
 from .settings import GatewaySettings
 from .strict_calls import at_prompt
 from .structured_fields import StructuredBody
-from .tenants import Caller, batch_of, caller_of, tenancy_of
+from .tenants import Caller, Reader, batch_of, caller_of, tenancy_of
 from .watched import Delivery
 from .wishes import wish_of
 
@@ -95,6 +95,11 @@ class Services:
     @property
     def tenant(self) -> str:
         return DEFAULT_TENANT if self.caller is None else self.caller.tenant
+
+    @property
+    def reader(self) -> Reader:
+        """Who reads what is stored."""
+        return Reader(self.tenant, self.models.allows)
 
     async def reserve(
         self, job: Job, requests: Sequence[GenerateRequest], observation: Observation

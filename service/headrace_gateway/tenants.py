@@ -4,7 +4,7 @@ A caller is known only where API keys are on; without one everything is as if th
 """
 
 import hashlib
-from collections.abc import MutableMapping, Set
+from collections.abc import Callable, Iterable, MutableMapping, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -61,6 +61,24 @@ class Caller:
             cache_salt=tenant_salt(self.tenant, cache_salt),
             tenant=self.tenant,
         )
+
+
+def any_model(_name: str) -> bool:
+    """Allows every model."""
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Who asks for what is stored: for all else than its tenant's, of models that its key may use,
+    it is as if there were nothing."""
+
+    tenant: str
+    allows: Callable[[str], bool] = any_model
+
+    def may_read(self, tenant: str, models: Iterable[str]) -> bool:
+        """Whether it may read what a tenant has stored of these models."""
+        return tenant == self.tenant and all(map(self.allows, models))
 
 
 class Asking(Protocol):

@@ -289,6 +289,46 @@ async def test_another_tenants_ids_are_not_there_on_any_path(
     assert refused.json()["error"]["code"] == "previous_response_not_found"
 
 
+async def test_a_key_reads_nothing_of_models_that_it_may_not_use(
+    with_keys: tuple[httpx.AsyncClient, KeyFile], book: KeyBook, engine: FakeEngine
+) -> None:
+    book.add("limited", tenant="a", models=["another"])
+    book.add("same", tenant="a", models=["another", MODEL])
+    with_keys[1].load()
+    anna, limited, same = (
+        BatchClient(with_keys[0], **book.headers(name)) for name in ("anna", "limited", "same")
+    )
+    lines = [line("a"), {**line("b"), "body": {"model": "unknown"}}]
+    batch = await anna.ended(await anna.begin(lines))
+    stored = await anna.http.post(
+        "/v1/completions",
+        json=line("x")["body"],
+        headers={**book.headers("anna"), "idempotency-key": "key"},
+    )
+    response = await anna.post("/v1/responses", {"model": MODEL, "input": "Hi"})
+    request = stored.headers["content-location"]
+    files = [f"/v1/files/{batch[name]}" for name in ("output_file_id", "error_file_id")]
+    paths = [request, f"{request}/events", f"/v1/responses/{response.json()['id']}", *files]
+    paths += [f"/v1/batches/{batch['id']}", *(f"{path}/content" for path in files)]
+
+    for path in paths:
+        assert (await anna.get(path)).status_code == 200, path
+        assert (await limited.get(path)).status_code == 404, path
+    assert [(await same.get(path)).status_code for path in paths[:3]] == [200] * 3
+    assert (await same.get(f"/v1/batches/{batch['id']}")).status_code == 404
+    for path in (request, paths[2], *files):
+        assert (await limited.delete(path)).status_code == 404
+    assert (await limited.post(f"/v1/batches/{batch['id']}/cancel")).status_code == 404
+    assert (await limited.get("/v1/batches")).json()["data"] == []
+    listed = (await limited.get("/v1/files")).json()["data"]
+    assert [file["purpose"] for file in listed] == ["batch"]  # whose models nobody has read
+    own = await same.ended(await same.begin(lines))
+    assert own["status"] == "completed" and own["output_file_id"]
+    assert (await limited.get(f"/v1/files/{own['output_file_id']}")).status_code == 404
+    follow = {"model": "another", "input": "Hi", "previous_response_id": response.json()["id"]}
+    assert (await limited.post("/v1/responses", follow)).status_code in (400, 404)
+
+
 async def test_a_revoked_key_runs_no_more_lines(
     backend: OverRedis, served: Models, book: KeyBook
 ) -> None:

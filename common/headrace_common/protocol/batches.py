@@ -27,9 +27,22 @@ class BatchNotKept(HeadraceError):
     code = "batch_not_found"
 
 
+def file_not_kept(file_id: str) -> FileNotKept:
+    """Whatever the reason is: a client learns nothing of what is not its own."""
+    return FileNotKept(f"there is no file {file_id[:80]!r}, or it has expired")
+
+
+def batch_not_kept(batch_id: str) -> BatchNotKept:
+    """As file_not_kept."""
+    return BatchNotKept(f"there is no batch {batch_id[:80]!r}, or it has expired")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
-    """A file's description; its content lies beside it in `chunks` pieces."""
+    """A file's description; its content lies beside it in `chunks` pieces.
+
+    `models` are those whose answers it has, as far as that is known.
+    """
 
     id: str
     tenant: str
@@ -39,6 +52,7 @@ class StoredFile:
     chunks: int
     created_at: int
     expires_at: int
+    models: tuple[str, ...] = ()
 
 
 class BatchStatus(StrEnum):
@@ -98,7 +112,8 @@ class TokenUsage:
 class BatchProgress:
     """What its leader says of it. `errors` are those of its input file, as clients read them.
 
-    The tokens are those of `completed` requests.
+    `model` is the first line's, `models` are those of all. The tokens are those of `completed`
+    requests.
     """
 
     status: BatchStatus = BatchStatus.VALIDATING
@@ -106,6 +121,7 @@ class BatchProgress:
     completed: int = 0
     failed: int = 0
     model: str | None = None
+    models: tuple[str, ...] = ()
     output_file_id: str | None = None
     error_file_id: str | None = None
     errors: tuple[Mapping[str, Any], ...] = ()
@@ -182,7 +198,8 @@ def _checked(kind: type[Any], name: str, hint: Any, value: Any) -> Any:
         if value is None or isinstance(value, allowed):
             return value
     elif origin is tuple:
-        if isinstance(value, list) and all(isinstance(item, dict) for item in value):
+        kind_of_items = str if get_args(hint)[0] is str else dict
+        if isinstance(value, list) and all(isinstance(item, kind_of_items) for item in value):
             return tuple(value)
     elif origin is not None:
         if isinstance(value, dict) and all(isinstance(item, str) for item in value.values()):

@@ -17,6 +17,7 @@ from .batches import (
     BatchRequest,
     Done,
     TokenUsage,
+    batch_not_kept,
     decode_done,
     decode_record,
     decode_usage,
@@ -56,15 +57,8 @@ class RedisBatches:
         """Raises BatchNotKept."""
         (raw,) = await self._commands(("HMGET", keys.batch(batch_id), *FIELDS))
         if raw[0] is None:
-            raise BatchNotKept(f"there is no batch {batch_id[:80]!r}, or it has expired")
+            raise batch_not_kept(batch_id)
         return _batch(*raw)
-
-    async def of_tenant(self, batch_id: str, tenant: str) -> Batch:
-        """Raises BatchNotKept, also for another tenant's."""
-        batch = await self.get(batch_id)
-        if batch.request.tenant != tenant:
-            raise BatchNotKept(f"there is no batch {batch_id[:80]!r}, or it has expired")
-        return batch
 
     async def all_of(self, tenant: str) -> list[Batch]:
         """A tenant's batches, newest first."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from .. import keys
 from ..errors import MessageError
-from .batches import FileNotKept, StoredFile, decode_record, encode_record
+from .batches import FileNotKept, StoredFile, decode_record, encode_record, file_not_kept
 from .client import Command
 from .connection import Connection
 from .expiring_index import ExpiringIndex
@@ -42,7 +42,7 @@ class RedisFiles:
         (data,) = await self._commands(("HGET", keys.stored_file(file_id), "m"))
         file = None if data is None else decode_record(StoredFile, data)
         if file is None or file.tenant != tenant:
-            raise FileNotKept(f"there is no file {file_id[:80]!r}, or it has expired")
+            raise file_not_kept(file_id)
         return file
 
     async def chunk(self, file: StoredFile, number: int) -> bytes:

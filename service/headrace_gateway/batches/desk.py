@@ -11,9 +11,12 @@ from pydantic import Field, StrictInt
 from headrace_common.protocol.accounts import Kind
 from headrace_common.protocol.batches import (
     Batch,
+    BatchNotKept,
     BatchRequest,
     FileNotKept,
     StoredFile,
+    batch_not_kept,
+    file_not_kept,
 )
 from headrace_common.protocol.redis_batches import RedisBatches
 from headrace_common.protocol.redis_files import RedisFiles, pieces
@@ -22,6 +25,7 @@ from ..chat_messages import Body
 from ..errors import ApiError, invalid
 from ..limits.fields import Name
 from ..tenant_stores import TenantStores
+from ..tenants import Reader
 from .items import batch_item, file_item
 from .lines import ENDPOINTS
 
@@ -113,26 +117,49 @@ class Desk:
             )
         return asked
 
-    async def file(self, file_id: str, tenant: str) -> StoredFile:
-        """Raises ApiError."""
+    async def file(self, file_id: str, reader: Reader) -> StoredFile:
+        """A file that the reader may have. Raises ApiError."""
         try:
-            return await self.files.get(file_id, tenant)
+            file = await self.files.get(file_id, reader.tenant)
+            if not reader.may_read(file.tenant, file.models):
+                raise file_not_kept(file_id)
         except FileNotKept as error:
             raise ApiError(404, f"{error}.", param="file_id", code=error.code) from error
+        return file
+
+    async def all_files(self, reader: Reader) -> list[StoredFile]:
+        """The files that the reader may have, newest first."""
+        files = await self.files.all_of(reader.tenant)
+        return [file for file in files if reader.may_read(file.tenant, file.models)]
+
+    async def batch(self, batch_id: str, reader: Reader) -> Batch:
+        """A batch that the reader may see. Raises ApiError."""
+        try:
+            batch = await self.batches.get(batch_id)
+            if not _may_see(reader, batch):
+                raise batch_not_kept(batch_id)
+        except BatchNotKept as error:
+            raise ApiError(404, f"{error}.", param="batch_id", code=error.code) from error
+        return batch
+
+    async def all_batches(self, reader: Reader) -> list[Batch]:
+        """The batches that the reader may see, newest first."""
+        batches = await self.batches.all_of(reader.tenant)
+        return [batch for batch in batches if _may_see(reader, batch)]
 
     async def delete(self, file: StoredFile) -> None:
         """Deletes a file. A batch that has begun with it goes on."""
         await self.files.delete(file)
         await self.stores.vacate(file.tenant, (Kind.FILE,), file.id)
 
-    async def create(self, tenant: str, key_id: str, body: CreateBatch) -> Batch:
+    async def create(self, reader: Reader, key_id: str, body: CreateBatch) -> Batch:
         """Keeps a batch, which begins soon. Raises ApiError."""
         if body.endpoint not in ENDPOINTS:
             raise invalid(f"endpoint: must be one of {', '.join(ENDPOINTS)}.", param="endpoint")
-        window = _window(body.completion_window)
+        tenant, window = reader.tenant, _window(body.completion_window)
         after = body.output_expires_after
         output_ttl = self._ttl(None if after is None else after.seconds)
-        file = await self._input(body.input_file_id, tenant)
+        file = await self._input(body.input_file_id, reader)
         if await self.batches.count_open(tenant) >= self.limits.max_open_batches:
             raise ApiError(
                 429,
@@ -161,11 +188,12 @@ class Desk:
         self.changed()
         return batch
 
-    async def _input(self, file_id: str, tenant: str) -> StoredFile:
+    async def _input(self, file_id: str, reader: Reader) -> StoredFile:
         try:
-            file = await self.files.get(file_id, tenant)
-        except FileNotKept as error:
-            raise invalid(f"input_file_id: {error}.", param="input_file_id") from error
+            file = await self.file(file_id, reader)
+        except ApiError as error:
+            message = f"input_file_id: {error.message}"
+            raise invalid(message, param="input_file_id") from error
         if file.purpose != BATCH_PURPOSE:
             raise invalid(
                 "input_file_id: must be a file with the purpose 'batch'.", param="input_file_id"
@@ -178,6 +206,12 @@ class Desk:
             await self.batches.cancel(batch)
             self.changed()
         return await self.batches.get(batch.request.id)
+
+
+def _may_see(reader: Reader, batch: Batch) -> bool:
+    progress = batch.progress
+    models = progress.models or filter(None, [progress.model])  # those of an older leader
+    return reader.may_read(batch.request.tenant, models)
 
 
 def _window(text: str) -> int:

@@ -9,11 +9,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from headrace_common.messages import MAX_ID_CHARS
+
 EMBEDDINGS, RESPONSES = "/v1/embeddings", "/v1/responses"
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", EMBEDDINGS, RESPONSES)
 MAX_CUSTOM_ID_CHARS = 256
 # How many faults of a file are told; the first one is enough to refuse it.
 MAX_FAULTS = 20
+# The most models of one batch that are told apart. No key that is limited to models has MANY.
+MAX_MODELS = 64
+MANY = ("",)
 _FIELDS = frozenset({"custom_id", "method", "url", "body"})
 
 
@@ -61,12 +66,16 @@ class _BadLine(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BatchInput:
-    """`content` with its lines, or with what is wrong with it. `model` is the first line's."""
+    """`content` with its lines, or with what is wrong with it.
+
+    `model` is the first line's, `models` are those that lines name; MANY where these are too many.
+    """
 
     content: bytes
     lines: tuple[Line, ...]
     faults: tuple[Fault, ...]
     model: str | None
+    models: tuple[str, ...] = ()
 
     def body(self, line: Line) -> dict[str, Any]:
         """The request's body."""
@@ -80,6 +89,7 @@ def read_lines(content: bytes, endpoint: str, limits: LineLimits) -> BatchInput:
     faults: list[Fault] = []
     seen: dict[str, int] = {}
     model: str | None = None
+    models: set[str] = set()
     for number, start, end in _split(content):
         if len(lines) >= limits.max_lines:
             message = f"The file has more than {limits.max_lines} requests; split it."
@@ -95,12 +105,23 @@ def read_lines(content: bytes, endpoint: str, limits: LineLimits) -> BatchInput:
                 break
             continue
         model = model or fields["body"].get("model")
+        models |= _named(fields["body"], models)
         lines.append(Line(number, custom_id, start, end))
     if not lines and not faults:
         faults.append(Fault("empty_file", "The file has no requests."))
     return BatchInput(
-        content, tuple(lines), tuple(faults), model if isinstance(model, str) else None
+        content,
+        tuple(lines),
+        tuple(faults),
+        model if isinstance(model, str) else None,
+        MANY if len(models) > MAX_MODELS else tuple(sorted(models)),
     )
+
+
+def _named(body: dict[str, Any], known: set[str]) -> set[str]:
+    """The model that a line names, as far as it must still be known."""
+    model = body.get("model")
+    return {model[:MAX_ID_CHARS]} if isinstance(model, str) and len(known) <= MAX_MODELS else set()
 
 
 def _split(content: bytes) -> Iterator[tuple[int, int, int]]:

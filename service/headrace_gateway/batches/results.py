@@ -156,6 +156,7 @@ class ResultFiles:
             chunks=-(-size // CHUNK_BYTES),
             created_at=self._now,
             expires_at=self._now + request.output_ttl,
+            models=self._batch.progress.models,
         )
         await self._stores.count(file.tenant, file_item(file))
         await self._files.add(file)

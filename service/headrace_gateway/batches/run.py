@@ -29,7 +29,7 @@ from ..deadlines import TIMEOUT_HEADER
 from ..errors import ApiError
 from ..keeping import Keeping
 from ..tenant_stores import TenantStores
-from ..tenants import BATCH, CALLER, Caller
+from ..tenants import BATCH, CALLER, Caller, Reader
 from ..wishes import KEY_HEADER, Wish
 from .internal import InternalAnswer, InternalClient
 from .items import batch_item, in_steps
@@ -170,6 +170,7 @@ class BatchRun:
             status=BatchStatus.IN_PROGRESS,
             total=len(source.lines),
             model=source.model,
+            models=self._models(source),
             in_progress_at=self._progress.in_progress_at or self._now,
             **self._counts,
         )
@@ -180,6 +181,15 @@ class BatchRun:
         ended = await self._run_lines(source, iter(left))
         async with self._suspects.started(WRITING):
             await self._end(ended, self._left(source))
+
+    def _models(self, source: BatchInput) -> tuple[str, ...]:
+        """Those whose answers the batch may have. A name that its key may not use is refused, or
+        another one's of those that it may."""
+        find, request = self._site.find_key, self._batch.request
+        key = None if find is None else find(request.key_id)
+        if key is None or key.models is None or set(source.models) <= set(key.models):
+            return source.models
+        return tuple(sorted(key.models))
 
     def _left(self, source: BatchInput) -> list[Line]:
         """The lines without a result."""
@@ -334,7 +344,8 @@ class BatchRun:
         await self._drop(left, status)
         batches, now = self._site.batches, self._now
         done = await batches.done(self._batch)
-        files = ResultFiles(self._batch, batches, self._site.files, self._site.stores, now)
+        batch = replace(self._batch, progress=self._progress)
+        files = ResultFiles(batch, batches, self._site.files, self._site.stores, now)
         await self._say(
             status=status,
             output_file_id=await files.write(done, answered=True),
@@ -356,7 +367,7 @@ class BatchRun:
 
     async def _cancel(self, line: Line) -> None:
         try:
-            await self._site.keeping.cancel(await self._request_id(line), self._tenant)
+            await self._site.keeping.cancel(await self._request_id(line), Reader(self._tenant))
         except ApiError:
             return  # it was not in the queue
 
@@ -374,7 +385,7 @@ class BatchRun:
         keeping = self._site.keeping
         forget = keeping.delete if running else keeping.forget
         try:
-            await forget(await self._request_id(line), self._tenant)
+            await forget(await self._request_id(line), Reader(self._tenant))
         except ApiError:
             return  # it was refused, and not kept
 

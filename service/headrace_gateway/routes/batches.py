@@ -4,11 +4,10 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 
-from headrace_common.protocol.batches import Batch, BatchNotKept
+from headrace_common.protocol.batches import Batch
 
 from ..batches.desk import CreateBatch
 from ..batches.views import batch_body, page
-from ..errors import ApiError
 from ..services import Services, WithServices
 from .documents import body_of
 
@@ -22,7 +21,7 @@ async def create_batch(request: Request, services: WithServices) -> dict[str, An
     """Begins to run the requests of a file."""
     body = await services.body(request, CreateBatch)
     key_id = "" if services.caller is None else services.caller.key.id
-    return batch_body(await services.desk.create(services.tenant, key_id, body))
+    return batch_body(await services.desk.create(services.reader, key_id, body))
 
 
 @router.get("/v1/batches")
@@ -32,7 +31,7 @@ async def list_batches(
     after: str | None = None,
 ) -> dict[str, Any]:
     """Batches, newest first."""
-    batches = await services.desk.batches.all_of(services.tenant)
+    batches = await services.desk.all_batches(services.reader)
     return page(batches, lambda batch: batch.request.id, batch_body, after=after, limit=limit)
 
 
@@ -49,7 +48,4 @@ async def cancel_batch(batch_id: str, services: WithServices) -> dict[str, Any]:
 
 
 async def _find(batch_id: str, services: Services) -> Batch:
-    try:
-        return await services.desk.batches.of_tenant(batch_id, services.tenant)
-    except BatchNotKept as error:
-        raise ApiError(404, f"{error}.", param="batch_id", code=error.code) from error
+    return await services.desk.batch(batch_id, services.reader)

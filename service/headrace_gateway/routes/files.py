@@ -66,7 +66,7 @@ async def list_files(
     """Files, newest first unless asked otherwise."""
     files = [
         file
-        for file in await services.desk.files.all_of(services.tenant)
+        for file in await services.desk.all_files(services.reader)
         if purpose in (None, file.purpose)
     ]
     if order == "asc":
@@ -77,14 +77,14 @@ async def list_files(
 @router.get("/v1/files/{file_id}")
 async def retrieve_file(file_id: str, services: WithServices) -> dict[str, Any]:
     """What is known of a file."""
-    return file_body(await services.desk.file(file_id, services.tenant))
+    return file_body(await services.desk.file(file_id, services.reader))
 
 
 @router.delete("/v1/files/{file_id}")
 async def delete_file(file_id: str, services: WithServices) -> dict[str, Any]:
     """Deletes a file. A batch that has begun with it goes on."""
     desk = services.desk
-    file = await desk.file(file_id, services.tenant)
+    file = await desk.file(file_id, services.reader)
     await desk.delete(file)
     return {"id": file.id, "object": "file", "deleted": True}
 
@@ -93,7 +93,7 @@ async def delete_file(file_id: str, services: WithServices) -> dict[str, Any]:
 async def retrieve_file_content(file_id: str, services: WithServices) -> Response:
     """A file's bytes."""
     desk = services.desk
-    file = await desk.file(file_id, services.tenant)
+    file = await desk.file(file_id, services.reader)
     return StreamingResponse(
         _content(desk.files, file),
         media_type="application/octet-stream",

@@ -14,13 +14,13 @@ router = APIRouter()
 @router.get("/v1/requests/{request_id}", response_model=dict[str, Any])
 async def retrieve_request(request_id: str, services: WithServices) -> Response:
     """Where a request is; once it has completed, with its answer."""
-    return _present(await services.keeping.view(request_id, services.tenant))
+    return _present(await services.keeping.view(request_id, services.reader))
 
 
 @router.delete("/v1/requests/{request_id}", response_model=dict[str, Any])
 async def cancel_request(request_id: str, services: WithServices) -> Response:
     """Ends a request, wherever it waits or runs; one that has ended stays as it is."""
-    return _present(await services.keeping.cancel(request_id, services.tenant))
+    return _present(await services.keeping.cancel(request_id, services.reader))
 
 
 @router.get("/v1/requests/{request_id}/events")
@@ -38,7 +38,7 @@ async def stream_request(
     elif starting_after is not None:
         had = parse_position(starting_after)
     headers = dict(request.headers)
-    return await services.keeping.events(request_id, services.tenant, had, headers)
+    return await services.keeping.events(request_id, services.reader, had, headers)
 
 
 def _present(view: View) -> Response:

@@ -118,21 +118,21 @@ async def retrieve_response(
     had = START if starting_after is None else Position((starting_after + 1,))
     if last_event_id is not None:
         had = parse_event_id(last_event_id, request_id)
-    return await services.keeping.events(request_id, services.tenant, had, dict(request.headers))
+    return await services.keeping.events(request_id, services.reader, had, dict(request.headers))
 
 
 @router.post("/v1/responses/{response_id}/cancel")
 async def cancel_response(response_id: str, services: WithServices) -> dict[str, Any]:
     """Ends a response, wherever it waits or runs; one that has ended stays as it is."""
     view = await _find(response_id, services)
-    return present(await services.keeping.cancel(view.stored.request_id, services.tenant))
+    return present(await services.keeping.cancel(view.stored.request_id, services.reader))
 
 
 @router.delete("/v1/responses/{response_id}")
 async def delete_response(response_id: str, services: WithServices) -> dict[str, Any]:
     """Ends a response and forgets it."""
     view = await _find(response_id, services)
-    await services.keeping.delete(view.stored.request_id, services.tenant)
+    await services.keeping.delete(view.stored.request_id, services.reader)
     return {"id": response_id, "object": "response", "deleted": True}
 
 
@@ -169,7 +169,7 @@ async def list_input_items(
 
 async def _find(response_id: str, services: Services) -> View:
     try:
-        view = await services.keeping.view(response_id.removeprefix(ID_PREFIX), services.tenant)
+        view = await services.keeping.view(response_id.removeprefix(ID_PREFIX), services.reader)
     except ApiError as error:
         raise (_not_found() if error.status == 404 else error) from error
     if not response_id.startswith(ID_PREFIX) or view.stored.operation != RESPONSES.name:
