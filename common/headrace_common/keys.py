@@ -266,6 +266,12 @@ def wanted(request_id: str) -> str:
     return f"rw:{_tag(request_id)}"
 
 
+def attending(request_id: str) -> str:
+    """Sorted set, gateways that make a stored request's answer anew, by when they began (Unix s);
+    one that has ended is still there. As the stored request."""
+    return f"ra:{_tag(request_id)}"
+
+
 def account_items(account: str) -> str:
     """Sorted set, what a tenant leaves in the store, "<kind>:<name>" by when it lapses (Unix ms).
     As the last of them."""

@@ -8,10 +8,11 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace_common.errors import BackendUnavailable, HeadraceError, RequestFailed
+from headrace_common.errors import BackendUnavailable, FailureCode, HeadraceError, RequestFailed
 from headrace_common.messages import GenerateRequest
 from headrace_common.protocol.accounts import Kind
 from headrace_common.protocol.base import LOST_HELD_S, Outcome, Standing
@@ -35,6 +36,8 @@ from .tenants import Reader
 from .wanted import NO_OUTCOME
 from .wishes import ID_CHARS, Wish, derived_id
 
+# A stored request is not read again once this many gateways ended while they read it.
+MAX_GATEWAYS = 3
 # As what a request that is stored may be counted.
 REQUEST_KINDS = (Kind.REQUEST, Kind.EMBEDDINGS, Kind.LINE)
 
@@ -145,7 +148,8 @@ class KeptRequests:
     ) -> list[Accepted]:
         """The request for one more reader; a `fresh` one that is refused is forgotten again."""
         try:
-            return await self._sessions.open(stored, model.tokenizer, fresh=fresh)
+            async with self._attending(stored):
+                return await self._sessions.open(stored, model.tokenizer, fresh=fresh)
         except HeadraceError:
             if fresh:
                 await self._forget(stored)
@@ -189,6 +193,35 @@ class KeptRequests:
 
     async def view(self, stored: StoredRequest, model: ServedModel) -> View:
         """Where it is, with its answer once it has ended."""
+        async with self._attending(stored):
+            return await self._view(stored, model)
+
+    @asynccontextmanager
+    async def _attending(self, stored: StoredRequest) -> AsyncIterator[None]:
+        """Its answer is made from what is stored within the block, unless too many gateways have
+        ended of that."""
+        gateway_id = self._ledger.gateway_id
+        others = await self._store.attend(stored, gateway_id)
+        try:
+            await self._check_innocent(others)
+            yield
+        finally:
+            await self._store.attended(stored, gateway_id)
+
+    async def _check_innocent(self, others: Sequence[str]) -> None:
+        if len(others) < MAX_GATEWAYS:
+            return
+        alive = [await self._ledger.gateway_alive(other) for other in others]
+        if alive.count(False) >= MAX_GATEWAYS:
+            raise to_api_error(
+                RequestFailed(
+                    FailureCode.POISONED,
+                    f"{alive.count(False)} gateways ended while they read this request's answer; "
+                    "it is not read again. Send another request, simpler or shorter.",
+                )
+            )
+
+    async def _view(self, stored: StoredRequest, model: ServedModel) -> View:
         standings = await self._standings(stored)
         if _status(standings) == "completed":
             standings = await self._given(stored)

@@ -143,6 +143,31 @@ async def test_what_never_fits_is_refused_for_good(
     assert sum((await backend.accounts().used(ACCOUNT)).values()) == 0
 
 
+async def test_a_stored_request_is_read_by_three_gateways_that_end_at_most(
+    backend: Backend, served: Models, engine: FakeEngine
+) -> None:
+    site, store = Site(backend, served, 60.0), backend.request_store()
+    async with site.gateway("g1") as http, site.gateway("g2") as other:
+        made = await ask(http, "key")
+        path = made.headers["content-location"]
+        stored = await store.get(path.rpartition("/")[2])
+        assert stored is not None
+        for gateway in ("dead1", "dead2", "g2"):
+            await store.attend(stored, gateway)
+        read = await http.get(path)
+        await store.attend(stored, "dead3")
+        refused = [await http.get(path), await other.get(f"{path}/events"), await ask(http, "key")]
+        await store.attended(stored, "dead3")
+        again = await http.get(path)
+        plain = await ask(http)
+
+    assert [each.status_code for each in (read, again, plain)] == [200] * 3
+    for each in refused:
+        assert (each.status_code, each.json()["error"]["code"]) == (500, "request_failed")
+        assert each.headers["x-should-retry"] == "false"
+    assert sorted(await store.attend(stored, "me")) == ["dead1", "dead2"]
+
+
 async def test_a_deleted_response_is_left_no_longer(
     backend: Backend, served: Models, engine: FakeEngine
 ) -> None:

@@ -43,6 +43,7 @@ class MemoryBackend:
         self.models_store = ""
         self.stored: dict[str, tuple[float, str, bytes]] = {}
         self.wanted: dict[str, float] = {}
+        self.attending: defaultdict[str, set[str]] = defaultdict(set)
         self.accounts: defaultdict[str, dict[str, Item]] = defaultdict(dict)
         self.salt = b""
 
@@ -419,6 +420,7 @@ class MemoryBackend:
         self.stored.clear()
         self.wanted.clear()
         self.accounts.clear()
+        self.attending.clear()
         self.salt = b""
 
 

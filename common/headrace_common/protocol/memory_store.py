@@ -1,6 +1,7 @@
 """Stored requests in a MemoryBackend, with the behaviour of those over Redis."""
 
 import secrets
+from collections.abc import Sequence
 
 from .memory import MemoryBackend
 from .store import SALT_BYTES, StoredRequest, decode_stored, encode_stored
@@ -40,6 +41,16 @@ class MemoryRequestStore:
     async def want(self, request_id: str, seconds: float) -> None:
         self._backend.check()
         self._backend.wanted[request_id] = self._backend.clock() + seconds
+
+    async def attend(self, stored: StoredRequest, gateway_id: str) -> Sequence[str]:
+        self._backend.check()
+        gateways = self._backend.attending[stored.request_id]
+        gateways.add(gateway_id)
+        return sorted(gateways - {gateway_id})
+
+    async def attended(self, stored: StoredRequest, gateway_id: str) -> None:
+        self._backend.check()
+        self._backend.attending[stored.request_id].discard(gateway_id)
 
     async def wanted(self, request_id: str) -> float:
         self._backend.check()

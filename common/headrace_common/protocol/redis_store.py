@@ -3,6 +3,7 @@
 import logging
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from .. import keys
@@ -64,6 +65,18 @@ class RedisRequestStore:
     async def wanted(self, request_id: str) -> float:
         (left,) = await self._commands(("PTTL", keys.wanted(request_id)))
         return max(0, int(left)) / 1000
+
+    async def attend(self, stored: StoredRequest, gateway_id: str) -> Sequence[str]:
+        name = keys.attending(stored.request_id)
+        *_, found = await self._commands(
+            ("ZADD", name, int(time.time()), gateway_id),
+            ("PEXPIREAT", name, stored.expires_ms),
+            ("ZRANGE", name, 0, -1),
+        )
+        return [each.decode() for each in found if each.decode() != gateway_id]
+
+    async def attended(self, stored: StoredRequest, gateway_id: str) -> None:
+        await self._commands(("ZREM", keys.attending(stored.request_id), gateway_id))
 
     async def _commands(self, *commands: Command) -> list[Any]:
         return await self._connection.attempt(

@@ -5,6 +5,7 @@ an idempotency key the first request stored is the one that counts. Implemented 
 the same contract tests, in memory.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -82,6 +83,12 @@ class RequestStore(Protocol):
 
     async def wanted(self, request_id: str) -> float:
         """For how many more seconds somebody has said so; 0 where nobody has."""
+
+    async def attend(self, stored: StoredRequest, gateway_id: str) -> Sequence[str]:
+        """Notes that a gateway makes its answer anew; the others that are noted."""
+
+    async def attended(self, stored: StoredRequest, gateway_id: str) -> None:
+        """That gateway has done so, and has not ended of it."""
 
 
 def encode_stored(stored: StoredRequest) -> bytes:
