@@ -201,6 +201,14 @@ class EngineSettingsSpec(Section):
     """Seconds between renewals of the lease."""
     step_timeout: float | None = Field(None, gt=0, strict=False)
     """Seconds after which a step counts as hung."""
+    grammar_workers: int | None = Field(None, ge=1, le=64)
+    """Processes that check schemas, expressions and grammars."""
+    grammar_timeout: float | None = Field(None, gt=0, strict=False)
+    """Seconds that the check of one grammar may take."""
+    grammar_cpu_seconds: int | None = Field(None, ge=1)
+    """Seconds of a processor that the check of one grammar may take."""
+    grammar_memory: str | int | None = None
+    """Bytes that the check of one grammar may take, as 128MiB."""
     debug_pages: bool | None = None
     """Show steps, requests and profiles on the metrics port, to all who reach it."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] | None = None
