@@ -68,7 +68,11 @@ class TaskKilled(Exception):
 class LimitedPool:
     """Used on one event loop. `preload` are the modules of its tasks, imported only once."""
 
-    def __init__(self, workers: int, limits: TaskLimits, preload: Sequence[str]) -> None:
+    def __init__(
+        self, workers: int, limits: TaskLimits, preload: Sequence[str], idle: float = IDLE_S
+    ) -> None:
+        self._idle_s = idle
+        self._ending: asyncio.Task[None] | None = None
         self._workers = workers
         self._limits = limits
         self._preload = [__name__, *preload]
@@ -91,7 +95,7 @@ class LimitedPool:
             self._running -= 1
             if not self._running:
                 running_loop = asyncio.get_running_loop()
-                self._idle = running_loop.call_later(IDLE_S, self._stop)
+                self._idle = running_loop.call_later(self._idle_s, self._retire)
 
     async def close(self) -> None:
         """Ends the processes, whatever they are doing: their tasks are cancelled."""
@@ -99,10 +103,7 @@ class LimitedPool:
         for future in list(self._futures):
             future.cancel()
         async with self._starting:
-            pool, self._pool = self._pool, None
-            if pool is not None:
-                pool.stop()
-                await asyncio.to_thread(pool.join)
+            await self._end()
 
     async def _twice(
         self, function: Callable[[Unpack[Arguments]], Returned], *arguments: *Arguments
@@ -152,9 +153,19 @@ class LimitedPool:
             raise BrokenProcessPool("the pool of processes does not start")
         return pool
 
-    def _stop(self) -> None:
-        if self._pool is not None:
-            self._pool.stop()
+    def _retire(self) -> None:
+        self._ending = asyncio.create_task(self._end_idle())
+
+    async def _end_idle(self) -> None:
+        async with self._starting:
+            if not self._running:
+                await self._end()
+
+    async def _end(self) -> None:
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.stop()
+            await asyncio.to_thread(pool.join)
 
     def _stop_timer(self) -> None:
         if self._idle is not None:

@@ -118,6 +118,15 @@ async def test_idle_processes_may_die(pool: LimitedPool) -> None:
     assert await pool.run(pool_tasks.say, "well") == "well"
 
 
+async def test_processes_without_work_end() -> None:
+    pool = LimitedPool(1, GENEROUS, PRELOAD, idle=0.05)
+    first = await pool.run(pool_tasks.pid)
+    await end_of(first)
+
+    assert await pool.run(pool_tasks.pid) != first
+    await pool.close()
+
+
 async def test_its_processes_come_last_and_end_with_it(pool: LimitedPool, tmp_path: Path) -> None:
     marker = tmp_path / "pid"
     task = asyncio.create_task(pool.run(pool_tasks.spin, str(marker)))
