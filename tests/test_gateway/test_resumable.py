@@ -418,7 +418,8 @@ async def test_a_request_that_its_engine_lost_is_one_generation(
         await read(answer, again, lambda _: None)
     whole = await rest_of(gateways[0], got)
 
-    assert (view["status"], view["error"]) == ("in_progress", None)
+    # Queued again at once, it may be seen before an engine has it.
+    assert view["status"] in ("queued", "in_progress") and view["error"] is None
     assert tokens_of(whole) == tokens_of(again)
     assert len(tokens_of(whole)) == 100 and is_one_history(0, tokens_of(whole))
     assert await site.is_idle()
