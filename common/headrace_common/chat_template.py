@@ -80,7 +80,7 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        **variables: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt as text. `variables` are the template's own (chat_template_kwargs).
 
@@ -91,7 +91,7 @@ class ChatTemplate:
         final = _tag_final(chat, self.source) if continue_final_message else None
         context = {
             **self._special_tokens,
-            **variables,
+            **(variables or {}),
             "messages": chat,
             "tools": tools,
             "documents": documents,
@@ -157,17 +157,21 @@ def encode_chat(
     add_special_tokens: bool = False,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
+    most: int | None = None,
 ) -> list[int]:
-    """Messages to prompt token ids: only the template's own special tokens are special."""
+    """Messages to prompt token ids: only the template's own special tokens are special.
+
+    `most` is that of Tokenizer.encode.
+    """
     text = template.render(
         tokenizer.protect(messages),
         tools=tokenizer.protect(tools),
         documents=tokenizer.protect(documents),
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
-        **tokenizer.protect(dict(variables or {})),
+        variables=tokenizer.protect(dict(variables or {})),
     )
-    return tokenizer.encode_protected(text, add_special_tokens=add_special_tokens)
+    return tokenizer.encode_protected(text, add_special_tokens=add_special_tokens, most=most)
 
 
 def _find_source(files: CheckpointFiles) -> str | None:

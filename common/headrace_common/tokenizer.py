@@ -17,6 +17,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from .checkpoint import CheckpointFiles, TokenizerError, read_files
+from .long_text import PIECE_CHARS, pieces
 
 SPECIAL_NAMES = (
     "bos_token",
@@ -87,9 +88,15 @@ class Tokenizer:
             model_vocab_size=_vocab_size(model),
         )
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a whole prompt, as transformers gives them: special tokens in it count."""
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, most: int | None = None
+    ) -> list[int]:
+        """Token ids of a whole prompt, as transformers gives them: special tokens in it count.
+
+        Of a long text that has more than `most` tokens only the first are given, more than `most`.
+        Raises NoCut for a text of millions of characters without blanks.
+        """
+        return self._encode(self._backend, text, add_special_tokens, most)
 
     def protect(self, value: Any) -> Any:
         """A copy of JSON-like data whose special tokens can be told from a template's own."""
@@ -109,19 +116,46 @@ class Tokenizer:
             return text
         return self._placeholder_pattern.sub(self._original, text)
 
-    def encode_protected(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a rendered chat: special tokens that `protect` hid are plain text.
+    def encode_protected(
+        self, text: str, *, add_special_tokens: bool = False, most: int | None = None
+    ) -> list[int]:
+        """Token ids of a rendered chat, as `encode`: special tokens that `protect` hid are plain.
 
         Where a user wrote any, the template's own are renamed instead, in a tokenizer that knows
         them under the new names only, so that nothing in the user's text can be one.
         """
         if self._nonce not in text or self._special_pattern is None:
-            return self.encode(text, add_special_tokens=add_special_tokens)
+            return self.encode(text, add_special_tokens=add_special_tokens, most=most)
         renamed = self._special_pattern.sub(
             lambda match: self._alias(self._special_texts[match[0]]), text
         )
         plain = self.unprotect(renamed)
-        return list(self._renamed_backend.encode(plain, add_special_tokens=add_special_tokens).ids)
+        return self._encode(self._renamed_backend, plain, add_special_tokens, most)
+
+    def _encode(
+        self, backend: tokenizers.Tokenizer, text: str, special: bool, most: int | None
+    ) -> list[int]:
+        if len(text) <= PIECE_CHARS:
+            return list(backend.encode(text, add_special_tokens=special).ids)
+
+        def plain(piece: str) -> list[int]:
+            return list(backend.encode(piece, add_special_tokens=False).ids)
+
+        before, after = self._around if special else ((), ())
+        ids = list(before)
+        for piece in pieces(text, plain):
+            ids += plain(piece)
+            if most is not None and len(ids) > most:
+                return ids
+        return [*ids, *after] if after else ids
+
+    @cached_property
+    def _around(self) -> tuple[Sequence[int], Sequence[int]]:
+        """The special tokens that stand before and after every text."""
+        plain = self._backend.encode("a", add_special_tokens=False).ids
+        whole = self._backend.encode("a", add_special_tokens=True).ids
+        before = next(n for n in range(len(whole)) if whole[n : n + len(plain)] == plain)
+        return whole[:before], whole[before + len(plain) :]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids that the tokenizer does not know have no text."""

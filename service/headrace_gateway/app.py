@@ -9,6 +9,7 @@ from typing import Protocol
 
 from fastapi import FastAPI
 
+from headrace_common.api_keys import DEFAULT_TENANT
 from headrace_common.grammar_checks import CheckBounds, GrammarChecks
 from headrace_common.limited_pool import TaskLimits
 from headrace_common.protocol.accounts import Accounts, Memory
@@ -36,13 +37,13 @@ from .error_handlers import add_error_handlers
 from .keeping import Keeping
 from .kept import KeptRequests, Lifetimes
 from .kept_embeddings import KeptEmbeddings
+from .limits.work import WorkPool
 from .messages_api.schemas import CountTokensRequest, MessagesRequest
 from .metering import MeteredClient
 from .metrics import Depths, GatewayMetrics, QueueReadings, StoreReadings
 from .models import Models
 from .observation import Observer
 from .ports import Client, EngineList, Ledger, Line
-from .prompts import PromptEncoder
 from .rate_limits import RateLimits
 from .responses_api.schemas import ResponsesRequest
 from .routes import (
@@ -124,7 +125,7 @@ def create_app(settings: GatewaySettings, parts: Parts) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        with ThreadPoolExecutor(settings.tokenizer_threads, "tokenizer") as executor:
+        with ThreadPoolExecutor(settings.tokenizer_threads + 1, "work") as executor:
             stores = _stores(settings, parts)
             _observe(metrics, parts, stores)
             grammars = _grammars(settings, parts, metrics)
@@ -226,7 +227,7 @@ def _services(
     return Services(
         settings=settings,
         models=parts.served,
-        prompts=PromptEncoder(executor),
+        work=WorkPool(executor, settings.tokenizer_threads).of(DEFAULT_TENANT),
         engines=engines,
         admission=Admission(client, engines, limits, parts.clock.now),
         observer=observer,

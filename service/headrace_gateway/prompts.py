@@ -4,29 +4,30 @@ Long texts are worked on in threads (the tokenizer lets others run meanwhile), s
 never holds up the streams of all others.
 """
 
-import asyncio
-import json
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
+
+import pydantic_core
 
 from headrace_common.chat_template import encode_chat
+from headrace_common.long_text import PIECE_CHARS, NoCut
 
 from .chat_messages import Message
 from .errors import invalid, too_long
 from .harmony.header import is_harmony
 from .harmony.messages import described, writable
+from .limits.budget import Budget
+from .limits.json_shape import TOO_COMPLEX, check_shape
+from .limits.work import Work, size_of
 from .models import ServedModel
 
-# Tokenising takes about a millisecond for this many characters.
-INLINE_CHARS = 4096
+# What a message, a part of one or a call costs is like that of so many characters.
+OBJECT_CHARS = 64
 RESERVED_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 )
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +42,8 @@ class ChatOptions:
 class PromptEncoder:
     """Raises ApiError for a prompt that no engine could run, whatever its length."""
 
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
+    def __init__(self, work: Work) -> None:
+        self._work = work
 
     async def chat(
         self,
@@ -52,33 +53,8 @@ class PromptEncoder:
         context: int | None = None,
     ) -> list[int]:
         """`context` in tokens: what is surely longer is refused before it costs anything."""
-        if model.chat_template is None:
-            raise invalid(
-                f"The model {model.name} has no chat template; use /v1/completions.",
-                param="messages",
-                code="chat_template_missing",
-            )
-        _check_options(options)
-        developer = "developer" in model.chat_template.source
-        plain = [_plain_message(message, developer=developer) for message in messages]
-        tools = options.tools
-        if is_harmony(model.chat_template.source):
-            plain, tools = writable(plain), described(tools)
-        encode = partial(
-            encode_chat,
-            model.tokenizer,
-            model.chat_template,
-            plain,
-            tools=tools,
-            variables=options.variables,
-            add_special_tokens=options.add_special_tokens,
-            add_generation_prompt=options.add_generation_prompt,
-            continue_final_message=options.continue_final_message,
-        )
-        size = sum(len(message["content"] or "") for message in plain)
-        _check_size(model, size, context)
-        size += len(json.dumps(options.tools)) if options.tools else 0
-        return _not_empty(await self._run(size, encode), "messages")
+        size = _chat_size(messages, options)
+        return await self._work.run(size, partial(_chat, model, messages, options, context))
 
     async def completion(
         self,
@@ -95,35 +71,103 @@ class PromptEncoder:
         for _, single in prompts:
             if isinstance(single, str):
                 _check_size(model, len(single), context)
-        return [
-            await self._one(model, single, place, add_special_tokens=add_special_tokens)
-            for place, single in prompts
-        ]
+        size = sum(len(single) for _, single in prompts if isinstance(single, str | list))
+
+        def encode() -> list[list[int]]:
+            return [
+                _one(model, single, place, context, special=add_special_tokens)
+                for place, single in prompts
+            ]
+
+        return await self._work.run(size, encode)
 
     async def text(self, model: ServedModel, text: str, *, add_special_tokens: bool) -> list[int]:
-        encode = partial(model.tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        return await self._run(len(text), encode)
+        encode = partial(_text, model, text, "prompt", None, special=add_special_tokens)
+        return await self._work.run(len(text), encode)
 
     async def decode(self, model: ServedModel, token_ids: list[int]) -> str:
         if token_ids:
             _check_ids(token_ids, model.tokenizer.model_vocab_size, "tokens")
         decode = partial(model.tokenizer.decode, token_ids, skip_special_tokens=False)
-        return await self._run(len(token_ids), decode)
+        return await self._work.run(len(token_ids), decode)
 
-    async def _one(
-        self, model: ServedModel, prompt: object, name: str, *, add_special_tokens: bool
-    ) -> list[int]:
-        if isinstance(prompt, str):
-            ids = await self.text(model, prompt, add_special_tokens=add_special_tokens)
-            return _not_empty(ids, name)
-        assert isinstance(prompt, list)
-        _check_ids(prompt, model.tokenizer.model_vocab_size, name)
-        return prompt
 
-    async def _run(self, size: int, work: Callable[[], Result]) -> Result:
-        if size <= INLINE_CHARS:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+def _chat_size(messages: Sequence[Message], options: ChatOptions) -> int:
+    """Characters, and some for each object."""
+    size = size_of(options.tools) + size_of(options.variables)
+    for message in messages:
+        size += OBJECT_CHARS + len(message.reasoning_content or message.reasoning or "")
+        content = message.content
+        if isinstance(content, list):
+            size += sum(OBJECT_CHARS + len(part.text) for part in content)
+        else:
+            size += len(content or "")
+        for call in message.tool_calls or ():
+            size += OBJECT_CHARS + len(call.function.arguments)
+    return size
+
+
+def _chat(
+    model: ServedModel, messages: Sequence[Message], options: ChatOptions, context: int | None
+) -> list[int]:
+    if model.chat_template is None:
+        raise invalid(
+            f"The model {model.name} has no chat template; use /v1/completions.",
+            param="messages",
+            code="chat_template_missing",
+        )
+    _check_options(options)
+    _check_arguments(messages)
+    developer = "developer" in model.chat_template.source
+    plain = [_plain_message(message, developer=developer) for message in messages]
+    tools = options.tools
+    if is_harmony(model.chat_template.source):
+        plain, tools = writable(plain), described(tools)
+    size = sum(len(message["content"] or "") for message in plain)
+    _check_size(model, size, context)
+    encode = partial(
+        encode_chat,
+        model.tokenizer,
+        model.chat_template,
+        plain,
+        tools=tools,
+        variables=options.variables,
+        add_special_tokens=options.add_special_tokens,
+        add_generation_prompt=options.add_generation_prompt,
+        continue_final_message=options.continue_final_message,
+        most=context,
+    )
+    return _not_empty(_within(encode, size, context, "messages"), "messages")
+
+
+def _one(
+    model: ServedModel, prompt: object, name: str, context: int | None, *, special: bool
+) -> list[int]:
+    if isinstance(prompt, str):
+        return _not_empty(_text(model, prompt, name, context, special=special), name)
+    assert isinstance(prompt, list)
+    _check_ids(prompt, model.tokenizer.model_vocab_size, name)
+    return prompt
+
+
+def _text(
+    model: ServedModel, text: str, name: str, context: int | None, *, special: bool
+) -> list[int]:
+    encode = partial(model.tokenizer.encode, text, add_special_tokens=special, most=context)
+    return _within(encode, len(text), context, name)
+
+
+def _within(
+    encode: Callable[[], list[int]], size: int, context: int | None, name: str
+) -> list[int]:
+    """The ids of a text of `size` characters. Of a long one over the context not all are made."""
+    try:
+        ids = encode()
+    except NoCut as error:
+        raise invalid(f"{name}: {error}.", param=name, code=TOO_COMPLEX) from error
+    if context is not None and len(ids) > context and size > PIECE_CHARS // 2:
+        raise too_long(context, f"at least {len(ids)} tokens in the prompt")
+    return ids
 
 
 def _check_size(model: ServedModel, chars: int, context: int | None) -> None:
@@ -160,6 +204,8 @@ def _split(prompt: object, max_prompts: int, name: str) -> list[tuple[str, objec
 
 def _check_ids(ids: list[Any], vocab_size: int, name: str) -> None:
     _not_empty(ids, name)
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
+        return
     for index, token_id in enumerate(ids):
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
             raise invalid(
@@ -223,10 +269,16 @@ def _plain_message(message: Message, *, developer: bool) -> dict[str, Any]:
     return plain
 
 
+def _check_arguments(messages: Sequence[Message]) -> None:
+    """All arguments together have the budget of one body."""
+    texts = [call.function.arguments for each in messages for call in each.tool_calls or ()]
+    check_shape("\n".join(texts).encode(), Budget())
+
+
 def _arguments(text: str) -> Any:
     try:
-        return json.loads(text) if text else {}
-    except (ValueError, RecursionError) as error:
+        return pydantic_core.from_json(text) if text else {}
+    except ValueError as error:
         raise invalid(
             f"tool_calls: function.arguments is not valid JSON: {error}.", param="messages"
         ) from error

@@ -36,6 +36,8 @@ MAX_MESSAGES = 4096
 MAX_KINDS_LEFT_OUT = 16
 MAX_CACHE_SALT_CHARS = 1024
 MAX_METADATA = 16
+# Of a token's text there may be a hundred characters.
+MAX_DETOKENIZED = 2**18
 
 _BUDGET = Budget()
 
@@ -183,7 +185,7 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     model: Name | None = None
     tokens: Items[Annotated[int, Field(strict=True, ge=0, lt=2**31)]] = Field(
-        max_length=Budget.values
+        max_length=MAX_DETOKENIZED
     )
 
 

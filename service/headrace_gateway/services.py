@@ -24,6 +24,7 @@ from .drain import Drain
 from .engines import EngineDirectory
 from .errors import REQUEST_NAME, invalid
 from .keeping import Asked, Keeping, queue_id_of
+from .limits.work import Result, Work
 from .messages_api.errors import named_at
 from .models import Models
 from .observation import Observation, Observer, RequestInfo
@@ -52,7 +53,7 @@ class Services:
 
     settings: GatewaySettings
     models: Models
-    prompts: PromptEncoder
+    work: Work
     engines: EngineDirectory
     admission: Admission
     observer: Observer
@@ -72,7 +73,12 @@ class Services:
 
     def of(self, caller: Caller) -> "Services":
         """The services as this caller may use them."""
-        return replace(self, caller=caller, models=self.models.only(caller.key.allows))
+        models = self.models.only(caller.key.allows)
+        return replace(self, caller=caller, models=models, work=self.work.of(caller.tenant))
+
+    @property
+    def prompts(self) -> PromptEncoder:
+        return PromptEncoder(self.work)
 
     @property
     def lenient(self) -> bool:
@@ -83,7 +89,14 @@ class Services:
         self, request: Request, kind: type[BodyType], refused: Refused = UNSUPPORTED
     ) -> BodyType:
         """The request's body, checked. Raises ApiError."""
-        return parse(kind, await request.body(), refused, lenient=self.lenient)
+        raw = await request.body()
+        return await self.work.run(
+            len(raw), partial(parse, kind, raw, refused, lenient=self.lenient)
+        )
+
+    async def off_loop(self, request: Request, work: Callable[[], Result]) -> Result:
+        """Does what takes longer with the request's body: in a thread where that is large."""
+        return await self.work.run(len(await request.body()), work)
 
     @property
     def desk(self) -> Desk:

@@ -290,7 +290,13 @@ class GatewaySettings(BaseSettings):
         ge=16 * 2**20,
         description="memory that the check of one grammar may take in its process, as 128MiB",
     )
-    tokenizer_threads: int = Field(2, ge=1, le=64, description="threads for long prompts")
+    tokenizer_threads: int = Field(
+        2,
+        ge=1,
+        le=64,
+        description="threads for large requests that one tenant may keep busy; there is one more, "
+        "so that no tenant has all",
+    )
 
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR")
     log_format: Literal["auto", "json", "text"] = Field(

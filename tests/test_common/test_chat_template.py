@@ -71,7 +71,7 @@ def test_text_and_ids_equal_those_of_transformers(
     tokenizer, template = load(folder)
     options: dict[str, Any] = {"tools": tools, "add_generation_prompt": add_generation_prompt}
 
-    text = template.render(CHAT, mood="calm", **options)
+    text = template.render(CHAT, variables={"mood": "calm"}, **options)
     ids = encode_chat(tokenizer, template, CHAT, variables={"mood": "calm"}, **options)
 
     assert text == reference.apply_chat_template(CHAT, tokenize=False, mood="calm", **options)

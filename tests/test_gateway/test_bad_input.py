@@ -406,3 +406,10 @@ TOKEN_BODIES: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("path", "body"), TOKEN_BODIES, ids=lambda v: str(v)[:30])
 async def test_bad_token_bodies(gateway: Gateway, path: str, body: dict[str, Any]) -> None:
     assert_error(await gateway.http.post(path, json=body), 400)
+
+
+async def test_variables_of_templates_have_any_name(gateway: Gateway) -> None:
+    names = ("self", "context", "variables", "template", "model", "most", "text", "documents_")
+    answer = await gateway.chat(chat_template_kwargs=dict.fromkeys(names, 1))
+
+    assert answer.status_code == 200, answer.text

@@ -20,6 +20,7 @@ from headrace_gateway.body import BodyLimit
 from headrace_gateway.chat_messages import Message as ChatMessage
 from headrace_gateway.errors import ApiError, to_api_error
 from headrace_gateway.event_ids import parse_event_id
+from headrace_gateway.limits.work import WorkPool
 from headrace_gateway.prompts import ChatOptions, PromptEncoder
 from headrace_testing.gateway import MODEL, Gateway
 
@@ -205,7 +206,7 @@ async def test_chats_that_the_template_does_not_take(
     chat_template = None if template is None else ChatTemplate(template)
     model = replace(services.models.get(MODEL), chat_template=chat_template)
     with ThreadPoolExecutor(1) as executor:
-        encoding = PromptEncoder(executor).chat(
+        encoding = PromptEncoder(WorkPool(executor, 1).of("")).chat(
             model, [ChatMessage(role="user", content="Hi")], ChatOptions()
         )
         with pytest.raises(Exception, match=r"template|alternate") as refused:

@@ -1,8 +1,12 @@
 """The budget of a request: what JSON may hold, and that each field of each body has a bound."""
 
+import asyncio
 import json
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -19,9 +23,12 @@ from headrace_gateway.errors import ApiError
 from headrace_gateway.limits.budget import Budget
 from headrace_gateway.limits.fields import BoundedBy
 from headrace_gateway.limits.json_shape import check_members, check_shape
+from headrace_gateway.limits.work import INLINE_SIZE, WorkPool, size_of
+from headrace_testing.waiting import eventually
 
 # Short JSON is looked at too.
 SMALL = replace(Budget(), values=8, strings=8, containers=4, members=4, members_of_one=3)
+LARGE = INLINE_SIZE + 1
 CODE = "request_too_complex"
 
 
@@ -114,6 +121,70 @@ def test_what_honest_clients_send_is_within_the_budget(body: dict[str, Any]) -> 
     raw = json.dumps(body).encode()
     check_shape(raw, Budget())
     check_members(body, raw, Budget())
+
+
+# Threads
+
+
+def holds(condition: Callable[[], bool]) -> Callable[[], Awaitable[bool]]:
+    async def asked() -> bool:
+        return condition()
+
+    return asked
+
+
+async def test_a_tenant_never_has_all_threads() -> None:
+    """Whatever it asks for, and however often it goes away again."""
+    go = threading.Event()
+    running: list[str] = []
+
+    def wait(name: str) -> None:
+        running.append(name)
+        assert go.wait(60)
+
+    with ThreadPoolExecutor(3) as executor:
+        pool = WorkPool(executor, 2)
+        hostile, other = pool.of("hostile"), pool.of("other")
+        asked = [
+            asyncio.create_task(hostile.run(LARGE, partial(wait, f"hostile {number}")))
+            for number in range(9)
+        ]
+        await eventually(holds(lambda: len(running) == 2))
+        for task in asked:
+            task.cancel()  # its threads go on
+        again = asyncio.create_task(hostile.run(LARGE, partial(wait, "again")))
+        answer = await other.run(LARGE, lambda: "in time")
+        held = list(running)
+        go.set()
+        await again
+
+    assert answer == "in time"
+    assert held == ["hostile 0", "hostile 1"]
+
+
+async def test_who_has_gone_is_forgotten() -> None:
+    with ThreadPoolExecutor(2) as executor:
+        pool = WorkPool(executor, 1)
+        await asyncio.gather(*(pool.of(f"{n % 5}").run(LARGE, lambda: None) for n in range(50)))
+        await eventually(holds(lambda: not pool.tenants))
+
+
+async def test_small_work_is_done_at_once_and_a_fault_of_large_work_is_raised() -> None:
+    def fail() -> None:
+        raise ValueError(threading.current_thread().name)
+
+    with ThreadPoolExecutor(2, "thread") as executor:
+        work = WorkPool(executor, 1).of("")
+        with pytest.raises(ValueError, match="MainThread"):
+            await work.run(INLINE_SIZE, fail)
+        with pytest.raises(ValueError, match="thread_"):
+            await work.run(LARGE, fail)
+
+
+@pytest.mark.parametrize("value", ["a" * 5000, ["a"] * 5000, {"a": [{"b": "c" * 5000}]}])
+def test_the_size_of_data_is_that_of_its_texts_and_items(value: object) -> None:
+    assert size_of(value) > INLINE_SIZE
+    assert size_of({"a": ["b", "cd", None, 1]}) == 8
 
 
 # Fields of bodies

@@ -12,9 +12,10 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from headrace_common.telemetry import Telemetry
 from headrace_gateway.app import Parts, create_app
+from headrace_gateway.limits.work import INLINE_SIZE, WorkPool
 from headrace_gateway.loading import load_static
 from headrace_gateway.models import Models, ServedModel
-from headrace_gateway.prompts import INLINE_CHARS, PromptEncoder
+from headrace_gateway.prompts import PromptEncoder
 from headrace_gateway.settings import GatewaySettings
 from headrace_testing.gateway import MODEL, Gateway, ScriptedEngine, running
 from headrace_testing.telemetry import SpanMemory
@@ -79,7 +80,7 @@ class Watched(ThreadPoolExecutor):
         return super().submit(noted)
 
 
-@pytest.mark.parametrize(("chars", "threads"), [(INLINE_CHARS, 0), (INLINE_CHARS + 1, 1)])
+@pytest.mark.parametrize(("chars", "threads"), [(INLINE_SIZE, 0), (INLINE_SIZE + 1, 1)])
 async def test_long_prompts_are_tokenized_in_threads(
     gateway: Gateway, chars: int, threads: int
 ) -> None:
@@ -97,4 +98,5 @@ def served_model(gateway: Gateway) -> ServedModel:
 
 
 async def encode(executor: Executor, model: ServedModel, text: str) -> list[int]:
-    return await PromptEncoder(executor).text(model, text, add_special_tokens=False)
+    work = WorkPool(executor, 1).of("")
+    return await PromptEncoder(work).text(model, text, add_special_tokens=False)

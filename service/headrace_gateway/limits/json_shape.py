@@ -13,7 +13,7 @@ from .budget import Budget
 
 _NOT_STRUCTURE = bytes(set(range(256)) - set(b'"[]{},:'))
 _STRING = re.compile(rb'"[^"]*"')
-CODE = "request_too_complex"
+TOO_COMPLEX = "request_too_complex"
 
 
 def check_shape(raw: bytes, budget: Budget) -> None:
@@ -47,7 +47,7 @@ def _check(count: int, most: int, what: str) -> None:
     if count > most:
         raise invalid(
             f"The body has {count} {what}; at most {most} are allowed. Send less in one request.",
-            code=CODE,
+            code=TOO_COMPLEX,
         )
 
 
@@ -68,5 +68,5 @@ def _too_many_members(budget: Budget, name: str | None) -> ApiError:
     return invalid(
         f"{where}: an object has more than {budget.members_of_one} members.",
         param=name,
-        code=CODE,
+        code=TOO_COMPLEX,
     )

@@ -1,5 +1,7 @@
 """POST /v1/chat/completions."""
 
+from functools import partial
+
 from fastapi import APIRouter, Request, Response
 
 from headrace_common.sampling import SamplingParams
@@ -8,11 +10,13 @@ from ..answers import Answer, AnswerOptions
 from ..calls import Call, Operation
 from ..chat_output import tooling
 from ..errors import invalid
+from ..models import ServedModel
+from ..output import OutputForm
 from ..parsed_chat import chat_answer
 from ..prompt_view import PromptView
 from ..prompts import ChatOptions
 from ..schemas import ChatRequest, check_prompt_logprobs, check_stream_options
-from ..services import WithServices
+from ..services import Services, WithServices
 from ..template_variables import with_effort, with_verbosity, without_thinking
 from ..viewed import viewed
 from .documents import body_of
@@ -34,16 +38,8 @@ async def create_chat_completion(request: Request, services: WithServices) -> Re
     check_stream_options(body)
     check_prompt_logprobs(body)
     model = await services.models.find(body.model)
-    tools = tooling(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
-    form, sampling = services.chat_output.plan(model, _sampling(body), tools)
-    variables = with_effort(model, body.chat_template_kwargs, body.reasoning_effort)
-    variables = with_verbosity(model, variables, body.verbosity)
-    options = ChatOptions(
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        add_special_tokens=body.add_special_tokens,
-        variables=without_thinking(model, variables, sampling),
-        tools=tools.for_template(),
+    form, sampling, options = await services.off_loop(
+        request, partial(_plan, services, model, body)
     )
 
     async def encode() -> list[list[int]]:
@@ -60,6 +56,23 @@ async def create_chat_completion(request: Request, services: WithServices) -> Re
         view=_view(body),
     )
     return await services.generate(CHAT, request, body, call)
+
+
+def _plan(
+    services: Services, model: ServedModel, body: ChatRequest
+) -> tuple[OutputForm, SamplingParams, ChatOptions]:
+    tools = tooling(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
+    form, sampling = services.chat_output.plan(model, _sampling(body), tools)
+    variables = with_effort(model, body.chat_template_kwargs, body.reasoning_effort)
+    variables = with_verbosity(model, variables, body.verbosity)
+    options = ChatOptions(
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        add_special_tokens=body.add_special_tokens,
+        variables=without_thinking(model, variables, sampling),
+        tools=tools.for_template(),
+    )
+    return form, sampling, options
 
 
 def _view(body: ChatRequest) -> PromptView | None:

@@ -1,8 +1,11 @@
 """/v1/messages and /v1/messages/count_tokens, as Anthropic's clients use them."""
 
+from functools import partial
+
 from fastapi import APIRouter, Request, Response
 
 from ..calls import Call, Operation
+from ..chat_messages import Message
 from ..messages_api.answer import OMITS_THINKING, MessagesAnswer
 from ..messages_api.request import (
     Conversation,
@@ -29,8 +32,9 @@ async def create_message(request: Request, services: WithServices) -> Response:
     """Answers a conversation, whole or as a stream of server-sent events."""
     body = await services.body(request, MessagesRequest, NOT_IN_MESSAGES)
     model = await services.models.find(body.model)
-    messages, options = messages_of(body), _options(body, model)
-    form, sampling = services.chat_output.plan(model, sampling_of(body), tooling_of(body))
+    messages, options = await services.off_loop(request, partial(_prompt, body, model))
+    plan = partial(services.chat_output.plan, model, sampling_of(body))
+    form, sampling = await services.off_loop(request, lambda: plan(tooling_of(body)))
 
     async def encode() -> list[list[int]]:
         context = await services.admission.context(model)
@@ -47,8 +51,13 @@ async def count_tokens(request: Request, services: WithServices) -> dict[str, in
     """How many tokens the prompt of a conversation has."""
     body = await services.body(request, CountTokensRequest, NOT_IN_MESSAGES)
     model = await services.models.find(body.model)
-    ids = await services.prompts.chat(model, messages_of(body), _options(body, model))
+    messages, options = await services.off_loop(request, partial(_prompt, body, model))
+    ids = await services.prompts.chat(model, messages, options)
     return {"input_tokens": len(ids)}
+
+
+def _prompt(body: Conversation, model: ServedModel) -> tuple[list[Message], ChatOptions]:
+    return messages_of(body), _options(body, model)
 
 
 def _options(body: Conversation, model: ServedModel) -> ChatOptions:

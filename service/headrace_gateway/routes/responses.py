@@ -60,15 +60,16 @@ async def create_response(request: Request, services: WithServices) -> Response:
     stored = services.keeping.available if body.store is None else body.store
     if body.background and not stored:
         raise invalid("background needs store: true.", param="background")
-    tools = tooling_of(body)
-    form, sampling = services.chat_output.plan(model, sampling_of(body), tools)
-    history, items = await _conversation(body, services)
+    tools = await services.off_loop(request, partial(tooling_of, body))
+    plan = partial(services.chat_output.plan, model, sampling_of(body), tools)
+    form, sampling = await services.off_loop(request, plan)
+    history, items = await _conversation(body, request, services)
     echo: dict[str, Any] = {"response": echo_of(body, sampling, stored=stored)}
     if SEALED_REASONING in (body.include or ()):
         echo["seals_reasoning"] = True
     if stored:
         echo |= {"history": history.plain(), "input": items}
-    options = _options(body, model, sampling, tools)
+    options = await services.off_loop(request, partial(_options, body, model, sampling, tools))
 
     async def encode() -> list[list[int]]:
         context = await services.admission.context(model)
@@ -95,7 +96,7 @@ async def count_input_tokens(request: Request, services: WithServices) -> dict[s
     model = await services.models.find(body.model)
     tools = tooling_of(body)
     _, sampling = services.chat_output.plan(model, sampling_of(body), tools)
-    history, _ = await _conversation(body, services)
+    history, _ = await _conversation(body, request, services)
     messages = _instructed(body.instructions, history.messages())
     ids = await services.prompts.chat(model, messages, _options(body, model, sampling, tools))
     return {"object": "response.input_tokens", "input_tokens": len(ids)}
@@ -197,7 +198,7 @@ def _not_found() -> ApiError:
 
 
 async def _conversation(
-    body: ResponsesRequest, services: Services
+    body: ResponsesRequest, request: Request, services: Services
 ) -> tuple[Transcript, list[dict[str, Any]]]:
     """All that was said before and is said now; the items of the latter."""
     transcript = Transcript()
@@ -211,7 +212,8 @@ async def _conversation(
             )
         transcript.extend(OutputForm.decode(view.stored.form).echo["history"])
         read_output(view.result["output"], transcript)
-    return transcript, read_input(body.input, transcript, lenient=services.lenient)
+    read = partial(read_input, body.input, transcript, lenient=services.lenient)
+    return transcript, await services.off_loop(request, read)
 
 
 def _instructed(instructions: str | None, messages: list[Message]) -> list[Message]:

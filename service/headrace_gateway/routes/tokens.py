@@ -1,8 +1,11 @@
 """POST /tokenize and /detokenize, and what tokenizers of other programs need to know; as vLLM's."""
 
+import json
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
 from ..chat_output import tooling
 from ..errors import invalid
@@ -12,31 +15,32 @@ from ..schemas import DetokenizeRequest, TokenizeRequest
 from ..services import Services, WithServices
 from .documents import body_of
 
+# Token ids that are written in one go.
+PIECE = 16_384
+
 router = APIRouter()
 
 
-@router.post("/tokenize", openapi_extra=body_of(TokenizeRequest))
-async def tokenize(request: Request, services: WithServices) -> dict[str, Any]:
+@router.post("/tokenize", response_model=dict[str, Any], openapi_extra=body_of(TokenizeRequest))
+async def tokenize(request: Request, services: WithServices) -> Response:
     """Token ids of a prompt, or of a chat as the model would see it."""
     body = await services.body(request, TokenizeRequest)
     model = await services.models.find(body.model)
     context = await services.admission.known_context(model)
     ids = await _encode(body, model, services)
-    tokens = [model.tokenizer.id_to_token(i) for i in ids] if body.return_token_strs else None
-    return {
-        "count": len(ids),
-        "max_model_len": context,
-        "tokens": ids,
-        "token_strs": tokens,
-    }
+    named = model if body.return_token_strs else None
+    content = await services.work.run(len(ids), partial(_content, ids, context, named))
+    return Response(content, media_type="application/json")
 
 
-@router.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
-async def detokenize(request: Request, services: WithServices) -> dict[str, Any]:
+@router.post("/detokenize", response_model=dict[str, Any], openapi_extra=body_of(DetokenizeRequest))
+async def detokenize(request: Request, services: WithServices) -> Response:
     """Text of token ids."""
     body = await services.body(request, DetokenizeRequest)
     model = await services.models.find(body.model)
-    return {"prompt": await services.prompts.decode(model, body.tokens)}
+    text = await services.prompts.decode(model, body.tokens)
+    content = await services.work.run(len(text), partial(_json, {"prompt": text}))
+    return Response(content, media_type="application/json")
 
 
 @router.get("/tokenizer_info")
@@ -48,6 +52,28 @@ async def tokenizer_info(services: WithServices, model: str | None = None) -> di
         **found.tokenizer.special_tokens,
         "chat_template": None if template is None else template.source,
     }
+
+
+def _content(ids: Sequence[int], context: int | None, named: ServedModel | None) -> str:
+    """The answer, written in pieces: others get their turn between two of them."""
+    fields = {
+        "count": json.dumps(len(ids)),
+        "max_model_len": json.dumps(context),
+        "tokens": f"[{','.join(_written(ids, None))}]",
+        "token_strs": "null" if named is None else f"[{','.join(_written(ids, named))}]",
+    }
+    return "{" + ",".join(f'"{name}":{value}' for name, value in fields.items()) + "}"
+
+
+def _written(ids: Sequence[int], named: ServedModel | None) -> Iterator[str]:
+    for start in range(0, len(ids), PIECE):
+        some = ids[start : start + PIECE]
+        values = some if named is None else [named.tokenizer.id_to_token(i) for i in some]
+        yield _json(values)[1:-1]
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 async def _encode(body: TokenizeRequest, model: ServedModel, services: Services) -> list[int]:
