@@ -20,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from .body import refusal
 from .errors import ApiError, unavailable
 from .limits.budget import Budget
+from .limits.connections import Places, most_connections
 from .settings import GatewaySettings
 from .sse import ABORT, CHANNEL
 
@@ -35,6 +36,7 @@ _STATUS_LINES = {
     400: b"HTTP/1.1 400 Bad Request\r\n",
     408: b"HTTP/1.1 408 Request Timeout\r\n",
     431: b"HTTP/1.1 431 Request Header Fields Too Large\r\n",
+    503: b"HTTP/1.1 503 Service Unavailable\r\n",
 }
 _BROKEN = ApiError(400, "Invalid HTTP request received.", code="invalid_http")
 _LATE = ApiError(408, "The request's headers did not arrive in time.", code="headers_timeout")
@@ -101,8 +103,8 @@ class GatewayProtocol(HttpToolsProtocol):
     """
 
     header_timeout: float = 10.0
-    max_connections: int = 10_000
     budget: Budget = Budget()
+    places: Places
 
     # Bytes of the present request that are none of its body's, and those that are. The read in
     # which it began is not counted: of that no more is kept than `budget` lets through.
@@ -115,10 +117,23 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._await_headers()
+        if self.places.take(self):
+            self._await_headers()
+        else:
+            transport.abort()
+
+    def give_way(self) -> None:
+        """Closes, for the sake of a new connection. A part of a request is answered."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        elif self._overhead or self._begun:
+            self._refuse(_crowded())
+        else:
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self.places.leave(self)
         if self._answering is not None and not self._answering.response_complete:
             self._answering.disconnected = True
             self._answering.message_event.set()
@@ -156,6 +171,10 @@ class GatewayProtocol(HttpToolsProtocol):
         self._body_bytes += len(body)
         super().on_body(body)
 
+    def on_message_complete(self) -> None:
+        self.places.busy(self)
+        super().on_message_complete()
+
     def on_headers_complete(self) -> None:
         self._in_headers = False
         self._stop_timer()
@@ -174,6 +193,8 @@ class GatewayProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         if self.pipeline:
             self._answering = self.pipeline[-1][0]
+        elif not self.transport.is_closing():
+            self.places.idle(self)
         super().on_response_complete()
 
     def _read_on(self) -> None:
@@ -190,8 +211,8 @@ class GatewayProtocol(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if size > self.budget.head_bytes:
             return refusal(self._too_large())
-        if len(self.connections) > self.max_connections:
-            return refusal(unavailable("Too many open connections.", code="too_many_connections"))
+        if self.places.crowded:
+            return refusal(_crowded())
         return self.config.loaded_app
 
     def _check_overhead(self) -> None:
@@ -257,12 +278,20 @@ class GatewayProtocol(HttpToolsProtocol):
         self.transport.write(
             _STATUS_LINES[error.status]
             + b"content-type: application/json\r\nconnection: close\r\n"
-            + b"content-length: "
-            + str(len(body)).encode()
-            + b"\r\n\r\n"
+            + b"".join(b"%b: %b\r\n" % _encoded(pair) for pair in error.headers.items())
+            + b"content-length: %d\r\n\r\n" % len(body)
             + body
         )
         self.transport.close()
+
+
+def _crowded() -> ApiError:
+    return unavailable("Too many open connections.", code="too_many_connections")
+
+
+def _encoded(header: tuple[str, str]) -> tuple[bytes, bytes]:
+    name, value = header
+    return name.encode(), value.encode()
 
 
 class UntilClosed:
@@ -347,7 +376,10 @@ def server_config(app: ASGIApp, settings: GatewaySettings) -> uvicorn.Config:
     protocol = type(
         "Protocol",
         (GatewayProtocol,),
-        {"header_timeout": settings.header_timeout, "max_connections": settings.max_connections},
+        {
+            "header_timeout": settings.header_timeout,
+            "places": Places(most_connections(settings.max_connections)),
+        },
     )
     return uvicorn.Config(
         app,

@@ -250,7 +250,13 @@ class GatewaySettings(BaseSettings):
     max_body_bytes: ByteSize = Field(
         ByteSize(8 * 2**20), ge=1024, description="largest request body, as 8MiB"
     )
-    max_connections: int = Field(10_000, ge=1, description="open connections before 503")
+    max_connections: int = Field(
+        10_000,
+        ge=1,
+        description="open connections; where they are all in use, the one that has waited longest "
+        "for its client to send a request is closed for a new one, or else that gets 503. Fewer "
+        "where the process may not open as many files",
+    )
 
     lease: float = Field(
         10.0,

@@ -5,12 +5,15 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 
 from headrace_testing.gateway import MODEL
 from headrace_testing.processes import HeadraceProcess, until
+from headrace_testing.stack import GatewayProcess
 from headrace_testing.valkey import ValkeyServer
 
 
@@ -69,6 +72,41 @@ def context_switches(process: HeadraceProcess) -> int:
         lines = (task / "status").read_text().splitlines()
         total += sum(int(x.split()[1]) for x in lines if x.startswith("voluntary_ctxt"))
     return total
+
+
+FEW_FILES = 128
+
+
+def start_with_few_files(
+    module: str, arguments: Sequence[str], log: Path, env: Mapping[str, str]
+) -> "subprocess.Popen[bytes]":
+    limited = ["sh", "-c", f'ulimit -n {FEW_FILES} && exec "$@"', "sh"]
+    with log.open("wb") as out:
+        return subprocess.Popen(
+            [*limited, sys.executable, "-m", module, *arguments], stderr=out, env=dict(env)
+        )
+
+
+def test_idle_sockets_leave_it_the_descriptors_that_it_needs(
+    checkpoint: Path, valkey: ValkeyServer, tmp_path: Path
+) -> None:
+    flags = ("--log-format", "json")
+    with GatewayProcess(
+        checkpoint, valkey.url, tmp_path / "log", *flags, start=start_with_few_files
+    ) as process:
+        process.await_log("gateway ready")
+        with ExitStack() as idle:
+            for _ in range(2 * FEW_FILES):
+                idle.enter_context(socket.create_connection(("127.0.0.1", process.port), 60))
+            live = httpx.get(f"{process.url}/health/live", timeout=60)
+            metrics = httpx.get(f"http://127.0.0.1:{process.metrics_port}/health/live", timeout=60)
+            body = {"prompt": "Hi"}
+            headers = {"x-request-timeout": "0.1"}
+            queued = httpx.post(
+                f"{process.url}/v1/completions", json=body, headers=headers, timeout=60
+            )
+
+    assert (live.status_code, metrics.status_code, queued.status_code) == (200, 200, 504)
 
 
 def test_processes_share_a_socket(checkpoint: Path, valkey: ValkeyServer, tmp_path: Path) -> None:

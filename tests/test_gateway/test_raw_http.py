@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from headrace_testing.gateway import MODEL, Gateway, serve
+from headrace_testing.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -163,8 +165,52 @@ async def test_a_client_of_http_1_0_gets_a_body_that_the_close_ends(
 
 
 async def test_too_many_connections_are_told_to_come_back(checkpoint: Path) -> None:
-    async with serve(checkpoint, max_connections=1) as gateway:
-        async with gateway.connect():
-            answer = await gateway.complete()
+    async with serve(checkpoint, max_connections=1) as gateway, gateway.connect() as (_, writer):
+        gateway.engine.gate.clear()
+        body = json.dumps({"model": MODEL, "prompt": "one two", "max_tokens": 3}).encode()
+        writer.write(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+        await eventually(submitted(gateway))
+        answer = await gateway.complete()
+        gateway.engine.gate.set()
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "too_many_connections")
         assert answer.headers["retry-after"] == "2"
+
+
+def submitted(gateway: Gateway) -> Callable[[], Awaitable[bool]]:
+    async def asked() -> bool:
+        return bool(gateway.engine.submitted)
+
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("sent", "answered"),
+    [
+        (b"", b""),
+        (b"GET /version HTTP/1.1\r\n", b"HTTP/1.1 503 "),
+        (HEAD + b"content-length: 10\r\n\r\n{", b"HTTP/1.1 503 "),
+    ],
+    ids=["silence", "half of the headers", "half of the body"],
+)
+async def test_a_connection_without_a_whole_request_gives_way_to_a_new_one(
+    checkpoint: Path, sent: bytes, answered: bytes
+) -> None:
+    async with serve(checkpoint, max_connections=2) as gateway, asyncio.timeout(30):
+        async with gateway.connect() as (first, writer), gateway.connect() as (_, other):
+            writer.write(sent)
+            await assert_works(gateway)
+            end = await read_to_the_end(first)
+            other.write(b"GET /version HTTP/1.1\r\n\r\n")  # is still there
+            await assert_works(gateway)
+
+    assert end.startswith(answered) and (end == b"") == (sent == b"")
+
+
+async def test_the_connection_that_was_answered_last_gives_way_last(checkpoint: Path) -> None:
+    async with serve(checkpoint, max_connections=2) as gateway, asyncio.timeout(30):
+        async with gateway.connect() as (first, writer), gateway.connect() as (second, _):
+            for _ in range(2):
+                writer.write(b"GET /version HTTP/1.1\r\n\r\n")
+                await raw_answer(first)
+                await assert_works(gateway)
+            assert await read_to_the_end(second) == b""
