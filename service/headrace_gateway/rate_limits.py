@@ -13,6 +13,7 @@ from typing import Any
 
 from headrace_common.api_keys import KeyLimits
 from headrace_common.errors import BackendUnavailable
+from headrace_common.keys import new_request_id
 from headrace_common.messages import GenerateRequest
 from headrace_common.protocol.limits import (
     LEASE_MS,
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 # Output tokens that are reserved for a choice whose length the request does not bound.
 ASSUMED_OUTPUT = 256
+# Longer than any text is tokenised.
+READING_S = 600.0
 RENEW_S = LEASE_MS / 3000
 CLOSE_S = 2.0
 
@@ -123,6 +126,33 @@ class RateLimits:
             started=self._clock(),
             deadline=max(request.deadline_ms for request in requests) / 1000,
             waiting={request.request_id for request in requests},
+            headers=_headers(reservation, rates),
+        )
+        self._follow(grant)
+        return grant
+
+    async def reserve_reading(self, caller: Caller) -> Grant | None:
+        """Counts a request for which only its text is tokenised; None for a key without limits.
+
+        Its tokens are charged at its end, when they are known: by then the bucket may be
+        overdrawn, and what comes next waits. Raises as `reserve`.
+        """
+        if caller.key.limits.unlimited:
+            return None
+        rates = _rates(caller.key.limits)
+        request_id = new_request_id()
+        reservation = await self._usage.reserve(caller.key.id, request_id, rates, 1)
+        if reservation.refused is not None:
+            raise _refusal(reservation, rates, 1)
+        now = self._clock()
+        grant = Grant(
+            key_id=caller.key.id,
+            request_ids=(request_id,),
+            rates=rates,
+            reserved=1,
+            started=now,
+            deadline=now + READING_S,
+            waiting={request_id},
             headers=_headers(reservation, rates),
         )
         self._follow(grant)

@@ -1,7 +1,7 @@
 """What routes work with: built once in create_app, handed to each request."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated
@@ -133,6 +133,26 @@ class Services:
             return {}
         observation.on_end(lambda well: limits.answered(grant, well=well))
         return grant.headers
+
+    async def charged(
+        self, read: Callable[[], Awaitable[tuple[Result, int]]]
+    ) -> tuple[Result, Mapping[str, str]]:
+        """What `read` makes of the text of a request that generates nothing; it also gives how
+        many tokens that has, for the limits of the key. With the answer's headers on these.
+
+        Raises RateLimited and BackendUnavailable.
+        """
+        grant = None
+        if self.caller is not None and self.rate_limits is not None:
+            grant = await self.rate_limits.reserve_reading(self.caller)
+        if grant is None or self.rate_limits is None:
+            return (await read())[0], {}
+        try:
+            made, tokens = await read()
+            grant.used = tokens
+        finally:
+            self.rate_limits.answered(grant, well=True)
+        return made, grant.headers
 
     async def _check_structure(self, request: Request, body: GenerationBody, call: Call) -> None:
         """Raises ApiError for a constraint that no engine could compile."""

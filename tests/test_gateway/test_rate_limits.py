@@ -124,6 +124,46 @@ async def test_headers_tell_what_is_left(limited: Limited) -> None:
     }
 
 
+TOKEN_READERS: dict[str, dict[str, object]] = {
+    "/tokenize": {"prompt": "x" * 30},
+    "/detokenize": {"tokens": [5] * 30},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "x" * 30}]},
+    "/v1/responses/input_tokens": {"input": "x" * 30},
+}
+
+
+@pytest.mark.parametrize(("path", "body"), TOKEN_READERS.items(), ids=TOKEN_READERS.keys())
+async def test_what_only_reads_tokens_is_counted_and_charged(
+    limited: Limited, path: str, body: dict[str, object]
+) -> None:
+    key = limited.key(requests_per_minute=3, tokens_per_minute=20)
+
+    async def read() -> httpx.Response:
+        headers = limited.book.headers(key)
+        return await limited.gateway.http.post(path, json=body, headers=headers)
+
+    first = await read()
+    await limited.settled()
+    second = await read()
+
+    assert first.status_code == 200, first.text
+    assert first.headers["x-ratelimit-remaining-requests"] == "2"
+    assert (second.status_code, second.json()["error"]["type"]) in (
+        (429, "tokens"),
+        (429, "rate_limit_error"),
+    )
+
+
+async def test_what_only_reads_tokens_has_requests_of_the_same_minute(limited: Limited) -> None:
+    key = limited.key(requests_per_minute=2)
+    headers = limited.book.headers(key)
+    for _ in range(2):
+        answer = await limited.gateway.http.post("/tokenize", json={"prompt": "x"}, headers=headers)
+        assert answer.status_code == 200
+
+    assert (await limited.ask(key)).status_code == 429
+
+
 async def test_streams_have_the_headers_too(limited: Limited) -> None:
     answer = await limited.ask(limited.key(requests_per_minute=2), stream=True)
 

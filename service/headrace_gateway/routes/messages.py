@@ -47,13 +47,21 @@ async def create_message(request: Request, services: WithServices) -> Response:
 
 
 @router.post("/v1/messages/count_tokens", openapi_extra=body_of(CountTokensRequest))
-async def count_tokens(request: Request, services: WithServices) -> dict[str, int]:
+async def count_tokens(
+    request: Request, services: WithServices, response: Response
+) -> dict[str, int]:
     """How many tokens the prompt of a conversation has."""
     body = await services.body(request, CountTokensRequest, NOT_IN_MESSAGES)
     model = await services.models.find(body.model)
     messages, options = await services.off_loop(request, partial(_prompt, body, model))
-    ids = await services.prompts.chat(model, messages, options)
-    return {"input_tokens": len(ids)}
+
+    async def read() -> tuple[int, int]:
+        ids = await services.prompts.chat(model, messages, options)
+        return len(ids), len(ids)
+
+    count, headers = await services.charged(read)
+    response.headers.update(headers)
+    return {"input_tokens": count}
 
 
 def _prompt(body: Conversation, model: ServedModel) -> tuple[list[Message], ChatOptions]:

@@ -90,7 +90,9 @@ async def create_response(request: Request, services: WithServices) -> Response:
 
 
 @router.post("/v1/responses/input_tokens", openapi_extra=body_of(ResponsesRequest))
-async def count_input_tokens(request: Request, services: WithServices) -> dict[str, Any]:
+async def count_input_tokens(
+    request: Request, services: WithServices, response: Response
+) -> dict[str, Any]:
     """How many tokens the prompt of such a response has."""
     body = await services.body(request, ResponsesRequest, NOT_IN_RESPONSES)
     model = await services.models.find(body.model)
@@ -98,8 +100,15 @@ async def count_input_tokens(request: Request, services: WithServices) -> dict[s
     _, sampling = services.chat_output.plan(model, sampling_of(body), tools)
     history, _ = await _conversation(body, request, services)
     messages = _instructed(body.instructions, history.messages())
-    ids = await services.prompts.chat(model, messages, _options(body, model, sampling, tools))
-    return {"object": "response.input_tokens", "input_tokens": len(ids)}
+    options = _options(body, model, sampling, tools)
+
+    async def read() -> tuple[int, int]:
+        ids = await services.prompts.chat(model, messages, options)
+        return len(ids), len(ids)
+
+    count, headers = await services.charged(read)
+    response.headers.update(headers)
+    return {"object": "response.input_tokens", "input_tokens": count}
 
 
 @router.get("/v1/responses/{response_id}", response_model=None)

@@ -27,10 +27,15 @@ async def tokenize(request: Request, services: WithServices) -> Response:
     body = await services.body(request, TokenizeRequest)
     model = await services.models.find(body.model)
     context = await services.admission.known_context(model)
-    ids = await _encode(body, model, services)
     named = model if body.return_token_strs else None
-    content = await services.work.run(len(ids), partial(_content, ids, context, named))
-    return Response(content, media_type="application/json")
+
+    async def read() -> tuple[str, int]:
+        ids = await _encode(body, model, services)
+        content = await services.work.run(len(ids), partial(_content, ids, context, named))
+        return content, len(ids)
+
+    content, headers = await services.charged(read)
+    return Response(content, headers=headers, media_type="application/json")
 
 
 @router.post("/detokenize", response_model=dict[str, Any], openapi_extra=body_of(DetokenizeRequest))
@@ -38,9 +43,14 @@ async def detokenize(request: Request, services: WithServices) -> Response:
     """Text of token ids."""
     body = await services.body(request, DetokenizeRequest)
     model = await services.models.find(body.model)
-    text = await services.prompts.decode(model, body.tokens)
-    content = await services.work.run(len(text), partial(_json, {"prompt": text}))
-    return Response(content, media_type="application/json")
+
+    async def read() -> tuple[str, int]:
+        text = await services.prompts.decode(model, body.tokens)
+        content = await services.work.run(len(text), partial(_json, {"prompt": text}))
+        return content, len(body.tokens)
+
+    content, headers = await services.charged(read)
+    return Response(content, headers=headers, media_type="application/json")
 
 
 @router.get("/tokenizer_info")
