@@ -1,5 +1,6 @@
 """POST /v1/embeddings."""
 
+import asyncio
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from .documents import body_of
 
 # An engine that does not know embeddings makes one token and is found out.
 SAMPLING = SamplingParams(max_tokens=1)
+# After each such number of inputs other requests have a turn.
+INPUTS_AT_ONCE = 64
 
 router = APIRouter()
 
@@ -154,8 +157,11 @@ async def _encode(
 
 async def _requests(asked: Asked, job: Job) -> list[GenerateRequest]:
     created_ms, deadline_ms = asked.services.admission.lifetime(asked.headers)
-    return [
-        GenerateRequest(
+    requests: list[GenerateRequest] = []
+    for index, prompt in enumerate(job.prompts):
+        if index % INPUTS_AT_ONCE == INPUTS_AT_ONCE - 1:
+            await asyncio.sleep(0)
+        request = GenerateRequest(
             request_id=await _queue_id(asked, job, index),
             model=job.model.queue,
             lora=job.model.lora,
@@ -169,8 +175,8 @@ async def _requests(asked: Asked, job: Job) -> list[GenerateRequest]:
             trace=job.trace or {},
             pooling=PoolingParams(dimensions=asked.body.dimensions),
         )
-        for index, prompt in enumerate(job.prompts)
-    ]
+        requests.append(request)
+    return requests
 
 
 async def _queue_id(asked: Asked, job: Job, index: int) -> str:
