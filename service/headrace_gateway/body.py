@@ -10,8 +10,12 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from headrace_common.api_keys import DEFAULT_TENANT
+
 from .errors import ApiError, invalid
+from .limits.bodies import Bodies, HeldBody
 from .messages_api.errors import body_at
+from .tenants import caller_of
 
 # What is still read and thrown away after a refusal, so that a client that is still writing gets to
 # read the answer instead of a reset connection.
@@ -19,6 +23,8 @@ LINGER_BYTES = 64 * 2**20
 LINGER_SECONDS = 2.0
 JSON, FORM = "application/json", "multipart/form-data"
 UPLOAD_PATHS = frozenset({"/v1/files"})
+# Where a request's state has its HeldBody.
+HELD_BODY = "headrace.held_body"
 METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 
 
@@ -39,22 +45,35 @@ class BodyLimit:
         self._max_bytes = max_bytes
         self._max_upload_bytes = max_upload_bytes
         self._timeout = timeout
+        self._bodies = Bodies()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] not in METHODS_WITH_BODY:
             await self._app(scope, receive, send)
             return
+        state = scope.setdefault("state", {})
+        caller = caller_of(state)
+        held = self._bodies.open(DEFAULT_TENANT if caller is None else caller.tenant)
+        state[HELD_BODY] = held
+        try:
+            await self._hand_on(scope, receive, send, held)
+        finally:
+            held.drop()
+
+    async def _hand_on(self, scope: Scope, receive: Receive, send: Send, held: HeldBody) -> None:
         try:
             limit, media = self._max_bytes, JSON
             if scope["path"] in UPLOAD_PATHS:
                 limit, media = self._max_upload_bytes, FORM
             _check_headers(scope, limit, media)
             async with asyncio.timeout(self._timeout):
-                body = await _read(receive, limit)
+                body = await _read(receive, limit, held)
         except ApiError as error:
+            held.drop()
             await _refuse(error, scope, receive, send)
             return
         except TimeoutError:
+            held.drop()
             slow = ApiError(408, "The request body did not arrive in time.", code="body_timeout")
             await _refuse(slow, scope, receive, send)
             return
@@ -87,20 +106,22 @@ def _check_headers(scope: Scope, limit: int, media: str) -> None:
         raise _too_large(limit)
 
 
-async def _read(receive: Receive, limit: int) -> bytes:
-    chunks: list[bytes] = []
-    size = 0
+async def _read(receive: Receive, limit: int, held: HeldBody) -> bytes:
+    body = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise _Gone
-        chunk = message.get("body", b"")
-        size += len(chunk)
-        if size > limit:
+        chunk: bytes = message.get("body", b"")
+        if len(body) + len(chunk) > limit:
             raise _too_large(limit)
-        chunks.append(chunk)
-        if not message.get("more_body", False):
-            return b"".join(chunks)
+        held.add(len(chunk))
+        more = message.get("more_body", False)
+        if not more and not body:
+            return chunk
+        body += chunk
+        if not more:
+            return bytes(body)
 
 
 def _too_large(limit: int) -> ApiError:

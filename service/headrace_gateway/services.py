@@ -17,6 +17,7 @@ from headrace_common.protocol.accounts import Kind
 from .admission import Admission, Job
 from .answers import AnswerOptions
 from .batches.desk import Desk
+from .body import HELD_BODY
 from .calls import Call, Operation
 from .chat_output import ChatOutput
 from .constraints import Constraints
@@ -40,6 +41,8 @@ from .tenants import Caller, Reader, batch_of, caller_of, tenancy_of
 from .watched import Delivery
 from .wishes import wish_of
 
+# Where a request's state has the size of its body.
+BODY_SIZE = "headrace.body_size"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -89,14 +92,16 @@ class Services:
         self, request: Request, kind: type[BodyType], refused: Refused = UNSUPPORTED
     ) -> BodyType:
         """The request's body, checked. Raises ApiError."""
-        raw = await request.body()
-        return await self.work.run(
-            len(raw), partial(parse, kind, raw, refused, lenient=self.lenient)
-        )
+        raw = b"".join([chunk async for chunk in request.stream()])  # which keeps no copy
+        request.scope["state"][BODY_SIZE] = len(raw)
+        read = partial(parse, kind, raw, refused, lenient=self.lenient)
+        body = await self.work.run(len(raw), read)
+        request.scope["state"][HELD_BODY].drop()
+        return body
 
     async def off_loop(self, request: Request, work: Callable[[], Result]) -> Result:
         """Does what takes longer with the request's body: in a thread where that is large."""
-        return await self.work.run(len(await request.body()), work)
+        return await self.work.run(request.scope["state"][BODY_SIZE], work)
 
     @property
     def desk(self) -> Desk:

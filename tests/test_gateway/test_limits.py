@@ -5,8 +5,10 @@ import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -20,10 +22,12 @@ from pydantic.fields import FieldInfo
 import headrace_gateway.app  # noqa: F401  knows the bodies of all routes
 from headrace_gateway.chat_messages import Body
 from headrace_gateway.errors import ApiError
+from headrace_gateway.limits.bodies import Bodies
 from headrace_gateway.limits.budget import Budget
 from headrace_gateway.limits.fields import BoundedBy
 from headrace_gateway.limits.json_shape import check_members, check_shape
 from headrace_gateway.limits.work import INLINE_SIZE, WorkPool, size_of
+from headrace_testing.gateway import serve
 from headrace_testing.waiting import eventually
 
 # Short JSON is looked at too.
@@ -185,6 +189,49 @@ async def test_small_work_is_done_at_once_and_a_fault_of_large_work_is_raised() 
 def test_the_size_of_data_is_that_of_its_texts_and_items(value: object) -> None:
     assert size_of(value) > INLINE_SIZE
     assert size_of({"a": ["b", "cd", None, 1]}) == 8
+
+
+# Bodies that are held
+
+
+def test_bodies_together_are_bounded_and_those_of_one_tenant_more_so() -> None:
+    bodies = Bodies(most=10, most_of_tenant=6)
+    first, second, other = bodies.open("a"), bodies.open("a"), bodies.open("b")
+    first.add(4)
+    other.add(5)
+    for held, size in ((second, 3), (second, 2), (other, 2)):
+        with pytest.raises(ApiError) as refused:
+            held.add(size)
+        assert (refused.value.status, refused.value.code) == (503, "too_many_bodies")
+    first.drop()
+    first.drop()
+    second.add(5)
+
+
+async def test_half_sent_bodies_do_not_fill_the_memory(checkpoint: Path) -> None:
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"content-length: 8000000\r\n\r\n"
+    )
+    async with serve(checkpoint) as gateway, AsyncExitStack() as opened, asyncio.timeout(60):
+        readers = []
+        for _ in range(18):
+            reader, writer = await opened.enter_async_context(gateway.connect())
+            writer.write(head + b" " * 7_900_000)
+            await writer.drain()
+            readers.append(reader)
+        told = await first_told(readers)
+
+    assert told.startswith(b"HTTP/1.1 503 ") and b"too_many_bodies" in told
+
+
+async def first_told(readers: Sequence[asyncio.StreamReader]) -> bytes:
+    """What the first of these connections is told that is told anything."""
+    tasks = [asyncio.create_task(reader.read(2000)) for reader in readers]
+    done, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in waiting:
+        task.cancel()
+    return next(iter(done)).result()
 
 
 # Fields of bodies
