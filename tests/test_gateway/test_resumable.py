@@ -1,6 +1,7 @@
 """Requests that outlive their connection, through two gateways on one queue with a fake engine."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -135,7 +136,8 @@ async def test_all_of_a_stream_can_be_read_again_after_its_end(
     beyond = await gateways[1].get(
         first.headers["content-location"] + "/events", params={"starting_after": 9999}
     )
-    assert beyond.json()["error"]["param"] == "starting_after", beyond.text
+    # Comments that keep the connection alive may have begun a stream, whose one event it is then.
+    assert re.search(r'"param": ?"starting_after"', beyond.text), beyond.text
 
 
 def without_comments(text: str) -> list[str]:
