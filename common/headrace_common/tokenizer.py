@@ -6,10 +6,11 @@ plain text: only the chat template's own become tokens. Never imports transforme
 """
 
 import json
+import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -135,12 +136,14 @@ class Tokenizer:
     def _encode(
         self, backend: tokenizers.Tokenizer, text: str, special: bool, most: int | None
     ) -> list[int]:
+        def encode(piece: str, *, special: bool) -> list[int]:
+            # The batch call lets other Python threads run; `encode` holds their lock.
+            (encoded,) = backend.encode_batch_fast([piece], add_special_tokens=special)
+            return list(encoded.ids)
+
         if len(text) <= PIECE_CHARS:
-            return list(backend.encode(text, add_special_tokens=special).ids)
-
-        def plain(piece: str) -> list[int]:
-            return list(backend.encode(piece, add_special_tokens=False).ids)
-
+            return encode(text, special=special)
+        plain = partial(encode, special=False)
         before, after = self._around if special else ((), ())
         ids = list(before)
         for piece in pieces(text, plain):
@@ -294,6 +297,8 @@ def _read_backend(files: CheckpointFiles) -> tokenizers.Tokenizer:
             f"{path} is missing: save the tokenizer with transformers' "
             "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
+    # Each call has one text: threads of the library would gain nothing, and warn at a fork.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         backend = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:

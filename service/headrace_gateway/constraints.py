@@ -4,6 +4,7 @@ import asyncio
 
 from starlette.requests import Request
 
+from headrace_common.errors import FailureCode, RequestFailed
 from headrace_common.grammar_checks import GrammarChecks, GrammarsBusy
 from headrace_common.structured import StructuredOutputError, StructuredOutputsParams
 
@@ -33,7 +34,7 @@ class Constraints:
         try:
             await asyncio.wait({checking, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not checking.done():
-                raise ApiError(499, "The client has gone.", code="client_disconnected")
+                raise RequestFailed(FailureCode.CANCELLED, "The client has gone.")
             checking.result()
         except StructuredOutputError as error:
             raise refused(field or f"structured_outputs.{error.field}", error) from error

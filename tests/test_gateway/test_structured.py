@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from headrace_common.grammar_checks import GrammarChecks, GrammarsBusy
 from headrace_common.structured import StructuredOutputsParams
 from headrace_gateway.schemas import UNSUPPORTED
 from headrace_testing.gateway import Gateway
@@ -106,3 +107,18 @@ async def test_the_fields_are_in_the_api_document(gateway: Gateway) -> None:
         assert {"response_format", "structured_outputs", "guided_json", "bad_words"} <= fields
         assert not fields & UNSUPPORTED.keys() & {"response_format", "structured_outputs"}
     assert "schema" in schemas["JsonSchema"]["properties"]
+
+
+@pytest.mark.parametrize(("tenant", "status"), [(True, 429), (False, 503)])
+async def test_a_check_that_cannot_be_made_now_is_answered_with_when_to_come_back(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, tenant: bool, status: int
+) -> None:
+    async def check(*_: object) -> None:
+        raise GrammarsBusy("too many schemas and grammars are being compiled", tenant=tenant)
+
+    monkeypatch.setattr(GrammarChecks, "check", check)
+    answer = await gateway.chat(structured_outputs={"regex": "not checked before"})
+
+    assert answer.status_code == status
+    assert answer.json()["error"]["code"] == "grammars_busy"
+    assert int(answer.headers["retry-after"]) >= 1
