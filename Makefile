@@ -16,7 +16,7 @@ MINUTES ?= 30
 SEED ?= $(shell date +%s)
 
 .DEFAULT_GOAL := help
-.PHONY: help install system-packages up test test-cpus test-pythons test-chaos soak images release-images test-cluster check dashboards pictures settings-page licenses-page locks sbom audit clean
+.PHONY: help install system-packages up test test-cpus test-pythons test-chaos soak test-hostile hunt images release-images test-cluster check dashboards pictures settings-page licenses-page locks sbom audit clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -63,6 +63,12 @@ test-chaos: install ## break gateways, engines and Redis in the ways that take l
 
 soak: install ## draw faults and seeds of test-chaos for MINUTES; SEED=... repeats what was drawn
 	$(BIN)/python -m tests.test_chaos --fault all --minutes $(MINUTES) --seed $(SEED)
+
+test-hostile: install ## throw attacks at real processes under a pod's limits, and measure (some minutes)
+	$(BIN)/python -m pytest tests/test_hostile -m hostile -n 0 --maxfail 5 $(ARGS)
+
+hunt: install ## look for dearer attacks for MINUTES; SEED=... repeats what was drawn
+	$(BIN)/python -m tests.test_hostile --minutes $(MINUTES) --seed $(SEED)
 
 images: ## build the images that the cluster tests use: IMAGE_BUILD, IMAGE_LOAD="kind load docker-image"
 	@for tag in dev dev-next; do for target in gateway operator engine; do \

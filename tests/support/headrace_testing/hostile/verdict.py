@@ -1,0 +1,174 @@
+"""What an attack did to the processes and to the other tenant, and which of it must not be."""
+
+from bisect import bisect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .attack import Answer, Attack
+from .limits import (
+    ANSWER_LIMIT_S,
+    LATENCY_FACTOR,
+    LATENCY_FLOOR_S,
+    MIB,
+    PROBE_LIMIT_S,
+    SHARE,
+    STALL_LIMIT_S,
+)
+from .watch import Event
+from .world import Watched
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """`memory` is the most that each process held, in bytes; `stall` the longest that another
+    tenant waited, in seconds; `violations` is what must not have been."""
+
+    attack: Attack
+    answer: Answer
+    memory: Mapping[str, int]
+    stall: float
+    violations: tuple[str, ...] = field(default=())
+
+    @property
+    def badness(self) -> tuple[float, ...]:
+        """The worst first."""
+        stalled, slow = self.stall / STALL_LIMIT_S, self.answer.seconds / ANSWER_LIMIT_S
+        return (len(self.violations), max(stalled, slow, self.memory.get("gateway", 0) / 2**30))
+
+
+def judge(
+    attack: Attack,
+    answer: Answer,
+    events: Sequence[Event],
+    watched: Iterable[Watched],
+    dead: Sequence[str],
+    settled: bool,
+) -> Result:
+    memory = {
+        each.name: max((e.value for e in events if _is(e, "memory", each.name)), default=0)
+        for each in watched
+    }
+    machine = Machine(events)
+    asked = [event for event in events if event.kind in ("light", "gap", "first")]
+    stall = max((machine.own_seconds(event) for event in asked), default=0.0)
+    return Result(
+        attack,
+        answer,
+        memory,
+        stall,
+        (
+            *(f"{name} died" for name in dead),
+            *_too_much(memory, watched),
+            *_probes(events, machine),
+            *_others(events, stall, settled),
+            *_answered(answer),
+        ),
+    )
+
+
+def _is(event: Event, kind: str, name: str) -> bool:
+    return event.kind == kind and event.name == name
+
+
+class Machine:
+    """When the processes could not run because others used the processors."""
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        self._totals: dict[str, tuple[list[float], list[float]]] = {"watch": ([], [])}
+        for event in events:
+            if event.kind == "waited":
+                times, totals = self._totals.setdefault(event.name, ([], []))
+                times.append(event.began)
+                totals.append(event.value / 1e9)
+            elif event.kind == "lag":
+                times, totals = self._totals["watch"]
+                before = totals[-1] if totals else 0.0
+                times += [event.began, event.began + event.seconds]
+                totals += [before, before + event.seconds]
+
+    def own_seconds(self, event: Event) -> float:
+        """How long something took, without the time in which the gateway, the engine that it may
+        need, or the watching process had no processor."""
+        names = ["watch", "gateway"]
+        if event.kind in ("gap", "first") or event.name == "engine":
+            names.append("engine")
+        end = event.began + event.seconds
+        return max(0.0, event.seconds - sum(self._lost(name, event.began, end) for name in names))
+
+    def fair(self, event: Event) -> bool:
+        """Whether hardly any of its time was lost."""
+        return self.own_seconds(event) >= 0.8 * event.seconds
+
+    def _lost(self, name: str, began: float, end: float) -> float:
+        times, totals = self._totals.get(name, ([], []))
+        if not times:
+            return 0.0
+        first = max(0, bisect(times, began) - 1)
+        last = min(len(times) - 1, bisect(times, end))
+        return max(0.0, totals[last] - totals[first])
+
+
+def _too_much(memory: Mapping[str, int], watched: Iterable[Watched]) -> Iterable[str]:
+    for each in watched:
+        allowed = int(each.limit * SHARE)
+        if memory[each.name] > allowed:
+            yield f"{each.name} took {memory[each.name] // MIB} of {allowed // MIB} MiB"
+
+
+def _probes(events: Sequence[Event], machine: Machine) -> Iterable[str]:
+    failed: dict[str, int] = {}
+    for event in events:
+        # A probe that failed while the machine had no processor for it says nothing.
+        if event.kind == "probe" and not event.value and machine.fair(event):
+            failed[event.name] = failed.get(event.name, 0) + 1
+    for name, count in failed.items():
+        yield f"liveness of {name} failed {count} times ({PROBE_LIMIT_S:.0f} s each)"
+
+
+def _others(events: Sequence[Event], stall: float, settled: bool) -> Iterable[str]:
+    if not settled:
+        yield "the other tenant was not served again"
+    if stall > STALL_LIMIT_S:
+        yield f"the other tenant waited {stall:.1f} s"
+    refused = {event.name for event in events if event.kind == "error"}
+    refused |= {"GET /v1/models failed" for e in events if e.kind == "light" and not e.value}
+    yield from sorted(refused)[:3]
+
+
+def _answered(answer: Answer) -> Iterable[str]:
+    if answer.outcome == "none" or answer.seconds > ANSWER_LIMIT_S:
+        yield f"no answer in {ANSWER_LIMIT_S:.0f} s"
+    if answer.outcome == "500":
+        yield "an answer of 500"
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """p99 of the other tenant: between two tokens and until the first, in seconds."""
+
+    gap: float
+    first: float
+
+    @staticmethod
+    def of(events: Sequence[Event]) -> "Latency":
+        machine = Machine(events)
+        return Latency(_p99(events, "gap", machine), _p99(events, "first", machine))
+
+    def violations(self, undisturbed: "Latency") -> list[str]:
+        found = []
+        for name, now, before in (
+            ("between tokens", self.gap, undisturbed.gap),
+            ("until the first token", self.first, undisturbed.first),
+        ):
+            allowed = LATENCY_FACTOR * before + LATENCY_FLOOR_S
+            if now > allowed:
+                found.append(
+                    f"the other tenant's p99 {name} is {now * 1000:.0f} ms; undisturbed "
+                    f"{before * 1000:.0f} ms, allowed {allowed * 1000:.0f} ms"
+                )
+        return found
+
+
+def _p99(events: Sequence[Event], kind: str, machine: Machine) -> float:
+    seconds = sorted(machine.own_seconds(event) for event in events if event.kind == kind)
+    return seconds[int(len(seconds) * 0.99)] if seconds else 0.0

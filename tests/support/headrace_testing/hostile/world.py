@@ -1,0 +1,100 @@
+"""The processes under attack: Valkey, a gateway and two engines, under the limits of a pod."""
+
+import resource
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace_common.checkpoint import DEMO_MODEL
+from headrace_testing.api_keys import KeyBook
+from headrace_testing.processes import Running, start_program
+from headrace_testing.stack import Stack
+from headrace_testing.tool_templates import CHATML_WITH_TOOLS
+from headrace_testing.valkey import ValkeyServer
+
+from .limits import DESCRIPTORS, ENGINE_BYTES, GATEWAY_BYTES, PATIENCE_S, REDIS_MEMORY
+
+EMBEDDER = "embedder"
+ATTACKER, BYSTANDER = "attacker", "bystander"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where the processes under attack listen, and the keys of both tenants."""
+
+    api: int
+    gateway_metrics: int
+    engine_metrics: int
+    attacker: str
+    bystander: str
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """One process with its children, and the memory that they may have together."""
+
+    name: str
+    pid: int
+    limit: int
+
+
+class HostileStack(Stack):
+    """One gateway with API keys before an engine that generates and one that embeds."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._keys = KeyBook(folder / "keys.yaml")
+        for name in (ATTACKER, BYSTANDER):
+            self._keys.add(name, tenant=name)
+        (folder / "template.jinja").write_text(CHATML_WITH_TOOLS)
+        options = ("--maxmemory", REDIS_MEMORY, "--maxmemory-policy", "noeviction")
+        valkey = ValkeyServer(folder / "valkey", *options)
+        # No lease may run out on a machine that others load.
+        super().__init__(Path(DEMO_MODEL), folder, servers=valkey, start=start_limited)
+        self.engine = self.add_engine("--lease", "10")
+        self.embedder = self.add_engine(
+            *("--lease", "10", "--served-model-name", EMBEDDER, "--task", "embed")
+        )
+        self.gateway = self.add_gateway(
+            *("--api-keys-file", str(self._keys.path)),
+            *("--chat-template", str(folder / "template.jinja")),
+            *("--header-timeout", str(PATIENCE_S), "--body-timeout", str(PATIENCE_S)),
+            *("--write-timeout", str(PATIENCE_S)),
+        )
+
+    def until_ready(self) -> None:
+        self.await_engines(1)
+        self.embedder.await_log("engine ready")
+
+    @property
+    def target(self) -> Target:
+        secrets = self._keys.secrets
+        return Target(
+            self.gateway.port,
+            self.gateway.metrics_port,
+            self.engine.metrics_port,
+            secrets[ATTACKER],
+            secrets[BYSTANDER],
+        )
+
+    @property
+    def watched(self) -> tuple[Watched, ...]:
+        return (
+            Watched("gateway", self.gateway.pid, GATEWAY_BYTES),
+            Watched("engine", self.engine.pid, ENGINE_BYTES),
+            Watched("embedder", self.embedder.pid, ENGINE_BYTES),
+        )
+
+    @property
+    def dead(self) -> list[str]:
+        """The processes that have ended."""
+        return [each.name for each in (self.gateway, *self.engines) if not each.alive]
+
+
+def start_limited(
+    module: str, arguments: Sequence[str], log: Path, env: Mapping[str, str]
+) -> Running:
+    """A Starter of processes that may open DESCRIPTORS files. Their memory is the watch's."""
+    running = start_program(module, arguments, log, env)
+    resource.prlimit(running.pid, resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
+    return running

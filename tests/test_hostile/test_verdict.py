@@ -1,0 +1,111 @@
+"""What counts as harm, and that an attack can be thrown again."""
+
+import pytest
+
+from headrace_testing.hostile.attack import Answer, Attack
+from headrace_testing.hostile.dice import Dice
+from headrace_testing.hostile.document import Document
+from headrace_testing.hostile.generator import Generator
+from headrace_testing.hostile.limits import MIB
+from headrace_testing.hostile.report import repeat
+from headrace_testing.hostile.rows import rows
+from headrace_testing.hostile.verdict import Latency, Result, judge
+from headrace_testing.hostile.watch import Event
+from headrace_testing.hostile.world import Target, Watched
+
+GATEWAY = Watched("gateway", 1, 1024 * MIB)
+WELL = Answer("400", 0.1)
+BODY = {"type": "object", "properties": {"prompt": {"type": "string"}, "n": {"type": "integer"}}}
+DOCUMENT = {
+    "components": {"schemas": {"Body": BODY}},
+    "paths": {
+        "/v1/completions": {
+            "post": {
+                "requestBody": {"content": {"application/json": {"schema": {"$ref": "#/c/Body"}}}}
+            }
+        }
+    },
+}
+
+
+async def _play(target: Target) -> Answer:
+    return WELL
+
+
+def verdict(
+    *events: Event, answer: Answer = WELL, dead: tuple[str, ...] = (), settled: bool = True
+) -> Result:
+    attack = Attack("an attack", "tenant", _play)
+    return judge(attack, answer, events, [GATEWAY], dead, settled)
+
+
+def test_an_attack_that_is_answered_and_costs_little_does_no_harm() -> None:
+    seen = verdict(
+        Event("memory", "gateway", 1.0, value=500 * MIB),
+        Event("probe", "gateway", 1.0, 0.9),
+        Event("gap", "stream", 1.0, 0.9),
+    )
+    assert seen.violations == () and seen.memory == {"gateway": 500 * MIB} and seen.stall == 0.9
+
+
+@pytest.mark.parametrize(
+    ("seen", "told"),
+    [
+        (verdict(dead=("gateway-1",)), "gateway-1 died"),
+        (verdict(Event("memory", "gateway", 1.0, value=513 * MIB)), "took 513 of 512 MiB"),
+        (verdict(Event("probe", "gateway", 1.0, 1.0, value=0)), "liveness of gateway failed"),
+        (verdict(Event("light", "models", 1.0, 1.1)), "waited 1.1 s"),
+        (verdict(Event("gap", "stream", 1.0, 3.0)), "waited 3.0 s"),
+        (verdict(Event("error", "ValueError broke off", 1.0, value=0)), "broke off"),
+        (verdict(settled=False), "not served again"),
+        (verdict(answer=Answer("none", 12.0)), "no answer in 10 s"),
+        (verdict(answer=Answer("200", 10.5)), "no answer in 10 s"),
+        (verdict(answer=Answer("500", 0.1)), "an answer of 500"),
+    ],
+)
+def test_harm_is_told(seen: Result, told: str) -> None:
+    assert len(seen.violations) == 1 and told in seen.violations[0]
+
+
+def test_time_without_a_processor_is_not_the_attacks() -> None:
+    waited = [Event("waited", "gateway", at, value=total) for at, total in ((0.9, 0), (3.1, 10**9))]
+    seen = verdict(*waited, Event("light", "models", 1.0, 2.0))
+    assert seen.violations == () and seen.stall == pytest.approx(1.0)
+
+
+def test_p99_may_double() -> None:
+    before = Latency(gap=1.0, first=1.0)
+    assert Latency(gap=2.2, first=2.2).violations(before) == []
+    assert len(Latency(gap=2.3, first=2.3).violations(before)) == 2
+
+
+def test_a_seed_and_a_number_always_give_the_same_attack() -> None:
+    generators = [Generator(Document(DOCUMENT)) for _ in range(2)]
+    names = [[made.draw(Dice(7, n)).name for n in range(40)] for made in generators]
+    assert names[0] == names[1] and len(set(names[0])) == 40
+
+
+def test_a_change_of_an_attack_is_of_the_same_kind_and_can_be_named() -> None:
+    changed = Dice(7, 3, (5, 9))
+    assert Dice.read(str(changed)) == changed
+    drawn = [Dice(7, 3, (change,)) for change in range(20)]
+    assert len({dice.pick("kind", range(1000), fixed=True) for dice in drawn}) == 1
+    assert len({dice.pick("size", range(1000)) for dice in drawn}) > 3
+
+
+def test_the_command_that_repeats_an_attack_names_it() -> None:
+    drawn = Generator(Document(DOCUMENT)).draw(Dice(7, 3))
+    assert repeat(Result(drawn, WELL, {}, 0.0)).endswith('--attack "7/3"')
+    found = rows()[0]
+    assert repeat(Result(found, WELL, {}, 0.0)).endswith(f'--attack "{found.name}"')
+
+
+def test_every_field_of_the_document_is_attacked() -> None:
+    document = Document(DOCUMENT)
+    assert {str(place) for place in document.places} == {
+        "/v1/completions the body",
+        "/v1/completions prompt",
+        "/v1/completions n",
+    }
+    bodies = [document.body(place, b"NaN") for place in document.places]
+    assert bodies[0] == b"NaN" and b'"prompt": NaN' in bodies[1] and b'"n": NaN' in bodies[2]
