@@ -68,7 +68,7 @@ def test_harm_is_told(seen: Result, told: str) -> None:
 
 
 def test_time_without_a_processor_is_not_the_attacks() -> None:
-    waited = [Event("waited", "gateway", at, value=total) for at, total in ((0.9, 0), (3.1, 10**9))]
+    waited = [Event("waited", "gateway", at, value=total) for at, total in ((1.0, 0), (3.0, 10**9))]
     seen = verdict(*waited, Event("light", "models", 1.0, 2.0))
     assert seen.violations == () and seen.stall == pytest.approx(1.0)
 

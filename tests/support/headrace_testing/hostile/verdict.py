@@ -101,11 +101,16 @@ class Machine:
 
     def _lost(self, name: str, began: float, end: float) -> float:
         times, totals = self._totals.get(name, ([], []))
-        if not times:
-            return 0.0
-        first = max(0, bisect(times, began) - 1)
-        last = min(len(times) - 1, bisect(times, end))
-        return max(0.0, totals[last] - totals[first])
+        return max(0.0, _at(times, totals, end) - _at(times, totals, began))
+
+
+def _at(times: Sequence[float], totals: Sequence[float], time: float) -> float:
+    """A total at a time between two that are known."""
+    after = bisect(times, time)
+    if after in (0, len(times)):
+        return totals[min(after, len(totals) - 1)] if totals else 0.0
+    since = (time - times[after - 1]) / max(1e-9, times[after] - times[after - 1])
+    return totals[after - 1] + since * (totals[after] - totals[after - 1])
 
 
 def _too_much(memory: Mapping[str, int], watched: Iterable[Watched]) -> Iterable[str]:
