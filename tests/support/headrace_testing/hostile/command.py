@@ -2,6 +2,7 @@
 
 import argparse
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -28,6 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.list:
         _print([attack.name for attack in rows()])
         return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix="headrace-hostile-"))
     with campaign(folder) as made:
         results: list[Result] = []

@@ -97,16 +97,17 @@ def _chunks(dice: Dice, paths: Sequence[str]) -> Attack:
     """A body in chunks, with something between, behind or before them."""
     count = dice.size("chunks", 100, 1_000_000)
     letters = dice.size("letters", 1, 60_000)
-    kinds: Mapping[str, bytes] = {
-        "chunks of a byte": b"1\r\n \r\n" * count,
-        "chunk extensions": (b"1;" + b"a" * min(letters, 20_000_000 // count) + b"\r\n \r\n")
-        * count,
-        "a trailer's name": b"0\r\n" + b"a" * count * 10,
-        "trailers": b"0\r\n" + b"A: b\r\n" * count,
-        "digits of a size": b"0" * count * 5,
-        "too large a size": b"f" * letters,
-        "empty lines": b"\r\n" * count,
-        "a chunk without an end": b"ffffff\r\n" + b" " * count,
+    kinds: Mapping[str, Callable[[], bytes]] = {
+        "chunks of a byte": lambda: b"1\r\n \r\n" * count,
+        "chunk extensions": lambda: (
+            (b"1;" + b"a" * min(letters, 20_000_000 // count) + b"\r\n \r\n") * count
+        ),
+        "a trailer's name": lambda: b"0\r\n" + b"a" * count * 10,
+        "trailers": lambda: b"0\r\n" + b"A: b\r\n" * count,
+        "digits of a size": lambda: b"0" * count * 5,
+        "too large a size": lambda: b"f" * letters,
+        "empty lines": lambda: b"\r\n" * count,
+        "a chunk without an end": lambda: b"ffffff\r\n" + b" " * count,
     }
     name = dice.pick("chunk kind", list(kinds))
     keyed = dice.pick("keyed", [True, False])
@@ -116,7 +117,7 @@ def _chunks(dice: Dice, paths: Sequence[str]) -> Attack:
         "tenant" if keyed else "stranger",
         lambda t: exchange(
             t.api,
-            [head(CHAT, t.attacker if keyed else None, chunked) + b"\r\n", kinds[name]],
+            [head(CHAT, t.attacker if keyed else None, chunked) + b"\r\n", kinds[name]()],
         ),
     )
 
@@ -195,21 +196,21 @@ def _lines(dice: Dice, paths: Sequence[str]) -> Attack:
     """What is no HTTP at all, to any port."""
     told, port = _port(dice)
     size = dice.size("line", 10, 20_000_000)
-    kinds: Mapping[str, bytes] = {
-        "a request line": b"GET /" + b"a" * size + b" HTTP/1.1\r\nHost: x\r\n\r\n",
-        "a method": b"A" * size,
-        "a header": b"GET / HTTP/1.1\r\nX: " + b"a" * size,
-        "a header's name": b"GET / HTTP/1.1\r\n" + b"a" * size,
-        "headers": b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * (size // 6),
-        "folded headers": b"GET / HTTP/1.1\r\nA: b\r\n" + b" c\r\n" * (size // 4),
-        "nulls": b"\x00" * size,
-        "requests": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * (size // 26),
+    kinds: Mapping[str, Callable[[], bytes]] = {
+        "a request line": lambda: b"GET /" + b"a" * size + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        "a method": lambda: b"A" * size,
+        "a header": lambda: b"GET / HTTP/1.1\r\nX: " + b"a" * size,
+        "a header's name": lambda: b"GET / HTTP/1.1\r\n" + b"a" * size,
+        "headers": lambda: b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * (size // 6),
+        "folded headers": lambda: b"GET / HTTP/1.1\r\nA: b\r\n" + b" c\r\n" * (size // 4),
+        "nulls": lambda: b"\x00" * size,
+        "requests": lambda: b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * (size // 26),
     }
     name = dice.pick("line kind", list(kinds))
     return Attack(
         f"{name} of {size:,} bytes to {told}",
         "stranger",
-        lambda t: exchange(port(t), [kinds[name]]),
+        lambda t: exchange(port(t), [kinds[name]()]),
     )
 
 
