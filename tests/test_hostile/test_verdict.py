@@ -95,9 +95,9 @@ def test_a_change_of_an_attack_is_of_the_same_kind_and_can_be_named() -> None:
 
 def test_the_command_that_repeats_an_attack_names_it() -> None:
     drawn = Generator(Document(DOCUMENT)).draw(Dice(7, 3))
-    assert repeat(Result(drawn, WELL, {}, 0.0)).endswith('--attack "7/3"')
+    assert repeat(Result(drawn, WELL, {}, 0.0, 0.0)).endswith('--attack "7/3"')
     found = rows()[0]
-    assert repeat(Result(found, WELL, {}, 0.0)).endswith(f'--attack "{found.name}"')
+    assert repeat(Result(found, WELL, {}, 0.0, 0.0)).endswith(f'--attack "{found.name}"')
 
 
 def test_every_field_of_the_document_is_attacked() -> None:

@@ -95,7 +95,7 @@ def hunt(
 
 
 def _price(result: Result) -> float:
-    return result.stall + result.answer.seconds / 4 + result.memory.get("gateway", 0) / 2**29
+    return 2 * result.work + result.answer.seconds / 4 + result.memory.get("gateway", 0) / 2**29
 
 
 def _parser() -> argparse.ArgumentParser:

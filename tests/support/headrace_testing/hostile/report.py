@@ -9,7 +9,7 @@ from .verdict import Latency, Result
 PROGRAM = "python -m tests.test_hostile"
 # What is shown on a screen; the rest is in a file.
 SHOWN = 40
-_NAME = 74
+_NAME = 70
 
 
 def repeat(result: Result) -> str:
@@ -20,7 +20,8 @@ def repeat(result: Result) -> str:
 
 
 def table(results: Iterable[Result]) -> Iterator[str]:
-    yield f"{'attack':{_NAME}} {'from':9} {'answer':>6} {'s':>5} {'gateway':>7} {'stall':>6}"
+    numbers = f"{'answer':>6} {'s':>5} {'gateway':>8} {'loop':>5} {'stall':>7}"
+    yield f"{'attack':{_NAME}} {'from':9} {numbers}"
     for result in sorted(results, key=lambda each: each.badness, reverse=True):
         yield line(result)
 
@@ -30,7 +31,8 @@ def line(result: Result) -> str:
     memory = result.memory.get("gateway", 0) // MIB
     return (
         f"{name[:_NAME]:{_NAME}} {result.attack.client:9} {result.answer.outcome:>6} "
-        f"{result.answer.seconds:5.1f} {memory:4} MiB {result.stall * 1000:3.0f} ms"
+        f"{result.answer.seconds:5.1f} {memory:4} MiB {result.work:5.1f} "
+        f"{result.stall * 1000:4.0f} ms"
     )
 
 

@@ -21,12 +21,14 @@ from .world import Watched
 @dataclass(frozen=True, slots=True)
 class Result:
     """`memory` is the most that each process held, in bytes; `stall` the longest that another
-    tenant waited, in seconds; `violations` is what must not have been."""
+    tenant waited, `work` for how long the gateway's event loop ran, in seconds; `violations` is
+    what must not have been."""
 
     attack: Attack
     answer: Answer
     memory: Mapping[str, int]
     stall: float
+    work: float
     violations: tuple[str, ...] = field(default=())
 
     @property
@@ -56,6 +58,7 @@ def judge(
         answer,
         memory,
         stall,
+        _work(events),
         (
             *(f"{name} died" for name in dead),
             *_too_much(memory, watched),
@@ -111,6 +114,11 @@ def _at(times: Sequence[float], totals: Sequence[float], time: float) -> float:
         return totals[min(after, len(totals) - 1)] if totals else 0.0
     since = (time - times[after - 1]) / max(1e-9, times[after] - times[after - 1])
     return totals[after - 1] + since * (totals[after] - totals[after - 1])
+
+
+def _work(events: Sequence[Event]) -> float:
+    totals = [event.value for event in events if _is(event, "ran", "gateway")]
+    return (max(totals) - min(totals)) / 1e9 if totals else 0.0
 
 
 def _too_much(memory: Mapping[str, int], watched: Iterable[Watched]) -> Iterable[str]:

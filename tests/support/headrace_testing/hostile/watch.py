@@ -34,14 +34,15 @@ STREAMED = 24
 PATIENCE_S = 30.0
 
 Kind = Literal[
-    "memory", "killed", "waited", "probe", "ready", "light", "gap", "first", "error", "lag"
+    "memory", "killed", "ran", "waited", "probe", "ready", "light", "gap", "first", "error", "lag"
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
     """`seconds` is how long something took from `began` on (monotonic); `value` is of its kind:
-    bytes, nanoseconds for which a process has waited for a processor, or whether it went well."""
+    bytes, nanoseconds for which a process has run or waited for a processor, or whether it went
+    well."""
 
     kind: Kind
     name: str
@@ -145,7 +146,9 @@ def _sample(watched: Sequence[Watched], tell: Tell) -> None:
                 trees[each.pid] = _family(each.pid)
             found = memory(trees[each.pid], precise_above=each.limit // 3)
             tell(Event("memory", each.name, time.monotonic(), value=found))
-            tell(Event("waited", each.name, time.monotonic(), value=_waited(each.pid)))
+            ran, waited = _processor(each.pid)
+            tell(Event("ran", each.name, time.monotonic(), value=ran))
+            tell(Event("waited", each.name, time.monotonic(), value=waited))
             if found > each.limit:
                 with suppress(ProcessLookupError):
                     os.kill(each.pid, signal.SIGKILL)
@@ -177,11 +180,12 @@ def memory(pids: Sequence[int], precise_above: int) -> int:
     return sum(map(_proportional, pids))
 
 
-def _waited(pid: int) -> int:
-    """Nanoseconds for which the main thread could run and had no processor."""
+def _processor(pid: int) -> tuple[int, int]:
+    """Nanoseconds for which the main thread has run, and has waited for a processor."""
     with suppress(OSError):
-        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1])
-    return 0
+        ran, waited, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
+        return int(ran), int(waited)
+    return 0, 0
 
 
 def _proportional(pid: int) -> int:
