@@ -52,7 +52,7 @@ def test_an_attack_that_is_answered_and_costs_little_does_no_harm() -> None:
     ("seen", "told"),
     [
         (verdict(dead=("gateway-1",)), "gateway-1 died"),
-        (verdict(Event("memory", "gateway", 1.0, value=513 * MIB)), "took 513 of 512 MiB"),
+        (verdict(Event("memory", "gateway", 1.0, value=513 * MIB)), "gateway 513 of 512 MiB"),
         (verdict(Event("probe", "gateway", 1.0, 1.0, value=0)), "liveness of gateway failed"),
         (verdict(Event("light", "models", 1.0, 1.1)), "waited 1.1 s"),
         (verdict(Event("gap", "stream", 1.0, 3.0)), "waited 3.0 s"),

@@ -4,11 +4,12 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from .attack import PATIENCE_S, Answer, Attack
 from .document import read_document
-from .verdict import Latency, Result, judge
+from .verdict import TOOK, Latency, Result, judge
 from .watch import Event, Watch, watching
 from .world import HostileStack
 
@@ -37,7 +38,7 @@ class Campaign:
             if attack.spoils:
                 self._renew()
             return result
-        worst, seen = result, 1
+        first, worst, seen = result, result, 1
         for attempt in range(1, ATTEMPTS):
             self._renew()
             result = self._strike(attack)
@@ -46,7 +47,7 @@ class Campaign:
             if seen == SEEN or attempt - seen + 1 > ATTEMPTS - SEEN:
                 break
         self._renew()
-        return worst if seen >= SEEN else result
+        return worst if seen >= SEEN else _without_noise(first, result)
 
     def _strike(self, attack: Attack) -> Result:
         began = time.monotonic()
@@ -84,6 +85,13 @@ class Campaign:
 
     def close(self) -> None:
         self._open.close()
+
+
+def _without_noise(first: Result, alone: Result) -> Result:
+    """What is left of harm that was not seen again: memory that earlier attacks have left."""
+    left = tuple(each for each in first.violations if each.startswith(TOOK))
+    told = tuple(f"{each}, not alone: it was left by attacks before" for each in left)
+    return replace(first if left else alone, violations=told)
 
 
 @contextmanager

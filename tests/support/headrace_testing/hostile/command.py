@@ -95,7 +95,10 @@ def hunt(
 
 
 def _price(result: Result) -> float:
-    return 2 * result.work + result.answer.seconds / 4 + result.memory.get("gateway", 0) / 2**29
+    """What it costs the gateway; that a slow client is waited for costs nothing."""
+    waited = result.answer.outcome in ("408", "left")
+    seconds = 0.0 if waited else result.answer.seconds
+    return 2 * result.work + seconds / 4 + result.stall
 
 
 def _parser() -> argparse.ArgumentParser:

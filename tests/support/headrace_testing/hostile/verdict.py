@@ -17,6 +17,9 @@ from .limits import (
 from .watch import Event
 from .world import Watched
 
+# How violations begin that are of memory.
+TOOK = "memory: "
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
@@ -125,7 +128,7 @@ def _too_much(memory: Mapping[str, int], watched: Iterable[Watched]) -> Iterable
     for each in watched:
         allowed = int(each.limit * SHARE)
         if memory[each.name] > allowed:
-            yield f"{each.name} took {memory[each.name] // MIB} of {allowed // MIB} MiB"
+            yield f"{TOOK}{each.name} {memory[each.name] // MIB} of {allowed // MIB} MiB"
 
 
 def _probes(events: Sequence[Event], machine: Machine) -> Iterable[str]:

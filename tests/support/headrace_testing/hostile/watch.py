@@ -81,13 +81,13 @@ class Watch:
         return self._events[:]
 
     def settled(self, after: float, timeout_s: float = PATIENCE_S) -> bool:
-        """Waits until a light request that began after `after` has been answered, and a stream of
-        then has gone on."""
+        """Waits until a light request that began after `after` has been answered, a stream has gone
+        on since, and memory has been sampled."""
         limit = time.monotonic() + timeout_s
         while time.monotonic() < limit:
             recent = [event for event in self._events[-200:] if event.began > after]
             kinds = {event.kind for event in recent if event.value}
-            if {"light", "gap"} <= kinds:
+            if {"light", "gap", "memory"} <= kinds:
                 return True
             time.sleep(0.01)
         return False
