@@ -9,7 +9,6 @@ UNREPAIRED: tuple[str, ...] = (
     "a template's variable `self`",
     "4 MiB of",
     "1,020 inputs to embed",
-    "2 million ids to detokenize",
     "1/100 ",
     "1/110 ",
     "1/155 ",
