@@ -17,6 +17,7 @@ from headrace_common.protocol.accounts import Kind
 from headrace_common.protocol.batches import encode_record
 from headrace_common.protocol.redis_batches import RedisBatches
 from headrace_gateway.api_keys import KeyFile
+from headrace_gateway.limits.budget import Budget
 from headrace_gateway.models import Models
 from headrace_gateway.tenant_stores import RECORD_BYTES
 from headrace_testing.api_keys import KeyBook
@@ -198,6 +199,7 @@ async def test_another_gateway_goes_on_where_one_has_stopped(
 
 async def test_a_file_that_is_no_batch_fails_it_with_every_fault(client: BatchClient) -> None:
     lines = [line("a"), line("a"), line("b", url="/v1/embeddings"), line("c", stream=True)]
+    lines.append(line("d", messages=[[]] * Budget.containers))
 
     batch = await client.ended(await client.begin(lines))
 
@@ -207,6 +209,7 @@ async def test_a_file_that_is_no_batch_fails_it_with_every_fault(client: BatchCl
         (2, "duplicate_custom_id", "custom_id"),
         (3, "mismatched_endpoint", "url"),
         (4, "invalid_value", "body.stream"),
+        (5, "request_too_complex", None),
     ]
 
 

@@ -11,6 +11,10 @@ from typing import Any
 
 from headrace_common.messages import MAX_ID_CHARS
 
+from ..errors import ApiError
+from ..limits.budget import Budget
+from ..limits.json_shape import TOO_COMPLEX, check_shape
+
 EMBEDDINGS, RESPONSES = "/v1/embeddings", "/v1/responses"
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", EMBEDDINGS, RESPONSES)
 MAX_CUSTOM_ID_CHARS = 256
@@ -160,7 +164,10 @@ def _request(line: bytes, endpoint: str) -> dict[str, Any]:
 
 def _object(line: bytes) -> dict[str, Any]:
     try:
+        check_shape(line, Budget())
         fields = json.loads(line)
+    except ApiError as error:
+        raise _BadLine(TOO_COMPLEX, error.message) from error
     except (ValueError, RecursionError) as error:
         raise _BadLine("invalid_json_line", f"The line is not valid JSON: {error}.") from error
     if not isinstance(fields, dict):
