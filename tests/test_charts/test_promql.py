@@ -136,8 +136,9 @@ def targets(stack: Stack, exporter: RedisExporter, operator: telemetry.Telemetry
 
 
 async def load(stack: Stack, book: KeyBook) -> None:
-    """Whole answers, streams, a client that leaves, and a request refused for a full queue; with
-    keys, one that is served, one over its limit and one without a key."""
+    """Whole answers, streams, one that is held to a grammar, a client that leaves, and a request
+    refused for a full queue; with keys, one that is served, one over its limit and one without a
+    key."""
     url, small, guarded = (f"{gateway.url}/v1/completions" for gateway in stack.gateways)
     body = {"model": MODEL, "prompt": list(range(3, 67)), "max_tokens": 24, "ignore_eos": True}
     async with httpx.AsyncClient(timeout=60) as client:
@@ -145,6 +146,8 @@ async def load(stack: Stack, book: KeyBook) -> None:
             *(client.post(url, json={**body, "stream": number % 2 == 0}) for number in range(8))
         )
         assert {answer.status_code for answer in answers} == {200}
+        held = await client.post(url, json={**body, "guided_choice": ["a", "b"]})
+        assert held.status_code == 200, held.text
         callers: list[dict[str, str]] = [book.headers("a"), book.headers("b"), {}]
         of_tenants = [await client.post(guarded, json=body, headers=each) for each in callers]
         assert [answer.status_code for answer in of_tenants] == [200, 429, 401]
@@ -180,7 +183,7 @@ def test_the_gateway_was_used(prometheus: PrometheusServer) -> None:
 
     by_error = {each["metric"].get("error_type"): int(each["value"][1]) for each in served}
     assert by_error == {
-        None: 20,
+        None: 22,
         "client_disconnected": 2,
         "queue_full": 2,
         "rate_limit_exceeded": 2,

@@ -257,6 +257,7 @@ def _tenants() -> tuple[Panel, ...]:
     waiting = q.quantile(0.95, names.TIME_TO_FIRST_TOKEN, q.KNOWN_TENANT, q.TENANT)
     refused = q.total(q.rate(names.QUEUE_REJECTED, q.KNOWN_TENANT), q.TENANT, reason)
     running = q.series(names.GATEWAY_REQUESTS_IN_FLIGHT, q.KNOWN_TENANT)
+    stored = q.pods(names.STORE_USED.prometheus_name, q.KNOWN_TENANT)
     return (
         Panel(
             title="Requests by tenant",
@@ -302,7 +303,7 @@ def _tenants() -> tuple[Panel, ...]:
                 "may leave."
             ),
             queries=(
-                Query(f"max by ({q.TENANT}) ({q.pods(names.STORE_USED.prometheus_name)})", tenant),
+                Query(f"max by ({q.TENANT}) ({stored})", tenant),
                 Query(f"min({q.pods(names.STORE_LIMIT.prometheus_name)})", "limit of each"),
             ),
             unit=Unit.BYTES,
