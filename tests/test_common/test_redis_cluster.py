@@ -19,6 +19,7 @@ from headrace_common.protocol.connection import Connection, ConnectionConfig, ch
 from headrace_common.protocol.limits import Rates, Settlement
 from headrace_common.protocol.redis_admin import DeadLetter, QueueAdmin
 from headrace_common.protocol.redis_limits import RedisKeyUsage
+from headrace_common.protocol.redis_loads import RedisModelLoads
 from headrace_common.protocol.registry import RegisteredModel, digest_of
 from headrace_common.protocol.scripts import NAMES, Scripts
 from headrace_common.protocol.slots import SlotMap, slot_of
@@ -123,6 +124,9 @@ async def use_stores(over: OverRedis) -> None:
     )
     await registry.register(known, files)
     await registry.remove("m", "ns/m")
+    loads = RedisModelLoads(over.connect(), "g")
+    assert await loads.begin(known.digest) is None
+    await loads.end(known.digest)
     stored = make_stored()
     await store.salt()
     await store.put(stored)
