@@ -5,10 +5,10 @@ from typing import Any, Literal
 from pydantic import ByteSize, Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from headrace_common import grammar_settings as grammar
 from headrace_common.checkpoint import default_name, local_source
 from headrace_common.grammar_checks import CheckBounds
 from headrace_common.keys import MAX_SHARDS
-from headrace_common.limited_pool import TaskLimits
 from headrace_common.messages import MAX_ID_CHARS
 
 from .config import DType, EngineConfig, KVCacheDType, Quantization
@@ -170,24 +170,10 @@ class EngineSettings(BaseSettings):
         120.0, gt=0, description="seconds after which a step counts as hung"
     )
 
-    grammar_workers: int = Field(
-        2,
-        ge=1,
-        le=64,
-        description="processes that check schemas, expressions and grammars; one tenant has all "
-        "but one of them at most",
-    )
-    grammar_timeout: float = Field(
-        5.0, gt=0, description="seconds that the check of one grammar may take"
-    )
-    grammar_cpu_seconds: int = Field(
-        1, ge=1, description="seconds of a processor that the check of one grammar may take"
-    )
-    grammar_memory: ByteSize = Field(
-        ByteSize(128 * 2**20),
-        ge=16 * 2**20,
-        description="memory that the check of one grammar may take in its process, as 128MiB",
-    )
+    grammar_workers: grammar.Workers = grammar.WORKERS
+    grammar_timeout: grammar.Timeout = grammar.TIMEOUT
+    grammar_cpu_seconds: grammar.CpuSeconds = grammar.CPU_SECONDS
+    grammar_memory: grammar.Memory = grammar.MEMORY
 
     metrics_host: str = Field("127.0.0.1", description="address of /metrics and /health")
     metrics_port: int | None = Field(
@@ -233,14 +219,9 @@ class EngineSettings(BaseSettings):
     @property
     def grammar_bounds(self) -> CheckBounds:
         """No more grammars wait than requests that the engine has taken."""
-        limits = TaskLimits(
-            timeout=self.grammar_timeout,
-            cpu_seconds=self.grammar_cpu_seconds,
-            memory_bytes=int(self.grammar_memory),
-        )
         return CheckBounds(
             workers=self.grammar_workers,
-            limits=limits,
+            limits=grammar.task_limits(self),
             max_wait=None,
             most_waiting=None,
             most_waiting_of_tenant=None,

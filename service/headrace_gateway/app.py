@@ -11,7 +11,7 @@ from fastapi import FastAPI
 
 from headrace_common.api_keys import DEFAULT_TENANT
 from headrace_common.grammar_checks import CheckBounds, GrammarChecks
-from headrace_common.limited_pool import TaskLimits
+from headrace_common.grammar_settings import task_limits
 from headrace_common.protocol.accounts import Accounts, Memory
 from headrace_common.protocol.limits import KeyUsage
 from headrace_common.protocol.redis_clock import RedisClock
@@ -252,11 +252,7 @@ def _services(
 
 
 def _grammars(settings: GatewaySettings, parts: Parts, metrics: GatewayMetrics) -> GrammarChecks:
-    limits = TaskLimits(
-        timeout=settings.grammar_timeout,
-        cpu_seconds=settings.grammar_cpu_seconds,
-        memory_bytes=int(settings.grammar_memory),
-    )
+    limits = task_limits(settings)
     bounds = CheckBounds(workers=settings.grammar_workers, limits=limits)
     return GrammarChecks(bounds, parts.refused_grammars, metrics.grammar_checked)
 

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import ByteSize, Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from headrace_common import grammar_settings as grammar
 from headrace_common.checkpoint import default_name
 from headrace_common.messages import MAX_ID_CHARS
 from headrace_common.protocol.base import QueueLimits
@@ -278,24 +279,10 @@ class GatewaySettings(BaseSettings):
     max_step_age: float = Field(
         60.0, gt=0, description="seconds without a step after which an engine counts as hung"
     )
-    grammar_workers: int = Field(
-        2,
-        ge=1,
-        le=64,
-        description="processes that check schemas, expressions and grammars; one tenant has all "
-        "but one of them at most",
-    )
-    grammar_timeout: float = Field(
-        5.0, gt=0, description="seconds that the check of one grammar may take"
-    )
-    grammar_cpu_seconds: int = Field(
-        1, ge=1, description="seconds of a processor that the check of one grammar may take"
-    )
-    grammar_memory: ByteSize = Field(
-        ByteSize(128 * 2**20),
-        ge=16 * 2**20,
-        description="memory that the check of one grammar may take in its process, as 128MiB",
-    )
+    grammar_workers: grammar.Workers = grammar.WORKERS
+    grammar_timeout: grammar.Timeout = grammar.TIMEOUT
+    grammar_cpu_seconds: grammar.CpuSeconds = grammar.CPU_SECONDS
+    grammar_memory: grammar.Memory = grammar.MEMORY
     tokenizer_threads: int = Field(
         2,
         ge=1,
