@@ -26,11 +26,13 @@ _PRELOADED = ["headrace_engine.__main__", "headrace_gateway.__main__"]
 
 @cache
 def _start_server() -> None:
-    """Starts the one fork server of this process, in place of that of a gateway within the tests,
-    which has not imported the programs."""
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
-    forkserver.set_forkserver_preload(_PRELOADED)
-    forkserver.ensure_running()
+    """Starts a fork server that has imported the programs. Processes of a gateway within the tests
+    keep the one that they have: to stop that would wait for them."""
+    server = forkserver.ForkServer()
+    for name in ("connect_to_new_process", "ensure_running", "set_forkserver_preload"):
+        setattr(forkserver, name, getattr(server, name))
+    server.set_forkserver_preload(_PRELOADED)
+    server.ensure_running()
 
 
 class Forge:
