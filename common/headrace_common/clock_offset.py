@@ -9,7 +9,7 @@ from .telemetry import Telemetry
 
 
 def show_clock_offset(telemetry: Telemetry, clock: RedisClock) -> None:
-    """As a metric, and beside readiness where it is large. Call once."""
+    """Exports the offset as a metric, and tells it with readiness if it is large. Call once."""
     observed_gauge(
         telemetry.meter,
         names.REDIS_CLOCK_OFFSET,

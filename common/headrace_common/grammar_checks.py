@@ -94,17 +94,13 @@ class GrammarChecks:
 
     def known(self, structured: StructuredOutputsParams) -> bool:
         """Whether it was found good lately."""
-        digest = self._digest(structured)
-        if digest not in self._good:
-            return False
-        self._good.move_to_end(digest)
-        return True
+        return self._is_good(self._digest(structured))
 
     async def check(self, structured: StructuredOutputsParams, tenant: str) -> None:
         """Raises StructuredOutputError or GrammarsBusy. Cancelling ends work for this alone."""
-        if self.known(structured):
-            return
         digest = self._digest(structured)
+        if self._is_good(digest):
+            return
         job = self._jobs.get((tenant, digest))
         if job is None:
             job = self._begin(structured, tenant, digest)
@@ -172,13 +168,19 @@ class GrammarChecks:
                 reason = "ended the process that compiled it"
         return StructuredOutputError(structured.kind, f"{reason}: {advice(structured)}")
 
+    def _is_good(self, digest: str) -> bool:
+        if digest not in self._good:
+            return False
+        self._good.move_to_end(digest)
+        return True
+
     def _keep(self, digest: str) -> None:
         self._good[digest] = None
         while len(self._good) > KEPT:
             self._good.popitem(last=False)
 
     def _digest(self, structured: StructuredOutputsParams) -> str:
-        """Of what it costs: of the grammar and the limits, whoever sent it."""
+        """The digest of the grammar and the limits. It does not depend on the tenant."""
         limits = [self._limits.cpu_seconds, self._limits.memory_bytes]
         text = json.dumps([structured.to_wire(), limits])
         return hashlib.sha256(text.encode()).hexdigest()
@@ -196,7 +198,7 @@ class _Job:
         self._waiting = 0
 
     async def result(self) -> Exception | None:
-        """Cancelled, it ends the check where nobody else waits for that."""
+        """The check's error, or None. Cancelling ends the check unless others wait for it."""
         self._waiting += 1
         try:
             return await asyncio.shield(self.task)

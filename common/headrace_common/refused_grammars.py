@@ -39,7 +39,7 @@ class RefusedGrammars(Protocol):
 
 
 class LocalRefusedGrammars:
-    """Of this process alone; the MOST that were refused last."""
+    """The memory of this process alone: the MOST grammars that were refused last."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -33,7 +33,7 @@ def file_not_kept(file_id: str) -> FileNotKept:
 
 
 def batch_not_kept(batch_id: str) -> BatchNotKept:
-    """As file_not_kept."""
+    """Does not tell the reason, like file_not_kept."""
     return BatchNotKept(f"there is no batch {batch_id[:80]!r}, or it has expired")
 
 

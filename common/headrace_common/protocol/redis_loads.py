@@ -12,7 +12,7 @@ KEPT_MS = 3_600_000
 
 
 class RedisModelLoads:
-    """Of one gateway. Raises BackendUnavailable. Everything here may be repeated."""
+    """The loads of one gateway. Raises BackendUnavailable. Every call may be repeated."""
 
     def __init__(self, connection: Connection, gateway_id: str) -> None:
         self._connection = connection

@@ -88,7 +88,7 @@ class RequestStore(Protocol):
         """Notes that a gateway makes its answer anew; the others that are noted."""
 
     async def attended(self, stored: StoredRequest, gateway_id: str) -> None:
-        """That gateway has done so, and has not ended of it."""
+        """Notes that the gateway has made the answer and is still alive."""
 
 
 def encode_stored(stored: StoredRequest) -> bytes:
