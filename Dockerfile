@@ -32,11 +32,42 @@ COPY --from=wheel /wheels /wheels
 RUN /opt/headrace/bin/pip install --no-cache-dir --no-deps /wheels/headrace-*.whl
 
 FROM ${PYTHON_IMAGE} AS engine-venv
+# Empty: torch of the lock, with CUDA. Else an index with torch for CPUs, as https://download.pytorch.org/whl/cpu:
+# what is for GPUs alone is left out.
+ARG TORCH_INDEX=
 COPY requirements/engine.txt /
 RUN python -m venv /opt/headrace \
- && /opt/headrace/bin/pip install --no-cache-dir --require-hashes -r /engine.txt
+ && if [ -z "${TORCH_INDEX}" ]; then \
+      /opt/headrace/bin/pip install --no-cache-dir --require-hashes -r /engine.txt; \
+    else \
+      awk '/^[a-z]/ { gpu = /^(torch|triton|nvidia-|cuda-)/ } !gpu' /engine.txt > /cpu.txt \
+      && /opt/headrace/bin/pip install --no-cache-dir --no-deps --require-hashes -r /cpu.txt \
+      && /opt/headrace/bin/pip install --no-cache-dir --no-deps --index-url "${TORCH_INDEX}" \
+           "$(grep -o '^torch==[0-9.]*' /engine.txt)"; \
+    fi
 COPY --from=wheel /wheels /wheels
 RUN /opt/headrace/bin/pip install --no-cache-dir --no-deps /wheels/headrace-*.whl
+
+# What an engine would compile at its first start on a GPU: Triton's launcher, for which no image below has a
+# C compiler, and kernels. Engines compile it here, on a CUDA device that computes nothing (docs/decisions/0035).
+FROM engine-venv AS engine-kernels
+ARG TORCH_INDEX=
+ARG CAPABILITIES="80 89 90"
+ARG KERNELS="headrace-demo llama-8b qwen3-8b qwen3-0.6b"
+RUN apt-get update \
+ && apt-get install -y --no-install-recommends gcc libc6-dev \
+ && { test -e "$(python -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" \
+      || apt-get install -y --no-install-recommends python3-dev; } \
+ && rm -rf /var/lib/apt/lists/*
+COPY tests/support/headrace_testing/null_cuda.py /support/headrace_testing/
+COPY tests/support/null_cuda /support/null_cuda
+ENV TRITON_CACHE_DIR=/opt/headrace/share/headrace/triton
+RUN mkdir -p "${TRITON_CACHE_DIR}" \
+ && if [ -z "${TORCH_INDEX}" ]; then for capability in ${CAPABILITIES}; do \
+      PYTHONPATH=/support TRITON_STORE_BINARY_ONLY=1 NULL_CUDA_CAPABILITY="${capability}" \
+        /opt/headrace/bin/python -m headrace_testing.null_cuda -m headrace_engine.compile_kernels ${KERNELS} \
+      || exit 1; done; fi \
+ && find "${TRITON_CACHE_DIR}" -name '*.source' -delete
 
 FROM ${PYTHON_IMAGE} AS base
 ARG PYTHON_IMAGE
@@ -82,9 +113,11 @@ FROM base AS engine
 LABEL org.opencontainers.image.title="headrace-engine" \
       org.opencontainers.image.description="Inference engine: continuous batching over a paged KV cache"
 COPY --from=engine-venv /opt/headrace /opt/headrace
+COPY --from=engine-kernels /opt/headrace/share/headrace /opt/headrace/share/headrace
 ENV HEADRACE_ENGINE_METRICS_HOST=0.0.0.0 \
     HEADRACE_ENGINE_METRICS_PORT=9400 \
     TORCHINDUCTOR_CACHE_DIR=/var/cache/headrace/inductor \
-    TRITON_CACHE_DIR=/var/cache/headrace/triton
+    TRITON_CACHE_DIR=/var/cache/headrace/triton \
+    TRITON_CACHE_MANAGER=headrace_engine.kernels.triton.shipped:ShippedFirst
 EXPOSE 9400
 ENTRYPOINT ["python", "-m", "headrace_engine"]

@@ -1,7 +1,8 @@
 """Build hook: compiles the engine's native kernels whenever the package is built or installed.
 
 Without a working compiler it warns and goes on: the engine then runs in plain torch, slower, and
-the wheel stays pure. Wheels with kernels hold every instruction set of their architecture.
+the wheel stays pure. Wheels with kernels hold every instruction set of their architecture, an
+editable installation those of this CPU.
 """
 
 import importlib.util
@@ -12,7 +13,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-KERNELS = Path("engine/headrace_engine/kernels")
+KERNELS = Path("engine/headrace_engine/kernels/cpu")
 
 
 class KernelBuildHook(BuildHookInterface):  # type: ignore[type-arg]
@@ -22,7 +23,8 @@ class KernelBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         folder = Path(self.root) / KERNELS
         builder = _load_builder(folder)
         try:
-            report = builder.build(folder)
+            build = builder.build_for_this_cpu if version == "editable" else builder.build
+            report = build(folder)
         except builder.BuildError as error:
             self.app.display_warning(f"headrace: native CPU kernels not built: {error}")
             self.app.display_warning("headrace: the engine will run on CPUs in plain torch, slower")

@@ -23,22 +23,22 @@ from unittest.mock import patch
 import torch
 from torch.nn import functional as F
 
-from headrace_common.chat_template import encode_chat, load_chat_template
-from headrace_common.checkpoint import local_source
-from headrace_common.sampling import SamplingParams
-from headrace_common.tokenizer import Tokenizer
-from headrace_engine import placement
-from headrace_engine.batch import build
-from headrace_engine.config import EngineConfig
-from headrace_engine.model import linear_maker
-from headrace_engine.model.checkpoint import load_checkpoint
-from headrace_engine.model.layers import Linear
-from headrace_engine.model.linear_maker import QuantizedLinear
-from headrace_engine.model.ops import TorchOps
-from headrace_engine.model.quantization.weight import QuantizedWeight
-from headrace_engine.plan import ScheduledSequence, StepPlan
-from headrace_engine.request import EngineRequest, Sequence
-from headrace_engine.runner import ModelRunner
+from headrace_common.sampling.params import SamplingParams
+from headrace_common.text.chat_template import encode_chat, load_chat_template
+from headrace_common.text.checkpoint import local_source
+from headrace_common.text.tokenizer import Tokenizer
+from headrace_engine.checkpoints.checkpoint import load_checkpoint
+from headrace_engine.core.config import EngineConfig
+from headrace_engine.core.request import EngineRequest, Sequence
+from headrace_engine.core.step_plan import ScheduledSequence, SchedulerOutput
+from headrace_engine.layers.layers import Linear
+from headrace_engine.layers.quantized_weight import QuantizedWeight
+from headrace_engine.model_loader import loader
+from headrace_engine.model_runner.input_batch import build
+from headrace_engine.model_runner.model_runner import ModelRunner
+from headrace_engine.models.linear import linear_maker
+from headrace_engine.models.linear.linear_maker import QuantizedLinear
+from headrace_engine.operators.base import TorchOps
 
 DEMO = "headrace-demo"
 # The backend with which linear layers here are computed as on GPUs; the others pack weights.
@@ -64,9 +64,9 @@ PRECISIONS: tuple[dict[str, Any], ...] = (
 
 
 class GpuOps(TorchOps):
-    """With linear layers of whole numbers that multiply what GPUs multiply."""
+    """Operators with packed int8 layers that multiply the same numbers as GPUs do."""
 
-    def levels_linear(
+    def quantized_linear(
         self, weight: QuantizedWeight, bias: torch.Tensor | None, device: torch.device
     ) -> Linear:
         return QuantizedLinear(weight, bias, torch.bfloat16, device)
@@ -83,7 +83,7 @@ class Prober:
         keeps = rounded and precision.get("quantization") == "fp8"
         with (
             patch.object(linear_maker, "supports_float8", lambda _: keeps),
-            patch.object(placement, "TorchOps", GpuOps),
+            patch.object(loader, "TorchOps", GpuOps),
         ):
             self.runner = ModelRunner(config)
         self._caches = self.runner._allocate(BLOCKS)
@@ -94,7 +94,7 @@ class Prober:
         )
         sequence = Sequence(request, 0, list(ids), block_table=list(range(BLOCKS)))
         run = ScheduledSequence(sequence, 0, len(ids), samples=True)
-        batch = build(StepPlan((run,), (), len(ids)), BLOCK_SIZE, self.runner.device).forward
+        batch = build(SchedulerOutput((run,), (), len(ids)), BLOCK_SIZE, self.runner.device).forward
         every = dataclasses.replace(batch, logits_rows=torch.arange(len(ids)))
         with torch.inference_mode():
             return self.runner.model.forward(every, self._caches).float().clone()

@@ -41,9 +41,9 @@ class Calibration:
     """A real engine whose steps are timed. Prompts are random, so that no prefix is found again."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        from headrace_engine.config import EngineConfig
-        from headrace_engine.engine import Engine
-        from headrace_engine.runner import ModelRunner
+        from headrace_engine.core.config import EngineConfig
+        from headrace_engine.engine.engine import Engine
+        from headrace_engine.model_runner.model_runner import ModelRunner
 
         begin = time.monotonic()
         config = EngineConfig(
@@ -79,8 +79,8 @@ class Calibration:
                 self.decode_seconds[stats.step_decode_tokens].append(took)
 
     def _add(self, prompt_tokens: int) -> None:
-        from headrace_common.sampling import SamplingParams
-        from headrace_engine.request import EngineRequest
+        from headrace_common.sampling.params import SamplingParams
+        from headrace_engine.core.request import EngineRequest
 
         self._count += 1
         ids = tuple(self._random.randrange(self._vocab_size) for _ in range(prompt_tokens))

@@ -47,7 +47,7 @@ def reference(model: str) -> Any:
 def first_difference(net: Any, item: Work, tokens: list[int]) -> tuple[int, float] | None:
     """The first position whose token is not the reference's best, and by how much it is worse.
 
-    One forward pass over prompt and output: the reference's logits behind each prefix.
+    One forward pass over prompt and output: the reference's logits after each prefix.
     """
     ids = torch.tensor([item.prompt + tokens])
     logits = net(ids).logits[0, len(item.prompt) - 1 : -1]

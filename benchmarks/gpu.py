@@ -6,12 +6,13 @@
     python benchmarks/gpu.py --small                every part with tiny models; --tiny: on a CPU
 
 Measures the device's copy bandwidth and its rate of bfloat16 products first, then decoding, prefill
-and 1,000 conversations with a Llama of 8 billion parameters, one of 1 billion, one with adapters,
-one in fp8 and one in 4 bits, and a mixture of experts, random weights made on the device, beside
-transformers. Each part runs in a process of its own with limits of its own. Results are printed as
-they come; DIR gets few files: results.jsonl, report.json, report.md, summary.svg (with matplotlib)
-and work.tar.gz (logs, traces, the table of measured kernels). Needs torch, Triton, transformers and
-safetensors; no network, no Redis.
+and 1,000 conversations, beside transformers. The models are a Llama of 8 billion parameters, one of
+1 billion, one with adapters, one in fp8 and one in 4 bits, and a mixture of experts; their random
+weights are made on the device. Each part runs in a process of its own with limits of its own.
+
+Results are printed as they come. DIR gets few files: results.jsonl, report.json, report.md,
+summary.svg (with matplotlib) and work.tar.gz (logs, traces, the table of measured kernels). Needs
+torch, Triton, transformers and safetensors; no network, no Redis.
 """
 
 import argparse
@@ -70,7 +71,7 @@ CHECKS = (
     Plan("profile", "1b", 60, 50),
 )
 # Tries of a part, one after the other where it fails or falls silent: each does without more of
-# what may be at fault. Tests go on behind the one that ended their process.
+# what may be at fault. Tests continue after the one that ended their process.
 TRIES = ("whole", "untuned", "safe")
 ONCE = ("roofs", "peers", "kernels")
 UNTUNED_ANYWAY = ("deterministic", "equality")
@@ -205,8 +206,8 @@ def begin(place: Place) -> None:
 
 
 def chosen(plans: Sequence[Plan], only: str, sizes: str = "full") -> list[Plan]:
-    """Those of `only`, parts or part:model, and the roofs, which all others need. Raises SystemExit
-    for a name that there is not."""
+    """The plans that `only` names, as part or part:model, and the roofs, which all others need.
+    Raises SystemExit for an unknown name."""
     wanted = [name for name in only.split(",") if name]
     known = {name for plan in plans for name in (plan.part, plan.name)}
     if unknown := set(wanted) - known:

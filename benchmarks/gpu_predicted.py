@@ -3,9 +3,9 @@ are not there: no figure here is measured but the devices' copy bandwidth and pr
 
     PYTHONPATH=engine:common python benchmarks/gpu_predicted.py [--launch-us 1 2] [--most]
 
-A step is estimated kernel by kernel: products and decodes reach a share of the roofs, kernels that
-only move activations a share of the bandwidth where a step's rows do not stay in the L2 cache, and
-each launch costs some time besides. Decode steps of few rows have the fewest launches that an
+A step is estimated kernel by kernel. Products and decodes reach a share of the roofs. Kernels that
+only move activations reach a share of the bandwidth if a step's rows do not stay in the L2 cache.
+Each launch costs some time besides. Decode steps of few rows have the fewest launches that an
 engine may choose (`step_launches.py --fewest`), or with --most as many as all others.
 Prints how much of the roof comes of it beside the goal, and which share of their own roofs kernels
 need for it.
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from headrace_engine.triton_kernels.launch import ROW_BOUNDS
+from headrace_engine.kernels.triton.launch import ROW_BOUNDS
 from on_gpu.shapes import (
     SHAPES,
     Roofs,
@@ -63,13 +63,13 @@ class Estimate(Roofs):
         return seconds + self.launching(shape, runs)
 
     def launching(self, shape: Shape, runs: list[tuple[int, int]]) -> float:
-        """Of a step's launches, beside their work."""
+        """Seconds of a step's launches, without their work."""
         few = len(runs) <= ROW_BOUNDS[-1] and all(new == 1 for new, _ in runs)
         return self.launch * launches(shape, self.fewest and few)
 
 
 def activation_bytes(shape: Shape) -> int:
-    """Of one token, that norms, rotation and activations read and write."""
+    """Bytes of one token that norms, rotation and activations read and write."""
     norms = 2 * 4 * shape.hidden
     rotation = 2 * (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     return 2 * shape.layers * (norms + rotation + 3 * shape.inner)

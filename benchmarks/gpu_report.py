@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from on_gpu.picture import draw
+from on_gpu.plots import draw
 from on_gpu.table import RESULTS, Result, ratios, read_results
 
 STEP, TUNED = "decode step, batch ", "tuned: "

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from headrace_engine.engine import Engine
-from headrace_engine.model.cuda_graphs import GraphedModel, Ladder, Run
-from headrace_engine.model.static_batch import StaticBatch
-from headrace_engine.submission import StreamSubmission
+from headrace_engine.cuda_graphs.cuda_graphs import CaptureSizes, GraphedModel, Run
+from headrace_engine.cuda_graphs.static_batch import StaticBatch
+from headrace_engine.engine.engine import Engine
+from headrace_engine.model_runner.async_execution import StreamExecutor
 from on_gpu.engine import Bench
 from on_gpu.shapes import SHAPES
 
@@ -41,7 +41,7 @@ class HostBench(Bench):
             num_blocks=blocks, async_scheduling=True,
         )  # fmt: skip
         runner: Any = self.runner
-        runner._submission = StreamSubmission(CPU)
+        runner._executor = StreamExecutor(CPU)
         self.engine = Engine(self.config, self.runner)
         self.decoding(batch, CONTEXT, steps)
         logits = torch.zeros(batch, shape.vocab, dtype=torch.bfloat16)
@@ -49,10 +49,10 @@ class HostBench(Bench):
         def free_capture(run: Run) -> Run:
             return lambda: logits
 
-        ladder = Ladder((batch,), (shape.context,))
+        sizes = CaptureSizes((batch,), (shape.context,))
         static = StaticBatch(batch, -(-shape.context // 16), CPU)
         caches = runner._caches
-        runner._model = GraphedModel(runner.model, caches, ladder, static, free_capture)
+        runner.model = GraphedModel(runner.model, caches, sizes, static, free_capture)
 
 
 def measure(batch: int, steps: int) -> float:

@@ -5,10 +5,10 @@ of this machine's measured roof that it reaches.
         [--kv-cache-dtype fp8] [--only TEXT] [--json FILE]
 
 The roofs are measured in the same run: the rate at which all threads read memory (`bandwidth`) and
-the rate of a large matrix product (`products`), in the dtype that is asked for or in float32,
-whichever is faster on this CPU. A kernel's work is the memory it must move, or the
-products it must form; what it moves comes from memory, not from a cache, as in a real step: every
-measurement walks over several layers' tensors. Figures are medians.
+the rate of a large matrix product (`products`). Its dtype is the one asked for or float32, the
+faster on this CPU. A kernel's work is the memory it must move, or the products it must
+form. Every measurement walks over several layers' tensors, so that they come from memory and not
+from a cache, as in a real step. Figures are medians.
 """
 
 import argparse
@@ -25,13 +25,13 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from headrace_engine.attention.base import AttentionMetadata, KVSpec, LayerParams
 from headrace_engine.attention.cpu import CpuBackend
-from headrace_engine.attention.fp8 import CACHE_DTYPES
-from headrace_engine.kernels import library
-from headrace_engine.kernels.executor import Executor
-from headrace_engine.kernels.ops import NativeOps
-from headrace_engine.model.ops import HeadShape, TorchOps
+from headrace_engine.core.attention_backend import AttentionMetadata, KVSpec, LayerParams
+from headrace_engine.kernels.cpu import library
+from headrace_engine.kernels.cpu.executor import Executor
+from headrace_engine.layers.fp8_cache import CACHE_DTYPES
+from headrace_engine.operators.base import HeadShape, TorchOps
+from headrace_engine.operators.cpu import NativeOps
 
 BLOCK_SIZE = 16
 COPIES = 4  # tensors of each kind that a measurement walks over, so that none stays in a cache
@@ -302,7 +302,7 @@ def interleaved(calls: tuple[Call, ...], rounds: int) -> list[float]:
 
 
 def measure_roofs(dtype: torch.dtype, rounds: int) -> Roofs:
-    """The product is of 512 x 2048 x 2048."""
+    """Measures the bandwidth, and a product [512, 2048] x [2048, 2048]."""
     memory = torch.ones(2**27)
     dtypes = list(dict.fromkeys((dtype, torch.float32)))
     reading, *multiplying = interleaved((memory.sum, *map(square, dtypes)), rounds)

@@ -41,7 +41,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """Where a server is. `base` is the path before `/v1`, without a slash at its end."""
+    """The address of a server. `base` is the path before `/v1`, without a slash at its end."""
 
     host: str
     port: int

@@ -1,6 +1,6 @@
 """What the path between client and engine costs, with an engine that only emits.
 
-    python benchmarks/path.py [--streams 16 256] [--rate 2000] [--json FILE]
+    python benchmarks/path.py [--streams 16 256] [--rate 2000] [--sealed] [--json FILE]
 
 Real processes on loopback: Valkey with its append-only file, one gateway, an engine without a model
 that keeps the whole protocol. CPU figures are of the processes' own accounts; latencies are of
@@ -23,11 +23,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from headrace_common.checkpoint import DEMO_MODEL
-from headrace_common.tokenizer import Tokenizer
+from headrace_common.text.checkpoint import DEMO_MODEL
+from headrace_common.text.tokenizer import Tokenizer
 from queue_path.emitter import Emission, Emitted, emit
 from queue_path.processes import MODEL, Server, gateway, valkey
 from queue_path.protocol_load import Load, work
+from queue_path.sealing import new_keys_file
 from queue_path.streams import Started, Stream, read_streams
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
@@ -43,6 +44,7 @@ class Bench:
     redis: Server
     gateway: Server
     token: int
+    sealing_keys_file: Path | None = None
 
     @contextmanager
     def emitting(self, interval: float, together: int = 1) -> Iterator["Emitting"]:
@@ -54,12 +56,14 @@ class Bench:
             token=self.token,
             interval=interval,
             together=together,
+            sealing_keys_file=self.sealing_keys_file,
         )
         process = context.Process(target=emit, args=(emission, theirs))
         process.start()
         theirs.close()  # a process that dies is seen as the pipe's end
         assert ours.recv() == "ready"
-        emitting = Emitting()
+        assert process.pid is not None
+        emitting = Emitting(Server(process.pid, ""))
         try:
             yield emitting
         finally:
@@ -76,9 +80,11 @@ class Bench:
     ) -> list[Stream]:
         return read_streams(self.gateway.url, PATHS[endpoint], bodies, concurrency, started)
 
-    def decode(self, endpoint: str, streams: int, tokens: int) -> tuple[list[Stream], "Cost"]:
+    def decode(
+        self, endpoint: str, streams: int, tokens: int, emitting: "Emitting"
+    ) -> tuple[list[Stream], "Cost"]:
         """Streams that are all read at once, and the cost since each has its first token."""
-        cost = Cost(self)
+        cost = Cost(self, emitting)
         bodies = [body(endpoint, tokens)] * streams
         return self.read(endpoint, bodies, streams, Started(streams, cost.begin)), cost
 
@@ -86,27 +92,30 @@ class Bench:
 class Emitting:
     emitted: Emitted
 
+    def __init__(self, engine: Server) -> None:
+        self.engine = engine
+
 
 class Cost:
     """CPU and wall seconds from now, or from the next `begin`."""
 
-    def __init__(self, bench: Bench) -> None:
-        self._bench = bench
+    def __init__(self, bench: Bench, emitting: Emitting) -> None:
+        self._processes = (bench.gateway, bench.redis, emitting.engine)
         self.begin()
 
     def begin(self) -> None:
         self._start = self._now()
 
     def _now(self) -> list[float]:
-        bench = self._bench
-        return [time.monotonic(), bench.gateway.cpu_seconds(), bench.redis.cpu_seconds()]
+        return [time.monotonic(), *(process.cpu_seconds() for process in self._processes)]
 
     def of(self, count: int, what: str) -> Figures:
-        """The cost of one of so many."""
-        _, gateway_s, redis_s = map(float.__sub__, self._now(), self._start)
+        """The cost of one of `count`."""
+        _, gateway_s, redis_s, emitter_s = map(float.__sub__, self._now(), self._start)
         return {
             f"gateway_us_per_{what}": 1e6 * gateway_s / count,
             f"redis_us_per_{what}": 1e6 * redis_s / count,
+            f"emitter_us_per_{what}": 1e6 * emitter_s / count,
         }
 
     def seconds(self) -> float:
@@ -121,11 +130,11 @@ def body(endpoint: str, tokens: int) -> dict[str, Any]:
 
 
 def streaming(bench: Bench, streams: int, rate: float, seconds: float) -> Figures:
-    """So many streams at once that together get `rate` tokens a second: latencies of hops."""
+    """Runs streams that together get `rate` tokens a second: latencies of hops."""
     interval = streams / rate
     tokens = max(2, round(seconds / interval))
     with bench.emitting(interval, streams) as emitting:
-        done, cost = bench.decode("completions", streams, tokens)
+        done, cost = bench.decode("completions", streams, tokens, emitting)
         costs = cost.of(streams * tokens, "token")
     hops = sorted(_hops(done, emitting.emitted))
     total = streams * tokens
@@ -141,7 +150,7 @@ def streaming(bench: Bench, streams: int, rate: float, seconds: float) -> Figure
 
 
 def _hops(streams: Sequence[Stream], emitted: Emitted) -> Iterator[int]:
-    """From the engine's write of a token to the client's read of its event, ns; not the first."""
+    """Nanoseconds from the engine's write of a token to the client's read; not of the first."""
     for stream in streams:
         first = emitted.first[stream.request_id]
         for index, arrival in enumerate(stream.arrivals):
@@ -151,8 +160,8 @@ def _hops(streams: Sequence[Stream], emitted: Emitted) -> Iterator[int]:
 
 def saturated(bench: Bench, endpoint: str, streams: int, tokens: int) -> Figures:
     """An engine that emits as fast as it can: what a streamed token costs the gateway."""
-    with bench.emitting(0.0, streams):
-        done, cost = bench.decode(endpoint, streams, tokens)
+    with bench.emitting(0.0, streams) as emitting:
+        done, cost = bench.decode(endpoint, streams, tokens, emitting)
         wall, costs = cost.seconds(), cost.of(streams * tokens, "token")
     total = streams * tokens
     return {
@@ -167,9 +176,9 @@ def saturated(bench: Bench, endpoint: str, streams: int, tokens: int) -> Figures
 
 def requests(bench: Bench, count: int, concurrency: int) -> Figures:
     """Answers of one token: what a request costs, with connection, tokens, queue and outcome."""
-    with bench.emitting(0.0):
+    with bench.emitting(0.0) as emitting:
         bench.read("completions", [body("completions", 1)] * 32, 8)
-        cost = Cost(bench)
+        cost = Cost(bench, emitting)
         bench.read("completions", [body("completions", 1)] * count, concurrency)
         costs = cost.of(count, "request")
         wall = cost.seconds()
@@ -190,9 +199,14 @@ def first_token(bench: Bench, count: int) -> Figures:
     return {"ttft_ms_p50": statistics.median(found), "ttft_ms_p99": found[int(0.99 * len(found))]}
 
 
-def shard(redis: Server, count: int, processes: int) -> Figures:
+def shard(redis: Server, count: int, processes: int, sealing: Path | None) -> Figures:
     """Requests through one shard without HTTP: what its Redis can carry."""
-    load = Load(redis_url=redis.url, model="load", requests=count // processes)
+    load = Load(
+        redis_url=redis.url,
+        model="load",
+        requests=count // processes,
+        sealing_keys_file=sealing,
+    )
     context = multiprocessing.get_context("spawn")
     workers = [context.Process(target=work, args=(load,)) for _ in range(processes)]
     cpu, begun = redis.cpu_seconds(), time.monotonic()
@@ -218,7 +232,9 @@ def measure(options: argparse.Namespace) -> dict[str, Figures]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         redis = stack.enter_context(valkey(folder))
-        bench = Bench(redis, stack.enter_context(gateway(redis.url, folder)), token_of_one_letter())
+        sealing = new_keys_file(folder) if options.sealed else None
+        running = stack.enter_context(gateway(redis.url, folder, sealing))
+        bench = Bench(redis, running, token_of_one_letter(), sealing)
         results: dict[str, Figures] = {}
         if "streams" in options.only:
             for streams in options.streams:
@@ -234,7 +250,7 @@ def measure(options: argparse.Namespace) -> dict[str, Figures]:
             results["first token"] = first_token(bench, options.first_tokens)
             results["requests"] = requests(bench, options.requests, options.concurrency)
         if "shard" in options.only:
-            results["shard"] = shard(redis, options.shard_requests, options.processes)
+            results["shard"] = shard(redis, options.shard_requests, options.processes, sealing)
         return results
 
 
@@ -250,6 +266,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shard-requests", type=int, default=4000, help="without HTTP")
     parser.add_argument("--processes", type=int, default=2, help="that send those")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="what to measure")
+    parser.add_argument("--sealed", action="store_true", help="prompts and answers, in Redis")
     parser.add_argument("--json", type=Path, help="file for the results")
     return parser.parse_args(given)
 

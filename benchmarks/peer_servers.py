@@ -34,7 +34,7 @@ FIGURES: Mapping[str, bool] = {"requests_per_s": True, "ttft_p99_ms": False, "it
 
 @dataclass
 class ServerResult:
-    """Of one server. `figures` hold one value a round, under the names of FIGURES."""
+    """Figures of one server. `figures` hold one value a round, under the names of FIGURES."""
 
     workload: str
     engine: str
@@ -47,7 +47,10 @@ class ServerResult:
 
 
 class Server:
-    """A server's process with all that it starts."""
+    """A server's process with all that it starts.
+
+    Its maker closes it, also if `prepare` fails or is interrupted.
+    """
 
     def __init__(
         self,
@@ -59,7 +62,7 @@ class Server:
         self.result = ServerResult("http-32", name)
         port = _free_port()
         self._url = f"http://127.0.0.1:{port}"
-        begun = time.perf_counter()
+        self._begun = time.perf_counter()
         self._process = subprocess.Popen(
             command(port),
             stdin=subprocess.DEVNULL,
@@ -68,8 +71,11 @@ class Server:
             start_new_session=True,
             env=dict(environment),
         )
+
+    def prepare(self) -> None:
+        """Waits until the server answers, and stops it until its turn."""
         self._await_ready()
-        self.result.startup_s = time.perf_counter() - begun
+        self.result.startup_s = time.perf_counter() - self._begun
         self._signal_all(signal.SIGSTOP)
 
     def turn(self, number: int) -> None:
@@ -100,8 +106,10 @@ class Server:
         self._process.wait()
 
     def _all(self) -> list[psutil.Process]:
-        root = psutil.Process(self._process.pid)
-        return [root, *root.children(recursive=True)]
+        with suppress(psutil.NoSuchProcess):
+            root = psutil.Process(self._process.pid)
+            return [root, *root.children(recursive=True)]
+        return []
 
     def _signal_all(self, number: int) -> None:
         for process in self._all():
@@ -109,7 +117,7 @@ class Server:
                 process.send_signal(number)
 
     def _await_ready(self) -> None:
-        """Until a request for one token is answered."""
+        """Waits until a request for one token is answered."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._answers():
             if self._process.poll() is not None:
@@ -159,6 +167,25 @@ def vllm_command(python: Path, model: Path) -> Callable[[int], Sequence[str]]:
 
 
 @contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Raises KeyboardInterrupt for SIGINT and SIGTERM only at its end.
+
+    A process that is being started has no owner yet who could end it. The signals are not masked,
+    as the process would inherit that.
+    """
+    caught: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = [signal.signal(each, lambda number, _: caught.append(number)) for each in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, handlers, strict=True):
+            signal.signal(number, handler)
+    if caught:
+        raise KeyboardInterrupt
+
+
+@contextmanager
 def servers(
     model: Path, vllm: Path, vllm_environment: Mapping[str, str], verbose: bool
 ) -> Iterator[list[Server]]:
@@ -167,11 +194,15 @@ def servers(
     with tempfile.TemporaryDirectory() as folder:
         try:
             command = headrace_command(model, Path(folder))
-            running.append(Server("headrace", command, os.environ, verbose))
+            with uninterrupted():
+                running.append(Server("headrace", command, os.environ, verbose))
+            running[-1].prepare()
             if vllm.exists():
                 peer = vllm_command(vllm, model)
                 environment = {"VLLM_CPU_KVCACHE_SPACE": "2", **vllm_environment}
-                running.append(Server("vllm-tuned", peer, environment, verbose))
+                with uninterrupted():
+                    running.append(Server("vllm-tuned", peer, environment, verbose))
+                running[-1].prepare()
             yield running
         finally:
             for server in running:

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -102,7 +102,7 @@ def jobs(workload: Workload, number: int) -> tuple[list[list[int]], list[int]]:
 
 @dataclass
 class Result:
-    """Of one engine in one workload. `rates` are tokens a second, one a round."""
+    """Speeds of one engine in one workload. `rates` are tokens a second, one a round."""
 
     workload: str
     engine: str
@@ -116,7 +116,10 @@ class Result:
 
 
 class Contestant:
-    """An engine's process and all that it starts; stopped while others have their turn."""
+    """An engine's process and all that it starts; stopped while others have their turn.
+
+    Its maker closes it, also if `prepare` fails or is interrupted.
+    """
 
     def __init__(
         self, engine: Engine, workload: Workload, model: Path, options: argparse.Namespace
@@ -127,7 +130,7 @@ class Contestant:
         command = [str(python), "-P", str(CHILD), engine.child, "--model", str(model)]
         command += ["--weights", engine.weights, "--threads", str(options.threads)]
         command += ["--max-model-len", str(workload.max_model_len)]
-        begun = time.perf_counter()
+        self._begun = time.perf_counter()
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -138,8 +141,11 @@ class Contestant:
             start_new_session=True,
             env=_environment(engine, options),
         )
+
+    def prepare(self) -> None:
+        """Waits until the engine is ready, and stops it until its turn."""
         self._answer()
-        self.result.startup_s = time.perf_counter() - begun
+        self.result.startup_s = time.perf_counter() - self._begun
         self._signal(signal.SIGSTOP)
 
     def turn(self, number: int) -> float:
@@ -186,7 +192,8 @@ class Contestant:
         return answer
 
     def _signal(self, number: int) -> None:
-        os.killpg(self._process.pid, number)
+        with suppress(ProcessLookupError):  # it ended by itself
+            os.killpg(self._process.pid, number)
 
     def _resident(self) -> int:
         """Memory of the process and those that it started, in MB."""
@@ -273,7 +280,9 @@ def compete(
     try:
         for engine in present:
             with lengthened(_model(engine, workload, options.peers), workload, scratch) as model:
-                contestants.append(Contestant(engine, workload, model, options))
+                with peer_servers.uninterrupted():
+                    contestants.append(Contestant(engine, workload, model, options))
+                contestants[-1].prepare()
         for number in range(options.rounds):
             for contestant in contestants:
                 rate = contestant.turn(number)
@@ -380,4 +389,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # Ends as by Ctrl-C: engines have sessions of their own and would stay.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     main()

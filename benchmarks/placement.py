@@ -8,8 +8,6 @@ begin in one of some ways, a few of which are asked for most (Zipf). A run is th
 """
 
 import argparse
-import heapq
-import itertools
 import json
 import math
 import random
@@ -21,13 +19,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from headrace_common.messages import GenerateRequest
 from headrace_common.protocol.base import EngineStatus, Placement, QueueLimits
-from headrace_common.protocol.memory import MemoryBackend
-from headrace_common.protocol.memory_records import Taken
-from headrace_common.protocol.memory_shards import Shard
-from headrace_common.protocol.placement import placement_of
-from headrace_common.sampling import SamplingParams
+from headrace_common.protocol.prefix_routing import placement_of
+from headrace_common.sampling.params import SamplingParams
+from headrace_common.wire.messages import GenerateRequest
+from headrace_operator.simulation.events import NEVER, EventQueue
+from headrace_testing.memory_queue.backend import MemoryBackend
+from headrace_testing.memory_queue.records import Taken
+from headrace_testing.memory_queue.shards import Shard
+from workload import arrivals
 
 MODEL = "m"
 LIMITS = QueueLimits(max_requests=10**9, max_tokens=10**12)
@@ -125,17 +125,15 @@ class Run:
     """One way through one scene."""
 
     def __init__(self, scene: Scene, way: Way) -> None:
-        self.now = 0.0
+        self._events = EventQueue()
         self._scene, self._way = scene, way
         self._random = random.Random(scene.seed)
-        self._backend = MemoryBackend(lambda: self.now)
+        self._backend = MemoryBackend(lambda: self._events.now)
         self._shard: Shard = self._backend.shard(MODEL)
         self._engines = [
             Engine(f"engine-{n}", scene.slots, scene.cached) for n in range(scene.engines)
         ]
         self._statuses = [engine.status for engine in self._engines]
-        self._numbers = itertools.count()
-        self._events: list[tuple[float, int, Engine | None, str]] = []
         self._came: dict[str, tuple[float, int]] = {}
         self._hits: list[bool] = []
         self._waits: list[float] = []
@@ -143,32 +141,20 @@ class Run:
 
     def __call__(self) -> dict[str, float]:
         """Hit rate, waits in ms, and shares of requests by where they were taken."""
-        for at, prefix in self._arrivals():
-            self._advance(at)
-            self._admit(prefix)
-        self._advance(float("inf"))
-        return self._summary()
-
-    def _arrivals(self) -> list[tuple[float, int]]:
-        """Poisson; each with which beginning."""
-        scene, at, found = self._scene, 0.0, []
+        scene = self._scene
         weights = [1 / (rank + 1) ** scene.zipf for rank in range(scene.prefixes)]
         prefixes = self._random.choices(range(scene.prefixes), weights, k=scene.requests)
-        for prefix in prefixes:
-            at += self._random.expovariate(scene.rate)
-            found.append((at, prefix))
-        return found
+        times = arrivals(self._random, scene.requests, scene.rate)
+        for at, prefix in zip(times, prefixes, strict=True):
+            self._events.at(at, self._admit, prefix, rank=1)  # after ends at the same time
+        while self._events.next_time < NEVER:
+            self._events.run_next()
+        return self._summary()
 
-    def _advance(self, until: float) -> None:
-        """Ends of requests and of holds up to a time."""
-        while self._events and self._events[0][0] <= until:
-            self.now, _, engine, request_id = heapq.heappop(self._events)
-            assert engine is not None
-            if request_id:
-                engine.running -= 1
-                del self._shard.records[request_id]
-            self._look(engine)
-        self.now = until
+    def _end(self, engine: Engine, request_id: str) -> None:
+        engine.running -= 1
+        del self._shard.records[request_id]
+        self._look(engine)
 
     def _admit(self, prefix: int) -> None:
         number = len(self._came)
@@ -181,11 +167,11 @@ class Run:
             deadline_ms=NEVER_MS,
             tenant=f"t{prefix % self._scene.tenants}",
         )
-        self._came[request.request_id] = (self.now, prefix)
+        self._came[request.request_id] = (self._events.now, prefix)
         self._backend.admit(
             request, "g", LIMITS, None, False, self._placement(request), left=math.inf
         )
-        # All that have room are woken; nobody knows who is the quickest.
+        # All engines that have room are woken; any of them may be the quickest.
         for engine in self._random.sample(self._engines, len(self._engines)):
             self._look(engine)
 
@@ -202,8 +188,8 @@ class Run:
         if self._way.bounded or placement is None:
             return placement
         # As if all of the work were this engine's share.
-        (best, *_) = placement.choices
-        return replace(placement, choices=(replace(best, capacity=10**9),), capacity=1)
+        (best, *_) = placement.candidates
+        return replace(placement, candidates=(replace(best, capacity=10**9),), capacity=1)
 
     def _look(self, engine: Engine) -> None:
         if not engine.room or not any(len(queue) for queue in self._shard.waiting.values()):
@@ -213,18 +199,18 @@ class Run:
             self._start(engine, one)
         if turn.free_at < FOR_EVER and turn.free_at != engine.woken_at:
             engine.woken_at = turn.free_at
-            heapq.heappush(self._events, (turn.free_at, next(self._numbers), engine, ""))
+            self._events.at(turn.free_at, self._look, engine)
 
     def _start(self, engine: Engine, one: Taken) -> None:
         came, prefix = self._came[one.request_id]
         hit = engine.hit(prefix)
         self._hits.append(hit)
-        self._waits.append(self.now - came)
+        self._waits.append(self._events.now - came)
         self._placed[one.placed] += 1
         engine.running += 1
         seconds = self._random.expovariate(1 / self._scene.decode)
-        end = self.now + seconds + (0.0 if hit else self._scene.prefill)
-        heapq.heappush(self._events, (end, next(self._numbers), engine, one.request_id))
+        end = self._events.now + seconds + (0.0 if hit else self._scene.prefill)
+        self._events.at(end, self._end, engine, one.request_id)
 
     def _summary(self) -> dict[str, float]:
         skip = len(self._hits) // 5  # caches fill first

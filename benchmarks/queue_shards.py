@@ -24,13 +24,13 @@ import psutil
 import redis
 import uvloop
 
-from headrace_cli.valkey import find_server
-from headrace_common.keys import SLOTS, new_incarnation
-from headrace_common.protocol.connection import Connection, ConnectionConfig
-from headrace_common.protocol.redis_engine import RedisEngineQueue
-from headrace_common.protocol.redis_gateway import RedisGatewayQueue
-from headrace_common.protocol.sharded_engine import ShardedEngineQueue
-from headrace_common.protocol.shards import Dealer
+from headrace_cli.servers.valkey import find_server
+from headrace_common.protocol.redis.client.connection import Connection, ConnectionConfig
+from headrace_common.protocol.redis.engine import RedisEngineQueue
+from headrace_common.protocol.redis.gateway import RedisGatewayQueue
+from headrace_common.protocol.redis.sharded_engine import ShardedEngineQueue
+from headrace_common.protocol.shards import ShardAssigner
+from headrace_common.wire.keys import SLOTS, new_incarnation
 from queue_path.processes import free_port
 from queue_path.protocol_load import BATCH, LIMITS, Load, carry_out, new_request, status_of
 
@@ -58,9 +58,9 @@ async def _work(load: ShardedLoad) -> None:
         RedisGatewayQueue(_connect(load.redis_url), new_incarnation("g")) for _ in range(load.pairs)
     ]
     await asyncio.gather(*(gateway.start() for gateway in gateways))
-    dealer, lots = Dealer(), random.Random(7)
+    assigner, lots = ShardAssigner(), random.Random(7)
     for _ in range(load.requests // BATCH):
-        shards = [dealer.deal(MODEL, "default", load.shards) for _ in range(BATCH)]
+        shards = [assigner.assign(MODEL, "default", load.shards) for _ in range(BATCH)]
         new = (new_request(load, shard) for shard in shards)
         await asyncio.gather(*(lots.choice(gateways).admit(request, LIMITS) for request in new))
     admitted.set()
@@ -118,7 +118,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster(folder: Path) -> Iterator[Cluster]:
-    """With append-only files, without replicas."""
+    """Starts a cluster with append-only files and without replicas."""
     with contextlib.ExitStack() as stack:
         ports, buses = [free_port() for _ in range(MASTERS)], [free_port() for _ in range(MASTERS)]
         pids = [

@@ -8,6 +8,7 @@ import asyncio
 import ipaddress
 import json
 import os
+import random
 import sys
 import time
 from collections import Counter
@@ -54,7 +55,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Of some values in seconds: mean, percentiles, maximum."""
+    """Mean, percentiles and maximum of some values, in seconds."""
 
     mean: float
     p50: float
@@ -64,7 +65,7 @@ class Summary:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Summary | None":
-        """None where there are no values."""
+        """The summary of values; None if there are none."""
         if not values:
             return None
         ordered = sorted(values)
@@ -166,7 +167,7 @@ async def run_load(
 
     async def all_jobs() -> None:
         async with asyncio.TaskGroup() as group:
-            due_times = arrivals(len(jobs), load.rate, load.seed)
+            due_times = arrivals(random.Random(load.seed), len(jobs), load.rate)
             for number, (job, due) in enumerate(zip(jobs, due_times, strict=True)):
                 await asyncio.sleep(max(0.0, started + due - time.perf_counter()))
                 await slots.acquire()

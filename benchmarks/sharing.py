@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from headrace_common.checkpoint import local_source
-from headrace_common.sampling import SamplingParams
-from headrace_engine.config import EngineConfig
-from headrace_engine.engine import Engine
-from headrace_engine.request import EngineRequest
-from headrace_engine.runner import ModelRunner
+from headrace_common.sampling.params import SamplingParams
+from headrace_common.text.checkpoint import local_source
+from headrace_engine.core.config import EngineConfig
+from headrace_engine.core.request import EngineRequest
+from headrace_engine.engine.engine import Engine
+from headrace_engine.model_runner.model_runner import ModelRunner
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,21 +25,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from compiled.layers import decode_metadata, lora_rows
 from compiled.meta import META, made
 from compiled.recording import record
-from headrace_engine.attention.base import KVSpec
 from headrace_engine.attention.triton import TritonBackend
+from headrace_engine.checkpoints.checkpoint import load_checkpoint
+from headrace_engine.checkpoints.config import ModelConfig
+from headrace_engine.core.attention_backend import KVSpec
+from headrace_engine.kernels.triton.dependent_launch import StepLaunch
+from headrace_engine.kernels.triton.launch import AttentionLaunches
 from headrace_engine.lora.batch import LoRABatch
 from headrace_engine.lora.slots import LoRASlots
-from headrace_engine.model.base import ForwardBatch
-from headrace_engine.model.checkpoint import load_checkpoint
-from headrace_engine.model.config import ModelConfig
-from headrace_engine.model.decoder import Decoder
-from headrace_engine.model.decoder_weights import read_weights
-from headrace_engine.model.norm_fusion import make_decoder
-from headrace_engine.model.positions import PositionTables
-from headrace_engine.model.random_weights import RandomReader
-from headrace_engine.model.triton_ops import TritonOps
-from headrace_engine.triton_kernels.dependent import StepLaunch
-from headrace_engine.triton_kernels.launch import AttentionLaunches
+from headrace_engine.models.base import ForwardBatch
+from headrace_engine.models.decoder.decoder import Decoder
+from headrace_engine.models.decoder.decoder_weights import read_weights
+from headrace_engine.models.decoder.norm_fusion import make_decoder
+from headrace_engine.models.decoder.positions import PositionTables
+from headrace_engine.models.weights.random_weights import RandomReader
+from headrace_engine.operators.triton import TritonOps
 from on_gpu.shapes import SHAPES
 
 # What the host would have to wait for, or copy from.
@@ -106,9 +106,11 @@ class StepLaunches:
 def decode_step(
     config: Mapping[str, Any], batch: int, context: int, adapters: int = 0, fewest: bool = False
 ) -> StepLaunches:
-    """Of a model with such a config.json, in bfloat16 by the native decoder on a GPU; rows have so
-    many different adapters. With `fewest` attention joins its parts itself, and norms are parts of
-    products where they can be."""
+    """Counts the launches of a decode step of the native decoder on a GPU, in bfloat16.
+
+    `config` is the model's config.json; rows have `adapters` different adapters. With `fewest`
+    attention merges its parts itself, and norms are fused into products where possible.
+    """
     attention = TritonBackend((9, 0))
     model, layers = _model(config, attention)
     if fewest:
@@ -121,7 +123,7 @@ def decode_step(
     ids = made(batch, dtype=torch.int64)
     lora = _adapted(model, batch, adapters) if adapters else None
     step = ForwardBatch(ids, ids, ids, decode_metadata(batch, context), lora)
-    operators, launches = Operators(), model.dependent
+    operators, launches = Operators(), model.dependent_launches
     assert launches is not None
 
     def run() -> torch.Tensor:

@@ -4,10 +4,10 @@
         [--shape 8b ...] [--only TEXT] [--brief] [--candidates] [--dependent]
         [--loops] [--json]
 
-Of each launch, with the arguments that the engine gives it: registers, spilled bytes, shared
-memory, programs that fit a multiprocessor, asynchronous copies by their bytes and how many groups
-of them are under way while the kernel computes, other loads by their bytes, how it multiplies;
-with --loops what an iteration of its loops costs.
+Prints of each launch, with the arguments that the engine gives it: registers, spilled bytes, shared
+memory and programs that fit a multiprocessor. Then asynchronous copies by their bytes, and how many
+groups of them are under way while the kernel computes; other loads by their bytes; how it
+multiplies. With --loops also what an iteration of its loops costs.
 Exits with 1 where a kernel spills much in a loop or does not fit; not so for --candidates, which
 an engine would measure on such a device and refuse there.
 """
@@ -38,8 +38,8 @@ from compiled.launches import candidate_launches, dependent_launches, model_laun
 from compiled.layers import ModelShape
 from compiled.loops import Loop, describe_loop, loops
 from compiled.recording import KernelLaunch
-from headrace_engine.attention.base import LayerParams
-from headrace_engine.model.config import ClampedSwiGLU, ExpertsConfig
+from headrace_engine.checkpoints.config import ClampedSwiGLU, ExpertsConfig
+from headrace_engine.core.attention_backend import LayerParams
 
 # Where kernels may be launched before their turn.
 DEPENDENT = 90
@@ -109,7 +109,8 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Of one multiprocessor; `program_shared` bytes of shared memory may one program take."""
+    """Limits of one multiprocessor; one program has at most `program_shared` bytes of shared
+    memory."""
 
     shared: int
     program_shared: int
@@ -132,7 +133,8 @@ class Compiled:
     """`spilled` bytes of a thread; `resident` programs of a multiprocessor; `products` as PTX names
     them. `copy_sizes` counts a thread's asynchronous copies by their bytes, and `in_flight` groups
     of them may be outstanding when a wait is over; `loads` counts the other global loads.
-    `dependent` may run before its turn, and `hazards` are what it must not do there, or lacks."""
+    `dependent` may run before its turn, and `hazards` are what it must not do there, or lacks.
+    `loops` are found where they were asked for, and where something is spilled."""
 
     kernel: str
     variant: str
@@ -153,13 +155,13 @@ class Compiled:
 
     @property
     def fits(self) -> bool:
-        """What is kept in local memory from before a loop to behind it costs nothing, and one
-        instruction in a hundred little."""
+        """Whether the kernel fits. Values kept in local memory during a loop cost nothing, and one
+        instruction in a hundred costs little."""
         spills = any(loop.kinds.get("local", 0) * 100 > loop.instructions for loop in self.loops)
         return not spills and self.resident > 0 and not self.hazards
 
 
-def compile_launch(launch: KernelLaunch, capability: int) -> Compiled:
+def compile_launch(launch: KernelLaunch, capability: int, with_loops: bool) -> Compiled:
     signature, constants, aligned = describe(launch)
     source = ASTSource(launch.kernel, signature, constants, aligned)
     target = GPUTarget("cuda", capability, 32)
@@ -185,7 +187,7 @@ def compile_launch(launch: KernelLaunch, capability: int) -> Compiled:
         loads=_loads(ptx),
         dependent="griddepcontrol" in ptx,
         hazards=hazards(ptx, bool(launch.options.get("launch_pdl"))),
-        loops=loops(binary.asm["cubin"], warps),
+        loops=loops(binary.asm["cubin"], warps) if with_loops or spilled else [],
     )
 
 
@@ -274,9 +276,10 @@ def _loads(ptx: str) -> dict[int, int]:
 
 
 def brief_key(launch: KernelLaunch) -> str:
-    """Of kernels that are as good as the same; norms that are parts of one make it another."""
-    fused = [one for one in ("ADD", "PARTS") if launch.bound.get(one)]
-    return " ".join([launch.name, *fused])
+    """The same key for launches that differ little; a norm in a product, or scaled weights, make
+    another."""
+    other = [one for one in ("ADD", "PARTS", "SCALED") if launch.bound.get(one)]
+    return " ".join([launch.name, *other])
 
 
 def _counts(sizes: Iterable[int]) -> dict[int, int]:
@@ -284,16 +287,17 @@ def _counts(sizes: Iterable[int]) -> dict[int, int]:
 
 
 def compile_launches(
-    capability: int, launches: Iterable[KernelLaunch], only: str = "", brief: bool = False
+    capability: int, launches: Iterable[KernelLaunch], wanted: argparse.Namespace
 ) -> Iterator[Compiled]:
     """Each kernel once, however often it is launched with the same constants and options; with
     `brief` once with any."""
     seen = set()
     for launch in launches:
-        key = brief_key(launch) if brief else str((launch.name, launch.options, *describe(launch)))
-        if only in launch.name and key not in seen:
+        exact = str((launch.name, launch.options, *describe(launch)))
+        key = brief_key(launch) if wanted.brief else exact
+        if wanted.only in launch.name and key not in seen:
             seen.add(key)
-            yield compile_launch(launch, capability)
+            yield compile_launch(launch, capability, wanted.loops)
 
 
 HEADER = (
@@ -351,7 +355,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"\n{name}\n{HEADER}")
         for capability in [DEPENDENT] if wanted.dependent else wanted.capability:
             launches = _launches(wanted)(capability, SHAPES[name])
-            for one in compile_launches(capability, launches, wanted.only, wanted.brief):
+            for one in compile_launches(capability, launches, wanted):
                 unfit += not one.fits and not wanted.candidates
                 found = {"shape": name, **asdict(one)}
                 shown = json.dumps(found) if wanted.json else lines(one, wanted.loops)

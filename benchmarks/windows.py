@@ -4,23 +4,23 @@ layers: KV memory of a long sequence, and how many of them a pool holds.
     python benchmarks/windows.py [--context 32768] [--sequences 8]
 
 The engine's scheduler runs requests of a context's length, an eighth of it output, for models of
-published shapes, with one table for all layers and with groups of them, over the same memory: as
-much as `sequences` take with one table. Blocks are counted and nothing is computed. Prints a
-Markdown table.
+published shapes. It runs them with one table for all layers and with groups of layers, over the
+same memory: as much as `sequences` take with one table. Blocks are counted and nothing is computed.
+Prints a Markdown table.
 """
 
 import argparse
 from dataclasses import dataclass
 
-from headrace_common.sampling import SamplingParams
-from headrace_engine.config import EngineConfig
-from headrace_engine.kv_groups import KVLayout
-from headrace_engine.outputs import SampledToken
-from headrace_engine.plan import StepResult
-from headrace_engine.policies import Fcfs
-from headrace_engine.request import EngineRequest
-from headrace_engine.scheduler import Scheduler
-from headrace_engine.validation import Limits
+from headrace_common.sampling.params import SamplingParams
+from headrace_engine.core.config import EngineConfig
+from headrace_engine.core.kv_cache_groups import KVLayout
+from headrace_engine.core.outputs import SampledToken
+from headrace_engine.core.request import EngineRequest
+from headrace_engine.core.step_plan import StepResult
+from headrace_engine.scheduler.input_validation import Limits
+from headrace_engine.scheduler.policies import Fcfs
+from headrace_engine.scheduler.scheduler import Scheduler
 
 BLOCK_SIZE = 16
 
@@ -80,13 +80,13 @@ def run(layout: KVLayout, num_blocks: int, context: int, requests: int) -> Count
         )
     peak = last = running = 0
     places = len(layout.of_places)
-    while (plan := scheduler.plan()) is not None:
+    while (scheduler_output := scheduler.schedule()) is not None:
         used = scheduler.kv_cache.pool.num_used * places
-        sampling = sum(item.samples for item in plan.scheduled)
+        sampling = sum(item.samples for item in scheduler_output.scheduled)
         result = StepResult(((SampledToken(1),),) * sampling)
         peak, last = max(peak, used), used
         running = max(running, scheduler.stats().running)
-        scheduler.update(plan, result)
+        scheduler.update(scheduler_output, result)
     return Count(last, peak, running)
 
 

@@ -98,9 +98,11 @@ def dataset_jobs(path: Path, count: int, output_tokens: Range, *, seed: int) -> 
     ]
 
 
-def arrivals(count: int, rate: float, seed: int) -> Iterator[float]:
-    """Seconds from the start at which requests arrive: a Poisson process of `rate` a second."""
-    rng = random.Random(seed)
+def arrivals(rng: random.Random, count: int, rate: float) -> Iterator[float]:
+    """Seconds from the start at which requests arrive: a Poisson process of `rate` a second.
+
+    At an infinite rate all arrive at 0 and nothing is drawn.
+    """
     at = 0.0
     for _ in range(count):
         if rate != float("inf"):

@@ -1,6 +1,7 @@
 """What holds for all tests."""
 
 import os
+import signal
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -19,6 +20,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 def pytest_configure(config: pytest.Config) -> None:
     _trust_one_authority(config)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        # A shell starts `make test &` so, and programs that tests start would inherit it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _trust_one_authority(config: pytest.Config) -> None:

@@ -11,9 +11,18 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
+from headrace_testing import architecture_page
+from headrace_testing.rooms import MOST_ROOMS, contracts, rooms_of
+
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("cli", "common", "engine", "operator", "service")
-DOCUMENTS = ("README.md", "SECURITY.md", "docs/development.md", "docs/architecture.md")
+DOCUMENTS = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "docs/development.md",
+    "docs/architecture.md",
+)
 # Imports every module of a package while refusing the named ones.
 IMPORT_ALL = """
 import importlib, pkgutil, sys
@@ -145,18 +154,40 @@ def closure(package: str, extra: str = "") -> set[str]:
     return found
 
 
-def test_every_module_of_the_architecture_exists() -> None:
-    text = (ROOT / "docs/architecture.md").read_text()
-    sections = re.findall(r"^`(\w+/\w+)/`\n(.*?)(?=^`|\Z)", text, re.DOTALL | re.MULTILINE)
-    named = [
-        ROOT / package / name
-        for package, table in sections
-        for cell in re.findall(r"^\| (`[^|]+)\|", table, re.MULTILINE)
-        for name in re.findall(r"`([^`]+)`", cell)
-    ]
+def test_the_tables_of_the_architecture_are_those_of_the_source() -> None:
+    text = architecture_page.PAGE.read_text()
 
-    assert len(sections) == 5
-    assert [path for path in named if not (path.is_dir() or path.with_suffix(".py").exists())] == []
+    assert architecture_page.page(text) == text, "python -m headrace_testing.architecture_page"
+
+
+def test_a_request_passes_few_files() -> None:
+    assert len(architecture_page.files(architecture_page.TO_THE_QUEUE)) <= 6
+    assert len(architecture_page.files(architecture_page.FROM_THE_QUEUE)) <= 8
+
+
+def test_the_breakpoints_of_the_walk_exist() -> None:
+    text = (ROOT / "docs/development.md").read_text()
+    modules = dict(
+        (short, module) for module, short in re.findall(r"\b(headrace_[\w.]+) as (\w+)", text)
+    )
+    breakpoints = re.findall(r'"b (\w+)\.([\w.]+)', text)
+
+    assert breakpoints
+    for short, function in breakpoints:
+        package, _, rest = modules[short].partition(".")
+        file = f"{architecture_page.SOURCES[package]}/{package}/{rest.replace('.', '/')}.py"
+        assert f".{function}" in dict(architecture_page.functions(file)), f"{short}.{function}"
+
+
+def test_rooms_import_downward_only() -> None:
+    counted = [(rooms_of(package), floors) for package, floors in contracts()]
+
+    assert {rooms.package for rooms, _ in counted} == {
+        path.parent.name for room in ROOMS for path in packages_of(room)
+    }
+    assert [len(rooms.imports) for rooms, _ in counted if len(rooms.imports) > MOST_ROOMS] == []
+    assert [edge for rooms, floors in counted for edge in rooms.upward(floors)] == []
+    assert sum(rooms.circles for rooms, _ in counted) == 0
 
 
 def packages_of(room: str) -> list[Path]:

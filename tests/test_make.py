@@ -1,4 +1,5 @@
-"""`make install` with a Python that is too old, gone, or another one than before."""
+"""`make install` with a Python that is too old, gone, or another one than before; what `make up`
+and `make test` install."""
 
 import shutil
 import subprocess
@@ -7,11 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from headrace_testing.processes import until
+
 # Says that it is of another version, and makes environments that hold itself.
 PYTHON = """#!/bin/sh
 case "$1$2" in
-  -mvenv) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-  -mpip) ;;
+  -mvenv) mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; exit {venv} ;;
+  -mpytest) echo tested >> log ;;
+  requirements/*) echo "$@" >> log; printf '#!/bin/sh\necho served >> log' > .venv/bin/headrace
+    chmod +x .venv/bin/headrace ;;
   *) exec {real} -c "import sys; sys.version_info = {version}; $2" ;;
 esac
 """
@@ -21,36 +26,37 @@ esac
 def folder(tmp_path: Path) -> Path:
     shutil.copy(Path(__file__).parents[1] / "Makefile", tmp_path)
     (tmp_path / "requirements").mkdir()
-    for name in ("pyproject.toml", "requirements/dev.txt", "hatch_build.py"):
+    locks = [f"requirements/{name}" for name in ("up.txt", "dev.txt", "uv.txt", "install_lock.py")]
+    for name in ("pyproject.toml", "hatch_build.py", *locks):
         (tmp_path / name).touch()
     return tmp_path
 
 
-def python(path: Path, minor: int) -> Path:
-    """A program that takes itself for Python 3.`minor`."""
+def python(path: Path, minor: int, venv: int = 0) -> Path:
+    """A program that takes itself for Python 3.`minor`; `venv` is the status of its module venv."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(PYTHON.format(real=sys.executable, version=(3, minor, 1)))
+    path.write_text(PYTHON.format(real=sys.executable, version=(3, minor, 1), venv=venv))
     path.chmod(0o755)
     return path
 
 
-def install(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def make(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["make", "install", *arguments],
+        ["make", *arguments],
         cwd=folder, env={"PATH": "/usr/bin:/bin", **environment}, capture_output=True, text=True,
     )  # fmt: skip
 
 
 def test_a_python_that_is_too_old_is_refused_at_once(folder: Path) -> None:
     old = python(folder / "old", 10)
-    done = install(folder, f"PYTHON={old}")
+    done = make(folder, "install", f"PYTHON={old}")
     assert done.returncode != 0
     wanted = f"{old} is 3.10; Headrace needs 3.11 or newer: make install PYTHON=python3.12\n"
     assert done.stdout == wanted
 
 
 def test_a_python_that_is_not_there_is_named(folder: Path) -> None:
-    done = install(folder, PYTHON="python3.99")
+    done = make(folder, "install", PYTHON="python3.99")
     assert done.returncode != 0
     assert done.stdout.startswith("python3.99 does not run; Headrace needs 3.11 or newer")
 
@@ -58,15 +64,45 @@ def test_a_python_that_is_not_there_is_named(folder: Path) -> None:
 @pytest.mark.parametrize("minor", [10, 12], ids=["too old", "another"])
 def test_an_environment_of_another_python_is_made_anew(folder: Path, minor: int) -> None:
     python(folder / ".venv/bin/python", minor)
-    (folder / ".venv/.installed").touch()
-    done = install(folder, f"PYTHON={python(folder / 'new', 13)}")
+    (folder / ".venv/.installed-up").touch()
+    done = make(folder, "install", f"PYTHON={python(folder / 'new', 13)}")
     assert f"the Python of .venv is 3.{minor}: it is made anew with 3.13\n" in done.stdout
     assert "(3, 13, 1)" in (folder / ".venv/bin/python").read_text()
-    assert (folder / ".venv/.installed").exists()
+    assert (folder / ".venv/.installed-up").exists()
 
 
 def test_an_environment_stays_while_no_other_python_is_named(folder: Path) -> None:
     python(folder / ".venv/bin/python", 12)
-    (folder / ".venv/.installed").touch()
-    assert install(folder).stdout == ""
+    (folder / ".venv/.installed-up").touch()
+    assert make(folder, "install").stdout == ""
     assert "(3, 12, 1)" in (folder / ".venv/bin/python").read_text()
+
+
+def test_an_environment_that_could_not_be_made_is_not_left_half(folder: Path) -> None:
+    """As where Debian's python3 comes without python3-venv."""
+    done = make(folder, "install", f"PYTHON={python(folder / 'bare', 13, venv=1)}")
+    assert done.returncode != 0
+    assert not (folder / ".venv").exists()
+
+
+def test_serving_needs_only_what_runs_and_tests_add_the_rest(folder: Path) -> None:
+    new = f"PYTHON={python(folder / 'new', 13)}"
+    install = "requirements/install_lock.py"
+    rest = [f"{install} --all-kernels dev", "requirements/compile_packages.py", "tested"]
+
+    assert make(folder, "up", new).returncode == 0
+    until(lambda: len(lines(folder)) == 3, "bytecode to be compiled beside the server")
+    first, *others = lines(folder)
+    assert first == f"{install} up"
+    assert sorted(line.split()[0] for line in others) == [rest[1], "served"]
+    (folder / "log").unlink()
+
+    assert make(folder, "test", new).returncode == 0
+    assert lines(folder) == rest
+    assert make(folder, "test", new).returncode == 0
+    assert lines(folder) == [*rest, "tested"]
+
+
+def lines(folder: Path) -> list[str]:
+    """What was installed and run, in order."""
+    return (folder / "log").read_text().splitlines()

@@ -50,7 +50,7 @@ def test_every_package_of_a_lock_has_an_exact_version_and_hashes(lock: str) -> N
     assert bad == []
 
 
-@pytest.mark.parametrize("lock", [lock for lock in LOCKS if lock != "tools"])
+@pytest.mark.parametrize("lock", [lock for lock in LOCKS if lock not in ("tools", "uv")])
 def test_a_lock_has_the_versions_of_the_constraints(lock: str) -> None:
     pinned = constraints()
     differ = {p.name: p.version for p in pins(lock).values() if pinned.get(p.name) != p.version}
@@ -65,7 +65,8 @@ def test_every_constraint_is_in_a_lock() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lock", "extras"), [*((image, (image,)) for image in IMAGES), ("dev", ("dev", "sdks"))]
+    ("lock", "extras"),
+    [*((image, (image,)) for image in IMAGES), ("up", ("up",)), ("dev", ("dev", "sdks"))],
 )
 def test_a_lock_has_what_the_project_declares(lock: str, extras: tuple[str, ...]) -> None:
     found = pins(lock)
@@ -77,6 +78,15 @@ def test_a_lock_has_what_the_project_declares(lock: str, extras: tuple[str, ...]
     ]
 
     assert missing == [], RENEW
+
+
+def test_the_attention_that_models_need_can_be_asked_for_and_is_locked() -> None:
+    """Its lock is laid over an environment that has the engine's packages."""
+    (asked,) = (Requirement(line) for line in PROJECT["optional-dependencies"]["flash-attn"])
+    locked = pins("flash-attn")
+
+    assert asked.specifier.contains(locked[asked.name].version)
+    assert locked.keys().isdisjoint(pins("up")), "two locks would each install their own version"
 
 
 @pytest.mark.parametrize("image", IMAGES)
@@ -164,6 +174,24 @@ def test_images_come_from_one_base_and_install_nothing_unchecked() -> None:
     assert bases == {"${PYTHON_IMAGE}"}
     assert installs
     assert [i for i in installs if "--require-hashes" not in i and "--no-deps" not in i] == []
+
+
+def test_an_image_for_cpus_leaves_out_what_is_for_gpus_alone(tmp_path: Path) -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    (program,) = re.findall(r"awk '(.*?)'", text)
+    lock = REQUIREMENTS / "engine.txt"
+    command = ["awk", program, str(lock)]
+    kept = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    names = {line.split("==")[0] for line in kept.splitlines() if "==" in line}
+    found = subprocess.run(
+        ["grep", "-o", "^torch==[0-9.]*", str(lock)], capture_output=True, text=True, check=True
+    )
+
+    left_out = pins("engine").keys() - names
+    assert {"torch", "triton"} <= left_out
+    assert all(re.match("torch|triton|nvidia-|cuda-", name) for name in left_out)
+    assert kept.count("--hash=") == sum(len(pins("engine")[name].hashes) for name in names)
+    assert found.stdout.strip() == f"torch=={pins('engine')['torch'].version}"
 
 
 def release(base: str, tag: str = "0.1.0") -> subprocess.CompletedProcess[str]:

@@ -1,14 +1,15 @@
 """A release of the chart on the cluster that KUBECONFIG names, and what it must answer."""
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from headrace_cluster.kubectl import CommandFailed
-from headrace_cluster.release import Release, Service
+from headrace_cluster.release import INSTALLED, Release, Service, installation
 from headrace_cluster.specs import MODEL, demo_service
-from headrace_common.checkpoint import resolve
+from headrace_common.text.checkpoint import resolve
 from headrace_testing.greedy import GreedyCase, clear_cases
 from headrace_testing.processes import until
 
@@ -16,38 +17,40 @@ CASES = 24
 OUTPUT_TOKENS = 64
 LONG_OUTPUT_TOKENS = 256
 VOCABULARY = 2048  # of the demo model
-
-_releases: list[Release] = []
-
-
-@pytest.fixture(scope="session")
-def cases() -> list[GreedyCase]:
-    """Prompts of the demo model with their greedy outputs, confirmed by transformers."""
-    checkpoint = resolve("headrace-demo", None)
-    return clear_cases(checkpoint, CASES, OUTPUT_TOKENS, vocabulary=VOCABULARY)
+ALONE = ("test_install.py", "test_readme.py")
 
 
 @pytest.fixture(scope="session")
 def long_cases() -> list[GreedyCase]:
-    """As `cases`, with more work for the engines."""
+    """Prompts of the demo model with their greedy outputs, confirmed by transformers."""
     checkpoint = resolve("headrace-demo", None)
     return clear_cases(checkpoint, CASES, LONG_OUTPUT_TOKENS, vocabulary=VOCABULARY)
 
 
-@pytest.fixture(scope="module")
-def release(request: pytest.FixtureRequest) -> Release:
+@pytest.fixture(scope="session")
+def cases(long_cases: list[GreedyCase]) -> list[GreedyCase]:
+    """The same, with less work for the engines."""
+    return [GreedyCase(case.prompt, case.output[:OUTPUT_TOKENS]) for case in long_cases]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules with a release of their own go first: there may be only one at a time."""
+    items.sort(key=lambda item: item.path.name not in ALONE)
+
+
+@pytest.fixture(scope="session")
+def installed() -> Iterator[Release]:
     """Installed with ci/small-values.yaml; nothing of it is left afterwards."""
-    release = Release()
-    _releases.append(release)
-    request.addfinalizer(lambda: _remove(release))
-    release.install()
-    return release
+    with installation() as release:
+        yield release
 
 
-def _remove(release: Release) -> None:
-    _releases.remove(release)
+@pytest.fixture(scope="module")
+def release(installed: Release) -> Iterator[Release]:
+    """The installed release; every module finds it without ModelServices."""
+    yield installed
     if "KEEP" not in os.environ:
-        release.remove()
+        installed.reset()
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +68,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     """A failed test says what the cluster looked like."""
     report: pytest.TestReport = yield
     if report.failed:
-        for release in _releases:
+        for release in INSTALLED:
             report.sections.append((f"namespace {release.namespace}", _picture(release)))
     return report
 

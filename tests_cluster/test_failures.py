@@ -1,6 +1,7 @@
 """Pods die and operators change while clients stream: every answer is right."""
 
 import json
+from collections.abc import Iterator
 
 import pytest
 
@@ -17,12 +18,15 @@ OPERATOR = "headrace-operator"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def pairs(service: Service) -> None:
+def pairs(service: Service) -> Iterator[None]:
     """Two engines and two gateways, so that one can take over."""
     service.patch({"replicas": 2})
     service.kubectl("scale", "deployment", GATEWAY, "--replicas=2")
     service.release.until_rolled_out(f"deployment/{GATEWAY}")
     service.until_ready(2)
+    yield
+    service.kubectl("scale", "deployment", GATEWAY, "--replicas=1")
+    until(lambda: len(service.release.pods("gateway")) == 1, "one gateway to be left")
 
 
 @pytest.fixture

@@ -1,12 +1,13 @@
 """helm install, helm test, the rights of what runs, and helm uninstall."""
 
 import json
+from collections.abc import Iterator
 from datetime import UTC, datetime
 
 import pytest
 
 from headrace_cluster.kubectl import CommandFailed, run
-from headrace_cluster.release import LABEL, Release, Service
+from headrace_cluster.release import CHART, LABEL, VALUES, Release, Service, installation
 from headrace_cluster.specs import MODEL, demo_service
 from headrace_testing.processes import until
 
@@ -15,6 +16,13 @@ COMPONENTS = ("gateway", "operator", "redis")
 ALWAYS_THERE = {"configmap/kube-root-ca.crt", "serviceaccount/default"}
 # Kubernetes' garbage collector looks for new types each 30 s and then reads their objects.
 COLLECTED_S = 90
+
+
+@pytest.fixture(scope="module")
+def release() -> Iterator[Release]:
+    """Its own, which the last test here uninstalls."""
+    with installation() as release:
+        yield release
 
 
 def test_helm_test_passes_before_there_is_a_model(release: Release) -> None:
@@ -95,12 +103,26 @@ def test_the_policy_for_model_services_narrows_what_they_may_use(release: Releas
     until(lambda: refused(image=others["image"]) == "", "the policy to go")
 
 
+def test_a_second_release_is_told_to_leave_the_definition_alone(release: Release) -> None:
+    second = ("helm", "install", "second", str(CHART), "--values", str(VALUES), "--dry-run=server")
+    with pytest.raises(CommandFailed) as refused:
+        run(*second, "--namespace", "default")
+
+    said = str(refused.value)
+    assert f"belongs to the release headrace in namespace {release.namespace}" in said
+    assert "set crds.enabled=false for this release" in said
+    assert "kind: Deployment" in run(
+        *second, "--namespace", "default", "--set", "crds.enabled=false"
+    )
+
+
 def test_uninstall_leaves_nothing_behind(release: Release) -> None:
     """Custom resource definitions go too, because ci/small-values.yaml says so."""
     service = Service(release, MODEL)
     release.kubectl.apply(demo_service())
     service.until_ready(1)
     assert "demo answered with" in release.test()
+    release.upgrade("--set", "operator.deleteModelServices=true")
     until(lambda: age_of_definition() > COLLECTED_S, "the garbage collector to know the type")
 
     release.uninstall()

@@ -6,7 +6,7 @@ import pytest
 from openai import NotFoundError, OpenAI
 
 from headrace_cluster.load import Load
-from headrace_cluster.release import Release, Service, refusal
+from headrace_cluster.release import PATIENCE_S, Release, Service, refusal
 from headrace_cluster.specs import MODEL, demo_service
 from headrace_testing.greedy import GreedyCase
 from headrace_testing.processes import until
@@ -32,6 +32,10 @@ def test_kubectl_get_ms_shows_what_matters(service: Service) -> None:
 
     assert header.split() == ["NAME", "MODEL", "READY", "DESIRED", "BACKLOG", "REASON", "AGE"]
     assert row.split()[:4] == [MODEL, MODEL, "1", "1"]
+    assert row.split()[-2] == "EnginesReady"
+    wide, _ = service.kubectl("get", "ms", MODEL, "-o", "wide").splitlines()
+    shown = wide.partition(" AGE ")[2].split()
+    assert shown == ["TOKENS/S", "KV", "%", "COLD", "START", "SCALING", "MESSAGE"]
 
 
 def test_conditions_and_events_tell_that_it_is_served(service: Service) -> None:
@@ -130,6 +134,11 @@ def test_a_second_model_is_served_beside_the_first(service: Service) -> None:
         ({"drain": {"timeoutSeconds": -1}}, "spec.drain.timeoutSeconds"),
         ({"engine": {"settings": {"blockSize": 0}}}, "spec.engine.settings.blockSize"),
         ({"engine": {"rollout": {"maxSurge": 0, "maxUnavailable": 0}}}, "spec.engine.rollout"),
+        (
+            {"engine": {"resources": {"limits": {"memory": "2Gb"}}}},
+            "2Gb is wrong: must be a quantity",
+        ),
+        ({"engine": {"settings": {"kvCacheMemory": "2Gi"}}}, "must be a number of bytes"),
         ({"canary": {"replicas": 1}}, "spec.canary"),
     ],
 )
@@ -152,6 +161,37 @@ def test_what_only_the_operator_can_refuse_leaves_the_engines_alone(service: Ser
     service.patch({"engine": {"tensorParallelSize": 1}})
     until(lambda: service.condition("Degraded").get("status") == "False", "the spec to be taken")
     service.until_ready(1)
+
+
+def test_the_reason_column_says_why_no_engine_is_ready(release: Release) -> None:
+    engine = demo_service()["spec"]["engine"]
+    reference = {"secretKeyRef": {"name": "absent", "key": "token"}}
+    small = {"limits": {"memory": "64Mi"}, "requests": {"memory": "64Mi"}}
+    broken = {
+        "ModelNotFound": demo_service("path", model={"local": {"path": "/absent"}}),
+        "OOMKilled": demo_service("memory", engine={**engine, "resources": small}),
+        "CreateContainerConfigError": demo_service(
+            "secret", engine={**engine, "env": [{"name": "TOKEN", "valueFrom": reference}]}
+        ),
+        "InvalidSpec": demo_service(
+            "thief", model={"persistentVolumeClaim": {"claimName": "data-headrace-redis-0"}}
+        ),
+    }
+    for manifest in broken.values():
+        release.kubectl.apply(manifest)
+    services = [Service(release, each["metadata"]["name"]) for each in broken.values()]
+
+    def shown() -> list[str]:
+        return [service.status.get("reason", "") for service in services]
+
+    until(lambda: shown() == list(broken), f"{list(broken)} to be shown", PATIENCE_S)
+    messages = {service.name: service.status["message"] for service in services}
+    assert "/absent: no such folder" in messages["path"]
+    assert "its limit of 64Mi: raise engine.resources.limits.memory" in messages["memory"]
+    assert 'secret "absent" not found' in messages["secret"]
+    assert "spec.model.persistentVolumeClaim.claimName" in messages["thief"]
+    for service in services:
+        service.delete()
 
 
 def test_delete_leaves_nothing_behind(service: Service) -> None:

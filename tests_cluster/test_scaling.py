@@ -10,6 +10,7 @@ import pytest
 from headrace_cluster.load import Load
 from headrace_cluster.record import Recorder, plot
 from headrace_cluster.release import ROOT, Release, Service
+from headrace_cluster.simulated import apart, profile, simulated
 from headrace_cluster.specs import MODEL, demo_service
 from headrace_testing.greedy import GreedyCase
 from headrace_testing.processes import until
@@ -43,7 +44,7 @@ def scaled(release: Release) -> Service:
     return service
 
 
-def test_replicas_follow_the_load_and_every_answer_is_right(
+def test_replicas_follow_the_load_as_simulated_and_every_answer_is_right(
     scaled: Service, long_cases: list[GreedyCase]
 ) -> None:
     few, many = 1, 32
@@ -63,12 +64,24 @@ def test_replicas_follow_the_load_and_every_answer_is_right(
         with load(many) as heavy:
             until(lambda: recorder.most("ready") == MOST, f"{MOST} engines to be ready", PATIENCE_S)
             heavy.await_answers(many)
-        with load(few):
+        with load(few) as last:
             until(lambda: recorder.last.desired < MOST, "engines to leave under load", PATIENCE_S)
         until_none(scaled)
     plot(recorder.samples, picture())
 
     assert one == 1
+    prompt, tokens = len(long_cases[0].prompt), len(long_cases[0].output)
+    engine = profile(
+        light.answered[-5:],
+        heavy.answered[-many:],
+        tokens,
+        MOST,
+        scaled.status["coldStartSeconds"],
+    )
+    answered = [*light.answered, *heavy.answered, *last.answered]
+    decided = simulated(answered, recorder.began, (prompt, tokens), engine, SCALING)
+    busy = [sample for sample in recorder.samples if sample.at <= decided[-1][0]]
+    assert apart(busy, decided) == []
     reasons = [event["reason"] for event in scaled.kubectl.events(MODEL)]
     assert {"ScaledUp", "ScaledDown"} <= set(reasons)
 

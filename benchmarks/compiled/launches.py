@@ -8,31 +8,26 @@ from itertools import product
 import torch
 
 from headrace_engine.attention import triton as attention
-from headrace_engine.attention.base import KVSpec
-from headrace_engine.attention.fp8 import ADA
-from headrace_engine.drawing import launch_draw
-from headrace_engine.lora.linear import LoRALinear
-from headrace_engine.lora.shapes import LinearShape, linear_shape
-from headrace_engine.model import (
-    invariant,
-    triton_experts,
-    triton_float8,
-    triton_ops,
-    tuned_float8,
-    tuned_linear,
-)
-from headrace_engine.model.config import ExpertsConfig
-from headrace_engine.model.quantization.float8_weight import Float8Weight
-from headrace_engine.model.static_batch import stage_by_kernel
-from headrace_engine.triton_kernels import launch as table
-from headrace_engine.triton_kernels.dependent import (
+from headrace_engine.autotune.adapters import AdapterTuning
+from headrace_engine.autotune.experts import MANY_TOKENS
+from headrace_engine.checkpoints.config import ExpertsConfig
+from headrace_engine.core.attention_backend import KVSpec
+from headrace_engine.cuda_graphs.static_batch import stage_by_kernel
+from headrace_engine.kernels.triton import launch as table
+from headrace_engine.kernels.triton.dependent_launch import (
     DependentLaunch,
     DependentLaunches,
     StepLaunch,
 )
-from headrace_engine.triton_kernels.launch import EXPERT_ROWS, LORA_NARROW
-from headrace_engine.tuning.adapters import AdapterTuning
-from headrace_engine.tuning.experts import MANY_TOKENS
+from headrace_engine.kernels.triton.launch import EXPERT_ROWS, LORA_NARROW
+from headrace_engine.layers import triton_float8
+from headrace_engine.layers.float8_weight import Float8Weight
+from headrace_engine.layers.fp8_cache import ADA
+from headrace_engine.lora.linear import LoRALinear
+from headrace_engine.lora.shapes import LinearShape, linear_shape
+from headrace_engine.operators import batch_invariant, triton_experts, tuned_float8, tuned_linear
+from headrace_engine.operators import triton as triton_ops
+from headrace_engine.sampling.random_sampling import launch_sample_kernel
 
 from .layers import (
     ModelShape,
@@ -45,8 +40,8 @@ from .layers import (
     qkv_rows,
     queries,
 )
-from .levels import multiply_levels, tune_levels
 from .meta import META, made
+from .packed_weights import multiply_packed, tune_packed
 from .recording import KernelLaunch, record
 
 VOCABULARY = 128_256
@@ -62,7 +57,7 @@ def model_launches(capability: int, shape: ModelShape) -> list[KernelLaunch]:
         if shape.cache_dtype is not None:
             _multiply_float8(divmod(capability, 10), shape)
         if shape.weight_bits < 16:
-            multiply_levels((shape.qkv_width, shape.hidden), shape.weight_bits, shape.dtype)
+            multiply_packed((shape.qkv_width, shape.hidden), shape.weight_bits, shape.dtype)
         if shape.experts is not None:
             _mix(divmod(capability, 10), shape, shape.experts)
 
@@ -83,7 +78,7 @@ def candidate_launches(capability: int, shape: ModelShape) -> list[KernelLaunch]
             _tune_adapters(shape)
             if shape.weight_bits < 16:
                 sizes = (shape.qkv_width, shape.hidden)
-                tune_levels(sizes, shape.weight_bits, shape.dtype)
+                tune_packed(sizes, shape.weight_bits, shape.dtype)
             if shape.cache_dtype is not None:
                 for rows in table.ROW_BOUNDS:
                     _tune_float8(divmod(capability, 10), shape, rows)
@@ -110,23 +105,25 @@ def dependent_launches(capability: int, shape: ModelShape) -> list[KernelLaunch]
 
 def _depend(device: tuple[int, int], shape: ModelShape, way: DependentLaunch) -> None:
     ops, backend = triton_ops.TritonOps(), attention.TritonBackend(device)
-    backend.dependent = ops.dependent
+    backend.dependent_launches = ops.dependent_launches
     spec = KVSpec(shape.kv_heads, shape.head_dim, 16, shape.dtype, META, shape.cache_dtype)
     cache, decodes = backend.allocate(2, spec), decode_metadata(1, shape.context)
-    with ops.dependent.during(StepLaunch(way)):
+    with ops.dependent_launches.during(StepLaunch(way)):
         backend.forward_qkv(qkv_rows(shape, 1), cache, decodes, shape.params)
         _operate_with(ops, shape)
         if shape.dtype is torch.bfloat16:
             _fuse_norms(ops, 1, shape)
         down = linear_shape(shape.inner, {"down_proj": shape.hidden}, "mlp")
-        _adapt_layer(down, 1, 16, shape.dtype, ops.dependent)
-        _tune_float8(device, shape, 1, ops.dependent)
+        _adapt_layer(down, 1, 16, shape.dtype, ops.dependent_launches)
+        _tune_float8(device, shape, 1, ops.dependent_launches)
         if shape.weight_bits < 16:
             sizes = (shape.qkv_width, shape.hidden)
-            multiply_levels(sizes, shape.weight_bits, shape.dtype, ops.dependent)
+            multiply_packed(sizes, shape.weight_bits, shape.dtype, ops.dependent_launches)
         if shape.experts is not None:
             for parts in mixtures(shape, shape.experts):
-                moe = triton_experts.GroupedMoe(parts, capability=device, dependent=ops.dependent)
+                moe = triton_experts.GroupedMoe(
+                    parts, capability=device, dependent_launches=ops.dependent_launches
+                )
                 for tokens in (1, 2 * triton_experts.TOKENS):
                     moe(made(tokens, shape.hidden, dtype=shape.dtype))
                 if not shape.experts.bias:
@@ -163,7 +160,7 @@ def _tune_experts(capability: tuple[int, int], shape: ModelShape, experts: Exper
 
 
 def _tune_adapters(shape: ModelShape) -> None:
-    """Of ranks up to 16 in eight slots, on the layer of most inputs."""
+    """Launches adapters of ranks up to 16, in eight slots, on the layer with the most inputs."""
     linear = linear_shape(shape.inner, {"down_proj": shape.hidden}, "mlp")
     like = made(0, dtype=shape.dtype)
     rows, adapted = table.LORA_BOUNDS[-1], AdapterTuning(triton_ops.TritonOps(), (), 8, 16, like)
@@ -177,24 +174,24 @@ def _tune_products(ops: triton_ops.TritonOps, x: torch.Tensor, shape: ModelShape
     gates = ops.linear(made(2 * shape.inner, shape.hidden, dtype=shape.dtype), None)
     assert isinstance(qkv, tuned_linear.TunedLinear)
     assert isinstance(gates, tuned_linear.TunedLinear)
-    for one in table.skinny_candidates(shape.hidden, shape.qkv_width):
-        qkv.skinny(x, one)
+    for one in table.small_batch_candidates(shape.hidden, shape.qkv_width):
+        qkv.small_batch(x, one)
     for one in table.silu_candidates(shape.hidden, shape.inner):
-        gates.skinny_silu(x, one)
+        gates.small_batch_silu(x, one)
 
 
 def _fuse_norms(ops: triton_ops.TritonOps, rows: int, shape: ModelShape) -> None:
-    """Of products before a norm and behind it, with every tile that they may have; the norm has as
-    many parts as there may be."""
+    """Launches the products before and after a norm, with every tile that they may have; the norm
+    has as many parts as possible."""
     norm, residual = (made(*sizes, dtype=shape.dtype) for sizes in ((1,), (rows, shape.hidden)))
-    parts = -(-shape.hidden // min(one.columns for one in table.SKINNY_TILES))
-    normed = tuned_linear.UndividedRows(residual, made(rows, parts), 1e-6)
+    parts = -(-shape.hidden // min(one.columns for one in table.SMALL_BATCH_TILES))
+    normed = tuned_linear.DeferredNormRows(residual, made(rows, parts), 1e-6)
     for layer in _chosen(ops, rows, shape.hidden, shape.inner):
-        layer.added(made(rows, shape.inner, dtype=shape.dtype), residual, norm, 1e-6)
+        layer.linear_add_norm(made(rows, shape.inner, dtype=shape.dtype), residual, norm, 1e-6)
     for layer in _chosen(ops, rows, shape.qkv_width, shape.hidden):
-        layer.divided(normed)
+        layer.norm_linear(normed)
     for layer in _chosen(ops, rows, 2 * shape.inner, shape.hidden, gated=True):
-        layer.divided_activated(normed)
+        layer.norm_linear_silu(normed)
 
 
 def _chosen(
@@ -205,11 +202,11 @@ def _chosen(
     assert isinstance(layer, tuned_linear.TunedLinear)
     tuned = ops.products.shapes[tuned_linear.ProductShape(outputs, inputs, torch.bfloat16)]
     plain, silu = (
-        table.skinny_candidates(inputs, outputs),
+        table.small_batch_candidates(inputs, outputs),
         table.silu_candidates(inputs, outputs // 2),
     )
     for one in silu if gated else plain:
-        (tuned.silu if gated else tuned.plain)[table.ROW_BOUNDS.index(rows)] = one
+        (tuned.silu if gated else tuned.chosen)[table.ROW_BOUNDS.index(rows)] = one
         yield layer
 
 
@@ -235,9 +232,9 @@ def _attend(capability: int, shape: ModelShape) -> None:
 def _operate(shape: ModelShape) -> None:
     _operate_with(triton_ops.TritonOps(), shape)
     stage_by_kernel(decode_inputs(1), decode_inputs(2), 2)
-    launch_draw(made(2, VOCABULARY), made(3, 2), made(2, dtype=torch.float64))
+    launch_sample_kernel(made(2, VOCABULARY), made(3, 2), made(2, dtype=torch.float64))
     linear = made(shape.qkv_width, shape.hidden, dtype=shape.dtype)
-    invariant.InvariantLinear(linear, None)(made(2, shape.hidden, dtype=shape.dtype))
+    batch_invariant.BatchInvariantLinear(linear, None)(made(2, shape.hidden, dtype=shape.dtype))
 
 
 def _operate_with(ops: triton_ops.TritonOps, shape: ModelShape) -> None:
@@ -259,7 +256,7 @@ def _multiply_float8(capability: tuple[int, int], shape: ModelShape) -> None:
     hidden = made(shape.tokens, shape.hidden, dtype=shape.dtype)
     values = made(shape.qkv_width, shape.hidden, dtype=torch.float8_e4m3fn)
     weight = Float8Weight(values, made(shape.qkv_width, shape.hidden // 128), 128)
-    layer = triton_float8.WidenedLinear(weight, None, META, capability)
+    layer = triton_float8.WeightOnlyFloat8Linear(weight, None, META, capability)
     layer(hidden)
     layer(hidden[: shape.decodes])
     if capability >= ADA:
@@ -271,7 +268,7 @@ def _tune_float8(
     capability: tuple[int, int],
     shape: ModelShape,
     rows: int,
-    dependent: DependentLaunches | None = None,
+    dependent_launches: DependentLaunches | None = None,
 ) -> None:
     """A scale for each 128 inputs, and for all; the kernel takes no parts of those."""
     if shape.hidden % 128:
@@ -280,12 +277,12 @@ def _tune_float8(
     values = made(shape.qkv_width, shape.hidden, dtype=torch.float8_e4m3fn)
     for group in (128, shape.hidden):
         scales = made(shape.qkv_width, shape.hidden // group)
-        products = tuned_float8.Float8Products(dependent)
+        products = tuned_float8.Float8Products(dependent_launches)
         layer = products.layer(Float8Weight(values, scales, group), None, META, capability)
         assert isinstance(layer, tuned_float8.Float8Linear)
         for tuned in products.shapes:
             for one in tuned.candidates:
-                layer.few(x, one)
+                layer.small_batch(x, one)
 
 
 def _mix(capability: tuple[int, int], shape: ModelShape, experts: ExpertsConfig) -> None:
@@ -329,8 +326,8 @@ def _adapt_layer(
     rows: int,
     rank: int,
     dtype: torch.dtype,
-    dependent: DependentLaunches | None = None,
+    dependent_launches: DependentLaunches | None = None,
 ) -> None:
     linear = LoRALinear(shape, 2, rank, dtype, META)
     x, y = made(rows, shape.inputs, dtype=dtype), made(rows, shape.outputs, dtype=dtype)
-    lora_rows(rows, 2, dtype, dependent).add(linear, x, y)
+    lora_rows(rows, 2, dtype, dependent_launches).add(linear, x, y)

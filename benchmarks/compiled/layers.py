@@ -6,24 +6,24 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from headrace_engine.attention.base import AttentionMetadata, LayerParams
+from headrace_engine.checkpoints.config import ExpertsConfig
+from headrace_engine.core.attention_backend import AttentionMetadata, LayerParams
+from headrace_engine.cuda_graphs.static_batch import DecodeInputs
+from headrace_engine.device.transfer import Array
+from headrace_engine.kernels.triton.dependent_launch import DependentLaunches
+from headrace_engine.layers.expert_weights import ExpertWeights, GroupedWeight, MixtureParts
+from headrace_engine.layers.feed_forward import GatedMLP, SharedExpert
+from headrace_engine.layers.layers import PlainLinear
 from headrace_engine.lora import tiles
 from headrace_engine.lora.batch import LayerLoRA, LoRALimits
-from headrace_engine.lora.experts import JOINED, LoRAExperts
+from headrace_engine.lora.experts import GATE_AND_UP, LoRAExperts
 from headrace_engine.lora.shapes import mixture_shapes
-from headrace_engine.model import triton_ops
-from headrace_engine.model.config import ExpertsConfig
-from headrace_engine.model.expert_weights import ExpertWeights, GroupedWeight, MixtureParts
-from headrace_engine.model.feed_forward import GatedMLP, SharedExpert
-from headrace_engine.model.layers import PlainLinear
-from headrace_engine.model.ops import HeadShape, QKNorm
-from headrace_engine.model.qkv import QKVRows
-from headrace_engine.model.static_batch import DecodeInputs
-from headrace_engine.transfer import Array
-from headrace_engine.triton_kernels.dependent import DependentLaunches
+from headrace_engine.operators import triton as triton_ops
+from headrace_engine.operators.base import HeadShape, QKNorm
+from headrace_engine.operators.qkv import QKVRows
 
-from .levels import level_experts, mxfp4_experts
 from .meta import META, made
+from .packed_weights import mxfp4_experts, quantized_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +93,11 @@ def decode_inputs(sequences: int) -> DecodeInputs:
 
 
 def lora_rows(
-    rows: int, slots: int, dtype: torch.dtype, dependent: DependentLaunches | None = None
+    rows: int, slots: int, dtype: torch.dtype, dependent_launches: DependentLaunches | None = None
 ) -> tiles.TiledRows:
-    """Rows with adapters by turns, in a step of just so many."""
+    """Rows of a step that has only these, with adapters by turns."""
     limits = LoRALimits(slots, rows, dtype.itemsize)
-    products = tiles.TiledProducts(limits, _to_meta, dependent=dependent)
+    products = tiles.TiledProducts(limits, _to_meta, dependent_launches=dependent_launches)
     return products.rows(np.arange(rows) % slots)
 
 
@@ -106,8 +106,8 @@ def _to_meta(arrays: Sequence[Array]) -> list[torch.Tensor]:
 
 
 def expert_lora(shape: ModelShape, config: ExpertsConfig, tokens: int, rank: int) -> LayerLoRA:
-    """Of all experts."""
-    ranks = {"experts_gate_up": JOINED * rank, "experts_down": rank}
+    """Adapters of all experts of a layer."""
+    ranks = {"experts_gate_up": GATE_AND_UP * rank, "experts_down": rank}
     experts = {
         name: LoRAExperts(one, 2, ranks[name], shape.dtype, META)
         for name, one in mixture_shapes(shape.hidden, config).items()
@@ -117,12 +117,12 @@ def expert_lora(shape: ModelShape, config: ExpertsConfig, tokens: int, rank: int
 
 
 def mixtures(shape: ModelShape, experts: ExpertsConfig) -> list[MixtureParts]:
-    """In all layouts of scales that there are for what weights are kept in."""
+    """Mixtures with each layout of scales that the weights' format has."""
     groups = (None,) if shape.cache_dtype is None else (128, None)
     found = [_mixture(shape, experts, group) for group in groups]
     if shape.weight_bits < 16:
-        levels = level_experts(shape.hidden, experts, shape.weight_bits)
-        found += [replace(found[0], weights=weights) for weights in levels]
+        quantized = quantized_experts(shape.hidden, experts, shape.weight_bits)
+        found += [replace(found[0], weights=weights) for weights in quantized]
     if not experts.bias:
         return found
     found.append(replace(found[0], weights=mxfp4_experts(shape.hidden, experts)))
@@ -134,7 +134,8 @@ def mixtures(shape: ModelShape, experts: ExpertsConfig) -> list[MixtureParts]:
 
 
 def _mixture(shape: ModelShape, experts: ExpertsConfig, group: int | None) -> MixtureParts:
-    """In fp8 beside such a cache, a scale for each group of inputs, or for all of an output."""
+    """A mixture; with an fp8 cache its weights are fp8, with a scale for each `group` inputs of an
+    output, or for all of them."""
 
     def weight(*sizes: int) -> torch.Tensor:
         return made(*sizes, dtype=shape.dtype)

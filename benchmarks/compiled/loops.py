@@ -110,7 +110,7 @@ class Loop:
 
 
 def loops(cubin: bytes, warps: int) -> list[Loop]:
-    """Of a kernel whose programs have so many warps."""
+    """The loops of a kernel whose programs have `warps` warps."""
     return loops_of(disassemble(cubin), warps)
 
 
@@ -153,7 +153,7 @@ def _loaded(one: Instruction) -> int:
 
 
 def disassemble(cubin: bytes) -> list[Instruction]:
-    """By the nvdisasm that Triton has."""
+    """Disassembles a kernel with the nvdisasm that Triton ships."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

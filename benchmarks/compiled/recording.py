@@ -7,18 +7,18 @@ from typing import Any
 from unittest.mock import patch
 
 from headrace_engine.attention import triton as attention
+from headrace_engine.kernels.triton import sampling, staging
+from headrace_engine.layers import triton_float8
 from headrace_engine.lora import expert_tiles, tiles
-from headrace_engine.model import (
-    invariant,
-    levels_experts,
-    levels_linear,
+from headrace_engine.operators import (
+    batch_invariant,
+    packed_experts,
+    packed_linear,
     triton_experts,
-    triton_float8,
-    triton_ops,
     tuned_float8,
     tuned_linear,
 )
-from headrace_engine.triton_kernels import sampling, staging
+from headrace_engine.operators import triton as triton_ops
 
 OPTIONS = ("num_warps", "num_stages", "launch_pdl")
 
@@ -67,8 +67,8 @@ def record(run: Callable[[], object]) -> list[KernelLaunch]:
 
 def _kernels() -> Iterator[tuple[Any, str]]:
     for module in (
-        *(attention, invariant, triton_experts, triton_float8, triton_ops, staging, tiles),
-        *(expert_tiles, tuned_float8, levels_linear, levels_experts),
+        *(attention, batch_invariant, triton_experts, triton_float8, triton_ops, staging, tiles),
+        *(expert_tiles, tuned_float8, packed_linear, packed_experts),
         *(tuned_linear, sampling),
     ):
         for name in vars(module):

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import torch
 
-from headrace_engine.attention.base import AttentionBackend
 from headrace_engine.attention.reference import ReferenceBackend
+from headrace_engine.core.attention_backend import AttentionBackend
 from headrace_testing import model_attention
 
 from .engine import by_kind, heaviest, timeline
@@ -38,7 +38,7 @@ def measure_deterministic(task: Task, report: Report) -> None:
 
 
 def in_order(tokens: Mapping[str, list[int]]) -> list[list[int]]:
-    """By the requests' numbers."""
+    """Tokens of requests, in the order of the requests' numbers."""
     return [one for _, one in sorted(tokens.items(), key=lambda item: int(item[0]))]
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from headrace_common.sampling import SamplingParams
-from headrace_engine.config import EngineConfig
-from headrace_engine.engine import Engine
-from headrace_engine.request import EngineRequest
-from headrace_engine.runner import ModelRunner
+from headrace_common.sampling.params import SamplingParams
+from headrace_engine.core.config import EngineConfig
+from headrace_engine.core.request import EngineRequest
+from headrace_engine.engine.engine import Engine
+from headrace_engine.model_runner.model_runner import ModelRunner
 
 from .shapes import Job, Shape
 
@@ -105,7 +105,7 @@ class Bench:
         return any(len(one.token_ids) <= one.prompt_length for one in self.engine.running())
 
     def step_seconds(self, steps: int) -> float:
-        """Of one step, with everything that the host does, on average."""
+        """Average seconds of one step, with everything that the host does."""
         self.synchronize()
         begun = time.perf_counter()
         for _ in range(steps):
@@ -169,7 +169,7 @@ def heaviest(events: list[Event], count: int = 12) -> list[dict[str, Any]]:
 KINDS = {
     "attention": ("decode_kernel", "merge_kernel", "prefill_kernel", "flash", "attention"),
     "products": (
-        *("skinny", "linear_kernel", "levels_kernel", "grouped", "lora_", "expert_"),
+        *("small_batch", "linear_kernel", "packed_", "grouped", "lora_", "expert_"),
         *("gemm", "gemv", "cutlass", "nvjet", "splitk"),
     ),
     "sampling": ("sample_kernel", "argmax", "topk", "sort", "softmax", "reduce"),

@@ -104,7 +104,8 @@ def continuous(
 
 
 def _collect(manager: Any, jobs: list[Job], limit: float) -> tuple[int, float]:
-    """With what unfinished requests have made until then."""
+    """Runs the jobs for at most `limit` seconds; returns the tokens, of unfinished requests too,
+    and the seconds."""
     begun, made, finished = time.perf_counter(), dict[str, int](), 0
     for job in jobs:
         manager.add_request(job.prompt, max_new_tokens=job.output, streaming=True)

@@ -1,6 +1,8 @@
-"""Runs one part of gpu.py in a process of its own, and ends it when it has nothing to say for too
-long: a kernel that never ends cannot be interrupted from Python, and a process that is killed while
-the driver waits may not go at once. Nothing here waits for long behind a limit."""
+"""Runs one part of gpu.py in a process of its own; ends it if it reports nothing for too long.
+
+A kernel that never ends cannot be interrupted from Python, and a process that is killed while the
+driver waits may not end at once. After a limit nothing here waits for long.
+"""
 
 import os
 import re
@@ -36,7 +38,7 @@ def run_process(
     limits: Limits,
     count: Callable[[], int],
 ) -> str | None:
-    """What went wrong, if anything. `count` says how many results there are by now."""
+    """Returns what went wrong, if anything. `count` returns the number of results so far."""
     with log.open("wb") as file:
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -52,7 +54,7 @@ def run_process(
 def _watch(
     process: "subprocess.Popen[bytes]", limits: Limits, heard: Callable[[], object]
 ) -> str | None:
-    """Until the process ends: None; or until a limit is reached: which."""
+    """Waits until the process ends, and returns None, or until a limit, and returns which."""
     begun = last = time.monotonic()
     seen = heard()
     while True:
@@ -69,7 +71,7 @@ def _watch(
 
 
 def _end(process: "subprocess.Popen[bytes]", log: Path) -> None:
-    """It and those that it started, a compiler maybe."""
+    """Ends the process and those that it started, such as a compiler."""
     with suppress(ProcessLookupError):
         process.send_signal(WHERE)
         _listen(process, log)
@@ -79,7 +81,7 @@ def _end(process: "subprocess.Popen[bytes]", log: Path) -> None:
 
 
 def _listen(process: "subprocess.Popen[bytes]", log: Path) -> None:
-    """Until the process has told where it is, or there is no more hope of it."""
+    """Waits until the process has printed where it is, or for TELL_SECONDS."""
     asked = time.monotonic()
     size, since = -1, asked
     while process.poll() is None:
@@ -93,8 +95,8 @@ def _listen(process: "subprocess.Popen[bytes]", log: Path) -> None:
 
 
 def _where(log: Path) -> str:
-    """The innermost lines of the main thread, if faulthandler has told them, behind the last thing
-    that was said."""
+    """The last line of the log, then the innermost lines of the main thread, if faulthandler has
+    printed them."""
     said, *threads = THREAD.split(log.read_text(errors="replace"))
     last = said.strip().rpartition("\n")[2][-250:]
     lines = map(str.strip, threads[-1].splitlines() if threads else [])

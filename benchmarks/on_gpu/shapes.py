@@ -14,8 +14,8 @@ WEIGHT_BYTES = {"": 2.0, "fp8": 1.0, "gptq": 0.5 + 2.5 / GROUP}
 @dataclass(frozen=True)
 class Shape:
     """A Llama in bfloat16 with random weights; `context` is its max_position_embeddings. With
-    `experts` a mixture of so many, each with `inner`, of which a token takes `chosen`. Linear
-    layers may be quantised: fp8, or gptq with 4 bits. A `variant` is measured in few sizes.
+    `experts` above 0 it is a mixture, each expert with `inner`; a token takes `chosen` of them.
+    Linear layers may be quantised: fp8, or gptq with 4 bits. A `variant` is measured in few sizes.
     """
 
     hidden: int
@@ -89,15 +89,16 @@ class Shape:
         return round(self.layers * (attention + experts * 3 * self.hidden * self.inner))
 
     def step_bytes(self, tokens: int = 1) -> int:
-        """What a step of so many tokens reads of the weights: all, but of the embeddings only some
-        rows, and of a mixture the experts that somebody takes, if all are taken equally often."""
+        """Bytes of weights that a step of `tokens` tokens reads: all, but of the embeddings only
+        some rows. Of a mixture it reads the experts that any token takes, if all are taken equally
+        often."""
         left_out = (1 - self.chosen / self.experts) ** tokens if self.experts else 0.0
         read = self._layer_weights(max(1, self.experts) * (1 - left_out))
         return round(WEIGHT_BYTES[self.quantization] * read) + 2 * self.vocab * self.hidden
 
     @property
     def kv_bytes(self) -> int:
-        """Of one token."""
+        """Bytes of one token's KV."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
 
@@ -143,7 +144,7 @@ class Roofs:
 
 
 def attention_operations(shape: Shape, new: int, keys: int) -> float:
-    """Of the last `new` of `keys` positions, each of which sees the keys up to its own."""
+    """Operations for the last `new` of `keys` positions; each sees the keys up to its own."""
     pairs = new * keys - new * (new - 1) / 2
     return 4.0 * shape.layers * shape.heads * shape.head_dim * pairs
 

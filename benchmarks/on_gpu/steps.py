@@ -53,8 +53,8 @@ def product_rate(sizes: Sizes, device: torch.device) -> float:
 
 
 def launch_seconds() -> float:
-    """Of a kernel of one element, from one to the next, in a graph: what each launch of a step
-    costs beside its work."""
+    """Seconds from one kernel of one element to the next, in a graph: the cost of a launch without
+    its work."""
     number = torch.zeros(1, device="cuda")
     make_graph: Any = torch.cuda.CUDAGraph
     record: Any = torch.cuda.graph
@@ -146,7 +146,7 @@ def report_kinds(
 
 
 def report_choices(task: Task, report: Report) -> None:
-    """Which kernels were chosen at warm-up, beside what would be used without measuring."""
+    """Reports the kernels chosen at warm-up, beside those that would be used without measuring."""
     for file in sorted(task.tuned.glob("*.json")):
         for kernel, found in json.loads(file.read_text())["kernels"].items():
             if (what := f"{TUNED}{kernel}") in task.done:

@@ -81,7 +81,7 @@ def _goal(result: Result) -> str:
 
 
 def kernels(result: Result, most: int = 8) -> list[str]:
-    """Where a step's time goes: lines of a table, if the result is of a profile."""
+    """Table lines of the kernels that a step's time goes to, if the result is of a profile."""
     steps = result.get("steps", 1)
     return [
         f"{'':12}{one['us'] / steps:10.1f} us a step {one['calls'] / steps:8.1f} calls  "

@@ -1,6 +1,9 @@
-"""The tests that need a GPU, run by gpu.py within its own process: each failure and each skipped
-test is a result at once, so that what is cut short tells what it knows. A test that hangs, or
-leaves a broken device behind, ends the process; the next one goes on behind it."""
+"""The tests that need a GPU, run by gpu.py within its own process.
+
+Each failure and each skipped test is reported at once, so that a run that is cut short has reported
+what it knows. A test that hangs, or breaks the device, ends the process; the next process continues
+with the test after it.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,15 +16,16 @@ ROOT = Path(__file__).parent.parent.parent
 TESTS = ROOT / "tests" / "test_engine"
 # Run in the interpreter elsewhere, and compiled where there is a device.
 COMPILED = (
-    *("test_skinny.py", "test_triton_ops.py", "test_triton_attention.py", "test_experts.py"),
-    *(
-        "test_triton_lora.py",
-        "test_triton_sampling.py",
-        "test_fp8_weights.py",
-        "test_triton_deterministic.py",
-        "test_expert_adapters.py",
-        "test_fused_norm.py",
-    ),
+    "test_small_batch_gemm.py",
+    "test_triton_ops.py",
+    "test_triton_attention.py",
+    "test_experts.py",
+    "test_triton_lora.py",
+    "test_triton_sampling.py",
+    "test_fp8_weights.py",
+    "test_triton_deterministic.py",
+    "test_expert_adapters.py",
+    "test_fused_norm.py",
 )
 INI = """[pytest]
 addopts = --import-mode=importlib -p no:cacheprovider -rs -v
@@ -58,7 +62,7 @@ class Reporter:
             why = _reason(report)
             self._report(f"{report.outcome}: {name}", reason=why)
             if report.failed and is_broken():
-                pytest.exit(f"the device is broken behind {name}", returncode=1)
+                pytest.exit(f"the device is broken after {name}", returncode=1)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -85,19 +89,19 @@ def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
 
 
 def marked() -> list[str]:
-    """Those that need a device: full shapes."""
-    return sorted(one.name for one in TESTS.glob("test_*.py") if "mark.gpu" in one.read_text())
+    """The test files that need a device, for full shapes."""
+    return sorted(one.name for one in TESTS.rglob("test_*.py") if "mark.gpu" in one.read_text())
 
 
 def run_tests(name: str, files: Sequence[str], out: Path, report: Report) -> None:
-    """Without the project's own settings of pytest, which name plugins that may not be there.
+    """Runs tests without the project's pytest settings, which name plugins that may be missing.
     Raises RuntimeError where a test left a broken device."""
     paths = [ROOT / "engine", ROOT / "common", ROOT / "benchmarks", ROOT / "tests" / "support"]
     ini = out / "pytest.ini"
     ini.write_text(INI.format(paths=" ".join(map(str, paths))))
     reporter = Reporter(report, out / f"begun-{name}.txt")
     arguments = ["-c", str(ini), "--rootdir", str(ROOT)]
-    found = [str(TESTS / name) for name in files if (TESTS / name).exists()]
+    found = [str(path) for name in files for path in TESTS.rglob(name)]
     pytest.main([*arguments, *found], plugins=[reporter])
     report("tests", **{kind: reporter.counts[kind] for kind in ("passed", "failed", "skipped")})
     if is_broken():

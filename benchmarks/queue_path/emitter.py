@@ -1,6 +1,6 @@
 """An engine without a model: it keeps the whole queue protocol and emits tokens at a set speed.
 
-Runs as a process of its own, so that its work is in nobody else's figures.
+Runs as a process of its own, so that its work is in no other process's figures.
 """
 
 import asyncio
@@ -8,14 +8,16 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
 
 import uvloop
 
-from headrace_common.keys import new_incarnation
-from headrace_common.messages import ChoiceState, Reply, Tokens
 from headrace_common.protocol.base import EngineStatus, Lease, Outcome, Progress
-from headrace_common.protocol.connection import Connection, ConnectionConfig
-from headrace_common.protocol.redis_engine import RedisEngineQueue
+from headrace_common.protocol.redis.client.connection import Connection, ConnectionConfig
+from headrace_common.protocol.redis.engine import RedisEngineQueue
+from headrace_common.wire.keys import new_incarnation
+from headrace_common.wire.messages import ChoiceState, Reply, Tokens
+from queue_path.sealing import sealer_of
 
 BEAT_SECONDS = 3.0
 
@@ -33,11 +35,12 @@ class Emission:
     together: int = 1
     slots: int = 1024
     shard: int = 0
+    sealing_keys_file: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """When each step began to be written (monotonic ns), and each request's first step."""
+    """Times when each step began to be written (monotonic ns), and each request's first step."""
 
     steps: list[int]
     first: dict[str, int]
@@ -46,7 +49,8 @@ class Emitted:
 class Emitter:
     def __init__(self, emission: Emission) -> None:
         self._emission = emission
-        connection = Connection(ConnectionConfig(url=emission.redis_url))
+        config = ConnectionConfig(url=emission.redis_url)
+        connection = Connection(config, sealer_of(emission.sealing_keys_file))
         self._queue = RedisEngineQueue(
             connection, new_incarnation("emitter"), emission.model, shard=emission.shard
         )

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import psutil
 
-from headrace_cli.valkey import find_server
-from headrace_common.checkpoint import DEMO_MODEL
+from headrace_cli.servers.valkey import find_server
+from headrace_common.text.checkpoint import DEMO_MODEL
 
 MODEL = "demo"
 START_SECONDS = 60.0
@@ -32,14 +32,14 @@ class Server:
     url: str
 
     def cpu_seconds(self) -> float:
-        """With the kernel's for it: on loopback also the way of each packet to its reader."""
+        """CPU seconds, the kernel's included: on loopback also each packet's way to its reader."""
         times = psutil.Process(self.pid).cpu_times()
         return float(times.user + times.system)
 
 
 @contextlib.contextmanager
 def valkey(folder: Path) -> Iterator[Server]:
-    """With the append-only file of a real one; reached over TCP, as across machines."""
+    """Starts a Valkey server with an append-only file, as in production, reached over TCP."""
     port = free_port()
     options = ("--appendonly", "yes", "--appendfsync", "everysec", "--save", "")
     command = [str(find_server().path), "--port", str(port), "--bind", "127.0.0.1"]
@@ -50,7 +50,9 @@ def valkey(folder: Path) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def gateway(redis_url: str, folder: Path) -> Iterator[Server]:
+def gateway(
+    redis_url: str, folder: Path, sealing_keys_file: Path | None = None
+) -> Iterator[Server]:
     port = free_port()
     settings = {
         "REDIS_URL": redis_url,
@@ -61,6 +63,8 @@ def gateway(redis_url: str, folder: Path) -> Iterator[Server]:
         "MAX_QUEUED_TOKENS": str(10**9),
         "LOG_LEVEL": "WARNING",
     }
+    if sealing_keys_file is not None:
+        settings["SEALING_KEYS_FILE"] = str(sealing_keys_file)
     env = {f"HEADRACE_GATEWAY_{name}": value for name, value in settings.items()}
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "headrace_gateway"]

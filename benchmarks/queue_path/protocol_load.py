@@ -7,11 +7,10 @@ gateways and engines do it.
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import uvloop
 
-from headrace_common.keys import DEFAULT_SHARD, new_incarnation, new_request_id
-from headrace_common.messages import ChoiceState, GenerateRequest, Tokens
 from headrace_common.protocol.base import (
     EngineQueue,
     EngineStatus,
@@ -20,10 +19,13 @@ from headrace_common.protocol.base import (
     Progress,
     QueueLimits,
 )
-from headrace_common.protocol.connection import Connection, ConnectionConfig
-from headrace_common.protocol.redis_engine import RedisEngineQueue
-from headrace_common.protocol.redis_gateway import RedisGatewayQueue
-from headrace_common.sampling import SamplingParams
+from headrace_common.protocol.redis.client.connection import Connection, ConnectionConfig
+from headrace_common.protocol.redis.engine import RedisEngineQueue
+from headrace_common.protocol.redis.gateway import RedisGatewayQueue
+from headrace_common.sampling.params import SamplingParams
+from headrace_common.wire.keys import DEFAULT_SHARD, new_incarnation, new_request_id
+from headrace_common.wire.messages import ChoiceState, GenerateRequest, Tokens
+from queue_path.sealing import sealer_of
 
 LIMITS = QueueLimits(max_requests=10**6, max_tokens=10**9)
 FAR_FUTURE_MS = 4_102_444_800_000
@@ -40,6 +42,7 @@ class Load:
     prompt_tokens: int = 512
     frames: int = 8
     beats: int = 2
+    sealing_keys_file: Path | None = None
 
 
 def work(load: Load) -> None:
@@ -48,7 +51,8 @@ def work(load: Load) -> None:
 
 
 async def _work(load: Load) -> None:
-    connections = [Connection(ConnectionConfig(url=load.redis_url)) for _ in range(2)]
+    config = ConnectionConfig(url=load.redis_url)
+    connections = [Connection(config, sealer_of(load.sealing_keys_file)) for _ in range(2)]
     gateway = RedisGatewayQueue(connections[0], new_incarnation("g"))
     engine = RedisEngineQueue(connections[1], new_incarnation("e"), load.model)
     await gateway.start()

@@ -35,7 +35,7 @@ class Stream:
 
 
 class Started:
-    """Calls `then` when so many streams have got their first event."""
+    """Calls `then` when `streams` streams have got their first event."""
 
     def __init__(self, streams: int, then: Callable[[], None]) -> None:
         self._left = streams
@@ -97,7 +97,7 @@ def read_streams(
     concurrency: int,
     started: Callable[[], None] = lambda: None,
 ) -> list[Stream]:
-    """All of them, so many at a time. `started` is called at each one's first event."""
+    """Sends `bodies`, `concurrency` at a time. `started` is called at each one's first event."""
     parts = urlsplit(url)
     address = (str(parts.hostname), parts.port or 80)
     left = map(partial(_request, path, parts.netloc), bodies)

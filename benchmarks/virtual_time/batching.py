@@ -1,13 +1,13 @@
-"""When requests are given to the scheduler, and what a step costs then: the three ways to batch."""
+"""Three ways to batch: when the scheduler gets requests, and what a step then costs."""
 
 from collections import deque
 from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
-from headrace_engine.plan import ScheduledSequence, StepPlan
+from headrace_engine.core.step_plan import ScheduledSequence, SchedulerOutput
+from headrace_operator.simulation.engine import EngineCosts
 
-from .cost import CostModel
 from .jobs import Job
 
 
@@ -25,9 +25,9 @@ class Batching(Protocol):
         """Takes jobs out of the queue for the scheduler. `more`: others will arrive."""
 
     def wake(self, queue: deque[Job]) -> float:
-        """When to ask again even if nothing arrives."""
+        """Time to ask again even if nothing arrives."""
 
-    def cost(self, plan: StepPlan, model: CostModel) -> StepCost: ...
+    def cost(self, scheduler_output: SchedulerOutput, costs: EngineCosts) -> StepCost: ...
 
     def reserved(self, used: int) -> int:
         """KV slots that are kept, of which the scheduler's blocks are `used`."""
@@ -44,11 +44,11 @@ class Continuous:
     def wake(self, queue: deque[Job]) -> float:
         return inf
 
-    def cost(self, plan: StepPlan, model: CostModel) -> StepCost:
-        prefill = sum(item.length for item in plan.scheduled if is_prefill(item))
-        decodes = plan.num_tokens - prefill
-        samples = sum(item.samples for item in plan.scheduled)
-        return StepCost(model.step(decodes, prefill), plan.num_tokens, samples)
+    def cost(self, scheduler_output: SchedulerOutput, costs: EngineCosts) -> StepCost:
+        prefill = sum(item.length for item in scheduler_output.scheduled if is_prefill(item))
+        decodes = scheduler_output.num_tokens - prefill
+        samples = sum(item.samples for item in scheduler_output.scheduled)
+        return StepCost(costs.step(decodes, prefill), scheduler_output.num_tokens, samples)
 
     def reserved(self, used: int) -> int:
         return used
@@ -77,12 +77,12 @@ class Batched:
     def wake(self, queue: deque[Job]) -> float:
         return queue[0].arrival + self._wait if queue else inf
 
-    def cost(self, plan: StepPlan, model: CostModel) -> StepCost:
+    def cost(self, scheduler_output: SchedulerOutput, costs: EngineCosts) -> StepCost:
         size = len(self._batch)
-        if not is_prefill(plan.scheduled[0]):
-            return StepCost(model.step(size, 0), size, size)
+        if not is_prefill(scheduler_output.scheduled[0]):
+            return StepCost(costs.step(size, 0), size, size)
         slots = size * max(len(job.prompt) for job in self._batch)
-        return StepCost(model.step(0, slots), slots, size)
+        return StepCost(costs.step(0, slots), slots, size)
 
     def reserved(self, used: int) -> int:
         prompt = max(len(job.prompt) for job in self._batch)

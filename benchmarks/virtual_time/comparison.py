@@ -5,15 +5,14 @@ from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import Any
 
-from headrace_engine.policies import POLICIES
+from headrace_engine.scheduler.policies import POLICIES
 from headrace_operator.simulation.engine_profile import EngineProfile
 from workload import Range
 
 from .batching import Batched, Batching, Continuous
-from .cost import CostModel
 from .jobs import Job, exactly, mixed, plain
 from .measures import Log, summary
-from .run import BLOCK_SIZE, Setup, VirtualEngine
+from .run import BLOCK_SIZE, VirtualEngine
 
 STATIC_EXAMPLE = (50, 200, 30, 150)
 PROMPTS, OUTPUTS = Range(16, 1024), Range(50, 500)
@@ -37,7 +36,7 @@ class Comparison:
     seed: int = 0
 
     def results(self) -> dict[str, Any]:
-        """Everything as plain JSON values."""
+        """All results as plain JSON values."""
         rate = self._capacity(plain(self.requests, PROMPTS, OUTPUTS, seed=self.seed))
         return {
             "profile": asdict(self.profile),
@@ -53,14 +52,6 @@ class Comparison:
             },
             "policies": self.policies(),
         }
-
-    def setup(self) -> Setup:
-        return Setup(
-            cost=CostModel.of(self.profile),
-            max_num_seqs=self.profile.max_num_seqs,
-            max_num_batched_tokens=self.chunk,
-            kv_tokens=self.profile.kv_tokens,
-        )
 
     def static_waste(self, outputs: Sequence[int]) -> float:
         """Share of one static batch's output slots that compute nothing that anyone wants."""
@@ -89,7 +80,7 @@ class Comparison:
         """Each policy on the same mixture of tenants, which is more than the engine can do."""
         probe = mixed(self.requests, rate=1.0, patience=inf, seed=self.seed)
         capacity = self._capacity([replace(job, arrival=0.0, deadline=inf) for job in probe])
-        patience = 0.5 * OUTPUTS.high * self.setup().cost.decode_seconds[-1]
+        patience = 0.5 * OUTPUTS.high * self.profile.step_seconds()[-1]
         rate = self.overload * capacity
         jobs = mixed(self.requests, rate=rate, patience=patience, seed=self.seed)
         runs = {
@@ -103,7 +94,7 @@ class Comparison:
 
     def _logs(self, jobs: Sequence[Job]) -> dict[str, Log]:
         size = self._batch_size(jobs)
-        wait = DYNAMIC_WAIT_STEPS * self.setup().cost.decode_seconds[-1]
+        wait = DYNAMIC_WAIT_STEPS * self.profile.step_seconds()[-1]
         return {
             "static": self._run(jobs, Batched(size), whole=True),
             "dynamic": self._run(jobs, Batched(size, wait), whole=True),
@@ -120,8 +111,7 @@ class Comparison:
         self, jobs: Sequence[Job], batching: Batching, *, whole: bool = False, policy: str = "fcfs"
     ) -> Log:
         """`whole`: prompts are computed in one step each, however long."""
-        setup = replace(self.setup(), policy=policy)
-        if whole:
-            longest = max(len(job.prompt) for job in jobs) + BLOCK_SIZE
-            setup = replace(setup, max_num_batched_tokens=setup.max_num_seqs * longest)
-        return VirtualEngine(setup, batching, jobs).run()
+        longest = max(len(job.prompt) for job in jobs) + BLOCK_SIZE
+        budget = self.profile.max_num_seqs * longest if whole else self.chunk
+        profile = replace(self.profile, max_num_batched_tokens=budget)
+        return VirtualEngine(profile, batching, jobs, policy).run()

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from headrace_common.sampling import SamplingParams
-from headrace_engine.request import EngineRequest
-from workload import Range
+from headrace_common.sampling.params import SamplingParams
+from headrace_engine.core.request import EngineRequest
+from workload import Range, arrivals
 
 EOS = 0
 TOKEN = 1
@@ -89,19 +89,16 @@ def plain(
 ) -> list[Job]:
     """`count` jobs of one tenant, all at once or as a Poisson process of `rate` a second."""
     rng = random.Random(seed)
-    at, jobs = 0.0, []
-    for number in range(count):
-        at += 0.0 if rate == inf else rng.expovariate(rate)
-        jobs.append(
-            Job(
-                name=f"r{number}",
-                arrival=at,
-                prompt=_prompt(rng, 0, prompts.draw(rng)),
-                output=outputs.draw(rng),
-                max_tokens=outputs.high,
-            )
+    return [
+        Job(
+            name=f"r{number}",
+            arrival=at,
+            prompt=_prompt(rng, 0, prompts.draw(rng)),
+            output=outputs.draw(rng),
+            max_tokens=outputs.high,
         )
-    return jobs
+        for number, at in enumerate(arrivals(rng, count, rate))
+    ]
 
 
 def exactly(outputs: Sequence[int]) -> list[Job]:
@@ -116,9 +113,8 @@ def mixed(count: int, *, rate: float, patience: float, seed: int = 0) -> list[Jo
     """`count` jobs of TENANTS. `patience`: seconds that a deadline of 1.0 stands for."""
     rng = random.Random(seed)
     shares = [tenant.share for tenant in TENANTS]
-    at, jobs = 0.0, []
-    for number in range(count):
-        at += rng.expovariate(rate)
+    jobs = []
+    for number, at in enumerate(arrivals(rng, count, rate)):
         index = rng.choices(range(len(TENANTS)), shares)[0]
         tenant = TENANTS[index]
         jobs.append(

@@ -102,7 +102,7 @@ def shares(log: Log) -> list[float]:
 
 
 def max_min(demands: Mapping[str, float], supply: float) -> dict[str, float]:
-    """The max-min fair allocation: nobody gets more than they ask, the rest is shared equally."""
+    """The max-min fair allocation: no tenant gets more than it asks, the rest is shared equally."""
     given: dict[str, float] = {}
     left = supply
     for count, (tenant, demand) in enumerate(sorted(demands.items(), key=lambda item: item[1])):

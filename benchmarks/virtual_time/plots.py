@@ -58,7 +58,7 @@ def _bars(
 def _panel(axis: Any, runs: Mapping[str, Mapping[str, float]], panel: Panel) -> None:
     title, name, unit, logarithmic = panel
     values = [runs[run][name] * SCALE[unit] for run in runs]
-    # Who answers only some is not the quickest.
+    # A run that answers only some requests is not the quickest.
     rivals = [
         value
         for run, value in zip(runs, values, strict=True)

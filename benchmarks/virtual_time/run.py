@@ -1,20 +1,21 @@
 """A run: jobs arrive, the scheduler plans, each step takes what the cost model says."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
-from headrace_engine.config import EngineConfig
-from headrace_engine.outputs import SampledToken, SequenceOutput
-from headrace_engine.plan import StepPlan, StepResult
-from headrace_engine.policies import make_policy
-from headrace_engine.request import FinishReason
-from headrace_engine.request import Sequence as EngineSequence
-from headrace_engine.scheduler import Scheduler
-from headrace_engine.validation import Limits
+from headrace_engine.core.config import EngineConfig
+from headrace_engine.core.outputs import SampledToken, SequenceOutput
+from headrace_engine.core.request import FinishReason
+from headrace_engine.core.request import Sequence as EngineSequence
+from headrace_engine.core.step_plan import SchedulerOutput, StepResult
+from headrace_engine.scheduler.input_validation import Limits
+from headrace_engine.scheduler.policies import make_policy
+from headrace_engine.scheduler.scheduler import Scheduler
+from headrace_operator.simulation.engine import EngineCosts
+from headrace_operator.simulation.engine_profile import EngineProfile
+from headrace_operator.simulation.events import NEVER, EventQueue
 
 from .batching import Batching
-from .cost import CostModel
 from .jobs import EOS, TOKEN, VOCABULARY, Job
 from .measures import INPUT_WEIGHT, OUTPUT_WEIGHT, Log
 
@@ -22,105 +23,99 @@ BLOCK_SIZE = 16
 LAST, OTHER = (SampledToken(EOS),), (SampledToken(TOKEN),)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """`max_num_batched_tokens`: the budget of a step; where it is huge, prompts are not chunked."""
+class VirtualEngine:
+    """One run: the scheduler's decisions for the engine of a profile. No step is computed."""
 
-    cost: CostModel
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    kv_tokens: int
-    policy: str = "fcfs"
-    policy_options: Mapping[str, object] = field(default_factory=dict)
-
-    def limits(self) -> Limits:
-        return Limits(
-            num_blocks=self.kv_tokens // BLOCK_SIZE,
+    def __init__(
+        self, profile: EngineProfile, batching: Batching, jobs: Sequence[Job], policy: str = "fcfs"
+    ) -> None:
+        self._costs = EngineCosts(profile)
+        self._batching = batching
+        self._jobs = {job.name: job for job in jobs}
+        self._arrivals = EventQueue()
+        self._queue: deque[Job] = deque()
+        for job in jobs:
+            self._arrivals.at(job.arrival, self._queue.append, job)
+        self._last_arrival = max(job.arrival for job in jobs)
+        config = EngineConfig(
+            model="virtual",
+            max_num_seqs=profile.max_num_seqs,
+            max_num_batched_tokens=profile.max_num_batched_tokens,
+            enable_prefix_caching=False,
+        )
+        limits = Limits(
+            num_blocks=profile.kv_tokens // BLOCK_SIZE,
             block_size=BLOCK_SIZE,
-            max_model_len=self.kv_tokens,
+            max_model_len=profile.kv_tokens,
             vocab_size=VOCABULARY,
             eos_token_ids=frozenset({EOS}),
         )
-
-    def config(self) -> EngineConfig:
-        return EngineConfig(
-            model="virtual",
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            enable_prefix_caching=False,
-        )
-
-
-class VirtualEngine:
-    """One run. Nothing sleeps and nothing is computed: `now` goes on by each step's cost."""
-
-    def __init__(self, setup: Setup, batching: Batching, jobs: Sequence[Job]) -> None:
-        self.now = 0.0
-        self._setup = setup
-        self._batching = batching
-        self._jobs = {job.name: job for job in jobs}
-        self._arriving = deque(sorted(jobs, key=lambda job: job.arrival))
-        self._last_arrival = self._arriving[-1].arrival
-        self._queue: deque[Job] = deque()
-        policy = make_policy(setup.policy, setup.policy_options, lambda: self.now)
-        self._scheduler = Scheduler(setup.config(), setup.limits(), policy)
+        self._scheduler = Scheduler(config, limits, make_policy(policy, {}, lambda: self._now))
         self.log = Log(jobs)
+
+    @property
+    def _now(self) -> float:
+        return self._arrivals.now
 
     def run(self) -> Log:
         """Runs all jobs to their ends."""
-        while self._arriving or self._queue or self._scheduler.has_work:
-            self._arrive()
-            plan = self._scheduler.plan()
-            self._book(self._scheduler.take_shed())
-            if plan is None:
+        self._arrivals.run_until(0.0)
+        while self._more or self._queue or self._scheduler.has_work:
+            self._admit()
+            scheduler_output = self._scheduler.schedule()
+            self._book(self._scheduler.take_aborted_by_policy())
+            if scheduler_output is None:
                 self._wait()
             else:
-                self._step(plan)
-        self.log.seconds = self.now
+                self._step(scheduler_output)
+        self.log.seconds = self._now
         self.log.preemptions = self._scheduler.stats().preemptions
         return self.log
 
-    def _arrive(self) -> None:
-        while self._arriving and self._arriving[0].arrival <= self.now:
-            self._queue.append(self._arriving.popleft())
+    @property
+    def _more(self) -> bool:
+        return self._arrivals.next_time < NEVER
+
+    def _admit(self) -> None:
         idle = not self._scheduler.has_work
-        for job in self._batching.admit(self._queue, self.now, idle, bool(self._arriving)):
+        for job in self._batching.admit(self._queue, self._now, idle, self._more):
             self._scheduler.add(job.request())
 
     def _wait(self) -> None:
         """Goes to the next arrival, or to when a batch must start without it."""
-        if not self._scheduler.has_work and (self._arriving or self._queue):
-            wake = self._batching.wake(self._queue)
-            arrival = self._arriving[0].arrival if self._arriving else wake
-            self.now = max(self.now, min(wake, arrival))
+        if not self._scheduler.has_work and (self._more or self._queue):
+            wake = min(self._batching.wake(self._queue), self._arrivals.next_time)
+            self._arrivals.run_until(max(self._now, wake))
 
-    def _step(self, plan: StepPlan) -> None:
-        cost = self._batching.cost(plan, self._setup.cost)
-        self._account(plan, cost.seconds)
-        self.now += cost.seconds
+    def _step(self, scheduler_output: SchedulerOutput) -> None:
+        cost = self._batching.cost(scheduler_output, self._costs)
+        self._account(scheduler_output, cost.seconds)
+        self._arrivals.run_until(self._now + cost.seconds)
         self.log.computed_slots += cost.slots
-        self.log.useful_slots += plan.num_tokens
+        self.log.useful_slots += scheduler_output.num_tokens
         self.log.output_slots += cost.output_slots
         sampled = tuple(
             LAST if self._is_last(item.sequence) else OTHER
-            for item in plan.scheduled
+            for item in scheduler_output.scheduled
             if item.samples
         )
-        self._book(self._scheduler.update(plan, StepResult(sampled)))
+        self._book(self._scheduler.update(scheduler_output, StepResult(sampled)))
 
     def _is_last(self, sequence: EngineSequence) -> bool:
         return sequence.output_length + 1 >= self._jobs[sequence.request.request_id].output
 
-    def _account(self, plan: StepPlan, seconds: float) -> None:
+    def _account(self, scheduler_output: SchedulerOutput, seconds: float) -> None:
         """KV slots kept and used while the step runs; what each tenant gets by it."""
         used = self._scheduler.kv_cache.pool.num_used * BLOCK_SIZE
         self.log.reserved_seconds += seconds * self._batching.reserved(used)
-        ends_at = {item.sequence: item.start + item.length for item in plan.scheduled}
-        filled = sum(ends_at.get(each, each.computed) for each in self._scheduler.running())
+        ends_at = {item.sequence: item.start + item.length for item in scheduler_output.scheduled}
+        filled = sum(
+            ends_at.get(each, each.num_computed_tokens) for each in self._scheduler.running()
+        )
         self.log.used_seconds += seconds * filled
-        if self.now > self._last_arrival:
+        if self._now > self._last_arrival:
             return
-        for item in plan.scheduled:
+        for item in scheduler_output.scheduled:
             sequence = item.sequence
             prompt = max(0, min(ends_at[sequence], sequence.prompt_length) - item.start)
             got = INPUT_WEIGHT * prompt + OUTPUT_WEIGHT * item.samples
@@ -130,7 +125,7 @@ class VirtualEngine:
     def _book(self, outputs: Sequence[SequenceOutput]) -> None:
         for output in outputs:
             if output.token_ids:
-                self.log.token(output.request_id, self.now)
+                self.log.token(output.request_id, self._now)
             if output.finish_reason is FinishReason.ABORT:
                 self.log.shed.add(output.request_id)
             elif output.finish_reason is not None:

@@ -1,4 +1,4 @@
-"""The folder in which `up` keeps its queue and its logs; one `up` at a time may use it."""
+"""The folder of `up` for its queue and logs; one `up` at a time may use it."""
 
 import fcntl
 import os
@@ -9,7 +9,7 @@ from .errors import UsageError
 
 
 class DataDir:
-    """Locked while entered. Raises UsageError where it cannot be written or is in use."""
+    """The folder, locked while entered. Raises UsageError if it is not writable or is in use."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()

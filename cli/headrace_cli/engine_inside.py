@@ -1,4 +1,4 @@
-"""Asks a running engine for its inside and shows it, as tables or JSON."""
+"""Reads the debug pages of a running engine and shows them as tables or JSON."""
 
 import json
 import urllib.error
@@ -6,18 +6,16 @@ import urllib.request
 from datetime import UTC, datetime
 from typing import Any
 
-from rich.console import Console
-
 from .errors import CliError
 from .sockets import FIRST_METRICS_PORT
-from .tables import plain_table
+from .tables import Output, plain_table
 
 DEFAULT_URL = f"http://127.0.0.1:{FIRST_METRICS_PORT}"
 TIMEOUT_S = 10.0
 
 
 class EngineInside:
-    """`url` is the engine's metrics port. Methods raise CliError where it does not answer."""
+    """The debug pages at an engine's metrics port `url`. Raises CliError without an answer."""
 
     def __init__(self, url: str) -> None:
         if not url.startswith(("http://", "https://")):
@@ -67,12 +65,9 @@ def _reason(status: int, body: bytes) -> str:
     )
 
 
-def show_steps(engine: EngineInside, out: Console, *, last: int, as_json: bool) -> None:
+def show_steps(engine: EngineInside, output: Output, last: int) -> None:
     found = engine.steps()
     found["last"] = found["last"][-last:]
-    if as_json:
-        out.file.write(json.dumps(found, indent=2) + "\n")
-        return
     table = plain_table(
         "step", "ended", "ms", "prefill", "decode", "running", "waiting", "swapped", "blocks used",
         "cached", "free", "waste",
@@ -85,16 +80,13 @@ def show_steps(engine: EngineInside, out: Console, *, last: int, as_json: bool) 
             str(one["waiting"]), str(one["swapped"]), str(one["blocks_used"]),
             str(one["blocks_cached"]), str(one["blocks_free"]), f"{one['kv_waste']:.1%}",
         )  # fmt: skip
-    out.print(table)
-    if found["stalled_for"] > 1.0:
-        out.print(f"the present step has run for {found['stalled_for']:.1f} s", markup=False)
+    output.show(found, table)
+    if found["stalled_for"] > 1.0 and not output.as_json:
+        output.out.print(f"the present step has run for {found['stalled_for']:.1f} s", markup=False)
 
 
-def show_requests(engine: EngineInside, out: Console, *, as_json: bool) -> None:
+def show_requests(engine: EngineInside, output: Output) -> None:
     found = engine.requests()
-    if as_json:
-        out.file.write(json.dumps(found, indent=2) + "\n")
-        return
     table = plain_table(
         "request", "choice", "state", "tenant", "prompt", "output", "computed", "blocks", "attempt",
         "unmoved for",
@@ -109,4 +101,4 @@ def show_requests(engine: EngineInside, out: Console, *, as_json: bool) -> None:
                 str(one.get("blocks", 0)), str(request["attempt"]),
                 f"{request['unmoved_for']:.1f} s",
             )  # fmt: skip
-    out.print(table)
+    output.show(found, table)

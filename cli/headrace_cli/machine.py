@@ -1,4 +1,4 @@
-"""What this machine has, found without importing torch: GPUs, usable cores, memory."""
+"""Finds this machine's GPUs, usable cores and memory without importing torch."""
 
 import os
 import re
@@ -46,7 +46,7 @@ def _cpu_quota() -> int | None:
 
 
 def available_memory() -> int | None:
-    """Bytes a new process can have: the machine's, or what is left of the container's limit."""
+    """Bytes available to a new process, on the machine or within the container's limit."""
     match = re.search(r"^MemAvailable:\s+(\d+) kB", _read(_MEMINFO), re.MULTILINE)
     free = [int(match[1]) * 1024] if match else []
     limit = _read(_CGROUP / "memory.max").strip()
@@ -57,7 +57,7 @@ def available_memory() -> int | None:
 
 
 def cpu_flags() -> frozenset[str]:
-    """Instruction set flags as the kernel names them; empty where it does not say."""
+    """Instruction set flags by the kernel's names; empty if unknown."""
     match = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", _read(_CPUINFO), re.MULTILINE)
     return frozenset(match[1].split()) if match else frozenset()
 

@@ -13,9 +13,13 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from headrace_common.checkpoint import DEMO_MODEL
+from headrace_common.text.checkpoint import DEMO_MODEL
 
-from . import debug_commands, keys_commands, queue_commands
+from .commands import debug as debug_commands
+from .commands import keys as keys_commands
+from .commands import queues as queue_commands
+from .commands import redis as redis_commands
+from .commands import sealing as sealing_commands
 from .errors import CliError, UsageError
 
 app = typer.Typer(
@@ -28,6 +32,8 @@ app = typer.Typer(
 
 app.add_typer(keys_commands.app)
 app.add_typer(queue_commands.app)
+app.add_typer(sealing_commands.app)
+app.add_typer(redis_commands.app)
 app.add_typer(debug_commands.app)
 
 _UP = "`headrace up --model MODEL` serves a model"
@@ -93,6 +99,10 @@ def up(
         typer.Option(envvar="REDIS_URL", help="Redis or Valkey to use instead of an own one."),
     ] = None,
     data_dir: Annotated[Path, typer.Option(help="Queue data and logs.")] = Path(".headrace"),
+    sealing_keys_file: Annotated[
+        Path | None,
+        typer.Option(help="Keys with which prompts and answers are sealed in the queue's data."),
+    ] = None,
     drain_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds that running requests get at the end.")
     ] = 30.0,
@@ -104,11 +114,11 @@ def up(
     _need("engine", "torch", "transformers")
     _need("gateway", "fastapi", "uvicorn")
     _need("up", "httpx")
-    from .checks.model import refuse_unusable
     from .datadir import DataDir
-    from .report import TerminalReport
-    from .stack import UpConfig, checked_engine_args
-    from .up import Up, run_up
+    from .doctor.checks.model import refuse_unusable
+    from .processes.report import TerminalReport
+    from .up.stack import UpConfig, checked_engine_args
+    from .up.up import Up, run_up
 
     config = UpConfig(
         model=model,
@@ -117,6 +127,7 @@ def up(
         port=port,
         engines=engines,
         gateways=gateways,
+        sealing_keys_file=sealing_keys_file,
         drain_timeout=drain_timeout,
         engine_args=checked_engine_args(context.args, _flags_of(context)),
     )
@@ -180,7 +191,7 @@ def chat(
 ) -> None:
     """Chat with a served model in the terminal."""
     _need("up", "httpx")
-    from .chat import ChatConfig, run_chat
+    from .chat.chat import ChatConfig, run_chat
 
     config = ChatConfig(
         url=url.rstrip("/"),
@@ -204,10 +215,18 @@ def doctor(
         str | None, typer.Option(envvar="REDIS_URL", help="Redis or Valkey to be used.")
     ] = None,
     data_dir: Annotated[Path, typer.Option(help="Queue data and logs.")] = Path(".headrace"),
+    engine: Annotated[
+        bool, typer.Option("--engine", help="Only what an engine needs, by its own variables.")
+    ] = False,
 ) -> None:
     """Check this machine and say what to do."""
-    from .doctor import DoctorConfig, run_doctor
+    from .doctor.doctor import DoctorConfig, run_doctor
 
-    config = DoctorConfig(model=model, host=host, port=port, redis_url=redis, data_dir=data_dir)
+    if engine:
+        model = os.environ.get("HEADRACE_ENGINE_MODEL", model)
+        redis = os.environ.get("HEADRACE_ENGINE_REDIS_URL", redis)
+    config = DoctorConfig(
+        model=model, host=host, port=port, redis_url=redis, data_dir=data_dir, engine=engine
+    )
     healthy = run_doctor(config, Console())
     raise typer.Exit(0 if healthy else 1)

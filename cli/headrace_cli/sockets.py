@@ -1,4 +1,4 @@
-"""Sockets that `up` opens for its children. No waiting here."""
+"""Opens sockets that `up` passes to its children. Nothing here waits."""
 
 import errno
 import socket
@@ -7,7 +7,7 @@ from contextlib import suppress
 from .errors import UsageError
 
 BACKLOG = 2048
-# Of `headrace up`: its first engine has this one, where it is free.
+# Of `headrace up`: the port of its first engine, if it is free.
 FIRST_METRICS_PORT = 9400
 _PORTS_TRIED = 200
 
@@ -15,7 +15,7 @@ _PORTS_TRIED = 200
 def listen(host: str, port: int) -> socket.socket:
     """A listening TCP socket to pass on, also to several processes.
 
-    Raises UsageError where the port is taken.
+    Raises UsageError if the port is in use.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -44,8 +44,7 @@ def _remedy(error: OSError) -> str:
 def listen_on_free_ports(count: int, *, host: str, start: int) -> list[socket.socket]:
     """Sockets that listen on the first `count` ports from `start` on that are free.
 
-    Listening, as a port that is only found to be free may be another's a moment later. Raises
-    UsageError.
+    They listen already, since another program could take a free port meanwhile. Raises UsageError.
     """
     found: list[socket.socket] = []
     for port in range(start, min(start + _PORTS_TRIED, 65536)):

@@ -1,5 +1,8 @@
-"""Tables of the commands that show a running system: rows are never folded, so that a script can
-cut them too."""
+"""What commands print: tables, whose rows are never wrapped, for use in scripts, or JSON."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -7,8 +10,32 @@ from rich.table import Column, Table
 WIDEST = 1000  # columns
 
 
-def wide_console(*, stderr: bool = False) -> Console:
-    return Console(width=WIDEST, stderr=stderr)
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The consoles of a command. Results go to `out`, notes for a person to `notes`."""
+
+    as_json: bool = False
+    out: Console = field(default_factory=lambda: Console(width=WIDEST))
+    notes: Console = field(default_factory=lambda: Console(width=WIDEST, stderr=True))
+
+    def show(self, data: Any, table: Table) -> None:
+        if self.as_json:
+            self.json(data)
+        else:
+            self.out.print(table)
+
+    def tell(self, data: Any, note: str) -> None:
+        """The result of a change."""
+        if self.as_json:
+            self.json(data)
+        else:
+            self.notes.print(note, markup=False)
+
+    def json(self, data: Any) -> None:
+        self.raw(json.dumps(data, indent=2) + "\n")
+
+    def raw(self, text: str) -> None:
+        self.out.file.write(text)
 
 
 def plain_table(*names: str) -> Table:

@@ -1,13 +1,15 @@
-"""Errors that cross a room or the wire. `code` is the stable machine word, the message for people.
+"""Errors that cross a room or the wire.
 
-HeadraceError
-├── SettingsError        a setting is wrong; the message says which and what to do
-├── MessageError         bytes on the wire are not a message of this protocol
-├── BackendUnfit         the Redis at hand cannot keep the protocol's promises
-├── BackendUnavailable   Redis cannot be reached or refuses writes now
-├── QueueFull            the queue took no more; carries when to retry
-├── RequestConflict      the request id is in use for another request
-└── RequestFailed        an accepted request ended without an answer; carries a FailureCode
+`code` is the stable word for programs, the message is for people.
+
+    HeadraceError
+    ├── SettingsError        a setting is wrong; the message says which and what to do
+    ├── MessageError         bytes on the wire are not a message of this protocol
+    ├── BackendUnfit         the Redis at hand cannot keep the protocol's promises
+    ├── BackendUnavailable   Redis cannot be reached or refuses writes now
+    ├── QueueFull            the queue took no more; carries when to retry
+    ├── RequestConflict      the request id is in use for another request
+    └── RequestFailed        an accepted request ended without an answer; carries a FailureCode
 """
 
 from enum import StrEnum
@@ -34,7 +36,7 @@ class BackendUnavailable(HeadraceError):
 
 
 class QueueFull(HeadraceError):
-    """`retry_after` in seconds. `tenant` tells this caller's own limit from the whole system's."""
+    """The queue is full. `retry_after` is in seconds; `tenant`: the limit is the tenant's own."""
 
     code = "queue_full"
 
@@ -49,15 +51,17 @@ class RequestConflict(HeadraceError):
 
 
 class FailureCode(StrEnum):
-    """Why an accepted request ended in `failed`; on the wire and in the error object's `code`."""
+    """Why an accepted request failed; on the wire and in the error object's `code`."""
 
     DEADLINE = "deadline_exceeded"
     CANCELLED = "cancelled"
-    ABANDONED = "abandoned"  # its engine found no gateway that wants it
-    INVALID = "request_invalid"  # the engine refused it: a check that the gateway could not make
+    ABANDONED = "abandoned"  # no gateway asked its engine for it any more
+    INVALID = "request_invalid"  # the engine refused it by a check that the gateway could not make
     MALFORMED = "message_malformed"
     POISONED = "request_failed"  # it took down several engines that ran it
+    REMOVED = "model_removed"  # its model is no longer registered
     LOST = "state_lost"  # Redis and the gateway's memory are both gone
+    SEALED = "seal_invalid"  # its stored data cannot be opened with the present keys
     INTERNAL = "internal_error"
 
 

@@ -3,13 +3,15 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headrace_common.sampling import SamplingParams as SamplingParams
-    from headrace_common.structured import GuidedDecodingParams as GuidedDecodingParams
-    from headrace_common.structured import StructuredOutputsParams as StructuredOutputsParams
+    from headrace_common.sampling.params import SamplingParams as SamplingParams
+    from headrace_common.structured.structured import GuidedDecodingParams as GuidedDecodingParams
+    from headrace_common.structured.structured import (
+        StructuredOutputsParams as StructuredOutputsParams,
+    )
 
-    from .llm import LLM as LLM
-    from .llm_beams import BeamSearchParams as BeamSearchParams
     from .lora.request import LoRARequest as LoRARequest
+    from .offline.beams import BeamSearchParams as BeamSearchParams
+    from .offline.llm import LLM as LLM
 
 __all__ = [
     "LLM",
@@ -24,11 +26,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Imports on first use: importing a small module of this package must not import torch."""
     if name == "LLM":
-        from .llm import LLM
+        from .offline.llm import LLM
 
         return LLM
     if name == "BeamSearchParams":
-        from .llm_beams import BeamSearchParams
+        from .offline.beams import BeamSearchParams
 
         return BeamSearchParams
     if name == "LoRARequest":
@@ -36,11 +38,11 @@ def __getattr__(name: str) -> Any:
 
         return LoRARequest
     if name == "SamplingParams":
-        from headrace_common.sampling import SamplingParams
+        from headrace_common.sampling.params import SamplingParams
 
         return SamplingParams
     if name in ("GuidedDecodingParams", "StructuredOutputsParams"):
-        from headrace_common.structured import StructuredOutputsParams
+        from headrace_common.structured.structured import StructuredOutputsParams
 
         return StructuredOutputsParams
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

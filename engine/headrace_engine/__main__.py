@@ -2,9 +2,14 @@
 
 import os
 
-# libgomp reads it when torch loads it. Its default spins for milliseconds at every barrier, which
-# takes the cores from the gateway and Redis where they share them with the engine.
+# libgomp reads it when torch loads it. By default its threads spin for milliseconds at every
+# barrier, which takes cores from a gateway and Redis on the same machine.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+
+if __name__ == "__main__":
+    from headrace_common.termination import exit_on_signal
+
+    exit_on_signal()  # before torch, which takes seconds
 
 import asyncio
 import gc
@@ -14,46 +19,54 @@ import socket
 import sys
 from importlib.metadata import version
 
-from headrace_common import keys, telemetry
-from headrace_common.checkpoint import CheckpointFiles, TokenizerError
-from headrace_common.clock_offset import show_clock_offset
+from headrace_common.config.process import (
+    EXIT_CONFIG,
+    EXIT_FAILED,
+    read_settings,
+    write_termination_message,
+)
 from headrace_common.errors import HeadraceError
-from headrace_common.process import EXIT_CONFIG, EXIT_FAILED, read_settings
-from headrace_common.protocol.connection import Connection, ConnectionConfig
-from headrace_common.protocol.redis_engine import RedisEngineQueue
-from headrace_common.protocol.redis_registry import RedisModelRegistry
-from headrace_common.protocol.sharded_engine import ShardedEngineQueue
-from headrace_common.tokenizer import Tokenizer
+from headrace_common.observability import telemetry
+from headrace_common.observability.clock_offset import show_clock_offset
+from headrace_common.protocol.redis.client.connection import Connection, ConnectionConfig
+from headrace_common.protocol.redis.engine import RedisEngineQueue
+from headrace_common.protocol.redis.registry import RedisModelRegistry
+from headrace_common.protocol.redis.sharded_engine import ShardedEngineQueue
+from headrace_common.sealing.keyring_file import KeyringFile
+from headrace_common.text.checkpoint import CheckpointFiles, TokenizerError
+from headrace_common.text.tokenizer import Tokenizer
+from headrace_common.wire import keys
 
-from .config import EngineConfig
-from .engine import Engine
-from .errors import EngineError, RequestError
-from .grammar.compiler import GrammarCompiler
-from .placement import PeerRanks
-from .policies import make_policy
-from .registration import ModelFiles, ModelSource, Registration
-from .runner import ModelRunner
-from .settings import EngineSettings
-from .worker import Worker, WorkerConfig
+from .core.config import EngineConfig
+from .core.errors import EngineError, RequestError
+from .engine.engine import Engine
+from .model_runner.model_runner import ModelRunner
+from .models.placed_model import PeerRanks
+from .scheduler.policies import make_policy
+from .serving.model_registration import ModelFiles, ModelRegistration, ModelSource
+from .serving.settings import EngineSettings
+from .serving.worker import Worker, WorkerConfig
+from .structured_output.compiler import GrammarCompiler
 
 logger = logging.getLogger("headrace_engine")
 
-# Codes of errors that a new start may mend.
+# Codes of errors that a restart may fix.
 FAILURES = ("worker_failed", "rank_failed")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the process's exit code."""
+    """Runs the engine process and returns its exit code."""
     settings = read_settings(EngineSettings, "headrace engine", arguments)
     if settings is None:
         return EXIT_CONFIG
     try:
-        # Before the weights, which may take minutes.
+        # Before the weights, which may take minutes to load.
+        sealing = KeyringFile(settings)
         model = _source(settings).read() if settings.register_model else None
         runner, engine, grammars = _load(settings, model)
         files = None if model is None else model.files
-        asyncio.run(serve(settings, engine, grammars, runner.peers, files))
-        if runner.peers is not None:  # where serving failed they end with this process
+        asyncio.run(serve(settings, engine, sealing, grammars, runner.peers, files))
+        if runner.peers is not None:  # after a failure they end with this process
             runner.peers.close()
     except (HeadraceError, EngineError) as error:
         logger.error(
@@ -61,6 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
             extra={"code": error.code, "error": str(error)},
             exc_info=error.__cause__,
         )
+        write_termination_message(error.code, str(error))
         return EXIT_FAILED if error.code in FAILURES else EXIT_CONFIG
     return 0
 
@@ -73,7 +87,7 @@ def _load(
     runner = ModelRunner(config)
     runner.warm_up()
     grammars = _grammars(config, runner, None if model is None else model.tokenizer)
-    # What is alive now stays: the collector need not look at it again between steps.
+    # Present objects stay alive: the collector need not visit them between steps.
     gc.collect()
     gc.freeze()
     return runner, Engine(config, runner, policy), grammars
@@ -82,27 +96,31 @@ def _load(
 def _grammars(
     config: EngineConfig, runner: ModelRunner, tokenizer: Tokenizer | None
 ) -> GrammarCompiler | None:
-    """Made before the first request, as it holds up everything else in the process."""
+    """Makes the compiler before the first request, since that blocks the process."""
     if runner.pooler_config is not None:
         return None
     try:
         tokenizer = tokenizer or Tokenizer.load(config.model, config.revision)
         return GrammarCompiler(tokenizer, runner.vocab_size, runner.eos_token_ids)
     except (TokenizerError, RequestError) as error:
-        logger.warning("no structured outputs", extra={"error": str(error)})
+        logger.warning(
+            "no structured outputs: there is no compiler for grammars", extra={"error": str(error)}
+        )
         return None
 
 
 async def serve(
     settings: EngineSettings,
     engine: Engine,
+    sealing: KeyringFile,
     grammars: GrammarCompiler | None = None,
     peers: PeerRanks | None = None,
     files: CheckpointFiles | None = None,
 ) -> None:
-    """Serves until SIGTERM or a drain message. Raises what breaks the service."""
+    """Serves until SIGTERM or a drain message. Raises the error that ended the service."""
     engine_id = keys.new_incarnation(f"{socket.gethostname()}.{os.getpid()}")
-    connection = Connection(ConnectionConfig(url=settings.redis_url))
+    config = ConnectionConfig(url=settings.redis_url, credentials=settings.redis_credentials)
+    connection = Connection(config, sealing.sealer)
     queue = ShardedEngineQueue(
         lambda shard: RedisEngineQueue(
             connection,
@@ -114,6 +132,10 @@ async def serve(
         settings.queue_shards,
     )
     worker: Worker | None = None
+
+    def live() -> str | None:
+        return sealing.failed or (None if worker is None else worker.stuck())
+
     measures = telemetry.setup(
         "headrace-engine",
         version=version("headrace"),
@@ -121,11 +143,12 @@ async def serve(
         metrics_host=settings.metrics_host,
         metrics_port=settings.metrics_port,
         metrics_fd=settings.metrics_fd,
-        live=lambda: None if worker is None else worker.stuck(),
+        live=live,
         ready=lambda: "starting" if worker is None else worker.not_ready(),
     )
     show_clock_offset(measures, connection.clock)
     try:
+        sealing.start()
         registration = _registration(settings, engine, connection, files)
         worker = Worker(
             _worker_config(settings, engine), queue, engine, measures, registration, grammars
@@ -134,9 +157,10 @@ async def serve(
             peers.watch(worker.fail)
         running_loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            running_loop.add_signal_handler(number, worker.drain)
+            running_loop.add_signal_handler(number, worker.end)
         await worker.run()
     finally:
+        await sealing.close()
         await queue.close()
         await connection.close()
         await asyncio.to_thread(measures.shutdown)
@@ -153,10 +177,10 @@ def _registration(
     engine: Engine,
     connection: Connection,
     files: CheckpointFiles | None,
-) -> Registration | None:
+) -> ModelRegistration | None:
     if not settings.register_model:
         return None
-    return Registration(
+    return ModelRegistration(
         RedisModelRegistry(connection),
         _source(settings),
         name=settings.name,
@@ -164,6 +188,7 @@ def _registration(
         owner=settings.owner,
         files=files,
         adapters=tuple(settings.lora_modules),
+        holds=settings.hold_waiting,
         clock=connection.clock.now,
     )
 
@@ -178,6 +203,7 @@ def _worker_config(settings: EngineSettings, engine: Engine) -> WorkerConfig:
         version=version("headrace"),
         beat_interval=settings.beat_interval,
         drain_timeout=settings.drain_timeout,
+        stays_when_drained=settings.after_drain == "wait",
         step_timeout=settings.step_timeout,
         debug_pages=settings.debug_pages,
         grammar_bounds=settings.grammar_bounds,
@@ -185,7 +211,7 @@ def _worker_config(settings: EngineSettings, engine: Engine) -> WorkerConfig:
 
 
 def _exit(code: int) -> None:
-    """Ends the process at once: a step that hangs on its device would keep it for ever."""
+    """Ends the process at once: a step that hangs on its device would keep it alive."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

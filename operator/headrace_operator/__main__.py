@@ -1,4 +1,9 @@
-"""The operator process: reads its settings, waits for its turn to lead, works until SIGTERM."""
+"""The operator process: reads its settings, waits for leadership, works until SIGTERM."""
+
+if __name__ == "__main__":
+    from headrace_common.termination import exit_on_signal
+
+    exit_on_signal()  # before imports that take seconds
 
 import asyncio
 import logging
@@ -6,20 +11,19 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Coroutine
 from importlib.metadata import version
 from typing import Any
 
 from kubernetes.aio import config
 from kubernetes.aio.client import Configuration
 
-from headrace_common import telemetry
+from headrace_common.config.process import EXIT_CONFIG, EXIT_FAILED, before, read_settings
 from headrace_common.errors import HeadraceError, SettingsError
-from headrace_common.process import EXIT_CONFIG, EXIT_FAILED, read_settings
+from headrace_common.observability import telemetry
 
-from .cluster import Cluster
-from .lease import Lease, LeaseConfig
-from .operator_app import run
+from .app.operator_app import run
+from .cluster.cluster import Cluster
+from .cluster.lease import LeaderLease, LeaderLeaseConfig
 from .settings import OperatorSettings
 
 logger = logging.getLogger("headrace_operator")
@@ -30,17 +34,21 @@ def main(arguments: list[str] | None = None) -> int:
     settings = read_settings(OperatorSettings, "headrace operator", arguments)
     if settings is None:
         return EXIT_CONFIG
-    # kopf tells of every event that its handler took it.
+    # kopf logs every handled event.
     logging.getLogger("kopf.objects").setLevel(logging.WARNING)
     try:
         return asyncio.run(serve(settings))
     except HeadraceError as error:
-        logger.error("operator cannot work", extra={"code": error.code, "error": str(error)})
+        logger.error("operator ends", extra={"code": error.code, "error": str(error)})
         return EXIT_CONFIG
 
 
 async def serve(settings: OperatorSettings) -> int:
-    """Leads or waits to, until SIGTERM; EXIT_FAILED where the leadership was lost."""
+    """Leads, or waits to lead, until SIGTERM; EXIT_FAILED if the leadership was lost."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
     heart = Heartbeat()
     measures = telemetry.setup(
         "headrace-operator",
@@ -50,10 +58,6 @@ async def serve(settings: OperatorSettings) -> int:
         live=heart.stuck,
     )
     cluster = Cluster(await configuration())
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
     beating = asyncio.create_task(heart.run())
     try:
         return await lead(settings, cluster, measures, stop)
@@ -71,16 +75,17 @@ async def lead(
         await run(settings, cluster, measures, vault_login=None, stop=stop, ready=asyncio.Event())
         return 0
     identity = settings.identity or f"{socket.gethostname()}_{secrets.token_hex(4)}"
-    lease = Lease(
+    lease = LeaderLease(
         cluster,
-        LeaseConfig(
+        LeaderLeaseConfig(
             namespace=settings.namespace,
             name=settings.lease_name,
             identity=identity,
             duration=settings.lease_duration,
         ),
     )
-    if not await _before(lease.acquire(), stop):
+    if not await before(lease.acquire(), stop):
+        await lease.release()  # this process may have just acquired it
         return 0
     keeping = asyncio.create_task(_stop_when_lost(lease, stop))
     try:
@@ -93,24 +98,13 @@ async def lead(
     return EXIT_FAILED if lost else 0
 
 
-async def _stop_when_lost(lease: Lease, stop: asyncio.Event) -> None:
+async def _stop_when_lost(lease: LeaderLease, stop: asyncio.Event) -> None:
     await lease.keep()
     stop.set()
 
 
-async def _before(awaited: Coroutine[Any, Any, None], stop: asyncio.Event) -> bool:
-    """Whether it came to its end before `stop`."""
-    goal = asyncio.create_task(awaited)
-    stopped = asyncio.create_task(stop.wait())
-    await asyncio.wait({goal, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    for task in (goal, stopped):
-        task.cancel()
-    await asyncio.gather(goal, stopped, return_exceptions=True)
-    return not goal.cancelled() and goal.exception() is None
-
-
 class Heartbeat:
-    """Tells whether the event loop still turns; asked from the metrics server's threads."""
+    """Checks that the event loop still runs; called from the metrics server's threads."""
 
     INTERVAL = 5.0
     LIMIT = 60.0

@@ -1,14 +1,16 @@
-"""Errors of the operator. `code` is the stable word that conditions and logs carry.
+"""Errors of the operator.
 
-OperatorError
-├── InvalidSpec         a ModelService cannot be understood; names the field, the value, the remedy
-├── ServedNameTaken     another owner's engines have registered the name that clients ask for
-├── SignalsUnavailable  metrics could not be read: nothing may be decided on them
-└── ClusterError        the Kubernetes API refused or did not answer
-    ├── NotFound        the object, or its kind, is not there
-    ├── Conflict        somebody else changed or owns it
-    ├── Refused         the API server finds the object wrong or forbids it: waiting does not help
-    └── Unreachable     no answer, or one that says to come again
+`code` is the stable word in conditions and logs.
+
+    OperatorError
+    ├── InvalidSpec         a ModelService is invalid; the error names field, value and remedy
+    ├── ServedNameTaken     another owner's engines have registered the name that clients ask for
+    ├── SignalsUnavailable  metrics could not be read, so nothing may be decided
+    └── ClusterError        the Kubernetes API refused or did not answer
+        ├── NotFound        the object, or its kind, does not exist
+        ├── Conflict        another client changed or owns it
+        ├── Refused         the API server rejects or forbids the object: waiting does not help
+        └── Unreachable     no answer, or one that asks to try again
 """
 
 from headrace_common.errors import HeadraceError
@@ -29,7 +31,7 @@ class InvalidSpec(OperatorError):
 
 
 class ServedNameTaken(OperatorError):
-    """Engines of both would take requests from one queue and answer with either's model."""
+    """Another owner has this served name; both owners' engines would share one queue."""
 
     code = "ServedNameTaken"
 

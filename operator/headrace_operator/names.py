@@ -22,18 +22,23 @@ TRACK = f"{GROUP}/track"
 STABLE = "stable"
 CANARY = "canary"
 
+# On a ModelService: a new value gives its engines' Redis user a new password.
+REDIS_PASSWORD = f"{GROUP}/redis-password"
+
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 VICTIM_COST = "-1000000"
 ENDED_COST = "-2000000"  # before those that still drain
 NO_COST = "0"
 
 CONTAINER = "engine"
+DOCTOR = "doctor"
 METRICS_PORT_NAME = "metrics"
 METRICS_PORT = 9400
 
-# A pod's name is its Deployment's plus 17 characters, and engines tell their pod's name in their
-# engine id, where a host name ends after 63.
+# A pod's name is its Deployment's plus 17 characters. Engine ids contain the pod's name as a host
+# name, which has at most 63 characters.
 MAX_NAME_CHARS = 40
+REDIS_USER_SUFFIX = "-engine-redis"  # of the names of Secrets with engines' Redis users
 
 
 def selector(name: str) -> dict[str, str]:
@@ -89,14 +94,19 @@ def cache_claim(name: str) -> str:
     return f"{name}-cache"
 
 
-def scaling_memory(name: str) -> str:
+def redis_secret(name: str) -> str:
+    """The name of the Secret with its engines' Redis user."""
+    return f"{name}{REDIS_USER_SUFFIX}"
+
+
+def scaling_history(name: str) -> str:
     return f"{name}-scaling"
 
 
 def autoscaler(name: str) -> str:
-    return name
+    return f"{name}-engine"
 
 
 def pod_of_engine(engine_id: str) -> str:
-    """The pod that an engine runs in: ids are `<host name>.<pid>.<random>`, the host is the pod."""
+    """The pod of an engine: ids are `<host name>.<pid>.<random>`, the host name is the pod's."""
     return engine_id.rsplit(".", 2)[0]

@@ -5,14 +5,18 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from headrace_common.protocol.endpoint import parse_endpoint
+from headrace_common.protocol.redis.client.endpoint import parse_endpoint
+from headrace_common.sealing.settings import SealingMode
 
 from .desired.defaults import Platform
-from .prometheus_urls import PrometheusUrls, problem_of
+from .spec.prometheus_urls import PrometheusUrls, problem_of
+from .spec.reserved import Reserved
+
+SHORTEST_KEY = 16  # characters of the password from which others are derived
 
 
 class OperatorSettings(BaseSettings):
-    """Read once at start; a value that is out of range stops the start and is named."""
+    """The operator's settings, read once; a value out of range stops the start with its name."""
 
     model_config = SettingsConfigDict(
         env_prefix="HEADRACE_OPERATOR_",
@@ -42,6 +46,15 @@ class OperatorSettings(BaseSettings):
     redis_url: str = Field(
         "redis://127.0.0.1:6379/0", description="Redis or Valkey, to tell engines to drain"
     )
+    redis_admin_url: str | None = Field(
+        None,
+        description="the same as a user who may make users: each ModelService's engines then have "
+        "one that can touch nothing but their model, in a Secret; docs/operations.md; default: all "
+        "engines have engine_redis_secret",
+    )
+    engine_redis_url: str | None = Field(
+        None, description="URL without a user for engines that have their own; default: redis_url"
+    )
     engine_redis_secret: str | None = Field(
         None, description="Secret with the URL for engines; default: redis_url in their environment"
     )
@@ -49,6 +62,10 @@ class OperatorSettings(BaseSettings):
     engine_redis_ca_secret: str | None = Field(
         None, description="Secret with the CA of a rediss:// server for engines"
     )
+    engine_sealing_secret: str | None = Field(
+        None, description="Secret with the keyring for engines, beside each ModelService"
+    )
+    engine_sealing_mode: SealingMode = Field("require", description="their sealing_mode")
     engine_redis_ports: tuple[int, ...] = Field(
         (), description="further ports of Redis: masters behind Sentinels, nodes of a cluster"
     )
@@ -67,6 +84,15 @@ class OperatorSettings(BaseSettings):
     )
     metrics_namespaces: tuple[str, ...] = Field(
         (), description='namespaces that may scrape engines, beside their own, ["monitoring"]'
+    )
+
+    reserved_secrets: tuple[str, ...] = Field(
+        (),
+        description="Secrets of the operator's namespace that ModelServices there may not name, "
+        '["headrace-redis"]; one that ends in * is a beginning',
+    )
+    reserved_claims: tuple[str, ...] = Field(
+        (), description="claims of the operator's namespace that ModelServices may not mount"
     )
 
     prometheus_url: str | None = Field(
@@ -104,6 +130,23 @@ class OperatorSettings(BaseSettings):
             raise ValueError("gateway_selector must be label=value pairs with commas between them")
         return self
 
+    @model_validator(mode="after")
+    def _hides_passwords(self) -> "OperatorSettings":
+        if self.redis_admin_url is None:
+            return self
+        if len(self.password_key) < SHORTEST_KEY:
+            raise ValueError(
+                f"redis_admin_url must have a password of at least {SHORTEST_KEY} characters: the "
+                "passwords of engines are derived from it"
+            )
+        options = parse_endpoint(self.engine_redis_url or self.redis_url).options
+        if "username" in options or "password" in options:
+            raise ValueError(
+                "engine_redis_url must be set, without a user or password, where redis_admin_url "
+                "is: engines have users of their own"
+            )
+        return self
+
     @field_validator("prometheus_url", "prometheus_allowed_urls")
     @classmethod
     def _are_urls(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
@@ -118,15 +161,31 @@ class OperatorSettings(BaseSettings):
         return PrometheusUrls(self.prometheus_url, self.prometheus_allowed_urls)
 
     @property
+    def reserved(self) -> Reserved:
+        return Reserved(self.namespace, self.reserved_secrets, self.reserved_claims)
+
+    @property
     def gateway_labels(self) -> dict[str, str]:
         pairs = (part.split("=", 1) for part in self.gateway_selector.split(","))
         return {key.strip(): value.strip() for key, value in pairs}
 
     @property
     def _queue_ports(self) -> tuple[int, ...]:
-        """Of the URL, and those that Sentinels or a cluster's nodes lead on to."""
+        """The ports of the URL, and those of masters behind Sentinels or of a cluster's nodes."""
         named = [port for _, port in parse_endpoint(self.redis_url).addresses]
         return tuple(dict.fromkeys((*named, *self.engine_redis_ports)))
+
+    @property
+    def password_key(self) -> bytes:
+        """The key from which passwords of engines' Redis users are derived."""
+        options = parse_endpoint(self.redis_admin_url or self.redis_url).options
+        return str(options.get("password", "")).encode()
+
+    @property
+    def _engine_url(self) -> str:
+        if self.redis_admin_url is not None and self.engine_redis_url is not None:
+            return self.engine_redis_url
+        return self.redis_url
 
     @property
     def platform(self) -> Platform:
@@ -137,10 +196,13 @@ class OperatorSettings(BaseSettings):
             engine_image_pull_policy=self.engine_image_pull_policy,
             image_pull_secrets=self.engine_image_pull_secrets,
             downloader_image=self.downloader_image,
-            queue_url=self.redis_url,
+            queue_url=self._engine_url,
+            queue_users=self.redis_admin_url is not None,
             queue_ports=self._queue_ports,
             queue_secret=None if secret is None else (secret, self.engine_redis_secret_key),
             queue_ca_secret=self.engine_redis_ca_secret,
+            sealing_secret=self.engine_sealing_secret,
+            sealing_mode=self.engine_sealing_mode,
             otlp_endpoint=self.engine_otlp_endpoint,
             metrics_namespaces=tuple(dict.fromkeys((*own, *self.metrics_namespaces))),
         )

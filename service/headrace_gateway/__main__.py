@@ -1,5 +1,10 @@
 """The gateway process: reads its settings, loads tokenizers, serves until SIGTERM."""
 
+if __name__ == "__main__":
+    from headrace_common.termination import exit_on_signal
+
+    exit_on_signal()  # before imports that take a second
+
 import asyncio
 import gc
 import logging
@@ -11,41 +16,53 @@ from datetime import UTC, datetime
 
 import uvloop
 
-from headrace_common import keys, telemetry
-from headrace_common.clock_offset import show_clock_offset
+from headrace_common.config.process import (
+    EXIT_CONFIG,
+    EXIT_UNAVAILABLE,
+    read_settings,
+    run_until_signal,
+)
 from headrace_common.errors import HeadraceError, SettingsError
-from headrace_common.process import EXIT_CONFIG, EXIT_UNAVAILABLE, read_settings
-from headrace_common.protocol.connection import Connection, ConnectionConfig, when_reachable
-from headrace_common.protocol.redis_accounts import RedisAccounts
-from headrace_common.protocol.redis_gateway import RedisGatewayQueue
-from headrace_common.protocol.redis_limits import RedisKeyUsage
-from headrace_common.protocol.redis_loads import RedisModelLoads
-from headrace_common.protocol.redis_memory import RedisMemory
-from headrace_common.protocol.redis_refused import RedisRefusedGrammars
-from headrace_common.protocol.redis_registry import RedisModelRegistry
-from headrace_common.protocol.redis_store import RedisRequestStore
+from headrace_common.observability import telemetry
+from headrace_common.observability.clock_offset import show_clock_offset
+from headrace_common.protocol.redis.accounts import RedisAccounts
+from headrace_common.protocol.redis.client.connection import (
+    Connection,
+    ConnectionConfig,
+    when_reachable,
+)
+from headrace_common.protocol.redis.gateway import RedisGatewayQueue
+from headrace_common.protocol.redis.limits import RedisKeyUsage
+from headrace_common.protocol.redis.loads import RedisModelLoads
+from headrace_common.protocol.redis.memory import RedisMemory
+from headrace_common.protocol.redis.refused import RedisRefusedGrammars
+from headrace_common.protocol.redis.registry import RedisModelRegistry
+from headrace_common.protocol.redis.store import RedisRequestStore
 from headrace_common.protocol.registry import Files, RegisteredModel
+from headrace_common.sealing.keyring_file import KeyringFile
+from headrace_common.wire import keys
 
-from .api_keys import KeyFile
-from .app import Durable, Parts, create_app
 from .batches.assembly import open_storage
-from .client import ClientConfig, GenerationClient, Place
-from .discovery import Discovery
-from .engines import EngineDirectory
-from .loading import load_registered, load_static
-from .model_loads import counted
-from .models import Models, ServedModel
-from .placement import Placer
-from .server import GatewayServer, listen, server_config
+from .http.app import Durable, Parts, create_app
+from .http.server import GatewayServer, listen, server_config
+from .limits.allocator import give_back_memory
+from .limits.api_keys import KeyFile
+from .models.discovery import Discovery
+from .models.loading import load_registered, load_static
+from .models.model_loads import counted
+from .models.models import Models, ServedModel
+from .queue_client.client import ClientConfig, GenerationClient, Place
+from .queue_client.engines import EngineDirectory
+from .queue_client.prefix_routing import PrefixRouter
+from .queue_client.withdrawal import Withdrawal
 from .settings import GatewaySettings
 from .version import package_version
 
 logger = logging.getLogger("headrace_gateway")
 
 CLIENT_FAILED = "the queue's client has failed; the process must be restarted"
-KEYS_FAILED = "the watch of the api keys has failed; the process must be restarted"
 DISCOVERY_FAILED = "the discovery of models has failed; the process must be restarted"
-# The part of its lease after which a gateway says again that it lives: two beats may be missed.
+# The part of its lease after which a gateway renews it: two renewals may be missed.
 BEATS = 0.3
 
 
@@ -54,12 +71,13 @@ def main(arguments: list[str] | None = None) -> int:
     settings = read_settings(GatewaySettings, "headrace gateway", arguments)
     if settings is None:
         return EXIT_CONFIG
+    give_back_memory()
     try:
         static = load_static(settings)
         gc.collect()
         gc.freeze()
         with _listen(settings) as listener, asyncio.Runner(loop_factory=_loop) as runner:
-            runner.run(serve(settings, static, listener))
+            runner.run(run_until_signal(serve(settings, static, listener)))
     except HeadraceError as error:
         logger.error(
             "gateway cannot serve",
@@ -73,9 +91,11 @@ def main(arguments: list[str] | None = None) -> int:
 async def serve(
     settings: GatewaySettings, static: Mapping[str, ServedModel], listener: socket.socket
 ) -> None:
-    """Serves on a listening socket until SIGTERM. Raises HeadraceError where it cannot start."""
+    """Serves on a listening socket until SIGTERM. Raises HeadraceError if it cannot start."""
     gateway_id = keys.new_incarnation(f"{socket.gethostname()}.{os.getpid()}")
-    connection = Connection(ConnectionConfig(url=settings.redis_url))
+    sealing = KeyringFile(settings)
+    config = ConnectionConfig(url=settings.redis_url, credentials=settings.redis_credentials)
+    connection = Connection(config, sealing.sealer)
     queue = RedisGatewayQueue(connection, gateway_id, lease_ms=round(settings.lease * 1000))
     engines = EngineDirectory(queue)
     client = GenerationClient(
@@ -86,7 +106,8 @@ async def serve(
         place=_place(settings, engines),
         shards=engines.shards,
     )
-    discovery = _discovery(settings, static, connection, gateway_id)
+    withdrawal = Withdrawal(client, engines.engines)
+    discovery = _discovery(settings, static, connection, gateway_id, withdrawal)
     served = Models(static, discovery, aliases=settings.model_aliases)
     api_keys = (
         None
@@ -95,7 +116,7 @@ async def serve(
             settings.api_keys_file, lambda: datetime.fromtimestamp(connection.clock.now(), UTC)
         )
     )
-    liveness = _liveness(client, discovery, api_keys)
+    liveness = _liveness(client, discovery, api_keys, sealing)
     measures = telemetry.setup(
         "headrace-gateway",
         version=package_version(),
@@ -113,9 +134,11 @@ async def serve(
         _announce(listener, served, gateway_id)
 
     try:
+        sealing.start()
         if api_keys is not None:
-            await api_keys.start()
+            api_keys.start()
         await when_reachable(client.start, settings.startup_timeout)
+        connection.watch(settings.redis_patience)
         await discovery.start()
         parts = Parts(
             served=served,
@@ -138,11 +161,12 @@ async def serve(
         app = create_app(settings, parts)
         server = GatewayServer(
             server_config(app, settings),
-            on_drain=lambda: app.state.services.drain.begin(settings.drain_timeout),
+            on_drain=lambda: app.state.services.pipeline.drain.begin(settings.drain_timeout),
             on_ready=ready,
         )
         await server.serve(sockets=[listener])
     finally:
+        await sealing.close()
         if api_keys is not None:
             await api_keys.close()
         await discovery.close()
@@ -154,7 +178,7 @@ async def serve(
 def _place(settings: GatewaySettings, engines: EngineDirectory) -> Place | None:
     if settings.placement == "none":
         return None
-    placer = Placer(
+    placer = PrefixRouter(
         engines,
         prefix_tokens=settings.placement_prefix_tokens,
         load_factor=settings.placement_load_factor,
@@ -179,6 +203,7 @@ def _discovery(
     static: Mapping[str, ServedModel],
     connection: Connection,
     gateway_id: str,
+    withdrawal: Withdrawal,
 ) -> Discovery:
     loads = RedisModelLoads(connection, gateway_id)
 
@@ -186,18 +211,27 @@ def _discovery(
         async with counted(loads, model.digest):
             return await asyncio.to_thread(load_registered, model, files, settings.max_model_len)
 
-    return Discovery(RedisModelRegistry(connection), load, ignored=static)
+    discovery = Discovery(
+        RedisModelRegistry(connection),
+        load,
+        ignored=static,
+        looked=lambda: withdrawal.look(discovery.ended),
+    )
+    return discovery
 
 
 def _liveness(
-    client: GenerationClient, discovery: Discovery, api_keys: KeyFile | None
+    client: GenerationClient,
+    discovery: Discovery,
+    api_keys: KeyFile | None,
+    sealing: KeyringFile,
 ) -> Callable[[], str | None]:
     def liveness() -> str | None:
         if client.failed is not None:
             return CLIENT_FAILED
-        if api_keys is not None and api_keys.failed is not None:
-            return KEYS_FAILED
-        return None if discovery.failed is None else DISCOVERY_FAILED
+        if discovery.failed is not None:
+            return DISCOVERY_FAILED
+        return sealing.failed or (None if api_keys is None else api_keys.failed)
 
     return liveness
 

@@ -1,7 +1,7 @@
 """Every error as OpenAI clients read it: `{"error": {message, type, param, code}}` and a status.
 
 The only place where failures of the queue and the engine become HTTP. Messages are for the caller:
-they name the field, the value and what to do, never a prompt or an internal address.
+they name the field, the value and the remedy, never a prompt or an internal address.
 """
 
 import math
@@ -10,7 +10,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from headrace_common.chat_template import ChatTemplateError
 from headrace_common.errors import (
     BackendUnavailable,
     FailureCode,
@@ -20,20 +19,24 @@ from headrace_common.errors import (
     RequestConflict,
     RequestFailed,
 )
-from headrace_common.sampling import SamplingError
+from headrace_common.sampling.params import SamplingError
+from headrace_common.sealing.sealer import SealingError
+from headrace_common.text.chat_template import ChatTemplateError
 
 MAX_MESSAGE_CHARS = 1000
 MAX_PARAM_CHARS = 200
 INVALID_REQUEST = "invalid_request_error"
 TOO_LONG = "context_length_exceeded"
 RETRY_SOON_S = 2.0
-# Where a request's state has the name that its answer tells, once it has one.
+# Tells OpenAI's and Anthropic's clients not to repeat the request by themselves.
+NO_RETRY: Mapping[str, str] = {"x-should-retry": "false"}
+# Where a request's state has the name by which its answer identifies it.
 REQUEST_NAME = "request_name"
-# How a body's validation says that a value is known, but not to this server.
+# The type of a validation fault whose value exists elsewhere but is not supported here.
 UNSUPPORTED_KIND = "unsupported"
-# Parts of a fault's location that are a union's branches, not fields.
+# Parts of a fault's location that are branches of a union, not fields.
 _BRANCHES = frozenset({"str", "list", "dict", "allowed"})
-# Likewise, where they stand behind these fields or an item's number, and before a field.
+# The same, if they follow one of these fields or an item's number and precede a field.
 _UNIONS = frozenset({"response_format", "format", "thinking", "tool_choice"})
 _KINDS = frozenset(
     {
@@ -46,9 +49,9 @@ _KINDS = frozenset(
 
 
 class ApiError(Exception):
-    """What a client is told instead of an answer. `retry_after` is in seconds.
+    """The error that a client gets instead of an answer. `retry_after` is in seconds.
 
-    Whatever of a request is repeated in it, it stays short.
+    Parts of the request that it repeats are shortened.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class ApiError(Exception):
         }
 
     def renamed(self, message: str, param: str | None) -> "ApiError":
-        """The same error in other words."""
+        """Returns the same error with another message."""
         return ApiError(
             self.status,
             message,
@@ -106,12 +109,12 @@ def _cut(text: str, most: int) -> str:
 
 
 def invalid(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
-    """A request that can never succeed as it is."""
+    """Returns the error for a request that can never succeed unchanged."""
     return ApiError(400, message, param=param, code=code)
 
 
 def too_long(context: int, requested: str, param: str = "messages") -> ApiError:
-    """The prompt, or what it asks for, does not fit the model."""
+    """Returns the error for a prompt, or a requested output, that does not fit the model."""
     return ApiError(
         400,
         f"This model's maximum context length is {context} tokens. However, you requested "
@@ -122,8 +125,23 @@ def too_long(context: int, requested: str, param: str = "messages") -> ApiError:
 
 
 def unavailable(message: str, *, code: str, retry_after: float = RETRY_SOON_S) -> ApiError:
-    """Nothing wrong with the request: it may succeed later."""
+    """Returns the error for a valid request that may succeed later."""
     return ApiError(503, message, kind="server_error", code=code, retry_after=retry_after)
+
+
+def busy(
+    message: str, *, code: str, of_tenant: bool, retry_after: float = RETRY_SOON_S
+) -> ApiError:
+    """Returns the error for a full queue or pool: the tenant's own part of it is full, or all."""
+    if not of_tenant:
+        return unavailable(message, code=code, retry_after=retry_after)
+    return ApiError(429, message, kind="rate_limit_error", code=code, retry_after=retry_after)
+
+
+def internal_error(headers: Mapping[str, str] | None = None) -> ApiError:
+    """Returns the error for a fault of this server, which only its log describes."""
+    message, code = "Internal error.", "internal_error"
+    return ApiError(500, message, kind="server_error", code=code, headers=headers)
 
 
 _FAILURES: Mapping[FailureCode, tuple[int, str]] = {
@@ -133,39 +151,54 @@ _FAILURES: Mapping[FailureCode, tuple[int, str]] = {
     FailureCode.INVALID: (400, INVALID_REQUEST),
     FailureCode.MALFORMED: (500, "server_error"),
     FailureCode.POISONED: (500, "server_error"),
+    FailureCode.REMOVED: (404, INVALID_REQUEST),
+    FailureCode.SEALED: (500, "server_error"),
     FailureCode.LOST: (503, "server_error"),
     FailureCode.INTERNAL: (500, "server_error"),
 }
-# For a client it is the same who had called it off.
+# Clients do not need to know what cancelled the request.
 _NAMES: Mapping[FailureCode, FailureCode] = {FailureCode.ABANDONED: FailureCode.CANCELLED}
-# The same request would fail again: clients that retry on 5xx are told not to.
-_HOPELESS = frozenset({FailureCode.DEADLINE, FailureCode.MALFORMED, FailureCode.POISONED})
+# The same request would fail again: clients that retry on 5xx must not.
+_HOPELESS = frozenset(
+    {FailureCode.DEADLINE, FailureCode.MALFORMED, FailureCode.POISONED, FailureCode.SEALED}
+)
+
+_NOT_OPENED = (
+    "The stored data cannot be opened with this server's sealing keys. Send the request again."
+)
 
 
 def to_api_error(error: HeadraceError | SamplingError) -> ApiError:
-    """The one mapping of failures to HTTP."""
+    """Returns the HTTP error of a failure: the only such mapping."""
     match error:
         case SamplingError():
             return invalid(str(error), param=error.field)
         case RequestFailed():
             return _failed(error)
         case QueueFull():
-            return _full(error)
+            return busy(
+                str(error),
+                code="tenant_queue_full" if error.tenant else error.code,
+                of_tenant=error.tenant,
+                retry_after=error.retry_after,
+            )
         case ChatTemplateError():
             return invalid(str(error), param="messages", code=error.code)
+        case SealingError():
+            return _failed(RequestFailed(FailureCode.SEALED, _NOT_OPENED))
         case MessageError():
             return ApiError(413, str(error), code="request_too_large")
         case RequestConflict():
-            return ApiError(409, str(error), code=error.code, headers={"x-should-retry": "false"})
+            return ApiError(409, str(error), code=error.code, headers=NO_RETRY)
         case BackendUnavailable():
             return unavailable("The request queue cannot be reached; try again.", code=error.code)
         case _:
-            return ApiError(500, "Internal error.", kind="server_error", code="internal_error")
+            return internal_error()
 
 
 def _failed(error: RequestFailed) -> ApiError:
     status, kind = _FAILURES[error.failure]
-    headers = {"x-should-retry": "false"} if error.failure in _HOPELESS else None
+    headers = NO_RETRY if error.failure in _HOPELESS else None
     retry_after = RETRY_SOON_S if error.failure is FailureCode.LOST else None
     return ApiError(
         status,
@@ -177,22 +210,10 @@ def _failed(error: RequestFailed) -> ApiError:
     )
 
 
-def _full(error: QueueFull) -> ApiError:
-    if error.tenant:
-        return ApiError(
-            429,
-            str(error),
-            kind="rate_limit_error",
-            code="tenant_queue_full",
-            retry_after=error.retry_after,
-        )
-    return unavailable(str(error), code=error.code, retry_after=error.retry_after)
-
-
 def from_validation(error: ValidationError, place: str = "") -> ApiError:
-    """The first fault of a body, named as OpenAI names fields (`messages[0].role`).
+    """Returns the first fault of a body, with OpenAI's form of field names (`messages[0].role`).
 
-    `place` is where in the body the object is that was checked.
+    `place` is the place of the checked object in the body.
     """
     faults = error.errors(include_url=False, include_input=False)
     first = faults[0]
@@ -210,7 +231,7 @@ def from_validation(error: ValidationError, place: str = "") -> ApiError:
 
 
 def _unsupported_kind(param: str, context: Mapping[str, Any]) -> ApiError:
-    """For an object whose field `type`, or the like, says that it is none of those known here."""
+    """Returns the error for an object whose `type`, or similar field, is not supported here."""
     param = f"{param}.{context['discriminator'].strip(chr(39))}"
     known = context["expected_tags"].replace("'", "")
     message = f"{param}: '{context['tag'][:80]}' is not supported; known are {known}."
@@ -230,7 +251,7 @@ def field_path(location: tuple[int | str, ...]) -> str:
 
 
 def _is_kind(location: tuple[int | str, ...], index: int) -> bool:
-    """Whether this part says which of several kinds of objects was read."""
+    """Whether this part of a location names the kind of object that was read."""
     if location[index] not in _KINDS or not 0 < index < len(location) - 1:
         return False
     before = location[index - 1]

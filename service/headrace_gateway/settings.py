@@ -6,13 +6,14 @@ from typing import Annotated, Literal
 from pydantic import ByteSize, Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from headrace_common import grammar_settings as grammar
-from headrace_common.checkpoint import default_name
-from headrace_common.messages import MAX_ID_CHARS
 from headrace_common.protocol.base import QueueLimits
+from headrace_common.sealing import settings as sealing
+from headrace_common.structured import grammar_settings as grammar
+from headrace_common.text.checkpoint import default_name
+from headrace_common.wire.messages import MAX_ID_CHARS
 
 ModelSource = str
-# As the engines take it.
+# The same as the engines' setting.
 ModelName = Annotated[str, Field(max_length=MAX_ID_CHARS)]
 
 
@@ -70,7 +71,7 @@ ReasoningParser = Literal[
 
 
 class GatewaySettings(BaseSettings):
-    """Read once at start; a value that is out of range stops the start and is named."""
+    """Settings, read once at start; a value out of range stops the start and is named."""
 
     model_config = SettingsConfigDict(
         env_prefix="HEADRACE_GATEWAY_",
@@ -82,8 +83,22 @@ class GatewaySettings(BaseSettings):
     )
 
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="Redis or Valkey of the queue")
+    redis_credentials: Path | None = Field(
+        None,
+        description="folder with the files username and password of a Redis user, read for every "
+        "connection; instead of those in redis_url",
+    )
     startup_timeout: float = Field(
-        60.0, ge=0, description="seconds that Redis may be away at the start before this gives up"
+        60.0,
+        ge=0,
+        description="seconds that Redis may be away at the start before the gateway gives up",
+    )
+    redis_patience: float = Field(
+        0.7,
+        gt=0,
+        le=60,
+        description="seconds without an answer after which Redis counts as away: then requests get "
+        "503 at once",
     )
     model: str | None = Field(
         None,
@@ -110,7 +125,7 @@ class GatewaySettings(BaseSettings):
         description='further names of served models, {"gpt-4o": "qwen"}; answers have the own one',
     )
     tool_call_parser: ToolCallParser = Field(
-        "auto", description="how models write calls of tools; auto: as their templates do"
+        "auto", description="form in which models write tool calls; auto: as their templates do"
     )
     reasoning_parser: ReasoningParser = Field(
         "auto", description="how models mark their reasoning; auto: as the chat template does"
@@ -121,9 +136,12 @@ class GatewaySettings(BaseSettings):
 
     api_keys_file: Path | None = Field(
         None,
-        description="YAML or JSON file of API keys, read again when it changes; default: none, "
-        "and everybody may ask",
+        description="YAML or JSON file of API keys, read again when it changes; default: none, and "
+        "no request needs a key",
     )
+
+    sealing_keys_file: sealing.KeysFile = None
+    sealing_mode: sealing.Mode = "require"
 
     allowed_origins: tuple[str, ...] = Field(
         (),
@@ -133,9 +151,9 @@ class GatewaySettings(BaseSettings):
 
     strict_requests: bool = Field(
         True,
-        description="refuse requests with fields that nobody knows, or with tools that this server "
-        "would have to run; else these are left out of them. Fields that are known and not served "
-        "are refused in any case",
+        description="refuse requests with unknown fields, or with tools that this server would "
+        "have to run; otherwise these are left out. Fields that are known and not "
+        "supported are refused in any case",
     )
 
     host: str = Field("127.0.0.1", description="address of the API")
@@ -158,32 +176,36 @@ class GatewaySettings(BaseSettings):
         4_000_000, ge=1, description="prompt plus output tokens of one model's waiting requests"
     )
     max_queued_requests_per_tenant: int = Field(
-        0, ge=0, description="of these, those of one tenant; 0: as many as of all"
+        0,
+        ge=0,
+        description="waiting requests of one tenant for one model; 0: as many as of all tenants",
     )
     placement: Literal["prefix", "none"] = Field(
         "prefix",
-        description="prefix: requests whose prompts begin alike go to the same engine, which has "
-        "that in its cache, while its load allows; none: to any engine",
+        description="prefix: requests whose prompts have the same beginning go to the same engine, "
+        "which has that in its cache, while its load allows; none: to any engine",
     )
     placement_prefix_tokens: int = Field(
-        128, ge=1, description="tokens at the beginning of a prompt that placement looks at"
+        128, ge=1, description="tokens at the beginning of a prompt that decide its placement"
     )
     placement_load_factor: float = Field(
         1.25,
         ge=1,
-        description="an engine whose requests are over so many times its share of all is placed "
-        "no more",
+        description="an engine gets no more placed requests once it has more than this multiple of "
+        "its share",
     )
     placement_steal_after: float = Field(
         0.1,
         ge=0,
-        description="seconds that a request waits for the engine that it is placed with before any "
+        description="seconds that a request waits for its placed engine, after which any engine "
         "takes it",
     )
     default_deadline: float = Field(
-        600.0, gt=0, description="seconds until a request must have ended, where it names none"
+        600.0, gt=0, description="seconds until a request must have ended, if it names no deadline"
     )
-    max_deadline: float = Field(3600.0, gt=0, description="the most seconds that it may name")
+    max_deadline: float = Field(
+        3600.0, gt=0, description="the longest deadline that a request may name, in seconds"
+    )
     result_ttl: float = Field(
         86_400.0,
         gt=0,
@@ -193,7 +215,8 @@ class GatewaySettings(BaseSettings):
     resume_window: float = Field(
         60.0,
         gt=0,
-        description="seconds that such a request, but for background, runs on without a client",
+        description="seconds that such a request, unless it is in the background, runs on without "
+        "a client",
     )
     max_prompts: int = Field(64, ge=1, description="prompts in one completions request")
     max_embedding_inputs: int = Field(
@@ -202,14 +225,14 @@ class GatewaySettings(BaseSettings):
     max_kept_embedding_bytes: ByteSize = Field(
         ByteSize(32 * 2**20),
         ge=1024,
-        description="of max_tenant_store_bytes, embeddings of requests with an Idempotency-Key; "
-        "once more for the lines of batches that run",
+        description="part of max_tenant_store_bytes for embeddings of requests with an "
+        "Idempotency-Key; the same again for the lines of running batches",
     )
     max_tenant_store_bytes: ByteSize = Field(
         ByteSize(64 * 2**20),
         ge=1024,
-        description="bytes that one tenant may leave in Redis: stored requests and their answers, "
-        "files, batches and their results. Beyond it, what would be stored is refused (429)",
+        description="bytes that one tenant may store in Redis: requests and their answers, files, "
+        "batches and their results. More is refused (429)",
     )
     max_stored_requests: int = Field(
         10_000,
@@ -224,16 +247,18 @@ class GatewaySettings(BaseSettings):
         description="part of Redis' maxmemory beyond which nothing more is stored for any tenant "
         "(503); the rest is for requests that are answered at once",
     )
-    max_choices: int = Field(128, ge=1, description="n times the prompts of one request")
+    max_choices: int = Field(128, ge=1, description="choices of one request: n times its prompts")
     max_file_bytes: ByteSize = Field(
         ByteSize(32 * 2**20), ge=1024, description="largest file for batches, as 64MiB"
     )
     max_stored_bytes: ByteSize = Field(
-        ByteSize(64 * 2**20), ge=1024, description="of max_tenant_store_bytes, files"
+        ByteSize(64 * 2**20), ge=1024, description="part of max_tenant_store_bytes for files"
     )
     max_stored_files: int = Field(1000, ge=1, description="files of one tenant")
     file_ttl: float = Field(
-        604_800.0, ge=3600, description="seconds for which a file is kept, if not less is asked"
+        604_800.0,
+        ge=3600,
+        description="seconds for which a file is kept, unless the client asks for less",
     )
     max_batch_requests: int = Field(50_000, ge=1, description="requests in one batch")
     max_batch_output_bytes: ByteSize = Field(
@@ -310,7 +335,7 @@ class GatewaySettings(BaseSettings):
 
     @property
     def name(self) -> str | None:
-        """The model's name for clients, the same that the engine's settings derive."""
+        """The model's name for clients, derived as in the engine's settings."""
         return None if self.model is None else self.served_model_name or default_name(self.model)
 
     @property

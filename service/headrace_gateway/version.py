@@ -1,4 +1,4 @@
-"""Which Headrace this is."""
+"""The version of Headrace."""
 
 from importlib.metadata import PackageNotFoundError, version
 

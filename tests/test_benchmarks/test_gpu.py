@@ -1,5 +1,5 @@
-"""The benchmark of a GPU, every part of it on the CPU with a tiny model, so that it does not fail
-where a device is lent for minutes; its cost model; and what a part that fails or hangs leaves.
+"""The GPU benchmark: every part on the CPU with a tiny model, its cost model, and the files that a
+part leaves when it fails or hangs.
 """
 
 import json
@@ -245,7 +245,7 @@ def test_what_goals_leave_for_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kinds_of_kernels_beside_what_they_take_at_least() -> None:
-    names = ("decode_kernel", "nvjet_tst_64x8", "skinny_kernel", "rms_norm_kernel", "argmax")
+    names = ("decode_kernel", "nvjet_tst_64x8", "small_batch_kernel", "rms_norm_kernel", "argmax")
     events = [(10.0 * place, 10.0 * place + 8.0, name) for place, name in enumerate(names)]
     found = gpu_engine.by_kind(events, 2)
     assert found == {

@@ -3,15 +3,20 @@
 import json
 from pathlib import Path
 
+import pytest
+
 import path
 from queue_path.streams import Started
 
 
-def test_a_small_run_loses_nothing_and_writes_its_figures(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sealed", [[], ["--sealed"]])
+def test_a_small_run_loses_nothing_and_writes_its_figures(
+    tmp_path: Path, sealed: list[str]
+) -> None:
     report = tmp_path / "report.json"
     path.main(
         ["--streams", "3", "--rate", "300", "--seconds", "0.1", "--only", "streams", "shard"]
-        + ["--shard-requests", "20", "--processes", "1", "--json", str(report)]
+        + ["--shard-requests", "20", "--processes", "1", "--json", str(report), *sealed]
     )
     results = json.loads(report.read_text())
     assert list(results) == ["3 streams", "shard"]

@@ -3,15 +3,19 @@ of the packages start."""
 
 import json
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from headrace_testing.checkpoints import save_checkpoint
+from headrace_testing.processes import until
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 PROGRAMS = sorted(
@@ -128,6 +132,28 @@ def test_peers_that_are_not_there(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     run("peers", "--only", "small-64", "--peers", str(tmp_path / "none"), "--json", str(file))
     assert json.loads(file.read_text())["results"] == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("workload", ["small-64", "http-32"])
+def test_peers_that_are_interrupted_leave_no_engine(
+    workload: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    """While an engine loads its model, which here lasts: its configuration is a pipe."""
+    model = tmp_path / "models" / "small"
+    model.mkdir(parents=True)
+    os.mkfifo(model / "config.json")
+    program = str(BENCHMARKS / "peers.py")
+    command = [sys.executable, program, "--only", workload, "--peers", str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as peers:
+        found = psutil.Process(peers.pid)
+        until(lambda: bool(found.children()), "an engine to start")
+        started = found.children(recursive=True)
+        peers.send_signal(number)
+    _, left = psutil.wait_procs(started, timeout=60)
+    for each in left:
+        each.kill()
+    assert left == []
 
 
 def test_offline(run: Run, model: str, tmp_path: Path) -> None:

@@ -2,19 +2,19 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import scheduling
-from headrace_engine.policies import POLICIES
+from headrace_engine.scheduler.policies import POLICIES
 from headrace_operator.simulation.engine_profile import EngineProfile, load_profile
 from virtual_time.batching import Batched, Continuous
 from virtual_time.comparison import Comparison
-from virtual_time.cost import CostModel
 from virtual_time.jobs import exactly, mixed, plain
 from virtual_time.measures import jain, max_min, summary
-from virtual_time.run import Setup, VirtualEngine
+from virtual_time.run import VirtualEngine
 from workload import Range
 
 PROFILE = EngineProfile(
@@ -22,12 +22,9 @@ PROFILE = EngineProfile(
     prefill_tokens_per_second=1000.0,
     decode_step={1: 0.01, 4: 0.01},
     max_num_seqs=4,
-    max_num_batched_tokens=64,
+    max_num_batched_tokens=8192,
     kv_tokens=4096,
     cold_start_seconds=1.0,
-)
-SETUP = Setup(
-    cost=CostModel.of(PROFILE), max_num_seqs=4, max_num_batched_tokens=8192, kv_tokens=4096
 )
 
 
@@ -39,20 +36,20 @@ def test_a_static_batch_wastes_what_arithmetic_says(outputs: list[int], waste: f
 
 
 def test_continuous_batching_wastes_no_slot() -> None:
-    log = VirtualEngine(SETUP, Continuous(), exactly([50, 200, 30, 150])).run()
+    log = VirtualEngine(PROFILE, Continuous(), exactly([50, 200, 30, 150])).run()
     assert log.output_waste == 0.0
     assert log.computed_slots == log.useful_slots
 
 
 def test_a_step_takes_its_decodes_and_its_prompt_tokens() -> None:
-    log = VirtualEngine(SETUP, Continuous(), plain(1, Range(100, 100), Range(11, 11))).run()
+    log = VirtualEngine(PROFILE, Continuous(), plain(1, Range(100, 100), Range(11, 11))).run()
     assert log.seconds == pytest.approx(0.1 + 10 * 0.01)
     assert log.tokens["r0"] == pytest.approx([0.1 + step * 0.01 for step in range(11)])
 
 
 def test_a_static_batch_waits_until_it_is_full_and_pads_prompts_to_the_longest() -> None:
     jobs = plain(4, Range(50, 200), Range(10, 10), rate=1.0)
-    log = VirtualEngine(SETUP, Batched(4), jobs).run()
+    log = VirtualEngine(PROFILE, Batched(4), jobs).run()
     longest = max(len(job.prompt) for job in jobs)
     (first,) = {times[0] for times in log.tokens.values()}
     assert first == pytest.approx(jobs[-1].arrival + 4 * longest / 1000)
@@ -61,28 +58,22 @@ def test_a_static_batch_waits_until_it_is_full_and_pads_prompts_to_the_longest()
 
 def test_a_dynamic_batch_starts_when_its_first_request_has_waited_long_enough() -> None:
     jobs = plain(4, Range(20, 20), Range(2, 2), rate=1.0)
-    log = VirtualEngine(SETUP, Batched(4, wait=0.25), jobs).run()
+    log = VirtualEngine(PROFILE, Batched(4, wait=0.25), jobs).run()
     waits = [log.tokens[job.name][0] - job.arrival for job in jobs]
     assert max(waits) == pytest.approx(0.25 + 0.02), "nobody else came meanwhile"
     assert min(waits) == pytest.approx(0.02), "no other can come after the last"
 
 
 def test_a_static_batch_reserves_the_longest_of_everything() -> None:
-    log = VirtualEngine(SETUP, Batched(2), exactly([2, 8])).run()
+    log = VirtualEngine(PROFILE, Batched(2), exactly([2, 8])).run()
     assert log.reserved_seconds / log.seconds == pytest.approx(2 * (1 + 8))
 
 
 def test_the_tokens_that_a_run_counts_are_those_that_were_asked_for() -> None:
     jobs = mixed(40, rate=20.0, patience=1e9, seed=3)
+    profile = replace(PROFILE, max_num_batched_tokens=64, kv_tokens=2048)
     for policy in POLICIES:
-        setup = Setup(
-            cost=SETUP.cost,
-            max_num_seqs=4,
-            max_num_batched_tokens=64,
-            kv_tokens=2048,
-            policy=policy,
-        )
-        log = VirtualEngine(setup, Continuous(), jobs).run()
+        log = VirtualEngine(profile, Continuous(), jobs, policy).run()
         assert {name: len(times) for name, times in log.tokens.items()} == {
             job.name: job.output for job in jobs
         }

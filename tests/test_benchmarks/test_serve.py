@@ -226,14 +226,14 @@ async def test_a_server_that_is_not_there_is_an_error() -> None:
 
 
 def test_arrivals_are_poisson_and_repeatable() -> None:
-    times = list(arrivals(20_000, 50.0, seed=3))
-    assert times == list(arrivals(20_000, 50.0, seed=3))
+    times = list(arrivals(random.Random(3), 20_000, 50.0))
+    assert times == list(arrivals(random.Random(3), 20_000, 50.0))
     gaps = [late - early for early, late in zip(times, times[1:], strict=False)]
     mean = sum(gaps) / len(gaps)
     variance = sum((gap - mean) ** 2 for gap in gaps) / len(gaps)
     assert mean == pytest.approx(0.02, rel=0.03)
     assert variance == pytest.approx(0.02**2, rel=0.1)
-    assert set(arrivals(5, serve.UNLIMITED, seed=3)) == {0.0}
+    assert set(arrivals(random.Random(3), 5, serve.UNLIMITED)) == {0.0}
 
 
 def test_percentiles_are_those_of_statistics() -> None:

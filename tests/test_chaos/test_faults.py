@@ -1,4 +1,4 @@
-"""Each fault strikes three crowds of clients: everyone gets exactly the undisturbed answer."""
+"""Each fault strikes a crowd of clients for each seed: all get exactly the undisturbed answers."""
 
 from concurrent.futures import ThreadPoolExecutor
 

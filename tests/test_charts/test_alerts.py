@@ -11,8 +11,8 @@ import pytest
 import redis
 import yaml
 
-from headrace_common.keys import GROUP, PRIORITIES, ShardKeys
-from headrace_common.metric_names import ALL_METRICS, MetricKind
+from headrace_common.observability.metric_names import ALL_METRICS, MetricKind
+from headrace_common.wire.keys import GROUP, PRIORITIES, ShardKeys
 from headrace_dashboards import promql
 from headrace_testing.prometheus import PROMTOOL, require_program
 from headrace_testing.valkey import ValkeyServer

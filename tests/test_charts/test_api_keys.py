@@ -9,8 +9,8 @@ import pytest_asyncio
 import yaml
 from helm_python.errors import HelmError
 
-from headrace_common.api_keys import SECRET_FIELD, secret_manifest
-from headrace_gateway.api_keys import KeyFile
+from headrace_common.config.api_keys import SECRET_FIELD, secret_manifest
+from headrace_gateway.limits.api_keys import KeyFile
 from headrace_testing.api_keys import KeyBook
 from headrace_testing.charts import Workload, render, render_files, workload
 from headrace_testing.gateway import MODEL, Gateway, gateway_checkpoint, serve
@@ -67,8 +67,8 @@ def test_the_notes_tell_who_may_ask() -> None:
 
     assert '/v1/models -H "Authorization: Bearer $KEY"' in with_keys
     assert "with a key of the Secret api-keys in $KEY:" in with_keys
-    assert "Everybody who reaches the API may use it" in without
-    assert "3. Ask it:\n" in without and "Bearer" not in without
+    assert "Every client that reaches the API may use it" in without
+    assert "3. List its models:\n" in without and "Bearer" not in without
 
 
 def test_helm_test_gets_its_key_from_a_secret() -> None:
@@ -91,7 +91,6 @@ def book(tmp_path: Path) -> KeyBook:
 @pytest_asyncio.fixture
 async def gateway(tmp_path: Path, book: KeyBook) -> AsyncIterator[Gateway]:
     keys = KeyFile(book.path)
-    keys.load()
     async with serve(gateway_checkpoint(tmp_path / "model"), keys=keys) as running:
         yield running
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from dashboards import FOLDER, dashboards, files
-from headrace_common import metric_names as names
-from headrace_common.metric_names import ALL_METRICS, MetricKind
+from headrace_common.observability import metric_names as names
+from headrace_common.observability.metric_names import ALL_METRICS, MetricKind
 from headrace_dashboards import promql
 from headrace_dashboards.panel import Dashboard, Look, Panel
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest_asyncio
 
-from headrace_gateway.app import Parts, create_app
-from headrace_gateway.models import Models
+from headrace_gateway.http.app import Parts, create_app
+from headrace_gateway.models.models import Models
 from headrace_gateway.settings import GatewaySettings
 from headrace_testing.charts import named, render
 from headrace_testing.gateway import MODEL, Gateway, gateway_checkpoint, running, serve

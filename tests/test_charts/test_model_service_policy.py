@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from cel import evaluate
 
-from headrace_operator.sections import ModelSpec
-from headrace_operator.spec import ModelService
+from headrace_operator.spec.model_service import ModelService
+from headrace_operator.spec.sections import ModelSpec
 from headrace_testing.charts import Manifest, named, of_kind, render
 from headrace_testing.model_services import body
 

@@ -171,7 +171,7 @@ def test_ports_of_services_are_ports_of_containers(name: str) -> None:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_one_object_a_file(name: str) -> None:
-    """But the three kinds that are read from folders."""
+    """Three kinds are exceptions: their files come from folders."""
     for path, text in render_files(scenario(name)).items():
         if not path.startswith(("templates/crds/", "templates/monitoring/", "templates/NOTES")):
             assert len(re.findall(r"^kind: ", text, re.MULTILINE)) <= 1, path

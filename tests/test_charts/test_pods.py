@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic_settings import BaseSettings
 
-from headrace_common.telemetry import TelemetrySettings
+from headrace_common.observability.telemetry import TelemetrySettings
 from headrace_gateway.settings import GatewaySettings
 from headrace_operator.settings import OperatorSettings
 from headrace_testing.charts import (
@@ -103,7 +103,7 @@ def test_settings_of_a_process_exist_and_are_accepted(
 
     assert {key.removeprefix(prefix).lower() for key in own} <= set(settings.model_fields)
     for key, variable in own.items():
-        monkeypatch.setenv(key, variable.get("value", "redis://:secret@redis:6379/0"))
+        monkeypatch.setenv(key, variable.get("value", "redis://:a-secret-password@redis:6379/0"))
     settings()
 
 
@@ -128,16 +128,32 @@ def test_the_operator_gives_engines_what_the_release_has(monkeypatch: pytest.Mon
 
     platform = OperatorSettings().platform
 
-    assert platform.engine_image == "headrace-engine:0.1.0"
+    assert platform.engine_image == "registry.example.com/headrace-engine:0.1.0"
     assert platform.queue_secret == ("queue", "redis-url")
     assert platform.queue_ca_secret == "queue-ca"
     assert platform.queue_ports == (values["redis"]["external"]["port"],)
 
 
+def test_gateways_and_engines_seal_with_the_same_keyring(monkeypatch: pytest.MonkeyPatch) -> None:
+    objects = render({"redis": {"sealing": {"existingSecret": "keys", "mode": "accept"}}})
+    gateway = workload(objects, "headrace-gateway")
+    for key, variable in workload(objects, "headrace-operator").environment.items():
+        monkeypatch.setenv(key, variable.get("value", "redis://:a-secret-password@redis:6379/0"))
+
+    platform = OperatorSettings().platform
+
+    assert (platform.sealing_secret, platform.sealing_mode) == ("keys", "accept")
+    assert gateway.environment["HEADRACE_GATEWAY_SEALING_MODE"]["value"] == "accept"
+    path = gateway.environment["HEADRACE_GATEWAY_SEALING_KEYS_FILE"]["value"]
+    (mount,) = [one for one in gateway.containers[0]["volumeMounts"] if one["name"] == "sealing"]
+    assert path == f"{mount['mountPath']}/keyring"
+    assert {"name": "sealing", "secret": {"secretName": "keys"}} in gateway.spec["volumes"]
+
+
 def test_the_operator_finds_the_gateways_of_its_release(monkeypatch: pytest.MonkeyPatch) -> None:
     objects = render()
     for key, variable in workload(objects, "headrace-operator").environment.items():
-        monkeypatch.setenv(key, variable.get("value", "redis://redis:6379/0"))
+        monkeypatch.setenv(key, variable.get("value", "redis://:a-secret-password@redis:6379/0"))
 
     labels = OperatorSettings().gateway_labels
 
@@ -203,10 +219,12 @@ def test_secrets_are_referred_to_and_never_in_a_variable() -> None:
 
     assert len(password) >= 32
     assert password not in str(others)
-    for name in ("headrace-gateway", "headrace-operator"):
-        prefix = name.replace("-", "_").upper()
-        reference = workload(objects, name).environment[f"{prefix}_REDIS_URL"]["valueFrom"]
-        assert reference == {"secretKeyRef": {"name": "headrace-redis", "key": "url"}}
+    for role in ("gateway", "operator"):
+        variable = workload(objects, f"headrace-{role}").environment[
+            f"HEADRACE_{role.upper()}_REDIS_URL"
+        ]
+        reference = {"name": "headrace-redis", "key": f"{role}-url"}
+        assert variable["valueFrom"] == {"secretKeyRef": reference}
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

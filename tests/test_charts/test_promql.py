@@ -18,15 +18,15 @@ import redis
 import yaml
 
 from dashboards import dashboards
-from headrace_common import metric_names as names
-from headrace_common import telemetry
+from headrace_common.observability import metric_names as names
+from headrace_common.observability import telemetry
 from headrace_dashboards.panel import Dashboard, Panel, Variable
-from headrace_operator.recorder import Recorder
+from headrace_operator.reconciliation.recorder import Recorder
+from headrace_operator.reconciliation.status import Seen
 from headrace_operator.scaling.decision import Decision
 from headrace_operator.scaling.history import History
 from headrace_operator.scaling.reason import Reason, Signal
 from headrace_operator.scaling.signals import Estimate
-from headrace_operator.status import Seen
 from headrace_testing.api_keys import KeyBook
 from headrace_testing.checkpoints import save_checkpoint
 from headrace_testing.forked import Forge
@@ -108,7 +108,7 @@ def limit_memory(redis_url: str) -> None:
 
 
 def scale(recorder: Recorder, pods: int) -> None:
-    """What a reconciliation tells when so many engines have come up."""
+    """Records what a reconciliation does when `pods` engines are ready."""
     served = {"local": {"path": "headrace-demo"}, "servedName": MODEL}
     owner = service(model=served)
     ready = READY_POD[0] | {"lastTransitionTime": "2026-01-01T00:00:40Z"}
@@ -248,7 +248,7 @@ def test_prometheus_evaluates_every_rule(prometheus: PrometheusServer) -> None:
 
 
 def test_no_alert_fires(prometheus: PrometheusServer) -> None:
-    """Those about the refused requests are pending at most."""
+    """Alerts about refused requests are pending at most."""
     alerts = prometheus.api("alerts")["alerts"]
 
     assert [alert for alert in alerts if alert["state"] == "firing"] == []

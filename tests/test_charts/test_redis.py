@@ -1,27 +1,32 @@
 """The bundled Redis: its container's own command with a real server, and its Secret."""
 
 import asyncio
+import json
 import os
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 from redis.asyncio.connection import parse_url
-from redis.exceptions import AuthenticationError
+from redis.exceptions import AuthenticationError, NoPermissionError
 
-from headrace_common.protocol.connection import (
+from headrace_common.protocol.redis.client.connection import (
     Connection,
     ConnectionConfig,
     check_backend,
     when_reachable,
 )
-from headrace_common.protocol.endpoint import parse_endpoint
+from headrace_common.protocol.redis.client.endpoint import parse_endpoint
+from headrace_common.protocol.redis.users import model_line, model_user
 from headrace_testing.charts import CHART, named, of_kind, plain_secrets, render, scenario, workload
 from headrace_testing.valkey import free_port, require_server
 
 PASSWORD = "a-password"
+# What the operator has saved there before a restart.
+MADE = f"user default on nopass ~* &* +@all\n{model_line('chat')} >c\nuser former on nopass +@all\n"
 
 
 @pytest.fixture
@@ -39,10 +44,16 @@ async def server(tmp_path: Path, port: int) -> AsyncIterator[Connection]:
         (tmp_path / folder).mkdir()
     (tmp_path / "bin" / "valkey-server").symlink_to(require_server())
     (tmp_path / "etc" / "redis.conf").write_text(_moved(config, tmp_path, port))
+    for role in ("gateway", "operator"):
+        text = named(objects, "ConfigMap", "headrace-redis")["data"][f"{role}.acl"]
+        (tmp_path / "etc" / f"{role}.acl").write_text(text)
+    (tmp_path / "data" / "users.acl").write_text(MADE)
     environment = {
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
         "REDIS_PASSWORD": PASSWORD,
         "REDISCLI_AUTH": PASSWORD,
+        "GATEWAY_PASSWORD": "g",
+        "OPERATOR_PASSWORD": "o",
     }
     script = [*command[:-1], _moved(command[-1], tmp_path, port)]
     process = await asyncio.create_subprocess_exec(
@@ -60,7 +71,7 @@ async def server(tmp_path: Path, port: int) -> AsyncIterator[Connection]:
 
 def _moved(text: str, folder: Path, port: int) -> str:
     moved = text.replace("/etc/redis", f"{folder}/etc").replace("/run/redis", f"{folder}/run")
-    moved = moved.replace("dir /data", f"dir {folder}/data").replace("port 6379", f"port {port}")
+    moved = moved.replace(" /data", f" {folder}/data").replace("port 6379", f"port {port}")
     return moved.replace("bind * -::*", "bind 127.0.0.1")
 
 
@@ -90,10 +101,39 @@ async def test_the_bundled_server_refuses_callers_without_the_password(
 async def test_the_password_is_in_a_file_that_only_the_server_reads(
     server: Connection, tmp_path: Path
 ) -> None:
-    path = tmp_path / "run" / "auth.conf"
+    path = tmp_path / "data" / "users.acl"
 
     assert path.stat().st_mode & 0o077 == 0
     assert PASSWORD in path.read_text()
+    assert not (tmp_path / "data" / "users.acl.new").exists()
+
+
+@pytest.mark.parametrize(
+    ("user", "password"),
+    [("headrace-gateway", "g"), ("headrace-operator", "o"), (model_user("chat"), "c")],
+)
+async def test_roles_and_models_have_users_of_their_own(
+    server: Connection, port: int, user: str, password: str
+) -> None:
+    """Models' users are what the operator has saved before this start."""
+    connection = Connection(ConnectionConfig(url=f"redis://{user}:{password}@127.0.0.1:{port}/0"))
+    assert await connection.client.command("PING")
+    with pytest.raises(NoPermissionError):
+        await connection.client.command("FLUSHALL")
+    await connection.close()
+    names = await server.client.command("ACL USERS")
+    assert sorted(names) == ["default", model_user("chat"), "headrace-gateway", "headrace-operator"]
+
+
+def test_the_only_user_s_password_is_in_a_file_of_its_own() -> None:
+    objects = render({"redis": {"bundled": {"usersByModel": False}}})
+    data = named(objects, "ConfigMap", "headrace-redis")["data"]
+
+    assert set(data) == {"redis.conf"}
+    assert "include /run/redis/auth.conf" in data["redis.conf"]
+    assert set(plain_secrets(objects)["headrace-redis"]) == {"password", "url"}
+    variables = workload(objects, "headrace-operator").environment
+    assert "HEADRACE_OPERATOR_REDIS_ADMIN_URL" not in variables
 
 
 def test_the_secret_holds_a_url_with_its_password_and_the_service_s_name() -> None:
@@ -210,3 +250,55 @@ def test_there_is_a_user_for_each_role_with_no_password_and_no_category() -> Non
         assert words[:3] == ["user", f"headrace-{role}", "on"]
         assert {word[0] for word in words[3:]} == {"~", "+"}
         assert not any(word.startswith(("+@", "~*")) for word in words)
+
+
+def reserved(values: dict[str, Any], kind: str) -> list[str]:
+    """Names that the operator keeps ModelServices from."""
+    operator = workload(render(values), "headrace-operator")
+    variable = operator.environment.get(f"HEADRACE_OPERATOR_RESERVED_{kind}", {"value": "[]"})
+    found: list[str] = json.loads(variable["value"])
+    return found
+
+
+def test_the_operator_keeps_model_services_from_the_queue_s_volume_and_password() -> None:
+    stateful = named(render(), "StatefulSet", "headrace-redis")
+    (template,) = stateful["spec"]["volumeClaimTemplates"]
+    claim = f"{template['metadata']['name']}-{stateful['metadata']['name']}-0"
+    (entry,) = reserved({}, "CLAIMS")
+    assert claim.startswith(entry.removesuffix("*"))
+    assert "headrace-redis" in reserved({}, "SECRETS")
+    assert "sh.helm.release.v1.*" in reserved({}, "SECRETS")
+
+
+def test_secrets_that_the_values_name_are_kept_from_them_too() -> None:
+    values = {
+        "gateway": {
+            "apiKeys": {"enabled": True, "existingSecret": "keys", "testKeySecret": "test-key"},
+            "hfTokenSecret": "hub",
+        },
+        "redis": {"mode": "external", "external": {"existingSecret": "mine"}},
+    }
+    assert {"mine", "keys", "test-key", "hub"} <= set(reserved(values, "SECRETS"))
+    assert reserved(values, "CLAIMS") == []
+
+
+def test_the_bundled_server_is_kept_from_evictions_unless_told_otherwise() -> None:
+    budget = named(render(), "PodDisruptionBudget", "headrace-redis")["spec"]
+    server = workload(render(), "headrace-redis")
+    assert budget["maxUnavailable"] == 0
+    assert budget["selector"]["matchLabels"].items() <= server.labels.items()
+    without = render({"redis": {"bundled": {"pdb": {"enabled": False}}}})
+    assert "headrace-redis" not in [
+        each["metadata"]["name"] for each in of_kind(without, "PodDisruptionBudget")
+    ]
+
+
+def test_the_bundled_server_has_the_priority_that_the_values_name() -> None:
+    objects = render({"redis": {"bundled": {"priorityClassName": "important"}}})
+    assert workload(objects, "headrace-redis").spec["priorityClassName"] == "important"
+
+
+def test_an_image_that_never_starts_can_be_replaced() -> None:
+    """With OrderedReady the StatefulSet would wait indefinitely for the broken pod."""
+    stateful = named(render(), "StatefulSet", "headrace-redis")
+    assert stateful["spec"]["podManagementPolicy"] == "Parallel"

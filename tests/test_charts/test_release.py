@@ -4,13 +4,14 @@ import json
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from headrace_common.checkpoint import local_source
+from headrace_common.text.checkpoint import local_source
 from headrace_operator import names
-from headrace_operator.spec import ModelService
+from headrace_operator.spec.model_service import ModelService
 from headrace_testing.charts import (
     CHART,
     ROOT,
@@ -49,6 +50,58 @@ def test_the_notes_hold_a_modelservice_that_the_operator_understands(name: str) 
 def test_the_notes_tell_the_next_command() -> None:
     assert "kubectl -n llm port-forward service/headrace-gateway 8000:80" in notes("default-values")
     assert "curl https://llm.example.com/v1/models" in notes("tls-values")
+
+
+def test_the_notes_ask_an_ingress_that_takes_any_host() -> None:
+    text = notes("small-values")
+    assert "kubectl -n llm get ingress headrace-gateway" in text
+    assert "curl http://ADDRESS/v1/models" in text
+    assert "port-forward" not in text
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({}, "engines that continue without an operator and without their Redis. Delete"),
+        ({}, "kubectl -n llm delete modelservices --all"),
+        ({}, "kubectl delete crd modelservices.headrace.dev"),
+        ({"operator": {"watchAllNamespaces": True}}, "kubectl -A delete modelservices --all"),
+        ({"operator": {"deleteModelServices": True}}, "It deletes the ModelServices first"),
+        ({"crds": {"keep": False}}, "with it every ModelService and engine of the cluster"),
+        (
+            {"redis": {"bundled": {"persistence": {"retain": True}}}},
+            "kubectl -n llm delete pvc data-headrace-redis-0",
+        ),
+    ],
+)
+def test_the_notes_tell_what_an_uninstall_leaves(values: dict[str, Any], told: str) -> None:
+    assert told in render_files({**scenario("default-values"), **values})["templates/NOTES.txt"]
+
+
+def test_a_job_deletes_the_modelservices_before_the_operator_goes() -> None:
+    assert of_kind(render(), "Job") == []
+    objects = render({"operator": {"deleteModelServices": True}})
+    job = named(objects, "Job", "headrace-uninstall")
+    assert job["metadata"]["annotations"]["helm.sh/hook"] == "pre-delete"
+    (container,) = workload(objects, "headrace-uninstall").containers
+    command = [*container["command"], *container["args"]]
+    assert command == ["python", "-m", "headrace_operator.uninstall", "--namespace", "llm"]
+    role = named(objects, "Role", "headrace-uninstall")
+    assert [(rule["resources"], rule["verbs"]) for rule in role["rules"]] == [
+        (["modelservices"], ["list", "delete"]),
+        (["pods"], ["list"]),
+    ]
+    everywhere = render({"operator": {"deleteModelServices": True, "watchAllNamespaces": True}})
+    named(everywhere, "ClusterRoleBinding", "llm-headrace-uninstall")
+    (container,) = workload(everywhere, "headrace-uninstall").containers
+    assert "args" not in container
+
+
+def test_the_notes_name_the_images_and_where_a_failed_pull_is_told() -> None:
+    text = notes("full-values")
+    for target in ("gateway", "operator", "engine"):
+        assert f"- registry.example.com/headrace-{target}:0.1.0\n" in text
+    assert "kubectl -n llm get events --field-selector reason=Failed" in text
 
 
 def test_the_notes_advise_against_the_bundled_redis_in_production() -> None:

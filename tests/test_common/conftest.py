@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from headrace_common import keys
-from headrace_testing.backends import Backend, InMemory, OverRedis
+from headrace_common.sealing.keyring import Keyring, new_key
+from headrace_common.wire import keys
+from headrace_testing.backends import MODEL, Backend, InMemory, OverRedis
 from headrace_testing.redis_sets import ClusterSet, SentinelSet
 from headrace_testing.redis_users import OverUsers, server_with_users
 from headrace_testing.valkey import ValkeyServer
@@ -65,7 +66,7 @@ def user_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServ
 _SERVERS = {"redis": "valkey_server", "sentinel": "sentinel_set", "cluster": "cluster_set"}
 
 
-@pytest.fixture(params=["memory", *_SERVERS, "users"])
+@pytest.fixture(params=["memory", *_SERVERS, "users", "users by model", "sealed"])
 async def backend(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
     """The contract tests run on each; "redis*3" is one with three shards."""
     name, _, count = request.param.partition("*")
@@ -73,8 +74,12 @@ async def backend(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
     if name == "memory":
         yield InMemory(shards)
         return
-    if name == "users":
-        over: OverRedis = OverUsers(request.getfixturevalue("user_server"))
+    if name == "sealed":
+        url = request.getfixturevalue("valkey_server").url
+        over: OverRedis = OverRedis(url, shards=shards, ring=Keyring([new_key()]))
+    elif name.startswith("users"):
+        engine = "engine" if name == "users" else MODEL
+        over = OverUsers(request.getfixturevalue("user_server"), engine=engine)
     else:
         url = request.getfixturevalue(_SERVERS[name]).url
         over = OverRedis(url, shards=shards)

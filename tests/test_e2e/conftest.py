@@ -12,12 +12,21 @@ from headrace_testing.forked import Forge
 from headrace_testing.greedy import GreedyCase, clear_cases
 from headrace_testing.headrace_up import UpProcess
 from headrace_testing.processes import Starter
+from headrace_testing.sealed_suite import suite as sealing
 from headrace_testing.single import CONTEXT, SingleStack
 from headrace_testing.stack import Stack
 from headrace_testing.telemetry import otlp_collector
 
 STREAMS = 64
 OUTPUT_TOKENS = 320
+
+
+@pytest.fixture(scope="session", autouse=True)
+def sealed_suite(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """Seals what all tests say, with HEADRACE_TEST_SEALED=1, and looks for it in Redis."""
+    yield from sealing(request, tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="session")

@@ -10,16 +10,17 @@ from typing import Any
 import psutil
 import pytest
 
-from headrace_common.checkpoint import demo_folder
 from headrace_common.errors import FailureCode, RequestFailed
-from headrace_common.messages import GenerateRequest
 from headrace_common.protocol.base import QueueLimits
-from headrace_common.sampling import SamplingParams
-from headrace_common.structured import StructuredOutputsParams
-from headrace_gateway.client import GenerationClient
+from headrace_common.sampling.params import SamplingParams
+from headrace_common.structured.structured import StructuredOutputsParams
+from headrace_common.text.checkpoint import demo_folder
+from headrace_common.wire.messages import GenerateRequest
+from headrace_gateway.queue_client.client import GenerationClient
 from headrace_testing.backends import OverRedis, make_request
 from headrace_testing.pool_tasks import costly_schema
 from headrace_testing.processes import HeadraceProcess, Starter, until
+from headrace_testing.sealed_suite import keys_of_the_suite
 from headrace_testing.stack import MODEL, Stack
 
 UNLIMITED = [
@@ -38,7 +39,7 @@ async def stack(tmp_path: Path, start: Starter) -> AsyncIterator[Stack]:
 @pytest.fixture
 async def client(stack: Stack) -> AsyncIterator[GenerationClient]:
     """A gateway that checks nothing."""
-    backend = OverRedis(stack.redis_url)
+    backend = OverRedis(stack.redis_url, ring=keys_of_the_suite())
     client = GenerationClient(backend.gateway(), QueueLimits())
     await client.start()
     yield client

@@ -1,16 +1,21 @@
-"""A gateway that was told of no model serves what engines register: real processes and Valkey."""
+"""A gateway without configured models serves models that engines register.
+
+Real processes and a real Valkey.
+"""
 
 import asyncio
+import json
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 from openai import NotFoundError, OpenAI
 
-from headrace_common.protocol.connection import Connection, ConnectionConfig
-from headrace_common.protocol.redis_registry import RedisModelRegistry
+from headrace_common.protocol.redis.client.connection import Connection, ConnectionConfig
+from headrace_common.protocol.redis.registry import RedisModelRegistry
 from headrace_testing.processes import until
 from headrace_testing.stack import MODEL, EngineProcess, GatewayProcess
 from headrace_testing.valkey import ValkeyServer
@@ -54,13 +59,13 @@ def prompt_tokens(gateway: GatewayProcess, text: str) -> int:
 
 
 def waiting(gateway: GatewayProcess) -> float:
-    """Requests that wait for the model, as the autoscaler reads it."""
+    """Number of requests that wait for the model, from the metric that the autoscaler reads."""
     text = httpx.get(f"http://127.0.0.1:{gateway.metrics_port}/metrics", timeout=30).text
     found = re.search(rf'^headrace_queue_depth\{{[^}}]*"{MODEL}"[^}}]*\}} (\S+)$', text, re.M)
     return float(found[1]) if found else 0.0
 
 
-def test_applying_a_model_is_all_it_takes(
+def test_a_registered_model_is_served_without_configuration(
     checkpoint: Path, valkey: ValkeyServer, gateway: GatewayProcess, tmp_path: Path
 ) -> None:
     client = OpenAI(base_url=f"{gateway.url}/v1", api_key="x", max_retries=0, timeout=120)
@@ -87,9 +92,34 @@ def test_applying_a_model_is_all_it_takes(
             assert queued.status_code == 200
             until(lambda: waiting(gateway) == 1, "the request to wait for an engine")
 
-    assert not remove(valkey, "someone/else")
-    assert remove(valkey, OWNER)
+            assert not remove(valkey, "someone/else")
+            assert remove(valkey, OWNER)
+            said = "".join(queued.iter_text())
+    error = json.loads(said.rsplit("data: ", 1)[1])["error"]
+    assert error["code"] == "model_removed"
+    until(lambda: waiting(gateway) == 0, "the request to have left the queue")
     until(lambda: list(client.models.list()) == [], "the model to be gone")
     with pytest.raises(NotFoundError):
         client.completions.create(model=MODEL, prompt="x")
     assert gateway.alive
+
+
+def test_requests_for_a_removed_model_wait_if_its_owner_holds_them(
+    checkpoint: Path, valkey: ValkeyServer, gateway: GatewayProcess, tmp_path: Path
+) -> None:
+    flags = ("--owner", OWNER, "--hold-waiting")
+    with EngineProcess(checkpoint, valkey.url, tmp_path / "engine", *flags) as engine:
+        engine.await_log("engine ready")
+    client = OpenAI(base_url=f"{gateway.url}/v1", api_key="x", max_retries=0, timeout=120)
+    until(lambda: len(list(client.models.list())) == 1, "the model to be known")
+
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(client.completions.create, model=MODEL, prompt="x", max_tokens=4)
+        until(lambda: waiting(gateway) == 1, "the request to wait for an engine")
+        assert remove(valkey, OWNER)
+        until(lambda: list(client.models.list()) == [], "the model to be gone")
+        assert waiting(gateway) == 1, "alerts see what waits"
+        with EngineProcess(checkpoint, valkey.url, tmp_path / "again", *flags) as engine:
+            assert len(answer.result(120).choices) == 1
+    assert remove(valkey, OWNER)
+    until(lambda: list(client.models.list()) == [], "the model to be gone")

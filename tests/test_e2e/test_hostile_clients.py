@@ -16,9 +16,9 @@ import httpx
 import pytest
 from redis import Redis
 
-from headrace_common import keys
-from headrace_common.keys import ShardKeys, new_request_id
-from headrace_common.messages import MAX_MESSAGE_BYTES
+from headrace_common.wire import keys
+from headrace_common.wire.keys import ShardKeys, new_request_id
+from headrace_common.wire.messages import MAX_MESSAGE_BYTES
 from headrace_testing.gateway import connected
 from headrace_testing.processes import until
 from headrace_testing.single import LONG, MAX_CONNECTIONS, SingleStack
@@ -124,7 +124,7 @@ def test_idle_connections_give_way_and_are_closed(single: SingleStack) -> None:
 
 
 def slow_readers(single: SingleStack) -> int:
-    """Requests that ended because nobody read what was sent."""
+    """Number of requests that ended because the client did not read its answer."""
     ended = [entry.get("error_type") for entry in single.gateway.log_entries()]
     return ended.count("slow_reader")
 
@@ -262,7 +262,9 @@ def test_malformed_frames_and_controls_are_skipped(
     single: SingleStack, redis: Redis, garbage: bytes
 ) -> None:
     streams = [(stream, "f") for stream in redis.scan_iter("o:*")]
-    streams += [(keys.controls(status.engine_id), "c") for status in single.engine_status()]
+    streams += [
+        (keys.controls(status.engine_id, status.model), "c") for status in single.engine_status()
+    ]
     assert len(streams) >= 2
     for stream, field in streams:
         redis.xadd(stream, {field: garbage})

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import redis
 
-from headrace_common.keys import ENDED_TTL_MS, GROUP, ShardKeys, shard_of
+from headrace_common.wire.keys import ENDED_TTL_MS, GROUP, ShardKeys, shard_of
 from headrace_testing.greedy import GreedyCase, clear_cases
 from headrace_testing.processes import Starter, frozen, until
 from headrace_testing.stack import MODEL, Stack

@@ -9,20 +9,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from headrace_common.checkpoint import demo_folder
+from headrace_common.text.checkpoint import demo_folder
+from headrace_testing import readme
 from headrace_testing.headrace_up import HEADRACE, UpProcess
+from headrace_testing.readme import block
 
-ROOT = Path(__file__).parents[2]
+ROOT = readme.ROOT
 KEYS_FILE = "HEADRACE_GATEWAY_API_KEYS_FILE"
-
-
-def block(language: str, word: str) -> str:
-    """The one code block of the README that has this word."""
-    blocks = re.findall(
-        rf"^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
-    )
-    (found,) = [text for text in blocks if word in text]
-    return str(found)
 
 
 def run(*command: str, stdin: str = "") -> str:

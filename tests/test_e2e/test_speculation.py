@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from headrace_common.sampling import SamplingParams
-from headrace_engine.engine import Engine
+from headrace_common.sampling.params import SamplingParams
+from headrace_engine.engine.engine import Engine
 from headrace_testing.engines import engine_config, make_runner, request, run
 from headrace_testing.processes import frozen, until
 from headrace_testing.stack import MODEL, EngineProcess, Stack

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 from openai import OpenAI
 
-from headrace_common.checkpoint import demo_folder
+from headrace_common.text.checkpoint import demo_folder
 from headrace_testing.processes import Starter, until
 from headrace_testing.stack import MODEL, Stack
 

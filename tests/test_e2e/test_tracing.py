@@ -4,7 +4,7 @@ import secrets
 
 import pytest
 
-from headrace_common import metric_names as names
+from headrace_common.observability import metric_names as names
 from headrace_testing.processes import HeadraceProcess, until
 from headrace_testing.single import SingleStack
 from headrace_testing.spans import ExportedSpan, exported

@@ -94,8 +94,8 @@ def test_a_step_that_samples_waits_for_nothing_more(scenes: dict[str, Facts]) ->
 
 def test_norms_that_are_parts_of_products_are_recorded(scenes: dict[str, Facts]) -> None:
     counts = scenes["fused_norms"]["counts"]
-    layers = counts["skinny_silu_kernel"]
-    assert layers > 0 and counts["skinny_kernel"] == 3 * layers, "o, down, and what is behind"
+    layers = counts["small_batch_silu_kernel"]
+    assert layers > 0 and counts["small_batch_kernel"] == 3 * layers, "o, down, and what is behind"
 
 
 def test_swapped_blocks_are_copied_without_a_wait(scenes: dict[str, Facts]) -> None:

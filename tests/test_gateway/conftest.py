@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from headrace_gateway.loading import load_static
-from headrace_gateway.models import Models
+from headrace_gateway.models.loading import load_static
+from headrace_gateway.models.models import Models
 from headrace_gateway.settings import GatewaySettings
 from headrace_testing.backends import MODEL, Backend, InMemory, OverRedis
 from headrace_testing.gateway import Gateway, gateway_checkpoint, serve

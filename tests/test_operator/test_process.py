@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from headrace_operator.lease import holder_of
+from headrace_operator.cluster.lease import holder_of
 from headrace_testing.kubernetes import NAMESPACE, User
 from headrace_testing.model_services import body
 from headrace_testing.waiting import eventually

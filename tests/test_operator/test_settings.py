@@ -3,11 +3,11 @@
 import pytest
 from pydantic import ValidationError
 
-from headrace_common.process import EXIT_CONFIG
+from headrace_common.config.process import EXIT_CONFIG
 from headrace_operator.__main__ import main
 from headrace_operator.scaling.policy import DEFAULT_DOWN, DEFAULT_UP, StepKind, StepLimit
-from headrace_operator.scaling_policy import scaling_policy
 from headrace_operator.settings import OperatorSettings
+from headrace_operator.spec.scaling_policy import scaling_policy
 from headrace_testing.model_services import service
 
 

@@ -1,6 +1,6 @@
 """Inside the engines: batches, steps, KV cache, where requests spend their time."""
 
-from headrace_common import metric_names as names
+from headrace_common.observability import metric_names as names
 
 from . import promql as q
 from .panel import Dashboard, Look, Panel, Query, Row, Unit

@@ -1,7 +1,7 @@
 """PromQL over the project's metrics. Metric and label names come from metric_names only."""
 
-from headrace_common import metric_names as names
-from headrace_common.metric_names import Metric, MetricKind
+from headrace_common.observability import metric_names as names
+from headrace_common.observability.metric_names import Metric, MetricKind
 
 NAMESPACE = "namespace"
 """The label that a ServiceMonitor gives each series: where its pod runs."""

@@ -1,7 +1,7 @@
 """The service as its users see it: traffic, errors, latency, the queue, Redis."""
 
-from headrace_common import metric_names as names
-from headrace_common.metric_names import Metric
+from headrace_common.observability import metric_names as names
+from headrace_common.observability.metric_names import Metric
 
 from . import promql as q
 from .panel import Dashboard, Look, Panel, Query, Row, Unit, Variable

@@ -151,8 +151,48 @@ priorityClassName: {{ . }}
 {{- if eq $own "engine" }}{{ $key = $redis.external.engineSecretKey }}{{ end }}
 {{- if eq $own "operator" }}{{ $key = $redis.external.operatorSecretKey }}{{ end }}
 {{- default $redis.external.existingSecretKey $key }}
+{{- else if and (include "headrace.redis.users" (index . 0)) (ne (index . 1) "engine") }}
+{{- printf "%s-url" (default "gateway" (index . 1)) }}
 {{- else }}
 {{- "url" }}
+{{- end }}
+{{- end }}
+
+{{/* Not empty where the bundled server has a user for each role and model. */}}
+{{- define "headrace.redis.users" -}}
+{{- if and (eq .Values.redis.mode "bundled") .Values.redis.bundled.usersByModel .Values.operator.enabled (not .Values.redis.bundled.existingSecret) }}true{{ end }}
+{{- end }}
+
+{{/* Host and database of the bundled server. */}}
+{{- define "headrace.redis.bundledAddress" -}}
+{{- printf "%s.%s.svc:6379/0" (include "headrace.componentName" (list . "redis")) .Release.Namespace }}
+{{- end }}
+
+{{/* Its roles' users without their passwords, as files. */}}
+{{- define "headrace.redis.acl" -}}
+{{- if include "headrace.redis.users" . }}
+{{- range list "gateway" "operator" }}
+{{ . }}.acl: |
+  {{- $.Files.Get (printf "files/acl/%s.acl" .) | trim | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* What the bundled server's container does before it starts it: the users that the chart knows, and those that the operator has made. */}}
+{{- define "headrace.redis.prepare" -}}
+umask 077
+{{- if include "headrace.redis.users" . }}
+{
+  printf 'user default on ~* &* +@all >%s\n' "$REDIS_PASSWORD"
+  printf '%s >%s\n' "$(cat /etc/redis/gateway.acl)" "$GATEWAY_PASSWORD"
+  printf '%s >%s\n' "$(cat /etc/redis/operator.acl)" "$OPERATOR_PASSWORD"
+  if test -f /data/users.acl; then grep '^user headrace-engine\.' /data/users.acl || true; fi
+} > /data/users.acl.new
+mv /data/users.acl.new /data/users.acl
+unset REDIS_PASSWORD REDISCLI_AUTH GATEWAY_PASSWORD OPERATOR_PASSWORD
+{{- else }}
+printf 'requirepass "%s"\n' "$REDIS_PASSWORD" > /run/redis/auth.conf
+unset REDIS_PASSWORD REDISCLI_AUTH
 {{- end }}
 {{- end }}
 
@@ -173,7 +213,7 @@ priorityClassName: {{ . }}
 {{- define "headrace.redis.checksum" -}}
 {{- $redis := .Values.redis -}}
 {{- $used := ternary (toJson $redis.external) $redis.bundled.existingSecret (eq $redis.mode "external") -}}
-{{- printf "%s %s" $redis.mode $used | sha256sum | trunc 16 }}
+{{- printf "%s %s%s" $redis.mode $used (include "headrace.redis.users" .) | sha256sum | trunc 16 }}
 {{- end }}
 
 {{- define "headrace.otlpEndpoint" -}}
@@ -301,6 +341,9 @@ true
 {{/* All that is wrong with the values at once, each with what would mend it. */}}
 {{- define "headrace.validate" -}}
 {{- $problems := list -}}
+{{- if not .Values.image.repository -}}
+{{- $problems = append $problems "image.repository is empty, and nobody publishes these images: build them with make images IMAGE_LOAD=\"kind load docker-image\" (or what gives images to your nodes) and set image.repository=headrace, or push them with make push REGISTRY=registry.example.com/team and set image.repository=registry.example.com/team/headrace" -}}
+{{- end -}}
 {{- $external := .Values.redis.external -}}
 {{- if eq .Values.redis.mode "external" -}}
 {{- if not (or $external.url $external.existingSecret) -}}
@@ -380,7 +423,12 @@ maxmemory {{ .Values.redis.bundled.maxMemory }}
 maxmemory-policy noeviction
 tcp-keepalive 60
 # Written by the container before the start, from the Secret.
+{{- if include "headrace.redis.users" . }}
+# The operator adds a user for each ModelService.
+aclfile /data/users.acl
+{{- else }}
 include /run/redis/auth.conf
+{{- end }}
 {{- end }}
 
 {{- define "headrace.otel.config" -}}
@@ -433,6 +481,27 @@ service:
 {{- join " || " $clauses | default "false" -}}
 {{- end }}
 
+{{/* Secrets of the release that lead to its Redis, its keys or its values: ModelServices may not name them. */}}
+{{- define "headrace.reservedSecrets" -}}
+{{- $keys := .Values.gateway.apiKeys -}}
+{{- list (include "headrace.redis.secretName" .) $keys.existingSecret $keys.testKeySecret .Values.gateway.hfTokenSecret .Values.redis.sealing.existingSecret "sh.helm.release.v1.*" | compact | uniq | toYaml -}}
+{{- end }}
+
+{{/* Why a definition that is there cannot be this release's, and what to do; nothing where it can. Takes (list $ definition). */}}
+{{- define "headrace.crdProblem" -}}
+{{- $release := (index . 0).Release -}}
+{{- with index . 1 -}}
+{{- $annotations := .metadata.annotations | default dict -}}
+{{- $owner := dig "meta.helm.sh/release-name" "" $annotations -}}
+{{- $place := dig "meta.helm.sh/release-namespace" "" $annotations -}}
+{{- if and $owner (or (ne $owner $release.Name) (ne $place $release.Namespace)) -}}
+the definition {{ .metadata.name }} belongs to the release {{ $owner }} in namespace {{ $place }}, and one definition serves the whole cluster: set crds.enabled=false for this release
+{{- else if not $owner -}}
+the definition {{ .metadata.name }} is there and no release's: set crds.enabled=false, or give it to this one with kubectl label crd {{ .metadata.name }} app.kubernetes.io/managed-by=Helm and kubectl annotate crd {{ .metadata.name }} meta.helm.sh/release-name={{ $release.Name }} meta.helm.sh/release-namespace={{ $release.Namespace }}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
 {{/* Settings of the operator: the chart's own, the user's, and defaults that the user may replace. */}}
 {{- define "headrace.operator.settings" -}}
 {{- $selector := list -}}
@@ -446,14 +515,27 @@ service:
       "engine_redis_secret" (include "headrace.redis.secretName" .)
       "engine_redis_secret_key" (include "headrace.redis.secretKey" (list . "engine"))
       "engine_image_pull_policy" .Values.image.pullPolicy
+      "reserved_secrets" (include "headrace.reservedSecrets" . | fromYamlArray)
       "gateway_selector" (join "," $selector)
       "metrics_namespaces" .Values.networkPolicy.metricsNamespaces
       "metrics_port" 9400 -}}
+{{- if include "headrace.redis.users" . -}}
+{{- $_ := set $own "engine_redis_url" (printf "redis://%s" (include "headrace.redis.bundledAddress" .)) -}}
+{{- end -}}
 {{- if .Values.image.pullSecrets -}}
 {{- $_ := set $own "engine_image_pull_secrets" .Values.image.pullSecrets -}}
 {{- end -}}
+{{- if eq .Values.redis.mode "bundled" -}}
+{{- $_ := set $own "reserved_claims" (list (printf "data-%s-*" (include "headrace.componentName" (list . "redis")))) -}}
+{{- end -}}
 {{- if and (eq .Values.redis.mode "external") .Values.redis.external.caSecret -}}
 {{- $_ := set $own "engine_redis_ca_secret" .Values.redis.external.caSecret -}}
+{{- end -}}
+{{- with .Values.redis.sealing -}}
+{{- if .existingSecret -}}
+{{- $_ := set $own "engine_sealing_secret" .existingSecret -}}
+{{- $_ := set $own "engine_sealing_mode" .mode -}}
+{{- end -}}
 {{- end -}}
 {{- if eq .Values.redis.mode "external" -}}
 {{- with .Values.redis.external -}}

@@ -1,8 +1,8 @@
-"""What tenants leave in the store, counted in one account for each of them, and its bounds.
+"""Accounts of what each tenant stores in Redis, and their quotas.
 
-Everything that a client can leave is an item of a kind, with its bytes and when it lapses. An
-account forgets what has lapsed. Implemented over Redis and, with the same contract tests, in
-memory.
+Everything that a client can store is an item: a kind, a size in bytes and a time at which it
+expires. An account drops expired items. Implemented over Redis and, with the same contract tests,
+in memory.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,8 +11,8 @@ from enum import StrEnum
 from typing import Protocol
 
 
-class Kind(StrEnum):
-    """What an item is. A LINE is a batch's request while it runs; its result is the BATCH's."""
+class ItemKind(StrEnum):
+    """What an item is. A LINE is a batch's request while it runs; its result counts as BATCH."""
 
     REQUEST = "request"
     EMBEDDINGS = "embeddings"
@@ -23,9 +23,9 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Something that is left until `until_ms` (Unix ms). `name` is unique in its kind."""
+    """Something stored until `until_ms` (Unix ms). `name` is unique within its kind."""
 
-    kind: Kind
+    kind: ItemKind
     name: str
     size: int
     until_ms: int
@@ -35,14 +35,14 @@ class Item:
         return member_of(self.kind, self.name)
 
 
-def member_of(kind: Kind, name: str) -> str:
+def member_of(kind: ItemKind, name: str) -> str:
     """The name of an item in its account."""
     return f"{kind}:{name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quota:
-    """The most bytes of an account, and bytes and items of one kind in it. None: any number."""
+    """The bounds of an account: all bytes, and bytes and items of one kind. None: no bound."""
 
     max_bytes: int | None = None
     kind_bytes: int | None = None
@@ -50,7 +50,7 @@ class Quota:
 
 
 class Bound(StrEnum):
-    """A part of a quota, by its field."""
+    """The field of a Quota that would be exceeded."""
 
     BYTES = "max_bytes"
     KIND_BYTES = "kind_bytes"
@@ -58,50 +58,50 @@ class Bound(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Full:
-    """Why an item is not counted. `used` are the bytes of the account's other items by kind.
+class QuotaExceeded:
+    """Why an item is refused.
 
-    `items`: how many others of its kind there are. `lapses_ms`: when the first one lapses (Unix
-    ms), 0 where there is none.
+    `used` is the bytes of the account's other items by kind, `items` the number of others of its
+    kind, and `lapses_ms` the time at which the first of them expires (Unix ms; 0 if there is none).
     """
 
     bound: Bound
-    used: Mapping[Kind, int]
+    used: Mapping[ItemKind, int]
     items: int
     lapses_ms: int
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes of a store's memory. `most` 0: there is no limit."""
+class StoreMemory:
+    """Memory of the store in bytes. `most` 0 means no limit."""
 
     used: int
     most: int
 
     @property
     def share(self) -> float:
-        """The used part, from 0."""
+        """The used fraction; 0 without a limit."""
         return self.used / self.most if self.most else 0.0
 
 
 class Accounts(Protocol):
-    """Raises BackendUnavailable where Redis cannot be reached."""
+    """The accounts of all tenants. Raises BackendUnavailable if Redis cannot be reached."""
 
-    async def occupy(self, account: str, item: Item, quota: Quota) -> Full | None:
-        """Counts an item, or again with another size. None where it is counted."""
+    async def occupy(self, account: str, item: Item, quota: Quota) -> QuotaExceeded | None:
+        """Counts an item, or changes the size of a counted one. None if that is within `quota`."""
 
     async def resize(self, account: str, item: Item) -> None:
-        """Counts an item with another size, if it is counted."""
+        """Changes the size of an item, if it is counted."""
 
-    async def vacate(self, account: str, items: Iterable[tuple[Kind, str]]) -> None:
-        """Counts items no longer, by kind and name."""
+    async def vacate(self, account: str, items: Iterable[tuple[ItemKind, str]]) -> None:
+        """Removes items by kind and name."""
 
-    async def used(self, account: str) -> Mapping[Kind, int]:
-        """The bytes by kind; what has lapsed counts until the next item is counted."""
+    async def used(self, account: str) -> Mapping[ItemKind, int]:
+        """The bytes by kind; expired items count until the next item is counted."""
 
 
-def full(quota: Quota, item: Item, used: Mapping[Kind, int], items: int) -> Bound | None:
-    """The bound over which an item would bring an account that has all this beside it."""
+def full(quota: Quota, item: Item, used: Mapping[ItemKind, int], items: int) -> Bound | None:
+    """The bound that `item` would exceed, beside `used` bytes and `items` others of its kind."""
     if _over(quota.max_bytes, sum(used.values()) + item.size):
         return Bound.BYTES
     if _over(quota.kind_bytes, used[item.kind] + item.size):

@@ -1,16 +1,17 @@
-"""Decides which of the replies about one request its client gets: the gateway's rules, without I/O.
+"""Decides which replies about one request reach its client: the gateway's rules, without I/O.
 
-Several engines may speak about a request: one that died, one that took over, one that froze and
-woke, one whose claim a rollback of Redis undid. The client must see one history. So the arbiter,
-not Redis and not an engine, says who is heard (the owner), and an engine that goes on with a
-request first asks it what the client has. Everything may come twice, late, or never.
+Several engines may send replies about a request: one that died, one that took over, one that froze
+and woke, one whose claim was undone by a rollback of Redis. The client must see one history. So the
+arbiter, not Redis and not an engine, decides whose replies count (the owner's), and an engine that
+continues a request first asks the arbiter what the client has. Any message may come twice, late or
+never.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..messages import (
+from ..wire.messages import (
     ChoiceState,
     Control,
     Disown,
@@ -31,13 +32,13 @@ _ASK_AGAIN = 16  # messages behind a gap, or ignored ones, before the same thing
 
 
 class Deliver(NamedTuple):
-    """New tokens of one choice, which its client gets now and in this order.
+    """New tokens of one choice, to be delivered to the client in this order.
 
-    `finish_reason` (stop, length) comes with the last, `stop_token` is the stop token id that ended
-    it, None for the end-of-sequence token. `logprobs` has one entry a token, or is None: not asked
-    for, or said by an engine that is gone. `embedding` (packed float32) is the whole answer to a
-    request that asked for one, `prompt_logprobs` (packed) come with its first tokens. A
-    tuple, since one is made of each token.
+    `finish_reason` (stop, length) comes with the last token. `stop_token` is the id of the stop
+    token that ended the choice; None for the end-of-sequence token. `logprobs` has one entry for
+    each token; it is None if none were requested, or if an engine that is gone computed them.
+    `embedding` (packed float32) is the whole answer to a request for one; `prompt_logprobs`
+    (packed) come with the first tokens. A tuple, because one is made for every token.
     """
 
     choice: int
@@ -67,12 +68,12 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """An engine has ended the request without having to: ask the queue, which may have it go on."""
+    """An engine ended the request unnecessarily: ask the queue, which may let it continue."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ignore:
-    """Nothing changed; `reason` is a word to count by."""
+    """Nothing changed; `reason` is the metric's label."""
 
     reason: str
 
@@ -116,7 +117,7 @@ class _Choice:
         )
 
     def extended_by(self, state: ChoiceState) -> bool:
-        """Whether a history begins with what the client has of this choice."""
+        """Whether `state` begins with what the client has of this choice."""
         known = len(self.token_ids)
         return self.finish_reason is not None or list(state.token_ids[:known]) == self.token_ids
 
@@ -136,12 +137,12 @@ class Arbiter:
 
     @property
     def attempt(self) -> int:
-        """The newest attempt that was heard; 0 before any."""
+        """The newest attempt of an accepted reply; 0 before the first."""
         return 0 if self.owner is None else self.owner[1]
 
     @property
     def complete(self) -> bool:
-        """Every choice has ended."""
+        """Whether every choice has ended."""
         return not self._open
 
     @property
@@ -155,15 +156,16 @@ class Arbiter:
         return len(self._choices[choice].token_ids)
 
     def stop_choice(self, choice: int, reason: str = "stop") -> bool:
-        """Ends a choice from the client's side; False where it had ended."""
+        """Ends a choice from the client's side; False if it had already ended."""
         if self._choices[choice].finish_reason is not None:
             return False
         self._end(self._choices[choice], reason, None)
         return True
 
     def follow(self, engine_id: str, reply: Tokens) -> Deliver | None:
-        """What `handle` makes of the next tokens of a choice that goes on, as nearly all replies
-        are, in one look. None: nothing was changed, `handle` it.
+        """A fast path of `handle` for the usual reply: the next tokens of a running choice.
+
+        None if the reply is of another kind: nothing was changed, call `handle`.
         """
         if self.owner != (engine_id, reply.attempt) or self._distrusted or self.failed is not None:
             return None
@@ -179,7 +181,7 @@ class Arbiter:
         return Deliver(number, token_ids, logprobs, None, None, cached_tokens, None, known_prompt)
 
     def handle(self, engine_id: str, reply: Reply) -> Sequence[Action]:
-        """Takes one reply, in the order of the gateway's stream."""
+        """Handles one reply. Call it in the order of the gateway's stream."""
         sender = (engine_id, reply.attempt)
         if self.ended:
             return self._after_end(sender, reply)
@@ -196,18 +198,18 @@ class Arbiter:
                 return self._failed(sender, reply)
 
     def adopt(self, states: Sequence[ChoiceState]) -> Sequence[Action]:
-        """Takes what a gateway that is gone was told, from whoever the queue says that it is.
+        """Takes over the output that a dead gateway had received from the request's owner.
 
-        Changes nothing where that is of another history, or does not go beyond this one.
+        Changes nothing if that output is of another history or is not longer than this one.
         """
         if self.ended or len(states) != len(self._choices) or not self._extended_by(states):
             return []
         return self._deliver_states(states)
 
     def settle(self, outcome: Outcome) -> Sequence[Action] | None:
-        """Takes the stored outcome of a request that ended without its last frames arriving.
+        """Completes a request from its stored outcome when its last frames did not arrive.
 
-        None where it is of another history than the client's: what is missing is lost then.
+        None if the outcome is of another history than the client's: the missing tokens are lost.
         """
         if outcome.failed is not None:
             self.failed = outcome.failed
@@ -265,7 +267,7 @@ class Arbiter:
 
     @staticmethod
     def _contradicts(choice: _Choice, reply: Tokens) -> bool:
-        """Whether the reply says something else where the client has tokens already."""
+        """Whether the reply differs from tokens that the client already has."""
         had = choice.token_ids[reply.index : reply.index + len(reply.token_ids)]
         return bool(had) and had != list(reply.token_ids[: len(had)])
 

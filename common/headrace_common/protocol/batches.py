@@ -1,4 +1,4 @@
-"""Files and batches as gateways keep them: what is known of each, as records and as bytes.
+"""Files and batches as gateways store them: their records, as objects and as bytes.
 
 Times are Unix seconds. Knows neither HTTP nor Redis.
 """
@@ -7,41 +7,43 @@ import json
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, fields
 from enum import StrEnum
-from types import MappingProxyType, NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from ..errors import HeadraceError, MessageError
 
 NO_METADATA: Mapping[str, str] = MappingProxyType({})
 
 
-class FileNotKept(HeadraceError):
-    """There is no such file, or no longer, or it is another tenant's."""
+class FileNotStored(HeadraceError):
+    """The file does not exist, has expired, or belongs to another tenant."""
 
     code = "file_not_found"
 
 
-class BatchNotKept(HeadraceError):
-    """There is no such batch, or no longer, or it is another tenant's."""
+class BatchNotStored(HeadraceError):
+    """The batch does not exist, has expired, or belongs to another tenant."""
 
     code = "batch_not_found"
 
 
-def file_not_kept(file_id: str) -> FileNotKept:
-    """Whatever the reason is: a client learns nothing of what is not its own."""
-    return FileNotKept(f"there is no file {file_id[:80]!r}, or it has expired")
+def file_not_stored(file_id: str) -> FileNotStored:
+    """The error for every reason, so that a client learns nothing about other tenants' files."""
+    return FileNotStored(f"there is no file {file_id[:80]!r}, or it has expired")
 
 
-def batch_not_kept(batch_id: str) -> BatchNotKept:
-    """Does not tell the reason, like file_not_kept."""
-    return BatchNotKept(f"there is no batch {batch_id[:80]!r}, or it has expired")
+def batch_not_stored(batch_id: str) -> BatchNotStored:
+    """The error for every reason, as file_not_stored."""
+    return BatchNotStored(f"there is no batch {batch_id[:80]!r}, or it has expired")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
-    """A file's description; its content lies beside it in `chunks` pieces.
+    """A file's description; its content is stored beside it in `chunks` pieces.
 
-    `models` are those whose answers it has, as far as that is known.
+    `models` are the models whose answers it contains, as far as known.
     """
 
     id: str
@@ -76,9 +78,10 @@ _FINAL = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest:
-    """What was asked for; never changes. `key_id` is the API key's that asked, "" without keys.
+    """The batch as its client requested it; never changes.
 
-    Output files live `output_ttl` seconds, and what is known of the batch until `kept_until`.
+    `key_id` is the id of the client's API key, "" without keys. Output files live for `output_ttl`
+    seconds; the batch's records are stored until `kept_until`.
     """
 
     id: str
@@ -96,8 +99,7 @@ class BatchRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
-    """Tokens of one request, or of many. Those that were cached are of the input's, those of
-    reasoning of the output's."""
+    """Tokens of one or many requests. Input includes cached tokens, output includes reasoning."""
 
     input_tokens: int = 0
     cached_tokens: int = 0
@@ -110,10 +112,10 @@ class TokenUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchProgress:
-    """What its leader says of it. `errors` are those of its input file, as clients read them.
+    """A batch's progress, written by the gateway that leads it.
 
-    `model` is the first line's, `models` are those of all. The tokens are those of `completed`
-    requests.
+    `errors` are the errors of its input file, as clients read them. `model` is the first line's
+    model, `models` are those of all lines. The tokens are those of `completed` requests.
     """
 
     status: BatchStatus = BatchStatus.VALIDATING
@@ -136,7 +138,7 @@ class BatchProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """`cancelling_at`: when a client asked for its end, which its leader has yet to see."""
+    """A batch. `cancelling_at` is when a client cancelled it; its leader may not have seen that."""
 
     request: BatchRequest
     progress: BatchProgress = field(default_factory=BatchProgress)
@@ -144,26 +146,29 @@ class Batch:
 
     @property
     def state(self) -> str:
-        """Its status as clients see it."""
+        """The batch's status as clients see it."""
         if self.cancelling_at is not None and not self.progress.status.final:
             return "cancelling"
         return self.progress.status.value
 
     @property
     def left(self) -> int:
-        """Requests without a result, as far as it is known how many there are."""
+        """The number of requests without a result, as far as known."""
         return self.progress.total - self.progress.completed - self.progress.failed
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """One line that has its result: whether it is an answer, and its length in bytes."""
+class BatchResult:
+    """The kind of one line's result (an answer or an error), and its length in bytes."""
 
     answered: bool
     size: int
 
 
-Record = TypeVar("Record", StoredFile, BatchRequest, BatchProgress)
+Record = TypeVar("Record", bound=StoredFile | BatchRequest | BatchProgress)
+_ADAPTERS: Mapping[type, TypeAdapter[Any]] = {
+    kind: TypeAdapter(kind) for kind in (StoredFile, BatchRequest, BatchProgress)
+}
 
 
 def encode_record(record: StoredFile | BatchRequest | BatchProgress) -> bytes:
@@ -178,50 +183,24 @@ def encode_record(record: StoredFile | BatchRequest | BatchProgress) -> bytes:
 def decode_record(kind: type[Record], data: bytes) -> Record:
     """Unpacks and checks a record; unknown fields are ignored. Raises MessageError."""
     try:
-        body = json.loads(data)
-    except ValueError as error:
-        raise MessageError(f"{kind.__name__}: not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise MessageError(f"{kind.__name__}: must be an object")
-    hints = get_type_hints(kind)
-    known = {name: _checked(kind, name, hints[name], body[name]) for name in hints if name in body}
-    try:
-        return kind(**known)
-    except TypeError as error:
-        raise MessageError(f"{kind.__name__}: {error}") from error
+        record: Record = _ADAPTERS[kind].validate_json(data, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        field = ".".join(map(str, first["loc"])) or "record"
+        raise MessageError(f"{kind.__name__}: {field}: {first['msg']}") from None
+    return record
 
 
-def _checked(kind: type[Any], name: str, hint: Any, value: Any) -> Any:
-    origin = get_origin(hint)
-    if origin in (Union, UnionType):
-        allowed = tuple(one for one in get_args(hint) if one is not NoneType)
-        if value is None or isinstance(value, allowed):
-            return value
-    elif origin is tuple:
-        kind_of_items = str if get_args(hint)[0] is str else dict
-        if isinstance(value, list) and all(isinstance(item, kind_of_items) for item in value):
-            return tuple(value)
-    elif origin is not None:
-        if isinstance(value, dict) and all(isinstance(item, str) for item in value.values()):
-            return value
-    elif hint is BatchStatus:
-        if value in set(BatchStatus):
-            return BatchStatus(value)
-    elif type(value) is hint:
-        return value
-    raise MessageError(f"{kind.__name__}: {name} is of another type")
-
-
-def encode_done(done: Done) -> bytes:
+def encode_done(done: BatchResult) -> bytes:
     return f"{int(done.answered)}:{done.size}".encode()
 
 
-def decode_done(data: bytes) -> Done:
+def decode_done(data: bytes) -> BatchResult:
     """Inverse of encode_done. Raises MessageError."""
     answered, _, size = data.partition(b":")
     if answered not in (b"0", b"1") or not size.isdigit():
         raise MessageError("a batch's line is marked in an unknown way")
-    return Done(answered == b"1", int(size))
+    return BatchResult(answered == b"1", int(size))
 
 
 def encode_usage(usage: TokenUsage) -> bytes:

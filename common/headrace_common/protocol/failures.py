@@ -1,14 +1,14 @@
-"""What a client is told about requests that the queue itself ended."""
+"""Messages for clients whose requests the queue itself ended."""
 
 from ..errors import FailureCode
-from ..messages import Failed
+from ..wire.messages import Failed
 from .base import Outcome
 
-# Endings by which nothing was decided: a gateway that has the request, and what its client was
-# told, may have it go on; as in shared.lua.
+# Endings that decide nothing: a gateway that still has the request and its client's answer so far
+# may resume it; as in shared.lua.
 UNDECIDED = frozenset({FailureCode.LOST, FailureCode.ABANDONED})
 
-# Nobody wanted the answer any more, or seemed to.
+# No client wanted the answer any more, or none seemed to.
 CALLED_OFF = frozenset({FailureCode.CANCELLED, FailureCode.ABANDONED})
 
 _TEXTS = {
@@ -17,6 +17,8 @@ _TEXTS = {
     FailureCode.ABANDONED: "no gateway seemed to want the request",
     FailureCode.POISONED: "the request failed on several engines and is not tried again",
     FailureCode.MALFORMED: "the request could not be read by the engine",
+    FailureCode.REMOVED: "the request's model was removed",
+    FailureCode.SEALED: "what is stored of the request cannot be opened with this server's keys",
     FailureCode.LOST: "the request's state is lost; send it again",
     FailureCode.INVALID: "the engine refused the request",
     FailureCode.INTERNAL: "the request failed",
@@ -24,12 +26,12 @@ _TEXTS = {
 
 
 def failed(request_id: str, attempt: int, failure: FailureCode) -> Failed:
-    """The message for a request that ended so."""
+    """The message for a request that ended with this failure code."""
     return Failed(request_id=request_id, attempt=attempt, failure=failure, message=_TEXTS[failure])
 
 
 def ended_state(outcome: Outcome) -> str:
-    """The record's last state for an outcome."""
+    """The final state of a request's record for an outcome."""
     if outcome.failed is None:
         return "done"
     return "cancelled" if outcome.failed.failure in CALLED_OFF else "failed"

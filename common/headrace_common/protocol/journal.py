@@ -1,14 +1,14 @@
-"""Rebuilds a request's output when its gateway is gone: the journal, then the frames behind it.
+"""Rebuilds a request's output when its gateway is gone, from the journal and later frames.
 
-Only what one engine said in one attempt belongs together: tokens of different attempts are of
-different histories, and so are those before and after the engine asked anew (Takeover).
+Only tokens of one engine in one attempt belong together: other attempts are other histories, and
+tokens before and after the engine asked again (Takeover) are of different histories too.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..errors import MessageError
-from ..frames import decode_ending, decode_logprobs
-from ..messages import ChoiceState, Frame, Logprobs, Sync, Takeover, Tokens, unpack_tokens
+from ..wire.messages import ChoiceState, Frame, Logprobs, Sync, Takeover, Tokens, unpack_tokens
+from .frames import decode_ending, decode_logprobs
 
 EntryId = tuple[int, int]
 
@@ -24,7 +24,7 @@ class _Choice:
     def extend(
         self, index: int, token_ids: tuple[int, ...], logprobs: tuple[Logprobs, ...] | None
     ) -> bool:
-        """Adds what is new of tokens from `index`; False where some before them are missing."""
+        """Adds the new ones of the tokens from `index`; False if earlier tokens are missing."""
         known = len(self.token_ids)
         if index > known:
             return False
@@ -56,9 +56,9 @@ def rebuild(
     journal: Mapping[bytes, bytes],
     frames: Iterable[tuple[EntryId, Frame]],
 ) -> tuple[ChoiceState, ...]:
-    """The output that `writer` ("engine/attempt") is known to have made.
+    """The known output of `writer` ("engine/attempt").
 
-    `frames` are of all gateways that the request had, with their ids. Raises MessageError.
+    `frames` are those of all gateways that the request had, with their ids. Raises MessageError.
     """
     known = [_from_journal(journal, number).state() for number in range(choices)]
     return rebuild_from(request_id, writer, known, frames)
@@ -70,7 +70,7 @@ def rebuild_from(
     journal: Sequence[ChoiceState],
     frames: Iterable[tuple[EntryId, Frame]],
 ) -> tuple[ChoiceState, ...]:
-    """As rebuild, from a journal that is read already."""
+    """As `rebuild`, from a journal that has been read."""
     known = [_Choice(state) for state in journal]
     said = sorted(_said(request_id, writer, frames), key=lambda item: item[0])
     takeovers = [at for at, reply in said if isinstance(reply, Takeover)]
@@ -121,7 +121,7 @@ def _from_journal(journal: Mapping[bytes, bytes], number: int) -> _Choice:
 
 
 def _positions(data: bytes, tokens: int) -> tuple[Logprobs, ...] | None:
-    """None where they are of other tokens: written before what is there now."""
+    """None if they belong to other tokens, written before the present ones."""
     try:
         return decode_logprobs(data, tokens) if data else None
     except MessageError:

@@ -1,9 +1,10 @@
-"""What one API key may use over all gateways: requests and tokens a minute, requests at once.
+"""Limits of one API key over all gateways: requests and tokens per minute, concurrent requests.
 
-Rates are token buckets (RFC 2697 section 3, with one rate: filled evenly, one minute deep), kept as
-what was used and is not yet forgotten. A request's tokens are reserved before it is queued and put
-right when it ended, so a bucket may be overdrawn; then it fills up first. What runs at once is
-counted by leases, which lapse where a gateway dies. Over Redis and, with the same tests, in memory.
+Rates are token buckets (RFC 2697 section 3, with one rate: filled evenly, one minute deep), stored
+as the used amount, which decays. A request's tokens are reserved before it is queued and corrected
+when it has ended, so a bucket may be overdrawn; it then refills first. Concurrent requests are
+counted by leases, which expire if a gateway dies. Implemented over Redis and, with the same tests,
+in memory.
 """
 
 from collections.abc import Sequence
@@ -20,8 +21,8 @@ WEIGHT = 0.2
 MINUTE_MS = 60_000
 
 
-class Limit(StrEnum):
-    """Which limit a request would be over."""
+class RateLimit(StrEnum):
+    """The limit that a request would exceed."""
 
     REQUESTS = "requests"
     TOKENS = "tokens"
@@ -30,20 +31,20 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """The limits of one key; None: none of that kind. The rates are by the minute."""
+    """The limits of one key; None: no limit of that kind. Rates are per minute."""
 
     requests: int | None = None
     tokens: int | None = None
     concurrency: int | None = None
 
     def at_most(self, tokens: int) -> int:
-        """What can be reserved for a request that may use so many."""
+        """The tokens to reserve for a request that may use `tokens`."""
         return tokens if self.tokens is None else min(tokens, self.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """What is left of a rate, and the seconds until all of it is there again."""
+    """The remaining part of a rate, and the seconds until it is full again."""
 
     remaining: int
     reset: float
@@ -51,12 +52,13 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """Whether a request may go on. `retry_after` in seconds; `used` is of the limit it is over.
+    """Whether a request may proceed.
 
-    The buckets are as they are with the request, where it may go on.
+    `retry_after` is in seconds; `used` is the used part of the exceeded limit. The buckets include
+    the request if it may proceed.
     """
 
-    refused: Limit | None
+    refused: RateLimit | None
     retry_after: float
     used: int
     requests: Bucket
@@ -65,9 +67,9 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settlement:
-    """How a request ended: the tokens reserved and used, and how long it ran in milliseconds.
+    """How a request ended: the tokens reserved and used, and its duration in milliseconds.
 
-    `counted` False: it was never accepted, and is not one of the minute's requests.
+    `counted` is False if it was never accepted; it does not count as one of the minute's requests.
     """
 
     reserved: int
@@ -77,19 +79,19 @@ class Settlement:
 
 
 class KeyUsage(Protocol):
-    """Raises BackendUnavailable where Redis cannot be reached."""
+    """The usage of API keys. Raises BackendUnavailable if Redis cannot be reached."""
 
     async def reserve(self, key_id: str, request_id: str, rates: Rates, tokens: int) -> Reservation:
-        """Takes one request and its tokens, or nothing where a limit would be passed.
+        """Reserves one request and its tokens, or nothing if a limit would be exceeded.
 
-        Safe to repeat: a request that runs is not counted again. More tokens than a minute's are
-        never there, so reserve no more than `Rates.at_most`.
+        Safe to repeat: a running request is not counted again. A bucket never holds more than one
+        minute's tokens, so reserve no more than `Rates.at_most`.
         """
 
     async def settle(
         self, key_id: str, request_id: str, rates: Rates, settlement: Settlement
     ) -> None:
-        """Ends a request: its tokens are as used, its place is free."""
+        """Ends a request: counts the tokens that it used and frees its place."""
 
     async def renew(self, key_id: str, request_ids: Sequence[str]) -> None:
-        """Says that these requests run; each LEASE_MS / 3."""
+        """Renews the leases of running requests; call it every LEASE_MS / 3."""

@@ -1,28 +1,37 @@
 """A registered model as bytes: its entry, and its files compressed."""
 
+import re
 import zlib
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import msgpack
 
-from ..checkpoint import MAX_FILES_BYTES
-from .registry import Files, RegisteredModel, RegistryError, digest_of
+from ..text.checkpoint import MAX_FILES_BYTES
+from .registry import Files, RegisteredModel, RegistrationGrant, RegistryError, digest_of
 
 MAX_NAME_BYTES = 2048
 MAX_ENTRY_BYTES = 65536
 MAX_PACKED_BYTES = MAX_FILES_BYTES + 4096  # with their names
-_FIELDS = {f.name: f.type for f in fields(RegisteredModel) if f.name != "adapters"}
+MOST_TOKENS = 2**31  # and Unix seconds, in what an entry says
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_LATER = ("adapters", "holds")  # entries of older versions lack them
+_FIELDS = {f.name: f.type for f in fields(RegisteredModel) if f.name not in _LATER}
 
 
 def encode_entry(model: RegisteredModel) -> bytes:
-    """Packs an entry as a map of its fields. Raises RegistryError where its name is too long, or
-    its adapters are too many."""
+    """Packs an entry as a map of its fields.
+
+    Raises RegistryError if its name is too long or it has too many adapters.
+    """
     if not 0 < len(model.name.encode()) <= MAX_NAME_BYTES:
         raise RegistryError(
             f"model name {model.name[:80]!r}: must have 1 to {MAX_NAME_BYTES} bytes"
         )
-    data: bytes = msgpack.packb(asdict(model))
+    body = asdict(model)
+    if not model.holds:
+        del body["holds"]
+    data: bytes = msgpack.packb(body)
     if len(data) > MAX_ENTRY_BYTES:
         raise RegistryError(
             f"model {model.name[:80]!r}: the names of its {len(model.adapters)} adapters come to "
@@ -37,15 +46,53 @@ def decode_entry(data: bytes) -> RegisteredModel:
     for name, kind in _FIELDS.items():
         if type(body.get(name)) is not kind:
             raise RegistryError(f"model entry: {name} is missing or of another type")
-    adapters = body.get("adapters", [])  # absent before there were any
+    adapters = body.get("adapters", [])
     if not isinstance(adapters, list) or not all(isinstance(name, str) for name in adapters):
         raise RegistryError("model entry: adapters must be names")
     model = RegisteredModel(
-        **{name: body[name] for name in _FIELDS}, adapters=tuple(filter(None, adapters))
+        **{name: body[name] for name in _FIELDS},
+        adapters=tuple(filter(None, adapters)),
+        holds=body.get("holds") is True,
     )
-    if not model.name or model.max_model_len < 1:
-        raise RegistryError("model entry: needs a name and a max_model_len of at least 1")
+    if not model.name or not 0 < model.max_model_len < MOST_TOKENS:
+        raise RegistryError(
+            f"model entry: needs a name and a max_model_len from 1 to {MOST_TOKENS - 1}"
+        )
+    if _DIGEST.fullmatch(model.digest) is None:
+        raise RegistryError("model entry: digest must be a SHA-256 in hexadecimal digits")
+    if not 0 <= model.created < 2**53:
+        raise RegistryError("model entry: created must be Unix seconds")
     return model
+
+
+def encode_grant(grant: RegistrationGrant) -> bytes:
+    """Packs a grant. Raises RegistryError if it has too many adapters."""
+    data: bytes = msgpack.packb(asdict(grant))
+    if len(data) > MAX_ENTRY_BYTES:
+        raise RegistryError(f"the names of {len(grant.adapters)} adapters are too long")
+    return data
+
+
+def decode_grant(data: bytes) -> RegistrationGrant:
+    """Unpacks and checks a grant. Raises RegistryError."""
+    body = _unpacked(data, MAX_ENTRY_BYTES)
+    owner, adapters = body.get("owner"), body.get("adapters")
+    names = isinstance(adapters, list) and all(isinstance(name, str) for name in adapters)
+    if not isinstance(owner, str) or not isinstance(adapters, list) or not names:
+        raise RegistryError("grant of a model: owner or adapters are missing or of another type")
+    return RegistrationGrant(owner=owner, adapters=tuple(adapters))
+
+
+def as_granted(model: RegisteredModel, name: str, grant: RegistrationGrant) -> RegisteredModel:
+    """The entry, owned as the grant says. Raises RegistryError if the grant does not allow it."""
+    if model.name != name:
+        raise RegistryError("model entry: is another model's")
+    if strange := sorted({*model.adapters} - {*grant.adapters}):
+        raise RegistryError(
+            f"model entry: adapter {strange[0][:80]!r} is not granted to this model; name it when "
+            "its Redis user is made"
+        )
+    return replace(model, owner=grant.owner)
 
 
 def encode_files(model: RegisteredModel, files: Files) -> bytes:

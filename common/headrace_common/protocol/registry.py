@@ -1,7 +1,7 @@
-"""Which models there are, told by those who have their files: the engines register, gateways read.
+"""The registry of models: engines register them with their files, gateways read them.
 
-An entry outlives its engines, so that a model scaled to zero stays known; it goes when its owner
-does. Implemented over Redis and, with the same contract tests, in memory.
+An entry outlives its engines, so that a model scaled to zero stays known; it is removed with its
+owner. Implemented over Redis and, with the same contract tests, in memory.
 """
 
 import hashlib
@@ -24,9 +24,10 @@ class RegistryError(HeadraceError):
 class RegisteredModel:
     """One model under the name that clients use.
 
-    `digest` is that of its files (`digest_of`), `max_model_len` in tokens, `created` in Unix
-    seconds. `owner` is "namespace/name" of its ModelService, "" where there is none. `adapters` are
-    LoRA adapters that its engines have, each a model of its own to clients.
+    `digest` is that of its files (`digest_of`), `max_model_len` is in tokens, `created` in Unix
+    seconds. `owner` is "namespace/name" of its ModelService, "" if there is none. `adapters` are
+    its engines' LoRA adapters, each of which is a model of its own to clients. `holds`: once the
+    entry is removed, waiting requests for the model continue to wait instead of being failed.
     """
 
     name: str
@@ -35,19 +36,31 @@ class RegisteredModel:
     created: int
     owner: str = ""
     adapters: tuple[str, ...] = ()
+    holds: bool = False
 
     def since(self, known: "RegisteredModel | None") -> "RegisteredModel":
-        """This entry as old as the one before, where that is of the same files and owner."""
+        """This entry, with the `created` of `known` if that has the same files and owner."""
         if known is None or (known.digest, known.owner) != (self.digest, self.owner):
             return self
         return replace(self, created=known.created)
 
 
-class RegisteredModels(dict[str, RegisteredModel]):
-    """Entries by name.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegistrationGrant:
+    """What engines with a Redis user for one model may register.
 
-    `store` names this life of the store, "" before its first entry: where it is another one than
-    before, Redis has lost what it held, and who is missing may not have been removed.
+    They may register that model, for this owner, with adapters of these names.
+    """
+
+    owner: str = ""
+    adapters: tuple[str, ...] = ()
+
+
+class RegisteredModels(dict[str, RegisteredModel]):
+    """The registry's entries by name.
+
+    `store` is the id of this incarnation of the data, "" before the first entry. If it has changed,
+    Redis has lost its data, and a missing entry may not have been removed on purpose.
     """
 
     def __init__(self, models: Iterable[RegisteredModel], store: str) -> None:
@@ -56,30 +69,39 @@ class RegisteredModels(dict[str, RegisteredModel]):
 
 
 class ModelRegistry(Protocol):
-    """Raises BackendUnavailable where Redis cannot be reached."""
+    """The registry of models. Raises BackendUnavailable if Redis cannot be reached."""
 
     async def models(self) -> RegisteredModels:
-        """All entries by name; one cheap read. Those that cannot be read are left out, logged."""
+        """All entries by name; one cheap read. Unreadable entries are logged and left out."""
 
     async def files(self, model: RegisteredModel) -> Files:
-        """Tokenizer and configuration files by their names, which are not to be trusted as paths.
+        """Tokenizer and configuration files by name; do not trust the names as paths.
 
-        Raises RegistryError where they are gone, too large, or not those of `model.digest`: it may
-        have been registered anew meanwhile.
+        Raises RegistryError if they are gone, too large, or do not match `model.digest`, since the
+        model may have been registered again meanwhile.
         """
+
+    async def registered(self, name: str) -> RegisteredModel | None:
+        """The present entry that this process may write; None if there is none."""
 
     async def register(self, model: RegisteredModel, files: Files) -> None:
         """Adds or replaces an entry together with its files. Idempotent.
 
-        Raises RegistryError where the files are too large, or not those of `model.digest`.
+        Raises RegistryError if the files are too large or do not match `model.digest`.
         """
 
     async def remove(self, name: str, owner: str) -> bool:
-        """Removes an entry and its files; False where there is none or another owns it."""
+        """Removes an entry, its files and its grant; False if there is none or another owns it."""
+
+    async def grant(self, name: str, grant: RegistrationGrant) -> None:
+        """Writes the grant for engines with a Redis user for this model."""
+
+    async def revoke(self, name: str) -> None:
+        """Removes a grant, whatever its owner, and the entry registered under it."""
 
 
 def digest_of(files: Files) -> str:
-    """SHA-256 over names and contents, whatever their order."""
+    """SHA-256 over names and contents, independent of their order."""
     total = hashlib.sha256()
     for name, content in sorted(files.items()):
         part = f"{len(name)}:{name}:{hashlib.sha256(content).hexdigest()};"

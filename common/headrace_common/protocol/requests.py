@@ -1,19 +1,19 @@
-"""What both backends make of a request when it is admitted."""
+"""Values that both backends compute from a request when it is admitted."""
 
 import hashlib
 
 from ..errors import MessageError, QueueFull
-from ..keys import shard_of
-from ..messages import GenerateRequest, pack_tokens
+from ..wire.keys import shard_of
+from ..wire.messages import GenerateRequest, pack_tokens
 
 
 def priority_class(priority: int) -> int:
-    """Which queue a request's priority means: 1 sooner, 2 normal, 3 later."""
+    """The queue for a request's priority: 1 sooner, 2 normal, 3 later."""
     return 2 + (priority > 0) - (priority < 0)
 
 
 def token_cost(request: GenerateRequest) -> int:
-    """Prompt plus maximal output tokens; output without a bound counts nothing."""
+    """Prompt plus maximal output tokens; unbounded output counts as 0."""
     output = request.sampling.branches * (request.sampling.max_tokens or 0)
     return len(request.prompt_token_ids) + output
 
@@ -21,8 +21,10 @@ def token_cost(request: GenerateRequest) -> int:
 def queue_full(
     request: GenerateRequest, waiting: int, rate: float, *, tenant: bool = False
 ) -> QueueFull:
-    """The refusal where so many requests wait, of all or of the tenant, and `rate` end a second:
-    try again when a tenth of them has gone."""
+    """The error for a full queue of `waiting` requests, of all tenants or of one.
+
+    At `rate` ended requests per second, the client should retry when a tenth of them has ended.
+    """
     retry_after = min(60.0, max(1.0, waiting / 10 / rate)) if rate > 0 else 5.0
     whose = "of this tenant " if tenant else ""
     message = f"{waiting} requests {whose}wait for {request.model}; try again later"
@@ -30,13 +32,16 @@ def queue_full(
 
 
 def check_shard(request_id: str, shard: int) -> None:
-    """Raises MessageError for a request that is in another shard than its id says."""
+    """Raises MessageError if a request is in another shard than its id says."""
     if shard_of(request_id) != shard:
         raise MessageError(f"the request's id is not one of shard {shard}")
 
 
 def fingerprint(request: GenerateRequest) -> bytes:
-    """Tells another request under the same id: what is asked, not when or with which seed."""
+    """A digest of what a request asks, without times and seed.
+
+    It detects a different request under the same id.
+    """
     sampling = request.sampling
     asked = (
         request.model,

@@ -1,61 +1,68 @@
-"""Over how many shards a model's queue is spread, and which one a new request goes to.
+"""The number of shards of a model's queue, and the shard of each new request.
 
-The engines say it: each one how many it takes from, and the first shard's statistics how many there
-have been lately. Gateways use as many as all engines take from, so that nothing need be changed at
-the same time.
+Each engine publishes how many shards it takes from; the first shard's statistics hold how many were
+in use lately. Gateways use as many as every engine takes from, so that engines and gateways need
+not be changed at the same time.
 """
 
 import random
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from ..keys import SHARDS_KEPT_MS
+from ..wire.keys import MAX_SHARDS, SHARDS_KEPT_MS
 from .base import EngineStatus
 
-SHARD_FIELDS = ("sh", "su")  # of the first shard's statistics: how many, until when (Unix ms)
-REMEMBERED = 10_000  # tenants and models that are dealt to evenly
+SHARD_FIELDS = ("sh", "su")  # of the first shard's statistics: number, until when (Unix ms)
+REMEMBERED = 10_000  # pairs of model and tenant whose requests are assigned evenly
 
 
 def shards_of(engines: Sequence[EngineStatus]) -> int:
-    """How many shards are taken from by every engine that takes requests; 1 where none does."""
+    """The number of shards that every engine takes from, without draining engines; at least 1."""
     return min((engine.shards for engine in engines if not engine.draining), default=1)
 
 
 def shards_kept(fields: Sequence[bytes | None], now_ms: float) -> int:
-    """How many shards there may be something in, by the values of SHARD_FIELDS."""
+    """The number of shards that may hold requests, by the values of SHARD_FIELDS."""
     count, until = fields
-    return int(count) if count and until and float(until) > now_ms else 1
+    try:
+        kept = int(count) if count and until and float(until) > now_ms else 1
+    except ValueError:  # a model's engines may write anything there
+        kept = 1
+    return min(max(1, kept), MAX_SHARDS)
 
 
 def shard_note(shards: int, kept: int, now_ms: float) -> tuple[str | int, ...]:
-    """SHARD_FIELDS with values for an engine that takes from so many shards to write; empty where
-    it has nothing to say."""
+    """SHARD_FIELDS and values to write for an engine that takes from `shards` shards.
+
+    Empty if the fields need no change.
+    """
     if shards == 1 or shards < kept:
         return ()
     until = int(now_ms) + SHARDS_KEPT_MS
     return (SHARD_FIELDS[0], shards, SHARD_FIELDS[1], until)
 
 
-class Dealer:
-    """Deals requests to shards: those of a tenant evenly, in no order that others could follow.
+class ShardAssigner:
+    """Assigns requests to shards, evenly for each tenant and in random order.
 
-    Each tenant's go once to every shard, by lot, and then again. So the shards differ by one
-    request of a tenant at most, and tenants that take turns do not part the shards among them.
+    A tenant's requests go once to every shard in random order, and then again in a new order. So
+    the shards differ by at most one request of a tenant, and tenants that send alternately do not
+    split the shards among themselves.
     """
 
     def __init__(self, source: random.Random | None = None) -> None:
-        self._random = source or random.Random()  # noqa: S311 - nobody gains by guessing it
-        self._hands: OrderedDict[tuple[str, str], list[int]] = OrderedDict()
+        self._random = source or random.Random()  # noqa: S311 - a guess gives no advantage
+        self._left: OrderedDict[tuple[str, str], list[int]] = OrderedDict()
 
-    def deal(self, model: str, tenant: str, shards: int) -> int:
+    def assign(self, model: str, tenant: str, shards: int) -> int:
         """The shard of the tenant's next request."""
         if shards == 1:
             return 0
-        hand = self._hands.pop((model, tenant), [])
-        if not hand or max(hand) >= shards:
-            hand = self._random.sample(range(shards), shards)
-        shard = hand.pop()
-        self._hands[model, tenant] = hand
-        if len(self._hands) > REMEMBERED:
-            self._hands.popitem(last=False)
+        left = self._left.pop((model, tenant), [])
+        if not left or max(left) >= shards:
+            left = self._random.sample(range(shards), shards)
+        shard = left.pop()
+        self._left[model, tenant] = left
+        if len(self._left) > REMEMBERED:
+            self._left.popitem(last=False)
         return shard

@@ -6,6 +6,7 @@ from typing import Any
 import msgpack
 
 from ..errors import MessageError
+from ..wire.keys import MAX_SHARDS
 from .base import EngineStatus
 
 _FIELDS = {field.name: field.type for field in fields(EngineStatus)}
@@ -38,4 +39,6 @@ def decode_status(data: bytes) -> EngineStatus:
     for name, kind in _FIELDS.items():
         if not isinstance(body.get(name), _KINDS[kind]):
             raise MessageError(f"engine status: {name} is missing or of another type")
+    if not 0 < body["shards"] <= MAX_SHARDS:
+        raise MessageError(f"engine status: shards must be 1 to {MAX_SHARDS}")
     return EngineStatus(**{name: body[name] for name in _FIELDS})

@@ -1,8 +1,8 @@
-"""Requests whose answers any gateway can serve, whatever becomes of the one that accepted them.
+"""Stored requests, whose answers any gateway can serve, even if the accepting one is gone.
 
-What is kept is the request and the shape of its answer; the output is in the queue's records. Under
-an idempotency key the first request stored is the one that counts. Implemented over Redis and, with
-the same contract tests, in memory.
+The request and the form of its answer are stored; the output is in the queue's records. Under an
+idempotency key the request that was stored first counts. Implemented over Redis and, with the same
+contract tests, in memory.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import msgpack
 
 from ..errors import MessageError
-from ..messages import MAX_MESSAGE_BYTES, GenerateRequest, decode_request, encode_request
+from ..wire.messages import MAX_MESSAGE_BYTES, GenerateRequest, decode_request, encode_request
 
 VERSION = 1
 SALT_BYTES = 32
@@ -22,11 +22,11 @@ SALT_BYTES = 32
 class StoredRequest:
     """One HTTP request under the id that clients know, with its `requests` in the queue.
 
-    `fingerprint` tells another body under the same key. `created` and `expires_ms` are Unix seconds
-    and milliseconds. `stop` are the stop strings, which the queue's requests do not have.
-    `background`: it runs to its end, whether or not a client is there. `form` is the gateway's own
-    text about how the output is read and answered. `generation` tells it from one that was stored
-    before with some of the same `requests`.
+    `fingerprint` detects another body under the same key. `created` is in Unix seconds,
+    `expires_ms` in Unix milliseconds. `stop` are the stop strings, which the queue's requests do
+    not have. `background`: it runs to its end, with or without a client. `form` is the gateway's
+    own text about how the output is parsed and answered. `generation` distinguishes it from an
+    earlier one with some of the same `requests`.
     """
 
     request_id: str
@@ -44,7 +44,7 @@ class StoredRequest:
 
     @property
     def name(self) -> str:
-        """Tells it from another one that was stored under the same id, before or after."""
+        """A name that differs from others stored under the same id, before or after."""
         return self.generation or self.requests[0].request_id
 
     @property
@@ -58,12 +58,12 @@ class StoredRequest:
 
     @property
     def window(self) -> float:
-        """Seconds that it runs on without a client."""
+        """Seconds for which it continues without a client."""
         return self.requests[0].window_ms / 1000
 
 
 class RequestStore(Protocol):
-    """Raises BackendUnavailable where Redis cannot be reached."""
+    """The store of such requests. Raises BackendUnavailable if Redis cannot be reached."""
 
     async def salt(self) -> bytes:
         """SALT_BYTES random bytes, the same for all gateways."""
@@ -71,28 +71,32 @@ class RequestStore(Protocol):
     async def put(
         self, stored: StoredRequest, replaces: StoredRequest | None = None
     ) -> StoredRequest:
-        """Stores it where there is none, or only `replaces`; returns what is stored now."""
+        """Stores it if there is none, or only `replaces`; returns what is stored now.
 
-    async def get(self, request_id: str) -> StoredRequest | None: ...
+        Raises SealingError if that cannot be opened.
+        """
+
+    async def get(self, request_id: str) -> StoredRequest | None:
+        """The request stored under this id. Raises SealingError if it cannot be opened."""
 
     async def remove(self, stored: StoredRequest) -> None:
-        """Forgets exactly this one."""
+        """Removes exactly this one."""
 
-    async def want(self, request_id: str, seconds: float) -> None:
-        """Says that a client is there, or may come back within these seconds."""
+    async def set_presence(self, request_id: str, seconds: float) -> None:
+        """Notes that a client is connected, or may reconnect within `seconds`."""
 
-    async def wanted(self, request_id: str) -> float:
-        """For how many more seconds somebody has said so; 0 where nobody has."""
+    async def presence_left(self, request_id: str) -> float:
+        """The seconds for which the presence noted last still holds; 0 if there is none."""
 
-    async def attend(self, stored: StoredRequest, gateway_id: str) -> Sequence[str]:
-        """Notes that a gateway makes its answer anew; the others that are noted."""
+    async def begin_read(self, stored: StoredRequest, gateway_id: str) -> Sequence[str]:
+        """Notes that a gateway starts to rebuild the answer; returns the others that are noted."""
 
-    async def attended(self, stored: StoredRequest, gateway_id: str) -> None:
-        """Notes that the gateway has made the answer and is still alive."""
+    async def end_read(self, stored: StoredRequest, gateway_id: str) -> None:
+        """Notes that the gateway has rebuilt the answer and is still alive."""
 
 
 def encode_stored(stored: StoredRequest) -> bytes:
-    """Packs it. Raises MessageError where it is over the size limit."""
+    """Packs a stored request. Raises MessageError if it exceeds the size limit."""
     data: bytes = msgpack.packb(
         {
             "v": VERSION,
@@ -116,7 +120,7 @@ def encode_stored(stored: StoredRequest) -> bytes:
 
 
 def decode_stored(data: bytes) -> StoredRequest:
-    """Unpacks and checks it; unknown fields are ignored. Raises MessageError."""
+    """Unpacks and checks a stored request; unknown fields are ignored. Raises MessageError."""
     body = _unpacked(data)
     return StoredRequest(
         request_id=_field(body, "id", str),

@@ -1,17 +1,20 @@
-"""Attention backends by name. A backend's module is imported only when it is chosen."""
+"""Attention backends behind one protocol (core's `attention_backend`), chosen by name.
+
+Imports operators and the subpackages below it.
+"""
 
 import importlib
 import logging
 
 import torch
 
-from ..errors import ConfigError
-from .base import AttentionBackend, ReadsSomeBlocks
-from .fp8 import is_fp8
+from ..core.attention_backend import AttentionBackend, ReadsSomeBlocks
+from ..core.errors import ConfigError
+from ..layers.fp8_cache import is_fp8
 
 logger = logging.getLogger(__name__)
 
-# Name -> module and class; the class is made without arguments, or refuses with ConfigError.
+# Name -> module and class. The class takes no arguments, or raises ConfigError.
 BACKENDS: dict[str, tuple[str, str]] = {
     "reference": ("headrace_engine.attention.reference", "ReferenceBackend"),
     "cpu": ("headrace_engine.attention.cpu", "CpuBackend"),
@@ -19,9 +22,9 @@ BACKENDS: dict[str, tuple[str, str]] = {
     "triton": ("headrace_engine.attention.triton", "TritonBackend"),
 }
 DEVICES = {"cpu": "cpu", "flash": "cuda", "triton": "cuda"}
-# By type of device, the one whose sums do not depend on what else is in a batch.
+# By device type: the backend whose sums do not depend on the rest of the batch.
 DETERMINISTIC = {"cpu": "cpu", "cuda": "triton"}
-# By type of device, the fastest first; `reference` where none of them works.
+# By device type, the fastest first; `reference` if none of them works.
 PREFERRED: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("flash", "triton")}
 
 
@@ -33,13 +36,13 @@ def select(
     deterministic: bool = False,
     cache_dtype: torch.dtype | None = None,
 ) -> AttentionBackend:
-    """The backend called `name`; `auto` takes the fastest that works here and logs why.
+    """Returns the backend called `name`; `auto` takes the fastest that works here and logs why.
 
-    A `deterministic` one adds up a token's keys in the same order in every batch. `cache_dtype` is
-    what KV is kept in, None: `dtype`.
+    A `deterministic` backend adds up a token's keys in the same order in every batch. `cache_dtype`
+    is the dtype of stored KV; None means `dtype`.
 
-    `auto` passes over a backend that cannot read blocks of `block_size` tokens in place.
-    Raises ConfigError for an unknown name, or where the named backend cannot run on the device.
+    `auto` passes over a backend that cannot read blocks of `block_size` tokens in place. Raises
+    ConfigError for an unknown name, or if the named backend cannot run on the device.
     """
     if deterministic:
         return _deterministic(name, device, dtype)

@@ -1,7 +1,7 @@
 """Paged attention on CPUs, through the native kernels.
 
-The cache's layout is the kernels' own (kernels/cache.h). Where there are no native kernels, or for
-dtypes and head sizes that they lack, everything is left to the reference backend.
+The kernels define the layout of the cache (kernels/cpu/cache.h). The reference backend computes
+everything that the native kernels do not support: other dtypes, other head sizes, other machines.
 """
 
 import ctypes
@@ -11,40 +11,37 @@ from typing import ClassVar
 
 import torch
 
-from ..kernels import library, structs
-from ..kernels.executor import pointer
-from .base import AttentionMetadata, KVSpec, LayerCache, LayerParams
-from .fp8 import E4M3, E5M2
-from .memo import StepMemo
+from ..core.attention_backend import AttentionMetadata, KVSpec, LayerCache, LayerParams
+from ..kernels.cpu import library, structs
+from ..kernels.cpu.executor import pointer
+from ..layers.fp8_cache import E4M3, E5M2
 from .memory import zeros
 from .reference import ReferenceBackend
+from .step_cache import StepCache
 
 logger = logging.getLogger(__name__)
 
 TILE = 16
-# As fp8.h counts them; all else is the element's own type.
+# Numbers of fp8.h; every other storage is the element's own type.
 STORAGES = {E4M3: 1, E5M2: 2}
 MAX_HEAD_DIM = 256
-# Parameters, where sinks lie, query heads, shape of keys, block size.
+# Parameters, address of the sinks, number of query heads, shape of keys, block size.
 _LayerKey = tuple[LayerParams, int | None, int, torch.Size, int]
 
 
 class CpuBackend:
-    """Cache: [blocks, tiles of a block, Hkv, 2, 16 * D], and an empty [blocks, block_size, 0] that
-    holds the block size. A chunk of keys in fp8 becomes the model's dtype when it is read."""
+    """Native attention. Its cache is [blocks, tiles of a block, Hkv, 2, 16 * D], and an empty
+    tensor [blocks, block_size, 0] that holds the block size. A chunk of fp8 keys is converted to
+    the model's dtype when it is read."""
 
     name: ClassVar[str] = "cpu"
 
     def __init__(self, kernels: library.Kernels | None = None) -> None:
-        """`kernels` None loads the best ones for this CPU, or logs why there are none."""
-        self._kernels = kernels or _load()
+        """`kernels` None loads the best kernels for this CPU; if there are none, a log says why."""
+        self.kernels = kernels or _load()
         self._reference = ReferenceBackend()
-        self._batches = StepMemo[structs.Batch]()
+        self._batches = StepCache[structs.Batch]()
         self._layers: dict[_LayerKey, tuple[LayerParams, structs.Layer]] = {}
-
-    @property
-    def kernels(self) -> library.Kernels | None:
-        return self._kernels
 
     def allocate(self, num_blocks: int, spec: KVSpec) -> LayerCache:
         if not self.is_native(spec.dtype, spec.head_dim):
@@ -72,11 +69,11 @@ class CpuBackend:
         metadata: AttentionMetadata,
         params: LayerParams,
     ) -> torch.Tensor:
-        if self._kernels is None or not self.is_native(query.dtype, query.shape[2]):
+        if self.kernels is None or not self.is_native(query.dtype, query.shape[2]):
             return self._reference.forward(query, key, value, cache, metadata, params)
         query, key, value = _rows(query), _rows(key), _rows(value)
         output = torch.empty(query.shape, dtype=query.dtype)
-        failed = self._kernels.paged_attention(
+        failed = self.kernels.paged_attention(
             output.data_ptr(),
             query.data_ptr(),
             key.data_ptr(),
@@ -93,9 +90,10 @@ class CpuBackend:
         return output
 
     def is_native(self, dtype: torch.dtype, head_dim: int) -> bool:
-        """Whether the native kernels serve heads of this kind; else the reference does."""
+        """Whether the native kernels support such heads; the reference backend computes the
+        others."""
         return (
-            self._kernels is not None
+            self.kernels is not None
             and dtype in library.DTYPES
             and head_dim % TILE == 0
             and head_dim <= MAX_HEAD_DIM
@@ -125,7 +123,7 @@ class CpuBackend:
                 value_scale=params.value_scale,
                 sinks=sinks,
             )
-            # With its parameters, which keep alive what it points to.
+            # The parameters are kept too: they own the memory that the structure points to.
             found = self._layers[name] = params, made
         return found[1]
 
@@ -141,14 +139,15 @@ def _load() -> library.Kernels | None:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x [T, H, D] with the heads of a token side by side; rows may be apart, as in views of QKV."""
+    """Makes the heads of a token adjacent in x [T, H, D]; rows may have gaps, as in views of
+    QKV."""
     if x.stride(2) == 1 and x.stride(1) == x.shape[2]:
         return x
     return x.contiguous()
 
 
 def describe(metadata: AttentionMetadata) -> structs.Batch:
-    """Points into the metadata's tensors, which must outlive it."""
+    """Makes a structure that points into the metadata's tensors, which must outlive it."""
     assert metadata.query_start.dtype is torch.int32 and metadata.query_start.is_contiguous()
     assert metadata.seq_lens.dtype is torch.int32 and metadata.seq_lens.is_contiguous()
     assert metadata.block_tables.dtype is torch.int32 and metadata.block_tables.stride(-1) == 1
@@ -165,8 +164,8 @@ def describe(metadata: AttentionMetadata) -> structs.Batch:
 
 
 class LayerBatches:
-    """Each layer's metadata for the native kernels, where not all have the same. Points into the
-    metadata's tensors, and must outlive the call that it is for."""
+    """Each layer's metadata for the native kernels, if layers have different metadata. It points
+    into the metadata's tensors, and must live as long as the call that uses it."""
 
     def __init__(self, layers: Sequence[AttentionMetadata]) -> None:
         made = {id(one): one for one in layers}
@@ -176,5 +175,5 @@ class LayerBatches:
 
     @property
     def address(self) -> int | None:
-        """None: there are no layers."""
+        """Address of the batches; None if there are no layers."""
         return None if self._pointers is None else ctypes.addressof(self._pointers)

@@ -1,8 +1,8 @@
 """Paged attention on CUDA with Flash Attention kernels, reading KV blocks through a block table.
 
-Uses the flash-attn package where it is installed, else the kernels that torch carries. Where the
-kernel at hand cannot read pages of the cache's block size, the sequences' keys and values are
-gathered first: right for any size, but it moves more memory.
+Uses the flash-attn package if it is installed, else the kernels that torch carries. If the kernel
+cannot read pages of the cache's block size, keys and values are gathered first: this works for any
+size, but moves more memory.
 """
 
 import importlib
@@ -15,10 +15,10 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention.varlen import AuxRequest
 
-from ..errors import ConfigError
-from .base import AttentionMetadata, KVSpec, LayerCache, LayerParams
-from .memo import StepMemo
+from ..core.attention_backend import AttentionMetadata, KVSpec, LayerCache, LayerParams
+from ..core.errors import ConfigError
 from .memory import zeros
+from .step_cache import StepCache
 
 # Flash Attention 2 refuses other page sizes: "block size must be divisible by 256".
 PAGE_MULTIPLE = 256
@@ -41,7 +41,7 @@ class VarlenInputs:
 
     @property
     def window(self) -> tuple[int, int]:
-        """Keys to the left of a query and to its right, -1 for all, as the kernels count them."""
+        """Keys to the left and to the right of a query, as the kernels count them; -1 means all."""
         window = self.params.sliding_window
         return (-1 if window is None else window - 1, 0)
 
@@ -51,7 +51,8 @@ class Kernel(Protocol):
         """Whether the kernel can read blocks of this size through a block table."""
 
     def __call__(self, inputs: VarlenInputs) -> torch.Tensor:
-        """Causal attention, aligned at the ends of query and keys: [T, Hq, D]. With sinks."""
+        """Computes causal attention, aligned at the ends of query and keys: [T, Hq, D]. Includes
+        sinks."""
 
 
 class FlashAttnKernel:
@@ -87,8 +88,8 @@ class FlashAttnKernel:
 class TorchKernel:
     """torch.nn.attention.varlen.varlen_attn, as torch 2.13 has it.
 
-    A window of (-1, 0) is its way to ask for causal attention, (W, 0) for a causal window. Only
-    Flash Attention 3, where it has been activated, takes a block table, and then of any block size.
+    Its window (-1, 0) means causal attention, (W, 0) a causal window. Only an activated Flash
+    Attention 3 takes a block table, and then of any block size.
     """
 
     def __init__(self, varlen: Callable[..., Any], implementation: str | None) -> None:
@@ -101,7 +102,7 @@ class TorchKernel:
         if inputs.params.softcap is not None:
             raise ConfigError(
                 "torch's flash attention has no softcap, which this model needs: install "
-                "flash-attn or use attention_backend triton"
+                "headrace[flash-attn] or use attention_backend triton"
             )
         paged = inputs.block_tables is not None
         pages = {"seqused_k": inputs.seq_lens, "block_table": inputs.block_tables} if paged else {}
@@ -125,23 +126,24 @@ class TorchKernel:
 
 
 def _with_sinks(attended: torch.Tensor, sums: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """`attended` [T, Hq, D] less each head's sink's share, by the logarithms of the softmax's sums
-    without it, `sums` [Hq, T]."""
+    """Scales `attended` [T, Hq, D] down by the share of each head's sink. `sums` [Hq, T] are the
+    logarithms of the softmax's sums without the sink."""
     share = torch.sigmoid(sums.T - sinks)[..., None]
     return (attended * share).to(attended.dtype)
 
 
 class FlashBackend:
-    """Cache: keys and values, each [blocks, block_size, Hkv, D].
+    """Flash Attention. Its cache is keys and values, each [blocks, block_size, Hkv, D].
 
-    Raises ConfigError where neither kernel is there, and for a softcap that the kernel lacks.
+    Raises ConfigError if neither kernel is available, or if the kernel lacks a softcap that the
+    model needs.
     """
 
     name: ClassVar[str] = "flash"
 
     def __init__(self, kernel: Kernel | None = None) -> None:
         self._kernel = kernel if kernel is not None else find_kernel()
-        self._key_slots = StepMemo[torch.Tensor]()
+        self._key_slots = StepCache[torch.Tensor]()
 
     def reads_blocks(self, block_size: int) -> bool:
         return self._kernel.pages(block_size)
@@ -191,7 +193,7 @@ class FlashBackend:
 
 
 def find_kernel() -> Kernel:
-    """flash-attn's kernel, else torch's. Raises ConfigError where there is neither."""
+    """Finds flash-attn's kernel, else torch's. Raises ConfigError if there is neither."""
     try:
         return FlashAttnKernel(importlib.import_module("flash_attn").flash_attn_varlen_func)
     except ImportError:
@@ -204,14 +206,14 @@ def _torch_kernel() -> TorchKernel:
         active = importlib.import_module("torch.nn.attention").current_flash_attention_impl()
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            "attention_backend flash needs the package flash-attn, or a torch with "
+            "attention_backend flash needs headrace[flash-attn], or a torch with "
             f"torch.nn.attention.varlen: {error}"
         ) from error
     return TorchKernel(varlen, active)
 
 
 def key_slots(metadata: AttentionMetadata, block_size: int) -> torch.Tensor:
-    """int64 [sum of seq_lens]: where the keys of all sequences lie, one after the other."""
+    """int64 [sum of seq_lens]: the slots of all sequences' keys, one sequence after the other."""
     lengths = metadata.seq_lens.long()
     starts = lengths.cumsum(0) - lengths
     owner = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)

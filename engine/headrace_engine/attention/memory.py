@@ -1,6 +1,6 @@
 """Memory for KV caches: zeroed on the device, a pool of blocks on the host, moves between them.
 
-A block is the first dimension of each of a cache's tensors, whatever backend laid it out.
+A block is the first dimension of every tensor of a cache, for every backend.
 """
 
 import math
@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from .base import LayerCache
+from ..core.attention_backend import LayerCache
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Like torch.zeros, but on CPUs the pages are mapped by their first use (calloc), so that a
-    large cache neither delays the start nor takes memory that no sequence needs."""
+    """Like torch.zeros, but on CPUs pages are mapped at first use (calloc): a large cache neither
+    delays the start nor takes memory before a sequence needs it."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     buffer = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
@@ -22,7 +22,8 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 
 def host_blocks(cache: LayerCache, num_blocks: int) -> LayerCache:
-    """Host memory for `num_blocks` blocks of a layer's cache; pinned where that is on a GPU."""
+    """Allocates host memory for `num_blocks` blocks of a layer's cache; pinned if the cache is on a
+    GPU."""
     return tuple(_host_part(part, (num_blocks, *part.shape[1:])) for part in cache)
 
 
@@ -37,14 +38,14 @@ def _host_part(part: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 def move_blocks(
     source: LayerCache, destination: LayerCache, moves: Sequence[tuple[int, int]]
 ) -> None:
-    """Copies whole blocks (from, to), neighbours at once; on a GPU in the order of its stream."""
+    """Copies whole blocks (from, to), adjacent ones in one copy; on a GPU in the stream's order."""
     for begin, to, count in _runs(moves):
         for from_part, to_part in zip(source, destination, strict=True):
             to_part[to : to + count].copy_(from_part[begin : begin + count], non_blocking=True)
 
 
 def _runs(moves: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """(from, to, blocks) of moves that go on where the one before ended."""
+    """Merges adjacent moves into (from, to, number of blocks)."""
     runs: list[tuple[int, int, int]] = []
     for source, destination in moves:
         if runs:

@@ -1,20 +1,20 @@
-"""Paged attention in plain torch: the truth that every other backend is tested against.
+"""Paged attention in plain torch: the reference for the tests of every other backend.
 
-Correct on any device, dtype, head grouping, scale, softcap and window; computes in float32, one
-sequence after the other, and makes no attempt to be fast.
+It supports every device, dtype, head grouping, scale, softcap and window. It computes in float32,
+one sequence after the other, and is not fast.
 """
 
 from typing import ClassVar
 
 import torch
 
-from .base import AttentionMetadata, KVSpec, LayerCache, LayerParams
-from .fp8 import narrow, raw, widen
+from ..core.attention_backend import AttentionMetadata, KVSpec, LayerCache, LayerParams
+from ..layers.fp8_cache import dequantize_kv, quantize_kv, raw
 from .memory import zeros
 
 
 class ReferenceBackend:
-    """Cache: keys and values, each [blocks, block_size, Hkv, D]."""
+    """Plain torch attention. Its cache is keys and values, each [blocks, block_size, Hkv, D]."""
 
     name: ClassVar[str] = "reference"
 
@@ -40,14 +40,14 @@ class ReferenceBackend:
     ) -> torch.Tensor:
         scales = (params.key_scale, params.value_scale)
         for part, new, scale in zip(cache, (key, value), scales, strict=True):
-            made = raw(narrow(new, part.dtype, scale))
+            made = raw(quantize_kv(new, part.dtype, scale))
             raw(part).flatten(0, 1).index_copy_(0, metadata.slots, made)
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         starts = metadata.query_start.tolist()
         for index, length in enumerate(metadata.seq_lens.tolist()):
             rows = slice(starts[index], starts[index + 1])
             keys, values = (
-                widen(_gather(part, metadata.block_tables[index], length), scale)
+                dequantize_kv(_gather(part, metadata.block_tables[index], length), scale)
                 for part, scale in zip(cache, scales, strict=True)
             )
             output[rows] = attend(query[rows], keys, values, params)
@@ -55,7 +55,7 @@ class ReferenceBackend:
 
 
 def _gather(part: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:
-    """Keys or values [length, Hkv, D] of one sequence, as the cache holds them."""
+    """Gathers the keys or values [length, Hkv, D] of one sequence from the cache."""
     count = -(-length // part.shape[1])
     found = raw(part).index_select(0, blocks[:count].long())
     return found.flatten(0, 1)[:length].view(part.dtype)
@@ -64,7 +64,8 @@ def _gather(part: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tens
 def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: LayerParams
 ) -> torch.Tensor:
-    """Causal attention of the last n positions: query [n, Hq, D], keys and values [L, Hkv, D]."""
+    """Computes causal attention of the last n positions: query [n, Hq, D], keys and values [L, Hkv,
+    D]."""
     n, heads, dim = query.shape
     grouped = query.float().view(n, keys.shape[1], -1, dim)
     scores = torch.einsum("nhgd,lhd->hgnl", grouped, keys) * params.scale
@@ -77,7 +78,7 @@ def attend(
 
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Of scores [Hkv, group, n, L], in which each head's sink takes part."""
+    """Softmax of scores [Hkv, group, n, L] that includes each head's sink."""
     if sinks is None:
         return torch.softmax(scores, dim=-1)
     own = sinks.view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
@@ -85,7 +86,7 @@ def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
 
 
 def _visible(n: int, length: int, params: LayerParams, device: torch.device) -> torch.Tensor:
-    """bool [n, length]: which keys each of the last n positions sees."""
+    """bool [n, length]: the keys that each of the last n positions sees."""
     positions = torch.arange(length - n, length, device=device)[:, None]
     keys = torch.arange(length, device=device)[None, :]
     visible = keys <= positions

@@ -1,22 +1,21 @@
 """Paged attention on CUDA by this project's Triton kernels: any block size, window or soft cap.
 
-One call serves a mixed batch: decodes are cut along their keys and merged, other runs go tile by
-tile. Nothing waits for the device: grids come from the metadata's host integers, and scratch
-memory is kept, so that calls can be captured in CUDA graphs.
+One call serves a mixed batch: the keys of decodes are split over programs and merged, prompts are
+computed tile by tile. No call waits for the device, because grids come from the metadata's host
+integers, and scratch memory is kept: so CUDA graphs can capture calls.
 """
 
 from typing import Any, ClassVar, Literal
 
 import torch
 
-from ..errors import ConfigError
-from ..model.ops import TorchOps
-from ..model.qkv import QKVRows
-from ..model.triton_ops import StoreTarget, can_rotate, rotate_and_store
-from ..triton_kernels.cache import store_kernel
-from ..triton_kernels.decode import decode_kernel, merge_kernel
-from ..triton_kernels.dependent import DependentLaunches
-from ..triton_kernels.launch import (
+from ..core.attention_backend import AttentionMetadata, KVSpec, LayerCache, LayerParams
+from ..core.errors import ConfigError
+from ..device.scratch import Scratch
+from ..kernels.triton.cache import store_kernel
+from ..kernels.triton.decode import decode_kernel, merge_kernel
+from ..kernels.triton.dependent_launch import DependentLaunches
+from ..kernels.triton.launch import (
     AMPERE,
     LARGEST_HEAD,
     MAX_SPLITS,
@@ -31,22 +30,23 @@ from ..triton_kernels.launch import (
     split_keys,
     tile_extent,
 )
-from ..triton_kernels.prefill import prefill_kernel
-from .base import AttentionMetadata, KVSpec, LayerCache, LayerParams
-from .fp8 import Storage, raw, storage
+from ..kernels.triton.prefill import prefill_kernel
+from ..layers.fp8_cache import Storage, raw, storage
+from ..operators.base import TorchOps
+from ..operators.qkv import QKVRows
+from ..operators.triton import StoreTarget, can_rotate, rotate_and_store
 from .memory import zeros
-from .scratch import Scratch
 
 
 class TritonBackend:
-    """Cache: keys and values, each [blocks, Hkv, block_size, D].
+    """Triton attention. Its cache is keys and values, each [blocks, Hkv, block_size, D].
 
-    `capability` is the device's, asked from torch if not given. `deterministic` computes decodes as
-    it does chunks of prompts, and tiles of keys always masked: a token's output has then the same
-    bits in whatever run it comes. Caches in fp8 become the queries' dtype tile by tile; devices
-    older than Ada, which have no instruction for e4m3, do it by integer arithmetic. Decodes are
-    launched as `dependent` says, which is the operators' where it was measured to pay.
-    Raises ConfigError for a device older than Ampere.
+    `capability` is the device's; None asks torch. `deterministic` computes decodes like chunks of
+    prompts and always masks tiles of keys, so a token's output has the same bits in every batch.
+    Tiles of an fp8 cache are converted to the queries' dtype; devices older than Ada have no e4m3
+    instruction and use integer arithmetic. `dependent_launches`, the operators' own where that was
+    measured to be faster, says when decode kernels begin. Raises ConfigError for a device older
+    than Ampere.
     """
 
     name: ClassVar[str] = "triton"
@@ -59,7 +59,7 @@ class TritonBackend:
         self._capability = capability or torch.cuda.get_device_capability()
         self._scratch = Scratch()
         self._launches = AttentionLaunches()
-        self.dependent = DependentLaunches()
+        self.dependent_launches = DependentLaunches()
         self._check_device()
 
     def _check_device(self) -> None:
@@ -71,15 +71,15 @@ class TritonBackend:
             )
 
     def use(self, launches: AttentionLaunches) -> None:
-        """From now on launches kernels so, instead of as the tables say."""
+        """Replaces the tables' launch parameters from now on."""
         self._launches = launches
 
     def prefill_launch(self, element_bytes: int, head_dim: int) -> Launch:
-        """The table's."""
+        """The table's launch parameters for prompts."""
         return prefill_launch(self._capability[0], element_bytes, head_dim)
 
     def decode_launch(self, element_bytes: int, head_dim: int, sequences: int) -> DecodeLaunch:
-        """The table's."""
+        """The table's launch parameters for decodes."""
         tile = decode_launch(self._capability[0], element_bytes, head_dim)
         return DecodeLaunch(tile, split_keys(sequences, tile.keys))
 
@@ -131,7 +131,7 @@ class TritonBackend:
             params.key_scale,
             params.value_scale,
         )
-        query = rotate_and_store(rows, target, self.dependent)
+        query = rotate_and_store(rows, target, self.dependent_launches)
         return self.attend(query, cache, metadata, params)
 
     def _store(
@@ -195,21 +195,21 @@ class TritonBackend:
             metadata.seq_lens, params.sinks, params.scale * params.key_scale, params.value_scale,
             query.stride(0), query.stride(1), metadata.block_tables.stride(0),
             **constants, **cut, ROWS=max(launch.rows, power_of_two(heads // kv_heads)),
-            WHOLE=whole, MERGE=merges, **self.dependent.product,
+            WHOLE=whole, MERGE=merges, **self.dependent_launches.product,
             num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
         if not whole and not merges:
             merge_kernel[(rows, heads)](
                 output, parts, sums, metadata.seq_lens, params.sinks, HEADS=heads, HEAD_DIM=dim,
                 **cut, WINDOW=constants["WINDOW"], DIM=constants["DIM"], SINKS=constants["SINKS"],
-                **self.dependent.small,
+                **self.dependent_launches.small,
                 num_warps=merge_warps(rows, dim),
             )  # fmt: skip
 
     def _parts(
         self, rows: int, dim: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scratch for what the parts of the keys give, and for their softmax sums."""
+        """Allocates scratch for the partial results of split keys, and for their softmax sums."""
         parts = self._scratch.take("parts", rows * MAX_SPLITS * dim, device)
         return parts, self._scratch.take("sums", rows * MAX_SPLITS, device)
 
@@ -242,7 +242,7 @@ class TritonBackend:
 def _constants(
     query: torch.Tensor, cache: LayerCache, params: LayerParams, stored: Storage
 ) -> dict[str, Any]:
-    """What the kernels are compiled for; no window and no cap are 0."""
+    """Compile-time constants of the kernels; 0 means no window and no cap."""
     _, kv_heads, block_size, dim = cache[0].shape
     return {
         "GROUP": query.shape[1] // kv_heads,
@@ -260,13 +260,13 @@ def _constants(
 
 
 def _most_splits(max_seq_len: int, window: int | None, launch: Launch, part: int) -> int:
-    """Parts that a sequence of at most `max_seq_len` keys can have."""
+    """The largest number of parts of a sequence of at most `max_seq_len` keys."""
     # A window's first tile may begin before the window does.
     span = max_seq_len if window is None else min(max_seq_len, window + launch.keys - 1)
     return min(MAX_SPLITS, -(-span // part))
 
 
 def _dense_heads(x: torch.Tensor) -> torch.Tensor:
-    """x [T, H, D] with its heads one behind the other; tokens may lie apart."""
+    """Makes the heads of x [T, H, D] adjacent; tokens may have gaps between them."""
     dense = x.stride(2) == 1 and x.stride(1) == x.shape[2]
     return x if dense else x.contiguous()

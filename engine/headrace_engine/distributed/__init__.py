@@ -1,5 +1,4 @@
-"""Tensor parallelism: one engine over several processes of one machine, a rank each.
+"""One model over several processes: the commands of rank 0, the other ranks, and how they end.
 
-Rank 0 schedules, samples and speaks to the queue; the others hold their part of weights and KV
-cache and compute what they are told. Knows nothing of requests.
+Imports model_loader and the subpackages below it.
 """

@@ -1,7 +1,7 @@
 """The process of a rank: `python -m headrace_engine.distributed RANK SIZE COMMANDS_FD LOGS_FD`.
 
-Started by rank 0 only, and gone with it: by the kernel on Linux, elsewhere when its connection
-breaks. Signals to the process group are rank 0's to answer.
+Only rank 0 starts it. It ends with rank 0: on Linux through the kernel, elsewhere when its
+connection breaks. Rank 0 alone answers signals to the process group.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from threading import Thread
 
-from .relay import RelayHandler
+from .rank_logs import RankLogHandler
 
 PR_SET_PDEATHSIG = 1
 
@@ -26,13 +26,13 @@ def main(arguments: list[str]) -> int:
     _die_with_parent()
     connection, logs = Connection(command_number), Connection(log_number)
     Thread(target=_watch, args=(logs,), daemon=True).start()
-    # torch takes seconds to load, in which rank 0 may end.
+    # Importing torch takes seconds, in which rank 0 may end.
     from . import commands
     from .rank import serve
 
-    with suppress(commands.Gone):
+    with suppress(commands.Disconnected):
         greeting = commands.introduction(connection)
-        logging.basicConfig(level=greeting["level"], handlers=[RelayHandler(logs)])
+        logging.basicConfig(level=greeting["level"], handlers=[RankLogHandler(logs)])
         logging.captureWarnings(True)
         return serve(rank, size, connection, greeting)
     return 0
@@ -44,7 +44,7 @@ def _die_with_parent() -> None:
 
 
 def _watch(logs: Connection) -> None:
-    """Rank 0 sends nothing here: what comes is its end."""
+    """Waits for the end of rank 0, which sends nothing on this connection, and exits."""
     with suppress(EOFError, OSError):
         logs.recv_bytes()
     os._exit(1)
@@ -53,4 +53,4 @@ def _watch(logs: Connection) -> None:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stderr.flush()
-    os._exit(code)  # a group that is broken may hang when it is taken down
+    os._exit(code)  # a broken process group may hang in its destructor

@@ -1,6 +1,6 @@
-"""What rank 0 tells the others, as whole numbers: a verb and what it needs.
+"""The commands that rank 0 sends to the other ranks: a number and its operands.
 
-One message a step, without pickle. The tensors of a step follow by a broadcast, so that on GPUs
+One message a step, without pickle. The tensors of a step follow in a broadcast, so that on GPUs
 they never pass through the host.
 """
 
@@ -14,70 +14,71 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..attention.base import AttentionMetadata
-from ..errors import RankFailed
-from ..kv_groups import KVLayout
+from ..core.attention_backend import AttentionMetadata
+from ..core.errors import RankFailed
+from ..core.kv_cache_groups import KVLayout
 from ..lora.batch import LoRABatch, RowOwners, RowSlots
-from ..model.base import ForwardBatch, of_groups, of_layers
+from ..models.base import ForwardBatch, of_groups, of_layers
 
 Pairs = Sequence[tuple[int, int]]
 
-# How many numbers sizes_of gives.
+# How many numbers sizes_of returns.
 SIZES = 7
-# Numbers of 4 bytes: Triton compiles kernels anew for tensors that lie at other addresses.
+# In elements of 4 bytes: Triton compiles kernels again for tensors of another alignment.
 ALIGNMENT = 4
 
 
-class Verb(IntEnum):
-    FORWARD = 1  # the sizes of a batch, see sizes_of, and runs of its rows' adapters
+class Command(IntEnum):
+    """The commands of rank 0; comments name their operands and answers."""
+
+    FORWARD = 1  # the sizes of a batch (see sizes_of), and the runs of its rows' adapters
     ALLOCATE = 2  # KV blocks on the device
     RESERVE = 3  # KV blocks in host memory
     COPY = 4  # (source, destination) blocks
     SWAP_OUT = 5  # (device, host) blocks
     SWAP_IN = 6  # (host, device) blocks
-    MEASURE = 7  # the longest context; answered by how many KV blocks fit
+    MEASURE = 7  # the longest context; the answer is the number of KV blocks that fit
     MEASURED = 8  # the profile run is over
-    CONNECT = 9  # all ranks have loaded
-    RECORD = 10  # the longest context: CUDA graphs up to it
-    REHEARSE = 11  # the longest context: what its CUDA graphs would take
-    ADAPT = 12  # a slot and the ranks of an adapter's matrices, which follow by broadcasts
-    MAKE_ROOM = 13  # for adapters; whether also for those that change experts
-    STOP = 14
+    CONNECT = 9  # all ranks have loaded the model
+    RECORD = 10  # the longest context of CUDA graphs; 1 to keep them, 0 to measure their memory
+    PUT_ADAPTER = 11  # a slot and the ranks of an adapter's matrices, which broadcasts follow
+    ALLOCATE_ADAPTERS = 12  # room for adapters; 1 if also for adapters that change experts
+    STOP = 13
 
 
-class Gone(Exception):
-    """The other side of a connection has ended."""
+class Disconnected(Exception):
+    """The process at the other end of a connection has ended."""
 
 
-def send(connection: Connection, verb: Verb, numbers: Iterable[int] = ()) -> None:
-    """Raises OSError where the other side is gone."""
-    connection.send_bytes(np.array([verb, *numbers], dtype=np.int64).tobytes())
+def send(connection: Connection, command: Command, numbers: Iterable[int] = ()) -> None:
+    """Sends a command. Raises OSError if the other process is gone."""
+    connection.send_bytes(np.array([command, *numbers], dtype=np.int64).tobytes())
 
 
-def receive(connection: Connection) -> tuple[Verb, list[int]]:
-    """Raises Gone."""
-    verb, *numbers = np.frombuffer(_bytes(connection), dtype=np.int64).tolist()
-    return Verb(verb), numbers
+def receive(connection: Connection) -> tuple[Command, list[int]]:
+    """Receives a command. Raises Disconnected."""
+    command, *numbers = np.frombuffer(_bytes(connection), dtype=np.int64).tolist()
+    return Command(command), numbers
 
 
 def introduce(connection: Connection, content: Mapping[str, Any]) -> None:
-    """The first message to a rank, with what it is to load. Raises OSError."""
+    """Sends a rank its first message, which says what to load. Raises OSError."""
     connection.send_bytes(json.dumps(content, default=dict).encode())
 
 
 def introduction(connection: Connection) -> dict[str, Any]:
-    """Raises Gone."""
+    """Receives the first message. Raises Disconnected."""
     content: dict[str, Any] = json.loads(_bytes(connection))
     return content
 
 
 def answer(connection: Connection, number: int = 0, problem: str = "") -> None:
-    """What a rank says when it was asked, or that it cannot go on. Raises OSError."""
+    """Answers rank 0 with a number, or with why this rank cannot continue. Raises OSError."""
     connection.send_bytes(json.dumps([number, problem]).encode())
 
 
 def await_answer(connection: Connection, rank: int) -> int:
-    """Raises RankFailed with what the rank cannot, and Gone."""
+    """Waits for a rank's answer. Raises Disconnected, and RankFailed with the rank's problem."""
     number, problem = json.loads(_bytes(connection))
     if problem:
         raise RankFailed(f"rank {rank}: {problem}")
@@ -88,7 +89,7 @@ def _bytes(connection: Connection) -> bytes:
     try:
         return connection.recv_bytes()
     except (EOFError, OSError) as error:
-        raise Gone from error
+        raise Disconnected from error
 
 
 def flat(pairs: Pairs) -> Iterable[int]:
@@ -100,7 +101,8 @@ def paired(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 def sizes_of(batch: ForwardBatch) -> tuple[int, ...]:
-    """Sequences, columns of the block tables, tokens, rows of logits; then what metadata counts."""
+    """Number of sequences, columns of the block tables, tokens, rows of logits; then the metadata's
+    counts."""
     metadata = batch.metadata
     return (
         *metadata.block_tables.shape,
@@ -133,8 +135,8 @@ def pack(batch: ForwardBatch, layout: KVLayout) -> torch.Tensor:
 
 
 def adapter_runs(lora: LoRABatch | None) -> list[int]:
-    """(slot, rows) of each run of a step's rows that have one, behind the number of runs of all
-    rows; then those of rows that sample. Nothing where no row has an adapter."""
+    """The number of token runs, (slot, rows) of each run of tokens with one adapter, then the same
+    runs of rows that sample. Empty if no row has an adapter."""
     if lora is None:
         return []
     assert lora.owners is not None, "the rows of a step are known to the host"
@@ -143,7 +145,7 @@ def adapter_runs(lora: LoRABatch | None) -> list[int]:
 
 
 def row_owners(numbers: Sequence[int]) -> RowOwners:
-    """What `adapter_runs` were made of."""
+    """Reads the result of `adapter_runs`."""
     count, *rest = numbers
     runs = paired(rest)
     return RowOwners(_rows(runs[:count]), _rows(runs[count:]))
@@ -160,12 +162,12 @@ def _rows(runs: Pairs) -> RowSlots:
 
 
 def packed_length(sizes: Sequence[int], groups: int) -> int:
-    """With the block tables and slots of so many groups of layers."""
+    """Length of a packed batch with the block tables and slots of `groups` groups of layers."""
     return sum(map(_aligned, _lengths(sizes, groups)))
 
 
 def unpack(sizes: Sequence[int], packed: torch.Tensor, layout: KVLayout) -> ForwardBatch:
-    """The batch that `pack` was given."""
+    """Reads the batch that `pack` wrote."""
     sequences, columns, _, _, num_decodes, max_query_len, max_seq_len = sizes[:SIZES]
     groups = layout.groups.count
     query_start, seq_lens, tables, slots, ids, positions, rows = _cut(packed, sizes, groups)

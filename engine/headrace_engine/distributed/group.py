@@ -1,7 +1,8 @@
-"""The collectives of the ranks: NCCL where they compute on GPUs, gloo on CPUs.
+"""The collectives of the ranks: NCCL on GPUs, gloo on CPUs.
 
-A process group of its own, so that several engines, or an application that uses torch.distributed
-itself, may share a process. Gloo listens on the loopback interface only.
+The process group is separate from torch's default group, so that several engines, or an application
+that uses torch.distributed itself, may share a process. Gloo listens on the loopback interface
+only.
 """
 
 from collections.abc import Sequence
@@ -12,24 +13,23 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ..errors import RankFailed
+from ..core.errors import RankFailed
 
-# A rank that waits so long for another one gives up. Who serves requests notices a step that hangs
-# much sooner.
+# How long a rank waits for another one. The serving process notices a hanging step much sooner.
 TIMEOUT = timedelta(minutes=10)
 LOOPBACK = "127.0.0.1"
 
-# Compiled classes, whose stubs lack what they have.
+# Compiled classes, whose stubs are incomplete.
 _C10D: Any = dist
 
 
 class Work(Protocol):
     def wait(self) -> object:
-        """Until it is done; on GPUs until what is queued behind it will find it done."""
+        """Waits until the work is done; on GPUs the stream waits, not the process."""
 
 
 class Backend(Protocol):
-    """What is used of torch's process groups."""
+    """The methods of torch's process groups that are used here."""
 
     def allreduce(self, tensors: Sequence[torch.Tensor]) -> Work: ...
 
@@ -39,9 +39,9 @@ class Backend(Protocol):
 
 
 class Group:
-    """One rank's end. To be connected before the first step, by all ranks at once.
+    """One rank's end of the process group. All ranks connect at once, before the first step.
 
-    `device` is a type of device: cpu or cuda.
+    `device` is a device type: cpu or cuda.
     """
 
     def __init__(self, rank: int, size: int, device: str) -> None:
@@ -51,7 +51,9 @@ class Group:
     def connect(self, store: Path) -> None:
         """Meets the other ranks through a file that all of them name. Raises RankFailed."""
         if not dist.is_available():
-            raise RankFailed("this build of torch has no torch.distributed")
+            raise RankFailed(
+                "this build of torch has no torch.distributed: use tensor_parallel_size 1"
+            )
         try:
             make = self._nccl if self._device == "cuda" else self._gloo
             self._backend = make(_C10D.FileStore(str(store), self.size))
@@ -73,7 +75,7 @@ class Group:
 
     @property
     def met(self) -> bool:
-        """Whether the file is needed no more. NCCL looks there again later."""
+        """Whether the file is no longer needed. NCCL reads it again later."""
         return self._device == "cpu" and self._backend is not None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -82,7 +84,7 @@ class Group:
         return x
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """Rank 0's x, into all others' x of the same shape; dense."""
+        """Copies rank 0's x into x of all other ranks; same shape, dense."""
         self._connected.broadcast(x, 0).wait()
         return x
 
@@ -96,7 +98,8 @@ class Group:
         return parts
 
     def abort(self) -> None:
-        """Frees who waits for a rank that is gone; there is nothing to be had from it after."""
+        """Releases threads that wait for a rank that is gone. The group cannot be used
+        afterwards."""
         if self._device == "cuda" and self._backend is not None:
             aborted: Any = self._backend
             aborted.abort()

@@ -1,6 +1,6 @@
-"""The other ranks, as rank 0 leads them: it says what it is about to do, and they do the same.
+"""Rank 0's side of the other ranks: it announces each action, and all ranks do it together.
 
-Everything here is called by one thread at a time, that of the runner.
+One thread at a time calls everything here, the runner's.
 """
 
 import logging
@@ -13,41 +13,42 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ..config import EngineConfig
-from ..errors import RankFailed
-from ..kv_budget import Profile
-from ..kv_groups import KVLayout
+from ..core.config import EngineConfig
+from ..core.errors import RankFailed
+from ..core.kv_cache_groups import KVLayout
+from ..kv_cache.memory_budget import Profile
 from ..lora.adapter import AdapterWeights
 from ..lora.packing import by_layer, pack, ranks_of
 from ..lora.shapes import LayerShapes
-from ..model.base import ForwardBatch
+from ..models.base import ForwardBatch
 from . import commands
-from .commands import Gone, Pairs, Verb
-from .fate import Fate, OnFailure
+from .commands import Command, Disconnected, Pairs
 from .group import Group
 from .process import Launcher, RankHandle, RankProcess
+from .rank_failure import OnFailure, RankFailure
 
-# Seconds for a rank to end by itself, and for a broken connection to be seen.
+# Seconds for a rank to end by itself, and to notice a broken connection.
 GRACE = 10.0
-# Seconds for a rank whose connection is broken to be gone, on a machine that is very busy.
+# Seconds for a rank with a broken connection to end, on a very busy machine.
 LONG_GRACE = 60.0
 STORE = "meeting"
-# Of rank 0 alone: scheduling, drafts and the files of adapters.
+# Settings of rank 0 alone: scheduling, drafts and the files of adapters.
 _OWN = ("speculative_config", "policy", "policy_options", "lora_modules")
 
 
 class Peers:
-    """Starts them; they load their parts meanwhile. They end with this object, or with `close`."""
+    """Starts the other ranks, which load their parts meanwhile. They end with this object, or with
+    `close`."""
 
     def __init__(self, config: EngineConfig, device: str, launch: Launcher = RankProcess) -> None:
-        """`device` is a type of device: cpu or cuda."""
+        """`device` is a device type: cpu or cuda."""
         size = config.tensor_parallel_size
         self.group = Group(0, size, device)
         self._device = device
-        self._fate = Fate(self.group.abort)
+        self._rank_failure = RankFailure(self.group.abort)
         self._handles: list[RankHandle] = []
         self._folder = TemporaryDirectory(prefix="headrace-ranks-")
-        self._end = weakref.finalize(self, _end, self._fate, self._handles, self._folder)
+        self._end = weakref.finalize(self, _end, self._rank_failure, self._handles, self._folder)
         greeting = {
             "config": _shared(config),
             "device": device,
@@ -55,9 +56,9 @@ class Peers:
             "level": logging.getLogger().getEffectiveLevel(),
         }
         for rank in range(1, size):
-            handle = launch(rank, size, self._fate.ended)
+            handle = launch(rank, size, self._rank_failure.ended)
             self._handles.append(handle)
-            with suppress(OSError):  # one that has ended is noticed when it is waited for
+            with suppress(OSError):  # a rank that has ended is noticed in `connect`
                 commands.introduce(handle.commands, greeting)
 
     @property
@@ -69,34 +70,35 @@ class Peers:
         return Path(self._folder.name) / STORE
 
     def connect(self) -> None:
-        """Waits until all have loaded, then joins them into a group. Raises RankFailed."""
+        """Waits until all ranks have loaded, then joins them into a group. Raises RankFailed."""
         with self.step():
             self._answers()
-            self._tell(Verb.CONNECT)
+            self._tell(Command.CONNECT)
             self.group.connect(self._store)
             self._answers()
         if self.group.met:
             self._folder.cleanup()
 
     def watch(self, on_failure: OnFailure) -> None:
-        """Calls it, from any thread, when a rank fails, whether or not a step waits for it."""
-        self._fate.watch(on_failure)
+        """Calls `on_failure`, from any thread, when a rank fails, whether or not a step is
+        waiting."""
+        self._rank_failure.watch(on_failure)
 
     def close(self) -> None:
-        """Ends them. There are no more steps."""
+        """Ends the ranks. No step may follow."""
         self._end()
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """What all ranks do together. Broken off on this one, it is over with them all, as they
-        would wait for what never comes. Raises RankFailed where another one broke off."""
-        self._fate.check()
+        """Surrounds an action of all ranks. If this rank stops in it, all ranks end, as they would
+        wait indefinitely. Raises RankFailed if another rank stopped."""
+        self._rank_failure.check()
         try:
             yield
-        except (OSError, RuntimeError, Gone) as error:
+        except (OSError, RuntimeError, Disconnected) as error:
             failure = self._failure()
             self.close()
-            if failure is not None or isinstance(error, Gone):
+            if failure is not None or isinstance(error, Disconnected):
                 raise RankFailed(str(failure or "a rank of the engine is gone")) from error
             raise
         except BaseException:
@@ -104,55 +106,52 @@ class Peers:
             raise
 
     def _failure(self) -> RankFailed | None:
-        """Whether another rank has ended: its connection is the first thing to break."""
+        """Waits for the end of another rank: its connection breaks before its end is known."""
         if not wait([handle.commands for handle in self._handles], GRACE):
             return None
-        return self._fate.wait(LONG_GRACE)
+        return self._rank_failure.wait(LONG_GRACE)
 
     def forward(self, batch: ForwardBatch, layout: KVLayout) -> None:
         runs = commands.adapter_runs(batch.lora)
-        self._tell(Verb.FORWARD, (*commands.sizes_of(batch), *runs))
+        self._tell(Command.FORWARD, (*commands.sizes_of(batch), *runs))
         self.group.broadcast(commands.pack(batch, layout))
 
-    def record(self, max_model_len: int) -> None:
-        self._tell(Verb.RECORD, (max_model_len,))
+    def record(self, max_model_len: int, keep: bool) -> None:
+        self._tell(Command.RECORD, (max_model_len, int(keep)))
 
-    def rehearse(self, max_model_len: int) -> None:
-        self._tell(Verb.REHEARSE, (max_model_len,))
-
-    def make_room(self, experts: bool) -> None:
+    def allocate_adapters(self, experts: bool) -> None:
         with self.step():
-            self._tell(Verb.MAKE_ROOM, (int(experts),))
+            self._tell(Command.ALLOCATE_ADAPTERS, (int(experts),))
 
     def put_adapter(
         self, slot: int, shapes: Sequence[LayerShapes], weights: AdapterWeights
     ) -> None:
-        """One decoder layer after the other, as an adapter may be larger than what is free."""
+        """Sends one decoder layer at a time, as an adapter may be larger than the free memory."""
         ranks = ranks_of(shapes, weights)
         with self.step():
-            self._tell(Verb.ADAPT, (slot, *ranks))
+            self._tell(Command.PUT_ADAPTER, (slot, *ranks))
             for (layer, own), modules in zip(by_layer(shapes, ranks), weights, strict=True):
                 if any(own):
                     self.group.broadcast(pack(layer, own, modules).to(self._device))
 
     def allocate(self, num_blocks: int) -> None:
         with self.step():
-            self._tell(Verb.ALLOCATE, (num_blocks,))
+            self._tell(Command.ALLOCATE, (num_blocks,))
 
     def reserve_host(self, num_blocks: int) -> None:
         with self.step():
-            self._tell(Verb.RESERVE, (num_blocks,))
+            self._tell(Command.RESERVE, (num_blocks,))
 
     def copy_blocks(self, copies: Pairs) -> None:
         with self.step():
-            self._tell(Verb.COPY, tuple(commands.flat(copies)))
+            self._tell(Command.COPY, tuple(commands.flat(copies)))
 
     def swap(self, swap_out: Pairs, swap_in: Pairs) -> None:
         with self.step():
             if swap_out:
-                self._tell(Verb.SWAP_OUT, tuple(commands.flat(swap_out)))
+                self._tell(Command.SWAP_OUT, tuple(commands.flat(swap_out)))
             if swap_in:
-                self._tell(Verb.SWAP_IN, tuple(commands.flat(swap_in)))
+                self._tell(Command.SWAP_IN, tuple(commands.flat(swap_in)))
 
     def smallest(
         self,
@@ -160,24 +159,24 @@ class Peers:
         profile: Profile,
         max_model_len: int,
     ) -> int:
-        """The least that `count(profile)` gives on any rank, all profiling the same run."""
+        """The smallest result of `count(profile)` on any rank; all ranks profile the same run."""
 
         def profile_all() -> int:
             later = profile()
-            self._tell(Verb.MEASURED)
+            self._tell(Command.MEASURED)
             return later
 
         with self.step():
-            self._tell(Verb.MEASURE, (max_model_len,))
+            self._tell(Command.MEASURE, (max_model_len,))
             own = count(profile_all)
             return min(own, *self._answers())
 
     def _answers(self) -> list[int]:
         return [commands.await_answer(one.commands, one.rank) for one in self._handles]
 
-    def _tell(self, verb: Verb, numbers: tuple[int, ...] = ()) -> None:
+    def _tell(self, command: Command, numbers: tuple[int, ...] = ()) -> None:
         for handle in self._handles:
-            commands.send(handle.commands, verb, numbers)
+            commands.send(handle.commands, command, numbers)
 
 
 def _shared(config: EngineConfig) -> dict[str, Any]:
@@ -185,12 +184,14 @@ def _shared(config: EngineConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names if name not in _OWN}
 
 
-def _end(fate: Fate, handles: list[RankHandle], folder: "TemporaryDirectory[str]") -> None:
-    failed = fate.wait(0) is not None
-    fate.expect()
+def _end(
+    failure: RankFailure, handles: list[RankHandle], folder: "TemporaryDirectory[str]"
+) -> None:
+    failed = failure.wait(0) is not None
+    failure.expect()
     for handle in handles:
         with suppress(OSError):
-            commands.send(handle.commands, Verb.STOP)
+            commands.send(handle.commands, Command.STOP)
     for handle in handles:
         handle.end(0.0 if failed else GRACE)
     folder.cleanup()

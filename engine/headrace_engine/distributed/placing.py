@@ -1,4 +1,4 @@
-"""A checkpoint on its device, or on several: what of the configuration makes ranks of it.
+"""Loads a model onto one device or several: which parts of the configuration make ranks.
 
 Refuses what cannot be divided before anything is started.
 """
@@ -9,21 +9,23 @@ from dataclasses import replace
 
 import torch
 
-from ..config import EngineConfig
-from ..errors import ConfigError
-from ..model.checkpoint import load_checkpoint
-from ..model.config import ModelConfig
-from ..model.hidden_states import causal
-from ..model.parallel import Shard, check_divisible
-from ..model.registry import NATIVE
-from ..placement import PlacedModel, pick_device, place_model
-from .model import LeadingModel
+from ..checkpoints.checkpoint import load_checkpoint
+from ..checkpoints.config import ModelConfig
+from ..core.config import EngineConfig
+from ..core.errors import ConfigError
+from ..model_loader.loader import pick_device, place_model
+from ..models.hidden_states import causal
+from ..models.parallel import Shard, check_divisible
+from ..models.placed_model import PlacedModel
+from ..models.registry import NATIVE
+from .model import RankZeroModel
 from .peers import Peers
 from .process import Launcher, RankProcess
 
 
 def place(config: EngineConfig, launch: Launcher = RankProcess) -> PlacedModel:
-    """Raises CheckpointError, ConfigError or RankFailed."""
+    """Loads the model, with ranks if there are several devices. Raises CheckpointError, ConfigError
+    or RankFailed."""
     size = config.tensor_parallel_size
     if config.swap_space or config.has_draft_model:
         config = replace(config, disable_hybrid_kv_cache_manager=True)
@@ -39,7 +41,7 @@ def place(config: EngineConfig, launch: Launcher = RankProcess) -> PlacedModel:
         placed = place_model(config, Shard(0, size, peers.group))
         peers.connect()
         started.pop_all()
-    model = LeadingModel(placed.model, peers, placed.layout)
+    model = RankZeroModel(placed.model, peers, placed.layout)
     return replace(placed, model=model, peers=peers)
 
 
@@ -70,7 +72,7 @@ def _check_model(config: EngineConfig) -> None:
 
 
 def _threads(size: int, device: torch.device) -> int | None:
-    """Of each rank: ranks on CPUs share the cores."""
+    """Threads of each rank: ranks on CPUs share the cores."""
     if device.type != "cpu":
         return None
     return max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0)) // size))

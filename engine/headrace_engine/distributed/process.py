@@ -1,7 +1,7 @@
 """The process of another rank, as rank 0 sees it: its start, its logs, its end.
 
-A thread for each starts it and stays until it ends. That must be one thread: on Linux a rank asks
-to be killed when the thread that started it is gone, which is how none outlives rank 0.
+One thread for each rank starts it and stays until it ends. It must be one thread: on Linux the
+kernel kills a rank when the thread that started it ends, so that no rank outlives rank 0.
 """
 
 import os
@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Protocol
 
-from .relay import relay
+from .rank_logs import write_rank_logs
 
 OnEnd = Callable[[int, str], None]
 
@@ -24,22 +24,24 @@ PACKAGES = ("headrace_engine", "headrace_common")
 
 
 class RankHandle(Protocol):
-    """Where a rank runs."""
+    """A started rank."""
 
     rank: int
     commands: Connection
 
     def end(self, timeout: float) -> None:
-        """Waits so long for it to end by itself, then ends it; also one that is stopped."""
+        """Waits up to `timeout` seconds for the rank to end by itself, then kills it; also a
+        stopped one."""
 
 
 class Launcher(Protocol):
     def __call__(self, rank: int, size: int, on_end: OnEnd) -> RankHandle:
-        """Starts a rank. `on_end` is told once, by any thread, which rank ended, and how."""
+        """Starts a rank. `on_end` is called once, from any thread, with the rank that ended and
+        how."""
 
 
 class RankProcess:
-    """One `python -m headrace_engine.distributed`."""
+    """Runs `python -m headrace_engine.distributed` for one rank."""
 
     def __init__(self, rank: int, size: int, on_end: OnEnd) -> None:
         self.rank, self._on_end = rank, on_end
@@ -78,7 +80,7 @@ class RankProcess:
         for end in ends:
             end.close()
         started.set()
-        relay(self._logs, self.rank)
+        write_rank_logs(self._logs, self.rank)
         self._logs.close()
         self._on_end(self.rank, self._problem or self._ending())
 
@@ -93,7 +95,7 @@ def _python() -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """Rank 0's, with the folders that it has our packages from."""
+    """Rank 0's environment, with the folders of our packages in PYTHONPATH."""
     folders = [
         str(Path(str(sys.modules[name].__file__)).parents[1])
         for name in PACKAGES

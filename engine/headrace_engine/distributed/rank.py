@@ -1,4 +1,4 @@
-"""A rank other than the first: holds its part of the model and does what it is told, in order."""
+"""A rank other than the first: holds its part of the model and carries out commands in order."""
 
 import logging
 from collections.abc import Callable
@@ -9,26 +9,28 @@ from typing import Any
 
 import torch
 
-from ..attention.base import LayerCache
 from ..attention.memory import host_blocks, move_blocks
-from ..config import EngineConfig
-from ..errors import ConfigError
-from ..kv_budget import count_blocks
+from ..core.attention_backend import LayerCache
+from ..core.config import EngineConfig
+from ..core.errors import ConfigError
+from ..cuda_graphs.cuda_graphs import DecodeRecorder, measure_graphs, record_graphs
+from ..device.transfer import Transfer
+from ..kv_cache.memory_budget import count_blocks
 from ..lora.device import DeviceLoRA
 from ..lora.packing import by_layer, packed_length, unpack
-from ..model.cuda_graphs import Decodes, graph_bytes, with_graphs
-from ..model.parallel import Shard
-from ..placement import PlacedModel, place_model
-from ..transfer import Transfer
+from ..model_loader.loader import place_model
+from ..models.parallel import Shard
+from ..models.placed_model import PlacedModel
 from . import commands
-from .commands import Gone, Verb
+from .commands import Command, Disconnected
 from .group import Group
 
 logger = logging.getLogger(__name__)
 
 
 class Rank:
-    """Used by one thread. `store` is where the ranks meet."""
+    """One rank's part of the model and its caches. One thread uses it. `store` is the file through
+    which the ranks meet."""
 
     def __init__(
         self,
@@ -45,34 +47,34 @@ class Rank:
         self._host: tuple[LayerCache, ...] = ()
         self._graph_bytes = 0
         self._lora: DeviceLoRA | None = None
-        self._verbs: dict[Verb, Callable[[list[int]], None]] = {
-            Verb.FORWARD: self._forward,
-            Verb.ALLOCATE: self._allocate,
-            Verb.RESERVE: self._reserve,
-            Verb.COPY: self._copy,
-            Verb.SWAP_OUT: self._swap_out,
-            Verb.SWAP_IN: self._swap_in,
-            Verb.MEASURE: self._measure,
-            Verb.CONNECT: self._connect,
-            Verb.RECORD: self._record,
-            Verb.REHEARSE: self._rehearse,
-            Verb.ADAPT: self._adapt,
-            Verb.MAKE_ROOM: self._make_room,
+        self._handlers: dict[Command, Callable[[list[int]], None]] = {
+            Command.FORWARD: self._forward,
+            Command.ALLOCATE: self._allocate,
+            Command.RESERVE: self._reserve,
+            Command.COPY: self._copy,
+            Command.SWAP_OUT: self._swap_out,
+            Command.SWAP_IN: self._swap_in,
+            Command.MEASURE: self._measure,
+            Command.CONNECT: self._connect,
+            Command.RECORD: self._record,
+            Command.PUT_ADAPTER: self._put_adapter,
+            Command.ALLOCATE_ADAPTERS: self._allocate_adapters,
         }
 
     def serve(self) -> None:
-        """Until rank 0 says so. Raises Gone where that has ended, or what a step raises."""
+        """Carries out commands until STOP. Raises Disconnected if rank 0 has ended, or a step's
+        exception."""
         with torch.inference_mode():
-            self._obey_until(Verb.STOP)
+            self._serve_until(Command.STOP)
 
-    def _obey_until(self, last: Verb) -> None:
+    def _serve_until(self, last: Command) -> None:
         while True:
-            verb, numbers = commands.receive(self._connection)
-            if verb is last:
+            command, numbers = commands.receive(self._connection)
+            if command is last:
                 return
-            if verb is Verb.STOP:
-                raise Gone
-            self._verbs[verb](numbers)
+            if command is Command.STOP:
+                raise Disconnected
+            self._handlers[command](numbers)
 
     def _connect(self, _: list[int]) -> None:
         self._group.connect(self._store)
@@ -89,14 +91,16 @@ class Rank:
         self._model.forward(batch, self._caches)
 
     def _record(self, numbers: list[int]) -> None:
-        self._model = with_graphs(self._decodes(numbers[0]))
+        max_model_len, keep = numbers
+        recorder = self._recorder(max_model_len)
+        if keep:
+            self._model = record_graphs(recorder)
+        else:
+            self._graph_bytes = measure_graphs(recorder)
 
-    def _rehearse(self, numbers: list[int]) -> None:
-        self._graph_bytes = graph_bytes(self._decodes(numbers[0]))
-
-    def _decodes(self, max_model_len: int) -> Decodes:
+    def _recorder(self, max_model_len: int) -> DecodeRecorder:
         placed, lora = self._placed, None if self._lora is None else self._lora.static
-        return Decodes(
+        return DecodeRecorder(
             placed.model,
             placed.attention,
             self._caches,
@@ -106,13 +110,21 @@ class Rank:
             placed.layout,
         )
 
-    def _make_room(self, numbers: list[int]) -> None:
-        """Compiles what it needs before steps come that others would wait in."""
+    def _allocate_adapters(self, numbers: list[int]) -> None:
+        """Takes memory for adapters and compiles their kernels, so that no step waits for it."""
         placed = self._placed
-        self._lora = DeviceLoRA(self._config, placed, bool(numbers[0]), Transfer(placed.device))
+        assert placed.lora_shapes is not None, "rank 0 has adapters"
+        self._lora = DeviceLoRA(
+            self._config,
+            placed.lora_shapes,
+            placed.ops,
+            placed.dtype,
+            Transfer(placed.device),
+            experts=bool(numbers[0]),
+        )
         self._lora.warm_up()
 
-    def _adapt(self, numbers: list[int]) -> None:
+    def _put_adapter(self, numbers: list[int]) -> None:
         slot, *ranks = numbers
         placed = self._placed
         for index, (layer, own) in enumerate(by_layer(self._adapters.shapes, ranks)):
@@ -158,20 +170,20 @@ class Rank:
         commands.answer(self._connection, blocks)
 
     def _profile(self) -> int:
-        self._obey_until(Verb.MEASURED)
+        self._serve_until(Command.MEASURED)
         self._caches = ()
         return self._graph_bytes
 
 
 def serve(rank: int, size: int, connection: Connection, greeting: dict[str, Any]) -> int:
-    """Loads what the greeting names and serves; returns the process's exit code."""
+    """Loads the part that the greeting names and serves; returns the process's exit code."""
     try:
         config = EngineConfig(**greeting["config"])
         group = Group(rank, size, greeting["device"])
         placed = place_model(config, Shard(rank, size, group))
         commands.answer(connection)
         Rank(config, placed, group, Path(greeting["store"]), connection).serve()
-    except Gone:
+    except Disconnected:
         return 0
     except Exception as error:
         logger.exception("a rank of the engine failed")

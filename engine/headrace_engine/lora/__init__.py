@@ -1,1 +1,5 @@
-"""LoRA adapters: small differences of a model's weights, several of them in one batch."""
+"""Adapters: their files checked, their weights on a device, the rows of a step that each one
+changes.
+
+Imports core, device, kernels and checkpoints.
+"""

@@ -1,7 +1,7 @@
-"""An adapter's files: A and B of each module, checked against the model before anything is read.
+"""An adapter's files: A and B of each module, checked against the model before they are read.
 
-The files stay open and memory-mapped, so that an adapter that gave way can be loaded again whatever
-became of its folder. Pickled adapters are refused: loading one can run code.
+The files stay open and memory-mapped, so an evicted adapter can be loaded again even if its folder
+has changed. Pickled adapters are refused: loading one can run code.
 """
 
 import re
@@ -13,24 +13,24 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..errors import CheckpointError
+from ..core.errors import CheckpointError
 from .adapter_config import CONFIG_FILE, read_adapter_config
 from .finder import ModuleFinder
-from .modules import Factors, Plain
+from .modules import Factors, LinearModule
 from .shapes import LayerShapes, LinearName
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
 DTYPES = ("F32", "F16", "BF16")
-# base_model.model.<path in the model>.lora_A.weight; an adapter's name may stand before `weight`.
+# base_model.model.<path in the model>.lora_A.weight; an adapter's name may come before `weight`.
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 
-# By merged layer and, in it, by module; one entry a decoder layer.
+# By merged layer, then by module; one entry a decoder layer.
 AdapterWeights = Rows[Mapping[LinearName, Mapping[str, Factors]]]
 
 
 class AdapterFile:
-    """One adapter, of which every tensor has its place in a model of these shapes.
+    """One adapter, whose every tensor has a place in a model of these shapes.
 
     Raises CheckpointError or ConfigError that name the file, and the tensor or field in it.
     """
@@ -46,10 +46,10 @@ class AdapterFile:
     @property
     def changes_experts(self) -> bool:
         """Whether it has matrices for the experts of mixtures."""
-        return any(not isinstance(module, Plain) for module in self._modules)
+        return any(not isinstance(module, LinearModule) for module in self._modules)
 
     def load(self, dtype: torch.dtype) -> AdapterWeights:
-        """Its weights in memory of their own, on the CPU."""
+        """Loads its weights into memory of their own, on the CPU."""
         layers: list[dict[LinearName, dict[str, Factors]]] = [{} for _ in range(self._layers)]
         for module in self._modules:
             factors = module.load(self._read, dtype)
@@ -67,7 +67,9 @@ class AdapterFile:
                 f"ask for {list(wanted)}"
             )
         if dtype not in DTYPES:
-            raise CheckpointError(f"{self.path}: {name} has unsupported dtype {dtype}")
+            raise CheckpointError(
+                f"{self.path}: {name} has unsupported dtype {dtype}: use {', '.join(DTYPES)}"
+            )
 
     def _tensors(self) -> dict[str, dict[str, str]]:
         """Names of A and B by the paths of modules."""
@@ -80,7 +82,7 @@ class AdapterFile:
                 )
             found.setdefault(match[1], {})[match[2]] = name
         if not found:
-            raise CheckpointError(f"{self.path} has no tensors")
+            raise CheckpointError(f"{self.path} has no tensors: save the adapter again")
         return found
 
     def _read(self, name: str) -> torch.Tensor:
@@ -101,6 +103,8 @@ def _open(folder: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing") from error
+        raise CheckpointError(
+            f"{path} is missing: an adapter's folder has its weights in this file"
+        ) from error
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error

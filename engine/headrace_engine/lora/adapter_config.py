@@ -1,7 +1,7 @@
 """adapter_config.json of a PEFT folder: ranks and scales, and the refusal of what is not served.
 
-Field names and their meanings are PEFT's (`LoraConfig`). Whatever would change the result and is
-not computed here is refused by name, never passed over.
+Field names and their meanings are PEFT's (`LoraConfig`). A field that would change the result and
+is not supported is refused by name, never ignored.
 """
 
 import re
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from ..errors import CheckpointError, ConfigError
-from ..model.checkpoint import JsonObject, read_json
-from ..model.fields import Fields
+from ..checkpoints.checkpoint import JsonObject, read_json
+from ..checkpoints.fields import Fields
+from ..core.errors import CheckpointError, ConfigError
 
-_TURNS_UNTIL = (0, 19)
+_TRANSPOSED_UNTIL = (0, 19)
 CONFIG_FILE = "adapter_config.json"
 N = TypeVar("N", int, float)
 
-# Fields of which any value but null, false, "none" and an empty list asks for more than A and B.
+# Fields that require more than A and B, unless they are null, false, "none" or an empty list.
 _UNSUPPORTED = {
     "use_dora": "DoRA",
     "use_qalora": "QALoRA",
@@ -33,15 +33,15 @@ _UNSUPPORTED = {
     "use_bdlora": "block-diagonal matrices (BD-LoRA)",
     "monteclora_config": "sampled matrices (MonteCLoRA)",
 }
-# Ways of initialising that change the model's own weights, too.
+# Initialisations that also change the model's own weights.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """`ranks` and `alphas` are for modules whose path matches their pattern; `rank` and `alpha` for
-    all others. The scale is alpha / rank or, `rank_stabilised`, alpha / sqrt(rank).
-    `turns_experts` tells A from B where the matrices of experts are square."""
+    """Ranks and scales. `ranks` and `alphas` are for modules whose path matches their pattern;
+    `rank` and `alpha` for all others. The scale is alpha / rank or, with `rank_stabilised`, alpha /
+    sqrt(rank). `transposed_experts` distinguishes A from B if experts' matrices are square."""
 
     path: Path
     rank: int
@@ -49,7 +49,7 @@ class AdapterConfig:
     ranks: Mapping[str, int]
     alphas: Mapping[str, float]
     rank_stabilised: bool
-    turns_experts: bool = False
+    transposed_experts: bool = False
 
     def rank_of(self, module: str) -> int:
         return _matching(self.ranks, module, self.rank)
@@ -60,7 +60,8 @@ class AdapterConfig:
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
-    """Raises CheckpointError for a file that is missing or broken, ConfigError for a field."""
+    """Reads the file. Raises CheckpointError if it is missing or broken, ConfigError for a
+    field."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise CheckpointError(
@@ -73,12 +74,12 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     _refuse(fields, content)
     return AdapterConfig(
         path=path,
-        rank=fields.whole("r"),
+        rank=fields.integer("r"),
         alpha=fields.number("lora_alpha"),
-        ranks=_patterns(fields, "rank_pattern", Fields.whole),
+        ranks=_patterns(fields, "rank_pattern", Fields.integer),
         alphas=_patterns(fields, "alpha_pattern", Fields.number),
         rank_stabilised=fields.flag("use_rslora"),
-        turns_experts=_is_old(content.get("peft_version")),
+        transposed_experts=_is_old(content.get("peft_version")),
     )
 
 
@@ -96,9 +97,9 @@ def _refuse(fields: Fields, content: JsonObject) -> None:
 
 
 def _is_old(version: object) -> bool:
-    """Whether PEFT was one before 0.19; those before 0.18 do not say."""
+    """Whether a PEFT before 0.19 wrote the file; versions before 0.18 do not store their number."""
     found = re.match(r"(\d+)\.(\d+)", version) if isinstance(version, str) else None
-    return found is None or (int(found[1]), int(found[2])) < _TURNS_UNTIL
+    return found is None or (int(found[1]), int(found[2])) < _TRANSPOSED_UNTIL
 
 
 def _patterns(fields: Fields, name: str, read: Callable[[Fields, str], N]) -> dict[str, N]:
@@ -113,7 +114,7 @@ def _patterns(fields: Fields, name: str, read: Callable[[Fields, str], N]) -> di
 
 
 def _matching(values: Mapping[str, N], module: str, default: N) -> N:
-    """The value of the first pattern that matches the end of a module's path, as PEFT looks."""
+    """The value of the first pattern that matches the end of a module's path, as in PEFT."""
     for pattern, value in values.items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value

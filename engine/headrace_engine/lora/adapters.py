@@ -1,6 +1,6 @@
 """The adapters that an engine knows, by name, and those of them that are in host memory.
 
-An adapter is checked when it becomes known and read when it is first needed.
+An adapter is checked when it is added and read when it is first needed.
 """
 
 import logging
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ..errors import CheckpointError
+from ..core.errors import CheckpointError
 from .adapter import AdapterFile, AdapterWeights
 from .shapes import LayerShapes
 
@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 
 
 class Adapters(Mapping[str, Path]):
-    """Folders by name. `capacity` are kept in host memory, those used last.
+    """Folders by name. Host memory holds `capacity` adapters, the most recently used ones.
 
-    All but `add` belongs to the thread that runs the model.
+    Only `add` may be called outside the thread that runs the model.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class Adapters(Mapping[str, Path]):
         return len(self._known)
 
     def add(self, name: str, folder: Path) -> None:
-        """Makes an adapter known. A name stays with its folder, as KV is cached under the name.
+        """Adds an adapter. A name keeps its folder, because KV is cached under the name.
 
         Raises CheckpointError or ConfigError for one that cannot be served.
         """
         known = self._known.get(name)
         if known is None:
             self._known[name] = self._checked(AdapterFile(folder, self._shapes, self._max_rank))
-            logger.info("adapter known", extra={"adapter": name})
+            logger.info("adapter registered", extra={"adapter": name})
         elif known.folder != folder:
             raise CheckpointError(
                 f"adapter {name!r} is {known.folder}: give {folder} a name of its own"
@@ -58,11 +58,11 @@ class Adapters(Mapping[str, Path]):
 
     @property
     def change_experts(self) -> bool:
-        """Whether one of those that are known does."""
+        """Whether a known adapter changes experts."""
         return any(file.changes_experts for file in self._known.values())
 
     def refuse_experts(self) -> None:
-        """From now on adapters may not change the experts of mixtures."""
+        """Refuses adapters that change the experts of mixtures, from now on."""
         self._takes_experts = False
 
     def _checked(self, file: AdapterFile) -> AdapterFile:
@@ -74,7 +74,8 @@ class Adapters(Mapping[str, Path]):
         return file
 
     def load(self, name: str) -> AdapterWeights:
-        """An adapter's weights on the host. Raises CheckpointError where they cannot be read."""
+        """Returns an adapter's weights in host memory. Raises CheckpointError if they cannot be
+        read."""
         weights = self._loaded.pop(name, None)
         if weights is None:
             weights = self._known[name].load(self._dtype)

@@ -1,7 +1,7 @@
 """The adapters of one step: which rows of the batch each of them changes.
 
-A row's result is W x + scale * B (A x): the first is the model's own product for all rows, the rest
-is added here to the rows that have an adapter.
+A row's result is W x + scale * B (A x). The model's own product computes the first term for all
+rows; this module adds the second to rows that have an adapter.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..transfer import Array
+from ..device.transfer import Array
 from .experts import LoRAExperts
 from .linear import LoRALinear
 from .shapes import LinearName
@@ -25,7 +25,7 @@ BlockLinear = Literal["gate_up", "down"]
 
 _NO_EXPERTS: Mapping[LinearName, LoRAExperts] = MappingProxyType({})
 
-# Arrays of the host as tensors of the device: transfer.Transfer.
+# Copies arrays of the host to the device: transfer.Transfer.
 Move = Callable[[Rows[Array]], list[torch.Tensor]]
 # The slot of each row's adapter, or NO_ADAPTER.
 RowSlots = npt.NDArray[np.int64]
@@ -33,25 +33,25 @@ RowSlots = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class RowOwners:
-    """Of a step's T rows and of the R that sample, as the host knows them."""
+    """Owners of a step's T rows and of the R that sample, as the host knows them."""
 
     tokens: RowSlots
     logits: RowSlots
 
 
 class AdaptedRows(Protocol):
-    """Which rows have which adapter, as the products of a device want to know it."""
+    """The adapters of rows, in the form that a device's products need."""
 
     def add(self, linear: LoRALinear, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Adds to the rows of y [T, out] what each one's adapter makes of its x [T, in]."""
+        """Adds to the rows of y [T, out] their adapters' products with x [T, in]."""
 
 
 class LoRAProducts(Protocol):
-    """A way to compute what adapters add."""
+    """A way to compute the adapters' products."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of rows, one for each way in which rows are computed that is to be compiled."""
+        """Numbers of rows to compile for: one for each way of computing rows."""
 
     def rows(self, slots: RowSlots) -> AdaptedRows: ...
 
@@ -61,12 +61,12 @@ class LoRAProducts(Protocol):
         device: torch.device,
         experts: Rows[Mapping[LinearName, LoRAExperts]] = (),
     ) -> "StaticLoRA | None":
-        """Room for the rows of recorded steps; None: these products cannot be recorded."""
+        """Buffers for the rows of recorded steps; None if these products cannot be recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoRALimits:
-    """`slots` for adapters; `steps` are the most rows of a step that may be recorded."""
+    """`slots` for adapters; `steps` is the largest number of rows in a recorded step."""
 
     slots: int
     steps: int
@@ -74,22 +74,22 @@ class LoRALimits:
 
 
 @runtime_checkable
-class OwnLoRA(Protocol):
-    """Operators that bring such products of their own."""
+class LoRAOps(Protocol):
+    """Operators that have their own adapter products."""
 
     def lora_products(self, limits: LoRALimits, move: Move) -> LoRAProducts: ...
 
 
 class BlockLoRA(Protocol):
-    """What adapters change in a gated MLP."""
+    """The adapters' changes to a gated MLP."""
 
     def add(self, name: BlockLinear, x: torch.Tensor, y: torch.Tensor) -> None:
-        """As LayerLoRA.add."""
+        """Like LayerLoRA.add."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerLoRA:
-    """One decoder layer's part in a step; `owners` as in LoRABatch."""
+    """One decoder layer's adapters in a step; `owners` as in LoRABatch."""
 
     linears: Mapping[LinearName, LoRALinear]
     rows: AdaptedRows
@@ -98,11 +98,11 @@ class LayerLoRA:
 
     @property
     def shared(self) -> BlockLoRA:
-        """Of the expert that computes every token."""
+        """The adapters of the expert that computes every token."""
         return _SharedLoRA(self)
 
     def add(self, name: LinearName, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Changes `y`, the product of the layer's own weights and `x`, in place."""
+        """Adds to `y`, the product of the layer's own weights and `x`, in place."""
         linear = self.linears.get(name)
         if linear is not None:
             self.rows.add(linear, x, y)
@@ -118,8 +118,8 @@ class _SharedLoRA:
 
 @dataclass(frozen=True, slots=True)
 class LoRABatch:
-    """`tokens` are a step's T rows, `logits` those R of them that sample. `owners` None: only the
-    device knows whose they are."""
+    """A step's adapters. `tokens` are its T rows, `logits` the R rows that sample. `owners` None:
+    only the device knows them."""
 
     layers: Rows[Mapping[LinearName, LoRALinear]]
     tokens: AdaptedRows
@@ -128,12 +128,12 @@ class LoRABatch:
     experts: Rows[Mapping[LinearName, LoRAExperts]] = ()
 
     def of_tokens(self, index: int) -> LayerLoRA:
-        """Layer `index` while it computes all rows."""
+        """Layer `index` when it computes all rows."""
         owners = None if self.owners is None else self.owners.tokens
         return LayerLoRA(self.layers[index], self.tokens, self._experts(index), owners)
 
     def of_logits(self, index: int) -> LayerLoRA:
-        """Layer `index` while it computes only the rows that sample."""
+        """Layer `index` when it computes only the rows that sample."""
         owners = None if self.owners is None else self.owners.logits
         return LayerLoRA(self.layers[index], self.logits, self._experts(index), owners)
 
@@ -142,10 +142,10 @@ class LoRABatch:
 
 
 class StaticLoRA(Protocol):
-    """Where recorded steps find which rows have which adapter."""
+    """The buffers from which recorded steps read the adapters of rows."""
 
     def fill(self, batch: LoRABatch, size: int) -> None:
-        """Takes a step's rows, of which there are at most `size`."""
+        """Copies a step's rows, at most `size`."""
 
     def view(self, size: int) -> LoRABatch:
-        """As a model sees a recorded step of so many rows."""
+        """The input of a recorded step of `size` rows."""

@@ -1,32 +1,38 @@
-"""Adapters on one device: their memory, and the rows of steps that use it. Rank 0 of a model and
-all others have one each, and know here which slot a row needs but not whose adapter is in it.
-"""
+"""Adapters on one device: their memory, and the rows of a step that use it. Every rank has one. It
+knows which slot a row needs, but not which adapter is in the slot."""
+
+from collections.abc import Sequence
 
 import numpy as np
+import torch
 
-from ..config import EngineConfig
-from ..placement import PlacedModel
-from ..transfer import Transfer
-from .batch import LoRABatch, LoRALimits, LoRAProducts, OwnLoRA, RowOwners, StaticLoRA
+from ..core.config import EngineConfig
+from ..device.transfer import Transfer
+from .batch import LoRABatch, LoRALimits, LoRAOps, LoRAProducts, RowOwners, StaticLoRA
 from .groups import GroupedProducts
-from .shapes import without_experts
+from .shapes import LayerShapes, without_experts
 from .slots import LoRASlots
 
 
 class DeviceLoRA:
-    """The model's operators may bring products of their own; else they are torch's. Without
-    `experts` there is no room for what changes those of mixtures."""
+    """The adapters' memory and products: the operators' own, or torch's. Without `experts` there is
+    no memory for changes to the experts of mixtures."""
 
     def __init__(
-        self, config: EngineConfig, placed: PlacedModel, experts: bool, transfer: Transfer
+        self,
+        config: EngineConfig,
+        shapes: Sequence[LayerShapes],
+        ops: object,
+        dtype: torch.dtype,
+        transfer: Transfer,
+        *,
+        experts: bool,
     ) -> None:
-        assert placed.lora_shapes is not None, "a model without them was refused"
-        every, ops = placed.lora_shapes, placed.ops
-        dtype, device = placed.dtype, placed.device
-        self.shapes = every if experts else without_experts(every)
+        device = transfer.device
+        self.shapes = tuple(shapes) if experts else without_experts(shapes)
         self.slots = LoRASlots(self.shapes, config.max_loras, config.max_lora_rank, dtype, device)
         self._products: LoRAProducts = GroupedProducts(device)
-        if isinstance(ops, OwnLoRA):
+        if isinstance(ops, LoRAOps):
             limits = LoRALimits(config.max_loras, config.max_num_seqs, dtype.itemsize)
             self._products = ops.lora_products(limits, transfer)
         self.static: StaticLoRA | None = self._products.static(
@@ -35,7 +41,8 @@ class DeviceLoRA:
         self._last: tuple[tuple[bytes, bytes], LoRABatch] | None = None
 
     def batch(self, owners: RowOwners) -> LoRABatch:
-        """Decodes often have the rows of the step before, which are on the device already."""
+        """Makes a step's LoRABatch; decodes often have the rows of the step before, which are
+        reused."""
         key = owners.tokens.tobytes(), owners.logits.tobytes()
         if self._last is None or self._last[0] != key:
             rows = self._products.rows(owners.tokens)
@@ -47,8 +54,8 @@ class DeviceLoRA:
         return self._last[1]
 
     def warm_up(self) -> None:
-        """Compiles what steps with adapters need, for few rows and for many; without effect on any
-        memory but the results of these products."""
+        """Compiles what steps with adapters need, for few rows and for many; changes no memory
+        except the results of these products."""
         for rows in self._products.sizes:
             adapted = self._products.rows(np.zeros(rows, dtype=np.int64))
             for layer in self.slots.layers:

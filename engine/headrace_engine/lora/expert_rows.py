@@ -20,7 +20,7 @@ class ExpertRows:
 
     @classmethod
     def of(cls, layer: LayerLoRA | None, tokens: torch.Tensor) -> "ExpertRows | None":
-        """`tokens` int64 [N] are whose rows they are. Waits for the device. None where no adapter
+        """`tokens` int64 [N] names the token of each row. Waits for the device. None if no adapter
         changes experts."""
         if layer is None or not layer.experts:
             return None
@@ -28,7 +28,7 @@ class ExpertRows:
         return cls(layer, layer.owners[tokens.cpu().numpy()], tokens.device)
 
     def part(self, expert: int, start: int, stop: int) -> BlockLoRA | None:
-        """Rows [start, stop), which this expert computes; None where none has an adapter."""
+        """Rows [start, stop), which this expert computes; None if none has an adapter."""
         slots = self.slots[start:stop]
         if np.all(slots == NO_ADAPTER):
             return None

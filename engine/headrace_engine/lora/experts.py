@@ -1,7 +1,6 @@
-"""The adapters' matrices of a mixture's experts: those of all experts next to each other, at
-addresses that stay whatever adapter comes.
+"""The adapters' matrices of a mixture's experts, stacked, at addresses that never change.
 
-Gate and up are one module of twice the rank, as PEFT joins them where a model has them joined.
+Gate and up are one module of twice the rank, as PEFT merges them if the model does.
 """
 
 from dataclasses import dataclass
@@ -9,27 +8,27 @@ from typing import Protocol
 
 import torch
 
-from .linear import Part, Placed
+from .linear import Part, SlotMatrices
 from .modules import Factors
 from .shapes import LinearShape
 
-# What gate and up take of the largest rank: each the whole.
-JOINED = 2
+# Gate and up together need twice the largest rank.
+GATE_AND_UP = 2
 
 
-class AnyPlaced(Protocol):
-    """Matrices of one linear layer."""
+class LinearAdapters(Protocol):
+    """The adapters' matrices of one linear layer, or of one expert's."""
 
-    def placed(self, slot: int) -> Placed | None:
-        """What lies in a slot; None: nothing of this layer."""
+    def matrices(self, slot: int) -> SlotMatrices | None:
+        """The matrices in a slot; None if the adapter does not change this layer."""
 
 
 class LoRAExperts:
-    """Room in each slot for any adapter's part in all experts of a layer.
+    """Memory in each slot for any adapter's part in all experts of a layer.
 
-    down   [slots, experts, max_rank, in]    A, as far as an adapter's rank goes
+    down   [slots, experts, max_rank, in]    A, up to an adapter's rank
     up     [slots, experts, max_rank, out]   B transposed, likewise
-    ranks  int32 [slots]                     0: the adapter in it changes nothing here
+    ranks  int32 [slots]                     0: the adapter in it does not change this layer
     """
 
     def __init__(
@@ -50,17 +49,17 @@ class LoRAExperts:
     def rank(self, slot: int) -> int:
         return self._ranks[slot]
 
-    def of(self, expert: int) -> AnyPlaced:
+    def of(self, expert: int) -> LinearAdapters:
         return _Expert(self, expert)
 
     def put(self, slot: int, factors: Factors | None) -> None:
-        """Writes what is held here of matrices [experts, rank, ...] into a slot, behind all that
-        the device was given before."""
+        """Copies this process's part of matrices [experts, rank, ...] into a slot, after all
+        earlier work of the device."""
         rank = 0 if factors is None else factors.down.shape[1]
         if factors is not None:
             (columns,) = self.shape.parts.values()
-            self.down[slot, :, :rank].copy_(self.shape.held.of(factors.down))
-            self.up[slot, :, :rank].copy_(columns.held.of(factors.up))
+            self.down[slot, :, :rank].copy_(self.shape.local.of(factors.down))
+            self.up[slot, :, :rank].copy_(columns.local.of(factors.up))
         self._ranks[slot] = rank
         self.ranks[slot].fill_(rank)
 
@@ -70,10 +69,12 @@ class _Expert:
     experts: LoRAExperts
     number: int
 
-    def placed(self, slot: int) -> Placed | None:
+    def matrices(self, slot: int) -> SlotMatrices | None:
         own, rank = self.experts, self.experts.rank(slot)
         if not rank:
             return None
         up = own.up[slot, self.number, :rank]
         every = slice(0, own.shape.outputs)
-        return Placed(own.down[slot, self.number, :rank].T, (Part(slice(0, rank), every, up),))
+        return SlotMatrices(
+            own.down[slot, self.number, :rank].T, (Part(slice(0, rank), every, up),)
+        )

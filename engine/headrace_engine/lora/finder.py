@@ -1,4 +1,4 @@
-"""Finds the place of each tensor of an adapter in a model, and refuses what has none.
+"""Finds the place of each tensor of an adapter in a model, and refuses tensors without one.
 
 Raises CheckpointError and ConfigError that name the file, and the tensor or field in it.
 """
@@ -8,24 +8,34 @@ from collections.abc import Sequence as Rows
 from pathlib import Path
 from typing import Protocol
 
-from ..errors import CheckpointError, ConfigError
+from ..core.errors import CheckpointError, ConfigError
 from .adapter_config import AdapterConfig
-from .experts import JOINED
-from .modules import Joined, Module, ModulePath, Pair, Plain, Stacked, parse
+from .experts import GATE_AND_UP
+from .modules import (
+    FusedExpertsModule,
+    LinearModule,
+    LoRAPair,
+    Module,
+    ModulePath,
+    PerExpertModules,
+    parse,
+)
 from .shapes import LayerShapes, LinearName, LinearShape
 
-# Matrices of one expert: which of our layers has them, and where in its outputs they lie.
+# Matrices of one expert: the merged layer that contains each, and its place in the outputs.
 _OF_EXPERT: Mapping[str, tuple[LinearName, int]] = {
     "gate_proj": ("experts_gate_up", 0),
     "up_proj": ("experts_gate_up", 1),
     "down_proj": ("experts_down", 0),
 }
-_PARTS: Mapping[LinearName, int] = {"experts_gate_up": JOINED, "experts_down": 1}
-# Names of A and B of a module in a file.
+_PARTS: Mapping[LinearName, int] = {"experts_gate_up": GATE_AND_UP, "experts_down": 1}
+# Names of a module's A and B in a file.
 Names = Mapping[str, str]
 
 
 class TensorHeaders(Protocol):
+    """The headers of an adapter's tensors."""
+
     path: Path
 
     def shape(self, name: str) -> tuple[int, ...]: ...
@@ -35,6 +45,8 @@ class TensorHeaders(Protocol):
 
 
 class ModuleFinder:
+    """Matches an adapter's tensors with the modules of a model."""
+
     def __init__(
         self,
         headers: TensorHeaders,
@@ -46,23 +58,26 @@ class ModuleFinder:
         self._shapes, self._max_rank = shapes, max_rank
 
     def modules(self, tensors: Mapping[str, Names]) -> tuple[Module, ...]:
-        """Of tensors by the paths of modules."""
+        """The modules, given tensor names by the paths of modules."""
         found: list[Module] = []
-        experts: dict[tuple[int, LinearName], list[tuple[int, int, Pair]]] = {}
+        experts: dict[tuple[int, LinearName], list[tuple[int, int, LoRAPair]]] = {}
         for path, names in tensors.items():
             place = self._place(path)
             if len(names) < 2:
                 (alone,) = names.values()
-                raise CheckpointError(f"{self._headers.path}: {alone} has no counterpart")
+                raise CheckpointError(
+                    f"{self._headers.path}: {alone} has no counterpart: a module needs A and B, so "
+                    "save the adapter again"
+                )
             if place.expert >= 0:
                 linear, part = _OF_EXPERT[place.name]
                 pair = self._of_expert(path, place, names)
                 experts.setdefault((place.layer, linear), []).append((place.expert, part, pair))
-            elif place.is_of_all_experts:
-                found.append(self._joined(path, place, names))
+            elif place.is_fused_experts:
+                found.append(self._fused_experts(path, place, names))
             else:
-                found.append(self._plain(path, place, names))
-        found += [self._stacked(layer, linear, own) for (layer, linear), own in experts.items()]
+                found.append(self._linear(path, place, names))
+        found += [self._per_expert(layer, linear, own) for (layer, linear), own in experts.items()]
         self._check_once(found)
         return tuple(found)
 
@@ -89,7 +104,7 @@ class ModuleFinder:
         if place.expert >= 0:
             counts = [layer["experts_down"].experts for layer in layers if "experts_down" in layer]
             return place.name in _OF_EXPERT and any(place.expert < count for count in counts)
-        if place.is_of_all_experts:
+        if place.is_fused_experts:
             return any("experts_down" in layer for layer in layers)
         return any(
             place.name in shape.parts
@@ -98,23 +113,23 @@ class ModuleFinder:
             if not shape.experts
         )
 
-    def _plain(self, path: str, place: ModulePath, names: Names) -> Plain:
+    def _linear(self, path: str, place: ModulePath, names: Names) -> LinearModule:
         for linear, shape in self._shapes[place.layer].items():
             if place.name in shape.parts:
                 rank = self._rank(path, self._max_rank)
-                width = shape.parts[place.name].held.total
-                pair = self._pair(path, names, rank, (shape.held.total, width))
-                return Plain(place.layer, linear, place.name, pair)
+                width = shape.parts[place.name].local.total
+                pair = self._pair(path, names, rank, (shape.local.total, width))
+                return LinearModule(place.layer, linear, place.name, pair)
         raise AssertionError("a module that is served is in one of the layers")
 
-    def _of_expert(self, path: str, place: ModulePath, names: Names) -> Pair:
+    def _of_expert(self, path: str, place: ModulePath, names: Names) -> LoRAPair:
         linear, _ = _OF_EXPERT[place.name]
         inputs, outputs = _totals(self._shapes[place.layer][linear])
         rank = self._rank(path, self._max_rank)
         return self._pair(path, names, rank, (inputs, outputs // _PARTS[linear]))
 
-    def _joined(self, path: str, place: ModulePath, names: Names) -> Joined:
-        """Of the two parameters of experts it is the one that has the sizes of A and B."""
+    def _fused_experts(self, path: str, place: ModulePath, names: Names) -> FusedExpertsModule:
+        """The one of the experts' two parameters that fits the sizes of A and B."""
         layer = self._shapes[place.layer]
         sizes = self._headers.shape(names["A"])[-1], self._headers.shape(names["B"])[0]
         linear: LinearName = "experts_gate_up"
@@ -123,24 +138,24 @@ class ModuleFinder:
         shape = layer[linear]
         (name,) = shape.parts
         own, wanted = f"{path.partition('.mlp.')[0]}.{name}", _totals(shape)
-        turned = sizes == wanted[::-1] and (sizes != wanted or self._config.turns_experts)
+        transposed = sizes == wanted[::-1] and (sizes != wanted or self._config.transposed_experts)
         rank = self._rank(own, _PARTS[linear] * self._max_rank)
-        pair = self._pair(own, names, rank, sizes if turned else wanted, shape.experts)
-        return Joined(place.layer, linear, name, pair, shape.experts, turned)
+        pair = self._pair(own, names, rank, sizes if transposed else wanted, shape.experts)
+        return FusedExpertsModule(place.layer, linear, name, pair, shape.experts, transposed)
 
-    def _stacked(
-        self, layer: int, linear: LinearName, pairs: Rows[tuple[int, int, Pair]]
-    ) -> Stacked:
+    def _per_expert(
+        self, layer: int, linear: LinearName, pairs: Rows[tuple[int, int, LoRAPair]]
+    ) -> PerExpertModules:
         shape = self._shapes[layer][linear]
         (name,) = shape.parts
         ranks = [
             max((pair.rank for _, part, pair in pairs if part == number), default=0)
             for number in range(_PARTS[linear])
         ]
-        return Stacked(layer, linear, name, pairs, ranks, shape.experts, *_totals(shape))
+        return PerExpertModules(layer, linear, name, pairs, ranks, shape.experts, *_totals(shape))
 
     def _check_once(self, modules: Rows[Module]) -> None:
-        """One module has matrices one way only."""
+        """Refuses a module whose matrices are stored in two ways."""
         seen: set[tuple[int, str]] = set()
         for module in modules:
             key = (module.layer, module.name)
@@ -156,23 +171,23 @@ class ModuleFinder:
         if rank > most:
             raise ConfigError(
                 f"{self._config.path}: rank {rank} of {path} is over max_lora_rank "
-                f"{self._max_rank}: raise that"
+                f"{self._max_rank}: raise max_lora_rank"
             )
         return rank
 
     def _pair(
         self, path: str, names: Names, rank: int, sizes: tuple[int, int], experts: int = 1
-    ) -> Pair:
+    ) -> LoRAPair:
         inputs, outputs = sizes
         self._headers.check(names["A"], (rank * experts, inputs))
         self._headers.check(names["B"], (outputs, rank * experts))
-        return Pair(names["A"], names["B"], rank, self._config.scale_of(path))
+        return LoRAPair(names["A"], names["B"], rank, self._config.scale_of(path))
 
 
 def _totals(shape: LinearShape) -> tuple[int, int]:
-    """Inputs and outputs of a layer's one module, wherever it is divided."""
+    """Inputs and outputs of a layer's one module, over all ranks."""
     (columns,) = shape.parts.values()
-    return shape.held.total, columns.held.total
+    return shape.local.total, columns.local.total
 
 
 def _served(shapes: Rows[LayerShapes]) -> str:

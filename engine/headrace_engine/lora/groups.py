@@ -1,4 +1,4 @@
-"""What adapters add, by torch's products on any device: the rows of one adapter at a time."""
+"""The adapters' products by torch on any device: the rows of one adapter at a time."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
@@ -9,14 +9,14 @@ import numpy.typing as npt
 import torch
 
 from .batch import NO_ADAPTER, RowSlots
-from .experts import AnyPlaced, LoRAExperts
-from .linear import LoRALinear, Placed
+from .experts import LinearAdapters, LoRAExperts
+from .linear import LoRALinear, SlotMatrices
 from .shapes import LinearName
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """The rows of one adapter, which lies in `slot`: a run of rows, or an int64 tensor of them."""
+    """The rows of the adapter in `slot`: a run of rows, or an int64 tensor of them."""
 
     slot: int
     rows: slice | torch.Tensor
@@ -24,18 +24,22 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class GroupedRows:
+    """A step's rows, grouped by adapter."""
+
     groups: tuple[_Group, ...]
 
-    def add(self, linear: AnyPlaced, x: torch.Tensor, y: torch.Tensor) -> None:
+    def add(self, linear: LinearAdapters, x: torch.Tensor, y: torch.Tensor) -> None:
         for group in self.groups:
-            placed = linear.placed(group.slot)
-            if placed is not None:
-                _add(placed, group.rows, x, y)
+            matrices = linear.matrices(group.slot)
+            if matrices is not None:
+                _add(matrices, group.rows, x, y)
 
 
-def _add(placed: Placed, rows: slice | torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
-    inner = x[rows] @ placed.down
-    for part in placed.parts:
+def _add(
+    matrices: SlotMatrices, rows: slice | torch.Tensor, x: torch.Tensor, y: torch.Tensor
+) -> None:
+    inner = x[rows] @ matrices.down
+    for part in matrices.parts:
         if isinstance(rows, slice):
             y[rows, part.outputs].addmm_(inner[:, part.inner], part.up)
         else:
@@ -43,6 +47,8 @@ def _add(placed: Placed, rows: slice | torch.Tensor, x: torch.Tensor, y: torch.T
 
 
 class GroupedProducts:
+    """The adapters' products by torch, one adapter at a time."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
@@ -62,7 +68,7 @@ class GroupedProducts:
         device: torch.device,
         experts: Rows[Mapping[LinearName, LoRAExperts]] = (),
     ) -> None:
-        """They cannot be recorded: which rows there are is known to the host alone."""
+        """Returns None: these products cannot be recorded, as only the host knows the rows."""
 
     def _rows(self, rows: npt.NDArray[np.int64]) -> slice | torch.Tensor:
         first, last = int(rows[0]), int(rows[-1])

@@ -1,7 +1,7 @@
-"""Which tensors of an adapter's file make up which of our matrices, and how they are read.
+"""The modules of an adapter as its file stores them, and how they are read as our matrices.
 
-Experts of a mixture come one by one (`experts.3.up_proj`), as PEFT saves them where a model has
-them so, or together (`experts`, with `target_parameters`), where it has them as one parameter.
+PEFT saves experts of a mixture one by one (`experts.3.up_proj`) or, if they are one parameter of
+the model, as one module (`experts`, with `target_parameters`).
 """
 
 import re
@@ -13,20 +13,20 @@ import torch
 
 from .shapes import LinearName
 
-# A tensor of a file, by its name.
+# Reads a tensor of a file by its name.
 Read = Callable[[str], torch.Tensor]
 
 _MODULE = re.compile(r"(?:model|language_model\.model|model\.language_model)\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
-# Two parameters of one module are wrapped one in the other; which is which their shapes tell.
-_JOINED = re.compile(r"mlp\.experts(?:\.base_layer)?")
+# PEFT wraps two parameters of one module one inside the other; their shapes tell which is which.
+_FUSED_EXPERTS = re.compile(r"mlp\.experts(?:\.base_layer)?")
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """`down` is A [rank, in], `up` is B transposed [rank, out] with the scale in it; of a whole
-    module, wherever its model is divided. Those of experts are stacked: [experts, rank, ...]."""
+    """`down` is A [rank, in], `up` is B transposed [rank, out] and scaled; of whole modules, not of
+    one rank's part. Those of experts are stacked: [experts, rank, ...]."""
 
     down: torch.Tensor
     up: torch.Tensor
@@ -34,8 +34,8 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class ModulePath:
-    """A module's place in a model. `expert` -1: it is none of a mixture's, or all of them; `name`
-    is the module's in its layer, or an expert's in itself."""
+    """A module's place in a model. `expert` -1: all experts, or no expert; `name` is the module's
+    name in its layer, or in its expert."""
 
     layer: int
     name: str
@@ -47,12 +47,12 @@ class ModulePath:
         return self.name if self.expert < 0 else f"mlp.experts.{self.expert}.{self.name}"
 
     @property
-    def is_of_all_experts(self) -> bool:
-        return self.expert < 0 and _JOINED.fullmatch(self.name) is not None
+    def is_fused_experts(self) -> bool:
+        return self.expert < 0 and _FUSED_EXPERTS.fullmatch(self.name) is not None
 
 
 def parse(path: str) -> ModulePath | None:
-    """None for what is no module of a decoder layer."""
+    """The place of a module; None if it is no module of a decoder layer."""
     found = _MODULE.fullmatch(path)
     if found is None:
         return None
@@ -64,8 +64,8 @@ def parse(path: str) -> ModulePath | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """Where A and B are in a file, their rank, and the number that multiplies their product."""
+class LoRAPair:
+    """The names of A and B in a file, their rank, and the factor of their product."""
 
     down: str
     up: str
@@ -73,16 +73,18 @@ class Pair:
     scale: float
 
     def read(self, read: Read) -> tuple[torch.Tensor, torch.Tensor]:
-        """A, and B in float32 with the scale in it, as they are stored."""
+        """A, and B in float32 times the scale, in the stored layout."""
         return read(self.down), read(self.up).float() * self.scale
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class LinearModule:
+    """A linear layer of the model, with one A and one B."""
+
     layer: int
     linear: LinearName
     name: str
-    pair: Pair
+    pair: LoRAPair
 
     def load(self, read: Read, dtype: torch.dtype) -> Factors:
         down, up = self.pair.read(read)
@@ -90,35 +92,35 @@ class Plain:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
-    """Of all `experts`: A [experts * rank, in], B [out, rank * experts], each expert's columns as
-    far from each other as there are experts. If `turned` they are of the transposed matrix, as
-    PEFT before 0.19 has them: A is what B should be, and B what A should be."""
+class FusedExpertsModule:
+    """Modules of all `experts`: A [experts * rank, in], B [out, rank * experts], in which an
+    expert's columns are `experts` apart. `transposed`: they are those of the transposed matrix, as
+    in PEFT before 0.19, so A and B are exchanged."""
 
     layer: int
     linear: LinearName
     name: str
-    pair: Pair
+    pair: LoRAPair
     experts: int
-    turned: bool
+    transposed: bool
 
     def load(self, read: Read, dtype: torch.dtype) -> Factors:
         a, b = self.pair.read(read)
         a = a.view(self.experts, self.pair.rank, -1)
         b = b.view(len(b), self.pair.rank, self.experts).permute(2, 1, 0)
-        down, up = (b, a) if self.turned else (a, b)
+        down, up = (b, a) if self.transposed else (a, b)
         return Factors(down.contiguous().to(dtype, copy=True), up.contiguous().to(dtype, copy=True))
 
 
 @dataclass(frozen=True, slots=True)
-class Stacked:
-    """Of experts one by one; `pairs` are (expert, which of the matrices that lie side by side in
-    the outputs, pair). Each of those has ranks of its own, up to `ranks`."""
+class PerExpertModules:
+    """Modules of single experts; `pairs` are (expert, index of the matrix among those side by side
+    in the outputs, pair). Each of those matrices has its own rank, at most that in `ranks`."""
 
     layer: int
     linear: LinearName
     name: str
-    pairs: Rows[tuple[int, int, Pair]]
+    pairs: Rows[tuple[int, int, LoRAPair]]
     ranks: Rows[int]
     experts: int
     inputs: int
@@ -138,4 +140,4 @@ class Stacked:
         return Factors(down, up)
 
 
-Module = Plain | Joined | Stacked
+Module = LinearModule | FusedExpertsModule | PerExpertModules

@@ -1,7 +1,7 @@
-"""An adapter's matrices as one tensor a decoder layer, on their way from rank 0 to the others.
+"""An adapter's matrices as one tensor a decoder layer, for the broadcast from rank 0.
 
-What is in such a tensor follows from the model's shapes and the ranks of the matrices, which go
-ahead as whole numbers: 0 for a module that the adapter lacks.
+The model's shapes and the matrices' ranks define the tensor's layout. The ranks are sent first, as
+integers: 0 for a module that the adapter lacks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,12 +15,12 @@ from .modules import Factors
 from .shapes import Columns, LayerShapes, LinearName
 
 LayerWeights = Mapping[LinearName, Mapping[str, Factors]]
-# [rank, in] and [rank, out] of a module; of experts with their number before.
+# Shapes [rank, in] and [rank, out] of a module; those of experts begin with their number.
 _Pair = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def ranks_of(shapes: Rows[LayerShapes], weights: AdapterWeights) -> list[int]:
-    """Of all modules of all layers."""
+    """The ranks of all modules of all layers."""
     found: list[int] = []
     for layer, own in zip(shapes, weights, strict=True):
         for linear, name, _ in _modules(layer):
@@ -45,13 +45,13 @@ def packed_length(layer: LayerShapes, ranks: Rows[int]) -> int:
 
 
 def pack(layer: LayerShapes, ranks: Rows[int], weights: LayerWeights) -> torch.Tensor:
-    """[packed_length], on the host."""
+    """Packs a layer into [packed_length], on the host."""
     factors = [weights[linear][name] for linear, name, _ in _there(layer, ranks)]
     return torch.cat([part.reshape(-1) for each in factors for part in (each.down, each.up)])
 
 
 def unpack(layer: LayerShapes, ranks: Rows[int], packed: torch.Tensor) -> LayerWeights:
-    """What `pack` was given, as views."""
+    """The matrices that `pack` wrote, as views."""
     found: dict[LinearName, dict[str, Factors]] = {}
     begin = 0
     for linear, name, pair in _there(layer, ranks):
@@ -70,7 +70,7 @@ def _there(layer: LayerShapes, ranks: Rows[int]) -> Iterator[tuple[LinearName, s
         shape = layer[linear]
         room = (shape.experts, rank) if shape.experts else (rank,)
         if rank:
-            yield linear, name, ((*room, shape.held.total), (*room, columns.held.total))
+            yield linear, name, ((*room, shape.local.total), (*room, columns.local.total))
 
 
 def _modules(layer: LayerShapes) -> Iterator[tuple[LinearName, str, Columns]]:

@@ -1,7 +1,7 @@
-"""Which matrices of a decoder adapters may change, and where each lies in our merged layers.
+"""The matrices of a decoder that adapters may change, and their places in our merged layers.
 
-Query, key and value are one layer here and so are gate and up; adapters name them one by one, or
-merged where the checkpoint itself has them so. A rank has a part of each, as it has of the model.
+Query, key and value are one layer here, and so are gate and up; adapters name them one by one, or
+merged if the checkpoint merges them. A rank has a part of each matrix, as of the model's.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -10,25 +10,25 @@ from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
-from ..model.config import ExpertsConfig, ModelConfig
+from ..checkpoints.config import ExpertsConfig, ModelConfig
 
 LinearName = Literal[
     "qkv", "o", "gate_up", "down",
     "shared_gate_up", "shared_down", "shared_gate",
     "router", "experts_gate_up", "experts_down",
 ]  # fmt: skip
-# Modules of all experts of a mixture together, whose matrices have one dimension more.
+# Modules of all experts of a mixture, whose matrices have one more dimension.
 EXPERTS_GATE_UP, EXPERTS_DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
 # [start, stop)
 Run = tuple[int, int]
-# Which outputs and which inputs of a matrix [out, in], by its usual name, are in this process.
+# The outputs and inputs of a matrix [out, in], by Llama's name, that are in this process.
 Cut = Callable[[str, tuple[int, int]], tuple[Run, Run]]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """Those of `total` inputs or outputs of a module that are here: runs, one behind the other."""
+class LocalPart:
+    """The part of a module's `total` inputs or outputs that is in this process: runs, in order."""
 
     total: int
     runs: tuple[Run, ...]
@@ -38,30 +38,30 @@ class Held:
         return sum(stop - start for start, stop in self.runs)
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Their columns of a tensor [..., total]."""
+        """The columns of this part in a tensor [..., total]."""
         parts = [whole[..., start:stop] for start, stop in self.runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Outputs [start, start + width) of a merged layer, and which of a module's they are."""
+    """Outputs [start, start + width) of a merged layer, and which part of a module they are."""
 
     start: int
     width: int
-    held: Held
+    local: LocalPart
 
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
-    """A layer of our decoder, and the modules of a checkpoint that it is made of. `inputs` and
-    `outputs` are those that are here; `held` tells which inputs. With `experts` above 0 it is so
-    many layers of this shape, one for each."""
+    """A merged layer, and the checkpoint's modules that it consists of. `inputs` and `outputs` are
+    those of this process; `local` says which inputs these are. `experts` above 0 means that many
+    layers of this shape, one for each expert."""
 
     inputs: int
     outputs: int
     parts: Mapping[str, Columns]
-    held: Held
+    local: LocalPart
     experts: int = 0
 
 
@@ -71,7 +71,7 @@ LayerShapes = Mapping[LinearName, LinearShape]
 
 @runtime_checkable
 class AdaptableModel(Protocol):
-    """A model whose `forward` heeds ForwardBatch.lora."""
+    """A model whose `forward` applies ForwardBatch.lora."""
 
     @property
     def lora_shapes(self) -> tuple[LayerShapes, ...]: ...
@@ -82,7 +82,7 @@ def _whole(_: str, shape: tuple[int, int]) -> tuple[Run, Run]:
 
 
 def lora_shapes(config: ModelConfig, cut: Cut = _whole) -> tuple[LayerShapes, ...]:
-    """Of each layer."""
+    """The shapes of each layer."""
     return tuple(_layer(config, index, cut) for index in range(config.num_layers))
 
 
@@ -96,7 +96,8 @@ def _layer(config: ModelConfig, index: int, cut: Cut) -> LayerShapes:
     }
     experts = config.experts
     if experts is not None and experts.sparse[index]:
-        # Those of gpt-oss are one module with gates and ups in turns, which no adapter is told by.
+        # In gpt-oss's experts gates and ups are interleaved in one module; adapters do not name
+        # them.
         shapes |= {} if experts.swiglu is not None else mixture_shapes(hidden, experts, cut)
     else:
         inner = config.intermediate_size
@@ -110,7 +111,7 @@ def _layer(config: ModelConfig, index: int, cut: Cut) -> LayerShapes:
 def mixture_shapes(
     hidden: int, experts: ExpertsConfig, cut: Cut = _whole
 ) -> dict[LinearName, LinearShape]:
-    """Of a mixture in the place of an MLP."""
+    """The shapes of a mixture that replaces an MLP."""
     inner, shared = experts.intermediate_size, experts.shared_size
     block = "mlp.experts.0"
     upper = _linear(hidden, {"gate_proj": inner, "up_proj": inner}, block, cut, "gate_up_proj")
@@ -148,28 +149,28 @@ def linear_shape(inputs: int, widths: Mapping[str, int], block: str) -> LinearSh
 def _linear(
     inputs: int, widths: Mapping[str, int], block: str, cut: Cut, merged: str | None = None
 ) -> LinearShape:
-    """`merged` names the one module that the checkpoint has in the place of those."""
-    held: dict[str, Held] = {}
+    """`merged` names the one module that replaces these in the checkpoint."""
+    local: dict[str, LocalPart] = {}
     columns: Run = (0, inputs)
     for name, width in widths.items():
         rows, columns = cut(f"{block}.{name}.weight", (width, inputs))
-        held[name] = Held(width, (rows,))
+        local[name] = LocalPart(width, (rows,))
     if merged is not None:
-        held = {merged: _joined(held.values())}
+        local = {merged: _merged(local.values())}
     parts: dict[str, Columns] = {}
     outputs = 0
-    for name, own in held.items():
+    for name, own in local.items():
         parts[f"{block}.{name}"] = Columns(outputs, own.width, own)
         outputs += own.width
-    taken = Held(inputs, (columns,))
+    taken = LocalPart(inputs, (columns,))
     return LinearShape(taken.width, outputs, parts, taken)
 
 
-def _joined(modules: Iterable[Held]) -> Held:
-    """Of modules that lie one behind the other."""
+def _merged(modules: Iterable[LocalPart]) -> LocalPart:
+    """Joins the parts of adjacent modules."""
     runs: list[Run] = []
     total = 0
     for module in modules:
         runs += [(total + start, total + stop) for start, stop in module.runs]
         total += module.total
-    return Held(total, tuple(runs))
+    return LocalPart(total, tuple(runs))

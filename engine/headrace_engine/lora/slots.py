@@ -1,7 +1,7 @@
-"""The adapters on the device: as many slots as may be in one batch, each with room for any adapter.
+"""The adapters on the device: as many slots as one batch may need, each with memory for any
+adapter.
 
-The memory is taken once, before the KV cache is sized, so that an adapter that is loaded later
-takes none that is promised to something else.
+The memory is taken once, before the KV cache is sized, so adapters that are loaded later take none.
 """
 
 from collections.abc import Collection, Mapping
@@ -10,18 +10,18 @@ from collections.abc import Sequence as Rows
 import torch
 
 from .adapter import AdapterWeights
-from .experts import JOINED, LoRAExperts
+from .experts import GATE_AND_UP, LoRAExperts
 from .linear import LoRALinear
 from .packing import LayerWeights
 from .shapes import LayerShapes, LinearName
 
 
 def _expert_rank(name: LinearName, max_rank: int) -> int:
-    return JOINED * max_rank if name == "experts_gate_up" else max_rank
+    return GATE_AND_UP * max_rank if name == "experts_gate_up" else max_rank
 
 
 class LoRASlots:
-    """Which adapter lies where; the one that was used longest ago gives way."""
+    """The adapter in each slot; the least recently used one is evicted."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class LoRASlots:
             for layer in shapes
         )
         self._free = list(range(slots))
-        # Adapters by the time of their last use, the longest ago first.
+        # Adapters, the least recently used first.
         self._slot_of: dict[str, int] = {}
 
     @property
@@ -60,7 +60,8 @@ class LoRASlots:
         return tuple(name for name in wanted if name not in self._slot_of)
 
     def use(self, wanted: Collection[str]) -> tuple[dict[str, int], tuple[str, ...]]:
-        """Slots for adapters that are needed together, and those whose weights must be `put`."""
+        """Returns the slots of adapters for one step, and the adapters whose weights must be
+        `put`."""
         missing = self.missing(wanted)
         for name in wanted:
             if name in self._slot_of:

@@ -1,7 +1,7 @@
-"""What adapters add, by Triton's products: rows in the order of their adapters, cut into tiles.
+"""The adapters' products by Triton: rows sorted by adapter and split into tiles.
 
-Which rows those are is read on the device, so that a step with adapters can be recorded. Nothing
-here waits for the device.
+The kernels read the rows on the device and nothing here waits for it, so a step with adapters can
+be recorded.
 """
 
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..triton_kernels.dependent import DependentLaunches
-from ..triton_kernels.launch import (
+from ..kernels.triton.dependent_launch import DependentLaunches
+from ..kernels.triton.launch import (
     LORA_LEAST_ROWS,
     LORA_NARROW,
     LORA_RANKS,
@@ -24,37 +24,37 @@ from ..triton_kernels.launch import (
     lora_launch,
     tile_extent,
 )
-from ..triton_kernels.lora import lora_expand_kernel, lora_shrink_kernel
+from ..kernels.triton.lora import lora_expand_kernel, lora_shrink_kernel
 from .batch import LoRABatch, LoRALimits, Move, RowSlots
 from .experts import LoRAExperts
 from .linear import LoRALinear
 from .shapes import LinearName
 
-# Numbers of a tile: its slot (below 0: none), its first place in the order, its rows, and one that
-# keeps what lies behind the tiles aligned.
+# Numbers of a tile: its slot (below 0: none), its first place in the order, its rows, and one for
+# alignment.
 TILE = 4
-# What the kernel for B's product knows the columns of.
+# The largest number of modules in a layer for the kernel of B's product.
 MOST_PARTS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class TiledRows:
-    """The first `tiles` of a step of `rows` rows. `numbers` int32 [TILE * room + 2 R] are tiles,
-    then the rows in the order of their adapters, then the slot of each row's adapter or -1."""
+    """The first `tiles` tiles of a step of `rows` rows. `numbers` int32 [TILE * room + 2 R] are the
+    tiles, then the rows sorted by adapter, then the slot of each row's adapter or -1."""
 
     numbers: torch.Tensor
     tiles: int
     room: int
     rows: int
     launch: LoRALaunch
-    dependent: DependentLaunches
+    dependent_launches: DependentLaunches
 
     def add(self, linear: LoRALinear, x: torch.Tensor, y: torch.Tensor) -> None:
         if self.tiles:
             self._expand(linear, self._shrink(linear, x), y)
 
     def _shrink(self, linear: LoRALinear, x: torch.Tensor) -> torch.Tensor:
-        """x A in parts that are to be summed: float32 [chunks, rows, ranks]."""
+        """x A in parts that are still to be summed: float32 [chunks, rows, ranks]."""
         launch, inputs, ranks = self.launch, linear.shape.inputs, linear.down.shape[1]
         assert x.stride(-1) == 1, "a row's inputs lie next to each other"
         columns = min(launch.columns, tile_extent(ranks))
@@ -67,7 +67,7 @@ class TiledRows:
             self.rows, x.stride(0),
             INPUTS=inputs, RANKS=ranks, PARTS=linear.ends.shape[1],
             CHUNK=chunk, ROWS=launch.rows, COLUMNS=columns, DEPTH=depth,
-            EXACT=dot_precision(x.element_size()), **self.dependent.small,
+            EXACT=dot_precision(x.element_size()), **self.dependent_launches.small,
             num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
         return partial
@@ -84,13 +84,13 @@ class TiledRows:
             OUTPUTS=outputs, SECOND=second, THIRD=third,
             RANKS=partial.shape[2], MAX_RANK=linear.max_rank, PARTS=len(parts),
             CHUNKS=len(partial), ROWS=launch.rows, COLUMNS=launch.outputs,
-            DEPTH=LORA_RANKS, EXACT=dot_precision(y.element_size()), **self.dependent.small,
-            num_warps=launch.warps, num_stages=1,
+            DEPTH=LORA_RANKS, EXACT=dot_precision(y.element_size()),
+            num_warps=launch.warps, num_stages=1, **self.dependent_launches.small,
         )  # fmt: skip
 
     @property
     def owners(self) -> torch.Tensor:
-        """int32 [R]: the slot of each row's adapter, below 0 where it has none."""
+        """int32 [R]: the slot of each row's adapter, below 0 if it has none."""
         begin = TILE * self.room
         return self.numbers[begin + (len(self.numbers) - begin) // 2 :]
 
@@ -100,19 +100,19 @@ class TiledRows:
 
 
 class TiledProducts:
-    """`deterministic` computes all numbers of rows alike; `dependent` says how kernels begin,
-    `measured` which launches are the fastest."""
+    """Products of adapters by Triton kernels. `deterministic` uses one launch for any number of
+    rows; `dependent_launches` says when kernels begin; `measured` holds the fastest launches."""
 
     def __init__(
         self,
         limits: LoRALimits,
         move: Move,
         deterministic: bool = False,
-        dependent: DependentLaunches | None = None,
+        dependent_launches: DependentLaunches | None = None,
         measured: LoRALaunches | None = None,
     ) -> None:
         self._limits, self._move, self._deterministic = limits, move, deterministic
-        self.dependent = dependent or DependentLaunches()
+        self.dependent_launches = dependent_launches or DependentLaunches()
         self._measured = LoRALaunches() if measured is None or deterministic else measured
 
     @property
@@ -132,7 +132,7 @@ class TiledProducts:
         numbers[TILE * room : TILE * room + len(places)] = places
         numbers[TILE * room + most : TILE * room + most + count] = slots
         (moved,) = self._move((numbers,))
-        return TiledRows(moved, len(tiles), room, count, launch, self.dependent)
+        return TiledRows(moved, len(tiles), room, count, launch, self.dependent_launches)
 
     def static(
         self,
@@ -140,14 +140,14 @@ class TiledProducts:
         device: torch.device,
         experts: Rows[Mapping[LinearName, LoRAExperts]] = (),
     ) -> "StaticTiles":
-        """Room for the rows of steps that may be recorded."""
+        """Buffers for the rows of steps that may be recorded."""
         room = self.most_tiles(self._limits.steps)
         length = TILE * room + 2 * self._limits.steps
         numbers = torch.full((length,), -1, dtype=torch.int32, device=device)
         return StaticTiles(self, layers, numbers, room, experts)
 
     def most_tiles(self, rows: int) -> int:
-        """Of so many rows, whichever adapters they have."""
+        """The largest number of tiles that `rows` rows need, whichever adapters they have."""
         height = LORA_LEAST_ROWS
         return min(rows, (rows + self._limits.slots * (height - 1)) // height)
 
@@ -158,7 +158,7 @@ class TiledProducts:
 
 @dataclass(frozen=True, slots=True)
 class StaticTiles:
-    """`numbers` as those of TiledRows, at an address that stays."""
+    """The `numbers` of TiledRows at a fixed address."""
 
     products: TiledProducts
     layers: Rows[Mapping[LinearName, LoRALinear]]
@@ -174,13 +174,13 @@ class StaticTiles:
 
     def view(self, size: int) -> LoRABatch:
         tiles = self.products.most_tiles(size)
-        launch, dependent = self.products.launch(size), self.products.dependent
-        rows = TiledRows(self.numbers, tiles, self.room, size, launch, dependent)
+        launch, dependent_launches = self.products.launch(size), self.products.dependent_launches
+        rows = TiledRows(self.numbers, tiles, self.room, size, launch, dependent_launches)
         return LoRABatch(self.layers, rows, rows, experts=self.experts)
 
 
 def _tiles(owners: RowSlots, height: int) -> npt.NDArray[np.int64]:
-    """[N, TILE] of rows of which `owners`, in ascending order, have adapters."""
+    """The tiles [N, TILE] of rows whose adapters `owners` names, in ascending order."""
     slots, firsts, counts = np.unique(owners, return_index=True, return_counts=True)
     found = [
         (slot, first + start, min(height, count - start), 0)

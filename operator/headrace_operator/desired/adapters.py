@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..lora_section import AdapterSpec, LoRASpec
+from ..spec.lora_section import AdapterSpec, LoRASpec
 from .source import claim_volume, image_volume
 
 Manifest = dict[str, Any]
@@ -12,18 +12,18 @@ ADAPTERS_DIR = "/adapters"
 
 
 @dataclass(frozen=True, slots=True)
-class Adapters:
-    """`settings` are the engine's so named; empty without adapters."""
+class AdapterVolumes:
+    """The engine's settings, volumes and mounts for its adapters; empty without adapters."""
 
     settings: dict[str, object] = field(default_factory=dict)
     volumes: tuple[Manifest, ...] = ()
     mounts: tuple[Manifest, ...] = ()
 
 
-def adapters(lora: LoRASpec | None) -> Adapters:
-    """Of a spec's section."""
+def adapters(lora: LoRASpec | None) -> AdapterVolumes:
+    """The volumes for the adapters of a spec's section."""
     if lora is None:
-        return Adapters()
+        return AdapterVolumes()
     folders: dict[str, str] = {}
     volumes: list[Manifest] = []
     mounts: list[Manifest] = []
@@ -42,7 +42,7 @@ def adapters(lora: LoRASpec | None) -> Adapters:
     }
     if lora.max_cpu_loras is not None:
         settings["max_cpu_loras"] = lora.max_cpu_loras
-    return Adapters(settings, tuple(volumes), tuple(mounts))
+    return AdapterVolumes(settings, tuple(volumes), tuple(mounts))
 
 
 def _place(adapter: AdapterSpec, name: str, mount: str) -> tuple[str, Manifest | None]:

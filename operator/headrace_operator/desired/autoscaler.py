@@ -7,13 +7,13 @@ drains the engine that has to go.
 from collections.abc import Mapping
 from typing import Any
 
-from headrace_common import metric_names
+from headrace_common.observability import metric_names
 
 from .. import names
 from ..scaling.policy import ScalingRules
-from ..scaling_policy import scaling_policy
-from ..scaling_section import ScalingSpec
-from ..spec import ModelService
+from ..spec.model_service import ModelService
+from ..spec.scaling_policy import scaling_policy
+from ..spec.scaling_section import ScalingSpec
 from .metadata import metadata
 
 Manifest = dict[str, Any]
@@ -35,7 +35,7 @@ def _target(service: ModelService) -> Manifest:
 
 
 def _horizontal(service: ModelService) -> Manifest:
-    """On waiting plus running requests: waiting alone falls to zero while all are busy."""
+    """Scales on waiting plus running requests, since waiting ones can be 0 while all are busy."""
     scaling = service.spec.scaling
     metrics = [
         _external(metric_names.QUEUE_DEPTH, service, scaling),
@@ -84,7 +84,7 @@ def _scaled_object(service: ModelService) -> Manifest:
             "maxReplicaCount": scaling.max_replicas,
             "pollingInterval": 15,
             "cooldownPeriod": scaling.idle_seconds,
-            # A Prometheus that does not answer must not take engines away.
+            # If Prometheus does not answer, no engines must be removed.
             "fallback": {
                 "failureThreshold": 3,
                 "replicas": max(1, scaling.min_replicas),
@@ -97,7 +97,7 @@ def _scaled_object(service: ModelService) -> Manifest:
 
 
 def _trigger(service: ModelService) -> Manifest:
-    """Every gateway tells the same queue: max over gateways, then the sum of both gauges."""
+    """All gateways report the same queue: max over gateways, then the sum of both gauges."""
     scaling = service.spec.scaling
     return {
         "type": "prometheus",

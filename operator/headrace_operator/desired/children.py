@@ -1,10 +1,10 @@
-"""Everything that one ModelService owns, and what it owned before and wants no more."""
+"""All objects that one ModelService owns, and those that it no longer needs."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from .. import names
-from ..spec import ModelService
+from ..spec.model_service import ModelService
 from . import companions
 from .autoscaler import autoscaler
 from .defaults import Platform
@@ -16,7 +16,7 @@ Manifest = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unwanted:
-    """An object that must not be there. `optional`: its kind may be unknown to the cluster."""
+    """An object that must not exist. `optional`: its kind may be unknown to the cluster."""
 
     api_version: str
     kind: str
@@ -39,7 +39,7 @@ def companions_of(service: ModelService, platform: Platform) -> list[Manifest]:
 
 
 def canary_of(service: ModelService, platform: Platform) -> Manifest | None:
-    """The canary's Deployment, where there is one."""
+    """The canary's Deployment, if there is a canary."""
     canary = service.spec.canary
     if canary is None:
         return None

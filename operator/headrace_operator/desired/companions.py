@@ -3,14 +3,14 @@
 from typing import Any
 
 from .. import names
-from ..spec import ModelService
+from ..spec.model_service import ModelService
 from .metadata import metadata
 
 Manifest = dict[str, Any]
 
 
 def service(owner: ModelService) -> Manifest:
-    """Headless, for scrapers: no request is sent to engines, they pull."""
+    """A headless Service for scrapers; engines pull requests and receive none."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -32,7 +32,7 @@ def service(owner: ModelService) -> Manifest:
 
 
 def service_account(owner: ModelService) -> Manifest:
-    """Without rights, and without a token in the pods."""
+    """A service account without rights, and without a token in the pods."""
     return {
         "apiVersion": "v1",
         "kind": "ServiceAccount",
@@ -42,14 +42,14 @@ def service_account(owner: ModelService) -> Manifest:
 
 
 def disruption_budget(owner: ModelService) -> Manifest:
-    """One engine at a time leaves a drained node, so that the others take its work."""
+    """A budget so that engines leave a drained node one at a time, and others take their work."""
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
         "metadata": metadata(owner, names.disruption_budget(owner.name)),
         "spec": {
             "maxUnavailable": 1,
-            # An engine that is not ready serves nobody: it need not hold a node back.
+            # An engine that is not ready has no work, so it must not block a node's drain.
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
             "selector": {"matchLabels": names.selector(owner.name)},
         },
@@ -57,7 +57,7 @@ def disruption_budget(owner: ModelService) -> Manifest:
 
 
 def cache_claim(owner: ModelService) -> Manifest | None:
-    """The claim for downloads and kernels, where it is to outlive a pod."""
+    """The claim for downloads and kernels, if they are to outlive a pod."""
     cache = owner.spec.engine.cache
     if not cache.persistent:
         return None

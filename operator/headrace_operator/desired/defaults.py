@@ -1,4 +1,4 @@
-"""What a release decides for all of its ModelServices; a value, filled from the settings."""
+"""A release's defaults for all its ModelServices: a value made from the settings."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,10 @@ from dataclasses import dataclass
 class Platform:
     """Defaults of engines. `queue_secret` is a Secret's (name, key) beside each ModelService.
 
-    `queue_ca_secret` names a Secret with `ca.crt` for a rediss:// server. `metrics_namespaces` may
-    scrape engines, apart from the ModelService's own.
+    With `queue_users` the engines of each ModelService have a Redis user of their own, in a Secret
+    that the operator makes, and `queue_url` names none. `queue_ca_secret` names a Secret with
+    `ca.crt` for a rediss:// server, `sealing_secret` one with the keyring, beside each ModelService
+    too. `metrics_namespaces` may scrape engines, apart from the ModelService's own.
     """
 
     engine_image: str
@@ -19,5 +21,8 @@ class Platform:
     queue_ports: tuple[int, ...] = (6379,)
     queue_secret: tuple[str, str] | None = None
     queue_ca_secret: str | None = None
+    queue_users: bool = False
+    sealing_secret: str | None = None
+    sealing_mode: str = "require"
     otlp_endpoint: str | None = None
     metrics_namespaces: tuple[str, ...] = ()

@@ -6,7 +6,7 @@
 from typing import Any
 
 from .. import names
-from ..spec import ModelService
+from ..spec.model_service import ModelService
 from .defaults import Platform
 from .metadata import metadata
 from .pod import pod_template
@@ -17,7 +17,7 @@ Manifest = dict[str, Any]
 def deployment(
     service: ModelService, platform: Platform, *, replicas: int, track: str = names.STABLE
 ) -> Manifest:
-    """Surge first: an engine goes only when another is ready in its place."""
+    """A Deployment; in a rollout an old engine ends only when a new one is ready."""
     engine = service.spec.engine
     return {
         "apiVersion": "apps/v1",
@@ -26,7 +26,7 @@ def deployment(
         "spec": {
             "replicas": replicas,
             "revisionHistoryLimit": 5,
-            # Loading a model is no lack of progress.
+            # Loading a model must not count as a lack of progress.
             "progressDeadlineSeconds": engine.startup_timeout_seconds + 600,
             "selector": {"matchLabels": names.track_selector(service.name, track)},
             "strategy": {

@@ -4,8 +4,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from headrace_common.sealing.keyring import SECRET_FIELD
+
 from .. import names
-from ..spec import ModelService
+from ..spec.model_service import ModelService
 from .adapters import adapters
 from .defaults import Platform
 from .source import Source
@@ -14,6 +16,8 @@ Manifest = dict[str, Any]
 PREFIX = "HEADRACE_ENGINE_"
 SERVED_NAME = f"{PREFIX}SERVED_MODEL_NAME"
 CA_DIR = "/etc/headrace/redis-ca"
+USER_DIR = "/etc/headrace/redis-user"
+SEALING_DIR = "/etc/headrace/sealing"
 
 
 def environment(
@@ -25,7 +29,14 @@ def environment(
     for name, value in _settings(service, source, track).items():
         variables[name] = {"name": name, "value": value}
     queue = _queue(service, platform)
-    for variable in (queue, *source.env, *_identity(service, platform), *spec.engine.env):
+    own = (variable.manifest for variable in spec.engine.env)
+    for variable in (
+        *queue,
+        *_sealing(platform),
+        *source.env,
+        *_identity(service, platform),
+        *own,
+    ):
         variables[variable["name"]] = dict(variable)
     return list(variables.values())
 
@@ -38,12 +49,15 @@ def _settings(service: ModelService, source: Source, track: str) -> Mapping[str,
         chosen["tensor_parallel_size"] = spec.engine.tensor_parallel_size
     if spec.queue.shards > 1:
         chosen["queue_shards"] = spec.queue.shards
+    if spec.deletion.waiting_requests == "Hold":
+        chosen["hold_waiting"] = True
     chosen |= adapters(spec.lora).settings
     chosen |= {
         "model": source.model,
         "served_model_name": service.served_name,
         "owner": service.owner,
         "drain_timeout": spec.drain.timeout_seconds,
+        "after_drain": "wait",  # the kubelet would start it again before its pod is removed
         "metrics_host": "0.0.0.0",  # noqa: S104 - the pod's own address; the policy guards it
         "metrics_port": names.METRICS_PORT,
     }
@@ -60,14 +74,31 @@ def _text(value: object) -> str:
     return str(value)
 
 
-def _queue(service: ModelService, platform: Platform) -> Manifest:
+def own_user(service: ModelService, platform: Platform) -> bool:
+    """Whether the engines have a Redis user of their own, and its Secret in their pods."""
+    return platform.queue_users and service.spec.queue.url_secret is None
+
+
+def _queue(service: ModelService, platform: Platform) -> list[Manifest]:
     name = f"{PREFIX}REDIS_URL"
+    if own_user(service, platform):
+        credentials = {"name": f"{PREFIX}REDIS_CREDENTIALS", "value": USER_DIR}
+        return [{"name": name, "value": platform.queue_url}, credentials]
     own = service.spec.queue.url_secret
     secret = (own.name, own.key) if own is not None else platform.queue_secret
     if secret is None:
-        return {"name": name, "value": platform.queue_url}
+        return [{"name": name, "value": platform.queue_url}]
     reference = {"name": secret[0], "key": secret[1]}
-    return {"name": name, "valueFrom": {"secretKeyRef": reference}}
+    return [{"name": name, "valueFrom": {"secretKeyRef": reference}}]
+
+
+def _sealing(platform: Platform) -> list[Manifest]:
+    if platform.sealing_secret is None:
+        return []
+    return [
+        {"name": f"{PREFIX}SEALING_KEYS_FILE", "value": f"{SEALING_DIR}/{SECRET_FIELD}"},
+        {"name": f"{PREFIX}SEALING_MODE", "value": platform.sealing_mode},
+    ]
 
 
 def _identity(service: ModelService, platform: Platform) -> list[Manifest]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from .. import names
-from ..spec import ModelService
+from ..spec.model_service import ModelService
 
 
 def metadata(service: ModelService, name: str) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""The NetworkPolicy of engines: scraped from near, they reach DNS, the queue and their model."""
+"""The NetworkPolicy of engines: who may scrape them; they reach DNS, the queue, their model."""
 
 from typing import Any
 
 from .. import names
-from ..spec import ModelService
+from ..spec.model_service import ModelService
 from .defaults import Platform
 from .metadata import metadata
 
@@ -19,7 +19,7 @@ _ANYWHERE = [
 
 
 def network_policy(service: ModelService, platform: Platform) -> Manifest | None:
-    """None where the spec switches it off."""
+    """The policy; None if the spec disables it."""
     wanted = service.spec.network_policy
     if not wanted.enabled:
         return None
@@ -69,6 +69,6 @@ def _port_of(url: str) -> int:
 
 
 def port_of(url: str, default: int) -> int:
-    """The port that a URL names. A wrong one counts as none: the connection will tell."""
+    """The port in a URL. An invalid one counts as none, since connecting reports it."""
     port = url.partition("://")[2].partition("/")[0].rpartition("@")[2].rpartition(":")[2]
     return int(port) if port.isdigit() else default

@@ -3,19 +3,22 @@
 from typing import Any
 
 from .. import names
-from ..sections import EngineSpec
-from ..spec import ModelService
+from ..spec.model_service import ModelService
+from ..spec.sections import EngineSpec
 from .adapters import adapters
 from .defaults import Platform
-from .environment import CA_DIR, environment
+from .environment import CA_DIR, SEALING_DIR, USER_DIR, environment, own_user
 from .security import CONTAINER_SECURITY, POD_SECURITY
 from .source import Source, source
 
 Manifest = dict[str, Any]
 
 CACHE_DIR = "/var/cache/headrace"  # HOME of the image: everything that libraries like to write
-GRACE_MARGIN = 15  # seconds after the drain to give back what is left and to say goodbye
-STARTUP_PERIOD = 10
+# The kernel drops a SIGTERM that comes before Python can handle it in a container's first process;
+# the pod may be deleted while it starts.
+PRE_STOP_SECONDS = 1
+GRACE_MARGIN = 15  # seconds after the drain, to give back requests and to close connections
+STARTUP_PERIOD = 2  # an engine that is ready waits this long at most until Kubernetes knows
 GPU_PRODUCT = "nvidia.com/gpu.product"
 
 
@@ -39,17 +42,19 @@ def _pod(service: ModelService, platform: Platform, track: str) -> Manifest:
     )
     image = (canary and canary.image) or spec.engine.image or platform.engine_image
     pull_secrets = (*platform.image_pull_secrets, *spec.engine.image_pull_secrets)
+    container = _container(service, platform, found, image, track)
     pod: Manifest = {
         "serviceAccountName": names.service_account(service.name),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": spec.drain.timeout_seconds + GRACE_MARGIN,
         "securityContext": POD_SECURITY,
-        "containers": [_container(service, platform, found, image, track)],
+        "containers": [container],
         "volumes": _volumes(service, platform, found),
     }
-    if found.init_containers:
-        pod["initContainers"] = list(found.init_containers)
+    before = [*found.init_containers, *([_doctor(container)] if spec.engine.doctor else ())]
+    if before:
+        pod["initContainers"] = before
     if pull_secrets:
         pod["imagePullSecrets"] = [{"name": name} for name in dict.fromkeys(pull_secrets)]
     return pod | _scheduling(service.name, spec.engine)
@@ -64,12 +69,13 @@ def _container(
         "image": image,
         "imagePullPolicy": engine.image_pull_policy or platform.engine_image_pull_policy,
         "env": environment(service, platform, found, track),
+        "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_SECONDS}}},
         "ports": [{"name": names.METRICS_PORT_NAME, "containerPort": names.METRICS_PORT}],
-        # The end of the log becomes the pod's, and so the ModelService's, word of what went wrong.
+        # The end of the log becomes the termination message, and so the ModelService's problem.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "resources": _resources(engine),
         "securityContext": CONTAINER_SECURITY,
-        "volumeMounts": [*_mounts(platform, found), *adapters(service.spec.lora).mounts],
+        "volumeMounts": [*_mounts(service, platform, found), *adapters(service.spec.lora).mounts],
         **_probes(engine),
     }
     if engine.extra_args:
@@ -77,6 +83,19 @@ def _container(
     if engine.env_from:
         container["envFrom"] = list(engine.env_from)
     return container
+
+
+# Of the engine's container, what its doctor has too.
+_EXAMINED = (
+    *("image", "imagePullPolicy", "env", "envFrom", "resources", "securityContext"),
+    *("terminationMessagePolicy", "volumeMounts"),
+)
+
+
+def _doctor(container: Manifest) -> Manifest:
+    """An init container that checks the engine's environment, with the engine's image."""
+    same = {field: container[field] for field in _EXAMINED if field in container}
+    return {"name": names.DOCTOR, "command": ["headrace", "doctor", "--engine"], **same}
 
 
 def _resources(engine: EngineSpec) -> Manifest:
@@ -120,8 +139,13 @@ def _volumes(service: ModelService, platform: Platform, found: Source) -> list[M
         *found.volumes,
         *adapters(service.spec.lora).volumes,
     ]
+    if own_user(service, platform):
+        user = {"secretName": names.redis_secret(service.name)}
+        volumes.append({"name": "queue-user", "secret": user})
     if platform.queue_ca_secret is not None:
         volumes.append({"name": "queue-ca", "secret": {"secretName": platform.queue_ca_secret}})
+    if platform.sealing_secret is not None:
+        volumes.append({"name": "sealing", "secret": {"secretName": platform.sealing_secret}})
     return volumes
 
 
@@ -132,15 +156,19 @@ def _cache(name: str, engine: EngineSpec) -> Manifest:
     return {"name": "cache", "emptyDir": {"sizeLimit": engine.cache.size}}
 
 
-def _mounts(platform: Platform, found: Source) -> list[Manifest]:
+def _mounts(service: ModelService, platform: Platform, found: Source) -> list[Manifest]:
     mounts: list[Manifest] = [
         {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108
         {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108
         {"name": "cache", "mountPath": CACHE_DIR},
         *found.mounts,
     ]
+    if own_user(service, platform):
+        mounts.append({"name": "queue-user", "mountPath": USER_DIR, "readOnly": True})
     if platform.queue_ca_secret is not None:
         mounts.append({"name": "queue-ca", "mountPath": CA_DIR, "readOnly": True})
+    if platform.sealing_secret is not None:  # the folder: only so an updated Secret arrives
+        mounts.append({"name": "sealing", "mountPath": SEALING_DIR, "readOnly": True})
     return mounts
 
 

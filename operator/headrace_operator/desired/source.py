@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ..sections import ClaimModel, HubModel, ImageModel, ModelSpec, UriModel
+from ..spec.sections import ClaimModel, HubModel, ImageModel, ModelSpec, UriModel
 from .security import CONTAINER_SECURITY
 
 Manifest = dict[str, Any]

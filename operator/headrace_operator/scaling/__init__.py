@@ -1,13 +1,13 @@
-"""How many engines a model needs: one pure function of what is seen, wanted and remembered.
+"""Decides how many engines a model needs: one pure function of observation, policy and history.
 
 Nothing here does I/O, reads a clock or knows Kubernetes; the operator and the simulator call it.
 """
 
 from .decision import Decision, decide
 from .history import History
-from .observation import EngineSignals, Observation, QueueSignals
+from .observation import EngineSignals, QueueSignals, ScalingObservation
 from .policy import Forecast, PolicyError, ScalingPolicy, ScalingRules, StepKind, StepLimit
-from .reason import Limit, Reason, Signal
+from .reason import Reason, ScalingLimit, Signal
 from .signals import Estimate
 
 __all__ = [
@@ -16,8 +16,8 @@ __all__ = [
     "Estimate",
     "Forecast",
     "History",
-    "Limit",
-    "Observation",
+    "ScalingLimit",
+    "ScalingObservation",
     "PolicyError",
     "QueueSignals",
     "Reason",

@@ -1,13 +1,13 @@
-"""`decide`: the replica count of a model, and why it is that."""
+"""`decide`: the replica count of a model, and the reason for it."""
 
 from dataclasses import dataclass, replace
 from math import ceil
 
 from .history import History
 from .limits import highest_allowed, lowest_allowed, stabilized
-from .observation import Observation, QueueSignals
+from .observation import QueueSignals, ScalingObservation
 from .policy import ScalingPolicy
-from .reason import Limit, Reason, Signal
+from .reason import Reason, ScalingLimit, Signal
 from .signals import Estimate, forecast_estimate, steady_estimates, urgent_estimates
 
 _REASONS = {
@@ -20,15 +20,15 @@ _REASONS = {
     Signal.FORECAST: Reason.FORECAST,
 }
 _ROUNDING = 1e-6
-"""Real numbers of replicas this close above a whole one are that one."""
+"""A replica count this little above a whole number is rounded down to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """`replicas` is the count to set; `wanted` the one that signals ask for, without limits.
+    """A decision. `replicas` is the count to set; `wanted` the recommended one without limits.
 
-    `limited` names what kept them apart. `frozen`: the metrics were no basis, the count stays.
-    `message` is for people. `history` goes into the next call.
+    `limited` names the limit between them. `frozen`: there were no usable metrics, so the count
+    stays. `message` is for people. `history` goes into the next call.
     """
 
     replicas: int
@@ -36,21 +36,21 @@ class Decision:
     reason: Reason
     message: str
     history: History
-    limited: Limit | None = None
+    limited: ScalingLimit | None = None
     frozen: bool = False
     estimates: tuple[Estimate, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class _Wish:
+class _Recommendation:
     replicas: int
     reason: Reason
 
 
 def decide(
-    observation: Observation, policy: ScalingPolicy, history: History, now: float
+    observation: ScalingObservation, policy: ScalingPolicy, history: History, now: float
 ) -> Decision:
-    """The count for now. Without fresh metrics it stays, but for the policy's bounds.
+    """The count for now. Without fresh metrics it stays, within the policy's bounds.
 
     `history` is the last decision's, or History(). `now` is Unix seconds and never goes back.
     """
@@ -66,15 +66,19 @@ def decide(
     history = history.with_load(_most(steady), policy, now)
     steady += forecast_estimate(policy, history, now)
     urgent = urgent_estimates(observation, queue, policy, history, now)
-    wish = _wish(observation, queue, policy, history, (steady, urgent), now)
-    history = history.with_wish(wish.replicas, observation.replicas, policy, now)
-    return _limited(observation, policy, history, wish, (*steady, *urgent), now)
+    recommendation = _recommend(observation, queue, policy, history, (steady, urgent), now)
+    history = history.with_recommendation(
+        recommendation.replicas, observation.replicas, policy, now
+    )
+    return _limited(observation, policy, history, recommendation, (*steady, *urgent), now)
 
 
-def _introduce(seen: Observation, policy: ScalingPolicy, history: History, now: float) -> Decision:
-    """Not less than one engine: without it the model stays unknown, so that nobody can ask for it.
+def _introduce(
+    seen: ScalingObservation, policy: ScalingPolicy, history: History, now: float
+) -> Decision:
+    """At least one engine for an unregistered model, which clients could otherwise not request.
 
-    Its metrics are missing for the same reason: no trouble as long as the first engines start.
+    Its metrics are missing for the same reason, which is no problem while the first engines start.
     """
     least = max(1, policy.min_replicas)
     known = replace(seen, registered=True)
@@ -88,7 +92,9 @@ def _introduce(seen: Observation, policy: ScalingPolicy, history: History, now: 
     )
 
 
-def _freeze(seen: Observation, policy: ScalingPolicy, history: History, reason: Reason) -> Decision:
+def _freeze(
+    seen: ScalingObservation, policy: ScalingPolicy, history: History, reason: Reason
+) -> Decision:
     replicas = policy.clamp(seen.replicas)
     return Decision(
         replicas=replicas,
@@ -105,30 +111,33 @@ def _most(estimates: tuple[Estimate, ...]) -> float:
     return max((estimate.replicas for estimate in estimates), default=0.0)
 
 
-def _wish(
-    seen: Observation,
+def _recommend(
+    seen: ScalingObservation,
     queue: QueueSignals,
     policy: ScalingPolicy,
     history: History,
     estimates: tuple[tuple[Estimate, ...], tuple[Estimate, ...]],
     now: float,
-) -> _Wish:
-    """What the signals ask for, before bounds and limits."""
+) -> _Recommendation:
+    """The count that the signals recommend, before bounds and limits."""
     steady, urgent = estimates
     current = seen.replicas
     working = queue.waiting > 0 or queue.pending > 0
     if _idle(policy, history, now) and _most(steady) < 1:
-        return _Wish(0, Reason.IDLE)
+        return _Recommendation(0, Reason.IDLE)
     needed = max(_tolerated(_most(steady), current, policy.tolerance), _whole(_most(urgent)))
     if current == 0:
-        return _Wish(max(needed, int(working)), Reason.FROM_ZERO if working else _why(steady))
+        return _Recommendation(
+            max(needed, int(working)), Reason.FROM_ZERO if working else _why(steady)
+        )
     needed = max(needed, 1)
     if needed > current:
-        return _Wish(needed, _why((*steady, *urgent)))
+        return _Recommendation(needed, _why((*steady, *urgent)))
     if needed < current:
-        return _Wish(needed, Reason.LOAD_FELL)
-    held = seen.starting > 0 and queue.waiting > 0
-    return _Wish(current, Reason.STARTING if held else Reason.STEADY)
+        return _Recommendation(needed, Reason.LOAD_FELL)
+    if queue.waiting == 0:
+        return _Recommendation(current, Reason.STEADY)
+    return _Recommendation(current, Reason.STARTING if seen.starting > 0 else Reason.CATCHING_UP)
 
 
 def _idle(policy: ScalingPolicy, history: History, now: float) -> bool:
@@ -141,61 +150,61 @@ def _whole(replicas: float) -> int:
 
 
 def _tolerated(needed: float, current: int, tolerance: float) -> int:
-    """Up only beyond the tolerance, so that a load on the edge of two counts does not flap."""
+    """Rises only above the tolerance, so that a load between two counts does not oscillate."""
     if current < needed <= current * (1 + tolerance):
         return current
     return _whole(needed)
 
 
 def _why(estimates: tuple[Estimate, ...]) -> Reason:
-    """The reason of the estimate that asks for most."""
+    """The reason of the highest estimate."""
     if not estimates:
         return Reason.STEADY
     return _REASONS[max(estimates, key=lambda estimate: estimate.replicas).signal]
 
 
-def _bound(wanted: int, policy: ScalingPolicy) -> Limit | None:
+def _bound(wanted: int, policy: ScalingPolicy) -> ScalingLimit | None:
     if wanted > policy.max_replicas:
-        return Limit.MAX_REPLICAS
-    return Limit.MIN_REPLICAS if wanted < policy.min_replicas else None
+        return ScalingLimit.MAX_REPLICAS
+    return ScalingLimit.MIN_REPLICAS if wanted < policy.min_replicas else None
 
 
 def _limited(
-    seen: Observation,
+    seen: ScalingObservation,
     policy: ScalingPolicy,
     history: History,
-    wish: _Wish,
+    recommendation: _Recommendation,
     estimates: tuple[Estimate, ...],
     now: float,
 ) -> Decision:
-    """Bounds hold at once; from there the count moves at the policy's pace."""
+    """Applies bounds immediately; within them the count moves at the policy's pace."""
     current = policy.clamp(seen.replicas)
-    bounded = policy.clamp(wish.replicas)
+    bounded = policy.clamp(recommendation.replicas)
     replicas, held = _paced(current, bounded, policy, history, now)
-    reason = wish.reason
+    reason = recommendation.reason
     if replicas == current != seen.replicas:
         reason = Reason.BOUNDS
     elif replicas == current and reason in (Reason.LOAD_FELL, Reason.IDLE):
         reason = Reason.STEADY
     return Decision(
         replicas=replicas,
-        wanted=wish.replicas,
+        wanted=recommendation.replicas,
         reason=reason,
-        message=_message(reason, replicas, wish.replicas, estimates),
+        message=_message(reason, replicas, recommendation.replicas, estimates),
         history=history.decided(replicas, now),
-        limited=held or _bound(wish.replicas, policy),
+        limited=held or _bound(recommendation.replicas, policy),
         estimates=estimates,
     )
 
 
 def _paced(
     current: int, bounded: int, policy: ScalingPolicy, history: History, now: float
-) -> tuple[int, Limit | None]:
-    """Stabilization, then step limits. A first request and the end of the idle time wait not."""
+) -> tuple[int, ScalingLimit | None]:
+    """Applies stabilization, then step limits; a first request and idleness are not delayed."""
     calm = bounded
     if current > 0 and bounded > 0:
         calm = policy.clamp(stabilized(bounded, current, history.highest, history.lowest))
-    held = Limit.STABILIZATION if calm != bounded else None
+    held = ScalingLimit.STABILIZATION if calm != bounded else None
     if calm > current:
         most = highest_allowed(current, policy.scale_up, history.changes, now)
         if most is not None and current == 0:
@@ -204,11 +213,11 @@ def _paced(
     else:
         least = lowest_allowed(current, policy.scale_down, history.changes, now)
         stepped = calm if least is None else max(calm, least)
-    return stepped, Limit.STEP if stepped != calm else held
+    return stepped, ScalingLimit.STEP if stepped != calm else held
 
 
 def _message(reason: Reason, replicas: int, wanted: int, estimates: tuple[Estimate, ...]) -> str:
-    """The sentence of the reason, then the signal that asks for most with its numbers."""
+    """The sentence of the reason, then the highest signal with its numbers."""
     parts = [reason.sentence]
     top = max(estimates, key=lambda estimate: estimate.replicas, default=None)
     if top is not None and top.replicas > 0:

@@ -1,4 +1,4 @@
-"""What scaling remembers between two decisions: starts, learned speeds, wishes, loads.
+"""The state of scaling between two decisions: starts, learned speeds, recommendations, loads.
 
 A value: `learn` and the others return a new one. It survives a restart as JSON; without it, scaling
 starts from the policy's guesses and keeps the count it finds.
@@ -9,27 +9,28 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from .forecast import Loads, record_load
-from .observation import EngineSignals, Observation
+from .observation import EngineSignals, ScalingObservation
 from .policy import ScalingPolicy
 
 LEAST_BUSY = 0.1
-"""Below this share of running sequences, an engine's speed says nothing of its speed at load."""
+"""Below this share of running sequences, an engine's speed does not predict its speed at load."""
 SMOOTHING = 45.0
 """Time constant in seconds of the learned speeds; starts of pods are averaged by count."""
 START_WEIGHT = 0.3
 LEAST_RATE = 1e-6
-"""A second. What is slower was not measured, and to divide by it would ask for endless engines."""
+"""Per second. A slower speed is not valid; dividing by it would request too many engines."""
 
-Wish = tuple[float, int]
-"""A moment in Unix seconds, and the count wished for, or the change that was made."""
+TimedCount = tuple[float, int]
+"""A moment in Unix seconds, and the recommended count or the change that was made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """`starts` are the moments at which the starting replicas were asked for, oldest first.
+    """What scaling has learned of one model, and what it has lately recommended and changed.
 
-    Speeds are those of one engine at full load. `highest` and `lowest` are the wishes that can
-    still be the extreme of a stabilization window, `changes` the made changes of the count.
+    `starts` are the moments at which the starting replicas were requested, oldest first. Speeds are
+    those of one engine at full load. `highest` and `lowest` are the recommendations that can still
+    be the extreme of a stabilization window; `changes` are the changes of the count that were made.
     """
 
     seen_at: float | None = None
@@ -42,15 +43,15 @@ class History:
     engine_requests: float | None = None
     engine_tokens: float | None = None
     busy: float | None = None
-    highest: tuple[Wish, ...] = ()
-    lowest: tuple[Wish, ...] = ()
-    changes: tuple[Wish, ...] = ()
+    highest: tuple[TimedCount, ...] = ()
+    lowest: tuple[TimedCount, ...] = ()
+    changes: tuple[TimedCount, ...] = ()
     loads: Loads = ()
 
-    def learn(self, seen: Observation, policy: ScalingPolicy, now: float) -> "History":
-        """Takes in what fresh metrics say of starts, speeds and activity.
+    def learn(self, seen: ScalingObservation, policy: ScalingPolicy, now: float) -> "History":
+        """Learns starts, speeds and activity from fresh metrics.
 
-        After a time without metrics, idle time and stabilization windows begin anew.
+        After a time without metrics, idle time and stabilization windows start again.
         """
         starts, cold_start = self._pods(seen, now)
         blind = self.seen_at is None or now - self.seen_at > 2 * policy.stale_after
@@ -69,8 +70,8 @@ class History:
             return learned._speeds(seen.engines, seen.ready, now - (self.seen_at or now))
         return learned
 
-    def _pods(self, seen: Observation, now: float) -> tuple[tuple[float, ...], float | None]:
-        """Starts that go on, and the mean cold start with those that have just ended."""
+    def _pods(self, seen: ScalingObservation, now: float) -> tuple[tuple[float, ...], float | None]:
+        """The present starts, and the mean cold start including those that have just ended."""
         arrived = min(len(self.starts), max(0, seen.ready - self.ready))
         cold_start = self.cold_start
         for start in self.starts[:arrived]:
@@ -97,13 +98,15 @@ class History:
         )
 
     def with_load(self, needed: float, policy: ScalingPolicy, now: float) -> "History":
-        """Adds the engines that are needed now to what forecasts look back on."""
+        """Adds the engines that are needed now to the loads for forecasts."""
         if policy.forecast is None:
             return replace(self, loads=()) if self.loads else self
         return replace(self, loads=record_load(self.loads, now, needed, policy.forecast.days))
 
-    def with_wish(self, wanted: int, current: int, policy: ScalingPolicy, now: float) -> "History":
-        """Adds a wish, and a change of the count that was made since the last decision."""
+    def with_recommendation(
+        self, wanted: int, current: int, policy: ScalingPolicy, now: float
+    ) -> "History":
+        """Adds a recommendation, and any change of the count since the last decision."""
         known = current if self.replicas is None else self.replicas
         longest = max(
             (limit.period for limit in (*policy.scale_up.policies, *policy.scale_down.policies)),
@@ -121,7 +124,7 @@ class History:
         )
 
     def decided(self, replicas: int, now: float) -> "History":
-        """After a decision: the count that it set."""
+        """Notes the count that a decision set."""
         known = replicas if self.replicas is None else self.replicas
         if replicas == known:
             return self
@@ -133,7 +136,7 @@ class History:
 
     @classmethod
     def from_json(cls, text: str) -> "History":
-        """Raises ValueError where the text is not a history. Unknown fields are passed over."""
+        """A history from JSON; unknown fields are ignored. Raises ValueError for other texts."""
         values = json.loads(text)
         if not isinstance(values, dict):
             raise ValueError(f"a history is a JSON object, not {type(values).__name__}")
@@ -141,8 +144,8 @@ class History:
         return cls(**{name: _tuples(value) for name, value in values.items() if name in names})
 
 
-def _has_work(seen: Observation) -> bool:
-    """Now, or since the last look: short requests come and go between two."""
+def _has_work(seen: ScalingObservation) -> bool:
+    """Whether there is work now or was since the last observation, such as short requests."""
     queue, engines = seen.queue, seen.engines
     values: list[float | None] = []
     if engines is not None:
@@ -164,10 +167,14 @@ def _speed(old: float | None, rate: float | None, at_load: float, weight: float)
 
 
 def _extremes(
-    wishes: tuple[Wish, ...], wanted: int, now: float, window: float, sign: int
-) -> tuple[Wish, ...]:
-    """Wishes of the window that no later one outdoes: the first is the window's extreme."""
-    kept = [wish for wish in wishes if now - wish[0] < window and sign * wish[1] > sign * wanted]
+    recommendations: tuple[TimedCount, ...], wanted: int, now: float, window: float, sign: int
+) -> tuple[TimedCount, ...]:
+    """The window's recommendations that no later one exceeds; the first is the extreme."""
+    kept = [
+        (at, count)
+        for at, count in recommendations
+        if now - at < window and sign * count > sign * wanted
+    ]
     return (*kept, (now, wanted))
 
 

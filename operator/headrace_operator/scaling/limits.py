@@ -1,25 +1,26 @@
-"""HPA v2's `behavior`: stabilization windows and step limits, with the meaning it has there."""
+"""Stabilization windows and step limits, as in HPA v2's `behavior`."""
 
 from math import ceil
 
-from .history import Wish
+from .history import TimedCount
 from .policy import ScalingRules, StepKind
 
 
 def stabilized(
-    wanted: int, current: int, highest: tuple[Wish, ...], lowest: tuple[Wish, ...]
+    wanted: int, current: int, highest: tuple[TimedCount, ...], lowest: tuple[TimedCount, ...]
 ) -> int:
-    """Up only as far as the lowest wish of the up window, down only to the highest of the other.
+    """The count after the stabilization windows.
 
-    Both windows hold `wanted`, as their newest wish.
+    It rises at most to the lowest recommendation of the up window and falls at most to the highest
+    of the down window. Both windows hold `wanted` as their newest recommendation.
     """
     if wanted > current:
-        return max(current, min(wish for _, wish in lowest))
-    return min(current, max(wish for _, wish in highest))
+        return max(current, min(recommendation for _, recommendation in lowest))
+    return min(current, max(recommendation for _, recommendation in highest))
 
 
 def highest_allowed(
-    current: int, rules: ScalingRules, changes: tuple[Wish, ...], now: float
+    current: int, rules: ScalingRules, changes: tuple[TimedCount, ...], now: float
 ) -> int | None:
     """The count that the step limits of scaling up allow; None is no limit."""
     if rules.select_policy == "Disabled":
@@ -35,7 +36,7 @@ def highest_allowed(
 
 
 def lowest_allowed(
-    current: int, rules: ScalingRules, changes: tuple[Wish, ...], now: float
+    current: int, rules: ScalingRules, changes: tuple[TimedCount, ...], now: float
 ) -> int | None:
     """The count that the step limits of scaling down allow; None is no limit."""
     if rules.select_policy == "Disabled":
@@ -50,7 +51,7 @@ def lowest_allowed(
     return min(current, max(0, _select(rules, allowed, most=False))) if allowed else None
 
 
-def _made(changes: tuple[Wish, ...], sign: int, period: float, now: float) -> int:
+def _made(changes: tuple[TimedCount, ...], sign: int, period: float, now: float) -> int:
     """Changes of one direction within the period, with their sign."""
     return sum(by for at, by in changes if by * sign > 0 and now - at < period)
 

@@ -1,4 +1,4 @@
-"""What is seen of one model at one moment: its queue, its engines and its replica counts."""
+"""An observation of one model: its queue, its engines and its replica counts."""
 
 from dataclasses import dataclass
 
@@ -37,12 +37,12 @@ class EngineSignals:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
-    """`at` is when the metrics were true, Unix seconds of the clock that `decide` gets as `now`.
+class ScalingObservation:
+    """An observation at `at`, in Unix seconds of the clock that `decide` gets as `now`.
 
-    `replicas` is the count that is asked for (spec.replicas), `ready` the pods that serve. `queue`
-    or `engines` None means that their metrics are missing; engines may be None with no pod ready.
-    `registered`: gateways can know the model; a first engine has to tell them.
+    `replicas` is the requested count (spec.replicas), `ready` the pods that serve. `queue` or
+    `engines` None means that their metrics are missing; engines may be None if no pod is ready.
+    `registered`: an engine has registered the model, so that gateways know it.
     """
 
     at: float
@@ -54,5 +54,5 @@ class Observation:
 
     @property
     def starting(self) -> int:
-        """Replicas that are asked for and do not serve yet."""
+        """Replicas that are requested and do not serve yet."""
         return max(0, self.replicas - self.ready)

@@ -1,4 +1,4 @@
-"""What the owner of a model wants of its scaling: bounds, targets, speeds. Times are in seconds."""
+"""The scaling policy of a model: bounds, targets, speeds. Times are in seconds."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -37,7 +37,7 @@ class ScalingRules:
     """One direction of HPA v2's `behavior`, with its meaning.
 
     `Max` allows what the most generous limit allows, `Min` the strictest, `Disabled` nothing. The
-    count moves only as far as every wish of the last `stabilization_window` would have moved it.
+    count moves only as far as every recommendation of the last `stabilization_window` allows.
     """
 
     stabilization_window: float

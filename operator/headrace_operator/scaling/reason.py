@@ -1,4 +1,4 @@
-"""The words for what a decision was made on. They are reasons of conditions, events and metrics."""
+"""The words for a decision's reasons, used in conditions, events and metrics."""
 
 from enum import StrEnum
 
@@ -31,14 +31,18 @@ class Reason(StrEnum):
     LOAD_FELL = ("LoadFell", "Fewer engines have been enough for the whole stabilisation window.")
     IDLE = ("Idle", "There was no work for the idle time, so no engine is kept.")
     STEADY = ("Steady", "The engines fit the load.")
+    CATCHING_UP = (
+        "CatchingUp",
+        "Requests wait, and these engines are enough to work them off within the drain time.",
+    )
     STARTING = ("WaitingForStarts", "The engines that are starting will be enough.")
     BOUNDS = ("BoundsChanged", "The count was outside of the policy's replica bounds.")
     STALE_METRICS = ("MetricsStale", "The metrics are too old to act on; nothing is changed.")
     MISSING_METRICS = ("MetricsMissing", "Metrics could not be read; nothing is changed.")
 
 
-class Limit(StrEnum):
-    """What kept the count from being the one that the signals ask for."""
+class ScalingLimit(StrEnum):
+    """The limit that kept the count from the recommended one."""
 
     MIN_REPLICAS = "TooFewReplicas"
     MAX_REPLICAS = "TooManyReplicas"

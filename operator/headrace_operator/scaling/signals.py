@@ -1,7 +1,7 @@
-"""From signals to replica counts: what each one would have, before tolerance, bounds and limits.
+"""Estimates replica counts from each signal, before tolerance, bounds and limits.
 
-Arrivals and running sequences tell what a steady load needs; the backlog tells what it takes to
-catch up, counting on the engines that are starting; age and KV cache catch what those miss.
+Arrivals and running sequences give the need of a steady load. The backlog gives the need to catch
+up, including the engines that are starting. Age and KV cache find cases that these miss.
 """
 
 from dataclasses import dataclass
@@ -9,20 +9,20 @@ from math import ceil
 
 from .forecast import forecast_load
 from .history import History
-from .observation import Observation, QueueSignals
+from .observation import EngineSignals, QueueSignals, ScalingObservation
 from .policy import ScalingPolicy
 from .reason import Signal
 
 STALLED = 2.0
-"""A start that takes so many times the usual one no longer holds further starts back."""
+"""A start that takes this many times the usual duration no longer delays further starts."""
 TOKEN_EXCESS = 2.0
-"""Token backlog counts at most so many times that of as many requests of usual length: clients
-declare far more output than they get."""
+"""The token backlog counts at most this many times that of as many requests of usual length, as
+clients declare much more output than they get."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """`value` of a signal beside its `target`, and the `replicas` it asks for, as a real number."""
+    """A signal's `value` and `target`, and the `replicas` that it needs, as a real number."""
 
     signal: Signal
     value: float
@@ -32,7 +32,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Work in one unit, requests or tokens: waiting, arriving a second, done a second by one."""
+    """Work in requests or tokens: waiting, arriving per second, done per second by one engine."""
 
     backlog: float
     arriving: float
@@ -40,9 +40,9 @@ class _Work:
 
 
 def steady_estimates(
-    seen: Observation, policy: ScalingPolicy, history: History
+    seen: ScalingObservation, policy: ScalingPolicy, history: History
 ) -> tuple[Estimate, ...]:
-    """What the present load needs if it goes on."""
+    """What the present load needs if it continues."""
     found = []
     queue, engines = seen.queue, seen.engines
     speed = history.engine_requests or policy.engine_requests_per_second
@@ -52,7 +52,7 @@ def steady_estimates(
             Estimate(Signal.ARRIVALS, queue.arrival_rate, speed * policy.utilization, needed)
         )
     if engines is not None and engines.capacity > 0:
-        share = history.busy or 0.0
+        share = _busy_share(engines, queue, history)
         needed = seen.ready * share / policy.utilization
         found.append(Estimate(Signal.RUNNING, share, policy.utilization, needed))
         full, most = engines.kv_utilization, policy.kv_utilization
@@ -60,10 +60,22 @@ def steady_estimates(
     return tuple(found)
 
 
+def _busy_share(engines: EngineSignals, queue: QueueSignals | None, history: History) -> float:
+    """The busy share, smoothed unless work waits: earlier values must not hide full engines."""
+    smoothed = history.busy or 0.0
+    if queue is None or queue.waiting == 0:
+        return smoothed
+    return max(smoothed, engines.running / engines.capacity)
+
+
 def urgent_estimates(
-    seen: Observation, queue: QueueSignals, policy: ScalingPolicy, history: History, now: float
+    seen: ScalingObservation,
+    queue: QueueSignals,
+    policy: ScalingPolicy,
+    history: History,
+    now: float,
 ) -> tuple[Estimate, ...]:
-    """What waiting work needs; 0 where the engines there are, with those starting, will do."""
+    """What waiting work needs; 0 if the present and the starting engines are enough."""
     found = []
     arriving = queue.arrival_rate or 0.0
     speed = history.engine_requests or policy.engine_requests_per_second
@@ -92,14 +104,14 @@ def forecast_estimate(policy: ScalingPolicy, history: History, now: float) -> tu
 def _backlog(
     signal: Signal,
     work: _Work,
-    seen: Observation,
+    seen: ScalingObservation,
     policy: ScalingPolicy,
     history: History,
     now: float,
 ) -> Estimate:
-    """Engines that drain the backlog within the drain time, once they could be there.
+    """The engines that drain the backlog within the drain time once they have started.
 
-    Value and target are seconds: how long the engines of now would need, and the drain time.
+    Value and target are seconds: how long the present engines would need, and the drain time.
     """
     drain, cold_start = policy.drain_time, history.cold_start or policy.cold_start
     starts = [max(0.0, start + cold_start - now) for start in history.starts]
@@ -113,15 +125,15 @@ def _backlog(
 
 
 def _left(work: _Work, ready: int, starts: list[float], horizon: float) -> float:
-    """Work left after `horizon` seconds with the present engines and those that start meanwhile."""
+    """The work left after `horizon` seconds of the present engines and those that start then."""
     seconds = ready * horizon + sum(max(0.0, horizon - start) for start in starts)
     return work.backlog + work.arriving * horizon - work.speed * seconds
 
 
 def _backlog_by_capacity(
-    seen: Observation, queue: QueueSignals, policy: ScalingPolicy, history: History
+    seen: ScalingObservation, queue: QueueSignals, policy: ScalingPolicy, history: History
 ) -> Estimate:
-    """While no speed is known: engines that could run all there is at once; one without a size."""
+    """Without a known speed: the engines that could run all work at once; one without a size."""
     running = seen.engines.running if seen.engines is not None else 0
     size = history.engine_capacity
     needed = (running + queue.waiting) / (size * policy.utilization) if size else 1.0
@@ -129,9 +141,13 @@ def _backlog_by_capacity(
 
 
 def _age(
-    seen: Observation, queue: QueueSignals, policy: ScalingPolicy, history: History, now: float
+    seen: ScalingObservation,
+    queue: QueueSignals,
+    policy: ScalingPolicy,
+    history: History,
+    now: float,
 ) -> Estimate:
-    """A tenth more, at least one, unless a start that may still help is under way."""
+    """A tenth more engines, at least one, unless a start is under way that may still help."""
     age, most = queue.oldest_age, policy.max_age
     if queue.waiting == 0 or age <= most:
         return Estimate(Signal.OLDEST_AGE, age, most, 0.0)

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.progress import track
 
 from headrace_common.protocol.base import QueueLimits
-from headrace_operator.scaling import Forecast, PolicyError, ScalingPolicy
 
+from ..scaling import Forecast, PolicyError, ScalingPolicy
 from .comparison import POLICIES, Comparison, default_policy
 from .engine_profile import load_profile
 from .errors import SimulationError

@@ -7,18 +7,18 @@ from math import ceil
 import numpy as np
 
 from headrace_common.protocol.base import QueueLimits
-from headrace_operator.scaling import ScalingPolicy
 
+from ..scaling import ScalingPolicy
 from .engine_profile import EngineProfile
-from .result import Objectives, Result
+from .result import Objectives, SimulationResult
 from .run import Setup, simulate
-from .scalers import FixedScaler, HeadraceScaler, HpaScaler, Scaler
+from .scalers import FixedScaler, HeadraceScaler, HpaScaler, SimulatedScaler
 from .workload import Trace
 
 PEAK_WINDOW = 300.0
-"""The fixed peak fleet is made for the busiest so many seconds."""
+"""The fixed peak fleet is sized for the busiest window of this many seconds."""
 WARM_WINDOW = 1800.0
-"""Scaled fleets begin with the engines that so many first seconds need."""
+"""Scaled fleets start with the engines that this many first seconds need."""
 MOST_ENGINES = 1000
 
 POLICIES = ("peak", "mean", "hpa", "headrace")
@@ -48,7 +48,7 @@ def fleet_sizes(trace: Trace, profile: EngineProfile, utilization: float) -> Siz
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What is compared on what. `policy.utilization` is the target of all four."""
+    """The inputs of a comparison. `policy.utilization` is the target of all four scalers."""
 
     trace: Trace
     profile: EngineProfile
@@ -59,8 +59,8 @@ class Comparison:
     def sizes(self) -> Sizes:
         return fleet_sizes(self.trace, self.profile, self.policy.utilization)
 
-    def run(self, names: tuple[str, ...] = POLICIES) -> Iterator[Result]:
-        """One result a policy, as each is done."""
+    def run(self, names: tuple[str, ...] = POLICIES) -> Iterator[SimulationResult]:
+        """Yields one result per policy when its run has ended."""
         sizes = self.sizes()
         for name in names:
             scaler, begin = self._scaler(name, sizes)
@@ -73,7 +73,7 @@ class Comparison:
             )
             yield simulate(setup, scaler)
 
-    def _scaler(self, name: str, sizes: Sizes) -> tuple[Scaler, int]:
+    def _scaler(self, name: str, sizes: Sizes) -> tuple[SimulatedScaler, int]:
         policy = self.policy
         begin = policy.clamp(sizes.start)
         match name:

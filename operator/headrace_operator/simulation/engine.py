@@ -10,25 +10,33 @@ from collections import deque
 from heapq import heappop, heappush
 
 from .engine_profile import EngineProfile
+from .events import NEVER
 
-NEVER = float("inf")
 _NOTHING = 1e-6
-"""Tokens that rounding may leave of a finished piece of work."""
+"""Tokens that rounding may leave of finished work."""
 
 
 class EngineCosts:
-    """A profile, unpacked for speed; shared by all engines."""
+    """A profile, unpacked for speed; shared by all engines.
+
+    Left out: that a longer context slows a step, and that a step with few tokens is less efficient.
+    """
 
     def __init__(self, profile: EngineProfile) -> None:
-        self.steps = profile.step_seconds()
-        self.prefill_seconds = 1 / profile.prefill_tokens_per_second
+        self.decode_seconds = profile.step_seconds()
+        self.prompt_token_seconds = 1 / profile.prefill_tokens_per_second
         self.max_num_seqs = profile.max_num_seqs
         self.budget = profile.max_num_batched_tokens
         self.kv_tokens = profile.kv_tokens
 
+    def step(self, decodes: int, prompt_tokens: float) -> float:
+        """Seconds of a step with one token for each of `decodes` sequences, and prompt tokens."""
+        decode = self.decode_seconds[decodes] if decodes else 0.0
+        return decode + prompt_tokens * self.prompt_token_seconds
+
 
 class SimulatedEngine:
-    """`start`s requests and tells when it next has something to `collect`. Times never go back."""
+    """Starts requests and knows when it next has results to `collect`. Times never go back."""
 
     __slots__ = (
         "_at",
@@ -66,7 +74,7 @@ class SimulatedEngine:
         self._prefill_rate = 0.0
 
     def has_room(self, prompt: int, output: int) -> bool:
-        """A lone request is always taken, as the engine refuses what can never fit."""
+        """Whether a request fits; a lone one always does, as the engine refuses too large ones."""
         if self.running == 0:
             return True
         fits = self.kv_used + prompt + output <= self._costs.kv_tokens
@@ -131,13 +139,11 @@ class SimulatedEngine:
 
     def _set_rates(self) -> None:
         decoding = len(self._decoding)
-        step = self._costs.steps[decoding or 1]
+        chunk = 0.0
         if self._prefilling:
             # The first prompt is whole in one step with the next ones where they fit together.
             waiting = self._prefill_left + sum(item[1] for item in list(self._prefilling)[1:4])
             chunk = min(self._costs.budget - decoding, max(1.0, waiting))
-            step += chunk * self._costs.prefill_seconds
-            self._prefill_rate = chunk / step
-        else:
-            self._prefill_rate = 0.0
+        step = self._costs.step(decoding or 1, chunk)
+        self._prefill_rate = chunk / step
         self._decode_rate = 1 / step if decoding else 0.0

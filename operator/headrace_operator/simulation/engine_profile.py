@@ -1,4 +1,4 @@
-"""How fast one engine is, as a JSON file: measured by benchmarks/calibrate.py, or the example."""
+"""The speed of one engine in a JSON file: measured by benchmarks/calibrate.py, or the example."""
 
 import json
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a user of the simulator can mend."""
+"""The errors that a user of the simulator can correct."""
 
 
 class SimulationError(Exception):

@@ -1,4 +1,4 @@
-"""Pods of engines that come, serve, drain and go; and which of them takes a request.
+"""The pods of a simulated fleet: their starts, service, drains and ends, and which takes a request.
 
 A pod costs from its creation to its end. Scaling down takes pods that still start first, the newest
 first, then those with the least running work, and lets that finish.
@@ -43,14 +43,14 @@ class Fleet:
         return self._costs.max_num_seqs * len(self.serving)
 
     def start_serving(self, count: int, now: float) -> None:
-        """Engines that are warm already, for the beginning of a run."""
+        """Adds engines that serve immediately, for the start of a run."""
         for _ in range(count):
             self._numbers += 1
             self._starting[self._numbers] = now
             self.ready(self._numbers, now)
 
     def create(self, count: int, now: float) -> list[tuple[float, int]]:
-        """New pods, each with the time at which it will be ready."""
+        """Creates pods; returns each with the time at which it will be ready."""
         made = []
         for _ in range(count):
             self._numbers += 1
@@ -59,7 +59,7 @@ class Fleet:
         return made
 
     def ready(self, number: int, now: float) -> bool:
-        """A pod has started; False where it was deleted meanwhile."""
+        """Marks a pod as started; False if it was deleted meanwhile."""
         created = self._starting.pop(number, None)
         if created is None:
             return False
@@ -86,12 +86,12 @@ class Fleet:
             self.lifetimes.append((engine.started_at, now))
 
     def note_load(self, engine: SimulatedEngine) -> None:
-        """To be called whenever an engine's running count has changed."""
+        """Call it whenever an engine's running count has changed."""
         if not engine.draining:
             heappush(self._loads, (engine.running, engine.number))
 
     def least_loaded(self, prompt: int, output: int) -> SimulatedEngine | None:
-        """The engine with room that runs least; None where all are full."""
+        """The engine with room that runs the fewest requests; None if all are full."""
         loads = self._loads
         while loads:
             running, number = loads[0]

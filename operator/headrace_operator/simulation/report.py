@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from .errors import SimulationError
-from .result import Result
+from .result import SimulationResult
 
 _COLORS = {
     "fixed peak": "#8c8c8c",
@@ -18,10 +18,11 @@ _COLORS = {
 }
 
 
-def table(results: Sequence[Result]) -> Table:
-    """GPU-hours are also given as a share of the first result's; scaled: times up/down.
+def table(results: Sequence[SimulationResult]) -> Table:
+    """A table of results. GPU-hours are also given relative to the first result.
 
-    Lost are requests that the full queue refused or that waited beyond their deadline.
+    scaled: the number of changes up/down. lost: requests that the full queue refused or that waited
+    beyond their deadline.
     """
     made = Table(box=None, pad_edge=False, header_style="bold")
     made.add_column("policy", no_wrap=True)
@@ -33,7 +34,7 @@ def table(results: Sequence[Result]) -> Table:
     return made
 
 
-def _row(result: Result, base: float) -> list[str]:
+def _row(result: SimulationResult, base: float) -> list[str]:
     return [
         result.name,
         f"{result.attainment:.2%}",
@@ -53,8 +54,8 @@ def _seconds(value: float | None) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.0f} ms"
 
 
-def write_json(path: Path, inputs: dict[str, Any], results: Sequence[Result]) -> None:
-    """Raises SimulationError where the file cannot be written."""
+def write_json(path: Path, inputs: dict[str, Any], results: Sequence[SimulationResult]) -> None:
+    """Writes results as JSON. Raises SimulationError if the file cannot be written."""
     values = {"inputs": inputs, "results": [result.summary() for result in results]}
     try:
         path.write_text(json.dumps(values, indent=2) + "\n")
@@ -62,10 +63,10 @@ def write_json(path: Path, inputs: dict[str, Any], results: Sequence[Result]) ->
         raise SimulationError(f"{path}: {error.strerror}; name a file to write") from error
 
 
-def write_plot(path: Path, title: str, results: Sequence[Result]) -> None:
+def write_plot(path: Path, title: str, results: Sequence[SimulationResult]) -> None:
     """Arrivals, ready engines and waiting requests over time, one line a policy.
 
-    Raises SimulationError where matplotlib is missing or the file cannot be written.
+    Raises SimulationError if matplotlib is missing or the file cannot be written.
     """
     try:
         import matplotlib
@@ -101,7 +102,7 @@ def write_plot(path: Path, title: str, results: Sequence[Result]) -> None:
         raise SimulationError(f"{path}: {error}; name a .png file to write") from error
 
 
-def _draw(engines: Any, waiting: Any, result: Result) -> None:
+def _draw(engines: Any, waiting: Any, result: SimulationResult) -> None:
     times = [sample.at / 3600 for sample in result.samples]
     look = {"color": _COLORS.get(result.name), "linewidth": 1.2}
     if result.name == "Headrace":

@@ -1,4 +1,4 @@
-"""What a simulated run came to: objectives met, what it cost, how often it scaled."""
+"""The result of a simulated run: objectives met, costs, number of changes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ class Objectives:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One look at a run: counts of engines and requests, and requests a second admitted."""
+    """A sample of a run: counts of engines and requests, and requests admitted per second."""
 
     at: float
     desired: int
@@ -28,7 +28,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class SimulationResult:
     """One policy's run. Requests that were refused or expired count as objectives missed."""
 
     name: str
@@ -52,7 +52,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds from the start of the trace, one a request; NaN where it never came to that."""
+    """Seconds from the start of the trace, one per request; NaN if it did not get that far."""
 
     arrivals: NDArray[np.float64]
     outputs: NDArray[np.int64]
@@ -63,7 +63,7 @@ class Timings:
         return self.first_tokens - self.arrivals
 
     def per_token(self) -> NDArray[np.float64]:
-        """0 where there is only one token."""
+        """Mean seconds per output token after the first; 0 for a single token."""
         return (self.ends - self.first_tokens) / np.maximum(1, self.outputs - 1)
 
     def attainment(self, objectives: Objectives) -> float:
@@ -76,7 +76,7 @@ class Timings:
 
 
 def quantiles(values: NDArray[np.float64]) -> dict[str, float]:
-    """p50, p95 and p99 of what is no NaN; nothing where there is nothing."""
+    """p50, p95 and p99 without NaN; empty without values."""
     known = values[~np.isnan(values)]
     if not len(known):
         return {}

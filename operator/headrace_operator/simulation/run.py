@@ -2,29 +2,30 @@
 
 from collections import deque
 from dataclasses import dataclass
-from heapq import heappop, heappush
-from itertools import count
 
 import numpy as np
 
 from headrace_common.protocol.base import QueueLimits
-from headrace_operator.scaling import EngineSignals, Observation, QueueSignals
 
-from .engine import NEVER, SimulatedEngine
+from ..scaling import EngineSignals, QueueSignals, ScalingObservation
+from .engine import SimulatedEngine
 from .engine_profile import EngineProfile
+from .events import NEVER, EventQueue
 from .fleet import Fleet
-from .result import Objectives, Result, Sample, Timings, quantiles
-from .scalers import Scaler
+from .result import Objectives, Sample, SimulationResult, Timings, quantiles
+from .scalers import SimulatedScaler
 from .workload import Trace
 
 RATE_WINDOW = 60.0
 """Seconds over which rates are measured, as by a Prometheus `rate(...[1m])`."""
 SAMPLE_EVERY = 60.0
+# Events of one time run in this order.
+_ENGINE, _ARRIVAL, _READY, _SCALING = range(4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What all policies of a comparison share. `replicas` serve at the beginning."""
+    """The setup that all policies of a comparison share. `replicas` serve at the start."""
 
     trace: Trace
     profile: EngineProfile
@@ -34,13 +35,13 @@ class Setup:
     replicas: int = 1
 
 
-def simulate(setup: Setup, scaler: Scaler) -> Result:
+def simulate(setup: Setup, scaler: SimulatedScaler) -> SimulationResult:
     """Runs until every request has ended; costs are counted until the last arrival."""
     return _Run(setup, scaler).result()
 
 
 class _Run:
-    def __init__(self, setup: Setup, scaler: Scaler) -> None:
+    def __init__(self, setup: Setup, scaler: SimulatedScaler) -> None:
         self._setup = setup
         self._scaler = scaler
         self._fleet = Fleet(setup.profile)
@@ -51,17 +52,16 @@ class _Run:
         self._ends = np.full(len(self._arrivals), np.nan)
         self._waiting: deque[int] = deque()
         self._waiting_tokens = 0
-        self._events: list[tuple[float, int, int]] = []
-        self._order = count()
-        self._scheduled: dict[int, tuple[float, int]] = {}
-        self._readies: list[tuple[float, int]] = []
-        self._arrived = self._admitted = self._refused = self._expired = self._ended = 0
+        self._events = EventQueue()
+        self._scheduled: dict[int, int] = {}
+        """The next event of each engine that has one."""
+        self._admitted = self._refused = self._expired = self._ended = 0
         self._prompt_tokens = 0
         self._counters: deque[tuple[float, int, int, float]] = deque()
         self._ups = self._downs = self._most = 0
         self._samples: list[Sample] = []
 
-    def result(self) -> Result:
+    def result(self) -> SimulationResult:
         self._fleet.start_serving(self._setup.replicas, 0.0)
         self._most = self._setup.replicas
         self._loop()
@@ -69,7 +69,7 @@ class _Run:
         timings = Timings(
             self._setup.trace.arrivals, self._setup.trace.outputs, self._first, self._ends
         )
-        return Result(
+        return SimulationResult(
             name=self._scaler.name,
             requests=len(self._arrivals),
             refused=self._refused,
@@ -85,26 +85,17 @@ class _Run:
         )
 
     def _loop(self) -> None:
-        tick = 0.0
-        total = len(self._arrivals)
-        while self._refused + self._expired + self._ended < total:
-            arrival = self._arrivals[self._arrived] if self._arrived < total else NEVER
-            event = self._events[0][0] if self._events else NEVER
-            ready = self._readies[0][0] if self._readies else NEVER
-            now = min(arrival, event, ready, tick)
-            if now == event:
-                self._engine_event()
-            elif now == arrival:
-                self._arrive(now)
-            elif now == ready:
-                self._pod_ready()
-            else:
-                self._scale(now)
-                tick += self._scaler.interval
+        self._await_arrival(0)
+        self._events.at(0.0, self._scale, rank=_SCALING)
+        while self._refused + self._expired + self._ended < len(self._arrivals):
+            self._events.run_next()
 
-    def _arrive(self, now: float) -> None:
-        request = self._arrived
-        self._arrived += 1
+    def _await_arrival(self, request: int) -> None:
+        if request < len(self._arrivals):
+            self._events.at(self._arrivals[request], self._arrive, request, rank=_ARRIVAL)
+
+    def _arrive(self, request: int) -> None:
+        self._await_arrival(request + 1)
         tokens = self._prompts[request] + self._outputs[request]
         if self._setup.limits.refuse(len(self._waiting), self._waiting_tokens, tokens):
             self._refused += 1
@@ -112,10 +103,11 @@ class _Run:
         self._admitted += 1
         self._waiting.append(request)
         self._waiting_tokens += tokens
-        self._dispatch(now)
+        self._dispatch()
 
-    def _dispatch(self, now: float) -> None:
+    def _dispatch(self) -> None:
         """Gives waiting requests, oldest first, to engines with room; drops those too late."""
+        now = self._events.now
         while self._waiting:
             request = self._waiting[0]
             prompt, output = self._prompts[request], self._outputs[request]
@@ -134,44 +126,45 @@ class _Run:
 
     def _schedule(self, engine: SimulatedEngine) -> None:
         """Replaces the engine's next event."""
-        at, order = engine.next_event(), next(self._order)
-        self._scheduled[engine.number] = (at, order)
+        if engine.number in self._scheduled:
+            self._events.cancel(self._scheduled.pop(engine.number))
+        at = engine.next_event()
         if at < NEVER:
-            heappush(self._events, (at, order, engine.number))
+            event = self._events.at(at, self._collect, engine, rank=_ENGINE)
+            self._scheduled[engine.number] = event
 
-    def _engine_event(self) -> None:
-        at, order, number = heappop(self._events)
-        if self._scheduled.get(number) != (at, order):
-            return
-        engine = self._fleet.engines[number]
-        begun, ended = engine.collect(at)
+    def _collect(self, engine: SimulatedEngine) -> None:
+        now = self._events.now
+        del self._scheduled[engine.number]
+        begun, ended = engine.collect(now)
         for request in begun:
-            self._first[request] = at
+            self._first[request] = now
             self._prompt_tokens += self._prompts[request]
         for request in ended:
-            self._ends[request] = at
+            self._ends[request] = now
         self._ended += len(ended)
         self._schedule(engine)
         if ended:
             self._fleet.note_load(engine)
-            self._fleet.retire_if_done(engine, at)
-            self._dispatch(at)
+            self._fleet.retire_if_done(engine, now)
+            self._dispatch()
 
-    def _pod_ready(self) -> None:
-        at, number = heappop(self._readies)
-        if self._fleet.ready(number, at):
-            self._dispatch(at)
+    def _pod_ready(self, number: int) -> None:
+        if self._fleet.ready(number, self._events.now):
+            self._dispatch()
 
-    def _scale(self, now: float) -> None:
+    def _scale(self) -> None:
+        now = self._events.now
+        self._events.at(now + self._scaler.interval, self._scale, rank=_SCALING)
         if self._waiting:
-            self._dispatch(now)  # drops what is too late even where nothing moves
+            self._dispatch()  # drops what is too late even where nothing moves
         seen = self._observe(now)
         wanted = self._scaler.replicas(seen, now)
         change = wanted - self._fleet.desired
         if change > 0:
             self._ups += 1
-            for pod in self._fleet.create(change, now):
-                heappush(self._readies, pod)
+            for ready_at, number in self._fleet.create(change, now):
+                self._events.at(ready_at, self._pod_ready, number, rank=_READY)
         elif change < 0:
             self._downs += 1
             self._fleet.remove(-change, now)
@@ -179,8 +172,8 @@ class _Run:
         if not self._samples or now - self._samples[-1].at >= SAMPLE_EVERY:
             self._samples.append(self._sample(seen, wanted, now))
 
-    def _observe(self, now: float) -> Observation:
-        """What the operator would read from the metrics of gateways and engines."""
+    def _observe(self, now: float) -> ScalingObservation:
+        """The observation that the operator would make from gateways' and engines' metrics."""
         fleet = self._fleet
         admitted, requests, tokens = self._rates(now)
         oldest = now - self._arrivals[self._waiting[0]] if self._waiting else 0.0
@@ -192,7 +185,7 @@ class _Run:
             tokens_per_second=tokens,
         )
         in_flight = sum(engine.running for engine in fleet.engines.values())
-        return Observation(
+        return ScalingObservation(
             at=now,
             replicas=fleet.desired,
             ready=len(fleet.serving),
@@ -223,7 +216,7 @@ class _Run:
             (tokens - before) / seconds,
         )
 
-    def _sample(self, seen: Observation, wanted: int, now: float) -> Sample:
+    def _sample(self, seen: ScalingObservation, wanted: int, now: float) -> Sample:
         assert seen.queue is not None, "a simulated queue is always seen"
         return Sample(
             at=now,

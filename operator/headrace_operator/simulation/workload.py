@@ -1,4 +1,4 @@
-"""What arrives when: a CSV file, or a synthetic day with a rhythm and bursts."""
+"""Traces of arrivals: from a CSV file, or a synthetic day with a rhythm and bursts."""
 
 import csv
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ DAY = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One entry a request, in the order of arrival; seconds from the start, lengths in tokens."""
+    """Requests in the order of arrival, in seconds from the start, with lengths in tokens."""
 
     arrivals: NDArray[np.float64]
     prompts: NDArray[np.int64]
@@ -29,7 +29,7 @@ class Trace:
         return float(self.arrivals[-1]) if len(self) else 0.0
 
     def busiest_rate(self, window: float) -> float:
-        """The most requests a second within a window of so many seconds."""
+        """The highest rate in requests per second within a window of this many seconds."""
         bins = np.bincount((self.arrivals // window).astype(np.int64))
         return float(bins.max()) / window
 
@@ -78,7 +78,7 @@ def diurnal(load: Diurnal) -> Trace:
 
 
 def _rhythm(days: NDArray[np.float64], night: float) -> NDArray[np.float64]:
-    """Share of the peak, over a day: a morning top, an afternoon top, a quiet night."""
+    """The share of the peak over a day: a morning peak, an afternoon peak, a quiet night."""
     hours = (days % 1.0) * 24
     tops = np.exp(-(((hours - 11) / 2.2) ** 2)) + np.exp(-(((hours - 16) / 2.8) ** 2))
     return np.asarray(night + (1 - night) * np.minimum(1.0, tops))

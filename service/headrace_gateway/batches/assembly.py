@@ -1,30 +1,30 @@
-"""Puts the parts of batches together: the store, what clients do with it, and who leads."""
+"""Builds the parts of batches: the store, what clients do with it, and its leader."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp
 
-from headrace_common.protocol.connection import Connection
-from headrace_common.protocol.redis_batches import RedisBatches
-from headrace_common.protocol.redis_files import RedisFiles
+from headrace_common.protocol.redis.batches import RedisBatches
+from headrace_common.protocol.redis.client.connection import Connection
+from headrace_common.protocol.redis.files import RedisFiles
 
-from ..api_keys import KeyFile
-from ..keeping import Keeping
+from ..generation.resumable_response import ResumableRequests
+from ..limits.api_keys import KeyFile
+from ..limits.tenant_stores import TenantStores
 from ..settings import GatewaySettings
-from ..tenant_stores import TenantStores
-from .desk import Desk, DeskLimits
+from .batch_service import BatchService, BatchServiceLimits
 from .internal import InternalClient
 from .run import BatchLimits, BatchMetrics, BatchSite
 
-# What a line has around its request's body, with some blanks.
+# Bytes of a line around its request's body, with some blanks.
 ENVELOPE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Where files and batches are kept. `leader` is this gateway's name among those that lead,
-    `clock` Redis' in Unix seconds."""
+    """Where files and batches are stored. `leader` is this gateway's name among the leaders,
+    `clock` gives Redis' Unix seconds."""
 
     files: RedisFiles
     batches: RedisBatches
@@ -41,12 +41,12 @@ def make_site(
     app: ASGIApp,
     storage: Storage,
     settings: GatewaySettings,
-    keeping: Keeping,
+    resumable: ResumableRequests,
     stores: TenantStores,
     metrics: BatchMetrics,
     keys: KeyFile | None,
 ) -> BatchSite:
-    """What this gateway's batches work with."""
+    """Returns the collaborators of this gateway's batches."""
     limits = BatchLimits(
         max_lines=settings.max_batch_requests,
         max_line_bytes=settings.max_body_bytes + ENVELOPE_BYTES,
@@ -59,7 +59,7 @@ def make_site(
         batches=storage.batches,
         files=storage.files,
         client=InternalClient(app),
-        keeping=keeping,
+        resumable=resumable,
         stores=stores,
         metrics=metrics,
         find_key=None if keys is None else lambda key_id: keys.ring.named(key_id),
@@ -68,18 +68,18 @@ def make_site(
     )
 
 
-def make_desk(
+def make_batch_service(
     storage: Storage,
     settings: GatewaySettings,
     stores: TenantStores,
     changed: Callable[[], None],
-) -> Desk:
-    limits = DeskLimits(
+) -> BatchService:
+    limits = BatchServiceLimits(
         max_file_bytes=settings.max_file_bytes,
         file_ttl=int(settings.file_ttl),
         max_open_batches=settings.max_open_batches,
     )
-    return Desk(
+    return BatchService(
         files=storage.files,
         batches=storage.batches,
         stores=stores,

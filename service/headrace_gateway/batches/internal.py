@@ -1,6 +1,7 @@
-"""Requests of a batch to this gateway's own API: the same code as for any client, without a socket.
+"""Sends a batch's requests to this gateway's own API: the same code as for clients, without a
+socket.
 
-The caller is known already and no key is sent; who can reach this is inside the process.
+The caller is known, and no key is sent: only code of this process can use it.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ class InternalAnswer:
 
 
 class InternalClient:
-    """Speaks to an application."""
+    """Sends requests to an application."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -32,9 +33,10 @@ class InternalClient:
     async def post(
         self, path: str, body: bytes, headers: Mapping[str, str], state: Mapping[str, Any]
     ) -> InternalAnswer:
-        """The whole answer. Cancelled, it is to the application as if the client had left.
+        """Returns the whole answer. Cancelling it looks to the application as if the client had
+        left.
 
-        `state` tells the application what no client could.
+        `state` tells the application what no client can.
         """
         exchange = _Exchange(body)
         try:
@@ -42,7 +44,7 @@ class InternalClient:
         except Exception:
             if not exchange.begun:
                 raise
-            logger.exception("batch line failed")  # the application has answered it
+            logger.exception("batch line failed")  # the application has sent its answer
         return exchange.answer
 
 
@@ -64,7 +66,7 @@ class _Exchange:
 
     @property
     def begun(self) -> bool:
-        """Whether the application has answered, whatever went wrong after that."""
+        """Whether the application has answered, whatever failed after that."""
         return bool(self._start["headers"])
 
     @property

@@ -1,7 +1,7 @@
 """The lines of a batch's input file: one request each, checked before any of them runs.
 
-Bodies are checked when they run, as those of any request are; here it is whether each line is a
-request at all.
+Here it is checked whether each line is a request; its body is checked when it runs, as for any
+request.
 """
 
 import json
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from headrace_common.messages import MAX_ID_CHARS
+from headrace_common.wire.messages import MAX_ID_CHARS
 
 from ..errors import ApiError
 from ..limits.budget import Budget
@@ -18,9 +18,9 @@ from ..limits.json_shape import TOO_COMPLEX, check_shape
 EMBEDDINGS, RESPONSES = "/v1/embeddings", "/v1/responses"
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", EMBEDDINGS, RESPONSES)
 MAX_CUSTOM_ID_CHARS = 256
-# How many faults of a file are told; the first one is enough to refuse it.
+# The most faults that are reported of a file; the first one is enough to refuse it.
 MAX_FAULTS = 20
-# The most models of one batch that are told apart. No key that is limited to models has MANY.
+# The most models of a batch that are distinguished. No key that is limited to models may use MANY.
 MAX_MODELS = 64
 MANY = ("",)
 _FIELDS = frozenset({"custom_id", "method", "url", "body"})
@@ -37,16 +37,8 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class LineLimits:
-    """Lines of a file, and bytes of each."""
-
-    max_lines: int
-    max_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Fault:
-    """What is wrong with a line (None: with the file)."""
+    """What is wrong with a line, or with the file (line None)."""
 
     code: str
     message: str
@@ -70,9 +62,9 @@ class _BadLine(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BatchInput:
-    """`content` with its lines, or with what is wrong with it.
+    """`content` with its lines, or with its faults.
 
-    `model` is the first line's, `models` are those that lines name; MANY where these are too many.
+    `model` is the first line's, `models` are all that lines name; MANY if these are too many.
     """
 
     content: bytes
@@ -82,25 +74,25 @@ class BatchInput:
     models: tuple[str, ...] = ()
 
     def body(self, line: Line) -> dict[str, Any]:
-        """The request's body."""
+        """Returns the line's request body."""
         body: dict[str, Any] = json.loads(self.content[line.start : line.end])["body"]
         return body
 
 
-def read_lines(content: bytes, endpoint: str, limits: LineLimits) -> BatchInput:
-    """Reads and checks a whole file: work for a thread."""
+def read_lines(content: bytes, endpoint: str, *, max_lines: int, max_line_bytes: int) -> BatchInput:
+    """Reads and checks a whole file. Run it in a thread."""
     lines: list[Line] = []
     faults: list[Fault] = []
     seen: dict[str, int] = {}
     model: str | None = None
     models: set[str] = set()
     for number, start, end in _split(content):
-        if len(lines) >= limits.max_lines:
-            message = f"The file has more than {limits.max_lines} requests; split it."
+        if len(lines) >= max_lines:
+            message = f"The file has more than {max_lines} requests; split it."
             faults.append(Fault("too_many_requests", message))
             break
         try:
-            _check_size(end - start, limits.max_bytes)
+            _check_size(end - start, max_line_bytes)
             fields = _request(content[start:end], endpoint)
             custom_id = _unique(fields["custom_id"], number, seen)
         except _BadLine as bad:
@@ -123,13 +115,13 @@ def read_lines(content: bytes, endpoint: str, limits: LineLimits) -> BatchInput:
 
 
 def _named(body: dict[str, Any], known: set[str]) -> set[str]:
-    """The model that a line names, as far as it must still be known."""
+    """Returns the model that a line names; nothing once `known` has more than MAX_MODELS."""
     model = body.get("model")
     return {model[:MAX_ID_CHARS]} if isinstance(model, str) and len(known) <= MAX_MODELS else set()
 
 
 def _split(content: bytes) -> Iterator[tuple[int, int, int]]:
-    """Number, start and end of each line that is not blank."""
+    """Yields number, start and end of each line that is not blank."""
     start, number = 0, 0
     while start < len(content):
         end = content.find(b"\n", start)
@@ -141,7 +133,7 @@ def _split(content: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def _check_size(size: int, limit: int) -> None:
-    """Before it is parsed, which takes many times its size."""
+    """Checks a line before it is parsed, which takes many times its size."""
     if size > limit:
         message = f"The line has {size} bytes, over the limit of {limit}; send less in one request."
         raise _BadLine("request_too_large", message)
@@ -193,6 +185,8 @@ def _unique(custom_id: object, number: int, seen: dict[str, int]) -> str:
     first = seen.setdefault(custom_id, number)
     if first != number:
         raise _BadLine(
-            "duplicate_custom_id", f"custom_id is that of line {first} too.", "custom_id"
+            "duplicate_custom_id",
+            f"custom_id must be unique; line {first} has the same.",
+            "custom_id",
         )
     return custom_id

@@ -1,6 +1,6 @@
-"""Leads batches that nobody leads, some at a time; each gateway runs one of these.
+"""Leads batches that have no leader, several at a time; each gateway runs one producer.
 
-When this gateway is to stop, its batches are left to others at once.
+When this gateway stops, it leaves its batches to others at once.
 """
 
 import asyncio
@@ -9,17 +9,17 @@ from functools import partial
 
 from headrace_common.errors import BackendUnavailable, HeadraceError
 
-from ..drain import Drain
+from ..queue_client.drain import Drain
 from .run import BatchRun, BatchSite, LeaseLost
 
 logger = logging.getLogger(__name__)
 
-# A new batch is begun at once by the gateway that took it; this is for those of gateways that died.
+# Seconds between searches for batches of gateways that died; a new batch begins at once.
 LOOK_S = 2.0
 
 
 class BatchProducer:
-    """`running`: how many batches this gateway leads at once."""
+    """Leads at most `running` batches at once."""
 
     def __init__(self, site: BatchSite, drain: Drain, *, running: int) -> None:
         self._site = site
@@ -33,7 +33,7 @@ class BatchProducer:
         self._task = asyncio.create_task(self._lead(), name="batches")
 
     def wake(self) -> None:
-        """There may be a new batch."""
+        """Notes that there may be a new batch."""
         self._new.set()
 
     async def close(self) -> None:
@@ -79,9 +79,9 @@ class BatchProducer:
             logger.info("batch ended", extra=fields)
             await self._site.batches.leave(batch_id, self._site.leader)
         except (LeaseLost, BackendUnavailable):
-            logger.warning("batch left to others", extra=fields)
+            logger.warning("batch left to other gateways", extra=fields)
         except HeadraceError as error:
-            # It is taken up again once the lease has lapsed, and forgotten when it expires.
+            # The batch is led again once the lease has lapsed, and forgotten when it expires.
             logger.error("batch cannot be run", extra={**fields, "error": str(error)})
         except Exception:
             logger.exception("batch failed", extra=fields)

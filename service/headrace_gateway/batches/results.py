@@ -6,17 +6,17 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace_common.protocol.batches import Batch, Done, StoredFile, TokenUsage
-from headrace_common.protocol.redis_batches import RedisBatches
-from headrace_common.protocol.redis_files import CHUNK_BYTES, RedisFiles
+from headrace_common.protocol.batches import Batch, BatchResult, StoredFile, TokenUsage
+from headrace_common.protocol.redis.batches import RedisBatches
+from headrace_common.protocol.redis.files import CHUNK_BYTES, RedisFiles
 
-from ..tenant_stores import TenantStores
+from ..limits.tenant_stores import TenantStores
 from .internal import InternalAnswer
 from .items import file_item
 from .lines import Line
 
 OUTPUT_PURPOSE = "batch_output"
-# The most results, and their bytes, that are in memory at a time while a file is made.
+# The most results, and bytes of them, in memory at a time while a file is made.
 PAGE_LINES = 64
 PAGE_BYTES = 4 * 2**20
 _USAGE = b'"usage":'
@@ -34,7 +34,7 @@ class Result:
 
 
 def answer_result(batch: Batch, line: Line, answer: InternalAnswer) -> Result:
-    """What an endpoint answered, whether well or not."""
+    """Returns the result of an endpoint's answer, whether it succeeded or not."""
     head = {
         "status_code": answer.status,
         "request_id": answer.headers.get("x-request-id", ""),
@@ -46,10 +46,10 @@ def answer_result(batch: Batch, line: Line, answer: InternalAnswer) -> Result:
 
 
 def usage_of(body: bytes) -> TokenUsage:
-    """The tokens that an answer says it used; none where it does not say.
+    """Returns the tokens that an answer says it used; none if it does not say.
 
-    Read from its end without the rest, which may be megabytes. What is in quotes has its own
-    quotes escaped, so that this is a field's name wherever it stands.
+    Reads them from its end without the rest, which may be megabytes. Quotes within a JSON string
+    are escaped, so that this can only be the field's name.
     """
     at = len(body)
     while (at := body.rfind(_USAGE, 0, at)) >= 0:
@@ -78,7 +78,7 @@ def _token_usage(text: bytes) -> TokenUsage | None:
 
 
 def _tokens(fields: Mapping[str, Any], *names: str) -> int | None:
-    """The first of these that is there."""
+    """Returns the first of these fields that exists."""
     found = next((fields[name] for name in names if name in fields), None)
     return found if isinstance(found, int) and found >= 0 else None
 
@@ -89,7 +89,7 @@ def _detail(fields: Mapping[str, Any], name: str, *where: str) -> int:
 
 
 def error_result(batch: Batch, line: Line, code: str, message: str) -> Result:
-    """A line that did not come to an answer."""
+    """Returns the result of a line that got no answer."""
     error = json.dumps({"code": code, "message": message}).encode()
     return Result(_line(batch, line, b"null", error), False)
 
@@ -113,7 +113,7 @@ def _digest(text: str) -> str:
 
 
 def pages_of(sizes: Mapping[int, int]) -> Iterator[Sequence[int]]:
-    """Lines as they are read together: at least one, and further ones within the bounds."""
+    """Groups lines to read together: at least one, and further ones within the bounds."""
     page: list[int] = []
     total = 0
     for line, size in sizes.items():
@@ -126,7 +126,7 @@ def pages_of(sizes: Mapping[int, int]) -> Iterator[Sequence[int]]:
 
 
 class ResultFiles:
-    """Makes a batch's files out of its results; doing it again makes the same files."""
+    """Makes a batch's files from its results; doing it again makes the same files."""
 
     def __init__(
         self,
@@ -139,8 +139,11 @@ class ResultFiles:
         self._batch, self._batches, self._files, self._now = batch, batches, files, now
         self._stores = stores
 
-    async def write(self, done: Mapping[int, Done], *, answered: bool) -> str | None:
-        """The id of the file of all lines that have an answer, or of those without; None: none."""
+    async def write(self, done: Mapping[int, BatchResult], *, answered: bool) -> str | None:
+        """Writes the file of all lines with an answer, or of those without; returns its id.
+
+        None if there are no such lines.
+        """
         lines = sorted(line for line, mark in done.items() if mark.answered is answered)
         if not lines:
             return None

@@ -1,7 +1,7 @@
 """One batch while this gateway leads it: its lines run as requests of the lowest priority.
 
-Whatever is done is in Redis, so that another gateway goes on where this one stops: lines that have
-a result are not run again, and those that were running meet their own request in the queue again.
+All progress is in Redis, so that another gateway can continue: lines that have a result are not run
+again, and lines that were running find their own request in the queue.
 """
 
 import asyncio
@@ -13,33 +13,33 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
-from headrace_common.api_keys import ApiKey
+from headrace_common.config.api_keys import ApiKey
 from headrace_common.protocol.batches import (
     Batch,
     BatchProgress,
+    BatchResult,
     BatchStatus,
-    Done,
-    FileNotKept,
+    FileNotStored,
     TokenUsage,
 )
-from headrace_common.protocol.redis_batches import LEASE_S, NOTHING_USED, RedisBatches
-from headrace_common.protocol.redis_files import RedisFiles
+from headrace_common.protocol.redis.batches import LEASE_S, NOTHING_USED, RedisBatches
+from headrace_common.protocol.redis.files import RedisFiles
 
-from ..deadlines import TIMEOUT_HEADER
 from ..errors import ApiError
-from ..keeping import Keeping
-from ..tenant_stores import TenantStores
-from ..tenants import BATCH, CALLER, Caller, Reader
-from ..wishes import KEY_HEADER, Wish
+from ..generation.resumable_response import ResumableRequests
+from ..limits.tenant_stores import TenantStores
+from ..limits.tenants import BATCH, CALLER, Caller, ReadAccess
+from ..queue_client.deadlines import TIMEOUT_HEADER
+from ..resumable.idempotency import KEY_HEADER, ResumeOptions
 from .internal import InternalAnswer, InternalClient
 from .items import batch_item, in_steps
-from .lines import EMBEDDINGS, RESPONSES, BatchInput, Fault, Line, LineLimits, read_lines
+from .lines import EMBEDDINGS, RESPONSES, BatchInput, Fault, Line, read_lines
 from .results import Result, ResultFiles, answer_result, error_result
-from .suspects import ALONE_FROM, MAX_GATEWAYS, READING, WRITING, Suspects, Turns
+from .suspects import ALONE_FROM, MAX_GATEWAYS, READING, WRITING, SharedExclusiveLock, Suspects
 
 logger = logging.getLogger(__name__)
 
-# Behind everybody who waits for an answer.
+# The lowest priority: after all requests whose clients wait.
 BATCH_PRIORITY = 1000
 LONGEST_PAUSE_S = 30.0
 FIRST_PAUSE_S = 1.0
@@ -51,7 +51,7 @@ NO_KEY = "The API key that created the batch is no longer valid."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLimits:
-    """`concurrency` lines of a batch run at once; `max_deadline` (seconds) is a request's."""
+    """`concurrency` lines of a batch run at once; `max_deadline` is a request's, in seconds."""
 
     max_lines: int
     max_line_bytes: int
@@ -62,7 +62,7 @@ class BatchLimits:
 
 
 class BatchMetrics(Protocol):
-    """What is counted of batches, by whoever did it first."""
+    """The counts of batches. The gateway that did something first counts it."""
 
     def batch_request(self, *, answered: bool) -> None: ...
 
@@ -71,7 +71,7 @@ class BatchMetrics(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSite:
-    """What batches work with. `find_key` gives the API key of an id; None: keys are off.
+    """The collaborators of batches. `find_key` returns the API key of an id; None: keys are off.
 
     `clock` gives Unix seconds of Redis.
     """
@@ -80,13 +80,13 @@ class BatchSite:
     batches: RedisBatches
     files: RedisFiles
     client: InternalClient
-    keeping: Keeping
+    resumable: ResumableRequests
     stores: TenantStores
     metrics: BatchMetrics
     find_key: Callable[[str], ApiKey | None] | None
     limits: BatchLimits
     clock: Callable[[], float]
-    turns: Turns = field(default_factory=Turns)
+    line_lock: SharedExclusiveLock = field(default_factory=SharedExclusiveLock)
 
 
 class LeaseLost(Exception):
@@ -116,7 +116,7 @@ class BatchRun:
         self._suspects = Suspects(site.batches, batch, site.leader)
 
     async def run(self) -> None:
-        """To the batch's end, as far as it has not come before."""
+        """Runs the batch to its end, from where it is."""
         if not self._progress.status.final:
             await self._suspects.load()
             try:
@@ -148,10 +148,15 @@ class BatchRun:
         try:
             file = await self._site.files.get(request.input_file_id, request.tenant)
             content = await self._site.files.content(file)
-        except FileNotKept as error:
+        except FileNotStored as error:
             return BatchInput(b"", (), (Fault(error.code, str(error)),), None)
-        limits = LineLimits(self._site.limits.max_lines, self._site.limits.max_line_bytes)
-        return await asyncio.to_thread(read_lines, content, request.endpoint, limits)
+        return await asyncio.to_thread(
+            read_lines,
+            content,
+            request.endpoint,
+            max_lines=self._site.limits.max_lines,
+            max_line_bytes=self._site.limits.max_line_bytes,
+        )
 
     async def _refuse(self, faults: tuple[Fault, ...]) -> None:
         await self._say(
@@ -183,8 +188,10 @@ class BatchRun:
             await self._end(ended, self._left(source))
 
     def _models(self, source: BatchInput) -> tuple[str, ...]:
-        """Those whose answers the batch may have. A name that its key may not use is refused, or
-        another one's of those that it may."""
+        """Returns the models whose answers the batch may have.
+
+        A name that its key may not use is refused, or is an alias of a model that it may use.
+        """
         find, request = self._site.find_key, self._batch.request
         key = None if find is None else find(request.key_id)
         if key is None or key.models is None or set(source.models) <= set(key.models):
@@ -192,11 +199,11 @@ class BatchRun:
         return tuple(sorted(key.models))
 
     def _left(self, source: BatchInput) -> list[Line]:
-        """The lines without a result."""
+        """Returns the lines without a result."""
         return [line for line in source.lines if line.number not in self._done]
 
     async def _set_aside(self, line: Line) -> None:
-        """Gives the line its error; its request in the queue ends."""
+        """Gives the line its error, and ends its request in the queue."""
         message = (
             f"{self._suspects.gateways(line.number)} gateways ended, one after the other, while "
             "this request ran; it is not run again. Make it simpler or shorter."
@@ -206,7 +213,7 @@ class BatchRun:
         await self._keep(line, error_result(self._batch, line, SET_ASIDE, message))
 
     async def _run_lines(self, source: BatchInput, left: Iterator[Line]) -> BatchStatus:
-        """Runs lines until there are none left, or the batch is to end before that."""
+        """Runs lines until none is left, or the batch must end before that."""
         if self._cancelling:
             return BatchStatus.CANCELLED
         workers = [
@@ -230,14 +237,15 @@ class BatchRun:
         for line in left:
             self._running.add(line)
             pause = FIRST_PAUSE_S
-            while (told := await self._run_line(source, line, pause)) is not None:
-                await asyncio.sleep(told)
+            while (wait := await self._run_line(source, line, pause)) is not None:
+                await asyncio.sleep(wait)
                 pause = min(pause * 2, LONGEST_PAUSE_S)
             self._running.discard(line)
 
     async def _run_line(self, source: BatchInput, line: Line, pause: float) -> float | None:
-        """Runs a line to its result; where the service takes no requests now, how long to wait."""
-        async with self._turn(line), self._suspects.started(line.number):
+        """Runs a line to its result; returns how long to wait if the service takes no
+        requests now."""
+        async with self._lock(line), self._suspects.started(line.number):
             try:
                 result = await self._result(source, line)
             except _Busy as busy:
@@ -247,12 +255,12 @@ class BatchRun:
             await self._forget(line)
             return None
 
-    def _turn(self, line: Line) -> AbstractAsyncContextManager[None]:
+    def _lock(self, line: Line) -> AbstractAsyncContextManager[None]:
         alone = self._suspects.gateways(line.number) >= ALONE_FROM
-        return self._site.turns.alone() if alone else self._site.turns.together()
+        return self._site.line_lock.exclusive() if alone else self._site.line_lock.shared()
 
     async def _watch(self) -> BatchStatus:
-        """Renews the lease and tells how far it is, until the batch must end before its time."""
+        """Renews the lease and reports progress, until the batch must end early."""
         site, renewed = self._site, -LEASE_S
         while True:
             if site.clock() >= self._batch.request.expires_at:
@@ -278,19 +286,19 @@ class BatchRun:
         )
         if first:
             self._site.metrics.batch_request(answered=result.answered)
-        self._note(line.number, Done(result.answered, len(result.text)), result.usage)
+        self._note(line.number, BatchResult(result.answered, len(result.text)), result.usage)
 
     async def _count(self, more: int) -> None:
-        """Counts the results in the tenant's store, now and then with some room for further ones.
+        """Counts the results in the tenant's store from time to time, in steps of `STEP_BYTES`.
 
-        They have run: what bounds them is that a full store lets no further line run.
+        These have run already; a full store only stops further lines.
         """
         if self._bytes + more > self._counted:
             self._counted = in_steps(self._bytes + more)
             item = batch_item(self._batch.request, self._counted)
             await self._site.stores.count(self._tenant, item)
 
-    def _note(self, number: int, mark: Done, usage: TokenUsage) -> None:
+    def _note(self, number: int, mark: BatchResult, usage: TokenUsage) -> None:
         if number not in self._done:
             self._done.add(number)
             self._answered += mark.answered
@@ -298,7 +306,7 @@ class BatchRun:
             self._usage += usage
 
     async def _result(self, source: BatchInput, line: Line) -> Result:
-        """Raises _Busy where the queue is full or a limit is reached."""
+        """Returns the line's result. Raises _Busy if the queue is full or a limit is reached."""
         if self._bytes > self._site.limits.max_output_bytes:
             return error_result(
                 self._batch, line, "batch_output_too_large", "The batch's results are too large."
@@ -306,7 +314,7 @@ class BatchRun:
         content = await asyncio.to_thread(_content, source, line)
         answer = await self._ask(content, line)
         for _ in range(TRIES - 1):
-            if answer is None or not _may_be_lucky(answer):
+            if answer is None or not _may_succeed_later(answer):
                 break
             answer = await self._ask(content, line)
         if answer is None:
@@ -314,9 +322,9 @@ class BatchRun:
         return answer_result(self._batch, line, answer)
 
     async def _ask(self, content: bytes, line: Line) -> InternalAnswer | None:
-        """The answer; None where the key is gone. Raises _Busy."""
+        """Returns the answer; None if the key no longer exists. Raises _Busy."""
         site, request = self._site, self._batch.request
-        # A response stays beyond its line, by its id: as one that a client has asked for.
+        # A response outlives its line under its id, as for any client.
         state: dict[str, Any] = {} if request.endpoint == RESPONSES else {BATCH: request.id}
         if site.find_key is not None:
             key = site.find_key(request.key_id)
@@ -355,7 +363,7 @@ class BatchRun:
         )
 
     async def _drop(self, left: list[Line], status: BatchStatus) -> None:
-        """Ends what still runs, and says of every line without an answer why it has none."""
+        """Ends what still runs, and gives every line without an answer the reason."""
         cancelled = status is BatchStatus.CANCELLED
         code = "batch_cancelled" if cancelled else "batch_expired"
         reason = "the batch was cancelled" if cancelled else "the completion window expired"
@@ -367,31 +375,38 @@ class BatchRun:
 
     async def _cancel(self, line: Line) -> None:
         try:
-            await self._site.keeping.cancel(await self._request_id(line), Reader(self._tenant))
+            await self._site.resumable.cancel(
+                await self._request_id(line), ReadAccess(self._tenant)
+            )
         except ApiError:
             return  # it was not in the queue
 
     async def _vacate(self, line: Line) -> None:
-        """Before its result is kept: a leader that dies between leaves nothing counted for good."""
+        """Stops counting the line's request, before its result is stored.
+
+        A leader that dies between the two thus leaves nothing counted for good.
+        """
         if self._batch.request.endpoint == EMBEDDINGS:
             request_id = await self._request_id(line)
-            await self._site.keeping.embeddings.vacate(request_id, self._tenant)
+            await self._site.resumable.embeddings.vacate(request_id, self._tenant)
 
     async def _forget(self, line: Line, *, running: bool = False) -> None:
-        """Its result is kept: the queue need not keep it as well, unless it has an id of its own by
-        which it can be asked for. One that may be `running` is ended."""
+        """Removes the line's request, whose result is stored, unless it can be read by its own id.
+
+        A request that may be `running` is ended.
+        """
         if self._batch.request.endpoint == RESPONSES and not running:
             return
-        keeping = self._site.keeping
-        forget = keeping.delete if running else keeping.forget
+        resumable = self._site.resumable
+        forget = resumable.delete if running else resumable.forget
         try:
-            await forget(await self._request_id(line), Reader(self._tenant))
+            await forget(await self._request_id(line), ReadAccess(self._tenant))
         except ApiError:
-            return  # it was refused, and not kept
+            return  # it was refused, and not stored
 
     async def _request_id(self, line: Line) -> str:
-        wish = Wish(key=self._key(line), background=False, last_event_id=None)
-        return await self._site.keeping.identify(wish, self._tenant)
+        resume = ResumeOptions(key=self._key(line), background=False, last_event_id=None)
+        return await self._site.resumable.stored.identify(resume, self._tenant)
 
     def _fields(self, line: Line) -> dict[str, object]:
         return {"batch_id": self._batch.request.id, "line": line.number}
@@ -419,22 +434,22 @@ class BatchRun:
 
 
 def _content(source: BatchInput, line: Line) -> bytes:
-    """The request's body as it is sent."""
+    """Returns the request's body as it is sent."""
     body = source.body(line)
     asked = body.get("priority")
     body["priority"] = max(asked, BATCH_PRIORITY) if type(asked) is int else BATCH_PRIORITY
     return json.dumps(body, separators=(",", ":")).encode()
 
 
-def _may_be_lucky(answer: InternalAnswer) -> bool:
+def _may_succeed_later(answer: InternalAnswer) -> bool:
     return answer.status >= 500 and not _final(answer)
 
 
 def _final(answer: InternalAnswer) -> bool:
-    """Whether waiting changes nothing, as where the tenant's store is full."""
+    """Whether waiting changes nothing, as when the tenant's store is full."""
     return answer.headers.get("x-should-retry") == "false"
 
 
 def _pause(answer: InternalAnswer, pause: float) -> float:
-    told = answer.headers.get("retry-after", "")
-    return min(float(told), LONGEST_PAUSE_S) if told.isdigit() else pause
+    retry_after = answer.headers.get("retry-after", "")
+    return min(float(retry_after), LONGEST_PAUSE_S) if retry_after.isdigit() else pause

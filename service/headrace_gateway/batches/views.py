@@ -1,13 +1,9 @@
-"""Files and batches as OpenAI's clients read them."""
+"""Files and batches in the form of OpenAI's API."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from headrace_common.protocol.batches import Batch, BatchProgress, BatchStatus, StoredFile
 
-from ..errors import invalid
-
-Item = TypeVar("Item")
 _ENDINGS = {
     BatchStatus.COMPLETED: "completed_at",
     BatchStatus.FAILED: "failed_at",
@@ -69,27 +65,4 @@ def _usage(progress: BatchProgress) -> dict[str, Any]:
         "output_tokens": progress.output_tokens,
         "output_tokens_details": {"reasoning_tokens": progress.reasoning_tokens},
         "total_tokens": progress.input_tokens + progress.output_tokens,
-    }
-
-
-def page(
-    items: Sequence[Item],
-    name: Callable[[Item], str],
-    body: Callable[[Item], dict[str, Any]],
-    *,
-    after: str | None,
-    limit: int,
-) -> dict[str, Any]:
-    """One page of a list, behind the item that `after` names. Raises ApiError."""
-    names = [name(item) for item in items]
-    if after is not None and after not in names:
-        raise invalid(f"after: there is no {after[:80]!r} in this list.", param="after")
-    start = 0 if after is None else names.index(after) + 1
-    shown = items[start : start + limit]
-    return {
-        "object": "list",
-        "data": [body(item) for item in shown],
-        "first_id": name(shown[0]) if shown else None,
-        "last_id": name(shown[-1]) if shown else None,
-        "has_more": start + limit < len(items),
     }

@@ -1,4 +1,4 @@
-"""What one request, one connection and one tenant may make this process spend.
+"""Limits on what one request, one connection and one tenant can make the gateway spend.
 
-Imports nothing of the gateway but `errors`. Leave it: `Budget`, and the checks that apply it.
+Imports queue_client's ports.
 """

@@ -1,6 +1,7 @@
 """The budget of one request: every bound on what a client can send, in one place.
 
-The size of a body is a setting (`max_body_bytes`); all else follows from what honest clients need.
+The size of a body is a setting (`max_body_bytes`); the other bounds follow from what honest clients
+need.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ class Budget:
     headers: int = 128
     # Path and query. Ours hold ids of at most 255 characters.
     target_bytes: int = 8 * 1024
-    # Lines of chunks with their extensions, and trailers; all of them are thrown away.
+    # Lines of chunks with their extensions, and trailers; none of these bytes are kept.
     framing_bytes: int = 64 * 1024
     # Bytes of a body for which one more byte of framing is allowed: chunks of 48 bytes or more.
     body_bytes_per_framing_byte: int = 8
@@ -28,15 +29,15 @@ class Budget:
     # Lists and objects: 4,096 messages with their parts, 2,048 inputs, 512 tools with schemas.
     containers: int = 2**16
     members: int = 2**16
-    # The most that one object may have. A wrong object makes a fault for each.
+    # The most members of one object. A wrong object makes a fault for each.
     members_of_one: int = 2048
 
     @property
     def least_bytes_over(self) -> int:
-        """No shorter JSON can be over one of the bounds on values."""
+        """The length of the shortest JSON that can exceed a bound on values."""
         return min(self.containers, self.members, self.strings, self.values)
 
     def most_overhead(self, body_bytes: int) -> int:
-        """Bytes that a request with a body of this length may have outside of it."""
+        """Returns the bytes that a request with a body of this length may have outside of it."""
         framing = self.framing_bytes + body_bytes // self.body_bytes_per_framing_byte
         return self.head_bytes + framing

@@ -1,6 +1,6 @@
-"""How many connections may be open, and which gives way to a new one where all places are taken.
+"""Limits the open connections, and decides which one closes for a new one.
 
-Clients cost a file descriptor each for as long as they like. The process keeps some for itself:
+Each client uses a file descriptor for as long as it likes. The process reserves some for itself:
 for Redis, health, metrics and files.
 """
 
@@ -10,10 +10,10 @@ from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
-# Descriptors that are not for clients.
+# Descriptors that clients cannot use.
 RESERVED = 64
-# Further connections that are open only until they have read that there is no place.
-ROOM = 16
+# Further connections, open only until they have read that the server is full.
+SURPLUS = 16
 
 
 class Connection(Protocol):
@@ -21,11 +21,11 @@ class Connection(Protocol):
         """Closes."""
 
 
-class Places:
-    """Of one listener. `most` connections may be open.
+class ConnectionLimit:
+    """Limits one listener's open connections to `most`.
 
-    Those that have not sent a whole request, or nothing since their last answer, give way to new
-    ones, in the order in which they began to wait.
+    Connections that have not sent a whole request, or nothing since their last answer, close for
+    new ones, in the order in which they began to wait.
     """
 
     def __init__(self, most: int) -> None:
@@ -35,48 +35,49 @@ class Places:
 
     @property
     def crowded(self) -> bool:
-        """Whether more are open than may be, and all of them wait for answers."""
+        """Whether too many connections are open, and all of them wait for answers."""
         return len(self._open) > self._most
 
     def take(self, connection: Connection) -> bool:
-        """Whether a new connection may stay; makes room for it."""
+        """Adds a new connection, and closes the oldest idle one if needed; returns whether it may
+        stay."""
         oldest = next(iter(self._idle), None)
         self._open.add(connection)
         self.idle(connection)
         if self.crowded and oldest is not None:
             self.leave(oldest)
             oldest.give_way()
-        return len(self._open) <= self._most + ROOM
+        return len(self._open) <= self._most + SURPLUS
 
     def leave(self, connection: Connection) -> None:
-        """It is closed, or will be at once."""
+        """Removes a connection that is closed, or is about to be."""
         self._open.discard(connection)
         self.busy(connection)
 
     def idle(self, connection: Connection) -> None:
-        """It waits for its client."""
+        """Notes that a connection waits for its client."""
         self._idle[connection] = None
 
     def busy(self, connection: Connection) -> None:
-        """Its client waits for an answer."""
+        """Notes that a connection's client waits for an answer."""
         self._idle.pop(connection, None)
 
 
 def most_connections(wanted: int) -> int:
-    """As many connections as are wanted, or as the process may have beside its own descriptors.
+    """Returns how many connections are possible: as many as wanted, or as descriptors allow.
 
-    Raises the process's soft limit where that is in the way.
+    Raises the process's soft limit if it is too low.
     """
-    needed = wanted + RESERVED + ROOM
+    needed = wanted + RESERVED + SURPLUS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
         soft = needed if hard == resource.RLIM_INFINITY else min(hard, needed)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return wanted
-    most = max(1, soft - RESERVED - ROOM)
+    most = max(1, soft - RESERVED - SURPLUS)
     logger.warning(
-        "fewer connections than max_connections: too few file descriptors",
+        "max_connections lowered: the process may open too few files; raise its limit (ulimit -n)",
         extra={"max_connections": wanted, "connections": most, "descriptors": soft},
     )
     return most

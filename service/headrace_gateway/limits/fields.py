@@ -1,4 +1,4 @@
-"""Types for fields of request bodies that bound what one wrong value can cost."""
+"""Types for fields of request bodies that bound the cost of a wrong value."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
@@ -12,7 +12,7 @@ NAME_CHARS = 1024
 
 
 class _FirstFault(FailFast):
-    """FailFast that can be a part of a union's type."""
+    """A FailFast that can be a part of a union's type."""
 
     def __hash__(self) -> int:
         return hash(type(self))
@@ -20,16 +20,16 @@ class _FirstFault(FailFast):
 
 @dataclass(frozen=True, slots=True)
 class BoundedBy:
-    """Says of a text that it is as long as `what` allows, for who looks for bounds."""
+    """Notes on a text's type that `what` bounds its length, for code that looks for bounds."""
 
     what: str
 
 
 # A list that is refused at its first wrong item; the field adds its own max_length.
 Items = Annotated[list[Item], _FirstFault()]
-# What is read by a model: as long as the body may be.
+# A text that a model reads: as long as the body may be.
 Text = Annotated[StrictStr, BoundedBy("the body")]
-# Names, ids and the like.
+# Names, ids and similar texts.
 Name = Annotated[str, StringConstraints(strict=True, max_length=NAME_CHARS)]
 # An object whose members are not known here, such as a JSON schema.
 FreeObject = Annotated[dict[str, Any], Field(max_length=Budget.members_of_one)]

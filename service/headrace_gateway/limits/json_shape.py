@@ -1,8 +1,8 @@
-"""Refuses JSON that would cost far more than its bytes, before anything is made of it.
+"""Refuses JSON that would cost far more than its bytes, before it is parsed.
 
-A body of some megabytes can hold millions of values, each an object of its own once it is read.
-They are counted in the bytes, with strings taken out, which takes some milliseconds for each
-megabyte; the parser itself bounds how deep they are nested.
+A body of a few megabytes can hold millions of values, each an object of its own once it is parsed.
+They are counted in the bytes, without strings, which takes a few milliseconds for each megabyte;
+the parser itself limits the depth of nesting.
 """
 
 import re
@@ -17,7 +17,7 @@ TOO_COMPLEX = "request_too_complex"
 
 
 def check_shape(raw: bytes, budget: Budget) -> None:
-    """Raises ApiError where the JSON has too many values, strings, objects or members."""
+    """Raises ApiError if the JSON has too many values, strings, objects or members."""
     if len(raw) <= budget.least_bytes_over:
         return
     text = raw.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NOT_STRUCTURE)
@@ -30,9 +30,9 @@ def check_shape(raw: bytes, budget: Budget) -> None:
 
 
 def check_members(content: Mapping[str, object], raw: bytes, budget: Budget) -> None:
-    """Raises ApiError, which names the field, where one object has too many members.
+    """Raises ApiError, which names the field, if one object has too many members.
 
-    `raw` is what `content` was read from.
+    `raw` is the text that `content` was parsed from.
     """
     if raw.count(b":") <= budget.members_of_one:
         return

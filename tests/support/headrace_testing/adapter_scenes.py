@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from headrace_common.sampling import SamplingParams
+from headrace_common.sampling.params import SamplingParams
 from headrace_engine import LLM, LoRARequest
 from headrace_testing.adapters import save_adapter, save_merged
 from headrace_testing.checkpoints import GreedyPath, Reference

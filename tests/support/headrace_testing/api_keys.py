@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from headrace_common.api_keys import ApiKey, KeyLimits, new_key, write_keys
+from headrace_common.config.api_keys import ApiKey, KeyLimits, new_key, write_keys
 
 CREATED = datetime(2027, 1, 1, tzinfo=UTC)
 

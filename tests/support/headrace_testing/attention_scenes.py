@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from headrace_engine.attention.base import (
+from headrace_engine.core.attention_backend import (
     AttentionBackend,
     AttentionMetadata,
     KVSpec,
@@ -108,7 +108,7 @@ class Scene:
         return made.to(self.spec.device, self.spec.dtype)
 
     def write(self, starts: list[int], ends: list[int]) -> None:
-        """Runs a step whose output nobody reads."""
+        """Runs a step and ignores its output."""
         some = [index for index, end in enumerate(ends) if end > starts[index]]
         if some:
             self.forward(some, [starts[i] for i in some], [ends[i] for i in some])

@@ -5,27 +5,31 @@ import time
 from dataclasses import replace
 from typing import Protocol
 
-from headrace_common import keys
-from headrace_common.messages import GenerateRequest
 from headrace_common.protocol.accounts import Accounts
 from headrace_common.protocol.base import EngineQueue, EngineStatus, GatewayQueue, ShardQueue
-from headrace_common.protocol.client import Client
-from headrace_common.protocol.connection import Connection, ConnectionConfig
-from headrace_common.protocol.memory import MemoryBackend
-from headrace_common.protocol.memory_accounts import MemoryAccounts
-from headrace_common.protocol.memory_queues import MemoryEngineQueue, MemoryGatewayQueue
-from headrace_common.protocol.memory_registry import MemoryModelRegistry
-from headrace_common.protocol.memory_store import MemoryRequestStore
-from headrace_common.protocol.redis_accounts import RedisAccounts
-from headrace_common.protocol.redis_clock import RedisClock
-from headrace_common.protocol.redis_engine import RedisEngineQueue
-from headrace_common.protocol.redis_gateway import RedisGatewayQueue
-from headrace_common.protocol.redis_registry import RedisModelRegistry
-from headrace_common.protocol.redis_store import RedisRequestStore
+from headrace_common.protocol.redis.accounts import RedisAccounts
+from headrace_common.protocol.redis.client.client import RedisClient
+from headrace_common.protocol.redis.client.connection import Connection, ConnectionConfig
+from headrace_common.protocol.redis.clock import RedisClock
+from headrace_common.protocol.redis.engine import RedisEngineQueue
+from headrace_common.protocol.redis.gateway import RedisGatewayQueue
+from headrace_common.protocol.redis.registry import RedisModelRegistry
+from headrace_common.protocol.redis.sharded_engine import ShardedEngineQueue
+from headrace_common.protocol.redis.store import RedisRequestStore
 from headrace_common.protocol.registry import ModelRegistry
-from headrace_common.protocol.sharded_engine import ShardedEngineQueue
 from headrace_common.protocol.store import RequestStore
-from headrace_common.sampling import SamplingParams
+from headrace_common.sampling.params import SamplingParams
+from headrace_common.sealing.aes import AesSealer
+from headrace_common.sealing.keyring import Keyring
+from headrace_common.sealing.sealer import UNSEALED, Sealer
+from headrace_common.wire import keys
+from headrace_common.wire.messages import GenerateRequest
+
+from .memory_queue.accounts import MemoryAccounts
+from .memory_queue.backend import MemoryBackend
+from .memory_queue.queues import MemoryEngineQueue, MemoryGatewayQueue
+from .memory_queue.registry import MemoryModelRegistry
+from .memory_queue.store import MemoryRequestStore
 
 MODEL = "org/model-1"
 
@@ -36,7 +40,7 @@ class Backend(Protocol):
     shards: int
 
     def gateway(self, name: str = "g", *, ahead: float = 0.0) -> GatewayQueue:
-        """On a machine whose clock is `ahead` by so many seconds."""
+        """A gateway on a machine whose clock is fast by `ahead` seconds."""
 
     def engine(self, name: str = "e", *, lease_ms: int = 60_000) -> EngineQueue: ...
 
@@ -93,25 +97,31 @@ class InMemory:
 
 class OverRedis:
     """A Backend at a url; each queue has connections of its own, as in its own process. Its engines
-    take from the first `shards` of the model's queue."""
+    take from the first `shards` of the model's queue. With a `ring` what they say is sealed."""
 
-    def __init__(self, url: str, *, block: float = 10.0, shards: int = 1) -> None:
+    def __init__(
+        self, url: str, *, block: float = 10.0, shards: int = 1, ring: Keyring | None = None
+    ) -> None:
         self.shards = shards
+        self.ring = ring
         self.config = ConnectionConfig(url=url, block=block)
         self.keys = keys.ShardKeys(MODEL)
-        self.connection = Connection(self.config)
+        self.connection = Connection(self.config, self._sealer())
         self._connections = [self.connection]
         self._engines: list[EngineQueue] = []
 
     @property
-    def client(self) -> Client:
+    def client(self) -> RedisClient:
         return self.connection.client
 
     def connect(self, _role: str = "") -> Connection:
         return self._connect(self.config.url)
 
+    def _sealer(self) -> Sealer:
+        return UNSEALED if self.ring is None else AesSealer(self.ring)
+
     def _connect(self, url: str) -> Connection:
-        connection = Connection(replace(self.config, url=url))
+        connection = Connection(replace(self.config, url=url), self._sealer())
         self._connections.append(connection)
         return connection
 
@@ -119,7 +129,7 @@ class OverRedis:
         shards = self.shards if self.shards > 1 else None
         connection = self.connect("gateway")
         connection.clock = RedisClock(lambda: time.time() + ahead)
-        return RedisGatewayQueue(connection, name, shards=shards)
+        return RedisGatewayQueue(connection, name, shards=shards, models=[MODEL])
 
     def engine(self, name: str = "e", *, lease_ms: int = 60_000) -> EngineQueue:
         connection = self.connect("engine")

@@ -1,6 +1,7 @@
 """Requests that must be refused, each by name: what attackers and careless clients send."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +18,22 @@ CHAT = "/v1/chat/completions"
 
 @dataclass(frozen=True, slots=True)
 class BadBody:
-    """`param` is the field that the answer must name, where one is to blame. `status` is that of
-    the answer where 400 is not the only one that would do: None is any 4xx."""
+    """`body` is sent as it is, or its fields as JSON; a function among them makes a value that is
+    large. `param` is the field that the answer must name, where one is to blame. `status` is that
+    of the answer where 400 is not the only one that would do: None is any 4xx."""
 
     name: str
-    content: bytes
+    body: bytes | Mapping[str, Any]
     param: str | None = None
     headers: tuple[tuple[str, str], ...] = ()
     path: str = COMPLETIONS
     status: int | None = None
+
+    @property
+    def content(self) -> bytes:
+        if isinstance(self.body, bytes):
+            return self.body
+        return json.dumps(self.body, default=lambda make: make()).encode()
 
 
 def bad_bodies() -> list[BadBody]:
@@ -43,7 +51,7 @@ def bad_bodies() -> list[BadBody]:
 
 def _completion(name: str, param: str | None = None, **fields: Any) -> BadBody:
     body = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 4, **fields}
-    return BadBody(name, json.dumps(body).encode(), param)
+    return BadBody(name, body, param)
 
 
 def _raw(field: str, literal: str) -> BadBody:
@@ -115,20 +123,19 @@ def _numbers() -> list[BadBody]:
 
 
 def _lists() -> list[BadBody]:
-    many = list(range(1_000_000))
     return [
         _completion("bias of no token", "logit_bias", logit_bias={str(VOCAB): 1}),
         _completion("bias below zero", "logit_bias", logit_bias={"-1": 1}),
         _completion("bias of a word", "logit_bias", logit_bias={"a": 1}),
         _completion("bias too strong", "logit_bias", logit_bias={"5": 1e6}),
         _completion("bias is no number", "logit_bias", logit_bias={"5": "1"}),
-        _completion(
-            "very many biases", "logit_bias", logit_bias={str(token): 1 for token in many[:50_000]}
-        ),
-        _completion("more biases", logit_bias={str(token): 1 for token in many[:500_000]}),
+        _completion("very many biases", "logit_bias", logit_bias=lambda: _biases(50_000)),
+        _completion("more biases", logit_bias=lambda: _biases(500_000)),
         _completion("stop at no token", "stop_token_ids", stop_token_ids=[VOCAB]),
         _completion("stop below zero", "stop_token_ids", stop_token_ids=[-1]),
-        _completion("a million stop ids", "stop_token_ids", stop_token_ids=many),
+        _completion(
+            "a million stop ids", "stop_token_ids", stop_token_ids=lambda: list(range(10**6))
+        ),
         _completion("very many stops", "stop", stop=["x"] * 10_000),
         _completion("a long stop", "stop", stop="x" * 2**20),
         _completion("an empty stop", "stop", stop=[""]),
@@ -136,6 +143,10 @@ def _lists() -> list[BadBody]:
         _completion("unsupported field", "suffix", suffix="x"),
         _completion("unknown model", "model", model="x" * 100_000),
     ]
+
+
+def _biases(count: int) -> dict[str, int]:
+    return {str(token): 1 for token in range(count)}
 
 
 def _grammars() -> list[BadBody]:
@@ -197,8 +208,7 @@ def _chats() -> list[BadBody]:
     ]
     base = {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}
     return [
-        BadBody(f"chat: {name}", json.dumps({**base, **more}).encode(), param, path=CHAT)
-        for name, param, more in fields
+        BadBody(f"chat: {name}", {**base, **more}, param, path=CHAT) for name, param, more in fields
     ]
 
 

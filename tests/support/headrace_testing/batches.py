@@ -8,12 +8,12 @@ from typing import Any
 import httpx
 
 from headrace_common.protocol.base import QueueLimits
-from headrace_common.protocol.redis_memory import RedisMemory
-from headrace_gateway.api_keys import KeyFile
-from headrace_gateway.app import Durable, Parts, create_app
+from headrace_common.protocol.redis.memory import RedisMemory
 from headrace_gateway.batches.assembly import open_storage
-from headrace_gateway.client import ClientConfig, GenerationClient
-from headrace_gateway.models import Models
+from headrace_gateway.http.app import Durable, Parts, create_app
+from headrace_gateway.limits.api_keys import KeyFile
+from headrace_gateway.models.models import Models
+from headrace_gateway.queue_client.client import ClientConfig, GenerationClient
 from headrace_gateway.settings import GatewaySettings
 
 from .backends import MODEL, OverRedis

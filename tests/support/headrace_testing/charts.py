@@ -81,8 +81,11 @@ def render(values: Mapping[str, Any] | None = None) -> list[Manifest]:
 
 @cache
 def _rendered(values: str) -> tuple[tuple[str, str], ...]:
+    given = json.loads(values)
+    # The one value that has no default.
+    given["image"] = {"repository": "headrace", **given.get("image", {})}
     with Chart.load(CHART) as chart:
-        files = chart.render(json.loads(values), name=RELEASE, namespace=NAMESPACE)
+        files = chart.render(given, name=RELEASE, namespace=NAMESPACE)
     prefix = "headrace/"
     return tuple((path.removeprefix(prefix), text) for path, text in sorted(files.items()))
 

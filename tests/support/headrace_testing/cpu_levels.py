@@ -20,18 +20,24 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from headrace_engine.kernels import library
+from headrace_engine.kernels.cpu import build, library
 
 ENGINE = "tests/test_engine/"
 TESTS = (
     *(
-        f"{ENGINE}test_{name}.py"
-        for name in (
-            "attention", "cpu_attention", "deterministic", "embeddings", "encoders", "experts",
-            "fp8_kv", "fused", "fused_norm", "kernels", "levels", "logit_masks", "models",
-            "quantization", "rotary", "sampler", "skinny", "triton_attention",
-            "triton_deterministic", "triton_lora", "triton_ops", "triton_sampling",
-        )
+        f"{ENGINE}{room}/test_{name}.py"
+        for room, names in {
+            "attention": ("attention", "cpu_attention", "fp8_kv", "triton_attention"),
+            "kernels": ("kernels", "small_batch_gemm"),
+            "lora": ("triton_lora",),
+            "models": ("deterministic", "encoders", "fused", "models", "quantization", "rotary"),
+            "offline": ("embeddings",),
+            "operators": (
+                "experts", "fused_norm", "packed_weights", "triton_deterministic", "triton_ops",
+            ),
+            "sampling": ("logit_masks", "sampler", "triton_sampling"),
+        }.items()
+        for name in names
     ),
     "tests/test_benchmarks/test_programs.py::test_kernels",
 )  # fmt: skip
@@ -101,7 +107,7 @@ class Used:
 def chosen_sets() -> list[str]:
     """Instruction sets whose kernels are tested: the forced one, or all that this CPU runs."""
     forced = os.environ.get(library.FORCE_ISA)
-    return [forced] if forced else [target.name for target in library.runnable_sets()]
+    return [forced] if forced else [target.name for target in build.runnable_sets()]
 
 
 def wide_loops() -> list[str]:
@@ -172,7 +178,7 @@ def main() -> int:
         say_what_is_used()
         return 0
     os.environ.pop(library.FORCE_ISA, None)
-    runnable = [target.name for target in library.runnable_sets()]
+    runnable = [target.name for target in build.runnable_sets()]
     ends = {}
     for level in LEVELS:
         if level.name not in runnable:

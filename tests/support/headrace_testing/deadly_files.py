@@ -8,7 +8,7 @@ from typing import NoReturn
 def install(_module: str) -> None:
     """What a Forge calls in each process that it prepares."""
     from headrace_gateway import __main__ as gateway
-    from headrace_gateway import model_loads
+    from headrace_gateway.models import model_loads
 
     model_loads.LOAD_S = 0.0
     vars(gateway)["load_registered"] = _die

@@ -10,10 +10,10 @@ import numpy.typing as npt
 import torch
 import transformers
 
-from headrace_common.pooling import PoolingParams
-from headrace_common.sampling import SamplingParams
-from headrace_engine.engine import Engine
-from headrace_engine.request import EngineRequest
+from headrace_common.sampling.params import SamplingParams
+from headrace_common.sampling.pooling import PoolingParams
+from headrace_engine.core.request import EngineRequest
+from headrace_engine.engine.engine import Engine
 
 from .checkpoints import VOCAB, make_config, make_tokenizer
 from .engines import engine_config, make_runner

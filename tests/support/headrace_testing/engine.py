@@ -3,14 +3,14 @@
 from collections.abc import Iterable
 from math import inf
 
-from headrace_common.sampling import SamplingParams
-from headrace_engine.config import EngineConfig
-from headrace_engine.kv_cache import KVCache
-from headrace_engine.outputs import SequenceOutput
-from headrace_engine.policies import Fcfs, Policy
-from headrace_engine.request import EngineRequest, Sequence
-from headrace_engine.scheduler import Scheduler
-from headrace_engine.validation import Limits
+from headrace_common.sampling.params import SamplingParams
+from headrace_engine.core.config import EngineConfig
+from headrace_engine.core.outputs import SequenceOutput
+from headrace_engine.core.request import EngineRequest, Sequence
+from headrace_engine.kv_cache.kv_cache_manager import KVCacheManager
+from headrace_engine.scheduler.input_validation import Limits
+from headrace_engine.scheduler.policies import Fcfs, Policy
+from headrace_engine.scheduler.scheduler import Scheduler
 
 from .fake_runner import FakeRunner
 
@@ -45,15 +45,15 @@ def make_request(
     )
 
 
-def computed(cache: KVCache, length: int) -> Sequence:
+def computed(cache: KVCacheManager, length: int) -> Sequence:
     """A sequence of the tokens 1 to `length` that was computed token by token."""
     prompt = tuple(range(1, length + 1))
     sequence = Sequence(make_request("r", prompt), 0, list(prompt))
     for end in prompt:
         cache.extend(sequence, end, [])
-        sequence.computed = end
+        sequence.num_computed_tokens = end
         cache.register(sequence, end - 1, end)
-        cache.slide(sequence)
+        cache.release_outside_window(sequence)
     return sequence
 
 
@@ -80,8 +80,8 @@ def limits_of(runner: FakeRunner) -> Limits:
         max_model_len=runner.max_model_len,
         vocab_size=runner.vocab_size,
         eos_token_ids=runner.eos_token_ids,
-        num_host_blocks=0 if runner.host_pool is None else runner.host_pool.num_blocks,
-        bytes_per_block=0 if runner.host_pool is None else runner.host_pool.bytes_per_block,
+        num_host_blocks=0 if runner.host_kv_cache is None else runner.host_kv_cache.num_blocks,
+        bytes_per_block=0 if runner.host_kv_cache is None else runner.host_kv_cache.bytes_per_block,
         kv_groups=runner.kv_groups,
         adapters=runner.adapters,
     )
@@ -103,13 +103,15 @@ class Rig:
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
-            plan = self.scheduler.plan()
-            shed = self.scheduler.take_shed()
+            scheduler_output = self.scheduler.schedule()
+            shed = self.scheduler.take_aborted_by_policy()
             self.outputs += shed
-            if plan is None:
+            if scheduler_output is None:
                 assert shed, "there is nothing to do"
                 return
-            self.outputs += self.scheduler.update(plan, self.runner.execute(plan))
+            self.outputs += self.scheduler.update(
+                scheduler_output, self.runner.execute(scheduler_output)
+            )
 
     def finish(self) -> None:
         while self.scheduler.has_work:

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from headrace_common.sampling import SamplingParams
+from headrace_common.sampling.params import SamplingParams
 from headrace_engine import attention
-from headrace_engine.config import EngineConfig
-from headrace_engine.engine import Engine
-from headrace_engine.errors import ConfigError
-from headrace_engine.outputs import TokenLogprobs
-from headrace_engine.request import EngineRequest
-from headrace_engine.runner import ModelRunner
+from headrace_engine.core.config import EngineConfig
+from headrace_engine.core.errors import ConfigError
+from headrace_engine.core.outputs import TokenLogprobs
+from headrace_engine.core.request import EngineRequest
+from headrace_engine.engine.engine import Engine
+from headrace_engine.model_runner.model_runner import ModelRunner
 
 
 def cpu_backends() -> list[str]:

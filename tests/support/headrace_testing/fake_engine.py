@@ -14,7 +14,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from headrace_common.errors import BackendUnavailable, FailureCode
-from headrace_common.messages import (
+from headrace_common.protocol.base import (
+    Beat,
+    EngineQueue,
+    EngineStatus,
+    Lease,
+    Outcome,
+    Progress,
+    Verdict,
+)
+from headrace_common.wire.messages import (
     Cancel,
     ChoiceState,
     Control,
@@ -22,6 +31,7 @@ from headrace_common.messages import (
     Drain,
     Failed,
     GenerateRequest,
+    Recall,
     Reply,
     Reroute,
     Resend,
@@ -31,15 +41,6 @@ from headrace_common.messages import (
     Takeover,
     Tokens,
     pack_tokens,
-)
-from headrace_common.protocol.base import (
-    Beat,
-    EngineQueue,
-    EngineStatus,
-    Lease,
-    Outcome,
-    Progress,
-    Verdict,
 )
 
 POISON_TOKEN = 666  # a prompt with it ends the engine that runs it
@@ -472,6 +473,7 @@ class FakeEngine:
     async def _controls(self) -> None:
         async for control in self.queue.controls():
             await self._thawed.wait()
+            assert not isinstance(control, Recall), "only operators send it"
             if isinstance(control, Drain):
                 self.drain()
             elif (request := self.active.get(control.request_id)) is not None:

@@ -9,16 +9,25 @@ from typing import Any, cast
 
 import torch
 
-from headrace_engine.grammar.compiled import CompiledGrammar
-from headrace_engine.grammar.masks import apply_grammars
-from headrace_engine.plan import SampleRow
+from headrace_engine.core.compiled_grammar import CompiledGrammar
+from headrace_engine.core.step_plan import SampleRow
+from headrace_engine.structured_output.masks import apply_grammars
 
 BITS = 32
 
 
 def allows(output: Tokens[int], token: int) -> bool:
     """Whether `token` may follow the output: three of four do, by a sum over all of it."""
-    return (token + sum(output) + 3 * len(output)) % 4 != 0
+    return token % 4 != _refused(output)
+
+
+def refused_tokens(output: Tokens[int], vocab_size: int) -> range:
+    """The tokens that may not follow the output."""
+    return range(_refused(output), vocab_size, 4)
+
+
+def _refused(output: Tokens[int]) -> int:
+    return -(sum(output) + 3 * len(output)) % 4
 
 
 class FakeMatcher:
@@ -47,12 +56,10 @@ class FakeMatcher:
         self._read.clear()
 
     def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
-        words = [0] * (size // 4)
-        for token in range(self._vocab_size):
-            if allows(self._read, token):
-                words[token // BITS] |= 1 << token % BITS
-        found = (ctypes.c_uint32 * len(words))(*words)
-        ctypes.memmove(address, found, size)
+        mask = (1 << self._vocab_size) - 1
+        for token in refused_tokens(self._read, self._vocab_size):
+            mask ^= 1 << token
+        ctypes.memmove(address, mask.to_bytes(size, "little"), size)
 
     def is_error(self) -> bool:
         return False

@@ -1,7 +1,7 @@
 """A runner without a model, which checks what a scheduler must get right about KV blocks.
 
 Its "KV" of a position is (token, position, digest of all tokens up to there). Each step it makes
-the plan's copies, writes what the plan computes, and then looks up every position of each
+the step's copies, writes what the step computes, and then looks up every position of each
 scheduled sequence through its block table: an aliased, stale or wrongly cached block shows at once.
 The next token is a hash of seed, choice and all tokens so far, so a run can be foretold.
 """
@@ -15,16 +15,16 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-from headrace_engine.beam_search import Beam, BeamSearch, Hypothesis
-from headrace_engine.kv_groups import KVGroups
-from headrace_engine.outputs import SampledToken, TokenLogprobs
-from headrace_engine.plan import SampleRow, ScheduledSequence, StepPlan, StepResult
-from headrace_engine.pooler_config import PoolerConfig
-from headrace_engine.request import PENDING, EngineRequest, FinishReason, Sequence, State
-from headrace_engine.speculation.draft_proposer import Drafter
-from headrace_engine.stopping import Stop, StopRule
+from headrace_engine.core.kv_cache_groups import KVGroups
+from headrace_engine.core.outputs import SampledToken, TokenLogprobs
+from headrace_engine.core.pooler_config import PoolerConfig
+from headrace_engine.core.request import PENDING, EngineRequest, FinishReason, Sequence, State
+from headrace_engine.core.step_plan import SampleRow, ScheduledSequence, SchedulerOutput, StepResult
+from headrace_engine.scheduler.beam_search import Beam, BeamSearch, Hypothesis
+from headrace_engine.scheduler.stop_checker import Stop, StopRule
+from headrace_engine.speculative.draft_proposer import Drafter
 
-from .fake_grammar import allowed_tokens, allows
+from .fake_grammar import allowed_tokens, allows, refused_tokens
 
 _MASK = 2**62 - 1
 # Those that it knows; they change nothing of what it makes.
@@ -34,7 +34,7 @@ Blocks = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class FakeHostPool:
+class FakeHostKVCache:
     num_blocks: int
     bytes_per_block: int = 1000
 
@@ -70,8 +70,8 @@ class FakeRunner:
         self.pooler_config: PoolerConfig | None = None
         self.draft_model: Drafter | None = None
         self.adapters = frozenset(ADAPTERS)
-        self.steps: list[StepPlan] = []
-        self.host_pool = FakeHostPool(num_host_blocks) if num_host_blocks else None
+        self.steps: list[SchedulerOutput] = []
+        self.host_kv_cache = FakeHostKVCache(num_host_blocks) if num_host_blocks else None
         self._prompt_seconds = prompt_seconds
         self._block_seconds = block_seconds
         self._submitted: FakeStep | None = None
@@ -85,31 +85,39 @@ class FakeRunner:
         """Positions of the longest sequence that its blocks hold."""
         return self.kv_groups.capacity(self.num_blocks, self.block_size)
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        check_plan(plan)
-        self.steps.append(plan)
-        _copy(self._kv, self._host, plan.swap_out)
-        _copy(self._host, self._kv, plan.swap_in)
-        _copy(self._kv, self._kv, plan.copies)
-        for item in plan.scheduled:
+    def execute(self, scheduler_output: SchedulerOutput) -> StepResult:
+        check_scheduler_output(scheduler_output)
+        self.steps.append(scheduler_output)
+        _copy(self._kv, self._host, scheduler_output.swap_out)
+        _copy(self._host, self._kv, scheduler_output.swap_in)
+        _copy(self._kv, self._kv, scheduler_output.copies)
+        for item in scheduler_output.scheduled:
             self._write(item)
-        for item in plan.scheduled:
+        for item in scheduler_output.scheduled:
             self._check(item)
-        sampling = [item for item in plan.scheduled if item.samples]
+        sampling = [item for item in scheduler_output.scheduled if item.samples]
         sampled = tuple(self._new_tokens(item) for item in sampling)
-        seconds, swapping = self._seconds(plan)
-        scored = tuple(_scores(item) for item in plan.scheduled if item.scores)
+        seconds, swapping = self._seconds(scheduler_output)
+        scored = tuple(_scores(item) for item in scheduler_output.scheduled if item.scores)
         return StepResult(sampled, seconds=seconds, swap_seconds=swapping, scored=scored)
 
-    def submit(self, plan: StepPlan) -> "FakeStep":
+    def submit(self, scheduler_output: SchedulerOutput) -> "FakeStep":
         """Computes nothing before its result is asked for, as late as a device may be."""
-        self._submitted = FakeStep(self, plan, self._submitted if plan.ahead else None)
+        self._submitted = FakeStep(
+            self, scheduler_output, self._submitted if scheduler_output.ahead else None
+        )
         return self._submitted
 
-    def _seconds(self, plan: StepPlan) -> tuple[float, float]:
+    def _seconds(self, scheduler_output: SchedulerOutput) -> tuple[float, float]:
         """Of the step, and of its copies from and to host memory."""
-        swapping = self._block_seconds * (len(plan.swap_out) + len(plan.swap_in))
-        prompt = sum(item.length for item in plan.scheduled if item.length > 1 or not item.samples)
+        swapping = self._block_seconds * (
+            len(scheduler_output.swap_out) + len(scheduler_output.swap_in)
+        )
+        prompt = sum(
+            item.length
+            for item in scheduler_output.scheduled
+            if item.length > 1 or not item.samples
+        )
         return self._prompt_seconds * prompt + swapping, swapping
 
     def _new_tokens(self, item: ScheduledSequence) -> tuple[SampledToken, ...]:
@@ -144,7 +152,7 @@ class FakeRunner:
             if drafts and not allows(output, drafts[-1]):
                 return
             output = [*output, *drafts[-1:]]
-            wanted = {token for token in range(self.vocab_size) if allows(output, token)}
+            wanted = {*range(self.vocab_size)}.difference(refused_tokens(output, self.vocab_size))
             # Ends come too early where `min_tokens` are not there yet.
             assert found <= wanted and wanted - found <= {*sequence.request.params.stop_token_ids}
 
@@ -203,7 +211,7 @@ class FakeRunner:
             masked.update(() if request.params.ignore_eos else self.eos_token_ids)
         if request.grammar is not None:
             output = tokens[len(request.prompt_token_ids) :]
-            masked.update(token for token in range(self.vocab_size) if not allows(output, token))
+            masked.update(refused_tokens(output, self.vocab_size))
         salt = 0
         while (token := self._draw((request.seed, choice, salt, *tokens))) in masked:
             salt += 1
@@ -267,26 +275,30 @@ class FakeStep:
     """A submitted step: what is to be computed is as it was when it was submitted, but for the
     tokens of the step `before`."""
 
-    def __init__(self, runner: FakeRunner, plan: StepPlan, before: "FakeStep | None") -> None:
+    def __init__(
+        self, runner: FakeRunner, scheduler_output: SchedulerOutput, before: "FakeStep | None"
+    ) -> None:
         self._runner = runner
         self._before = before
-        self._sequences = [item.sequence for item in plan.scheduled if item.samples]
-        self._originals = [item.sequence for item in plan.scheduled]
-        frozen = [item._replace(sequence=_frozen(item.sequence)) for item in plan.scheduled]
-        self._plan = replace(plan, scheduled=tuple(frozen))
+        self._sequences = [item.sequence for item in scheduler_output.scheduled if item.samples]
+        self._originals = [item.sequence for item in scheduler_output.scheduled]
+        frozen = [
+            item._replace(sequence=_frozen(item.sequence)) for item in scheduler_output.scheduled
+        ]
+        self._scheduler_output = replace(scheduler_output, scheduled=tuple(frozen))
         self._result: StepResult | None = None
 
     def result(self) -> StepResult:
         if self._result is None:
             self._take_tokens()
-            self._result = self._runner.execute(self._plan)
+            self._result = self._runner.execute(self._scheduler_output)
             self._runner.late.clear()
         return self._result
 
     def _take_tokens(self) -> None:
         before, self._before = self._before, None
         chosen = {} if before is None else before.tokens()
-        for original, item in zip(self._originals, self._plan.scheduled, strict=True):
+        for original, item in zip(self._originals, self._scheduler_output.scheduled, strict=True):
             if item.sequence.token_ids[-1] == PENDING:
                 item.sequence.token_ids[-1] = chosen[original]
                 self._runner.late.add(item.sequence)
@@ -329,22 +341,24 @@ def _copy(source: Blocks, destination: Blocks, pairs: tuple[tuple[int, int], ...
         destination[destinations] = source[sources]
 
 
-def check_plan(plan: StepPlan) -> None:
-    """Asserts what a step plan promises, whatever the scheduler."""
-    assert plan.scheduled, "an empty plan"
-    assert plan.num_tokens == sum(item.length + len(item.drafts) for item in plan.scheduled)
-    sequences = [item.sequence for item in plan.scheduled]
+def check_scheduler_output(scheduler_output: SchedulerOutput) -> None:
+    """Asserts what every SchedulerOutput promises."""
+    assert scheduler_output.scheduled, "an empty step"
+    assert scheduler_output.num_tokens == sum(
+        item.length + len(item.drafts) for item in scheduler_output.scheduled
+    )
+    sequences = [item.sequence for item in scheduler_output.scheduled]
     assert len(set(sequences)) == len(sequences), "a sequence is scheduled twice"
-    sources = {source for source, _ in plan.copies}
-    destinations = [destination for _, destination in plan.copies]
+    sources = {source for source, _ in scheduler_output.copies}
+    destinations = [destination for _, destination in scheduler_output.copies]
     assert len(set(destinations)) == len(destinations), "two copies into one block"
     assert sources.isdisjoint(destinations), "copies depend on their order"
-    for moves in (plan.swap_out, plan.swap_in):
+    for moves in (scheduler_output.swap_out, scheduler_output.swap_in):
         assert len({to for _, to in moves}) == len(moves), "two copies into one block"
-    for item in plan.scheduled:
+    for item in scheduler_output.scheduled:
         known = len(item.sequence.token_ids)
         assert item.sequence.state is State.RUNNING
-        assert item.length > 0 and item.start == item.sequence.computed
+        assert item.length > 0 and item.start == item.sequence.num_computed_tokens
         assert item.samples == (item.start + item.length == known)
         assert item.samples or not item.drafts, "drafts behind tokens that are not run"
 

@@ -18,7 +18,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Lock
 
-from headrace_cli.guard import die_with_parent
+from headrace_cli.processes.guard import die_with_parent
 from headrace_testing.processes import Running
 
 _PRELOADED = ["headrace_engine.__main__", "headrace_gateway.__main__"]

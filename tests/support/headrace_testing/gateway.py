@@ -12,17 +12,17 @@ import httpx
 from fastapi import FastAPI
 
 from headrace_common.errors import FailureCode, HeadraceError, RequestFailed
-from headrace_common.messages import GenerateRequest, Logprobs
-from headrace_common.protocol.base import EngineStatus, Place, QueueDepth
+from headrace_common.protocol.base import EngineStatus, QueueDepth, QueuePosition
 from headrace_common.protocol.limits import KeyUsage
-from headrace_common.protocol.redis_clock import RedisClock
-from headrace_common.tokenizer import Tokenizer
-from headrace_gateway.api_keys import KeyFile
-from headrace_gateway.app import Parts, create_app
-from headrace_gateway.client import Delta
-from headrace_gateway.loading import load_static
-from headrace_gateway.models import Models
-from headrace_gateway.server import GatewayServer, listen, server_config
+from headrace_common.protocol.redis.clock import RedisClock
+from headrace_common.text.tokenizer import Tokenizer
+from headrace_common.wire.messages import GenerateRequest, Logprobs
+from headrace_gateway.http.app import Parts, create_app
+from headrace_gateway.http.server import GatewayServer, listen, server_config
+from headrace_gateway.limits.api_keys import KeyFile
+from headrace_gateway.models.loading import load_static
+from headrace_gateway.models.models import Models
+from headrace_gateway.queue_client.client import Delta
 from headrace_gateway.settings import GatewaySettings
 
 from .tokenizers import byte_level_tokenizer, write_checkpoint
@@ -58,7 +58,7 @@ class ScriptedEngine:
         self.cancellations: list[str] = []
         self.statuses: list[EngineStatus] = [engine_status()]
         self.unreachable: HeadraceError | None = None
-        self.waiting_at: Place | None = None
+        self.waiting_at: QueuePosition | None = None
 
     def say(self, text: str, *, eos: bool = True) -> Script:
         """One token a delta, choices in turn; an end-of-sequence token unless it gets too long."""
@@ -101,7 +101,7 @@ class ScriptedEngine:
             raise self.unreachable
         return [status for status in self.statuses if status.model == model]
 
-    async def place(self, request_id: str, model: str) -> Place | None:
+    async def queue_position(self, request_id: str, model: str) -> QueuePosition | None:
         if self.unreachable is not None:
             raise self.unreachable
         return self.waiting_at
@@ -273,7 +273,7 @@ async def running(
     """Serves an application in this event loop until the block ends."""
     server = GatewayServer(
         server_config(app, settings),
-        on_drain=lambda: app.state.services.drain.begin(settings.drain_timeout),
+        on_drain=lambda: app.state.services.pipeline.drain.begin(settings.drain_timeout),
     )
     with listen(settings) as listener:
         port = listener.getsockname()[1]

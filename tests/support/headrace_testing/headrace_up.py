@@ -92,7 +92,7 @@ class UpProcess:
 
     def child(self, program: str) -> psutil.Process:
         """The one child whose command line has this word."""
-        (found,) = [process for process in self.children() if program in process.cmdline()]
+        (found,) = [process for process in self.children() if program in _words(process)]
         return found
 
     def interrupt(self) -> None:
@@ -115,3 +115,11 @@ class UpProcess:
 
 def gone(processes: list[psutil.Process]) -> bool:
     return not any(alive(process.pid) for process in processes)
+
+
+def _words(process: psutil.Process) -> list[str]:
+    """Of its command line; none where it has just ended."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []

@@ -9,13 +9,13 @@ from typing import Any
 
 import httpx
 
-from headrace_common.messages import GenerateRequest
 from headrace_common.protocol.base import QueueLimits
-from headrace_common.tokenizer import Tokenizer
-from headrace_gateway.app import Durable, Parts, create_app
-from headrace_gateway.client import ClientConfig, GenerationClient
-from headrace_gateway.loading import load_static
-from headrace_gateway.models import Models
+from headrace_common.text.tokenizer import Tokenizer
+from headrace_common.wire.messages import GenerateRequest
+from headrace_gateway.http.app import Durable, Parts, create_app
+from headrace_gateway.models.loading import load_static
+from headrace_gateway.models.models import Models
+from headrace_gateway.queue_client.client import ClientConfig, GenerationClient
 from headrace_gateway.settings import GatewaySettings
 
 from .backends import MODEL, InMemory

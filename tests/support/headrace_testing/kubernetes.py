@@ -29,6 +29,7 @@ _KINDS = {
     "v1/services": "Service",
     "v1/serviceaccounts": "ServiceAccount",
     "v1/configmaps": "ConfigMap",
+    "v1/secrets": "Secret",
     "v1/persistentvolumeclaims": "PersistentVolumeClaim",
     "v1/events": "Event",
     "policy/v1/poddisruptionbudgets": "PodDisruptionBudget",
@@ -81,11 +82,13 @@ class ApiServer(kmock.KubernetesEmulator):
         return web.json_response({"kind": "Status", "message": text}, status=code)
 
     async def _replaced(self, request: Any) -> web.Response:
-        """PUT, which kmock lacks: refused with an old resource version."""
+        """PUT, which kmock lacks: refused with an old resource version, or for most without one."""
         found = self.find(request.resource.plural, request.name)
         if found is None:
             return web.json_response({"message": "not found"}, status=404)
-        if request.data["metadata"].get("resourceVersion") != found["metadata"]["resourceVersion"]:
+        version = request.data["metadata"].get("resourceVersion")
+        unconditional = version is None and request.resource.plural == "secrets"
+        if not unconditional and version != found["metadata"]["resourceVersion"]:
             return web.json_response({"message": "the object has been modified"}, status=409)
         self._note(request)
         key = (request.resource, request.namespace, request.name)
@@ -122,7 +125,7 @@ class ApiServer(kmock.KubernetesEmulator):
         return web.json_response(request.data, status=201)
 
     async def store(self, resource: Any, body: Manifest) -> None:
-        """Stores an object as if somebody had made it."""
+        """Stores an object as if a user had created it."""
         meta = body["metadata"]
         key = (resource, meta["namespace"], meta["name"])
         if key in self._objects and self._objects[key].deleted:
@@ -166,7 +169,7 @@ class ApiServer(kmock.KubernetesEmulator):
 
 @dataclass(slots=True)
 class User:
-    """Somebody with kubectl, and the controllers that the API server has behind it."""
+    """A user with kubectl, and the cluster's own controllers."""
 
     server: ApiServer
     url: str

@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[3]
 REQUIREMENTS = ROOT / "requirements"
 IMAGES = ("gateway", "operator", "engine")
-LOCKS = (*IMAGES, "dev", "build", "tools")
+LOCKS = (*IMAGES, "up", "dev", "flash-attn", "build", "tools", "uv")
 # What the images are, wherever this runs.
 IMAGE_ENVIRONMENT = {
     "implementation_name": "cpython",

@@ -7,21 +7,21 @@ from functools import partial
 
 import torch
 
-from headrace_engine.model.config import ClampedSwiGLU, ExpertsConfig
-from headrace_engine.model.expert_weights import ExpertWeights, GroupedWeight, MixtureParts
-from headrace_engine.model.feed_forward import (
+from headrace_engine.checkpoints.config import ClampedSwiGLU, ExpertsConfig
+from headrace_engine.layers.expert_weights import ExpertWeights, GroupedWeight, MixtureParts
+from headrace_engine.layers.feed_forward import (
     GatedActivation,
     GatedMLP,
     SharedExpert,
     SparseMoe,
     clamped_swiglu,
 )
-from headrace_engine.model.layers import Linear, PlainLinear
-from headrace_engine.model.ops import TorchOps, gelu_tanh_mul
-from headrace_engine.model.quantization.float8_weight import Float8Weight, round_rows
-from headrace_engine.model.quantization.float8_weight import stack as stack_float8
-from headrace_engine.model.quantization.mxfp4_weight import MXFP4Weight
-from headrace_engine.model.quantization.weight import QuantizedWeight
+from headrace_engine.layers.float8_weight import Float8Weight, round_rows
+from headrace_engine.layers.float8_weight import stack as stack_float8
+from headrace_engine.layers.layers import Linear, PlainLinear
+from headrace_engine.layers.mxfp4_weight import MXFP4Weight
+from headrace_engine.layers.quantized_weight import QuantizedWeight
+from headrace_engine.operators.base import TorchOps, gelu_tanh_mul
 
 MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
 
@@ -140,8 +140,8 @@ def expert_names(count: int) -> list[tuple[tuple[str, str], tuple[str]]]:
 
 
 class Matrices:
-    """A mixture's matrices by `expert_names`; what `cut` leaves of them. With `group` they are in
-    8-bit floats, a scale for so many inputs."""
+    """A mixture's matrices by `expert_names`, as far as `cut` keeps them. With `group` they are in
+    8-bit floats, with a scale for every `group` inputs."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class Matrices:
         return stack_float8([_rounded(self._found[name], group) for name in names])
 
 
-class LevelsMatrices(Matrices):
+class QuantizedMatrices(Matrices):
     """A mixture's matrices in whole numbers of `bits`, a scale and a zero point for each `size`
     inputs; symmetric ones have all zero points in the middle."""
 
@@ -201,8 +201,8 @@ class LevelsMatrices(Matrices):
         else:
             scales = (high - low) / top
             zeros = (-low / scales).round().clamp(0, top)
-        levels = (groups / scales[..., None]).round() + zeros[..., None]
-        numbers = levels.clamp(0, top).to(torch.uint8).view(whole.shape)
+        values = (groups / scales[..., None]).round() + zeros[..., None]
+        numbers = values.clamp(0, top).to(torch.uint8).view(whole.shape)
         return QuantizedWeight(numbers, scales, zeros, None, self._bits)
 
 

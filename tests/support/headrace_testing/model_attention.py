@@ -4,7 +4,7 @@ decodes that are cut beside chunks of prompts. Needs no package but torch.
 
 import torch
 
-from headrace_engine.attention.base import AttentionBackend, LayerParams
+from headrace_engine.core.attention_backend import AttentionBackend, LayerParams
 
 from .attention_scenes import Case, Scene
 

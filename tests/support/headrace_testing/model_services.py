@@ -4,7 +4,7 @@ from typing import Any
 
 from headrace_operator import names
 from headrace_operator.desired.defaults import Platform
-from headrace_operator.spec import ModelService
+from headrace_operator.spec.model_service import ModelService
 
 from .kubernetes import NAMESPACE
 

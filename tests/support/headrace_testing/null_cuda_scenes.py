@@ -16,17 +16,17 @@ from unittest.mock import patch
 import torch
 import transformers
 
-from headrace_common.sampling import SamplingParams
-from headrace_common.structured import StructuredOutputsParams
-from headrace_engine.engine import Engine
-from headrace_engine.llm import LLM
-from headrace_engine.llm_beams import BeamSearchParams
+from headrace_common.sampling.params import SamplingParams
+from headrace_common.structured.structured import StructuredOutputsParams
+from headrace_engine.autotune import start
+from headrace_engine.autotune.autotuner import CudaTimer
+from headrace_engine.engine.engine import Engine
+from headrace_engine.kernels.triton.dependent_launch import DependentLaunch, StepLaunch
 from headrace_engine.lora.request import LoRARequest
-from headrace_engine.model.triton_ops import TritonOps
-from headrace_engine.placement import PlacedModel
-from headrace_engine.triton_kernels.dependent import DependentLaunch, StepLaunch
-from headrace_engine.tuning import start
-from headrace_engine.tuning.autotuner import CudaTimer
+from headrace_engine.models.placed_model import PlacedModel
+from headrace_engine.offline.beams import BeamSearchParams
+from headrace_engine.offline.llm import LLM
+from headrace_engine.operators.triton import TritonOps
 from headrace_testing.adapters import save_adapter
 from headrace_testing.checkpoints import make_tokenizer
 from headrace_testing.engines import request
@@ -157,8 +157,8 @@ class Scenes:
         return {"full": False}
 
     def decoding(self) -> Facts:
-        """STEPS steps of four sequences that decode, all of them recorded, greedy and sampled; then
-        requests with other parameters, and beams."""
+        """Decodes four sequences, greedy and sampled, always with CUDA graphs; then requests with
+        other parameters, and beams."""
         llm = self.llm(max_num_seqs=4)
         watched = self._steady(llm._engine)
         drawn = self._steady(llm._engine, temperature=0.8, top_p=0.9, top_k=50)
@@ -222,7 +222,9 @@ class Scenes:
 
         def choose(placed: PlacedModel, _: object) -> None:
             assert isinstance(placed.ops, TritonOps)
-            placed.ops.dependent.choose(4, StepLaunch(DependentLaunch(8 << 20), fused_norms=True))
+            placed.ops.dependent_launches.choose(
+                4, StepLaunch(DependentLaunch(8 << 20), fused_norms=True)
+            )
 
         with patch.object(start, "tune", choose), self._device.watch() as watched:
             llm = self.llm(model=model, max_num_seqs=4, enable_autotuner=True)

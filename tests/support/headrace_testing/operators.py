@@ -9,28 +9,29 @@ from dataclasses import dataclass, field
 import kopf
 from kubernetes.aio.client import Configuration
 
-from headrace_common import telemetry
 from headrace_common.errors import BackendUnavailable
+from headrace_common.observability import telemetry
 from headrace_common.protocol.base import EngineStatus
-from headrace_common.protocol.memory import MemoryBackend
-from headrace_common.protocol.memory_registry import MemoryModelRegistry
 from headrace_common.protocol.registry import RegisteredModel, digest_of
-from headrace_operator.cluster import Cluster
-from headrace_operator.controller import Controller
+from headrace_operator.app.controller import Controller
+from headrace_operator.app.handlers import configure, register
+from headrace_operator.cleaning.registry_cleaner import RegistryCleaner
+from headrace_operator.cluster.cluster import Cluster
 from headrace_operator.errors import SignalsUnavailable
-from headrace_operator.handlers import configure, register
-from headrace_operator.memory import ScalingMemory
-from headrace_operator.prometheus_urls import PrometheusUrls
-from headrace_operator.reconciler import Reconciler
-from headrace_operator.recorder import Recorder
-from headrace_operator.registrations import Registrations
-from headrace_operator.registry_cleaner import RegistryCleaner
-from headrace_operator.scaler import Scaler
+from headrace_operator.reconciliation.reconciler import Reconciler
+from headrace_operator.reconciliation.recorder import Recorder
+from headrace_operator.reconciliation.registrations import Registrations
+from headrace_operator.reconciliation.scaler import Scaler
+from headrace_operator.reconciliation.scaling_history import ScalingHistories
 from headrace_operator.scaling.observation import EngineSignals, QueueSignals
-from headrace_operator.signals import PodAddress, Signals
-from headrace_operator.spec import ModelService
+from headrace_operator.signals.signals import PodAddress, Signals
+from headrace_operator.spec.model_service import ModelService
+from headrace_operator.spec.prometheus_urls import PrometheusUrls
+from headrace_operator.spec.reserved import Reserved
 
 from .kubernetes import NAMESPACE, User
+from .memory_queue.backend import MemoryBackend
+from .memory_queue.registry import MemoryModelRegistry
 from .model_services import PLATFORM
 
 
@@ -45,8 +46,10 @@ class Scene:
     engines: int = 1
     statuses: list[EngineStatus] = field(default_factory=list)
     drained: list[str] = field(default_factory=list)
+    recalled: list[str] = field(default_factory=list)
     backend: MemoryBackend = field(default_factory=MemoryBackend)
     prometheus_urls: PrometheusUrls = field(default_factory=PrometheusUrls)
+    reserved: Reserved = Reserved(NAMESPACE)
 
     @property
     def queue_down(self) -> bool:
@@ -85,8 +88,11 @@ class Directory:
             raise BackendUnavailable("redis: connection refused")
         return self.scene.statuses
 
-    async def drain(self, engine_id: str) -> None:
+    async def drain(self, engine_id: str, model: str) -> None:
         self.scene.drained.append(engine_id)
+
+    async def recall(self, engine_id: str, model: str) -> None:
+        self.scene.recalled.append(engine_id)
 
 
 async def register_model(scene: Scene, name: str, owner: str) -> None:
@@ -135,9 +141,9 @@ async def _operate(
     url: str, scene: Scene, stop: threading.Event, keys: set[tuple[str, str]]
 ) -> None:
     cluster = Cluster(Configuration(host=url))
-    memory = ScalingMemory(cluster)
+    histories = ScalingHistories(cluster)
     directory = Directory(scene)
-    scaler = Scaler(cluster, scene, directory, memory)
+    scaler = Scaler(cluster, scene, directory, histories)
     recorder = Recorder(telemetry.disabled().meter)
     registrations = Registrations(cluster, scene.registry, NAMESPACE)
     reconciler = Reconciler(
@@ -148,13 +154,14 @@ async def _operate(
         recorder,
         scene.clock,
         prometheus_urls=scene.prometheus_urls,
+        reserved=scene.reserved,
     )
     cleaner = RegistryCleaner(cluster, scene.registry, directory, NAMESPACE, scene.clock)
     controller = _Watched(keys, reconciler.reconcile, interval=0.05, gap=0.01)
     registry, settings = kopf.OperatorRegistry(), kopf.OperatorSettings()
     configure(settings)
     settings.queueing.idle_timeout = settings.queueing.exit_timeout = 0.05
-    register(registry, controller, reconciler, cleaner, 0.05)
+    register(registry, controller, reconciler, [cleaner], 0.05)
 
     @kopf.on.login(registry=registry)
     def log_in(**_: object) -> kopf.ConnectionInfo:
@@ -178,7 +185,7 @@ class _Watched(Controller):
     def __init__(
         self,
         watched: set[tuple[str, str]],
-        reconcile: Callable[[tuple[str, str]], Awaitable[None]],
+        reconcile: Callable[[tuple[str, str]], Awaitable[float | None]],
         *,
         interval: float,
         gap: float,

@@ -21,17 +21,17 @@ Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Levels:
-    """weight[o, i] = (levels[o, i] - zeros[o, g]) * scales[o, g], g the group of input i."""
+class QuantizedMatrix:
+    """weight[o, i] = (values[o, i] - zeros[o, g]) * scales[o, g], g the group of input i."""
 
-    levels: np.ndarray
+    values: np.ndarray
     scales: np.ndarray
     zeros: np.ndarray
     groups: np.ndarray
 
     @property
     def weight(self) -> torch.Tensor:
-        whole = self.levels - self.zeros[:, self.groups]
+        whole = self.values - self.zeros[:, self.groups]
         return torch.from_numpy((whole * self.scales[:, self.groups]).astype(np.float32))
 
 
@@ -40,8 +40,8 @@ class Format:
     """`pack` gives a module's tensors by what follows its name; `round` the weight they hold."""
 
     config: dict[str, Any]
-    round: Callable[[torch.Tensor], Levels]
-    pack: Callable[[Levels], Tensors]
+    round: Callable[[torch.Tensor], QuantizedMatrix]
+    pack: Callable[[QuantizedMatrix], Tensors]
 
 
 def save_quantized(folder: Path, name: str, form: Format, **changes: Any) -> tuple[Path, Path]:
@@ -72,10 +72,10 @@ def _save(folder: Path, whole: Path, packed: Tensors, quantization: dict[str, An
 
 def rounder(
     bits: int, size: int | None, symmetric: bool, shuffled: bool = False
-) -> Callable[[torch.Tensor], Levels]:
-    """Rounds to the nearest level; `size` None is one group, `shuffled` groups as desc_act does."""
+) -> Callable[[torch.Tensor], QuantizedMatrix]:
+    """Rounds to the nearest integer; `size` None: one group. `shuffled`: groups as in desc_act."""
 
-    def round_(weight: torch.Tensor) -> Levels:
+    def round_(weight: torch.Tensor) -> QuantizedMatrix:
         values = weight.numpy().astype(np.float64)
         inputs = values.shape[1]
         groups = np.arange(inputs) // (size or inputs)
@@ -91,8 +91,8 @@ def rounder(
             scales = (high - low) / top
             zeros = np.clip(np.round(-low / scales), 0, top)
         scales = scales.astype(np.float16).astype(np.float64)
-        levels = np.clip(np.round(values / scales[:, groups]) + zeros[:, groups], 0, top)
-        return Levels(levels.astype(np.int64), scales, zeros.astype(np.int64), groups)
+        rounded = np.clip(np.round(values / scales[:, groups]) + zeros[:, groups], 0, top)
+        return QuantizedMatrix(rounded.astype(np.int64), scales, zeros.astype(np.int64), groups)
 
     return round_
 
@@ -115,14 +115,14 @@ def gptq(
     desc_act: bool = False,
     version: str = "gptq",
 ) -> Format:
-    def pack(found: Levels) -> Tensors:
+    def pack(found: QuantizedMatrix) -> Tensors:
         less = 1 if version == "gptq" else 0
         return {
-            "qweight": words(found.levels, bits).T,
+            "qweight": words(found.values, bits).T,
             "qzeros": words((found.zeros.T - less) % 2**bits, bits),
             "scales": torch.from_numpy(found.scales.T.astype(np.float16)),
             "g_idx": torch.from_numpy(found.groups.astype(np.int32)),
-            "bias": torch.zeros(len(found.levels), dtype=torch.float16),
+            "bias": torch.zeros(len(found.values), dtype=torch.float16),
         }
 
     config = {
@@ -142,9 +142,9 @@ def awq(size: int = 32) -> Format:
         by_word = numbers.reshape(len(numbers), -1, 8)
         return by_word[:, :, list(AWQ_ORDER)].reshape(numbers.shape)
 
-    def pack(found: Levels) -> Tensors:
+    def pack(found: QuantizedMatrix) -> Tensors:
         return {
-            "qweight": words(order(found.levels.T), 4),
+            "qweight": words(order(found.values.T), 4),
             "qzeros": words(order(found.zeros.T), 4),
             "scales": torch.from_numpy(found.scales.T.astype(np.float16)),
         }
@@ -163,15 +163,15 @@ def compressed(bits: int, size: int | None, symmetric: bool = True, packed: bool
     """pack-quantized, or int-quantized where not `packed`."""
     middle = 2 ** (bits - 1)
 
-    def pack(found: Levels) -> Tensors:
+    def pack(found: QuantizedMatrix) -> Tensors:
         tensors: Tensors = {
             "weight_scale": torch.from_numpy(found.scales.astype(np.float16)),
-            "weight_shape": torch.tensor(found.levels.shape),
+            "weight_shape": torch.tensor(found.values.shape),
         }
         if packed:
-            tensors["weight_packed"] = words(found.levels, bits)
+            tensors["weight_packed"] = words(found.values, bits)
         else:
-            tensors["weight"] = torch.from_numpy((found.levels - middle).astype(np.int8))
+            tensors["weight"] = torch.from_numpy((found.values - middle).astype(np.int8))
         if not symmetric:
             tensors["weight_zero_point"] = (
                 words(found.zeros.T, bits).T

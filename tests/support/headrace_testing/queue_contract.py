@@ -8,19 +8,9 @@ from typing import Any
 import pytest
 
 from headrace_common.errors import FailureCode
-from headrace_common.messages import (
-    ChoiceState,
-    Tokens,
-)
-from headrace_common.protocol.base import (
-    Beat,
-    EngineQueue,
-    Lease,
-    Outcome,
-    Progress,
-    QueueLimits,
-)
+from headrace_common.protocol.base import Beat, EngineQueue, Lease, Outcome, Progress, QueueLimits
 from headrace_common.protocol.failures import failed
+from headrace_common.wire.messages import ChoiceState, Tokens
 from headrace_testing.backends import MODEL, Backend, make_request, make_status
 
 LIMITS = QueueLimits()
@@ -29,7 +19,10 @@ LIMITS = QueueLimits()
 ON_ALL_BACKENDS = [
     pytest.mark.parametrize(
         "backend",
-        ["memory", "redis", "sentinel", "cluster", "users", "memory*3", "redis*3", "cluster*3"],
+        [
+            *("memory", "redis", "sentinel", "cluster", "users", "users by model"),
+            *("memory*3", "redis*3", "cluster*3"),
+        ],
         indirect=True,
     ),
     pytest.mark.usefixtures("in_the_last_shard"),

@@ -29,7 +29,7 @@ class RankThread:
 
     def _run(self) -> None:
         code = 0
-        with suppress(commands.Gone):
+        with suppress(commands.Disconnected):
             greeting = commands.introduction(self._own)
             code = serve(self.rank, self._size, self._own, greeting)
         self._own.close()

@@ -2,9 +2,9 @@
 
 import torch
 
-from headrace_engine.attention.base import AttentionMetadata, LayerCache, LayerParams
 from headrace_engine.attention.reference import ReferenceBackend
-from headrace_engine.model.cuda_graphs import Run
+from headrace_engine.core.attention_backend import AttentionMetadata, LayerCache, LayerParams
+from headrace_engine.cuda_graphs.cuda_graphs import Run
 
 
 class PaddedReference(ReferenceBackend):

@@ -1,36 +1,48 @@
-"""A Valkey with the chart's users, one for each role, beside its unrestricted default user."""
+"""A Valkey with a user for each role and for the engines of two models, beside its unrestricted
+default user."""
 
 from pathlib import Path
+from urllib.parse import quote
 
-from headrace_common.protocol.connection import Connection
-from headrace_testing.backends import OverRedis
+from headrace_common.protocol.redis.client.connection import Connection
+from headrace_common.protocol.redis.users import ROLES as ROLES
+from headrace_common.protocol.redis.users import model_line, model_user, role_line
+from headrace_common.sealing.keyring import Keyring
+from headrace_testing.backends import MODEL, OverRedis
 from headrace_testing.valkey import ValkeyServer
 
 ACL = Path(__file__).parents[3] / "charts/headrace/files/acl"
-ROLES = ("gateway", "engine", "operator")
+OTHER = "org/model-2"
+PASSWORD = "secret"
+FILES = {"config.json": b"{}"}
 
 
 def server_with_users(folder: Path) -> ValkeyServer:
-    """Not started yet. Each user's password is the name of its role."""
+    """Not started yet. All users have the same PASSWORD."""
     folder.mkdir(parents=True, exist_ok=True)
-    lines = ["user default on nopass ~* &* +@all"]
-    for role in ROLES:
-        lines.append(f"{(ACL / f'{role}.acl').read_text().strip()} >{role}")
+    users = [*map(role_line, ROLES), *map(model_line, (MODEL, OTHER))]
+    lines = ["user default on nopass ~* &* +@all", *(f"{user} >{PASSWORD}" for user in users)]
     path = folder / "users.acl"
     path.write_text("\n".join(lines) + "\n")
     return ValkeyServer(folder, "--aclfile", str(path), appendonly=False)
 
 
 def url_as(server: ValkeyServer, role: str) -> str:
-    return server.url.replace("redis://", f"redis://headrace-{role}:{role}@")
+    """The URL for a role, or for the engines of a model."""
+    name = f"headrace-{role}" if role in ROLES else model_user(role)
+    return server.url.replace("redis://", f"redis://{quote(name, safe='')}:{PASSWORD}@")
 
 
 class OverUsers(OverRedis):
-    """A Backend whose queues connect as the users of their roles."""
+    """A Backend whose queues connect as the users of their roles, or of their model."""
 
-    def __init__(self, server: ValkeyServer) -> None:
-        super().__init__(server.url)
+    def __init__(
+        self, server: ValkeyServer, *, engine: str = "engine", ring: Keyring | None = None
+    ) -> None:
+        super().__init__(server.url, ring=ring)
         self._server = server
+        self._engine = engine
 
     def connect(self, _role: str = "") -> Connection:
-        return self._connect(url_as(self._server, _role) if _role else self.config.url)
+        role = self._engine if _role == "engine" else _role
+        return self._connect(url_as(self._server, role) if role else self.config.url)

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from pydantic_settings import BaseSettings
 
-from headrace_engine.settings import EngineSettings
+from headrace_engine.serving.settings import EngineSettings
 from headrace_gateway.settings import GatewaySettings
 from headrace_operator.settings import OperatorSettings
 

@@ -8,9 +8,9 @@ import httpx
 from starlette.types import ASGIApp
 
 from headrace_common.protocol.base import QueueLimits
-from headrace_gateway.app import Durable, Parts, create_app
-from headrace_gateway.client import ClientConfig, GenerationClient
-from headrace_gateway.models import Models
+from headrace_gateway.http.app import Durable, Parts, create_app
+from headrace_gateway.models.models import Models
+from headrace_gateway.queue_client.client import ClientConfig, GenerationClient
 from headrace_gateway.settings import GatewaySettings
 
 from .backends import MODEL, Backend

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 from headrace_common.protocol.base import EngineStatus
-from headrace_common.protocol.connection import Connection, ConnectionConfig
-from headrace_common.protocol.redis_gateway import RedisGatewayQueue
+from headrace_common.protocol.redis.client.connection import Connection, ConnectionConfig
+from headrace_common.protocol.redis.gateway import RedisGatewayQueue
 
 from .processes import HeadraceProcess, Starter, start_program, until
 from .valkey import ValkeyServer, free_port
@@ -186,7 +186,7 @@ class Stack:
         return asyncio.run(ask())
 
     def queue_is_empty(self) -> bool:
-        """Nothing waits in the queue and nobody owns anything."""
+        """Whether no request waits in the queue and no engine owns one."""
 
         async def ask() -> bool:
             connection = Connection(ConnectionConfig(url=self.servers.url))

@@ -10,7 +10,7 @@ import torch
 from headrace_engine.lora import tiles
 from headrace_engine.lora.batch import LoRALimits, LoRAProducts, Move
 from headrace_engine.lora.tiles import TILE, TiledProducts
-from headrace_engine.model.ops import TorchOps
+from headrace_engine.operators.base import TorchOps
 
 
 class TiledOps(TorchOps):

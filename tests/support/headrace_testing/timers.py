@@ -1,6 +1,6 @@
-"""Stand-ins for the device's time, for what chooses by measuring."""
+"""Fake measurements of device time, for tests of the autotuner."""
 
-from headrace_engine.tuning.autotuner import Run
+from headrace_engine.autotune.autotuner import Run
 
 
 class LastWins:

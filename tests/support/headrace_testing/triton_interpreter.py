@@ -71,7 +71,7 @@ def nearly_cancel(rows: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def _numbers(tile: Any) -> Numbers:
-    """Those of a tile in a dtype that numpy multiplies."""
+    """A tile's numbers in a dtype that numpy multiplies."""
     data: Numbers = tile.data
     if tile.dtype.scalar == tl.bfloat16:
         return (data.astype(np.uint32) << 16).view(np.float32)

@@ -21,8 +21,8 @@ _FIRST_PORT, _LAST_PORT = 15_000, 29_999
 
 
 def _ports() -> Iterator[int]:
-    """Ports below those that connections get, one after the other, so that nobody of this process
-    gets one twice; other processes begin elsewhere."""
+    """Ports below the range of outgoing connections, in order, so that this process uses none
+    twice; other processes begin at another port."""
     ports = range(_FIRST_PORT, _LAST_PORT + 1)
     start = secrets.randbelow(len(ports))
     return cycle(chain(ports[start:], ports[:start]))
@@ -52,7 +52,7 @@ def require_server() -> str:
 
 
 def free_port() -> int:
-    """A port that nobody listens on and no connection gets until a server takes it."""
+    """A port on which no process listens, and which no outgoing connection gets."""
     while True:
         port = next(_PORTS)
         with socket.socket() as probe:

@@ -1,9 +1,9 @@
-"""The engine's worker over an engine and a queue, with nobody who measures."""
+"""The engine's worker over an engine and a queue, without telemetry."""
 
+from headrace_common.observability.telemetry import disabled
 from headrace_common.protocol.base import EngineQueue
-from headrace_common.telemetry import disabled
-from headrace_engine.engine import Engine
-from headrace_engine.worker import Worker, WorkerConfig
+from headrace_engine.engine.engine import Engine
+from headrace_engine.serving.worker import Worker, WorkerConfig
 
 from .backends import MODEL
 

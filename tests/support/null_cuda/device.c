@@ -48,8 +48,8 @@ EXPORT cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *prop, int devi
         .maxThreadsDim = {1024, 1024, 64},
         .maxGridSize = {INT32_MAX, 65535, 65535},
         .totalConstMem = 65536,
-        .major = MAJOR,
-        .minor = MINOR,
+        .major = capability() / 10,
+        .minor = capability() % 10,
         .textureAlignment = 512,
         .texturePitchAlignment = 32,
         .multiProcessorCount = SM_COUNT,
@@ -63,13 +63,13 @@ EXPORT cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *prop, int devi
         .l2CacheSize = 50 << 20,
         .maxThreadsPerMultiProcessor = 2048,
         .streamPrioritiesSupported = 1,
-        .sharedMemPerMultiprocessor = SHARED_SM,
+        .sharedMemPerMultiprocessor = shared_optin() + SHARED_RESERVED,
         .regsPerMultiprocessor = 65536,
         .managedMemory = 1,
         .cooperativeLaunch = 1,
-        .sharedMemPerBlockOptin = SHARED_OPTIN,
+        .sharedMemPerBlockOptin = shared_optin(),
         .maxBlocksPerMultiProcessor = 32,
-        .reservedSharedMemPerBlock = 1024,
+        .reservedSharedMemPerBlock = SHARED_RESERVED,
         .hostRegisterSupported = 1,
         .memoryPoolsSupported = 1,
         .clusterLaunch = 1,
@@ -90,17 +90,19 @@ EXPORT cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr name, 
         case cudaDevAttrMaxGridDimY: *value = prop.maxGridSize[1]; break;
         case cudaDevAttrMaxGridDimZ: *value = prop.maxGridSize[2]; break;
         case cudaDevAttrMaxSharedMemoryPerBlock: *value = SHARED_STATIC; break;
-        case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = SHARED_OPTIN; break;
-        case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = SHARED_SM; break;
-        case cudaDevAttrReservedSharedMemoryPerBlock: *value = 1024; break;
+        case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = shared_optin(); break;
+        case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
+            *value = shared_optin() + SHARED_RESERVED;
+            break;
+        case cudaDevAttrReservedSharedMemoryPerBlock: *value = SHARED_RESERVED; break;
         case cudaDevAttrMaxRegistersPerBlock:
         case cudaDevAttrMaxRegistersPerMultiprocessor: *value = 65536; break;
         case cudaDevAttrMaxThreadsPerMultiProcessor: *value = 2048; break;
         case cudaDevAttrMaxBlocksPerMultiprocessor: *value = 32; break;
         case cudaDevAttrWarpSize: *value = WARP; break;
         case cudaDevAttrMultiProcessorCount: *value = SM_COUNT; break;
-        case cudaDevAttrComputeCapabilityMajor: *value = MAJOR; break;
-        case cudaDevAttrComputeCapabilityMinor: *value = MINOR; break;
+        case cudaDevAttrComputeCapabilityMajor: *value = capability() / 10; break;
+        case cudaDevAttrComputeCapabilityMinor: *value = capability() % 10; break;
         case cudaDevAttrClockRate: *value = 1980000; break;
         case cudaDevAttrMemoryClockRate: *value = 2619000; break;
         case cudaDevAttrGlobalMemoryBusWidth: *value = prop.memoryBusWidth; break;

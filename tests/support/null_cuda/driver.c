@@ -84,7 +84,7 @@ EXPORT CUresult cuCtxSetLimit(CUlimit limit, size_t value) {
 static bool fits(const void *image) {
     const Elf64_Ehdr *header = image;
     bool cubin = memcmp(header->e_ident, ELFMAG, SELFMAG) == 0 && header->e_machine == EM_CUDA;
-    unsigned sm = 10 * MAJOR + MINOR;
+    unsigned sm = (unsigned)capability();
     unsigned low = header->e_flags & 0xff, high = (header->e_flags >> CUBIN_SM_SHIFT) & 0xff;
     return cubin && (low == sm || high == sm);
 }
@@ -92,7 +92,7 @@ static bool fits(const void *image) {
 EXPORT CUresult cuModuleLoadData(CUmodule *made, const void *image) {
     COUNT();
     if (!fits(image)) {
-        complain("a module that is no cubin for sm_%d%d", MAJOR, MINOR);
+        complain("a module that is no cubin for sm_%d", capability());
         return CUDA_ERROR_NO_BINARY_FOR_GPU;
     }
     lock();
@@ -131,7 +131,7 @@ EXPORT CUresult cuFuncGetAttribute(int *value, CUfunction_attribute name, CUfunc
 
 EXPORT CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute name, int value) {
     if (name != CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) return CUDA_SUCCESS;
-    if (value > SHARED_OPTIN) return CUDA_ERROR_INVALID_VALUE;
+    if (value > shared_optin()) return CUDA_ERROR_INVALID_VALUE;
     ((Function *)function)->shared = value;
     return CUDA_SUCCESS;
 }

@@ -129,8 +129,8 @@ EXPORT cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *found, const
     *found = (struct cudaFuncAttributes){
         .maxThreadsPerBlock = MAX_THREADS,
         .numRegs = 64,
-        .ptxVersion = 10 * MAJOR,
-        .binaryVersion = 10 * MAJOR,
+        .ptxVersion = capability() / 10 * 10,
+        .binaryVersion = capability() / 10 * 10,
         .maxDynamicSharedSizeBytes = SHARED_STATIC,
     };
     return cudaSuccess;
@@ -140,9 +140,9 @@ EXPORT cudaError_t cudaFuncSetAttribute(const void *host, enum cudaFuncAttribute
     lock();
     Kernel *kernel = kernel_of(host);
     bool shared = kernel && name == cudaFuncAttributeMaxDynamicSharedMemorySize;
-    if (shared && value <= SHARED_OPTIN) kernel->shared = value;
+    if (shared && value <= shared_optin()) kernel->shared = value;
     unlock();
-    return shared && value > SHARED_OPTIN ? remember(cudaErrorInvalidValue) : cudaSuccess;
+    return shared && value > shared_optin() ? remember(cudaErrorInvalidValue) : cudaSuccess;
 }
 
 EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(

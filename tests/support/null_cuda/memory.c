@@ -21,6 +21,13 @@ int device_count(void) {
     return wanted > DEVICES_MAX ? DEVICES_MAX : (int)wanted;
 }
 
+int capability(void) { return (int)from_environment("NULL_CUDA_CAPABILITY", 90); }
+
+int shared_optin(void) {
+    int kib = capability() >= 90 ? 227 : capability() == 80 ? 163 : 99;
+    return kib << 10;
+}
+
 size_t device_total(void) { return from_environment("NULL_CUDA_MEMORY", 80ull << 30); }
 
 size_t device_used(int device) { return used[device]; }

@@ -15,8 +15,8 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-enum { SM_COUNT = 132, MAJOR = 9, MINOR = 0, MAX_THREADS = 1024, WARP = 32, DEVICES_MAX = 8 };
-enum { SHARED_STATIC = 48 << 10, SHARED_OPTIN = 227 << 10, SHARED_SM = 228 << 10 };
+enum { SM_COUNT = 132, MAX_THREADS = 1024, WARP = 32, DEVICES_MAX = 8 };
+enum { SHARED_STATIC = 48 << 10, SHARED_RESERVED = 1 << 10 };
 
 // ledger.c: what was called, and what went wrong.
 typedef struct Counter {
@@ -57,6 +57,9 @@ typedef struct {
 } MemorySums;
 
 int device_count(void);
+// 80, 89 or 90, and the shared memory that a block of such a device can ask for.
+int capability(void);
+int shared_optin(void);
 size_t device_total(void);
 size_t device_used(int device);
 void *take_device(size_t size, int device);

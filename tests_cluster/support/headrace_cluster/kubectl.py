@@ -63,7 +63,7 @@ class Kubectl:
         self("delete", "pod", pod, "--grace-period=0", "--force", "--wait=false")
 
     def events(self, name: str) -> list[Manifest]:
-        """Those about one object, the oldest first."""
+        """The events of one object, the oldest first."""
         return sorted(
             (event for event in self.items("events") if event["involvedObject"]["name"] == name),
             key=lambda event: str(event["firstTimestamp"]),

@@ -1,6 +1,11 @@
-"""Clients that stream through the ingress with the openai SDK and check every token."""
+"""Clients that stream through the ingress and check every token.
+
+They read events with httpx alone. The openai SDK takes several times as long for each, and on few
+cores a client that is behind reads one stream after the other: each seems to pause for seconds.
+"""
 
 import asyncio
+import json
 import threading
 import time
 import uuid
@@ -8,17 +13,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import httpx
-from openai import APIConnectionError, APIStatusError, AsyncOpenAI
-from openai.types import CompletionChoice
 
 from headrace_testing.greedy import GreedyCase
 from headrace_testing.processes import until
 
+Choice = dict[str, Any]
+
 REQUEST_TIMEOUT_S = 240.0
-# Of one request, where its connection breaks or nobody answers.
+# Attempts of one request if its connection breaks or it gets no answer.
 ATTEMPTS = 30
 
 
@@ -26,13 +31,31 @@ ATTEMPTS = 30
 class Answered:
     """One request of the load. Times are Unix seconds; `problem` is None where it was right.
 
-    `attempts` counts the connections that it took.
+    `attempts` counts the connections that it took, `pause` is the longest time between two tokens.
     """
 
     begun: float
     ended: float
     attempts: int
     problem: str | None
+    pause: float
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far one request's stream is, whatever connections it takes."""
+
+    tokens: int = 0
+    pause: float = 0.0
+    _at: float = 0.0
+
+    def reached(self, tokens: int) -> None:
+        if tokens <= self.tokens:
+            return  # read once more, behind a connection that broke
+        now = time.monotonic()
+        if self.tokens:
+            self.pause = max(self.pause, now - self._at)
+        self.tokens, self._at = tokens, now
 
 
 @dataclass(slots=True)
@@ -79,77 +102,112 @@ class Load:
         self._thread.join()
 
     def await_answers(self, more: int) -> None:
-        """Until so many more requests have been answered, right or wrong."""
+        """Waits until `more` further requests have been answered, right or wrong."""
         wanted = len(self.answered) + more
         until(lambda: len(self.answered) >= wanted, f"{wanted} answers", REQUEST_TIMEOUT_S)
 
     def mistakes(self) -> list[str]:
         return [one.problem for one in self.answered if one.problem is not None]
 
+    @property
+    def pause(self) -> float:
+        """The longest of all streams, in seconds."""
+        return max((one.pause for one in self.answered), default=0.0)
+
     def in_flight(self) -> int:
         return self._sent - len(self.answered)
 
     async def _run(self) -> None:
-        client = AsyncOpenAI(
-            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=REQUEST_TIMEOUT_S
-        )
         cases = cycle(self.cases)
-        async with client:
+        async with httpx.AsyncClient(base_url=self.url, timeout=REQUEST_TIMEOUT_S) as client:
             await asyncio.gather(*(self._client(client, cases) for _ in range(self.clients)))
 
-    async def _client(self, client: AsyncOpenAI, cases: "cycle[GreedyCase]") -> None:
+    async def _client(self, client: httpx.AsyncClient, cases: "cycle[GreedyCase]") -> None:
         while not self._stop.is_set() and (self.requests is None or self._sent < self.requests):
             self._sent += 1
             begun = time.time()
-            attempts, problem = await self._insist(client, next(cases))
+            progress = Progress()
+            attempts, problem = await self._insist(client, next(cases), progress)
             self.answered.append(
-                Answered(begun=begun, ended=time.time(), attempts=attempts, problem=problem)
+                Answered(
+                    begun=begun,
+                    ended=time.time(),
+                    attempts=attempts,
+                    problem=problem,
+                    pause=progress.pause,
+                )
             )
 
-    async def _insist(self, client: AsyncOpenAI, case: GreedyCase) -> tuple[int, str | None]:
+    async def _insist(
+        self, client: httpx.AsyncClient, case: GreedyCase, progress: Progress
+    ) -> tuple[int, str | None]:
         """The attempts that it took, and what is wrong with the answer."""
         key = str(uuid.uuid4())
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                return attempt, await self._ask(client, case, key)
-            except (APIConnectionError, APIStatusError, httpx.TransportError) as error:
-                refused = isinstance(error, APIStatusError) and not _passing(error)
+                return attempt, await self._ask(client, case, key, progress)
+            except (httpx.HTTPStatusError, httpx.TransportError) as error:
+                refused = isinstance(error, httpx.HTTPStatusError) and not _passing(error.response)
                 if refused or attempt == ATTEMPTS:
-                    return attempt, f"{type(error).__name__}: {error}"
+                    return attempt, _words(error)
                 await asyncio.sleep(min(2.0, 0.1 * attempt))
         raise AssertionError("unreachable")
 
-    async def _ask(self, client: AsyncOpenAI, case: GreedyCase, key: str) -> str | None:
-        create = client.completions.create
-        prompt, headers = list(case.prompt), {"Idempotency-Key": key}
+    async def _ask(
+        self, client: httpx.AsyncClient, case: GreedyCase, key: str, progress: Progress
+    ) -> str | None:
         body = {
+            "model": self.model,
+            "prompt": list(case.prompt),
+            "stream": self.stream,
             "max_tokens": len(case.output),
             "temperature": 0,
             "ignore_eos": True,
             "return_token_ids": True,
         }
-        if not self.stream:
-            whole = await create(
-                model=self.model, prompt=prompt, extra_body=body, extra_headers=headers
-            )
-            return _problem(case, whole.choices)
-        stream = await create(
-            model=self.model, prompt=prompt, stream=True, extra_body=body, extra_headers=headers
-        )
-        return _problem(case, [choice async for chunk in stream for choice in chunk.choices])
+        headers = {"Idempotency-Key": key}
+        async with client.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+            if not answer.is_success or not self.stream:
+                await answer.aread()
+                return _problem(case, answer.raise_for_status().json()["choices"])
+            pieces: list[Choice] = []
+            tokens = 0
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    return f"an error in the stream: {event['error']}"
+                pieces += event["choices"]
+                tokens += sum(len(_tokens(choice)) for choice in event["choices"])
+                progress.reached(tokens)
+            return _problem(case, pieces)
 
 
-def _passing(error: APIStatusError) -> bool:
+def _tokens(piece: Choice) -> Sequence[int]:
+    return piece.get("token_ids") or ()
+
+
+def _words(error: httpx.HTTPError) -> str:
+    words = f"{type(error).__name__}: {error}"
+    if isinstance(error, httpx.HTTPStatusError):
+        words += f" {error.response.text[:500]}"
+    return words
+
+
+def _passing(answer: httpx.Response) -> bool:
     """Overload, or no gateway behind the ingress, which some tell as 404 without a JSON body."""
-    return error.status_code in (429, 502, 503, 504) or (
-        error.status_code == 404 and not isinstance(error.body, dict)
-    )
+    if answer.headers.get("x-should-retry") == "false":
+        return False
+    if answer.status_code == 404:
+        return not answer.headers.get("content-type", "").startswith("application/json")
+    return answer.status_code in (429, 502, 503, 504)
 
 
-def _problem(case: GreedyCase, pieces: Sequence[CompletionChoice]) -> str | None:
+def _problem(case: GreedyCase, pieces: Sequence[Choice]) -> str | None:
     """What is wrong with an answer, whole or in pieces."""
-    got = tuple(token for piece in pieces for token in getattr(piece, "token_ids", None) or ())
-    reason = next((piece.finish_reason for piece in pieces if piece.finish_reason), None)
+    got = tuple(token for piece in pieces for token in _tokens(piece))
+    reason = next((piece["finish_reason"] for piece in pieces if piece.get("finish_reason")), None)
     if got != case.output:
         same = next(
             (i for i, (a, b) in enumerate(zip(got, case.output, strict=False)) if a != b),

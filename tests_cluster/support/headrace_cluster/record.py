@@ -29,9 +29,10 @@ class Sample:
 
 @dataclass(slots=True)
 class Recorder:
-    """Reads a ModelService's status once a second while its block runs."""
+    """Reads a ModelService's status once a second while its block runs, from `began`, Unix time."""
 
     service: Service
+    began: float = 0.0
     samples: list[Sample] = field(default_factory=list)
     _loads: list[Load] = field(default_factory=list)
     _stop: threading.Event = field(default_factory=threading.Event)
@@ -64,12 +65,12 @@ class Recorder:
         return max((getattr(sample, what) for sample in self.samples), default=0)
 
     def _run(self) -> None:
-        begun = time.monotonic()
+        self.began = time.time()
         while not self._stop.wait(INTERVAL_S):
             status = self.service.status
             self.samples.append(
                 Sample(
-                    at=time.monotonic() - begun,
+                    at=time.time() - self.began,
                     in_flight=sum(load.in_flight() for load in self._loads),
                     backlog=status.get("backlog") or 0,
                     desired=status.get("desiredReplicas", 0),

@@ -2,6 +2,8 @@
 
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,7 +48,9 @@ class Release:
     def _helm(self, verb: str, *flags: str) -> str:
         values = ("--values", str(VALUES))
         place = ("--namespace", self.namespace, "--wait", "--timeout", "3m")
-        return run("helm", verb, self.name, str(CHART), *values, *place, *flags)
+        tag = os.environ.get("IMAGE_TAG")
+        image = () if tag is None else ("--set", f"image.tag={tag}")
+        return run("helm", verb, self.name, str(CHART), *values, *place, *image, *flags)
 
     def test(self) -> str:
         """What `helm test` and its pod say. Raises CommandFailed."""
@@ -55,6 +59,14 @@ class Release:
 
     def uninstall(self) -> None:
         run("helm", "uninstall", self.name, "--namespace", self.namespace, "--wait")
+
+    def reset(self) -> None:
+        """No ModelService is left, nor what they made, nor an event of them."""
+        self.kubectl("delete", "modelservices", "--all", "--wait=true")
+        engines = "app.kubernetes.io/component=engine"
+        until(lambda: not self.kubectl.names("pods", engines), "no engine to be left", PATIENCE_S)
+        until(lambda: self.models() == [], "no model to be listed", PATIENCE_S)
+        self.kubectl("delete", "events", "--all")
 
     def remove(self) -> None:
         """The release, where it is still there, and its namespace."""
@@ -82,6 +94,23 @@ class Release:
     def until_rolled_out(self, workload: str) -> None:
         """`workload` as deployment/NAME or statefulset/NAME."""
         self.kubectl("rollout", "status", workload, f"--timeout={PATIENCE_S:.0f}s")
+
+
+INSTALLED: list[Release] = []
+
+
+@contextmanager
+def installation() -> Iterator[Release]:
+    """A release that is one of INSTALLED while the block runs; nothing of it is left afterwards."""
+    release = Release()
+    INSTALLED.append(release)
+    try:
+        release.install()
+        yield release
+    finally:
+        INSTALLED.remove(release)
+        if "KEEP" not in os.environ:
+            release.remove()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +156,7 @@ class Service:
         )
 
     def until_ready(self, engines: int) -> None:
-        """Exactly so many engines, all ready, and the newest spec seen."""
+        """Waits for exactly `engines` engines, all ready, and the newest spec observed."""
 
         def settled() -> bool:
             found = self.read()
@@ -143,7 +172,7 @@ class Service:
         until(settled, f"{self.name} to have {engines} ready engines", PATIENCE_S)
 
     def delete(self) -> None:
-        """And wait until nothing of it is left."""
+        """Deletes it, and waits until none of its objects is left."""
         self.kubectl("delete", "modelservice", self.name, "--wait=true")
         until(lambda: not self.remains(), f"{self.name} to leave nothing behind", PATIENCE_S)
 

@@ -7,7 +7,7 @@ from headrace_cluster.kubectl import Manifest
 API_VERSION = "headrace.dev/v1alpha1"
 MODEL = "demo"
 # Few sequences an engine, so that a small load makes a backlog; float32, so that tokens are exact.
-ENGINE_SETTINGS = {
+ENGINE_SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "threads": 1,
     "maxNumSeqs": 4,

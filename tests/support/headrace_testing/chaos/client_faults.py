@@ -7,7 +7,7 @@ from functools import partial
 
 import httpx
 
-from headrace_gateway.deadlines import TIMEOUT_HEADER
+from headrace_gateway.queue_client.deadlines import TIMEOUT_HEADER
 
 from .clients import Client, Manner
 from .demands import POISON
@@ -40,7 +40,7 @@ async def poison(scene: Scene, *flags: str) -> None:
 
 
 async def poison_in_a_crowd(scene: Scene) -> None:
-    """The same among so many that engines come to beat late: leases must last then."""
+    """The same among many requests, so that heartbeats are late: leases must last."""
     await poison(scene, *_LONG_LEASE)
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from itertools import count, product
 from pathlib import Path
 
-from headrace_common.keys import MAX_SHARDS
+from headrace_common.wire.keys import MAX_SHARDS
 from headrace_testing.forked import Forge
 from headrace_testing.processes import Starter
 from headrace_testing.redis_sets import GuardedSentinelSet, SentinelSet

@@ -13,9 +13,9 @@ from functools import partial
 from types import FrameType
 
 import headrace_engine.__main__ as program
-from headrace_engine.config import EngineConfig
-from headrace_engine.plan import StepPlan, StepResult
-from headrace_engine.runner import ModelRunner
+from headrace_engine.core.config import EngineConfig
+from headrace_engine.core.step_plan import SchedulerOutput, StepResult
+from headrace_engine.model_runner.model_runner import ModelRunner
 
 from .demands import HANG, POISON, RAISE, Moment
 from .fate import Fate
@@ -45,9 +45,11 @@ class EvilRunner(ModelRunner):
     def _raise_later(self, _number: int, _frame: FrameType | None) -> None:
         self._left = STEPS_UNTIL_RAISE
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, scheduler_output: SchedulerOutput) -> StepResult:
         begun = time.monotonic()
-        if any(POISON in item.sequence.request.prompt_token_ids for item in plan.scheduled):
+        if any(
+            POISON in item.sequence.request.prompt_token_ids for item in scheduler_output.scheduled
+        ):
             os.kill(os.getpid(), signal.SIGKILL)
         if self._hangs:
             threading.Event().wait()
@@ -55,8 +57,8 @@ class EvilRunner(ModelRunner):
             self._left -= 1
             if self._left < 0:
                 raise EvilForwardError("a forward pass failed")
-        result = super().execute(plan)
-        self._fate.meet(Moment.PREFILL if plan.prefill_tokens else Moment.DECODE)
+        result = super().execute(scheduler_output)
+        self._fate.meet(Moment.PREFILL if scheduler_output.prefill_tokens else Moment.DECODE)
         time.sleep(max(0.0, STEP_S - (time.monotonic() - begun)))
         return result
 

@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-from headrace_common.messages import Reply, Tokens
 from headrace_common.protocol.base import Progress
-from headrace_common.protocol.redis_engine import RedisEngineQueue
+from headrace_common.protocol.redis.engine import RedisEngineQueue
+from headrace_common.wire.messages import Reply, Tokens
 
 from .demands import Moment
 

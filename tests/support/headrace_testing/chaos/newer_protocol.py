@@ -9,15 +9,16 @@ from typing import Any
 
 import msgpack
 
-from headrace_common.frames import encode_frame
-from headrace_common.messages import (
+from headrace_common.protocol.frames import encode_frame
+from headrace_common.protocol.redis import engine as redis_engine
+from headrace_common.protocol.redis import gateway as redis_gateway
+from headrace_common.wire.messages import (
     PROTOCOL_VERSION,
     Frame,
     GenerateRequest,
     decode_request,
     encode_request,
 )
-from headrace_common.protocol import redis_engine, redis_gateway
 
 NEXT = PROTOCOL_VERSION + 1
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import psutil
 
-from headrace_common.process import EXIT_FAILED
+from headrace_common.config.process import EXIT_FAILED
 from headrace_testing.processes import until
 from headrace_testing.stack import EngineProcess
 

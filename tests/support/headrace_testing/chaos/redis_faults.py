@@ -37,7 +37,7 @@ async def roll_back(scene: Scene) -> None:
 
 
 async def empty(scene: Scene) -> None:
-    """Of other requests than its clients' nobody knows any more, which they are told."""
+    """Redis is emptied. Its clients' requests continue; requests with unknown ids get an error."""
     await scene.moment()
     await scene.aside(lambda: ask(scene.world.valkey.port, "FLUSHALL"))
     unknown = f"{scene.random.getrandbits(128):032x}"

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from headrace_common.structured import StructuredOutputsParams
+from headrace_common.structured.structured import StructuredOutputsParams
 from headrace_engine import LLM, SamplingParams
-from headrace_engine.llm import Prompt
+from headrace_engine.offline.llm import Prompt
 from headrace_testing.checkpoints import VOCAB, save_checkpoint
 
 from .cases import TOKENS, Case, Expected, Workload
@@ -82,13 +82,13 @@ def _perturbed(checkpoint: Path, folder: Path, seed: int) -> Path:
 
 
 def _draw(rng: random.Random, kind: str) -> Case:
-    """A request that nobody has answered yet."""
+    """A request without an expected answer."""
     prompt = tuple(rng.randrange(POISON + 1, VOCAB) for _ in range(rng.randrange(4, 60)))
     return Case(kind, prompt, {**_KINDS[kind], "seed": rng.randrange(2**31)}, ())
 
 
 def _clear(llms: Sequence[LLM], cases: Sequence[Case]) -> list[Case]:
-    """Those on which all models agree, with their answers; `stop` cases stop."""
+    """The cases on which all models agree, with their answers; `stop` cases stop."""
     answers = [_answers(llm, cases) for llm in llms]
     agreed = [
         replace(case, expected=choices[0])

@@ -9,7 +9,7 @@ from typing import Any
 import redis
 
 from headrace_common.errors import BackendUnavailable
-from headrace_common.keys import ShardKeys
+from headrace_common.wire.keys import ShardKeys
 from headrace_testing.processes import Starter, until
 from headrace_testing.redis_sets import ClusterSet, SentinelSet
 from headrace_testing.stack import MODEL, EngineProcess, RedisServers, Stack
@@ -59,7 +59,9 @@ class WholeCluster(ClusterSet):
 
 
 class World(Stack):
-    """At rest it has ENGINES engines, GATEWAYS gateways and an empty queue of `shards` shards."""
+    """The stack that faults disturb. At rest the constants give its number of engines and gateways,
+    and the queue of `shards` shards is empty.
+    """
 
     def __init__(
         self, checkpoint: Path, folder: Path, start: Starter, servers: RedisServers, shards: int
@@ -93,7 +95,7 @@ class World(Stack):
         return self.add_engine(*_FLAGS, *next(self._kinds), *flags, env=env)
 
     def restore(self) -> None:
-        """Replaces what has died and ends what is too many."""
+        """Replaces processes that have died and ends surplus engines."""
         self.engines[:] = [engine for engine in self.engines if engine.alive]
         self.gateways[:] = [gateway for gateway in self.gateways if gateway.alive]
         for engine in self.engines[ENGINES:]:
@@ -111,7 +113,7 @@ class World(Stack):
             return False
 
     def until_clean(self) -> None:
-        """Waits until nothing is held; raises AssertionError naming what still is."""
+        """Waits until no request is left; raises AssertionError naming what is left."""
         until(self.queue_is_empty, "the queue to be empty", _QUIET_S)
         for engine in self.engines:
             if engine.alive:
@@ -125,7 +127,7 @@ class World(Stack):
         return [ShardKeys(MODEL, number) for number in range(self.queue_shards)]
 
     def leftovers(self) -> list[str]:
-        """Names of keys that only requests which have not ended may have, or dead letters."""
+        """Keys of requests that have not ended; payloads of dead letters are left out."""
         with redis.Redis.from_url(self.servers.url, decode_responses=True) as client:
             return [name for names in self.shard_keys for name in _left(client, names)]
 

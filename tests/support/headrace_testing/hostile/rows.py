@@ -11,7 +11,7 @@ from headrace_testing.stack import MODEL
 from .attack import Answer, Attack, Client, exchange, head, post, together
 from .document import BASES
 from .sockets import crowd, drip, many, never_read, reset
-from .world import EMBEDDER, Target
+from .world import EMBEDDER, LOOPING, Target
 
 CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
 MIB = 2**20
@@ -101,6 +101,18 @@ def _bodies() -> Iterator[Attack]:
     yield _attack("55,000 tool calls", "tenant", ask(CHAT, fields(CHAT, messages=calls)))
     for name in ("self", "messages", "tools", "raise_exception", "bos_token", "kwargs"):
         yield _attack(f"a template's variable `{name}`", "tenant", _variable(name))
+    yield _attack("40 chats whose template loops", "tenant", _loop)
+
+
+async def _loop(target: Target) -> Answer:
+    """Another tenant's chat of the model must be answered meanwhile."""
+
+    def chat(key: str, loops: int) -> bytes:
+        return post(CHAT, fields(CHAT, model=LOOPING, chat_template_kwargs={"loops": loops}), key)
+
+    looping = many(target.api, [chat(target.attacker, 10**5)] * 40)
+    found, beside = await asyncio.gather(looping, exchange(target.api, [chat(target.bystander, 1)]))
+    return found if beside.outcome == "200" else Answer("500", beside.seconds)
 
 
 def _variable(name: str) -> Play:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace_common.checkpoint import DEMO_MODEL
+from headrace_common.text.checkpoint import DEMO_MODEL
 from headrace_testing.api_keys import KeyBook
 from headrace_testing.processes import Running, start_program
 from headrace_testing.stack import Stack
@@ -15,6 +15,11 @@ from headrace_testing.valkey import ValkeyServer
 from .limits import DESCRIPTORS, ENGINE_BYTES, GATEWAY_BYTES, PATIENCE_S, REDIS_MEMORY
 
 EMBEDDER = "embedder"
+# A model whose own template takes as long as a chat's `loops` says.
+LOOPING = "looping"
+LOOPING_TEMPLATE = """\
+{% for _ in range(loops | default(1)) %}{% for _ in range(1000) %}{% endfor %}{% endfor %}
+{{- messages[-1].content }}"""
 ATTACKER, BYSTANDER = "attacker", "bystander"
 
 
@@ -39,7 +44,7 @@ class Watched:
 
 
 class HostileStack(Stack):
-    """One gateway with API keys before an engine that generates and one that embeds."""
+    """One gateway with API keys, and engines that generate, embed, and register LOOPING."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -55,6 +60,11 @@ class HostileStack(Stack):
         self.embedder = self.add_engine(
             *("--lease", "10", "--served-model-name", EMBEDDER, "--task", "embed")
         )
+        looping = folder / "looping.jinja"
+        looping.write_text(LOOPING_TEMPLATE)
+        self.looping = self.add_engine(
+            *("--lease", "10", "--served-model-name", LOOPING, "--chat-template", str(looping))
+        )
         self.gateway = self.add_gateway(
             *("--api-keys-file", str(self._keys.path)),
             *("--chat-template", str(folder / "template.jinja")),
@@ -64,7 +74,8 @@ class HostileStack(Stack):
 
     def until_ready(self) -> None:
         self.await_engines(1)
-        self.embedder.await_log("engine ready")
+        for engine in (self.embedder, self.looping):
+            engine.await_log("engine ready")
 
     @property
     def target(self) -> Target:
@@ -83,6 +94,7 @@ class HostileStack(Stack):
             Watched("gateway", self.gateway.pid, GATEWAY_BYTES),
             Watched("engine", self.engine.pid, ENGINE_BYTES),
             Watched("embedder", self.embedder.pid, ENGINE_BYTES),
+            Watched("looping", self.looping.pid, ENGINE_BYTES),
         )
 
     @property

@@ -1,0 +1,19 @@
+"""Sealing for both sides of a benchmark: a file of keys, and what seals with it."""
+
+from pathlib import Path
+
+from headrace_common.sealing.aes import AesSealer
+from headrace_common.sealing.keyring import new_key, read_keyring, write_keyring
+from headrace_common.sealing.sealer import UNSEALED, Sealer
+
+
+def new_keys_file(folder: Path) -> Path:
+    """A file with one key."""
+    path = folder / "keyring"
+    path.write_text(write_keyring([new_key()]))
+    return path
+
+
+def sealer_of(path: Path | None) -> Sealer:
+    """What seals with the keys of a file; without one, nothing does."""
+    return UNSEALED if path is None else AesSealer(read_keyring(path.read_bytes()))

@@ -1,0 +1,4 @@
+"""The terminal chat.
+
+Imports errors.
+"""

@@ -1,0 +1,61 @@
+"""The arguments of `headrace debug steps|requests|profile`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ..engine_inside import DEFAULT_URL, EngineInside, show_requests, show_steps
+from ..errors import UsageError
+from ..tables import Output
+
+app = typer.Typer(
+    name="debug",
+    help="The inside of a running engine, by the port of its metrics: /debug/... there.",
+    no_args_is_help=True,
+)
+
+Url = Annotated[
+    str,
+    typer.Option(
+        "--url",
+        envvar="HEADRACE_ENGINE_METRICS_URL",
+        help="The engine's metrics port; default: the first one of `headrace up`.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+def steps(
+    url: Url = DEFAULT_URL,
+    last: Annotated[int, typer.Option(min=1, max=512, help="How many.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """The last steps: what each computed, how long it took, what was left over."""
+    show_steps(EngineInside(url), Output(as_json), last)
+
+
+@app.command()
+def requests(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """The requests that the engine has, and for how long nothing came of them."""
+    show_requests(EngineInside(url), Output(as_json))
+
+
+@app.command()
+def profile(
+    file: Annotated[Path, typer.Argument(help="Where to write the Chrome trace.")],
+    url: Url = DEFAULT_URL,
+    steps: Annotated[int, typer.Option(min=1, max=1000, help="How many to record.")] = 20,
+    timeout: Annotated[int, typer.Option(min=1, max=300, help="Seconds to wait for them.")] = 60,
+) -> None:
+    """Record the next steps; open the file with chrome://tracing or Perfetto."""
+    trace = EngineInside(url).profile(steps, timeout)
+    try:
+        file.write_bytes(trace)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {file} ({error.strerror})", "choose another file"
+        ) from error
+    Console(stderr=True).print(f"{file}: {steps} steps, {len(trace)} bytes", markup=False)

@@ -1,0 +1,147 @@
+"""The arguments of `headrace queue status|peek|dead|replay|purge`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..tables import Output
+
+if TYPE_CHECKING:
+    from ..queues.queues import QueueSession
+
+app = typer.Typer(
+    name="queue",
+    help="The queues of a running system: what waits, what was set aside, and what to do with it.",
+    no_args_is_help=True,
+)
+
+Url = Annotated[
+    str | None,
+    typer.Option(
+        "--redis",
+        envvar="REDIS_URL",
+        help="Redis or Valkey; default: that of a running `headrace up`, else this host's.",
+    ),
+]
+DataFolder = Annotated[Path, typer.Option("--data-dir", help="Of `headrace up`.")]
+Model = Annotated[
+    str | None, typer.Option("--model", help="Name that clients use; default: the only one.")
+]
+Models = Annotated[
+    list[str] | None, typer.Option("--model", help="Repeatable; default: all there are.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Limit = Annotated[int, typer.Option(min=1, max=100_000, help="Most that are listed.")]
+KeysFile = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="HEADRACE_GATEWAY_SEALING_KEYS_FILE",
+        help="Keys with which prompts are sealed, where they are.",
+    ),
+]
+Ids = Annotated[list[str] | None, typer.Argument(metavar="ID...", help="Requests.")]
+DATA_DIR = Path(".headrace")
+
+
+@app.command()
+def status(
+    model: Models = None,
+    redis: Url = None,
+    data_dir: DataFolder = DATA_DIR,
+    as_json: AsJson = False,
+) -> None:
+    """Each model's queue and its engines."""
+    from ..queues.queues import show_status
+
+    show_status(_session(redis, data_dir, as_json), model)
+
+
+@app.command()
+def peek(
+    model: Model = None,
+    running: Annotated[
+        bool, typer.Option("--running", help="Those that engines have, not those that wait.")
+    ] = False,
+    limit: Limit = 20,
+    redis: Url = None,
+    data_dir: DataFolder = DATA_DIR,
+    as_json: AsJson = False,
+) -> None:
+    """The next requests of a queue; never their prompts."""
+    from ..queues.queues import show_requests
+
+    show_requests(_session(redis, data_dir, as_json), model, limit=limit, running=running)
+
+
+@app.command()
+def dead(
+    model: Model = None,
+    limit: Limit = 20,
+    redis: Url = None,
+    data_dir: DataFolder = DATA_DIR,
+    as_json: AsJson = False,
+) -> None:
+    """Requests that were set aside: why, and whether they can be replayed."""
+    from ..queues.queues import show_dead
+
+    show_dead(_session(redis, data_dir, as_json), model, limit)
+
+
+@app.command()
+def replay(
+    model: Model = None,
+    request_ids: Ids = None,
+    every: Annotated[bool, typer.Option("--all", help="All that can be.")] = False,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that each may take.")] = 600.0,
+    sealing_keys_file: KeysFile = None,
+    redis: Url = None,
+    data_dir: DataFolder = DATA_DIR,
+    as_json: AsJson = False,
+) -> None:
+    """Queue dead letters' requests again, with their failures forgotten."""
+    from ..queues.queues import replay as run
+
+    session = _session(redis, data_dir, as_json, sealing_keys_file)
+    run(session, model, _chosen(request_ids, every), timeout)
+
+
+@app.command()
+def purge(
+    model: Model = None,
+    request_ids: Ids = None,
+    every: Annotated[bool, typer.Option("--all", help="All dead letters.")] = False,
+    waiting: Annotated[
+        bool, typer.Option("--waiting", help="Cancel what waits instead; clients get an error.")
+    ] = False,
+    sealing_keys_file: KeysFile = None,
+    redis: Url = None,
+    data_dir: DataFolder = DATA_DIR,
+    as_json: AsJson = False,
+) -> None:
+    """Forget dead letters with what was kept of their requests, or cancel what waits."""
+    from ..queues.queues import cancel_waiting
+    from ..queues.queues import purge as run
+
+    session = _session(redis, data_dir, as_json, sealing_keys_file)
+    if waiting:
+        cancel_waiting(session, model)
+    else:
+        run(session, model, _chosen(request_ids, every))
+
+
+def _chosen(request_ids: list[str] | None, every: bool) -> list[str] | None:
+    """None for all."""
+    from ..errors import UsageError
+
+    if every == bool(request_ids):
+        raise UsageError("say which requests", "give their ids, or --all")
+    return None if every else request_ids
+
+
+def _session(
+    redis: str | None, data_dir: Path, as_json: bool, keys_file: Path | None = None
+) -> "QueueSession":
+    from ..queues.queues import QueueSession, queue_url
+
+    return QueueSession(queue_url(redis, data_dir), Output(as_json), keys_file)

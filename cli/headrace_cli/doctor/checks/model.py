@@ -1,0 +1,183 @@
+"""Checks whether an engine could load the model's folder or hub id. Reads no weights."""
+
+import json
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from headrace_common.text.checkpoint import local_source
+
+from ...errors import UsageError
+from .finding import Finding, Level, fail, ok, warning
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_SECONDS = 5.0
+# Of safetensors: the longest header that its library reads, and what in it is no tensor.
+_HEADER_BYTES = 100_000_000
+_METADATA = "__metadata__"
+_NO_GGUF = "GGUF is not read: take the checkpoint with *.safetensors that it was made from"
+_TO_SAFETENSORS = "convert them to *.safetensors, or take another revision of the model"
+# Texts that can only be a folder.
+_PATHS = (".", "~", "/")
+
+
+def check(model: str) -> Iterator[Finding]:
+    folder = _folder(model)
+    if folder is not None:
+        yield from _check_folder(folder)
+    elif _is_file(model):
+        remedy = _NO_GGUF if model.endswith(".gguf") else "give the folder that it is in"
+        yield fail("model", f"{model} is a file", remedy)
+    elif _is_hub_id(model):
+        yield from _check_hub(model)
+    else:
+        yield fail(
+            "model",
+            f"{model} is neither a folder nor a hub id",
+            "give the folder with config.json and *.safetensors, or an id such as Qwen/Qwen3-0.6B",
+        )
+
+
+def refuse_unusable(model: str) -> None:
+    """Raises UsageError if it is clear without the network that no engine can load the model."""
+    if _folder(model) is None and _is_hub_id(model) and not _is_file(model):
+        return
+    for finding in check(model):
+        if finding.level is Level.FAIL:
+            raise UsageError(finding.detail, finding.remedy)
+
+
+def weight_bytes(model: str) -> int | None:
+    """The size of the safetensors files; None if they are not on this machine."""
+    folder = _folder(model) or (_cached(model) if _is_hub_id(model) else None)
+    if folder is None:
+        return None
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors")) or None
+
+
+def _is_hub_id(model: str) -> bool:
+    return _HUB_ID.fullmatch(model) is not None and not model.startswith(_PATHS)
+
+
+def _is_file(model: str) -> bool:
+    return Path(model).expanduser().is_file()
+
+
+def _folder(model: str) -> Path | None:
+    path = Path(local_source(model)).expanduser()
+    return path if path.is_dir() else None
+
+
+def _check_folder(folder: Path) -> Iterator[Finding]:
+    try:
+        config: Any = json.loads((folder / "config.json").read_text())
+    except FileNotFoundError:
+        yield fail("model", f"{folder} has no config.json", "give the folder of a HF checkpoint")
+        return
+    except (OSError, ValueError) as error:
+        yield fail("model", f"{folder / 'config.json'}: {error}", "download the checkpoint again")
+        return
+    if _only_pickled(folder):
+        detail = f"{folder} has only pickled weights (*.bin), which are refused"
+        yield fail("model", detail, _TO_SAFETENSORS)
+        return
+    lacking = _lacking(folder) or _cut_short(folder)
+    if lacking:
+        yield fail("model", f"{folder} has {lacking}", "download the checkpoint again, whole")
+        return
+    architecture = ", ".join(config.get("architectures") or ["unknown architecture"])
+    size = (weight_bytes(str(folder)) or 0) / 2**20
+    yield ok("model", f"{folder}: {architecture}, {size:.0f} MiB")
+
+
+def _only_pickled(folder: Path) -> bool:
+    return any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors"))
+
+
+def _lacking(folder: Path) -> str:
+    index = folder / "model.safetensors.index.json"
+    if not any(folder.glob("*.safetensors")):
+        return "no *.safetensors"
+    if index.exists():
+        try:
+            shards = set(json.loads(index.read_text())["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError):
+            return f"an unreadable {index.name}"
+        if absent := sorted(name for name in shards if not (folder / name).is_file()):
+            return f"no {absent[0]}, which {index.name} names"
+    return "" if (folder / "tokenizer.json").exists() else "no tokenizer.json"
+
+
+def _cut_short(folder: Path) -> str:
+    """A safetensors file that is shorter than its own header says."""
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            wanted = _whole_bytes(path)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return f"an unreadable {path.name}"
+        if (size := path.stat().st_size) < wanted:
+            return f"{size} of the {wanted} bytes of {path.name}"
+    return ""
+
+
+def _whole_bytes(path: Path) -> int:
+    """The complete size: 8 bytes of the header's length, the header, the tensors."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 0 < length <= _HEADER_BYTES:
+            raise ValueError("no header")
+        header = json.loads(file.read(length))
+    ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != _METADATA]
+    return 8 + length + max(ends, default=0)
+
+
+def _transport_errors() -> tuple[type[Exception], ...]:
+    """The errors of the HTTP libraries that versions of huggingface-hub use."""
+    found = (import_module(name) for name in ("httpx", "httpx2") if find_spec(name) is not None)
+    return OSError, *(module.HTTPError for module in found)
+
+
+def _check_hub(model: str) -> Iterator[Finding]:
+    """Checks a hub id, which is usable if its files are cached or the hub has it."""
+    if cached := _cached(model):
+        yield from _check_folder(cached)
+        return
+    problem = _hub_problem(model)
+    if problem is None:
+        yield warning(
+            "model", f"{model} is on the hub, not here", "it is downloaded at first start"
+        )
+    else:
+        yield fail("model", f"{model}: {problem}", "check the id, your network and HF_TOKEN")
+
+
+def _cached(model: str) -> Path | None:
+    try:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+    except ImportError:
+        return None  # told by the check of the packages
+    try:
+        found = try_to_load_from_cache(model, "config.json")
+    except HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _hub_problem(model: str) -> str | None:
+    try:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+    except ImportError:
+        return "huggingface-hub is not installed"
+    unreachable = _transport_errors()
+    try:
+        HfApi().model_info(model, timeout=_HUB_SECONDS)
+    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled) as error:
+        return str(error).splitlines()[0]
+    except unreachable as error:
+        return f"the hub cannot be reached ({type(error).__name__})"
+    return None

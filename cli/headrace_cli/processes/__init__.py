@@ -1,0 +1,4 @@
+"""Child processes and their logs: started, restarted, given up, ended with their parent.
+
+Imports errors.
+"""

@@ -1,0 +1,4 @@
+"""Shows and repairs the queues of a running system.
+
+Imports servers and datadir.
+"""

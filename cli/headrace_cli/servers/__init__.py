@@ -1,0 +1,4 @@
+"""The embedded queue server, and checks of a running server.
+
+Imports processes.
+"""

@@ -1,0 +1,212 @@
+"""`headrace up`: starts queue server, engines and gateways, keeps them running and drains them.
+
+Start: queue, then engines and gateways together. Drain: gateways (they stop accepting and let
+their streams end), engines, queue. Every wait ends immediately when a child gives up or a signal
+comes.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from ..datadir import DataDir
+from ..machine import usable_cores, visible_gpus
+from ..processes.child import ChildSpec
+from ..processes.logs import LogFile
+from ..processes.report import Report
+from ..processes.supervisor import RestartPolicy, Service, Supervisor
+from ..servers.queue_server import check_redis, until_answering
+from ..servers.valkey import find_server, remove_socket, server_spec, socket_path, socket_url
+from ..sockets import FIRST_METRICS_PORT, listen, listen_on_free_ports
+from .stack import HostResources, UpConfig, engine_spec, gateway_spec
+
+# Between two looks at a starting child's health.
+_PROBE_SECONDS = 0.2
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Stopped(Exception):
+    """A signal asked `up` to end."""
+
+
+class Up:
+    """One run of `up`. `redis_url` None means the embedded server."""
+
+    def __init__(
+        self, config: UpConfig, *, data: DataDir, report: Report, redis_url: str | None
+    ) -> None:
+        self._config = config
+        self._data = data
+        self._report = report
+        self._redis_url = redis_url
+        self._policy = RestartPolicy()
+        self._supervisor = Supervisor()
+        self._stop = asyncio.Event()
+        self._groups: list[list[Service]] = []
+        self._listener: socket.socket | None = None
+        self._metrics: list[socket.socket] = []
+        self._socket: Path | None = None
+        self.killed = False
+
+    def interrupt(self) -> None:
+        """First call: drain. Second call: kill."""
+        if self._stop.is_set():
+            self.killed = True
+            self._supervisor.kill()
+            return
+        self._stop.set()
+        self._report.event("draining; once more to kill")
+
+    async def run(self) -> None:
+        """Serves; returns after a drain. Raises UsageError or StartFailed if it cannot serve."""
+        try:
+            with suppress(Stopped):
+                await self._start()
+                await self._or_stop(asyncio.Event().wait())
+        finally:
+            await self._drain()
+
+    async def _start(self) -> None:
+        self._listener = listen(self._config.host, self._config.port)
+        redis_url = self._redis_url or await self._start_queue()
+        await self._or_stop(check_redis(redis_url))
+        self._start_children(redis_url, self._listener.fileno())
+        for service in (service for group in self._groups for service in group):
+            await self._or_stop(service.ready.wait())
+        async with _client() as client:
+            await self._or_stop(until_healthy(client, f"{self._config.url}/health/ready"))
+        self._report.block(welcome(self._config))
+
+    async def _start_queue(self) -> str:
+        path = self._socket = socket_path(self._data.queue)
+        spec = server_spec(find_server(), self._data.queue, path)
+        url = socket_url(path)
+        queue = self._service(spec, lambda: until_answering(url))
+        self._launch([queue])
+        await self._or_stop(queue.ready.wait())
+        return url
+
+    def _start_children(self, redis_url: str, fd: int) -> None:
+        config = self._config
+        count = config.engines + config.gateways
+        self._metrics = listen_on_free_ports(count, host="127.0.0.1", start=FIRST_METRICS_PORT)
+        resources = HostResources(
+            gpus=visible_gpus(os.environ), cores=usable_cores(), environ=os.environ
+        )
+        engines, gateways = [], []
+        for i, sock in enumerate(self._metrics[: config.engines]):
+            spec = engine_spec(
+                i, config, redis_url=redis_url, metrics_fd=sock.fileno(), resources=resources
+            )
+            engines.append(self._http_service(spec, sock))
+        for i, sock in enumerate(self._metrics[config.engines :]):
+            spec = gateway_spec(i, config, redis_url=redis_url, metrics_fd=sock.fileno(), fd=fd)
+            gateways.append(self._http_service(spec, sock))
+        self._launch(engines)
+        self._launch(gateways)
+
+    def _http_service(self, spec: ChildSpec, metrics: socket.socket) -> Service:
+        port = metrics.getsockname()[1]
+
+        async def ready() -> None:
+            async with _client() as client:
+                await until_healthy(client, f"http://127.0.0.1:{port}/health/ready")
+
+        return self._service(spec, ready)
+
+    def _service(self, spec: ChildSpec, ready: Callable[[], Awaitable[None]]) -> Service:
+        log = LogFile(self._data.log(spec.name))
+        return Service(spec, log=log, report=self._report, policy=self._policy, ready=ready)
+
+    def _launch(self, services: list[Service]) -> None:
+        self._groups.append(services)
+        for service in services:
+            self._supervisor.start(service)
+
+    async def _or_stop(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Waits for `work`. Raises Stopped at a signal and StartFailed if a child gives up."""
+        task = asyncio.create_task(work)
+        stop = asyncio.create_task(self._stop.wait())
+        failed = self._supervisor.failed
+        try:
+            await asyncio.wait({task, stop, failed}, return_when=asyncio.FIRST_COMPLETED)
+            if failed.done():
+                failed.result()
+            if stop.done():
+                raise Stopped
+            task.result()
+        finally:
+            task.cancel()
+            stop.cancel()
+            await asyncio.gather(task, stop, return_exceptions=True)
+
+    async def _drain(self) -> None:
+        """Stops in reverse order of the start; closes the API's socket with the gateways."""
+        self._stop.set()
+        if self._listener is not None:
+            self._listener.close()
+        for group in reversed(self._groups):
+            self._announce(group)
+            await self._supervisor.stop(group)
+        for sock in self._metrics:
+            sock.close()
+        if self._socket is not None:
+            remove_socket(self._socket, self._data.queue)
+
+    def _announce(self, group: Sequence[Service]) -> None:
+        names = ", ".join(service.spec.name for service in group if service.pid is not None)
+        if names and not self.killed:
+            self._report.event(f"stopping {names}")
+
+
+async def run_up(up: Up) -> int:
+    """Runs `up` and handles signals. Exit code 0 after a drain, 130 after a kill."""
+    loop = asyncio.get_running_loop()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, up.interrupt)
+    try:
+        await up.run()
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+    return 130 if up.killed else 0
+
+
+def _client() -> httpx.AsyncClient:
+    return httpx.AsyncClient(trust_env=False, timeout=5.0)
+
+
+async def until_healthy(client: httpx.AsyncClient, url: str) -> None:
+    """Returns at the first 200."""
+    while True:
+        with suppress(httpx.TransportError):
+            if (await client.get(url)).status_code == httpx.codes.OK:
+                return
+        await asyncio.sleep(_PROBE_SECONDS)
+
+
+def welcome(config: UpConfig) -> str:
+    """The text that shows how to use the running service."""
+    url = config.url
+    message = {"role": "user", "content": "Hello!"}
+    body = json.dumps({"model": config.model_name, "messages": [message]})
+    chat = "headrace chat" if config.port == 8000 else f"headrace chat --url {url}/v1"
+    return "\n".join(
+        [
+            f"{config.model_name} is served at {url}/v1 (OpenAI API)",
+            "",
+            f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\",
+            f"    -d '{body}'",
+            f"  {chat}",
+            "",
+            "Ctrl-C drains and stops.",
+        ]
+    )

@@ -1,0 +1,4 @@
+"""A process's settings, read once; the file of API keys.
+
+Imports observability.
+"""

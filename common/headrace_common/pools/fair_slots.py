@@ -1,0 +1,100 @@
+"""Slots for work that tenants share fairly: a tenant that fills them waits for its own work."""
+
+import asyncio
+import math
+from collections import Counter, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+
+class SlotsFull(Exception):
+    """Too much work waits, or for too long. `tenant`: the limit is the tenant's own, not of all."""
+
+    def __init__(self, *, tenant: bool) -> None:
+        super().__init__("the tenant's limit" if tenant else "the limit of all tenants")
+        self.tenant = tenant
+
+
+class FairSlots:
+    """`slots` slots; one tenant holds at most all but one of them. Use it on one event loop.
+
+    Waiting tenants are served in turn. At most `most` callers wait, `most_of_tenant` of them of one
+    tenant; None: any number.
+    """
+
+    def __init__(
+        self, slots: int, *, most: int | None = None, most_of_tenant: int | None = None
+    ) -> None:
+        self._slots = slots
+        self._of_tenant = max(1, slots - 1)
+        self._most = math.inf if most is None else most
+        self._most_of_tenant = math.inf if most_of_tenant is None else most_of_tenant
+        self._held: Counter[str] = Counter()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    @property
+    def tenants(self) -> int:
+        """The number of tenants that hold a slot or wait for one."""
+        return len(self._held.keys() | self._waiting.keys())
+
+    @asynccontextmanager
+    async def hold(self, tenant: str, max_wait: float | None = None) -> AsyncIterator[None]:
+        """Holds a slot within the block; waits at most `max_wait` seconds. Raises SlotsFull."""
+        try:
+            async with asyncio.timeout(max_wait):
+                await self.enter(tenant)
+        except TimeoutError as error:
+            raise SlotsFull(tenant=self._held[tenant] >= self._of_tenant) from error
+        try:
+            yield
+        finally:
+            self.leave(tenant)
+
+    async def enter(self, tenant: str) -> None:
+        """Takes a slot, once one is free; `leave` gives it back. Raises SlotsFull."""
+        if self._may_enter(tenant):
+            self._held[tenant] += 1
+            return
+        place = self._queue(tenant)
+        try:
+            await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():  # it was given one meanwhile
+                self.leave(tenant)
+            else:
+                self._remove(tenant, place)
+            raise
+
+    def _may_enter(self, tenant: str) -> bool:
+        return self._held.total() < self._slots and self._held[tenant] < self._of_tenant
+
+    def _queue(self, tenant: str) -> asyncio.Future[None]:
+        own = self._waiting.get(tenant, ())
+        if len(own) >= self._most_of_tenant:
+            raise SlotsFull(tenant=True)
+        if sum(map(len, self._waiting.values())) >= self._most:
+            raise SlotsFull(tenant=False)
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(place)
+        return place
+
+    def _remove(self, tenant: str, place: asyncio.Future[None]) -> None:
+        places = self._waiting.get(tenant, deque())
+        if place in places:
+            places.remove(place)
+            if not places:
+                del self._waiting[tenant]
+
+    def leave(self, tenant: str) -> None:
+        """Gives back a slot; the next waiting tenant gets it."""
+        self._held[tenant] -= 1
+        self._held = +self._held
+        while (following := next(filter(self._may_enter, self._waiting), None)) is not None:
+            places = self._waiting.pop(following)
+            place = places.popleft()
+            if places:  # its next one comes after those of other tenants
+                self._waiting[following] = places
+            if not place.cancelled():
+                self._held[following] += 1
+                place.set_result(None)
+                return

@@ -1,0 +1,142 @@
+"""One task that finds out whether Redis answers, so that requests need not wait for timeouts.
+
+When a server's node is gone, connections hang instead of being refused, and every command would
+notice that by itself after several timeouts. Watches one server, or the one that Sentinels name. It
+sends nothing while commands are answered quickly: an idle process stays idle.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from ....errors import BackendUnavailable
+from .client import RedisClient
+
+logger = logging.getLogger(__name__)
+
+PAUSE = 0.1  # seconds until a command is late, and between two questions
+TICKS = 8  # of the patience
+# A tick that takes this much longer than planned means that this machine is busy, not that Redis is
+# away, so it is not counted.
+LATE_TICK = 1.5
+
+
+class Presence:
+    """Knows whether Redis answers.
+
+    `connect` makes a client with one connection; `leave` fails the commands that wait.
+    """
+
+    def __init__(
+        self, connect: Callable[[], RedisClient], leave: Callable[[RedisError], None]
+    ) -> None:
+        self._connect = connect
+        self._leave = leave
+        self._watching: asyncio.Task[None] | None = None
+        self._late = asyncio.Event()
+        self._away: RedisError | None = None
+        self._answers = 0  # to commands
+
+    @contextmanager
+    def needed(self) -> Iterator[None]:
+        """A context for a command. Raises BackendUnavailable if the server is known to be away."""
+        if self._away is not None:
+            raise BackendUnavailable(f"redis: {self._away}") from self._away
+        if self._watching is None:
+            yield
+            return
+        timer = _Timer(self._late)
+        try:
+            yield
+            self._answers += 1
+        finally:
+            timer.cancel()
+
+    def watch(self, patience: float) -> None:
+        """From now on until `close`, asks the server while commands are late.
+
+        A server that has not answered for `patience` seconds is away.
+        """
+        self._watching = asyncio.create_task(self._watch(patience), name="presence of redis")
+
+    async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+
+    async def _watch(self, patience: float) -> None:
+        while True:
+            await self._late.wait()
+            client = self._connect()
+            try:
+                while self._late.is_set():
+                    self._late.clear()
+                    await answered(client, patience, lambda: self._answers)
+                    self._is_back()
+                    await asyncio.sleep(PAUSE)
+            except RedisError as error:
+                self._has_gone(error)
+            finally:
+                await client.close()
+            await asyncio.sleep(PAUSE)
+
+    def _is_back(self) -> None:
+        if self._away is not None:
+            logger.info("redis answers again")
+        self._away = None
+
+    def _has_gone(self, error: RedisError) -> None:
+        """Marks the server as away and asks it until it is back, with or without commands."""
+        if self._away is None:
+            logger.warning("redis is away; requests get 503", extra={"error": str(error)})
+        self._away = error
+        self._late.set()
+        self._leave(error)
+
+
+class _Timer:
+    """Reports a late command, repeatedly until it is cancelled."""
+
+    __slots__ = ("_handle", "_late", "_loop")
+
+    def __init__(self, late: asyncio.Event) -> None:
+        self._late = late
+        self._loop = asyncio.get_running_loop()
+        self._handle = self._loop.call_later(PAUSE, self._tell)
+
+    def _tell(self) -> None:
+        self._late.set()
+        self._handle = self._loop.call_later(PAUSE, self._tell)
+
+    def cancel(self) -> None:
+        self._handle.cancel()
+
+
+async def answered(client: RedisClient, patience: float, answers: Callable[[], int]) -> None:
+    """Returns when PING or any other command is answered; `answers` counts the latter.
+
+    An error reply is an answer. Raises redis' connection errors.
+    """
+    asked = asyncio.create_task(client.command("PING"))
+    time, tick, before = asyncio.get_running_loop().time, patience / TICKS, answers()
+    left = TICKS
+    try:
+        while left:
+            began = time()
+            done, _ = await asyncio.wait([asked], timeout=tick)
+            if done:
+                asked.result()
+                return
+            if answers() != before:
+                return
+            left -= time() - began < LATE_TICK * tick
+    except ResponseError:
+        return
+    finally:
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+    raise RedisTimeoutError(f"no answer within {patience:g} s")

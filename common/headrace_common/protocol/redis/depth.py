@@ -1,0 +1,104 @@
+"""Reads the numbers of waiting and running requests of one shard over Redis, their ages and rates.
+
+It takes a few round trips and reads no prompts.
+"""
+
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from redis.exceptions import ResponseError
+
+from ...wire import keys
+from ...wire.keys import ShardKeys
+from ..base import QueueDepth
+from .client.client import Command
+
+RATE_WINDOW = 30.0  # seconds, as in the scripts
+MOST_TENANTS = 64  # tenants, those that are next, whose oldest request is read
+Pipeline = Callable[..., Awaitable[list[Any]]]
+
+
+async def depth_of(pipeline: Pipeline, shard: ShardKeys) -> QueueDepth:
+    """The depth of a shard. `pipeline` runs commands in one round trip."""
+    commands: list[Command] = [("HMGET", shard.stats, "wt", "p1", "p2", "p3"), ("TIME",)]
+    commands.append(("XLEN", shard.dead_letters))
+    for queue in shard.queues:
+        commands += [("XLEN", queue), ("XINFO GROUPS", queue)]
+    results = await pipeline(*commands, raise_on_error=False)
+    (tokens, *lists), (seconds, micros), dead_letters, *queues = results
+    waiting = pending = 0
+    oldest = math.inf
+    for number, queue in enumerate(shard.queues):
+        length, groups = queues[2 * number : 2 * number + 2]
+        group = _group(groups)
+        started = group["pending"] if group else 0
+        blocked = max(0, int(lists[number] or 0))
+        waiting += max(0, length - started) + blocked
+        pending += started
+        if length > started:
+            oldest = min(oldest, await _oldest(pipeline, queue, group))
+        if blocked:
+            oldest = min(oldest, await _oldest_blocked(pipeline, shard, number + 1))
+    now = seconds * 1000 + micros / 1000
+    return QueueDepth(
+        waiting=waiting,
+        waiting_tokens=max(0, int(tokens or 0)) if waiting else 0,
+        pending=pending,
+        oldest_age=0.0 if oldest == math.inf else max(0.0, (now - oldest) / 1000),
+        dead_letters=dead_letters,
+    )
+
+
+async def _oldest(pipeline: Pipeline, queue: str, group: dict[str, Any] | None) -> float:
+    """When the first unread entry was written, Unix ms; infinity if there is none."""
+    last = group["last-delivered-id"].decode() if group else "0-0"
+    (found,) = await pipeline(("XRANGE", queue, f"({last}", "+", "COUNT", 1))
+    if not found:
+        return math.inf
+    name, fields = found[0]
+    return float(fields.get(b"t") or name.split(b"-")[0])
+
+
+async def _oldest_blocked(pipeline: Pipeline, shard: ShardKeys, priority: int) -> float:
+    """When the oldest request in its tenant's list was admitted, Unix ms."""
+    (tenants,) = await pipeline(("ZRANGE", shard.waiting_tenants(priority), 0, MOST_TENANTS - 1))
+    if not tenants:
+        return math.inf
+    lists = [shard.tenant_list(priority, tenant.decode()) for tenant in tenants]
+    first = await pipeline(*(("LINDEX", name, 0) for name in lists))
+    records = [shard.record(rid.decode()) for rid in first if rid is not None]
+    if not records:
+        return math.inf
+    times = await pipeline(*(("HGET", record, "t") for record in records))
+    return min((float(at) for at in times if at), default=math.inf)
+
+
+async def rate_of(pipeline: Pipeline, shard: ShardKeys) -> float:
+    """Requests per second that have lately ended in a shard."""
+    (rate, last, first), (seconds, micros) = await pipeline(
+        ("HMGET", shard.stats, "er", "et", "e0"), ("TIME",)
+    )
+    return decayed_rate(rate, last, first, seconds * 1000 + micros / 1000)
+
+
+def decayed_rate(
+    rate: bytes | None, last: bytes | None, first: bytes | None, now_ms: float
+) -> float:
+    """Endings per second from the scripts' decaying sum, corrected for its first RATE_WINDOW."""
+    if rate is None or last is None or first is None:
+        return 0.0
+    faded = float(rate) * math.exp(-max(0.0, now_ms - float(last)) / 1000 / RATE_WINDOW)
+    age = max(1.0, (now_ms - float(first)) / 1000)
+    return faded / -math.expm1(-age / RATE_WINDOW)
+
+
+def _group(groups: Any) -> dict[str, Any] | None:
+    """The engines' group from XINFO GROUPS; None if the stream or the group does not exist yet."""
+    if isinstance(groups, ResponseError):
+        return None
+    for group in groups:
+        if group["name"] == keys.GROUP.encode():
+            found: dict[str, Any] = group
+            return found
+    return None

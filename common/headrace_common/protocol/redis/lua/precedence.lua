@@ -1,0 +1,65 @@
+-- Helpers of TAKE, put behind leaving.lua and placed.lua before it: what an engine does with a next request that is
+-- placed with another.
+--
+-- It takes one of its own before that; else it leaves it to the other for as long as it is held; else
+-- it takes it. What may go before is bounded three ways, so that the order between tenants and that of
+-- arrival hold but for that much (relaxed as in Cao et al., "Locality-aware Fair Scheduling in LLM
+-- Serving", 2025).
+local PASSES = 16 -- the most requests that go before one
+local SLACK = 8192 -- the most tokens that the tenant of one that goes before has used more
+local WINDOW = 10 -- holds, within which one that goes before must have come
+local CHOICE = 4 -- how many of an engine's requests are looked at
+local TENANTS_SEEN = 16 -- tenants whose oldest waiting request is looked at
+
+local used_by = {} -- counters of tenants, as they are now; TAKE writes them
+
+-- Tokens that a tenant has used, as far as they count.
+local function used(tenant)
+  if not used_by[tenant] then
+    used_by[tenant] = tonumber(redis.call('HGET', COUNTERS, tenant) or 0)
+  end
+  return used_by[tenant]
+end
+
+-- Whether a waiting request may go before the next one: r and v are HMGETs of st, mid, v, pk, tn, t.
+local function may_pass(r, next_one, room, version)
+  return tonumber(r[3]) <= version
+    and (room < 0 or tonumber(r[4]) <= room)
+    and tonumber(r[6]) <= next_one.at + WINDOW * next_one.hold
+    and (r[5] == next_one.tenant or used(r[5]) <= used(next_one.tenant) + SLACK)
+end
+
+-- The request of this engine's own that goes before the next one, and its HMGET; or nothing.
+local function first_own(engine, next_one, room, version)
+  if next_one.passes >= PASSES then return end
+  local list = placed_with(next_one.priority, engine)
+  for _, rid in ipairs(redis.call('LRANGE', list, 0, CHOICE - 1)) do
+    local r = redis.call('HMGET', RECORDS .. rid, 'st', 'mid', 'v', 'pk', 'tn', 't')
+    if r[1] ~= 'queued' then
+      redis.call('LREM', list, 1, rid) -- taken by an engine of a version that knows no placement
+    elseif r[2] == BLOCKED and may_pass(r, next_one, room, version) then
+      return rid, r
+    end
+  end
+end
+
+-- Writes an engine's own request to the stream, and the next one, whose entry is gone, behind it.
+local function pass(queue, next_one, rid, r)
+  unpark(next_one.priority, r[5], rid)
+  enter(queue, rid, r[3], r[6])
+  enter(queue, next_one.rid, next_one.version, next_one.at)
+  redis.call('HINCRBY', RECORDS .. next_one.rid, 'ps', 1)
+end
+
+-- From when on (ms) anybody may take the next request: when it has waited for its engine for so long
+-- as it is held, or another behind it has.
+local function free_at(next_one)
+  local at = next_one.at + next_one.hold
+  local tenants = redis.call('ZRANGE', waiting_tenants(next_one.priority), 0, TENANTS_SEEN - 1)
+  for _, tenant in ipairs(tenants) do
+    local rid = redis.call('LINDEX', list_of(next_one.priority, tenant), 0)
+    local came = rid and redis.call('HGET', RECORDS .. rid, 't')
+    if came then at = math.min(at, tonumber(came) + next_one.hold) end
+  end
+  return at
+end

@@ -1,0 +1,4 @@
+"""The parameters with which users control sampling and pooling.
+
+Imports structured.
+"""

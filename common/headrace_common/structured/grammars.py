@@ -1,0 +1,153 @@
+"""Structured outputs as grammars of llguidance, and the check that one can be compiled.
+
+Every cost is bounded: sizes before anything is parsed, then by the library's own limits. It needs
+no model's tokenizer, so that gateways can refuse requests that no engine could run.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from . import structural_tag
+from .structural_grammar import tag_grammar
+from .structured import StructuredKind, StructuredOutputError, StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits, LLTokenizer
+
+# Between two tokens of JSON: nothing or one space. More would cost tokens, and a weak model could
+# write blanks without end.
+WHITESPACE = " ?"
+_SPECIAL = frozenset(r"\.+*?()|[]{}^$")
+# Terminals that refer to terminals, and the conversion of GBNF, cost more than their length.
+MAX_TERMINALS = 128
+MAX_GBNF_CHARS = 16_384
+_TERMINAL = re.compile(r"(?m)^\s*_?[A-Z][A-Z0-9_]*(?:\.-?\d+)?(?:\[[^\]\n]*\])?\s*:")
+_END = 256
+
+
+def grammar_text(
+    structured: StructuredOutputsParams, tokens: Mapping[str, int] = MappingProxyType({})
+) -> str:
+    """The grammar in llguidance's form. Raises StructuredOutputError.
+
+    `tokens` maps texts to the tokens that llguidance does not treat as text
+    (LLTokenizer.is_special_token).
+    """
+    from llguidance import LLMatcher
+
+    source = structured.source
+    match structured.kind:
+        case StructuredKind.CHOICE:
+            return LLMatcher.grammar_from_regex("|".join(map(_escaped, source)))
+        case StructuredKind.REGEX:
+            assert isinstance(source, str)
+            return LLMatcher.grammar_from_regex(source)
+        case StructuredKind.GRAMMAR:
+            assert isinstance(source, str)
+            return LLMatcher.grammar_from_lark(_lark(source))
+        case StructuredKind.STRUCTURAL_TAG:
+            return tag_grammar(structural_tag.read(source), WHITESPACE, tokens)
+        case StructuredKind.JSON | StructuredKind.JSON_OBJECT:
+            assert isinstance(source, str)
+            return LLMatcher.grammar_from_json_schema(
+                source or '{"type":"object"}', defaults={"whitespace_pattern": WHITESPACE}
+            )
+
+
+def parser_limits() -> "LLParserLimits":
+    """The limits of one grammar: about 300 ms to build, 7 ms per step, 40 MB."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=200_000,
+        step_lexer_fuel=100_000,
+        step_max_items=50_000,
+        max_items_in_row=700,
+        max_lexer_states=20_000,
+        max_grammar_size=100_000,
+        verbose_errors=False,
+    )
+
+
+def error_text(error: str) -> str:
+    """The library's message without dumps of its state and of texts that it made itself."""
+    lines = error.replace("<non-verbose/>", "").strip().splitlines() or [""]
+    reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return (reasons or lines)[0].strip()[:300]
+
+
+class GrammarChecker:
+    """Says whether a grammar can be compiled and allows any output at all. Thread-safe.
+
+    A check is CPU work of at most some 300 ms, most of it outside Python's lock: for a thread.
+    """
+
+    def check(self, structured: StructuredOutputsParams) -> None:
+        """Raises StructuredOutputError, which names the field and what is wrong."""
+        from llguidance import LLMatcher
+
+        text = grammar_text(structured)
+        matcher = LLMatcher(self._bytes, text, log_level=0, limits=parser_limits())
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            raise StructuredOutputError(structured.kind, _reason(matcher.get_error()))
+
+    @cached_property
+    def _bytes(self) -> "LLTokenizer":
+        """A vocabulary of single bytes."""
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        return LLTokenizer(TokenizerWrapper(_Bytes()), n_vocab=_END + 1, slices=[])
+
+
+class _Bytes:
+    eos_token_id = _END
+    bos_token_id = None
+    special_token_ids = (_END,)
+    tokens: Sequence[bytes] = (*(bytes((value,)) for value in range(_END)), b"<end>")
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+def _reason(error: str) -> str:
+    if "NoExtension" in error:
+        return "no output can match it"
+    return error_text(error)
+
+
+def _escaped(text: str) -> str:
+    return "".join("\\" + letter if letter in _SPECIAL else letter for letter in text)
+
+
+def _lark(source: str) -> str:
+    """The grammar in Lark's syntax; GBNF, which begins at `root`, is converted."""
+    from llguidance import gbnf_to_lark
+
+    if "%json" in source:
+        # Its schema would escape the checks that other schemas pass.
+        raise StructuredOutputError("grammar", "%json is not supported: send the schema as json")
+    if gbnf_to_lark.is_lark_syntax(source):
+        if len(_TERMINAL.findall(source)) > MAX_TERMINALS:
+            raise StructuredOutputError(
+                "grammar",
+                f"there are over {MAX_TERMINALS} terminals (names in capitals): make some of them "
+                "rules",
+            )
+        return source
+    if len(source) > MAX_GBNF_CHARS or source.count("::=") > MAX_TERMINALS:
+        raise StructuredOutputError(
+            "grammar",
+            f"GBNF may have at most {MAX_GBNF_CHARS} characters and {MAX_TERMINALS} rules: "
+            "write a larger one as Lark",
+        )
+    try:
+        return gbnf_to_lark.gbnf_to_lark(source)
+    except Exception as error:  # its parser raises plain ones
+        raise StructuredOutputError(
+            "grammar", f"is neither Lark (rule start) nor GBNF (rule root): {error!s:.200}"
+        ) from error

@@ -1,0 +1,273 @@
+"""Structural tags as grammars of llguidance.
+
+If a fixed text is a token that ordinary text cannot produce (a special token, or an added one
+written `<...>`), that token is meant; `tokens` names these. The same text spelled with other tokens
+still begins its structure, so that every reader of the text sees the same structure.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .structural_format import (
+    Alternatives,
+    AnyText,
+    Const,
+    Format,
+    Json,
+    Listed,
+    Pattern,
+    Repeat,
+    Rule,
+    Rules,
+    Tag,
+    TriggeredTags,
+    Until,
+)
+from .structural_format import Concatenation as Sequenced
+from .structural_tag import ReasoningBegin, ReasoningFormat, StructuralTag
+
+_SPECIAL = frozenset(r"\.+*?()|[]{}^$/")
+_BLANKS = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+_ANY = "(.|\\n)*"
+_SPACE = r"[ \t\r\n]*"
+_BEFORE = r"[ \t\r\n]{0,4}"  # bounded, since a model with few other options would repeat blanks
+
+
+def tag_grammar(tag: StructuralTag, whitespace: str, tokens: Mapping[str, int]) -> str:
+    """A tag as Lark for llguidance; `whitespace` is the pattern between tokens of JSON."""
+    writer = _Writer(whitespace, tokens)
+    start = _start(writer, tag)
+    return "\n".join(["%llguidance {}", f"start: {start}", f"TEXT: /{_ANY}/", *writer.rules, ""])
+
+
+def _start(writer: "_Writer", tag: StructuralTag) -> str:
+    content = writer.defined(tag.format)
+    if tag.reasoning is None:
+        return writer.written(content)
+    behind = writer.rule(writer.written(content))
+    thought = _Thought(writer, tag.reasoning).written(behind)
+    if tag.reasoning.begin is ReasoningBegin.INSIDE:
+        return thought
+    opening = tag.reasoning.opening
+    opened = f"/{_BEFORE}{escaped(opening)}/"
+    if opening in writer.tokens:
+        opened += f" | /{_BEFORE}/ {writer.token(opening)}"
+    unopened = writer.written(content, f"{_SPACE}{escaped(opening)}")
+    return f"({opened}) {writer.rule(thought)} | {writer.rule(unopened)}"
+
+
+class _Thought:
+    """Reasoning up to its closing marker; other markers in it are words.
+
+    Unless it must be closed, the text may end in it.
+    """
+
+    def __init__(self, writer: "_Writer", reasoning: ReasoningFormat) -> None:
+        self._writer = writer
+        self._reasoning = reasoning
+
+    def written(self, behind: str) -> str:
+        writer, closing = self._writer, self._reasoning.closing
+        pattern = escaped(closing)
+        ends = [writer.rule(f"TEXT {json.dumps(closing, ensure_ascii=False)}", lazy=True)]
+        if closing in writer.tokens:
+            ends.append(f"TEXT {writer.token(closing)}")
+        closed = " | ".join(ends)
+        if self._reasoning.closed:
+            return f"{self._words()} ({closed}) /\\n{{0,2}}/ {behind}"
+        unclosed = writer.terminal(f"TEXT & ~/{_ANY}{pattern}{_ANY}/")
+        return f"{self._words()} (({closed}) {behind} | {unclosed})"
+
+    def _words(self) -> str:
+        """The rule for texts that end with a marker's token."""
+        writer, reasoning = self._writer, self._reasoning
+        if reasoning.opening in writer.tokens:
+            writer.token(reasoning.opening)
+        closing = writer.tokens.get(reasoning.closing)
+        words = sorted(writer.used - {closing})
+        return f"(TEXT ({' | '.join(f'<[{word}]>' for word in words)}))*" if words else ""
+
+
+class _Writer:
+    """Writes a grammar's rules. `used` are the tokens that they contain so far."""
+
+    def __init__(self, whitespace: str, tokens: Mapping[str, int]) -> None:
+        self.rules: list[str] = []
+        self.tokens = tokens
+        self.used: set[int] = set()
+        self._named: dict[str, str] = {}
+        self._whitespace = whitespace
+        longest_first = sorted(tokens, key=len, reverse=True)
+        self._splitter = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+
+    def rule(self, body: str, *, lazy: bool = False) -> str:
+        name = f"r{len(self.rules)}"
+        self.rules.append(f"{name}{'[lazy]' if lazy else ''}: {body}")
+        return name
+
+    def terminal(self, body: str) -> str:
+        name = f"T{len(self.rules)}"
+        self.rules.append(f"{name}: {body}")
+        return name
+
+    def defined(self, node: Format) -> Format:
+        """The expression of a node with rules, after writing those."""
+        if not isinstance(node, Rules):
+            return node
+        for name, rule in node.rules.items():
+            self._named[name] = self.rule(self.written(rule))
+        return node.content
+
+    def token(self, text: str) -> str:
+        token_id = self.tokens[text]
+        self.used.add(token_id)
+        return f"<[{token_id}]>"
+
+    def written(self, node: Format, unless: str = "") -> str:
+        """The node's expression. `unless`: what free text must not begin with."""
+        match node:
+            case Const():
+                return self._const(node.value)
+            case Pattern():
+                return f"/{_slashed(node.pattern)}/"
+            case Json():
+                return self._json(node.json_schema)
+            case AnyText():
+                return self._text(node.unless, unless)
+            case Until():
+                return self._until(node)
+            case Rule():
+                return self._named[node.name]
+            case _:
+                return self._compound(node, unless)
+
+    def _compound(self, node: Format, unless: str) -> str:
+        match node:
+            case Sequenced():
+                return self._sequence(node.elements, unless)
+            case Tag():
+                return self._sequence((Const(node.begin), node.content, *_const(node.end)), unless)
+            case Alternatives():
+                return self._either([self.written(each, unless) for each in node.elements])
+            case Repeat():
+                return self._repeat(node, unless)
+            case Listed():
+                return self._listed(node)
+            case TriggeredTags():
+                return self._triggered(node, unless)
+        raise AssertionError(f"not a format: {node!r}")
+
+    def _const(self, text: str) -> str:
+        parts = self._splitter.split(text) if self.tokens else [text]
+        return " ".join(
+            self.token(part) if part in self.tokens else _quoted(part) for part in parts if part
+        )
+
+    def _json(self, schema: Mapping[str, Any]) -> str:
+        guided = {**schema, "x-guidance": {"whitespace_pattern": self._whitespace}}
+        return f"%json {_quoted(guided)}"
+
+    def _text(self, *excluded: str) -> str:
+        """Any text that does not begin with a match of one of the patterns."""
+        without = [f"~/({_slashed(each)}){_ANY}/" for each in excluded if each]
+        return self.terminal(" & ".join(["TEXT", *without])) if without else "TEXT"
+
+    def _until(self, node: Until) -> str:
+        inner = "TEXT"
+        if node.pattern:
+            end = escaped(node.end)
+            inner = self.terminal(f"/{_slashed(node.pattern)}/ & ~/{_ANY}{end}{_ANY}/")
+        ends = [self.rule(f"{inner} {_quoted(node.end)}", lazy=True)]
+        if node.end in self.tokens:
+            ends.append(f"{inner} {self.token(node.end)}")
+        return self._either(ends)
+
+    def _sequence(self, elements: Sequence[Format], unless: str) -> str:
+        if not elements:
+            return ""
+        first, *others = elements
+        return " ".join([self.written(first, unless), *map(self.written, others)])
+
+    def _either(self, alternatives: Sequence[str]) -> str:
+        return f"({' | '.join(alternatives)})" if len(alternatives) > 1 else alternatives[0]
+
+    def _repeat(self, node: Repeat, unless: str) -> str:
+        content = self.rule(self.written(node.content))
+        written = self.rule(self.written(node.content, unless)) if unless else content
+        if not node.once:
+            separator = "" if node.separator is None else self.written(node.separator)
+            written += f" ({separator} {content})*"
+        return f"({written})?" if node.optional else f"({written})"
+
+    def _listed(self, node: Listed) -> str:
+        """The first present element, then the later ones."""
+        separator = _quoted(node.separator)
+        firsts: list[str] = []
+        behind, empty = "", True
+        for number in range(len(node.elements) - 1, -1, -1):
+            content = self.rule(self.written(node.elements[number]))
+            needed = number in node.required
+            if needed:
+                firsts, empty = [], False
+            firsts.append(f"{content} {behind}".strip())
+            one = f"{separator} {content}"
+            behind = self.rule(f"{one if needed else f'({one})?'} {behind}".strip())
+        return f"({' | '.join(firsts)}){'?' if empty else ''}"
+
+    def _triggered(self, node: TriggeredTags, unless: str) -> str:
+        bodies = [self._bodies(node, trigger) for trigger in node.triggers]
+        item = self._item(node, bodies, "TEXT")
+        first, text = item, "TEXT"
+        if unless:
+            text = self._text(unless)
+            first = self._item(node, bodies, text)
+        if node.stop_after_first:
+            return first if node.at_least_one else f"({first} | {text})"
+        tail = f"{item}* TEXT"
+        if node.at_least_one:
+            return f"{first} {tail}"
+        return f"({first} {tail} | {text})" if unless else tail
+
+    def _item(self, node: TriggeredTags, bodies: Sequence[str], text: str) -> str:
+        """Free text that ends with a trigger, and a tag's rest."""
+        ways = []
+        for trigger, body in zip(node.triggers, bodies, strict=True):
+            ways.append(f"{self.rule(f'{text} {_quoted(trigger)}', lazy=True)} {body}")
+            if trigger in self.tokens:
+                ways.append(f"{text} {self.token(trigger)} {body}")
+        return self.rule(" | ".join(ways))
+
+    def _bodies(self, node: TriggeredTags, trigger: str) -> str:
+        bodies = []
+        for tag in node.tags:
+            if tag.begin.startswith(trigger):
+                begin = tag.begin[len(trigger) :]
+                parts = (*_const(begin), tag.content, *_const(tag.end))
+                bodies.append(self._sequence(parts, ""))
+        return self.rule(" | ".join(bodies))
+
+
+def escaped(text: str) -> str:
+    """A regular expression that matches only this text."""
+    return "".join(
+        _BLANKS.get(each) or ("\\" + each if each in _SPECIAL else each) for each in text
+    )
+
+
+def _slashed(pattern: str) -> str:
+    """A regular expression escaped for use between slashes."""
+    return re.sub(
+        r"(\\[^\n])|/|\n",
+        lambda found: found[1] or ("\\n" if found[0] == "\n" else "\\/"),
+        pattern,
+    )
+
+
+def _const(text: str) -> tuple[Const, ...]:
+    return (Const(text),) if text else ()
+
+
+def _quoted(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)

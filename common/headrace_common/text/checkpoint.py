@@ -1,0 +1,156 @@
+"""Finds and reads a checkpoint's small files: tokenizer and configuration, no weights.
+
+They are in a folder, in a hub repository that is downloaded on demand, or in the bundled demo
+model.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from ..errors import HeadraceError
+
+DEMO_MODEL = "headrace-demo"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "config.json",
+    CHAT_TEMPLATE_FILE,
+    "chat_template.json",
+)
+# All of them together. The largest tokenizers of open models have 35 MB.
+MAX_FILES_BYTES = 128 * 2**20
+
+
+class TokenizerError(HeadraceError):
+    """A tokenizer's file is missing or cannot be read; the message names it."""
+
+    code = "tokenizer_invalid"
+
+
+class ModelNotFound(TokenizerError):
+    """There is no such folder, and the hub has no such repository."""
+
+    code = "model_not_found"
+
+
+class HubUnreachable(TokenizerError):
+    """The hub does not answer, and nothing of the repository is cached."""
+
+    code = "hub_unreachable"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFiles:
+    """Contents of TOKENIZER_FILES by name, as far as they exist; `origin` is for messages."""
+
+    origin: str
+    contents: Mapping[str, bytes]
+
+    def json(self, name: str) -> dict[str, Any]:
+        """The object in a JSON file; empty if there is no file. Raises TokenizerError."""
+        if name not in self.contents:
+            return {}
+        try:
+            content = json.loads(self.contents[name])
+        except (ValueError, RecursionError) as error:
+            raise TokenizerError(f"{self.origin}/{name}: {error}") from error
+        if not isinstance(content, dict):
+            kind = type(content).__name__
+            raise TokenizerError(f"{self.origin}/{name}: must hold a JSON object, not {kind}")
+        return content
+
+    def text(self, name: str) -> str | None:
+        """A text file; None if there is none. Raises TokenizerError."""
+        if name not in self.contents:
+            return None
+        try:
+            return self.contents[name].decode()
+        except UnicodeDecodeError as error:
+            raise TokenizerError(f"{self.origin}/{name}: {error}") from error
+
+    def with_chat_template(self, text: bytes) -> "CheckpointFiles":
+        """These files with another chat template, in the file that has precedence."""
+        return CheckpointFiles(self.origin, {**self.contents, CHAT_TEMPLATE_FILE: text})
+
+
+def read_files(source: str | Path, revision: str | None = None) -> CheckpointFiles:
+    """Reads the files that `resolve` finds. Raises TokenizerError, also above MAX_FILES_BYTES."""
+    folder = resolve(source, revision)
+    paths = [path for name in TOKENIZER_FILES if (path := folder / name).is_file()]
+    try:
+        size = sum(path.stat().st_size for path in paths)
+        if size > MAX_FILES_BYTES:
+            raise TokenizerError(
+                f"{folder}: its tokenizer and configuration files have {size} bytes, over the "
+                f"limit of {MAX_FILES_BYTES}"
+            )
+        contents = {path.name: path.read_bytes() for path in paths}
+    except OSError as error:
+        raise TokenizerError(f"{folder}: {error}") from error
+    return CheckpointFiles(str(folder), contents)
+
+
+def resolve(source: str | Path, revision: str | None = None) -> Path:
+    """The folder with the tokenizer's files, which are downloaded first if `source` is a hub id.
+
+    DEMO_MODEL is the bundled model's name. Raises ModelNotFound if there is no such folder or hub
+    repository, HubUnreachable if the hub cannot be reached.
+    """
+    folder = Path(local_source(str(source))).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") > 1:
+        raise ModelNotFound(f"{source}: no such folder")
+    return _download(str(source), revision)
+
+
+def local_source(source: str) -> str:
+    """The bundled demo model's folder for its name; any other source unchanged."""
+    return str(demo_folder()) if source == DEMO_MODEL else source
+
+
+def demo_folder() -> Path:
+    """The folder of the model that is part of the package."""
+    return Path(str(files("headrace_common") / "demo_model"))
+
+
+def _download(repository: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        return Path(
+            snapshot_download(repository, revision=revision, allow_patterns=list(TOKENIZER_FILES))
+        )
+    except (HFValidationError, RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise ModelNotFound(
+            f"{repository}: neither a folder here nor a repository that the hub gives: "
+            f"{_sentence(error)}"
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        raise HubUnreachable(
+            f"{repository}: no folder here, and the hub could not be asked for it: "
+            f"{_sentence(error)}"
+        ) from error
+
+
+def _sentence(error: Exception) -> str:
+    """The first line of an error of the hub's client, without its advice and links."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def default_name(model: str) -> str:
+    """A model's default name for clients: the folder's name or the hub id's last part."""
+    return model.rstrip("/").rsplit("/", 1)[-1]

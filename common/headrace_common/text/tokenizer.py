@@ -1,0 +1,360 @@
+"""Converts text to token ids and back, with the `tokenizers` library only.
+
+Reads a checkpoint's tokenizer.json, tokenizer_config.json, special_tokens_map.json,
+generation_config.json and config.json. Special tokens that a user writes into a chat message stay
+plain text: only the chat template's own become tokens. Never imports transformers or torch.
+"""
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from functools import cache, cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from .checkpoint import CheckpointFiles, TokenizerError, read_files
+from .long_text import PIECE_CHARS, pieces
+
+SPECIAL_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+METASPACE = "\u2581"
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+# What Llama's decoders end with: the first space of all goes.
+_STRIPPED = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+
+
+class Tokenizer:
+    """A loaded tokenizer. Immutable, and safe to use from several threads."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, str],
+        eos_token_ids: Sequence[int],
+        model_vocab_size: int | None = None,
+    ) -> None:
+        self._backend = backend
+        self.special_tokens = dict(special_tokens)
+        self.eos_token_ids = tuple(eos_token_ids)
+        vocab = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = 1 + max(vocab.values(), default=-1)
+        # No token stands for more characters than this: a byte-level one has a letter a byte.
+        self.max_token_chars = max(map(len, vocab), default=1)
+        # Checkpoints pad their embeddings: ids beyond the tokenizer's own are still the model's.
+        self.model_vocab_size = model_vocab_size or self.vocab_size
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._special_texts = {added[i].content: i for i in self.special_ids}
+        self._special_pattern = _any_of(self._special_texts)
+        self._added_ids = frozenset(added)
+        self.added_tokens = {token.content: i for i, token in added.items()}
+        self._byte_level = "ByteLevel" in repr(backend.decoder)
+        # Whether unknown characters are spelled as <0xNN> tokens, one a byte.
+        self.byte_fallback = "ByteFallback" in repr(backend.decoder)
+        self._context_free = _is_context_free(backend)
+        self._fixed_texts: dict[int, str | None] = {}
+        self._nonce = secrets.token_hex(8)
+
+    @classmethod
+    def load(cls, source: str | Path, revision: str | None = None) -> "Tokenizer":
+        """Loads from a folder or a hub id. Raises TokenizerError, which names the file at fault."""
+        return cls.from_files(read_files(source, revision))
+
+    @classmethod
+    def from_files(cls, files: CheckpointFiles) -> "Tokenizer":
+        """Loads from a checkpoint's files. Raises TokenizerError as above."""
+        backend = _read_backend(files)
+        config = files.json("tokenizer_config.json")
+        specials = _special_tokens(config, files.json("special_tokens_map.json"))
+        _add_missing_tokens(backend, config, specials)
+        model = files.json("config.json")
+        generation = files.json("generation_config.json")
+        return cls(
+            backend,
+            special_tokens=specials,
+            eos_token_ids=_eos_ids(backend, specials, generation, model),
+            model_vocab_size=_vocab_size(model),
+        )
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, most: int | None = None
+    ) -> list[int]:
+        """Token ids of a whole prompt, as from transformers: special tokens in it are recognised.
+
+        If a long text has more than `most` tokens, only its first ones are returned, more than
+        `most` of them. Raises NoCut for a text of millions of characters without blanks.
+        """
+        return self._encode(self._backend, text, add_special_tokens, most)
+
+    def protect(self, value: Any) -> Any:
+        """A copy of JSON-like data whose special tokens are distinguishable from a template's."""
+        if self._special_pattern is None:
+            return value
+        if isinstance(value, str):
+            return self._special_pattern.sub(self._placeholder, value)
+        if isinstance(value, Mapping):
+            return {self.protect(key): self.protect(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.protect(item) for item in value]
+        return value
+
+    def unprotect(self, text: str) -> str:
+        """Undoes `protect` on a rendered text."""
+        if self._nonce not in text:
+            return text
+        return self._placeholder_pattern.sub(self._original, text)
+
+    def encode_protected(
+        self, text: str, *, add_special_tokens: bool = False, most: int | None = None
+    ) -> list[int]:
+        """Token ids of a rendered chat, as `encode`; special tokens hidden by `protect` are text.
+
+        If a user wrote any, the template's own are renamed, and a tokenizer that knows only the new
+        names is used, so that nothing in the user's text can be a special token.
+        """
+        if self._nonce not in text or self._special_pattern is None:
+            return self.encode(text, add_special_tokens=add_special_tokens, most=most)
+        renamed = self._special_pattern.sub(
+            lambda match: self._alias(self._special_texts[match[0]]), text
+        )
+        plain = self.unprotect(renamed)
+        return self._encode(self._renamed_backend, plain, add_special_tokens, most)
+
+    def _encode(
+        self, backend: tokenizers.Tokenizer, text: str, special: bool, most: int | None
+    ) -> list[int]:
+        def encode(piece: str, *, special: bool) -> list[int]:
+            # The batch call lets other Python threads run; `encode` holds their lock.
+            (encoded,) = backend.encode_batch_fast([piece], add_special_tokens=special)
+            return list(encoded.ids)
+
+        if len(text) <= PIECE_CHARS:
+            return encode(text, special=special)
+        plain = partial(encode, special=False)
+        before, after = self._around if special else ((), ())
+        ids = list(before)
+        for piece in pieces(text, plain):
+            ids += plain(piece)
+            if most is not None and len(ids) > most:
+                return ids
+        return [*ids, *after] if after else ids
+
+    @cached_property
+    def _around(self) -> tuple[Sequence[int], Sequence[int]]:
+        """The special tokens before and after every text."""
+        plain = self._backend.encode("a", add_special_tokens=False).ids
+        whole = self._backend.encode("a", add_special_tokens=True).ids
+        before = next(n for n in range(len(whole)) if whole[n : n + len(plain)] == plain)
+        return whole[:before], whole[before + len(plain) :]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids; unknown ids have no text."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def fixed_text(self, token_id: int) -> str | None:
+        """The text of a token if it is the same after every text that ends with a whole character.
+
+        None if it depends on neighbours or on skipped tokens, or is unknown.
+        """
+        try:
+            return self._fixed_texts[token_id]
+        except KeyError:
+            text = self._find_fixed_text(token_id) if self._context_free else None
+            if 0 <= token_id < self.vocab_size:
+                self._fixed_texts[token_id] = text
+            return text
+
+    def _find_fixed_text(self, token_id: int) -> str | None:
+        token = self._backend.id_to_token(token_id)
+        if token is None or token_id in self._added_ids:
+            return None
+        if self._byte_level:
+            if not _byte_alphabet().keys() >= set(token):
+                return None
+            try:
+                text = _unfold_bytes(token).decode()
+            except UnicodeDecodeError:  # a part of a character
+                return None
+        elif _BYTE_TOKEN.fullmatch(token):
+            return None
+        else:
+            text = token.replace(METASPACE, " ")
+        return None if "\ufffd" in text else text
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of a token."""
+        return self._backend.id_to_token(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """UTF-8 of one token, which may be a part of a character; empty for an unknown id."""
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._added_ids:
+            return token.encode()
+        if self._byte_level:
+            return _unfold_bytes(token)
+        if self.byte_fallback and _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        return token.replace(METASPACE, " ").encode()
+
+    def to_json(self) -> str:
+        """The whole tokenizer in the format of tokenizer.json, with tokens from other files."""
+        return self._backend.to_str()
+
+    def token_to_id(self, token: str) -> int | None:
+        return self._backend.token_to_id(token)
+
+    def _placeholder(self, match: re.Match[str]) -> str:
+        return f"\ue000{self._nonce}:{self._special_texts[match[0]]}\ue001"
+
+    def _original(self, match: re.Match[str]) -> str:
+        return str(self._backend.id_to_token(int(match[1])))
+
+    def _alias(self, token_id: int) -> str:
+        return f"\ue002{self._nonce}:{token_id}\ue003"
+
+    @cached_property
+    def _placeholder_pattern(self) -> re.Pattern[str]:
+        return re.compile(f"\ue000{self._nonce}:([0-9]+)\ue001")
+
+    @cached_property
+    def _renamed_backend(self) -> tokenizers.Tokenizer:
+        description = json.loads(self._backend.to_str())
+        names = {text: self._alias(token_id) for text, token_id in self._special_texts.items()}
+        for token in description["added_tokens"]:
+            if token["special"]:
+                token["content"] = names[token["content"]]
+                token["normalized"] = False
+        _rename_in_model(description["model"], names)
+        return tokenizers.Tokenizer.from_str(json.dumps(description))
+
+
+def _is_context_free(backend: tokenizers.Tokenizer) -> bool:
+    """Whether each token adds its own text: GPT-2's bytes, or words with Llama's spelled bytes."""
+    if backend.decoder is None:
+        return False
+    decoder = json.loads(backend.decoder.__getstate__())
+    steps = decoder.get("decoders", [decoder])
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return True
+    metaspace = {"type": "Replace", "pattern": {"String": METASPACE}, "content": " "}
+    return kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and (
+        steps[0] == metaspace and all(step == _STRIPPED for step in steps[3:])
+    )
+
+
+@cache
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's letters for bytes: printable ones are themselves, the others start at U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    shifted = {chr(256 + index): byte for index, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | shifted
+
+
+def _unfold_bytes(token: str) -> bytes:
+    alphabet = _byte_alphabet()
+    if all(letter in alphabet for letter in token):
+        return bytes(alphabet[letter] for letter in token)
+    return token.encode()
+
+
+def _any_of(texts: Mapping[str, int]) -> re.Pattern[str] | None:
+    longest_first = sorted(filter(None, texts), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+
+def _rename_in_model(model: dict[str, Any], names: Mapping[str, str]) -> None:
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        model["vocab"] = {names.get(text, text): index for text, index in vocab.items()}
+    else:
+        model["vocab"] = [[names.get(text, text), score] for text, score in vocab]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+
+
+def _read_backend(files: CheckpointFiles) -> tokenizers.Tokenizer:
+    path = f"{files.origin}/tokenizer.json"
+    content = files.contents.get("tokenizer.json")
+    if content is None:
+        raise TokenizerError(
+            f"{path} is missing: save the tokenizer with transformers' "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        )
+    # Each call has one text: threads of the library would gain nothing, and warn at a fork.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        backend = tokenizers.Tokenizer.from_buffer(content)
+    except Exception as error:
+        raise TokenizerError(f"{path}: {error}") from error
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for source in reversed(sources):
+        for name in SPECIAL_NAMES:
+            value = source.get(name)
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                found[name] = text
+    return found
+
+
+def _add_missing_tokens(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], specials: Mapping[str, str]
+) -> None:
+    """Tokens that only tokenizer_config.json declares, in order of their ids as transformers."""
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    declared = config.get("added_tokens_decoder") or {}
+    for _, token in sorted(declared.items(), key=lambda item: int(item[0])):
+        if token["content"] not in known:
+            known.add(token["content"])
+            backend.add_tokens([_added_token(token)])
+    for text in specials.values():
+        if text not in known:
+            known.add(text)
+            backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
+
+
+def _added_token(token: Mapping[str, Any]) -> AddedToken:
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    return AddedToken(token["content"], **{name: bool(token.get(name, False)) for name in flags})
+
+
+def _eos_ids(
+    backend: tokenizers.Tokenizer,
+    specials: Mapping[str, str],
+    generation: Mapping[str, Any],
+    model: Mapping[str, Any],
+) -> tuple[int, ...]:
+    """Generation stops at the tokenizer's eos and at all that generation_config.json names."""
+    configured = generation.get("eos_token_id", model.get("eos_token_id"))
+    ids = list(configured) if isinstance(configured, list) else [configured]
+    if "eos_token" in specials:
+        ids.insert(0, backend.token_to_id(specials["eos_token"]))
+    return tuple(dict.fromkeys(i for i in ids if isinstance(i, int)))
+
+
+def _vocab_size(model: Mapping[str, Any]) -> int | None:
+    text_model = model.get("text_config")
+    size = (text_model if isinstance(text_model, dict) else model).get("vocab_size")
+    return size if isinstance(size, int) and size > 0 else None

@@ -1,0 +1,4 @@
+"""The wire format: versioned, checked msgpack; and every Redis key.
+
+Imports sampling and structured.
+"""

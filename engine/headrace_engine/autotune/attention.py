@@ -1,0 +1,154 @@
+"""Measures how the keys of decodes are split, where their parts are merged, and the tiles of both
+attention kernels. Uses one layer's KV of random numbers, whose blocks lie in random order."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from ..attention.triton import TritonBackend
+from ..core.attention_backend import AttentionMetadata, KVSpec, LayerCache, LayerParams
+from ..kernels.triton.launch import (
+    DECODE_BOUNDS,
+    AttentionLaunches,
+    DecodeLaunch,
+    Launch,
+    part_candidates,
+    prefill_candidates,
+    tile_candidates,
+)
+from .autotuner import Autotuner, Run
+from .layers import dtype_name
+
+# Bytes of the layer's KV, and how many batches of sequences use it in turn: more than caches hold.
+POOL_BYTES = 512 << 20
+ROTATIONS = 8
+DECODE_CONTEXT, PREFILL_TOKENS = 1024, 4096
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """A layer's attention. No more sequences, keys and prompt tokens than these are measured, with
+    `pool_bytes` of KV."""
+
+    num_heads: int
+    spec: KVSpec
+    params: LayerParams
+    max_num_seqs: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    pool_bytes: int = POOL_BYTES
+
+    @property
+    def name(self) -> str:
+        dtypes = map(dtype_name, (self.spec.dtype, self.spec.stored))
+        heads = f"heads {self.num_heads}/{self.spec.num_kv_heads} of {self.spec.head_dim}"
+        return f"{heads}, {', KV '.join(dtypes)}"
+
+
+def tune_attention(tuner: Autotuner, backend: TritonBackend, shape: AttentionShape) -> None:
+    benchmark = _AttentionBenchmark(backend, shape)
+    launches = AttentionLaunches(decodes=benchmark.decodes(tuner))
+    backend.use(replace(launches, prefill=benchmark.prefill(tuner)))
+
+
+class _AttentionBenchmark:
+    def __init__(self, backend: TritonBackend, shape: AttentionShape) -> None:
+        self._backend, self._shape, self._spec = backend, shape, shape.spec
+        self._blocks = max(2, shape.pool_bytes // backend.block_bytes(shape.spec))
+        self._cache = _filled(backend.allocate(self._blocks, shape.spec))
+        self._params = replace(shape.params, sliding_window=None)
+
+    @property
+    def _token_bytes(self) -> int:
+        return self._backend.block_bytes(self._spec) // self._spec.block_size
+
+    def decodes(self, tuner: Autotuner) -> tuple[tuple[int, DecodeLaunch], ...]:
+        bounds = [
+            bound
+            for below, bound in zip((0, *DECODE_BOUNDS), DECODE_BOUNDS, strict=False)
+            if below < self._shape.max_num_seqs
+        ]
+        return tuple((bound, self._decode(tuner, bound)) for bound in bounds)
+
+    def _decode(self, tuner: Autotuner, sequences: int) -> DecodeLaunch:
+        context = min(DECODE_CONTEXT, self._shape.max_model_len)
+        batches = [self._metadata(sequences, 1, context) for _ in range(ROTATIONS)]
+        table = self._backend.decode_launch(
+            self._spec.dtype.itemsize, self._spec.head_dim, sequences
+        )
+        what = f"decode, sequences {sequences}, {self._shape.name}"
+        best = self._best_decode(tuner, f"{what}, parts", part_candidates(table), batches)
+        return self._best_decode(tuner, f"{what}, tile", tile_candidates(best), batches)
+
+    def _best_decode(
+        self,
+        tuner: Autotuner,
+        what: str,
+        launches: list[DecodeLaunch],
+        batches: list[AttentionMetadata],
+    ) -> DecodeLaunch:
+        query, most = self._query(batches[0]), len(batches[0].seq_lens)
+        named = {_decode_name(launch): launch for launch in launches}
+        runs: dict[str, Run] = {
+            name: partial(self._run, AttentionLaunches(decodes=((most, launch),)), query, batches)
+            for name, launch in named.items()
+        }
+        keys = sum(len(one.seq_lens) * one.max_seq_len for one in batches)
+        return named[tuner.choose(what, runs, keys * self._token_bytes)]
+
+    def prefill(self, tuner: Autotuner) -> Launch:
+        shape = self._shape
+        tokens = min(PREFILL_TOKENS, shape.max_model_len, shape.max_num_batched_tokens)
+        table = self._backend.prefill_launch(self._spec.dtype.itemsize, self._spec.head_dim)
+        batches = [self._metadata(1, tokens, tokens)]
+        query = self._query(batches[0])
+        named = {_tile_name(launch): launch for launch in prefill_candidates(table)}
+        runs: dict[str, Run] = {
+            name: partial(self._run, AttentionLaunches(prefill=launch), query, batches)
+            for name, launch in named.items()
+        }
+        return named[tuner.choose(f"prefill, {shape.name}", runs)]
+
+    def _query(self, batch: AttentionMetadata) -> torch.Tensor:
+        shape = (len(batch.slots), self._shape.num_heads, self._spec.head_dim)
+        return torch.randn(shape, device=self._spec.device).to(self._spec.dtype)
+
+    def _run(
+        self, launches: AttentionLaunches, query: torch.Tensor, batches: list[AttentionMetadata]
+    ) -> torch.Tensor:
+        self._backend.use(launches)
+        params, cache = self._params, self._cache
+        return [self._backend.attend(query, cache, one, params) for one in batches][0]
+
+    def _metadata(self, sequences: int, tokens: int, keys: int) -> AttentionMetadata:
+        """Metadata of sequences with `tokens` new tokens and `keys` keys each."""
+        device, whole = self._spec.device, torch.int32
+        blocks = -(-keys // self._spec.block_size)
+        tables = torch.randint(0, self._blocks, (sequences, blocks), dtype=whole, device=device)
+        return AttentionMetadata(
+            query_start=torch.arange(sequences + 1, dtype=whole, device=device) * tokens,
+            seq_lens=torch.full((sequences,), keys, dtype=whole, device=device),
+            block_tables=tables,
+            slots=torch.zeros(sequences * tokens, dtype=torch.int64, device=device),
+            num_decodes=sequences if tokens == 1 else 0,
+            max_query_len=tokens,
+            max_seq_len=keys,
+        )
+
+
+def _filled(cache: LayerCache) -> LayerCache:
+    """Fills a cache with copies of one random block: reads still go to different memory."""
+    for part in cache:
+        block = torch.randn(part.shape[1:], device=part.device).to(part.dtype)
+        part.copy_(block.expand_as(part))
+    return cache
+
+
+def _tile_name(launch: Launch) -> str:
+    return f"{launch.rows}x{launch.keys}, warps {launch.warps}, stages {launch.stages}"
+
+
+def _decode_name(launch: DecodeLaunch) -> str:
+    merge = "within" if launch.merges else "apart"
+    return f"{_tile_name(launch.tile)}, part {launch.part}, merge {merge}"

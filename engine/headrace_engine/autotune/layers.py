@@ -1,0 +1,55 @@
+"""What all measurements of linear layers share: the choice of layers, and names for the log."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch
+
+from ..kernels.triton.launch import SmallBatchLaunch
+from .autotuner import Run
+
+# A measurement reads at least this number of bytes, if the layers have them: several times the
+# last-level cache.
+ROTATED_BYTES = 256 << 20
+
+
+class HasWeightBytes(Protocol):
+    @property
+    def weight_bytes(self) -> int: ...
+
+
+Layer = TypeVar("Layer", bound=HasWeightBytes)
+Arguments = ParamSpec("Arguments")
+
+
+def enough_layers(layers: Rows[Layer]) -> list[Layer]:
+    """Enough layers that none is still cached when its turn comes again."""
+    return list(layers[: -(-ROTATED_BYTES // layers[0].weight_bytes)])
+
+
+def read_bytes(layers: Rows[HasWeightBytes]) -> int:
+    return sum(layer.weight_bytes for layer in layers)
+
+
+def run_of(
+    layers: Rows[Layer],
+    compute: Callable[Concatenate[Layer, Arguments], torch.Tensor],
+    *args: Arguments.args,
+    **kwargs: Arguments.kwargs,
+) -> Run:
+    """Computes all layers and returns the first one's result."""
+    return lambda: [compute(layer, *args, **kwargs) for layer in layers][0]
+
+
+def tile_name(launch: SmallBatchLaunch) -> str:
+    return f"{launch.columns}x{launch.depth}, {parts_name(launch)}"
+
+
+def parts_name(launch: SmallBatchLaunch) -> str:
+    """For kernels whose depth follows from the weights' layout."""
+    return f"parts {launch.splits}, warps {launch.warps}, stages {launch.stages}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,162 @@
+"""Measures whole decode steps as they will be recorded: kernels one after the other, or
+overlapping; norms as separate kernels, or fused into the products around them. The time of one
+kernel alone does not show what overlapping saves."""
+
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+
+from ..attention.triton import TritonBackend
+from ..core.attention_backend import AttentionMetadata, SkipsPadding
+from ..core.config import EngineConfig
+from ..kernels.triton.dependent_launch import DependentLaunch, StepLaunch
+from ..kernels.triton.launch import ROW_BOUNDS
+from ..models.base import ForwardBatch
+from ..models.decoder.decoder import Decoder
+from ..models.decoder.norm_fusion import NormFusingDecoder
+from ..models.decoder.parallel_decoder import ParallelDecoder
+from ..models.placed_model import PlacedModel
+from ..operators.triton import TritonOps
+from .autotuner import Autotuner, Run
+
+# Steps of up to this many sequences use the measured way; larger ones launch kernels one after the
+# other.
+STEP_BOUNDS = (1, 16, 64, 256)
+STEP_KEYS = 1024
+# KV bytes of all layers: more than a cache holds of one layer.
+STEP_POOL_BYTES = 2 << 30
+MIB = 1 << 20
+ONE_BY_ONE = "one by one"
+CANDIDATES: dict[str, DependentLaunch | None] = {
+    ONE_BY_ONE: None,
+    "dependent": DependentLaunch(),
+    "dependent, 4 MiB ahead": DependentLaunch(4 * MIB),
+    "dependent, 8 MiB ahead": DependentLaunch(8 * MIB),
+    "dependent, 16 MiB ahead": DependentLaunch(16 * MIB),
+    "early": DependentLaunch(0, early=True),
+    "early, 8 MiB ahead": DependentLaunch(8 * MIB, early=True),
+    "dependent, 8 MiB ahead by lines": DependentLaunch(8 * MIB, lines=True),
+    "early, 8 MiB ahead by lines": DependentLaunch(8 * MIB, early=True, lines=True),
+}
+# Tried with fused norms, besides the fastest without.
+FUSED_CANDIDATES = (ONE_BY_ONE, "dependent", "dependent, 8 MiB ahead")
+APART, FUSED = "apart", "fused"
+# Allowed error of logits if all layers round at other places; see docs/decisions/0025.
+ROUNDING = 6e-2
+
+
+def can_depend(placed: PlacedModel) -> bool:
+    """Whether decode steps are recorded, with our kernels, in this process alone.
+
+    Ranks would have to measure together, because each waits for the others' sums.
+    """
+    model = placed.model
+    return (
+        isinstance(placed.ops, TritonOps)
+        and isinstance(placed.attention, SkipsPadding)
+        and isinstance(model, Decoder)
+        and not isinstance(model, ParallelDecoder)
+        and model.can_be_recorded
+    )
+
+
+def tune_steps(
+    tuner: Autotuner, placed: PlacedModel, config: EngineConfig, bound: int, pool_bytes: int
+) -> None:
+    """Tunes steps of `bound` sequences, one of STEP_BOUNDS, with at most `pool_bytes` of KV; only
+    if `can_depend`."""
+    benchmark = StepBenchmark(placed, config, min(bound, config.max_num_seqs), pool_bytes)
+    if isinstance(placed.attention, TritonBackend):
+        placed.attention.dependent_launches = benchmark.ops.dependent_launches
+    overlap = _choose_overlap(tuner, benchmark, benchmark.name, CANDIDATES, fused=False)
+    chosen = StepLaunch(CANDIDATES[overlap])
+    if isinstance(placed.model, NormFusingDecoder) and bound <= ROW_BOUNDS[-1]:
+        chosen = _choose_norms(tuner, benchmark, overlap)
+    benchmark.ops.dependent_launches.choose(bound, chosen)
+
+
+def _choose_overlap(
+    tuner: Autotuner, benchmark: "StepBenchmark", name: str, overlaps: Iterable[str], fused: bool
+) -> str:
+    """Steps that differ only in overlap must have the same bits."""
+    runs: dict[str, Run] = {
+        one: partial(benchmark.run, StepLaunch(CANDIDATES[one], fused)) for one in overlaps
+    }
+    return tuner.choose(name, runs, benchmark.read_bytes, tolerance=0.0)
+
+
+def _choose_norms(tuner: Autotuner, benchmark: "StepBenchmark", overlap: str) -> StepLaunch:
+    """`overlap` is the best one without fused norms. Fused norms round differently."""
+    apart, overlaps = StepLaunch(CANDIDATES[overlap]), dict.fromkeys((*FUSED_CANDIDATES, overlap))
+    name = f"{benchmark.name}, fused norms"
+    best = _choose_overlap(tuner, benchmark, name, overlaps, fused=True)
+    if best in tuner.choices[-1].refused:
+        return apart
+    ways = {APART: apart, FUSED: StepLaunch(CANDIDATES[best], fused_norms=True)}
+    runs: dict[str, Run] = {one: partial(benchmark.run, way) for one, way in ways.items()}
+    chosen = tuner.choose(
+        f"{benchmark.name}, norms", runs, benchmark.read_bytes, tolerance=ROUNDING
+    )
+    return ways[chosen]
+
+
+class StepBenchmark:
+    """A decode step of `rows` sequences over its own `caches`. If memory is short, sequences share
+    blocks, but never those they write to."""
+
+    def __init__(
+        self, placed: PlacedModel, config: EngineConfig, rows: int, pool_bytes: int
+    ) -> None:
+        assert isinstance(placed.ops, TritonOps)
+        self.ops, self._model, self._size = placed.ops, placed.model, config.block_size
+        self._rows, self._keys = rows, min(STEP_KEYS, placed.max_model_len)
+        block_bytes = placed.block_bytes(self._size)
+        self._kv_bytes = rows * self._keys * block_bytes // self._size
+        full = -(-self._keys // self._size) - 1
+        self._shared = max(1, min(pool_bytes // block_bytes - rows, rows * full))
+        self.caches = placed.allocate(rows + self._shared, self._size)
+        self._batch = self._decode(full, placed.device)
+
+    @property
+    def name(self) -> str:
+        layers = len(self._model.kv_shapes)
+        read = f"{self.read_bytes / MIB:.1f} MiB read"
+        return f"step, rows {self._rows}, keys {self._keys}, {layers} layers, {read}"
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the products' weights, keys and values."""
+        return self._kv_bytes + _weight_bytes(self.ops, self._rows)
+
+    def run(self, step: StepLaunch) -> torch.Tensor:
+        """Computes the logits of a step whose kernels are launched as `step` says."""
+        with self.ops.dependent_launches.during(step):
+            return self._model.forward(self._batch, self.caches)
+
+    def _decode(self, full: int, device: torch.device) -> ForwardBatch:
+        rows, whole = self._rows, torch.int32
+        numbers = torch.arange(rows, device=device)
+        read = rows + torch.arange(rows * full, device=device).view(rows, full) % self._shared
+        metadata = AttentionMetadata(
+            query_start=torch.arange(rows + 1, dtype=whole, device=device),
+            seq_lens=torch.full((rows,), self._keys, dtype=whole, device=device),
+            block_tables=torch.cat((read, numbers[:, None]), 1).to(whole),
+            slots=numbers * self._size + (self._keys - 1) % self._size,
+            num_decodes=rows,
+            max_query_len=1,
+            max_seq_len=self._keys,
+        )
+        positions = torch.full((rows,), self._keys - 1, device=device)
+        return ForwardBatch(numbers % self._model.vocab_size, positions, numbers, metadata)
+
+
+def _weight_bytes(ops: TritonOps, rows: int) -> int:
+    """Bytes of the weights of all products in such a step, counting only chosen experts."""
+    layers = [
+        *(layer.weight_bytes for one in ops.products.shapes.values() for layer in one.layers),
+        *(layer.weight_bytes for one in ops.packed.shapes.values() for layer in one.layers),
+        *(layer.weight_bytes for one in ops.float8.shapes.values() for layer in one.layers),
+    ]
+    mixtures = ops.mixtures.shapes.items()
+    return sum(layers) + sum(len(one.layers) * of.read_bytes(rows) for of, one in mixtures)

@@ -1,0 +1,135 @@
+"""A model's folder: finds it, reads its JSON files and refuses what must not be loaded.
+
+Runs no code of a checkpoint and unpickles nothing. Other modules interpret the fields for an
+architecture.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import CheckpointError, CheckpointNotFound, ConfigError
+
+JsonObject = Mapping[str, Any]
+
+# What a hub download may contain: no pickles, no code.
+ALLOWED_FILES = ("*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model's folder with its parsed JSON files."""
+
+    folder: Path
+    config: JsonObject
+    generation_config: JsonObject
+
+    @property
+    def architecture(self) -> str:
+        names = self.config.get("architectures")
+        if not isinstance(names, list) or not names or not isinstance(names[0], str):
+            raise ConfigError(
+                f"{self.folder / 'config.json'}: architectures must be a list with a class name, "
+                f"not {names!r:.60}"
+            )
+        return names[0]
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether the checkpoint was saved without its head; GPT-2's class with a head has this
+        suffix."""
+        return self.architecture.endswith("Model") and not self.architecture.endswith("LMHeadModel")
+
+    @property
+    def dtype_name(self) -> str | None:
+        """The dtype that config.json states, under its new or its old name."""
+        name = self.config.get("dtype") or self.config.get("torch_dtype")
+        return name.removeprefix("torch.") if isinstance(name, str) else None
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """End-of-sequence ids of both files, generation_config.json's first, without duplicates."""
+        found: dict[int, None] = {}
+        for source in (self.generation_config, self.config):
+            found.update(dict.fromkeys(_token_ids(source.get("eos_token_id"))))
+        return tuple(found)
+
+
+def load_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
+    """Opens a folder or a hub id.
+
+    Raises CheckpointError for a file that is missing or broken, and ConfigError if config.json asks
+    for the checkpoint's own code.
+    """
+    folder = _find_folder(model, revision)
+    config = read_json(folder / "config.json")
+    if config.get("auto_map"):
+        raise ConfigError(
+            f"{folder / 'config.json'}: auto_map asks to run the checkpoint's own code, which is "
+            "never done; use a checkpoint of an architecture that transformers contains"
+        )
+    generation = folder / "generation_config.json"
+    return Checkpoint(folder, config, read_json(generation) if generation.is_file() else {})
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON file that holds an object. Raises CheckpointError naming the file."""
+    content = _load_json(path)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, not {type(content).__name__}")
+    return content
+
+
+def read_json_list(path: Path) -> list[dict[str, Any]]:
+    """Reads a JSON file that holds a list of objects. Raises CheckpointError naming the file."""
+    content = _load_json(path)
+    if not isinstance(content, list) or not all(isinstance(item, dict) for item in content):
+        raise CheckpointError(f"{path} must hold a list of JSON objects")
+    return content
+
+
+def _load_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing: is its folder a checkpoint?") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _find_folder(model: str, revision: str | None) -> Path:
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise CheckpointNotFound(
+            f"model {model!r} is not a folder: give the folder of a checkpoint, or a hub id"
+        )
+    return _download(model, revision)
+
+
+def _download(model: str, revision: str | None) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import (
+            HfHubHTTPError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+        )
+    except ImportError as error:
+        raise CheckpointError(
+            f"model {model!r} is not a folder, and a hub id needs the package huggingface_hub"
+        ) from error
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=list(ALLOWED_FILES)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointNotFound(
+            f"model {model!r} is neither a folder nor can it be fetched from the hub: {error}"
+        ) from error
+
+
+def _token_ids(value: object) -> list[int]:
+    values = value if isinstance(value, list) else [value]
+    return [item for item in values if isinstance(item, int) and not isinstance(item, bool)]

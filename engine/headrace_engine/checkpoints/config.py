@@ -1,0 +1,353 @@
+"""A native decoder's configuration, read from the config.json of a checkpoint.
+
+Defaults for absent fields are those of transformers' config classes. A value that the native
+decoder does not support raises ConfigError with file and field; it is never ignored.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from .architectures import ARCHITECTURES, MULTIMODAL, TEXT_PART, Architecture, TensorLayout
+from .checkpoint import Checkpoint
+from .fields import Fields
+from .rope import QueryScaling, RopeConfig, read_local_rope, read_query_scaling, read_rope
+
+__all__ = ["ARCHITECTURES", "ExpertsConfig", "ModelConfig", "RopeConfig"]
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedSwiGLU:
+    """(up + 1) * gate * sigmoid(alpha * gate), with gates at most `limit` and ups within
+    +-`limit`."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """A mixture of experts instead of the MLP, in the layers whose entry of `sparse` is true.
+
+    `per_token` experts of `count` compute each token; their weights are the softmax over all,
+    divided by their sum if `renormalise`. `shared_size` is the inner size of an expert that
+    computes every token, or None. With `bias` router and experts have biases; `swiglu` is their
+    activation if it differs from the model's.
+    """
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    renormalise: bool
+    shared_size: int | None
+    sparse: tuple[bool, ...]
+    bias: bool = False
+    swiglu: ClampedSwiGLU | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A decoder's shape.
+
+    `windows` has one entry a layer: the number of keys that a position sees, itself included, or
+    None for all. `local_rope` rotates layers with a window; `unrotated` layers are not rotated.
+    `scale` multiplies attention scores, `embedding_scale` embeddings, rounded to their dtype if
+    `rounds_embedding_scale`; logits are divided by `logits_divisor`. With `offset_norms` norms
+    multiply by 1 + weight; `input_norms` are before attention and MLP, `output_norms` after them;
+    with `wide_qk_norm` those of Q and K cover all heads together. With `sinks` each head's softmax
+    includes a sink logit. `kv_scales` has an entry a layer, read from the weights.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    windows: tuple[int | None, ...]
+    scale: float
+    local_rope: RopeConfig | None = None
+    unrotated: frozenset[int] = frozenset()
+    interleaved: bool = False
+    query_scaling: QueryScaling | None = None
+    layout: TensorLayout = "llama"
+    text_part: str = ""
+    activation: Activation = "silu"
+    embedding_scale: float | None = None
+    rounds_embedding_scale: bool = False
+    offset_norms: bool = False
+    input_norms: bool = True
+    output_norms: bool = False
+    wide_qk_norm: bool = False
+    attention_softcap: float | None = None
+    logits_softcap: float | None = None
+    logits_divisor: float | None = None
+    experts: ExpertsConfig | None = None
+    sinks: bool = False
+    kv_scales: tuple[tuple[float, float], ...] | None = None
+
+    def kv_scale(self, layer: int) -> tuple[float, float]:
+        """The divisor of a layer's keys and values in a cache of 8-bit floats."""
+        return (1.0, 1.0) if self.kv_scales is None else self.kv_scales[layer]
+
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        """The layer's rotary embedding; None if it has none."""
+        if layer in self.unrotated:
+            return None
+        return self.rope if self.windows[layer] is None else self.local_rope or self.rope
+
+    @property
+    def merged_qkv(self) -> bool:
+        """Whether a checkpoint has Q, K and V in one matrix."""
+        return self.layout == "phi3"
+
+    @property
+    def merged_gate_up(self) -> bool:
+        return self.layout in ("phi3", "glm", "glm4")
+
+    @classmethod
+    def from_hf(cls, checkpoint: Checkpoint) -> "ModelConfig":
+        """Reads config.json. Raises ConfigError for the first field that is missing, broken or not
+        supported."""
+        fields = Fields(checkpoint.folder / "config.json", checkpoint.config)
+        decoders = MULTIMODAL.get(checkpoint.architecture)
+        if decoders is not None:
+            fields = Fields(fields.path, fields.object("text_config"), prefix="text_config.")
+            name = decoders.get(str(fields.get("model_type", next(iter(decoders)))))
+            if name is None:
+                raise fields.error("model_type", f"one of {', '.join(decoders)}")
+            return replace(_read(fields, ARCHITECTURES[name]), text_part=TEXT_PART)
+        family = ARCHITECTURES.get(checkpoint.architecture)
+        if family is None:
+            raise fields.error("architectures", f"one of {', '.join(ARCHITECTURES)}")
+        return _read(fields, family)
+
+
+def _read(fields: Fields, family: Architecture) -> ModelConfig:
+    hidden = fields.integer("hidden_size")
+    heads = fields.integer("num_attention_heads", family.num_heads)
+    head_dim = fields.integer("head_dim", default=family.head_dim or hidden // heads)
+    kv_heads = fields.integer("num_key_value_heads", default=family.num_kv_heads or heads)
+    if heads % kv_heads:
+        raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
+    if head_dim % 2:
+        raise fields.error("head_dim", "even")
+    positions = fields.integer("max_position_embeddings", default=family.max_position_embeddings)
+    windows = _windows(fields, family)
+    residual = fields.number("residual_multiplier", 1.0) if family.multipliers else 1.0
+    return ModelConfig(
+        vocab_size=fields.integer("vocab_size", family.vocab_size),
+        hidden_size=hidden,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=fields.integer("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        # Scales the residual stream by the inverse, instead of scaling each sum. If their epsilon
+        # is scaled too, norms give the same results, and no step needs extra work.
+        rms_norm_eps=fields.number("rms_norm_eps", family.rms_norm_eps) / residual**2,
+        max_position_embeddings=positions,
+        rope=read_rope(fields, family, head_dim, positions),
+        local_rope=read_local_rope(fields, family, head_dim, positions),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", family.tie_word_embeddings),
+        qkv_bias=_bias(fields, family.qkv_bias, family.qkv_bias_field),
+        o_bias=_bias(fields, family.o_bias, family.o_bias_field),
+        mlp_bias=fields.flag(family.mlp_bias_field),
+        qk_norm=family.qk_norm,
+        wide_qk_norm=family.wide_qk_norm,
+        windows=windows,
+        unrotated=_unrotated(fields, family, windows),
+        interleaved=family.interleaved,
+        query_scaling=read_query_scaling(fields) if family.scaled_queries else None,
+        scale=_scale(fields, family, head_dim),
+        layout=family.layout,
+        activation=_activation(fields, family),
+        embedding_scale=_embedding_scale(fields, family, residual),
+        rounds_embedding_scale=family.gemma,
+        offset_norms=family.gemma,
+        input_norms=family.norms != "after",
+        output_norms=family.norms != "before",
+        attention_softcap=_attention_softcap(fields, family),
+        logits_softcap=(
+            fields.optional("final_logit_softcapping", family.logits_softcap)
+            if _has_gemma_fields(family)
+            else None
+        ),
+        logits_divisor=fields.number("logits_scaling", 1.0) if family.multipliers else None,
+        experts=_experts(fields, family),
+        sinks=family.sinks,
+    )
+
+
+def _bias(fields: Fields, fixed: bool | None, name: str | None) -> bool:
+    if fixed is None:
+        return fields.flag("attention_bias")
+    return fixed if name is None else fields.flag(name, fixed)
+
+
+def _has_gemma_fields(family: Architecture) -> bool:
+    """Whether the family has the fields that came with Gemma 2."""
+    return family.gemma and family.norms == "around"
+
+
+def _scale(fields: Fields, family: Architecture, head_dim: int) -> float:
+    if family.multipliers:
+        return fields.number("attention_multiplier", 1.0)
+    if not _has_gemma_fields(family):
+        return float(head_dim**-0.5)
+    return float(fields.number("query_pre_attn_scalar", 256.0) ** -0.5)
+
+
+def _embedding_scale(fields: Fields, family: Architecture, residual: float) -> float | None:
+    if family.multipliers:
+        return fields.number("embedding_multiplier", 1.0) / residual
+    return fields.integer("hidden_size") ** 0.5 if family.gemma else None
+
+
+def _unrotated(
+    fields: Fields, family: Architecture, windows: tuple[int | None, ...]
+) -> frozenset[int]:
+    if family.unrotated == "none":
+        return frozenset()
+    layers = range(len(windows))
+    if family.unrotated == "global":
+        slides = any(windows)
+        return frozenset(index for index in layers if slides and windows[index] is None)
+    every = fields.integer("no_rope_layer_interval", 4)
+    rotated = fields.get("no_rope_layers", [(index + 1) % every for index in layers])
+    if not isinstance(rotated, list) or len(rotated) < len(windows):
+        raise fields.error("no_rope_layers", f"a list of {len(windows)} numbers")
+    return frozenset(index for index in layers if not rotated[index])
+
+
+def _activation(fields: Fields, family: Architecture) -> Activation:
+    if not family.gemma:
+        fields.require("hidden_act", ("silu", "swish"), default="silu")
+        return "silu"
+    name = "hidden_activation" if fields.get("hidden_activation", None) else "hidden_act"
+    fields.require(name, ("gelu_pytorch_tanh",), default="gelu_pytorch_tanh")
+    fields.require("use_bidirectional_attention", (False,), default=False)
+    return "gelu_tanh"
+
+
+def _attention_softcap(fields: Fields, family: Architecture) -> float | None:
+    cap = fields.optional("attn_logit_softcapping", family.attention_softcap)
+    if cap is not None and family.attention_softcap is None:
+        raise fields.error("attn_logit_softcapping", "null for this architecture")
+    return cap
+
+
+def _windows(fields: Fields, family: Architecture) -> tuple[int | None, ...]:
+    layers = fields.integer("num_hidden_layers")
+    if family.windows == "none":
+        return (None,) * layers
+    if family.windows == "all":
+        return (fields.window("sliding_window", family.sliding_window),) * layers
+    if family.windows == "typed":
+        window = fields.window("sliding_window", family.sliding_window)
+        if window is not None:
+            _require_layer_types(fields, layers)
+        return _named(fields, window, [False] * layers)
+    if family.windows == "interleaved":
+        window = fields.window("sliding_window", family.sliding_window)
+        if window is None and family.local_rope_theta is not None:
+            raise fields.error("sliding_window", "a whole number above 0")
+        return _named(fields, window, _interleaved(fields, family, layers))
+    used = fields.flag("use_sliding_window")
+    window = fields.window("sliding_window", 4096) if used else None
+    if family.windows == "switched":
+        return (window,) * layers
+    if window is not None and family.windows == "named":
+        _require_layer_types(fields, layers)
+    first = fields.get("max_window_layers", 28) if window is not None else layers
+    return _named(fields, window, [index >= first for index in range(layers)])
+
+
+def _require_layer_types(fields: Fields, layers: int) -> None:
+    if fields.get("layer_types", None) is None:
+        raise fields.error("layer_types", f"a list of {layers} names where layers have a window")
+
+
+def _interleaved(fields: Fields, family: Architecture, layers: int) -> list[bool]:
+    every = fields.integer("sliding_window_pattern", default=family.global_every)
+    return [bool((index + 1) % every) for index in range(layers)]
+
+
+def _named(fields: Fields, window: int | None, sliding: list[bool]) -> tuple[int | None, ...]:
+    """Windows of the layers that layer_types names, or else of those in `sliding`."""
+    names = ("full_attention", "sliding_attention")
+    kinds = fields.get("layer_types", [names[slides] for slides in sliding])
+    if not isinstance(kinds, list) or len(kinds) != len(sliding):
+        raise fields.error("layer_types", f"a list of {len(sliding)} names")
+    if not set(kinds) <= set(names):
+        raise fields.error("layer_types", f"made of {' and '.join(names)}")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _experts(fields: Fields, family: Architecture) -> ExpertsConfig | None:
+    if family.experts == "none":
+        return None
+    if family.experts == "mixtral":
+        return _checked(fields, _every_layer(fields, 8, 2))
+    if family.experts == "gptoss":
+        # A softmax over the chosen experts equals the softmax over all, divided by the sum of the
+        # chosen.
+        swiglu = ClampedSwiGLU(
+            fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0)
+        )
+        found = _every_layer(fields, 128, 4)
+        return _checked(fields, replace(found, bias=True, swiglu=swiglu))
+    name = "num_experts" if "num_experts" in fields else "num_local_experts"
+    shared = (
+        fields.integer("shared_expert_intermediate_size", 5632) if family.shared_expert else None
+    )
+    return _checked(
+        fields,
+        ExpertsConfig(
+            count=fields.integer(name, 60 if family.shared_expert else 128),
+            per_token=fields.integer("num_experts_per_tok", 4 if family.shared_expert else 8),
+            intermediate_size=fields.integer(
+                "moe_intermediate_size", 1408 if family.shared_expert else 768
+            ),
+            renormalise=fields.flag("norm_topk_prob"),
+            shared_size=shared,
+            sparse=_sparse(fields),
+        ),
+    )
+
+
+def _every_layer(fields: Fields, count: int, per_token: int) -> ExpertsConfig:
+    """A mixture in every layer, with the family's default numbers of experts."""
+    return ExpertsConfig(
+        count=fields.integer("num_local_experts", count),
+        per_token=fields.integer("num_experts_per_tok", per_token),
+        intermediate_size=fields.integer("intermediate_size"),
+        renormalise=True,
+        shared_size=None,
+        sparse=(True,) * fields.integer("num_hidden_layers"),
+    )
+
+
+def _checked(fields: Fields, experts: ExpertsConfig) -> ExpertsConfig:
+    if experts.per_token > experts.count:
+        raise fields.error("num_experts_per_tok", f"at most the number of experts {experts.count}")
+    return experts
+
+
+def _sparse(fields: Fields) -> tuple[bool, ...]:
+    step = fields.integer("decoder_sparse_step", 1)
+    dense = fields.get("mlp_only_layers", [])
+    if not isinstance(dense, list):
+        raise fields.error("mlp_only_layers", "a list of layers")
+    layers = range(fields.integer("num_hidden_layers"))
+    return tuple(index not in dense and (index + 1) % step == 0 for index in layers)

@@ -1,0 +1,145 @@
+"""A checkpoint's rotary embedding and its scaling, read from config.json.
+
+Supports the new form (rope_parameters; Gemma-3 has one object for each kind of layer) and the old
+one (rope_scaling beside rope_theta). Raises ConfigError for scaling that is not supported.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .architectures import Architecture
+from .checkpoint import JsonObject
+from .fields import Fields
+
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+# Old names of longrope in checkpoints of Phi-3.
+_LONGROPE_NAMES = ("su", "yarn")
+
+_NEEDED: Mapping[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+    "longrope": ("original_max_position_embeddings",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """A rotary embedding; `parameters` holds the fields that the scaling of `rope_type` needs.
+
+    `partial` is the share of a head's elements that is rotated, from the first on.
+    """
+
+    rope_type: str
+    theta: float
+    parameters: JsonObject
+    partial: float = 1.0
+
+    def rotated(self, head_dim: int) -> int:
+        """The number of rotated elements of a head."""
+        return int(head_dim * self.partial)
+
+
+@dataclass(frozen=True, slots=True)
+class QueryScaling:
+    """Multiplies queries at position p by 1 + beta * log(1 + floor(p / context)) (Llama 4)."""
+
+    beta: float
+    context: int
+
+
+def read_query_scaling(fields: Fields) -> QueryScaling:
+    rope = Fields(fields.path, fields.object("rope_parameters"), prefix="rope_parameters.")
+    return QueryScaling(
+        beta=rope.number("llama_4_scaling_beta"),
+        context=rope.integer("original_max_position_embeddings"),
+    )
+
+
+def read_rope(fields: Fields, family: Architecture, head_dim: int, positions: int) -> RopeConfig:
+    """The rotary embedding of all layers, or of layers without a window if those differ."""
+    name = "rope_scaling" if fields.get("rope_scaling", None) else "rope_parameters"
+    parameters = fields.object(name) or family.rope_scaling
+    if isinstance(parameters.get("full_attention"), dict):
+        inner = Fields(fields.path, parameters, prefix=f"{name}.")
+        parameters, name = inner.object("full_attention"), f"{name}.full_attention"
+    theta = fields.number("rope_theta", family.rope_theta)
+    return _read(fields, family, name, parameters, theta, head_dim, positions)
+
+
+def read_local_rope(
+    fields: Fields, family: Architecture, head_dim: int, positions: int
+) -> RopeConfig | None:
+    """The rotary embedding of layers with a window; None if all layers share one."""
+    if family.local_rope_theta is None:
+        return None
+    parameters = Fields(fields.path, fields.object("rope_parameters"), prefix="rope_parameters.")
+    theta = fields.number("rope_local_base_freq", family.local_rope_theta)
+    name = "rope_parameters.sliding_attention"
+    local = parameters.object("sliding_attention")
+    return _read(fields, family, name, local, theta, head_dim, positions)
+
+
+def _read(
+    fields: Fields,
+    family: Architecture,
+    name: str,
+    parameters: JsonObject,
+    theta: float,
+    head_dim: int,
+    positions: int,
+) -> RopeConfig:
+    rope = Fields(fields.path, parameters, prefix=f"{name}.")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if family.layout == "phi3" and kind in _LONGROPE_NAMES:
+        kind = "longrope"
+    if kind not in ROPE_TYPES:
+        raise rope.error("rope_type", f"one of {', '.join(ROPE_TYPES)}")
+    partial = _partial(fields, rope, family)
+    merged = _with_original(fields, parameters, positions)
+    checked = Fields(fields.path, merged, prefix=f"{name}.")
+    _check_scaling(checked, kind)
+    found = RopeConfig(kind, rope.number("rope_theta", theta), merged, partial)
+    rotated = found.rotated(head_dim)
+    if rotated % 2:
+        raise rope.error("partial_rotary_factor", "such that an even number of elements is rotated")
+    if kind != "longrope":
+        return found
+    factors = {key: checked.numbers(key, rotated // 2) for key in ("short_factor", "long_factor")}
+    return RopeConfig(kind, found.theta, {**merged, **factors}, partial)
+
+
+def _partial(fields: Fields, rope: Fields, family: Architecture) -> float:
+    if family.partial_rotary is None:
+        for source in (rope, fields):
+            source.require("partial_rotary_factor", (1, 1.0), default=1.0)
+        return 1.0
+    outside = fields.number("partial_rotary_factor", family.partial_rotary)
+    partial = rope.number("partial_rotary_factor", outside)
+    if partial > 1.0:
+        raise rope.error("partial_rotary_factor", "a number above 0 and at most 1")
+    return partial
+
+
+def _with_original(fields: Fields, parameters: JsonObject, positions: int) -> dict[str, Any]:
+    original = fields.get("original_max_position_embeddings", None)
+    merged = {"original_max_position_embeddings": positions, **parameters}
+    if original is not None:
+        merged["original_max_position_embeddings"] = original
+    return merged
+
+
+def _check_scaling(rope: Fields, kind: str) -> None:
+    for name in _NEEDED.get(kind, ()):
+        rope.number(name)
+    optional = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    for name in (*optional, "factor"):
+        if rope.get(name, None) is not None:
+            rope.number(name)

@@ -1,0 +1,116 @@
+"""The protocol of attention backends.
+
+A backend owns the layout of its KV cache: the runner passes the tensors made by `allocate` back to
+it and does not interpret them, except that their first dimension is the block.
+"""
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, Protocol, runtime_checkable
+
+import torch
+
+LayerCache = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """Shape of one layer's keys and values.
+
+    `dtype` is the model's, `cache_dtype` the cache's (None: the same).
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+    cache_dtype: torch.dtype | None = None
+
+    @property
+    def stored(self) -> torch.dtype:
+        return self.cache_dtype or self.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParams:
+    """Parameters of one layer's attention.
+
+    `sliding_window` counts keys, the position's own included. Caches of 8-bit floats hold keys
+    divided by `key_scale` and values divided by `value_scale`. `sinks` float32 [Hq] are logits
+    that join each head's softmax without a value (gpt-oss).
+    """
+
+    scale: float
+    softcap: float | None = None
+    sliding_window: int | None = None
+    key_scale: float = 1.0
+    value_scale: float = 1.0
+    sinks: torch.Tensor | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """The layout of a ragged batch of S sequences and T tokens. All tensors are on the device.
+
+    query_start   int32 [S + 1]     token offsets of the sequences' runs.
+    seq_lens      int32 [S]         keys of each sequence, this step's included.
+    block_tables  int32 [S, B]      block ids, padded with 0 after ceil(seq_len / block_size).
+    slots         int64 [T]         block * block_size + offset, where each token's KV is written.
+    The first `num_decodes` sequences have one query token each.
+    """
+
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
+    slots: torch.Tensor
+    num_decodes: int
+    max_query_len: int
+    max_seq_len: int
+
+
+class AttentionBackend(Protocol):
+    name: ClassVar[str]
+
+    def allocate(self, num_blocks: int, spec: KVSpec) -> LayerCache:
+        """Zeroed KV memory of one layer for `num_blocks` blocks."""
+
+    def block_bytes(self, spec: KVSpec) -> int:
+        """Bytes of one block in one layer."""
+
+    def copy_blocks(self, cache: LayerCache, copies: torch.Tensor) -> None:
+        """Copies whole blocks; `copies` is int64 [N, 2] of (source, destination)."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        params: LayerParams,
+    ) -> torch.Tensor:
+        """Writes key and value at `slots`, then attends causally over each sequence's blocks.
+
+        All tokens are written before any is read: a sequence may attend to keys that another one
+        computes in the same step, in blocks that both share. `query` is [T, Hq, D]; `key` and
+        `value` are [T, Hkv, D] with rotary applied; Hq is a multiple of Hkv. Returns [T, Hq, D] in
+        the query's dtype.
+        """
+
+
+@runtime_checkable
+class SkipsPadding(Protocol):
+    """A backend whose steps can be recorded in CUDA graphs.
+
+    It skips tokens whose slot is negative, returns zeros for sequences without keys, and reads no
+    value back from the device."""
+
+    skips_padding: ClassVar[Literal[True]]
+
+
+@runtime_checkable
+class ReadsSomeBlocks(Protocol):
+    """A backend that may or may not read blocks in place, depending on their size."""
+
+    def reads_blocks(self, block_size: int) -> bool:
+        """Whether it reads blocks of this size in place, without gathering them first."""

@@ -1,0 +1,135 @@
+"""The configuration of one engine."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import inf
+from types import MappingProxyType
+from typing import Literal
+
+from .errors import ConfigError
+from .speculative_config import SpeculativeConfig
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["none", "int8", "gptq", "awq", "compressed-tensors", "fp8"]
+KVCacheDType = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
+LoadFormat = Literal["auto", "dummy"]
+
+_NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
+_NO_MODULES: Mapping[str, str] = MappingProxyType({})
+_COUNTS = (
+    *("block_size", "max_num_seqs", "max_num_batched_tokens"),
+    *("tensor_parallel_size", "max_loras", "max_lora_rank"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What an engine runs and which resources it may use.
+
+    Model: `model` is a folder or a hub id. `load_format` dummy makes random weights, for
+    measurements of speed. `max_model_len` None takes the checkpoint's. `model_implementation` auto
+    is native if the architecture has a native path, else transformers. `quantization` int8 keeps
+    the weights of linear layers in 8 bits with a scale for each output; it needs a CPU or a native
+    model on a GPU. Quantised checkpoints are recognised by their config.json; naming their format
+    here refuses all other checkpoints. `task` auto is embed for checkpoints that were saved as
+    embedding models, else generate; `pooler_config` (pooling_type, normalize,
+    matryoshka_dimensions) replaces the checkpoint's own.
+
+    Processes: `tensor_parallel_size` processes share the model, each with its own GPU (or a part of
+    the cores). `kv_cache_bytes`, `swap_space` and `threads` are for each process.
+
+    KV cache: without `kv_cache_bytes` and `num_blocks` its size is measured: `memory_utilization`
+    times what is free after the weights and a profile run of the largest step. `kv_cache_dtype` fp8
+    (e4m3) or fp8_e5m2 stores keys and values in 8 bits, with the checkpoint's scales if it has any.
+    `watermark` is the share of blocks that starting sequences leave free, so that running ones can
+    grow without a preemption. `swap_space` is host memory in GiB for the KV of preempted sequences;
+    it is used if copying is cheaper than recomputing. Layers with and without a sliding window have
+    separate block tables, unless `disable_hybrid_kv_cache_manager`.
+
+    Steps: while sequences decode, prompts are cut to steps of at most `itl_target` seconds.
+    `async_scheduling` schedules the next step while the device runs one; None: on GPUs only.
+    `enforce_eager` switches CUDA graphs off. `enable_autotuner` measures kernels and launch
+    parameters on a GPU before it serves, if CUDA graphs are on and `deterministic` is off;
+    `tuned_config_folder` stores the measurements. `deterministic` makes a request's tokens and log
+    probabilities bitwise independent of other requests, and refuses models that cannot do so.
+
+    LoRA: `lora_modules` are folders of adapters by name. At most `max_loras` run at once, of ranks
+    up to `max_lora_rank`; `max_cpu_loras` (None: `max_loras`) stay in host memory.
+    """
+
+    model: str
+    revision: str | None = None
+    load_format: LoadFormat = "auto"
+    dtype: DType = "auto"
+    device: str = "auto"
+    tensor_parallel_size: int = 1
+    attention_backend: str = "auto"
+    model_implementation: Literal["auto", "native", "transformers"] = "auto"
+    task: Literal["auto", "generate", "embed"] = "auto"
+    pooler_config: Mapping[str, object] = field(default_factory=lambda: _NO_OPTIONS)
+    quantization: Quantization = "none"
+    max_model_len: int | None = None
+    block_size: int = 16
+    kv_cache_dtype: KVCacheDType = "auto"
+    kv_cache_bytes: int | None = None
+    num_blocks: int | None = None
+    memory_utilization: float = 0.9
+    swap_space: float = 0.0
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    itl_target: float = inf
+    enable_prefix_caching: bool = True
+    disable_hybrid_kv_cache_manager: bool = False
+    watermark: float = 0.01
+    speculative_config: SpeculativeConfig | None = None
+    enable_lora: bool = False
+    lora_modules: Mapping[str, str] = field(default_factory=lambda: _NO_MODULES)
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
+    policy: str = "fcfs"
+    policy_options: Mapping[str, object] = field(default_factory=lambda: _NO_OPTIONS)
+    seed: int = 0
+    threads: int | None = None
+    deterministic: bool = False
+    enforce_eager: bool = False
+    enable_autotuner: bool = True
+    tuned_config_folder: str | None = None
+    async_scheduling: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not self.itl_target > 0.0:
+            raise ConfigError(f"itl_target must be above 0 seconds, not {self.itl_target}")
+        if not 0.0 <= self.watermark < 1.0:
+            raise ConfigError(f"watermark must be in [0, 1), not {self.watermark}")
+        if not 0.0 <= self.swap_space < inf:
+            raise ConfigError(f"swap_space must be GiB, 0 or more, not {self.swap_space}")
+        self._check_lora()
+        self._check_parallel()
+        if not 0.0 < self.memory_utilization <= 1.0:
+            raise ConfigError(
+                f"memory_utilization must be in (0, 1], not {self.memory_utilization}"
+            )
+
+    @property
+    def has_draft_model(self) -> bool:
+        return self.speculative_config is not None and self.speculative_config.model is not None
+
+    def _check_parallel(self) -> None:
+        if self.deterministic and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                "deterministic is for one process, and tensor_parallel_size is "
+                f"{self.tensor_parallel_size}: use 1, or switch deterministic off"
+            )
+
+    def _check_lora(self) -> None:
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ConfigError(
+                f"max_cpu_loras must be at least max_loras ({self.max_loras}), not "
+                f"{self.max_cpu_loras}"
+            )
+        if self.lora_modules and not self.enable_lora:
+            raise ConfigError("lora_modules are given, but enable_lora is off: switch it on")

@@ -1,0 +1,165 @@
+"""A request inside the engine, its sequences (one for each choice) and their states."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from hashlib import blake2b, sha256
+from math import inf
+from typing import TYPE_CHECKING
+
+from headrace_common.sampling.params import SamplingParams
+from headrace_common.sampling.pooling import PoolingParams
+
+from .errors import IllegalTransition
+
+if TYPE_CHECKING:
+    from .compiled_grammar import CompiledGrammar, GrammarCursor
+
+
+# In `Sequence.token_ids`: the token that the step in flight is going to choose.
+PENDING = -1
+
+
+class State(StrEnum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    SWAPPED = "swapped"
+    FINISHED = "finished"
+
+
+# Every legal change of state. The KV of SWAPPED is in host memory; PREEMPTED recomputes it.
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.WAITING: frozenset({State.RUNNING, State.FINISHED}),
+    State.RUNNING: frozenset({State.PREEMPTED, State.SWAPPED, State.FINISHED}),
+    State.PREEMPTED: frozenset({State.RUNNING, State.FINISHED}),
+    State.SWAPPED: frozenset({State.RUNNING, State.FINISHED}),
+    State.FINISHED: frozenset(),
+}
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
+    """What the engine is asked to run. The caller chooses a `seed` if the user gave none.
+
+    `resume` has the output tokens of a request that another engine began, one tuple for each
+    choice. They are not part of the prompt, so that penalties, length limits and random numbers
+    continue correctly. Requests with different `cache_salt` share no prefix cache. A request with
+    `pooling` returns the prompt's embedding and no tokens. `grammar` is
+    `params.structured_outputs`, compiled by the caller. The engine sets `candidates` for beams: how
+    many of the most likely tokens the search reads. `logprobs` is what the sampler reads:
+    `candidates`, or the user's value. `lora` names the adapter to run with.
+    `arrival` and `deadline` are seconds of the monotonic clock. `priority` 0 is normal; lower runs
+    sooner.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    arrival: float = 0.0
+    priority: int = 0
+    deadline: float = inf
+    tenant: str = "default"
+    cache_salt: bytes = b""
+    resume: tuple[tuple[int, ...], ...] = ()
+    pooling: PoolingParams | None = None
+    grammar: "CompiledGrammar | None" = None
+    candidates: int | None = None
+    lora: str | None = None
+    logprobs: int | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        logprobs = self.params.logprobs if self.candidates is None else self.candidates
+        object.__setattr__(self, "logprobs", logprobs)
+
+    @property
+    def forks(self) -> bool:
+        """Whether several sequences begin at the end of its prompt."""
+        return self.params.n > 1 or self.candidates is not None
+
+    @property
+    def prefix_seed(self) -> bytes:
+        """The seed of its block hashes: the same tokens have other KV with another adapter."""
+        if self.lora is None:
+            return sha256(self.cache_salt).digest()
+        name = sha256(self.lora.encode()).digest()
+        return blake2b(self.cache_salt, digest_size=32, key=name).digest()
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Sequence:
+    """One choice of a request. The scheduler owns it; the runner only reads it.
+
+    The first `num_computed_tokens` positions have their KV in `block_table`; the others are known
+    but not computed yet (one token while decoding, more while prefilling or recomputing). While an
+    asynchronous step is in flight, its work counts as computed and the last token is PENDING.
+    `block_hashes` are the prefix-cache keys of the leading full blocks, computed on demand. While
+    the sequence is SWAPPED, its KV is in `host_blocks` and `block_table` is empty. In the first
+    `released` rows of `block_table` the blocks of sliding windows have been released (see
+    kv_cache_manager). `adjusted` says whether the request's parameters change logits before a
+    token is chosen.
+    """
+
+    request: EngineRequest
+    choice: int
+    token_ids: list[int]
+    num_computed_tokens: int = 0
+    block_table: list[int] = field(default_factory=list)
+    released: int = 0
+    state: State = State.WAITING
+    cached_tokens: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
+    host_blocks: list[int] = field(default_factory=list)
+    grammar_cursor: "GrammarCursor | None" = None
+    adjusted: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Read for each row of each step.
+        self.adjusted = self.request.params.adjusts_logits
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def output_length(self) -> int:
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    def transition(self, to: State) -> None:
+        """Changes the state. Raises IllegalTransition if TRANSITIONS does not allow it."""
+        if to not in TRANSITIONS[self.state]:
+            raise IllegalTransition(
+                f"{self.request.request_id}/{self.choice}: {self.state} -> {to} is not allowed"
+            )
+        self.state = to
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceView:
+    """A snapshot of a sequence for readers outside the engine, and its JSON in `/debug/requests`.
+
+    `computed` is its num_computed_tokens.
+    """
+
+    choice: int
+    state: State
+    tokens: int
+    computed: int
+    blocks: int
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> "SequenceView":
+        return cls(
+            sequence.choice,
+            sequence.state,
+            len(sequence.token_ids),
+            sequence.num_computed_tokens,
+            len(sequence.block_table),
+        )

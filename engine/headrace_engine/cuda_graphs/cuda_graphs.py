@@ -1,0 +1,273 @@
+"""Decode steps as CUDA graphs: a step's kernels are recorded once and launched by one call.
+
+A graph has fixed addresses and grids. So there is one graph for each of some batch sizes and each
+of a few bounds on the context. A step is copied into the buffers of the smallest graph that fits.
+With adapters there are two graphs of each: with adapters and without. The model computes every
+other step without graphs.
+"""
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+
+from ..core.attention_backend import AttentionBackend, LayerCache, SkipsPadding
+from ..core.config import EngineConfig
+from ..core.kv_cache_groups import ONE_GROUP, KVLayout
+from ..kernels.triton.dependent_launch import DependentLaunches
+from ..lora.batch import StaticLoRA
+from ..models.base import CausalModel, ForwardBatch, SharedModel
+from ..models.decoder.decoder import Decoder
+from .static_batch import StaticBatch
+
+logger = logging.getLogger(__name__)
+
+# Above these sizes only every LARGE_STEP-th size is recorded: padding costs little there.
+SMALL_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+LARGE_STEP = 128
+# Upper bounds on contexts: the grids of attention grow with the bound.
+CONTEXTS = (1024, 2048, 4096)
+
+Run = Callable[[], torch.Tensor]
+# Bytes of free device memory.
+Free = Callable[[], int]
+
+
+class Capture(Protocol):
+    def __call__(self, run: Run) -> Run:
+        """Records what `run` launches; each call of the result launches it again, into the same
+        output."""
+
+
+class CudaCapture:
+    """Records CUDA graphs. All share one memory pool, because only one of them runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Run) -> Run:
+        run()  # compiles kernels and grows scratch memory, which must not be recorded
+        torch.cuda.synchronize()
+        make_graph: Any = torch.cuda.CUDAGraph
+        graph = make_graph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            output = run()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return output
+
+        return replay
+
+
+class MeteredCapture:
+    """Wraps another capture and notes in `free_after` the free memory after each recording."""
+
+    def __init__(self, capture: Capture, free: Free) -> None:
+        self._capture, self._free = capture, free
+        self.free_after: list[int] = []
+
+    def __call__(self, run: Run) -> Run:
+        if not self.free_after:
+            run()  # memory that stays allocated without graphs does not count
+            self.free_after.append(self._free())
+        made = self._capture(run)
+        self.free_after.append(self._free())
+        return made
+
+    def extrapolated(self, recordings: int) -> int:
+        """Estimates the bytes of that many recordings: the first makes the pool that all share, and
+        each further one takes as much as the largest of the measured ones."""
+        first, *further = [max(0, before - after) for before, after in pairwise(self.free_after)]
+        return first + (recordings - 1) * max(further, default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureSizes:
+    """The batch sizes and the longest contexts for which there are graphs, both ascending."""
+
+    batch_sizes: tuple[int, ...]
+    contexts: tuple[int, ...]
+
+    @classmethod
+    def up_to(cls, max_num_seqs: int, max_model_len: int) -> "CaptureSizes":
+        sizes = [size for size in SMALL_SIZES if size < max_num_seqs]
+        sizes += range(SMALL_SIZES[-1] + LARGE_STEP, max_num_seqs, LARGE_STEP)
+        contexts = [length for length in CONTEXTS if length < max_model_len]
+        return cls((*sizes, max_num_seqs), (*contexts, max_model_len))
+
+    def top(self) -> "CaptureSizes":
+        """The two largest sizes with the longest context."""
+        return CaptureSizes(self.batch_sizes[-2:], self.contexts[-1:])
+
+    def batch_size(self, count: int) -> int | None:
+        """The smallest size for `count` sequences; None if there is none."""
+        return _at_least(self.batch_sizes, count)
+
+    def context(self, length: int) -> int | None:
+        return _at_least(self.contexts, length)
+
+
+def _at_least(steps: tuple[int, ...], wanted: int) -> int | None:
+    place = bisect_left(steps, wanted)
+    return steps[place] if place < len(steps) else None
+
+
+class GraphedModel:
+    """A model whose pure decodes over `caches` are replayed. Each step overwrites the logits of the
+    one before. The constructor makes all recordings, the largest first, as they share memory."""
+
+    def __init__(
+        self,
+        model: CausalModel,
+        caches: Rows[LayerCache],
+        sizes: CaptureSizes,
+        batch: StaticBatch,
+        capture: Capture,
+    ) -> None:
+        self._model, self._caches = model, caches
+        self.vocab_size, self.kv_shapes = model.vocab_size, model.kv_shapes
+        self._sizes, self._batch = sizes, batch
+        self._dependent_launches = _dependent_launches(model)
+        self._logits: torch.Tensor | None = None
+        self._graphs = {
+            (size, context, adapted): capture(self._step(size, context, adapted))
+            for size in reversed(sizes.batch_sizes)
+            for context in reversed(sizes.contexts)
+            for adapted in batch.kinds
+        }
+
+    def forward(self, batch: ForwardBatch, caches: Rows[LayerCache]) -> torch.Tensor:
+        size = self._sizes.batch_size(len(batch.input_ids))
+        context = self._sizes.context(batch.metadata.max_seq_len)
+        if size is None or context is None or not self._replays(batch, caches):
+            return self._model.forward(batch, caches)
+        self._batch.fill(batch, size)
+        return self._graphs[size, context, batch.lora is not None]()[: len(batch.input_ids)]
+
+    def _replays(self, batch: ForwardBatch, caches: Rows[LayerCache]) -> bool:
+        """Whether every sequence of the batch has one token, and its logits are wanted."""
+        count, metadata = len(batch.input_ids), batch.metadata
+        return (
+            metadata.num_decodes == len(metadata.seq_lens) == count
+            and len(batch.logits_rows) == count
+            and self._batch.takes(batch)
+            and caches is self._caches
+        )
+
+    def _step(self, size: int, context: int, adapted: bool) -> Run:
+        view = self._batch.view(size, context, adapted)
+        how = self._dependent_launches.chosen(size)
+
+        def run() -> torch.Tensor:
+            with self._dependent_launches.during(how):
+                return self._keep(self._model.forward(view, self._caches))
+
+        return run
+
+    def _keep(self, logits: torch.Tensor) -> torch.Tensor:
+        """Copies logits into one tensor for all recordings: the pool could not reuse a graph's own
+        output."""
+        if self._logits is None:
+            self._logits = torch.empty_like(logits)
+        return self._logits[: len(logits)].copy_(logits)
+
+
+def _dependent_launches(model: CausalModel) -> DependentLaunches:
+    """The model's own settings, or defaults."""
+    own = model.dependent_launches if isinstance(model, Decoder) else None
+    return own or DependentLaunches()
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRecorder:
+    """The inputs for recording a model's pure decodes over `caches`, up to contexts of
+    `max_model_len`; `lora` None: none with adapters."""
+
+    model: CausalModel
+    attention: AttentionBackend
+    caches: Rows[LayerCache]
+    config: EngineConfig
+    max_model_len: int
+    lora: StaticLoRA | None = None
+    layout: KVLayout = ONE_GROUP
+
+    @property
+    def device(self) -> torch.device:
+        return self.caches[0][0].device
+
+    @property
+    def sizes(self) -> CaptureSizes:
+        return CaptureSizes.up_to(self.config.max_num_seqs, self.max_model_len)
+
+    def static_batch(self) -> StaticBatch:
+        blocks = -(-self.max_model_len // self.config.block_size)
+        return StaticBatch(self.config.max_num_seqs, blocks, self.device, self.lora, self.layout)
+
+    def record(self, sizes: CaptureSizes, batch: StaticBatch, capture: Capture) -> GraphedModel:
+        with torch.inference_mode():
+            return GraphedModel(self.model, self.caches, sizes, batch, capture)
+
+    def refusal(self) -> str | None:
+        """Why decodes cannot be recorded; None if they can."""
+        if self.config.enforce_eager:
+            return "enforce_eager is set"
+        if self.device.type != "cuda":
+            return "there is no CUDA device"
+        if not isinstance(self.attention, SkipsPadding):
+            return f"attention backend {self.attention.name} cannot be recorded"
+        if not isinstance(self.model, Decoder) or not self.model.can_be_recorded:
+            return "the model waits for the device within a step"
+        return None
+
+
+def record_graphs(recorder: DecodeRecorder) -> CausalModel:
+    """Returns the model with its decodes recorded, or the model itself and a log that says why."""
+    model = recorder.model
+    if isinstance(model, SharedModel):
+        with model.recording(recorder.max_model_len, keep=True):
+            return model.with_part(record_graphs(replace(recorder, model=model.part)))
+    reason = recorder.refusal()
+    if reason is not None:
+        if recorder.device.type == "cuda":
+            logger.info("no CUDA graphs", extra={"reason": reason})
+        return model
+    sizes = recorder.sizes
+    graphed = recorder.record(sizes, recorder.static_batch(), CudaCapture())
+    adapted = recorder.lora is not None
+    logger.info(
+        "CUDA graphs recorded",
+        extra={"sizes": sizes.batch_sizes, "contexts": sizes.contexts, "lora": adapted},
+    )
+    return graphed
+
+
+def measure_graphs(recorder: DecodeRecorder) -> int:
+    """Estimates the bytes that `record_graphs` will take of this process's device.
+
+    It records the two largest steps and drops them. The caches may have any size, because nothing
+    reads or writes them.
+
+    Returns 0 if nothing is recorded. Processes that share a model do this together.
+    """
+    model, device = recorder.model, recorder.device
+    if isinstance(model, SharedModel):
+        with model.recording(recorder.max_model_len, keep=False):
+            return measure_graphs(replace(recorder, model=model.part))
+    if recorder.refusal() is not None:
+        return 0
+    metered = MeteredCapture(CudaCapture(), lambda: free_bytes(device))
+    sizes, batch = recorder.sizes, recorder.static_batch()
+    recorder.record(sizes.top(), batch, metered)
+    steps = len(sizes.batch_sizes) * len(sizes.contexts) * len(batch.kinds)
+    return batch.num_bytes + metered.extrapolated(steps)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of a CUDA device."""
+    return int(torch.cuda.mem_get_info(device)[0])

@@ -1,0 +1,62 @@
+"""Whether the other ranks still run, as the threads that watch them report."""
+
+import logging
+from collections.abc import Callable
+from threading import Event, Lock
+
+from ..core.errors import RankFailed
+
+logger = logging.getLogger(__name__)
+
+OnFailure = Callable[[Exception], None]
+
+
+class RankFailure:
+    """Thread-safe record of the first unexpected end of a rank, after which all ranks have
+    failed."""
+
+    def __init__(self, abort: Callable[[], None]) -> None:
+        """`abort` releases threads that wait for the ranks."""
+        self._abort = abort
+        self._lock = Lock()
+        self._failed = Event()
+        self._failure: RankFailed | None = None
+        self._on_failure: OnFailure | None = None
+        self._expected = False
+
+    def ended(self, rank: int, how: str) -> None:
+        with self._lock:
+            if self._expected or self._failure is not None:
+                return
+            self._failure = RankFailed(f"rank {rank} of the engine {how}; its log says why")
+            told = self._on_failure
+        logger.error("a rank of the engine ended", extra={"rank": rank, "how": how})
+        self._abort()
+        self._failed.set()
+        if told is not None:
+            told(self._failure)
+
+    def expect(self) -> None:
+        """Ranks may end from now on."""
+        with self._lock:
+            self._expected = True
+
+    def watch(self, on_failure: OnFailure) -> None:
+        """Calls `on_failure` when a rank fails, or now if one has failed; from any thread."""
+        with self._lock:
+            self._on_failure = on_failure
+            failure = self._failure
+        if failure is not None:
+            on_failure(failure)
+
+    def wait(self, timeout: float) -> RankFailed | None:
+        """Returns the failure; waits up to `timeout` seconds for one."""
+        self._failed.wait(timeout)
+        return self._failure
+
+    def check(self) -> None:
+        """Raises RankFailed if a rank has failed or all are stopped."""
+        if self._failure is not None:
+            raise RankFailed(str(self._failure))
+        if self._expected:
+            raise RankFailed("the ranks of this engine are stopped: make a new one")

@@ -1,0 +1,1 @@
+"""Native CPU kernels: their sources, how they are compiled and loaded, and their calls."""

@@ -1,0 +1,136 @@
+// The plain C interface of a whole decoder step: everything from token ids to logits in one call.
+// Python mirrors these structs field by field.
+#pragma once
+
+#include "attention.h"
+
+// Weights in the layout of headrace_pack_weight; `scales` is null if they are not quantised. With
+// `zeros` they have the layout of headrace_pack_levels, and both are [inputs / group, outputs
+// padded]. Weights with a group of 32 and no zeros have it too: they are 4-bit floats (e2m1), with
+// scales for twice their values.
+struct headrace_linear {
+  const void* weight;
+  const float* scales;  // [outputs, padded]
+  const float* zeros;
+  const float* bias;    // [outputs, padded], or null
+  int64_t group;
+  int64_t inputs;
+  int64_t outputs;
+};
+
+// Norms are float32, and null if the model has none there: output norms come before the residual
+// sums; query and key norms are of each head, or with wide_qk_norm of all heads together. cos and
+// sin [positions, rotated / 2] are the layer's own, and null if it is not rotated.
+//
+// gate_up and down are the MLP, or the expert that computes every row. Its result is multiplied by
+// the sigmoid of the row times shared_gate [hidden], or by 1 if that is null; without weights
+// there is none. experts_gate_up and experts_down have num_experts layers of one shape, or are
+// null.
+struct headrace_decoder_layer {
+  const float* input_norm;
+  const float* attention_output_norm;
+  const float* mlp_norm;
+  const float* mlp_output_norm;
+  const float* query_norm;
+  const float* key_norm;
+  const float* cos;
+  const float* sin;
+  const float* shared_gate;
+  const headrace_linear* experts_gate_up;
+  const headrace_linear* experts_down;
+  headrace_linear qkv;
+  headrace_linear o;
+  headrace_linear gate_up;  // headrace_panel() outputs at a time, gates before their ups
+  headrace_linear down;
+  headrace_linear router;  // not quantised
+  int64_t window;
+  float key_scale;  // for caches in 8-bit floats
+  float value_scale;
+  const float* sinks;  // as in headrace_layer
+};
+
+// `inner` is the largest inner size of an MLP or of an expert that computes every row. Softcaps
+// are 0 if there are none. `activation` of the gates: 0 SiLU, 1 the tanh GELU, 2 gpt-oss's clamped
+// SwiGLU, with swiglu_alpha and swiglu_limit.
+struct headrace_decoder {
+  const headrace_decoder_layer* layers;
+  const void* embedding;  // [vocab, hidden], bfloat16 or else float32
+  const float* norm;
+  const float* query_scales;  // [positions], or null
+  headrace_linear lm_head;
+  int64_t num_layers;
+  int64_t hidden;
+  int64_t inner;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  int64_t rotated;  // leading elements of a head that are rotated
+  int64_t interleaved;  // whether neighbours are rotated together, else halves of `rotated`
+  int64_t wide_qk_norm;
+  int64_t num_experts;
+  int64_t experts_per_token;
+  int64_t expert_inner;
+  int64_t renormalize;  // whether the chosen experts' weights are scaled to a sum of 1
+  int64_t activation;
+  int64_t block_size;
+  int64_t is_bfloat16;
+  int64_t kv_storage;  // as in headrace_layer
+  float epsilon;
+  float scale;  // of attention scores
+  float attention_softcap;
+  float logits_softcap;
+  float embedding_scale;
+  float swiglu_alpha;
+  float swiglu_limit;
+};
+
+// `caches` has one pointer a layer. So has `layers` if layers have different block tables and
+// slots; otherwise it is null, and `batch` serves all. `logits` [num_logits, logits_stride] are
+// float32, of the tokens that logits_rows names; the stride covers the padded vocabulary.
+struct headrace_step {
+  const int64_t* input_ids;
+  const int64_t* positions;
+  const int64_t* logits_rows;
+  void* const* caches;
+  float* logits;
+  int64_t num_logits;
+  int64_t logits_stride;
+  headrace_batch batch;
+  const headrace_batch* const* layers;
+};
+
+struct headrace_executor;
+
+// Threads and working memory of one decoder, for one call at a time. Null if memory ran out.
+HEADRACE_EXPORT headrace_executor* headrace_executor_create(int64_t threads);
+HEADRACE_EXPORT void headrace_executor_destroy(headrace_executor* executor);
+
+// Returns 0, or 1 if memory ran out.
+HEADRACE_EXPORT int headrace_forward(headrace_executor* executor, const headrace_decoder* decoder,
+                                     const headrace_step* step);
+
+// Computes one layer alone: output [count, outputs padded] in float32 of dense rows [count,
+// inputs]. Returns 0, or 1 if memory ran out.
+HEADRACE_EXPORT int headrace_linear_forward(headrace_executor* executor,
+                                            const headrace_linear* linear, float* output,
+                                            const void* rows, int64_t count, int64_t is_bfloat16);
+
+// Outputs of a panel: weights, scales and biases are padded to a multiple of it.
+HEADRACE_EXPORT int64_t headrace_panel();
+
+// Lays out `outputs` (padded) rows of weights, of `inputs` elements each; a null row is zeros.
+// `scales` null keeps the type; otherwise weights are rounded to 8 bits and the scales are
+// written.
+HEADRACE_EXPORT void headrace_pack_weight(headrace_executor* executor, void* packed, float* scales,
+                                          const void* const* rows, int64_t outputs, int64_t inputs,
+                                          int64_t is_bfloat16);
+
+// Lays out `outputs` (padded) rows of `inputs` 4-bit integers, a byte each; a null row is zeros.
+HEADRACE_EXPORT void headrace_pack_levels(headrace_executor* executor, void* packed,
+                                          const void* const* rows, int64_t outputs,
+                                          int64_t inputs);
+
+// Index and value of each row's first largest element. NaN is larger than every number.
+HEADRACE_EXPORT void headrace_argmax(headrace_executor* executor, int64_t* indices, float* values,
+                                     const void* x, int64_t rows, int64_t width, int64_t stride,
+                                     int64_t is_bfloat16);

@@ -1,0 +1,228 @@
+"""A decoder's step through the native kernels: its threads, its packed weights, one call a step.
+
+Knows nothing of checkpoints or models; must not be used by two threads at once.
+"""
+
+import ctypes
+import weakref
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from .arena import Arena
+from .library import Kernels
+from .structs import Decoder, Linear, Step
+
+# Inputs that share a scale when activations are quantised; groups of weights are multiples of it.
+GROUP = 64
+
+
+class QuantizedMatrix(Protocol):
+    """weight[o, i] = (values[o, i] - zeros[o, g]) * scales[o, g] for the g-th run of inputs."""
+
+    @property
+    def values(self) -> torch.Tensor:
+        """uint8 [out, in], below 16"""
+
+    @property
+    def scales(self) -> torch.Tensor:
+        """[out, groups]"""
+
+    @property
+    def zeros(self) -> torch.Tensor:
+        """[out, groups]"""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """A linear layer's weights in the kernels' layout. Weights of 8 bits have `scales`; those of 4
+    bits have `scales` and `zeros` in groups of `group` inputs. 4-bit floats have groups and no
+    zeros."""
+
+    weight: torch.Tensor
+    scales: torch.Tensor | None
+    bias: torch.Tensor | None
+    inputs: int
+    outputs: int
+    zeros: torch.Tensor | None = None
+    group: int = 0
+
+    def describe(self) -> Linear:
+        """Makes a structure that points into the tensors, which must outlive it."""
+        return Linear(
+            weight=self.weight.data_ptr(),
+            scales=pointer(self.scales),
+            zeros=pointer(self.zeros),
+            bias=pointer(self.bias),
+            group=self.group,
+            inputs=self.inputs,
+            outputs=self.outputs,
+        )
+
+
+class Executor:
+    """Owns the helper threads and the working memory of steps; both end with this object."""
+
+    def __init__(self, kernels: Kernels, threads: int) -> None:
+        self._kernels, self._arena = kernels, Arena()
+        self._handle = kernels.executor_create(threads)
+        if not self._handle:
+            raise MemoryError("no memory for the executor of native kernels")
+        weakref.finalize(self, kernels.executor_destroy, self._handle)
+
+    def forward(self, decoder: Decoder, step: Step) -> None:
+        if self._kernels.forward(self._handle, ctypes.addressof(decoder), ctypes.addressof(step)):
+            raise MemoryError("no memory for a step's activations")
+
+    def argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Index int64 [N] and value float32 [N] of the first largest element of each row."""
+        indices, values = torch.empty(len(x), dtype=torch.int64), torch.empty(len(x))
+        self._kernels.argmax(
+            self._handle,
+            indices.data_ptr(),
+            values.data_ptr(),
+            x.data_ptr(),
+            *x.shape,
+            x.stride(0),
+            x.dtype is torch.bfloat16,
+        )
+        return indices, values
+
+    def linear(self, layer: PackedLinear, x: torch.Tensor) -> torch.Tensor:
+        """Computes one layer alone: x [N, in], dense, to float32 [N, out]."""
+        output = torch.empty(len(x), self.padded(layer.outputs))
+        described = layer.describe()
+        if self._kernels.linear_forward(
+            self._handle,
+            ctypes.addressof(described),
+            output.data_ptr(),
+            x.data_ptr(),
+            len(x),
+            x.dtype is torch.bfloat16,
+        ):
+            raise MemoryError("no memory for a linear layer")
+        return output[:, : layer.outputs]
+
+    def padded(self, outputs: int) -> int:
+        """Number of outputs, padded to whole panels."""
+        return -(-outputs // self._kernels.panel) * self._kernels.panel
+
+    def pack(
+        self, parts: Rows[torch.Tensor], biases: Rows[torch.Tensor], quantize: bool
+    ) -> PackedLinear:
+        """Packs the stacked weights [out, in] of `parts` as one layer."""
+        addresses = np.concatenate([row_addresses(part) for part in parts])
+        bias = torch.cat([part.float() for part in biases]) if biases else None
+        return self._pack(addresses, parts[0], bias, quantize)
+
+    def pack_gated(
+        self,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        biases: Rows[torch.Tensor],
+        quantize: bool,
+    ) -> PackedLinear:
+        """Packs gate and up [inner, in] interleaved by half panels, so that pairs meet in
+        registers."""
+        half = self._kernels.panel // 2
+        addresses = _alternate(row_addresses(gate), row_addresses(up), half)
+        bias = None
+        if biases:
+            gates, ups = (part.float().numpy() for part in biases)
+            bias = torch.from_numpy(_alternate(gates, ups, half))
+        return self._pack(addresses, gate, bias, quantize)
+
+    def pack_quantized(
+        self, weight: QuantizedMatrix, biases: Rows[torch.Tensor], gated: bool
+    ) -> PackedLinear:
+        """Like `pack` for weights in 4 bits; like `pack_gated` if they are gates, then ups."""
+        order = np.arange(len(weight.values))
+        bias = torch.cat([part.float() for part in biases]) if biases else None
+        if gated:
+            gates, ups = np.split(order + 1, 2)
+            order = _alternate(gates, ups, self._kernels.panel // 2) - 1
+        outputs, inputs = len(order), weight.values.shape[1]
+        width = self.padded(outputs)
+        there = np.flatnonzero(order >= 0)
+        chosen = torch.from_numpy(order[there])
+        rows = np.zeros(width, dtype=np.uint64)
+        rows[there] = row_addresses(weight.values)[order[there]]
+        packed = self._arena.empty(width * inputs // 2, torch.uint8)
+        self._kernels.pack_levels(self._handle, packed.data_ptr(), rows.ctypes.data, width, inputs)
+
+        def placed(values: torch.Tensor) -> torch.Tensor:
+            """[out, ...] as [..., width], in the layout's order."""
+            found = torch.zeros(*values.shape[1:], width)
+            found[..., torch.from_numpy(there)] = values.movedim(0, -1)[..., chosen].float()
+            return found
+
+        return PackedLinear(
+            weight=packed,
+            scales=placed(weight.scales),
+            bias=None if bias is None else placed(bias),
+            inputs=inputs,
+            outputs=outputs,
+            zeros=placed(weight.zeros),
+            group=inputs // weight.scales.shape[1],
+        )
+
+    def pack_floats(
+        self, weight: QuantizedMatrix, biases: Rows[torch.Tensor], gated: bool
+    ) -> PackedLinear:
+        """Like `pack_quantized` for 4-bit floats (e2m1) in groups of 32, given by their codes."""
+        packed = self.pack_quantized(weight, biases, gated)
+        assert packed.scales is not None, "values have scales"
+        return replace(packed, scales=packed.scales / 2, zeros=None)
+
+    def _pack(
+        self,
+        addresses: np.ndarray,
+        like: torch.Tensor,
+        bias: torch.Tensor | None,
+        quantize: bool,
+    ) -> PackedLinear:
+        outputs, inputs = len(addresses), like.shape[1]
+        width = self.padded(outputs)
+        rows = np.zeros(width, dtype=np.uint64)
+        rows[:outputs] = addresses
+        weight = self._arena.empty(width * inputs, torch.uint8 if quantize else like.dtype)
+        scales = torch.empty(width) if quantize else None
+        self._kernels.pack_weight(
+            self._handle,
+            weight.data_ptr(),
+            pointer(scales),
+            rows.ctypes.data,
+            width,
+            inputs,
+            like.dtype is torch.bfloat16,
+        )
+        if bias is not None:
+            bias = torch.nn.functional.pad(bias, (0, width - outputs)).contiguous()
+        return PackedLinear(weight, scales, bias, inputs, outputs)
+
+
+def pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def row_addresses(matrix: torch.Tensor) -> np.ndarray:
+    """uint64 [rows]: the address of each row of a matrix with contiguous rows."""
+    assert matrix.stride(1) == 1, "rows must be contiguous"
+    step = matrix.stride(0) * matrix.element_size()
+    return np.arange(matrix.shape[0], dtype=np.uint64) * np.uint64(step) + np.uint64(
+        matrix.data_ptr()
+    )
+
+
+def _alternate(first: np.ndarray, second: np.ndarray, count: int) -> np.ndarray:
+    """`count` elements of `first`, then `count` of `second`, and so on, padded with zeros."""
+    blocks = -(-len(first) // count)
+    pairs = np.zeros((blocks, 2, count), dtype=first.dtype)
+    for place, part in enumerate((first, second)):
+        filled = np.zeros(blocks * count, dtype=first.dtype)
+        filled[: len(part)] = part
+        pairs[:, place] = filled.reshape(blocks, count)
+    return pairs.reshape(-1)

@@ -1,0 +1,132 @@
+"""The structs of the native kernels' C interface, with the fields of attention.h and decoder.h.
+Pointers are stored as numbers: whoever fills a struct must keep what it points to alive."""
+
+import ctypes
+
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class Batch(ctypes.Structure):
+    """`headrace_batch` of attention.h."""
+
+    _fields_ = [
+        ("query_start", _POINTER),
+        ("seq_lens", _POINTER),
+        ("block_tables", _POINTER),
+        ("slots", _POINTER),
+        ("num_seqs", _INT),
+        ("num_tokens", _INT),
+        ("table_stride", _INT),
+    ]
+
+
+class Layer(ctypes.Structure):
+    """`headrace_layer` of attention.h."""
+
+    _fields_ = [
+        ("num_heads", _INT),
+        ("num_kv_heads", _INT),
+        ("head_dim", _INT),
+        ("block_size", _INT),
+        ("window", _INT),
+        ("is_bfloat16", _INT),
+        ("storage", _INT),
+        ("scale", _FLOAT),
+        ("softcap", _FLOAT),
+        ("key_scale", _FLOAT),
+        ("value_scale", _FLOAT),
+        ("sinks", _POINTER),
+    ]
+
+
+class Linear(ctypes.Structure):
+    """`headrace_linear` of decoder.h."""
+
+    _fields_ = [
+        ("weight", _POINTER),
+        ("scales", _POINTER),
+        ("zeros", _POINTER),
+        ("bias", _POINTER),
+        ("group", _INT),
+        ("inputs", _INT),
+        ("outputs", _INT),
+    ]
+
+
+class DecoderLayer(ctypes.Structure):
+    """`headrace_decoder_layer` of decoder.h."""
+
+    _fields_ = [
+        ("input_norm", _POINTER),
+        ("attention_output_norm", _POINTER),
+        ("mlp_norm", _POINTER),
+        ("mlp_output_norm", _POINTER),
+        ("query_norm", _POINTER),
+        ("key_norm", _POINTER),
+        ("cos", _POINTER),
+        ("sin", _POINTER),
+        ("shared_gate", _POINTER),
+        ("experts_gate_up", _POINTER),
+        ("experts_down", _POINTER),
+        ("qkv", Linear),
+        ("o", Linear),
+        ("gate_up", Linear),
+        ("down", Linear),
+        ("router", Linear),
+        ("window", _INT),
+        ("key_scale", _FLOAT),
+        ("value_scale", _FLOAT),
+        ("sinks", _POINTER),
+    ]
+
+
+class Decoder(ctypes.Structure):
+    """`headrace_decoder` of decoder.h."""
+
+    _fields_ = [
+        ("layers", _POINTER),
+        ("embedding", _POINTER),
+        ("norm", _POINTER),
+        ("query_scales", _POINTER),
+        ("lm_head", Linear),
+        ("num_layers", _INT),
+        ("hidden", _INT),
+        ("inner", _INT),
+        ("num_heads", _INT),
+        ("num_kv_heads", _INT),
+        ("head_dim", _INT),
+        ("rotated", _INT),
+        ("interleaved", _INT),
+        ("wide_qk_norm", _INT),
+        ("num_experts", _INT),
+        ("experts_per_token", _INT),
+        ("expert_inner", _INT),
+        ("renormalize", _INT),
+        ("activation", _INT),
+        ("block_size", _INT),
+        ("is_bfloat16", _INT),
+        ("kv_storage", _INT),
+        ("epsilon", _FLOAT),
+        ("scale", _FLOAT),
+        ("attention_softcap", _FLOAT),
+        ("logits_softcap", _FLOAT),
+        ("embedding_scale", _FLOAT),
+        ("swiglu_alpha", _FLOAT),
+        ("swiglu_limit", _FLOAT),
+    ]
+
+
+class Step(ctypes.Structure):
+    """`headrace_step` of decoder.h."""
+
+    _fields_ = [
+        ("input_ids", _POINTER),
+        ("positions", _POINTER),
+        ("logits_rows", _POINTER),
+        ("caches", _POINTER),
+        ("logits", _POINTER),
+        ("num_logits", _INT),
+        ("logits_stride", _INT),
+        ("batch", Batch),
+        ("layers", _POINTER),
+    ]

@@ -1,0 +1,130 @@
+"""The pool of fixed-size KV blocks: reference counts, the free list and the prefix-hash map.
+
+A block is an index below `num_blocks`. The pool knows nothing about tokens, sequences or tensors.
+
+The free list is a doubly linked list stored in two flat lists (as vLLM's FreeKVCacheBlockQueue). A
+cached block that is hit again must leave the middle of the list in O(1), which neither a deque nor
+a heap can do. Flat lists need no object for a block.
+
+    head                                                    tail
+    blocks without content | cached blocks, least recently used first
+    ^ allocated from here, so a cached block is evicted only when no other block is left
+"""
+
+from ..core.errors import ConfigError, OutOfBlocks
+
+
+class BlockPool:
+    """A pool of blocks. A block is either used (`ref_counts[block]` > 0) or in the free list (0).
+
+    `hashes[block]` is the content hash of a full, computed block. It stays when the block is freed,
+    until the block is allocated again. Callers may read `ref_counts` and `hashes`, but not write
+    them.
+    """
+
+    __slots__ = (
+        "_by_hash",
+        "_next",
+        "_prev",
+        "hashes",
+        "num_blocks",
+        "num_cached",
+        "num_free",
+        "ref_counts",
+    )
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ConfigError(
+                f"num_blocks must be at least 1, not {num_blocks}: raise kv_cache_bytes"
+            )
+        self.num_blocks = num_blocks
+        self.num_free = num_blocks
+        self.num_cached = 0
+        self.ref_counts = [0] * num_blocks
+        self.hashes: list[bytes | None] = [None] * num_blocks
+        self._by_hash: dict[bytes, int] = {}
+        # Circular, with a sentinel at index num_blocks, so that the ends are no special cases.
+        self._next: list[int] = [*range(1, num_blocks + 1), 0]
+        self._prev: list[int] = [num_blocks, *range(num_blocks)]
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_free
+
+    def allocate(self) -> int:
+        """Takes a free block, with one reference and no hash. Evicts a cached block if it must.
+
+        Raises OutOfBlocks if every block is used: callers check `num_free` first.
+        """
+        block = self._next[self.num_blocks]
+        if block == self.num_blocks:
+            raise OutOfBlocks(f"all {self.num_blocks} blocks are in use")
+        self._take(block)
+        self.forget(block)
+        return block
+
+    def share(self, block: int) -> None:
+        """Adds a reference. A cached block leaves the free list and keeps its hash."""
+        if self.ref_counts[block] > 0:
+            self.ref_counts[block] += 1
+        else:
+            self._take(block)
+
+    def release(self, block: int) -> None:
+        """Drops a reference. After the last one the block is free; it keeps its hash."""
+        count = self.ref_counts[block] - 1
+        assert count >= 0, f"block {block} was freed twice"
+        self.ref_counts[block] = count
+        if count > 0:
+            return
+        self.num_free += 1
+        if self.hashes[block] is None:
+            self._link_after(self.num_blocks, block)
+        else:
+            self.num_cached += 1
+            self._link_after(self._prev[self.num_blocks], block)
+
+    def lookup(self, block_hash: bytes) -> int | None:
+        return self._by_hash.get(block_hash)
+
+    def register(self, block: int, block_hash: bytes) -> None:
+        """Adds a used block to the prefix cache, unless another block has the same content."""
+        assert self.ref_counts[block] > 0, f"block {block} is free and cannot be registered"
+        known = self.hashes[block]
+        assert known is None or known == block_hash, f"block {block} was overwritten while cached"
+        if known is None and block_hash not in self._by_hash:
+            self.hashes[block] = block_hash
+            self._by_hash[block_hash] = block
+
+    def forget(self, block: int) -> None:
+        """Removes a used block from the prefix cache, before its content changes."""
+        block_hash = self.hashes[block]
+        if block_hash is not None:
+            self.hashes[block] = None
+            del self._by_hash[block_hash]
+
+    def free_list(self) -> list[int]:
+        """The free blocks in the order in which they will be allocated; O(blocks)."""
+        order = []
+        block = self._next[self.num_blocks]
+        while block != self.num_blocks:
+            order.append(block)
+            block = self._next[block]
+        return order
+
+    def _take(self, block: int) -> None:
+        before, behind = self._prev[block], self._next[block]
+        self._next[before] = behind
+        self._prev[behind] = before
+        self.ref_counts[block] = 1
+        self.num_free -= 1
+        if self.hashes[block] is not None:
+            self.num_cached -= 1
+
+    def _link_after(self, before: int, block: int) -> None:
+        behind = self._next[before]
+        self._prev[block] = before
+        self._next[block] = behind
+        self._next[before] = block
+        self._prev[behind] = block

@@ -1,0 +1,325 @@
+"""Block tables of sequences: prefix match, growth, fork, copy-on-write and release.
+
+It assigns blocks to positions and never touches KV memory: it returns the copies to make as
+(source, destination) pairs. It never preempts: its caller checks first what fits.
+
+    block_table   [ b0 ][ b1 ][ b2 ]     position p lies in row p // block_size
+    positions     [0, n)                 have their KV; n is the sequence's num_computed_tokens
+                  [n, end)               are computed by the scheduled step, in blocks of its own
+
+A row has a block for each group of layers, one after the other: groups that keep all positions
+first (see kv_cache_groups). Between steps a table covers `num_computed_tokens` and no row more, so
+only blocks of the last row have unused slots.
+
+Blocks of sliding groups that no later position sees are released. Their entries in the table then
+repeat a later block of the same group and sequence, which attention may read but always masks.
+`Sequence.released` counts these rows.
+"""
+
+from array import array
+from collections.abc import Iterable
+from hashlib import sha256
+
+from ..core.kv_cache_groups import KVGroups
+from ..core.request import Sequence
+from .block_pool import BlockPool
+
+Copies = list[tuple[int, int]]
+
+
+class KVCacheManager:
+    """The block tables of one pool. Without `prefix_caching` only forks share blocks.
+
+    `groups` are the groups of the model's layers (None: one group that keeps all positions).
+    `max_run` is the most positions of a sequence that a step computes.
+    """
+
+    __slots__ = ("_marks", "block_size", "groups", "max_run", "pool", "prefix_caching")
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        prefix_caching: bool = True,
+        groups: KVGroups | None = None,
+        max_run: int = 1,
+    ) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self.groups = groups or KVGroups()
+        self.max_run = max_run
+        # Appended to a row's hash, to tell the groups' blocks apart in the prefix cache.
+        self._marks = [bytes((group,)) if group else b"" for group in range(self.groups.count)]
+
+    def rows_for(self, length: int) -> int:
+        """Number of block-table rows needed for `length` positions."""
+        return -(-length // self.block_size)
+
+    def rows_of(self, table: list[int]) -> int:
+        return len(table) // self.groups.count
+
+    def blocks_of(self, sequence: Sequence) -> list[int]:
+        """The blocks that the sequence has a reference to, first rows first."""
+        table, count, full = sequence.block_table, self.groups.count, self.groups.full
+        behind = sequence.released * count
+        if not behind:
+            return table
+        kept = [table[row + group] for row in range(0, behind, count) for group in range(full)]
+        return kept + table[behind:]
+
+    def match_prefix(self, sequence: Sequence) -> list[int]:
+        """The cached blocks of the sequence's first tokens, as a table. Takes no reference.
+
+        It never covers the last known token, since that must be computed for its logits. It is
+        empty for requests with prompt_logprobs, which need the logits of the whole prompt. Sliding
+        groups have the blocks that the next position sees. Valid until a block is allocated.
+        """
+        if not self.prefix_caching or sequence.request.params.prompt_logprobs is not None:
+            return []
+        groups, rows = self.groups, (len(sequence.token_ids) - 1) // self.block_size
+        if groups.window is not None and sequence.request.forks:
+            # The other sequences begin at the end of the prompt and see the window before it.
+            rows = min(rows, sequence.prompt_length // self.block_size)
+        kept: list[int] = []
+        if groups.full:
+            kept = self._leading(sequence, rows)
+            rows = len(kept) // groups.full
+        return kept if groups.window is None else self._beside(sequence, kept, rows)
+
+    def _leading(self, sequence: Sequence, rows: int) -> list[int]:
+        """The cached blocks of groups that keep all positions, in the first `rows` rows.
+
+        Ends before the first row that is not cached completely.
+        """
+        blocks: list[int] = []
+        groups = range(self.groups.full)
+        for row in range(rows):
+            cached = self._cached(sequence, row, groups)
+            if not cached:
+                break
+            blocks += cached
+        return blocks
+
+    def _beside(self, sequence: Sequence, kept: list[int], rows: int) -> list[int]:
+        """The longest table, up to `rows` rows, whose last window of sliding blocks is cached.
+
+        `kept` are the cached blocks of the groups that keep all positions.
+        """
+        sliding, full = range(self.groups.full, self.groups.count), self.groups.full
+        wanted = self._window_rows()
+        seen: list[list[int]] = []
+        for row in range(rows - 1, -1, -1):
+            cached = self._cached(sequence, row, sliding)
+            if cached:
+                seen.append(cached)
+            else:
+                seen.clear()
+            if len(seen) == wanted:
+                rows = row + wanted
+                break
+        else:
+            rows = len(seen)
+        seen.reverse()
+        first = rows - len(seen)
+        table: list[int] = []
+        for row in range(rows):
+            table += kept[row * full : (row + 1) * full] + seen[max(0, row - first)]
+        return table
+
+    def _cached(self, sequence: Sequence, row: int, groups: range) -> list[int]:
+        """The blocks of a row for some groups; empty if one of them is not cached."""
+        lookup, key = self.pool.lookup, self.block_hash(sequence, row)
+        marked = [lookup(key + self._marks[group]) for group in groups]
+        found = [block for block in marked if block is not None]
+        return found if len(found) == len(groups) else []
+
+    def _window_rows(self) -> int:
+        """Number of last rows of a matched table in which sliding groups have blocks."""
+        return self.rows_for(self.groups.window or 0)
+
+    def _released_rows(self, matched: list[int]) -> int:
+        """Number of first rows of a matched table in which sliding groups have no blocks."""
+        rows = self.rows_of(matched)
+        return 0 if self.groups.window is None else max(0, rows - self._window_rows())
+
+    def blocks_to_start(self, sequence: Sequence, matched: list[int]) -> int:
+        """Free blocks needed for all known tokens: new ones, and matched ones that are free."""
+        groups, rows = self.groups, self.rows_for(len(sequence.token_ids))
+        needed = groups.full * rows - self._in_use(matched, range(groups.full), 0)
+        if groups.window is None:
+            return needed
+        first, sliding = self._released_rows(matched), range(groups.full, groups.count)
+        own = groups.sliding * (rows - first) - self._in_use(matched, sliding, first)
+        return needed + min(own, groups.sliding * groups.kept(self.block_size, self.max_run))
+
+    def _in_use(self, table: list[int], groups: range, first: int) -> int:
+        """Number of used blocks in a table, for some groups and from row `first` on."""
+        count, ref_counts = self.groups.count, self.pool.ref_counts
+        rows = [table[first * count + group :: count] for group in groups]
+        return sum(1 for blocks in rows for block in blocks if ref_counts[block] > 0)
+
+    def growth(self, sequence: Sequence) -> int:
+        """Blocks still needed for all known tokens, without copies of shared blocks."""
+        groups, rows = self.groups, self.rows_of(sequence.block_table)
+        missing = max(0, self.rows_for(len(sequence.token_ids)) - rows)
+        if groups.window is None:
+            return missing * groups.count
+        room = groups.kept(self.block_size, self.max_run) - (rows - sequence.released)
+        return groups.full * missing + groups.sliding * min(missing, max(0, room))
+
+    def start(self, sequence: Sequence, matched: list[int]) -> None:
+        """Gives a sequence without blocks those that `match_prefix` has just found."""
+        assert not sequence.block_table, "the sequence already has blocks"
+        sequence.block_table = matched
+        sequence.released = self._released_rows(matched)
+        for block in self.blocks_of(sequence):
+            self.pool.share(block)
+        sequence.num_computed_tokens = self.rows_of(matched) * self.block_size
+
+    def needing_rows(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """The sequences that have no unshared row for their next position."""
+        count, ref_counts, hashes = self.groups.count, self.pool.ref_counts, self.pool.hashes
+        size, several = self.block_size, count > 1
+        return [
+            sequence
+            for sequence in sequences
+            if sequence.num_computed_tokens * count >= len(table := sequence.block_table) * size
+            or ref_counts[table[-1]] > 1
+            or hashes[table[-1]] is not None
+            or (several and self._is_shared(table[-count:]))
+        ]
+
+    def _is_shared(self, blocks: list[int]) -> bool:
+        ref_counts, hashes = self.pool.ref_counts, self.pool.hashes
+        return any(ref_counts[block] > 1 or hashes[block] is not None for block in blocks)
+
+    def fit(self, sequence: Sequence, end: int) -> int:
+        """The largest end, up to `end`, of a run of new positions for which blocks are free."""
+        free = self.pool.num_free - self._shared_next(sequence)
+        if free < 0:
+            return sequence.num_computed_tokens
+        return min(end, self.reach(sequence, free))
+
+    def reach(self, sequence: Sequence, free: int) -> int:
+        """The end of the positions that the sequence's blocks and `free` more blocks hold."""
+        count = self.groups.count
+        return (len(sequence.block_table) // count + free // count) * self.block_size
+
+    def extend(self, sequence: Sequence, end: int, copies: Copies) -> None:
+        """Makes new positions up to `end` writable; appends the copies to make before that.
+
+        A block that others share is copied. A cached block without other users leaves the prefix
+        cache instead: a copy would cost a block and gain nothing. No source of a copy is the
+        destination of another one, so the copies of a step may run in any order.
+
+        Raises OutOfBlocks if the caller ignored `fit`.
+        """
+        table, pool, count = sequence.block_table, self.pool, self.groups.count
+        row = sequence.num_computed_tokens // self.block_size * count
+        assert len(table) <= row + count, "the table has blocks beyond its need"
+        for index in range(row, len(table)):
+            source = table[index]
+            if pool.ref_counts[source] > 1:
+                table[index] = pool.allocate()
+                copies.append((source, table[index]))
+                pool.release(source)
+            else:
+                pool.forget(source)
+        for _ in range(self.rows_for(end) * count - len(table)):
+            table.append(pool.allocate())
+
+    def fork(self, parent: Sequence, child: Sequence, length: int) -> None:
+        """Shares the blocks of the first `length` tokens, which both know and the parent computed.
+
+        A child that knows no further tokens computes the last one again, to get its own logits.
+        """
+        assert not child.block_table and parent.num_computed_tokens >= length > 0
+        child.block_table = parent.block_table[: self.rows_for(length) * self.groups.count]
+        self._share(parent, child)
+        child.block_hashes = parent.block_hashes[: length // self.block_size]
+        child.num_computed_tokens = min(length, len(child.token_ids) - 1)
+
+    def branch(self, parent: Sequence, child: Sequence) -> None:
+        """Shares all blocks of the parent; both know the same computed tokens."""
+        assert not child.block_table
+        child.block_table = parent.block_table.copy()
+        self._share(parent, child)
+        child.block_hashes = parent.block_hashes[: parent.num_computed_tokens // self.block_size]
+        child.num_computed_tokens = parent.num_computed_tokens
+
+    def release_outside_window(self, sequence: Sequence) -> None:
+        """Releases the blocks that neither the last computed position nor a later one sees."""
+        groups = self.groups
+        if groups.window is None:
+            return
+        first = (sequence.num_computed_tokens - groups.window) // self.block_size
+        if first <= sequence.released:
+            return
+        table, count = sequence.block_table, groups.count
+        for row in range(sequence.released, first):
+            for block in table[row * count + groups.full : (row + 1) * count]:
+                self.pool.release(block)
+        for group in range(groups.full, count):
+            table[group : first * count : count] = [table[first * count + group]] * first
+        sequence.released = first
+
+    def register(self, sequence: Sequence, start: int, end: int) -> None:
+        """Adds the blocks that the computed run [start, end) filled to the prefix cache."""
+        if not self.prefix_caching:
+            return
+        count, full = self.groups.count, self.groups.full
+        for row in range(start // self.block_size, end // self.block_size):
+            key = self.block_hash(sequence, row)
+            for group in range(full if row < sequence.released else count):
+                block = sequence.block_table[row * count + group]
+                self.pool.register(block, key + self._marks[group])
+
+    def truncate(self, sequence: Sequence) -> None:
+        """Releases the blocks after the computed tokens, which held rejected drafts."""
+        keep = self.rows_for(sequence.num_computed_tokens) * self.groups.count
+        for block in reversed(sequence.block_table[keep:]):
+            self.pool.release(block)
+        del sequence.block_table[keep:]
+
+    def free(self, sequence: Sequence) -> None:
+        """Releases all blocks, last first, so that a prefix is evicted from its end."""
+        for block in reversed(self.blocks_of(sequence)):
+            self.pool.release(block)
+        sequence.block_table = []
+        sequence.num_computed_tokens = sequence.released = 0
+
+    def _share(self, parent: Sequence, child: Sequence) -> None:
+        child.released = parent.released
+        for block in self.blocks_of(child):
+            self.pool.share(block)
+
+    def _shared_next(self, sequence: Sequence) -> int:
+        """Number of blocks that must be copied before the next position is written."""
+        row = sequence.num_computed_tokens // self.block_size * self.groups.count
+        ref_counts = self.pool.ref_counts
+        return sum(1 for block in sequence.block_table[row:] if ref_counts[block] > 1)
+
+    def block_hash(self, sequence: Sequence, index: int) -> bytes:
+        """SHA-256 of the previous block's hash (the first block: of the seed) and the tokens.
+
+        Collision-resistant, since a forged hit would give one user's context to another.
+        """
+        hashes = sequence.block_hashes
+        while len(hashes) <= index:
+            begin = len(hashes) * self.block_size
+            tokens = array("q", sequence.token_ids[begin : begin + self.block_size])
+            before = hashes[-1] if hashes else sequence.request.prefix_seed
+            hashes.append(sha256(before + tokens.tobytes()).digest())
+        return hashes[index]
+
+
+def unused_slots(running: Iterable[Sequence], block_size: int, groups: int) -> int:
+    """Number of positions without KV in the blocks of `running`; all of them are in last rows."""
+    # A shared last row counts once: all but one of its sequences are about to copy it.
+    unused = {
+        table[-1]: len(table) * block_size - sequence.num_computed_tokens * groups
+        for sequence in running
+        if (table := sequence.block_table)
+    }
+    return sum(unused.values())

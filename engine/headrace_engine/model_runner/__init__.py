@@ -1,0 +1,4 @@
+"""Executes a step: the batch as tensors, the model, the sampler, swapped blocks, adapters.
+
+Imports distributed, sampling and the subpackages below them, but not the scheduler.
+"""

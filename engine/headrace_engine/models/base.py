@@ -1,0 +1,86 @@
+"""The interface between the runner and any implementation of a model, and a step's batch."""
+
+from collections.abc import Sequence as Rows
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from ..core.attention_backend import AttentionMetadata, LayerCache
+from ..core.kv_cache_groups import KVLayout
+from ..lora.batch import LoRABatch
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One ragged batch on the device: T tokens, of which R rows sample.
+
+    input_ids   int64 [T]
+    positions   int64 [T]   position of each token in its own sequence.
+    logits_rows int64 [R]   tokens whose logits are wanted.
+    lora                    the adapters of its rows; None: no row has one.
+    layers                  each layer's metadata, where not all have the same blocks.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    logits_rows: torch.Tensor
+    metadata: AttentionMetadata
+    lora: LoRABatch | None = None
+    layers: tuple[AttentionMetadata, ...] = ()
+
+    def metadata_of(self, layer: int) -> AttentionMetadata:
+        return self.layers[layer] if self.layers else self.metadata
+
+
+def of_groups(metadata: AttentionMetadata, layout: KVLayout) -> list[AttentionMetadata]:
+    """Splits metadata with block tables [G, S, B] and slots [G, T] into one for each of the G
+    groups; one group has no such dimension."""
+    if layout.groups.count == 1:
+        return [metadata]
+    places = zip(metadata.block_tables.unbind(0), metadata.slots.unbind(0), strict=True)
+    return [replace(metadata, block_tables=tables, slots=slots) for tables, slots in places]
+
+
+def of_layers(groups: Rows[AttentionMetadata], layout: KVLayout) -> tuple[AttentionMetadata, ...]:
+    """The `layers` of a ForwardBatch, from each group's metadata."""
+    return tuple(groups[group] for group in layout.layers) if len(groups) > 1 else ()
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """The shape of one layer's keys and values."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+class CausalModel(Protocol):
+    """A loaded decoder. It owns its weights; the runner owns the KV caches."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def kv_shapes(self) -> tuple[KVShape, ...]:
+        """One entry a layer."""
+
+    def forward(self, batch: ForwardBatch, caches: Rows[LayerCache]) -> torch.Tensor:
+        """Computes logits [R, vocab_size]; writes the keys and values of all T tokens into
+        `caches`."""
+
+
+@runtime_checkable
+class SharedModel(CausalModel, Protocol):
+    """A model whose parts are held by several processes."""
+
+    @property
+    def part(self) -> CausalModel:
+        """This process's part."""
+
+    def with_part(self, part: CausalModel) -> CausalModel:
+        """The model with this process's part replaced."""
+
+    def recording(self, max_model_len: int, *, keep: bool) -> AbstractContextManager[None]:
+        """Surrounds recordings of this part: all other processes record theirs, and `keep` them."""

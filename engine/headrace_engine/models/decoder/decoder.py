@@ -1,0 +1,177 @@
+"""The native decoder: all families of `architectures` as one model with a few switches.
+
+QKV, and gate and up, are fused products. Only rows that sample get logits, and after the last
+layer's attention only those rows are computed.
+"""
+
+from collections.abc import Sequence as Rows
+
+import torch
+from torch.nn import functional as F
+
+from ...checkpoints.config import ModelConfig
+from ...core.attention_backend import AttentionBackend, AttentionMetadata, LayerCache, LayerParams
+from ...lora.batch import LayerLoRA
+from ...lora.shapes import LayerShapes, lora_shapes
+from ...operators.base import DependentOps, Float32NormOps, HeadShape, Ops, QKNorm, soft_cap
+from ...operators.qkv import QKVAttention, QKVRows
+from ..base import ForwardBatch, KVShape
+from .decoder_weights import DecoderLayer, DecoderWeights
+from .positions import LayerPositions, PositionTables
+
+
+class Decoder:
+    """Residual blocks with attention and a gated MLP. `heads` are a layer's in this process."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        positions: PositionTables,
+        ops: Ops,
+        attention: AttentionBackend,
+    ) -> None:
+        self._ops: Ops = ops
+        self.dependent_launches = ops.dependent_launches if isinstance(ops, DependentOps) else None
+        self._config, self._attention = config, attention
+        self.vocab_size = config.vocab_size
+        self.kv_shapes = (KVShape(config.num_kv_heads, config.head_dim),) * config.num_layers
+        self._qkv_attention = attention if isinstance(attention, QKVAttention) else None
+        self._positions = positions
+        self.heads = HeadShape(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.rms_norm_eps,
+            config.interleaved,
+        )
+        self._embedding, self._layers = weights.embedding, weights.layers
+        self._norm, self._lm_head = weights.norm, weights.lm_head
+        self._embedding_scale = config.embedding_scale
+        if config.rounds_embedding_scale:
+            self._embedding_scale = _rounded(config.embedding_scale, self._embedding.dtype)
+        if self._norm.dtype is not self._embedding.dtype:
+            self._ops = Float32NormOps(ops)
+
+    @property
+    def layer_params(self) -> LayerParams:
+        """The attention parameters of the first layer."""
+        return self._layers[0].params
+
+    @property
+    def can_be_recorded(self) -> bool:
+        """Whether a step never waits for the device."""
+        return all(layer.mlp.can_be_recorded for layer in self._layers)
+
+    @property
+    def lora_shapes(self) -> tuple[LayerShapes, ...]:
+        return lora_shapes(self._config)
+
+    def forward(self, batch: ForwardBatch, caches: Rows[LayerCache]) -> torch.Tensor:
+        lora, positions = batch.lora, self._positions.lookup(batch.positions)
+        residual, every = self._embed(batch.input_ids), samples_every_row(batch)
+        hidden = self._normed(residual, self._layers[0].input_norm)
+        for index, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
+            adapted = None if lora is None else lora.of_tokens(index)
+            where = batch.metadata_of(index)
+            attended = self._attend(layer, hidden, positions[index], cache, where, adapted)
+            last = index + 1 == len(self._layers)
+            if last and not every:
+                attended = attended.index_select(0, batch.logits_rows)
+                residual = residual.index_select(0, batch.logits_rows)
+            if last:
+                adapted = None if lora is None else lora.of_logits(index)
+            output = self._project(layer, attended, adapted)
+            output = self._normed(output, layer.attention_output_norm)
+            hidden, residual = self._add_normed(output, residual, layer.mlp_norm)
+            slots = batch.metadata.slots if every or not last else None
+            output = layer.mlp(hidden, adapted, slots)
+            output = self._normed(output, layer.mlp_output_norm)
+            norm = self._norm if last else self._layers[index + 1].input_norm
+            hidden, residual = self._add_normed(output, residual, norm)
+        return self._finished(self._lm_head(hidden))
+
+    def _finished(self, logits: torch.Tensor) -> torch.Tensor:
+        """Divides and caps the head's logits as the model requires."""
+        divisor = self._config.logits_divisor
+        scaled = logits if divisor is None else logits / divisor
+        return soft_cap(scaled, self._config.logits_softcap)
+
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        embedded = self._lookup(ids)
+        return embedded if self._embedding_scale is None else embedded * self._embedding_scale
+
+    def _lookup(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self._embedding)
+
+    def _project(
+        self, layer: DecoderLayer, attended: torch.Tensor, lora: LayerLoRA | None
+    ) -> torch.Tensor:
+        output = layer.o(attended)
+        if lora is not None:
+            lora.add("o", attended, output)
+        return output
+
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        return x if weight is None else self._ops.rms_norm(x, weight, self._config.rms_norm_eps)
+
+    def _add_normed(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if weight is None:
+            total = residual + x
+            return total, total
+        return self._ops.add_rms_norm(x, residual, weight, self._config.rms_norm_eps)
+
+    def _norm_rows(self, qkv: torch.Tensor, norm: QKNorm) -> torch.Tensor:
+        """Normalises queries and keys, each over all heads together."""
+        query, key, value = torch.split(qkv, list(self.heads.sizes), dim=-1)
+        normed = (self._normed(query, norm.query), self._normed(key, norm.key))
+        return torch.cat((*normed, value), dim=-1)
+
+    def _attend(
+        self,
+        layer: DecoderLayer,
+        hidden: torch.Tensor,
+        at: LayerPositions,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        lora: LayerLoRA | None,
+    ) -> torch.Tensor:
+        qkv = layer.qkv(hidden)
+        if lora is not None:
+            lora.add("qkv", hidden, qkv)
+        return self._attend_qkv(layer, qkv, at, cache, metadata)
+
+    def _attend_qkv(
+        self,
+        layer: DecoderLayer,
+        qkv: torch.Tensor,
+        at: LayerPositions,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        if layer.wide_qk_norm is not None:
+            qkv = self._norm_rows(qkv, layer.wide_qk_norm)
+        if at.query_scale is not None:
+            qkv[:, : self.heads.sizes[0]] *= at.query_scale
+        rows = QKVRows(qkv, at.cos, at.sin, self.heads, layer.qk_norm)
+        if self._qkv_attention is not None:
+            attended = self._qkv_attention.forward_qkv(rows, cache, metadata, layer.params)
+            return attended.reshape(attended.shape[0], -1)
+        query, key, value = self._ops.rotate_qkv(
+            rows.qkv, rows.cos, rows.sin, rows.shape, rows.norm
+        )
+        attended = self._attention.forward(query, key, value, cache, metadata, layer.params)
+        return attended.reshape(attended.shape[0], -1)
+
+
+def _rounded(scale: float | None, dtype: torch.dtype) -> float | None:
+    """Rounds to the weights' dtype, as in training; on the host, because a step must not wait."""
+    return None if scale is None else float(torch.tensor(scale, dtype=dtype))
+
+
+def samples_every_row(batch: ForwardBatch) -> bool:
+    """Whether every row is a decode that samples, in the order of the rows."""
+    count = len(batch.logits_rows)
+    return batch.metadata.num_decodes == len(batch.input_ids) == count

@@ -1,0 +1,87 @@
+"""The tensors of a native decoder's checkpoint, by Llama's names for them."""
+
+from dataclasses import astuple, dataclass
+
+from ...checkpoints.config import ExpertsConfig, ModelConfig
+from ...checkpoints.tensor_files import Shape
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
+    """Names and shapes of a checkpoint's tensors, under Llama's names."""
+    hidden = config.hidden_size
+    expected: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for index in range(config.num_layers):
+        prefix = f"model.layers.{index}."
+        expected |= {prefix + name: shape for name, shape in _layer_tensors(config, index).items()}
+    expected["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        expected["lm_head.weight"] = (config.vocab_size, hidden)
+    return expected
+
+
+@dataclass(frozen=True, slots=True)
+class NormNames:
+    """The names of a layer's norm weights within the layer; None: it has no such norm."""
+
+    before_attention: str | None
+    after_attention: str | None
+    before_mlp: str | None
+    after_mlp: str | None
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> "NormNames":
+        attention, mlp = "post_attention_layernorm.weight", "pre_feedforward_layernorm.weight"
+        if not config.output_norms:
+            return cls("input_layernorm.weight", None, attention, None)
+        after = "post_feedforward_layernorm.weight"
+        if not config.input_norms:
+            return cls(None, attention, None, after)
+        return cls("input_layernorm.weight", attention, mlp, after)
+
+
+def _layer_tensors(config: ModelConfig, index: int) -> dict[str, Shape]:
+    hidden, dim = config.hidden_size, config.head_dim
+    q, kv = config.num_heads * dim, config.num_kv_heads * dim
+    norms = astuple(NormNames.of(config))
+    found: dict[str, Shape] = {name: (hidden,) for name in norms if name is not None}
+    found |= _matrix("self_attn.q_proj", q, hidden, config.qkv_bias)
+    found |= _matrix("self_attn.k_proj", kv, hidden, config.qkv_bias)
+    found |= _matrix("self_attn.v_proj", kv, hidden, config.qkv_bias)
+    found |= _matrix("self_attn.o_proj", hidden, q, config.o_bias)
+    if config.qk_norm:
+        widths = (q, kv) if config.wide_qk_norm else (dim, dim)
+        found["self_attn.q_norm.weight"], found["self_attn.k_norm.weight"] = zip(widths)
+    if config.sinks:
+        found["self_attn.sinks"] = (config.num_heads,)
+    if config.experts is not None and config.experts.sparse[index]:
+        return found | _moe_tensors(config.experts, hidden)
+    return found | _mlp_tensors("mlp", hidden, config.intermediate_size, config.mlp_bias)
+
+
+def _moe_tensors(experts: ExpertsConfig, hidden: int) -> dict[str, Shape]:
+    inner, bias = experts.intermediate_size, experts.bias
+    found = _matrix("mlp.gate", experts.count, hidden, bias)
+    for index in range(experts.count):
+        found |= _mlp_tensors(f"mlp.experts.{index}", hidden, inner, bias)
+    if experts.shared_size is not None:
+        found |= _mlp_tensors("mlp.shared_expert", hidden, experts.shared_size)
+        found["mlp.shared_expert_gate.weight"] = (1, hidden)
+    return found
+
+
+def _mlp_tensors(prefix: str, hidden: int, inner: int, bias: bool = False) -> dict[str, Shape]:
+    return {
+        **_matrix(f"{prefix}.gate_proj", inner, hidden, bias),
+        **_matrix(f"{prefix}.up_proj", inner, hidden, bias),
+        **_matrix(f"{prefix}.down_proj", hidden, inner, bias),
+    }
+
+
+def _matrix(name: str, rows: int, columns: int, bias: bool) -> dict[str, Shape]:
+    weight: dict[str, Shape] = {f"{name}.weight": (rows, columns)}
+    return weight | {f"{name}.bias": (rows,)} if bias else weight
+
+
+def ignored_tensors(config: ModelConfig) -> tuple[str, ...]:
+    """Names that are not read: a tied output matrix may be stored a second time."""
+    return ("lm_head.weight",) if config.tie_word_embeddings else ()

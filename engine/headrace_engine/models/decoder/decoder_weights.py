@@ -1,0 +1,224 @@
+"""A decoder's weights, layer by layer, from a checkpoint or any other source of tensors.
+
+Computes nothing; tensors have Llama's names.
+"""
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from ...checkpoints.config import ClampedSwiGLU, ExpertsConfig, ModelConfig
+from ...core.attention_backend import LayerParams
+from ...layers.expert_weights import ExpertWeights, MixtureOps, MixtureParts, Names
+from ...layers.feed_forward import (
+    FeedForward,
+    GatedActivation,
+    GatedMLP,
+    SharedExpert,
+    SparseMoe,
+    clamped_swiglu,
+)
+from ...layers.layers import ActivatedLinear, Linear
+from ...operators.base import Ops, QKNorm, gelu_tanh_mul
+from ..linear.linear_maker import LinearMaker
+from ..weights.weights import WeightReader
+from .decoder_tensors import NormNames, expected_tensors, ignored_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """One layer's weights. `input_norm` and `mlp_norm` come after the residual sums, None for OLMo;
+    `attention_output_norm` and `mlp_output_norm` before them (Gemma, OLMo). `wide_qk_norm` has the
+    weights of all heads together."""
+
+    input_norm: torch.Tensor | None
+    mlp_norm: torch.Tensor | None
+    attention_output_norm: torch.Tensor | None
+    mlp_output_norm: torch.Tensor | None
+    qkv: Linear
+    qk_norm: QKNorm | None
+    wide_qk_norm: QKNorm | None
+    o: Linear
+    mlp: FeedForward
+    params: LayerParams
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """All weights; `norm` comes before `lm_head`."""
+
+    embedding: torch.Tensor
+    layers: Rows[DecoderLayer]
+    norm: torch.Tensor
+    lm_head: Linear
+
+
+def read_weights(
+    config: ModelConfig, reader: WeightReader, ops: Ops, quantize: bool = False
+) -> DecoderWeights:
+    """Reads a checkpoint's weights and lays them out for `ops`; `quantize` keeps linear layers in 8
+    bits, if `ops` support it. Raises CheckpointError."""
+    reader.check(expected_tensors(config), ignored=ignored_tensors(config))
+    linears = LinearMaker(reader, ops, quantize)
+    return make_weights(config, reader, linears, ops)
+
+
+class TensorSource(Protocol):
+    """Reads tensors by Llama's names."""
+
+    def read(self, name: str) -> torch.Tensor: ...
+
+
+class LinearSource(Protocol):
+    """Makes layers by the names of the matrices that are stacked in them."""
+
+    def make(
+        self, weights: tuple[str, ...], biases: tuple[str, ...] = (), exact: bool = False
+    ) -> Linear: ...
+
+    def experts(self, experts: Rows[tuple[Names, Names]]) -> ExpertWeights | None:
+        """Stacks a mixture's matrices, given each expert's names of (gate and up, down); None if
+        they cannot be stacked."""
+
+
+def make_weights(
+    config: ModelConfig, reader: TensorSource, linears: LinearSource, ops: Ops
+) -> DecoderWeights:
+    """Makes the decoder's layers from any source of tensors and linear layers."""
+    source = _LayerReader(config, reader, linears, ops)
+    head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+    return DecoderWeights(
+        embedding=reader.read("model.embed_tokens.weight"),
+        layers=[source.layer(index) for index in range(config.num_layers)],
+        norm=source.norm("model.norm.weight"),
+        lm_head=linears.make((head,)),
+    )
+
+
+class _LayerReader:
+    """Makes layers from a checkpoint's tensors."""
+
+    def __init__(
+        self, config: ModelConfig, reader: TensorSource, linears: LinearSource, ops: Ops
+    ) -> None:
+        self._config, self._reader, self._linears = config, reader, linears
+        self._ops = ops
+        silu = config.activation == "silu"
+        self._activation: GatedActivation = ops.silu_mul if silu else gelu_tanh_mul
+
+    def layer(self, index: int) -> DecoderLayer:
+        config, prefix = self._config, f"model.layers.{index}."
+        attention = f"{prefix}self_attn."
+        norms = NormNames.of(config)
+        qk_norm = self._qk_norm(attention) if config.qk_norm else None
+        return DecoderLayer(
+            input_norm=self._norm_of(prefix, norms.before_attention),
+            mlp_norm=self._norm_of(prefix, norms.before_mlp),
+            attention_output_norm=self._norm_of(prefix, norms.after_attention),
+            mlp_output_norm=self._norm_of(prefix, norms.after_mlp),
+            qkv=self._linear(attention, ("q_proj", "k_proj", "v_proj"), config.qkv_bias),
+            qk_norm=None if config.wide_qk_norm else qk_norm,
+            wide_qk_norm=qk_norm if config.wide_qk_norm else None,
+            o=self._linear(attention, ("o_proj",), config.o_bias),
+            mlp=self._feed_forward(f"{prefix}mlp.", index),
+            params=LayerParams(
+                scale=config.scale,
+                softcap=config.attention_softcap,
+                sliding_window=config.windows[index],
+                key_scale=config.kv_scale(index)[0],
+                value_scale=config.kv_scale(index)[1],
+                sinks=self._reader.read(f"{attention}sinks").float() if config.sinks else None,
+            ),
+        )
+
+    def norm(self, name: str) -> torch.Tensor:
+        """A norm's weights; offset norms add 1 to them in float32."""
+        weight = self._reader.read(name)
+        return weight.float() + 1.0 if self._config.offset_norms else weight
+
+    def _norm_of(self, prefix: str, name: str | None) -> torch.Tensor | None:
+        return None if name is None else self.norm(prefix + name)
+
+    def _qk_norm(self, prefix: str) -> QKNorm:
+        return QKNorm(
+            query=self.norm(f"{prefix}q_norm.weight"), key=self.norm(f"{prefix}k_norm.weight")
+        )
+
+    def _feed_forward(self, prefix: str, index: int) -> FeedForward:
+        experts = self._config.experts
+        if experts is None or not experts.sparse[index]:
+            return self._mlp(prefix, self._config.mlp_bias)
+        router = self._linear(prefix, ("gate",), experts.bias, exact=True)
+        grouped = self._grouped(prefix, router, experts)
+        if grouped is not None:
+            return grouped
+        return SparseMoe(
+            router=router,
+            experts=[
+                self._mlp(f"{prefix}experts.{one}.", experts.bias, experts.swiglu)
+                for one in range(experts.count)
+            ],
+            shared=self._shared(prefix, experts),
+            config=experts,
+        )
+
+    def _grouped(self, prefix: str, router: Linear, experts: ExpertsConfig) -> FeedForward | None:
+        """The experts as one mixture, if the operators support grouped products of such weights."""
+        ops, found = self._ops, [f"{prefix}experts.{one}." for one in range(experts.count)]
+        if not isinstance(ops, MixtureOps):
+            return None
+        weights = self._linears.experts(
+            [(_names(one, "gate_proj", "up_proj"), _names(one, "down_proj")) for one in found]
+        )
+        if weights is None:
+            return None
+        if experts.bias:
+            weights = weights.with_biases(
+                self._biases(found, "gate_proj", "up_proj"), self._biases(found, "down_proj")
+            )
+        gelu, shared = self._config.activation == "gelu_tanh", self._shared(prefix, experts)
+        return ops.mixture(MixtureParts(router, weights, shared, experts, gelu))
+
+    def _biases(self, experts: Rows[str], *matrices: str) -> torch.Tensor:
+        """The experts' biases, [E, out]."""
+        names = [[f"{one}{matrix}.bias" for matrix in matrices] for one in experts]
+        return torch.stack([torch.cat([self._reader.read(name) for name in own]) for own in names])
+
+    def _shared(self, prefix: str, experts: ExpertsConfig) -> SharedExpert | None:
+        if experts.shared_size is None:
+            return None
+        return SharedExpert(
+            mlp=self._mlp(f"{prefix}shared_expert."),
+            gate=self._linears.make((f"{prefix}shared_expert_gate.weight",), exact=True),
+        )
+
+    def _mlp(
+        self, prefix: str, bias: bool = False, swiglu: ClampedSwiGLU | None = None
+    ) -> GatedMLP:
+        gate_up = self._linear(prefix, ("gate_proj", "up_proj"), bias)
+        activated, silu = None, self._config.activation == "silu" and swiglu is None
+        if isinstance(gate_up, ActivatedLinear) and silu:
+            gate_up.mark_gated()
+            activated = gate_up.activated
+        return GatedMLP(
+            gate_up=gate_up,
+            down=self._linear(prefix, ("down_proj",), bias),
+            activation=self._activation if swiglu is None else partial(clamped_swiglu, swiglu),
+            activated=activated,
+        )
+
+    def _linear(
+        self, prefix: str, names: tuple[str, ...], bias: bool, exact: bool = False
+    ) -> Linear:
+        return self._linears.make(
+            tuple(f"{prefix}{name}.weight" for name in names),
+            tuple(f"{prefix}{name}.bias" for name in names) if bias else (),
+            exact,
+        )
+
+
+def _names(prefix: str, *matrices: str) -> Names:
+    return tuple(f"{prefix}{name}.weight" for name in matrices)

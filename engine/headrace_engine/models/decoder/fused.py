@@ -1,0 +1,109 @@
+"""The native decoder for CPUs: a whole step in one call of the native kernels.
+
+It serves the same models as `decoder`, which serves every device and is its reference in tests. The
+residual stream and the logits are float32.
+"""
+
+import ctypes
+from collections.abc import Sequence as Rows
+from functools import cached_property
+
+import torch
+
+from ...attention.cpu import STORAGES, CpuBackend, LayerBatches, describe
+from ...checkpoints.config import ModelConfig
+from ...core.attention_backend import AttentionBackend, LayerCache
+from ...kernels.cpu import structs
+from ...lora.shapes import LayerShapes, lora_shapes
+from ...operators.cpu import NativeOps
+from ..base import ForwardBatch, KVShape
+from ..weights.weights import WeightReader
+from .decoder import Decoder
+from .decoder_tensors import expected_tensors, ignored_tensors
+from .fused_layers import layered_weights
+from .fused_weights import FusedWeights
+from .positions import PositionTables
+
+# Rows of the kernels must be a multiple of this: the widest vector.
+LANES = 16
+
+
+class FusedDecoder:
+    """A decoder that computes a step in one native call. Weights are packed directly from the
+    mapped files. Each step overwrites the logits of the one before.
+
+    The kernels do not support adapters: a step with adapters is computed layer by layer, from the
+    same packed weights.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        reader: WeightReader,
+        positions: PositionTables,
+        ops: NativeOps,
+        attention: AttentionBackend,
+        quantize: bool = False,
+    ) -> None:
+        reader.check(expected_tensors(config), ignored=ignored_tensors(config))
+        self._config, self._ops, self._attention = config, ops, attention
+        self._positions = positions
+        self.vocab_size = config.vocab_size
+        self.kv_shapes = (KVShape(config.num_kv_heads, config.head_dim),) * config.num_layers
+        self._weights = FusedWeights(config, reader, ops.executor, positions, quantize)
+        self._decoder = self._weights.describe()
+        self._caches: tuple[Rows[LayerCache], ctypes.Array[ctypes.c_void_p]] | None = None
+        self._logits = torch.empty(0, ops.executor.padded(config.vocab_size))
+
+    @property
+    def lora_shapes(self) -> tuple[LayerShapes, ...]:
+        return lora_shapes(self._config)
+
+    @cached_property
+    def _layered(self) -> Decoder:
+        """The same decoder, computed layer by layer."""
+        weights = layered_weights(self._config, self._weights, self._ops)
+        return Decoder(self._config, weights, self._positions, self._ops, self._attention)
+
+    def forward(self, batch: ForwardBatch, caches: Rows[LayerCache]) -> torch.Tensor:
+        if batch.lora is not None:
+            return self._layered.forward(batch, caches)
+        rows = batch.logits_rows.shape[0]
+        logits, layers = self._logits_for(rows), LayerBatches(batch.layers)
+        step = structs.Step(
+            input_ids=batch.input_ids.data_ptr(),
+            positions=batch.positions.data_ptr(),
+            logits_rows=batch.logits_rows.data_ptr(),
+            caches=ctypes.addressof(self._pointers(caches)),
+            logits=logits.data_ptr(),
+            num_logits=rows,
+            logits_stride=logits.stride(0),
+            batch=describe(batch.metadata),
+            layers=layers.address,
+        )
+        self._ops.executor.forward(self._decoder, step)
+        return logits[:, : self._config.vocab_size]
+
+    def _logits_for(self, rows: int) -> torch.Tensor:
+        if len(self._logits) < rows:
+            self._logits = torch.empty(rows, self._logits.shape[1])
+        return self._logits[:rows]
+
+    def _pointers(self, caches: Rows[LayerCache]) -> ctypes.Array[ctypes.c_void_p]:
+        """Addresses of the layers' caches, computed again only if the caches have changed."""
+        if self._caches is None or self._caches[0] is not caches:
+            pointers = [cache[0].data_ptr() for cache in caches]
+            self._decoder.block_size = caches[0][1].shape[1]
+            self._decoder.kv_storage = STORAGES.get(caches[0][0].dtype, 0)
+            self._caches = caches, (ctypes.c_void_p * len(pointers))(*pointers)
+        return self._caches[1]
+
+
+def fits(config: ModelConfig, attention: CpuBackend, dtype: torch.dtype) -> bool:
+    """Whether the kernels support a decoder of this shape."""
+    widths = [config.hidden_size, config.intermediate_size]
+    if config.experts is not None:
+        widths += [config.experts.intermediate_size, config.experts.shared_size or 0]
+    return attention.is_native(dtype, config.head_dim) and not any(
+        width % LANES for width in widths
+    )

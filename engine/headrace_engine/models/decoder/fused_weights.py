@@ -1,0 +1,248 @@
+"""A checkpoint's weights as the C structures that describe a decoder to the native step.
+
+Packs linear layers for the kernels, and keeps alive, by name, everything that the structures point
+to. Computes nothing.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from ...checkpoints.config import ExpertsConfig, ModelConfig
+from ...kernels.cpu import structs
+from ...kernels.cpu.executor import GROUP, Executor, PackedLinear, pointer
+from ...layers.mxfp4_weight import MXFP4Weight
+from ...layers.quantized_weight import QuantizedWeight
+from ..weights.weights import WeightReader
+from .decoder_tensors import NormNames
+from .positions import PositionTables
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class _MLP:
+    gate_up: structs.Linear
+    down: structs.Linear
+
+
+class FusedWeights:
+    """Packed weights. `quantize` keeps linear layers in 8 bits, or in 4 if the checkpoint does,
+    except the routers of experts.
+
+    `tensors` are the embedding, norms and gates of shared experts as in the checkpoint, by name;
+    `linears` the packed layers by the names of their matrices.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        reader: WeightReader,
+        executor: Executor,
+        positions: PositionTables,
+        quantize: bool,
+    ) -> None:
+        self._config, self._reader, self._executor = config, reader, executor
+        self._positions, self._quantize = positions, quantize
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.linears: dict[tuple[str, ...], PackedLinear] = {}
+        self._kept: list[torch.Tensor | ctypes.Array[structs.Linear]] = []
+        self._layers: ctypes.Array[structs.DecoderLayer] | None = None
+
+    def describe(self) -> structs.Decoder:
+        """Reads the weights. The result points into this object; `block_size` is left unset."""
+        config, embedding = self._config, self._read(EMBEDDING)
+        layers = [self._layer(index) for index in range(config.num_layers)]
+        self._layers = (structs.DecoderLayer * config.num_layers)(*layers)
+        name = EMBEDDING if config.tie_word_embeddings else "lm_head.weight"
+        head = embedding if config.tie_word_embeddings else self._reader.view(name)
+        described = structs.Decoder(
+            layers=ctypes.addressof(self._layers),
+            embedding=pointer(embedding),
+            norm=self._norm("model.norm.weight", config.logits_divisor or 1.0),
+            query_scales=self._keep_any(self._positions.query_scales),
+            lm_head=self._linear((name,), self._executor.pack([head], [], self._quantize)),
+            num_layers=config.num_layers,
+            hidden=config.hidden_size,
+            inner=_widest_mlp(config),
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            rotated=config.rope.rotated(config.head_dim),
+            interleaved=config.interleaved,
+            wide_qk_norm=config.wide_qk_norm,
+            activation=_activation(config),
+            is_bfloat16=embedding.dtype is torch.bfloat16,
+            epsilon=config.rms_norm_eps,
+            scale=config.scale,
+            attention_softcap=config.attention_softcap or 0.0,
+            logits_softcap=config.logits_softcap or 0.0,
+            embedding_scale=_embedding_scale(config, embedding),
+        )
+        if config.experts is not None:
+            described.num_experts = config.experts.count
+            described.experts_per_token = config.experts.per_token
+            described.expert_inner = config.experts.intermediate_size
+            described.renormalize = config.experts.renormalise
+            if config.experts.swiglu is not None:
+                described.swiglu_alpha = config.experts.swiglu.alpha
+                described.swiglu_limit = config.experts.swiglu.limit
+        return described
+
+    def _layer(self, index: int) -> structs.DecoderLayer:
+        config, prefix = self._config, f"model.layers.{index}."
+        attention = f"{prefix}self_attn."
+        qkv = (f"{attention}q_proj", f"{attention}k_proj", f"{attention}v_proj")
+        norms = NormNames.of(config)
+        rotary = self._positions.rotary(index)
+        cos, sin = (None, None) if rotary is None else rotary.tables
+        layer = structs.DecoderLayer(
+            input_norm=self._norm_of(prefix, norms.before_attention),
+            attention_output_norm=self._norm_of(prefix, norms.after_attention),
+            mlp_norm=self._norm_of(prefix, norms.before_mlp),
+            mlp_output_norm=self._norm_of(prefix, norms.after_mlp),
+            query_norm=self._norm(f"{attention}q_norm.weight") if config.qk_norm else None,
+            key_norm=self._norm(f"{attention}k_norm.weight") if config.qk_norm else None,
+            cos=self._keep_any(cos),
+            sin=self._keep_any(sin),
+            qkv=self._packed(qkv, config.qkv_bias, self._quantize),
+            o=self._packed((f"{attention}o_proj",), config.o_bias, self._quantize),
+            window=config.windows[index] or 0,
+            key_scale=config.kv_scale(index)[0],
+            value_scale=config.kv_scale(index)[1],
+            sinks=self._keep(self._read(f"{attention}sinks").float()) if config.sinks else None,
+        )
+        self._add_feed_forward(layer, f"{prefix}mlp.", index)
+        return layer
+
+    def _add_feed_forward(self, layer: structs.DecoderLayer, prefix: str, index: int) -> None:
+        experts = self._config.experts
+        if experts is not None and experts.sparse[index]:
+            self._add_experts(layer, prefix, experts)
+            return
+        mlp = self._mlp(prefix, self._config.mlp_bias)
+        layer.gate_up, layer.down = mlp.gate_up, mlp.down
+
+    def _add_experts(
+        self, layer: structs.DecoderLayer, prefix: str, experts: ExpertsConfig
+    ) -> None:
+        layer.router = self._packed((f"{prefix}gate",), experts.bias, quantize=False)
+        names = [f"{prefix}experts.{one}." for one in range(experts.count)]
+        mlps = [self._mlp(name, experts.bias) for name in names]
+        layer.experts_gate_up = self._array([mlp.gate_up for mlp in mlps])
+        layer.experts_down = self._array([mlp.down for mlp in mlps])
+        if experts.shared_size is None:
+            return
+        shared = self._mlp(f"{prefix}shared_expert.")
+        layer.gate_up, layer.down = shared.gate_up, shared.down
+        gate = self._read(f"{prefix}shared_expert_gate.weight")
+        layer.shared_gate = self._keep(gate.float())
+
+    def _mlp(self, prefix: str, bias: bool = False) -> _MLP:
+        gated = (f"{prefix}gate_proj", f"{prefix}up_proj")
+        gate_up = self._linear(_weights(gated), self._pack_gated(gated, bias))
+        return _MLP(gate_up, self._packed((f"{prefix}down_proj",), bias, self._quantize))
+
+    def _pack_gated(self, gated: tuple[str, str], bias: bool) -> PackedLinear:
+        biases = self._biases(gated, bias)
+        packed = self._few_bits(gated, biases, self._quantize, gated=True)
+        if packed is not None:
+            return packed
+        gate, up = self._views(gated)
+        return self._executor.pack_gated(gate, up, biases, self._quantize)
+
+    def _packed(self, names: tuple[str, ...], bias: bool, quantize: bool) -> structs.Linear:
+        biases = self._biases(names, bias)
+        packed = self._few_bits(names, biases, quantize, gated=False)
+        if packed is None:
+            packed = self._executor.pack(self._views(names), biases, quantize)
+        return self._linear(_weights(names), packed)
+
+    def _few_bits(
+        self, names: tuple[str, ...], biases: list[torch.Tensor], quantize: bool, gated: bool
+    ) -> PackedLinear | None:
+        """Packs matrices stored in 4 bits, if the kernels support them."""
+        floats = self._floats(names)
+        if floats is not None:
+            return self._executor.pack_floats(floats.codes(), biases, gated)
+        quantized = self._quantized(names, quantize)
+        return (
+            None if quantized is None else self._executor.pack_quantized(quantized, biases, gated)
+        )
+
+    def _floats(self, names: tuple[str, ...]) -> MXFP4Weight | None:
+        """4-bit floats; None for float32, as for them the kernels round activations to 8 bits."""
+        narrow = self._reader.dtype is torch.bfloat16
+        return self._reader.mxfp4(_weights(names)) if narrow else None
+
+    def _quantized(self, names: tuple[str, ...], quantize: bool) -> QuantizedWeight | None:
+        """Integers of 4 bits, if the kernels support their groups."""
+        found = self._reader.quantized(_weights(names)) if quantize else None
+        if found is None or found.bits != 4 or found.groups is not None:
+            return None
+        inputs, count = found.shape[1], found.scales.shape[1]
+        whole = inputs % count == 0 and inputs // count % GROUP == 0
+        return found if count == 1 or whole else None
+
+    def _views(self, names: tuple[str, ...]) -> list[torch.Tensor]:
+        return [self._reader.view(name) for name in _weights(names)]
+
+    def _biases(self, names: tuple[str, ...], there: bool) -> list[torch.Tensor]:
+        return [self._reader.read(f"{name}.bias") for name in names] if there else []
+
+    def _linear(self, names: tuple[str, ...], packed: PackedLinear) -> structs.Linear:
+        self.linears[names] = packed
+        return packed.describe()
+
+    def _read(self, name: str) -> torch.Tensor:
+        found = self.tensors[name] = self._reader.read(name)
+        return found
+
+    def _array(self, linears: list[structs.Linear]) -> int:
+        array = (structs.Linear * len(linears))(*linears)
+        self._kept.append(array)
+        return ctypes.addressof(array)
+
+    def _norm(self, name: str, divisor: float = 1.0) -> int:
+        """A norm's weights; offset norms add 1 to them."""
+        weight = self._read(name).float()
+        return self._keep((weight + 1.0 if self._config.offset_norms else weight) / divisor)
+
+    def _norm_of(self, prefix: str, name: str | None) -> int | None:
+        return None if name is None else self._norm(prefix + name)
+
+    def _keep_any(self, tensor: torch.Tensor | None) -> int | None:
+        return None if tensor is None else self._keep(tensor)
+
+    def _keep(self, tensor: torch.Tensor) -> int:
+        self._kept.append(tensor)
+        found = pointer(tensor)
+        assert found is not None
+        return found
+
+
+def _weights(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{name}.weight" for name in names)
+
+
+def _embedding_scale(config: ModelConfig, embedding: torch.Tensor) -> float:
+    """Rounded to the weights' dtype if the model was trained so."""
+    scale = config.embedding_scale or 1.0
+    return float(embedding.new_tensor(scale)) if config.rounds_embedding_scale else scale
+
+
+def _activation(config: ModelConfig) -> int:
+    """The activation's number in decoder.h."""
+    if config.experts is not None and config.experts.swiglu is not None:
+        return 2
+    return 1 if config.activation == "gelu_tanh" else 0
+
+
+def _widest_mlp(config: ModelConfig) -> int:
+    """The largest inner size of MLPs and experts that compute every row; 0 if there are none."""
+    experts = config.experts
+    if experts is None:
+        return config.intermediate_size
+    dense = 0 if all(experts.sparse) else config.intermediate_size
+    return max(dense, experts.shared_size or 0)

@@ -1,0 +1,66 @@
+"""What a decoder's layers derive from tokens' positions: rotations, and the scale of queries.
+
+Tables are made once at load; equal layers share one.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ...checkpoints.config import ModelConfig
+from ...checkpoints.rope import QueryScaling, RopeConfig
+from ..rotary.rotary import RotaryTable
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPositions:
+    """cos and sin [T, rotated / 2] of a layer's tokens; the factor of their queries [T, 1], or
+    None."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    query_scale: torch.Tensor | None
+
+
+class PositionTables:
+    """Tables for positions below `length`."""
+
+    def __init__(self, config: ModelConfig, length: int, device: torch.device) -> None:
+        self._config, self._length, self._device = config, length, device
+        ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
+        self._distinct: list[RopeConfig | None] = []
+        for rope in ropes:
+            if rope not in self._distinct:
+                self._distinct.append(rope)
+        self._tables = [self._table(rope) for rope in self._distinct]
+        self._used = [self._distinct.index(rope) for rope in ropes]
+        self.query_scales = _query_scales(config.query_scaling, length, device)
+
+    def rotary(self, layer: int) -> RotaryTable | None:
+        """The layer's rotation; None if it has none."""
+        used = self._used[layer]
+        return None if self._distinct[used] is None else self._tables[used]
+
+    def lookup(self, positions: torch.Tensor) -> list[LayerPositions]:
+        """One entry a layer, for int64 positions [T]."""
+        scale = None if self.query_scales is None else self.query_scales.index_select(0, positions)
+        found = [LayerPositions(*table.lookup(positions), scale) for table in self._tables]
+        return [found[used] for used in self._used]
+
+    def _table(self, rope: RopeConfig | None) -> RotaryTable:
+        config = self._config
+        if rope is None:
+            width = config.rope.rotated(config.head_dim)
+            return RotaryTable.unrotated(width, self._length, self._device)
+        context = config.max_position_embeddings
+        return RotaryTable(rope, config.head_dim, context, self._length, self._device)
+
+
+def _query_scales(
+    scaling: QueryScaling | None, length: int, device: torch.device
+) -> torch.Tensor | None:
+    """The factors of queries, float32 [length, 1]."""
+    if scaling is None:
+        return None
+    contexts = torch.arange(length, device=device) // scaling.context
+    return 1 + scaling.beta * torch.log1p(contexts.float())[:, None]

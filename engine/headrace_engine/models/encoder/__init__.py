@@ -1,0 +1,1 @@
+"""Encoders that embed, and how a checkpoint pools hidden states."""

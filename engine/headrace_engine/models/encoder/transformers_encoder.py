@@ -1,0 +1,118 @@
+"""Encoders of transformers, whose hidden states become embeddings.
+
+A step's prompts go through the library's model in padded batches of similar lengths, each prompt
+whole. There is no KV cache: nothing of a prompt is kept after its step.
+"""
+
+from collections.abc import Sequence as Rows
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from ...checkpoints.checkpoint import Checkpoint, read_json
+from ...core.attention_backend import LayerCache
+from ...core.errors import ConfigError
+from ..base import ForwardBatch, KVShape
+from ..registry import LoadedModel, LoadOptions
+from ..transformers.transformers_model import (
+    auto_config,
+    check_missing,
+    check_quantization,
+    from_pretrained,
+    pack,
+    refuse,
+)
+from ..weights.weights import scan
+from .encoder_families import EncoderFamily, encoder_family
+
+SENTENCE_CONFIG = "sentence_bert_config.json"
+# A prompt shorter than this share of a batch's longest goes into the next batch.
+SHORTEST = 0.75
+
+
+class TransformersEncoder:
+    """An encoder behind the CausalModel interface, so that runners need no second one: `forward`
+    returns hidden states [R, H] of prompts that are whole in the batch, and uses no cache."""
+
+    def __init__(self, model: Any, padding: int) -> None:
+        self._model, self._padding = model, padding
+        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        self.kv_shapes: tuple[KVShape, ...] = ()
+
+    def forward(self, batch: ForwardBatch, caches: Rows[LayerCache]) -> torch.Tensor:
+        lengths = batch.metadata.query_start.diff().tolist()
+        prompts = torch.split(batch.input_ids, lengths)
+        states: list[torch.Tensor] = list(prompts)
+        for group in group_by_length(lengths):
+            found = self._encode([prompts[index] for index in group])
+            for index, state in zip(group, found, strict=True):
+                states[index] = state
+        return torch.cat(states).index_select(0, batch.logits_rows)
+
+    def _encode(self, prompts: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The hidden states [length, H] of each prompt."""
+        lengths = [len(prompt) for prompt in prompts]
+        ids = pad_sequence(prompts, batch_first=True, padding_value=self._padding)
+        ends = torch.tensor(lengths, device=ids.device)
+        real = torch.arange(ids.shape[1], device=ids.device) < ends[:, None]
+        hidden = self._model(input_ids=ids, attention_mask=real.long()).last_hidden_state
+        return torch.split(hidden[real], lengths)
+
+
+def group_by_length(lengths: Rows[int]) -> list[list[int]]:
+    """Groups indices so that padding to a group's longest adds little."""
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    groups: list[list[int]] = []
+    for index in order:
+        if groups and lengths[index] >= SHORTEST * lengths[groups[-1][0]]:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return groups
+
+
+def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
+    """Loads an encoder. Raises ConfigError or CheckpointError with the reason."""
+    from transformers import AutoModel
+
+    family = encoder_family(checkpoint)
+    assert family is not None, "only encoders are loaded here"
+    check_quantization(checkpoint, options)
+    config = auto_config(checkpoint)
+    length = _context(checkpoint, family, config, options.positions)
+    scan(checkpoint.folder)  # safetensors only, with our messages
+    model, report = from_pretrained(AutoModel, checkpoint, options, config)
+    # Only classifiers use the pooling layer; checkpoints may lack its weights.
+    check_missing(checkpoint, report, lambda name: name.startswith("pooler."))
+    if getattr(model, "pooler", None) is not None:
+        model.pooler = None
+    model = model.to(options.device).eval()
+    pack(model, options)
+    return LoadedModel(TransformersEncoder(model, config.pad_token_id or 0), length)
+
+
+def _context(checkpoint: Checkpoint, family: EncoderFamily, config: Any, wanted: int | None) -> int:
+    """The wanted context, else the length to which sentence-transformers cuts prompts, else the
+    number of positions."""
+    positions = getattr(config, "max_position_embeddings", None)
+    if not isinstance(positions, int):
+        raise refuse(checkpoint, "config.json has no max_position_embeddings")
+    if family.counts_after_padding:
+        positions -= config.pad_token_id + 1
+    if wanted is None:
+        return min(positions, _sentence_length(checkpoint) or positions)
+    if wanted > positions:
+        raise ConfigError(
+            f"max_model_len {wanted} is above the longest context of this checkpoint "
+            f"({positions}): set at most that"
+        )
+    return wanted
+
+
+def _sentence_length(checkpoint: Checkpoint) -> int | None:
+    path = checkpoint.folder / SENTENCE_CONFIG
+    length = read_json(path).get("max_seq_length") if path.is_file() else None
+    if length is not None and (type(length) is not int or length < 1):
+        raise ConfigError(f"{path}: max_seq_length must be a number above 0, not {length!r:.40}")
+    return length

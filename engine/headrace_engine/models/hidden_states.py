@@ -1,0 +1,102 @@
+"""A native decoder that returns last hidden states instead of logits.
+
+Its head is the identity matrix, which returns each state unchanged in every implementation of the
+decoder, native kernels included; compared with the layers it costs nothing. Checkpoints without a
+head, with the names of the bare model, are supported too.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from collections.abc import Sequence as Rows
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.config import ModelConfig
+from ..checkpoints.loading import LoadProgress
+from ..checkpoints.tensor_files import scan
+from ..core.attention_backend import LayerCache
+from .base import CausalModel, ForwardBatch
+from .layout import Piece
+from .parallel import WeightCuts
+from .quantization.base import QuantizedFormat
+from .weights.weights import Shape, WeightReader
+
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+PREFIX = "model."
+
+
+class HiddenStates:
+    """A CausalModel whose `forward` returns hidden states [R, hidden_size]."""
+
+    def __init__(self, model: CausalModel, vocab_size: int) -> None:
+        self._model, self.vocab_size, self.kv_shapes = model, vocab_size, model.kv_shapes
+
+    def forward(self, batch: ForwardBatch, caches: Rows[LayerCache]) -> torch.Tensor:
+        return self._model.forward(batch, caches)
+
+
+class HiddenStateReader(WeightReader):
+    """Reads a decoder's weights with an identity matrix as its head.
+
+    `config` is the checkpoint's own; the decoder is made from `without_head(config)`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        locate: Callable[[str], Piece],
+        progress: LoadProgress,
+        quantized: QuantizedFormat | None,
+        cuts: WeightCuts | None,
+        config: ModelConfig,
+    ) -> None:
+        names = scan(folder)
+        bare = locate(EMBEDDING).stored not in names
+        located = _bare(locate) if bare else locate
+        super().__init__(folder, dtype, device, located, progress, quantized, cuts)
+        self._config = config
+        self._eye = torch.eye(config.hidden_size, dtype=dtype, device=device)
+
+    def check(self, expected: Mapping[str, Shape], ignored: Collection[str] = ()) -> None:
+        stored = {name: shape for name, shape in expected.items() if name != HEAD}
+        stored[EMBEDDING] = (self._config.vocab_size, self._config.hidden_size)
+        super().check(stored, {*ignored, HEAD})
+
+    def whole_shape(self, name: str) -> Shape:
+        return tuple(self._eye.shape) if name == HEAD else super().whole_shape(name)
+
+    def _load(self, name: str) -> torch.Tensor:
+        return self._eye if name == HEAD else super()._load(name)
+
+
+def without_head(config: ModelConfig) -> ModelConfig:
+    """The decoder's shape with hidden states instead of logits."""
+    return replace(
+        config,
+        vocab_size=config.hidden_size,
+        tie_word_embeddings=False,
+        logits_softcap=None,
+        logits_divisor=None,
+    )
+
+
+def causal(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint of a bare model, with the architecture of the decoder that contains it."""
+    if not checkpoint.is_bare:
+        return checkpoint
+    bare = checkpoint.architecture.removesuffix("Model")
+    name = f"{bare.removesuffix('Text')}ForCausalLM"
+    return replace(checkpoint, config={**checkpoint.config, "architectures": [name]})
+
+
+def _bare(locate: Callable[[str], Piece]) -> Callable[[str], Piece]:
+    def bare(name: str) -> Piece:
+        piece = locate(name)
+        return replace(piece, stored=piece.stored.removeprefix(PREFIX))
+
+    return bare

@@ -1,0 +1,130 @@
+"""Where a checkpoint stores a tensor, given Llama's name for it.
+
+Phi-3 and GLM store Q, K, V as one matrix, and gate and up as one; Mixtral has other names for
+experts, GLM-4 for norms; gpt-oss stores all experts of a layer as one tensor, with gates and ups
+interleaved.
+"""
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from ..checkpoints.config import ModelConfig
+from ..checkpoints.tensor_files import Shape
+
+_GLM = re.compile(r"(.*)\.(gate_proj|up_proj)\.(weight|bias)$")
+_MERGED = {
+    "phi3": re.compile(r"(.*)\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.(weight|bias)$"),
+    "glm": _GLM,
+    "glm4": _GLM,
+}
+_GLM4 = {
+    "post_attention_layernorm": "post_self_attn_layernorm",
+    "pre_feedforward_layernorm": "post_attention_layernorm",
+    "post_feedforward_layernorm": "post_mlp_layernorm",
+}
+_MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.(weight|bias)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Every `step`-th of rows [start, stop) of a stored tensor of `rows` rows; `rows` None: the
+    whole tensor. With `stacked` above 0 the rows are those of `stacked` experts' matrices, stored
+    as [experts, inputs, outputs], or of their biases [experts, outputs]."""
+
+    stored: str
+    start: int = 0
+    stop: int = 0
+    rows: int | None = None
+    step: int = 1
+    stacked: int = 0
+
+    def whole_shape(self, shape: Shape) -> Shape:
+        """The shape of the stored tensor, if this piece of it has `shape`."""
+        if self.rows is None:
+            return shape
+        if not self.stacked:
+            return (self.rows, *shape[1:])
+        return (self.stacked, *shape[1:], self.rows // self.stacked)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This piece of the stored tensor, as a view."""
+        if self.rows is None:
+            return tensor
+        if not self.stacked:
+            return tensor[self.start : self.stop]
+        expert, start = divmod(self.start, self.rows // self.stacked)
+        own = tensor[expert]
+        outputs = own.T if own.ndim > 1 else own
+        return outputs[start : start + self.stop - self.start : self.step]
+
+
+class TensorLayout:
+    """The layout of all layers of one checkpoint."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._layout, self._text_part = config.layout, config.text_part
+        self._experts, self._hidden = config.experts, config.hidden_size
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        inner = config.intermediate_size
+        qkv, gate_up = ("qkv_proj", q + 2 * kv), ("gate_up_proj", 2 * inner)
+        self._slices: dict[str, tuple[str, int, int, int]] = {
+            "q_proj": (qkv[0], 0, q, qkv[1]),
+            "k_proj": (qkv[0], q, q + kv, qkv[1]),
+            "v_proj": (qkv[0], q + kv, q + 2 * kv, qkv[1]),
+            "gate_proj": (gate_up[0], 0, inner, gate_up[1]),
+            "up_proj": (gate_up[0], inner, 2 * inner, gate_up[1]),
+        }
+
+    def locate(self, name: str) -> Piece:
+        """Where the tensor with Llama's name `name` is stored."""
+        if self._layout in _MERGED:
+            return self._merged(name)
+        if self._layout == "gptoss":
+            return self._gptoss(name)
+        if self._layout == "mixtral" and ".mlp." in name:
+            head, _, tail = name.partition(".mlp.")
+            for usual, stored in _MIXTRAL.items():
+                tail = tail.replace(usual, stored)
+            return Piece(f"{head}.block_sparse_moe.{tail}")
+        return Piece(self._text_part + name)
+
+    def _merged(self, name: str) -> Piece:
+        found = _MERGED[self._layout].match(name)
+        if found is None:
+            return Piece(_glm4(name) if self._layout == "glm4" else name)
+        matrix, start, stop, rows = self._slices[found[2]]
+        return Piece(f"{found[1]}.{matrix}.{found[3]}", start, stop, rows)
+
+    def _gptoss(self, name: str) -> Piece:
+        found, experts = _EXPERT.match(name), self._experts
+        if found is None or experts is None:
+            return Piece(name.replace(".mlp.gate.", ".mlp.router."))
+        gated = found[3] != "down_proj"
+        outputs = 2 * experts.intermediate_size if gated else self._hidden
+        first = int(found[2]) * outputs
+        stored = f"{found[1]}.{'gate_up_proj' if gated else 'down_proj'}"
+        return Piece(
+            stored if found[4] == "weight" else f"{stored}_bias",
+            # The last row belongs to an up.
+            start=first + (found[3] == "up_proj"),
+            stop=first + outputs - (found[3] == "gate_proj"),
+            rows=experts.count * outputs,
+            step=2 if gated else 1,
+            stacked=experts.count,
+        )
+
+
+def _glm4(name: str) -> str:
+    """GLM-4 has other names than Gemma for the same norms."""
+    for usual, stored in _GLM4.items():
+        if usual in name:
+            return name.replace(usual, stored)
+    return name
+
+
+def plain_layout(name: str) -> Piece:
+    """Every tensor under its own name, whole."""
+    return Piece(name)

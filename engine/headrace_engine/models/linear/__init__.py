@@ -1,0 +1,1 @@
+"""Makes linear layers for a device from a checkpoint's weights."""

@@ -1,0 +1,177 @@
+"""Tensor parallelism: which part of a decoder each rank holds, after Megatron-LM
+(https://arxiv.org/abs/1909.08053).
+
+QKV, gate and up are split by their outputs, O and down by their inputs, the embedding and the head
+by the vocabulary. This module only decides; others join the parts again.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+import torch
+
+from ..checkpoints.config import ExpertsConfig, ModelConfig
+from ..checkpoints.tensor_files import Shape
+from ..core.errors import ConfigError
+from ..layers.float8_weight import Float8Weight
+from ..layers.mxfp4_weight import MXFP4Weight
+from ..layers.quantized_weight import QuantizedWeight
+
+_BY_OUTPUT = re.compile(r"\.((q_proj|gate_proj|up_proj)\.(weight|bias)|sinks)$")
+_BY_HEAD = re.compile(r"\.(k_proj|v_proj)\.(weight|bias)$")
+_BY_INPUT = re.compile(r"\.(o_proj|down_proj)\.weight$")
+# Biases of layers whose outputs are summed over the ranks: only one rank adds them.
+_ONCE = re.compile(r"\.(o_proj|down_proj)\.bias$")
+_VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+Stored = TypeVar("Stored", QuantizedWeight, Float8Weight, MXFP4Weight)
+
+
+class Collectives(Protocol):
+    """Operations that all ranks call together, in the same order."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of the ranks' x, the same bits on all of them; may be written into x."""
+
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The ranks' x, all of one shape, on rank 0; an empty list on the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One of `size` ranks."""
+
+    rank: int
+    size: int
+    collectives: Collectives
+
+    def share(self, length: int) -> tuple[int, int]:
+        """This rank's [start, stop) of `length`; shares differ by at most one."""
+        return self.rank * length // self.size, (self.rank + 1) * length // self.size
+
+
+def check_divisible(config: ModelConfig, size: int) -> None:
+    """Raises ConfigError for a decoder that cannot be divided into `size` equal parts."""
+    counts = {
+        "num_attention_heads": config.num_heads,
+        "intermediate_size": config.intermediate_size,
+    }
+    if config.experts is not None:
+        counts |= _expert_counts(config.experts)
+    for name, count in counts.items():
+        if count % size:
+            raise ConfigError(
+                f"tensor_parallel_size {size} does not divide {name} ({count}) of this model: "
+                "use a divisor"
+            )
+    heads = config.num_kv_heads
+    if heads % size and size % heads:
+        raise ConfigError(
+            f"tensor_parallel_size {size} neither divides num_key_value_heads ({heads}) of this "
+            "model nor is a multiple of it: use a divisor or a multiple"
+        )
+    if config.vocab_size < size:
+        raise ConfigError(
+            f"tensor_parallel_size {size} is above vocab_size ({config.vocab_size}): lower it"
+        )
+
+
+def _expert_counts(experts: ExpertsConfig) -> dict[str, int]:
+    counts = {"moe_intermediate_size": experts.intermediate_size}
+    if experts.shared_size is not None:
+        counts["shared_expert_intermediate_size"] = experts.shared_size
+    return counts
+
+
+def shard_config(config: ModelConfig, size: int) -> ModelConfig:
+    """The shape of one rank's part; the vocabulary stays whole. If there are more ranks than KV
+    heads, ranks share heads and each has one."""
+    return replace(
+        config,
+        num_heads=config.num_heads // size,
+        num_kv_heads=max(1, config.num_kv_heads // size),
+        intermediate_size=config.intermediate_size // size,
+        experts=None if config.experts is None else _shard_experts(config.experts, size),
+    )
+
+
+def _shard_experts(experts: ExpertsConfig, size: int) -> ExpertsConfig:
+    shared = experts.shared_size
+    return replace(
+        experts,
+        intermediate_size=experts.intermediate_size // size,
+        shared_size=None if shared is None else shared // size,
+    )
+
+
+class WeightCuts:
+    """Splits a checkpoint's tensors, by the decoder's names for them."""
+
+    def __init__(self, config: ModelConfig, shard: Shard) -> None:
+        self._shard, self._kv_heads = shard, config.num_kv_heads
+        self._cuts_norms = config.wide_qk_norm
+
+    def shape(self, name: str, whole: Shape) -> Shape:
+        """The shape of this rank's part."""
+        cut = self._cut(name, whole)
+        if cut is None:
+            return whole
+        dimension, start, stop = cut
+        return (*whole[:dimension], stop - start, *whole[dimension + 1 :])
+
+    def ranges(self, name: str, whole: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
+        """[start, stop) of this rank's outputs and inputs of a matrix [out, in]."""
+        cut = self._cut(name, whole)
+        if cut is None:
+            return (0, whole[0]), (0, whole[1])
+        dimension, start, stop = cut
+        part = (start, stop)
+        return ((0, whole[0]), part) if dimension else (part, (0, whole[1]))
+
+    def tensor(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part, as a view of the whole."""
+        if self._shard.rank and _ONCE.search(name):
+            return torch.zeros_like(whole)
+        cut = self._cut(name, tuple(whole.shape))
+        if cut is None:
+            return whole
+        dimension, start, stop = cut
+        return whole.narrow(dimension, start, stop - start)
+
+    def quantized(self, name: str, whole: Stored) -> Stored:
+        """This rank's part. Raises ConfigError if a cut falls inside a group of inputs."""
+        cut = self._cut(name, whole.shape)
+        if cut is None:
+            return whole
+        dimension, start, stop = cut
+        if dimension == 0:
+            return whole.rows(start, stop)
+        if not whole.can_cut(start, stop):
+            inputs, groups = whole.shape[1], whole.scales.shape[1]
+            raise ConfigError(
+                f"tensor_parallel_size {self._shard.size} cuts the {inputs} inputs of {name} "
+                f"within one of its {groups} quantisation groups: use a smaller size, or a "
+                "checkpoint with smaller groups"
+            )
+        return whole.columns(start, stop)
+
+    def _cut(self, name: str, whole: Shape) -> tuple[int, int, int] | None:
+        """(dimension, start, stop); None if every rank has the whole tensor."""
+        if self._cuts_norms:  # of Q and K, like their outputs
+            name = name.replace("_norm.", "_proj.")
+        if name in _VOCABULARY or _BY_OUTPUT.search(name):
+            return (0, *self._shard.share(whole[0]))
+        if _BY_INPUT.search(name):
+            return (1, *self._shard.share(whole[1]))
+        if _BY_HEAD.search(name):
+            return (0, *self._heads(whole[0]))
+        return None
+
+    def _heads(self, length: int) -> tuple[int, int]:
+        if self._kv_heads % self._shard.size == 0:
+            return self._shard.share(length)
+        head = self._shard.rank * self._kv_heads // self._shard.size
+        width = length // self._kv_heads
+        return head * width, (head + 1) * width

@@ -1,0 +1,138 @@
+"""A model on its device, with the attention backend and the operators that compute it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from ..core.attention_backend import AttentionBackend, KVSpec, LayerCache
+from ..core.config import EngineConfig
+from ..core.errors import ConfigError
+from ..core.kv_cache_groups import KVLayout
+from ..core.pooler_config import PoolerConfig
+from ..kv_cache.memory_budget import Profile, count_blocks
+from ..lora.adapter import AdapterWeights
+from ..lora.shapes import LayerShapes
+from ..operators.base import Ops
+from .base import CausalModel
+
+
+class PeerRanks(Protocol):
+    """The other ranks of a model that several processes share: each repeats this rank's actions."""
+
+    def allocate(self, num_blocks: int) -> None: ...
+
+    def reserve_host(self, num_blocks: int) -> None:
+        """Takes KV blocks in host memory."""
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None: ...
+
+    def swap(
+        self, swap_out: Sequence[tuple[int, int]], swap_in: Sequence[tuple[int, int]]
+    ) -> None: ...
+
+    def allocate_adapters(self, experts: bool) -> None:
+        """Takes memory for adapters; `experts`: also for adapters that change the experts of
+        mixtures."""
+
+    def put_adapter(
+        self, slot: int, shapes: Sequence[LayerShapes], weights: AdapterWeights
+    ) -> None:
+        """Writes each rank's part of an adapter into a slot."""
+
+    def smallest(
+        self,
+        count: Callable[[Profile], int],
+        profile: Profile,
+        max_model_len: int,
+    ) -> int:
+        """The smallest result of `count(profile)` on any rank."""
+
+    def watch(self, on_failure: Callable[[Exception], None]) -> None:
+        """Calls `on_failure`, from any thread, when a rank fails."""
+
+    def close(self) -> None:
+        """Ends the ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedModel:
+    """A loaded model. `layout` is that of the KV cache. `peers` have the other parts of the model;
+    None: this process has all of it. `cache_dtype` is the dtype of stored KV; None: `dtype`.
+    `lora_shapes` are the layers that adapters may change; None: none."""
+
+    model: CausalModel
+    attention: AttentionBackend
+    ops: Ops
+    device: torch.device
+    dtype: torch.dtype
+    eos_token_ids: frozenset[int]
+    max_model_len: int
+    layout: KVLayout
+    pooler_config: PoolerConfig | None = None
+    peers: PeerRanks | None = None
+    cache_dtype: torch.dtype | None = None
+    lora_shapes: tuple[LayerShapes, ...] | None = None
+
+    def allocate(self, num_blocks: int, block_size: int) -> tuple[LayerCache, ...]:
+        """Allocates zeroed KV memory: one entry a layer, shared by layers of the same place."""
+        if self.peers is not None:
+            self.peers.allocate(num_blocks)
+        specs = self._specs(block_size)
+        memory = [self.attention.allocate(num_blocks, spec) for spec in specs]
+        return tuple(memory[place] for place in self.layout.places)
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one block in all layers of a group."""
+        return sum(self.attention.block_bytes(spec) for spec in self._specs(block_size))
+
+    def sequence_blocks(self, block_size: int, max_model_len: int) -> int:
+        """The number of blocks that the longest sequence needs if none is freed."""
+        return -(-max_model_len // block_size) * self.layout.groups.count
+
+    def copy_blocks(
+        self, caches: tuple[LayerCache, ...], copies: tuple[tuple[int, int], ...]
+    ) -> None:
+        """Copies whole (source, destination) blocks in all layers of their groups."""
+        if self.peers is not None:
+            self.peers.copy_blocks(copies)
+        pairs = torch.from_numpy(np.array(copies, dtype=np.int64)).to(self.device)
+        for layer in self.layout.of_places:
+            self.attention.copy_blocks(caches[layer], pairs)
+
+    def count_blocks(
+        self,
+        config: EngineConfig,
+        bytes_per_block: int,
+        max_model_len: int,
+        profile: Profile,
+    ) -> int:
+        """How many KV blocks fit on every rank. Raises ConfigError if none does."""
+
+        def count(run: Profile) -> int:
+            sequence = self.sequence_blocks(config.block_size, max_model_len)
+            return count_blocks(config, self.device, bytes_per_block, sequence, run)
+
+        if self.peers is None:
+            return count(profile)
+        blocks = self.peers.smallest(count, profile, max_model_len)
+        if blocks < 1:
+            raise ConfigError("a rank has no room for one KV block: its log says how much it needs")
+        return blocks
+
+    def _specs(self, block_size: int) -> list[KVSpec]:
+        """One spec for each place."""
+        shapes = self.model.kv_shapes
+        return [
+            KVSpec(
+                shape.num_kv_heads,
+                shape.head_dim,
+                block_size,
+                self.dtype,
+                self.device,
+                self.cache_dtype,
+            )
+            for shape in map(shapes.__getitem__, self.layout.of_places)
+        ]

@@ -1,0 +1,1 @@
+"""Formats of quantised checkpoints: AWQ, GPTQ, compressed-tensors, FP8, MXFP4."""

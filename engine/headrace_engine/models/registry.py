@@ -1,0 +1,105 @@
+"""Chooses the implementation of a checkpoint's model. Implementations are imported on first use."""
+
+import importlib
+import logging
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ..checkpoints.architectures import ARCHITECTURES, MULTIMODAL
+from ..checkpoints.checkpoint import Checkpoint
+from ..core.attention_backend import AttentionBackend
+from ..core.config import EngineConfig, LoadFormat
+from ..core.errors import ConfigError
+from ..operators.base import Ops
+from .base import CausalModel
+from .encoder.encoder_families import encoder_family
+from .parallel import Shard
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """Where and how a model computes. `positions` is the longest context it must serve, or None for
+    the checkpoint's own. With `hidden_states` the model returns those instead of logits. `shard` is
+    the part of the model that this process holds; None: all of it. `cache_dtype` is the dtype of
+    stored KV; None: `dtype`."""
+
+    device: torch.device
+    dtype: torch.dtype
+    attention: AttentionBackend
+    ops: Ops
+    positions: int | None
+    quantization: str = "none"
+    hidden_states: bool = False
+    deterministic: bool = False
+    load_format: LoadFormat = "auto"
+    shard: Shard | None = None
+    cache_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model and its properties. `windows` has one entry a layer: the keys that a position sees,
+    its own included, or None for all. It is empty for a model without KV."""
+
+    model: CausalModel
+    max_model_len: int
+    windows: tuple[int | None, ...] = ()
+
+
+class Loader(Protocol):
+    def __call__(self, checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel: ...
+
+
+# Architecture -> module and function of its native implementation.
+NATIVE: dict[str, tuple[str, str]] = dict.fromkeys(
+    (*ARCHITECTURES, *MULTIMODAL), ("headrace_engine.models.native", "load")
+)
+TRANSFORMERS = ("headrace_engine.models.transformers.transformers_model", "load")
+ENCODER = ("headrace_engine.models.encoder.transformers_encoder", "load")
+
+
+def load_model(config: EngineConfig, checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
+    """Loads the weights. Raises ConfigError or CheckpointError naming what cannot be served."""
+    wanted, name = config.model_implementation, checkpoint.architecture
+    native = wanted != "transformers" and name in NATIVE
+    if options.load_format == "dummy" and not native:
+        raise ConfigError(
+            f"load_format dummy needs a native model, and {name} is none: use load_format auto"
+        )
+    if options.deterministic and not native:
+        raise ConfigError(
+            f"deterministic needs a native model, and {name} would be served through transformers: "
+            "serve it without deterministic"
+        )
+    if wanted == "native" and name not in NATIVE:
+        raise ConfigError(
+            f"model_implementation native has no {name}; it has {', '.join(NATIVE)}. "
+            "Use auto or transformers"
+        )
+    if wanted == "transformers" or name not in NATIVE:
+        encodes = options.hidden_states and encoder_family(checkpoint) is not None
+        return _loader(ENCODER if encodes else TRANSFORMERS)(checkpoint, options)
+    try:
+        return _loader(NATIVE[name])(checkpoint, options)
+    except ConfigError as error:
+        # transformers would refuse these too, with a less precise message.
+        quantized = options.quantization != "none" or checkpoint.config.get("quantization_config")
+        if wanted == "native" or quantized or _is_bound(options):
+            raise
+        logger.warning("native model refused, transformers is used", extra={"reason": str(error)})
+        return _loader(TRANSFORMERS)(checkpoint, options)
+
+
+def _is_bound(options: LoadOptions) -> bool:
+    """Whether the options need a native model."""
+    return options.deterministic or options.shard is not None
+
+
+def _loader(entry: tuple[str, str]) -> Loader:
+    module, attribute = entry
+    loader: Loader = getattr(importlib.import_module(module), attribute)
+    return loader

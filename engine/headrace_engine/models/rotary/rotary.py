@@ -1,0 +1,156 @@
+"""Rotary embeddings: tables of cosines and sines, one row a position, made once at load.
+
+Frequencies follow transformers' `modeling_rope_utils` for each rope type, in float32.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Self
+
+import torch
+
+from ...checkpoints.rope import RopeConfig
+
+Frequencies = tuple[torch.Tensor, float]
+
+
+class RotaryTable:
+    """cos and sin, float32 [positions, rotated / 2], times the type's attention factor.
+
+    `rotated` is the number of rotated elements of a head: all of head_dim except for partial
+    embeddings.
+
+    `dynamic` (NTK) depends on a sequence's length beyond the checkpoint's context. There, each
+    position uses the frequencies of the length that ends with it: transformers does the same for
+    tokens generated one by one, and the result does not depend on batch, chunks or a shared prefix.
+
+    `longrope` has two sets of factors: the long ones if the table is longer than the original
+    context, else the short ones, for all positions alike.
+    """
+
+    def __init__(
+        self, rope: RopeConfig, head_dim: int, context: int, positions: int, device: torch.device
+    ) -> None:
+        dim = rope.rotated(head_dim)
+        inverse, scale = _frequencies(rope, dim, context, positions)
+        angles = torch.arange(positions).float()[:, None] * inverse
+        if rope.rope_type == "dynamic" and positions > context:
+            beyond = torch.arange(context, positions)
+            stretched = _dynamic(rope, dim, context, (beyond + 1).float()[:, None])
+            angles[context:] = beyond.float()[:, None] * stretched
+        self._cos = (angles.cos() * scale).to(device)
+        self._sin = (angles.sin() * scale).to(device)
+
+    @classmethod
+    def unrotated(cls, dim: int, positions: int, device: torch.device) -> Self:
+        """A table that leaves `dim` elements of a head unchanged; it takes no memory."""
+        table = cls.__new__(cls)
+        table._cos = torch.ones(1, dim // 2, device=device).expand(positions, -1)
+        table._sin = torch.zeros(1, dim // 2, device=device).expand(positions, -1)
+        return table
+
+    @property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, sin) of all positions."""
+        return self._cos, self._sin
+
+    def lookup(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, sin), each [T, rotated / 2], of int64 positions [T]."""
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+
+def _frequencies(rope: RopeConfig, dim: int, context: int, positions: int) -> Frequencies:
+    """Inverse frequencies [dim / 2] within the checkpoint's context, and the factor of cos and
+    sin."""
+    if rope.rope_type == "longrope":
+        return _longrope(rope, dim, context, positions)
+    return _TYPES[rope.rope_type](rope, dim)
+
+
+def _default(rope: RopeConfig, dim: int) -> Frequencies:
+    return 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)), 1.0
+
+
+def _linear(rope: RopeConfig, dim: int) -> Frequencies:
+    return _default(rope, dim)[0] / rope.parameters["factor"], 1.0
+
+
+def _dynamic(rope: RopeConfig, dim: int, context: int, length: torch.Tensor) -> torch.Tensor:
+    factor = rope.parameters["factor"]
+    base = rope.theta * ((factor * length / context) - (factor - 1)) ** (dim / (dim - 2))
+    inverse: torch.Tensor = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    return inverse
+
+
+def _llama3(rope: RopeConfig, dim: int) -> Frequencies:
+    inverse, _ = _default(rope, dim)
+    factor = rope.parameters["factor"]
+    low, high = rope.parameters["low_freq_factor"], rope.parameters["high_freq_factor"]
+    context = rope.parameters["original_max_position_embeddings"]
+    wavelength = 2 * math.pi / inverse
+    scaled = torch.where(wavelength > context / low, inverse / factor, inverse)
+    smooth = (context / wavelength - low) / (high - low)
+    smoothed = (1 - smooth) * scaled / factor + smooth * scaled
+    medium = (wavelength >= context / high) & (wavelength <= context / low)
+    return torch.where(medium, smoothed, scaled), 1.0
+
+
+def _yarn(rope: RopeConfig, dim: int) -> Frequencies:
+    """YaRN, https://arxiv.org/abs/2309.00071."""
+    factor = rope.parameters["factor"]
+    powers = rope.theta ** (torch.arange(0, dim, 2).float() / dim)
+    low, high = _yarn_range(rope, dim)
+    ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)
+    keep = 1 - ramp.clamp(0, 1)
+    inverse = (1.0 / (factor * powers)) * (1 - keep) + (1.0 / powers) * keep
+    return inverse, _yarn_factor(rope, factor)
+
+
+def _yarn_range(rope: RopeConfig, dim: int) -> tuple[float, float]:
+    context = rope.parameters["original_max_position_embeddings"]
+
+    def dimension(rotations: float) -> float:
+        return (dim * math.log(context / (rotations * 2 * math.pi))) / (2 * math.log(rope.theta))
+
+    low = dimension(rope.parameters.get("beta_fast") or 32)
+    high = dimension(rope.parameters.get("beta_slow") or 1)
+    if rope.parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    return low, high + 0.001 if low == high else high
+
+
+def _yarn_factor(rope: RopeConfig, factor: float) -> float:
+    given = rope.parameters.get("attention_factor")
+    if given is not None:
+        return float(given)
+    mscale, all_dim = rope.parameters.get("mscale"), rope.parameters.get("mscale_all_dim")
+    if mscale and all_dim:
+        return _mscale(factor, mscale) / _mscale(factor, all_dim)
+    return _mscale(factor, 1.0)
+
+
+def _mscale(scale: float, weight: float) -> float:
+    return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
+
+
+def _longrope(rope: RopeConfig, dim: int, context: int, positions: int) -> Frequencies:
+    """LongRoPE, https://arxiv.org/abs/2402.13753."""
+    original = rope.parameters["original_max_position_embeddings"]
+    name = "long_factor" if positions > original else "short_factor"
+    divisors = torch.tensor(rope.parameters[name], dtype=torch.float32)
+    factor = rope.parameters.get("factor") or context / original
+    given = rope.parameters.get("attention_factor")
+    if given is None:
+        given = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1.0 else 1.0
+    powers = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
+    return 1.0 / (divisors * powers), float(given)
+
+
+_TYPES: dict[str, Callable[[RopeConfig, int], Frequencies]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _default,
+    "yarn": _yarn,
+    "llama3": _llama3,
+}

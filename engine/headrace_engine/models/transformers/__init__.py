@@ -1,0 +1,1 @@
+"""Decoders that transformers computes, with this engine's attention."""

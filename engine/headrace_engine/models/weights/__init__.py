@@ -1,0 +1,1 @@
+"""A checkpoint's tensors by the native decoder's names."""

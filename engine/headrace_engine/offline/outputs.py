@@ -1,0 +1,54 @@
+"""The results of the offline API, with vLLM's names: scripts only change their imports."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """The log probability of a token at one position; rank 1 is the most likely."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice. `stop_reason` is the stop string or stop token id that ended it, else None.
+
+    If the scheduling policy ended it (`finish_reason` abort), `stop_reason` says why. `logprobs`
+    has an entry for each token, which maps token ids (the chosen one and the most likely) to their
+    log probabilities; it is None if the request asked for none.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and its choices. `prompt` is None if the prompt was given as token ids.
+
+    `prompt_logprobs` has an entry for each token of the prompt; the first one is None. It is None
+    if the request asked for none.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(output.finished for output in self.outputs)

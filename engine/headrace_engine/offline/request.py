@@ -1,0 +1,77 @@
+"""A running prompt of the offline API: collects tokens, text and log probabilities."""
+
+from collections.abc import Iterable
+
+from headrace_common.sampling.params import SamplingParams
+from headrace_common.text.detokenizer import ChoiceText
+from headrace_common.text.tokenizer import Tokenizer
+
+from ..core.outputs import SequenceOutput, TokenLogprobs
+from .outputs import CompletionOutput, Logprob, RequestOutput
+
+
+class RunningRequest:
+    """Builds the output of one request from the engine's steps; without a tokenizer no text."""
+
+    def __init__(
+        self, output: RequestOutput, params: SamplingParams, tokenizer: Tokenizer | None
+    ) -> None:
+        self.output = output
+        self._tokenizer = tokenizer
+        self._texts = [
+            None if tokenizer is None else ChoiceText(tokenizer, output.prompt_token_ids, params)
+            for _ in output.outputs
+        ]
+        for choice in output.outputs:
+            if params.logprobs is not None:
+                choice.logprobs, choice.cumulative_logprob = [], 0.0
+
+    def push(self, step: SequenceOutput) -> bool:
+        """Adds a step's tokens; returns True if a stop string ended the choice.
+
+        The caller then aborts the choice in the engine.
+        """
+        choice = self.output.outputs[step.choice]
+        self.output.num_cached_tokens = max(self.output.num_cached_tokens, step.cached_tokens)
+        if step.prompt_logprobs is not None:
+            self.output.prompt_logprobs = [None, *self._prompt_positions(step.prompt_logprobs)]
+        reason = None if step.finish_reason is None else str(step.finish_reason)
+        count, stop = len(step.token_ids), None
+        text = self._texts[step.choice]
+        if text is not None:
+            piece = text.push(step.token_ids, finish_reason=reason, stop_token=step.stop_token)
+            choice.text += piece.text
+            count, stop = piece.tokens, piece.stop
+        choice.token_ids.extend(step.token_ids[:count])
+        self._add_logprobs(choice, step, count)
+        choice.finish_reason = reason if stop is None else "stop"
+        choice.stop_reason = step.stop_token if stop is None else stop
+        if step.reason is not None:
+            choice.stop_reason = step.reason
+        return stop is not None and reason is None
+
+    def _add_logprobs(self, choice: CompletionOutput, step: SequenceOutput, count: int) -> None:
+        if choice.logprobs is None or step.logprobs is None:
+            return
+        for token_id, found in zip(step.token_ids[:count], step.logprobs[:count], strict=True):
+            choice.logprobs.append(self._position(token_id, found))
+            choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + found.logprob
+
+    def _prompt_positions(self, found: Iterable[TokenLogprobs]) -> Iterable[dict[int, Logprob]]:
+        return map(self._position, self.output.prompt_token_ids[1:], found)
+
+    def _position(self, token_id: int, found: TokenLogprobs) -> dict[int, Logprob]:
+        entries: Iterable[tuple[int, float, int]] = (
+            (top_id, logprob, rank) for rank, (top_id, logprob) in enumerate(found.top, start=1)
+        )
+        position = {
+            top_id: self._logprob(top_id, logprob, rank) for top_id, logprob, rank in entries
+        }
+        chosen = self._logprob(token_id, found.logprob, found.rank)
+        return {token_id: chosen, **position}
+
+    def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
+        text = None
+        if self._tokenizer is not None:
+            text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return Logprob(logprob, rank, text)

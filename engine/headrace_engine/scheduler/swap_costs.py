@@ -1,0 +1,29 @@
+"""Estimates whether swapping a sequence out and in is cheaper than recomputing its KV."""
+
+from ..core.step_cost import PrefillDecodeCosts, Rate
+
+# A decision against swapping multiplies its estimated cost by this, so that it is tried again.
+FADE = 0.95
+
+
+class SwapCosts:
+    """Compares the costs: `computing` estimates prefills, this class estimates copying a block."""
+
+    def __init__(self, computing: PrefillDecodeCosts) -> None:
+        self._computing = computing
+        self._block = Rate()
+
+    def observe(self, blocks: int, seconds: float) -> None:
+        """Learns from a step's copies, out and in. Copies with 0 seconds were not timed."""
+        if blocks and seconds > 0.0:
+            self._block.observe(seconds, blocks)
+
+    def swap_is_cheaper(self, blocks: int, tokens: int) -> bool:
+        """Compares copying `blocks` out and in with computing `tokens` tokens.
+
+        True if no copy was timed yet, to try one; False if no prompt was timed yet.
+        """
+        if self._block.of(2 * blocks) < self._computing.prompt(tokens):
+            return True
+        self._block.scale(FADE)
+        return False

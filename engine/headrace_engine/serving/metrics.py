@@ -1,0 +1,357 @@
+"""The engine's metrics, and the trace spans of its requests.
+
+The worker writes them on its event loop; exporters read them on their threads. A step costs an
+addition and, if metrics are exported, three histogram records.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from opentelemetry.metrics import Meter, Observation
+from prometheus_client import Metric as PrometheusMetric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from headrace_common.observability import metric_names as names
+from headrace_common.observability.instruments import (
+    counter,
+    histogram,
+    observed_counter,
+    observed_gauge,
+)
+from headrace_common.observability.telemetry import Telemetry
+from headrace_common.observability.tracing import EngineTimes, record_engine_spans, record_step_span
+from headrace_common.protocol.base import Lease, Outcome
+
+from ..core.speculative_stats import SpeculationStats
+from ..core.stats import SchedulerStats
+from ..scheduler.lora_stats import LoRAStats
+from .leased_request import LeasedRequest, RequestTimes
+
+# Every n-th step becomes a span that links to the requests of its batch.
+STEP_SPAN_INTERVAL = 1000
+
+_PLACEMENTS = {True: "placed", False: "stolen", None: "unplaced"}
+
+
+class EngineMetrics:
+    """Instruments and traces of one engine. Its methods are cheap, and cheaper without exporters.
+
+    `stats` returns the engine's present state; exporters call it on their threads. `capacity` is
+    the most sequences that run at once. `step_age` returns the seconds since the last finished step
+    while there is work, else 0. `lora_stats` returns the adapters in use.
+    """
+
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        *,
+        model: str,
+        engine_id: str,
+        block_size: int,
+        capacity: int,
+        stats: Callable[[], SchedulerStats],
+        step_age: Callable[[], float],
+        lora_stats: Callable[[], LoRAStats | None] = lambda: None,
+        clock_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._telemetry = telemetry
+        self._model = model
+        self._engine_id = engine_id
+        self._clock_ns = clock_ns
+        self._stats = stats
+        self._lora_stats = lora_stats
+        self._steps = 0
+        self._input_tokens = 0
+        self._output_tokens = 0
+        self._labels = {names.REQUEST_MODEL: model}
+        self._make_instruments(telemetry.meter)
+        self._observe_all(telemetry.meter, step_age, capacity)
+        telemetry.register(_VllmNames(self._snapshot, model, engine_id, block_size))
+
+    def _make_instruments(self, meter: Meter) -> None:
+        self._step_duration = histogram(meter, names.ENGINE_STEP_DURATION)
+        self._step_tokens = histogram(meter, names.ENGINE_STEP_TOKENS)
+        self._phases = histogram(meter, names.ENGINE_REQUEST_PHASE_DURATION)
+        self._redeliveries = counter(meter, names.QUEUE_REDELIVERIES)
+        self._placements = counter(meter, names.QUEUE_PLACEMENTS)
+        self._prefill_labels = {**self._labels, names.PHASE: "prefill"}
+        self._decode_labels = {**self._labels, names.PHASE: "decode"}
+
+    # Requests
+
+    def taken(self, lease: Lease) -> RequestTimes:
+        """Records that a request was taken from the queue, and returns its times so far."""
+        now, waited = self._clock_ns(), max(0.0, lease.waited)
+        self._phases.record(waited, {**self._labels, names.PHASE: "queue"})
+        if lease.attempt > 1:
+            self._redeliveries.add(1, self._labels)
+        else:
+            self._placements.add(1, {**self._labels, names.RESULT: _PLACEMENTS[lease.placed]})
+        queued = now - int(waited * 1e9)
+        return RequestTimes(queued_ns=queued, taken_ns=now, first_step=self._steps + 1)
+
+    def compiled(self, seconds: float) -> None:
+        """Records how long a request waited for its grammar."""
+        self._phases.record(seconds, {**self._labels, names.PHASE: "compile"})
+
+    def produced(self, leased: LeasedRequest, tokens: int) -> None:
+        """Records output tokens of a request."""
+        self._output_tokens += tokens
+        if leased.times.first_token_ns is None:
+            leased.times.first_token_ns = self._clock_ns()
+            leased.times.first_token_step = self._steps
+            self._input_tokens += len(leased.request.prompt_token_ids)
+
+    def ended(self, leased: LeasedRequest, outcome: Outcome) -> None:
+        """Records the durations and spans of a request that has its outcome."""
+        times = self._engine_times(leased.times)
+        self._record_phases(times)
+        if self._telemetry.tracing:
+            self._record_spans(leased, times, outcome)
+
+    # Steps
+
+    def observe(
+        self,
+        stats: SchedulerStats,
+        step_seconds: float | None = None,
+        requests: Iterable[LeasedRequest] = (),
+    ) -> None:
+        """Records a step: its `step_seconds`, the `stats` after it and the leased `requests`."""
+        self._steps += 1
+        if self._telemetry.measuring:
+            self._record_step(stats, step_seconds)
+        if self._telemetry.tracing and self._steps % STEP_SPAN_INTERVAL == 0:
+            self._record_step_span(stats, step_seconds or 0.0, requests)
+
+    def _record_step(self, stats: SchedulerStats, step_seconds: float | None) -> None:
+        if step_seconds is not None:
+            self._step_duration.record(step_seconds, self._labels)
+        if stats.step_prefill_tokens:
+            self._step_tokens.record(stats.step_prefill_tokens, self._prefill_labels)
+        if stats.step_decode_tokens:
+            self._step_tokens.record(stats.step_decode_tokens, self._decode_labels)
+
+    def _record_step_span(
+        self, stats: SchedulerStats, step_seconds: float, requests: Iterable[LeasedRequest]
+    ) -> None:
+        now = self._clock_ns()
+        record_step_span(
+            self._telemetry.tracer,
+            [leased.request.trace for leased in requests],
+            number=self._steps,
+            started_ns=now - int(step_seconds * 1e9),
+            ended_ns=now,
+            tokens=stats.step_prefill_tokens + stats.step_decode_tokens,
+        )
+
+    def _engine_times(self, times: RequestTimes) -> EngineTimes:
+        return EngineTimes(
+            queued_ns=times.queued_ns,
+            taken_ns=times.taken_ns,
+            first_token_ns=times.first_token_ns,
+            ended_ns=self._clock_ns(),
+            first_step=times.first_step,
+            first_token_step=times.first_token_step or self._steps,
+            last_step=self._steps,
+        )
+
+    def _record_phases(self, times: EngineTimes) -> None:
+        if times.first_token_ns is not None:
+            prefill = (times.first_token_ns - times.taken_ns) / 1e9
+            decode = (times.ended_ns - times.first_token_ns) / 1e9
+            self._phases.record(max(0.0, prefill), self._prefill_labels)
+            self._phases.record(max(0.0, decode), self._decode_labels)
+
+    def _record_spans(self, leased: LeasedRequest, times: EngineTimes, outcome: Outcome) -> None:
+        record_engine_spans(
+            self._telemetry.tracer,
+            leased.request,
+            times,
+            engine_id=self._engine_id,
+            attempt=leased.attempt,
+            output_tokens=sum(len(choice.token_ids) for choice in outcome.choices),
+            cached_tokens=outcome.cached_tokens,
+            finish_reasons=[c.finish_reason for c in outcome.choices if c.finish_reason],
+            error_type=outcome.failed.failure.value if outcome.failed else None,
+        )
+
+    # Reading
+
+    def _snapshot(self) -> "_Snapshot":
+        return _Snapshot(self._stats(), self._input_tokens, self._output_tokens, self._lora_stats())
+
+    def _observe_all(self, meter: Meter, step_age: Callable[[], float], capacity: int) -> None:
+        for metric, read in _GAUGES:
+            observed_gauge(meter, metric, self._observer(read))
+        for metric, read in _COUNTERS:
+            observed_counter(meter, metric, self._observer(read))
+        observed_gauge(meter, names.ENGINE_CAPACITY, lambda: [Observation(capacity, self._labels)])
+        observed_gauge(
+            meter, names.ENGINE_STEP_LAST_AGE, lambda: [Observation(step_age(), self._labels)]
+        )
+
+    def _observer(self, read: "_Read") -> Callable[[], Iterable[Observation]]:
+        return lambda: [
+            Observation(value, {**self._labels, **own}) for own, value in read(self._snapshot())
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    stats: SchedulerStats
+    input_tokens: int
+    output_tokens: int
+    lora_stats: LoRAStats | None
+
+
+_Read = Callable[[_Snapshot], Iterable[tuple[dict[str, str], float]]]
+
+
+def _requests(now: _Snapshot) -> Iterable[tuple[dict[str, str], float]]:
+    yield {names.STATE: "running"}, now.stats.running
+    yield {names.STATE: "waiting"}, now.stats.waiting
+    yield {names.STATE: "swapped"}, now.stats.swapped
+
+
+def _utilization(now: _Snapshot) -> Iterable[tuple[dict[str, str], float]]:
+    yield {}, now.stats.kv_utilization
+
+
+def _blocks(now: _Snapshot) -> Iterable[tuple[dict[str, str], float]]:
+    yield {names.STATE: "used", names.PLACE: "device"}, now.stats.blocks_used
+    yield {names.STATE: "cached", names.PLACE: "device"}, now.stats.blocks_cached
+    yield {names.STATE: "free", names.PLACE: "device"}, now.stats.blocks_free
+    yield {names.STATE: "used", names.PLACE: "host"}, now.stats.host_blocks_used
+    yield {names.STATE: "free", names.PLACE: "host"}, now.stats.host_blocks_free
+
+
+def _waste(now: _Snapshot) -> Iterable[tuple[dict[str, str], float]]:
+    yield {}, now.stats.kv_waste
+
+
+def _swapped(now: _Snapshot) -> Iterable[tuple[dict[str, str], float]]:
+    yield {names.KIND: "out"}, now.stats.swap_out_bytes
+    yield {names.KIND: "in"}, now.stats.swap_in_bytes
+
+
+def _preemptions(now: _Snapshot) -> Iterable[tuple[dict[str, str], float]]:
+    yield {names.KIND: "recompute"}, now.stats.preemptions
+    yield {names.KIND: "swap"}, now.stats.swaps
+
+
+def _prefix_cache(now: _Snapshot) -> Iterable[tuple[dict[str, str], float]]:
+    yield {names.RESULT: "hit"}, now.stats.prefix_hit_tokens
+    yield {names.RESULT: "miss"}, now.stats.prefix_miss_tokens
+
+
+def _speculation(now: _Snapshot) -> Iterable[tuple[dict[str, str], float]]:
+    stats = now.stats.speculation
+    if stats is not None:
+        yield {names.RESULT: "accepted"}, stats.accepted_tokens
+        yield {names.RESULT: "rejected"}, stats.draft_tokens - stats.accepted_tokens
+
+
+def _tokens(now: _Snapshot) -> Iterable[tuple[dict[str, str], float]]:
+    yield {names.TYPE: "input"}, now.input_tokens
+    yield {names.TYPE: "output"}, now.output_tokens
+
+
+_GAUGES: tuple[tuple[names.Metric, _Read], ...] = (
+    (names.ENGINE_REQUESTS, _requests),
+    (names.ENGINE_KV_UTILIZATION, _utilization),
+    (names.ENGINE_KV_BLOCKS, _blocks),
+    (names.ENGINE_KV_WASTE, _waste),
+)
+_COUNTERS: tuple[tuple[names.Metric, _Read], ...] = (
+    (names.ENGINE_PREEMPTIONS, _preemptions),
+    (names.ENGINE_KV_SWAPPED, _swapped),
+    (names.ENGINE_PREFIX_CACHE_TOKENS, _prefix_cache),
+    (names.ENGINE_SPEC_TOKENS, _speculation),
+    (names.ENGINE_TOKENS, _tokens),
+)
+
+
+class _VllmNames(Collector):
+    """The same values under vLLM's names, which contain a colon: OpenTelemetry forbids that."""
+
+    def __init__(
+        self,
+        snapshot: Callable[[], _Snapshot],
+        model: str,
+        engine_id: str,
+        block_size: int,
+    ) -> None:
+        self._snapshot = snapshot
+        self._labels = (model, engine_id)
+        self._block_size = block_size
+
+    def collect(self) -> Iterable[PrometheusMetric]:
+        now = self._snapshot()
+        stats = now.stats
+        total = stats.blocks_used + stats.blocks_cached + stats.blocks_free
+        yield self._gauge(names.VLLM_REQUESTS_RUNNING, "Running sequences.", stats.running)
+        yield self._gauge(names.VLLM_REQUESTS_WAITING, "Waiting sequences.", stats.waiting)
+        yield self._gauge(
+            names.VLLM_KV_CACHE_USAGE, "KV blocks in use, 0 to 1.", stats.kv_utilization
+        )
+        config = GaugeMetricFamily(
+            names.VLLM_CACHE_CONFIG,
+            "Size of the KV cache; always 1.",
+            labels=(*names.VLLM_LABELS, "block_size", "num_gpu_blocks"),
+        )
+        config.add_metric((*self._labels, str(self._block_size), str(total)), 1)
+        yield config
+        queries = stats.prefix_hit_tokens + stats.prefix_miss_tokens
+        yield self._counter(names.VLLM_PREEMPTIONS, "Preemptions.", stats.preemptions + stats.swaps)
+        yield self._counter(names.VLLM_PROMPT_TOKENS, "Prompt tokens.", now.input_tokens)
+        yield self._counter(names.VLLM_GENERATION_TOKENS, "Output tokens.", now.output_tokens)
+        yield self._counter(names.VLLM_PREFIX_CACHE_QUERIES, "Tokens looked up.", queries)
+        yield self._counter(names.VLLM_PREFIX_CACHE_HITS, "Tokens found.", stats.prefix_hit_tokens)
+        if stats.speculation is not None:
+            yield from self._speculation(stats.speculation)
+        if now.lora_stats is not None:
+            yield self._lora(now.lora_stats)
+
+    def _speculation(self, stats: SpeculationStats) -> Iterable[PrometheusMetric]:
+        yield self._counter(names.VLLM_SPEC_DRAFTS, "Proposals.", stats.drafts)
+        yield self._counter(names.VLLM_SPEC_DRAFT_TOKENS, "Drafted tokens.", stats.draft_tokens)
+        yield self._counter(
+            names.VLLM_SPEC_ACCEPTED, "Accepted drafted tokens.", stats.accepted_tokens
+        )
+        positions = CounterMetricFamily(
+            names.VLLM_SPEC_ACCEPTED_PER_POSITION,
+            "Proposals whose token at a position, from 0, was accepted.",
+            labels=(*names.VLLM_LABELS, "position"),
+        )
+        for position, count in enumerate(stats.accepted_per_position):
+            positions.add_metric((*self._labels, str(position)), count)
+        yield positions
+
+    def _lora(self, stats: LoRAStats) -> PrometheusMetric:
+        """As in vLLM: the labels have the facts, and the newest sample counts."""
+        family = GaugeMetricFamily(
+            names.VLLM_LORA_REQUESTS,
+            "Adapters whose requests run and wait; the value is the time in Unix seconds.",
+            labels=(
+                *names.VLLM_LABELS,
+                "max_lora",
+                "running_lora_adapters",
+                "waiting_lora_adapters",
+            ),
+        )
+        lists = (",".join(stats.running), ",".join(stats.waiting))
+        family.add_metric((*self._labels, str(stats.slots), *lists), time.time())
+        return family
+
+    def _gauge(self, name: str, text: str, value: float) -> PrometheusMetric:
+        family = GaugeMetricFamily(name, text, labels=names.VLLM_LABELS)
+        family.add_metric(self._labels, value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> PrometheusMetric:
+        family = CounterMetricFamily(name, text, labels=names.VLLM_LABELS)
+        family.add_metric(self._labels, value)
+        return family

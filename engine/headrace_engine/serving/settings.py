@@ -1,0 +1,298 @@
+"""Settings of the engine process: HEADRACE_ENGINE_* in the environment, or flags."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ByteSize, Field, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from headrace_common.sealing import settings as sealing
+from headrace_common.structured import grammar_settings as grammar
+from headrace_common.structured.grammar_checks import CheckBounds
+from headrace_common.text.checkpoint import default_name, local_source
+from headrace_common.wire.keys import MAX_SHARDS
+from headrace_common.wire.messages import MAX_ID_CHARS
+
+from ..core.config import DType, EngineConfig, KVCacheDType, Quantization
+from ..core.speculative_config import SpeculativeConfig
+
+
+class EngineSettings(BaseSettings):
+    """The settings, read once at start. An invalid value is named and stops the start."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="HEADRACE_ENGINE_",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_prog_name="headrace engine",
+        extra="forbid",
+    )
+
+    redis_url: str = Field("redis://127.0.0.1:6379/0", description="Redis or Valkey to pull from")
+    redis_credentials: Path | None = Field(
+        None,
+        description="folder with the files username and password of a Redis user, read for every "
+        "connection; replaces those in redis_url",
+    )
+    sealing_keys_file: sealing.KeysFile = None
+    sealing_mode: sealing.Mode = "require"
+    model: str = Field(description="folder of a checkpoint, its hub id, or headrace-demo")
+    revision: str | None = Field(None, description="revision of the hub id, preferably a commit")
+    served_model_name: str | None = Field(
+        None, max_length=MAX_ID_CHARS, description="name that clients use; default: the model's"
+    )
+    chat_template: str | None = Field(
+        None, description="file with a chat template that replaces the model's own"
+    )
+    register_model: bool = Field(
+        True, description="register the model for gateways; false if another engine of it does"
+    )
+    owner: str = Field(
+        "", description="namespace/name of the ModelService that owns the model's registration"
+    )
+    hold_waiting: bool = Field(
+        False,
+        description="once the model's registration is removed, waiting requests stay in the queue "
+        "until their deadline, instead of failing with model_removed",
+    )
+    queue_shards: int = Field(
+        1,
+        ge=1,
+        le=MAX_SHARDS,
+        description="shards of the model's queue, which may be on different nodes of a Redis "
+        "cluster; preferably 1, 3, 6, 12 or 24; docs/operations.md",
+    )
+
+    dtype: DType = Field("auto", description="dtype of the weights; auto: the checkpoint's")
+    quantization: Quantization = Field(
+        "none",
+        description="int8 and fp8 keep linear layers in 8-bit integers or floats (int8 on GPUs: "
+        "native models only); gptq, awq and compressed-tensors accept only checkpoints of that "
+        "format; docs/models.md",
+    )
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
+    tensor_parallel_size: int = Field(
+        1,
+        ge=1,
+        description="processes that share the model, each with its own GPU (or some of the cores) "
+        "of this machine; docs/parallelism.md",
+    )
+    attention_backend: str = Field("auto", description="auto, reference, cpu, flash or triton")
+    model_implementation: Literal["auto", "native", "transformers"] = Field(
+        "auto", description="auto: native if the architecture has a native path"
+    )
+    task: Literal["auto", "generate", "embed"] = Field(
+        "auto",
+        description="generate text or make embeddings; auto: embed for embedding checkpoints",
+    )
+    pooler_config: dict[str, Any] = Field(
+        default_factory=dict,
+        description="how an embedding model pools, as JSON: pooling_type (LAST, MEAN, CLS), "
+        "normalize, matryoshka_dimensions; default: the checkpoint's",
+    )
+    max_model_len: int | None = Field(
+        None, ge=1, description="longest prompt plus output in tokens; default: the checkpoint's"
+    )
+    block_size: int = Field(16, ge=1, le=1024, description="tokens in a KV block")
+    kv_cache_dtype: KVCacheDType = Field(
+        "auto",
+        description="auto: the model's; fp8 (e4m3) and fp8_e5m2 hold twice as many tokens, less "
+        "precisely; docs/memory.md",
+    )
+    kv_cache_memory: ByteSize | None = Field(
+        None, description="size of the KV cache, such as 2GiB; default: measured"
+    )
+    num_blocks: int | None = Field(
+        None, ge=1, description="size of the KV cache in blocks; default: measured"
+    )
+    memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="share of the free memory that the KV cache may take"
+    )
+    swap_space: float = Field(
+        0.0,
+        ge=0,
+        description="GiB of host memory for the KV of preempted requests; 0: none",
+    )
+    max_num_seqs: int = Field(64, ge=1, description="the most sequences that run at once")
+    max_num_batched_tokens: int = Field(2048, ge=1, description="the most tokens in a step")
+    itl_target: float = Field(
+        0.1,
+        gt=0,
+        description="the most seconds that a step should take while requests wait for their next "
+        "token; prompts of other requests are cut into chunks that fit",
+    )
+    enable_prefix_caching: bool = Field(True, description="reuse the KV of common prompt prefixes")
+    disable_hybrid_kv_cache_manager: bool = Field(
+        False,
+        description="use one block table for layers with and without a sliding window; all layers "
+        "then keep all positions; docs/models.md",
+    )
+    watermark: float = Field(
+        0.01, ge=0, lt=1, description="share of blocks that starting requests leave free"
+    )
+    speculative_config: dict[str, Any] | None = Field(
+        None,
+        description='speculative decoding, as JSON: {"method": "ngram"} or {"model": "<smaller '
+        'checkpoint>"}; docs/speculative-decoding.md',
+    )
+    enable_lora: bool = Field(False, description="serve LoRA adapters; docs/lora.md")
+    lora_modules: dict[str, str] = Field(
+        default_factory=dict,
+        description="adapters as name=folder, or as JSON; clients use each name as a model",
+    )
+    max_loras: int = Field(1, ge=1, description="the most adapters that run at once")
+    max_lora_rank: int = Field(16, ge=1, description="the largest rank of an adapter")
+    max_cpu_loras: int | None = Field(
+        None, ge=1, description="the most adapters in host memory; default: max_loras"
+    )
+    policy: str = Field(
+        "fcfs", description="fcfs, priority, sjf, fair, deadline, or module:Class of your own"
+    )
+    policy_options: dict[str, Any] = Field(
+        default_factory=dict, description="the policy's options, as JSON; docs/policies.md"
+    )
+    lookahead: int | None = Field(
+        None,
+        ge=0,
+        description="requests taken beyond those that can start, for the policy to choose from; "
+        "default: 0 with fcfs, else max_num_seqs",
+    )
+    threads: int | None = Field(None, ge=1, description="CPU threads; default: torch's choice")
+
+    deterministic: bool = Field(
+        False,
+        description="same bits for a request alone, in a batch, or resumed on another "
+        "engine; docs/deterministic.md",
+    )
+    enforce_eager: bool = Field(False, description="run without CUDA graphs")
+    enable_autotuner: bool = Field(
+        True,
+        description="measure kernels and launch parameters on the GPU at start, which takes some "
+        "seconds; docs/performance.md",
+    )
+    tuned_config_folder: str | None = Field(
+        None, description="folder that stores these measurements for engines that start later"
+    )
+    # A flag has no third value: `model_fields_set` tells whether it was given.
+    async_scheduling: bool = Field(
+        False,
+        description="schedule the next step while the device runs one; default: on GPUs only",
+    )
+
+    lease: float = Field(
+        10.0, gt=0, description="seconds until other engines take the work of a silent one"
+    )
+    beat_interval: float = Field(3.0, gt=0, description="seconds between renewals of the lease")
+    drain_timeout: float = Field(
+        30.0, ge=0, description="seconds to finish running requests after SIGTERM"
+    )
+    after_drain: Literal["exit", "wait"] = Field(
+        "exit",
+        description="what to do after a drain through the queue: exit, or wait for SIGTERM or a "
+        "recall; use wait if exited processes are restarted",
+    )
+    step_timeout: float = Field(
+        120.0, gt=0, description="seconds after which a step counts as hung"
+    )
+
+    grammar_workers: grammar.Workers = grammar.WORKERS
+    grammar_timeout: grammar.Timeout = grammar.TIMEOUT
+    grammar_cpu_seconds: grammar.CpuSeconds = grammar.CPU_SECONDS
+    grammar_memory: grammar.Memory = grammar.MEMORY
+
+    metrics_host: str = Field("127.0.0.1", description="address of /metrics and /health")
+    metrics_port: int | None = Field(
+        None, ge=0, le=65535, description="port of /metrics and /health; 0 picks one; default: none"
+    )
+    metrics_fd: int | None = Field(
+        None,
+        ge=0,
+        description="listening socket passed by the parent process, instead of host and port",
+    )
+    debug_pages: bool = Field(
+        False,
+        description="serve steps, requests and profiles on the same port, for `headrace debug`; "
+        "anyone who reaches the port can read them",
+    )
+    log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR")
+    log_format: Literal["auto", "json", "text"] = Field(
+        "auto", description="JSON lines or text; auto: text on a terminal, else json"
+    )
+
+    @model_validator(mode="after")
+    def _adapters_have_names(self) -> "EngineSettings":
+        for name in self.lora_modules:
+            if not 0 < len(name) <= MAX_ID_CHARS or name == self.name:
+                raise ValueError(
+                    f"lora_modules: {name[:80]!r} must have 1 to {MAX_ID_CHARS} characters, and "
+                    "not be the model's own name"
+                )
+        return self
+
+    @property
+    def name(self) -> str:
+        """The name that clients use for the served model."""
+        return self.served_model_name or default_name(self.model)
+
+    @property
+    def taken_ahead(self) -> int:
+        """Requests to take beyond those that can start."""
+        if self.lookahead is None:
+            return 0 if self.policy == "fcfs" else self.max_num_seqs
+        return self.lookahead
+
+    @property
+    def grammar_bounds(self) -> CheckBounds:
+        """Bounds of grammar checks. Waiting checks need none: they are of leased requests."""
+        return CheckBounds(
+            workers=self.grammar_workers,
+            limits=grammar.task_limits(self),
+            max_wait=None,
+            most_waiting=None,
+            most_waiting_of_tenant=None,
+        )
+
+    def engine_config(self) -> EngineConfig:
+        return EngineConfig(
+            model=local_source(self.model),
+            revision=self.revision,
+            dtype=self.dtype,
+            quantization=self.quantization,
+            device=self.device,
+            tensor_parallel_size=self.tensor_parallel_size,
+            attention_backend=self.attention_backend,
+            model_implementation=self.model_implementation,
+            task=self.task,
+            pooler_config=self.pooler_config,
+            max_model_len=self.max_model_len,
+            block_size=self.block_size,
+            kv_cache_dtype=self.kv_cache_dtype,
+            kv_cache_bytes=self.kv_cache_memory,
+            num_blocks=self.num_blocks,
+            memory_utilization=self.memory_utilization,
+            swap_space=self.swap_space,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            itl_target=self.itl_target,
+            enable_prefix_caching=self.enable_prefix_caching,
+            disable_hybrid_kv_cache_manager=self.disable_hybrid_kv_cache_manager,
+            watermark=self.watermark,
+            speculative_config=None
+            if self.speculative_config is None
+            else SpeculativeConfig.of(self.speculative_config),
+            enable_lora=self.enable_lora,
+            lora_modules=self.lora_modules,
+            max_loras=self.max_loras,
+            max_lora_rank=self.max_lora_rank,
+            max_cpu_loras=self.max_cpu_loras,
+            policy=self.policy,
+            policy_options=self.policy_options,
+            threads=self.threads,
+            deterministic=self.deterministic,
+            enforce_eager=self.enforce_eager,
+            enable_autotuner=self.enable_autotuner,
+            tuned_config_folder=self.tuned_config_folder,
+            async_scheduling=self.async_scheduling
+            if "async_scheduling" in self.model_fields_set
+            else None,
+        )

@@ -1,0 +1,4 @@
+"""kopf's events wake one task for each ModelService.
+
+Imports every other subpackage.
+"""

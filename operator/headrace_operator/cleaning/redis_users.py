@@ -1,0 +1,199 @@
+"""Keeps a Redis user, a Secret with its password and a grant for each ModelService.
+
+So its engines can touch only their model's keys. Level-triggered: checks all ModelServices at
+intervals, and soon after one has changed. Reads no Secret: passwords are derived from a key and an
+annotation, whose change makes a new password. The new one is valid immediately, the old one until
+all pods have the new one.
+"""
+
+import base64
+import hashlib
+import hmac
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+from urllib.parse import unquote
+
+from redis.exceptions import ResponseError
+
+from headrace_common.errors import BackendUnavailable, BackendUnfit
+from headrace_common.protocol.redis.client.connection import Connection
+from headrace_common.protocol.redis.users import ENGINE, USER, model_rules, model_user
+from headrace_common.protocol.registry import ModelRegistry, RegistrationGrant
+
+from .. import names
+from ..cluster.cluster import Cluster
+from ..cluster.drain import EngineControl
+from ..desired.metadata import metadata
+from ..errors import ClusterError, InvalidSpec, NotFound
+from ..spec.model_service import ModelService
+from .periodic_task import PeriodicTask
+
+logger = logging.getLogger(__name__)
+Manifest = dict[str, Any]
+
+ROTATED = 600.0  # seconds in which the files of every pod have followed their Secret
+PREFIX = model_user("")
+assert PREFIX == f"{USER}{ENGINE}.", "names of models' users begin alike"
+
+
+class RedisUsers(PeriodicTask):
+    """Manages the users. `admin` is a connection of a user that may create others.
+
+    Passwords are derived from `key`. `namespace` is the watched one (None: all). `clock` is
+    monotonic.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        admin: Connection,
+        key: bytes,
+        registry: ModelRegistry,
+        directory: EngineControl,
+        namespace: str | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__()
+        self._cluster = cluster
+        self._admin = admin
+        self._key = key
+        self._registry = registry
+        self._directory = directory
+        self._namespace = namespace
+        self._clock = clock
+        self._since: dict[tuple[str, str], float] = {}  # when a user's password was first seen
+        self._rules: dict[str, Sequence[str]] = {}
+
+    async def run_once(self) -> None:
+        """One look. Where Redis or the API server does not answer, the next one makes up for it."""
+        try:
+            await self._run_once()
+        except (BackendUnavailable, BackendUnfit, ClusterError) as error:
+            logger.warning("redis users not updated, tried again", extra={"error": str(error)})
+
+    async def _run_once(self) -> None:
+        claims = await self._claims()
+        changed = [await self._keep_alone(*claim) for claim in claims]
+        wanted = {model_user(service.served_name) for service, _ in claims}
+        changed.append(await self._remove_all_but(wanted))
+        if any(changed):
+            await self._save()
+
+    async def _claims(self) -> list[tuple[ModelService, str]]:
+        """The ModelServices with engines in this Redis, each with its annotation.
+
+        Of each served name only the oldest, since only its engines serve that model.
+        """
+        found = await self._cluster.list(names.API_VERSION, names.KIND, self._namespace, {})
+        oldest_first = sorted(found, key=lambda body: body["metadata"].get("creationTimestamp", ""))
+        claims: dict[str, tuple[ModelService, str]] = {}
+        for body in oldest_first:
+            with suppress(InvalidSpec):  # its own status says so
+                service = ModelService.parse(body)
+                annotations = body["metadata"].get("annotations") or {}
+                claim = service, str(annotations.get(names.REDIS_PASSWORD, ""))
+                if service.spec.queue.url_secret is None:
+                    claims.setdefault(service.served_name, claim)
+        return list(claims.values())
+
+    async def _keep_alone(self, service: ModelService, annotation: str) -> bool:
+        """Keeps one user; a Secret that cannot be written must not affect other ModelServices."""
+        try:
+            return await self._keep(service, annotation)
+        except ClusterError as error:
+            fields = {"model_service": service.name, "error": str(error)}
+            logger.warning("redis user not updated, tried again", extra=fields)
+            return True
+
+    async def _keep(self, service: ModelService, annotation: str) -> bool:
+        """Creates or changes a user; returns whether it had to be changed."""
+        model = service.served_name
+        user, rules = model_user(model), model_rules(model)
+        password = self._password(service, annotation)
+        digest = hashlib.sha256(password.encode()).hexdigest()
+        known = await self._passwords(user)
+        since = self._since.setdefault((user, digest), self._clock())
+        former = set(known or ()) if self._clock() - since < ROTATED else set()
+        wanted = {digest, *former}
+        changed = known is None or set(known) != wanted or self._rules.get(user) != rules
+        if changed:
+            hashes = [f"#{each}" for each in sorted(wanted)]
+            await self._acl("SETUSER", user, "reset", "on", *hashes, *rules)
+            self._rules[user] = rules
+        await self._write(secret(service, user, password))  # not before Redis knows it
+        adapters = () if service.spec.lora is None else service.spec.lora.adapters
+        granted = RegistrationGrant(
+            owner=service.owner, adapters=tuple(each.name for each in adapters)
+        )
+        await self._registry.grant(model, granted)
+        return changed
+
+    def _password(self, service: ModelService, annotation: str) -> str:
+        text = f"{service.uid}\n{service.owner}\n{service.served_name}\n{annotation}"
+        return hmac.new(self._key, text.encode(), hashlib.sha256).hexdigest()
+
+    async def _write(self, manifest: Manifest) -> None:
+        """Writes a Secret without the right to patch Secrets, which would allow reading any."""
+        try:
+            await self._cluster.replace(manifest)
+        except NotFound:
+            await self._cluster.create(manifest)
+
+    async def _passwords(self, user: str) -> list[str] | None:
+        """Hashes of a user's passwords; None if there is no such user."""
+        found = await self._acl("GETUSER", user)
+        if found is None:
+            return None
+        return [_text(each).lstrip("#") for each in found["passwords"]]
+
+    async def _remove_all_but(self, wanted: set[str]) -> bool:
+        """Removes all other users; returns whether there were any.
+
+        A user stays while its engines run, so that they can finish their work.
+        """
+        removed = False
+        for user in map(_text, await self._acl("USERS")):
+            if not user.startswith(PREFIX) or user in wanted:
+                continue
+            model = unquote(user.removeprefix(PREFIX))
+            if not await self._directory.engines(model):
+                await self._registry.revoke(model)
+                await self._acl("DELUSER", user)
+                self._rules.pop(user, None)
+                removed = True
+        self._since = {key: at for key, at in self._since.items() if key[0] in wanted}
+        return removed
+
+    async def _save(self) -> None:
+        """Saves the users for a restart of Redis, if it has an ACL file."""
+        try:
+            await self._acl("SAVE")
+        except ResponseError as error:
+            logger.debug("redis users not saved: no ACL file", extra={"error": str(error)})
+
+    async def _acl(self, *words: str) -> Any:
+        command, *rest = words
+        return await self._admin.attempt(
+            lambda: self._admin.client.command(f"ACL {command}", *rest), tries=2
+        )
+
+
+def secret(service: ModelService, user: str, password: str) -> Manifest:
+    """The Secret that an engine's pod mounts."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": metadata(service, names.redis_secret(service.name)),
+        "type": "kubernetes.io/basic-auth",
+        "data": {
+            "username": base64.b64encode(user.encode()).decode(),
+            "password": base64.b64encode(password.encode()).decode(),
+        },
+    }
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

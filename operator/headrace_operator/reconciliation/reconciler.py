@@ -1,0 +1,319 @@
+"""Reconciles one ModelService: reads, decides, applies and writes the status.
+
+Level-triggered: nothing depends on which event came, and the next call completes one that was
+interrupted. It never changes the spec.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from .. import names
+from ..cluster.cluster import Cluster
+from ..desired.children import canary_of, companions_of, unwanted
+from ..desired.defaults import Platform
+from ..desired.deployment import deployment
+from ..desired.environment import SERVED_NAME
+from ..errors import ClusterError, InvalidSpec, NotFound, OperatorError, ServedNameTaken
+from ..spec.model_service import ModelService
+from ..spec.prometheus_urls import PrometheusUrls
+from ..spec.reserved import Reserved
+from . import engine_pods, pod_problems
+from .recorder import Recorder
+from .registrations import Registrations, RegistrationStatus
+from .scaler import Scaled, Scaler
+from .status import (
+    REDIS_UNREACHABLE,
+    Seen,
+    counted,
+    drains,
+    failed_status,
+    status_of,
+    transitions,
+    why_scaled,
+)
+
+logger = logging.getLogger(__name__)
+Manifest = dict[str, Any]
+Key = tuple[str, str]
+Problem = tuple[str, str]
+
+DRAIN_INTERVAL = 1.0  # seconds, so that a drained engine is removed soon
+
+
+class Reconciler:
+    """Reconciles all ModelServices; make one call at a time for each. `clock`: Unix seconds."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        platform: Platform,
+        scaler: Scaler,
+        registrations: Registrations,
+        recorder: Recorder,
+        clock: Callable[[], float] = time.time,
+        *,
+        prometheus_urls: PrometheusUrls,
+        reserved: Reserved,
+    ) -> None:
+        self._prometheus_urls = prometheus_urls
+        self._reserved = reserved
+        self._cluster = cluster
+        self._platform = platform
+        self._scaler = scaler
+        self._registrations = registrations
+        self._recorder = recorder
+        self._clock = clock
+        self._drains: set[Key] = set()  # ModelServices with draining engines
+
+    def forget(self, key: Key) -> None:
+        """Forgets a deleted ModelService; Kubernetes deletes its children."""
+        self._scaler.forget(key)
+        self._recorder.forget(key)
+        self._drains.discard(key)
+
+    async def reconcile(self, key: Key) -> float | None:
+        """Reconciles; returns the seconds until the next time if that should be soon.
+
+        Raises ClusterError if the API server does not answer.
+        """
+        done = False
+        self._drains.discard(key)
+        try:
+            done = await self._attempt(key)
+        finally:
+            self._recorder.reconciled(key, ok=done)
+        return DRAIN_INTERVAL if key in self._drains else None
+
+    async def _attempt(self, key: Key) -> bool:
+        """One attempt; False if an object was refused."""
+        try:
+            body = await self._cluster.get(names.API_VERSION, names.KIND, *key)
+        except NotFound:
+            return True
+        if "deletionTimestamp" in body["metadata"]:
+            return True
+        try:
+            service = ModelService.parse(body)
+            self._prometheus_urls.check(service)
+            self._reserved.check(service)
+            registration = await self._registrations.of(service)
+            current = await self._deployment(service)
+            taken = _taken(service, registration)
+            if taken is not None and not _serves(current, service.served_name):
+                raise taken
+        except (InvalidSpec, ServedNameTaken) as error:
+            logger.warning(
+                "ModelService is invalid", extra={"model_service": key[1], "error": str(error)}
+            )
+            await self._tell(body, self._failed(body, error))
+            return True
+        return await self._reconcile(service, body, current, registration)
+
+    async def _reconcile(
+        self,
+        service: ModelService,
+        body: Manifest,
+        current: Manifest | None,
+        registration: RegistrationStatus,
+    ) -> bool:
+        now = self._clock()
+        previous = body.get("status") or {}
+        found = await self._cluster.list(
+            "v1", "Pod", service.namespace, names.selector(service.name)
+        )
+        pods = engine_pods.live(found)
+        stable = engine_pods.of_track(pods, names.STABLE)
+        deployed = None if current is None else int(current["spec"].get("replicas", 1))
+        scaled = await self._scaler.scale(
+            service,
+            stable,
+            deployed=deployed,
+            draining=drains(previous),
+            now=now,
+            registered=registration.registered is not False,
+            terminating=engine_pods.terminating(found),
+        )
+        if scaled.draining:
+            self._drains.add(service.key)
+        refused = await self._apply(service, scaled)
+        seen = _seen(current, scaled, stable, pods, refused or _problem(service, registration))
+        await self._announce(body, service, deployed, scaled)
+        await self._tell(body, status_of(service, seen, previous, now))
+        self._recorder.record(service, seen)
+        self._recorder.record_starts(service, pods)
+        return refused is None
+
+    async def _deployment(self, service: ModelService) -> Manifest | None:
+        name = names.deployment(service.name)
+        try:
+            return await self._cluster.get("apps/v1", "Deployment", service.namespace, name)
+        except NotFound:
+            return None
+
+    async def _apply(self, service: ModelService, scaled: Scaled) -> Problem | None:
+        """Applies every child, also after a refusal; returns the first refusal."""
+        wanted = [
+            *companions_of(service, self._platform),
+            deployment(service, self._platform, replicas=scaled.replicas),
+        ]
+        if (canary := canary_of(service, self._platform)) is not None:
+            wanted.append(canary)
+        refused = [await self._applied(manifest) for manifest in wanted]
+        refused += [await self._removed(service, child) for child in unwanted(service)]
+        return next((problem for problem in refused if problem is not None), None)
+
+    async def _applied(self, manifest: Manifest) -> Problem | None:
+        try:
+            await self._cluster.apply(manifest)
+        except ClusterError as error:
+            return _refusal(f"{manifest['kind']} {manifest['metadata']['name']}", error)
+        return None
+
+    async def _removed(self, service: ModelService, child: Any) -> Problem | None:
+        """Removes a child unless another owner made it."""
+        try:
+            found = await self._cluster.get(
+                child.api_version, child.kind, service.namespace, child.name
+            )
+            if _is_owned(found, service):
+                await self._cluster.delete(
+                    child.api_version, child.kind, service.namespace, child.name
+                )
+        except NotFound:
+            return None
+        except ClusterError as error:
+            return None if child.optional else _refusal(f"{child.kind} {child.name}", error)
+        return None
+
+    async def _announce(
+        self, body: Manifest, service: ModelService, deployed: int | None, scaled: Scaled
+    ) -> None:
+        """Writes an Event for the first count and for each change of the desired count."""
+        before = (body.get("status") or {}).get("desiredReplicas", deployed)
+        if before == scaled.desired:
+            return
+        why = why_scaled(service, scaled.desired, scaled.decision)
+        if before is None:
+            reason, text = "Created", f"{counted(scaled.desired)} to begin with: {why}"
+        else:
+            reason = "ScaledUp" if scaled.desired > before else "ScaledDown"
+            text = f"from {before} to {counted(scaled.desired)}: {why}"
+        logger.info("scaled", extra={"model_service": service.name, "to": scaled.desired,
+                                     "was": before, "why": why})  # fmt: skip
+        await self._event(body, "Normal", reason, text)
+
+    def _failed(self, body: Manifest, error: OperatorError) -> Manifest:
+        previous = body.get("status") or {}
+        generation = body["metadata"].get("generation", 0)
+        return failed_status(generation, error, previous, self._clock())
+
+    async def _tell(self, body: Manifest, status: Manifest) -> None:
+        """Writes the status if it has changed, and an Event for each transition."""
+        previous = body.get("status") or {}
+        for change in transitions(previous.get("conditions", ()), status["conditions"]):
+            await self._event(body, change.kind, change.reason, change.message)
+        changed = {k: v for k, v in status.items() if previous.get(k) != v}
+        if changed:
+            meta = body["metadata"]
+            try:
+                await self._cluster.patch_status(meta["namespace"], meta["name"], changed)
+            except NotFound:
+                logger.info(
+                    "ModelService was deleted meanwhile", extra={"model_service": meta["name"]}
+                )
+
+    async def _event(self, body: Manifest, kind: str, reason: str, message: str) -> None:
+        """Writes an Event, best effort: the conditions contain the same."""
+        try:
+            await self._cluster.event(body, kind=kind, reason=reason, message=message)
+        except ClusterError as error:
+            logger.warning("event was not written", extra={"reason": reason, "error": str(error)})
+
+
+def _taken(service: ModelService, registration: RegistrationStatus) -> ServedNameTaken | None:
+    if registration.rival is None:
+        return None
+    return ServedNameTaken(service.served_name, service.owner, registration.rival)
+
+
+def _problem(service: ModelService, registration: RegistrationStatus) -> Problem | None:
+    """Why the model is unusable now; engines that already have the name continue to run."""
+    if registration.unreachable is not None:
+        text = f"the operator cannot ask Redis, where requests wait: {registration.unreachable}"
+        return REDIS_UNREACHABLE, text
+    taken = _taken(service, registration)
+    return None if taken is None else (taken.code, str(taken))
+
+
+def _serves(deployment: Manifest | None, name: str) -> bool:
+    """Whether engines of this Deployment have this served name."""
+    if deployment is None:
+        return False
+    return any(
+        (variable["name"], variable.get("value")) == (SERVED_NAME, name)
+        for container in deployment["spec"]["template"]["spec"]["containers"]
+        for variable in container.get("env", ())
+    )
+
+
+def _refusal(what: str, error: ClusterError) -> Problem:
+    logger.warning(
+        "object of a ModelService not applied", extra={"child": what, "error": str(error)}
+    )
+    return error.code, f"{what}: {error}"
+
+
+def _is_owned(found: Mapping[str, Any], service: ModelService) -> bool:
+    owners = found["metadata"].get("ownerReferences", ())
+    return any(owner.get("uid") == service.uid for owner in owners)
+
+
+def _seen(
+    current: Manifest | None,
+    scaled: Scaled,
+    stable: Sequence[Manifest],
+    pods: Sequence[Manifest],
+    problem: Problem | None,
+) -> Seen:
+    status = {} if current is None else current.get("status", {})
+    leaving = {victim.pod for victim in scaled.draining}
+    ready = [
+        pod
+        for pod in stable
+        if engine_pods.is_ready(pod) and pod["metadata"]["name"] not in leaving
+    ]
+    return Seen(
+        replicas=len(stable),
+        ready=len(ready),
+        updated=status.get("updatedReplicas", 0),
+        desired=scaled.desired,
+        canary=len(engine_pods.of_track(pods, names.CANARY)),
+        signals=scaled.signals,
+        cold_start=_cold_start(scaled, ready),
+        decision=scaled.decision,
+        draining=scaled.draining,
+        problem=problem or pod_problems.problem(pods) or _stalled(status),
+        signals_problem=scaled.signals_problem,
+    )
+
+
+def _cold_start(scaled: Scaled, ready: Sequence[Manifest]) -> float | None:
+    """The cold start that scaling has measured, else the quickest start of the present pods.
+
+    The quickest, because a pod that was temporarily not ready looks like a slow start.
+    """
+    if scaled.decision is not None and scaled.decision.history.cold_start is not None:
+        return scaled.decision.history.cold_start
+    starts = [engine_pods.start_duration(pod) for pod in ready]
+    return min((start for start in starts if start is not None), default=None)
+
+
+def _stalled(status: Mapping[str, Any]) -> Problem | None:
+    """The problem that the Deployment itself reports."""
+    for condition in status.get("conditions", ()):
+        bad = {"Progressing": "False", "ReplicaFailure": "True"}.get(condition["type"])
+        if bad == condition["status"]:
+            return condition.get("reason", condition["type"]), condition.get("message", "")
+    return None

@@ -1,0 +1,255 @@
+"""Decides how many engines a ModelService should have now, and drains those that must go.
+
+Reads signals and the engines' status; it writes only marks on pods and drain messages. The
+reconciler writes the count.
+"""
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace_common.errors import BackendUnavailable
+from headrace_common.protocol.base import EngineStatus
+
+from .. import names
+from ..cluster.cluster import Cluster
+from ..cluster.drain import Draining, DrainPlan, EngineControl, EnginePod, engines_to_recall, plan
+from ..errors import NotFound, SignalsUnavailable
+from ..scaling.decision import Decision, decide
+from ..scaling.observation import ScalingObservation
+from ..signals.signals import Signals, SignalSource, observation
+from ..spec.model_service import ModelService
+from ..spec.scaling_policy import scaling_policy
+from . import engine_pods
+from .scaling_history import ScalingHistories
+
+logger = logging.getLogger(__name__)
+Manifest = dict[str, Any]
+
+DRAIN_MARGIN = 20.0  # seconds after the engine's own drain time until it is removed anyway
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaled:
+    """The result. `replicas` is the Deployment's new count: `desired` plus draining engines."""
+
+    replicas: int
+    desired: int
+    draining: tuple[Draining, ...] = ()
+    decision: Decision | None = None
+    signals: Signals | None = None
+    signals_problem: str | None = None
+
+
+class Scaler:
+    """Scales all ModelServices; make one call at a time for each of them."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        signals: SignalSource,
+        directory: EngineControl,
+        histories: ScalingHistories,
+    ) -> None:
+        self._cluster = cluster
+        self._signals = signals
+        self._directory = directory
+        self._histories = histories
+
+    async def scale(
+        self,
+        service: ModelService,
+        pods: Sequence[Manifest],
+        *,
+        deployed: int | None,
+        draining: Sequence[Draining],
+        now: float,
+        registered: bool = True,
+        terminating: Collection[str] = (),
+    ) -> Scaled:
+        """Decides and drains. `deployed` is the Deployment's count; None if there is none yet.
+
+        `terminating` are pods that Kubernetes is ending. `registered` False: gateways do not know
+        the model until an engine registers it.
+        """
+        signals, problem = await self._read(service, pods)
+        problem = problem or _unmeasured(signals, pods)
+        if deployed is None:
+            first = initial_replicas(service, registered=registered)
+            return Scaled(replicas=first, desired=first, signals=signals, signals_problem=problem)
+        asked = max(0, deployed - len(draining))
+        decision = await self._decide(service, pods, signals, asked, draining, now, registered)
+        desired = followed(service, registered) if decision is None else decision.replicas
+        replicas, still = deployed, tuple(draining)
+        if desired >= deployed and not draining:
+            replicas = desired
+        else:
+            cached = {} if signals is None else signals.cached_blocks
+            replicas, still = await self._down(
+                service, pods, cached, deployed=deployed, desired=desired, draining=still, now=now
+            )
+        if len(pods) <= replicas:  # else Kubernetes has yet to choose the pods that go
+            await self._set_right(service, pods, [victim.pod for victim in still], terminating)
+        return Scaled(
+            replicas=replicas,
+            desired=desired,
+            draining=still,
+            decision=decision,
+            signals=signals,
+            signals_problem=problem,
+        )
+
+    def forget(self, key: tuple[str, str]) -> None:
+        self._signals.forget(key)
+        self._histories.forget(key)
+
+    async def _read(
+        self, service: ModelService, pods: Sequence[Manifest]
+    ) -> tuple[Signals | None, str | None]:
+        try:
+            return await self._signals.read(service, engine_pods.addresses(pods)), None
+        except SignalsUnavailable as error:
+            return None, str(error)
+
+    async def _decide(
+        self,
+        service: ModelService,
+        pods: Sequence[Manifest],
+        signals: Signals | None,
+        asked: int,
+        draining: Sequence[Draining],
+        now: float,
+        registered: bool,
+    ) -> Decision | None:
+        """The decision; None in modes in which another controller or a person decides."""
+        if service.spec.scaling.mode != "operator":
+            return None
+        leaving = {victim.pod for victim in draining}
+        ready = sum(
+            engine_pods.is_ready(pod) and pod["metadata"]["name"] not in leaving for pod in pods
+        )
+        if signals is None:
+            seen = ScalingObservation(
+                at=now, replicas=asked, ready=ready, queue=None, registered=registered
+            )
+        else:
+            seen = observation(signals, replicas=asked, ready=ready, registered=registered)
+        history = await self._histories.load(service)
+        decision = decide(seen, scaling_policy(service.spec.scaling), history, now)
+        await self._histories.save(service, decision.history, now)
+        return decision
+
+    async def _down(
+        self,
+        service: ModelService,
+        pods: Sequence[Manifest],
+        cached: Mapping[str, float],
+        *,
+        deployed: int,
+        desired: int,
+        draining: tuple[Draining, ...],
+        now: float,
+    ) -> tuple[int, tuple[Draining, ...]]:
+        """The Deployment's count, and the draining engines."""
+        try:
+            statuses = await self._directory.engines(service.served_name)
+            surplus = deployed - desired
+            absent = min(max(0, surplus), _absent(pods, draining, deployed))
+            planned, engines = _plan(service, pods, statuses, cached, surplus - absent, now,
+                                     draining)  # fmt: skip
+            await self._mark(service.namespace, planned)
+            for engine_id in planned.engines_to_drain(engines):
+                await self._directory.drain(engine_id, service.served_name)
+        except BackendUnavailable as error:
+            logger.warning("scale-down waits: redis is away", extra={"error": str(error)})
+            return max(deployed, desired), draining
+        kept = deployed - absent - len(planned.ended)
+        still = (*planned.waiting, *planned.start)
+        return max(kept, desired), still
+
+    async def _set_right(
+        self,
+        service: ModelService,
+        pods: Sequence[Manifest],
+        victims: Sequence[str],
+        terminating: Collection[str],
+    ) -> None:
+        """Recalls draining engines whose pods stay, and drains engines whose pods go.
+
+        SIGTERM may not reach an engine, for example if an image runs it below a shell.
+        """
+        try:
+            statuses = await self._directory.engines(service.served_name)
+            for engine_id in engines_to_recall(
+                engine_pods.engine_pods(pods, statuses, {}), victims
+            ):
+                await self._directory.recall(engine_id, service.served_name)
+            for status in statuses:
+                if not status.draining and names.pod_of_engine(status.engine_id) in terminating:
+                    await self._directory.drain(status.engine_id, service.served_name)
+        except BackendUnavailable as error:
+            logger.warning(
+                "engines neither drained nor recalled: redis is away", extra={"error": str(error)}
+            )
+
+    async def _mark(self, namespace: str, planned: DrainPlan) -> None:
+        """Sets the deletion costs that make Kubernetes remove the right pods."""
+        marks = [
+            *((victim, names.VICTIM_COST) for victim in planned.start),
+            *((victim, names.ENDED_COST) for victim in planned.ended),
+            *((victim, names.NO_COST) for victim in planned.cancelled),
+        ]
+        for victim, cost in marks:
+            try:
+                await self._cluster.annotate_pod(namespace, victim.pod, {names.DELETION_COST: cost})
+            except NotFound:
+                continue  # it ended by itself
+
+
+def _absent(pods: Sequence[Manifest], draining: Sequence[Draining], deployed: int) -> int:
+    """Requested engines without a pod, for example because of a quota; they need no drain."""
+    present = {pod["metadata"]["name"] for pod in pods}
+    gone = sum(victim.pod not in present for victim in draining)
+    return max(0, deployed - len(present) - gone)
+
+
+def _plan(
+    service: ModelService,
+    pods: Sequence[Manifest],
+    statuses: Sequence[EngineStatus],
+    cached: Mapping[str, float],
+    surplus: int,
+    now: float,
+    draining: tuple[Draining, ...],
+) -> tuple[DrainPlan, list[EnginePod]]:
+    engines = engine_pods.engine_pods(pods, statuses, cached)
+    timeout = service.spec.drain.timeout_seconds + DRAIN_MARGIN
+    return plan(engines, draining, surplus=surplus, now=now, timeout=timeout), engines
+
+
+def _unmeasured(signals: Signals | None, pods: Sequence[Manifest]) -> str | None:
+    """What is missing in the signals: serving engines without metrics, or a pod's page."""
+    if signals is None:
+        return None
+    ready = sum(engine_pods.is_ready(pod) for pod in pods)
+    if signals.engines is not None or not ready:
+        return signals.problem
+    detail = "" if signals.problem is None else f" ({signals.problem})"
+    return f"no engine of {ready} ready ones gives metrics{detail}"
+
+
+def initial_replicas(service: ModelService, *, registered: bool = True) -> int:
+    """The count of a new ModelService: the minimum in mode operator, else spec.replicas."""
+    if service.spec.scaling.mode != "operator":
+        return followed(service, registered)
+    return max(service.spec.scaling.min_replicas, 0 if registered else 1)
+
+
+def followed(service: ModelService, registered: bool) -> int:
+    """spec.replicas, or one engine instead of KEDA's zero for a model that is not registered.
+
+    Otherwise KEDA would wait indefinitely for requests that no gateway accepts.
+    """
+    wanted = service.spec.replicas
+    return max(1, wanted) if service.spec.scaling.mode == "keda" and not registered else wanted

@@ -1,0 +1,56 @@
+"""The section of a ModelService's spec about LoRA adapters."""
+
+from typing import ClassVar
+
+from pydantic import Field, model_validator
+
+from .forms import AbsolutePath
+from .sections import ClaimModel, ImageModel, SpecSection
+
+ONE_SOURCE = "an adapter needs exactly one of path, persistentVolumeClaim and image"
+
+
+class AdapterSpec(SpecSection):
+    name: str = Field(min_length=1, max_length=256)
+    """Name that clients ask for, as they do for a model."""
+    path: AbsolutePath | None = None
+    """Folder inside the pod, as /model/adapters/sql in the model's own volume."""
+    persistent_volume_claim: ClaimModel | None = None
+    """From a volume."""
+    image: ImageModel | None = None
+    """From an OCI registry."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "AdapterSpec":
+        given = [self.path, self.persistent_volume_claim, self.image]
+        if sum(source is not None for source in given) != 1:
+            raise ValueError(ONE_SOURCE)
+        return self
+
+
+class LoRASpec(SpecSection):
+    cel: ClassVar[tuple[tuple[str, str], ...]] = (
+        (
+            "self.adapters.all(one, self.adapters.exists_one(other, other.name == one.name))",
+            "names of adapters must differ",
+        ),
+        (
+            "self.adapters.all(one, [has(one.path), has(one.persistentVolumeClaim), "
+            "has(one.image)].filter(given, given).size() == 1)",
+            ONE_SOURCE,
+        ),
+    )
+    adapters: tuple[AdapterSpec, ...] = Field(min_length=1, max_length=128, strict=False)
+    """Adapters that every engine has; each is a model of its own to clients."""
+    max_loras: int = Field(1, ge=1, le=128)
+    """Different adapters that one engine runs at once; each takes device memory."""
+    max_lora_rank: int = Field(16, ge=1, le=1024)
+    """Largest rank of an adapter."""
+    max_cpu_loras: int | None = Field(None, ge=1)
+    """Adapters that an engine keeps in host memory; maxLoras where absent."""
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> "LoRASpec":
+        if len({adapter.name for adapter in self.adapters}) < len(self.adapters):
+            raise ValueError(self.cel[0][1])
+        return self

@@ -1,0 +1,105 @@
+"""The scaling section of a ModelService's spec. Decides nothing; see the package `scaling`."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from .forms import HttpUrl
+from .sections import SpecSection
+
+Mode = Literal["operator", "keda", "hpa", "none"]
+
+
+class TargetsSpec(SpecSection):
+    drain_seconds: float = Field(30.0, gt=0, strict=False)
+    """Seconds in which the engines should be able to work off what waits."""
+    oldest_age_seconds: float = Field(10.0, gt=0, strict=False)
+    """How long the oldest request may wait."""
+    kv_utilization: float = Field(0.8, gt=0, le=1, strict=False)
+    """Share of KV blocks in use, mean over the engines."""
+    utilization: float = Field(0.7, gt=0, le=1, strict=False)
+    """Running sequences over those that the engines can run at once."""
+    tolerance: float = Field(0.1, ge=0, lt=1, strict=False)
+    """Deviations from a target, as a share of it, that change nothing."""
+    requests_per_engine: int = Field(32, ge=1)
+    """Waiting and running requests of one engine: the target of modes keda and hpa alone."""
+
+
+class BehaviorPolicySpec(SpecSection):
+    type: Literal["Pods", "Percent"]
+    """Whether value counts engines or per cent of them."""
+    value: int = Field(ge=1)
+    """Largest change within the period."""
+    period_seconds: int = Field(ge=1, le=1800)
+    """Length of the period."""
+
+
+class BehaviorRulesSpec(SpecSection):
+    stabilization_window_seconds: int | None = Field(None, ge=0, le=3600)
+    """Looks back so long and takes the most careful of the wanted numbers."""
+    select_policy: Literal["Max", "Min", "Disabled"] = "Max"
+    """Which of several policies counts; Disabled never moves in this direction."""
+    policies: tuple[BehaviorPolicySpec, ...] = Field((), strict=False)
+    """Step limits; the mode's defaults where empty."""
+
+
+class BehaviorSpec(SpecSection):
+    scale_up: BehaviorRulesSpec = BehaviorRulesSpec()
+    """Default: no window, twice the engines or 4 more in 15 s, whichever is more."""
+    scale_down: BehaviorRulesSpec = BehaviorRulesSpec()
+    """Default: a window of 300 s, a quarter of the engines or 1 in 60 s, whichever is more."""
+
+
+class ForecastSpec(SpecSection):
+    enabled: bool = False
+    """Scale ahead of load that recurs every day."""
+    days: int = Field(7, ge=1, le=28)
+    """How many days are remembered, from the operator's start on."""
+    lead_seconds: int = Field(60, ge=0, le=7200)
+    """How long before they are needed engines are ready, beyond the measured cold start."""
+
+
+class ScalingSpec(SpecSection):
+    cel: ClassVar[tuple[tuple[str, str], ...]] = (
+        (
+            "(has(self.minReplicas) ? self.minReplicas : 1) "
+            "<= (has(self.maxReplicas) ? self.maxReplicas : 1)",
+            "minReplicas must not be above maxReplicas",
+        ),
+        (
+            "!has(self.mode) || self.mode != 'hpa' || !has(self.minReplicas) "
+            "|| self.minReplicas > 0",
+            "a HorizontalPodAutoscaler cannot scale to zero: minReplicas must be above 0, "
+            "or mode operator or keda",
+        ),
+    )
+    mode: Mode = "operator"
+    """Who decides: operator, keda or hpa (their objects are made and set spec.replicas), or none
+    (you set spec.replicas)."""
+    min_replicas: int = Field(1, ge=0, le=1000)
+    """Fewest engines. 0: none while nobody asks; requests wait for the first one to start."""
+    max_replicas: int = Field(1, ge=1, le=1000)
+    """Most engines."""
+    idle_seconds: int = Field(600, ge=1, le=86400)
+    """How long there must be no work before the last engine goes."""
+    stale_seconds: int = Field(60, ge=5, le=3600)
+    """Metrics older than this change nothing."""
+    cold_start_seconds: int = Field(120, ge=1, le=86400)
+    """First guess of how long an engine takes to start, until it has been measured."""
+    targets: TargetsSpec = TargetsSpec()
+    """What the number of engines should achieve."""
+    behavior: BehaviorSpec = BehaviorSpec()
+    """How fast it may change, as in a HorizontalPodAutoscaler."""
+    forecast: ForecastSpec = ForecastSpec()
+    """Ahead of recurring load."""
+    prometheus_url: HttpUrl | None = None
+    """Prometheus to read signals from; the operator's where absent, else the pods are scraped. The
+    operator asks it, and may be set to allow some only."""
+
+    @model_validator(mode="after")
+    def _bounds(self) -> "ScalingSpec":
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(self.cel[0][1])
+        if self.mode == "hpa" and self.min_replicas == 0:
+            raise ValueError(self.cel[1][1])
+        return self

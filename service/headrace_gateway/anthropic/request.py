@@ -1,0 +1,140 @@
+"""Turns a body of /v1/messages into a chat: messages, tools and sampling."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headrace_common.sampling.params import SamplingParams
+from headrace_common.structured.structured import StructuredOutputError, StructuredOutputsParams
+
+from ..errors import invalid
+from ..models.models import ServedModel
+from ..openai.opaque_reasoning import UnreadableReasoning, unseal
+from ..openai.transcript import Role, Transcript
+from ..parsing.chat_output import Tooling, tooling
+from ..parsing.template_variables import thinking_variables, with_effort
+from ..schemas.chat_messages import Message, function_tool, named_tool
+from ..schemas.structured_fields import refused
+from .schemas import (
+    CountTokensRequest,
+    MessageParam,
+    MessagesRequest,
+    NamedToolChoice,
+    TextBlock,
+    ThinkingBlock,
+    ThinkingOn,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+
+Conversation = MessagesRequest | CountTokensRequest
+
+_CHOICES: Mapping[str, Any] = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def messages_of(body: Conversation) -> list[Message]:
+    """Returns the conversation as chat messages; a last one of the assistant is to be continued.
+
+    Raises ApiError.
+    """
+    transcript = Transcript()
+    if body.system:
+        transcript.say("system", _text(body.system))
+    for index, message in enumerate(body.messages):
+        _add(message, transcript, f"messages[{index}]")
+    return transcript.messages()
+
+
+def goes_on(body: Conversation) -> bool:
+    """Whether the answer continues what the last message begins."""
+    return body.messages[-1].role == "assistant"
+
+
+def tooling_of(body: Conversation) -> Tooling:
+    """Returns the request's tools. Raises ApiError."""
+    tools = [
+        function_tool(tool.name, tool.description, tool.schema_shown, tool.strict)
+        for tool in body.tools or ()
+    ]
+    choice = body.tool_choice
+    if choice is None:
+        return tooling(tools, None)
+    parallel = not choice.disable_parallel_tool_use
+    if isinstance(choice, NamedToolChoice):
+        return tooling(tools, named_tool(choice.name), parallel=parallel)
+    return tooling(tools, _CHOICES[choice.type], parallel=parallel)
+
+
+def variables_of(body: Conversation, model: ServedModel) -> Mapping[str, Any] | None:
+    """Returns the template's variables: unlike templates, Anthropic's models reason only on
+    request."""
+    thinking = isinstance(body.thinking, ThinkingOn)
+    given = {**thinking_variables(model, thinking=thinking), **(body.chat_template_kwargs or {})}
+    effort = None if body.output_config is None else body.output_config.effort
+    return with_effort(model, given, effort, "output_config.effort")
+
+
+def omits_thinking(body: MessagesRequest) -> bool:
+    """Whether the answer leaves out the reasoning, and has it in signatures only."""
+    return isinstance(body.thinking, ThinkingOn) and body.thinking.display == "omitted"
+
+
+def sampling_of(body: MessagesRequest) -> SamplingParams:
+    """Returns the request's sampling. Raises SamplingError and ApiError."""
+    names = ("temperature", "top_p", "top_k", "min_p", "seed")
+    given = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
+    return SamplingParams(
+        **given,
+        max_tokens=body.max_tokens,
+        stop=tuple(body.stop_sequences or ()),
+        structured_outputs=_structured(body),
+    )
+
+
+def _structured(body: MessagesRequest) -> StructuredOutputsParams | None:
+    if body.output_config is None or body.output_config.format is None:
+        return None
+    try:
+        return StructuredOutputsParams(json=body.output_config.format.schema_)
+    except StructuredOutputError as error:
+        raise refused("output_config.format", error) from error
+
+
+def _add(message: MessageParam, transcript: Transcript, place: str) -> None:
+    texts: list[str] = []
+    for index, block in enumerate(message.content):
+        match block:
+            case TextBlock() if message.role != "assistant":
+                texts.append(block.text)
+            case TextBlock():
+                transcript.answer(block.text)
+            case ToolResultBlock() if message.role == "user":
+                transcript.result(block.tool_use_id, _text(block.content))
+            case ThinkingBlock() if message.role == "assistant":
+                transcript.reason(_thought(block))
+            case ToolUseBlock() if message.role == "assistant":
+                arguments = json.dumps(block.input, ensure_ascii=False)
+                transcript.call(block.id, block.name, arguments)
+            case _:
+                where = f"{place}.content[{index}].type"
+                raise invalid(
+                    f"{where}: a message of the {message.role} has no {block.type}.", param=where
+                )
+    if texts:
+        role: Role = "system" if message.role == "system" else "user"
+        transcript.say(role, "\n".join(texts))
+
+
+def _thought(block: ThinkingBlock) -> str:
+    """Returns the reasoning in a block. Another server's signature cannot be read, and gives
+    none."""
+    if block.thinking or not block.signature:
+        return block.thinking
+    try:
+        return unseal(block.signature)
+    except UnreadableReasoning:
+        return ""
+
+
+def _text(content: Sequence[TextBlock]) -> str:
+    return "\n".join(block.text for block in content)

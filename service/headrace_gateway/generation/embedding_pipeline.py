@@ -1,0 +1,211 @@
+"""Takes a request for embeddings from its route to the queue: each input is a request there."""
+
+import asyncio
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace_common.protocol.accounts import Item, ItemKind
+from headrace_common.protocol.store import StoredRequest
+from headrace_common.sampling.params import SamplingParams
+from headrace_common.sampling.pooling import PoolingParams
+from headrace_common.wire.messages import GenerateRequest
+
+from ..errors import invalid, too_long
+from ..limits.tenants import tenancy_of
+from ..models.models import ServedModel
+from ..resumable.idempotency import RESUMABLE_HEADER, ResumeOptions, fingerprint, resume_options
+from ..resumable.stored_embeddings import OPERATION, StoredInputs, bytes_of
+from ..streaming.disconnecting_response import answering
+from ..telemetry.observation import Observation
+from .admission import Job
+from .embeddings import (
+    EmbeddingExchange,
+    EmbeddingRequest,
+    EmbeddingResponse,
+    ResumableEmbeddingExchange,
+    ResumableEmbeddingResponse,
+)
+from .pipeline import Pipeline
+from .resumable_response import queue_id_of
+
+# An engine that does not know embeddings generates one token, which tells it apart.
+SAMPLING = SamplingParams(max_tokens=1)
+# Other requests have a turn after this many inputs.
+INPUTS_AT_ONCE = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingCall:
+    """A checked request. `request_id` is the client's id of it, `max_inputs` its most inputs.
+
+    Without `resume` it lives as long as its connection.
+    """
+
+    pipeline: Pipeline
+    body: EmbeddingRequest
+    model: ServedModel
+    max_inputs: int
+    resume: ResumeOptions | None
+    request_id: str
+    observation: Observation
+    headers: Mapping[str, str]
+
+
+async def embed(
+    pipeline: Pipeline,
+    request: Request,
+    body: EmbeddingRequest,
+    model: ServedModel,
+    max_inputs: int,
+) -> Response:
+    """Queues a request's first input and returns the response. Raises what refuses it."""
+    headers = request.headers
+    resume = _resume_options(headers)
+    if resume is None:
+        request_id = await pipeline.admission.ids.new(model.queue, pipeline.tenant)
+    else:
+        request_id = await pipeline.resumable.stored.identify(resume, pipeline.tenant)
+    observation = pipeline.observe(request, request_id, OPERATION, model, SAMPLING)
+    call = EmbeddingCall(
+        pipeline=pipeline,
+        body=body,
+        model=model,
+        max_inputs=max_inputs,
+        resume=resume,
+        request_id=request_id,
+        observation=observation,
+        headers={"x-request-id": observation.request_name},
+    )
+    with observation.before_response():
+        async with pipeline.admission.in_time(headers) as lifetime:
+            job = await _job(call)
+            requests = await _requests(call, job, lifetime)
+        if resume is None:
+            response = await _response(call, job, requests)
+        else:
+            lasting = pipeline.resumable.stored.lasting(requests, resume)
+            digest = await pipeline.off_loop(request, partial(fingerprint, OPERATION, body))
+            response = await _resumable_response(call, job, lasting, digest)
+    return answering(request.scope["state"], response)
+
+
+def _resume_options(headers: Mapping[str, str]) -> ResumeOptions | None:
+    resume = resume_options(headers, stream=False, background=False)
+    if resume is not None and resume.key is None:
+        raise invalid(
+            f"{RESUMABLE_HEADER}: embeddings have no stream to resume. Send an Idempotency-Key, "
+            "and the request again.",
+            param=RESUMABLE_HEADER,
+        )
+    return resume
+
+
+async def _response(call: EmbeddingCall, job: Job, requests: Sequence[GenerateRequest]) -> Response:
+    pipeline = call.pipeline
+    limits = await pipeline.reserve(job, requests, call.observation)
+    exchange = EmbeddingExchange(
+        admission=pipeline.admission,
+        job=job,
+        requests=requests,
+        encoding=call.body.encoding_format,
+        observation=call.observation,
+        headers={**call.headers, **limits},
+    )
+    response = EmbeddingResponse(exchange, pipeline.delivery, pipeline.drain)
+    await response.begin()
+    return response
+
+
+async def _resumable_response(
+    call: EmbeddingCall, job: Job, requests: Sequence[GenerateRequest], digest: bytes
+) -> Response:
+    pipeline = call.pipeline
+    embeddings, fresh = pipeline.resumable.embeddings, _fresh(call, requests, digest)
+    kind = ItemKind.EMBEDDINGS if pipeline.batch is None else ItemKind.LINE
+    size = bytes_of(requests, job.model.embedding_size)
+    inputs = await embeddings.keep(fresh, Item(kind, fresh.request_id, size, fresh.expires_ms))
+    try:
+        limits = await pipeline.reserve(job, inputs.to_run or requests, call.observation)
+    except BaseException:
+        await embeddings.forget(inputs)
+        raise
+    exchange = ResumableEmbeddingExchange(
+        session=embeddings.open(inputs, lambda: call.observation.admitted(1)),
+        observation=call.observation,
+        headers={**call.headers, **limits, **_location(inputs)},
+        admits=inputs.fresh,
+    )
+    response = ResumableEmbeddingResponse(exchange, pipeline.delivery, pipeline.drain)
+    await response.begin()
+    return response
+
+
+async def _job(call: EmbeddingCall) -> Job:
+    return Job(
+        request_id=call.request_id,
+        model=call.model,
+        tenancy=tenancy_of(call.pipeline.caller, call.body),  # refused before the prompts are read
+        prompts=await _encode(call),
+        sampling=SAMPLING,
+        trace=call.observation.trace,
+        pooling=PoolingParams(dimensions=call.body.dimensions),
+    )
+
+
+async def _encode(call: EmbeddingCall) -> list[list[int]]:
+    context = await call.pipeline.admission.context(call.model)
+    prompts = await call.pipeline.prompts.completion(
+        call.model,
+        call.body.input,
+        add_special_tokens=call.body.add_special_tokens,
+        max_prompts=call.max_inputs,
+        context=context,
+        name="input",
+    )
+    longest = max(map(len, prompts))
+    if context is not None and longest > context:
+        raise too_long(context, f"{longest} tokens in one input", param="input")
+    return prompts
+
+
+async def _requests(
+    call: EmbeddingCall, job: Job, lifetime: tuple[int, int]
+) -> list[GenerateRequest]:
+    requests: list[GenerateRequest] = []
+    for index, prompt in enumerate(job.prompts):
+        if index % INPUTS_AT_ONCE == INPUTS_AT_ONCE - 1:
+            await asyncio.sleep(0)
+        sampling = replace(SAMPLING, seed=secrets.randbits(63))
+        requests.append(job.request(await _queue_id(call, job, index), prompt, sampling, lifetime))
+    return requests
+
+
+async def _queue_id(call: EmbeddingCall, job: Job, index: int) -> str:
+    ids, tenant = call.pipeline.admission.ids, job.tenancy.tenant
+    if call.resume is not None:
+        shard = await ids.shard(job.model.queue, tenant)
+        return f"{queue_id_of(call.request_id, shard)}.{index}"
+    return await ids.new(job.model.queue, tenant) if index else job.request_id
+
+
+def _fresh(
+    call: EmbeddingCall, requests: Sequence[GenerateRequest], digest: bytes
+) -> StoredRequest:
+    return StoredRequest(
+        request_id=call.request_id,
+        operation=OPERATION,
+        fingerprint=digest,
+        created=requests[0].created_ms // 1000,
+        expires_ms=requests[0].deadline_ms + requests[0].keep_ms,
+        requests=tuple(requests),
+        form=call.body.encoding_format,
+    )
+
+
+def _location(inputs: StoredInputs) -> Mapping[str, str]:
+    return {"content-location": f"/v1/requests/{inputs.stored.request_id}"}

@@ -1,0 +1,208 @@
+"""Answers a request for embeddings: each input is a request of its own in the model's queue."""
+
+import asyncio
+import base64
+import json
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import Field, StrictBool, StrictInt
+
+from headrace_common.errors import HeadraceError
+from headrace_common.protocol.store import StoredRequest
+from headrace_common.sampling.pooling import MAX_EMBEDDING_SIZE
+from headrace_common.wire.messages import GenerateRequest
+
+from ..limits.fields import Name, Text
+from ..queue_client.drain import Drain
+from ..queue_client.ports import Generation
+from ..queue_client.run import Piece, Usage
+from ..resumable.embedding_batch import EmbeddingBatch
+from ..resumable.embedding_sessions import EmbeddingSession
+from ..schemas.chat_messages import Body
+from ..schemas.completions import MAX_CACHE_SALT_CHARS
+from ..streaming.disconnecting_response import Delivery, DisconnectingResponse
+from ..streaming.sse import Writer
+from ..telemetry.observation import Observation
+from .admission import Admission, Job
+
+Encoding = Literal["float", "base64"]
+
+# Writing a float as text takes about half a microsecond: more than these are written in a thread.
+INLINE_FLOATS = 16_384
+# The piece that is measured for a vector, which has no tokens.
+ONE_MADE = Piece(choice=0, text="", token_ids=(), logprobs=None, finish_reason="stop")
+
+
+class EmbeddingRequest(Body):
+    """OpenAI's fields, then ours. `input` is text, token ids, or a list of either."""
+
+    model: Name | None = None
+    input: Any
+    encoding_format: Encoding = "float"
+    dimensions: StrictInt | None = Field(None, ge=1, le=MAX_EMBEDDING_SIZE)
+    user: Name | None = None
+    safety_identifier: Name | None = None
+    add_special_tokens: StrictBool = True
+    priority: StrictInt = Field(0, ge=-(2**31), lt=2**31)
+    cache_salt: Text | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_CHARS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingExchange:
+    """What one answer is made from. `headers` are those of the response."""
+
+    admission: Admission
+    job: Job
+    requests: Sequence[GenerateRequest]
+    encoding: Encoding
+    observation: Observation
+    headers: Mapping[str, str]
+
+
+class EmbeddingResponse(DisconnectingResponse):
+    """Answers with the vectors of a request's inputs, which all end when the client leaves."""
+
+    def __init__(self, exchange: EmbeddingExchange, delivery: Delivery, drain: Drain) -> None:
+        super().__init__(exchange.observation, delivery, drain)
+        self._exchange = exchange
+        self._total = Usage()
+        self._batch = EmbeddingBatch(
+            exchange.requests, self._submit, self._made, {}, exchange.admission.clock
+        )
+
+    def _usage(self) -> Usage:
+        return self._total
+
+    async def begin(self) -> None:
+        """Queues the first input. Raises what refuses the request."""
+        try:
+            await self._batch.begin()
+        except HeadraceError as error:
+            self._exchange.observation.rejected(error)
+            raise
+
+    async def _leave(self, *, complete: bool) -> None:
+        await self._batch.cancel()
+
+    async def _answer(self, writer: Writer) -> str | None:
+        vectors = await self._batch.all()
+        exchange = self._exchange
+        content = await content_of(
+            vectors, exchange.job.model.name, self._total.prompt_tokens, exchange.encoding
+        )
+        await writer.whole(200, content, exchange.headers)
+        return None
+
+    async def _submit(self, request: GenerateRequest) -> Generation:
+        (accepted,) = await self._exchange.admission.submit(self._exchange.job, [request])
+        self._exchange.observation.admitted(1)
+        return accepted.generation
+
+    def _made(self, request: GenerateRequest, cached_tokens: int) -> None:
+        self._total.prompt_tokens += len(request.prompt_token_ids)
+        self._total.cached_tokens += cached_tokens
+        self._exchange.observation.piece(ONE_MADE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumableEmbeddingExchange:
+    """What the answer of a stored request is made from.
+
+    `admits`: this response queued the request, and counts it.
+    """
+
+    session: EmbeddingSession
+    observation: Observation
+    headers: Mapping[str, str]
+    admits: bool
+
+
+class ResumableEmbeddingResponse(DisconnectingResponse):
+    """Answers with the vectors of a request that goes on without this response."""
+
+    def __init__(
+        self, exchange: ResumableEmbeddingExchange, delivery: Delivery, drain: Drain
+    ) -> None:
+        super().__init__(exchange.observation, delivery, drain)
+        self._exchange = exchange
+        self._session = exchange.session
+        self._total = Usage()
+
+    def _usage(self) -> Usage:
+        return self._total
+
+    async def begin(self) -> None:
+        """Joins the session; returns once an input is queued. Raises what refuses the request."""
+        self._session.presence.join()
+        try:
+            await self._session.begun()
+        except BaseException as error:
+            self._session.presence.leave()
+            if isinstance(error, HeadraceError):
+                self._exchange.observation.rejected(error)
+            raise
+
+    async def _leave(self, *, complete: bool) -> None:
+        self._session.presence.leave()
+
+    async def _answer(self, writer: Writer) -> str | None:
+        stored = self._session.stored
+        vectors = await self._session.result()
+        if self._exchange.admits:
+            self._count()
+        await writer.whole(200, await stored_content(stored, vectors), self._exchange.headers)
+        return None
+
+    def _count(self) -> None:
+        self._total.prompt_tokens = prompt_tokens(self._session.stored)
+        self._total.cached_tokens = self._session.cached_tokens
+        for _ in self._session.stored.requests:
+            self._exchange.observation.piece(ONE_MADE)
+
+
+def prompt_tokens(stored: StoredRequest) -> int:
+    return sum(len(request.prompt_token_ids) for request in stored.requests)
+
+
+async def stored_content(stored: StoredRequest, vectors: Sequence[bytes]) -> bytes:
+    """Returns the body of a stored request's answer: the same bytes each time."""
+    encoding: Encoding = "base64" if stored.form == "base64" else "float"
+    return await content_of(vectors, stored.model, prompt_tokens(stored), encoding)
+
+
+async def content_of(
+    vectors: Sequence[bytes], model: str, tokens: int, encoding: Encoding
+) -> bytes:
+    """Returns the body of an answer; a large one is made in a thread."""
+    floats = sum(map(len, vectors)) // 4
+    if encoding == "base64" or floats <= INLINE_FLOATS:
+        return embeddings_body(vectors, model, tokens, encoding)
+    return await asyncio.to_thread(embeddings_body, vectors, model, tokens, encoding)
+
+
+def embeddings_body(vectors: Sequence[bytes], model: str, tokens: int, encoding: Encoding) -> bytes:
+    """Returns the body of an answer. Vectors are little-endian float32, as base64 carries them."""
+    write = _as_base64 if encoding == "base64" else _as_numbers
+    items = ",".join(
+        f'{{"object":"embedding","index":{index},"embedding":{write(vector)}}}'
+        for index, vector in enumerate(vectors)
+    )
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    tail = json.dumps({"model": model, "usage": usage}, separators=(",", ":"))
+    return f'{{"object":"list","data":[{items}],{tail[1:]}'.encode()
+
+
+def _as_base64(vector: bytes) -> str:
+    return f'"{base64.b64encode(vector).decode()}"'
+
+
+def _as_numbers(vector: bytes) -> str:
+    """Writes nine digits of each number, from which every float32 is read back unchanged."""
+    numbers = array("f", vector)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return f"[{','.join([f'{number:.9g}' for number in numbers])}]"

@@ -1,0 +1,54 @@
+"""What a route asks to be run."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from starlette.responses import JSONResponse, Response
+
+from headrace_common.sampling.params import SamplingParams
+
+from ..models.models import ServedModel
+from ..openai.prompt_echo_options import PromptEchoOptions
+from ..parsing.output import PLAIN, OutputForm
+from ..resumable.stored_requests import View, request_body
+
+# Operations that have another name in OpenTelemetry.
+_MEASURED_AS: Mapping[str, str] = {"responses": "chat", "messages": "chat"}
+
+
+def accepted(view: View) -> Response:
+    """Returns the response to a request that runs in the background."""
+    where = {"location": f"/v1/requests/{view.stored.request_id}"}
+    return JSONResponse(request_body(view), 202, headers=where)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """A kind of generation: its name, and what makes the response to one in the background."""
+
+    name: str
+    accepted: Callable[[View], Response] = accepted
+
+
+def measured_as(operation: str) -> str:
+    """Returns the operation's name in metrics and traces."""
+    return _MEASURED_AS.get(operation, operation)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What to run. `encode` makes the prompts' token ids; it takes time and may refuse them.
+
+    `form` says how the output is read. `stored`: the request is stored even without a header that
+    asks for it. `shows_ids`: the answer has the token ids; `prompt_echo`: what else it shows of the
+    prompts.
+    """
+
+    model: ServedModel
+    sampling: SamplingParams
+    encode: Callable[[], Awaitable[list[list[int]]]]
+    form: OutputForm = PLAIN
+    include_usage: bool = False
+    shows_ids: bool = False
+    stored: bool = False
+    prompt_echo: PromptEchoOptions | None = None

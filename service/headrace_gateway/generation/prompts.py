@@ -1,0 +1,311 @@
+"""Turns prompts into token ids: chats by the model's template, completions in their four forms.
+
+Long texts are tokenised in threads (the tokenizer releases the interpreter's lock), so that one
+request does not delay the streams of others.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pydantic_core
+
+from headrace_common.text.chat_template import ChatTemplate
+from headrace_common.text.long_text import PIECE_CHARS, NoCut
+
+from ..errors import invalid, too_long
+from ..limits.budget import Budget
+from ..limits.json_shape import TOO_COMPLEX, check_shape
+from ..limits.work import Work, size_of
+from ..models.models import ServedModel
+from ..parsing.harmony.header import is_harmony
+from ..parsing.harmony.messages import described, writable
+from ..schemas.chat_messages import Message
+from .rendering import Rendering
+
+# The cost of a message, a part of one or a call, in characters.
+OBJECT_CHARS = 64
+RESERVED_VARIABLES = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    variables: Mapping[str, Any] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+
+
+class PromptEncoder:
+    """Makes token ids. Raises ApiError for a prompt that no engine can run, whatever its length."""
+
+    def __init__(self, work: Work, rendering: Rendering) -> None:
+        self._work = work
+        self._rendering = rendering
+
+    async def chat(
+        self,
+        model: ServedModel,
+        messages: Sequence[Message],
+        options: ChatOptions,
+        context: int | None = None,
+    ) -> list[int]:
+        """Returns a chat's token ids. Refuses early what is surely longer than `context` tokens."""
+        size = _chat_size(messages, options)
+        if not model.rendered_apart:
+            return await self._work.run(size, partial(_chat, model, messages, options, context))
+        template = _template(model)
+        chat, size = await self._work.run(
+            size, partial(_protected, model, messages, options, context)
+        )
+        text = await self._rendering.render(template, chat, self._work.tenant)
+        return await self._work.run(
+            len(text), partial(_encoded, model, text, size, options, context)
+        )
+
+    async def completion(
+        self,
+        model: ServedModel,
+        prompt: object,
+        *,
+        add_special_tokens: bool,
+        max_prompts: int,
+        context: int | None = None,
+        name: str = "prompt",
+    ) -> list[list[int]]:
+        """Returns one list of ids for each prompt; errors call the field `name`."""
+        prompts = _split(prompt, max_prompts, name)
+        for _, single in prompts:
+            if isinstance(single, str):
+                _check_size(model, len(single), context)
+        size = sum(len(single) for _, single in prompts if isinstance(single, str | list))
+
+        def encode() -> list[list[int]]:
+            return [
+                _one(model, single, place, context, special=add_special_tokens)
+                for place, single in prompts
+            ]
+
+        return await self._work.run(size, encode)
+
+    async def text(self, model: ServedModel, text: str, *, add_special_tokens: bool) -> list[int]:
+        encode = partial(_text, model, text, "prompt", None, special=add_special_tokens)
+        return await self._work.run(len(text), encode)
+
+    async def decode(self, model: ServedModel, token_ids: list[int]) -> str:
+        if token_ids:
+            _check_ids(token_ids, model.tokenizer.model_vocab_size, "tokens")
+        decode = partial(model.tokenizer.decode, token_ids, skip_special_tokens=False)
+        return await self._work.run(len(token_ids), decode)
+
+
+def _chat_size(messages: Sequence[Message], options: ChatOptions) -> int:
+    """Counts characters, and some more for each object."""
+    size = size_of(options.tools) + size_of(options.variables)
+    for message in messages:
+        size += OBJECT_CHARS + len(message.reasoning_content or message.reasoning or "")
+        content = message.content
+        if isinstance(content, list):
+            size += sum(OBJECT_CHARS + len(part.text) for part in content)
+        else:
+            size += len(content or "")
+        for call in message.tool_calls or ():
+            size += OBJECT_CHARS + len(call.function.arguments)
+    return size
+
+
+def _chat(
+    model: ServedModel, messages: Sequence[Message], options: ChatOptions, context: int | None
+) -> list[int]:
+    chat, size = _protected(model, messages, options, context)
+    return _encoded(model, _template(model).render(**chat), size, options, context)
+
+
+def _template(model: ServedModel) -> ChatTemplate:
+    if model.chat_template is None:
+        raise invalid(
+            f"The model {model.name} has no chat template; use /v1/completions.",
+            param="messages",
+            code="chat_template_missing",
+        )
+    return model.chat_template
+
+
+def _protected(
+    model: ServedModel, messages: Sequence[Message], options: ChatOptions, context: int | None
+) -> tuple[dict[str, Any], int]:
+    """The arguments of ChatTemplate.render, and how many characters the messages have."""
+    source = _template(model).source
+    _check_options(options)
+    _check_arguments(messages)
+    plain = [_plain_message(message, developer="developer" in source) for message in messages]
+    tools = options.tools
+    if is_harmony(source):
+        plain, tools = writable(plain), described(tools)
+    size = sum(len(message["content"] or "") for message in plain)
+    _check_size(model, size, context)
+    said = {"messages": plain, "tools": tools, "variables": options.variables}
+    chat = {
+        **{name: model.tokenizer.protect(value) for name, value in said.items()},
+        "add_generation_prompt": options.add_generation_prompt,
+        "continue_final_message": options.continue_final_message,
+    }
+    return chat, size
+
+
+def _encoded(
+    model: ServedModel, text: str, size: int, options: ChatOptions, context: int | None
+) -> list[int]:
+    special = options.add_special_tokens
+    encode = partial(
+        model.tokenizer.encode_protected, text, add_special_tokens=special, most=context
+    )
+    return _not_empty(_within(encode, size, context, "messages"), "messages")
+
+
+def _one(
+    model: ServedModel, prompt: object, name: str, context: int | None, *, special: bool
+) -> list[int]:
+    if isinstance(prompt, str):
+        return _not_empty(_text(model, prompt, name, context, special=special), name)
+    assert isinstance(prompt, list)
+    _check_ids(prompt, model.tokenizer.model_vocab_size, name)
+    return prompt
+
+
+def _text(
+    model: ServedModel, text: str, name: str, context: int | None, *, special: bool
+) -> list[int]:
+    encode = partial(model.tokenizer.encode, text, add_special_tokens=special, most=context)
+    return _within(encode, len(text), context, name)
+
+
+def _within(
+    encode: Callable[[], list[int]], size: int, context: int | None, name: str
+) -> list[int]:
+    """Returns the ids of a text of `size` characters; if it is too long, only enough to tell."""
+    try:
+        ids = encode()
+    except NoCut as error:
+        raise invalid(f"{name}: {error}.", param=name, code=TOO_COMPLEX) from error
+    if context is not None and len(ids) > context and size > PIECE_CHARS // 2:
+        raise too_long(context, f"at least {len(ids)} tokens in the prompt")
+    return ids
+
+
+def _check_size(model: ServedModel, chars: int, context: int | None) -> None:
+    if context is None:
+        return
+    least = chars // model.tokenizer.max_token_chars
+    if least > context:
+        raise too_long(context, f"at least {least} tokens in the prompt")
+
+
+def _split(prompt: object, max_prompts: int, name: str) -> list[tuple[str, object]]:
+    """Returns the single prompts in `prompt`, each with the name that errors use for it."""
+    if isinstance(prompt, str):
+        return [(name, prompt)]
+    if not isinstance(prompt, list):
+        raise invalid(f"{name}: must be text, token ids, or a list of either.", param=name)
+    if not prompt:
+        raise invalid(f"{name}: must not be empty.", param=name)
+    if not isinstance(prompt[0], str | list):
+        return [(name, prompt)]
+    if len(prompt) > max_prompts:
+        raise invalid(
+            f"{name}: {len(prompt)} prompts exceed the limit of {max_prompts} per request. Split "
+            "the request.",
+            param=name,
+        )
+    kind = type(prompt[0])
+    for index, single in enumerate(prompt):
+        if type(single) is not kind:
+            raise invalid(
+                f"{name}[{index}]: texts and token ids cannot be mixed.", param=f"{name}[{index}]"
+            )
+    return [(f"{name}[{index}]", single) for index, single in enumerate(prompt)]
+
+
+def _check_ids(ids: list[Any], vocab_size: int, name: str) -> None:
+    _not_empty(ids, name)
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
+        return
+    for index, token_id in enumerate(ids):
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            raise invalid(
+                f"{name}[{index}]: a token id is a whole number from 0 to {vocab_size - 1}, "
+                f"not {token_id!r:.40}.",
+                param=name,
+            )
+
+
+def _not_empty(ids: list[int], name: str) -> list[int]:
+    if not ids:
+        raise invalid(f"{name}: the prompt has no tokens.", param=name)
+    return ids
+
+
+def _check_options(options: ChatOptions) -> None:
+    if options.continue_final_message and options.add_generation_prompt:
+        raise invalid(
+            "continue_final_message needs add_generation_prompt: false.",
+            param="continue_final_message",
+        )
+    reserved = RESERVED_VARIABLES & (options.variables or {}).keys()
+    if reserved:
+        raise invalid(
+            f"chat_template_kwargs: {sorted(reserved)[0]} cannot be set here.",
+            param="chat_template_kwargs",
+        )
+
+
+def _plain_message(message: Message, *, developer: bool) -> dict[str, Any]:
+    """Returns a message as templates know it: text is one string, a call's arguments are data.
+
+    Text parts are joined before special tokens are looked for, so that two parts cannot form one.
+    """
+    content = message.content
+    if isinstance(content, list):
+        content = "\n".join(part.text for part in content)
+    reasoning = message.reasoning_content or message.reasoning
+    if content is None:
+        content = message.refusal
+    if content is None and message.tool_calls is None:
+        content = ""  # templates would write None
+    role = "system" if message.role == "developer" and not developer else message.role
+    fields = message.model_dump(exclude_none=True, exclude={"reasoning", "refusal"})
+    plain = {**fields, "role": role, "content": content}
+    if reasoning is not None:
+        plain["reasoning_content"] = reasoning
+    if message.tool_calls is not None:
+        plain["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": call.type,
+                "function": {
+                    "name": call.function.name,
+                    "arguments": _arguments(call.function.arguments),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    return plain
+
+
+def _check_arguments(messages: Sequence[Message]) -> None:
+    """Checks that all arguments together fit the budget of one body."""
+    texts = [call.function.arguments for each in messages for call in each.tool_calls or ()]
+    check_shape("\n".join(texts).encode(), Budget())
+
+
+def _arguments(text: str) -> Any:
+    try:
+        return pydantic_core.from_json(text) if text else {}
+    except ValueError as error:
+        raise invalid(
+            f"tool_calls: function.arguments is not valid JSON: {error}.", param="messages"
+        ) from error

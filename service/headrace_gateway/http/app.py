@@ -1,0 +1,321 @@
+"""The gateway's application: collaborators in, ASGI out. Its lifespan starts everything."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from fastapi import FastAPI
+
+from headrace_common.config.api_keys import DEFAULT_TENANT
+from headrace_common.observability.telemetry import Telemetry, disabled
+from headrace_common.protocol.accounts import Accounts, StoreMemory
+from headrace_common.protocol.limits import KeyUsage
+from headrace_common.protocol.redis.clock import RedisClock
+from headrace_common.protocol.store import RequestStore
+from headrace_common.structured.grammar_checks import CheckBounds, GrammarChecks
+from headrace_common.structured.grammar_settings import task_limits
+from headrace_common.structured.refused_grammars import LocalRefusedGrammars, RefusedGrammars
+
+from ..anthropic.schemas import CountTokensRequest, MessagesRequest
+from ..batches.assembly import Storage, make_batch_service, make_site
+from ..batches.batch_service import CreateBatch
+from ..batches.producer import BatchProducer
+from ..generation.admission import Admission, Limits
+from ..generation.constraints import Constraints
+from ..generation.embeddings import EmbeddingRequest
+from ..generation.pipeline import Pipeline
+from ..generation.rendering import Rendering
+from ..generation.resumable_response import ResumableRequests
+from ..limits.api_keys import KeyFile
+from ..limits.metering import MeteredClient
+from ..limits.rate_limits import RateLimits
+from ..limits.tenant_stores import StoreLimits, TenantStores
+from ..limits.work import WorkPool
+from ..models.models import Models
+from ..openai.responses.schemas import ResponsesRequest
+from ..parsing.chat_output import ChatOutput
+from ..queue_client.drain import Drain
+from ..queue_client.engines import EngineDirectory
+from ..queue_client.ports import Client, EngineList, Ledger, QueuePositions
+from ..resumable.sessions import Sessions
+from ..resumable.stored_embeddings import StoredEmbeddings
+from ..resumable.stored_requests import Lifetimes, StoredRequests
+from ..schemas.completions import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from ..settings import GatewaySettings
+from ..streaming.disconnecting_response import Delivery
+from ..telemetry.batch_scrape_cache import BatchScrapeCache
+from ..telemetry.metrics import Depths, GatewayMetrics, QueueScrapeCache, StoreScrapeCache
+from ..telemetry.observation import Observer
+from ..version import package_version
+from .authentication import OPEN_PATHS, Authentication
+from .body import BodyLimit
+from .cross_origin import add_cross_origin
+from .error_handlers import add_error_handlers
+from .routes import (
+    batches,
+    chat,
+    completions,
+    embeddings,
+    files,
+    health,
+    messages,
+    models,
+    requests,
+    responses,
+    tokens,
+)
+from .routes.documents import document_bodies, document_errors, document_keys
+from .services import Services
+from .unsent import DiscardUnsent
+
+# Bytes of an upload's form besides its file.
+FORM_BYTES = 16_384
+
+
+class Queue(EngineList, Depths, QueuePositions, Protocol):
+    """The parts of the queue that readiness, metrics and waiting clients read."""
+
+
+async def never_full() -> StoreMemory:
+    """Returns the memory of a store without a limit."""
+    return StoreMemory(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Durable:
+    """The stores that know requests whichever gateway has them. `memory` reads the store's
+    memory."""
+
+    store: RequestStore
+    ledger: Ledger
+    accounts: Accounts
+    memory: Callable[[], Awaitable[StoreMemory]] = never_full
+
+
+def always_live() -> str | None:
+    """Returns the liveness of an application whose client cannot fail by itself."""
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The application's collaborators. `liveness` returns what is broken beyond repair, if
+    anything.
+
+    The caller starts and closes the client and the keys, on the event loop that serves. With `keys`
+    every request needs one; `usage` counts what keys with limits use. Without `durable` a request
+    lives no longer than its connection; without `storage` there are no files and no batches.
+    Requests' times are of `clock`.
+    """
+
+    served: Models
+    client: Client
+    queue: Queue
+    telemetry: Telemetry = field(default_factory=disabled)
+    liveness: Callable[[], str | None] = always_live
+    keys: KeyFile | None = None
+    usage: KeyUsage | None = None
+    durable: Durable | None = None
+    refused_grammars: RefusedGrammars = field(default_factory=LocalRefusedGrammars)
+    storage: Storage | None = None
+    clock: RedisClock = field(default_factory=RedisClock)
+
+
+def create_app(settings: GatewaySettings, parts: Parts) -> FastAPI:
+    """Returns the wired application."""
+    metrics = GatewayMetrics(parts.telemetry.meter)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        with ThreadPoolExecutor(_threads(settings), "work") as executor:
+            stores = _stores(settings, parts)
+            _observe(metrics, parts, stores)
+            grammars = _grammars(settings, parts, metrics)
+            rendering = Rendering()
+            services = _services(settings, parts, executor, metrics, grammars, rendering, stores)
+            producer: BatchProducer | None = None
+            if parts.storage is not None and stores is not None:
+                site = make_site(
+                    app, parts.storage, settings, services.resumable, stores, metrics, parts.keys
+                )
+                producer = BatchProducer(
+                    site, services.pipeline.drain, running=settings.max_running_batches
+                )
+                batch_service = make_batch_service(parts.storage, settings, stores, producer.wake)
+                services = replace(services, batch_service=batch_service)
+                producer.start()
+            app.state.services = services
+            yield
+            if producer is not None:
+                await producer.close()
+            services.pipeline.drain.close()
+            services.resumable.close()
+            if services.pipeline.rate_limits is not None:
+                await services.pipeline.rate_limits.close()
+            await grammars.close()
+            await rendering.close()
+
+    app = FastAPI(
+        title="Headrace",
+        version=package_version(),
+        lifespan=lifespan,
+        redirect_slashes=False,
+        docs_url=None,  # their pages load scripts from other sites
+        redoc_url=None,
+    )
+    for route in (
+        batches,
+        chat,
+        completions,
+        embeddings,
+        files,
+        responses,
+        messages,
+        requests,
+        models,
+        tokens,
+        health,
+    ):
+        app.include_router(route.router)
+    document_bodies(
+        app,
+        (
+            ChatRequest,
+            CompletionRequest,
+            CreateBatch,
+            EmbeddingRequest,
+            ResponsesRequest,
+            MessagesRequest,
+            CountTokensRequest,
+            TokenizeRequest,
+            DetokenizeRequest,
+        ),
+    )
+    document_errors(app)
+    add_error_handlers(app)
+    app.add_middleware(DiscardUnsent)
+    app.add_middleware(
+        BodyLimit,
+        max_bytes=settings.max_body_bytes,
+        max_upload_bytes=settings.max_file_bytes + FORM_BYTES,
+        timeout=settings.body_timeout,
+    )
+    if parts.keys is not None:
+        document_keys(app, OPEN_PATHS)
+        app.add_middleware(Authentication, find=parts.keys.find, refused=metrics.unauthorized)
+    if (
+        settings.allowed_origins
+    ):  # outermost: browsers send preflights without a key, and read refusals
+        add_cross_origin(app, settings.allowed_origins)
+    return app
+
+
+def _services(
+    settings: GatewaySettings,
+    parts: Parts,
+    executor: ThreadPoolExecutor,
+    metrics: GatewayMetrics,
+    grammars: GrammarChecks,
+    rendering: Rendering,
+    stores: TenantStores | None,
+) -> Services:
+    engines = EngineDirectory(parts.queue)
+    limits = Limits(
+        default_deadline=settings.default_deadline,
+        max_deadline=settings.max_deadline,
+        max_choices=settings.max_choices,
+    )
+    rate_limits = None if parts.usage is None else RateLimits(parts.usage, parts.clock.now)
+    client = parts.client if rate_limits is None else MeteredClient(parts.client, rate_limits)
+    observer = Observer(metrics, parts.telemetry.tracer)
+    delivery = Delivery(
+        keep_alive=settings.keep_alive_interval,
+        write_timeout=settings.write_timeout,
+        positions=parts.queue,
+    )
+    drain = Drain()
+    pipeline = Pipeline(
+        work=WorkPool(executor, _threads(settings)).of(DEFAULT_TENANT),
+        admission=Admission(client, engines, limits, parts.clock.now),
+        observer=observer,
+        delivery=delivery,
+        drain=drain,
+        resumable=ResumableRequests(
+            *_resumable(settings, parts, client, stores),
+            models=parts.served,
+            observer=observer,
+            delivery=delivery,
+            drain=drain,
+        ),
+        constraints=Constraints(grammars),
+        rendering=rendering,
+        rate_limits=rate_limits,
+    )
+    return Services(
+        settings=settings,
+        models=parts.served,
+        pipeline=pipeline,
+        engines=engines,
+        liveness=parts.liveness,
+        notice=parts.clock.notice,
+        version=package_version(),
+        chat_output=ChatOutput(settings),
+        keys_on=parts.keys is not None,
+    )
+
+
+def _threads(settings: GatewaySettings) -> int:
+    return settings.tokenizer_threads + 1  # one tenant may keep all but one busy
+
+
+def _grammars(settings: GatewaySettings, parts: Parts, metrics: GatewayMetrics) -> GrammarChecks:
+    limits = task_limits(settings)
+    bounds = CheckBounds(workers=settings.grammar_workers, limits=limits)
+    return GrammarChecks(bounds, parts.refused_grammars, metrics.grammar_checked)
+
+
+def _stores(settings: GatewaySettings, parts: Parts) -> TenantStores | None:
+    durable = parts.durable
+    if durable is None:
+        return None
+    limits = StoreLimits(
+        tenant_bytes=int(settings.max_tenant_store_bytes),
+        requests=settings.max_stored_requests,
+        embedding_bytes=int(settings.max_kept_embedding_bytes),
+        file_bytes=int(settings.max_stored_bytes),
+        files=settings.max_stored_files,
+        memory_share=settings.store_memory_share,
+    )
+    return TenantStores(durable.accounts, limits, durable.memory, parts.clock.now)
+
+
+def _resumable(
+    settings: GatewaySettings, parts: Parts, client: Client, stores: TenantStores | None
+) -> tuple[StoredRequests | None, StoredEmbeddings | None]:
+    durable, now = parts.durable, parts.clock.now
+    if durable is None or stores is None:
+        return None, None
+    sessions = Sessions(client, durable.store, stores.settle)
+    lifetimes = Lifetimes(result=settings.result_ttl, window=settings.resume_window)
+    return (
+        StoredRequests(durable.store, durable.ledger, sessions, lifetimes, stores, now),
+        StoredEmbeddings(durable.store, durable.ledger, client, stores, now),
+    )
+
+
+def _observe(metrics: GatewayMetrics, parts: Parts, stores: TenantStores | None) -> None:
+    if parts.telemetry.measuring:
+        loop = asyncio.get_running_loop()
+        metrics.observe_queue(QueueScrapeCache(parts.queue, parts.served, loop))
+        if parts.storage is not None:
+            metrics.observe_batches(BatchScrapeCache(parts.storage.batches, loop, parts.clock.now))
+        keys = parts.keys
+        if keys is not None:
+            metrics.observe_keys(keys)
+        if stores is not None:
+            tenants = None if keys is None else lambda: {key.tenant for key in keys.ring.keys}
+            cache = StoreScrapeCache(stores, tenants, loop)
+            metrics.observe_stores(cache.current, stores.limits.tenant_bytes)

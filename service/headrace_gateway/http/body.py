@@ -1,0 +1,180 @@
+"""Reads request bodies first: whole, in time, within the limit, not compressed.
+
+Pure ASGI, outside of the framework, so that no route can forget it. Passes the body on as one
+message; refusals are answered at once in the form of their API.
+"""
+
+import asyncio
+import json
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headrace_common.config.api_keys import DEFAULT_TENANT
+
+from ..anthropic.errors import body_at
+from ..errors import ApiError, invalid
+from ..limits.bodies import BodyBuffers, BufferedBody
+from ..limits.tenants import caller_of
+
+# Bytes and seconds that are still read and dropped after a refusal, so that a client that is still
+# writing can read the answer instead of a reset connection.
+LINGER_BYTES = 64 * 2**20
+LINGER_SECONDS = 2.0
+JSON, FORM = "application/json", "multipart/form-data"
+UPLOAD_PATHS = frozenset({"/v1/files"})
+# Where a request's state has its BufferedBody.
+BUFFERED_BODY = "headrace.buffered_body"
+METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH", "DELETE"})
+
+
+class _Gone(Exception):
+    """The client left while its body was being read."""
+
+
+class BodyLimit:
+    """ASGI middleware that reads bodies up to `max_bytes` within `timeout` seconds.
+
+    POSTs to UPLOAD_PATHS may be forms and have `max_upload_bytes`.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, max_bytes: int, max_upload_bytes: int, timeout: float
+    ) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._max_upload_bytes = max_upload_bytes
+        self._timeout = timeout
+        self._bodies = BodyBuffers()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] not in METHODS_WITH_BODY:
+            await self._app(scope, receive, send)
+            return
+        state = scope.setdefault("state", {})
+        caller = caller_of(state)
+        buffered = self._bodies.open(DEFAULT_TENANT if caller is None else caller.tenant)
+        state[BUFFERED_BODY] = buffered
+        try:
+            await self._hand_on(scope, receive, send, buffered)
+        finally:
+            buffered.drop()
+
+    async def _hand_on(
+        self, scope: Scope, receive: Receive, send: Send, buffered: BufferedBody
+    ) -> None:
+        try:
+            limit, media = self._max_bytes, JSON
+            if scope["path"] in UPLOAD_PATHS:
+                limit, media = self._max_upload_bytes, FORM
+            _check_headers(scope, limit, media)
+            async with asyncio.timeout(self._timeout):
+                body = await _read(receive, limit, buffered)
+        except ApiError as error:
+            buffered.drop()
+            await _refuse(error, scope, receive, send)
+            return
+        except TimeoutError:
+            buffered.drop()
+            slow = ApiError(408, "The request body did not arrive in time.", code="body_timeout")
+            await _refuse(slow, scope, receive, send)
+            return
+        except _Gone:
+            return
+        await self._app(scope, _replay(body, receive), send)
+
+
+def _check_headers(scope: Scope, limit: int, media: str) -> None:
+    headers = dict(scope["headers"])
+    encoding = headers.get(b"content-encoding", b"identity").strip().lower()
+    if encoding not in (b"", b"identity"):
+        raise ApiError(
+            415,
+            "Compressed request bodies are not accepted; send it without Content-Encoding.",
+            code="unsupported_encoding",
+        )
+    sent = headers.get(b"content-type", media.encode()).partition(b";")[0]
+    if sent.strip().lower() != media.encode():
+        what = "JSON" if media == JSON else "a form with a file"
+        raise ApiError(
+            415,
+            f"The body must be {what}; send Content-Type: {media}.",
+            code="unsupported_media_type",
+        )
+    length = headers.get(b"content-length", b"0")
+    if not length.isdigit():
+        raise invalid("Content-Length must be a number.", code="invalid_content_length")
+    if int(length[:19]) > limit:
+        raise _too_large(limit)
+
+
+async def _read(receive: Receive, limit: int, buffered: BufferedBody) -> bytes:
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise _Gone
+        chunk: bytes = message.get("body", b"")
+        if len(body) + len(chunk) > limit:
+            raise _too_large(limit)
+        buffered.add(len(chunk))
+        more = message.get("more_body", False)
+        if not more and not body:
+            return chunk
+        body += chunk
+        if not more:
+            return bytes(body)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(
+        413,
+        f"The request body is over the limit of {limit} bytes.",
+        code="request_too_large",
+    )
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return pending.pop() if pending else await receive()
+
+    return replay
+
+
+def refusal(error: ApiError) -> ASGIApp:
+    """Returns an application that answers every request with this error and closes the
+    connection."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await _refuse(error, scope, receive, send)
+
+    return app
+
+
+async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    content = json.dumps(body_at(scope, error)).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(content)).encode()),
+        (b"connection", b"close"),
+        *((name.encode(), value.encode()) for name, value in error.headers.items()),
+    ]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": content, "more_body": True})
+    await _linger(receive)
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _linger(receive: Receive) -> None:
+    seen = 0
+    try:
+        async with asyncio.timeout(LINGER_SECONDS):
+            while seen < LINGER_BYTES:
+                message: dict[str, Any] = dict(await receive())
+                seen += len(message.get("body", b""))
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return
+    except TimeoutError:
+        return

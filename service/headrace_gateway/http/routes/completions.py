@@ -1,0 +1,67 @@
+"""POST /v1/completions."""
+
+from fastapi import APIRouter, Request, Response
+
+from headrace_common.sampling.params import SamplingParams
+
+from ...generation.operations import Call, Operation
+from ...openai.prompt_echo_options import PromptEchoOptions
+from ...schemas.completions import CompletionRequest, check_prompt_logprobs, check_stream_options
+from ..services import WithServices
+from .documents import body_of
+
+COMPLETION = Operation(name="text_completion")
+DEFAULT_MAX_TOKENS = 16
+
+router = APIRouter()
+
+
+@router.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
+async def create_completion(request: Request, services: WithServices) -> Response:
+    """Continues one prompt or several (text or token ids), whole or as server-sent events."""
+    body = await services.body(request, CompletionRequest)
+    check_stream_options(body)
+    check_prompt_logprobs(body)
+    model = await services.models.find(body.model)
+    sampling = _sampling(body)
+
+    async def encode() -> list[list[int]]:
+        return await services.prompts.completion(
+            model,
+            body.prompt,
+            add_special_tokens=body.add_special_tokens,
+            max_prompts=services.settings.max_prompts,
+            context=await services.admission.context(model),
+        )
+
+    call = Call(
+        model=model,
+        sampling=sampling,
+        encode=encode,
+        include_usage=body.include_usage,
+        shows_ids=body.return_token_ids,
+        prompt_echo=_prompt_echo(body),
+    )
+    return await services.pipeline.generate(COMPLETION, request, body, call)
+
+
+def _sampling(body: CompletionRequest) -> SamplingParams:
+    limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if body.echo and limit == 0:
+        limit = 1  # the token is not shown
+    echoed = body.logprobs if body.echo else None
+    asked = [count for count in (body.prompt_logprobs, echoed) if count is not None]
+    return body.sampling(
+        max_tokens=limit,
+        logprobs=body.logprobs,
+        prompt_logprobs=max(asked, default=None),
+    )
+
+
+def _prompt_echo(body: CompletionRequest) -> PromptEchoOptions | None:
+    if not body.echo and body.prompt_logprobs is None and not body.counts:
+        return None
+    only = body.echo and body.max_tokens == 0
+    return PromptEchoOptions(
+        echo=body.echo, only=only, logprobs=body.prompt_logprobs, counts=body.counts
+    )

@@ -1,0 +1,73 @@
+"""/v1/messages and /v1/messages/count_tokens, as Anthropic's clients use them."""
+
+from functools import partial
+
+from fastapi import APIRouter, Request, Response
+
+from ...anthropic.answer import OMITS_THINKING
+from ...anthropic.request import (
+    Conversation,
+    goes_on,
+    messages_of,
+    omits_thinking,
+    sampling_of,
+    tooling_of,
+    variables_of,
+)
+from ...anthropic.schemas import NOT_IN_MESSAGES, CountTokensRequest, MessagesRequest
+from ...generation.operations import Call, Operation
+from ...generation.prompts import ChatOptions
+from ...models.models import ServedModel
+from ...schemas.chat_messages import Message
+from ..services import WithServices
+from .documents import body_of
+
+MESSAGES = Operation(name="messages")
+
+router = APIRouter()
+
+
+@router.post("/v1/messages", openapi_extra=body_of(MessagesRequest))
+async def create_message(request: Request, services: WithServices) -> Response:
+    """Answers a conversation, whole or as a stream of server-sent events."""
+    body = await services.body(request, MessagesRequest, NOT_IN_MESSAGES)
+    model = await services.models.find(body.model)
+    messages, options = await services.pipeline.off_loop(request, partial(_prompt, body, model))
+    plan = partial(services.chat_output.plan, model, sampling_of(body))
+    form, sampling = await services.pipeline.off_loop(request, lambda: plan(tooling_of(body)))
+
+    async def encode() -> list[list[int]]:
+        context = await services.admission.context(model)
+        return [await services.prompts.chat(model, messages, options, context)]
+
+    if omits_thinking(body):
+        form = form.with_echo({OMITS_THINKING: True})
+    call = Call(model=model, sampling=sampling, encode=encode, form=form)
+    return await services.pipeline.generate(MESSAGES, request, body, call)
+
+
+@router.post("/v1/messages/count_tokens", openapi_extra=body_of(CountTokensRequest))
+async def count_tokens(
+    request: Request, services: WithServices, response: Response
+) -> dict[str, int]:
+    """Returns the number of tokens of a conversation's prompt."""
+    body = await services.body(request, CountTokensRequest, NOT_IN_MESSAGES)
+    model = await services.models.find(body.model)
+    messages, options = await services.pipeline.off_loop(request, partial(_prompt, body, model))
+
+    count, headers = await services.pipeline.count_tokens(model, messages, options)
+    response.headers.update(headers)
+    return {"input_tokens": count}
+
+
+def _prompt(body: Conversation, model: ServedModel) -> tuple[list[Message], ChatOptions]:
+    return messages_of(body), _options(body, model)
+
+
+def _options(body: Conversation, model: ServedModel) -> ChatOptions:
+    return ChatOptions(
+        variables=variables_of(body, model),
+        tools=tooling_of(body).for_template(),
+        add_generation_prompt=not goes_on(body),
+        continue_final_message=goes_on(body),
+    )

@@ -1,0 +1,48 @@
+"""/v1/requests/{id}: requests that outlive their connection, by the id in their events."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Request, Response
+
+from ...resumable.event_ids import START, parse_event_id, parse_position
+from ...resumable.stored_requests import View, request_content
+from ...streaming.disconnecting_response import answering
+from ..services import WithServices
+
+router = APIRouter()
+
+
+@router.get("/v1/requests/{request_id}", response_model=dict[str, Any])
+async def retrieve_request(request_id: str, services: WithServices) -> Response:
+    """Returns a request's state; once it has completed, with its answer."""
+    return _present(await services.resumable.view(request_id, services.read_access))
+
+
+@router.delete("/v1/requests/{request_id}", response_model=dict[str, Any])
+async def cancel_request(request_id: str, services: WithServices) -> Response:
+    """Ends a request, wherever it waits or runs; one that has ended stays as it is."""
+    return _present(await services.resumable.cancel(request_id, services.read_access))
+
+
+@router.get("/v1/requests/{request_id}/events")
+async def stream_request(
+    request_id: str,
+    request: Request,
+    services: WithServices,
+    last_event_id: Annotated[str | None, Header()] = None,
+    starting_after: str | None = None,
+) -> Response:
+    """Streams a request's server-sent events after the last one received, or all of them."""
+    had = START
+    if last_event_id is not None:
+        had = parse_event_id(last_event_id, request_id)
+    elif starting_after is not None:
+        had = parse_position(starting_after)
+    response = await services.resumable.events(
+        request_id, services.read_access, had, request.headers
+    )
+    return answering(request.scope["state"], response)
+
+
+def _present(view: View) -> Response:
+    return Response(request_content(view), media_type="application/json")

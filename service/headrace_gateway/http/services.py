@@ -1,0 +1,100 @@
+"""The collaborators of routes: built once in create_app, given to each request."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from ..batches.batch_service import BatchService
+from ..errors import invalid
+from ..generation.admission import Admission
+from ..generation.pipeline import BODY_SIZE, Pipeline
+from ..generation.prompts import PromptEncoder
+from ..generation.resumable_response import ResumableRequests
+from ..limits.tenants import Caller, ReadAccess, batch_of, caller_of
+from ..models.models import Models
+from ..parsing.chat_output import ChatOutput
+from ..queue_client.engines import EngineDirectory
+from ..schemas.completions import UNSUPPORTED, BodyType, Refused, parse
+from ..settings import GatewaySettings
+from .body import BUFFERED_BODY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """The collaborators of routes. `models` and `pipeline` are the caller's.
+
+    `notice` returns what an operator should know though all is well, or None.
+    """
+
+    settings: GatewaySettings
+    models: Models
+    pipeline: Pipeline
+    engines: EngineDirectory
+    liveness: Callable[[], str | None]
+    notice: Callable[[], str | None]
+    version: str
+    chat_output: ChatOutput
+    keys_on: bool = False
+    batch_service: BatchService | None = None
+
+    def of(self, caller: Caller | None, batch: str | None) -> "Services":
+        """Returns the services as this caller, or this batch, may use them."""
+        if caller is None:
+            return replace(self, pipeline=replace(self.pipeline, batch=batch))
+        work = self.pipeline.work.of(caller.tenant)
+        pipeline = replace(self.pipeline, caller=caller, batch=batch, work=work)
+        return replace(self, models=self.models.only(caller.key.allows), pipeline=pipeline)
+
+    @property
+    def admission(self) -> Admission:
+        return self.pipeline.admission
+
+    @property
+    def resumable(self) -> ResumableRequests:
+        return self.pipeline.resumable
+
+    @property
+    def prompts(self) -> PromptEncoder:
+        return self.pipeline.prompts
+
+    @property
+    def lenient(self) -> bool:
+        """Whether unknown fields of requests are ignored."""
+        return not self.settings.strict_requests
+
+    @property
+    def batches(self) -> BatchService:
+        """Files and batches. Raises ApiError if this server stores none."""
+        if self.batch_service is None:
+            raise invalid("This server stores no files and runs no batches.", code="no_batches")
+        return self.batch_service
+
+    @property
+    def read_access(self) -> ReadAccess:
+        """What the caller may read of what is stored."""
+        return ReadAccess(self.pipeline.tenant, self.models.allows)
+
+    async def body(
+        self, request: Request, kind: type[BodyType], refused: Refused = UNSUPPORTED
+    ) -> BodyType:
+        """Reads and checks the request's body. Raises ApiError."""
+        raw = b"".join([chunk async for chunk in request.stream()])  # the stream keeps no copy
+        request.scope["state"][BODY_SIZE] = len(raw)
+        read = partial(parse, kind, raw, refused, lenient=self.lenient)
+        body = await self.pipeline.work.run(len(raw), read)
+        request.scope["state"][BUFFERED_BODY].drop()
+        return body
+
+
+async def _services(request: Request) -> Services:  # a plain function would be run in a thread
+    services = request.app.state.services
+    assert isinstance(services, Services)
+    state = request.scope["state"]
+    caller, batch = caller_of(state), batch_of(state)
+    return services if caller is None and batch is None else services.of(caller, batch)
+
+
+WithServices = Annotated[Services, Depends(_services)]

@@ -1,0 +1,227 @@
+"""The models that this gateway serves, under the names that clients use.
+
+Models of the settings are loaded at start and take precedence; the others come and go with the
+registry.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Protocol
+
+from headrace_common.text.chat_template import ChatTemplate
+from headrace_common.text.tokenizer import Tokenizer
+
+from ..errors import ApiError, invalid, unavailable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """One model under the name that clients use. Lengths are in tokens of prompt plus output.
+
+    `max_model_len` limits whatever the engines say, `usual_model_len` counts while no engine says
+    anything. `embedding_size` is the length of its vectors, as far as its files tell. `parent` is
+    the base model of a LoRA adapter, else None. `system_fingerprint` tells clients when the model
+    has changed. `alias_of` is the model's own name if it is listed under an alias. `registered`:
+    its files came from an engine, which may be a stranger's.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    max_model_len: int | None
+    created: int
+    usual_model_len: int | None = None
+    embedding_size: int | None = None
+    parent: str | None = None
+    system_fingerprint: str | None = None
+    alias_of: str | None = None
+    registered: bool = False
+
+    @property
+    def rendered_apart(self) -> bool:
+        """Whether its template needs a process that can be killed."""
+        return self.registered and self.chat_template is not None and not self.chat_template.bounded
+
+    @property
+    def queue(self) -> str:
+        """The model whose engines serve it."""
+        return self.parent or self.own_name
+
+    @property
+    def lora(self) -> str | None:
+        """The adapter that its engines run it with."""
+        return None if self.parent is None else self.own_name
+
+    @property
+    def own_name(self) -> str:
+        return self.alias_of or self.name
+
+    def known_as(self, name: str) -> "ServedModel":
+        """Returns the same model as it is listed under this alias."""
+        return self if name == self.name else replace(self, name=name, alias_of=self.name)
+
+    def adapted(self, name: str) -> "ServedModel":
+        """Returns the same model with the adapter of this name."""
+        return replace(self, name=name, parent=self.name)
+
+
+_NONE: Mapping[str, str] = MappingProxyType({})
+
+
+class Discovered(Protocol):
+    """Models that the registry tells of."""
+
+    @property
+    def served(self) -> Mapping[str, ServedModel]: ...
+
+    @property
+    def removed(self) -> Collection[str]:
+        """Models that are no longer registered, whose queues may not be empty."""
+
+    def forget(self, model: str) -> None:
+        """Forgets a removed model, of which nothing is left."""
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """LoRA adapters, each with its model, which may be in `served` or in the settings."""
+
+    async def look(self, name: str | None) -> None:
+        """Looks for this model (None: any), and loads it."""
+
+
+class Models:
+    """All served models by name: `static` ones and those of `discovered`.
+
+    `aliases` are further names of models. A caller that may not use a model does not see its alias.
+    """
+
+    def __init__(
+        self,
+        static: Mapping[str, ServedModel],
+        discovered: Discovered | None = None,
+        allows: Callable[[str], bool] | None = None,
+        *,
+        aliases: Mapping[str, str] = _NONE,
+    ) -> None:
+        self._aliases = aliases
+        self._static = dict(static)
+        self._discovered = discovered
+        self._allows = allows
+
+    def only(self, allows: Callable[[str], bool]) -> "Models":
+        """Returns the models that `allows` accepts; to this caller the others do not exist."""
+        return Models(self._static, self._discovered, allows, aliases=self._aliases)
+
+    def allows(self, name: str) -> bool:
+        """Whether the caller may use the model of that name, whether or not it exists."""
+        return self._may_have(self._own(name))
+
+    async def find(self, name: str | None) -> ServedModel:
+        """Returns the model as `get` does, but looks for an unknown one first."""
+        own = None if name is None else self._own(name)
+        if self._discovered is not None and not self._has(own) and self._may_have(own):
+            await self._discovered.look(own)
+        return self.get(name)
+
+    def get(self, name: str | None) -> ServedModel:
+        """Returns the model of that name; for None the only one, without adapters. Raises
+        ApiError."""
+        if name is None:
+            return _only(self._all())
+        model = self._one(self._own(name))
+        if model is None:
+            names = ", ".join(self.names)
+            served = f"served: {names}" if names else "none is registered yet"
+            raise ApiError(
+                404,
+                f"The model {name[:200]!r} is not served here; {served}.",
+                param="model",
+                code="model_not_found",
+            )
+        return model
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._all())
+
+    @property
+    def queues(self) -> tuple[str, ...]:
+        """The models that engines serve: names without adapters."""
+        return tuple(dict.fromkeys(model.queue for model in self))
+
+    @property
+    def removed(self) -> Collection[str]:
+        """Models that are no longer served, whose queues may not be empty."""
+        return () if self._discovered is None else tuple(self._discovered.removed)
+
+    def forget(self, model: str) -> None:
+        """Forgets a removed model with an empty queue."""
+        if self._discovered is not None:
+            self._discovered.forget(model)
+
+    @property
+    def listed(self) -> list[ServedModel]:
+        """Returns all models, followed by those with an alias under each alias."""
+        models = self._all()
+        aliases = {alias: name for alias, name in self._aliases.items() if alias not in models}
+        known = [models[name].known_as(alias) for alias, name in aliases.items() if name in models]
+        return [*models.values(), *known]
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        return iter(self._all().values())
+
+    def _own(self, name: str) -> str:
+        """Returns the own name of a model."""
+        return self._aliases.get(name, name)
+
+    def _may_have(self, name: str | None) -> bool:
+        return self._allows is None or name is None or self._allows(name)
+
+    def _has(self, name: str | None) -> bool:
+        return bool(self._all()) if name is None else self._one(name) is not None
+
+    def _one(self, name: str) -> ServedModel | None:
+        if not self._may_have(name):
+            return None
+        found = self._base(name)
+        parent = None if self._discovered is None else self._discovered.adapters.get(name)
+        if found is not None or parent is None:
+            return found
+        base = self._base(parent)
+        return None if base is None else base.adapted(name)
+
+    def _base(self, name: str) -> ServedModel | None:
+        known = self._static.get(name)
+        if known is not None or self._discovered is None:
+            return known
+        return self._discovered.served.get(name)
+
+    def _all(self) -> dict[str, ServedModel]:
+        """Returns models, followed by their adapters."""
+        models = self._static
+        if self._discovered is not None:
+            bases = {**self._static, **self._discovered.served, **self._static}
+            adapters = {
+                name: bases[parent].adapted(name)
+                for name, parent in self._discovered.adapters.items()
+                if parent in bases
+            }
+            models = {**bases, **adapters, **bases}
+        if self._allows is None:
+            return models
+        return {name: model for name, model in models.items() if self._allows(name)}
+
+
+def _only(models: Mapping[str, ServedModel]) -> ServedModel:
+    if not models:
+        message = "No model is registered yet, or none that this caller may use."
+        raise unavailable(message, code="no_model")
+    whole = [model for model in models.values() if model.parent is None] or list(models.values())
+    if len(whole) > 1:
+        raise invalid(
+            f"model: name one of the models that are served here: {', '.join(models)}.",
+            param="model",
+            code="model_required",
+        )
+    return whole[0]

@@ -1,0 +1,175 @@
+"""Turns input items of /v1/responses into chat messages."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from ...errors import invalid
+from ...limits.fields import FreeObject, Items, Name, Text
+from ...schemas.chat_messages import BY_FORM, MAX_PARTS, Body, only
+from ...schemas.completions import MAX_MESSAGES, checked
+from ..opaque_reasoning import UnreadableReasoning, unseal
+from ..transcript import Transcript
+from .schemas import DIRECTLY, NO_NAMESPACES, NOT_WAITED_FOR
+
+# Citations, or log probabilities of tokens, as in an answer's text.
+MAX_ANNOTATIONS = 2**16
+_TEXT_ONLY = "this server reads text only"
+_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+
+class _Item(Body):
+    """`id` and `status` come back with an answer's items, and have no effect."""
+
+    id: Name | None = None
+    status: Name | None = None
+
+
+class TextPart(Body):
+    """`prompt_cache_breakpoint` has no effect: prompts are cached by their content."""
+
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
+    text: Text
+    annotations: list[Any] = Field(default_factory=list, max_length=MAX_ANNOTATIONS)
+    logprobs: list[Any] = Field(default_factory=list, max_length=MAX_ANNOTATIONS)
+    prompt_cache_breakpoint: FreeObject | None = None
+
+
+_Parts = Annotated[Items[TextPart], Field(max_length=MAX_PARTS)]
+Content = Annotated[Annotated[Text, Tag("str")] | Annotated[_Parts, Tag("list")], BY_FORM]
+
+
+class MessageItem(_Item):
+    """`phase` comes back with answers of models that separate remarks from answers."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    phase: Name | None = None
+
+
+class _OfTool(_Item):
+    caller: Annotated[Any, *only({"type": "direct"}, reason=DIRECTLY)] = None
+    namespace: Annotated[Any, *only(reason=NO_NAMESPACES)] = None
+
+
+class CallItem(_OfTool):
+    type: Literal["function_call"]
+    call_id: Name
+    name: Name = Field(min_length=1)
+    arguments: Text
+    async_: Annotated[Any, *only(False, reason=NOT_WAITED_FOR)] = Field(None, alias="async")
+
+
+class ResultItem(_OfTool):
+    type: Literal["function_call_output"]
+    call_id: Name
+    output: Content
+    name: Name | None = None
+
+
+def _readable(sealed: str) -> str:
+    try:
+        unseal(sealed)
+    except UnreadableReasoning as error:
+        message = "is not of this server, or was changed: leave the item out"
+        raise PydanticCustomError("invalid_encrypted_content", message) from error
+    return sealed
+
+
+class ReasoningItem(_Item):
+    """Summaries are not read: the model said only what is in `content`, or in the opaque text."""
+
+    type: Literal["reasoning"]
+    summary: _Parts = Field(default_factory=list)
+    content: _Parts = Field(default_factory=list)
+    encrypted_content: Annotated[Text, AfterValidator(_readable)] | None = None
+
+    @property
+    def text(self) -> str:
+        """The reasoning; the text in clear takes precedence."""
+        if self.content or self.encrypted_content is None:
+            return _text(self.content)
+        return unseal(self.encrypted_content)
+
+
+Item = MessageItem | CallItem | ResultItem | ReasoningItem
+KINDS: Mapping[str, type[Item]] = {
+    "message": MessageItem,
+    "function_call": CallItem,
+    "function_call_output": ResultItem,
+    "reasoning": ReasoningItem,
+}
+
+
+def read_input(
+    given: object, transcript: Transcript, *, lenient: bool = False
+) -> list[dict[str, Any]]:
+    """Adds the input to the transcript; returns its items as they are stored. Raises ApiError.
+
+    `lenient`: unknown fields are ignored.
+    """
+    if isinstance(given, str):
+        given = [{"type": "message", "role": "user", "content": given}]
+    if not isinstance(given, list) or not 0 < len(given) <= MAX_MESSAGES:
+        raise invalid(f"input: must be text, or 1 to {MAX_MESSAGES} items.", param="input")
+    items = [_checked(item, f"input[{index}]", lenient=lenient) for index, item in enumerate(given)]
+    for item in items:
+        add_item(item, transcript)
+    return [
+        item.model_dump(exclude_none=True, exclude_defaults=True, by_alias=True) for item in items
+    ]
+
+
+def read_output(output: list[dict[str, Any]], transcript: Transcript) -> None:
+    """Adds the items of an answer to the transcript."""
+    for item in output:
+        add_item(_checked(item, "output"), transcript)
+
+
+def add_item(item: Item, transcript: Transcript) -> None:
+    match item:
+        case MessageItem(role="assistant"):
+            transcript.answer(_text(item.content))
+        case MessageItem():
+            role = item.role
+            assert role != "assistant"
+            transcript.say(role, _text(item.content))
+        case CallItem():
+            transcript.call(item.call_id, item.name, item.arguments)
+        case ResultItem():
+            transcript.result(item.call_id, _text(item.output))
+        case ReasoningItem():
+            transcript.reason(item.text)
+
+
+def _text(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _checked(item: object, place: str, *, lenient: bool = False) -> Item:
+    if not isinstance(item, dict):
+        raise invalid(f"{place}: must be an object.", param=place)
+    fields = {name: value for name, value in item.items() if value is not None}
+    kind = fields.setdefault("type", "message")
+    model = KINDS.get(kind) if isinstance(kind, str) else None
+    if model is None:
+        known = ", ".join(KINDS)
+        raise invalid(
+            f"{place}.type: {kind!r:.60} is not supported here; known are {known}.",
+            param=f"{place}.type",
+        )
+    _check_parts(fields, place)
+    return checked(model, fields, lenient=lenient, place=place)
+
+
+def _check_parts(fields: Mapping[str, Any], place: str) -> None:
+    for name in ("content", "output"):
+        parts = fields.get(name)
+        for index, part in enumerate(parts if isinstance(parts, list) else ()):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind not in _TEXT_PARTS:
+                where = f"{place}.{name}[{index}].type"
+                raise invalid(f"{where}: {kind!r:.60} is not supported: {_TEXT_ONLY}.", param=where)

@@ -1,0 +1,2 @@
+"""gpt-oss's chat format: reads, counts and constrains its messages, and prepares its
+conversations."""

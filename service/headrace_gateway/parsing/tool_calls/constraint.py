@@ -1,0 +1,116 @@
+"""What a text with calls in it must match, from which every form of calls makes its format.
+
+Each form's module has a function that makes a format of a CallConstraint; none decides what is
+asked.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from headrace_common.structured import structural_tag
+from headrace_common.structured.structural_format import (
+    Alternatives,
+    Const,
+    Format,
+    Json,
+    Pattern,
+    Repeat,
+    Tag,
+    TriggeredTags,
+)
+from headrace_common.structured.structural_format import Concatenation as Sequenced
+from headrace_common.structured.structured import (
+    StructuredKind,
+    StructuredOutputError,
+    StructuredOutputsParams,
+)
+
+ANY_OBJECT: Mapping[str, Any] = MappingProxyType({"type": "object"})
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function that may be called. `schema` is its arguments'; None: any object."""
+
+    name: str
+    schema: Mapping[str, Any] | None
+
+    @property
+    def arguments(self) -> Json:
+        return Json(ANY_OBJECT if self.schema is None else self.schema)
+
+    @property
+    def quoted(self) -> str:
+        return json.dumps(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class CallConstraint:
+    """The functions that may be called. `once`: one call at most.
+
+    `forced`: the text is calls and nothing else, or `answer`. `template` is the model's, for forms
+    that are written in several ways.
+    """
+
+    functions: Sequence[Function]
+    forced: bool = False
+    answer: Format | None = None
+    once: bool = False
+    template: str = ""
+
+    def each(self, written: Callable[[Function], Format]) -> Format:
+        """Returns the format of one call of any of the functions."""
+        ways = tuple(map(written, self.functions))
+        return ways[0] if len(ways) == 1 else Alternatives(ways)
+
+    def calls(self, call: Format, separator: Format | None = None) -> Format:
+        """Returns the format of one call, or of several."""
+        return call if self.once else Repeat(call, separator)
+
+    def tagged(self, trigger: str, tags: Sequence[Tag], *others: tuple[str, Tag]) -> Format:
+        """Returns the format of text in which each tag is a call. `others`, with triggers, may come
+        too."""
+        if not self.forced:
+            triggers = dict.fromkeys((trigger, *(each for each, _ in others)))
+            every = (*tags, *(tag for _, tag in others))
+            return TriggeredTags(tuple(triggers), every, stop_after_first=self.once)
+        line = Repeat(Const("\n"), optional=True, once=True)
+        return self.calls(tags[0] if len(tags) == 1 else Alternatives(tuple(tags)), line)
+
+    def block(self, trigger: str, content: Format, end: str = "", *, behind: str = "") -> Format:
+        """Returns the format of text that may end with a block of calls.
+
+        `behind` follows the trigger, at the beginning of the block.
+        """
+        tag = Tag(trigger + behind, content, end)
+        return tag if self.forced else TriggeredTags((trigger,), (tag,), stop_after_first=True)
+
+
+def call_object(function: Function, arguments: str = "arguments") -> Format:
+    """Returns the format of `{"name": "f", "arguments": {...}}`."""
+    return Tag(f'{{"name": {function.quoted}, "{arguments}": ', function.arguments, "}")
+
+
+def answer_format(constraint: StructuredOutputsParams) -> Format:
+    """Returns the format of an answer's own constraint. Raises StructuredOutputError for
+    grammars."""
+    source = constraint.source
+    match constraint.kind:
+        case StructuredKind.CHOICE:
+            return Alternatives(tuple(map(Const, source)))
+        case StructuredKind.REGEX:
+            return Pattern(str(source))
+        case StructuredKind.STRUCTURAL_TAG:
+            return structural_tag.read(source).format
+        case StructuredKind.JSON | StructuredKind.JSON_OBJECT:
+            return Json(json.loads(str(source)) if source else ANY_OBJECT)
+    raise StructuredOutputError(
+        constraint.kind, "cannot be held beside calls or this model's reasoning: send json or regex"
+    )
+
+
+def sequence(*elements: Format) -> Format:
+    return Sequenced(elements)

@@ -1,0 +1,399 @@
+"""The gateway's way to the engines: requests go into the queue, generations come out.
+
+One task reads this gateway's frames and hands each reply to its generation. A request of which
+nothing is heard is admitted again (which changes nothing if all is well) and taken from an engine
+that is silent. Knows nothing of HTTP or text.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any
+
+from headrace_common.errors import BackendUnavailable, FailureCode, HeadraceError, RequestConflict
+from headrace_common.protocol.base import (
+    AdmitResult,
+    AdmitState,
+    GatewayQueue,
+    Placement,
+    QueueLimits,
+)
+from headrace_common.wire.messages import Control, Frame, GenerateRequest, Reply
+
+from .generation import Delta, Generation, Hooks
+from .late_replies import LateReplies
+from .listening_clock import ListeningClock
+from .peer_streams import PeerStreams
+from .watchdog import ClientConfig, Watchdog, isolated
+
+__all__ = ["ClientConfig", "Delta", "Generation", "GenerationClient"]
+
+logger = logging.getLogger(__name__)
+
+CALM = 0.002  # seconds between frames beyond which they need not be handled together
+
+Place = Callable[[GenerateRequest], Awaitable[Placement | None]]
+CountShards = Callable[[str], Awaitable[int]]
+
+
+class GenerationClient:
+    """Submits requests and follows them to their end, whatever fails on the way.
+
+    `clock` gives Unix seconds, for deadlines; `monotonic` seconds, for waiting. `place` says which
+    engines suit a request best; without it any engine may take it. `shards` says how many shards a
+    model's queue has, each with its part of `limits`; without it one. Use from one event loop.
+    """
+
+    def __init__(
+        self,
+        queue: GatewayQueue,
+        limits: QueueLimits,
+        clock: Callable[[], float] = time.time,
+        config: ClientConfig | None = None,
+        place: Place | None = None,
+        shards: CountShards | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.queue = queue
+        self._place = place
+        self._shards = shards
+        self.ignored: Counter[str] = Counter()  # replies dropped, by reason
+        self._limits = limits
+        self._clock = clock
+        self._config = config or ClientConfig()
+        self._now = ListeningClock(self._config.silence / 4, monotonic)
+        self._active: dict[str, Generation] = {}
+        self._watchdog = Watchdog(
+            queue, limits, self._config, self._now, self._active, self._admitted
+        )
+        self._deadlines: dict[str, asyncio.TimerHandle] = {}
+        self._late = LateReplies(self._config.silence)
+        self._peer_streams = PeerStreams(queue, self._dispatch, self._on_task_done)
+        self._outgoing: asyncio.Queue[tuple[str, str, Control]] = asyncio.Queue()
+        self._news: list[Generation] = []
+        self._dispatched = -math.inf  # when the last frame had been handled
+        self._calm = False  # whether no frame came shortly before the current one
+        self._hooks = Hooks(
+            self._send,
+            self._announce,
+            self._forget,
+            self._abandon,
+            self._watchdog.lost,
+            self._count,
+            self._leave,
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+        self._background: set[asyncio.Task[None]] = set()
+        self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def active(self) -> int:
+        """Requests in flight."""
+        return len(self._active)
+
+    @property
+    def failed(self) -> BaseException | None:
+        """The error that ended one of the client's own tasks: the process must be restarted."""
+        for task in self._tasks:
+            if task.done() and not task.cancelled():
+                return task.exception() or RuntimeError("a task of the client ended")
+        return None
+
+    async def start(self) -> None:
+        """Registers the gateway. Raises BackendUnfit, BackendUnavailable."""
+        await self.queue.start()
+        self._tasks = [
+            asyncio.create_task(self._read(), name="frames"),
+            asyncio.create_task(self._write(), name="controls"),
+            asyncio.create_task(self._beat(), name="beat"),
+            asyncio.create_task(self._listen(), name="listening"),
+        ]
+        for task in self._tasks:
+            task.add_done_callback(self._on_task_done)
+
+    async def close(self) -> None:
+        """Cancels requests in flight, except those that other gateways may continue; ends."""
+        for generation in list(self._active.values()):
+            if generation.shared:
+                generation.leave()
+            else:
+                await generation.cancel()
+        await self._peer_streams.close()
+        tasks = [*self._tasks, *self._background]
+        if self._watcher is not None:
+            tasks.append(self._watcher)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks = []
+        await self.queue.close()
+
+    async def submit(self, request: GenerateRequest) -> Generation:
+        """Queues a request, or follows one that is known, to its end.
+
+        Raises QueueFull, RequestConflict, BackendUnavailable.
+        """
+        placement = None if self._place is None else await self._place(request)
+        shards = 1 if self._shards is None else await self._shards(request.model)
+        if request.request_id in self._active:
+            raise RequestConflict(f"request {request.request_id} is in flight here already")
+        generation = Generation(request, self._hooks, self._now())
+        self._late.begun(request.request_id)
+        self._active[request.request_id] = (
+            generation  # before the call: frames may come before its reply
+        )
+        try:
+            admission = await self.queue.admit(
+                request,
+                self._limits.share(shards),
+                polite=generation.shared,
+                placement=placement,
+            )
+        except (HeadraceError, asyncio.CancelledError) as error:
+            self._active.pop(request.request_id, None)
+            unclear = not isinstance(error, HeadraceError) or isinstance(error, BackendUnavailable)
+            if unclear and not generation.shared:
+                self._in_background(self._abandon(generation))  # perhaps only the reply was lost
+            raise
+        if not generation.ended:
+            self._follow(generation)
+            await self._admitted(generation, admission)
+        return generation
+
+    @property
+    def models(self) -> set[str]:
+        """The models of the requests in flight."""
+        return {generation.request.model for generation in self._active.values()}
+
+    async def withdraw(self, model: str, message: str, *, started: bool) -> None:
+        """Ends a model's requests that no engine has begun; with `started` all of them."""
+        for generation in list(self._active.values()):
+            if generation.request.model == model and (started or not generation.started):
+                generation.fail(FailureCode.REMOVED, message)
+                await self._abandon(generation)
+
+    # Following a request
+
+    def _follow(self, generation: Generation) -> None:
+        rid = generation.request_id
+        self._watchdog.begin(rid)
+        left = generation.request.deadline_ms / 1000 - self._clock()
+        loop = asyncio.get_running_loop()
+        self._deadlines[rid] = loop.call_later(max(0.0, left), self._expire, generation)
+        if self._watcher is None or self._watcher.done():
+            self._watcher = asyncio.create_task(self._watchdog.run(), name="watch")
+            self._watcher.add_done_callback(self._on_task_done)
+
+    def _expire(self, generation: Generation) -> None:
+        if generation.ended:
+            return
+        generation.fail(FailureCode.DEADLINE, "the request's deadline has passed")
+        self._in_background(self._abandon(generation))
+
+    def _forget(self, generation: Generation) -> None:
+        rid = generation.request_id
+        self._active.pop(rid, None)
+        self._watchdog.end(rid)
+        if timer := self._deadlines.pop(rid, None):
+            timer.cancel()
+        self._stop_following()
+        self._late.ended(rid, self._now())
+
+    def _leave(self, request_id: str) -> None:
+        self._late.left(request_id, self._now())
+
+    async def _abandon(self, generation: Generation) -> None:
+        """Takes a request out of the queue.
+
+        If Redis is away its engine learns it later: every frame of an unknown request is answered
+        with Disown.
+        """
+        try:
+            await self.queue.cancel(generation.request_id, generation.request.model)
+        except BackendUnavailable as error:
+            logger.warning(
+                "redis unavailable, request not cancelled in the queue",
+                extra={"request_id": generation.request_id, "error": str(error)},
+            )
+
+    async def _admitted(self, generation: Generation, admission: AdmitResult) -> None:
+        """Handles the result of ADMIT for a request."""
+        if admission.state is AdmitState.HELD:
+            await self._follow_holder(generation, admission)
+            return
+        if admission.state is not AdmitState.ENDED:
+            self._hold(generation)
+            return
+        assert admission.outcome is not None, "an ended request has an outcome"
+        if not generation.settle(admission.outcome):
+            await self._dispute(generation, admission.attempt)
+
+    async def _dispute(self, generation: Generation, attempt: int) -> None:
+        """Has a request go on after what its client has, if the outcome is of another history.
+
+        Fails the request if other clients were given that outcome.
+        """
+        seen = max(attempt, generation.arbiter.attempt)
+        admission = await self.queue.admit(
+            generation.request, self._limits, seen=seen, disputed=True
+        )
+        if admission.state is not AdmitState.ENDED:
+            self._hold(generation)
+            await self._watchdog.queued_again(generation)
+            return
+        generation.fail(FailureCode.LOST, "the rest of the answer is lost; send the request again")
+
+    # Requests that other gateways hold
+
+    async def _follow_holder(self, generation: Generation, admission: AdmitResult) -> None:
+        """Follows the gateway that has the request; takes the request over if that gateway is
+        gone."""
+        holder = admission.gateway_id
+        assert holder is not None, "a held request has a gateway"
+        if not await self.queue.gateway_alive(holder):
+            await self._take_over(generation)
+        elif holder != generation.holder:
+            generation.holder = holder
+            self._stop_following()
+            await self._peer_streams.add(holder, generation.request.model)
+            owner = None if admission.owner is None else (admission.owner, admission.attempt)
+            generation.catch_up(owner)
+
+    async def _take_over(self, generation: Generation) -> None:
+        """Continues a request whose gateway is gone."""
+        await self._catch_up(generation)
+        if generation.request_id not in self._active:
+            return
+        seen = generation.arbiter.attempt
+        admission = await self.queue.admit(generation.request, self._limits, seen=seen)
+        if generation.request_id in self._active:
+            await self._admitted(generation, admission)
+
+    async def _catch_up(self, generation: Generation) -> None:
+        """Reads from the journal what the client has, for the next engine that asks here.
+
+        Not needed while the request's engine lives: that engine says it itself.
+        """
+        owner = generation.arbiter.owner
+        if owner is not None and self._watchdog.hears(owner[0], generation.request.model):
+            return
+        states = await self.queue.journal(generation.request_id, generation.request.model)
+        if states is not None:
+            generation.adopt(states)
+
+    def _hold(self, generation: Generation) -> None:
+        """Notes that the request's replies come to this gateway from now on."""
+        if generation.holder is not None:
+            generation.holder = None
+            self._stop_following()
+
+    def _stop_following(self) -> None:
+        """Stops following gateways that have no request in flight here."""
+        if self._peer_streams.gateways:
+            active = self._active.values()
+            self._peer_streams.keep({(g.holder, g.request.model) for g in active if g.holder})
+
+    async def _check_holders(self) -> None:
+        for holder in self._peer_streams.gateways:
+            if not await self.queue.gateway_alive(holder):
+                for generation in [g for g in self._active.values() if g.holder == holder]:
+                    with isolated(generation):
+                        await self._take_over(generation)
+
+    # Frames
+
+    async def _read(self) -> None:
+        async with aclosing(self.queue.frames()) as frames:  # type: ignore[type-var]
+            async for frame in frames:
+                self._dispatch(frame)
+
+    def _dispatch(self, frame: Frame, holder: str | None = None) -> None:
+        """Handles a frame to this gateway, or to `holder`: then only for requests of `holder`."""
+        now = self._now()
+        self._watchdog.heard[frame.engine_id, frame.model] = now
+        self._calm = now - self._dispatched > CALM
+        for reply in frame.replies:
+            generation = self._active.get(reply.request_id)
+            if generation is None:
+                if holder is None:
+                    self._unknown(frame, reply, now)
+            elif frame.model not in ("", generation.request.model):
+                self._count("another_model")
+            elif holder is None or generation.holder == holder:
+                generation.handle(frame.engine_id, reply, now)
+                if self._calm:
+                    self._notify()
+        self._calm, self._dispatched = False, self._now()
+
+    def _announce(self, generation: Generation) -> None:
+        """Has its listener called when all frames that have come are read.
+
+        If few frames come it is called at once, so that the first of many streams does not wait for
+        the last.
+        """
+        if not self._news and not self._calm:
+            asyncio.get_running_loop().call_soon(self._notify)
+        self._news.append(generation)
+
+    def _notify(self) -> None:
+        news, self._news = self._news, []
+        for generation in news:
+            generation.notify()
+
+    def _unknown(self, frame: Frame, reply: Reply, now: float) -> None:
+        self._count("unknown_request")
+        if disown := self._late.answer(frame.engine_id, reply, now):
+            self._send(frame.engine_id, frame.model, disown)
+
+    def _count(self, reason: str) -> None:
+        self.ignored[reason] += 1
+
+    # Control messages
+
+    def _send(self, engine_id: str, model: str, control: Control) -> None:
+        self._outgoing.put_nowait((engine_id, model, control))
+
+    async def _write(self) -> None:
+        while True:
+            engine_id, model, control = await self._outgoing.get()
+            try:
+                await self.queue.send(engine_id, model, control)
+            except BackendUnavailable as error:
+                # Nothing is lost: the engine asks again, a gap is seen again, BEAT tells.
+                logger.warning("control message not written", extra={"error": str(error)})
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.beat_interval)
+            try:
+                await self.queue.beat()
+                await self._check_holders()
+            except BackendUnavailable as error:
+                self._watchdog.unavailable_at = self._now()
+                logger.warning("redis unavailable, heartbeat missed", extra={"error": str(error)})
+
+    async def _listen(self) -> None:
+        """Updates the clock that stops while the event loop does not run."""
+        while True:
+            await asyncio.sleep(self._now.interval)
+            late = self._now.tick()
+            if late > self._config.silence:
+                logger.warning("the event loop was blocked", extra={"seconds": round(late, 1)})
+
+    # Tasks
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or task.exception() is None:
+            return
+        logger.critical("a task of the queue client failed", exc_info=task.exception())
+        for generation in list(self._active.values()):
+            generation.fail(FailureCode.INTERNAL, "the gateway failed")

@@ -1,0 +1,58 @@
+"""The engines that serve a model right now, read from the queue on demand."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from headrace_common.errors import BackendUnavailable
+from headrace_common.protocol.base import EngineStatus
+from headrace_common.protocol.shards import shards_of
+
+from .ports import EngineList
+
+LIFETIME_S = 1.0
+
+
+class EngineDirectory:
+    """A model's engines, at most LIFETIME_S old, so that a burst of requests reads them once."""
+
+    def __init__(self, queue: EngineList, clock: Callable[[], float] = time.monotonic) -> None:
+        self._queue = queue
+        self._clock = clock
+        self._known: dict[str, tuple[float, Sequence[EngineStatus]]] = {}
+
+    async def engines(self, model: str) -> Sequence[EngineStatus]:
+        """Returns the model's engines. Raises BackendUnavailable."""
+        taken_at, engines = self._known.get(model, (-LIFETIME_S, ()))
+        now = self._clock()
+        if now - taken_at >= LIFETIME_S:
+            engines = await self._queue.engines(model)
+            self._known[model] = (now, engines)
+        return engines
+
+    async def shards(self, model: str) -> int:
+        """Returns the number of shards that new requests go to; 1 if it is not known."""
+        try:
+            return shards_of(await self.engines(model))
+        except BackendUnavailable:
+            return 1
+
+    def forget(self) -> None:
+        """Makes the next call read the queue again."""
+        self._known.clear()
+
+    async def max_model_len(self, model: str) -> int | None:
+        """Returns the longest sequence that every engine can run; None without an engine."""
+        return min((e.max_model_len for e in await self.engines(model)), default=None)
+
+    async def able(self, model: str, max_step_age: float) -> str | None:
+        """Returns why no engine can serve the model; None if one has made a step lately, or
+        could."""
+        engines = await self.engines(model)
+        if not engines:
+            return f"no engine serves {model}"
+        working = [e for e in engines if not e.draining]
+        if not working:
+            return f"all {len(engines)} engines of {model} are draining"
+        if min(e.last_step_age for e in working) > max_step_age:
+            return f"no engine of {model} has made a step for {max_step_age:g} s"
+        return None

@@ -1,0 +1,268 @@
+"""One request in flight as its caller sees it: an iterator of deltas that can be stopped or
+cancelled.
+
+The arbiter knows what the client has. Talks to the queue only through the client that made it.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from headrace_common.errors import FailureCode, RequestFailed
+from headrace_common.protocol.arbiter import Action, Arbiter, Deliver, Fail, Ignore, Lost, Send
+from headrace_common.protocol.base import Outcome
+from headrace_common.wire.messages import (
+    ChoiceState,
+    Control,
+    Failed,
+    GenerateRequest,
+    Reply,
+    Resend,
+    StopChoice,
+    Tokens,
+)
+
+MOST_MERGED = 64  # tokens, so that one stream does not delay the others
+Delta = Deliver  # what the arbiter lets through is what the client gets
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What a generation calls in its client."""
+
+    send: Callable[[str, str, Control], None]  # to an engine of a model
+    news: Callable[["Generation"], None]
+    ended: Callable[["Generation"], None]
+    abandon: Callable[["Generation"], Awaitable[None]]
+    lost: Callable[["Generation"], None]
+    ignored: Callable[[str], None]
+    left: Callable[[str], None]
+
+
+class Generation:
+    """Async iterator of Delta until every choice has ended. Raises RequestFailed.
+
+    Use it in `async with`: leaving the block before the end cancels the request. Cancelling a task
+    that waits for the next delta does not cancel the request (waiting with a timeout is common);
+    cancel() does.
+
+    `holder` is another gateway, whose replies this generation reads: that gateway answers the
+    engines.
+    """
+
+    def __init__(self, request: GenerateRequest, hooks: Hooks, now: float) -> None:
+        self.request = request
+        self.arbiter = Arbiter(request.request_id, request.sampling.n)
+        self.heard_at = now  # monotonic seconds of an engine's last message about it
+        self.holder: str | None = None
+        self._hooks = hooks
+        self._deltas: deque[Delta] = deque()
+        self._news: asyncio.Future[None] | None = None  # set while a task waits for the next delta
+        self._listener: Callable[[], None] | None = None
+        self._announced = False
+        self._failure: Failed | None = None
+        self.ended = False  # whether nothing comes after what can be taken now
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def shared(self) -> bool:
+        """Whether other gateways may have clients of it."""
+        return self.request.keep_ms > 0
+
+    @property
+    def started(self) -> bool:
+        """Whether an engine has reported it."""
+        return self.arbiter.owner is not None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while not self._deltas and not self.ended:
+            await self._next()
+        if self._deltas:
+            return merged(self._deltas)
+        if self._failure is not None:
+            raise RequestFailed(self._failure.failure, self._failure.message)
+        raise StopAsyncIteration
+
+    async def _next(self) -> None:
+        self._news = asyncio.get_running_loop().create_future()
+        try:
+            await self._news
+        finally:
+            self._news = None
+
+    def take(self) -> Delta | None:
+        """Returns the next delta without waiting; None if nothing has come, or nothing more
+        comes."""
+        return merged(self._deltas) if self._deltas else None
+
+    def listen(self, listener: Callable[[], None] | None) -> None:
+        """Has `listener` called at news and at the end, instead of waking a task that iterates.
+
+        It is called once for all deltas that came together.
+        """
+        self._listener = listener
+
+    def notify(self) -> None:
+        """Calls the listener; the client does so once it has read the frames that have come."""
+        self._announced = False
+        if self._listener is not None:
+            self._listener()
+        else:
+            self._notify()
+
+    def _notify(self) -> None:
+        if self._listener is not None:
+            if not self._announced:
+                self._announced = True
+                self._hooks.news(self)
+        elif self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.cancel()
+
+    async def stop_choice(self, choice: int) -> None:
+        """Ends a choice in which a stop string was found; its engine stops generating it."""
+        if self.ended or not self.arbiter.stop_choice(choice):
+            return
+        owner = self.arbiter.owner
+        if owner is not None:
+            stop = StopChoice(request_id=self.request_id, choice=choice)
+            self._hooks.send(owner[0], self.request.model, stop)
+        self._end_if_complete()
+
+    async def cancel(self) -> None:
+        """Ends the request if it has not ended; the iterator raises. Can be called twice."""
+        if not self.ended:
+            self.fail(FailureCode.CANCELLED, "the request was cancelled")
+            await self._hooks.abandon(self)
+
+    def leave(self) -> None:
+        """Ends it here without ending the request; the iterator raises."""
+        if self.ended:
+            return
+        self._hooks.left(self.request_id)
+        self.fail(FailureCode.CANCELLED, "the request was left to other gateways")
+
+    # For the client
+
+    def catch_up(self, owner: tuple[str, int] | None) -> None:
+        """Asks the engine that has the request for the tokens that its holder was sent before."""
+        if owner is None or self.ended:
+            return
+        self.arbiter.owner = self.arbiter.owner or owner
+        for choice in range(self.request.sampling.n):
+            index = self.arbiter.token_count(choice)
+            control = Resend(request_id=self.request_id, choice=choice, index=index)
+            self._hooks.send(owner[0], self.request.model, control)
+
+    def adopt(self, states: Sequence[ChoiceState]) -> None:
+        """Takes over what the request's former gateway had received."""
+        self._carry_out(self.arbiter.adopt(states))
+
+    def fail(self, failure: FailureCode, message: str) -> None:
+        """Ends the request here; does not tell the queue."""
+        self._end(
+            Failed(
+                request_id=self.request_id,
+                attempt=self.arbiter.attempt,
+                failure=failure,
+                message=message,
+            )
+        )
+
+    def handle(self, engine_id: str, reply: Reply, now: float) -> None:
+        """Takes one reply of an engine."""
+        delta = self.arbiter.follow(engine_id, reply) if type(reply) is Tokens else None
+        if delta is not None:  # nearly always
+            self.heard_at = now
+            self._deliver(delta)
+            return
+        actions = self.arbiter.handle(engine_id, reply)
+        if not any(isinstance(action, Ignore) for action in actions):
+            self.heard_at = now
+        self._carry_out(actions)
+
+    def settle(self, outcome: Outcome) -> bool:
+        """Applies the stored outcome; returns False if it is not of the client's history."""
+        actions = self.arbiter.settle(outcome)
+        if actions is None:
+            return False
+        self._carry_out(actions)
+        return True
+
+    def _carry_out(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Deliver():
+                    self._deliver(action)
+                case Send():
+                    if self.holder is None or isinstance(action.control, Resend):
+                        self._hooks.send(action.engine_id, self.request.model, action.control)
+                case Fail():
+                    self._end(action.failed)
+                case Lost():
+                    self._hooks.lost(self)
+                case Ignore():
+                    self._hooks.ignored(action.reason)
+        self._end_if_complete()
+
+    def _deliver(self, delta: Delta) -> None:
+        self._deltas.append(delta)
+        self._notify()
+
+    def _end_if_complete(self) -> None:
+        if self.arbiter.complete:
+            self._end(None)
+
+    def _end(self, failure: Failed | None) -> None:
+        if self.ended:
+            return
+        self.ended = True
+        self._failure = failure
+        self._notify()
+        self._hooks.ended(self)
+
+
+def merged(deltas: deque[Delta]) -> Delta:
+    """Takes the first delta, merged with those that follow of the same choice.
+
+    A reader that is slower than the engines gets more at a time. Deltas with and without log
+    probabilities are not merged.
+    """
+    first = deltas.popleft()
+    if not deltas or deltas[0].choice != first.choice:
+        return first
+    known = first.logprobs is not None
+    token_ids, logprobs, last = list(first.token_ids), list(first.logprobs or ()), first
+    while (
+        deltas
+        and deltas[0].choice == first.choice
+        and (deltas[0].logprobs is not None) == known
+        and len(token_ids) < MOST_MERGED
+    ):
+        last = deltas.popleft()
+        token_ids += last.token_ids
+        logprobs += last.logprobs or ()
+    return last._replace(
+        token_ids=tuple(token_ids),
+        logprobs=tuple(logprobs) if known else None,
+        prompt_logprobs=first.prompt_logprobs,
+    )

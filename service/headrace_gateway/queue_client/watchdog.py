@@ -1,0 +1,207 @@
+"""Asks about requests of which nothing is heard, and takes them from silent engines.
+
+Such a request is admitted again, which changes nothing if all is well. Reads no frames: the client
+tells it which engines were heard, and handles the result of ADMIT.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from headrace_common.errors import BackendUnavailable, FailureCode, RequestConflict
+from headrace_common.protocol.base import AdmitResult, AdmitState, GatewayQueue, QueueLimits
+
+from .generation import Generation
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientConfig:
+    """Times in seconds.
+
+    `silence`: an engine that sends nothing for this long is given up. `recheck`: a request of which
+    nothing is heard is asked about after this long, then after intervals that double up to
+    `longest_recheck`.
+    """
+
+    beat_interval: float = 3.0
+    silence: float = 2.5
+    recheck: float = 2.5
+    longest_recheck: float = 20.0
+
+
+@dataclass(slots=True)
+class _Watch:
+    """When a generation is next asked about, and which engine is believed to have it.
+
+    `released`: the engine and attempt that it was taken from, until another has it. `lost`: an
+    engine ended it unnecessarily; it is asked about at once.
+    """
+
+    due: float
+    pause: float
+    suspect: tuple[str, int] | None = None
+    suspected_at: float = 0.0
+    released: tuple[str, int] | None = None
+    lost: bool = False
+
+
+@contextmanager
+def isolated(generation: Generation) -> Iterator[None]:
+    """Ends only this request if its state in the queue is corrupt: its model's engines may write
+    there, and must not end other models' requests. BackendUnavailable passes."""
+    try:
+        yield
+    except BackendUnavailable:
+        raise
+    except Exception as error:
+        fields = {"request_id": generation.request_id, "model": generation.request.model}
+        logger.error("the state of a request in the queue is corrupt", extra=fields, exc_info=error)
+        generation.fail(
+            FailureCode.INTERNAL,
+            "the request's state in the queue is corrupt; send the request again",
+        )
+
+
+class Watchdog:
+    """Watches the generations in `active`. `now` is the client's clock; `admitted` handles the
+    result of ADMIT.
+
+    `heard`: when each engine was last heard, by its id and the model whose engines may write to
+    that stream ("": all may). `unavailable_at`: when Redis was last out of reach, which does not
+    count as an engine's silence.
+    """
+
+    def __init__(
+        self,
+        queue: GatewayQueue,
+        limits: QueueLimits,
+        config: ClientConfig,
+        now: Callable[[], float],
+        active: Mapping[str, Generation],
+        admitted: Callable[[Generation, AdmitResult], Awaitable[None]],
+    ) -> None:
+        self._queue = queue
+        self._limits = limits
+        self._config = config
+        self._now = now
+        self._active = active
+        self._admitted = admitted
+        self._watches: dict[str, _Watch] = {}
+        self.heard: dict[tuple[str, str], float] = {}
+        self.unavailable_at = 0.0
+
+    def begin(self, request_id: str) -> None:
+        pause = self._config.recheck
+        self._watches[request_id] = _Watch(self._now() + pause, pause)
+
+    def end(self, request_id: str) -> None:
+        self._watches.pop(request_id, None)
+
+    def lost(self, generation: Generation) -> None:
+        """Notes that an engine ended the request unnecessarily."""
+        if watch := self._watches.get(generation.request_id):
+            watch.lost = True
+
+    def hears(self, engine_id: str, model: str) -> bool:
+        """Whether an engine of a model was heard lately."""
+        return self._now() - self._heard_at(engine_id, model) < self._config.silence
+
+    def _heard_at(self, engine_id: str, model: str) -> float:
+        return max(self.heard.get((engine_id, where), 0.0) for where in (model, ""))
+
+    async def queued_again(self, generation: Generation) -> None:
+        """Notes that a request is queued again, and renews this gateway's beat.
+
+        The next engine asks here what the client has, unless this gateway seems to be gone: Redis
+        may have lost its beat as well.
+        """
+        fields = {"request_id": generation.request_id, "attempt": generation.arbiter.attempt}
+        logger.warning("request queued again", extra=fields)
+        if watch := self._watches.get(generation.request_id):
+            watch.released = generation.arbiter.owner
+        await self._queue.beat()
+
+    async def run(self) -> None:
+        """Runs until no request is in flight."""
+        while self._active:
+            await asyncio.sleep(self._config.silence / 4)
+            try:
+                for generation in list(self._active.values()):
+                    with isolated(generation):
+                        await self._check(generation, self._now())
+            except BackendUnavailable as error:
+                self.unavailable_at = self._now()
+                logger.warning(
+                    "redis unavailable, requests are checked again later",
+                    extra={"error": str(error)},
+                )
+            horizon = self._now() - 100 * self._config.silence
+            self.heard = {k: at for k, at in self.heard.items() if at > horizon}
+
+    async def _check(self, generation: Generation, now: float) -> None:
+        watch = self._watches.get(generation.request_id)
+        if watch is None:
+            return
+        owner = generation.arbiter.owner or watch.suspect
+        if generation.holder is not None:
+            owner = None  # its holder watches the engine
+        if owner in (None, watch.released):
+            silent = False
+        else:
+            silent = self._is_silent(owner[0], generation, watch)
+        if silent or watch.lost:
+            await self._recheck(generation, watch, now)
+        elif now - generation.heard_at < self._config.recheck:
+            watch.due, watch.pause = now + self._config.recheck, self._config.recheck
+        elif now >= watch.due:
+            await self._recheck(generation, watch, now)
+
+    def _is_silent(self, engine_id: str, generation: Generation, watch: _Watch) -> bool:
+        """Whether an engine could have sent something and did not."""
+        heard = self._heard_at(engine_id, generation.request.model)
+        since = max(heard, generation.heard_at, watch.suspected_at, self.unavailable_at)
+        return self._now() - since > self._config.silence
+
+    async def _recheck(self, generation: Generation, watch: _Watch, now: float) -> None:
+        """Admits a request again; takes it from an engine that was silent then and still is."""
+        watch.due = now + watch.pause
+        watch.pause = min(2 * watch.pause, self._config.longest_recheck)
+        try:
+            admission = await self._queue.admit(
+                generation.request,
+                self._limits,
+                seen=generation.arbiter.attempt,
+                polite=generation.shared,
+            )
+        except RequestConflict:
+            generation.fail(FailureCode.INTERNAL, "the request's id is in use for another one")
+            return
+        watch.lost = False
+        if generation.ended:
+            return
+        await self._admitted(generation, admission)
+        if admission.state is AdmitState.ADMITTED:
+            await self.queued_again(generation)
+        if admission.state is not AdmitState.ATTACHED or admission.owner is None:
+            watch.suspect = None
+            return
+        await self._suspect(generation, watch, (admission.owner, admission.attempt), now)
+
+    async def _suspect(
+        self, generation: Generation, watch: _Watch, owner: tuple[str, int], now: float
+    ) -> None:
+        """Notes that `owner` has the request and nothing was heard of it."""
+        if owner not in (watch.suspect, generation.arbiter.owner):
+            # The owner is new: it gets the usual time.
+            watch.suspect, watch.suspected_at = owner, now
+        elif self._is_silent(owner[0], generation, watch):
+            logger.warning(
+                "engine silent, request released",
+                extra={"request_id": generation.request_id, "engine_id": owner[0]},
+            )
+            await self._queue.release(generation.request_id, generation.request.model, *owner)
+            watch.released = owner

@@ -1,0 +1,4 @@
+"""Request bodies, as pydantic checks them.
+
+Imports limits.
+"""

@@ -1,0 +1,441 @@
+"""The queue protocol in memory, for tests and one-process use: the scripts' rules in Python.
+
+One MemoryBackend stands for one Redis; its gateways and engines must share an event loop. Requests,
+frames and control messages go through the same bytes as on the wire.
+"""
+
+import itertools
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+
+from headrace_common.errors import BackendUnavailable, FailureCode, RequestConflict
+from headrace_common.protocol.accounts import Item
+from headrace_common.protocol.base import (
+    LOST_HELD_S,
+    Outcome,
+    Placement,
+    Progress,
+    QueueLimits,
+    Verdict,
+)
+from headrace_common.protocol.failures import ended_state
+from headrace_common.protocol.registry import RegisteredModel
+from headrace_common.protocol.requests import fingerprint, priority_class, token_cost
+from headrace_common.wire import keys
+from headrace_common.wire.messages import GenerateRequest, encode_request
+
+from .fairness import OUTPUT, FairQueue
+from .placement import choose, first_own, free_at
+from .records import Ending, Record, Taken
+from .shards import Log, Round, Shard
+
+SHARE = 16
+SUSPECT, POISON = 2, 4
+
+
+class MemoryBackend:
+    """What Redis holds. `clock` gives Unix seconds; `available` False plays an outage."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self.clock = clock
+        self.available = True
+        self.shards: defaultdict[tuple[str, int], Shard] = defaultdict(Shard)
+        self.kept: dict[str, tuple[int, float]] = {}  # a model's shards, and until when
+        numbers = itertools.count(1)
+        self.frames: defaultdict[str, Log] = defaultdict(lambda: Log(numbers))
+        self.controls: defaultdict[str, Log] = defaultdict(lambda: Log(numbers))
+        self.gateways: dict[str, float] = {}
+        self.models: dict[str, tuple[RegisteredModel, bytes]] = {}
+        self.models_store = ""
+        self.stored: dict[str, tuple[float, str, bytes]] = {}
+        self.wanted: dict[str, float] = {}
+        self.attending: defaultdict[str, set[str]] = defaultdict(set)
+        self.accounts: defaultdict[str, dict[str, Item]] = defaultdict(dict)
+        self.salt = b""
+
+    def check(self) -> None:
+        """Raises BackendUnavailable during an outage."""
+        if not self.available:
+            raise BackendUnavailable("memory: the backend is switched off")
+
+    def gateway_alive(self, gateway_id: str) -> bool:
+        self.check()
+        return self.gateways.get(gateway_id, 0.0) > self.clock()
+
+    def shards_of(self, model: str) -> list[Shard]:
+        """The model's shards in which there may be something."""
+        count, until = self.kept.get(model, (1, 0.0))
+        return [self.shard(model, n) for n in range(count if until > self.clock() else 1)]
+
+    def shard(self, model: str, number: int = keys.DEFAULT_SHARD) -> Shard:
+        self.check()
+        shard = self.shards[model, number]
+        now = self.clock()
+        for rid in [rid for rid, r in shard.records.items() if r.expires <= now]:
+            self._remove_waiting(shard, rid)
+            del shard.records[rid]
+        return shard
+
+    @staticmethod
+    def _remove_waiting(shard: Shard, request_id: str) -> None:
+        for priority, queue in shard.waiting.items():
+            queue.remove(request_id)
+            shard.placed.remove(priority, shard.records[request_id].placed, request_id)
+
+    async def wake(self, shard: Shard) -> None:
+        async with shard.changed:
+            shard.changed.notify_all()
+
+    # The scripts
+
+    def admit(
+        self,
+        request: GenerateRequest,
+        gateway: str,
+        limits: QueueLimits,
+        seen: int | None,
+        polite: bool,
+        placement: Placement | None = None,
+        *,
+        disputed: bool = False,
+        left: float,
+    ) -> tuple[Record | None, str]:
+        """ADMIT, `left` seconds before the deadline: (record, former gateway, "held" or "new");
+        (None, "" or "tenant") if the queue is full, for all or for the tenant.
+
+        Raises RequestConflict.
+        """
+        shard = self.shard(request.model, keys.shard_of(request.request_id))
+        record = shard.records.get(request.request_id)
+        if record is not None:
+            if left > 0 and record.goes_on(gateway, seen, disputed=disputed):
+                return self._go_on(shard, record, request, gateway, seen, polite=polite, left=left)
+            if polite and not record.ended and record.gateway != gateway:
+                record.given = True
+                return record, "held"
+            attached = self._attach(record, request, gateway)
+            record.given = record.given or (record.state == "done" and seen is None)
+            return attached
+        tokens = token_cost(request)
+        waiting, held = self.waiting(shard)
+        if seen is None and limits.refuse(waiting, held, tokens):
+            return None, ""
+        most = limits.max_tenant_requests
+        if seen is None and 0 < most <= self.waiting_of(shard, request.tenant):
+            return None, "tenant"
+        record = self._record(request, gateway, seen, left)
+        shard.records[request.request_id] = record
+        queue = shard.waiting[record.priority]
+        if placement is not None:
+            record.placed = choose(placement, _running(shard), waiting, shard.placed)
+            record.hold = placement.hold_ms / 1000
+        queue.add(request.request_id, record.tenant)
+        if record.placed:
+            shard.placed.add(record.priority, record.placed, request.request_id)
+            shard.wakeups += queue.blocked(request.request_id)
+        return record, "new"
+
+    def _go_on(
+        self,
+        shard: Shard,
+        record: Record,
+        request: GenerateRequest,
+        gateway: str,
+        seen: int | None,
+        *,
+        polite: bool,
+        left: float,
+    ) -> tuple[Record | None, str]:
+        """Queues a request again that has ended, or leaves that to its gateway."""
+        now = self.clock()
+        if record.fingerprint != fingerprint(request):
+            raise _conflict(request)
+        if polite and record.gateway != gateway and now - record.lost_at < LOST_HELD_S:
+            record.given = True
+            return record, "held"
+        record.go_on(gateway, encode_request(request), now, seen, left)
+        shard.waiting[record.priority].add(request.request_id, record.tenant)
+        return record, "new"
+
+    def _record(
+        self, request: GenerateRequest, gateway: str, seen: int | None, left: float
+    ) -> Record:
+        now = self.clock()
+        return Record(
+            payload=encode_request(request),
+            fingerprint=fingerprint(request),
+            priority=priority_class(request.priority),
+            deadline=now + left,
+            tokens=token_cost(request),
+            prompt_tokens=len(request.prompt_token_ids),
+            tenant=request.tenant,
+            gateway=gateway,
+            admitted=now,
+            attempt=seen or 0,
+            keep=request.keep_ms / 1000,
+            expires=now + left + keys.GRACE_MS / 1000,
+        )
+
+    @staticmethod
+    def _attach(
+        record: Record, request: GenerateRequest, gateway: str
+    ) -> tuple[Record | None, str]:
+        if record.fingerprint != fingerprint(request):
+            raise _conflict(request)
+        former = ""
+        if not record.ended and record.gateway != gateway:
+            former = record.gateway
+            record.former.append(former)
+            record.gateway = gateway
+        return record, former
+
+    def waiting(self, shard: Shard) -> tuple[int, int]:
+        """Requests and tokens that wait."""
+        ids = [rid for queue in shard.waiting.values() for rid in queue]
+        return len(ids), sum(shard.records[rid].tokens for rid in ids)
+
+    def waiting_of(self, shard: Shard, tenant: str) -> int:
+        """A tenant's waiting requests."""
+        ids = [rid for queue in shard.waiting.values() for rid in queue]
+        return sum(shard.records[rid].tenant == tenant for rid in ids)
+
+    def take(self, shard: Shard, engine: str, count: int, room: int | None) -> Round:
+        """TAKE."""
+        turn = Round(engine, count, math.inf if room is None else room)
+        for priority in (2, 3):
+            share = min(shard.due[priority] // SHARE, turn.left)
+            self._take(shard, priority, share, turn)
+            shard.due[priority] -= max(0, share) * SHARE
+        for priority in (1, 2, 3):
+            before = len(turn.taken)
+            empty = self._take(shard, priority, turn.left, turn)
+            for lower in range(priority + 1, 4):
+                shard.due[lower] += len(turn.taken) - before
+            if empty and priority in shard.due:
+                shard.due[priority] = 0
+        for queue in shard.waiting.values():
+            queue.keep_head()
+        return turn
+
+    def _take(self, shard: Shard, priority: int, most: int, turn: Round) -> bool:
+        """Takes from one class while there is room; whether that left it empty."""
+        queue, end = shard.waiting[priority], len(turn.taken) + most
+        while len(turn.taken) < end and not turn.stopped:
+            rid = queue.first()
+            if rid is None:
+                return True
+            self._deal(shard, queue, rid, turn)
+        return False
+
+    def _deal(self, shard: Shard, queue: FairQueue, rid: str, turn: Round) -> None:
+        """Deals with the next request of a class."""
+        record = shard.records[rid]
+        if record.deadline <= self.clock():
+            self._remove_placed(shard, rid)
+            turn.endings.append(self._fail(shard, queue.pop(), FailureCode.DEADLINE, False))
+        elif record.placed not in ("", turn.engine) and self._gives_way(shard, rid, turn):
+            return
+        elif record.prompt_tokens > turn.room:
+            turn.stopped = True
+        else:
+            turn.room -= record.prompt_tokens
+            self._remove_placed(shard, rid)
+            shard.counters.serve(record.tenant, record.prompt_tokens)
+            turn.taken.append(self._lease(queue.pop(), record, turn.engine, suspect=False))
+
+    @staticmethod
+    def _remove_placed(shard: Shard, rid: str) -> None:
+        record = shard.records[rid]
+        shard.placed.remove(record.priority, record.placed, rid)
+
+    def _gives_way(self, shard: Shard, rid: str, turn: Round) -> bool:
+        """Whether the next request, placed with another engine, is not for this one now."""
+        record = shard.records[rid]
+        queue = shard.waiting[record.priority]
+        candidates = [
+            (other, shard.records[other])
+            for other in shard.placed.first(record.priority, turn.engine)
+            if queue.blocked(other)
+        ]
+        own = first_own(record, candidates, turn.room, shard.counters)
+        if own is not None:
+            record.passes += 1
+            queue.pass_over(own)
+            return True
+        oldest = [shard.records[other].admitted for other in queue.oldest()]
+        free = free_at(record, oldest)
+        if free <= self.clock():
+            return False
+        turn.stopped, turn.free_at = True, free
+        return True
+
+    def _lease(self, rid: str, record: Record, engine: str, *, suspect: bool) -> Taken:
+        fresh = record.state == "queued"
+        recovered = record.attempt > 0 or not fresh
+        record.attempt += 1
+        record.state, record.owner, record.executing = "running", engine, False
+        record.consumer = engine
+        record.beaten = self.clock()
+        if record.attempt == 1 and not recovered:
+            record.writer = f"{engine}/1"
+        placed = record.placed == engine if fresh and record.placed else None
+        now = self.clock()
+        return Taken(
+            request_id=rid,
+            attempt=record.attempt,
+            gateway=record.gateway,
+            recovered=recovered,
+            suspect=suspect,
+            payload=record.payload,
+            placed=placed,
+            waited=now - record.admitted,
+            left=record.deadline - now,
+        )
+
+    def _fail(self, shard: Shard, rid: str, why: FailureCode, started: bool) -> Ending:
+        record = shard.records[rid]
+        record.state, record.why = "failed", why
+        self._keep(record)
+        if started:
+            shard.count_ending(self.clock())
+        return Ending(rid, record.attempt, record.gateway, why)
+
+    def reap(
+        self, shard: Shard, engine: str, count: int, lease: float, suspects: bool
+    ) -> tuple[list[Taken], list[Ending]]:
+        """REAP."""
+        taken: list[Taken] = []
+        endings: list[Ending] = []
+        for rid, record in sorted(shard.started(), key=lambda item: item[1].priority):
+            if len(taken) >= count:
+                break
+            if self.clock() - record.beaten < lease:
+                continue
+            if record.deadline <= self.clock():
+                endings.append(self._fail(shard, rid, FailureCode.DEADLINE, True))
+                continue
+            failures = record.counted_failures
+            if failures >= POISON:
+                shard.dead_letters.append((rid, "poisoned", failures))
+                endings.append(self._fail(shard, rid, FailureCode.POISONED, True))
+            elif failures < SUSPECT or suspects:
+                suspects = suspects and failures < SUSPECT
+                record.failures, record.progress_at_take = failures, record.progress
+                suspect = failures >= SUSPECT
+                taken.append(self._lease(rid, record, engine, suspect=suspect))
+        return taken, endings
+
+    def owned(self, shard: Shard, rid: str, engine: str, attempt: int | None) -> Record | None:
+        """The record where the engine owns the request in that attempt (None: any)."""
+        record = shard.records.get(rid)
+        if record is None or record.owner != engine:
+            return None
+        return record if attempt is None or record.attempt == attempt else None
+
+    def beat(
+        self, shard: Shard, engine: str, item: Progress
+    ) -> tuple[Verdict, str, tuple[int, ...]]:
+        """BEAT."""
+        if item.request_id not in shard.records:
+            return Verdict.MISSING, "", item.journaled
+        record = self.owned(shard, item.request_id, engine, item.attempt)
+        if record is None:
+            return Verdict.STOLEN, "", item.journaled
+        if record.state == "cancelled":
+            return Verdict.CANCELLED, "", item.journaled
+        if record.ended:
+            return Verdict.STOLEN, "", item.journaled
+        record.beaten = self.clock()
+        record.executing = record.executing or item.executing
+        verdict = Verdict.EXPIRED if record.deadline <= self.clock() else Verdict.OWNED
+        if record.writer != f"{engine}/{item.attempt}":
+            return verdict, record.gateway, item.journaled
+        before, counts = record.progress, record.write_journal(item)
+        shard.counters.charge(record.tenant, OUTPUT * (record.progress - before))
+        return verdict, record.gateway, counts
+
+    def release(self, shard: Shard, rid: str, engine: str, attempt: int | None, own: bool) -> bool:
+        """GIVEBACK."""
+        record = self.owned(shard, rid, engine, attempt)
+        if record is None or record.state != "running":
+            return False
+        record.beaten = -math.inf
+        if own:
+            record.owner, record.executing = "", False
+        shard.wakeups += 1
+        return True
+
+    def finish(self, shard: Shard, rid: str, engine: str, attempt: int, outcome: Outcome) -> bool:
+        """FINISH."""
+        record = self.owned(shard, rid, engine, attempt)
+        if record is None:
+            return False
+        state = ended_state(outcome)
+        if record.ended:
+            return record.state == state
+        record.state, record.outcome = state, outcome
+        record.why = outcome.failed.failure if outcome.failed else None
+        if record.why is FailureCode.LOST:
+            record.lost_at = self.clock()
+        output = sum(len(choice.token_ids) for choice in outcome.choices)
+        shard.counters.charge(record.tenant, OUTPUT * (output - record.progress))
+        self._end(shard, record)
+        return True
+
+    def cancel(self, shard: Shard, rid: str) -> str:
+        """CANCEL: the engine to tell, or ""."""
+        record = shard.records.get(rid)
+        if record is None:
+            return ""
+        if record.undecided:
+            record.state, record.why, record.outcome = "cancelled", FailureCode.CANCELLED, None
+            return ""
+        if not record.ended:
+            self._remove_waiting(shard, rid)
+            record.state, record.why = "cancelled", FailureCode.CANCELLED
+            self._end(shard, record)
+        return record.owner if record.state == "cancelled" else ""
+
+    def forget(self, shard: Shard, rid: str) -> None:
+        """What is left of an ended request goes, but for its engine's repetitions."""
+        record = shard.records.get(rid)
+        if record is not None:
+            record.expires = self.clock() + keys.FORGOTTEN_MS / 1000
+
+    def _end(self, shard: Shard, record: Record) -> None:
+        record.journal = []
+        self._keep(record)
+        shard.count_ending(self.clock())
+
+    def _keep(self, record: Record) -> None:
+        record.expires = self.clock() + max(keys.ENDED_TTL_MS / 1000, record.keep)
+
+    def wipe(self) -> None:
+        """Loses everything, as an emptied Redis; readers and waiters stay connected."""
+        for shard in self.shards.values():
+            shard.records.clear()
+            shard.dead_letters.clear()
+            shard.statuses.clear()
+            shard.clear()
+        for log in (*self.frames.values(), *self.controls.values()):
+            log.items.clear()
+        self.gateways.clear()
+        self.kept.clear()
+        self.models.clear()
+        self.models_store = ""
+        self.stored.clear()
+        self.wanted.clear()
+        self.accounts.clear()
+        self.attending.clear()
+        self.salt = b""
+
+
+def _conflict(request: GenerateRequest) -> RequestConflict:
+    return RequestConflict(f"request id {request.request_id} is in use for another request")
+
+
+def _running(shard: Shard) -> dict[str, int]:
+    """Started requests of each engine."""
+    return Counter(record.consumer for _, record in shard.started())

@@ -1,0 +1,411 @@
+"""Gateway's and engine's side of a MemoryBackend, with the behaviour of those over Redis."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
+
+from headrace_common.errors import FailureCode, MessageError, QueueFull
+from headrace_common.protocol.attempt_history import AttemptHistory
+from headrace_common.protocol.base import (
+    LOST_HELD_S,
+    AdmitResult,
+    AdmitState,
+    Beat,
+    EngineStatus,
+    Lease,
+    Outcome,
+    Placement,
+    Progress,
+    QueueDepth,
+    QueueLimits,
+    QueuePosition,
+    RequestStatus,
+)
+from headrace_common.protocol.failures import failed
+from headrace_common.protocol.frames import (
+    decode_control,
+    decode_frame,
+    encode_control,
+    encode_frame,
+)
+from headrace_common.protocol.journal import rebuild_from
+from headrace_common.protocol.redis.framing import frames_of
+from headrace_common.protocol.requests import check_shard, queue_full
+from headrace_common.wire import keys
+from headrace_common.wire.messages import (
+    Cancel,
+    ChoiceState,
+    Control,
+    Frame,
+    GenerateRequest,
+    Reply,
+    Reroute,
+    decode_request,
+)
+
+from .backend import MemoryBackend
+from .records import Ending, Record, Taken
+from .shards import Log, Shard
+
+
+async def _entries(log: Log, position: int = 0) -> AsyncIterator[bytes]:
+    while True:
+        async with log.changed:
+            while position == len(log.items):
+                await log.changed.wait()
+                position = min(position, len(log.items))
+        _, data = log.items[position]
+        position += 1
+        yield data
+
+
+async def _decoded(messages: AsyncIterator[bytes]) -> AsyncIterator[Frame]:
+    async for data in messages:
+        yield decode_frame(data)
+
+
+class MemoryGatewayQueue:
+    """One incarnation of a gateway; see GatewayQueue. `clock` is its own, in Unix seconds."""
+
+    def __init__(
+        self, backend: MemoryBackend, gateway_id: str, clock: Callable[[], float] | None = None
+    ) -> None:
+        self.gateway_id = gateway_id
+        self._backend = backend
+        self._clock = clock or backend.clock
+
+    async def start(self) -> None:
+        await self.beat()
+
+    async def admit(
+        self,
+        request: GenerateRequest,
+        limits: QueueLimits,
+        *,
+        seen: int | None = None,
+        polite: bool = False,
+        disputed: bool = False,
+        placement: Placement | None = None,
+    ) -> AdmitResult:
+        record, former = self._backend.admit(
+            request,
+            self.gateway_id,
+            limits,
+            seen,
+            polite,
+            placement,
+            disputed=disputed,
+            left=request.deadline_ms / 1000 - self._clock(),
+        )
+        if record is None:
+            raise await self._full(request, of_tenant=former == "tenant")
+        await self._backend.wake(_shard(self._backend, request.request_id, request.model))
+        if former == "new":
+            if seen is not None:
+                self._keep_shard(request)
+            return AdmitResult(state=AdmitState.ADMITTED)
+        if record.ended and former != "held":
+            outcome = _outcome(request.request_id, record)
+            return AdmitResult(state=AdmitState.ENDED, outcome=outcome, attempt=record.attempt)
+        if former == "held":
+            return AdmitResult(
+                state=AdmitState.HELD,
+                owner=None if record.ended else record.owner or None,
+                attempt=record.attempt,
+                gateway_id=record.gateway,
+            )
+        if former and record.owner:
+            moved = Reroute(request_id=request.request_id, gateway_id=self.gateway_id)
+            await self.send(record.owner, request.model, moved)
+        return AdmitResult(
+            state=AdmitState.ATTACHED, owner=record.owner or None, attempt=record.attempt
+        )
+
+    def _keep_shard(self, request: GenerateRequest) -> None:
+        shards = keys.shard_of(request.request_id) + 1
+        if 1 < shards >= len(self._backend.shards_of(request.model)):
+            until = self._backend.clock() + keys.SHARDS_KEPT_MS / 1000
+            self._backend.kept[request.model] = (shards, until)
+
+    async def _full(self, request: GenerateRequest, *, of_tenant: bool) -> QueueFull:
+        waiting = (await self.depth(request.model)).waiting
+        if of_tenant:
+            shards = self._backend.shards_of(request.model)
+            waiting = sum(self._backend.waiting_of(shard, request.tenant) for shard in shards)
+        rate = await self.drain_rate(request.model)
+        return queue_full(request, waiting, rate, tenant=of_tenant)
+
+    def frames(self) -> AsyncIterator[Frame]:
+        return _decoded(_entries(self._backend.frames[self.gateway_id]))
+
+    async def frames_to(self, gateway_id: str, model: str) -> AsyncIterator[Frame]:
+        log = self._backend.frames[gateway_id]
+        return _decoded(_entries(log, len(log.items)))
+
+    async def gateway_alive(self, gateway_id: str) -> bool:
+        return self._backend.gateway_alive(gateway_id)
+
+    async def request_status(self, request_id: str, model: str) -> RequestStatus | None:
+        record = _shard(self._backend, request_id, model).records.get(request_id)
+        if record is None:
+            return None
+        held = record.undecided and self._backend.clock() - record.lost_at < LOST_HELD_S
+        outcome = _outcome(request_id, record) if record.ended and not held else None
+        return RequestStatus(started=record.state != "queued", outcome=outcome)
+
+    async def deliver_outcome(self, request_id: str, model: str) -> RequestStatus | None:
+        record = _shard(self._backend, request_id, model).records.get(request_id)
+        if record is not None:
+            record.given = record.given or record.state == "done"
+        return await self.request_status(request_id, model)
+
+    async def queue_position(self, request_id: str, model: str) -> QueuePosition | None:
+        own, higher = _shard(self._backend, request_id, model), 0
+        others = [shard for shard in self._backend.shards_of(model) if shard is not own]
+        for queue in own.waiting.values():
+            ahead = queue.ahead(request_id)
+            if ahead is not None:
+                ahead += higher
+                ahead += sum(min(ahead, self._backend.waiting(shard)[0]) for shard in others)
+                return QueuePosition.after(ahead, await self.drain_rate(model))
+            higher += len(queue)
+        return None
+
+    async def journal(self, request_id: str, model: str) -> tuple[ChoiceState, ...] | None:
+        return _journal(self._backend, request_id, model)
+
+    async def send(self, engine_id: str, model: str, control: Control) -> None:
+        self._backend.check()
+        await self._backend.controls[engine_id].add(encode_control(control))
+
+    async def cancel(self, request_id: str, model: str) -> None:
+        owner = self._backend.cancel(_shard(self._backend, request_id, model), request_id)
+        if owner:
+            await self.send(owner, model, Cancel(request_id=request_id))
+
+    async def forget(self, request_ids: Sequence[str], model: str) -> None:
+        for request_id in request_ids:
+            self._backend.forget(_shard(self._backend, request_id, model), request_id)
+
+    async def release(self, request_id: str, model: str, engine_id: str, attempt: int) -> None:
+        shard = _shard(self._backend, request_id, model)
+        if self._backend.release(shard, request_id, engine_id, attempt, own=False):
+            await self._backend.wake(shard)
+
+    async def depth(self, model: str) -> QueueDepth:
+        """The sum over the model's shards."""
+        return QueueDepth.of_all([self._depth(each) for each in self._backend.shards_of(model)])
+
+    def _depth(self, shard: Shard) -> QueueDepth:
+        waiting, tokens = self._backend.waiting(shard)
+        ids = [rid for queue in shard.waiting.values() for rid in queue]
+        oldest = min((shard.records[rid].admitted for rid in ids), default=self._backend.clock())
+        return QueueDepth(
+            waiting=waiting,
+            waiting_tokens=tokens,
+            pending=sum(1 for _ in shard.started()),
+            oldest_age=self._backend.clock() - oldest,
+            dead_letters=len(shard.dead_letters),
+        )
+
+    async def engines(self, model: str) -> Sequence[EngineStatus]:
+        shard, now = self._backend.shard(model), self._backend.clock()
+        return [status for until, status in shard.statuses.values() if until > now]
+
+    async def drain_rate(self, model: str) -> float:
+        now = self._backend.clock()
+        return sum(shard.drain_rate(now) for shard in self._backend.shards_of(model))
+
+    async def beat(self) -> None:
+        self._backend.check()
+        until = self._backend.clock() + keys.GATEWAY_TTL_MS / 1000
+        self._backend.gateways[self.gateway_id] = until
+
+    async def close(self) -> None:
+        self._backend.gateways.pop(self.gateway_id, None)
+
+
+class MemoryEngineQueue:
+    """One incarnation of an engine, with one shard of its model; see ShardQueue."""
+
+    def __init__(
+        self,
+        backend: MemoryBackend,
+        engine_id: str,
+        model: str,
+        *,
+        shard: int = keys.DEFAULT_SHARD,
+        lease_ms: int = keys.LEASE_MS,
+    ) -> None:
+        self.engine_id = engine_id
+        self.shard = shard
+        self._backend = backend
+        self._model = model
+        self._lease = lease_ms / 1000
+        self._attempts = AttemptHistory()
+        self._woken = 0
+        self._left: set[str] = set()
+        self._free_at = math.inf  # when any engine may take requests left to another
+
+    async def start(self) -> None:
+        self._woken = self._backend.shard(self._model, self.shard).wakeups
+
+    async def take(self, count: int, prompt_tokens: int | None = None) -> Sequence[Lease]:
+        shard = self._backend.shard(self._model, self.shard)
+        turn = self._backend.take(shard, self.engine_id, count, prompt_tokens)
+        self._left = self._newest(shard) if turn.stopped else set()
+        self._free_at = turn.free_at
+        return await self._leases(turn.taken, turn.endings)
+
+    async def reap(self, count: int, *, suspects: bool = True) -> Sequence[Lease]:
+        shard = self._backend.shard(self._model, self.shard)
+        taken, endings = self._backend.reap(shard, self.engine_id, count, self._lease, suspects)
+        return await self._leases(taken, endings)
+
+    async def _leases(self, taken: Sequence[Taken], endings: Sequence[Ending]) -> list[Lease]:
+        leases = []
+        for item in taken:
+            try:
+                leases.append(self._attempts.check(_lease(item, self.shard)))
+            except MessageError:
+                message = failed(item.request_id, item.attempt, FailureCode.MALFORMED)
+                self._backend.shard(self._model, self.shard).dead_letters.append(
+                    (item.request_id, "malformed", 0)
+                )
+                await self.finish(item.request_id, item.attempt, Outcome(failed=message))
+                await self.publish({item.gateway: [message]})
+        for end in endings:
+            await self.publish({end.gateway: [failed(end.request_id, end.attempt, end.why)]})
+        return leases
+
+    async def wait(self) -> None:
+        shard = self._backend.shards[self._model, self.shard]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._held_for()), shard.changed:
+                while not self._awaited():
+                    await shard.changed.wait()
+        self._woken = shard.wakeups
+
+    def _held_for(self) -> float | None:
+        if self._free_at == math.inf:
+            return None
+        return max(0.0, self._free_at - self._backend.clock())
+
+    def _awaited(self) -> bool:
+        shard = self._backend.shards[self._model, self.shard]
+        return shard.wakeups != self._woken or bool(self._newest(shard) - self._left)
+
+    @staticmethod
+    def _newest(shard: Shard) -> set[str]:
+        """What wakes engines: the newest unread entry of each priority."""
+        newest = (queue.newest for queue in shard.waiting.values())
+        return {rid for rid in newest if rid is not None}
+
+    @property
+    def holds_more(self) -> bool:
+        return bool(self._left)
+
+    @property
+    def lacks_room(self) -> bool:
+        return bool(self._left) and self._free_at == math.inf
+
+    async def beat(self, progress: Sequence[Progress], status: EngineStatus) -> Mapping[str, Beat]:
+        shard = self._backend.shard(self._model, self.shard)
+        shard.statuses[self.engine_id] = (self._backend.clock() + self._lease, status)
+        return await self.renew(progress)
+
+    async def renew(self, progress: Sequence[Progress]) -> Mapping[str, Beat]:
+        shard = self._backend.shard(self._model, self.shard)
+        beats = {}
+        for item in progress:
+            verdict, gateway, journaled = self._backend.beat(shard, self.engine_id, item)
+            beats[item.request_id] = Beat(verdict=verdict, gateway_id=gateway, journaled=journaled)
+        return beats
+
+    async def tell_shards(self, shards: int) -> int:
+        kept = len(self._backend.shards_of(self._model))
+        if 1 < shards >= kept:
+            until = self._backend.clock() + keys.SHARDS_KEPT_MS / 1000
+            self._backend.kept[self._model] = (shards, until)
+        return max(shards, kept)
+
+    async def journal(self, request_id: str) -> tuple[ChoiceState, ...] | None:
+        return _journal(self._backend, request_id, self._model)
+
+    async def resume(self, request_id: str, attempt: int, choices: Sequence[ChoiceState]) -> bool:
+        shard = self._backend.shard(self._model, self.shard)
+        record = self._backend.owned(shard, request_id, self.engine_id, attempt)
+        if record is None or record.state != "running":
+            return False
+        record.journal = list(choices)
+        record.writer = f"{self.engine_id}/{attempt}"
+        record.progress = record.progress_at_take = sum(len(c.token_ids) for c in choices)
+        record.executing = True
+        return True
+
+    async def publish(self, replies: Mapping[str, Sequence[Reply]]) -> None:
+        self._backend.check()
+        for gateway_id, items in replies.items():
+            for part in frames_of(items):
+                data = encode_frame(Frame(self.engine_id, tuple(part)))
+                await self._backend.frames[gateway_id].add(data)
+
+    async def controls(self) -> AsyncIterator[Control]:
+        async for data in _entries(self._backend.controls[self.engine_id]):
+            yield decode_control(data)
+
+    async def gateway_alive(self, gateway_id: str) -> bool:
+        return self._backend.gateway_alive(gateway_id)
+
+    async def finish(self, request_id: str, attempt: int, outcome: Outcome) -> bool:
+        shard = self._backend.shard(self._model, self.shard)
+        return self._backend.finish(shard, request_id, self.engine_id, attempt, outcome)
+
+    async def give_back(self, request_ids: Sequence[str]) -> None:
+        shard = self._backend.shard(self._model, self.shard)
+        for request_id in request_ids:
+            self._backend.release(shard, request_id, self.engine_id, None, own=True)
+        await self._backend.wake(shard)
+
+    async def close(self) -> None:
+        self._backend.shards[self._model, self.shard].statuses.pop(self.engine_id, None)
+
+
+def _journal(backend: MemoryBackend, request_id: str, model: str) -> tuple[ChoiceState, ...] | None:
+    record = _shard(backend, request_id, model).records.get(request_id)
+    if record is None or record.ended or not record.writer:
+        return None
+    frames = [
+        ((at, 0), decode_frame(data))
+        for gateway in dict.fromkeys([*record.former, record.gateway])
+        for at, data in backend.frames[gateway].items
+    ]
+    choices = decode_request(record.payload).sampling.n
+    missing = [ChoiceState()] * (choices - len(record.journal))
+    return rebuild_from(request_id, record.writer, record.journal + missing, frames)
+
+
+def _shard(backend: MemoryBackend, request_id: str, model: str) -> Shard:
+    return backend.shard(model, keys.shard_of(request_id))
+
+
+def _lease(item: Taken, shard: int) -> Lease:
+    """Raises MessageError."""
+    check_shard(item.request_id, shard)
+    return Lease(
+        request=decode_request(item.payload),
+        attempt=item.attempt,
+        gateway_id=item.gateway,
+        recovered=item.recovered,
+        suspect=item.suspect,
+        placed=item.placed,
+        waited=item.waited,
+        left=item.left,
+    )
+
+
+def _outcome(request_id: str, record: Record) -> Outcome:
+    if record.outcome is not None:
+        return record.outcome
+    return Outcome(failed=failed(request_id, 0, record.why or FailureCode.INTERNAL))

@@ -1,0 +1,134 @@
+"""What the queue in memory knows of a request, and what it hands out."""
+
+import math
+from dataclasses import dataclass, field
+
+from headrace_common.errors import FailureCode
+from headrace_common.protocol.base import MOST_ANEW, Outcome, Progress
+from headrace_common.protocol.failures import UNDECIDED
+from headrace_common.wire.keys import GRACE_MS
+from headrace_common.wire.messages import ChoiceState
+
+
+@dataclass(slots=True)
+class Record:
+    """One request's state; the fields are those of keys.ShardKeys.record. Times in seconds."""
+
+    payload: bytes
+    fingerprint: bytes
+    priority: int
+    deadline: float
+    tokens: int
+    prompt_tokens: int
+    tenant: str
+    gateway: str
+    admitted: float
+    attempt: int = 0
+    state: str = "queued"
+    owner: str = ""
+    former: list[str] = field(default_factory=list)
+    writer: str = ""
+    journal: list[ChoiceState] = field(default_factory=list)
+    failures: int = 0
+    progress: int = 0
+    progress_at_take: int = 0
+    executing: bool = False
+    beaten: float = -math.inf  # when its owner last beat; -inf: claimable at once
+    outcome: Outcome | None = None
+    why: FailureCode | None = None
+    expires: float = math.inf
+    keep: float = 0.0
+    consumer: str = ""  # who took it last, also where that has given it back
+    placed: str = ""  # with which engine
+    hold: float = 0.0  # how long it waits for that
+    passes: int = 0
+    lost_at: float = -math.inf
+    anew: int = 0  # how often it was queued again after its end
+    given: bool = False  # whether a client was given its outcome
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ("done", "failed", "cancelled")
+
+    @property
+    def undecided(self) -> bool:
+        """Whether it has ended without having to."""
+        return self.ended and self.why in UNDECIDED
+
+    def goes_on(self, gateway: str, seen: int | None, *, disputed: bool) -> bool:
+        """Whether it is queued again though it has ended, for a gateway that has it."""
+        known = seen is not None and self.attempt <= seen and self.gateway == gateway
+        other = disputed and known and self.state == "done" and not self.given
+        lost = self.undecided and (self.why is FailureCode.LOST or seen is not None)
+        return (lost or other) and self.anew < MOST_ANEW
+
+    def go_on(
+        self, gateway: str, payload: bytes, now: float, seen: int | None, left: float
+    ) -> None:
+        """It waits again, behind all attempts that it had. Its failures go on counting."""
+        self.state, self.why, self.outcome = "queued", None, None
+        self.attempt = max(self.attempt, seen or 0)
+        self.owner, self.gateway, self.former = "", gateway, []
+        self.writer, self.journal, self.executing = "", [], False
+        self.progress = self.progress_at_take = 0
+        self.placed, self.passes = "", 0
+        self.payload, self.admitted, self.anew = payload, now, self.anew + 1
+        self.expires = now + left + GRACE_MS / 1000
+
+    @property
+    def counted_failures(self) -> int:
+        """With that of the owner who was silent while it ran."""
+        if not self.executing:
+            return self.failures
+        return 0 if self.progress > self.progress_at_take else self.failures + 1
+
+    def write_journal(self, item: Progress) -> tuple[int, ...]:
+        """How many tokens each choice has in it now."""
+        while len(self.journal) < len(item.choices):
+            self.journal.append(ChoiceState())
+        for number, (index, choice) in enumerate(zip(item.journaled, item.choices, strict=True)):
+            if index <= len(self.journal[number].token_ids):
+                self.journal[number] = _extended(self.journal[number], index, choice)
+        counts = tuple(len(choice.token_ids) for choice in self.journal)
+        self.progress = max(self.progress, sum(counts))
+        return counts
+
+
+def _extended(known: ChoiceState, index: int, new: ChoiceState) -> ChoiceState:
+    """What the journal has of a choice with what was made from `index` on."""
+    behind = len(known.token_ids) - index
+    logprobs = None
+    if new.logprobs is not None and (known.logprobs is not None or not known.token_ids):
+        logprobs = (known.logprobs or ()) + new.logprobs[behind:]
+    ended = known if new.finish_reason is None else new
+    return ChoiceState(
+        token_ids=known.token_ids + new.token_ids[behind:],
+        finish_reason=ended.finish_reason,
+        stop_token=ended.stop_token,
+        logprobs=logprobs,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A lease before its payload is decoded."""
+
+    request_id: str
+    attempt: int
+    gateway: str
+    recovered: bool
+    suspect: bool
+    payload: bytes
+    placed: bool | None
+    waited: float
+    left: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """A request that the queue ended."""
+
+    request_id: str
+    attempt: int
+    gateway: str
+    why: FailureCode

@@ -1,0 +1,91 @@
+"""What the queue in memory is made of: a model's shards, one TAKE of them, streams of messages."""
+
+import asyncio
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from headrace_common.protocol.base import EngineStatus
+
+from .fairness import Counters, FairQueue
+from .placement import Placed
+from .records import Ending, Record, Taken
+
+RATE_WINDOW = 30.0
+
+
+class Shard:
+    """One model's queue: waiting request ids by priority class (1-3), and all records."""
+
+    def __init__(self) -> None:
+        self.clear()
+        self.records: dict[str, Record] = {}
+        self.statuses: dict[str, tuple[float, EngineStatus]] = {}
+        self.dead_letters: list[tuple[str, str, int]] = []
+        self.due = {2: 0, 3: 0}
+        self.rate = 0.0
+        self.rated: float | None = None
+        self.first_rated = 0.0
+        self.wakeups = 0
+        self.changed = asyncio.Condition()
+
+    def clear(self) -> None:
+        """Removes all waiting requests and the tenants' use."""
+        self.counters = Counters()
+        self.waiting = {priority: FairQueue(self.counters) for priority in (1, 2, 3)}
+        self.placed = Placed()
+
+    def started(self) -> Iterable[tuple[str, Record]]:
+        """Running requests, oldest first."""
+        return [(rid, r) for rid, r in self.records.items() if r.state == "running"]
+
+    def count_ending(self, now: float) -> None:
+        last = now if self.rated is None else self.rated
+        if self.rated is None:
+            self.first_rated = now
+        faded = self.rate * math.exp(-max(0.0, now - last) / RATE_WINDOW)
+        self.rate, self.rated = faded + 1 / RATE_WINDOW, now
+
+    def drain_rate(self, now: float) -> float:
+        if self.rated is None:
+            return 0.0
+        faded = self.rate * math.exp(-max(0.0, now - self.rated) / RATE_WINDOW)
+        return faded / -math.expm1(-max(1.0, now - self.first_rated) / RATE_WINDOW)
+
+
+@dataclass(slots=True)
+class Round:
+    """One TAKE. `most` requests, prompt tokens for which there is `room`.
+
+    `stopped`: the next request does not fit, or is another engine's; in that case until `free_at`.
+    """
+
+    engine: str
+    most: int
+    room: float
+    taken: list[Taken] = field(default_factory=list)
+    endings: list[Ending] = field(default_factory=list)
+    stopped: bool = False
+    free_at: float = math.inf
+
+    @property
+    def left(self) -> int:
+        """How many more it may take."""
+        return self.most - len(self.taken)
+
+
+class Log:
+    """A stream of messages with something to wait for; a reader keeps its own position.
+
+    Each message has a number that grows over all logs of a backend.
+    """
+
+    def __init__(self, numbers: Iterator[int]) -> None:
+        self.items: list[tuple[int, bytes]] = []
+        self.changed = asyncio.Condition()
+        self._numbers = numbers
+
+    async def add(self, data: bytes) -> None:
+        self.items.append((next(self._numbers), data))
+        async with self.changed:
+            self.changed.notify_all()

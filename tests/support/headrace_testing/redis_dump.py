@@ -1,0 +1,67 @@
+"""All bytes that lie in a Redis, and a search in them for what clients and models said."""
+
+import re
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from headrace_common.protocol.redis.client.client import RedisClient
+from headrace_common.wire.messages import pack_tokens
+
+WINDOW = 6  # tokens of a row: fewer could be there by chance
+
+
+@dataclass(frozen=True, slots=True)
+class Dump:
+    """Contents by where they are."""
+
+    contents: Sequence[tuple[str, bytes]]
+
+    def finds(self, said: str | Sequence[int]) -> list[str]:
+        """Where a text, or a row of token ids, is."""
+        wanted = forms(said)
+        return [where for where, data in self.contents if any(form in data for form in wanted)]
+
+
+def forms(said: str | Sequence[int], length: int = WINDOW) -> list[bytes]:
+    """A text or the first `length` token ids, as they could lie somewhere."""
+    if isinstance(said, str):
+        return [said.encode(), repr(said)[1:-1].encode()]
+    row = list(said[:length])
+    packed = msgpack.packb(row)[1:]
+    listed = re.sub(r"[\[\]]", "", str(row))
+    wide = array("q", row).tobytes()
+    return [pack_tokens(row), packed, wide, listed.encode(), listed.replace(" ", "").encode()]
+
+
+async def dump(client: RedisClient) -> Dump:
+    """Every key and value of a server."""
+    names = await client.scan("*")
+    return Dump([(name.decode(errors="replace"), await _value(client, name)) for name in names])
+
+
+async def _value(client: RedisClient, name: bytes) -> bytes:
+    kind = (await client.command("TYPE", name)).decode()
+    command: dict[str, tuple[Any, ...]] = {
+        "string": ("GET", name),
+        "hash": ("HGETALL", name),
+        "list": ("LRANGE", name, 0, -1),
+        "set": ("SMEMBERS", name),
+        "zset": ("ZRANGE", name, 0, -1),
+        "stream": ("XRANGE", name, "-", "+"),
+    }
+    return b"\n".join([name, *_flat(await client.command(*command[kind]))])
+
+
+def _flat(value: Any) -> Iterable[bytes]:
+    if isinstance(value, bytes):
+        yield value
+    elif isinstance(value, dict):
+        for pair in value.items():
+            yield from _flat(pair)
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            yield from _flat(item)

@@ -1,0 +1,283 @@
+"""What gateways may rely on in the counting of a key's usage, in memory and over real Valkeys.
+
+Time passes by moving the clock in memory, and what is stored over Valkey, since that has its own.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from redis.exceptions import ConnectionError as Lost
+
+from headrace_common.errors import BackendUnavailable
+from headrace_common.protocol.limits import (
+    LEASE_MS,
+    Bucket,
+    KeyUsage,
+    RateLimit,
+    Rates,
+    Reservation,
+    Settlement,
+)
+from headrace_common.protocol.redis.client.connection import Connection, ConnectionConfig
+from headrace_common.protocol.redis.limits import RedisKeyUsage
+from headrace_common.wire import keys
+from headrace_testing.backends import OverRedis
+from headrace_testing.memory_queue.limits import MemoryKeyUsage
+from headrace_testing.redis_sets import ClusterSet
+from headrace_testing.valkey import ValkeyServer
+
+KEY = "a-key"
+# Between two commands over Valkey a little time passes by itself.
+CLOSE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    usage: KeyUsage
+    other: KeyUsage
+    """Another gateway's."""
+    advance: Callable[[float], Awaitable[None]]
+
+    async def reserve(self, request_id: str, rates: Rates, tokens: int = 0) -> Reservation:
+        return await self.usage.reserve(KEY, request_id, rates, tokens)
+
+    async def settle(self, request_id: str, rates: Rates, **changes: int) -> None:
+        ended = {"reserved": 0, "used": 0, "duration_ms": 1000, **changes}
+        counted = bool(ended.pop("counted", 1))
+        await self.usage.settle(KEY, request_id, rates, Settlement(counted=counted, **ended))
+
+
+SERVERS = {"redis": "valkey_server", "cluster": "cluster_set"}
+
+
+@pytest.fixture(params=["memory", *SERVERS])
+async def counted(request: pytest.FixtureRequest) -> AsyncIterator[Counted]:
+    if request.param == "memory":
+        now = [1000.0]
+        usage = MemoryKeyUsage(lambda: now[0])
+
+        async def pass_by(seconds: float) -> None:
+            now[0] += seconds
+
+        yield Counted(usage, usage, pass_by)
+        return
+    server: ValkeyServer | ClusterSet = request.getfixturevalue(SERVERS[request.param])
+    over = OverRedis(server.url)
+    await over.wipe()
+
+    async def age(seconds: float) -> None:
+        ms = int(seconds * 1000)
+        await over.client.command("HINCRBY", keys.key_usage(KEY), "at", -ms)
+        for lease in await over.client.command("ZRANGE", keys.key_leases(KEY), 0, -1):
+            await over.client.command("ZINCRBY", keys.key_leases(KEY), -ms, lease)
+
+    yield Counted(RedisKeyUsage(over.connect()), RedisKeyUsage(over.connect()), age)
+    await over.close()
+
+
+async def test_a_minutes_requests_may_be_used_at_once_and_no_more(counted: Counted) -> None:
+    rates = Rates(requests=3)
+    left = [(await counted.reserve(f"r{i}", rates)).requests.remaining for i in range(3)]
+    refused = await counted.reserve("r3", rates)
+
+    assert left == [2, 1, 0]
+    assert (refused.refused, refused.used) == (RateLimit.REQUESTS, 3)
+    assert refused.retry_after == pytest.approx(20, abs=CLOSE)
+    assert refused.requests.reset == pytest.approx(60, abs=CLOSE)
+
+
+async def test_who_waits_as_told_gets_in(counted: Counted) -> None:
+    rates = Rates(requests=3, tokens=60)
+    for number in range(3):
+        await counted.reserve(f"r{number}", rates, 20)
+    refused = await counted.reserve("r3", rates, 30)
+    assert refused.refused is RateLimit.TOKENS  # 30 s, where requests would have taken 20
+
+    await counted.advance(refused.retry_after - 1)
+    assert (await counted.reserve("r3", rates, 30)).refused is RateLimit.TOKENS
+    await counted.advance(1)
+    assert (await counted.reserve("r3", rates, 30)).refused is None
+
+
+async def test_the_count_is_one_over_all_gateways(counted: Counted) -> None:
+    rates = Rates(requests=10)
+
+    async def ask(usage: KeyUsage, number: int) -> bool:
+        return (await usage.reserve(KEY, f"r{number}", rates, 0)).refused is None
+
+    both = (counted.usage, counted.other)
+    got = await asyncio.gather(*(ask(both[number % 2], number) for number in range(40)))
+
+    assert sum(got) == 10
+
+
+async def test_keys_are_counted_apart(counted: Counted) -> None:
+    rates = Rates(requests=1)
+    await counted.reserve("r0", rates)
+
+    assert (await counted.usage.reserve("another", "r1", rates, 0)).refused is None
+
+
+async def test_tokens_are_charged_as_used(counted: Counted) -> None:
+    rates = Rates(tokens=1000)
+    reserved = await counted.reserve("r0", rates, 600)
+    await counted.settle("r0", rates, reserved=600, used=100)
+    after = await counted.reserve("r1", rates, 200)
+
+    assert reserved.tokens == Bucket(remaining=400, reset=36.0)
+    assert after.tokens.remaining == pytest.approx(700, abs=20)
+
+
+async def test_more_than_reserved_overdraws_and_is_made_up_for(counted: Counted) -> None:
+    rates = Rates(tokens=60)
+    await counted.reserve("r0", rates, 10)
+    await counted.settle("r0", rates, reserved=10, used=180)
+    refused = await counted.reserve("r1", rates, 1)
+
+    assert (refused.refused, refused.tokens.remaining) == (RateLimit.TOKENS, 0)
+    assert refused.used == pytest.approx(180, abs=1)
+    assert refused.retry_after == pytest.approx(121, abs=1)
+
+
+async def test_repeating_a_reservation_counts_nothing(counted: Counted) -> None:
+    rates = Rates(requests=2, tokens=100, concurrency=1)
+    await counted.reserve("r0", rates, 50)
+    again = await counted.reserve("r0", rates, 50)
+
+    assert again.refused is None
+    assert (again.requests.remaining, again.tokens.remaining) == (1, 50)
+
+
+async def test_a_request_that_was_never_accepted_is_given_back(counted: Counted) -> None:
+    rates = Rates(requests=1, tokens=100, concurrency=1)
+    await counted.reserve("r0", rates, 100)
+    await counted.settle("r0", rates, reserved=100, used=0, counted=0)
+
+    assert (await counted.reserve("r1", rates, 100)).refused is None
+
+
+async def test_concurrency_counts_what_runs(counted: Counted) -> None:
+    rates = Rates(concurrency=2)
+    for number in range(2):
+        assert (await counted.reserve(f"r{number}", rates)).refused is None
+    refused = await counted.reserve("r2", rates)
+    await counted.settle("r0", rates)
+
+    assert (refused.refused, refused.used, refused.retry_after) == (RateLimit.CONCURRENCY, 2, 1.0)
+    assert (await counted.reserve("r2", rates)).refused is None
+
+
+async def test_a_place_is_promised_for_when_requests_usually_end(counted: Counted) -> None:
+    rates = Rates(concurrency=2)
+    await counted.reserve("r0", rates)
+    await counted.settle("r0", rates, duration_ms=20_000)
+    for number in (1, 2):
+        await counted.reserve(f"r{number}", rates)
+
+    assert (await counted.reserve("r3", rates)).retry_after == 10.0
+
+
+async def test_places_of_a_dead_gateway_are_free_after_the_lease(counted: Counted) -> None:
+    rates = Rates(concurrency=1)
+    await counted.reserve("dead", rates)
+    await counted.advance(LEASE_MS / 1000 - 5)
+    assert (await counted.reserve("r1", rates)).refused is RateLimit.CONCURRENCY
+    await counted.advance(5)
+
+    assert (await counted.reserve("r1", rates)).refused is None
+
+
+async def test_a_renewed_place_stays(counted: Counted) -> None:
+    rates = Rates(concurrency=1)
+    await counted.reserve("r0", rates)
+    for _ in range(3):
+        await counted.advance(LEASE_MS / 1000 - 5)
+        await counted.usage.renew(KEY, ["r0"])
+
+    assert (await counted.reserve("r1", rates)).refused is RateLimit.CONCURRENCY
+
+
+async def test_a_lapsed_request_is_charged_all_the_same(counted: Counted) -> None:
+    rates = Rates(tokens=6000)
+    await counted.reserve("r0", rates, 10)
+    await counted.advance(LEASE_MS / 1000 + 1)
+    await counted.settle("r0", rates, reserved=10, used=5010)
+
+    assert (await counted.reserve("r1", rates, 0)).tokens.remaining == pytest.approx(1000, abs=100)
+
+
+async def test_a_limit_that_was_lowered_holds_at_once(counted: Counted) -> None:
+    for number in range(5):
+        await counted.reserve(f"r{number}", Rates(requests=10))
+
+    assert (await counted.reserve("r5", Rates(requests=5))).refused is RateLimit.REQUESTS
+
+
+async def test_the_settlement_is_done_once_though_its_reply_is_lost(over_redis: OverRedis) -> None:
+    rates = Rates(tokens=60_000)
+    connection = over_redis.connect()
+    usage = RedisKeyUsage(connection)
+    await usage.reserve(KEY, "r0", rates, 0)
+    scripts = await connection.scripts()
+    run, failures = scripts.run, [True]
+
+    async def lossy(name: str, names: list[str], args: list[object]) -> object:
+        reply = await run(name, names, args)  # type: ignore[arg-type]
+        if failures and failures.pop():
+            raise Lost("the reply is lost")
+        return reply
+
+    scripts.run = lossy  # type: ignore[method-assign, assignment]
+    await usage.settle(KEY, "r0", rates, Settlement(reserved=0, used=30_000, duration_ms=1))
+
+    left = (await usage.reserve(KEY, "r1", rates, 0)).tokens.remaining
+    assert left == pytest.approx(30_000, abs=2000)
+
+
+async def test_nothing_is_left_of_an_idle_key(over_redis: OverRedis) -> None:
+    usage = RedisKeyUsage(over_redis.connect())
+    await usage.reserve(KEY, "r0", Rates(requests=1), 0)
+
+    names = (keys.key_usage(KEY), keys.key_leases(KEY))
+    ttls = [await over_redis.client.command("PTTL", name) for name in names]
+
+    assert 0 < ttls[0] <= 60_000 + 600_000
+    assert 0 < ttls[1] <= LEASE_MS
+
+
+async def test_unreachable_redis_is_told() -> None:
+    connection = Connection(ConnectionConfig(url="redis://127.0.0.1:1/0"))
+    with pytest.raises(BackendUnavailable):
+        await RedisKeyUsage(connection).reserve(KEY, "r0", Rates(requests=1), 0)
+    await connection.close()
+
+
+@given(
+    limit=st.integers(1, 50),
+    steps=st.lists(st.tuples(st.floats(0, 30), st.integers(0, 100)), min_size=1, max_size=40),
+)
+def test_no_minute_gets_more_than_two_minutes_worth(
+    limit: int, steps: list[tuple[float, int]]
+) -> None:
+    """A token bucket's bound: over t seconds at most a full bucket and what fills up meanwhile."""
+    now = [0.0]
+    usage = MemoryKeyUsage(lambda: now[0])
+    allowed: list[float] = []
+
+    async def ask() -> None:
+        for number, (pause, burst) in enumerate(steps):
+            now[0] += pause
+            for index in range(burst):
+                name = f"{number}.{index}"
+                if (await usage.reserve(KEY, name, Rates(requests=limit), 0)).refused is None:
+                    allowed.append(now[0])
+
+    asyncio.run(ask())
+
+    for start in allowed:
+        within = [at for at in allowed if start <= at <= start + 60]
+        assert len(within) <= 2 * limit

@@ -1,0 +1,273 @@
+"""The Lua scripts against their model in memory: random interleavings of two gateways and three
+engines give the same answers, and the streams hold exactly what is alive."""
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from headrace_common.errors import FailureCode, QueueFull
+from headrace_common.protocol.base import (
+    AdmitResult,
+    Candidate,
+    Outcome,
+    Placement,
+    Progress,
+    QueueLimits,
+)
+from headrace_common.protocol.failures import failed
+from headrace_common.wire.messages import ChoiceState, GenerateRequest
+from headrace_testing.backends import MODEL, InMemory, OverRedis, make_request, make_status
+from headrace_testing.valkey import ValkeyServer
+
+T = TypeVar("T")
+LIMITS = QueueLimits(max_requests=9, max_tokens=60, max_tenant_requests=5)
+PRIORITIES = (0, 0, -1, 0, 0, 1, 0)
+ENGINES = ("e0", "e1", "e2")
+engines = st.sampled_from(ENGINES)
+# Seconds that the clocks of gateways are ahead of the store's.
+AHEAD = {"g0": -90_000, "g1": 90_000}
+gateways = st.sampled_from(tuple(AHEAD))
+# Held for so long that none is stolen because of the time that a test takes.
+HOLD_MS = 3_600_000
+MANNERS: Sequence[Mapping[str, bool]] = ({}, {}, {"polite": True}, {"disputed": True})
+REQUESTS = 12
+OVER = 11  # the request whose deadline is over
+requests = st.integers(0, REQUESTS - 1)
+
+
+class ScriptsAndModel(RuleBasedStateMachine):
+    """Does everything twice and compares."""
+
+    server: ValkeyServer
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.redis = OverRedis(self.server.url)
+        self.model = InMemory()
+        self.run(self.redis.wipe())
+        both = (self.redis, self.model)
+        self.gateways = {
+            name: [b.gateway(name, ahead=ahead) for b in both] for name, ahead in AHEAD.items()
+        }
+        self.engines = {name: [b.engine(name) for b in both] for name in ENGINES}
+        self.requests: list[GenerateRequest] = []
+        self.attempts: dict[str, int] = {}
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.runner.run(work)
+
+    def same(self, real: T, model: T) -> T:
+        assert real == model
+        return real
+
+    def teardown(self) -> None:
+        self.run(self.redis.close())
+        self.runner.close()
+
+    @initialize()
+    def make_requests(self) -> None:
+        self.requests = [
+            replace(
+                make_request(
+                    request_id=f"0.r{number}",
+                    priority=PRIORITIES[number % len(PRIORITIES)],
+                    prompt=(1,) * (number % 8 + 1),
+                    max_tokens=2,
+                    seconds=-1 if number == OVER else 600,
+                ),
+                tenant=f"t{number % 3}",
+            )
+            for number in range(REQUESTS)
+        ]
+
+    @rule(gateway=gateways, number=requests, again=st.booleans(), manner=st.sampled_from(MANNERS))
+    def admit(self, gateway: str, number: int, again: bool, manner: Mapping[str, bool]) -> None:
+        request = self.requests[number]
+        seen = self.attempts.get(request.request_id, 0) if again else None
+        real, model = (
+            self.run(self.admitted(queue, request, seen, None, **manner))
+            for queue in self.gateways[gateway]
+        )
+        self.same(real, model)
+
+    @rule(gateway=gateways, numbers=st.lists(requests, min_size=4, max_size=9))
+    def admit_many(self, gateway: str, numbers: list[int]) -> None:
+        for number in numbers:
+            for queue in self.gateways[gateway]:
+                self.run(self.admitted(queue, self.requests[number], None))
+
+    @rule(
+        gateway=gateways,
+        numbers=st.lists(requests, min_size=1, max_size=9),
+        order=st.permutations(ENGINES),
+        load_factor=st.sampled_from((1.0, 1.25, 9.0)),
+    )
+    def admit_placed(
+        self, gateway: str, numbers: list[int], order: list[str], load_factor: float
+    ) -> None:
+        candidates = tuple(Candidate(engine_id=name, capacity=2 + len(name)) for name in order[:2])
+        placement = Placement(
+            candidates=candidates, capacity=9, load_factor=load_factor, hold_ms=HOLD_MS
+        )
+        for number in numbers:
+            for queue in self.gateways[gateway]:
+                self.run(self.admitted(queue, self.requests[number], None, placement))
+
+    async def admitted(
+        self,
+        queue: Any,
+        request: GenerateRequest,
+        seen: int | None,
+        placement: Placement | None = None,
+        **manner: bool,
+    ) -> AdmitResult | str:
+        deadline_ms = request.deadline_ms + 1000 * AHEAD[queue.gateway_id]
+        try:
+            admission: AdmitResult = await queue.admit(
+                replace(request, deadline_ms=deadline_ms),
+                LIMITS,
+                seen=seen,
+                placement=placement,
+                **manner,
+            )
+        except QueueFull as error:
+            return str(error)
+        return admission
+
+    @rule(engine=engines, count=st.integers(1, 4), room=st.none() | st.integers(0, 12))
+    def take(self, engine: str, count: int, room: int | None) -> None:
+        real, model = (self.run(q.take(count, room)) for q in self.engines[engine])
+        for lease in self.same(real, model):
+            assert 0 < lease.left <= 600
+            self.attempts[lease.request.request_id] = lease.attempt
+
+    @rule(engine=engines, count=st.integers(1, 3), suspects=st.booleans())
+    def reap(self, engine: str, count: int, suspects: bool) -> None:
+        real, model = (self.run(q.reap(count, suspects=suspects)) for q in self.engines[engine])
+        # Which of several comes first is the stream's order here and the admission's there.
+        assert len(real) == len(model)
+        if {lease.request.request_id for lease in real} == {
+            lease.request.request_id for lease in model
+        }:
+            for lease in real:
+                assert lease in model
+                self.attempts[lease.request.request_id] = lease.attempt
+
+    @rule(engine=engines, number=requests, made=st.integers(0, 3), executing=st.booleans())
+    def beat(self, engine: str, number: int, made: int, executing: bool) -> None:
+        rid = self.requests[number].request_id
+        item = Progress(
+            request_id=rid,
+            attempt=self.attempts.get(rid, 0),
+            journaled=(0,),
+            choices=(ChoiceState(token_ids=tuple(range(made))),),
+            executing=executing,
+        )
+        real, model = (self.run(q.beat([item], make_status(engine))) for q in self.engines[engine])
+        self.same(dict(real), dict(model))
+
+    @rule(engine=engines, number=requests, made=st.integers(0, 3))
+    def resume(self, engine: str, number: int, made: int) -> None:
+        rid = self.requests[number].request_id
+        states = [ChoiceState(token_ids=tuple(range(made)))]
+        attempt = self.attempts.get(rid, 0)
+        self.same(*(self.run(q.resume(rid, attempt, states)) for q in self.engines[engine]))
+
+    @rule(engine=engines, number=requests)
+    def read_journal(self, engine: str, number: int) -> None:
+        rid = self.requests[number].request_id
+        self.same(*(self.run(q.journal(rid)) for q in self.engines[engine]))
+
+    @rule(engine=engines, number=requests)
+    def finish(self, engine: str, number: int) -> None:
+        rid = self.requests[number].request_id
+        outcome = Outcome(choices=(ChoiceState(token_ids=(1,), finish_reason="length"),))
+        attempt = self.attempts.get(rid, 0)
+        self.same(*(self.run(q.finish(rid, attempt, outcome)) for q in self.engines[engine]))
+
+    @rule(
+        numbers=st.lists(requests, min_size=1, max_size=6),
+        why=st.sampled_from((None, FailureCode.LOST, FailureCode.LOST, FailureCode.ABANDONED)),
+        gateway=gateways,
+        then=st.sampled_from((*MANNERS, None)),
+    )
+    def end_and_go_on(
+        self,
+        numbers: list[int],
+        why: FailureCode | None,
+        gateway: str,
+        then: Mapping[str, bool] | None,
+    ) -> None:
+        """Their engines end them; then they are cancelled, or a gateway has them go on."""
+        for number in numbers:
+            rid = self.requests[number].request_id
+            attempt = self.attempts.get(rid, 0)
+            outcome = Outcome(failed=failed(rid, attempt, why) if why else None)
+            for engine in ENGINES:
+                self.same(
+                    *(self.run(q.finish(rid, attempt, outcome)) for q in self.engines[engine])
+                )
+            if then is None:
+                self.cancel(gateway, number)
+                then = {}
+            self.admit(gateway, number, True, then)
+
+    @rule(gateway=gateways, number=requests)
+    def deliver_outcome(self, gateway: str, number: int) -> None:
+        rid = self.requests[number].request_id
+        self.same(*(self.run(q.deliver_outcome(rid, MODEL)) for q in self.gateways[gateway]))
+
+    @rule(engine=engines, number=requests)
+    def give_back(self, engine: str, number: int) -> None:
+        for queue in self.engines[engine]:
+            self.run(queue.give_back([self.requests[number].request_id]))
+
+    @rule(gateway=gateways, engine=engines, number=requests)
+    def release(self, gateway: str, engine: str, number: int) -> None:
+        rid = self.requests[number].request_id
+        for queue in self.gateways[gateway]:
+            self.run(queue.release(rid, MODEL, engine, self.attempts.get(rid, 0)))
+
+    @rule(gateway=gateways, number=requests)
+    def cancel(self, gateway: str, number: int) -> None:
+        for queue in self.gateways[gateway]:
+            self.run(queue.cancel(self.requests[number].request_id, MODEL))
+
+    @invariant()
+    def the_streams_hold_what_is_alive(self) -> None:
+        real, model = (self.run(q.depth(MODEL)) for q in self.gateways["g0"])
+        assert (real.waiting, real.pending, real.waiting_tokens) == (
+            model.waiting,
+            model.pending,
+            model.waiting_tokens,
+        )
+
+
+def test_the_scripts_do_what_their_model_does(valkey_server: ValkeyServer) -> None:
+    class Machine(ScriptsAndModel):
+        server = valkey_server
+
+    run_state_machine_as_test(
+        Machine, settings=settings(max_examples=25, stateful_step_count=40, deadline=None)
+    )
+
+
+@pytest.mark.parametrize("name", ["admit", "take", "reap", "beat", "finish"])
+def test_every_script_says_what_it_takes(name: str) -> None:
+    from importlib.resources import files
+
+    text = (files("headrace_common.protocol.redis") / "lua" / f"{name}.lua").read_text()
+    assert all(f"-- {word}" in text for word in ("KEYS", "ARGV", "Result"))

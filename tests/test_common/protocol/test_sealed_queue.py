@@ -1,0 +1,368 @@
+"""Sealing over a real Valkey: what lies there, what was put in another place, and who may start."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from headrace_common.errors import BackendUnfit, FailureCode, RequestConflict
+from headrace_common.protocol.base import AdmitState, Outcome, Progress, QueueLimits
+from headrace_common.protocol.batches import BatchProgress, BatchRequest, StoredFile
+from headrace_common.protocol.redis.batches import RedisBatches
+from headrace_common.protocol.redis.client.connection import Connection
+from headrace_common.protocol.redis.engine import RedisEngineQueue
+from headrace_common.protocol.redis.files import RedisFiles
+from headrace_common.protocol.redis.gateway import RedisGatewayQueue
+from headrace_common.protocol.redis.sealing import SealingCheck
+from headrace_common.protocol.redis.store import RedisRequestStore
+from headrace_common.protocol.store import StoredRequest
+from headrace_common.sealing.aes import AesSealer
+from headrace_common.sealing.keyring import Keyring, SealingKey, new_key
+from headrace_common.sealing.sealer import UNSEALED, Sealer, SealingError
+from headrace_common.wire import keys
+from headrace_common.wire.messages import ChoiceState, Drain, Recall, Resume, Tokens
+from headrace_testing.backends import MODEL, OverRedis, make_request, make_status
+from headrace_testing.redis_dump import dump
+
+LIMITS = QueueLimits()
+PROMPT = tuple(range(7_000_001, 7_000_033))
+OUTPUT = tuple(range(8_000_001, 8_000_033))
+
+
+@pytest.fixture
+async def over(over_redis: OverRedis) -> OverRedis:
+    over_redis.ring = Keyring([new_key()])
+    return over_redis
+
+
+def connect(over: OverRedis, sealer: Sealer) -> Connection:
+    connection = over.connect()
+    connection.sealer = sealer
+    return connection
+
+
+def gateway_of(over: OverRedis, sealer: Sealer, name: str = "g") -> RedisGatewayQueue:
+    return RedisGatewayQueue(connect(over, sealer), name)
+
+
+def engine_of(over: OverRedis, sealer: Sealer, name: str = "e") -> RedisEngineQueue:
+    return RedisEngineQueue(connect(over, sealer), name, MODEL)
+
+
+def progress(request_id: str, attempt: int, *tokens: int, at: int = 0) -> Progress:
+    made = ChoiceState(token_ids=tokens)
+    return Progress(request_id=request_id, attempt=attempt, journaled=(at,), choices=(made,))
+
+
+async def swap(over: OverRedis, one: str, other: str, *fields: str) -> None:
+    """Values change places, of strings or of fields of hashes."""
+    client: Any = over.client
+    get, put = ("HGET", "HSET") if fields else ("GET", "SET")
+    first, second = (
+        await client.command(get, one, *fields),
+        await client.command(get, other, *fields),
+    )
+    assert first and second
+    await client.command(put, one, *fields, second)
+    await client.command(put, other, *fields, first)
+
+
+async def test_nothing_of_prompts_and_answers_lies_in_redis(over: OverRedis) -> None:
+    gateway, engine = over.gateway(), over.engine()
+    await gateway.start()
+    await engine.start()
+    request = make_request(prompt=PROMPT)
+    await gateway.admit(request, LIMITS)
+    (lease,) = await engine.take(1)
+    assert lease.request.prompt_token_ids == PROMPT
+    rid = request.request_id
+    await engine.beat([progress(rid, 1, *OUTPUT)], make_status())
+    await engine.publish({"g": [Tokens(rid, 1, 0, 0, OUTPUT)]})
+    found = await anext(gateway.frames())
+    assert found.replies == (Tokens(rid, 1, 0, 0, OUTPUT),)
+    assert await engine.journal(rid) == (ChoiceState(token_ids=OUTPUT),)
+    state = ChoiceState(token_ids=OUTPUT)
+    await gateway.send("e", MODEL, Resume(request_id=rid, attempt=1, choices=(state,)))
+    during = await dump(over.client)
+    await engine.finish(rid, 1, Outcome(choices=(replace(state, finish_reason="stop"),)))
+    request_status = await gateway.request_status(rid, MODEL)
+    assert request_status is not None and request_status.outcome is not None
+    assert request_status.outcome.choices[0].token_ids == OUTPUT
+
+    assert during.finds(PROMPT) == during.finds(OUTPUT) == []
+    after = await dump(over.client)
+    assert after.finds(PROMPT) == after.finds(OUTPUT) == []
+    over.ring = None
+    await over.wipe()
+    await over.gateway().admit(request, LIMITS)
+    assert (await dump(over.client)).finds(PROMPT) != []  # it would have been found
+
+
+async def test_a_prompt_in_the_place_of_another_ends_with_an_error(over: OverRedis) -> None:
+    gateway, engine, shard = over.gateway(), over.engine(), over.keys
+    first, second = make_request(), make_request(prompt=(7, 8))
+    for request in (first, second):
+        await gateway.admit(request, LIMITS)
+    await swap(over, shard.payload(first.request_id), shard.payload(second.request_id))
+
+    assert await engine.take(2) == []
+    for request in (first, second):
+        request_status = await gateway.request_status(request.request_id, MODEL)
+        assert request_status is not None and request_status.outcome is not None
+        assert request_status.outcome.failed is not None
+        assert request_status.outcome.failed.failure is FailureCode.SEALED
+
+
+async def test_an_answer_in_the_place_of_another_is_an_error(over: OverRedis) -> None:
+    gateway, engine, shard = over.gateway(), over.engine(), over.keys
+    rids = []
+    for token in (5, 6):
+        request = make_request()
+        await gateway.admit(request, LIMITS)
+        await engine.take(1)
+        state = ChoiceState(token_ids=(token,), finish_reason="stop")
+        await engine.finish(request.request_id, 1, Outcome(choices=(state,)))
+        rids.append(request.request_id)
+    await swap(over, shard.record(rids[0]), shard.record(rids[1]), "out")
+
+    for rid in rids:
+        for request_status in (
+            await gateway.request_status(rid, MODEL),
+            await gateway.deliver_outcome(rid, MODEL),
+        ):
+            assert request_status is not None and request_status.outcome is not None
+            assert request_status.outcome.failed is not None
+            assert request_status.outcome.failed.failure is FailureCode.SEALED
+
+
+async def test_a_journal_s_pieces_in_another_order_are_not_used(over: OverRedis) -> None:
+    gateway, engine, shard = over.gateway(), over.engine(), over.keys
+    request = make_request()
+    rid = request.request_id
+    await gateway.admit(request, LIMITS)
+    await engine.take(1)
+    await engine.beat([progress(rid, 1, 5, 6)], make_status())
+    await engine.beat([progress(rid, 1, 7, 8, at=2)], make_status())
+    assert await engine.journal(rid) == (ChoiceState(token_ids=(5, 6, 7, 8)),)
+    client: Any = over.client
+    first = await client.command("HGET", shard.journal(rid), "0:0")
+    await client.command("HSET", shard.journal(rid), "0:2", first)
+
+    assert await engine.journal(rid) is None
+
+
+async def test_a_frame_to_another_gateway_is_left_out(over: OverRedis) -> None:
+    gateway, engine = over.gateway("other"), over.engine()
+    await engine.publish({"g": [Tokens("0.r", 1, 0, 0, (5,))]})
+    client: Any = over.client
+    ((_, fields),) = await client.command("XRANGE", keys.frames("g", MODEL), "-", "+")
+    await client.command("XADD", keys.frames("other", MODEL), "*", "f", fields[b"f"])
+    await engine.publish({"other": [Tokens("0.s", 1, 0, 0, (6,))]})
+
+    heard = await anext(gateway.frames())
+    assert heard.replies == (Tokens("0.s", 1, 0, 0, (6,)),)
+
+
+async def test_an_operator_without_keys_can_drain_and_recall_an_engine_and_say_nothing_else(
+    over: OverRedis,
+) -> None:
+    engine, operator = over.engine(), gateway_of(over, UNSEALED)
+    await operator.send("e", MODEL, Resume(request_id="0.r", attempt=1, choices=()))
+    await operator.send("e", MODEL, Drain())
+    await operator.send("e", MODEL, Recall())
+
+    controls = engine.controls()
+    assert [await anext(controls), await anext(controls)] == [Drain(), Recall()]
+
+
+# Stores
+
+
+def stored(request_id: str, text: str) -> StoredRequest:
+    return StoredRequest(
+        request_id=request_id,
+        operation="completions",
+        fingerprint=b"f",
+        created=1,
+        expires_ms=make_request().deadline_ms,
+        requests=(make_request(),),
+        stop=(text,),
+    )
+
+
+async def test_a_stored_request_in_the_place_of_another_is_refused(over: OverRedis) -> None:
+    store = RedisRequestStore(over.connect())
+    for name, text in (("a", "said by one tenant"), ("b", "said by another one")):
+        kept = stored(name, text)
+        assert await store.put(kept) == kept == await store.get(name)
+    found = await dump(over.client)
+    assert found.finds("said by one tenant") == found.finds("said by another one") == []
+    await swap(over, keys.stored_request("a"), keys.stored_request("b"), "b")
+
+    with pytest.raises(SealingError):
+        await store.get("a")
+
+
+async def test_files_are_sealed_piece_by_piece(over: OverRedis) -> None:
+    files = RedisFiles(over.connect())
+    file = StoredFile(
+        id="f1", tenant="t", filename="secret plans.jsonl", purpose="batch", bytes=36, chunks=2,
+        created_at=1, expires_at=make_request().deadline_ms // 1000,
+    )  # fmt: skip
+    await files.add(file)
+    await files.write(file, enumerate((b"what the first says", b"the second piece.")))
+    await files.finish(file)
+
+    assert await files.get("f1", "t") == file
+    assert await files.content(file) == b"what the first saysthe second piece."
+    found = await dump(over.client)
+    for said in ("secret plans", "what the first says", "the second piece"):
+        assert found.finds(said) == []
+    client: Any = over.client
+    piece = await client.command("HGET", keys.stored_file("f1"), "1")
+    await client.command("HSET", keys.stored_file("f1"), "0", piece)
+    with pytest.raises(SealingError):
+        await files.content(file)
+
+
+async def test_batches_and_their_results_are_sealed(over: OverRedis) -> None:
+    batches = RedisBatches(over.connect())
+    batch = await batches.create(
+        BatchRequest(
+            id="b1", tenant="t", key_id="", endpoint="/v1/completions", input_file_id="f1",
+            completion_window="24h", created_at=1, expires_at=2**31, output_ttl=60,
+            kept_until=2**31, metadata={"project": "top secret"},
+        )
+    )  # fmt: skip
+    for line, text in enumerate((b"the first answer", b"the second answer")):
+        assert await batches.keep(batch, line, text, answered=True)
+    await batches.progress(batch, BatchProgress(errors=({"message": "quotes the input"},)))
+
+    assert (await batches.get("b1")).progress.errors == ({"message": "quotes the input"},)
+    assert [one.request for one in await batches.all_open()] == [batch.request]
+    assert await batches.results(batch, [0, 1]) == [b"the first answer", b"the second answer"]
+    found = await dump(over.client)
+    for said in ("top secret", "quotes the input", "first answer", "second answer"):
+        assert found.finds(said) == []
+    client: Any = over.client
+    second = await client.command("HGET", keys.batch_results("b1"), "1")
+    await client.command("HSET", keys.batch_results("b1"), "0", second)
+    with pytest.raises(SealingError):
+        await batches.results(batch, [0])
+
+
+# Who may start
+
+
+async def test_a_process_with_other_keys_does_not_start(over: OverRedis) -> None:
+    await over.gateway().start()
+    other = AesSealer(Keyring([new_key()]))
+
+    with pytest.raises(BackendUnfit, match="which is not in sealing_keys_file: add it"):
+        await gateway_of(over, other).start()
+    with pytest.raises(BackendUnfit, match="which is not in sealing_keys_file: add it"):
+        await engine_of(over, other).start()
+
+
+async def test_a_process_without_keys_does_not_start_where_others_seal(over: OverRedis) -> None:
+    await over.gateway().start()
+
+    with pytest.raises(BackendUnfit, match="set sealing_keys_file to the keys of the other"):
+        await gateway_of(over, UNSEALED).start()
+    with pytest.raises(BackendUnfit, match="set sealing_keys_file to the keys of the other"):
+        await engine_of(over, UNSEALED).start()
+
+
+async def test_a_process_that_only_opens_starts_first(over: OverRedis) -> None:
+    assert over.ring is not None
+    await gateway_of(over, AesSealer(over.ring, "open")).start()
+    await gateway_of(over, UNSEALED).start()
+
+    await gateway_of(over, AesSealer(over.ring, "accept")).start()
+
+
+async def key_of_the_check(over: OverRedis) -> bytes:
+    client: Any = over.client
+    return bytes((await client.command("GET", keys.SEALING_CHECK))[4:12])
+
+
+async def test_the_check_is_sealed_anew_when_keys_change_and_when_redis_has_lost_it(
+    over: OverRedis,
+) -> None:
+    old, new = new_key(), new_key()
+    sealer = AesSealer(Keyring([old]))
+    gateway = gateway_of(over, sealer)
+    await gateway.start()
+    digests = sealer.digests(b"d" * 16)
+    assert await key_of_the_check(over) == old.id
+    sealer.replace(Keyring([new, old]))
+    await gateway.beat()
+    assert await key_of_the_check(over) == new.id
+    await over.wipe()
+    await gateway.beat()
+    await gateway_of(over, another := AesSealer(Keyring([new]))).start()
+
+    assert another.digests(b"d" * 16) == digests
+
+
+async def test_gateways_agree_on_the_secret_of_whoever_was_first_in_an_emptied_redis(
+    over: OverRedis,
+) -> None:
+    assert over.ring is not None
+    one, other = AesSealer(over.ring), AesSealer(over.ring)
+    gateway = gateway_of(over, one)
+    await gateway.start()
+    await over.wipe()
+    await gateway_of(over, other).start()
+    assert one.digests(b"d" * 16) != other.digests(b"d" * 16)
+    await gateway.beat()
+
+    assert one.digests(b"d" * 16) == other.digests(b"d" * 16)
+
+
+# While it is switched on
+
+
+def modes(key: SealingKey) -> tuple[Sealer, Sealer, Sealer]:
+    ring = Keyring([key])
+    return AesSealer(ring, "open"), AesSealer(ring, "accept"), AesSealer(ring)
+
+
+async def test_processes_of_each_step_understand_those_of_the_next(over: OverRedis) -> None:
+    only_opens, accepts, requires = modes(new_key())
+    for one, other in ((UNSEALED, only_opens), (only_opens, accepts), (accepts, requires)):
+        for here, there in ((one, other), (other, one)):
+            await over.wipe()
+            gateway, engine = gateway_of(over, here), engine_of(over, there)
+            request = make_request(prompt=PROMPT)
+            await gateway.admit(request, LIMITS)
+            (lease,) = await engine.take(1)
+            assert lease.request.prompt_token_ids == PROMPT
+
+
+async def test_a_gateway_of_the_next_step_attaches_to_a_request(over: OverRedis) -> None:
+    only_opens, accepts, _ = modes(new_key())
+    await SealingCheck(connect(over, accepts)).start()
+    await SealingCheck(connect(over, only_opens)).start()
+    for one, other in ((only_opens, accepts), (accepts, only_opens)):
+        request = make_request()
+        await gateway_of(over, one).admit(request, LIMITS)
+        admission = await gateway_of(over, other, "other").admit(request, LIMITS, seen=0)
+        assert admission.state is AdmitState.ATTACHED
+        with pytest.raises(RequestConflict):
+            await gateway_of(over, other).admit(replace(request, tenant="x"), LIMITS)
+
+
+async def test_redis_cannot_tell_a_prompt_by_its_digest(over: OverRedis) -> None:
+    """Who has the dump could otherwise try prompts against the fingerprints."""
+    request, client = make_request(), over.client
+    prints = set()
+    for ring in (Keyring([new_key()]), Keyring([new_key()])):
+        await over.wipe()
+        gateway = gateway_of(over, AesSealer(ring))
+        await gateway.start()
+        await gateway.admit(request, LIMITS)
+        record = over.keys.record(request.request_id)
+        prints.add(await client.command("HGET", record, "fp"))
+
+    assert len(prints) == 2

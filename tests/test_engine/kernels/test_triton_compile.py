@@ -1,0 +1,146 @@
+"""Every Triton kernel compiles for the GPUs it is meant for, spills no registers and fits their
+shared memory. It loads its next keys while it multiplies on tensor cores, and is launched without a
+number that only the device knows.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(900)  # one test of each run waits for all kernels to compile
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+# 89 has the least shared memory of a program: 99 KiB.
+RUNS = {"Hopper": (90, "mixtral"), "Ada, fp8": (89, "gemma2-fp8")}
+PRODUCTS = {
+    *("decode_kernel", "prefill_kernel", "linear_kernel", "lora_shrink_kernel"),
+    *("small_batch_kernel", "small_batch_silu_kernel"),
+}
+# Those that may be launched before their turn, as an option of the compiler says; all but some.
+OVERLAPPING = "--dependent"
+TAKING_TURNS = {
+    *("stage_kernel", "sample_kernel", "store_kernel", "prefill_kernel", "linear_kernel"),
+}
+# It multiplies once: nothing more could be on its way.
+SINGLE = {"lora_expand_kernel", "expert_expand_kernel"}
+KERNELS = PRODUCTS | {
+    "store_kernel", "rotate_kernel", "merge_kernel", "rms_norm_kernel", "silu_mul_kernel",
+    "stage_kernel", "sample_kernel", "lora_expand_kernel",
+}  # fmt: skip
+# Of a run: products, and what else it has beside KERNELS.
+MORE = {
+    "Hopper": (
+        {"grouped_kernel", "expert_shrink_kernel", "packed_linear_kernel", "grouped_packed_kernel"},
+        {"route_kernel", "place_kernel", "mix_kernel", "dequantize_packed_kernel"}
+        | {"expert_gather_kernel", "expert_activate_kernel", "expert_expand_kernel"},
+    ),
+    "Ada, fp8": ({"small_batch_float8_kernel"}, {"round_rows_kernel"}),
+}
+
+Compiler = Callable[[str], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
+    @cache
+    def run(name: str) -> list[dict[str, Any]]:
+        capability, shape = RUNS.get(name, (90, "8b"))
+        environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+        environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+        environment["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS), *sys.path])
+        command = [sys.executable, str(BENCHMARKS / "triton_aot.py"), "--json", "--brief"]
+        command += ["--capability", str(capability), "--shape", shape]
+        command += {"Hopper": ["--loops"], OVERLAPPING: [OVERLAPPING]}.get(name, [])
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    return run
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_kernel_compiles_and_fits(name: str, compiled: Compiler) -> None:
+    found = compiled(name)
+    assert {one["kernel"] for one in found} == KERNELS.union(*MORE[name])
+    for one in found:
+        assert one["target"].startswith(f"sm_{RUNS[name][0]}")
+        assert one["spilled"] == 0 and one["resident"] > 0
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_tensor_cores_multiply_while_the_next_keys_come(name: str, compiled: Compiler) -> None:
+    using = {one["kernel"]: one for one in compiled(name) if one["products"]}
+    assert all(using.pop(kernel)["in_flight"] == 0 for kernel in SINGLE & using.keys())
+    assert set(using) == PRODUCTS | MORE[name][0]
+    assert all(one["in_flight"] > 0 for one in using.values())
+    assert ("wgmma" in using["prefill_kernel"]["products"]) == name.startswith("Hopper")
+    # A thread's copies of keys; those of 4 bytes are the block table's.
+    assert set(using["prefill_kernel"]["copy_sizes"]) <= {"4", "8", "16"}
+
+
+def test_loops_leave_multiprocessors_time_to_wait_for_memory(compiled: Compiler) -> None:
+    """Counted, for the bandwidth of an H200; beyond half of it something would be waited for."""
+    from compiled.loops import Loop
+
+    found = {
+        one["kernel"]: [loop for loop in (Loop(**fields) for fields in one["loops"]) if loop.tensor]
+        for one in compiled("Hopper")
+    }
+    for kernel in (
+        "decode_kernel",
+        "small_batch_kernel",
+        "small_batch_silu_kernel",
+        "grouped_kernel",
+    ):
+        (loop,) = found[kernel]
+        assert loop.share < 0.55 and max(loop.issue, loop.arithmetic) < loop.memory / 4
+    for kernel in ("packed_linear_kernel", "grouped_packed_kernel"):
+        (loop,) = found[kernel]
+        assert max(loop.issue, loop.arithmetic) < 0.55 * loop.memory, "4 bits have to be widened"
+    inner, diagonal = found["prefill_kernel"]
+    assert max(inner.issue, inner.arithmetic, inner.shared) < 0.75 * inner.tensor
+    assert inner.instructions < diagonal.instructions, "only tiles on the diagonal are masked"
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_kernels_that_take_turns_wait_for_nothing(name: str, compiled: Compiler) -> None:
+    assert not any(one["dependent"] or one["hazards"] for one in compiled(name))
+
+
+def test_before_their_turn_kernels_only_prefetch_weights(compiled: Compiler) -> None:
+    """Else they would read what is not written yet, or write what is still read."""
+    found = compiled(OVERLAPPING)
+    assert all(one["dependent"] for one in found)
+    assert not any(one["hazards"] or one["spilled"] for one in found), "wait in time"
+    assert TAKING_TURNS.isdisjoint(one["kernel"] for one in found)
+    assert {one["kernel"] for one in found} >= KERNELS - TAKING_TURNS
+    products = [one["variant"] for one in found if one["kernel"].startswith("small_batch_")]
+    for norm, kernels in (("add True", 1), ("parts 128", 2)):
+        assert sum(norm in one for one in products) == kernels, "norms within products, too"
+
+
+@pytest.mark.parametrize(
+    "statements, problem",
+    [
+        ("", "does not wait"),
+        ("ld.global.b32 %r1, [%rd1]; griddepcontrol.wait;", "ld.global"),
+        ("@%p1 st.global.b32 [%rd1], %r1;\ngriddepcontrol.wait;", "st.global"),
+        ("atom.global.add.u32 %r1, [%rd1], 1;\ngriddepcontrol.wait;", "atom"),
+        ("cp.async.cg.shared.global [%r1], [%rd1], 16;\ngriddepcontrol.wait;", "cp.async"),
+        ("@%p1 bra $L1;\ngriddepcontrol.wait;", "bra"),
+    ],
+)
+def test_a_kernel_that_does_not_wait_in_time_is_found(statements: str, problem: str) -> None:
+    from compiled.hazards import hazards
+
+    fetch = "ld.param.b64 %rd1, [a]; // of all\n@%p cp.async.bulk.prefetch.L2.global [%rd1], %r2;\n"
+    (found,) = hazards(f".entry kernel()\n{fetch}{statements}", early=True)
+    assert problem in found
+    fetches = f".entry kernel()\n$L0:\n{fetch}@%p1 bra $L0;\n"
+    assert hazards(f"{fetches}griddepcontrol.wait;\nst.global", early=True) == []

@@ -1,0 +1,85 @@
+"""What a config.json leaves out is what transformers' config class takes, for every native family;
+what they cannot honour is refused by name.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from headrace_engine.checkpoints.checkpoint import load_checkpoint
+from headrace_engine.checkpoints.config import ARCHITECTURES, ModelConfig, RopeConfig
+from headrace_engine.core.errors import ConfigError
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "pad_token_id": 0,
+}
+# Families that some fields have no default for.
+NEEDED: dict[str, dict[str, Any]] = {
+    "Exaone4ForCausalLM": {"layer_types": ["sliding_attention", "full_attention"] * 4},
+    "Ministral3ForCausalLM": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
+}
+
+
+def read(folder: Path, name: str, fields: dict[str, Any]) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps({**fields, "architectures": [name]}))
+    return ModelConfig.from_hf(load_checkpoint(str(folder)))
+
+
+def without_parameters(config: ModelConfig) -> ModelConfig:
+    """Absent and written-out forms of the same rotation have others."""
+
+    def bare(rope: RopeConfig) -> RopeConfig:
+        return replace(rope, parameters={})
+
+    local = None if config.local_rope is None else bare(config.local_rope)
+    return replace(config, rope=bare(config.rope), local_rope=local)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_absent_fields_are_as_in_transformers(name: str, tmp_path: Path) -> None:
+    kind = getattr(transformers, name).config_class
+    given = {**SIZES, **NEEDED.get(name, {}), "model_type": kind.model_type}
+    whole = json.loads(kind(**given).to_json_string(use_diff=False))
+    ours, theirs = (read(tmp_path, name, fields) for fields in (given, whole))
+    assert without_parameters(ours) == without_parameters(theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, "no_rope_layers must be a list of 8"),
+        ("Exaone4ForCausalLM", {"layer_types": None}, "layer_types must be a list of 8 names"),
+        ("GraniteForCausalLM", {"residual_multiplier": 0}, "residual_multiplier must be a number"),
+        ("Ministral3ForCausalLM", {"rope_parameters": {}}, "llama_4_scaling_beta must be"),
+        ("Glm4ForCausalLM", {"partial_rotary_factor": 2}, "partial_rotary_factor must be"),
+        ("Olmo2ForCausalLM", {"hidden_act": "gelu"}, "hidden_act must be one of silu"),
+        (
+            "Mistral3ForConditionalGeneration",
+            {"text_config": {"model_type": "llama"}},
+            r"text_config\.model_type must be one of mistral, ministral3",
+        ),
+    ],
+)
+def test_what_cannot_be_honoured_is_named(
+    name: str, fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=rf"config\.json: .*{message}"):
+        read(tmp_path, name, {**SIZES, **NEEDED.get(name, {}), **fields})

@@ -1,0 +1,333 @@
+"""Greedy tokens equal transformers', whatever the architecture, the backend, the batch, the chunks,
+the preemptions, the prefix hits and the forks; logits in bfloat16 are as close as transformers'.
+
+Left out: devices other than the CPU, and weights of real checkpoints.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace_common.sampling.params import SamplingParams
+from headrace_engine.core.errors import ConfigError
+from headrace_engine.engine.engine import Engine
+from headrace_engine.models.transformers.transformers_model import TransformersModel
+from headrace_testing.checkpoints import (
+    SHAPES,
+    VOCAB,
+    GreedyPath,
+    Reference,
+    save_checkpoint,
+)
+from headrace_testing.engines import (
+    Output,
+    cpu_backends,
+    engine_config,
+    greedy,
+    make_runner,
+    request,
+    run,
+)
+
+LENGTH = 12
+# (requests at once, tokens a step); the reference is slow, and only its ragged batches matter.
+SIZES = {
+    "reference": ((2, 1), (32, 64), (8, 512)),
+    "cpu": ((1, 512), (3, 1), (8, 7), (32, 64), (16, 512)),
+}
+NATIVE = [
+    "llama",
+    "llama3-rope",
+    "mistral",
+    "qwen2",
+    "qwen2-window",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gemma3-multimodal",
+    "phi3",
+    "phi3-partial",
+    "smollm3",
+    "olmo2",
+    "olmo3",
+    "granite",
+    "ministral3",
+    "mistral3-multimodal",
+    "glm",
+    "glm4",
+    "exaone4",
+    "ernie4_5",
+    "seed_oss",
+    "mixtral",
+    "qwen2-moe",
+    "qwen3-moe",
+    "gpt-oss",
+]
+FOREIGN = ["gpt_neox", "gpt2"]
+MANY = ("llama", "mistral", "gemma2", "gpt_neox")
+# Small variations of others.
+FEW = (
+    "smollm3", "olmo2", "olmo3", "granite", "ministral3", "mistral3-multimodal", "glm",
+    "glm4", "exaone4", "ernie4_5", "seed_oss",
+)  # fmt: skip
+
+CheckpointMaker = Callable[[str], Path]
+ReferenceMaker = Callable[[str], Reference]
+
+
+@pytest.fixture(scope="module", params=cpu_backends())
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def serve(folder: Path, paths: list[GreedyPath], **options: Any) -> Engine:
+    """Runs all paths' prompts at once and checks every token."""
+    engine = Engine(engine_config(folder, **options), make_runner(folder, **options))
+    check(engine, paths)
+    return engine
+
+
+def check(engine: Engine, paths: list[GreedyPath]) -> None:
+    outputs = run(
+        engine,
+        [request(str(index), path.prompt, greedy(LENGTH)) for index, path in enumerate(paths)],
+    )
+    for index, path in enumerate(paths):
+        assert tuple(outputs[str(index), 0].token_ids) == path.output, f"prompt {index}"
+
+
+@pytest.mark.parametrize("name", NATIVE + FOREIGN)
+def test_greedy_tokens_equal_transformers(
+    name: str, backend: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
+) -> None:
+    count = 32 if name in MANY else 4 if name in FEW else 10
+    paths = reference(name).clear_paths(count, LENGTH)
+    assert len({path.output for path in paths}) > count / 2, "the model must not ignore its prompt"
+    for batch, chunk in [(4, 7)] if name in FEW else SIZES[backend]:
+        serve(
+            checkpoint(name),
+            paths[:batch],
+            attention_backend=backend,
+            max_num_batched_tokens=chunk,
+        )
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_float32_logits_equal_transformers(
+    name: str, backend: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
+) -> None:
+    """Chunk by chunk. Tied embeddings hide small errors from greedy tokens."""
+    prompt = tuple(range(20, 60))
+    exact = reference(name).logits(prompt)[-1].log_softmax(-1)
+    options: dict[str, Any] = {"attention_backend": backend, "max_num_batched_tokens": 17}
+    folder = checkpoint(name)
+    engine = Engine(engine_config(folder, **options), make_runner(folder, **options))
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20)
+    found = run(engine, [request("r", prompt, params)])["r", 0]
+    assert max(abs(value - float(exact[token])) for token, value in found.logprobs[0].top) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2-window", "gemma3", "mixtral", "gpt-oss"])
+def test_preempted_sequences_continue_with_the_same_tokens(
+    name: str, backend: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
+) -> None:
+    engine = serve(
+        checkpoint(name),
+        reference(name).clear_paths(8, LENGTH),
+        attention_backend=backend,
+        num_blocks=24,
+        max_num_batched_tokens=32,
+        watermark=0.0,
+    )
+    assert engine.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3", "phi3", "gemma2", "qwen3-moe", "gpt-oss"])
+def test_prefix_hits_change_no_token(
+    name: str, backend: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
+) -> None:
+    prefix = tuple(range(10, 40))
+    paths = reference(name).clear_paths(6, LENGTH, lambda index: 1 + index, prefix)
+    folder = checkpoint(name)
+    options: dict[str, Any] = {"attention_backend": backend}
+    engine = Engine(engine_config(folder, **options), make_runner(folder, **options))
+    check(engine, paths[:1])
+    check(engine, paths)
+    assert engine.stats().prefix_hit_tokens >= 5 * 28
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+def test_forked_choices_share_blocks_and_give_the_same_tokens(
+    name: str, backend: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
+) -> None:
+    path = reference(name).clear_paths(1, LENGTH, lambda _: 21)[0]
+    folder = checkpoint(name)
+    runner = make_runner(folder, attention_backend=backend)
+    engine = Engine(engine_config(folder), runner)
+    outputs = run(engine, [request("fork", path.prompt, greedy(LENGTH, n=4))])
+    assert [tuple(outputs["fork", choice].token_ids) for choice in range(4)] == [path.output] * 4
+
+
+def test_sampled_tokens_depend_on_seed_and_choice_only(
+    backend: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
+) -> None:
+    paths = reference("llama").clear_paths(8, LENGTH)
+    folder = checkpoint("llama")
+    runner = make_runner(folder, attention_backend=backend, num_blocks=28)
+    params = SamplingParams(temperature=0.7, top_p=0.9, n=2, max_tokens=LENGTH, ignore_eos=True)
+    requests = [request(str(i), path.prompt, params, seed=i) for i, path in enumerate(paths)]
+    alone: dict[tuple[str, int], Output] = {}
+    for one in requests:
+        alone |= run(Engine(engine_config(folder, max_num_batched_tokens=512), runner), [one])
+    crowded = Engine(engine_config(folder, max_num_batched_tokens=24, watermark=0.0), runner)
+    together = run(crowded, requests)
+    assert crowded.stats().preemptions > 0
+    assert {key: one.token_ids for key, one in together.items()} == {
+        key: one.token_ids for key, one in alone.items()
+    }
+    assert alone["0", 0].token_ids != alone["0", 1].token_ids
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        "qwen2",
+        "qwen3",
+        "mistral",
+        "gemma2",
+        "gemma3",
+        "phi3",
+        "olmo2",
+        "granite",
+        "mixtral",
+        "gpt-oss",
+    ],
+)
+def test_bfloat16_logits_are_as_close_as_those_of_transformers(
+    name: str, backend: str, tmp_path: Path, reference: ReferenceMaker
+) -> None:
+    folder = save_checkpoint(tmp_path, name, dtype=torch.bfloat16)
+    prompt = tuple(range(20, 60))
+    exact = Reference(folder).logits(prompt)[-1].log_softmax(-1)
+    rounded = Reference(folder, torch.bfloat16).logits(prompt)[-1].log_softmax(-1)
+    runner = make_runner(folder, dtype="auto", attention_backend=backend)
+    assert runner.dtype is torch.bfloat16
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20)
+    found = run(Engine(engine_config(folder), runner), [request("r", prompt, params)])["r", 0]
+    top = dict(found.logprobs[0].top)
+    ours = max(abs(value - float(exact[token])) for token, value in top.items())
+    theirs = float((rounded - exact).abs().max())
+    assert ours < 2 * theirs + 0.02
+
+
+def longrope(tmp_path: Path) -> Path:
+    """Trained for 16 positions, stretched to 128."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [1.0 + 0.5 * i for i in range(8)]}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    return save_checkpoint(
+        tmp_path,
+        "phi3",
+        rope_parameters=rope,
+        max_position_embeddings=128,
+        original_max_position_embeddings=16,
+    )
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_short_rotary_factors_where_the_context_is_short(
+    implementation: str, tmp_path: Path
+) -> None:
+    folder = longrope(tmp_path)
+    paths = Reference(folder).clear_paths(4, 6, lambda _: 5)
+    runner = make_runner(folder, max_model_len=16, model_implementation=implementation)
+    engine = Engine(engine_config(folder), runner)
+    outputs = run(engine, [request(str(i), p.prompt, greedy(6)) for i, p in enumerate(paths)])
+    assert [tuple(one.token_ids) for one in outputs.values()] == [path.output for path in paths]
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_long_rotary_factors_do_not_depend_on_the_batch(
+    implementation: str, tmp_path: Path
+) -> None:
+    folder = longrope(tmp_path)
+    paths = Reference(folder).clear_paths(3, LENGTH, lambda _: 30)
+    runner = make_runner(folder, model_implementation=implementation)
+    check(Engine(engine_config(folder), runner), paths)
+    short = request("short", (5, 6, 7), greedy(LENGTH))
+    alone = run(Engine(engine_config(folder), runner), [short])
+    long = request("long", paths[0].prompt, greedy(LENGTH))
+    together = run(Engine(engine_config(folder), runner), [short, long])
+    assert together["short", 0] == alone["short", 0]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "mixtral"])
+def test_transformers_serves_what_is_native_too(
+    name: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
+) -> None:
+    serve(
+        checkpoint(name),
+        reference(name).clear_paths(4, LENGTH),
+        model_implementation="transformers",
+    )
+
+
+def test_native_is_refused_where_there_is_none(checkpoint: CheckpointMaker) -> None:
+    with pytest.raises(ConfigError, match="native has no GPTNeoXForCausalLM"):
+        make_runner(checkpoint("gpt_neox"), model_implementation="native")
+
+
+def test_a_field_that_native_cannot_honour_is_left_to_transformers(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, "llama", hidden_act="gelu")
+    with pytest.raises(ConfigError, match=r"config\.json: hidden_act must be one of silu"):
+        make_runner(folder, model_implementation="native")
+    runner = make_runner(folder)
+    assert isinstance(runner.model, TransformersModel)
+    path = Reference(folder).clear_paths(1, LENGTH)[0]
+    check(Engine(engine_config(folder), runner), [path])
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "reason"),
+    [
+        ("BloomConfig", {"hidden_size": 32, "n_layer": 1, "n_head": 2}, "attention interface"),
+        ("T5Config", {"d_model": 32, "num_layers": 1, "num_heads": 2, "d_kv": 16}, "T5"),
+        (
+            "GptOssConfig",
+            {
+                "hidden_size": 32,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "intermediate_size": 16,
+                "num_local_experts": 2,
+                "num_experts_per_tok": 1,
+            },
+            "s_aux",
+        ),
+        ("MambaConfig", {"hidden_size": 32, "num_hidden_layers": 1}, "attention"),
+    ],
+)
+def test_models_that_cannot_be_served_exactly_are_refused(
+    config: str, options: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    import transformers
+
+    made = getattr(transformers, config)(vocab_size=VOCAB, **options)
+    auto: Any = (
+        transformers.AutoModelForSeq2SeqLM
+        if made.is_encoder_decoder
+        else transformers.AutoModelForCausalLM
+    )
+    auto.from_config(made).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=reason):
+        make_runner(tmp_path, max_model_len=128, model_implementation="transformers")
+
+
+def test_every_shape_is_tested() -> None:
+    assert set(NATIVE + FOREIGN) == set(SHAPES)

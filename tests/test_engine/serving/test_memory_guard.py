@@ -1,0 +1,59 @@
+"""No more work is taken while memory is short, and it says so once."""
+
+import logging
+
+import pytest
+
+from headrace_engine.serving.memory_guard import CHECK_INTERVAL_S, MemoryGuard
+
+
+class Machine:
+    def __init__(self) -> None:
+        self.free, self.now, self.looks = 1000, 0.0, 0
+
+    def available(self) -> int:
+        self.looks += 1
+        return self.free
+
+    def after(self, guard: MemoryGuard, free: int) -> bool:
+        """The guard's word a while later, with so much memory left."""
+        self.free, self.now = free, self.now + CHECK_INTERVAL_S
+        return guard.short
+
+
+@pytest.fixture
+def machine() -> Machine:
+    return Machine()
+
+
+@pytest.fixture
+def guard(machine: Machine) -> MemoryGuard:
+    return MemoryGuard(machine.available, min_free=100, clock=lambda: machine.now)
+
+
+def test_little_memory_is_short_until_clearly_more_is_there(
+    machine: Machine, guard: MemoryGuard
+) -> None:
+    found = [machine.after(guard, free) for free in (500, 100, 99, 150, 199, 200, 150)]
+
+    assert found == [False, False, True, True, True, False, False]
+
+
+def test_each_change_is_told_once(
+    machine: Machine, guard: MemoryGuard, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        for free in (50, 40, 30, 300, 400):
+            machine.after(guard, free)
+
+    assert [record.message for record in caplog.records] == [
+        "memory is short, no more work is taken",
+        "memory is free again",
+    ]
+
+
+def test_it_looks_now_and_then_and_not_each_time(machine: Machine, guard: MemoryGuard) -> None:
+    for _ in range(50):
+        assert guard.short is False
+
+    assert machine.looks == 1

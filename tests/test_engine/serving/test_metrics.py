@@ -1,0 +1,252 @@
+"""The engine's metrics as Prometheus sees them, under our names and vLLM's, and its spans."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from headrace_common.errors import FailureCode
+from headrace_common.observability import metric_names as names
+from headrace_common.observability.telemetry import Telemetry, disabled, setup
+from headrace_common.protocol.base import Lease, Outcome
+from headrace_common.sampling.params import SamplingParams
+from headrace_common.wire.messages import ChoiceState, Failed, GenerateRequest
+from headrace_engine.core.speculative_stats import SpeculationStats
+from headrace_engine.core.stats import SchedulerStats
+from headrace_engine.scheduler.lora_stats import LoRAStats
+from headrace_engine.serving.leased_request import LeasedRequest
+from headrace_engine.serving.metrics import STEP_SPAN_INTERVAL, EngineMetrics
+from headrace_testing.telemetry import SpanMemory, scrape, value
+
+STATS = SchedulerStats(
+    running=4,
+    waiting=2,
+    swapped=1,
+    blocks_used=30,
+    blocks_cached=20,
+    blocks_free=50,
+    preemptions=3,
+    prefix_hit_tokens=64,
+    prefix_miss_tokens=36,
+    step_prefill_tokens=100,
+    step_decode_tokens=4,
+    swaps=2,
+    swap_out_bytes=4096,
+    swap_in_bytes=1024,
+    host_blocks_used=6,
+    host_blocks_free=14,
+    kv_slots_used=400,
+    kv_slots_unused=10,
+)
+SECOND = 1_000_000_000
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 102 * SECOND
+
+    def __call__(self) -> int:
+        return self.now
+
+
+@pytest.fixture
+def telemetry() -> Iterator[Telemetry]:
+    opened = setup("engine", metrics_port=0)
+    yield opened
+    opened.shutdown()
+
+
+def metrics_of(
+    telemetry: Telemetry,
+    clock: Clock | None = None,
+    stats: SchedulerStats = STATS,
+    adapters: LoRAStats | None = None,
+) -> EngineMetrics:
+    return EngineMetrics(
+        telemetry,
+        model="demo",
+        engine_id="engine-a",
+        block_size=16,
+        capacity=64,
+        stats=lambda: stats,
+        step_age=lambda: 2.5,
+        lora_stats=lambda: adapters,
+        clock_ns=clock or Clock(),
+    )
+
+
+def take(
+    metrics: EngineMetrics, trace: dict[str, str] | None = None, **lease: Any
+) -> LeasedRequest:
+    request = GenerateRequest(
+        request_id="r1",
+        model="demo",
+        prompt_token_ids=tuple(range(50)),
+        sampling=SamplingParams(seed=1),
+        created_ms=100_000,
+        deadline_ms=200_000,
+        trace=trace or {},
+    )
+    taken = Lease(**{"request": request, "attempt": 1, "gateway_id": "g", **lease})
+    return LeasedRequest(taken, metrics.taken(taken))
+
+
+def test_the_engines_state_is_exported_before_its_first_step(telemetry: Telemetry) -> None:
+    metrics_of(telemetry)
+    assert telemetry.server is not None
+    families = scrape(telemetry.server.url)
+    requests, blocks = "headrace_engine_requests", "headrace_engine_kv_blocks"
+    assert value(families, requests, state="running", gen_ai_request_model="demo") == 4
+    assert value(families, requests, state="waiting") == 2
+    assert value(families, requests, state="swapped") == 1
+    assert value(families, "headrace_engine_kv_utilization") == 0.3
+    assert value(families, blocks, state="used", place="device") == 30
+    assert value(families, blocks, state="cached", place="device") == 20
+    assert value(families, blocks, state="free", place="device") == 50
+    assert value(families, blocks, state="used", place="host") == 6
+    assert value(families, blocks, state="free", place="host") == 14
+    assert value(families, "headrace_engine_kv_waste") == 0.025
+    assert value(families, "headrace_engine_kv_swapped_bytes_total", kind="out") == 4096
+    assert value(families, "headrace_engine_kv_swapped_bytes_total", kind="in") == 1024
+    assert value(families, "headrace_engine_preemptions_total", kind="recompute") == 3
+    assert value(families, "headrace_engine_preemptions_total", kind="swap") == 2
+    assert value(families, "headrace_engine_prefix_cache_tokens_total", result="hit") == 64
+    assert value(families, "headrace_engine_prefix_cache_tokens_total", result="miss") == 36
+    assert value(families, "headrace_engine_step_last_age_seconds") == 2.5
+
+
+def test_a_request_that_another_engine_had_is_a_redelivery(telemetry: Telemetry) -> None:
+    metrics = metrics_of(telemetry)
+    take(metrics, attempt=1)
+    take(metrics, attempt=2)
+    assert telemetry.server is not None
+    families = scrape(telemetry.server.url)
+    assert value(families, "headrace_queue_redeliveries_total") == 1
+
+
+def test_requests_are_counted_by_whether_they_were_placed_here(telemetry: Telemetry) -> None:
+    metrics = metrics_of(telemetry)
+    for placed in (True, True, False, None):
+        take(metrics, placed=placed)
+    take(metrics, attempt=2)
+    assert telemetry.server is not None
+    families = scrape(telemetry.server.url)
+    counts = {"placed": 2, "stolen": 1, "unplaced": 1}
+    for result, count in counts.items():
+        assert value(families, "headrace_queue_placements_total", result=result) == count
+
+
+def test_steps_requests_and_tokens_are_counted(telemetry: Telemetry) -> None:
+    clock = Clock()
+    metrics = metrics_of(telemetry, clock)
+    leased = take(metrics, waited=2.0)
+    metrics.observe(STATS, 0.25)
+    clock.now += SECOND
+    metrics.produced(leased, 1)
+    clock.now += 4 * SECOND
+    metrics.produced(leased, 8)
+    metrics.ended(leased, Outcome(choices=(ChoiceState(token_ids=(1,) * 9),)))
+    assert telemetry.server is not None
+    families = scrape(telemetry.server.url)
+    assert value(families, "headrace_engine_step_duration_seconds_sum") == 0.25
+    assert value(families, "headrace_engine_step_tokens_sum", phase="prefill") == 100
+    assert value(families, "headrace_engine_step_tokens_sum", phase="decode") == 4
+    assert value(families, "headrace_engine_tokens_total", type="input") == 50
+    assert value(families, "headrace_engine_tokens_total", type="output") == 9
+    phase = "headrace_engine_request_phase_duration_seconds_sum"
+    assert value(families, phase, phase="queue") == 2.0
+    assert value(families, phase, phase="prefill") == 1.0
+    assert value(families, phase, phase="decode") == 4.0
+    assert {
+        metric.prometheus_name
+        for metric in names.ENGINE_METRICS
+        if metric not in (names.QUEUE_REDELIVERIES, names.ENGINE_SPEC_TOKENS)
+    } <= {sample.name.removesuffix("_bucket") for f in families.values() for sample in f.samples}
+
+
+def test_routers_find_vllms_names(telemetry: Telemetry) -> None:
+    metrics = metrics_of(telemetry)
+    metrics.produced(take(metrics), 5)
+    assert telemetry.server is not None
+    families = scrape(telemetry.server.url)
+    labels = {"model_name": "demo", "engine": "engine-a"}
+    assert value(families, "vllm:num_requests_waiting", **labels) == 2
+    assert value(families, "vllm:num_requests_running", **labels) == 4
+    assert value(families, "vllm:kv_cache_usage_perc", **labels) == 0.3
+    assert value(families, "vllm:num_preemptions_total", **labels) == 5
+    assert value(families, "vllm:generation_tokens_total", **labels) == 5
+    assert value(families, "vllm:prompt_tokens_total", **labels) == 50
+    assert value(families, "vllm:prefix_cache_queries_total", **labels) == 100
+    assert value(families, "vllm:prefix_cache_hits_total", **labels) == 64
+    size = {"block_size": "16", "num_gpu_blocks": "100"}
+    assert value(families, "vllm:cache_config_info", **labels, **size) == 1
+
+
+def test_routers_find_which_adapters_run(telemetry: Telemetry) -> None:
+    metrics_of(telemetry, adapters=LoRAStats(2, ("a", "b"), ("c",)))
+    assert telemetry.server is not None
+    labels = {"max_lora": "2", "running_lora_adapters": "a,b", "waiting_lora_adapters": "c"}
+
+    families = scrape(telemetry.server.url)
+
+    assert value(families, "vllm:lora_requests_info", model_name="demo", **labels) > 0
+
+
+def test_a_requests_spans_are_written_when_it_ends() -> None:
+    memory, clock = SpanMemory(), Clock()
+    metrics = metrics_of(replace(disabled(), tracer=memory.tracer, tracing=True), clock)
+    leased = take(metrics, {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}, attempt=2)
+    metrics.observe(STATS, 0.01)
+    metrics.produced(leased, 1)
+    assert memory.spans == {}
+    failed = Failed(request_id="r1", attempt=2, failure=FailureCode.DEADLINE, message="late")
+    metrics.ended(leased, Outcome(choices=(ChoiceState(token_ids=(1,)),), failed=failed))
+    assert set(memory.spans) == {
+        names.SPAN_QUEUE,
+        names.SPAN_ENGINE,
+        names.SPAN_PREFILL,
+        names.SPAN_DECODE,
+    }
+    attributes = memory.spans[names.SPAN_ENGINE].attributes
+    assert attributes is not None
+    assert attributes[names.ERROR_TYPE] == "deadline_exceeded"
+    assert attributes[names.ATTEMPT] == 2
+    assert attributes[names.ENGINE_ID] == "engine-a"
+
+
+def test_few_steps_become_spans() -> None:
+    memory = SpanMemory()
+    metrics = metrics_of(replace(disabled(), tracer=memory.tracer, tracing=True))
+    leased = take(metrics, {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"})
+    for _ in range(STEP_SPAN_INTERVAL - 1):
+        metrics.observe(STATS, 0.5, [leased])
+    assert memory.spans == {}
+    metrics.observe(STATS, 0.5, [leased])
+    step = memory.spans[names.SPAN_STEP]
+    assert [link.context.trace_id for link in step.links] == [int("a" * 32, 16)]
+    assert step.attributes is not None
+    assert step.attributes[names.STEP_NUMBER] == STEP_SPAN_INTERVAL
+
+
+def test_speculation_is_exported_where_it_is_on(telemetry: Telemetry) -> None:
+    speculation = SpeculationStats(
+        drafts=10, draft_tokens=40, accepted_tokens=13, accepted_per_position=(9, 3, 1, 0)
+    )
+    metrics_of(telemetry, stats=replace(STATS, speculation=speculation))
+    assert telemetry.server is not None
+    families = scrape(telemetry.server.url)
+    assert value(families, "headrace_engine_spec_tokens_total", result="accepted") == 13
+    assert value(families, "headrace_engine_spec_tokens_total", result="rejected") == 27
+    assert value(families, "vllm:spec_decode_num_drafts_total") == 10
+    assert value(families, "vllm:spec_decode_num_draft_tokens_total") == 40
+    assert value(families, "vllm:spec_decode_num_accepted_tokens_total") == 13
+    per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    found = [value(families, per_position, position=str(place)) for place in range(4)]
+    assert found == [9, 3, 1, 0]
+
+
+def test_speculation_is_not_exported_where_it_is_off(telemetry: Telemetry) -> None:
+    metrics_of(telemetry)
+    assert telemetry.server is not None
+    assert not [name for name in scrape(telemetry.server.url) if "spec_decode" in name]

@@ -1,0 +1,155 @@
+"""Schemas that would compile for minutes, at real gateway processes over a real Valkey."""
+
+import asyncio
+import json
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from redis import Redis
+
+from headrace_common.pools.limited_pool import Excess
+from headrace_common.protocol.redis.client.connection import Connection, ConnectionConfig
+from headrace_common.protocol.redis.refused import RedisRefusedGrammars
+from headrace_common.structured.refused_grammars import RefusedGrammar
+from headrace_common.wire.keys import refused_grammar
+from headrace_testing.api_keys import KeyBook
+from headrace_testing.gateway import MODEL
+from headrace_testing.pool_tasks import costly_schema
+from headrace_testing.processes import HeadraceProcess, until
+from headrace_testing.valkey import ValkeyServer
+
+MIB = 2**20
+# No engine is there: what passes the door meets its deadline.
+PASSED = (504, "deadline_exceeded")
+
+
+class Site:
+    """Gateways that share a Valkey and a file of keys."""
+
+    def __init__(self, checkpoint: Path, valkey: ValkeyServer, folder: Path) -> None:
+        self._folder = folder
+        self.book = KeyBook(folder / "keys.yaml")
+        self._arguments = [
+            *("--model", str(checkpoint), "--served-model-name", MODEL, "--port", "0"),
+            *("--redis-url", valkey.url, "--log-format", "json"),
+            *("--api-keys-file", str(self.book.path)),
+        ]
+
+    def start(self, name: str, *flags: str) -> HeadraceProcess:
+        arguments = [*self._arguments, *flags]
+        return HeadraceProcess("headrace_gateway", arguments, self._folder / name)
+
+
+@pytest.fixture
+def site(checkpoint: Path, valkey: ValkeyServer, tmp_path: Path) -> Site:
+    site = Site(checkpoint, valkey, tmp_path)
+    for tenant in ("hostile", "other"):
+        site.book.add(tenant, tenant=tenant)
+    return site
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(timeout=100) as client:
+        yield client
+
+
+def request(gateway: HeadraceProcess, site: Site, tenant: str, **structured: Any) -> Any:
+    """Arguments of a post."""
+    body = {"prompt": "Hi", "structured_outputs": structured}
+    headers = {**site.book.headers(tenant), "x-request-timeout": "0.2"}
+    url = f"{gateway.await_log('gateway ready')['address']}/v1/completions"
+    return {"url": url, "json": body, "headers": headers}
+
+
+def outcome(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+def workers(gateway: HeadraceProcess) -> list[psutil.Process]:
+    """The processes that check grammars: the server that forks them has none of its own."""
+    children = psutil.Process(gateway.pid).children(recursive=True)
+    return [each for each in children if each.ppid() != gateway.pid]
+
+
+async def test_it_is_refused_within_limits_and_by_the_next_gateway_at_once(
+    site: Site, http: httpx.AsyncClient
+) -> None:
+    schema, patient = costly_schema(45), ("--grammar-timeout", "100")
+    with site.start("one", *patient) as one, site.start("two", *patient) as two:
+        first = await http.post(**request(one, site, "hostile", json=schema))
+        memory = [psutil.Process(one.pid), *psutil.Process(one.pid).children(recursive=True)]
+        second = await http.post(**request(two, site, "other", json=schema))
+
+        assert all(each.memory_info().rss < 512 * MIB for each in memory)
+        assert len(workers(one)) == 2 and not workers(two)
+
+    for answer in (first, second):
+        assert outcome(answer) == (400, "invalid_structured_output")
+        error = answer.json()["error"]
+        assert (
+            error["param"] == "structured_outputs" and "to compile: have less" in error["message"]
+        )
+
+
+async def test_others_are_served_meanwhile_and_a_client_that_leaves_frees_its_process(
+    site: Site, http: httpx.AsyncClient
+) -> None:
+    unlimited = [
+        *("--grammar-timeout", "200", "--grammar-cpu-seconds", "200", "--grammar-memory", "64GiB"),
+        *("--drain-timeout", "0"),
+    ]
+    with site.start("log", *unlimited) as gateway:
+        costly = [
+            asyncio.create_task(
+                http.post(**request(gateway, site, "hostile", json=costly_schema(n)))
+            )
+            for n in (46, 47)
+        ]
+        for number in range(3):
+            regex = f"other{number}"
+            answer = await http.post(**request(gateway, site, "other", regex=regex))
+            assert outcome(answer) == PASSED
+        assert not any(task.done() for task in costly)
+
+        busy = {each.pid for each in workers(gateway)}
+        for task in costly:
+            task.cancel()
+        answer = await http.post(**request(gateway, site, "hostile", regex="hostile"))
+        assert outcome(answer) == PASSED
+        until(
+            lambda: len(busy & {each.pid for each in workers(gateway)}) < 2,
+            "the process of the client that left to end",
+        )
+
+        last = asyncio.create_task(
+            http.post(**request(gateway, site, "hostile", json=costly_schema(48)))
+        )
+        await asyncio.sleep(0.2)
+        family = workers(gateway)
+        gateway.signal(signal.SIGTERM)
+        assert gateway.wait() == 0
+        until(lambda: not any(each.is_running() for each in family), "its processes to end")
+        last.cancel()
+        await asyncio.gather(*costly, last, return_exceptions=True)
+
+
+async def test_the_memory_of_refused_grammars_is_shared_and_lapses(valkey: ValkeyServer) -> None:
+    connection = Connection(ConnectionConfig(url=valkey.url))
+    one, two = RedisRefusedGrammars(connection), RedisRefusedGrammars(connection)
+    assert await two.find("digest") is None
+    await one.add("digest", RefusedGrammar(Excess.TIMEOUT, 2))
+
+    assert await two.find("digest") == RefusedGrammar(Excess.TIMEOUT, 2)
+    with Redis.from_url(valkey.url) as client:
+        assert 0 < client.pttl(refused_grammar("digest")) <= 3_600_000
+    await connection.close()
+
+
+def test_the_costly_schema_is_small() -> None:
+    assert len(json.dumps(json.loads(costly_schema()))) < 3000

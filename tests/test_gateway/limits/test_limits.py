@@ -1,0 +1,306 @@
+"""The budget of a request: what JSON may hold, and that each field of each body has a bound."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import pytest
+from annotated_types import MaxLen
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import FailFast, StringConstraints
+from pydantic.fields import FieldInfo
+
+import headrace_gateway.http.app  # noqa: F401  knows the bodies of all routes
+from headrace_gateway.errors import ApiError
+from headrace_gateway.limits.bodies import BodyBuffers
+from headrace_gateway.limits.budget import Budget
+from headrace_gateway.limits.fields import BoundedBy
+from headrace_gateway.limits.json_shape import check_members, check_shape
+from headrace_gateway.limits.work import INLINE_SIZE, WorkPool, size_of
+from headrace_gateway.schemas.chat_messages import Body
+from headrace_testing.gateway import serve
+from headrace_testing.waiting import eventually
+
+# Short JSON is looked at too.
+SMALL = replace(Budget(), values=8, strings=8, containers=4, members=4, members_of_one=3)
+LARGE = INLINE_SIZE + 1
+CODE = "request_too_complex"
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ('["a", 1, 2, 3, 4, 5, 6, 7, 8, 9]', "values"),
+        ('["a","b","c","d","e","f","g","h","i"]', "strings"),
+        ("[[],[],{},{},1]", "objects and lists"),
+        ('[{"a":1,"b":2},{"c":3,"d":4,"e":5}]', "members of objects"),
+    ],
+)
+def test_json_over_the_budget_is_refused_by_what_is_over(text: str, what: str) -> None:
+    with pytest.raises(ApiError, match=what) as refused:
+        check_shape(text.encode(), SMALL)
+    assert (refused.value.status, refused.value.code) == (400, CODE)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r'{"a": "[[[[[[[[{{{{{{{{::::::::,,,,,,,,,,"}',
+        r'{"a": "\"[[[[[[\\", "b": "\\\"{{{{{{{::::::"}',
+        r'["\\", "\\\\", "\n\"\n,,,,,,,,,,,,,,,,"]',
+        "[1, 2, 3, 4, 5, 6, 7, 8]",
+    ],
+)
+def test_what_is_within_strings_does_not_count(text: str) -> None:
+    json.loads(text)
+    check_shape(text.encode(), SMALL)
+
+
+VALUES = st.recursive(
+    st.none() | st.integers() | st.text(alphabet='a"\\,:[]{}\n'),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(alphabet='b"\\,'), inner),
+)
+
+
+@given(value=VALUES, ascii_only=st.booleans())
+def test_json_is_refused_exactly_where_a_count_of_it_is_over(value: Any, ascii_only: bool) -> None:
+    """Values are counted with the whole of it, and an empty list or object as if it had one."""
+    counts = dict.fromkeys(("values", "strings", "containers", "members"), 0)
+    count(value, counts)
+    over = any(number > getattr(SMALL, name) for name, number in counts.items())
+    raw = json.dumps(value, ensure_ascii=ascii_only).encode()
+
+    assert refuses(raw) == (over and len(raw) > SMALL.least_bytes_over)
+
+
+def count(value: Any, counts: dict[str, int]) -> None:
+    counts["strings"] += isinstance(value, str)
+    if not isinstance(value, list | dict):
+        return
+    counts["containers"] += 1
+    counts["values"] += max(1, len(value))
+    if isinstance(value, dict):
+        counts["members"] += len(value)
+        counts["strings"] += len(value)
+    for item in value.values() if isinstance(value, dict) else value:
+        count(item, counts)
+
+
+def refuses(raw: bytes) -> bool:
+    try:
+        check_shape(raw, SMALL)
+    except ApiError:
+        return True
+    return False
+
+
+def test_an_object_of_too_many_members_is_named() -> None:
+    content = {"a": [1, 2], "b": {"c": [{"d": 1, "e": 2, "f": 3, "g": 4}]}}
+    with pytest.raises(ApiError) as refused:
+        check_members(content, json.dumps(content).encode(), SMALL)
+    assert (refused.value.param, refused.value.code) == ("b", CODE)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": list(range(10**6))},
+        {"input": ["some text"] * 2048},
+        {"input": [[1] * 500] * 2048},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 2}] * 4096},
+        {"prompt": "a,[{:" * 10**6},
+    ],
+    ids=["a million token ids", "2,048 inputs", "lists of ids", "4,096 messages", "long text"],
+)
+def test_what_honest_clients_send_is_within_the_budget(body: dict[str, Any]) -> None:
+    raw = json.dumps(body).encode()
+    check_shape(raw, Budget())
+    check_members(body, raw, Budget())
+
+
+# Threads
+
+
+def holds(condition: Callable[[], bool]) -> Callable[[], Awaitable[bool]]:
+    async def asked() -> bool:
+        return condition()
+
+    return asked
+
+
+async def test_a_tenant_never_has_all_threads() -> None:
+    """Whatever it asks for, and however often it goes away again."""
+    go = threading.Event()
+    running: list[str] = []
+
+    def wait(name: str) -> None:
+        running.append(name)
+        assert go.wait(60)
+
+    with ThreadPoolExecutor(3) as executor:
+        pool = WorkPool(executor, 3)
+        hostile, other = pool.of("hostile"), pool.of("other")
+        asked = [
+            asyncio.create_task(hostile.run(LARGE, partial(wait, f"hostile {number}")))
+            for number in range(9)
+        ]
+        await eventually(holds(lambda: len(running) == 2))
+        for task in asked:
+            task.cancel()  # its threads go on
+        again = asyncio.create_task(hostile.run(LARGE, partial(wait, "again")))
+        answer = await other.run(LARGE, lambda: "in time")
+        held = list(running)
+        go.set()
+        await again
+
+    assert answer == "in time"
+    assert held == ["hostile 0", "hostile 1"]
+
+
+async def test_who_has_gone_is_forgotten() -> None:
+    with ThreadPoolExecutor(2) as executor:
+        pool = WorkPool(executor, 2)
+        await asyncio.gather(*(pool.of(f"{n % 5}").run(LARGE, lambda: None) for n in range(50)))
+        await eventually(holds(lambda: not pool.tenants))
+
+
+async def test_small_work_is_done_at_once_and_a_fault_of_large_work_is_raised() -> None:
+    def fail() -> None:
+        raise ValueError(threading.current_thread().name)
+
+    with ThreadPoolExecutor(2, "thread") as executor:
+        work = WorkPool(executor, 2).of("")
+        with pytest.raises(ValueError, match="MainThread"):
+            await work.run(INLINE_SIZE, fail)
+        with pytest.raises(ValueError, match="thread_"):
+            await work.run(LARGE, fail)
+
+
+@pytest.mark.parametrize("value", ["a" * 5000, ["a"] * 5000, {"a": [{"b": "c" * 5000}]}])
+def test_the_size_of_data_is_that_of_its_texts_and_items(value: object) -> None:
+    assert size_of(value) > INLINE_SIZE
+    assert size_of({"a": ["b", "cd", None, 1]}) == 8
+
+
+# Bodies that are held
+
+
+def test_bodies_together_are_bounded_and_those_of_one_tenant_more_so() -> None:
+    bodies = BodyBuffers(most=10, most_of_tenant=6)
+    first, second, other = bodies.open("a"), bodies.open("a"), bodies.open("b")
+    first.add(4)
+    other.add(5)
+    for held, size in ((second, 3), (second, 2), (other, 2)):
+        with pytest.raises(ApiError) as refused:
+            held.add(size)
+        assert (refused.value.status, refused.value.code) == (503, "too_many_bodies")
+    first.drop()
+    first.drop()
+    second.add(5)
+
+
+async def test_half_sent_bodies_do_not_fill_the_memory(checkpoint: Path) -> None:
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"content-length: 8000000\r\n\r\n"
+    )
+    async with serve(checkpoint) as gateway, AsyncExitStack() as opened, asyncio.timeout(60):
+        readers = []
+        for _ in range(18):
+            reader, writer = await opened.enter_async_context(gateway.connect())
+            writer.write(head + b" " * 7_900_000)
+            await writer.drain()
+            readers.append(reader)
+        told = await first_told(readers)
+
+    assert told.startswith(b"HTTP/1.1 503 ") and b"too_many_bodies" in told
+
+
+async def first_told(readers: Sequence[asyncio.StreamReader]) -> bytes:
+    """What the first of these connections is told that is told anything."""
+    tasks = [asyncio.create_task(reader.read(2000)) for reader in readers]
+    done, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in waiting:
+        task.cancel()
+    return next(iter(done)).result()
+
+
+# Fields of bodies
+
+
+def kinds(of: type[Body]) -> Iterator[type[Body]]:
+    for kind in of.__subclasses__():
+        yield kind
+        yield from kinds(kind)
+
+
+def unbounded(kind: Any, bounds: Sequence[Any], place: str) -> Iterator[str]:
+    """Places in a type that no bound holds for; `bounds` are those said around it."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        yield from unbounded(inner[0], [*bounds, *flat(inner[1:])], place)
+    elif origin in (Union, UnionType):
+        for branch in inner:
+            yield from unbounded(branch, bounds, place)
+    elif origin in (list, dict):
+        yield from unbounded_items(origin, inner, bounds, place)
+    elif kind is str:
+        if not has(bounds, MaxLen, BoundedBy):
+            yield f"{place}: a text is a Name or a Text, or needs max_length"
+    elif origin is not Literal and not (isinstance(kind, type) and issubclass(kind, Body)):
+        assert kind in (Any, NoneType, bool, int, float), f"{place}: what bounds {kind}?"
+
+
+def unbounded_items(
+    origin: type, inner: Sequence[Any], bounds: Sequence[Any], place: str
+) -> Iterator[str]:
+    item = inner[-1]
+    if not has(bounds, MaxLen):
+        yield f"{place}: needs max_length"
+    if origin is list and item is not Any and not has(bounds, FailFast):
+        yield f"{place}: a list is Items"
+    yield from unbounded(item, (), f"{place}[]")
+
+
+def flat(metadata: Sequence[Any]) -> Iterator[Any]:
+    for each in metadata:
+        yield each
+        if isinstance(each, FieldInfo):
+            yield from flat(each.metadata)
+        if isinstance(each, StringConstraints) and each.max_length is not None:
+            yield MaxLen(each.max_length)
+
+
+def has(bounds: Sequence[Any], *wanted: type) -> bool:
+    return any(isinstance(bound, wanted) for bound in bounds)
+
+
+def test_every_field_of_every_body_has_a_bound() -> None:
+    found = [
+        fault
+        for kind in set(kinds(Body))
+        for name, field in kind.model_fields.items()
+        for fault in unbounded(
+            field.annotation, list(flat(field.metadata)), f"{kind.__name__}.{name}"
+        )
+    ]
+
+    assert found == []
+
+
+def test_the_search_for_bounds_finds_what_has_none() -> None:
+    places = [
+        place
+        for kind in (list[str], dict[str, int], str | None, Annotated[list[int], MaxLen(3)])
+        for place in unbounded(kind, (), "x")
+    ]
+    assert len(places) == 6

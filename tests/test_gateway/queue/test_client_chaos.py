@@ -1,0 +1,212 @@
+"""The gateway's client with fake engines over a real Valkey, while things die.
+
+Tokens carry a checksum of all tokens before them, so that one lost, repeated or foreign token
+fails the test. Faults are seeded; times are short so that leases lapse within the test. Real
+processes under the same faults are in test_e2e.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from headrace_common.protocol.base import EngineQueue, QueueLimits
+from headrace_common.wire.messages import ChoiceState, GenerateRequest, Reply
+from headrace_gateway.queue_client.client import ClientConfig, GenerationClient
+from headrace_testing.backends import MODEL, OverRedis, make_request
+from headrace_testing.fake_engine import POISON_TOKEN, EngineDied, FakeEngine, is_one_history
+from headrace_testing.valkey import ValkeyServer
+from headrace_testing.waiting import eventually
+
+CONFIG = ClientConfig(beat_interval=0.3, silence=0.5, recheck=0.5, longest_recheck=1.0)
+
+
+class Alone:
+    """An engine's queue without gateways, until it finds back."""
+
+    def __init__(self, queue: EngineQueue) -> None:
+        self._queue = queue
+        self._alone = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+    def find_back(self) -> None:
+        self._alone = False
+
+    async def publish(self, replies: Mapping[str, Sequence[Reply]]) -> None:
+        if not self._alone:
+            await self._queue.publish(replies)
+
+    async def gateway_alive(self, gateway_id: str) -> bool:
+        return not self._alone and await self._queue.gateway_alive(gateway_id)
+
+    async def journal(self, request_id: str) -> tuple[ChoiceState, ...] | None:
+        """Without the last half of it."""
+        states = await self._queue.journal(request_id)
+        if states is None or not self._alone:
+            return states
+        return tuple(ChoiceState(token_ids=s.token_ids[: len(s.token_ids) // 2]) for s in states)
+
+
+class Site:
+    """A server, two gateways and some engines."""
+
+    def __init__(self, server: ValkeyServer, seed: int) -> None:
+        self.server = server
+        self.rng = random.Random(seed)
+        self.backend = OverRedis(server.url, block=2)
+        self.clients = [
+            GenerationClient(self.backend.gateway(f"g{i}"), QueueLimits(), config=CONFIG)
+            for i in range(2)
+        ]
+        self.engines: dict[FakeEngine, asyncio.Task[None]] = {}
+        self.drained: list[asyncio.Task[None]] = []
+        self.slots = 8  # of each engine
+        self._born = 0
+
+    async def start(self, engines: int) -> None:
+        for client in self.clients:
+            await client.start()
+        for _ in range(engines):
+            self.spawn()
+
+    def spawn(self) -> FakeEngine:
+        self._born += 1
+        queue = self.backend.engine(f"e{self._born}", lease_ms=1000)
+        engine = FakeEngine(
+            queue, MODEL, slots=self.slots, token_delay=0.01, beat_interval=0.2, seed=self._born
+        )
+        self.engines[engine] = asyncio.create_task(engine.run())
+        return engine
+
+    async def kill(self, engine: FakeEngine) -> None:
+        task = self.engines.pop(engine)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        self.spawn()
+
+    async def fault(self, kind: str, folder: Path) -> None:
+        engine = self.rng.choice(list(self.engines))
+        match kind:
+            case "kill":
+                await self.kill(engine)
+            case "freeze":
+                engine.freeze()
+                asyncio.get_running_loop().call_later(1.5, engine.thaw)
+            case "drain":
+                engine.drain()
+                self.drained.append(self.engines.pop(engine))
+                self.spawn()
+            case "stray":
+                self.stray()
+            case "restart":
+                self.server.restart()
+            case "wipe":
+                await self.backend.wipe()
+            case "rollback":
+                self.server.snapshot(folder / "snapshot")
+                await asyncio.sleep(0.3)
+                self.server.roll_back(folder / "snapshot")
+
+    def stray(self) -> None:
+        """All engines are as with another master for a while: nobody hears them, and they believe
+        every gateway to be gone."""
+        for engine in self.engines:
+            alone = Alone(engine.queue)
+            engine.queue = cast(EngineQueue, alone)
+            asyncio.get_running_loop().call_later(2.0, alone.find_back)
+
+    async def answer(self, request: GenerateRequest) -> list[list[int]]:
+        """The tokens of each choice, checked to be one whole history."""
+        got: list[list[int]] = [[] for _ in range(request.sampling.n)]
+        generation = await self.rng.choice(self.clients).submit(request)
+        async for delta in generation:
+            got[delta.choice] += delta.token_ids
+        for choice, tokens in enumerate(got):
+            assert is_one_history(choice, tokens)
+            assert len(tokens) == request.sampling.max_tokens
+        return got
+
+    async def is_empty(self) -> bool:
+        depth = await self.clients[0].queue.depth(MODEL)
+        return depth.waiting == depth.pending == 0 and not any(e.active for e in self.engines)
+
+    async def close(self) -> None:
+        for task in self.engines.values():
+            task.cancel()
+        await asyncio.gather(*self.engines.values(), *self.drained, return_exceptions=True)
+        for client in self.clients:
+            await client.close()
+        await self.backend.close()
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    server = ValkeyServer(tmp_path / "data")
+    server.start()
+    site = Site(server, seed=5)
+    site.slots = 3  # so that most requests wait, in the lists of their tenants
+    await site.start(engines=3)
+    yield site
+    await site.close()
+    server.stop()
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        ("kill", "kill"),
+        ("freeze", "kill"),
+        ("drain", "freeze"),
+        ("restart", "kill"),
+        ("wipe", "kill"),
+        ("rollback", "kill"),
+        ("kill", "stray"),
+        ("wipe", "stray"),
+    ],
+    ids="-".join,
+)
+async def test_every_stream_completes_whole(
+    site: Site, tmp_path: Path, faults: tuple[str, ...]
+) -> None:
+    requests = [
+        replace(
+            make_request(n=1 + number % 2, max_tokens=20 + 4 * number, priority=number % 3 - 1),
+            tenant=f"tenant-{number % 4}",
+        )
+        for number in range(16)
+    ]
+    answers = [asyncio.create_task(site.answer(request)) for request in requests]
+    for kind in faults:
+        await asyncio.sleep(0.25)
+        await site.fault(kind, tmp_path)
+    async with asyncio.timeout(60):
+        await asyncio.gather(*answers)
+    for engine in site.engines:
+        engine.thaw()
+    await eventually(site.is_empty)
+
+
+async def test_one_poison_request_takes_no_other_down(site: Site) -> None:
+    async def replace_the_dead() -> None:
+        while True:
+            done, _ = await asyncio.wait(site.engines.values(), return_when=asyncio.FIRST_COMPLETED)
+            for engine in [e for e, task in site.engines.items() if task in done]:
+                assert isinstance(site.engines.pop(engine).exception(), EngineDied)
+                site.spawn()
+
+    nurse = asyncio.create_task(replace_the_dead())
+    poison = asyncio.create_task(site.answer(make_request(prompt=(1, POISON_TOKEN))))
+    others = [asyncio.create_task(site.answer(make_request(max_tokens=30))) for _ in range(10)]
+    async with asyncio.timeout(60):
+        await asyncio.gather(*others)
+        with pytest.raises(Exception, match="failed on several engines"):
+            await poison
+    nurse.cancel()
+    assert [why for _, why in await site.backend.dead_letters()] == ["poisoned"]
+    await eventually(site.is_empty)

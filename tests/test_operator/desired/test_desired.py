@@ -1,0 +1,516 @@
+"""Manifests of engines and their companions: values in, dictionaries out."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from headrace_engine.serving.settings import EngineSettings
+from headrace_operator import names
+from headrace_operator.desired import companions
+from headrace_operator.desired.autoscaler import autoscaler, backlog_query
+from headrace_operator.desired.children import canary_of, companions_of, unwanted
+from headrace_operator.desired.deployment import deployment
+from headrace_operator.desired.environment import PREFIX
+from headrace_operator.desired.network import network_policy, port_of
+from headrace_testing.model_services import PLATFORM, service
+
+Manifest = dict[str, Any]
+PROMETHEUS = "http://prometheus:9090"
+
+
+def spec_of(found: Manifest) -> Manifest:
+    template: Manifest = found["spec"]["template"]["spec"]
+    return template
+
+
+def pod(**spec: Any) -> Manifest:
+    return spec_of(deployment(service(**spec), PLATFORM, replicas=1))
+
+
+def container(**spec: Any) -> Manifest:
+    found: Manifest = pod(**spec)["containers"][0]
+    return found
+
+
+def env(**spec: Any) -> dict[str, Any]:
+    return {
+        variable["name"]: variable.get("value", variable.get("valueFrom"))
+        for variable in container(**spec)["env"]
+    }
+
+
+def test_every_engine_variable_is_a_setting_of_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = {
+        "dtype": "bfloat16",
+        "maxModelLen": 8192,
+        "enablePrefixCaching": False,
+        "kvCacheDtype": "fp8",
+        "kvCacheMemory": "2GiB",
+        "memoryUtilization": 0.85,
+        "policy": "priority",
+        "policyOptions": {"ageing": 30},
+        "itlTarget": 0.05,
+        "swapSpace": 2,
+        "speculativeConfig": {"method": "ngram"},
+    }
+    values = env(engine={"settings": settings}, queue={"shards": 3})
+    ours = {
+        name.removeprefix(PREFIX).lower(): value
+        for name, value in values.items()
+        if name.startswith(PREFIX)
+    }
+    assert set(ours) <= set(EngineSettings.model_fields)
+    for name, value in ours.items():
+        monkeypatch.setenv(f"{PREFIX}{name.upper()}", value)
+    read = EngineSettings()
+    assert (read.model, read.revision, read.name) == ("Qwen/Qwen3-8B", "abc123", "qwen")
+    assert (read.dtype, read.kv_cache_dtype, read.max_model_len) == ("bfloat16", "fp8", 8192)
+    assert (read.policy, read.policy_options) == ("priority", {"ageing": 30})
+    assert (read.itl_target, read.swap_space) == (0.05, 2.0)
+    assert read.speculative_config == {"method": "ngram"}
+    assert read.enable_prefix_caching is False
+    assert (read.kv_cache_memory, read.memory_utilization) == (2 * 2**30, 0.85)
+    assert (read.redis_url, read.queue_shards) == ("redis://queue:6379/0", 3)
+    assert (read.metrics_host, read.metrics_port) == ("0.0.0.0", names.METRICS_PORT)
+
+
+def test_adapters_are_settings_and_volumes_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    lora = {
+        "maxLoras": 2,
+        "maxLoraRank": 32,
+        "adapters": [
+            {"name": "sql", "path": "/model/adapters/sql"},
+            {"name": "org/chat", "persistentVolumeClaim": {"claimName": "lora", "path": "v2"}},
+            {"name": "tone", "image": {"reference": "oci://registry/tone:1"}},
+        ],
+    }
+    engine = {"tensorParallelSize": 2}
+    values, found = env(lora=lora, engine=engine), pod(lora=lora)
+    for name, value in values.items():
+        if name.startswith(PREFIX):
+            monkeypatch.setenv(name, value)
+    read = EngineSettings()
+    assert (read.enable_lora, read.max_loras, read.max_lora_rank) == (True, 2, 32)
+    assert read.max_cpu_loras is None and read.tensor_parallel_size == 2
+    assert read.lora_modules == {
+        "sql": "/model/adapters/sql",
+        "org/chat": "/adapters/1/v2",
+        "tone": "/adapters/2",
+    }
+    mounts = {mount["name"]: mount for mount in found["containers"][0]["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in found["volumes"]}
+    assert mounts["adapter-1"]["mountPath"] == "/adapters/1" and mounts["adapter-1"]["readOnly"]
+    claim = {"claimName": "lora", "readOnly": True}
+    assert volumes["adapter-1"]["persistentVolumeClaim"] == claim
+    image = {"reference": "registry/tone:1", "pullPolicy": "IfNotPresent"}
+    assert volumes["adapter-2"]["image"] == image
+    for name in ("ENABLE_LORA", "QUEUE_SHARDS"):
+        assert f"{PREFIX}{name}" not in env(), "images of before know no such setting"
+
+
+def test_the_grace_period_outlasts_the_drain() -> None:
+    found = pod(drain={"timeoutSeconds": 90})
+    assert found["terminationGracePeriodSeconds"] == 105
+    assert env(drain={"timeoutSeconds": 90})["HEADRACE_ENGINE_DRAIN_TIMEOUT"] == "90"
+
+
+def test_a_drained_engine_waits_for_its_pods_end_and_hears_of_that() -> None:
+    assert env()["HEADRACE_ENGINE_AFTER_DRAIN"] == "wait"
+    assert pod()["containers"][0]["lifecycle"] == {"preStop": {"sleep": {"seconds": 1}}}
+
+
+def test_what_waits_for_a_deleted_model_is_held_where_that_is_asked_for() -> None:
+    assert "HEADRACE_ENGINE_HOLD_WAITING" not in env()
+    assert env(deletion={"waitingRequests": "Hold"})["HEADRACE_ENGINE_HOLD_WAITING"] == "true"
+
+
+def test_a_gpu_is_asked_for_by_type_and_used() -> None:
+    gpu = {"count": 1, "product": "NVIDIA-H100-80GB-HBM3"}
+    found = pod(engine={"gpu": gpu, "nodeSelector": {"pool": "a"}})
+    assert found["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+    assert found["nodeSelector"] == {
+        "pool": "a",
+        "nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3",
+    }
+    assert env(engine={"gpu": gpu})["HEADRACE_ENGINE_DEVICE"] == "cuda"
+    assert env()["HEADRACE_ENGINE_DEVICE"] == "cpu"
+    assert "HEADRACE_ENGINE_TENSOR_PARALLEL_SIZE" not in env()
+
+
+@pytest.mark.parametrize("gpu", [{}, {"count": 4}])
+def test_an_engine_of_several_ranks_gets_a_gpu_for_each(gpu: dict[str, int]) -> None:
+    engine = {"gpu": gpu, "tensorParallelSize": 4}
+    assert container(engine=engine)["resources"]["limits"] == {"nvidia.com/gpu": "4"}
+    assert env(engine=engine)["HEADRACE_ENGINE_TENSOR_PARALLEL_SIZE"] == "4"
+    assert "limits" not in container(engine={"tensorParallelSize": 2})["resources"], "cores"
+
+
+def test_resources_are_passed_on() -> None:
+    resources = {"requests": {"cpu": "4"}, "limits": {"memory": "16Gi"}}
+    assert container(engine={"resources": resources})["resources"] == resources
+
+
+def test_shared_memory_and_writable_folders_are_volumes() -> None:
+    found = pod(engine={"sharedMemory": "8Gi"})
+    mounts = {m["mountPath"]: m["name"] for m in found["containers"][0]["volumeMounts"]}
+    assert mounts == {"/tmp": "tmp", "/dev/shm": "shm", "/var/cache/headrace": "cache"}
+    volumes = {volume["name"]: volume for volume in found["volumes"]}
+    assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
+
+
+def test_pods_are_restricted() -> None:
+    found = pod(model={"uri": {"uri": "s3://b/m"}})
+    assert found["automountServiceAccountToken"] is False
+    assert found["securityContext"]["runAsNonRoot"] is True
+    assert found["securityContext"]["runAsUser"] == 10001
+    assert found["securityContext"]["fsGroup"] == 10001
+    assert found["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    for each in (*found["containers"], *found["initContainers"]):
+        assert each["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+
+
+def test_probes_ask_the_metrics_port() -> None:
+    found = container(engine={"startupTimeoutSeconds": 95})
+    paths = {
+        probe: found[probe]["httpGet"]["path"]
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe")
+    }
+    assert paths == {
+        "startupProbe": "/health/live",
+        "livenessProbe": "/health/live",
+        "readinessProbe": "/health/ready",
+    }
+    startup = found["startupProbe"]
+    assert startup["failureThreshold"] * startup["periodSeconds"] >= 95
+    assert startup["periodSeconds"] <= 2, "an engine that is ready would wait"
+
+
+def test_rollouts_surge_first() -> None:
+    found = deployment(service(), PLATFORM, replicas=3)
+    assert found["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+    assert found["spec"]["replicas"] == 3
+
+
+def test_the_selector_does_not_depend_on_the_spec() -> None:
+    one = deployment(service(), PLATFORM, replicas=1)["spec"]
+    two = deployment(
+        service(engine={"image": "x:2", "podLabels": {"a": "b"}}), PLATFORM, replicas=2
+    )
+    assert one["selector"] == two["spec"]["selector"]
+    labels = two["spec"]["template"]["metadata"]["labels"]
+    assert one["selector"]["matchLabels"].items() <= labels.items()
+    assert labels["a"] == "b"
+
+
+def test_pod_labels_cannot_break_the_selector() -> None:
+    found = deployment(
+        service(engine={"podLabels": {names.MODEL_SERVICE: "evil"}}), PLATFORM, replicas=1
+    )
+    assert found["spec"]["template"]["metadata"]["labels"][names.MODEL_SERVICE] == "qwen"
+
+
+def test_a_hub_token_comes_from_its_secret() -> None:
+    hub = {"id": "org/m", "tokenSecret": {"name": "hf"}, "endpoint": "https://mirror"}
+    values = env(model={"hub": hub})
+    assert values["HF_TOKEN"] == {"secretKeyRef": {"name": "hf", "key": "token"}}
+    assert values["HF_ENDPOINT"] == "https://mirror"
+    assert "HEADRACE_ENGINE_REVISION" not in values
+
+
+def test_a_local_model_needs_no_volume_and_no_way_out() -> None:
+    owner: dict[str, Any] = {"model": {"local": {"path": "headrace-demo"}}}
+    assert env(**owner)["HEADRACE_ENGINE_MODEL"] == "headrace-demo"
+    assert {volume["name"] for volume in pod(**owner)["volumes"]} == {"tmp", "shm", "cache"}
+    policy = network_policy(service(**owner), PLATFORM)
+    assert policy is not None
+    assert [rule["ports"][0]["port"] for rule in policy["spec"]["egress"]] == [53, 6379]
+
+
+def test_an_engine_registers_in_the_name_of_its_model_service() -> None:
+    assert env()["HEADRACE_ENGINE_OWNER"] == "models/qwen"
+    assert "HEADRACE_ENGINE_REGISTER_MODEL" not in env()
+
+
+def test_a_claim_is_mounted_read_only() -> None:
+    claim = {"claimName": "weights", "path": "qwen/8b"}
+    found = pod(model={"persistentVolumeClaim": claim})
+    reference = {"claimName": "weights", "readOnly": True}
+    assert {"name": "model", "persistentVolumeClaim": reference} in found["volumes"]
+    mount = {"name": "model", "mountPath": "/model", "readOnly": True}
+    assert mount in found["containers"][0]["volumeMounts"]
+    values = env(model={"persistentVolumeClaim": claim})
+    assert values["HEADRACE_ENGINE_MODEL"] == "/model/qwen/8b"
+
+
+def test_an_image_is_an_image_volume() -> None:
+    found = pod(model={"image": {"reference": "oci://registry/m:1"}})
+    reference = {"reference": "registry/m:1", "pullPolicy": "IfNotPresent"}
+    assert {"name": "model", "image": reference} in found["volumes"]
+
+
+@pytest.mark.parametrize(
+    ("uri", "source", "variables"),
+    [
+        (
+            {"uri": "s3://bucket/models/q/", "region": "eu-1"},
+            ":s3:bucket/models/q",
+            {
+                "RCLONE_S3_ENV_AUTH": "true",
+                "RCLONE_S3_PROVIDER": "AWS",
+                "RCLONE_S3_REGION": "eu-1",
+            },
+        ),
+        (
+            {"uri": "s3://b/m", "endpoint": "http://minio:9000"},
+            ":s3:b/m",
+            {
+                "RCLONE_S3_ENV_AUTH": "true",
+                "RCLONE_S3_PROVIDER": "Other",
+                "RCLONE_S3_ENDPOINT": "http://minio:9000",
+            },
+        ),
+        ({"uri": "gs://b/m"}, ":gcs:b/m", {"RCLONE_GCS_ENV_AUTH": "true"}),
+    ],
+)
+def test_a_uri_is_copied_by_an_init_container(
+    uri: Manifest, source: str, variables: Manifest
+) -> None:
+    found = pod(model={"uri": {**uri, "credentialsSecret": "keys", "sizeLimit": "20Gi"}})
+    (copier,) = found["initContainers"]
+    assert copier["args"][:3] == ["copy", source, "/model"]
+    values = {variable["name"]: variable["value"] for variable in copier["env"]}
+    assert values == {"HOME": "/tmp", **variables}
+    assert copier["envFrom"] == [{"secretRef": {"name": "keys"}}]
+    assert {"name": "model", "emptyDir": {"sizeLimit": "20Gi"}} in found["volumes"]
+
+
+def test_a_doctor_looks_at_what_the_engine_will_have() -> None:
+    found = pod(model={"uri": {"uri": "s3://b/m"}}, engine={"doctor": True, "gpu": {}})
+    copier, doctor = found["initContainers"]
+    (engine,) = found["containers"]
+    assert (copier["name"], doctor["name"]) != (names.DOCTOR, names.CONTAINER)
+    assert doctor["command"] == ["headrace", "doctor", "--engine"]
+    for field in ("image", "env", "resources", "securityContext", "volumeMounts"):
+        assert doctor[field] == engine[field]
+    assert "readinessProbe" not in doctor and "ports" not in doctor
+    assert "initContainers" not in pod()
+
+
+def test_the_users_variables_and_flags_win() -> None:
+    own = [{"name": "HEADRACE_ENGINE_DEVICE", "value": "cuda:1"}, {"name": "X", "value": "1"}]
+    found = container(engine={"env": own, "extraArgs": ["--threads", "4"]})
+    named = [variable["name"] for variable in found["env"]]
+    assert len(named) == len(set(named)), "server-side apply refuses a name twice"
+    assert {"name": "HEADRACE_ENGINE_DEVICE", "value": "cuda:1"} in found["env"]
+    assert found["args"] == ["--threads", "4"]
+
+
+def test_the_queue_comes_from_a_secret_where_there_is_one() -> None:
+    platform = replace(PLATFORM, queue_secret=("redis", "url"), queue_ca_secret="ca")
+    found = spec_of(deployment(service(), platform, replicas=1))
+    (variable,) = [
+        v for v in found["containers"][0]["env"] if v["name"] == "HEADRACE_ENGINE_REDIS_URL"
+    ]
+    assert variable["valueFrom"] == {"secretKeyRef": {"name": "redis", "key": "url"}}
+    assert {"name": "queue-ca", "secret": {"secretName": "ca"}} in found["volumes"]
+    own = service(queue={"urlSecret": {"name": "mine"}})
+    (variable,) = [
+        v
+        for v in spec_of(deployment(own, platform, replicas=1))["containers"][0]["env"]
+        if v["name"] == "HEADRACE_ENGINE_REDIS_URL"
+    ]
+    assert variable["valueFrom"] == {"secretKeyRef": {"name": "mine", "key": "url"}}
+
+
+def test_engines_seal_with_the_keyring_of_the_release() -> None:
+    platform = replace(PLATFORM, sealing_secret="keys", sealing_mode="accept")
+    found = spec_of(deployment(service(), platform, replicas=1))
+    (engine,) = found["containers"]
+    given = {variable["name"]: variable.get("value") for variable in engine["env"]}
+
+    assert {"name": "sealing", "secret": {"secretName": "keys"}} in found["volumes"]
+    (mount,) = [mount for mount in engine["volumeMounts"] if mount["name"] == "sealing"]
+    assert mount["readOnly"]
+    assert given["HEADRACE_ENGINE_SEALING_KEYS_FILE"] == f"{mount['mountPath']}/keyring"
+    assert given["HEADRACE_ENGINE_SEALING_MODE"] == "accept"
+    plain = spec_of(deployment(service(), PLATFORM, replicas=1))
+    assert "SEALING" not in str(plain) and "sealing" not in str(plain)
+
+
+def test_scheduling_fields_are_passed_on() -> None:
+    spread = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}
+    found = pod(
+        engine={
+            "tolerations": [{"key": "gpu"}],
+            "affinity": {"podAntiAffinity": {}},
+            "topologySpreadConstraints": [spread],
+            "priorityClassName": "high",
+            "runtimeClassName": "nvidia",
+            "schedulerName": "volcano",
+            "imagePullSecrets": ["pull"],
+        }
+    )
+    assert found["tolerations"] == [{"key": "gpu"}]
+    assert found["affinity"] == {"podAntiAffinity": {}}
+    assert found["topologySpreadConstraints"] == [
+        {**spread, "labelSelector": {"matchLabels": names.selector("qwen")}}
+    ]
+    assert found["priorityClassName"] == "high"
+    assert found["runtimeClassName"] == "nvidia"
+    assert found["schedulerName"] == "volcano"
+    assert found["imagePullSecrets"] == [{"name": "pull"}]
+
+
+def test_a_canary_differs_in_image_and_revision_alone() -> None:
+    owner = service(canary={"revision": "def", "image": "engine:2", "replicas": 2})
+    found = canary_of(owner, PLATFORM)
+    assert found is not None
+    stable = deployment(owner, PLATFORM, replicas=1)
+    assert found["metadata"]["name"] == "qwen-engine-canary"
+    assert found["spec"]["replicas"] == 2
+    assert spec_of(found)["containers"][0]["image"] == "engine:2"
+    assert {"name": "HEADRACE_ENGINE_REVISION", "value": "def"} in spec_of(found)["containers"][0][
+        "env"
+    ]
+    assert {"name": "HEADRACE_ENGINE_REGISTER_MODEL", "value": "false"} in spec_of(found)[
+        "containers"
+    ][0]["env"]
+    assert found["spec"]["selector"] != stable["spec"]["selector"]
+    assert canary_of(service(), PLATFORM) is None
+
+
+def test_companions_are_those_asked_for() -> None:
+    kinds = [found["kind"] for found in companions_of(service(), PLATFORM)]
+    assert kinds == [
+        "ServiceAccount",
+        "NetworkPolicy",
+        "Service",
+        "PodDisruptionBudget",
+    ]
+    more = service(
+        engine={"cache": {"persistent": True, "size": "100Gi", "storageClassName": "fast"}},
+        monitoring={"serviceMonitor": True, "labels": {"release": "prom"}},
+        scaling={"mode": "hpa"},
+        networkPolicy={"enabled": False},
+    )
+    kinds = [found["kind"] for found in companions_of(more, PLATFORM)]
+    assert kinds == [
+        "ServiceAccount",
+        "PersistentVolumeClaim",
+        "Service",
+        "PodDisruptionBudget",
+        "ServiceMonitor",
+        "HorizontalPodAutoscaler",
+    ]
+    found = {manifest["metadata"]["name"] for manifest in companions_of(more, PLATFORM)}
+    assert more.name not in found, "it may be the name of an object of the release"
+    gone = {(child.kind, child.optional) for child in unwanted(more)}
+    assert gone == {("Deployment", False), ("NetworkPolicy", False), ("ScaledObject", True)}
+
+
+def test_the_cache_claim_is_mounted() -> None:
+    cache = {"persistent": True, "size": "9Gi", "accessMode": "ReadWriteOnce"}
+    claim = companions.cache_claim(service(engine={"cache": cache}))
+    assert claim is not None
+    assert claim["spec"] == {
+        "accessModes": ["ReadWriteOnce"],
+        "resources": {"requests": {"storage": "9Gi"}},
+    }
+    volume = {"name": "cache", "persistentVolumeClaim": {"claimName": "qwen-cache"}}
+    assert volume in pod(engine={"cache": cache})["volumes"]
+
+
+def test_every_child_is_owned_and_labelled() -> None:
+    everything = service(
+        scaling={"mode": "keda", "prometheusUrl": PROMETHEUS},
+        monitoring={"serviceMonitor": True},
+        engine={"cache": {"persistent": True}},
+    )
+    for found in (
+        *companions_of(everything, PLATFORM),
+        deployment(everything, PLATFORM, replicas=1),
+    ):
+        (owner,) = found["metadata"]["ownerReferences"]
+        assert (owner["uid"], owner["controller"]) == ("uid-1", True)
+        assert names.labels("qwen").items() <= found["metadata"]["labels"].items()
+        assert found["metadata"]["namespace"] == "models"
+
+
+def test_engines_may_reach_what_they_need() -> None:
+    platform = replace(PLATFORM, otlp_endpoint="http://otel:4318", metrics_namespaces=("mon",))
+    found = network_policy(service(), platform)
+    assert found is not None
+    ports = {port["port"] for rule in found["spec"]["egress"] for port in rule["ports"]}
+    assert ports == {53, 6379, 4318, 443}
+    (scrapers,) = found["spec"]["ingress"]
+    assert scrapers["ports"] == [{"protocol": "TCP", "port": 9400}]
+    assert len(scrapers["from"]) == 2
+    for endpoint, port in (("https://otlp.example.com", 443), ("http://otel:9999/v1", 9999)):
+        found = network_policy(service(), replace(PLATFORM, otlp_endpoint=endpoint))
+        assert found is not None
+        assert {"ports": [{"protocol": "TCP", "port": port}]} in found["spec"]["egress"]
+    local = network_policy(service(model={"image": {"reference": "r/m:1"}}), PLATFORM)
+    assert local is not None
+    ports = {port["port"] for rule in local["spec"]["egress"] for port in rule["ports"]}
+    assert ports == {53, 6379}, "a model from a volume needs no way out"
+
+
+def test_extra_egress_is_added() -> None:
+    rule: Manifest = {"to": [{"podSelector": {}}]}
+    found = network_policy(service(networkPolicy={"extraEgress": [rule]}), PLATFORM)
+    assert found is not None
+    assert rule in found["spec"]["egress"]
+
+
+@pytest.mark.parametrize(
+    ("url", "port"),
+    [
+        ("redis://h:6380/0", 6380),
+        ("redis://u:p@h/0", 6379),
+        ("rediss://u:7@h:1/0", 1),
+        ("redis://[::1]:7000", 7000),
+    ],
+)
+def test_port_of_a_url(url: str, port: int) -> None:
+    assert port_of(url, 6379) == port
+
+
+def test_autoscalers_set_the_model_service_and_not_the_deployment() -> None:
+    target = {"apiVersion": "headrace.dev/v1alpha1", "kind": "ModelService", "name": "qwen"}
+    hpa = autoscaler(service(scaling={"mode": "hpa", "minReplicas": 2, "maxReplicas": 9}))
+    assert hpa is not None
+    assert hpa["spec"]["scaleTargetRef"] == target
+    assert (hpa["spec"]["minReplicas"], hpa["spec"]["maxReplicas"]) == (2, 9)
+    keda = autoscaler(
+        service(scaling={"mode": "keda", "minReplicas": 0, "prometheusUrl": PROMETHEUS})
+    )
+    assert keda is not None
+    assert keda["spec"]["scaleTargetRef"] == target
+    assert keda["spec"]["minReplicaCount"] == 0
+    (trigger,) = keda["spec"]["triggers"]
+    assert trigger["metadata"]["query"] == backlog_query("qwen")
+    for mode in ("operator", "none"):
+        assert autoscaler(service(scaling={"mode": mode})) is None
+
+
+def test_the_backlog_counts_running_requests_too() -> None:
+    assert backlog_query('a"b') == (
+        'max(headrace_queue_depth{gen_ai_request_model="a\\"b"})'
+        ' + max(headrace_queue_pending{gen_ai_request_model="a\\"b"})'
+    )
+
+
+def test_behavior_is_that_of_the_operator() -> None:
+    rules = {"scaleDown": {"stabilizationWindowSeconds": 60, "policies": []}}
+    found = autoscaler(service(scaling={"mode": "hpa", "behavior": rules}))
+    assert found is not None
+    down = found["spec"]["behavior"]["scaleDown"]
+    assert down["stabilizationWindowSeconds"] == 60
+    assert {"type": "Pods", "value": 1, "periodSeconds": 60} in down["policies"]

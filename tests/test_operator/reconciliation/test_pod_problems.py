@@ -1,0 +1,123 @@
+"""What keeps pods from coming up has one word for each cause, and says what to do."""
+
+from typing import Any
+
+import pytest
+
+from headrace_operator.reconciliation.pod_problems import problem
+from headrace_testing.kubernetes import pod
+
+
+def engine_pod(**container: Any) -> dict[str, Any]:
+    found = pod("a", "m", ready=False)
+    found["status"]["containerStatuses"] = [{"name": "engine", **container}]
+    return found
+
+
+def ended(code: int, **more: Any) -> dict[str, Any]:
+    """Waits for its next start after such an end."""
+    return {
+        "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}},
+        "lastState": {"terminated": {"exitCode": code, **more}},
+    }
+
+
+def test_a_pod_without_a_place_is_told() -> None:
+    fine, stuck = pod("a", "m"), pod("b", "m", ready=False)
+    assert problem([fine]) is None
+    text = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu"
+    stuck["status"]["conditions"] = [
+        {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": text}
+    ]
+    assert problem([fine, stuck]) == ("Unschedulable", f"pod b: {text}")
+
+
+def test_a_crash_is_told_with_its_exit_code() -> None:
+    assert problem([engine_pod(**ended(1))]) == (
+        "CrashLoopBackOff",
+        "pod a: container engine ended with exit code 1",
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "reason", "said"),
+    [
+        (
+            "model_not_found: /models/x: no such folder",
+            "ModelNotFound",
+            "/models/x: no such folder",
+        ),
+        ("hub_unreachable: a/b: no way to it", "HubUnreachable", "a/b: no way to it"),
+        ("backend_unfit: redis 5 is too old", "RedisUnfit", "redis 5 is too old"),
+        ("checkpoint_invalid: x is missing", "CheckpointInvalid", "x is missing"),
+        ("loading\nValueError: no\n", "CrashLoopBackOff", "ValueError: no"),
+        (
+            '{"level": "ERROR", "message": "engine cannot serve", "code": "config_invalid", '
+            '"error": "dtype: no"}',
+            "ConfigInvalid",
+            "engine cannot serve: dtype: no",
+        ),
+        (
+            'ckpt.py\\", line 9, in resolve\\n    raise\\nOSError: no way to the hub"}',
+            "CrashLoopBackOff",
+            "OSError: no way to the hub",
+        ),
+    ],
+)
+def test_the_last_word_of_an_engine_is_the_reason(message: str, reason: str, said: str) -> None:
+    told = problem([engine_pod(**ended(70, message=message))])
+    assert told == (reason, f"pod a: container engine ended with exit code 70: {said}")
+
+
+def test_too_little_memory_is_told_with_the_limit_and_a_remedy() -> None:
+    crashed = engine_pod(**ended(137, reason="OOMKilled", message='{"message": "loading"}'))
+    (container,) = crashed["spec"]["containers"]
+    container["resources"] = {"limits": {"memory": "2Gi"}}
+    found = problem([crashed])
+    assert found is not None
+    assert found[0] == "OOMKilled"
+    assert found[1].startswith("pod a: container engine was killed because it took more memory")
+    assert "its limit of 2Gi: raise engine.resources.limits.memory" in found[1]
+
+
+@pytest.mark.parametrize("end", [{"exitCode": 137, "reason": "OOMKilled"}, {"exitCode": 78}])
+def test_what_a_new_start_does_not_mend_is_told_at_the_first_end(end: dict[str, Any]) -> None:
+    between = engine_pod(state={"terminated": end})
+    once_more = engine_pod(state={"running": {}}, restartCount=1, lastState={"terminated": end})
+    found = problem([between])
+    assert found is not None
+    assert problem([once_more]) == found
+
+
+def test_one_crash_of_another_kind_is_no_trouble_yet() -> None:
+    crashed = {"terminated": {"exitCode": 70, "message": "rank_failed: rank 1 ended"}}
+    assert problem([engine_pod(state={"running": {}}, restartCount=1, lastState=crashed)]) is None
+    found = problem([engine_pod(state={"running": {}}, restartCount=2, lastState=crashed)])
+    assert found is not None
+    assert found[0] == "RankFailed"
+
+
+def test_a_container_that_serves_again_is_no_trouble() -> None:
+    crashed = {"terminated": {"exitCode": 78}}
+    serving = engine_pod(state={"running": {}}, restartCount=3, lastState=crashed, ready=True)
+    assert problem([serving]) is None
+
+
+def test_an_image_that_cannot_be_pulled_keeps_its_word() -> None:
+    waits = [
+        engine_pod(state={"waiting": {"reason": word, "message": "no such image"}})
+        for word in ("ErrImagePull", "ImagePullBackOff")
+    ]
+    assert [problem([each]) for each in waits] == [
+        ("ImagePullBackOff", "pod a: no such image"),
+        ("ImagePullBackOff", "pod a: no such image"),
+    ]
+
+
+def test_a_missing_secret_is_named() -> None:
+    text = 'secret "hf" not found'
+    waiting = {"reason": "CreateContainerConfigError", "message": text}
+    assert problem([engine_pod(state={"waiting": waiting})]) == (
+        "CreateContainerConfigError",
+        f"pod a: {text}",
+    )

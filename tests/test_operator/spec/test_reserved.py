@@ -1,0 +1,103 @@
+"""What belongs to the release itself is nothing for a ModelService to mount or to read."""
+
+from typing import Any
+
+import pytest
+
+from headrace_operator.errors import InvalidSpec
+from headrace_operator.names import redis_secret
+from headrace_operator.spec.reserved import Reserved
+from headrace_testing.kubernetes import NAMESPACE, User
+from headrace_testing.model_services import HUB, body, service
+from headrace_testing.operators import Scene, operator
+from headrace_testing.waiting import eventually
+
+RESERVED = Reserved(
+    NAMESPACE,
+    secrets=("headrace-redis", "sh.helm.release.v1.*"),
+    claims=("data-headrace-redis-*",),
+)
+CLAIM = {"claimName": "data-headrace-redis-0"}
+
+
+def variable(secret: str) -> dict[str, Any]:
+    return {"name": "URL", "valueFrom": {"secretKeyRef": {"name": secret, "key": "url"}}}
+
+
+@pytest.mark.parametrize(
+    ("spec", "field"),
+    [
+        (
+            {"model": {"persistentVolumeClaim": CLAIM}},
+            "spec.model.persistentVolumeClaim.claimName",
+        ),
+        (
+            {"lora": {"adapters": [{"name": "a", "persistentVolumeClaim": CLAIM}]}},
+            "spec.lora.adapters.0.persistentVolumeClaim.claimName",
+        ),
+        (
+            {"engine": {"env": [variable("mine"), variable("headrace-redis")]}},
+            "spec.engine.env.1.valueFrom.secretKeyRef.name",
+        ),
+        (
+            {"engine": {"envFrom": [{"secretRef": {"name": "sh.helm.release.v1.headrace.v3"}}]}},
+            "spec.engine.envFrom.0.secretRef.name",
+        ),
+        (
+            {"model": {"hub": {"id": "a/b", "tokenSecret": {"name": "headrace-redis"}}}},
+            "spec.model.hub.tokenSecret.name",
+        ),
+        (
+            {"model": {"uri": {"uri": "s3://a/b", "credentialsSecret": "headrace-redis"}}},
+            "spec.model.uri.credentialsSecret",
+        ),
+        ({"queue": {"urlSecret": {"name": "headrace-redis"}}}, "spec.queue.urlSecret.name"),
+        ({"engine": {"imagePullSecrets": ["headrace-redis"]}}, "spec.engine.imagePullSecrets.0"),
+    ],
+)
+def test_what_is_the_release_s_own_is_refused_by_its_field(
+    spec: dict[str, Any], field: str
+) -> None:
+    asked = service(**spec)
+    with pytest.raises(InvalidSpec, match="of the release itself") as caught:
+        RESERVED.check(asked)
+    assert caught.value.field == field
+    Reserved("elsewhere", RESERVED.secrets, RESERVED.claims).check(asked)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"model": {"persistentVolumeClaim": {"claimName": "data-qwen-0"}}},
+        {"engine": {"env": [variable("hf-token"), {"name": "A", "value": "b"}]}},
+        {"engine": {"envFrom": [{"configMapRef": {"name": "headrace-redis"}}]}},
+        {"queue": {"urlSecret": {"name": "other-redis"}}},
+    ],
+)
+def test_what_is_one_s_own_passes(spec: dict[str, Any]) -> None:
+    RESERVED.check(service(**spec))
+
+
+@pytest.mark.parametrize("namespace", [NAMESPACE, "elsewhere"])
+def test_the_redis_user_of_another_model_s_engines_is_refused(namespace: str) -> None:
+    other = redis_secret("other")
+    for spec in ({"queue": {"urlSecret": {"name": other}}}, {"engine": {"env": [variable(other)]}}):
+        with pytest.raises(InvalidSpec, match="other-engine-redis has the name of a Secret with"):
+            Reserved(namespace).check(service(**spec))
+
+
+async def test_no_engine_runs_with_the_release_s_own_volume(user: User, scene: Scene) -> None:
+    scene.reserved = RESERVED
+    async with operator(user, scene):
+        await user.create(body("thief", model={"persistentVolumeClaim": CLAIM}))
+        await user.create(body("honest", model=HUB))
+
+        async def told() -> bool:
+            seen = user.server.conditions
+            return seen("thief").get("Degraded", ("", ""))[1] == "InvalidSpec" and bool(
+                seen("honest")
+            )
+
+        await eventually(told, seconds=10)
+    assert user.server.find("deployments", "thief-engine") is None
+    assert user.server.find("deployments", "honest-engine") is not None

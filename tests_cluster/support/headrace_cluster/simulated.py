@@ -1,0 +1,97 @@
+"""What the operator's simulator decides for a load that was recorded on the cluster."""
+
+from collections.abc import Sequence
+from statistics import median
+
+import numpy as np
+
+from headrace_common.protocol.base import QueueLimits
+from headrace_operator.scaling import ScalingObservation
+from headrace_operator.simulation.engine_profile import EngineProfile
+from headrace_operator.simulation.result import Objectives
+from headrace_operator.simulation.run import Setup, simulate
+from headrace_operator.simulation.scalers import HeadraceScaler
+from headrace_operator.simulation.workload import Trace
+from headrace_operator.spec.scaling_policy import scaling_policy
+from headrace_operator.spec.scaling_section import ScalingSpec
+
+from .kubectl import Manifest
+from .load import Answered
+from .record import Sample
+from .specs import ENGINE_SETTINGS
+
+# Seconds that the cluster may be earlier or later: pods start, metrics are read, windows end.
+SHIFT_S = 30.0
+
+
+class _RecordedScaler(HeadraceScaler):
+    """The operator's decisions, with the time of each."""
+
+    def __init__(self, scaling: Manifest) -> None:
+        super().__init__("operator", scaling_policy(ScalingSpec.model_validate(scaling)))
+        self.decided: list[tuple[float, int]] = []
+
+    def replicas(self, seen: ScalingObservation, now: float) -> int:
+        wanted = super().replicas(seen, now)
+        self.decided.append((now, wanted))
+        return wanted
+
+
+def profile(
+    alone: Sequence[Answered], crowded: Sequence[Answered], tokens: int, engines: int, start: float
+) -> EngineProfile:
+    """The speed of an engine, from requests that ran alone and from those that filled all engines.
+
+    `tokens` is the length of an answer, `engines` the number that was filled, `start` the seconds
+    from a pod's creation until it serves.
+    """
+    sequences = ENGINE_SETTINGS["maxNumSeqs"]
+    step = median(each.ended - each.begun for each in alone) / tokens
+    ends = sorted(each.ended for each in crowded)
+    full = engines * sequences * (ends[-1] - ends[0]) / (tokens * (len(ends) - 1))
+    return EngineProfile(
+        name="cluster",
+        prefill_tokens_per_second=10_000.0,
+        decode_step={1: step, sequences: max(step, full)},
+        max_num_seqs=sequences,
+        max_num_batched_tokens=2048,
+        kv_tokens=100_000,
+        cold_start_seconds=start,
+    )
+
+
+def simulated(
+    answered: Sequence[Answered],
+    began: float,
+    lengths: tuple[int, int],
+    engine: EngineProfile,
+    scaling: Manifest,
+) -> list[tuple[float, int]]:
+    """Seconds since `began`, and the number of engines that the simulator decided then.
+
+    `lengths` are the tokens of a prompt and of an answer.
+    """
+    arrivals = np.array(sorted(each.begun - began for each in answered))
+    prompts, outputs = (np.full(len(arrivals), length) for length in lengths)
+    scaler = _RecordedScaler(scaling)
+    simulate(
+        Setup(
+            trace=Trace(arrivals, prompts, outputs),
+            profile=engine,
+            objectives=Objectives(),
+            limits=QueueLimits(),
+            replicas=0,
+        ),
+        scaler,
+    )
+    return scaler.decided
+
+
+def apart(samples: Sequence[Sample], decided: Sequence[tuple[float, int]]) -> list[str]:
+    """Samples with more than one engine more or less than the simulator had about that time."""
+    found = []
+    for sample in samples:
+        near = [wanted for at, wanted in decided if abs(at - sample.at) <= SHIFT_S]
+        if near and not min(near) - 1 <= sample.desired <= max(near) + 1:
+            found.append(f"{sample.desired} after {sample.at:.0f} s, simulated {set(near)}")
+    return found
