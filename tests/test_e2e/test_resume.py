@@ -2,8 +2,7 @@
 
 import asyncio
 import json
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -11,15 +10,13 @@ import pytest
 
 from headrace_testing.greedy import GreedyCase
 from headrace_testing.processes import frozen, until
-from headrace_testing.resuming import Broken, Returning
+from headrace_testing.resuming import Bodies, Broken, Returning, by_choice, stream_all
 from headrace_testing.stack import MODEL, GatewayProcess, Stack
 
 STREAMS = 16
 TOKENS = 160
 # Seconds, text: a gateway that was killed is given up sooner.
 LEASE = "3"
-
-Bodies = Sequence[tuple[str, Mapping[str, Any]]]
 
 
 @pytest.fixture
@@ -53,44 +50,6 @@ def bodies(cases: Sequence[GreedyCase]) -> Bodies:
         ("/v1/completions", {**plain, "prompt": list(case.prompt), **kinds[number % len(kinds)]})
         for number, case in enumerate(cases)
     ]
-
-
-async def stream_all(
-    urls: Sequence[str], wanted: Bodies, disturb: Callable[[], None] | None = None
-) -> list[Broken]:
-    """All streams at once; calls `disturb` in a thread once all have begun."""
-    begun: set[int] = set()
-    enough = asyncio.Event()
-
-    def seen(stream: Broken) -> None:
-        begun.add(id(stream))
-        if len(begun) == len(wanted):
-            enough.set()
-
-    limits = httpx.Limits(max_connections=len(wanted))
-    async with httpx.AsyncClient(timeout=120, limits=limits) as client:
-        streams = [
-            asyncio.create_task(
-                Returning(client, urls, seen).stream(
-                    path, body, {"idempotency-key": str(uuid.uuid4())}
-                )
-            )
-            for path, body in wanted
-        ]
-        if disturb is not None:
-            await enough.wait()
-            await asyncio.to_thread(disturb)
-        return await asyncio.gather(*streams)
-
-
-def by_choice(got: Broken) -> list[list[Mapping[str, Any]]]:
-    """A stream's events choice by choice: their order between choices is free."""
-    events: dict[int, list[Mapping[str, Any]]] = {}
-    for event in got.events:
-        assert "error" not in event, event
-        number = event["choices"][0]["index"] if event["choices"] else -1
-        events.setdefault(number, []).append(event)
-    return [events[number] for number in sorted(events)]
 
 
 def test_streams_of_a_killed_gateway_go_on_at_another_one(

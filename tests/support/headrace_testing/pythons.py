@@ -109,14 +109,18 @@ def is_version(python: Path, version: str) -> bool:
 
 
 def prepare(environment: Path, python: Path) -> None:
-    """Makes an environment, anew where what is declared has changed. Raises CalledProcessError."""
+    """Makes an environment, anew where what is declared has changed, and the kernels for all CPUs.
+
+    Raises CalledProcessError.
+    """
     stamp = environment / ".installed"
     declared = (ROOT / "pyproject.toml").stat().st_mtime, (ROOT / "constraints.txt").stat().st_mtime
-    if stamp.exists() and stamp.stat().st_mtime >= max(declared):
-        return
-    for step in steps(str(environment), str(python)):
-        subprocess.run(step, cwd=ROOT, check=True)
-    stamp.touch()
+    if not stamp.exists() or stamp.stat().st_mtime < max(declared):
+        for step in steps(str(environment), str(python)):
+            subprocess.run(step, cwd=ROOT, check=True)
+        stamp.touch()
+    build = str(environment / "bin/python"), "-m", "headrace_engine.kernels.cpu.build", "--all"
+    subprocess.run(build, cwd=ROOT, check=True)
 
 
 def steps(environment: str, python: str) -> tuple[list[str], list[str]]:

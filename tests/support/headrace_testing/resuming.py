@@ -1,6 +1,8 @@
 """Clients of resumable streams that come back, at any gateway, when their connection breaks."""
 
+import asyncio
 import json
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,6 +10,8 @@ from typing import Any
 import httpx
 
 Event = Mapping[str, Any]
+# Paths with what is sent there.
+Bodies = Sequence[tuple[str, Mapping[str, Any]]]
 
 
 @dataclass(slots=True)
@@ -91,3 +95,41 @@ class Returning:
                 "headers": {"last-event-id": got.last_id},
             }
         return got
+
+
+async def stream_all(
+    urls: Sequence[str], wanted: Bodies, disturb: Callable[[], None] | None = None
+) -> list[Broken]:
+    """All streams at once; calls `disturb` in a thread once all have begun."""
+    begun: set[int] = set()
+    enough = asyncio.Event()
+
+    def seen(stream: Broken) -> None:
+        begun.add(id(stream))
+        if len(begun) == len(wanted):
+            enough.set()
+
+    limits = httpx.Limits(max_connections=len(wanted))
+    async with httpx.AsyncClient(timeout=120, limits=limits) as client:
+        streams = [
+            asyncio.create_task(
+                Returning(client, urls, seen).stream(
+                    path, body, {"idempotency-key": str(uuid.uuid4())}
+                )
+            )
+            for path, body in wanted
+        ]
+        if disturb is not None:
+            await enough.wait()
+            await asyncio.to_thread(disturb)
+        return await asyncio.gather(*streams)
+
+
+def by_choice(got: Broken) -> list[list[Mapping[str, Any]]]:
+    """A stream's events choice by choice: their order between choices is free."""
+    events: dict[int, list[Mapping[str, Any]]] = {}
+    for event in got.events:
+        assert "error" not in event, event
+        number = event["choices"][0]["index"] if event["choices"] else -1
+        events.setdefault(number, []).append(event)
+    return [events[number] for number in sorted(events)]

@@ -133,8 +133,10 @@ class Stack:
         assert isinstance(self.servers, ValkeyServer)
         return self.servers
 
-    def add_engine(self, *flags: str, env: Mapping[str, str] | None = None) -> EngineProcess:
-        """`env` is its own beside all processes'."""
+    def add_engine(
+        self, *flags: str, env: Mapping[str, str] | None = None, start: Starter | None = None
+    ) -> EngineProcess:
+        """`env` is its own beside all processes'; `start` None is the stack's."""
         engine = EngineProcess(
             self._checkpoint,
             self.redis_url,
@@ -142,22 +144,27 @@ class Stack:
             *("--queue-shards", str(self.queue_shards)),
             *flags,
             env={**(self._env or {}), **(env or {})},
-            start=self._start,
+            start=start or self._start,
         )
         self.engines.append(engine)
         return engine
 
     def add_gateway(
-        self, *flags: str, port: int | None = None, env: Mapping[str, str] | None = None
+        self,
+        *flags: str,
+        port: int | None = None,
+        env: Mapping[str, str] | None = None,
+        start: Starter | None = None,
     ) -> GatewayProcess:
-        """`port` None is any that is free; `env` is its own beside all processes'."""
+        """`port` None is any that is free; `env` is its own beside all processes'; `start` None is
+        the stack's."""
         gateway = GatewayProcess(
             self._checkpoint,
             self.redis_url,
             self._log("gateway"),
             *flags,
             env={**(self._env or {}), **(env or {})},
-            start=self._start,
+            start=start or self._start,
             port=port,
         )
         self.gateways.append(gateway)

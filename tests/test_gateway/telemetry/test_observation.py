@@ -53,8 +53,7 @@ async def test_a_request_is_traced_measured_and_logged(
     assert span.attributes["gen_ai.usage.output_tokens"] == tokens
     assert span.attributes["gen_ai.response.finish_reasons"] == ("stop",)
     assert {"gen_ai.server.request.duration", "gen_ai.server.time_to_first_token"} <= names(reader)
-    line = vars(caplog.records[-1])
-    assert line["message"] == "request ended"
+    (line,) = [vars(each) for each in caplog.records if each.message == "request ended"]
     assert (line["request_id"], line["client_request_id"]) == (request.request_id, "mine")
     assert (line["trace_id"], line["output_tokens"]) == (TRACE, tokens)
 

@@ -20,9 +20,13 @@ import httpx
 from headrace_testing.greedy import GreedyCase
 from headrace_testing.processes import until
 
+from .processors import Span
+
 Choice = dict[str, Any]
 
 REQUEST_TIMEOUT_S = 240.0
+# Shorter times between two tokens are no pauses.
+PAUSE_S = 0.5
 # Attempts of one request if its connection breaks or it gets no answer.
 ATTEMPTS = 30
 
@@ -31,14 +35,14 @@ ATTEMPTS = 30
 class Answered:
     """One request of the load. Times are Unix seconds; `problem` is None where it was right.
 
-    `attempts` counts the connections that it took, `pause` is the longest time between two tokens.
+    `attempts` counts the connections that it took; `pauses` lie between two of its tokens.
     """
 
     begun: float
     ended: float
     attempts: int
     problem: str | None
-    pause: float
+    pauses: Sequence[Span]
 
 
 @dataclass(slots=True)
@@ -46,15 +50,15 @@ class Progress:
     """How far one request's stream is, whatever connections it takes."""
 
     tokens: int = 0
-    pause: float = 0.0
+    pauses: list[Span] = field(default_factory=list)
     _at: float = 0.0
 
     def reached(self, tokens: int) -> None:
         if tokens <= self.tokens:
             return  # read once more, behind a connection that broke
-        now = time.monotonic()
-        if self.tokens:
-            self.pause = max(self.pause, now - self._at)
+        now = time.time()
+        if self.tokens and now - self._at >= PAUSE_S:
+            self.pauses.append(Span(self._at, now))
         self.tokens, self._at = tokens, now
 
 
@@ -110,9 +114,10 @@ class Load:
         return [one.problem for one in self.answered if one.problem is not None]
 
     @property
-    def pause(self) -> float:
-        """The longest of all streams, in seconds."""
-        return max((one.pause for one in self.answered), default=0.0)
+    def pauses(self) -> list[Span]:
+        """Those of all streams, the longest first."""
+        found = (pause for one in self.answered for pause in one.pauses)
+        return sorted(found, key=lambda pause: pause.seconds, reverse=True)
 
     def in_flight(self) -> int:
         return self._sent - len(self.answered)
@@ -134,7 +139,7 @@ class Load:
                     ended=time.time(),
                     attempts=attempts,
                     problem=problem,
-                    pause=progress.pause,
+                    pauses=progress.pauses,
                 )
             )
 

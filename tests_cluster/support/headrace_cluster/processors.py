@@ -1,0 +1,97 @@
+"""How long the processes of a service could not run because others had the machine's processors."""
+
+import os
+import threading
+import time
+from bisect import bisect
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+INTERVAL_S = 0.2
+# Samples between two looks for threads that are new.
+LOOK_EVERY = 5
+# Beside all processes of pods: what leads a client to them, and what ends them.
+HOST_PROCESSES = "traefik", "kubelet", "containerd"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A time between two points, in Unix seconds."""
+
+    began: float
+    ended: float
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+
+@dataclass(slots=True)
+class ProcessorWaits:
+    """Samples the threads of pods while its block runs.
+
+    A machine with few processors makes every process slower, and a stream with it. What a thread
+    waits for a processor is not a pause of the service.
+    """
+
+    _times: list[float] = field(default_factory=list)
+    _samples: list[dict[str, int]] = field(default_factory=list)
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        self._thread = threading.Thread(target=self._run, name="waits")
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        assert self._thread is not None
+        self._thread.join()
+
+    def own_seconds(self, span: Span) -> float:
+        """A span's length without what the thread that waited most has waited within it."""
+        first = bisect(self._times, span.began)
+        last = bisect(self._times, span.ended) - 1
+        if last <= first:
+            return span.seconds
+        before, after = self._samples[first], self._samples[last]
+        waited = max((after[each] - before[each] for each in after if each in before), default=0)
+        return max(0.0, span.seconds - waited / 1e9)
+
+    def _run(self) -> None:
+        for sample in count():
+            if sample % LOOK_EVERY == 0:
+                threads = list(_threads())
+            self._sample(threads)
+            if self._stop.wait(INTERVAL_S):
+                return
+
+    def _sample(self, threads: list[Path]) -> None:
+        """Nanoseconds that each has waited so far; one that has ended is left out."""
+        found = {}
+        for thread in threads:
+            with suppress(OSError):
+                found[thread.name] = int((thread / "schedstat").read_text().split()[1])
+        self._samples.append(found)
+        self._times.append(time.time())
+
+
+def _threads() -> Iterator[Path]:
+    """Folders of threads on the path of a stream, of this process too."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            in_pod = "kubepods" in (process / "cgroup").read_text()
+            name = (process / "comm").read_text().strip()
+            if in_pod or name in HOST_PROCESSES or process.name == str(os.getpid()):
+                yield from (process / "task").iterdir()
