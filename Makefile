@@ -19,6 +19,8 @@ REGISTRY ?=
 TOOLS := $(VENV)/tools
 PYTHON_IMAGE ?=
 TAG ?=
+FROM ?=
+PREVIOUS := build/previous
 
 # Tests start hundreds of processes, which read their bytecode where it was written before.
 unexport PYTHONDONTWRITEBYTECODE
@@ -27,7 +29,7 @@ MINUTES ?= 30
 SEED ?= $(shell date +%s)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev environment system-packages up test test-readme test-cpus test-pythons test-chaos soak test-sealed test-hostile hunt images push chart-push release-images test-cluster check dashboards pictures settings-page licenses-page locks sbom audit clean
+.PHONY: help install install-dev environment system-packages up test test-readme test-cpus test-pythons test-chaos soak test-sealed test-upgrade test-hostile hunt images push chart-push release-images test-cluster check dashboards pictures settings-page licenses-page locks sbom audit clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -96,6 +98,12 @@ soak: install-dev ## draw faults and seeds of test-chaos for MINUTES; SEED=... r
 
 test-sealed: install-dev ## run the end-to-end and fault tests with prompts sealed in Redis, and look for them there
 	HEADRACE_TEST_SEALED=1 $(BIN)/python -m pytest -n 0 tests/test_e2e tests/test_chaos $(ARGS)
+
+test-upgrade: install-dev ## run gateways and engines of the release before beside these: FROM=v0.1.0
+	@test -n '$(FROM)' || { echo "FROM is empty: name the release before, as FROM=v0.1.0"; exit 1; }
+	rm -rf $(PREVIOUS) && mkdir -p $(PREVIOUS) && git archive '$(FROM)' | tar -x -C $(PREVIOUS)
+	$(MAKE) --no-print-directory -C $(PREVIOUS) install PYTHON=$(PYTHON)
+	HEADRACE_TEST_PREVIOUS=$(CURDIR)/$(PREVIOUS) $(BIN)/python -m pytest tests/test_e2e/test_previous_release.py -m previous -n 0 $(ARGS)
 
 test-hostile: install-dev ## throw attacks at real processes under a pod's limits, and measure (some minutes)
 	$(BIN)/python -m pytest tests/test_hostile -m hostile -n 0 --maxfail 5 $(ARGS)

@@ -60,14 +60,15 @@ class ProcessorWaits:
         self._thread.join()
 
     def own_seconds(self, span: Span) -> float:
-        """A span's length without what the thread that waited most has waited within it."""
-        first = bisect(self._times, span.began)
-        last = bisect(self._times, span.ended) - 1
-        if last <= first:
+        """A span's length without the share for which the thread that waited most has waited."""
+        first = max(0, bisect(self._times, span.began) - 1)
+        last = min(len(self._times) - 1, bisect(self._times, span.ended))
+        if first >= last:
             return span.seconds
         before, after = self._samples[first], self._samples[last]
         waited = max((after[each] - before[each] for each in after if each in before), default=0)
-        return max(0.0, span.seconds - waited / 1e9)
+        share = waited / 1e9 / (self._times[last] - self._times[first])
+        return span.seconds * max(0.0, 1 - share)
 
     def _run(self) -> None:
         for sample in count():
