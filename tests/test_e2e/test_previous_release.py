@@ -47,12 +47,15 @@ class Both:
 @pytest.fixture(params=["upgrade", "rollback"])
 def both(request: pytest.FixtureRequest, checkpoint: Path, tmp_path: Path) -> Iterator[Both]:
     stack = Stack(checkpoint, tmp_path)
+    template = tmp_path / "chat_template.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    flags = "--resume-window", "30", "--chat-template", str(template)
     try:
         sides = []
         for start in (start_previous, start_program):
             # An engine that is told to end gives its streams back.
             engine = stack.add_engine("--drain-timeout", "0", start=start)
-            sides.append(Side(stack.add_gateway("--resume-window", "30", start=start), engine))
+            sides.append(Side(stack.add_gateway(*flags, start=start), engine))
         stack.await_engines(2)
         if request.param == "rollback":
             sides.reverse()
@@ -118,7 +121,8 @@ def test_what_one_gateway_stored_the_other_one_reads(
     both: Both, path: str, body: dict[str, Any]
 ) -> None:
     body = {"model": MODEL, "temperature": 0, **body}
-    stored = httpx.post(both.old.gateway.url + path, json=body, timeout=60).raise_for_status()
+    stored = httpx.post(both.old.gateway.url + path, json=body, timeout=60)
+    assert stored.status_code < 300, stored.text
     where = stored.headers.get("location") or f"{path}/{stored.json()['id']}"
 
     def read(side: Side) -> dict[str, Any]:
