@@ -285,9 +285,11 @@ async def test_a_wait_that_is_cancelled_keeps_its_connection(over_redis: OverRed
     async def connected() -> int:
         return int((await over_redis.client.command("INFO", "stats"))["total_connections_received"])
 
-    for number in range(20):
-        if number == 1:
-            before = await connected()
+    await gateway.admit(make_request(), LIMITS)
+    await asyncio.wait_for(engine.wait(), 30)
+    await engine.take(1)
+    before = await connected()
+    for _ in range(20):
         waiting = asyncio.create_task(engine.wait())
         await asyncio.wait({waiting}, timeout=0.01)
         waiting.cancel()
