@@ -25,9 +25,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from gpu_benchmark.process import FAILED, SILENT, Limits, run_process
+from gpu_benchmark.table import (
+    RESULTS,
+    ROOFS,
+    Key,
+    Result,
+    by_key,
+    kernels,
+    ratios,
+    read_results,
+    row,
+)
 from gpu_report import write_reports
-from on_gpu.process import FAILED, SILENT, Limits, run_process
-from on_gpu.table import RESULTS, ROOFS, Key, Result, by_key, kernels, ratios, read_results, row
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -247,7 +257,7 @@ def main() -> None:
     options = parser.parse_args()
     sizes = options.sizes or "full"
     if options.part:
-        from on_gpu.parts import Part, run_part
+        from gpu_benchmark.parts import Part, run_part
 
         kind = vars(options)["try"]
         run_part(Part(options.part, options.model, options.out, options.work, kind), sizes)

@@ -16,8 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from headrace_engine.kernels.triton.launch import ROW_BOUNDS
-from on_gpu.shapes import (
+from gpu_benchmark.shapes import (
     SHAPES,
     Roofs,
     Shape,
@@ -25,7 +24,8 @@ from on_gpu.shapes import (
     conversations,
     predicted_seconds,
 )
-from on_gpu.sizes import FULL
+from gpu_benchmark.sizes import FULL
+from headrace_engine.kernels.triton.launch import ROW_BOUNDS
 from step_launches import decode_step
 
 # Bytes a second that a copy moves, and bfloat16 operations a second of a large square product, as

@@ -11,8 +11,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from on_gpu.plots import draw
-from on_gpu.table import RESULTS, Result, ratios, read_results
+from gpu_benchmark.plots import draw
+from gpu_benchmark.table import RESULTS, Result, ratios, read_results
 
 STEP, TUNED = "decode step, batch ", "tuned: "
 SPEEDS = ("steps", "serving", "peers", "lora")

@@ -119,7 +119,7 @@ class Client:
         while self._idle:
             self._idle.pop().abort()
 
-    async def _exchange(self, request: bytes, reader: "_Reader") -> None:
+    async def _exchange(self, request: bytes, reader: "_ResponseReader") -> None:
         connection = self._take_idle() or await self._connect()
         try:
             await connection.exchange(request, reader)
@@ -146,7 +146,7 @@ class Client:
         return connection
 
 
-class _Reader:
+class _ResponseReader:
     """Takes one response apart. `status` is its HTTP status."""
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ class _Reader:
             self.timeline.detail = bytes(self.body[:500]).decode(errors="replace")
 
 
-class _JsonReader(_Reader):
+class _JsonReader(_ResponseReader):
     def finish(self) -> None:
         super().finish()
         if self.timeline.error is None:
@@ -176,7 +176,7 @@ class _JsonReader(_Reader):
                 self.timeline.token_ids += choice.get("token_ids") or ()
 
 
-class _StreamReader(_Reader):
+class _StreamReader(_ResponseReader):
     """Server-sent events: each `data:` line is one whole event of the OpenAI API."""
 
     def __init__(self) -> None:
@@ -239,12 +239,12 @@ class _Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self.reusable = True
         self._transport: asyncio.Transport | None = None
-        self._reader = _Reader()
+        self._reader = _ResponseReader()
         self._parser = httptools.HttpResponseParser(self)
         self._done: asyncio.Future[None] | None = None
         self._now = 0.0
 
-    async def exchange(self, request: bytes, reader: _Reader) -> None:
+    async def exchange(self, request: bytes, reader: _ResponseReader) -> None:
         assert self._transport is not None
         self._reader = reader
         self._parser = httptools.HttpResponseParser(self)

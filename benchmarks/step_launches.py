@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from compiled.layers import decode_metadata, lora_rows
 from compiled.meta import META, made
 from compiled.recording import record
+from gpu_benchmark.shapes import SHAPES
 from headrace_engine.attention.triton import TritonBackend
 from headrace_engine.checkpoints.checkpoint import load_checkpoint
 from headrace_engine.checkpoints.config import ModelConfig
@@ -40,7 +41,6 @@ from headrace_engine.models.decoder.norm_fusion import make_decoder
 from headrace_engine.models.decoder.positions import PositionTables
 from headrace_engine.models.weights.random_weights import RandomReader
 from headrace_engine.operators.triton import TritonOps
-from on_gpu.shapes import SHAPES
 
 # What the host would have to wait for, or copy from.
 HOST = ("tensor", "new_tensor", "as_tensor", "from_numpy", "item", "tolist", "cpu", "nonzero")

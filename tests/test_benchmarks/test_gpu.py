@@ -16,15 +16,22 @@ import torch
 import gpu
 import gpu_predicted
 import gpu_report
-from on_gpu import engine as gpu_engine
-from on_gpu import parts as gpu_parts
-from on_gpu import process as gpu_process
-from on_gpu import sizes as gpu_sizes
-from on_gpu import steps as gpu_steps
-from on_gpu import table as gpu_table
-from on_gpu import task as gpu_task
-from on_gpu import tests as gpu_tests
-from on_gpu.shapes import SHAPES, Job, Roofs, attention_operations, conversations, predicted_seconds
+from gpu_benchmark import engine as gpu_engine
+from gpu_benchmark import parts as gpu_parts
+from gpu_benchmark import process as gpu_process
+from gpu_benchmark import sizes as gpu_sizes
+from gpu_benchmark import steps as gpu_steps
+from gpu_benchmark import table as gpu_table
+from gpu_benchmark import task as gpu_task
+from gpu_benchmark import tests as gpu_tests
+from gpu_benchmark.shapes import (
+    SHAPES,
+    Job,
+    Roofs,
+    attention_operations,
+    conversations,
+    predicted_seconds,
+)
 
 ROOFS = Roofs(bandwidth=1e9, products=1e12)
 WHERE = {"part": "steps", "model": "8b"}
@@ -157,7 +164,7 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
 
 HANGING = """
 import faulthandler, time
-from on_gpu.process import WHERE
+from gpu_benchmark.process import WHERE
 faulthandler.register(WHERE, all_threads=True)
 def in_a_kernel():
     print("ready", flush=True)
@@ -285,7 +292,7 @@ def test_the_tests_of_a_device_tell_each_that_did_not_pass(tmp_path: Path) -> No
         "def test_absent(): pass\n"
     )
     program = (
-        "import json, sys; from pathlib import Path; from on_gpu import tests as gpu_tests\n"
+        "import json, sys; from pathlib import Path; from gpu_benchmark import tests as gpu_tests\n"
         "gpu_tests.TESTS = gpu_tests.ROOT = Path(sys.argv[1])\n"
         "def report(what, **values):\n"
         "    print('RESULT', json.dumps([what, values]), file=sys.stderr)\n"

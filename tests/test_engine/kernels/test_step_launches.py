@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import step_launches
-from on_gpu.shapes import SHAPES
+from gpu_benchmark.shapes import SHAPES
 
 RECORDED = (
     "llama3-rope", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-partial", "mixtral",
