@@ -9,14 +9,14 @@ import torch
 from ..core.attention_backend import LayerCache
 from ..core.kv_cache_groups import KVLayout
 from ..models.base import CausalModel, ForwardBatch
-from .peers import Peers
+from .rank_processes import RankProcesses
 
 
 class RankZeroModel:
     """Runs `part`, this rank's part, together with the parts of the other ranks. The KV caches of
     all ranks have `layout`."""
 
-    def __init__(self, part: CausalModel, peers: Peers, layout: KVLayout) -> None:
+    def __init__(self, part: CausalModel, peers: RankProcesses, layout: KVLayout) -> None:
         self.part, self._peers, self._layout = part, peers, layout
         # The other ranks have the same shapes.
         self.vocab_size, self.kv_shapes = part.vocab_size, part.kv_shapes

@@ -19,7 +19,7 @@ from ..core.request import EngineRequest, Sequence
 from ..core.step_plan import PendingStep, SampleRow, ScheduledSequence, SchedulerOutput, StepResult
 from ..cuda_graphs.cuda_graphs import DecodeRecorder, measure_graphs, record_graphs
 from ..device.transfer import Transfer
-from ..distributed.placing import place
+from ..distributed.loader import load_model
 from ..distributed.process import Launcher, RankProcess
 from ..lora.adapters import Adapters
 from ..models.base import ForwardBatch
@@ -56,7 +56,7 @@ class ModelRunner:
     ) -> None:
         self._clock = clock
         self.draft_model = DraftModel.of(config)
-        placed = place(config, launch)
+        placed = load_model(config, launch)
         self._placed, self.model, self.attention = placed, placed.model, placed.attention
         self.device, self.dtype, self.peers = placed.device, placed.dtype, placed.peers
         self.max_model_len = placed.max_model_len

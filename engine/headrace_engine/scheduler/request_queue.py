@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any, Generic, Protocol, TypeVar
 
-from ..core.request import EngineRequest, Sequence
+from ..core.request import Sequence
 
 Rank = tuple[float, ...]
 Key = tuple[Rank, int]
@@ -90,22 +90,19 @@ class WaitingQueue(LazyHeap[Key, Sequence]):
     __slots__ = ()
 
 
-class LaneQueue:
-    """A queue for each lane; the next sequence is the first of the lane with the smallest level.
+class TenantQueues:
+    """A queue for each tenant; the next sequence is that of the tenant with the smallest counter.
 
-    `lane_of` names a request's lane. `level_of` gives a lane's level, which may rise at any time
-    but never falls. A lane whose level has risen sinks when it comes to the top, so each rise costs
-    at most O(log lanes).
+    `counter_of` gives a tenant's counter, which may rise at any time but never falls. A tenant
+    whose counter has risen sinks when it comes to the top, so each rise costs at most
+    O(log tenants).
     """
 
-    def __init__(
-        self, lane_of: Callable[[EngineRequest], str], level_of: Callable[[str], float]
-    ) -> None:
-        self._lane_of = lane_of
-        self._level_of = level_of
-        self._lanes: dict[str, WaitingQueue] = {}
-        # (level when last read, order of opening, lane); entries of closed lanes are skipped.
-        self._levels: list[tuple[float, int, str]] = []
+    def __init__(self, counter_of: Callable[[str], float]) -> None:
+        self._counter_of = counter_of
+        self._queues: dict[str, WaitingQueue] = {}
+        # (counter when last read, order of opening, tenant); entries of closed queues are skipped.
+        self._counters: list[tuple[float, int, str]] = []
         self._opened: dict[str, int] = {}
         self._openings = 0
         self._length = 0
@@ -114,58 +111,58 @@ class LaneQueue:
     def __len__(self) -> int:
         return self._length
 
-    def has(self, lane: str) -> bool:
-        """Whether anything waits in the lane."""
-        return lane in self._lanes
+    def has(self, tenant: str) -> bool:
+        """Whether the tenant has anything waiting."""
+        return tenant in self._queues
 
-    def first_lane(self) -> str | None:
-        """The lane of the next sequence; None if nothing waits."""
-        levels = self._levels
-        while levels:
-            level, opening, lane = levels[0]
-            if self._opened.get(lane) != opening:
-                heappop(levels)
-            elif (now := self._level_of(lane)) > level:
-                heapreplace(levels, (now, opening, lane))
+    def first_tenant(self) -> str | None:
+        """The tenant of the next sequence; None if nothing waits."""
+        counters = self._counters
+        while counters:
+            counter, opening, tenant = counters[0]
+            if self._opened.get(tenant) != opening:
+                heappop(counters)
+            elif (now := self._counter_of(tenant)) > counter:
+                heapreplace(counters, (now, opening, tenant))
             else:
-                return lane
+                return tenant
         return None
 
     def push(self, key: Key, sequence: Sequence) -> None:
-        lane = self._lane_of(sequence.request)
-        queue = self._lanes.get(lane)
+        tenant = sequence.request.tenant
+        queue = self._queues.get(tenant)
         if queue is None:
-            queue = self._lanes[lane] = WaitingQueue()
+            queue = self._queues[tenant] = WaitingQueue()
             self._openings += 1
-            self._opened[lane] = self._openings
-            heappush(self._levels, (self._level_of(lane), self._openings, lane))
+            self._opened[tenant] = self._openings
+            heappush(self._counters, (self._counter_of(tenant), self._openings, tenant))
         queue.push(key, sequence)
         self._length += 1
 
     def peek(self) -> Sequence | None:
-        lane = self.first_lane()
-        return None if lane is None else self._lanes[lane].peek()
+        tenant = self.first_tenant()
+        return None if tenant is None else self._queues[tenant].peek()
 
     def pop(self) -> Sequence:
-        lane = self.first_lane()
-        if lane is None:
+        tenant = self.first_tenant()
+        if tenant is None:
             raise IndexError("pop from an empty queue")
-        sequence = self._lanes[lane].pop()
-        self._left(lane)
+        sequence = self._queues[tenant].pop()
+        self._left(tenant)
         return sequence
 
     def discard(self, sequence: Sequence) -> None:
-        lane = self._lane_of(sequence.request)
-        queue = self._lanes.get(lane)
+        tenant = sequence.request.tenant
+        queue = self._queues.get(tenant)
         if queue is None:
             return
         before = len(queue)
         queue.discard(sequence)
         if len(queue) < before:
-            self._left(lane)
+            self._left(tenant)
 
-    def _left(self, lane: str) -> None:
+    def _left(self, tenant: str) -> None:
         self._length -= 1
-        if not self._lanes[lane]:
-            del self._lanes[lane], self._opened[lane]
-            self.last_emptied = lane
+        if not self._queues[tenant]:
+            del self._queues[tenant], self._opened[tenant]
+            self.last_emptied = tenant

@@ -14,10 +14,10 @@ from threading import Thread, Timer
 import pytest
 
 from headrace_engine.core.errors import RankFailed
-from headrace_engine.distributed.peers import Peers
 from headrace_engine.distributed.process import RankProcess
 from headrace_engine.distributed.rank_failure import RankFailure
 from headrace_engine.distributed.rank_logs import RankLogHandler, write_rank_logs
+from headrace_engine.distributed.rank_processes import RankProcesses
 from headrace_engine.engine.engine import Engine
 from headrace_engine.model_runner.model_runner import ModelRunner
 from headrace_engine.serving.worker import WorkerFailed
@@ -50,7 +50,7 @@ def tokens(engine: Engine, path: GreedyPath, name: str = "r") -> tuple[int, ...]
 
 
 def pid_of(runner: ModelRunner) -> int:
-    assert isinstance(runner.peers, Peers)
+    assert isinstance(runner.peers, RankProcesses)
     handle = runner.peers.handles[0]
     assert isinstance(handle, RankProcess) and handle.pid is not None
     return handle.pid

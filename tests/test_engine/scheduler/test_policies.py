@@ -22,7 +22,7 @@ from headrace_engine.scheduler.policies.deadline import Deadline
 from headrace_engine.scheduler.policies.fair import PRUNE_AT, Fair
 from headrace_engine.scheduler.policies.priority import Priority
 from headrace_engine.scheduler.policies.sjf import ShortestJobFirst
-from headrace_engine.scheduler.request_queue import LaneQueue
+from headrace_engine.scheduler.request_queue import TenantQueues
 from headrace_testing.engine import Rig, make_config, make_request, make_rig
 from headrace_testing.fake_runner import FakeRunner
 
@@ -255,7 +255,7 @@ def test_backlogged_tenants_get_their_shares_within_the_bound(weights: dict[str,
     rig = make_rig(config, num_blocks=40, policy=policy)
     rig.add(*backlog(tenants, 1800))
     queue = policy.queue()
-    assert isinstance(queue, LaneQueue)
+    assert isinstance(queue, TenantQueues)
     shares = dict.fromkeys(tenants, 0.0)
     bound = 2 * max(17, 2 * 40 * 4)
     while all(map(queue.has, tenants)):

@@ -1,7 +1,7 @@
 import pytest
 
 from headrace_engine.core.request import Sequence
-from headrace_engine.scheduler.request_queue import LaneQueue, LazyHeap, WaitingQueue
+from headrace_engine.scheduler.request_queue import LazyHeap, TenantQueues, WaitingQueue
 from headrace_testing.engine import make_request
 
 
@@ -51,17 +51,17 @@ def test_an_item_may_come_again_under_another_key() -> None:
     assert heap.peek_key() is None
 
 
-class Lanes:
-    """A lane queue whose levels the test sets."""
+class Scene:
+    """Queues of tenants whose counters the test sets."""
 
     def __init__(self) -> None:
-        self.levels = {"a": 0.0, "b": 0.0, "c": 0.0}
-        self.queue = LaneQueue(lambda request: request.tenant, lambda lane: self.levels[lane])
+        self.counters = {"a": 0.0, "b": 0.0, "c": 0.0}
+        self.queue = TenantQueues(lambda tenant: self.counters[tenant])
         self.count = 0
 
-    def push(self, lane: str) -> Sequence:
+    def push(self, tenant: str) -> Sequence:
         self.count += 1
-        sequence = Sequence(make_request(f"{lane}{self.count}", [1], tenant=lane), 0, [1])
+        sequence = Sequence(make_request(f"{tenant}{self.count}", [1], tenant=tenant), 0, [1])
         self.queue.push(((float(self.count),), 0), sequence)
         return sequence
 
@@ -69,28 +69,28 @@ class Lanes:
         return self.queue.pop().request.request_id
 
 
-def test_the_lane_with_the_smallest_level_is_next_and_sinks_when_its_level_rises() -> None:
-    lanes = Lanes()
-    for lane in "aabbc":
-        lanes.push(lane)
+def test_the_tenant_with_the_smallest_counter_is_next_and_sinks_when_it_rises() -> None:
+    scene = Scene()
+    for tenant in "aabbc":
+        scene.push(tenant)
     popped = []
-    while len(lanes.queue):
-        popped.append(lanes.pop())
-        lanes.levels[popped[-1][0]] += {"a": 3.0, "b": 1.0, "c": 1.0}[popped[-1][0]]
+    while len(scene.queue):
+        popped.append(scene.pop())
+        scene.counters[popped[-1][0]] += {"a": 3.0, "b": 1.0, "c": 1.0}[popped[-1][0]]
     assert popped == ["a1", "b3", "c5", "b4", "a2"]
     with pytest.raises(IndexError):
-        lanes.queue.pop()
+        scene.queue.pop()
 
 
-def test_a_lane_is_closed_by_its_last_sequence_however_that_leaves() -> None:
-    lanes = Lanes()
-    first, second = lanes.push("a"), lanes.push("b")
-    lanes.queue.discard(first)
-    lanes.queue.discard(first)
-    assert not lanes.queue.has("a") and lanes.queue.has("b")
-    assert (len(lanes.queue), lanes.queue.last_emptied) == (1, "a")
-    lanes.levels["a"] = 5.0
-    lanes.push("a")
-    assert lanes.queue.peek() is second
-    assert lanes.pop() == "b2"
-    assert (lanes.queue.first_lane(), lanes.queue.last_emptied) == ("a", "b")
+def test_a_queue_is_closed_by_its_last_sequence_however_that_leaves() -> None:
+    scene = Scene()
+    first, second = scene.push("a"), scene.push("b")
+    scene.queue.discard(first)
+    scene.queue.discard(first)
+    assert not scene.queue.has("a") and scene.queue.has("b")
+    assert (len(scene.queue), scene.queue.last_emptied) == (1, "a")
+    scene.counters["a"] = 5.0
+    scene.push("a")
+    assert scene.queue.peek() is second
+    assert scene.pop() == "b2"
+    assert (scene.queue.first_tenant(), scene.queue.last_emptied) == ("a", "b")

@@ -11,7 +11,7 @@ from typing import ClassVar
 from ...core.errors import ConfigError
 from ...core.request import EngineRequest, Sequence
 from ...core.step_plan import SchedulerOutput
-from ..request_queue import LaneQueue, Queue, Rank
+from ..request_queue import Queue, Rank, TenantQueues
 from .base import Policy
 from .options import above_zero, number
 
@@ -48,7 +48,7 @@ class Fair(Policy):
         self._output_weight = number("output_weight", output_weight)
         self._counters: dict[str, float] = {}
         self._unfinished: dict[str, int] = {}
-        self._queue = LaneQueue(lambda request: request.tenant, self.counter)
+        self._queue = TenantQueues(self.counter)
         self._prune_at = PRUNE_AT
 
     def counter(self, tenant: str) -> float:
@@ -94,7 +94,7 @@ class Fair(Policy):
 
     def _floor(self) -> float:
         """The smallest counter of waiting tenants, or that of the last tenant that waited."""
-        first = self._queue.first_lane()
+        first = self._queue.first_tenant()
         if first is None:
             first = self._queue.last_emptied
         return 0.0 if first is None else self.counter(first)

@@ -19,11 +19,11 @@ from ..models.parallel import Shard, check_divisible
 from ..models.placed_model import PlacedModel
 from ..models.registry import NATIVE
 from .model import RankZeroModel
-from .peers import Peers
 from .process import Launcher, RankProcess
+from .rank_processes import RankProcesses
 
 
-def place(config: EngineConfig, launch: Launcher = RankProcess) -> PlacedModel:
+def load_model(config: EngineConfig, launch: Launcher = RankProcess) -> PlacedModel:
     """Loads the model, with ranks if there are several devices. Raises CheckpointError, ConfigError
     or RankFailed."""
     size = config.tensor_parallel_size
@@ -36,7 +36,7 @@ def place(config: EngineConfig, launch: Launcher = RankProcess) -> PlacedModel:
     _check_model(config)
     config = replace(config, threads=config.threads or _threads(size, device))
     with ExitStack() as started:
-        peers = Peers(config, device.type, launch)
+        peers = RankProcesses(config, device.type, launch)
         started.callback(peers.close)
         placed = place_model(config, Shard(0, size, peers.group))
         peers.connect()

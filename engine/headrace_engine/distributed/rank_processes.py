@@ -36,7 +36,7 @@ STORE = "meeting"
 _OWN = ("speculative_config", "policy", "policy_options", "lora_modules")
 
 
-class Peers:
+class RankProcesses:
     """Starts the other ranks, which load their parts meanwhile. They end with this object, or with
     `close`."""
 
