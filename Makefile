@@ -146,7 +146,7 @@ check: install-dev ## ruff, mypy strict, import-linter, English
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	PYTHONPATH=tests/support $(BIN)/python -m headrace_testing.rooms
+	PYTHONPATH=tests/support $(BIN)/python -m headrace_testing.import_layers
 	PYTHONPATH=tests/support $(BIN)/python -m headrace_testing.prose
 
 dashboards: install-dev ## write charts/headrace/dashboards from charts/generate

@@ -14,7 +14,7 @@ CERTIFICATE = "-----BEGIN CERTIFICATE-----"
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores: torch's threads would wait for each other most of the time. Set here,
-    # as rooms' conftest.py files import torch before any hook runs.
+    # as folders' conftest.py files import torch before any hook runs.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 

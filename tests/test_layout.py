@@ -1,4 +1,4 @@
-"""The house rules: where files may be, what may import what, what is documented exists."""
+"""Where files may be, what may import what, and that what is documented exists."""
 
 import re
 import subprocess
@@ -12,10 +12,10 @@ import pytest
 from packaging.requirements import Requirement
 
 from headrace_testing import architecture_page
-from headrace_testing.rooms import MOST_ROOMS, contracts, rooms_of
+from headrace_testing.import_layers import MOST_SUBPACKAGES, contracts, subpackages_of
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("cli", "common", "engine", "operator", "service")
+SOURCE_ROOTS = ("cli", "common", "engine", "operator", "service")
 DOCUMENTS = (
     "README.md",
     "CONTRIBUTING.md",
@@ -46,10 +46,10 @@ def project() -> dict[str, Any]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_is_only_a_source_root(room: str) -> None:
+@pytest.mark.parametrize("root", SOURCE_ROOTS)
+def test_a_source_root_is_no_package(root: str) -> None:
     """operator/__init__.py would hide the standard library's module."""
-    assert not (ROOT / room / "__init__.py").exists()
+    assert not (ROOT / root / "__init__.py").exists()
 
 
 def test_test_folders_are_no_packages() -> None:
@@ -58,21 +58,23 @@ def test_test_folders_are_no_packages() -> None:
     assert found == []
 
 
-def test_the_wheel_holds_the_package_of_every_room(project: dict[str, Any]) -> None:
+def test_the_wheel_holds_the_package_of_every_source_root(project: dict[str, Any]) -> None:
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
-    packages = [f"{room}/{path.parent.name}" for room in ROOMS for path in packages_of(room)]
+    packages = [f"{root}/{path.parent.name}" for root in SOURCE_ROOTS for path in packages_of(root)]
 
     assert sorted(wheel["packages"]) == sorted(packages)
-    assert sorted(wheel["dev-mode-dirs"]) == sorted(ROOMS)
+    assert sorted(wheel["dev-mode-dirs"]) == sorted(SOURCE_ROOTS)
 
 
-def test_every_room_is_checked(project: dict[str, Any]) -> None:
+def test_every_source_root_is_checked(project: dict[str, Any]) -> None:
     tools = project["tool"]
 
-    assert set(ROOMS) <= set(tools["mypy"]["mypy_path"])
-    assert set(ROOMS) <= set(tools["mypy"]["files"])
-    assert set(ROOMS) <= set(tools["ruff"]["src"])
-    packages = {path.parent.name for room in ROOMS for path in (ROOT / room).glob("*/__init__.py")}
+    assert set(SOURCE_ROOTS) <= set(tools["mypy"]["mypy_path"])
+    assert set(SOURCE_ROOTS) <= set(tools["mypy"]["files"])
+    assert set(SOURCE_ROOTS) <= set(tools["ruff"]["src"])
+    packages = {
+        path.parent.name for root in SOURCE_ROOTS for path in (ROOT / root).glob("*/__init__.py")
+    }
     assert set(tools["importlinter"]["root_packages"]) == packages
 
 
@@ -180,18 +182,22 @@ def test_the_breakpoints_of_the_walk_exist() -> None:
 
 
 def test_rooms_import_downward_only() -> None:
-    counted = [(rooms_of(package), floors) for package, floors in contracts()]
+    counted = [(subpackages_of(package), layers) for package, layers in contracts()]
 
-    assert {rooms.package for rooms, _ in counted} == {
-        path.parent.name for room in ROOMS for path in packages_of(room)
+    assert {subpackages.package for subpackages, _ in counted} == {
+        path.parent.name for root in SOURCE_ROOTS for path in packages_of(root)
     }
-    assert [len(rooms.imports) for rooms, _ in counted if len(rooms.imports) > MOST_ROOMS] == []
-    assert [edge for rooms, floors in counted for edge in rooms.upward(floors)] == []
-    assert sum(rooms.circles for rooms, _ in counted) == 0
+    assert [
+        len(subpackages.imports)
+        for subpackages, _ in counted
+        if len(subpackages.imports) > MOST_SUBPACKAGES
+    ] == []
+    assert [edge for subpackages, layers in counted for edge in subpackages.upward(layers)] == []
+    assert sum(subpackages.circles for subpackages, _ in counted) == 0
 
 
-def packages_of(room: str) -> list[Path]:
-    return sorted((ROOT / room).glob("*/__init__.py"))
+def packages_of(root: str) -> list[Path]:
+    return sorted((ROOT / root).glob("*/__init__.py"))
 
 
 def code(document: Path) -> str:

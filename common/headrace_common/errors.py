@@ -1,4 +1,4 @@
-"""Errors that cross a room or the wire.
+"""Errors that cross a package or the wire.
 
 `code` is the stable word for programs, the message is for people.
 

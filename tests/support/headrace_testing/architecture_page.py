@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .rooms import ROOT, contracts
+from .import_layers import ROOT, contracts
 
 PAGE = ROOT / "docs" / "architecture.md"
 SOURCES = {
@@ -107,9 +107,13 @@ def files(stops: Sequence[Stop]) -> set[str]:
 def tables() -> str:
     """A table for each package: its subpackages from the highest layer to the lowest."""
     parts = []
-    for package, floors in contracts():
+    for package, layers in contracts():
         folder = Path(SOURCES[package], package)
-        rows = [_row(folder / room, number) for number, line in enumerate(floors) for room in line]
+        rows = [
+            _row(folder / subpackage, number)
+            for number, line in enumerate(layers)
+            for subpackage in line
+        ]
         head = [f"### {package}", "", "| layer | subpackage | purpose |", "| --- | --- | --- |"]
         parts.append("\n".join([*head, *rows]))
     return "\n\n".join(parts)
@@ -130,13 +134,17 @@ def _replaced(text: str, part: str, content: str) -> str:
     return f"{before}{begin}\n{content}\n{end}{after}"
 
 
-def _row(room: Path, floor: int) -> str:
-    source = room / "__init__.py" if (ROOT / room).is_dir() else room.with_suffix(".py")
+def _row(subpackage: Path, layer: int) -> str:
+    source = (
+        subpackage / "__init__.py"
+        if (ROOT / subpackage).is_dir()
+        else subpackage.with_suffix(".py")
+    )
     doc = ast.get_docstring(ast.parse((ROOT / source).read_text()))
     assert doc is not None, f"{source} has no docstring"
     first = " ".join(doc.split("\n\n")[0].split())
-    link = room if (ROOT / room).is_dir() else source
-    return f"| {floor} | [`{room.name}`](../{link}) | {first} |"
+    link = subpackage if (ROOT / subpackage).is_dir() else source
+    return f"| {layer} | [`{subpackage.name}`](../{link}) | {first} |"
 
 
 if __name__ == "__main__":

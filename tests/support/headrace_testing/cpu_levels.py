@@ -25,8 +25,8 @@ from headrace_engine.kernels.cpu import build, library
 ENGINE = "tests/test_engine/"
 TESTS = (
     *(
-        f"{ENGINE}{room}/test_{name}.py"
-        for room, names in {
+        f"{ENGINE}{folder}/test_{name}.py"
+        for folder, names in {
             "attention": ("attention", "cpu_attention", "fp8_kv", "triton_attention"),
             "kernels": ("kernels", "small_batch_gemm"),
             "lora": ("triton_lora",),

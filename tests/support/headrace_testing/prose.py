@@ -22,7 +22,7 @@ from proselint.checks import __register__ as PROSELINT
 from proselint.registry.checks import Check
 from proselint.registry.checks.types import PreferredForms
 
-from .rooms import ROOT
+from .import_layers import ROOT
 
 RULES = ROOT / "prose.toml"
 CODE = "`code`"
