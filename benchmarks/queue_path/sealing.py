@@ -4,7 +4,7 @@ from pathlib import Path
 
 from headrace_common.sealing.aes import AesSealer
 from headrace_common.sealing.keyring import new_key, read_keyring, write_keyring
-from headrace_common.sealing.sealer import UNSEALED, Sealer
+from headrace_common.sealing.sealer import NULL_SEALER, Sealer
 
 
 def new_keys_file(folder: Path) -> Path:
@@ -16,4 +16,4 @@ def new_keys_file(folder: Path) -> Path:
 
 def sealer_of(path: Path | None) -> Sealer:
     """What seals with the keys of a file; without one, nothing does."""
-    return UNSEALED if path is None else AesSealer(read_keyring(path.read_bytes()))
+    return NULL_SEALER if path is None else AesSealer(read_keyring(path.read_bytes()))

@@ -20,7 +20,7 @@ from .errors import ClusterError, NotFound
 logger = logging.getLogger("headrace_operator.uninstall")
 
 Manifest = dict[str, Any]
-LOOK_S = 1.0
+POLL_S = 1.0
 
 
 async def remove_all(cluster: Cluster, namespace: str | None) -> None:
@@ -34,7 +34,7 @@ async def remove_all(cluster: Cluster, namespace: str | None) -> None:
             "waiting until all are gone",
             extra={"left": [body["metadata"]["name"] for body in left]},
         )
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
 
 
 async def _services(cluster: Cluster, namespace: str | None) -> list[Manifest]:

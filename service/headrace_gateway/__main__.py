@@ -43,7 +43,7 @@ from headrace_common.sealing.keyring_file import KeyringFile
 from headrace_common.wire import keys
 
 from .batches.assembly import open_storage
-from .http.app import Durable, Parts, create_app
+from .http.app import AppDependencies, DurableStores, create_app
 from .http.server import GatewayServer, listen, server_config
 from .limits.allocator import give_back_memory
 from .limits.api_keys import KeyFile
@@ -54,7 +54,7 @@ from .models.models import Models, ServedModel
 from .queue_client.client import ClientConfig, GenerationClient, Place
 from .queue_client.engines import EngineDirectory
 from .queue_client.prefix_routing import PrefixRouter
-from .queue_client.withdrawal import Withdrawal
+from .queue_client.withdrawal import withdraw_removed
 from .settings import GatewaySettings
 from .version import package_version
 
@@ -106,8 +106,7 @@ async def serve(
         place=_place(settings, engines),
         shards=engines.shards,
     )
-    withdrawal = Withdrawal(client, engines.engines)
-    discovery = _discovery(settings, static, connection, gateway_id, withdrawal)
+    discovery = _discovery(settings, static, connection, gateway_id, client, engines)
     served = Models(static, discovery, aliases=settings.model_aliases)
     api_keys = (
         None
@@ -140,7 +139,7 @@ async def serve(
         await when_reachable(client.start, settings.startup_timeout)
         connection.watch(settings.redis_patience)
         await discovery.start()
-        parts = Parts(
+        dependencies = AppDependencies(
             served=served,
             client=client,
             queue=queue,
@@ -148,7 +147,7 @@ async def serve(
             liveness=liveness,
             keys=api_keys,
             usage=None if api_keys is None else RedisKeyUsage(connection),
-            durable=Durable(
+            durable_stores=DurableStores(
                 RedisRequestStore(connection),
                 queue,
                 RedisAccounts(connection),
@@ -158,7 +157,7 @@ async def serve(
             storage=open_storage(connection, gateway_id),
             clock=connection.clock,
         )
-        app = create_app(settings, parts)
+        app = create_app(settings, dependencies)
         server = GatewayServer(
             server_config(app, settings),
             on_drain=lambda: app.state.services.pipeline.drain.begin(settings.drain_timeout),
@@ -203,7 +202,8 @@ def _discovery(
     static: Mapping[str, ServedModel],
     connection: Connection,
     gateway_id: str,
-    withdrawal: Withdrawal,
+    client: GenerationClient,
+    engines: EngineDirectory,
 ) -> Discovery:
     loads = RedisModelLoads(connection, gateway_id)
 
@@ -215,7 +215,7 @@ def _discovery(
         RedisModelRegistry(connection),
         load,
         ignored=static,
-        looked=lambda: withdrawal.look(discovery.ended),
+        after_refresh=lambda: withdraw_removed(client, engines.engines, discovery.ended),
     )
     return discovery
 

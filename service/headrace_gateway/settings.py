@@ -287,7 +287,7 @@ class GatewaySettings(BaseSettings):
     lease: float = Field(
         10.0,
         ge=1,
-        description="seconds without a sign of life after which other gateways go on with this "
+        description="seconds without a heartbeat after which other gateways go on with this "
         "one's requests",
     )
     keep_alive_interval: float = Field(

@@ -14,7 +14,7 @@ from headrace_common.protocol.redis.client.endpoint import masked
 from headrace_common.protocol.redis.loads import MOST as MOST_LOADS
 from headrace_common.protocol.redis.sealing import SealingCheck
 from headrace_common.sealing.keyring import KeyringError, read_keyring
-from headrace_common.sealing.sealer import UNSEALED, Sealer, SealingError
+from headrace_common.sealing.sealer import NULL_SEALER, Sealer, SealingError
 
 from ..datadir import DataDir
 from ..errors import CliError, UsageError
@@ -61,7 +61,7 @@ class QueueSession:
 
     def _sealer(self) -> Sealer:
         if self.sealing_keys_file is None:
-            return UNSEALED
+            return NULL_SEALER
         from headrace_common.sealing.aes import AesSealer
 
         try:

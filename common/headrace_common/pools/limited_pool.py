@@ -50,8 +50,8 @@ class TaskLimits:
     memory_bytes: int = 128 * 2**20
 
 
-class Excess(StrEnum):
-    """The limit that a task exceeded. DIED: its process ended in another way."""
+class KillReason(StrEnum):
+    """The limit that a task exceeded. DIED: its process ended without exceeding one."""
 
     TIMEOUT = "timeout"
     CPU = "cpu"
@@ -62,9 +62,9 @@ class Excess(StrEnum):
 class TaskKilled(Exception):
     """The task has no result, because its process was ended."""
 
-    def __init__(self, excess: Excess) -> None:
-        super().__init__(excess.value)
-        self.excess = excess
+    def __init__(self, reason: KillReason) -> None:
+        super().__init__(reason.value)
+        self.reason = reason
 
 
 class LimitedPool:
@@ -125,7 +125,7 @@ class LimitedPool:
         try:
             return await self._once(function, *arguments)
         except BrokenProcessPool as error:
-            raise TaskKilled(Excess.DIED) from error
+            raise TaskKilled(KillReason.DIED) from error
 
     async def _once(
         self, function: Callable[[Unpack[Arguments]], Returned], *arguments: *Arguments
@@ -138,12 +138,12 @@ class LimitedPool:
         try:
             return await asyncio.wrap_future(future)
         except TimeoutError as error:
-            raise TaskKilled(Excess.TIMEOUT) from error
+            raise TaskKilled(KillReason.TIMEOUT) from error
         except MemoryError as error:
-            raise TaskKilled(Excess.MEMORY) from error
+            raise TaskKilled(KillReason.MEMORY) from error
         except ProcessExpired as error:
             if error.exitcode != SERVER_DIED:
-                raise TaskKilled(_excess(error.exitcode)) from error
+                raise TaskKilled(_kill_reason(error.exitcode)) from error
             self._abandon(pool)
             raise BrokenProcessPool("the server of processes died") from error
 
@@ -228,11 +228,11 @@ def _data_bytes() -> int:
     return int(pages) * resource.getpagesize()
 
 
-def _excess(code: int) -> Excess:
+def _kill_reason(code: int) -> KillReason:
     match -code:
         case signal.SIGXCPU:
-            return Excess.CPU
+            return KillReason.CPU
         case signal.SIGABRT:  # Rust's and C++'s answer to a refused allocation
-            return Excess.MEMORY
+            return KillReason.MEMORY
         case _:
-            return Excess.DIED
+            return KillReason.DIED

@@ -15,14 +15,14 @@ from ..wire.messages import ChoiceState, Control, Failed, Frame, GenerateRequest
 # How often a request that has ended may be queued again, and for how many seconds only its own
 # gateway may do so, which asks within a third of that time; as in admit.lua.
 MOST_ANEW = 5
-LOST_HELD_S = 60.0
+LOST_RESERVED_S = 60.0
 
 
 class AdmitState(StrEnum):
     ADMITTED = "admitted"  # newly in the queue
     ATTACHED = "attached"  # known and alive: its replies now come to this gateway
     ENDED = "ended"  # known and over: `outcome` holds the result
-    HELD = "held"  # known and alive: its replies still go to the gateway `gateway_id`
+    FOLLOWING = "following"  # known and alive: its replies go on to the gateway `gateway_id`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,16 +263,16 @@ class GatewayQueue(Protocol):
         `seen` marks a repetition for a request that was accepted before; it is the newest attempt
         known. The request is then not refused for lack of room, and if Redis has lost it, its
         attempts continue after `seen`. If it belonged to another gateway, its engine is told to
-        send replies here; with `polite` it stays with that gateway (HELD), and this one may follow
-        `frames_to` it. Raises QueueFull, RequestConflict.
+        send replies here; with `polite` it stays with that gateway (FOLLOWING), and this one
+        may follow `frames_to` it. Raises QueueFull, RequestConflict.
 
         A request whose state was lost is queued again (ADMITTED), with an attempt above all earlier
         ones, up to MOST_ANEW times and not after its deadline; with `polite` this is left to its
-        own gateway for LOST_HELD_S. With `seen` an abandoned request is queued again too. With
+        own gateway for LOST_RESERVED_S. With `seen` an abandoned request is queued again too. With
         `disputed` so is a done one, if this is its gateway and its client has tokens of another
         history than the outcome's. Then the outcome's attempt must not be above `seen`, and no
         other client may have been given the outcome: by `deliver_outcome`, by `admit` without
-        `seen`, or as HELD.
+        `seen`, or as FOLLOWING.
         """
 
     def frames(self) -> AsyncIterator[Frame]:
@@ -379,7 +379,7 @@ class EngineQueue(Protocol):
     async def publish(self, replies: Mapping[str, Sequence[Reply]]) -> None:
         """Sends one packed frame to each gateway id, in one round trip.
 
-        Safe to repeat after BackendUnavailable. An empty sequence is a sign of life: send one each
+        Safe to repeat after BackendUnavailable. An empty sequence is a keep-alive: send one each
         second to every gateway with a request here that received nothing else, or the gateway
         releases its requests to other engines.
         """

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from ..followed_file import FollowedFile, Sleep
 from .aes import AesSealer
 from .keyring import MAX_FILE_BYTES, Keyring, read_keyring
-from .sealer import UNSEALED, Sealer
+from .sealer import NULL_SEALER, Sealer
 from .settings import SealingSettings
 
 
@@ -26,7 +26,7 @@ class KeyringFile(FollowedFile[Keyring]):
 
     @property
     def sealer(self) -> Sealer:
-        return UNSEALED if self._aes is None else self._aes
+        return NULL_SEALER if self._aes is None else self._aes
 
     def _parse(self, data: bytes) -> Keyring:
         return read_keyring(data)

@@ -85,7 +85,7 @@ class Sealer(Protocol):
         """
 
 
-class Unsealed:
+class NullSealer:
     """The sealer of a process without keys, which changes nothing."""
 
     seals = opens = False
@@ -109,7 +109,7 @@ class Unsealed:
         return (digest,)
 
 
-UNSEALED = Unsealed()
+NULL_SEALER = NullSealer()
 
 
 def key_id_of(data: bytes) -> bytes:

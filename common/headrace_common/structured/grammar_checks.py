@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ..pools.fair_slots import FairSlots, SlotsFull
-from ..pools.limited_pool import Excess, LimitedPool, TaskKilled, TaskLimits
+from ..pools.limited_pool import KillReason, LimitedPool, TaskKilled, TaskLimits
 from .grammars import GrammarChecker
 from .refused_grammars import RefusedGrammar, RefusedGrammars
 from .structured import StructuredKind, StructuredOutputError, StructuredOutputsParams
@@ -146,7 +146,7 @@ class GrammarChecks:
             return GrammarsBusy(_BUSY[full.tenant], tenant=full.tenant)
         except TaskKilled as killed:
             attempts = 1 if refused is None else refused.attempts + 1
-            return await self._note(structured, digest, RefusedGrammar(killed.excess, attempts))
+            return await self._note(structured, digest, RefusedGrammar(killed.reason, attempts))
         if fault is not None:
             self._counted(CheckResult.INVALID)
             return StructuredOutputError(*fault)
@@ -159,7 +159,7 @@ class GrammarChecks:
     ) -> Exception:
         """Remembers the limit for which the check's process was ended."""
         await self._refused.add(digest, refused)
-        if refused.excess is Excess.TIMEOUT and not refused.final:
+        if refused.reason is KillReason.TIMEOUT and not refused.final:
             self._counted(CheckResult.BUSY)
             return GrammarsBusy(f"took over {self._limits.timeout:g} s to compile", tenant=False)
         self._counted(CheckResult.TOO_EXPENSIVE)
@@ -168,14 +168,14 @@ class GrammarChecks:
     def _too_expensive(
         self, structured: StructuredOutputsParams, refused: RefusedGrammar
     ) -> StructuredOutputError:
-        match refused.excess:
-            case Excess.TIMEOUT:
+        match refused.reason:
+            case KillReason.TIMEOUT:
                 reason = f"takes over {self._limits.timeout:g} s to compile"
-            case Excess.CPU:
+            case KillReason.CPU:
                 reason = f"takes over {self._limits.cpu_seconds} s of CPU time to compile"
-            case Excess.MEMORY:
+            case KillReason.MEMORY:
                 reason = f"takes over {self._limits.memory_bytes >> 20} MiB to compile"
-            case Excess.DIED:
+            case KillReason.DIED:
                 reason = "ended the process that compiled it"
         return StructuredOutputError(structured.kind, f"{reason}: {advice(structured)}")
 

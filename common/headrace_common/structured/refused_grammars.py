@@ -6,26 +6,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..pools.limited_pool import Excess
+from ..pools.limited_pool import KillReason
 
 TTL_S = 3600.0
 MOST = 4096
-# Each excess that a busy machine may have caused, and not the grammar, counts as one attempt.
+# Attempts that a busy machine may have ended; after them the grammar is refused.
 ATTEMPTS = 3
-_DOUBTFUL = frozenset({Excess.TIMEOUT, Excess.DIED})
+_DOUBTFUL = frozenset({KillReason.TIMEOUT, KillReason.DIED})
 
 
 @dataclass(frozen=True, slots=True)
 class RefusedGrammar:
     """A refused grammar. `attempts` is how often any process has tried it."""
 
-    excess: Excess
+    reason: KillReason
     attempts: int
 
     @property
     def final(self) -> bool:
         """Whether it is not to be tried again."""
-        return self.excess not in _DOUBTFUL or self.attempts >= ATTEMPTS
+        return self.reason not in _DOUBTFUL or self.attempts >= ATTEMPTS
 
 
 class RefusedGrammars(Protocol):

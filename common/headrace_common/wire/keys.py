@@ -442,5 +442,5 @@ OPEN_BATCHES = "bo:{bo}"
 
 
 def refused_grammar(digest: str) -> str:
-    """String "excess:attempts" of a grammar that was too expensive to compile. Lives an hour."""
+    """String "reason:attempts" of a grammar that was too expensive to compile. Lives an hour."""
     return f"gr:{_tag(digest)}"

@@ -15,7 +15,7 @@ from ..limits.tenant_stores import TenantStores
 from ..settings import GatewaySettings
 from .batch_service import BatchService, BatchServiceLimits
 from .internal import InternalClient
-from .run import BatchLimits, BatchMetrics, BatchSite
+from .run import BatchContext, BatchLimits, BatchMetrics
 
 # Bytes of a line around its request's body, with some blanks.
 ENVELOPE_BYTES = 4096
@@ -37,7 +37,7 @@ def open_storage(connection: Connection, leader: str) -> Storage:
     return Storage(RedisFiles(connection), RedisBatches(connection), leader, clock)
 
 
-def make_site(
+def make_batch_context(
     app: ASGIApp,
     storage: Storage,
     settings: GatewaySettings,
@@ -45,7 +45,7 @@ def make_site(
     stores: TenantStores,
     metrics: BatchMetrics,
     keys: KeyFile | None,
-) -> BatchSite:
+) -> BatchContext:
     """Returns the collaborators of this gateway's batches."""
     limits = BatchLimits(
         max_lines=settings.max_batch_requests,
@@ -54,7 +54,7 @@ def make_site(
         concurrency=settings.batch_concurrency,
         max_deadline=settings.max_deadline,
     )
-    return BatchSite(
+    return BatchContext(
         leader=storage.leader,
         batches=storage.batches,
         files=storage.files,

@@ -31,11 +31,18 @@ from ..limits.tenant_stores import TenantStores
 from ..limits.tenants import BATCH, CALLER, Caller, ReadAccess
 from ..queue_client.deadlines import TIMEOUT_HEADER
 from ..resumable.idempotency import KEY_HEADER, ResumeOptions
+from .crash_counts import (
+    ALONE_FROM,
+    MAX_GATEWAYS,
+    READING,
+    WRITING,
+    CrashCounts,
+    SharedExclusiveLock,
+)
 from .internal import InternalAnswer, InternalClient
 from .items import batch_item, in_steps
 from .lines import EMBEDDINGS, RESPONSES, BatchInput, Fault, Line, read_lines
 from .results import Result, ResultFiles, answer_result, error_result
-from .suspects import ALONE_FROM, MAX_GATEWAYS, READING, WRITING, SharedExclusiveLock, Suspects
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +65,7 @@ class BatchLimits:
     max_output_bytes: int
     concurrency: int
     max_deadline: float
-    look_interval: float = 0.5
+    poll_interval: float = 0.5
 
 
 class BatchMetrics(Protocol):
@@ -70,7 +77,7 @@ class BatchMetrics(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSite:
+class BatchContext:
     """The collaborators of batches. `find_key` returns the API key of an id; None: keys are off.
 
     `clock` gives Unix seconds of Redis.
@@ -104,8 +111,8 @@ class _Busy(Exception):
 class BatchRun:
     """Leads one batch. `run` returns when it has ended; raises LeaseLost, BackendUnavailable."""
 
-    def __init__(self, site: BatchSite, batch: Batch) -> None:
-        self._site = site
+    def __init__(self, context: BatchContext, batch: Batch) -> None:
+        self._context = context
         self._batch = batch
         self._progress = batch.progress
         self._done: set[int] = set()
@@ -113,31 +120,31 @@ class BatchRun:
         self._usage = NOTHING_USED
         self._running: set[Line] = set()
         self._cancelling = batch.cancelling_at is not None
-        self._suspects = Suspects(site.batches, batch, site.leader)
+        self._crash_counts = CrashCounts(context.batches, batch, context.leader)
 
     async def run(self) -> None:
         """Runs the batch to its end, from where it is."""
         if not self._progress.status.final:
-            await self._suspects.load()
+            await self._crash_counts.load()
             try:
                 await self._lead()
             finally:
-                await self._suspects.leave()
-        if await self._site.batches.close(self._batch):
-            self._site.metrics.batch_ended(self._progress.status.value)
-        await self._site.stores.count(self._tenant, batch_item(self._batch.request))
+                await self._crash_counts.leave()
+        if await self._context.batches.close(self._batch):
+            self._context.metrics.batch_ended(self._progress.status.value)
+        await self._context.stores.count(self._tenant, batch_item(self._batch.request))
 
     # Before
 
     async def _lead(self) -> None:
-        ended = max(map(self._suspects.gateways, (READING, WRITING)))
+        ended = max(map(self._crash_counts.gateways, (READING, WRITING)))
         if ended >= MAX_GATEWAYS:
             message = f"{ended} gateways ended while they read or wrote this batch's files."
             await self._refuse((Fault(SET_ASIDE, message),))
             return
-        async with self._suspects.started(READING):
+        async with self._crash_counts.started(READING):
             source = await self._read()
-        await self._suspects.cleared(READING)
+        await self._crash_counts.cleared(READING)
         if source.faults:
             await self._refuse(source.faults)
         else:
@@ -146,16 +153,16 @@ class BatchRun:
     async def _read(self) -> BatchInput:
         request = self._batch.request
         try:
-            file = await self._site.files.get(request.input_file_id, request.tenant)
-            content = await self._site.files.content(file)
+            file = await self._context.files.get(request.input_file_id, request.tenant)
+            content = await self._context.files.content(file)
         except FileNotStored as error:
             return BatchInput(b"", (), (Fault(error.code, str(error)),), None)
         return await asyncio.to_thread(
             read_lines,
             content,
             request.endpoint,
-            max_lines=self._site.limits.max_lines,
-            max_line_bytes=self._site.limits.max_line_bytes,
+            max_lines=self._context.limits.max_lines,
+            max_line_bytes=self._context.limits.max_line_bytes,
         )
 
     async def _refuse(self, faults: tuple[Fault, ...]) -> None:
@@ -168,8 +175,8 @@ class BatchRun:
     # Lines
 
     async def _work(self, source: BatchInput) -> None:
-        used = await self._site.batches.used(self._batch)
-        for number, mark in (await self._site.batches.done(self._batch)).items():
+        used = await self._context.batches.used(self._batch)
+        for number, mark in (await self._context.batches.done(self._batch)).items():
             self._note(number, mark, used.get(number, NOTHING_USED))
         await self._say(
             status=BatchStatus.IN_PROGRESS,
@@ -180,11 +187,13 @@ class BatchRun:
             **self._counts,
         )
         for line in source.lines:
-            if self._suspects.gateways(line.number) >= MAX_GATEWAYS:
+            if self._crash_counts.gateways(line.number) >= MAX_GATEWAYS:
                 await self._set_aside(line)
-        left = sorted(self._left(source), key=lambda line: -self._suspects.gateways(line.number))
+        left = sorted(
+            self._left(source), key=lambda line: -self._crash_counts.gateways(line.number)
+        )
         ended = await self._run_lines(source, iter(left))
-        async with self._suspects.started(WRITING):
+        async with self._crash_counts.started(WRITING):
             await self._end(ended, self._left(source))
 
     def _models(self, source: BatchInput) -> tuple[str, ...]:
@@ -192,7 +201,7 @@ class BatchRun:
 
         A name that its key may not use is refused, or is an alias of a model that it may use.
         """
-        find, request = self._site.find_key, self._batch.request
+        find, request = self._context.find_key, self._batch.request
         key = None if find is None else find(request.key_id)
         if key is None or key.models is None or set(source.models) <= set(key.models):
             return source.models
@@ -204,8 +213,9 @@ class BatchRun:
 
     async def _set_aside(self, line: Line) -> None:
         """Gives the line its error, and ends its request in the queue."""
+        ended = self._crash_counts.gateways(line.number)
         message = (
-            f"{self._suspects.gateways(line.number)} gateways ended, one after the other, while "
+            f"{ended} gateways ended, one after the other, while "
             "this request ran; it is not run again. Make it simpler or shorter."
         )
         logger.error("batch line set aside", extra=self._fields(line))
@@ -218,7 +228,7 @@ class BatchRun:
             return BatchStatus.CANCELLED
         workers = [
             asyncio.create_task(self._run_some(source, left))
-            for _ in range(self._site.limits.concurrency)
+            for _ in range(self._context.limits.concurrency)
         ]
         everyone = asyncio.gather(*workers)
         watch = asyncio.create_task(self._watch())
@@ -245,7 +255,7 @@ class BatchRun:
     async def _run_line(self, source: BatchInput, line: Line, pause: float) -> float | None:
         """Runs a line to its result; returns how long to wait if the service takes no
         requests now."""
-        async with self._lock(line), self._suspects.started(line.number):
+        async with self._lock(line), self._crash_counts.started(line.number):
             try:
                 result = await self._result(source, line)
             except _Busy as busy:
@@ -256,36 +266,36 @@ class BatchRun:
             return None
 
     def _lock(self, line: Line) -> AbstractAsyncContextManager[None]:
-        alone = self._suspects.gateways(line.number) >= ALONE_FROM
-        return self._site.line_lock.exclusive() if alone else self._site.line_lock.shared()
+        alone = self._crash_counts.gateways(line.number) >= ALONE_FROM
+        return self._context.line_lock.exclusive() if alone else self._context.line_lock.shared()
 
     async def _watch(self) -> BatchStatus:
         """Renews the lease and reports progress, until the batch must end early."""
-        site, renewed = self._site, -LEASE_S
+        context, renewed = self._context, -LEASE_S
         while True:
-            if site.clock() >= self._batch.request.expires_at:
+            if context.clock() >= self._batch.request.expires_at:
                 return BatchStatus.EXPIRED
-            if (await site.batches.get(self._batch.request.id)).cancelling_at is not None:
+            if (await context.batches.get(self._batch.request.id)).cancelling_at is not None:
                 return BatchStatus.CANCELLED
             if time.monotonic() - renewed > LEASE_S / 3:
-                if not await site.batches.lead(self._batch.request.id, site.leader):
+                if not await context.batches.lead(self._batch.request.id, context.leader):
                     raise LeaseLost
                 renewed = time.monotonic()
             await self._say(**self._counts)
-            await asyncio.sleep(site.limits.look_interval)
+            await asyncio.sleep(context.limits.poll_interval)
 
     async def _keep(self, line: Line, result: Result) -> None:
         await self._count(len(result.text))
-        first = await self._site.batches.keep(
+        first = await self._context.batches.keep(
             self._batch,
             line.number,
             result.text,
             answered=result.answered,
             usage=result.usage,
-            starters=self._suspects.starters(line.number),
+            starters=self._crash_counts.starters(line.number),
         )
         if first:
-            self._site.metrics.batch_request(answered=result.answered)
+            self._context.metrics.batch_request(answered=result.answered)
         self._note(line.number, BatchResult(result.answered, len(result.text)), result.usage)
 
     async def _count(self, more: int) -> None:
@@ -296,7 +306,7 @@ class BatchRun:
         if self._bytes + more > self._counted:
             self._counted = in_steps(self._bytes + more)
             item = batch_item(self._batch.request, self._counted)
-            await self._site.stores.count(self._tenant, item)
+            await self._context.stores.count(self._tenant, item)
 
     def _note(self, number: int, mark: BatchResult, usage: TokenUsage) -> None:
         if number not in self._done:
@@ -307,7 +317,7 @@ class BatchRun:
 
     async def _result(self, source: BatchInput, line: Line) -> Result:
         """Returns the line's result. Raises _Busy if the queue is full or a limit is reached."""
-        if self._bytes > self._site.limits.max_output_bytes:
+        if self._bytes > self._context.limits.max_output_bytes:
             return error_result(
                 self._batch, line, "batch_output_too_large", "The batch's results are too large."
             )
@@ -323,24 +333,24 @@ class BatchRun:
 
     async def _ask(self, content: bytes, line: Line) -> InternalAnswer | None:
         """Returns the answer; None if the key no longer exists. Raises _Busy."""
-        site, request = self._site, self._batch.request
+        context, request = self._context, self._batch.request
         # A response outlives its line under its id, as for any client.
         state: dict[str, Any] = {} if request.endpoint == RESPONSES else {BATCH: request.id}
-        if site.find_key is not None:
-            key = site.find_key(request.key_id)
+        if context.find_key is not None:
+            key = context.find_key(request.key_id)
             if key is None:
                 return None
             state[CALLER] = Caller(key)
         headers = {KEY_HEADER: self._key(line), TIMEOUT_HEADER: f"{self._seconds:.3f}"}
-        answer = await site.client.post(request.endpoint, content, headers, state)
+        answer = await context.client.post(request.endpoint, content, headers, state)
         if answer.status in _BUSY and not _final(answer):
             raise _Busy(answer)
         return answer
 
     @property
     def _seconds(self) -> float:
-        left = self._batch.request.expires_at - self._site.clock()
-        return min(max(left, 1.0), self._site.limits.max_deadline)
+        left = self._batch.request.expires_at - self._context.clock()
+        return min(max(left, 1.0), self._context.limits.max_deadline)
 
     def _key(self, line: Line) -> str:
         return f"{self._batch.request.id}:{line.number}"
@@ -350,10 +360,10 @@ class BatchRun:
     async def _end(self, status: BatchStatus, left: list[Line]) -> None:
         await self._say(status=BatchStatus.FINALIZING, finalizing_at=self._now, **self._counts)
         await self._drop(left, status)
-        batches, now = self._site.batches, self._now
+        batches, now = self._context.batches, self._now
         done = await batches.done(self._batch)
         batch = replace(self._batch, progress=self._progress)
-        files = ResultFiles(batch, batches, self._site.files, self._site.stores, now)
+        files = ResultFiles(batch, batches, self._context.files, self._context.stores, now)
         await self._say(
             status=status,
             output_file_id=await files.write(done, answered=True),
@@ -375,7 +385,7 @@ class BatchRun:
 
     async def _cancel(self, line: Line) -> None:
         try:
-            await self._site.resumable.cancel(
+            await self._context.resumable.cancel(
                 await self._request_id(line), ReadAccess(self._tenant)
             )
         except ApiError:
@@ -388,7 +398,7 @@ class BatchRun:
         """
         if self._batch.request.endpoint == EMBEDDINGS:
             request_id = await self._request_id(line)
-            await self._site.resumable.embeddings.vacate(request_id, self._tenant)
+            await self._context.resumable.embeddings.vacate(request_id, self._tenant)
 
     async def _forget(self, line: Line, *, running: bool = False) -> None:
         """Removes the line's request, whose result is stored, unless it can be read by its own id.
@@ -397,7 +407,7 @@ class BatchRun:
         """
         if self._batch.request.endpoint == RESPONSES and not running:
             return
-        resumable = self._site.resumable
+        resumable = self._context.resumable
         forget = resumable.delete if running else resumable.forget
         try:
             await forget(await self._request_id(line), ReadAccess(self._tenant))
@@ -406,7 +416,7 @@ class BatchRun:
 
     async def _request_id(self, line: Line) -> str:
         resume = ResumeOptions(key=self._key(line), background=False, last_event_id=None)
-        return await self._site.resumable.stored.identify(resume, self._tenant)
+        return await self._context.resumable.stored.identify(resume, self._tenant)
 
     def _fields(self, line: Line) -> dict[str, object]:
         return {"batch_id": self._batch.request.id, "line": line.number}
@@ -419,7 +429,7 @@ class BatchRun:
 
     @property
     def _now(self) -> int:
-        return int(self._site.clock())
+        return int(self._context.clock())
 
     @property
     def _counts(self) -> dict[str, int]:
@@ -429,7 +439,7 @@ class BatchRun:
     async def _say(self, **changes: Any) -> None:
         progress: BatchProgress = replace(self._progress, **changes)
         if progress != self._progress:
-            await self._site.batches.progress(self._batch, progress)
+            await self._context.batches.progress(self._batch, progress)
             self._progress = progress
 
 

@@ -10,16 +10,16 @@ from headrace_common.sampling.params import SamplingParams
 from ..models.models import ServedModel
 from ..openai.prompt_echo_options import PromptEchoOptions
 from ..parsing.output import PLAIN, OutputForm
-from ..resumable.stored_requests import View, request_body
+from ..resumable.stored_requests import RequestSnapshot, request_body
 
 # Operations that have another name in OpenTelemetry.
 _MEASURED_AS: Mapping[str, str] = {"responses": "chat", "messages": "chat"}
 
 
-def accepted(view: View) -> Response:
+def accepted(snapshot: RequestSnapshot) -> Response:
     """Returns the response to a request that runs in the background."""
-    where = {"location": f"/v1/requests/{view.stored.request_id}"}
-    return JSONResponse(request_body(view), 202, headers=where)
+    where = {"location": f"/v1/requests/{snapshot.stored.request_id}"}
+    return JSONResponse(request_body(snapshot), 202, headers=where)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Operation:
     """A kind of generation: its name, and what makes the response to one in the background."""
 
     name: str
-    accepted: Callable[[View], Response] = accepted
+    accepted: Callable[[RequestSnapshot], Response] = accepted
 
 
 def measured_as(operation: str) -> str:

@@ -40,7 +40,7 @@ class Rendering:
                 return await self._pool.run(_render, *given)
         except TaskKilled as killed:
             raise ChatTemplateError(
-                f"chat template: rendering exceeded its limit: {killed.excess}"
+                f"chat template: rendering exceeded its limit: {killed.reason}"
             ) from killed
         except SlotsFull as full:
             message = "Too many chats wait for their model's template; send it again."

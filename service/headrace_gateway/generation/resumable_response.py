@@ -23,7 +23,7 @@ from ..resumable.idempotency import ResumeOptions
 from ..resumable.sessions import sampling_of
 from ..resumable.stored_embeddings import OPERATION as EMBEDDINGS
 from ..resumable.stored_embeddings import StoredEmbeddings
-from ..resumable.stored_requests import StoredRequests, View, answer_of
+from ..resumable.stored_requests import RequestSnapshot, StoredRequests, answer_of
 from ..schemas.completions import GenerationBody
 from ..streaming.disconnecting_response import Delivery
 from ..telemetry.observation import Observation, Observer, RequestInfo
@@ -135,8 +135,8 @@ class ResumableRequests:
         if resume.last_event_id is not None:
             accept = partial(self.stored.reopen, stored, model)
         if resume.background and not resumable_call.body.stream:
-            view = await self._in_background(stored_call, accept)
-            response = resumable_call.operation.accepted(view)
+            snapshot = await self._in_background(stored_call, accept)
+            response = resumable_call.operation.accepted(snapshot)
             response.headers.update(headers)
             return response
         return await self._response(stored_call, accept, had, stream=resumable_call.body.stream)
@@ -158,12 +158,12 @@ class ResumableRequests:
             form=call.form.encode(),
         )
 
-    async def _in_background(self, stored_call: StoredCall, accept: Accept) -> View:
+    async def _in_background(self, stored_call: StoredCall, accept: Accept) -> RequestSnapshot:
         accepted = await queued(accept(), stored_call.observation, admits=stored_call.admits)
         await cancel_all(accepted)  # the session goes on without readers
-        view = await self.stored.view(stored_call.stored, stored_call.model)
+        snapshot = await self.stored.snapshot(stored_call.stored, stored_call.model)
         stored_call.observation.end(Usage())
-        return view
+        return snapshot
 
     async def events(
         self, request_id: str, access: ReadAccess, had: Position, headers: Mapping[str, str]
@@ -191,25 +191,25 @@ class ResumableRequests:
             accept = partial(self.stored.reopen, stored, model)
             return await self._response(stored_call, accept, had, stream=True)
 
-    async def view(self, request_id: str, access: ReadAccess) -> View:
+    async def snapshot(self, request_id: str, access: ReadAccess) -> RequestSnapshot:
         """Returns the request's state, with its answer once it has ended."""
-        return await self._view(await self.stored.find(request_id, access))
+        return await self._snapshot(await self.stored.find(request_id, access))
 
-    async def cancel(self, request_id: str, access: ReadAccess) -> View:
+    async def cancel(self, request_id: str, access: ReadAccess) -> RequestSnapshot:
         """Ends the request; returns its state after that."""
         stored = await self.stored.find(request_id, access)
         if stored.operation == EMBEDDINGS:
             await self.embeddings.cancel(stored)
         await self.stored.cancel(stored)
-        return await self._view(stored)
+        return await self._snapshot(stored)
 
-    async def _view(self, stored: StoredRequest) -> View:
+    async def _snapshot(self, stored: StoredRequest) -> RequestSnapshot:
         if stored.operation != EMBEDDINGS:
-            return await self.stored.view(stored, await self._models.find(stored.model))
-        view, vectors = await self.embeddings.view(stored)
+            return await self.stored.snapshot(stored, await self._models.find(stored.model))
+        snapshot, vectors = await self.embeddings.snapshot(stored)
         if not vectors:
-            return view
-        return replace(view, content=await stored_content(stored, vectors))
+            return snapshot
+        return replace(snapshot, content=await stored_content(stored, vectors))
 
     async def forget(self, request_id: str, access: ReadAccess) -> None:
         """Removes the request's answer, which is stored elsewhere now."""

@@ -20,9 +20,9 @@ from headrace_common.structured.grammar_settings import task_limits
 from headrace_common.structured.refused_grammars import LocalRefusedGrammars, RefusedGrammars
 
 from ..anthropic.schemas import CountTokensRequest, MessagesRequest
-from ..batches.assembly import Storage, make_batch_service, make_site
+from ..batches.assembly import Storage, make_batch_context, make_batch_service
 from ..batches.batch_service import CreateBatch
-from ..batches.producer import BatchProducer
+from ..batches.leader import BatchLeader
 from ..generation.admission import Admission, Limits
 from ..generation.constraints import Constraints
 from ..generation.embeddings import EmbeddingRequest
@@ -39,7 +39,7 @@ from ..openai.responses.schemas import ResponsesRequest
 from ..parsing.chat_output import ChatOutput
 from ..queue_client.drain import Drain
 from ..queue_client.engines import EngineDirectory
-from ..queue_client.ports import Client, EngineList, Ledger, QueuePositions
+from ..queue_client.ports import Client, EngineList, QueuePositions, RequestDirectory
 from ..resumable.sessions import Sessions
 from ..resumable.stored_embeddings import StoredEmbeddings
 from ..resumable.stored_requests import Lifetimes, StoredRequests
@@ -85,12 +85,11 @@ async def never_full() -> StoreMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Durable:
-    """The stores that know requests whichever gateway has them. `memory` reads the store's
-    memory."""
+class DurableStores:
+    """The stores in Redis, which all gateways share. `memory` reads how full Redis is."""
 
     store: RequestStore
-    ledger: Ledger
+    request_directory: RequestDirectory
     accounts: Accounts
     memory: Callable[[], Awaitable[StoreMemory]] = never_full
 
@@ -101,14 +100,14 @@ def always_live() -> str | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class AppDependencies:
     """The application's collaborators. `liveness` returns what is broken beyond repair, if
     anything.
 
     The caller starts and closes the client and the keys, on the event loop that serves. With `keys`
-    every request needs one; `usage` counts what keys with limits use. Without `durable` a request
-    lives no longer than its connection; without `storage` there are no files and no batches.
-    Requests' times are of `clock`.
+    every request needs one; `usage` counts what keys with limits use. Without `durable_stores` a
+    request lives no longer than its connection; without `storage` there are no files and no
+    batches. Requests' times are of `clock`.
     """
 
     served: Models
@@ -118,39 +117,49 @@ class Parts:
     liveness: Callable[[], str | None] = always_live
     keys: KeyFile | None = None
     usage: KeyUsage | None = None
-    durable: Durable | None = None
+    durable_stores: DurableStores | None = None
     refused_grammars: RefusedGrammars = field(default_factory=LocalRefusedGrammars)
     storage: Storage | None = None
     clock: RedisClock = field(default_factory=RedisClock)
 
 
-def create_app(settings: GatewaySettings, parts: Parts) -> FastAPI:
+def create_app(settings: GatewaySettings, dependencies: AppDependencies) -> FastAPI:
     """Returns the wired application."""
-    metrics = GatewayMetrics(parts.telemetry.meter)
+    metrics = GatewayMetrics(dependencies.telemetry.meter)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         with ThreadPoolExecutor(_threads(settings), "work") as executor:
-            stores = _stores(settings, parts)
-            _observe(metrics, parts, stores)
-            grammars = _grammars(settings, parts, metrics)
+            stores = _stores(settings, dependencies)
+            _observe(metrics, dependencies, stores)
+            grammars = _grammars(settings, dependencies, metrics)
             rendering = Rendering()
-            services = _services(settings, parts, executor, metrics, grammars, rendering, stores)
-            producer: BatchProducer | None = None
-            if parts.storage is not None and stores is not None:
-                site = make_site(
-                    app, parts.storage, settings, services.resumable, stores, metrics, parts.keys
+            services = _services(
+                settings, dependencies, executor, metrics, grammars, rendering, stores
+            )
+            batch_leader: BatchLeader | None = None
+            if dependencies.storage is not None and stores is not None:
+                context = make_batch_context(
+                    app,
+                    dependencies.storage,
+                    settings,
+                    services.resumable,
+                    stores,
+                    metrics,
+                    dependencies.keys,
                 )
-                producer = BatchProducer(
-                    site, services.pipeline.drain, running=settings.max_running_batches
+                batch_leader = BatchLeader(
+                    context, services.pipeline.drain, running=settings.max_running_batches
                 )
-                batch_service = make_batch_service(parts.storage, settings, stores, producer.wake)
+                batch_service = make_batch_service(
+                    dependencies.storage, settings, stores, batch_leader.wake
+                )
                 services = replace(services, batch_service=batch_service)
-                producer.start()
+                batch_leader.start()
             app.state.services = services
             yield
-            if producer is not None:
-                await producer.close()
+            if batch_leader is not None:
+                await batch_leader.close()
             services.pipeline.drain.close()
             services.resumable.close()
             if services.pipeline.rate_limits is not None:
@@ -203,9 +212,11 @@ def create_app(settings: GatewaySettings, parts: Parts) -> FastAPI:
         max_upload_bytes=settings.max_file_bytes + FORM_BYTES,
         timeout=settings.body_timeout,
     )
-    if parts.keys is not None:
+    if dependencies.keys is not None:
         document_keys(app, OPEN_PATHS)
-        app.add_middleware(Authentication, find=parts.keys.find, refused=metrics.unauthorized)
+        app.add_middleware(
+            Authentication, find=dependencies.keys.find, refused=metrics.unauthorized
+        )
     if (
         settings.allowed_origins
     ):  # outermost: browsers send preflights without a key, and read refusals
@@ -215,37 +226,45 @@ def create_app(settings: GatewaySettings, parts: Parts) -> FastAPI:
 
 def _services(
     settings: GatewaySettings,
-    parts: Parts,
+    dependencies: AppDependencies,
     executor: ThreadPoolExecutor,
     metrics: GatewayMetrics,
     grammars: GrammarChecks,
     rendering: Rendering,
     stores: TenantStores | None,
 ) -> Services:
-    engines = EngineDirectory(parts.queue)
+    engines = EngineDirectory(dependencies.queue)
     limits = Limits(
         default_deadline=settings.default_deadline,
         max_deadline=settings.max_deadline,
         max_choices=settings.max_choices,
     )
-    rate_limits = None if parts.usage is None else RateLimits(parts.usage, parts.clock.now)
-    client = parts.client if rate_limits is None else MeteredClient(parts.client, rate_limits)
-    observer = Observer(metrics, parts.telemetry.tracer)
+    rate_limits = (
+        None
+        if dependencies.usage is None
+        else RateLimits(dependencies.usage, dependencies.clock.now)
+    )
+    client = (
+        dependencies.client
+        if rate_limits is None
+        else MeteredClient(dependencies.client, rate_limits)
+    )
+    observer = Observer(metrics, dependencies.telemetry.tracer)
     delivery = Delivery(
         keep_alive=settings.keep_alive_interval,
         write_timeout=settings.write_timeout,
-        positions=parts.queue,
+        positions=dependencies.queue,
     )
     drain = Drain()
     pipeline = Pipeline(
         work=WorkPool(executor, _threads(settings)).of(DEFAULT_TENANT),
-        admission=Admission(client, engines, limits, parts.clock.now),
+        admission=Admission(client, engines, limits, dependencies.clock.now),
         observer=observer,
         delivery=delivery,
         drain=drain,
         resumable=ResumableRequests(
-            *_resumable(settings, parts, client, stores),
-            models=parts.served,
+            *_resumable(settings, dependencies, client, stores),
+            models=dependencies.served,
             observer=observer,
             delivery=delivery,
             drain=drain,
@@ -256,14 +275,14 @@ def _services(
     )
     return Services(
         settings=settings,
-        models=parts.served,
+        models=dependencies.served,
         pipeline=pipeline,
         engines=engines,
-        liveness=parts.liveness,
-        notice=parts.clock.notice,
+        liveness=dependencies.liveness,
+        notice=dependencies.clock.notice,
         version=package_version(),
         chat_output=ChatOutput(settings),
-        keys_on=parts.keys is not None,
+        keys_on=dependencies.keys is not None,
     )
 
 
@@ -271,15 +290,17 @@ def _threads(settings: GatewaySettings) -> int:
     return settings.tokenizer_threads + 1  # one tenant may keep all but one busy
 
 
-def _grammars(settings: GatewaySettings, parts: Parts, metrics: GatewayMetrics) -> GrammarChecks:
+def _grammars(
+    settings: GatewaySettings, dependencies: AppDependencies, metrics: GatewayMetrics
+) -> GrammarChecks:
     limits = task_limits(settings)
     bounds = CheckBounds(workers=settings.grammar_workers, limits=limits)
-    return GrammarChecks(bounds, parts.refused_grammars, metrics.grammar_checked)
+    return GrammarChecks(bounds, dependencies.refused_grammars, metrics.grammar_checked)
 
 
-def _stores(settings: GatewaySettings, parts: Parts) -> TenantStores | None:
-    durable = parts.durable
-    if durable is None:
+def _stores(settings: GatewaySettings, dependencies: AppDependencies) -> TenantStores | None:
+    durable_stores = dependencies.durable_stores
+    if durable_stores is None:
         return None
     limits = StoreLimits(
         tenant_bytes=int(settings.max_tenant_store_bytes),
@@ -289,30 +310,43 @@ def _stores(settings: GatewaySettings, parts: Parts) -> TenantStores | None:
         files=settings.max_stored_files,
         memory_share=settings.store_memory_share,
     )
-    return TenantStores(durable.accounts, limits, durable.memory, parts.clock.now)
-
-
-def _resumable(
-    settings: GatewaySettings, parts: Parts, client: Client, stores: TenantStores | None
-) -> tuple[StoredRequests | None, StoredEmbeddings | None]:
-    durable, now = parts.durable, parts.clock.now
-    if durable is None or stores is None:
-        return None, None
-    sessions = Sessions(client, durable.store, stores.settle)
-    lifetimes = Lifetimes(result=settings.result_ttl, window=settings.resume_window)
-    return (
-        StoredRequests(durable.store, durable.ledger, sessions, lifetimes, stores, now),
-        StoredEmbeddings(durable.store, durable.ledger, client, stores, now),
+    return TenantStores(
+        durable_stores.accounts, limits, durable_stores.memory, dependencies.clock.now
     )
 
 
-def _observe(metrics: GatewayMetrics, parts: Parts, stores: TenantStores | None) -> None:
-    if parts.telemetry.measuring:
+def _resumable(
+    settings: GatewaySettings,
+    dependencies: AppDependencies,
+    client: Client,
+    stores: TenantStores | None,
+) -> tuple[StoredRequests | None, StoredEmbeddings | None]:
+    durable_stores, now = dependencies.durable_stores, dependencies.clock.now
+    if durable_stores is None or stores is None:
+        return None, None
+    sessions = Sessions(client, durable_stores.store, stores.settle)
+    lifetimes = Lifetimes(result=settings.result_ttl, window=settings.resume_window)
+    return (
+        StoredRequests(
+            durable_stores.store, durable_stores.request_directory, sessions, lifetimes, stores, now
+        ),
+        StoredEmbeddings(
+            durable_stores.store, durable_stores.request_directory, client, stores, now
+        ),
+    )
+
+
+def _observe(
+    metrics: GatewayMetrics, dependencies: AppDependencies, stores: TenantStores | None
+) -> None:
+    if dependencies.telemetry.measuring:
         loop = asyncio.get_running_loop()
-        metrics.observe_queue(QueueScrapeCache(parts.queue, parts.served, loop))
-        if parts.storage is not None:
-            metrics.observe_batches(BatchScrapeCache(parts.storage.batches, loop, parts.clock.now))
-        keys = parts.keys
+        metrics.observe_queue(QueueScrapeCache(dependencies.queue, dependencies.served, loop))
+        if dependencies.storage is not None:
+            metrics.observe_batches(
+                BatchScrapeCache(dependencies.storage.batches, loop, dependencies.clock.now)
+            )
+        keys = dependencies.keys
         if keys is not None:
             metrics.observe_keys(keys)
         if stores is not None:

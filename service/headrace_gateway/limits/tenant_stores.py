@@ -33,7 +33,7 @@ LOGPROB_BYTES = 20
 USUAL_OUTPUT = 4096
 # Seconds for which a measurement of Redis' memory is used, and for which bytes that were counted
 # may be missing in it.
-LOOK_S = 0.25
+MEASURE_S = 0.25
 WRITTEN_S = 2.0
 LINE_RETRY_S = 1.0
 _WORDS = {
@@ -87,14 +87,14 @@ class MemoryHeadroom:
         self._share = share
         self._clock = clock
         self._memory = StoreMemory(0, 0)
-        self._read_at = -LOOK_S
+        self._read_at = -MEASURE_S
         self._reading = asyncio.Lock()
         self._taken: deque[tuple[float, int]] = deque()
 
     async def take(self, size: int) -> bool:
         """Returns whether `size` more bytes fit, and counts them."""
         async with self._reading:
-            if self._clock() - self._read_at >= LOOK_S:
+            if self._clock() - self._read_at >= MEASURE_S:
                 self._memory = await self._read()
                 self._read_at = self._clock()
         now = self._clock()

@@ -20,14 +20,14 @@ from .models import ServedModel
 logger = logging.getLogger(__name__)
 
 REFRESH_S = 2.0
-# Seconds between two lookups of names that clients ask for, however many names they invent.
-LOOK_S = 0.25
+# Least seconds between two readings of the registry for names that clients ask for, however many
+# names they invent.
+LOOKUP_S = 0.25
 # Seconds after Redis has lost its data, until the engines have registered everything again.
 LOST_S = 90.0
 # Seconds between two attempts to load the same files.
 RETRY_S = 30.0
 
-Looked = Callable[[], Awaitable[None]]
 Load = Callable[[RegisteredModel, Files], Awaitable[ServedModel]]
 
 
@@ -41,7 +41,7 @@ class Discovery:
     """The registered models, except those in `ignored`. `load` makes a model from its files.
 
     `removed` are models that were served here and are no longer registered, until `forget` is
-    called. `looked` is awaited after each reading of the registry.
+    called. `after_refresh` is awaited after each periodic reading of the registry.
 
     Use from one event loop. Times in seconds of `clock`.
     """
@@ -52,7 +52,7 @@ class Discovery:
         load: Load,
         *,
         ignored: Collection[str] = (),
-        looked: Looked | None = None,
+        after_refresh: Callable[[], Awaitable[None]] | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
@@ -64,14 +64,13 @@ class Discovery:
         self._loaded: dict[str, _Loaded] = {}
         self._loads: dict[str, tuple[RegisteredModel, asyncio.Task[None]]] = {}
         self._failures: dict[str, tuple[RegisteredModel, float]] = {}
-        self._one_load = (
-            asyncio.Lock()
-        )  # loading many large tokenizers at once would need much memory
-        self._one_look = asyncio.Lock()
-        self._looked = -LOOK_S
+        # Loading many large tokenizers at once would need much memory.
+        self._load_lock = asyncio.Lock()
+        self._read_lock = asyncio.Lock()
+        self._read_at = -LOOKUP_S
         self._registered: Collection[str] = ()
         self._store = ""
-        self._announce = looked
+        self._after_refresh = after_refresh
         self._held: set[str] = set()
         self.removed: set[str] = set()
         self._lost_until = -math.inf
@@ -110,8 +109,8 @@ class Discovery:
         while True:
             await self._sleep(REFRESH_S)
             await self._refresh()
-            if self._announce is not None:
-                await self._announce()
+            if self._after_refresh is not None:
+                await self._after_refresh()
 
     def ended(self, model: str) -> bool:
         """Whether a model is not registered and its waiting requests are to be answered."""
@@ -126,16 +125,16 @@ class Discovery:
     def _tasks(self) -> list["asyncio.Task[None]"]:
         return [task for _, task in self._loads.values()]
 
-    async def look(self, name: str | None) -> None:
+    async def ensure_loaded(self, name: str | None) -> None:
         """Reads the registry, at most four times a second, and waits until this model is loaded.
 
         An adapter's name loads its model. Raises BackendUnavailable if it is not known whether the
         model exists, and ApiError (503) if its files could not be loaded.
         """
         came = self._clock()
-        async with self._one_look:
-            if self._looked < came:  # an earlier reading may be older than the model
-                if (early := self._looked + LOOK_S - came) > 0:
+        async with self._read_lock:
+            if self._read_at < came:  # an earlier reading may be older than the model
+                if (early := self._read_at + LOOKUP_S - came) > 0:
                     await self._sleep(early)
                 await self._read()
         if self._trouble is not None:
@@ -157,11 +156,11 @@ class Discovery:
         return self.adapters.get(name, name)
 
     async def _refresh(self) -> None:
-        async with self._one_look:
+        async with self._read_lock:
             await self._read()
 
     async def _read(self) -> None:
-        self._looked = self._clock()
+        self._read_at = self._clock()
         try:
             entries = await self._registry.models()
         except (BackendUnavailable, BackendUnfit) as error:
@@ -242,7 +241,7 @@ class Discovery:
         return failed == entry and self._clock() - at < RETRY_S
 
     async def _run_load(self, entry: RegisteredModel) -> None:
-        async with self._one_load:
+        async with self._load_lock:
             twin = next(
                 (each for each in self._loaded.values() if each.entry.digest == entry.digest), None
             )

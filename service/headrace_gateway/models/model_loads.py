@@ -12,7 +12,7 @@ from headrace_common.errors import HeadraceError
 
 # A load takes seconds. After this time its gateway is considered dead, and others stop waiting.
 LOAD_S = 60.0
-LOOK_S = 0.5
+POLL_S = 0.5
 
 
 class ModelSetAside(HeadraceError):
@@ -43,7 +43,7 @@ async def counted(
                 "its files are set aside: gateways that loaded them died; register others, or "
                 "wait an hour"
             )
-        await sleep(LOOK_S)
+        await sleep(POLL_S)
     try:
         yield
     finally:

@@ -86,8 +86,8 @@ class Discovered(Protocol):
     def adapters(self) -> Mapping[str, str]:
         """LoRA adapters, each with its model, which may be in `served` or in the settings."""
 
-    async def look(self, name: str | None) -> None:
-        """Looks for this model (None: any), and loads it."""
+    async def ensure_loaded(self, name: str | None) -> None:
+        """Reads the registry, and waits until this model (None: all) is loaded."""
 
 
 class Models:
@@ -121,7 +121,7 @@ class Models:
         """Returns the model as `get` does, but looks for an unknown one first."""
         own = None if name is None else self._own(name)
         if self._discovered is not None and not self._has(own) and self._may_have(own):
-            await self._discovered.look(own)
+            await self._discovered.ensure_loaded(own)
         return self.get(name)
 
     def get(self, name: str | None) -> ServedModel:

@@ -24,7 +24,7 @@ from headrace_common.protocol.base import (
 )
 from headrace_common.wire.messages import Control, Frame, GenerateRequest, Reply
 
-from .generation import Delta, Generation, Hooks
+from .generation import Delta, Generation, GenerationCallbacks
 from .late_replies import LateReplies
 from .listening_clock import ListeningClock
 from .peer_streams import PeerStreams
@@ -74,10 +74,10 @@ class GenerationClient:
         self._late = LateReplies(self._config.silence)
         self._peer_streams = PeerStreams(queue, self._dispatch, self._on_task_done)
         self._outgoing: asyncio.Queue[tuple[str, str, Control]] = asyncio.Queue()
-        self._news: list[Generation] = []
+        self._unnotified: list[Generation] = []
         self._dispatched = -math.inf  # when the last frame had been handled
         self._calm = False  # whether no frame came shortly before the current one
-        self._hooks = Hooks(
+        self._callbacks = GenerationCallbacks(
             self._send,
             self._announce,
             self._forget,
@@ -141,7 +141,7 @@ class GenerationClient:
         shards = 1 if self._shards is None else await self._shards(request.model)
         if request.request_id in self._active:
             raise RequestConflict(f"request {request.request_id} is in flight here already")
-        generation = Generation(request, self._hooks, self._now())
+        generation = Generation(request, self._callbacks, self._now())
         self._late.begun(request.request_id)
         self._active[request.request_id] = (
             generation  # before the call: frames may come before its reply
@@ -222,7 +222,7 @@ class GenerationClient:
 
     async def _admitted(self, generation: Generation, admission: AdmitResult) -> None:
         """Handles the result of ADMIT for a request."""
-        if admission.state is AdmitState.HELD:
+        if admission.state is AdmitState.FOLLOWING:
             await self._follow_holder(generation, admission)
             return
         if admission.state is not AdmitState.ENDED:
@@ -335,13 +335,13 @@ class GenerationClient:
         If few frames come it is called at once, so that the first of many streams does not wait for
         the last.
         """
-        if not self._news and not self._calm:
+        if not self._unnotified and not self._calm:
             asyncio.get_running_loop().call_soon(self._notify)
-        self._news.append(generation)
+        self._unnotified.append(generation)
 
     def _notify(self) -> None:
-        news, self._news = self._news, []
-        for generation in news:
+        unnotified, self._unnotified = self._unnotified, []
+        for generation in unnotified:
             generation.notify()
 
     def _unknown(self, frame: Frame, reply: Reply, now: float) -> None:

@@ -30,11 +30,11 @@ Delta = Deliver  # what the arbiter lets through is what the client gets
 
 
 @dataclass(frozen=True, slots=True)
-class Hooks:
+class GenerationCallbacks:
     """What a generation calls in its client."""
 
     send: Callable[[str, str, Control], None]  # to an engine of a model
-    news: Callable[["Generation"], None]
+    new_deltas: Callable[["Generation"], None]  # calls `notify` soon
     ended: Callable[["Generation"], None]
     abandon: Callable[["Generation"], Awaitable[None]]
     lost: Callable[["Generation"], None]
@@ -53,14 +53,18 @@ class Generation:
     engines.
     """
 
-    def __init__(self, request: GenerateRequest, hooks: Hooks, now: float) -> None:
+    def __init__(
+        self, request: GenerateRequest, callbacks: GenerationCallbacks, now: float
+    ) -> None:
         self.request = request
         self.arbiter = Arbiter(request.request_id, request.sampling.n)
         self.heard_at = now  # monotonic seconds of an engine's last message about it
         self.holder: str | None = None
-        self._hooks = hooks
+        self._callbacks = callbacks
         self._deltas: deque[Delta] = deque()
-        self._news: asyncio.Future[None] | None = None  # set while a task waits for the next delta
+        self._waiter: asyncio.Future[None] | None = (
+            None  # set while a task waits for the next delta
+        )
         self._listener: Callable[[], None] | None = None
         self._announced = False
         self._failure: Failed | None = None
@@ -93,11 +97,11 @@ class Generation:
         raise StopAsyncIteration
 
     async def _next(self) -> None:
-        self._news = asyncio.get_running_loop().create_future()
+        self._waiter = asyncio.get_running_loop().create_future()
         try:
-            await self._news
+            await self._waiter
         finally:
-            self._news = None
+            self._waiter = None
 
     def take(self) -> Delta | None:
         """Returns the next delta without waiting; None if nothing has come, or nothing more
@@ -105,9 +109,9 @@ class Generation:
         return merged(self._deltas) if self._deltas else None
 
     def listen(self, listener: Callable[[], None] | None) -> None:
-        """Has `listener` called at news and at the end, instead of waking a task that iterates.
+        """Has `listener` called when deltas come and at the end.
 
-        It is called once for all deltas that came together.
+        It replaces waking a task that iterates, and is called once for deltas that came together.
         """
         self._listener = listener
 
@@ -123,9 +127,9 @@ class Generation:
         if self._listener is not None:
             if not self._announced:
                 self._announced = True
-                self._hooks.news(self)
-        elif self._news is not None and not self._news.done():
-            self._news.set_result(None)
+                self._callbacks.new_deltas(self)
+        elif self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def __aenter__(self) -> Self:
         return self
@@ -145,20 +149,20 @@ class Generation:
         owner = self.arbiter.owner
         if owner is not None:
             stop = StopChoice(request_id=self.request_id, choice=choice)
-            self._hooks.send(owner[0], self.request.model, stop)
+            self._callbacks.send(owner[0], self.request.model, stop)
         self._end_if_complete()
 
     async def cancel(self) -> None:
         """Ends the request if it has not ended; the iterator raises. Can be called twice."""
         if not self.ended:
             self.fail(FailureCode.CANCELLED, "the request was cancelled")
-            await self._hooks.abandon(self)
+            await self._callbacks.abandon(self)
 
     def leave(self) -> None:
         """Ends it here without ending the request; the iterator raises."""
         if self.ended:
             return
-        self._hooks.left(self.request_id)
+        self._callbacks.left(self.request_id)
         self.fail(FailureCode.CANCELLED, "the request was left to other gateways")
 
     # For the client
@@ -171,7 +175,7 @@ class Generation:
         for choice in range(self.request.sampling.n):
             index = self.arbiter.token_count(choice)
             control = Resend(request_id=self.request_id, choice=choice, index=index)
-            self._hooks.send(owner[0], self.request.model, control)
+            self._callbacks.send(owner[0], self.request.model, control)
 
     def adopt(self, states: Sequence[ChoiceState]) -> None:
         """Takes over what the request's former gateway had received."""
@@ -215,13 +219,13 @@ class Generation:
                     self._deliver(action)
                 case Send():
                     if self.holder is None or isinstance(action.control, Resend):
-                        self._hooks.send(action.engine_id, self.request.model, action.control)
+                        self._callbacks.send(action.engine_id, self.request.model, action.control)
                 case Fail():
                     self._end(action.failed)
                 case Lost():
-                    self._hooks.lost(self)
+                    self._callbacks.lost(self)
                 case Ignore():
-                    self._hooks.ignored(action.reason)
+                    self._callbacks.ignored(action.reason)
         self._end_if_complete()
 
     def _deliver(self, delta: Delta) -> None:
@@ -238,7 +242,7 @@ class Generation:
         self.ended = True
         self._failure = failure
         self._notify()
-        self._hooks.ended(self)
+        self._callbacks.ended(self)
 
 
 def merged(deltas: deque[Delta]) -> Delta:

@@ -54,7 +54,7 @@ class Listenable(Generation, Protocol):
         """Returns the next delta; None if nothing has come."""
 
     def listen(self, listener: Callable[[], None] | None) -> None:
-        """Has `listener` called at news and at the end. It must not raise."""
+        """Has `listener` called when deltas come and at the end. It must not raise."""
 
 
 def is_listenable(generation: Generation) -> TypeGuard[Listenable]:
@@ -67,7 +67,7 @@ class Client(Protocol):
         """Queues a request. Raises QueueFull or BackendUnavailable."""
 
 
-class Ledger(Protocol):
+class RequestDirectory(Protocol):
     """The part of a GatewayQueue that knows all requests, whichever gateway follows them."""
 
     @property

@@ -41,7 +41,7 @@ class DeltaLog:
         self._deltas: list[Delta] = []
         self._failure: HeadraceError | None = None
         self._ended = False
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     @property
     def tokens(self) -> int:
@@ -57,14 +57,14 @@ class DeltaLog:
         self._notify()
 
     def _notify(self) -> None:
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     async def read(self) -> AsyncIterator[Delta]:
         """Yields all deltas until the end. Raises what ended the request without an answer."""
         position = 0
         while True:
-            news = self._news
+            changed = self._changed
             while position < len(self._deltas):
                 yield self._deltas[position]
                 position += 1
@@ -75,7 +75,7 @@ class DeltaLog:
                     raise self._failure
                 return
             if position == len(self._deltas):
-                await news.wait()
+                await changed.wait()
 
 
 def single_tokens(delta: AnyDelta) -> Iterator[Delta]:
@@ -200,7 +200,7 @@ class Session:
     def accept(self) -> list[Accepted]:
         """Returns the requests for one more reader, which must leave by `cancel`."""
         self._presence.join()
-        readers = [_Reader(self, one) for one in self._followed]
+        readers = [_SessionReader(self, one) for one in self._followed]
         readers[0].counted = True
         return [
             Accepted(reader.followed.request, reader.followed.sampling, reader)
@@ -226,8 +226,8 @@ class Session:
         return {"request_id": self.stored.request_id}
 
 
-class _Reader:
-    """One reader's view of a generation: leaving it ends nothing."""
+class _SessionReader:
+    """One reader's access to a generation: leaving it ends nothing."""
 
     def __init__(self, session: Session, followed: FollowedRequest) -> None:
         self.followed = followed

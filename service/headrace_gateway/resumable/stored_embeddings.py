@@ -19,10 +19,10 @@ from headrace_common.wire.messages import Failed, GenerateRequest
 
 from ..errors import to_api_error
 from ..limits.tenant_stores import RECORD_BYTES, TenantStores
-from ..queue_client.ports import Client, Ledger
+from ..queue_client.ports import Client, RequestDirectory
 from .embedding_sessions import EmbeddingSession
 from .presence import NO_OUTCOME
-from .stored_requests import View, check_same, lost
+from .stored_requests import RequestSnapshot, check_same, lost
 
 # The assumed length of vectors if a model's files do not say its hidden size.
 USUAL_SIZE = 4096
@@ -62,13 +62,13 @@ class StoredEmbeddings:
     def __init__(
         self,
         store: RequestStore,
-        ledger: Ledger,
+        request_directory: RequestDirectory,
         client: Client,
         stores: TenantStores,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
-        self._ledger = ledger
+        self._request_directory = request_directory
         self._client = client
         self._stores = stores
         self._clock = clock
@@ -177,7 +177,7 @@ class StoredEmbeddings:
         if session is not None:
             await session.cancel()
 
-    async def view(self, stored: StoredRequest) -> tuple[View, Sequence[bytes]]:
+    async def snapshot(self, stored: StoredRequest) -> tuple[RequestSnapshot, Sequence[bytes]]:
         """Returns its state; once it has completed, with its vectors."""
         statuses = await self._statuses(stored)
         failed = _failure(statuses)
@@ -185,24 +185,27 @@ class StoredEmbeddings:
             cancelled = failed.failure in CALLED_OFF
             error = to_api_error(RequestFailed(failed.failure, failed.message))
             status = "cancelled" if cancelled else "failed"
-            return View(stored=stored, status=status, error=error), ()
+            return RequestSnapshot(stored=stored, status=status, error=error), ()
         vectors = _vectors(stored, statuses)
         if len(vectors) == len(stored.requests):
             found = [vectors[request.request_id] for request in stored.requests]
-            return View(stored=stored, status="completed"), found
+            return RequestSnapshot(stored=stored, status="completed"), found
         if self._must_begin_anew(stored, statuses):
-            return View(stored=stored, status="failed", error=lost()), ()
+            return RequestSnapshot(stored=stored, status="failed", error=lost()), ()
         started = vectors or any(
             request_status and request_status.started for request_status in statuses
         )
-        return View(stored=stored, status="in_progress" if started else "queued"), ()
+        return RequestSnapshot(stored=stored, status="in_progress" if started else "queued"), ()
 
     async def _statuses(self, stored: StoredRequest) -> list[RequestStatus | None]:
         found: list[RequestStatus | None] = []
         for at in range(0, len(stored.requests), READ_AT_ONCE):
             some = stored.requests[at : at + READ_AT_ONCE]
             found += await asyncio.gather(
-                *(self._ledger.request_status(each.request_id, each.model) for each in some)
+                *(
+                    self._request_directory.request_status(each.request_id, each.model)
+                    for each in some
+                )
             )
         return found
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from headrace_common.errors import BackendUnavailable, FailureCode, HeadraceError, RequestFailed
 from headrace_common.protocol.accounts import ItemKind
-from headrace_common.protocol.base import LOST_HELD_S, Outcome, RequestStatus
+from headrace_common.protocol.base import LOST_RESERVED_S, Outcome, RequestStatus
 from headrace_common.protocol.failures import CALLED_OFF
 from headrace_common.protocol.store import RequestStore, StoredRequest
 from headrace_common.wire.messages import GenerateRequest
@@ -26,7 +26,7 @@ from ..models.models import ServedModel
 from ..openai.answers import Answer
 from ..parsing.output import OutputForm
 from ..queue_client.generation import Delta
-from ..queue_client.ports import Ledger
+from ..queue_client.ports import RequestDirectory
 from ..queue_client.run import Accepted, Run, Usage, cancel_all
 from ..streaming.sse import encode
 from .answer_factory import make_answer
@@ -50,7 +50,7 @@ class Lifetimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class RequestSnapshot:
     """The state of a stored request: queued, in_progress, completed, failed or cancelled.
 
     `result` is its whole answer once it has completed, or `content` if that was made as JSON.
@@ -69,7 +69,7 @@ class StoredRequests:
     def __init__(
         self,
         store: RequestStore,
-        ledger: Ledger,
+        request_directory: RequestDirectory,
         sessions: Sessions,
         lifetimes: Lifetimes,
         stores: TenantStores,
@@ -77,7 +77,7 @@ class StoredRequests:
     ) -> None:
         self._store = store
         self._stores = stores
-        self._ledger = ledger
+        self._request_directory = request_directory
         self._sessions = sessions
         self._lifetimes = lifetimes
         self._clock = clock
@@ -191,12 +191,12 @@ class StoredRequests:
         """Ends the request, wherever it waits or runs. Does nothing once it has ended."""
         await self._sessions.cancel(stored)
         for request in stored.requests:
-            await self._ledger.cancel(request.request_id, request.model)
+            await self._request_directory.cancel(request.request_id, request.model)
 
-    async def view(self, stored: StoredRequest, model: ServedModel) -> View:
+    async def snapshot(self, stored: StoredRequest, model: ServedModel) -> RequestSnapshot:
         """Returns its state, with its answer once it has ended."""
         async with self._attending(stored):
-            return await self._view(stored, model)
+            return await self._snapshot(stored, model)
 
     @asynccontextmanager
     async def _attending(self, stored: StoredRequest) -> AsyncIterator[None]:
@@ -204,7 +204,7 @@ class StoredRequests:
 
         Raises ApiError if too many gateways have ended while they read it.
         """
-        gateway_id = self._ledger.gateway_id
+        gateway_id = self._request_directory.gateway_id
         others = await self._store.begin_read(stored, gateway_id)
         try:
             await self._check_innocent(others)
@@ -215,7 +215,7 @@ class StoredRequests:
     async def _check_innocent(self, others: Sequence[str]) -> None:
         if len(others) < MAX_GATEWAYS:
             return
-        alive = [await self._ledger.gateway_alive(other) for other in others]
+        alive = [await self._request_directory.gateway_alive(other) for other in others]
         if alive.count(False) >= MAX_GATEWAYS:
             raise to_api_error(
                 RequestFailed(
@@ -225,7 +225,7 @@ class StoredRequests:
                 )
             )
 
-    async def _view(self, stored: StoredRequest, model: ServedModel) -> View:
+    async def _snapshot(self, stored: StoredRequest, model: ServedModel) -> RequestSnapshot:
         statuses = await self._statuses(stored)
         if _status(statuses) == "completed":
             statuses = await self._given(stored)
@@ -238,22 +238,24 @@ class StoredRequests:
         failed = next((outcome.failed for outcome in outcomes if outcome.failed), None)
         if failed is not None:
             error = to_api_error(RequestFailed(failed.failure, failed.message))
-            return View(stored=stored, status=status, error=error)
+            return RequestSnapshot(stored=stored, status=status, error=error)
         if None in statuses and await self._is_restored(stored):
-            return View(stored=stored, status="in_progress")
+            return RequestSnapshot(stored=stored, status="in_progress")
         if None in statuses:
-            return View(stored=stored, status=status, error=lost())
+            return RequestSnapshot(stored=stored, status=status, error=lost())
         result = await _result(stored, model, outcomes) if status == "completed" else None
-        return View(stored=stored, status=status, result=result)
+        return RequestSnapshot(stored=stored, status=status, result=result)
 
     async def _is_restored(self, stored: StoredRequest) -> bool:
         """Whether a gateway has it, or had it just now, and queues it again if Redis lost it."""
-        young = self._clock() - stored.created < LOST_HELD_S
+        young = self._clock() - stored.created < LOST_RESERVED_S
         return young or await self._store.presence_left(stored.request_id) > 0
 
     async def forget(self, stored: StoredRequest) -> None:
         """Removes its answer, which is stored elsewhere now."""
-        await self._ledger.forget([each.request_id for each in stored.requests], stored.queue)
+        await self._request_directory.forget(
+            [each.request_id for each in stored.requests], stored.queue
+        )
         await self._remove(stored)
 
     async def delete(self, stored: StoredRequest) -> None:
@@ -266,18 +268,24 @@ class StoredRequests:
         ]
         await self.cancel(stored)
         if ended:
-            await self._ledger.forget(ended, stored.queue)
+            await self._request_directory.forget(ended, stored.queue)
         await self._remove(stored)
 
     async def _given(self, stored: StoredRequest) -> list[RequestStatus | None]:
         """Returns its standings for a client that gets its answer."""
         return await asyncio.gather(
-            *(self._ledger.deliver_outcome(each.request_id, each.model) for each in stored.requests)
+            *(
+                self._request_directory.deliver_outcome(each.request_id, each.model)
+                for each in stored.requests
+            )
         )
 
     async def _statuses(self, stored: StoredRequest) -> list[RequestStatus | None]:
         return await asyncio.gather(
-            *(self._ledger.request_status(each.request_id, each.model) for each in stored.requests)
+            *(
+                self._request_directory.request_status(each.request_id, each.model)
+                for each in stored.requests
+            )
         )
 
 
@@ -294,30 +302,30 @@ def check_same(known: StoredRequest, fresh: StoredRequest) -> None:
         )
 
 
-def request_body(view: View) -> dict[str, Any]:
+def request_body(snapshot: RequestSnapshot) -> dict[str, Any]:
     """Returns the body of GET /v1/requests/{id}."""
-    stored = view.stored
+    stored = snapshot.stored
     return {
         "id": stored.request_id,
         "object": "request",
         "operation": stored.operation,
         "model": stored.model,
-        "status": view.status,
+        "status": snapshot.status,
         "background": stored.background,
         "created_at": stored.created,
         "expires_at": stored.expires_ms // 1000,
-        "result": view.result,
-        "error": None if view.error is None else view.error.body["error"],
+        "result": snapshot.result,
+        "error": None if snapshot.error is None else snapshot.error.body["error"],
     }
 
 
-def request_content(view: View) -> bytes:
+def request_content(snapshot: RequestSnapshot) -> bytes:
     """Returns the same body as JSON."""
-    body = request_body(view)
-    if view.content is None:
+    body = request_body(snapshot)
+    if snapshot.content is None:
         return encode(body)
     del body["result"]
-    return encode(body)[:-1] + b',"result":' + view.content + b"}"
+    return encode(body)[:-1] + b',"result":' + snapshot.content + b"}"
 
 
 def answer_of(stored: StoredRequest, model: ServedModel) -> Answer:

@@ -21,7 +21,7 @@ from headrace_common.protocol.store import RequestStore
 from headrace_common.sampling.params import SamplingParams
 from headrace_common.sealing.aes import AesSealer
 from headrace_common.sealing.keyring import Keyring
-from headrace_common.sealing.sealer import UNSEALED, Sealer
+from headrace_common.sealing.sealer import NULL_SEALER, Sealer
 from headrace_common.wire import keys
 from headrace_common.wire.messages import GenerateRequest
 
@@ -118,7 +118,7 @@ class OverRedis:
         return self._connect(self.config.url)
 
     def _sealer(self) -> Sealer:
-        return UNSEALED if self.ring is None else AesSealer(self.ring)
+        return NULL_SEALER if self.ring is None else AesSealer(self.ring)
 
     def _connect(self, url: str) -> Connection:
         connection = Connection(replace(self.config, url=url), self._sealer())

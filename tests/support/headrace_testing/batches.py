@@ -10,7 +10,7 @@ import httpx
 from headrace_common.protocol.base import QueueLimits
 from headrace_common.protocol.redis.memory import RedisMemory
 from headrace_gateway.batches.assembly import open_storage
-from headrace_gateway.http.app import Durable, Parts, create_app
+from headrace_gateway.http.app import AppDependencies, DurableStores, create_app
 from headrace_gateway.limits.api_keys import KeyFile
 from headrace_gateway.models.models import Models
 from headrace_gateway.queue_client.client import ClientConfig, GenerationClient
@@ -109,12 +109,12 @@ async def batch_gateway(
     queue = backend.gateway(name)
     client = GenerationClient(queue, QueueLimits(), config=CONFIG)
     await client.start()
-    parts = Parts(
+    dependencies = AppDependencies(
         served=served,
         client=client,
         queue=queue,
         keys=keys,
-        durable=Durable(
+        durable_stores=DurableStores(
             backend.request_store(),
             queue,
             backend.accounts(),
@@ -122,7 +122,7 @@ async def batch_gateway(
         ),
         storage=open_storage(backend.connect(), name),
     )
-    async with running(create_app(chosen, parts), chosen) as (_, port):
+    async with running(create_app(chosen, dependencies), chosen) as (_, port):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
             yield http
     await client.close()

@@ -17,7 +17,7 @@ from headrace_common.protocol.limits import KeyUsage
 from headrace_common.protocol.redis.clock import RedisClock
 from headrace_common.text.tokenizer import Tokenizer
 from headrace_common.wire.messages import GenerateRequest, Logprobs
-from headrace_gateway.http.app import Parts, create_app
+from headrace_gateway.http.app import AppDependencies, create_app
 from headrace_gateway.http.server import GatewayServer, listen, server_config
 from headrace_gateway.limits.api_keys import KeyFile
 from headrace_gateway.models.loading import load_static
@@ -252,7 +252,7 @@ async def serve(
     chosen = GatewaySettings(model=str(folder), served_model_name=MODEL, port=0, **settings)
     served = Models(load_static(chosen))
     engine = engine or ScriptedEngine(served.get(MODEL).tokenizer)
-    parts = Parts(
+    dependencies = AppDependencies(
         served=served,
         client=engine,
         queue=engine,
@@ -260,7 +260,7 @@ async def serve(
         usage=usage,
         clock=clock or RedisClock(),
     )
-    app = create_app(chosen, parts)
+    app = create_app(chosen, dependencies)
     async with running(app, chosen) as (server, port):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
             yield Gateway(port, engine, app, server, http)

@@ -12,7 +12,7 @@ import httpx
 from headrace_common.protocol.base import QueueLimits
 from headrace_common.text.tokenizer import Tokenizer
 from headrace_common.wire.messages import GenerateRequest
-from headrace_gateway.http.app import Durable, Parts, create_app
+from headrace_gateway.http.app import AppDependencies, DurableStores, create_app
 from headrace_gateway.models.loading import load_static
 from headrace_gateway.models.models import Models
 from headrace_gateway.queue_client.client import ClientConfig, GenerationClient
@@ -65,9 +65,11 @@ async def serve_kept(folder: Path, **fields: Any) -> AsyncIterator[KeptGateway]:
     config = ClientConfig(beat_interval=0.05, silence=1.0, recheck=0.2, longest_recheck=0.5)
     client = GenerationClient(queue, QueueLimits(), config=config)
     await client.start()
-    durable = Durable(backend.request_store(), queue, backend.accounts())
-    parts = Parts(served=served, client=client, queue=queue, durable=durable)
-    app = create_app(settings, parts)
+    durable_stores = DurableStores(backend.request_store(), queue, backend.accounts())
+    dependencies = AppDependencies(
+        served=served, client=client, queue=queue, durable_stores=durable_stores
+    )
+    app = create_app(settings, dependencies)
     engine = FakeEngine(backend.engine(), MODEL, token_delay=0.0, beat_interval=0.2)
     engine_task = asyncio.create_task(engine.run())
     async with running(app, settings) as (_, port):

@@ -18,7 +18,7 @@
 enum { SM_COUNT = 132, MAX_THREADS = 1024, WARP = 32, DEVICES_MAX = 8 };
 enum { SHARED_STATIC = 48 << 10, SHARED_RESERVED = 1 << 10 };
 
-// ledger.c: what was called, and what went wrong.
+// request_directory.c: what was called, and what went wrong.
 typedef struct Counter {
     const char *name;
     uint64_t calls;

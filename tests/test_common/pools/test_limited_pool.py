@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from headrace_common.pools.limited_pool import NICE, Excess, LimitedPool, TaskKilled, TaskLimits
+from headrace_common.pools.limited_pool import NICE, KillReason, LimitedPool, TaskKilled, TaskLimits
 from headrace_testing import pool_tasks
 from headrace_testing.pids import alive
 from headrace_testing.processes import until
@@ -42,38 +42,38 @@ def oom_score(pid: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("task", "excess"),
+    ("task", "reason"),
     [
-        (pool_tasks.crash, Excess.DIED),
-        (pool_tasks.kill, Excess.DIED),
-        (pool_tasks.abort, Excess.MEMORY),
+        (pool_tasks.crash, KillReason.DIED),
+        (pool_tasks.kill, KillReason.DIED),
+        (pool_tasks.abort, KillReason.MEMORY),
     ],
 )
 async def test_a_task_that_ends_its_process_costs_one_error(
-    pool: LimitedPool, task: Callable[[], None], excess: Excess
+    pool: LimitedPool, task: Callable[[], None], reason: KillReason
 ) -> None:
     with pytest.raises(TaskKilled) as caught:
         await pool.run(task)
 
-    assert caught.value.excess is excess
+    assert caught.value.reason is reason
     assert await pool.run(pool_tasks.say, "well") == "well"
 
 
 @pytest.mark.parametrize(
-    ("limits", "task", "excess"),
+    ("limits", "task", "reason"),
     [
-        (TaskLimits(timeout=0.3), pool_tasks.wait, Excess.TIMEOUT),
-        (TaskLimits(timeout=200, cpu_seconds=1), pool_tasks.spin, Excess.CPU),
+        (TaskLimits(timeout=0.3), pool_tasks.wait, KillReason.TIMEOUT),
+        (TaskLimits(timeout=200, cpu_seconds=1), pool_tasks.spin, KillReason.CPU),
     ],
 )
 async def test_time_is_limited_and_its_process_ended(
-    tmp_path: Path, limits: TaskLimits, task: Callable[[str], None], excess: Excess
+    tmp_path: Path, limits: TaskLimits, task: Callable[[str], None], reason: KillReason
 ) -> None:
     pool, marker = LimitedPool(1, limits, PRELOAD), tmp_path / "pid"
     with pytest.raises(TaskKilled) as caught:
         await pool.run(task, str(marker))
 
-    assert caught.value.excess is excess
+    assert caught.value.reason is reason
     await end_of(await pid_in(marker))
     await pool.close()
 
@@ -84,7 +84,7 @@ async def test_memory_is_limited_for_each_task_anew() -> None:
         assert await pool.run(pool_tasks.fill, 48)
         with pytest.raises(TaskKilled) as caught:
             await pool.run(pool_tasks.fill, 80)
-        assert caught.value.excess is Excess.MEMORY
+        assert caught.value.reason is KillReason.MEMORY
     await pool.close()
 
 

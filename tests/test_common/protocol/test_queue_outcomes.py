@@ -72,7 +72,7 @@ async def test_a_lost_request_goes_on_for_its_gateway(backend: Backend) -> None:
     assert await engine.finish(rid, 1, lost(lease))
     assert await follower.request_status(rid, MODEL) == RequestStatus(started=True)
     held = await follower.admit(lease.request, LIMITS, seen=1, polite=True)
-    assert (held.state, held.gateway_id, held.owner) == (AdmitState.HELD, "g", None)
+    assert (held.state, held.gateway_id, held.owner) == (AdmitState.FOLLOWING, "g", None)
     over = replace(lease.request, deadline_ms=1)
     assert (await gateway.admit(over, LIMITS, seen=1)).state is AdmitState.ENDED
     assert (await gateway.admit(lease.request, LIMITS, seen=1)).state is AdmitState.ADMITTED

@@ -65,7 +65,7 @@ async def test_who_asks_politely_leaves_a_request_with_its_gateway(backend: Back
     lease = await started(backend, engine)
     other = backend.gateway("g2")
     held = await other.admit(lease.request, LIMITS, polite=True)
-    assert (held.state, held.gateway_id) == (AdmitState.HELD, "g")
+    assert (held.state, held.gateway_id) == (AdmitState.FOLLOWING, "g")
     assert (held.owner, held.attempt) == ("e", 1)
     assert (await beat(engine, progress(lease, 1))).gateway_id == "g"
     own = await backend.gateway("g").admit(lease.request, LIMITS, polite=True)

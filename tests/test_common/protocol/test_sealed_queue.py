@@ -18,7 +18,7 @@ from headrace_common.protocol.redis.store import RedisRequestStore
 from headrace_common.protocol.store import StoredRequest
 from headrace_common.sealing.aes import AesSealer
 from headrace_common.sealing.keyring import Keyring, SealingKey, new_key
-from headrace_common.sealing.sealer import UNSEALED, Sealer, SealingError
+from headrace_common.sealing.sealer import NULL_SEALER, Sealer, SealingError
 from headrace_common.wire import keys
 from headrace_common.wire.messages import ChoiceState, Drain, Recall, Resume, Tokens
 from headrace_testing.backends import MODEL, OverRedis, make_request, make_status
@@ -166,7 +166,7 @@ async def test_a_frame_to_another_gateway_is_left_out(over: OverRedis) -> None:
 async def test_an_operator_without_keys_can_drain_and_recall_an_engine_and_say_nothing_else(
     over: OverRedis,
 ) -> None:
-    engine, operator = over.engine(), gateway_of(over, UNSEALED)
+    engine, operator = over.engine(), gateway_of(over, NULL_SEALER)
     await operator.send("e", MODEL, Resume(request_id="0.r", attempt=1, choices=()))
     await operator.send("e", MODEL, Drain())
     await operator.send("e", MODEL, Recall())
@@ -268,15 +268,15 @@ async def test_a_process_without_keys_does_not_start_where_others_seal(over: Ove
     await over.gateway().start()
 
     with pytest.raises(BackendUnfit, match="set sealing_keys_file to the keys of the other"):
-        await gateway_of(over, UNSEALED).start()
+        await gateway_of(over, NULL_SEALER).start()
     with pytest.raises(BackendUnfit, match="set sealing_keys_file to the keys of the other"):
-        await engine_of(over, UNSEALED).start()
+        await engine_of(over, NULL_SEALER).start()
 
 
 async def test_a_process_that_only_opens_starts_first(over: OverRedis) -> None:
     assert over.ring is not None
     await gateway_of(over, AesSealer(over.ring, "open")).start()
-    await gateway_of(over, UNSEALED).start()
+    await gateway_of(over, NULL_SEALER).start()
 
     await gateway_of(over, AesSealer(over.ring, "accept")).start()
 
@@ -330,7 +330,7 @@ def modes(key: SealingKey) -> tuple[Sealer, Sealer, Sealer]:
 
 async def test_processes_of_each_step_understand_those_of_the_next(over: OverRedis) -> None:
     only_opens, accepts, requires = modes(new_key())
-    for one, other in ((UNSEALED, only_opens), (only_opens, accepts), (accepts, requires)):
+    for one, other in ((NULL_SEALER, only_opens), (only_opens, accepts), (accepts, requires)):
         for here, there in ((one, other), (other, one)):
             await over.wipe()
             gateway, engine = gateway_of(over, here), engine_of(over, there)

@@ -14,7 +14,7 @@ from headrace_common.sealing.keyring import Keyring, KeyringError, SealingKey, n
 from headrace_common.sealing.keyring_file import KeyringFile
 from headrace_common.sealing.sealer import (
     LARGE_BYTES,
-    UNSEALED,
+    NULL_SEALER,
     Binding,
     PayloadKind,
     SealingError,
@@ -155,11 +155,13 @@ def test_without_keys_what_is_sealed_is_refused_and_all_else_stays(ring: Keyring
     record = AesSealer(ring).seal(PayloadKind.PAYLOAD, HERE, TEXT)
 
     assert (
-        UNSEALED.open(PayloadKind.PAYLOAD, HERE, UNSEALED.seal(PayloadKind.PAYLOAD, HERE, TEXT))
+        NULL_SEALER.open(
+            PayloadKind.PAYLOAD, HERE, NULL_SEALER.seal(PayloadKind.PAYLOAD, HERE, TEXT)
+        )
         == TEXT
     )
     with pytest.raises(SealingError, match="has no keys: set sealing_keys_file"):
-        UNSEALED.open(PayloadKind.PAYLOAD, HERE, record)
+        NULL_SEALER.open(PayloadKind.PAYLOAD, HERE, record)
 
 
 async def test_large_records_are_sealed_and_opened_in_threads(ring: Keyring) -> None:
@@ -182,7 +184,7 @@ def test_digests_depend_on_the_secret_that_processes_share(ring: Keyring) -> Non
     assert own != digest and len(own) == len(digest)
     assert same.digests(digest) == (own, digest)
     assert other.digests(digest) == (digest, own)
-    assert UNSEALED.digests(digest) == (digest,)
+    assert NULL_SEALER.digests(digest) == (digest,)
 
 
 # The search that tests of sealed suites do
@@ -255,4 +257,4 @@ async def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(
 
 
 def test_without_a_file_nothing_is_sealed() -> None:
-    assert KeyringFile(Settings(None)).sealer is UNSEALED
+    assert KeyringFile(Settings(None)).sealer is NULL_SEALER

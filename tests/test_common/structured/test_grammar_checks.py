@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from headrace_common.pools.limited_pool import Excess, TaskLimits
+from headrace_common.pools.limited_pool import KillReason, TaskLimits
 from headrace_common.structured.grammar_checks import (
     CheckBounds,
     CheckResult,
@@ -163,8 +163,8 @@ async def test_what_waits_is_bounded(make: Make, counted: Counted) -> None:
 async def test_memory_of_refused_ones_lapses() -> None:
     now = [0.0]
     local = LocalRefusedGrammars(lambda: now[0])
-    await local.add("x", RefusedGrammar(Excess.CPU, 1))
+    await local.add("x", RefusedGrammar(KillReason.CPU, 1))
 
-    assert await local.find("x") == RefusedGrammar(Excess.CPU, 1)
+    assert await local.find("x") == RefusedGrammar(KillReason.CPU, 1)
     now[0] = TTL_S
     assert await local.find("x") is None

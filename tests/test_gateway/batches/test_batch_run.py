@@ -14,7 +14,7 @@ from headrace_common.protocol.redis.files import RedisFiles
 from headrace_common.wire import keys
 from headrace_gateway.batches.internal import InternalClient
 from headrace_gateway.batches.results import PAGE_BYTES, pages_of, usage_of
-from headrace_gateway.batches.run import BatchLimits, BatchRun, BatchSite, LeaseLost
+from headrace_gateway.batches.run import BatchContext, BatchLimits, BatchRun, LeaseLost
 from headrace_gateway.generation.resumable_response import ResumableRequests
 from headrace_gateway.http.app import never_full
 from headrace_gateway.limits.tenant_stores import StoreLimits, TenantStores
@@ -74,7 +74,7 @@ class Stand:
         connection = over.connect()
         self.batches = RedisBatches(connection)
         self.files = RedisFiles(connection)
-        self.site = BatchSite(
+        self.context = BatchContext(
             leader="g1",
             batches=self.batches,
             files=self.files,
@@ -123,7 +123,7 @@ class Stand:
             kept_until=FAR,
         )
         batch = await self.batches.create(request)
-        await BatchRun(self.site, batch).run()
+        await BatchRun(self.context, batch).run()
         progress = (await self.batches.get(request.id)).progress
         found: dict[str, dict[str, Any]] = {}
         for name in (progress.output_file_id, progress.error_file_id):
@@ -184,7 +184,7 @@ async def test_an_api_that_fails_after_its_answer_fails_the_line_alone(over: Ove
 async def test_a_line_that_is_too_long_is_not_parsed(over: OverRedis) -> None:
     stand = Stand(over, ScriptedApi((200, {})))
 
-    status, _ = await stand.run(["a", "b" * stand.site.limits.max_line_bytes])
+    status, _ = await stand.run(["a", "b" * stand.context.limits.max_line_bytes])
 
     (error,) = (await stand.batches.get("batch_1")).progress.errors
     assert status is BatchStatus.FAILED
@@ -270,7 +270,7 @@ async def test_what_is_counted_is_counted_once(over: OverRedis) -> None:
     assert not await stand.batches.all_open()
     batch = await stand.batches.get("batch_1")
 
-    await BatchRun(stand.site, batch).run()
+    await BatchRun(stand.context, batch).run()
 
     assert stand.counted.requests == [True, False]
     assert stand.counted.ended == ["completed"]

@@ -10,7 +10,12 @@ import httpx
 import pytest
 
 from headrace_common.wire import keys
-from headrace_gateway.batches.suspects import MAX_GATEWAYS, READING, WRITING, SharedExclusiveLock
+from headrace_gateway.batches.crash_counts import (
+    MAX_GATEWAYS,
+    READING,
+    WRITING,
+    SharedExclusiveLock,
+)
 from headrace_gateway.models.models import Models
 from headrace_testing.backends import MODEL, OverRedis
 from headrace_testing.batches import BatchClient, batch_gateway, line

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from redis import Redis
 
-from headrace_common.pools.limited_pool import Excess
+from headrace_common.pools.limited_pool import KillReason
 from headrace_common.protocol.redis.client.connection import Connection, ConnectionConfig
 from headrace_common.protocol.redis.refused import RedisRefusedGrammars
 from headrace_common.structured.refused_grammars import RefusedGrammar
@@ -28,7 +28,7 @@ MIB = 2**20
 PASSED = (504, "deadline_exceeded")
 
 
-class Site:
+class GatewayGroup:
     """Gateways that share a Valkey and a file of keys."""
 
     def __init__(self, checkpoint: Path, valkey: ValkeyServer, folder: Path) -> None:
@@ -46,11 +46,11 @@ class Site:
 
 
 @pytest.fixture
-def site(checkpoint: Path, valkey: ValkeyServer, tmp_path: Path) -> Site:
-    site = Site(checkpoint, valkey, tmp_path)
+def group(checkpoint: Path, valkey: ValkeyServer, tmp_path: Path) -> GatewayGroup:
+    group = GatewayGroup(checkpoint, valkey, tmp_path)
     for tenant in ("hostile", "other"):
-        site.book.add(tenant, tenant=tenant)
-    return site
+        group.book.add(tenant, tenant=tenant)
+    return group
 
 
 @pytest.fixture
@@ -59,10 +59,10 @@ async def http() -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-def request(gateway: HeadraceProcess, site: Site, tenant: str, **structured: Any) -> Any:
+def request(gateway: HeadraceProcess, group: GatewayGroup, tenant: str, **structured: Any) -> Any:
     """Arguments of a post."""
     body = {"prompt": "Hi", "structured_outputs": structured}
-    headers = {**site.book.headers(tenant), "x-request-timeout": "0.2"}
+    headers = {**group.book.headers(tenant), "x-request-timeout": "0.2"}
     url = f"{gateway.await_log('gateway ready')['address']}/v1/completions"
     return {"url": url, "json": body, "headers": headers}
 
@@ -78,13 +78,13 @@ def workers(gateway: HeadraceProcess) -> list[psutil.Process]:
 
 
 async def test_it_is_refused_within_limits_and_by_the_next_gateway_at_once(
-    site: Site, http: httpx.AsyncClient
+    group: GatewayGroup, http: httpx.AsyncClient
 ) -> None:
     schema, patient = costly_schema(45), ("--grammar-timeout", "100")
-    with site.start("one", *patient) as one, site.start("two", *patient) as two:
-        first = await http.post(**request(one, site, "hostile", json=schema))
+    with group.start("one", *patient) as one, group.start("two", *patient) as two:
+        first = await http.post(**request(one, group, "hostile", json=schema))
         memory = [psutil.Process(one.pid), *psutil.Process(one.pid).children(recursive=True)]
-        second = await http.post(**request(two, site, "other", json=schema))
+        second = await http.post(**request(two, group, "other", json=schema))
 
         assert all(each.memory_info().rss < 512 * MIB for each in memory)
         assert len(workers(one)) == 2 and not workers(two)
@@ -98,29 +98,29 @@ async def test_it_is_refused_within_limits_and_by_the_next_gateway_at_once(
 
 
 async def test_others_are_served_meanwhile_and_a_client_that_leaves_frees_its_process(
-    site: Site, http: httpx.AsyncClient
+    group: GatewayGroup, http: httpx.AsyncClient
 ) -> None:
     unlimited = [
         *("--grammar-timeout", "200", "--grammar-cpu-seconds", "200", "--grammar-memory", "64GiB"),
         *("--drain-timeout", "0"),
     ]
-    with site.start("log", *unlimited) as gateway:
+    with group.start("log", *unlimited) as gateway:
         costly = [
             asyncio.create_task(
-                http.post(**request(gateway, site, "hostile", json=costly_schema(n)))
+                http.post(**request(gateway, group, "hostile", json=costly_schema(n)))
             )
             for n in (46, 47)
         ]
         for number in range(3):
             regex = f"other{number}"
-            answer = await http.post(**request(gateway, site, "other", regex=regex))
+            answer = await http.post(**request(gateway, group, "other", regex=regex))
             assert outcome(answer) == PASSED
         assert not any(task.done() for task in costly)
 
         busy = {each.pid for each in workers(gateway)}
         for task in costly:
             task.cancel()
-        answer = await http.post(**request(gateway, site, "hostile", regex="hostile"))
+        answer = await http.post(**request(gateway, group, "hostile", regex="hostile"))
         assert outcome(answer) == PASSED
         until(
             lambda: len(busy & {each.pid for each in workers(gateway)}) < 2,
@@ -128,7 +128,7 @@ async def test_others_are_served_meanwhile_and_a_client_that_leaves_frees_its_pr
         )
 
         last = asyncio.create_task(
-            http.post(**request(gateway, site, "hostile", json=costly_schema(48)))
+            http.post(**request(gateway, group, "hostile", json=costly_schema(48)))
         )
         await asyncio.sleep(0.2)
         family = workers(gateway)
@@ -143,9 +143,9 @@ async def test_the_memory_of_refused_grammars_is_shared_and_lapses(valkey: Valke
     connection = Connection(ConnectionConfig(url=valkey.url))
     one, two = RedisRefusedGrammars(connection), RedisRefusedGrammars(connection)
     assert await two.find("digest") is None
-    await one.add("digest", RefusedGrammar(Excess.TIMEOUT, 2))
+    await one.add("digest", RefusedGrammar(KillReason.TIMEOUT, 2))
 
-    assert await two.find("digest") == RefusedGrammar(Excess.TIMEOUT, 2)
+    assert await two.find("digest") == RefusedGrammar(KillReason.TIMEOUT, 2)
     with Redis.from_url(valkey.url) as client:
         assert 0 < client.pttl(refused_grammar("digest")) <= 3_600_000
     await connection.close()

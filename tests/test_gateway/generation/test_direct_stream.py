@@ -15,12 +15,12 @@ from starlette.types import Message
 
 from headrace_common.text.tokenizer import Tokenizer
 from headrace_common.wire.messages import Control, GenerateRequest, Logprobs, StopChoice, Tokens
-from headrace_gateway.http.app import Parts, create_app
+from headrace_gateway.http.app import AppDependencies, create_app
 from headrace_gateway.models.loading import load_static
 from headrace_gateway.models.models import Models
 from headrace_gateway.openai.answers import CompletionAnswer
 from headrace_gateway.queue_client.client import Delta, Generation
-from headrace_gateway.queue_client.generation import Hooks
+from headrace_gateway.queue_client.generation import GenerationCallbacks
 from headrace_gateway.settings import GatewaySettings
 from headrace_gateway.streaming.sse import CHANNEL
 from headrace_testing.gateway import MODEL, ScriptedEngine, connected, running
@@ -73,16 +73,16 @@ class HandEngine(ScriptedEngine):
 
     async def submit(self, request: GenerateRequest) -> Any:
         loop = asyncio.get_running_loop()
-        hooks = Hooks(
+        callbacks = GenerationCallbacks(
             send=lambda _engine, _model, control: self.sent.append(control),
-            news=lambda generation: loop.call_soon(generation.notify),  # type: ignore[arg-type]
+            new_deltas=lambda generation: loop.call_soon(generation.notify),  # type: ignore[arg-type]
             ended=lambda _: None,
             abandon=self._abandon,
             lost=lambda _: None,
             ignored=lambda _: None,
             left=lambda _: None,
         )
-        generation = Generation(request, hooks, 0.0)
+        generation = Generation(request, callbacks, 0.0)
         self.generations.append(generation)
         return generation if self.heard else Unheard(generation)
 
@@ -153,7 +153,7 @@ async def hand_engine(
     )
     served = Models(load_static(settings))
     engine = HandEngine(served.get(MODEL).tokenizer)
-    app = create_app(settings, Parts(served=served, client=engine, queue=engine))
+    app = create_app(settings, AppDependencies(served=served, client=engine, queue=engine))
     async with running(app, settings) as (_, engine.port):
         yield engine, app
 

@@ -17,7 +17,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi import checks
 
-from headrace_gateway.http.app import Parts, create_app
+from headrace_gateway.http.app import AppDependencies, create_app
 from headrace_gateway.models.loading import load_static
 from headrace_gateway.models.models import Models
 from headrace_gateway.settings import GatewaySettings
@@ -44,7 +44,9 @@ CHECKS = [
 def document() -> dict[str, Any]:
     """The document as a gateway serves it; it does not depend on models or engines."""
     unused: Any = None
-    app = create_app(GatewaySettings(), Parts(served=Models({}), client=unused, queue=unused))
+    app = create_app(
+        GatewaySettings(), AppDependencies(served=Models({}), client=unused, queue=unused)
+    )
     return app.openapi()
 
 

@@ -197,10 +197,10 @@ async def test_a_model_that_is_not_allowed_is_not_even_looked_for() -> None:
             raise AssertionError("nothing is removed here")
 
         def __init__(self) -> None:
-            self.looked: list[str | None] = []
+            self.asked_for: list[str | None] = []
 
-        async def look(self, name: str | None) -> None:
-            self.looked.append(name)
+        async def ensure_loaded(self, name: str | None) -> None:
+            self.asked_for.append(name)
 
     discovered = Watched()
     models = Models({}, discovered).only({"mine"}.__contains__)
@@ -208,7 +208,7 @@ async def test_a_model_that_is_not_allowed_is_not_even_looked_for() -> None:
         with pytest.raises(ApiError, match="none is registered yet"):
             await models.find(name)
 
-    assert discovered.looked == ["mine"]
+    assert discovered.asked_for == ["mine"]
 
 
 async def test_anthropics_header_works_too(gateway: Gateway, book: KeyBook) -> None:

@@ -20,7 +20,7 @@ from headrace_common.protocol.limits import LEASE_MS
 from headrace_common.protocol.redis.limits import RedisKeyUsage
 from headrace_common.wire import keys
 from headrace_common.wire.messages import GenerateRequest
-from headrace_gateway.http.app import Durable, Parts, create_app
+from headrace_gateway.http.app import AppDependencies, DurableStores, create_app
 from headrace_gateway.limits.api_keys import KeyFile
 from headrace_gateway.limits.rate_limits import ASSUMED_OUTPUT, RateLimits, go_duration
 from headrace_gateway.models.loading import load_static
@@ -133,7 +133,7 @@ TOKEN_READERS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize(("path", "body"), TOKEN_READERS.items(), ids=TOKEN_READERS.keys())
-async def test_what_only_reads_tokens_is_counted_and_charged(
+async def test_a_request_without_output_is_counted_and_charged(
     limited: Limited, path: str, body: dict[str, object]
 ) -> None:
     key = limited.key(requests_per_minute=3, tokens_per_minute=20)
@@ -154,7 +154,7 @@ async def test_what_only_reads_tokens_is_counted_and_charged(
     )
 
 
-async def test_what_only_reads_tokens_has_requests_of_the_same_minute(limited: Limited) -> None:
+async def test_requests_without_output_count_towards_the_same_minute(limited: Limited) -> None:
     key = limited.key(requests_per_minute=2)
     headers = limited.book.headers(key)
     for _ in range(2):
@@ -187,7 +187,7 @@ async def test_the_sdk_sees_a_rate_limit_error(limited: Limited) -> None:
     assert headers["x-ratelimit-reset-requests"] == "1m0s"
 
 
-async def test_who_comes_back_when_told_is_served(limited: Limited) -> None:
+async def test_a_client_that_retries_when_told_is_served(limited: Limited) -> None:
     key = limited.key(requests_per_minute=2)
     for _ in range(2):
         await limited.ask(key)
@@ -269,7 +269,9 @@ async def test_more_at_once_than_allowed_is_refused(limited: Limited) -> None:
     assert (await limited.ask(key)).status_code == 200
 
 
-async def test_who_hangs_up_frees_the_place_and_pays_for_what_was_made(limited: Limited) -> None:
+async def test_a_client_that_hangs_up_frees_its_place_and_pays_for_its_tokens(
+    limited: Limited,
+) -> None:
     key = limited.key(concurrency=1, tokens_per_minute=1000)
     limited.gateway.engine.gate.clear()
     body = {"model": MODEL, "prompt": [5] * 10, "max_tokens": 100, "stream": True}
@@ -377,7 +379,7 @@ async def test_limits_change_with_the_file(limited: Limited) -> None:
     assert (await limited.ask(key)).status_code == 200
 
 
-async def test_while_nobody_can_count_nothing_is_let_through(limited: Limited) -> None:
+async def test_while_requests_cannot_be_counted_none_is_admitted(limited: Limited) -> None:
     counted, free = limited.key(requests_per_minute=5), limited.key()
     limited.usage.available = False
 
@@ -430,13 +432,13 @@ class Pair:
     over: OverRedis
 
     async def places(self, key: str, count: int) -> None:
-        """Returns when so many requests of the key run."""
+        """Returns when `count` requests of the key run."""
 
-        async def so_many() -> bool:
+        async def reached() -> bool:
             running = await self.over.client.command("ZCARD", keys.key_leases(key))
             return int(running) == count
 
-        await eventually(so_many)
+        await eventually(reached)
 
     async def ask(
         self, number: int, key: str, headers: Mapping[str, str] | None = None, **fields: object
@@ -482,15 +484,15 @@ async def _gateway(
     await client.start()
     served = Models(load_static(settings))
     usage = RedisKeyUsage(over.connect())
-    parts = Parts(
+    dependencies = AppDependencies(
         served=served,
         client=client,
         queue=queue,
         keys=key_file,
         usage=usage,
-        durable=Durable(over.request_store(), queue, over.accounts()),
+        durable_stores=DurableStores(over.request_store(), queue, over.accounts()),
     )
-    async with running(create_app(settings, parts), settings) as (_, port):
+    async with running(create_app(settings, dependencies), settings) as (_, port):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
             yield http
     await client.close()

@@ -15,7 +15,7 @@ from headrace_common.protocol.accounts import Item, ItemKind, StoreMemory
 from headrace_gateway.http.app import never_full
 from headrace_gateway.limits.api_keys import KeyFile
 from headrace_gateway.limits.tenant_stores import (
-    LOOK_S,
+    MEASURE_S,
     RECORD_BYTES,
     WRITTEN_S,
     MemoryHeadroom,
@@ -28,7 +28,7 @@ from headrace_testing.api_keys import KeyBook
 from headrace_testing.backends import MODEL, Backend, OverRedis
 from headrace_testing.batches import BatchClient, batch_gateway, line
 from headrace_testing.fake_engine import FakeEngine
-from headrace_testing.sites import Site
+from headrace_testing.gateway_group import GatewayGroup
 from headrace_testing.valkey import ValkeyServer
 from headrace_testing.waiting import eventually
 
@@ -73,8 +73,8 @@ async def fill(http: httpx.AsyncClient) -> tuple[int, httpx.Response]:
 async def test_a_tenant_leaves_no_more_than_it_may_and_is_served_on(
     backend: Backend, served: Models, engine: FakeEngine
 ) -> None:
-    site = Site(backend, served, 60.0, max_tenant_store_bytes=LIMIT)
-    async with site.gateway("g1") as http, site.gateway("g2") as other:
+    group = GatewayGroup(backend, served, 60.0, max_tenant_store_bytes=LIMIT)
+    async with group.gateway("g1") as http, group.gateway("g2") as other:
         stored, refused = await fill(http)
         elsewhere = await ask(other, "another key")
         again = await ask(other, "key 0")
@@ -95,8 +95,8 @@ async def test_a_tenant_leaves_no_more_than_it_may_and_is_served_on(
 async def test_stored_requests_are_counted_too(
     backend: Backend, served: Models, engine: FakeEngine
 ) -> None:
-    site = Site(backend, served, 60.0, max_stored_requests=2)
-    async with site.gateway("g1") as http:
+    group = GatewayGroup(backend, served, 60.0, max_stored_requests=2)
+    async with group.gateway("g1") as http:
         stored, refused = await fill(http)
 
     assert stored == 2
@@ -108,8 +108,8 @@ async def test_a_request_counts_for_what_it_has_come_to(
 ) -> None:
     """Before its end it counts for all that it may become, which no further one fits beside."""
     engine.freeze()
-    site = Site(backend, served, 60.0, max_tenant_store_bytes=20_000)
-    async with site.gateway("g1") as http:
+    group = GatewayGroup(backend, served, 60.0, max_tenant_store_bytes=20_000)
+    async with group.gateway("g1") as http:
         first = asyncio.create_task(ask(http, "first", max_tokens=3000, stop_token_ids=[]))
 
         async def counted() -> bool:
@@ -134,8 +134,8 @@ async def test_a_request_counts_for_what_it_has_come_to(
 async def test_what_never_fits_is_refused_for_good(
     backend: Backend, served: Models, engine: FakeEngine
 ) -> None:
-    site = Site(backend, served, 60.0, max_tenant_store_bytes=RECORD_BYTES)
-    async with site.gateway("g1") as http:
+    group = GatewayGroup(backend, served, 60.0, max_tenant_store_bytes=RECORD_BYTES)
+    async with group.gateway("g1") as http:
         refused = await ask(http, "key")
 
     assert (refused.status_code, refused.headers["x-should-retry"]) == (413, "false")
@@ -146,8 +146,8 @@ async def test_what_never_fits_is_refused_for_good(
 async def test_a_stored_request_is_read_by_three_gateways_that_end_at_most(
     backend: Backend, served: Models, engine: FakeEngine
 ) -> None:
-    site, store = Site(backend, served, 60.0), backend.request_store()
-    async with site.gateway("g1") as http, site.gateway("g2") as other:
+    group, store = GatewayGroup(backend, served, 60.0), backend.request_store()
+    async with group.gateway("g1") as http, group.gateway("g2") as other:
         made = await ask(http, "key")
         path = made.headers["content-location"]
         stored = await store.get(path.rpartition("/")[2])
@@ -171,8 +171,8 @@ async def test_a_stored_request_is_read_by_three_gateways_that_end_at_most(
 async def test_a_deleted_response_is_left_no_longer(
     backend: Backend, served: Models, engine: FakeEngine
 ) -> None:
-    site = Site(backend, served, 60.0)
-    async with site.gateway("g1") as http:
+    group = GatewayGroup(backend, served, 60.0)
+    async with group.gateway("g1") as http:
         made = await http.post("/v1/responses", json={"model": MODEL, "input": "Hi"})
         before = await backend.accounts().used(ACCOUNT)
         deleted = await http.delete(f"/v1/responses/{made.json()['id']}")
@@ -264,7 +264,7 @@ async def test_room_counts_what_was_just_taken() -> None:
     full = await headroom.take(1)
     used = 50
     soon = await headroom.take(1)
-    now += LOOK_S
+    now += MEASURE_S
     later = await headroom.take(10)
 
     assert taken == [True] * 3 + [False] * 2

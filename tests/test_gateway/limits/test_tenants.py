@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headrace_common.observability import metric_names as names
 from headrace_common.observability.telemetry import Telemetry, setup
-from headrace_gateway.http.app import Parts, create_app
+from headrace_gateway.http.app import AppDependencies, create_app
 from headrace_gateway.limits.api_keys import KeyFile
 from headrace_gateway.limits.tenants import TenantLabels, tenant_salt
 from headrace_gateway.models.loading import load_static
@@ -123,7 +123,7 @@ async def test_requests_are_measured_and_traced_by_tenant(
     served = Models(load_static(settings))
     engine = ScriptedEngine(served.get(MODEL).tokenizer)
     spans, keys = SpanMemory(), KeyFile(book.path)
-    parts = Parts(
+    dependencies = AppDependencies(
         served=served,
         client=engine,
         queue=engine,
@@ -131,7 +131,7 @@ async def test_requests_are_measured_and_traced_by_tenant(
         keys=keys,
         usage=MemoryKeyUsage(),
     )
-    async with running(create_app(settings, parts), settings) as (_, port):
+    async with running(create_app(settings, dependencies), settings) as (_, port):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
             for headers in (book.headers("alice"), book.headers("bob"), {}):
                 await http.post("/v1/completions", json={"prompt": [5] * 20}, headers=headers)

@@ -14,7 +14,7 @@ from headrace_common.text.checkpoint import read_files
 from headrace_common.text.tokenizer import Tokenizer
 from headrace_gateway.errors import ApiError
 from headrace_gateway.generation.admission import Admission, Limits
-from headrace_gateway.models.discovery import LOOK_S, LOST_S, REFRESH_S, RETRY_S, Discovery
+from headrace_gateway.models.discovery import LOOKUP_S, LOST_S, REFRESH_S, RETRY_S, Discovery
 from headrace_gateway.models.loading import load_registered
 from headrace_gateway.models.models import Models, ServedModel
 from headrace_gateway.queue_client.engines import EngineDirectory
@@ -62,7 +62,7 @@ class World:
         return self.models.names
 
     async def _sleep(self, seconds: float) -> None:
-        if seconds <= LOOK_S:
+        if seconds <= LOOKUP_S:
             self.now += seconds
             return
         assert seconds == REFRESH_S
@@ -162,7 +162,7 @@ async def test_models_come_and_go(world: World) -> None:
 
 async def test_a_name_that_is_asked_for_is_looked_for_at_once(world: World) -> None:
     await world.discovery.start()
-    world.now += LOOK_S
+    world.now += LOOKUP_S
     await world.register("a")
 
     assert (await world.models.find("a")).name == "a"
@@ -170,7 +170,7 @@ async def test_a_name_that_is_asked_for_is_looked_for_at_once(world: World) -> N
 
 async def test_a_model_registered_right_after_a_look_is_found(world: World) -> None:
     await world.discovery.start()
-    world.now += LOOK_S / 2
+    world.now += LOOKUP_S / 2
     await world.register("new")
 
     assert (await world.models.find("new")).name == "new"
@@ -178,7 +178,7 @@ async def test_a_model_registered_right_after_a_look_is_found(world: World) -> N
 
 async def test_made_up_names_cost_few_reads(world: World) -> None:
     await world.discovery.start()
-    world.now += LOOK_S
+    world.now += LOOKUP_S
     reads = world.registry.reads
 
     async def ask(number: int) -> None:
@@ -210,7 +210,7 @@ async def test_without_a_name_the_only_model_is_meant(world: World) -> None:
         await world.models.find(None)
     assert none.value.status == 503
     await world.register("a")
-    world.now += LOOK_S
+    world.now += LOOKUP_S
     assert (await world.models.find(None)).name == "a"
 
     await world.register("b")
@@ -354,7 +354,7 @@ async def test_what_is_known_is_served_while_redis_is_away(
         await world.models.find("b")
     world.backend.available = True
     await world.register("b")
-    world.now += LOOK_S
+    world.now += LOOKUP_S
     assert (await world.models.find("b")).name == "b"
 
 
@@ -424,7 +424,7 @@ async def test_adapters_are_models_of_their_own_that_their_models_engines_serve(
 
 async def test_an_adapter_that_is_asked_for_is_looked_for_at_once(world: World) -> None:
     await world.discovery.start()
-    world.now += LOOK_S
+    world.now += LOOKUP_S
     await world.register("base", adapters=("sql",))
 
     assert (await world.models.find("sql")).parent == "base"

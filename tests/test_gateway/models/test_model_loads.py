@@ -17,7 +17,7 @@ from headrace_common.protocol.redis.registry import RedisModelRegistry
 from headrace_common.protocol.registry import RegisteredModel, digest_of
 from headrace_common.text.checkpoint import read_files
 from headrace_common.wire import keys
-from headrace_gateway.models.model_loads import LOAD_S, LOOK_S, ModelSetAside, counted
+from headrace_gateway.models.model_loads import LOAD_S, POLL_S, ModelSetAside, counted
 from headrace_testing.forked import Forge
 from headrace_testing.processes import HeadraceProcess
 from headrace_testing.valkey import ValkeyServer
@@ -99,7 +99,7 @@ async def test_it_waits_for_those_that_load_and_not_for_the_dead() -> None:
     with pytest.raises(ValueError, match="broken"):
         async with counted(loading, "d", sleep):
             raise ValueError("broken")
-    assert slept == [LOOK_S, LOOK_S] and loading.ended == 1
+    assert slept == [POLL_S, POLL_S] and loading.ended == 1
 
     dead = Scripted(LOAD_S + 1)
     with pytest.raises(ModelSetAside, match="set aside"):

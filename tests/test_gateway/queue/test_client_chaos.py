@@ -53,7 +53,7 @@ class Alone:
         return tuple(ChoiceState(token_ids=s.token_ids[: len(s.token_ids) // 2]) for s in states)
 
 
-class Site:
+class ChaosSystem:
     """A server, two gateways and some engines."""
 
     def __init__(self, server: ValkeyServer, seed: int) -> None:
@@ -146,14 +146,14 @@ class Site:
 
 
 @pytest.fixture
-async def site(tmp_path: Path) -> AsyncIterator[Site]:
+async def system(tmp_path: Path) -> AsyncIterator[ChaosSystem]:
     server = ValkeyServer(tmp_path / "data")
     server.start()
-    site = Site(server, seed=5)
-    site.slots = 3  # so that most requests wait, in the lists of their tenants
-    await site.start(engines=3)
-    yield site
-    await site.close()
+    system = ChaosSystem(server, seed=5)
+    system.slots = 3  # so that most requests wait, in the lists of their tenants
+    await system.start(engines=3)
+    yield system
+    await system.close()
     server.stop()
 
 
@@ -172,7 +172,7 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
     ids="-".join,
 )
 async def test_every_stream_completes_whole(
-    site: Site, tmp_path: Path, faults: tuple[str, ...]
+    system: ChaosSystem, tmp_path: Path, faults: tuple[str, ...]
 ) -> None:
     requests = [
         replace(
@@ -181,32 +181,34 @@ async def test_every_stream_completes_whole(
         )
         for number in range(16)
     ]
-    answers = [asyncio.create_task(site.answer(request)) for request in requests]
+    answers = [asyncio.create_task(system.answer(request)) for request in requests]
     for kind in faults:
         await asyncio.sleep(0.25)
-        await site.fault(kind, tmp_path)
+        await system.fault(kind, tmp_path)
     async with asyncio.timeout(60):
         await asyncio.gather(*answers)
-    for engine in site.engines:
+    for engine in system.engines:
         engine.thaw()
-    await eventually(site.is_empty)
+    await eventually(system.is_empty)
 
 
-async def test_one_poison_request_takes_no_other_down(site: Site) -> None:
+async def test_one_poison_request_takes_no_other_down(system: ChaosSystem) -> None:
     async def replace_the_dead() -> None:
         while True:
-            done, _ = await asyncio.wait(site.engines.values(), return_when=asyncio.FIRST_COMPLETED)
-            for engine in [e for e, task in site.engines.items() if task in done]:
-                assert isinstance(site.engines.pop(engine).exception(), EngineDied)
-                site.spawn()
+            done, _ = await asyncio.wait(
+                system.engines.values(), return_when=asyncio.FIRST_COMPLETED
+            )
+            for engine in [e for e, task in system.engines.items() if task in done]:
+                assert isinstance(system.engines.pop(engine).exception(), EngineDied)
+                system.spawn()
 
     nurse = asyncio.create_task(replace_the_dead())
-    poison = asyncio.create_task(site.answer(make_request(prompt=(1, POISON_TOKEN))))
-    others = [asyncio.create_task(site.answer(make_request(max_tokens=30))) for _ in range(10)]
+    poison = asyncio.create_task(system.answer(make_request(prompt=(1, POISON_TOKEN))))
+    others = [asyncio.create_task(system.answer(make_request(max_tokens=30))) for _ in range(10)]
     async with asyncio.timeout(60):
         await asyncio.gather(*others)
         with pytest.raises(Exception, match="failed on several engines"):
             await poison
     nurse.cancel()
-    assert [why for _, why in await site.backend.dead_letters()] == ["poisoned"]
-    await eventually(site.is_empty)
+    assert [why for _, why in await system.backend.dead_letters()] == ["poisoned"]
+    await eventually(system.is_empty)

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from headrace_common.protocol.base import QueueLimits
-from headrace_gateway.http.app import Parts, create_app
+from headrace_gateway.http.app import AppDependencies, create_app
 from headrace_gateway.models.loading import load_static
 from headrace_gateway.models.models import Models
 from headrace_gateway.queue_client.client import GenerationClient
@@ -41,8 +41,8 @@ async def http(backend: Backend, checkpoint: Path) -> AsyncIterator[httpx.AsyncC
     queue = backend.gateway()
     client = GenerationClient(queue, QueueLimits(max_requests=4))
     await client.start()
-    parts = Parts(served=Models(load_static(settings)), client=client, queue=queue)
-    async with running(create_app(settings, parts), settings) as (_, port):
+    dependencies = AppDependencies(served=Models(load_static(settings)), client=client, queue=queue)
+    async with running(create_app(settings, dependencies), settings) as (_, port):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
             yield http
     await client.close()

@@ -18,7 +18,7 @@ from headrace_gateway.queue_client.engines import EngineDirectory
 from headrace_gateway.queue_client.request_ids import RequestIds
 from headrace_testing.backends import MODEL, InMemory, make_request, make_status
 from headrace_testing.fake_engine import FakeEngine
-from headrace_testing.sites import Site
+from headrace_testing.gateway_group import GatewayGroup
 from headrace_testing.waiting import eventually
 
 BODY: dict[str, Any] = {"prompt": [5, 6], "max_tokens": 10, "return_token_ids": True}
@@ -53,11 +53,11 @@ async def test_one_key_is_one_generation_whatever_the_count_becomes(
     served: Models, counts: tuple[int, int]
 ) -> None:
     backend = InMemory()
-    site = Site(backend, served, 60)
+    group = GatewayGroup(backend, served, 60)
     answers: list[list[httpx.Response]] = []
     for number, count in enumerate(counts):
         name = f"e{number}"
-        async with engine_of(backend, count, name), site.gateway(f"g{number}") as http:
+        async with engine_of(backend, count, name), group.gateway(f"g{number}") as http:
             posts = (
                 http.post("/v1/completions", json=BODY, headers={"idempotency-key": f"k{key}"})
                 for key in range(6)
@@ -73,7 +73,7 @@ async def test_one_key_is_one_generation_whatever_the_count_becomes(
 
 async def test_all_prompts_of_all_requests_are_spread(served: Models) -> None:
     backend = InMemory()
-    async with engine_of(backend, 3, "e"), Site(backend, served, 60).gateway("g") as http:
+    async with engine_of(backend, 3, "e"), GatewayGroup(backend, served, 60).gateway("g") as http:
         for _ in range(2):
             answer = await http.post("/v1/completions", json={**BODY, "prompt": [[5, 6]] * 3})
             assert answer.status_code == 200

@@ -20,8 +20,8 @@ from headrace_gateway.resumable import idempotency
 from headrace_testing.backends import MODEL, Backend
 from headrace_testing.fake_engine import FakeEngine, is_one_history
 from headrace_testing.gateway import Gateway, events
+from headrace_testing.gateway_group import GatewayGroup
 from headrace_testing.resuming import Broken, read
-from headrace_testing.sites import Site
 from headrace_testing.waiting import eventually
 
 KEY = {"idempotency-key": "the key"}
@@ -31,14 +31,14 @@ LONG: Mapping[str, Any] = {"prompt": [5, 6], "max_tokens": 100, "return_token_id
 
 
 @pytest.fixture
-async def site(backend: Backend, served: Models, window: float) -> Site:
-    return Site(backend, served, window)
+async def group(backend: Backend, served: Models, window: float) -> GatewayGroup:
+    return GatewayGroup(backend, served, window)
 
 
 @pytest.fixture
-async def gateways(site: Site) -> AsyncIterator[list[httpx.AsyncClient]]:
+async def gateways(group: GatewayGroup) -> AsyncIterator[list[httpx.AsyncClient]]:
     async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(site.gateway(name)) for name in ("g1", "g2")]
+        yield [await stack.enter_async_context(group.gateway(name)) for name in ("g1", "g2")]
 
 
 @pytest.fixture
@@ -193,7 +193,7 @@ async def test_an_end_that_was_seen_leaves_only_the_end(
 
 
 async def test_a_live_stream_is_followed_from_another_gateway(
-    gateways: list[httpx.AsyncClient], site: Site, engine: FakeEngine
+    gateways: list[httpx.AsyncClient], group: GatewayGroup, engine: FakeEngine
 ) -> None:
     """Both get everything, although the engine speaks to one gateway only."""
     body = {**LONG, "max_tokens": 200, "stream": True}
@@ -203,15 +203,15 @@ async def test_a_live_stream_is_followed_from_another_gateway(
     )
 
     assert [*events(first.text)] == [*events(second.text)]
-    assert engine.active == {} and await site.is_idle()
+    assert engine.active == {} and await group.is_idle()
 
 
 async def test_what_follows_a_gateway_takes_over_when_that_is_gone(
-    site: Site, engine: FakeEngine
+    group: GatewayGroup, engine: FakeEngine
 ) -> None:
     engine.token_delay = 0.005
-    async with site.gateway("g2") as other:
-        async with site.gateway("g1") as first:
+    async with group.gateway("g2") as other:
+        async with group.gateway("g1") as first:
             got = await broken_stream(first, RESUMABLE, 20, max_tokens=300)
             following = asyncio.create_task(read_on(other, got))
 
@@ -224,12 +224,12 @@ async def test_what_follows_a_gateway_takes_over_when_that_is_gone(
 
 
 async def test_engine_and_gateway_gone_at_once(
-    site: Site, backend: Backend, engine: FakeEngine, engine_task: "asyncio.Task[None]"
+    group: GatewayGroup, backend: Backend, engine: FakeEngine, engine_task: "asyncio.Task[None]"
 ) -> None:
     """Tokens are random: whoever made them anew would not get the checksum right."""
     engine.token_delay = 0.005
-    async with site.gateway("g2") as other:
-        async with site.gateway("g1") as first:
+    async with group.gateway("g2") as other:
+        async with group.gateway("g1") as first:
             got = await broken_stream(first, RESUMABLE, 30, n=2)
             engine_task.cancel()
             await asyncio.gather(engine_task, return_exceptions=True)
@@ -301,12 +301,12 @@ async def test_background_is_answered_at_once_and_read_later(
 
 @pytest.mark.parametrize("window", [0.05])
 async def test_who_does_not_come_back_is_cancelled(
-    gateways: list[httpx.AsyncClient], site: Site, engine: FakeEngine
+    gateways: list[httpx.AsyncClient], group: GatewayGroup, engine: FakeEngine
 ) -> None:
     engine.token_delay = 0.02
     got = await broken_stream(gateways[0], KEY, 2, max_tokens=400)
 
-    await eventually(site.is_idle)
+    await eventually(group.is_idle)
 
     engine.token_delay = 0.001
     body = (await gateways[1].get(f"/v1/requests/{got.request_id}")).json()
@@ -339,7 +339,7 @@ async def test_a_client_at_another_gateway_keeps_it_running(
 
 
 async def test_delete_cancels_at_any_gateway(
-    gateways: list[httpx.AsyncClient], site: Site, engine: FakeEngine
+    gateways: list[httpx.AsyncClient], group: GatewayGroup, engine: FakeEngine
 ) -> None:
     engine.token_delay = 0.02
     got = await broken_stream(gateways[0], RESUMABLE, 2, max_tokens=4000)
@@ -347,7 +347,7 @@ async def test_delete_cancels_at_any_gateway(
     deleted = await gateways[1].delete(f"/v1/requests/{got.request_id}")
 
     assert (deleted.status_code, deleted.json()["status"]) == (200, "cancelled")
-    await eventually(site.is_idle)
+    await eventually(group.is_idle)
     again = await gateways[0].delete(f"/v1/requests/{got.request_id}")
     assert again.json()["status"] == "cancelled"
 
@@ -414,12 +414,12 @@ async def test_headers_that_make_no_sense_are_refused(
 
 
 async def test_a_refused_request_leaves_its_key_free(backend: Backend, served: Models) -> None:
-    site = Site(backend, served, 60.0)
-    site.limits = QueueLimits(max_requests=0)
-    async with site.gateway("g1") as full:
+    group = GatewayGroup(backend, served, 60.0)
+    group.limits = QueueLimits(max_requests=0)
+    async with group.gateway("g1") as full:
         refused = await full.post("/v1/completions", json=LONG, headers=KEY)
-    site.limits = QueueLimits()
-    async with site.gateway("g2") as free:
+    group.limits = QueueLimits()
+    async with group.gateway("g2") as free:
         taken = await free.post("/v1/completions", json={**LONG, "max_tokens": 3}, headers=KEY)
 
     assert refused.json()["error"]["code"] == "queue_full"
@@ -444,7 +444,7 @@ async def test_a_key_that_never_reached_the_queue_is_not_stuck(
 
 
 async def test_a_request_that_its_engine_lost_is_one_generation(
-    gateways: list[httpx.AsyncClient], engine: FakeEngine, site: Site
+    gateways: list[httpx.AsyncClient], engine: FakeEngine, group: GatewayGroup
 ) -> None:
     engine.token_delay = 0.01
     got = await broken_stream(gateways[0], KEY, 20)
@@ -460,13 +460,13 @@ async def test_a_request_that_its_engine_lost_is_one_generation(
     assert view["status"] in ("queued", "in_progress") and view["error"] is None
     assert tokens_of(whole) == tokens_of(again)
     assert len(tokens_of(whole)) == 100 and is_one_history(0, tokens_of(whole))
-    assert await site.is_idle()
+    assert await group.is_idle()
 
 
 @in_memory
 @pytest.mark.parametrize("looked_at", [False, True])
 async def test_an_answer_that_was_looked_at_stands(
-    gateways: list[httpx.AsyncClient], backend: Backend, site: Site, looked_at: bool
+    gateways: list[httpx.AsyncClient], backend: Backend, group: GatewayGroup, looked_at: bool
 ) -> None:
     """Whatever its gateway says of it later."""
     answer = await gateways[0].post("/v1/completions", json=LONG, headers=KEY)
@@ -477,14 +477,14 @@ async def test_an_answer_that_was_looked_at_stands(
     assert kept is not None
 
     disputed = await backend.gateway("g1").admit(
-        kept.requests[0], site.limits, seen=1, disputed=True
+        kept.requests[0], group.limits, seen=1, disputed=True
     )
 
     assert disputed.state is (AdmitState.ENDED if looked_at else AdmitState.ADMITTED)
 
 
 async def test_a_request_that_redis_lost_is_not_begun_anew(
-    gateways: list[httpx.AsyncClient], backend: Backend, site: Site, engine: FakeEngine
+    gateways: list[httpx.AsyncClient], backend: Backend, group: GatewayGroup, engine: FakeEngine
 ) -> None:
     stored = await gateways[0].post("/v1/completions", json=LONG, headers=KEY)
     url = stored.headers["content-location"]
@@ -505,17 +505,17 @@ async def test_a_request_that_redis_lost_is_not_begun_anew(
     assert (early.status_code, early.json()["error"]["code"]) == (503, "state_lost")
     assert early.headers["retry-after"]
     assert (await gateways[1].get(url)).json()["status"] == "in_progress"
-    assert await site.is_idle()
+    assert await group.is_idle()
 
 
 @in_memory
 async def test_the_sdk_reads_a_resumable_stream_with_pauses(
-    gateways: list[httpx.AsyncClient], site: Site, engine: FakeEngine
+    gateways: list[httpx.AsyncClient], group: GatewayGroup, engine: FakeEngine
 ) -> None:
     """Comments between events with ids must not become events of their own."""
     engine.token_delay = 0.03
     async with openai.AsyncOpenAI(
-        base_url=f"http://127.0.0.1:{site.ports['g1']}/v1", api_key="none"
+        base_url=f"http://127.0.0.1:{group.ports['g1']}/v1", api_key="none"
     ) as sdk:
         stream = await sdk.completions.create(
             model=MODEL, prompt=[1, 2], max_tokens=10, stream=True, extra_headers=RESUMABLE

@@ -20,7 +20,7 @@ from headrace_gateway.models.models import Models
 from headrace_gateway.resumable.embedding_batch import IN_FLIGHT
 from headrace_testing.backends import MODEL, Backend
 from headrace_testing.fake_engine import FakeEngine
-from headrace_testing.sites import Site
+from headrace_testing.gateway_group import GatewayGroup
 from headrace_testing.waiting import eventually
 
 KEY = {"idempotency-key": "the key"}
@@ -61,14 +61,14 @@ def max_bytes() -> int:
 
 
 @pytest.fixture
-async def site(backend: Backend, served: Models, window: float, max_bytes: int) -> Site:
-    return Site(backend, served, window, max_kept_embedding_bytes=max_bytes)
+async def group(backend: Backend, served: Models, window: float, max_bytes: int) -> GatewayGroup:
+    return GatewayGroup(backend, served, window, max_kept_embedding_bytes=max_bytes)
 
 
 @pytest.fixture
-async def gateways(site: Site) -> AsyncIterator[list[httpx.AsyncClient]]:
+async def gateways(group: GatewayGroup) -> AsyncIterator[list[httpx.AsyncClient]]:
     async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(site.gateway(name)) for name in ("g1", "g2")]
+        yield [await stack.enter_async_context(group.gateway(name)) for name in ("g1", "g2")]
 
 
 @pytest.fixture
@@ -118,11 +118,13 @@ async def test_many_clients_with_one_key_make_each_vector_once(
     assert len(runs.begun) == count
 
 
-async def test_another_gateway_goes_on_where_one_has_stopped(site: Site, runs: Runs) -> None:
+async def test_another_gateway_goes_on_where_one_has_stopped(
+    group: GatewayGroup, runs: Runs
+) -> None:
     count = IN_FLIGHT + 36
     runs.most = 30
-    async with site.gateway("g2") as other:
-        async with site.gateway("g1") as first:
+    async with group.gateway("g2") as other:
+        async with group.gateway("g1") as first:
             asking = asyncio.create_task(ask(first, count))
             await eventually(runs.frozen)
             asking.cancel()
@@ -137,7 +139,7 @@ async def test_another_gateway_goes_on_where_one_has_stopped(site: Site, runs: R
 
 @pytest.mark.parametrize("window", [0.05])
 async def test_who_does_not_come_back_is_cancelled_and_keeps_what_was_done(
-    gateways: list[httpx.AsyncClient], site: Site, runs: Runs
+    gateways: list[httpx.AsyncClient], group: GatewayGroup, runs: Runs
 ) -> None:
     """Where nobody is there, nothing more is queued either."""
     count, runs.most = IN_FLIGHT + 36, 30
@@ -151,9 +153,9 @@ async def test_who_does_not_come_back_is_cancelled_and_keeps_what_was_done(
 
     await eventually(cancelled)
     runs.thaw()
-    await eventually(site.is_idle)
+    await eventually(group.is_idle)
     before = set(runs.begun)
-    done = await finished(site, before)
+    done = await finished(group, before)
 
     answer = await ask(gateways[1], count)
 
@@ -163,9 +165,9 @@ async def test_who_does_not_come_back_is_cancelled_and_keeps_what_was_done(
     assert len(after) == count - len(done)
 
 
-async def finished(site: Site, ids: set[str]) -> set[str]:
+async def finished(group: GatewayGroup, ids: set[str]) -> set[str]:
     """Those of these requests that have a vector."""
-    queue = site.backend.gateway("observer")
+    queue = group.backend.gateway("observer")
     found = {rid: await queue.request_status(rid, MODEL) for rid in ids}
     return {
         rid
@@ -178,7 +180,7 @@ async def finished(site: Site, ids: set[str]) -> set[str]:
 
 @in_memory
 async def test_delete_ends_it_at_any_gateway(
-    gateways: list[httpx.AsyncClient], site: Site, runs: Runs
+    gateways: list[httpx.AsyncClient], group: GatewayGroup, runs: Runs
 ) -> None:
     runs.most = 30
     asking = asyncio.create_task(ask(gateways[0], IN_FLIGHT + 36))
@@ -192,7 +194,7 @@ async def test_delete_ends_it_at_any_gateway(
     runs.thaw()
     answer = await asking
     assert (answer.status_code, answer.json()["error"]["code"]) == (499, "cancelled")
-    await eventually(site.is_idle)
+    await eventually(group.is_idle)
     assert len(runs.begun) < IN_FLIGHT + 36
 
 
@@ -233,10 +235,10 @@ async def test_what_a_tenant_keeps_is_bounded(
 
 @in_memory
 async def test_nothing_is_kept_of_a_request_that_the_queue_refuses(
-    site: Site, max_bytes: int
+    group: GatewayGroup, max_bytes: int
 ) -> None:
-    site.limits = QueueLimits(max_requests=0)
-    async with site.gateway("g1") as http:
+    group.limits = QueueLimits(max_requests=0)
+    async with group.gateway("g1") as http:
         refused = await ask(http, 2)
         assert refused.status_code == 503
 

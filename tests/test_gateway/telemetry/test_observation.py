@@ -13,7 +13,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from headrace_common.observability.telemetry import Telemetry
 from headrace_gateway.generation.prompts import PromptEncoder
 from headrace_gateway.generation.rendering import Rendering
-from headrace_gateway.http.app import Parts, create_app
+from headrace_gateway.http.app import AppDependencies, create_app
 from headrace_gateway.limits.work import INLINE_SIZE, WorkPool
 from headrace_gateway.models.loading import load_static
 from headrace_gateway.models.models import Models, ServedModel
@@ -37,10 +37,10 @@ async def test_a_request_is_traced_measured_and_logged(
     served = Models(load_static(settings))
     engine = ScriptedEngine(served.get(MODEL).tokenizer)
     telemetry = Telemetry(meter=meter, tracer=spans.tracer, tracing=True, measuring=True)
-    parts = Parts(served=served, client=engine, queue=engine, telemetry=telemetry)
+    dependencies = AppDependencies(served=served, client=engine, queue=engine, telemetry=telemetry)
     headers = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01", "x-request-id": "mine"}
     with caplog.at_level(logging.INFO, "headrace_gateway.telemetry.observation"):
-        async with running(create_app(settings, parts), settings) as (_, port):
+        async with running(create_app(settings, dependencies), settings) as (_, port):
             answer = await gateway.http.post(
                 f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "Hi"}, headers=headers
             )

@@ -14,7 +14,7 @@ MAX_EMBEDDING_BYTES = 4 * 2**20
 def frames_of(replies: Sequence[Reply]) -> Iterator[Sequence[Reply]]:
     """Frames with all replies in order, each with at most MAX_EMBEDDING_BYTES or one large reply.
 
-    Without replies there is one empty frame, a sign of life.
+    Without replies there is one empty frame, a keep-alive.
     """
     first = size = 0
     for index, reply in enumerate(replies):

@@ -27,7 +27,7 @@ from ...wire.messages import (
     encode_request,
 )
 from ..base import (
-    LOST_HELD_S,
+    LOST_RESERVED_S,
     AdmitResult,
     AdmitState,
     EngineStatus,
@@ -215,9 +215,9 @@ class RedisGatewayQueue:
                     moved = Reroute(request_id=rid, gateway_id=self.gateway_id)
                     await self._tell(owner, request.model, moved)
                 return AdmitResult(state=AdmitState.ATTACHED, owner=owner or None, attempt=attempt)
-            case b"held":
+            case b"following":
                 return AdmitResult(
-                    state=AdmitState.HELD,
+                    state=AdmitState.FOLLOWING,
                     owner=reply[1].decode() or None,
                     attempt=int(reply[2]),
                     gateway_id=reply[3].decode(),
@@ -307,7 +307,7 @@ class RedisGatewayQueue:
     ) -> RequestStatus | None:
         if state is None:
             return None
-        if state in (b"queued", b"running") or self._is_held(why, lost_at):
+        if state in (b"queued", b"running") or self._is_reserved(why, lost_at):
             return RequestStatus(started=state != b"queued")
         ended = await self._outcome(request_id, model, why, outcome)
         return RequestStatus(started=True, outcome=ended)
@@ -329,11 +329,11 @@ class RedisGatewayQueue:
             )
             return Outcome(failed=failed(request_id, 0, FailureCode.SEALED))
 
-    def _is_held(self, why: bytes | None, lost_at: bytes | None) -> bool:
+    def _is_reserved(self, why: bytes | None, lost_at: bytes | None) -> bool:
         """Whether an ended request is left to its gateway, which may queue it again."""
         if not why or not lost_at or why.decode() not in UNDECIDED:
             return False
-        return self._connection.clock.now() - int(lost_at) / 1000 < LOST_HELD_S
+        return self._connection.clock.now() - int(lost_at) / 1000 < LOST_RESERVED_S
 
     async def queue_position(self, request_id: str, model: str) -> QueuePosition | None:
         """As GatewayQueue.queue_position; each other shard is assumed to have as many before it."""

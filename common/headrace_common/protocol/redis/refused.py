@@ -3,7 +3,7 @@
 from contextlib import suppress
 
 from ...errors import BackendUnavailable
-from ...pools.limited_pool import Excess
+from ...pools.limited_pool import KillReason
 from ...structured.refused_grammars import TTL_S, RefusedGrammar
 from ...wire import keys
 from .client.connection import Connection
@@ -28,12 +28,12 @@ class RedisRefusedGrammars:
         reply = await self._connection.attempt(lambda: client.command("GET", key), tries=TRIES)
         if reply is None:
             return None
-        excess, attempts = reply.decode().split(":")
-        return RefusedGrammar(Excess(excess), int(attempts))
+        reason, attempts = reply.decode().split(":")
+        return RefusedGrammar(KillReason(reason), int(attempts))
 
     async def add(self, digest: str, refused: RefusedGrammar) -> None:
         client = self._connection.client
-        key, value = self._key(digest), f"{refused.excess}:{refused.attempts}"
+        key, value = self._key(digest), f"{refused.reason}:{refused.attempts}"
         with suppress(BackendUnavailable):  # full, or away: the grammar is only tried once more
             await self._connection.attempt(
                 lambda: client.command("SET", key, value, "PX", int(TTL_S * 1000)), tries=TRIES

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Request, Response
 
 from ...resumable.event_ids import START, parse_event_id, parse_position
-from ...resumable.stored_requests import View, request_content
+from ...resumable.stored_requests import RequestSnapshot, request_content
 from ...streaming.disconnecting_response import answering
 from ..services import WithServices
 
@@ -15,7 +15,7 @@ router = APIRouter()
 @router.get("/v1/requests/{request_id}", response_model=dict[str, Any])
 async def retrieve_request(request_id: str, services: WithServices) -> Response:
     """Returns a request's state; once it has completed, with its answer."""
-    return _present(await services.resumable.view(request_id, services.read_access))
+    return _present(await services.resumable.snapshot(request_id, services.read_access))
 
 
 @router.delete("/v1/requests/{request_id}", response_model=dict[str, Any])
@@ -44,5 +44,5 @@ async def stream_request(
     return answering(request.scope["state"], response)
 
 
-def _present(view: View) -> Response:
-    return Response(request_content(view), media_type="application/json")
+def _present(snapshot: RequestSnapshot) -> Response:
+    return Response(request_content(snapshot), media_type="application/json")

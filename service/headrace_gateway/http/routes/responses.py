@@ -24,7 +24,7 @@ from ...parsing.chat_output import Tooling
 from ...parsing.output import OutputForm
 from ...parsing.template_variables import with_effort, with_verbosity, without_thinking
 from ...resumable.event_ids import START, Position, parse_event_id
-from ...resumable.stored_requests import View
+from ...resumable.stored_requests import RequestSnapshot
 from ...schemas.chat_messages import Message
 from ...streaming.disconnecting_response import answering
 from ..services import Services, WithServices
@@ -36,19 +36,21 @@ MAX_LISTED = 100
 router = APIRouter()
 
 
-def present(view: View) -> dict[str, Any]:
+def present(snapshot: RequestSnapshot) -> dict[str, Any]:
     """Returns a stored response in its present state."""
-    if view.result is not None:
-        return dict(view.result)
-    stored = view.stored
+    if snapshot.result is not None:
+        return dict(snapshot.result)
+    stored = snapshot.stored
     echo = OutputForm.decode(stored.form).echo
-    now = response_object(echo, stored.request_id, stored.created, stored.model, status=view.status)
-    if view.error is None or view.status == "cancelled":
+    now = response_object(
+        echo, stored.request_id, stored.created, stored.model, status=snapshot.status
+    )
+    if snapshot.error is None or snapshot.status == "cancelled":
         return now
-    return failed_object(now, view.error)
+    return failed_object(now, snapshot.error)
 
 
-RESPONSES = Operation(name="responses", accepted=lambda view: JSONResponse(present(view)))
+RESPONSES = Operation(name="responses", accepted=lambda snapshot: JSONResponse(present(snapshot)))
 
 
 @router.post("/v1/responses", openapi_extra=body_of(ResponsesRequest))
@@ -118,10 +120,10 @@ async def retrieve_response(
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> Response | dict[str, Any]:
     """Returns a stored response in its present state, or streams its events after a given one."""
-    view = await _find(response_id, services)
+    snapshot = await _find(response_id, services)
     if not stream:
-        return present(view)
-    request_id = view.stored.request_id
+        return present(snapshot)
+    request_id = snapshot.stored.request_id
     had = START if starting_after is None else Position((starting_after + 1,))
     if last_event_id is not None:
         had = parse_event_id(last_event_id, request_id)
@@ -134,15 +136,17 @@ async def retrieve_response(
 @router.post("/v1/responses/{response_id}/cancel")
 async def cancel_response(response_id: str, services: WithServices) -> dict[str, Any]:
     """Ends a response, wherever it waits or runs; one that has ended stays as it is."""
-    view = await _find(response_id, services)
-    return present(await services.resumable.cancel(view.stored.request_id, services.read_access))
+    snapshot = await _find(response_id, services)
+    return present(
+        await services.resumable.cancel(snapshot.stored.request_id, services.read_access)
+    )
 
 
 @router.delete("/v1/responses/{response_id}")
 async def delete_response(response_id: str, services: WithServices) -> dict[str, Any]:
     """Ends a response and removes it."""
-    view = await _find(response_id, services)
-    await services.resumable.delete(view.stored.request_id, services.read_access)
+    snapshot = await _find(response_id, services)
+    await services.resumable.delete(snapshot.stored.request_id, services.read_access)
     return {"id": response_id, "object": "response", "deleted": True}
 
 
@@ -155,10 +159,10 @@ async def list_input_items(
     order: Annotated[str, Query(pattern="^(asc|desc)$")] = "desc",
 ) -> dict[str, Any]:
     """Returns the items of a stored response's own input, last first unless asked otherwise."""
-    view = await _find(response_id, services)
-    given = OutputForm.decode(view.stored.form).echo["input"]
+    snapshot = await _find(response_id, services)
+    given = OutputForm.decode(snapshot.stored.form).echo["input"]
     items = [
-        {"type": "message", "id": f"item_{view.stored.request_id}_{index}", **item}
+        {"type": "message", "id": f"item_{snapshot.stored.request_id}_{index}", **item}
         for index, item in enumerate(given)
     ]
     if order == "desc":
@@ -166,19 +170,19 @@ async def list_input_items(
     return page(items, lambda item: item["id"], dict, after=after, limit=limit)
 
 
-async def _find(response_id: str, services: Services) -> View:
+async def _find(response_id: str, services: Services) -> RequestSnapshot:
     try:
-        view = await services.resumable.view(
+        snapshot = await services.resumable.snapshot(
             response_id.removeprefix(ID_PREFIX), services.read_access
         )
     except ApiError as error:
         raise (_not_found() if error.status == 404 else error) from error
-    if not response_id.startswith(ID_PREFIX) or view.stored.operation != RESPONSES.name:
+    if not response_id.startswith(ID_PREFIX) or snapshot.stored.operation != RESPONSES.name:
         raise _not_found()
-    return view
+    return snapshot
 
 
-async def _previous(response_id: str, services: Services) -> View:
+async def _previous(response_id: str, services: Services) -> RequestSnapshot:
     try:
         return await _find(response_id, services)
     except ApiError as error:
@@ -203,15 +207,15 @@ async def _conversation(
     """Returns all messages, earlier and new ones, and the items of the new ones."""
     transcript = Transcript()
     if body.previous_response_id is not None:
-        view = await _previous(body.previous_response_id, services)
-        if view.result is None:
+        snapshot = await _previous(body.previous_response_id, services)
+        if snapshot.result is None:
             raise invalid(
-                f"previous_response_id: that response is {view.status}; wait until it has "
+                f"previous_response_id: that response is {snapshot.status}; wait until it has "
                 "completed, or name another one.",
                 param="previous_response_id",
             )
-        transcript.extend(OutputForm.decode(view.stored.form).echo["history"])
-        read_output(view.result["output"], transcript)
+        transcript.extend(OutputForm.decode(snapshot.stored.form).echo["history"])
+        read_output(snapshot.result["output"], transcript)
     read = partial(read_input, body.input, transcript, lenient=services.lenient)
     return transcript, await services.pipeline.off_loop(request, read)
 

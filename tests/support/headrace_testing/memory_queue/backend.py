@@ -13,7 +13,7 @@ from collections.abc import Callable
 from headrace_common.errors import BackendUnavailable, FailureCode, RequestConflict
 from headrace_common.protocol.accounts import Item
 from headrace_common.protocol.base import (
-    LOST_HELD_S,
+    LOST_RESERVED_S,
     Outcome,
     Placement,
     Progress,
@@ -102,7 +102,9 @@ class MemoryBackend:
         disputed: bool = False,
         left: float,
     ) -> tuple[Record | None, str]:
-        """ADMIT, `left` seconds before the deadline: (record, former gateway, "held" or "new");
+        """ADMIT, `left` seconds before the deadline.
+
+        Returns (record, former gateway, "following" or "new");
         (None, "" or "tenant") if the queue is full, for all or for the tenant.
 
         Raises RequestConflict.
@@ -114,7 +116,7 @@ class MemoryBackend:
                 return self._go_on(shard, record, request, gateway, seen, polite=polite, left=left)
             if polite and not record.ended and record.gateway != gateway:
                 record.given = True
-                return record, "held"
+                return record, "following"
             attached = self._attach(record, request, gateway)
             record.given = record.given or (record.state == "done" and seen is None)
             return attached
@@ -152,9 +154,9 @@ class MemoryBackend:
         now = self.clock()
         if record.fingerprint != fingerprint(request):
             raise _conflict(request)
-        if polite and record.gateway != gateway and now - record.lost_at < LOST_HELD_S:
+        if polite and record.gateway != gateway and now - record.lost_at < LOST_RESERVED_S:
             record.given = True
-            return record, "held"
+            return record, "following"
         record.go_on(gateway, encode_request(request), now, seen, left)
         shard.waiting[record.priority].add(request.request_id, record.tenant)
         return record, "new"

@@ -8,7 +8,7 @@ from contextlib import suppress
 from headrace_common.errors import FailureCode, MessageError, QueueFull
 from headrace_common.protocol.attempt_history import AttemptHistory
 from headrace_common.protocol.base import (
-    LOST_HELD_S,
+    LOST_RESERVED_S,
     AdmitResult,
     AdmitState,
     Beat,
@@ -105,12 +105,12 @@ class MemoryGatewayQueue:
             if seen is not None:
                 self._keep_shard(request)
             return AdmitResult(state=AdmitState.ADMITTED)
-        if record.ended and former != "held":
+        if record.ended and former != "following":
             outcome = _outcome(request.request_id, record)
             return AdmitResult(state=AdmitState.ENDED, outcome=outcome, attempt=record.attempt)
-        if former == "held":
+        if former == "following":
             return AdmitResult(
-                state=AdmitState.HELD,
+                state=AdmitState.FOLLOWING,
                 owner=None if record.ended else record.owner or None,
                 attempt=record.attempt,
                 gateway_id=record.gateway,
@@ -150,7 +150,7 @@ class MemoryGatewayQueue:
         record = _shard(self._backend, request_id, model).records.get(request_id)
         if record is None:
             return None
-        held = record.undecided and self._backend.clock() - record.lost_at < LOST_HELD_S
+        held = record.undecided and self._backend.clock() - record.lost_at < LOST_RESERVED_S
         outcome = _outcome(request_id, record) if record.ended and not held else None
         return RequestStatus(started=record.state != "queued", outcome=outcome)
 

@@ -25,7 +25,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from ....errors import BackendUnavailable, BackendUnfit, HeadraceError
-from ....sealing.sealer import UNSEALED, Sealer
+from ....sealing.sealer import NULL_SEALER, Sealer
 from ....wire.keys import scratch_keys
 from ..clock import RedisClock
 from ..scripts import Scripts, load_scripts
@@ -61,7 +61,7 @@ class Connection:
     `sealer` seals prompts and answers on their way to Redis.
     """
 
-    def __init__(self, config: ConnectionConfig, sealer: Sealer = UNSEALED) -> None:
+    def __init__(self, config: ConnectionConfig, sealer: Sealer = NULL_SEALER) -> None:
         """Opens nothing yet. Raises SettingsError if the URL is wrong."""
         self.config = config
         self.sealer = sealer

@@ -13,7 +13,7 @@
 --       19 ms that it waits for its engine, 20 sequences that all engines run at once, and of each
 --       engine, the best one first, its id and the sequences that it runs at once
 -- Result  {admitted} | {attached, owner, attempt, former gateway or ""} | {ended, state, why, outcome, attempt}
---         | {held, owner, attempt, gateway}
+--         | {following, owner, attempt, gateway}
 --         | {full, waiting requests, waiting tokens} | {tenant, its waiting requests} | {conflict} | {unknown}: send the payload
 local record, payload, journal, stats = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local rid, gateway, fingerprint = ARGV[1], ARGV[2], ARGV[3]
@@ -22,7 +22,7 @@ local queue = KEYS[4 + priority]
 local seen = tonumber(ARGV[11])
 local deadline = now_ms() + tonumber(ARGV[4])
 local ANEW = 5 -- how often a request that has ended is queued again
-local HELD = 60000 -- ms in which that is left to its gateway, which asks within a third of them
+local RESERVED = 60000 -- ms in which that is left to its gateway, which asks within a third of them
 
 local function queued()
   return enqueue(stats, queue, priority, rid, tenant, ARGV[5], ARGV[8])
@@ -70,10 +70,10 @@ local function note_place(engine, mid, now)
   if mid == BLOCKED then redis.call('XADD', KEYS[8], 'MAXLEN', '~', 16, '*', 'r', rid) end
 end
 
--- Leaves a request to its gateway; who asked may follow that one, and is given what it hears.
-local function held(owner, v)
+-- Leaves a request to its gateway; the gateway that asked may follow it and read its replies.
+local function following(owner, v)
   redis.call('HSET', record, 'gi', 1)
-  return { 'held', owner, v[6], v[3] }
+  return { 'following', owner, v[6], v[3] }
 end
 
 -- Whether a request that has ended goes on: its state was lost, a gateway that has it finds it
@@ -109,8 +109,8 @@ local function after_end(v)
     return { 'ended', v[1], v[9] or '', v[10] or '', v[6] }
   end
   local lost_at = tonumber(redis.call('HGET', record, 'lt') or 0)
-  if ARGV[15] == '1' and v[3] ~= gateway and now - lost_at < HELD then
-    return held('', v)
+  if ARGV[15] == '1' and v[3] ~= gateway and now - lost_at < RESERVED then
+    return following('', v)
   end
   if ARGV[13] == '' then return { 'unknown' } end
   return go_on(tonumber(v[6]))
@@ -121,7 +121,7 @@ local state = v[1]
 if state then
   if v[2] ~= fingerprint then return { 'conflict' } end
   if ended(state) then return after_end(v) end
-  if ARGV[15] == '1' and v[3] ~= gateway then return held(v[5], v) end
+  if ARGV[15] == '1' and v[3] ~= gateway then return following(v[5], v) end
   local former = ''
   if v[3] ~= gateway then
     former = v[3]

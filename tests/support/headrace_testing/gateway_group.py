@@ -8,7 +8,7 @@ import httpx
 from starlette.types import ASGIApp
 
 from headrace_common.protocol.base import QueueLimits
-from headrace_gateway.http.app import Durable, Parts, create_app
+from headrace_gateway.http.app import AppDependencies, DurableStores, create_app
 from headrace_gateway.models.models import Models
 from headrace_gateway.queue_client.client import ClientConfig, GenerationClient
 from headrace_gateway.settings import GatewaySettings
@@ -19,7 +19,7 @@ from .gateway import running
 CONFIG = ClientConfig(beat_interval=0.05, silence=1.0, recheck=0.2, longest_recheck=0.5)
 
 
-class Site:
+class GatewayGroup:
     """Gateways on one queue. `window`: seconds that a kept request runs on without a client."""
 
     def __init__(self, backend: Backend, served: Models, window: float, **fields: Any) -> None:
@@ -41,13 +41,15 @@ class Site:
         queue = self.backend.gateway(name)
         client = GenerationClient(queue, self.limits, config=CONFIG)
         await client.start()
-        parts = Parts(
+        dependencies = AppDependencies(
             served=self._served,
             client=client,
             queue=queue,
-            durable=Durable(self.backend.request_store(), queue, self.backend.accounts()),
+            durable_stores=DurableStores(
+                self.backend.request_store(), queue, self.backend.accounts()
+            ),
         )
-        app: ASGIApp = create_app(self._settings, parts)
+        app: ASGIApp = create_app(self._settings, dependencies)
         async with running(app, self._settings) as (_, port):  # type: ignore[arg-type]
             self.ports[name] = port
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:

@@ -1,4 +1,4 @@
-"""Leads batches that have no leader, several at a time; each gateway runs one producer.
+"""Leads batches that have no leader, several at a time. Each gateway has one BatchLeader.
 
 When this gateway stops, it leaves its batches to others at once.
 """
@@ -10,19 +10,19 @@ from functools import partial
 from headrace_common.errors import BackendUnavailable, HeadraceError
 
 from ..queue_client.drain import Drain
-from .run import BatchRun, BatchSite, LeaseLost
+from .run import BatchContext, BatchRun, LeaseLost
 
 logger = logging.getLogger(__name__)
 
 # Seconds between searches for batches of gateways that died; a new batch begins at once.
-LOOK_S = 2.0
+POLL_S = 2.0
 
 
-class BatchProducer:
+class BatchLeader:
     """Leads at most `running` batches at once."""
 
-    def __init__(self, site: BatchSite, drain: Drain, *, running: int) -> None:
-        self._site = site
+    def __init__(self, context: BatchContext, drain: Drain, *, running: int) -> None:
+        self._context = context
         self._drain = drain
         self._most = running
         self._runs: dict[str, asyncio.Task[None]] = {}
@@ -47,23 +47,23 @@ class BatchProducer:
         while not self._drain.draining:
             self._new.clear()
             try:
-                await self._look()
+                await self._take_over()
             except BackendUnavailable as error:
                 logger.warning("redis unavailable, batches wait", extra={"error": str(error)})
             try:
-                async with asyncio.timeout(LOOK_S):
+                async with asyncio.timeout(POLL_S):
                     await self._new.wait()
             except TimeoutError:
                 continue
         await self._leave_all()
 
-    async def _look(self) -> None:
-        for batch_id in await self._site.batches.open():
+    async def _take_over(self) -> None:
+        for batch_id in await self._context.batches.open():
             if len(self._runs) >= self._most:
                 return
             if batch_id in self._runs:
                 continue
-            if await self._site.batches.lead(batch_id, self._site.leader):
+            if await self._context.batches.lead(batch_id, self._context.leader):
                 run = asyncio.create_task(self._run(batch_id), name=f"batch {batch_id}")
                 self._runs[batch_id] = run
                 run.add_done_callback(partial(self._forget, batch_id))
@@ -74,10 +74,10 @@ class BatchProducer:
     async def _run(self, batch_id: str) -> None:
         fields = {"batch_id": batch_id}
         try:
-            batch = await self._site.batches.get(batch_id)
-            await BatchRun(self._site, batch).run()
+            batch = await self._context.batches.get(batch_id)
+            await BatchRun(self._context, batch).run()
             logger.info("batch ended", extra=fields)
-            await self._site.batches.leave(batch_id, self._site.leader)
+            await self._context.batches.leave(batch_id, self._context.leader)
         except (LeaseLost, BackendUnavailable):
             logger.warning("batch left to other gateways", extra=fields)
         except HeadraceError as error:
@@ -93,6 +93,6 @@ class BatchProducer:
         await asyncio.gather(*left.values(), return_exceptions=True)
         for batch_id in left:
             try:
-                await self._site.batches.leave(batch_id, self._site.leader)
+                await self._context.batches.leave(batch_id, self._context.leader)
             except BackendUnavailable:
                 return  # the leases lapse

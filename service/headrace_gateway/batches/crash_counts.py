@@ -1,4 +1,4 @@
-"""Lines that may have ended gateways: counted in Redis, where all gateways see it.
+"""How many gateways ended while a line ran: counted in Redis, where all gateways see it.
 
 A leader notes each line before it starts it. A note of a gateway that no longer leads the batch,
 and did not hand it over, means that this gateway ended while the line ran.
@@ -20,8 +20,8 @@ ALONE_FROM = 2
 READING, WRITING = 0, -1
 
 
-class Suspects:
-    """The lines of a batch that ran in gateways that ended, as this leader found them."""
+class CrashCounts:
+    """The crash counts of a batch's lines, from the notes that this leader found."""
 
     def __init__(self, batches: RedisBatches, batch: Batch, leader: str) -> None:
         self._batches = batches
@@ -55,7 +55,7 @@ class Suspects:
         return self._found.get(line, frozenset()) | {self._leader}
 
     async def cleared(self, line: int) -> None:
-        """Removes all notes of a line that is innocent."""
+        """Removes all notes of a line that did not end its gateway."""
         await self._batches.unstart(self._batch, [line], self.starters(line))
 
     async def leave(self) -> None:
