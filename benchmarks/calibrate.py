@@ -3,10 +3,11 @@
     python benchmarks/calibrate.py --model DIR --output profile.json
         [--max-num-seqs 64] [--batches 1,2,4,8,16,32,64] [--prompt-tokens 512] [--gpus 1]
 
-It steps a real engine and times every step: those that only compute prompts give the prefill
-speed, those that only decode the step time of their batch, at about the prompt's length of context.
-Medians are taken. The cold start is loading plus warm-up in this process: add `--extra-start`
-seconds for what a pod does before (scheduling, pulling the image, fetching the weights).
+It steps a real engine and times every step. Steps that only compute prompts give the prefill speed.
+Steps that only decode give the step time of their batch size, with about the prompt's length as
+context. The profile has medians. The cold start is loading plus warm-up in this process: add
+`--extra-start` seconds for what a pod does before (scheduling, pulling the image, fetching the
+weights).
 """
 
 import argparse

@@ -45,7 +45,7 @@ SOURCES: dict[str, tuple[Source, float]] = {
     "stories": (stories, 4),
     "verse": (verse, 2),
 }
-# Of these, prompts are held out by their hash; topics hold out whole phrasings instead.
+# Prompts of these sources are held out by their hash; the other sources hold out whole phrasings.
 _HASHED = frozenset(SOURCES) - {"project", "talk"}
 _LONG, _PLAIN, _REMEMBER, _SYSTEM = 0.01, 0.05, 0.06, 0.15
 

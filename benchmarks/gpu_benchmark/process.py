@@ -14,11 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-# Ask a part where it is; parts register faulthandler for it.
+# Makes a part print its stack: parts register faulthandler for this signal.
 WHERE = signal.SIGUSR1
 POLL = 0.2
 TOLD, THREAD = "most recent call first", re.compile("^(?:Current t|T)hread 0x.*$", re.MULTILINE)
-# For the answer to WHERE to begin, and until nothing more comes of it; for the process to be gone.
+# Limits: until the stack begins, until no more of it comes, and until a killed process is gone.
 TELL_SECONDS, STEADY_SECONDS, KILL_SECONDS = 3.0, 0.5, 10.0
 FAILED, SILENT, LATE = "ended with", "said nothing for", "cut short after"
 

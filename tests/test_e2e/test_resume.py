@@ -15,7 +15,7 @@ from headrace_testing.stack import MODEL, GatewayProcess, Stack
 
 STREAMS = 16
 TOKENS = 160
-# Seconds, text: a gateway that was killed is given up sooner.
+# Seconds, as a flag: other gateways take over from a killed one sooner than by default.
 LEASE = "3"
 
 
@@ -35,7 +35,7 @@ def gateways(stack: Stack) -> Iterator[list[GatewayProcess]]:
 
 
 def bodies(cases: Sequence[GreedyCase]) -> Bodies:
-    """Streams of every kind that has a state of its own to be built again."""
+    """Streams of every kind whose state another gateway must rebuild."""
     plain = {
         "model": MODEL,
         "max_tokens": len(cases[0].output),

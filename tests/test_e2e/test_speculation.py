@@ -1,4 +1,4 @@
-"""Speculation in a served engine: its streams are those without it, also when it dies of them."""
+"""An engine with speculation gives the same streams as one without, also if it is killed."""
 
 import asyncio
 import json

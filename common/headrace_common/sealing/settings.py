@@ -11,8 +11,8 @@ KeysFile = Annotated[
     Path | None,
     Field(
         description="file of keys with which prompts and answers are sealed in Redis, read again "
-        "when it changes; the same for all gateways and engines; default: none, and they lie there "
-        "as they are",
+        "when it changes; the same for all gateways and engines; default: none, and they "
+        "are stored unsealed",
     ),
 ]
 Mode = Annotated[
@@ -20,7 +20,7 @@ Mode = Annotated[
     Field(
         description="require: seal, and refuse what is not sealed; accept: seal, and read both; "
         "open: seal nothing, and read both. To switch sealing on, go from open to accept to "
-        "require, all processes by each step",
+        "require; change all processes before the next step",
     ),
 ]
 

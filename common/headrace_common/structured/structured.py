@@ -16,7 +16,7 @@ from . import structural_tag
 from .errors import SamplingError
 
 MAX_CHARS = 65_536
-# Of a structural tag, which may hold the schemas of many tools.
+# A structural tag may contain the schemas of many tools.
 MAX_TAG_CHARS = 262_144
 MAX_DEPTH = 128
 MAX_CHOICES = 1024

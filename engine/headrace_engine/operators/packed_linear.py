@@ -97,7 +97,7 @@ class PackedWeightLinear:
         return self.small_batch(x, self._launch_for(rows, x.element_size()))
 
     def small_batch(self, x: torch.Tensor, launch: SmallBatchLaunch) -> torch.Tensor:
-        """Multiplies with weights that are unpacked on the way."""
+        """Multiplies in one kernel, which unpacks the weights too."""
 
         def run(output: torch.Tensor, rows: torch.Tensor) -> None:
             self._launch(output, rows, launch)

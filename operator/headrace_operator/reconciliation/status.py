@@ -319,7 +319,7 @@ def _condition(
 def transitions(
     old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]
 ) -> list[Transition]:
-    """The changes between two lists of conditions: of a status or, if alarming, of a reason.
+    """The changes between two lists of conditions: a new status or, of alarming ones, a new reason.
 
     Several changes with one reason give one transition. A new ModelService that is not ready gives
     none, and one that starts from zero gives no warning.

@@ -1,5 +1,4 @@
-"""Limits the bytes of bodies that are received and not yet read: few clients could fill the
-memory."""
+"""Limits the bytes of buffered bodies: otherwise a few clients could fill the memory."""
 
 from collections import Counter
 

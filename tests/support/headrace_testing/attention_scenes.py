@@ -50,7 +50,7 @@ class Case:
     params: LayerParams = LayerParams(scale=0.2)
 
 
-# As large as a score, far below all, of no weight, and far above all.
+# Sinks like a score, far below all scores, without any weight, and far above all scores.
 SINKS = torch.tensor([0.5, -3.0, -200.0, 200.0])
 
 CASES = {

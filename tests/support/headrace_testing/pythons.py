@@ -2,7 +2,7 @@
 
     make test-pythons ARGS="3.13 --whole"
 
-Each has an environment of its own, `.venvs/3.13`, of the packages that constraints.txt pins.
+Each Python has its own environment, such as `.venvs/3.13`, with the packages of constraints.txt.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[3]
 VERSIONS = "3.11", "3.12", "3.13", "3.14"
-# The event loop, TLS, processes, annotations, ctypes, Triton's reading of Python, and all together.
+# Event loop, TLS, processes, annotations, ctypes, how Triton reads Python, and end-to-end tests.
 TESTS = (
     *("test_common", "test_gateway", "test_operator", "test_cli", "test_make.py", "test_skips.py"),
     "test_engine/kernels/test_kernels.py",
@@ -37,7 +37,7 @@ NOT_BUILT = "its environment could not be made"
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a Python's tests came to; `failed` counts errors too."""
+    """The result of one Python's tests; `failed` counts errors too."""
 
     passed: int
     failed: int
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(version: str, tests: Sequence[str]) -> Result | str:
-    """Runs tests with a version of Python; returns why not where it cannot."""
+    """Runs tests with a version of Python. Returns the reason if it cannot."""
     python = find(version)
     if python is None:
         return "not found"

@@ -100,7 +100,7 @@ class RedisServers(Protocol):
 
 
 class Stack:
-    """Processes over one checkpoint; `close` ends them all. `env` is theirs beside ours.
+    """Processes that serve one checkpoint; `close` ends them all. `env` extends their environment.
 
     `servers` None is one Valkey, `valkey`. `start` starts engines and gateways. Engines take from
     `queue_shards` of the model's queue.
@@ -129,14 +129,14 @@ class Stack:
 
     @property
     def valkey(self) -> ValkeyServer:
-        """The server where there is one only."""
+        """The server, if there is only one."""
         assert isinstance(self.servers, ValkeyServer)
         return self.servers
 
     def add_engine(
         self, *flags: str, env: Mapping[str, str] | None = None, start: Starter | None = None
     ) -> EngineProcess:
-        """`env` is its own beside all processes'; `start` None is the stack's."""
+        """Starts an engine. `env` further extends its environment; `start` None is the stack's."""
         engine = EngineProcess(
             self._checkpoint,
             self.redis_url,
@@ -156,8 +156,8 @@ class Stack:
         env: Mapping[str, str] | None = None,
         start: Starter | None = None,
     ) -> GatewayProcess:
-        """`port` None is any that is free; `env` is its own beside all processes'; `start` None is
-        the stack's."""
+        """Starts a gateway. `port` None is any free one; `env` further extends its environment;
+        `start` None is the stack's."""
         gateway = GatewayProcess(
             self._checkpoint,
             self.redis_url,

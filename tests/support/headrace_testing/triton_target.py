@@ -1,4 +1,4 @@
-"""A device that Triton compiles for and that is not there: launches would fail, compiling works."""
+"""A device that does not exist, for which Triton compiles: launches would fail."""
 
 from typing import Any
 
@@ -21,6 +21,6 @@ class AbsentDevice:
 
 
 def compile_for(capability: int) -> None:
-    """From now on in this process, which must not have TRITON_INTERPRET set."""
+    """Makes this process compile for a device. TRITON_INTERPRET must not be set."""
     active: Any = driver
     active.set_active(AbsentDevice(capability))

@@ -90,7 +90,7 @@ async def test_a_minutes_requests_may_be_used_at_once_and_no_more(counted: Count
     assert refused.requests.reset == pytest.approx(60, abs=CLOSE)
 
 
-async def test_who_waits_as_told_gets_in(counted: Counted) -> None:
+async def test_a_client_that_waits_as_told_is_admitted(counted: Counted) -> None:
     rates = Rates(requests=3, tokens=60)
     for number in range(3):
         await counted.reserve(f"r{number}", rates, 20)

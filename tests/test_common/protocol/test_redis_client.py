@@ -53,7 +53,7 @@ async def test_an_error_is_of_its_command_alone(over_redis: OverRedis) -> None:
     assert results[2] == b"ab"
 
 
-async def test_who_leaves_takes_no_reply_of_others(over_redis: OverRedis) -> None:
+async def test_a_cancelled_command_takes_no_reply_of_others(over_redis: OverRedis) -> None:
     client = over_redis.client
     await client.command("SET", "text", "a")
     tasks = [asyncio.create_task(client.command("APPEND", "text", "b")) for _ in range(4)]
@@ -221,7 +221,9 @@ async def test_all_that_wait_for_a_connection_hear_of_its_failure_at_once(server
         assert await reply == [b"one"]
 
 
-async def test_who_waits_for_a_connection_hears_of_the_end(server: Server) -> None:
+async def test_a_command_that_waits_for_a_connection_fails_when_the_client_is_closed(
+    server: Server,
+) -> None:
     client = server.client()
     reply = asyncio.create_task(client.command("GET", "a"))
     await asyncio.sleep(0)
@@ -244,7 +246,7 @@ async def test_a_close_that_is_cancelled_closes_all_the_same(server: Server) -> 
                 await asked
 
 
-async def test_what_waits_long_holds_up_nobody_else(server: Server) -> None:
+async def test_a_slow_command_delays_no_other(server: Server) -> None:
     """A large value on its way, or a script that takes long: others have another connection."""
     client = server.client(max_connections=2, busy=-1.0)
     async with asking(client, ("GET", "large")) as large:

@@ -36,7 +36,7 @@ from headrace_testing.backends import make_request
 VECTOR = struct.pack("<3f", 0.5, -1.0, 2.0)
 
 
-def said(**changes: object) -> Tokens:
+def tokens_reply(**changes: object) -> Tokens:
     fields = {
         "request_id": "r",
         "attempt": 1,
@@ -85,7 +85,7 @@ def test_a_request_names_its_adapter_and_one_without_says_nothing_of_adapters() 
 
 def test_vectors_survive_every_message() -> None:
     state = ChoiceState(finish_reason="stop", embedding=VECTOR)
-    frame = Frame("e", (said(), Sync(request_id="r", attempt=1, choices=(state,))))
+    frame = Frame("e", (tokens_reply(), Sync(request_id="r", attempt=1, choices=(state,))))
     resume = Resume(request_id="r", attempt=1, choices=(state,))
 
     assert decode_frame(encode_frame(frame)) == frame
@@ -104,8 +104,8 @@ def test_what_is_no_vector_is_refused(vector: object) -> None:
 def test_a_client_gets_the_vector_once() -> None:
     arbiter = Arbiter("r", 1)
 
-    (first,) = arbiter.handle("e", said())
-    again = arbiter.handle("e", said())
+    (first,) = arbiter.handle("e", tokens_reply())
+    again = arbiter.handle("e", tokens_reply())
 
     assert isinstance(first, Deliver) and first.embedding == VECTOR and first.finish_reason
     assert arbiter.complete and not any(isinstance(action, Deliver) for action in again)
@@ -124,7 +124,7 @@ def test_an_outcome_or_a_sync_brings_a_vector_whose_frame_was_lost() -> None:
 
 
 def test_a_vector_is_rebuilt_from_the_frames_of_its_writer() -> None:
-    frames = [((1, 0), Frame("e", (said(),)))]
+    frames = [((1, 0), Frame("e", (tokens_reply(),)))]
 
     (known,) = rebuild("r", "e/1", 1, {}, frames)
     (other,) = rebuild("r", "other/1", 1, {}, frames)
@@ -133,10 +133,10 @@ def test_a_vector_is_rebuilt_from_the_frames_of_its_writer() -> None:
     assert other == ChoiceState()
 
 
-def test_vectors_that_gathered_are_cut_into_frames() -> None:
+def test_many_vectors_are_split_into_frames() -> None:
     vector = bytes(2**20)
-    replies = [said(request_id=str(index), embedding=vector) for index in range(10)]
-    replies.insert(5, said(request_id="plain", embedding=None, token_ids=(1,)))
+    replies = [tokens_reply(request_id=str(index), embedding=vector) for index in range(10)]
+    replies.insert(5, tokens_reply(request_id="plain", embedding=None, token_ids=(1,)))
 
     frames = list(frames_of(replies))
 
@@ -149,7 +149,7 @@ def test_vectors_that_gathered_are_cut_into_frames() -> None:
 
 
 def test_without_vectors_all_replies_are_one_frame() -> None:
-    replies = [said(embedding=None, token_ids=(1,), request_id=str(i)) for i in range(1000)]
+    replies = [tokens_reply(embedding=None, token_ids=(1,), request_id=str(i)) for i in range(1000)]
 
     assert list(frames_of(replies)) == [replies]
     assert list(frames_of([])) == [[]]

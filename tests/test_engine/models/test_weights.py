@@ -215,7 +215,7 @@ def test_a_bad_field_is_named(fields: dict[str, Any], message: str, folder: Path
         make_runner(folder, model_implementation="native")
 
 
-def test_an_architecture_that_nobody_knows(folder: Path) -> None:
+def test_an_unknown_architecture_is_refused(folder: Path) -> None:
     change_config(folder, architectures=["FooForCausalLM"], model_type="foo")
     with pytest.raises(ConfigError, match=r"config\.json.*foo"):
         make_runner(folder)

@@ -46,7 +46,7 @@ def test_less_than_four_percent_of_the_used_slots_is_wasted() -> None:
     assert 0.005 < unused / used < 0.04
 
 
-def test_waste_is_what_lies_behind_the_last_tokens() -> None:
+def test_waste_is_the_slots_after_the_last_tokens() -> None:
     scheduler = mixed_workload(8)
     for _ in range(40):
         scheduler_output = scheduler.schedule()

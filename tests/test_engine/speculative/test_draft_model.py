@@ -105,8 +105,8 @@ def test_a_draft_model_that_is_the_target_is_always_right(checkpoint: Checkpoint
     found, engine = decode(folder, speculation(folder), mixed_requests())
     expected, _ = decode(folder, None, mixed_requests())
     assert tokens_of(found) == tokens_of(expected)
-    # What lies behind a stop token is not the target's any more, and penalties see no drafts
-    # beyond it; all else is accepted.
+    # The target generates nothing after a stop token, and penalties do not see later drafts; all
+    # other drafts are accepted.
     assert acceptance(engine) > 0.95
 
 
@@ -214,15 +214,15 @@ def test_a_draft_model_sees_each_token_once() -> None:
     one, given = sequence([1, 2, 3, 4, 5]), proposer(drafter)
     assert given.propose([(one, 3)]) == {one: (6, 7, 8)}
     assert drafter.lengths == [[5], [1], [1]]
-    one.token_ids += [6, 7, 30]  # two drafts held
+    one.token_ids += [6, 7, 30]  # two drafts were accepted
     assert given.propose([(one, 2)]) == {one: (31, 32)}
     assert drafter.lengths[3:] == [[1], [1]]
-    one.token_ids += [31, 32, 33]  # all held: the last was never run
+    one.token_ids += [31, 32, 33]  # all were accepted; the draft model never computed the last
     assert given.propose([(one, 2)]) == {one: (34, 35)}
     assert drafter.lengths[5:] == [[2], [1]]
 
 
-def test_what_a_sequence_decoded_without_drafts_is_caught_up_with() -> None:
+def test_tokens_decoded_without_drafts_are_computed_later() -> None:
     drafter = FakeDrafter()
     one, given = sequence([1, 2, 3]), proposer(drafter)
     given.propose([(one, 4)])
@@ -231,7 +231,7 @@ def test_what_a_sequence_decoded_without_drafts_is_caught_up_with() -> None:
     assert drafter.lengths[-2:] == [[5], [1]]
 
 
-def test_a_long_prompt_is_caught_up_with_in_several_rounds() -> None:
+def test_a_long_prompt_is_computed_in_several_rounds() -> None:
     drafter = FakeDrafter()
     long, short, given = sequence(list(range(1, 30))), sequence([40]), proposer(drafter, budget=10)
     found: list[Drafts] = [given.propose([(long, 1), (short, 1)]) for _ in range(4)]

@@ -197,7 +197,7 @@ class FakeBatches:
 
 
 def open_batch(created: int, status: BatchStatus, *, cancelling: bool = False) -> Batch:
-    """Of ten requests, of which four have a result."""
+    """A batch of ten requests, four of which have a result."""
     request = BatchRequest(
         id=f"batch_{created}",
         tenant="t",

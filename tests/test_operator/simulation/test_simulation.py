@@ -1,4 +1,4 @@
-"""The simulator: its engine against sums by hand, its fleet, its inputs, and the goal it is for."""
+"""The simulator: its engine compared with hand calculations, its fleet, its inputs, its purpose."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Draws attacks from a grammar of them: a seed and a number always give the same one."""
+"""Draws random attacks: the same seed and number always give the same attack."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ _COPIES = (1, 1, 1, 2, 8)
 
 
 class Generator:
-    """The fields come from the gateway's own document, so that a new one is attacked too."""
+    """Draws attacks on every field of the gateway's OpenAPI document."""
 
     def __init__(self, document: Document) -> None:
         self._document = document
@@ -34,7 +34,7 @@ class Generator:
         }
 
     def draw(self, dice: Dice) -> Attack:
-        """The attack's name begins with what repeats it."""
+        """Draws an attack. Its name begins with the seed and number that repeat it."""
         kinds = ["field"] * 9 + ["constraint"] * 7 + ["text"] * 2 + ["http"] * 3
         kind = dice.pick("kind", [*kinds, "counts", "lines"], fixed=True)
         made = self._kinds[kind](dice)
@@ -50,7 +50,7 @@ class Generator:
         return http_attacks.draw(dice, self._document.reads)
 
     def _lines(self, dice: Dice) -> Attack:
-        """A file for a batch, whose lines are something else."""
+        """Uploads a batch file whose lines are no requests."""
         told, value = draw_value(dice, "x")
         line = b'{"custom_id":"a","method":"POST","url":"%b","body":%b}\n' % (CHAT.encode(), value)
         lines = {"a line": value, "a body": line, "lines": (value[:500] + b"\n") * 20_000}
@@ -70,7 +70,7 @@ def _asked(dice: Dice, told: str, path: str, body: bytes) -> Attack:
 
 
 def _constraint(dice: Dice) -> Attack:
-    """Of an output: where a request may have one, and one that may be dear."""
+    """Constrains an output by a grammar that may be expensive to compile."""
     kind = dice.pick("constraint", list(_CONSTRAINTS))
     path, more = _CONSTRAINTS[kind](dice)
     tokens = {"max_output_tokens" if path == "/v1/responses" else "max_tokens": 16}
