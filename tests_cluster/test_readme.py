@@ -45,7 +45,7 @@ def cluster() -> Iterator[None]:
 
 
 def answer(printed: str) -> str:
-    """What the model said, of the last line."""
+    """The model's text in the last line."""
     body = json.loads(printed[printed.index('{"id"') :])
     return str(body["choices"][0]["message"]["content"])
 
@@ -92,7 +92,7 @@ def registry(tmp_path: Path) -> Iterator[str]:
 
 @pytest.mark.skipif(not os.environ.get("FULL"), reason="FULL=1: it builds all images again")
 def test_images_and_chart_come_from_a_registry(cluster: None, folder: Path, registry: str) -> None:
-    """As printed, but for the registry's name, which has no TLS here."""
+    """Types the commands as printed, but with the name of a registry without TLS."""
     text = block("make push").replace(ANYWHERE, registry)
     text = text.replace("helm install", "helm install --plain-http")
     type_in(text, folder, BUILD_S, HELM_FLAGS="--plain-http")

@@ -1,4 +1,4 @@
-"""Results of gpu.py as lines to read: each beside its roof, its goal and an earlier run."""
+"""Prints results of gpu.py as a table: each with its roof, its goal and the earlier result."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,15 +8,15 @@ from typing import Any
 RESULTS, ROOFS = "results.jsonl", "roofs.json"
 
 Result = Mapping[str, Any]
-# What a result is the same as in another run by.
+# The part, model and measurement of a result: the same in every run.
 Key = tuple[str, str, str]
 NO_VALUE = ("part", "model", "what", "top_kernels", "steps", "engine", "goal", "kinds")
-# Beside a value of its own.
+# Further numbers of a result, shown after its value.
 EXTRA = ("adapters_cost", "without_ms", "tokens_per_s")
 
 
 def read_results(path: Path) -> list[Result]:
-    """All that was reported, but a line that is not yet whole; nothing where there is no file."""
+    """All complete lines of a file of results; none if there is no file."""
     if not path.exists():
         return []
     text = path.read_text()
@@ -28,7 +28,7 @@ def key(result: Result) -> Key:
 
 
 def by_key(results: Sequence[Result]) -> dict[Key, Result]:
-    """The last one of each that has a value."""
+    """The last result with a value for each key."""
     return {key(one): one for one in results if "value" in one}
 
 
@@ -44,7 +44,7 @@ def row(result: Result, baseline: Mapping[Key, Result] | None = None) -> str:
 
 
 def change(result: Result, baseline: Mapping[Key, Result]) -> str:
-    """Against the same result of an earlier run."""
+    """The change since the same result of an earlier run."""
     before = baseline.get(key(result))
     if before is None or not before["value"]:
         return ""

@@ -48,11 +48,11 @@ class FollowedFile(ABC, Generic[Content]):
 
     @abstractmethod
     def _use(self, content: Content) -> Mapping[str, object]:
-        """Takes what was read over; returns what the log says of it."""
+        """Uses new content; returns fields for the log."""
 
     @property
     def failed(self) -> str | None:
-        """Whether the watch has ended, which is a bug."""
+        """The error if the watch has ended, which is a bug; None while it runs."""
         if self._task is None or not self._task.done() or self._task.cancelled():
             return None
         return f"the watch of the {self.name} has failed; the process must be restarted"
@@ -91,7 +91,7 @@ class FollowedFile(ABC, Generic[Content]):
         except (OSError, HeadraceError) as error:
             self._keep(_reason(error))
             return
-        # Noted before reading: a change during the read is found by the next look.
+        # Noted before reading: a change during the read is found by the next check.
         self._seen, self.failing = version, None
         logger.info("%s read again", self.name, extra=self._use(content))
 

@@ -92,7 +92,7 @@ async def test_others_go_on_and_it_ends_in_time(stack: Stack, client: Generation
         task.cancel()
     assert await answer(client, held("hostile", regex="[a-z]{20}"))
     await asyncio.to_thread(
-        until, lambda: not busy.keys() <= workers(engine).keys(), "the work for nobody to end"
+        until, lambda: not busy.keys() <= workers(engine).keys(), "the abandoned work to end"
     )
 
     last = asyncio.create_task(answer(client, held("hostile", json=costly_schema(43))))

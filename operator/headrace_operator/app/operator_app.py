@@ -54,7 +54,7 @@ class ChosenSignals:
 
 
 @asynccontextmanager
-async def parts(
+async def build(
     settings: OperatorSettings, cluster: Cluster, telemetry: Telemetry
 ) -> AsyncIterator[tuple[Controller, Reconciler, list[BackgroundTask]]]:
     """The controller, the reconciler and the background tasks, with their open connections."""
@@ -122,7 +122,7 @@ async def run(
     operator_settings = kopf.OperatorSettings()
     configure(operator_settings)
     _log_in(registry, vault_login)
-    async with parts(settings, cluster, telemetry) as (controller, reconciler, background_tasks):
+    async with build(settings, cluster, telemetry) as (controller, reconciler, background_tasks):
         register(registry, controller, reconciler, background_tasks, settings.resync_interval)
         await kopf.operator(
             registry=registry,

@@ -71,7 +71,7 @@ def engine_pods(
     statuses: Sequence[EngineStatus],
     cached: Mapping[str, float],
 ) -> list[EnginePod]:
-    """Pods with their engines' status; of two engines of one pod the one that does not drain."""
+    """Pods with their engines' status; if a pod has two engines, of the one that does not drain."""
     told: dict[str, EngineStatus] = {}
     for status in sorted(statuses, key=lambda status: not status.draining):
         told[names.pod_of_engine(status.engine_id)] = status

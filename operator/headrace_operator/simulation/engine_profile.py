@@ -31,7 +31,7 @@ class EngineProfile:
     def step_seconds(self) -> list[float]:
         """Seconds of a decode step for each batch size from 0 to `max_num_seqs`, interpolated.
 
-        Beyond the largest batch measured, the last two go on in a line.
+        Above the largest measured batch, the line through the last two is extended.
         """
         sizes = sorted(self.decode_step)
         seconds = [self.decode_step[size] for size in sizes]
@@ -68,7 +68,7 @@ def _parse(text: str, source: str) -> EngineProfile:
         _check(profile)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise SimulationError(
-            f"{source}: {error}; benchmarks/calibrate.py writes a right one"
+            f"{source}: {error}; write a profile with benchmarks/calibrate.py"
         ) from error
     return profile
 

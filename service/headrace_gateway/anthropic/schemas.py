@@ -22,7 +22,7 @@ from ..schemas.completions import LEAVE_OUT, MAX_MESSAGES, UNSUPPORTED, Generati
 
 MAX_EXAMPLES = 64
 MAX_EDITS = 16
-_NO_TOOLSETS = "tools have no sets here"
+_NO_TOOLSETS = "toolsets are not supported; list the tools"
 CLEAR_THINKING = "clear_thinking_20251015"
 _NO_EDITS = "shorten the messages yourself; only thinking can be cleared, which templates do"
 
@@ -33,7 +33,7 @@ def _as_blocks(content: object) -> object:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-# A text is the same as one block with it.
+# A string means one text block.
 _OR_TEXT = (
     BeforeValidator(_as_blocks),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),

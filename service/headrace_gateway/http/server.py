@@ -201,7 +201,7 @@ class GatewayProtocol(HttpToolsProtocol):
         super().on_response_complete()
 
     def _read_on(self) -> None:
-        """Reads on, up to a bound, after a request that waits for another one's answer."""
+        """Reads on, up to a bound, while a pipelined request waits for the previous answer."""
         held = self._overhead + sum(len(cycle.body) for cycle, _ in self.pipeline)
         if len(self.pipeline) > MAX_PIPELINED or held > MAX_PIPELINED_BYTES:
             self.transport.abort()

@@ -18,9 +18,12 @@ CHAT = "/v1/chat/completions"
 
 @dataclass(frozen=True, slots=True)
 class BadBody:
-    """`body` is sent as it is, or its fields as JSON; a function among them makes a value that is
-    large. `param` is the field that the answer must name, where one is to blame. `status` is that
-    of the answer where 400 is not the only one that would do: None is any 4xx."""
+    """A request that must be refused.
+
+    `body` is bytes, or fields that are sent as JSON; a field may be a function that makes a large
+    value. `param` is the field that the error must name, if any. `status` is the answer's status;
+    None allows any 4xx.
+    """
 
     name: str
     body: bytes | Mapping[str, Any]

@@ -108,7 +108,7 @@ def test_adapters_are_settings_and_volumes_of_the_engine(monkeypatch: pytest.Mon
     image = {"reference": "registry/tone:1", "pullPolicy": "IfNotPresent"}
     assert volumes["adapter-2"]["image"] == image
     for name in ("ENABLE_LORA", "QUEUE_SHARDS"):
-        assert f"{PREFIX}{name}" not in env(), "images of before know no such setting"
+        assert f"{PREFIX}{name}" not in env(), "older images do not know this setting"
 
 
 def test_the_grace_period_outlasts_the_drain() -> None:
@@ -117,12 +117,12 @@ def test_the_grace_period_outlasts_the_drain() -> None:
     assert env(drain={"timeoutSeconds": 90})["HEADRACE_ENGINE_DRAIN_TIMEOUT"] == "90"
 
 
-def test_a_drained_engine_waits_for_its_pods_end_and_hears_of_that() -> None:
+def test_a_drained_engine_waits_until_its_pod_ends() -> None:
     assert env()["HEADRACE_ENGINE_AFTER_DRAIN"] == "wait"
     assert pod()["containers"][0]["lifecycle"] == {"preStop": {"sleep": {"seconds": 1}}}
 
 
-def test_what_waits_for_a_deleted_model_is_held_where_that_is_asked_for() -> None:
+def test_requests_that_wait_for_a_deleted_model_are_held_if_the_spec_says_so() -> None:
     assert "HEADRACE_ENGINE_HOLD_WAITING" not in env()
     assert env(deletion={"waitingRequests": "Hold"})["HEADRACE_ENGINE_HOLD_WAITING"] == "true"
 

@@ -88,7 +88,7 @@ def simulated(
 
 
 def apart(samples: Sequence[Sample], decided: Sequence[tuple[float, int]]) -> list[str]:
-    """Samples with more than one engine more or less than the simulator had about that time."""
+    """Samples whose number of engines is more than one off the simulator's at that time."""
     found = []
     for sample in samples:
         near = [wanted for at, wanted in decided if abs(at - sample.at) <= SHIFT_S]

@@ -54,7 +54,7 @@ def _arguments(function: Function) -> Format:
 
 
 def _python(schema: Mapping[str, Any]) -> Format:
-    """Returns the format of a value as JSON, which the parser reads too; its words as in Python."""
+    """Returns the format of a value: JSON, but with True, False and None as in Python."""
     match schema.get("type"):
         case "boolean" if "enum" not in schema and "const" not in schema:
             return Alternatives((Const("True"), Const("False")))

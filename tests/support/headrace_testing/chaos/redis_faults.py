@@ -48,7 +48,7 @@ async def empty(scene: Scene) -> None:
 
 
 async def fill(scene: Scene) -> None:
-    """No more memory: new requests wait at the door, what runs is finished. Then there is again."""
+    """Redis has no memory for a while: new requests are refused, running ones are finished."""
     await scene.moment(latest=0.4)
     port = scene.world.valkey.port
     await scene.aside(lambda: ask(port, "CONFIG", "SET", "maxmemory", 1))
@@ -80,8 +80,8 @@ async def fail_over_late(scene: Scene) -> None:
 
 
 async def split_brain(scene: Scene) -> None:
-    """The master freezes, its replica is promoted, and it wakes as a second master: gateways and
-    engines are with either, until Sentinel demotes it some 10 s later."""
+    """The master freezes, its replica is promoted, and it wakes as a second master. Gateways and
+    engines use one or the other, until Sentinel demotes it some 10 s later."""
     await scene.moment()
     servers = scene.world.sentinel_set
     servers.master.pause()

@@ -15,7 +15,7 @@ from headrace_testing.valkey import ValkeyServer
 from .limits import DESCRIPTORS, ENGINE_BYTES, GATEWAY_BYTES, PATIENCE_S, REDIS_MEMORY
 
 EMBEDDER = "embedder"
-# A model whose own template takes as long as a chat's `loops` says.
+# A model whose chat template runs for as many loops as a chat's `loops` says.
 LOOPING = "looping"
 LOOPING_TEMPLATE = """\
 {% for _ in range(loops | default(1)) %}{% for _ in range(1000) %}{% endfor %}{% endfor %}
@@ -106,7 +106,7 @@ class HostileStack(Stack):
 def start_limited(
     module: str, arguments: Sequence[str], log: Path, env: Mapping[str, str]
 ) -> Running:
-    """A Starter of processes that may open DESCRIPTORS files. Their memory is the watch's."""
+    """A Starter of processes that may open DESCRIPTORS files. `watched` limits their memory."""
     running = start_program(module, arguments, log, env)
     resource.prlimit(running.pid, resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
     return running
