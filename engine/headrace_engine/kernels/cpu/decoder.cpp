@@ -312,8 +312,8 @@ void headrace_pack_weight(headrace_executor* executor, void* packed, float* scal
   chosen(executor->pool, packed, scales, rows, outputs, inputs);
 }
 
-void headrace_pack_levels(headrace_executor* executor, void* packed, const void* const* rows,
-                          int64_t outputs, int64_t inputs) {
+void headrace_pack_int4(headrace_executor* executor, void* packed, const void* const* rows,
+                         int64_t outputs, int64_t inputs) {
   using namespace headrace;
   const auto* from = reinterpret_cast<const uint8_t* const*>(rows);
   executor->pool.run(panels_of(outputs), [&](int64_t panel, int) {

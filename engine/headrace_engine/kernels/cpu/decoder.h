@@ -5,7 +5,7 @@
 #include "attention.h"
 
 // Weights in the layout of headrace_pack_weight; `scales` is null if they are not quantised. With
-// `zeros` they have the layout of headrace_pack_levels, and both are [inputs / group, outputs
+// `zeros` they have the layout of headrace_pack_int4, and both are [inputs / group, outputs
 // padded]. Weights with a group of 32 and no zeros have it too: they are 4-bit floats (e2m1), with
 // scales for twice their values.
 struct headrace_linear {
@@ -126,9 +126,9 @@ HEADRACE_EXPORT void headrace_pack_weight(headrace_executor* executor, void* pac
                                           int64_t is_bfloat16);
 
 // Lays out `outputs` (padded) rows of `inputs` 4-bit integers, a byte each; a null row is zeros.
-HEADRACE_EXPORT void headrace_pack_levels(headrace_executor* executor, void* packed,
-                                          const void* const* rows, int64_t outputs,
-                                          int64_t inputs);
+HEADRACE_EXPORT void headrace_pack_int4(headrace_executor* executor, void* packed,
+                                         const void* const* rows, int64_t outputs,
+                                         int64_t inputs);
 
 // Index and value of each row's first largest element. NaN is larger than every number.
 HEADRACE_EXPORT void headrace_argmax(headrace_executor* executor, int64_t* indices, float* values,

@@ -151,7 +151,7 @@ class Executor:
         rows = np.zeros(width, dtype=np.uint64)
         rows[there] = row_addresses(weight.values)[order[there]]
         packed = self._arena.empty(width * inputs // 2, torch.uint8)
-        self._kernels.pack_levels(self._handle, packed.data_ptr(), rows.ctypes.data, width, inputs)
+        self._kernels.pack_int4(self._handle, packed.data_ptr(), rows.ctypes.data, width, inputs)
 
         def placed(values: torch.Tensor) -> torch.Tensor:
             """[out, ...] as [..., width], in the layout's order."""

@@ -56,7 +56,7 @@ class Kernels:
             "linear_forward", ctypes.c_int, *[_POINTER] * 4, *[_INT] * 2
         )
         self.pack_weight = self._bind("pack_weight", None, *[_POINTER] * 4, *[_INT] * 3)
-        self.pack_levels = self._bind("pack_levels", None, *[_POINTER] * 3, *[_INT] * 2)
+        self.pack_int4 = self._bind("pack_int4", None, *[_POINTER] * 3, *[_INT] * 2)
         # Outputs of a linear layer that are adjacent in memory.
         self.panel = self._bind("panel", ctypes.c_int64)()
 
