@@ -139,7 +139,7 @@ async def serve(
         await when_reachable(client.start, settings.startup_timeout)
         connection.watch(settings.redis_patience)
         await discovery.start()
-        dependencies = AppDependencies(
+        deps = AppDependencies(
             served=served,
             client=client,
             queue=queue,
@@ -147,7 +147,7 @@ async def serve(
             liveness=liveness,
             keys=api_keys,
             usage=None if api_keys is None else RedisKeyUsage(connection),
-            durable_stores=DurableStores(
+            durable=DurableStores(
                 RedisRequestStore(connection),
                 queue,
                 RedisAccounts(connection),
@@ -157,7 +157,7 @@ async def serve(
             storage=open_storage(connection, gateway_id),
             clock=connection.clock,
         )
-        app = create_app(settings, dependencies)
+        app = create_app(settings, deps)
         server = GatewayServer(
             server_config(app, settings),
             on_drain=lambda: app.state.services.pipeline.drain.begin(settings.drain_timeout),

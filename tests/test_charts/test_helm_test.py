@@ -51,8 +51,8 @@ async def test_each_model_with_a_ready_engine_is_asked(tmp_path: Path) -> None:
 
 async def test_a_release_without_a_model_passes_and_says_so(gateway: Gateway) -> None:
     settings = GatewaySettings(port=0, drain_timeout=0)
-    dependencies = AppDependencies(served=Models({}), client=gateway.engine, queue=gateway.engine)
-    async with running(create_app(settings, dependencies), settings) as (_, port):
+    deps = AppDependencies(served=Models({}), client=gateway.engine, queue=gateway.engine)
+    async with running(create_app(settings, deps), settings) as (_, port):
         status, output = await helm_test(f"http://127.0.0.1:{port}")
 
     assert status == 0, output

@@ -120,16 +120,16 @@ class BatchRun:
         self._usage = NOTHING_USED
         self._running: set[Line] = set()
         self._cancelling = batch.cancelling_at is not None
-        self._crash_counts = CrashCounts(context.batches, batch, context.leader)
+        self._crashes = CrashCounts(context.batches, batch, context.leader)
 
     async def run(self) -> None:
         """Runs the batch to its end, from where it is."""
         if not self._progress.status.final:
-            await self._crash_counts.load()
+            await self._crashes.load()
             try:
                 await self._lead()
             finally:
-                await self._crash_counts.leave()
+                await self._crashes.leave()
         if await self._context.batches.close(self._batch):
             self._context.metrics.batch_ended(self._progress.status.value)
         await self._context.stores.count(self._tenant, batch_item(self._batch.request))
@@ -137,14 +137,14 @@ class BatchRun:
     # Before
 
     async def _lead(self) -> None:
-        ended = max(map(self._crash_counts.gateways, (READING, WRITING)))
+        ended = max(map(self._crashes.gateways, (READING, WRITING)))
         if ended >= MAX_GATEWAYS:
             message = f"{ended} gateways ended while they read or wrote this batch's files."
             await self._refuse((Fault(SET_ASIDE, message),))
             return
-        async with self._crash_counts.started(READING):
+        async with self._crashes.started(READING):
             source = await self._read()
-        await self._crash_counts.cleared(READING)
+        await self._crashes.cleared(READING)
         if source.faults:
             await self._refuse(source.faults)
         else:
@@ -187,13 +187,11 @@ class BatchRun:
             **self._counts,
         )
         for line in source.lines:
-            if self._crash_counts.gateways(line.number) >= MAX_GATEWAYS:
+            if self._crashes.gateways(line.number) >= MAX_GATEWAYS:
                 await self._set_aside(line)
-        left = sorted(
-            self._left(source), key=lambda line: -self._crash_counts.gateways(line.number)
-        )
+        left = sorted(self._left(source), key=lambda line: -self._crashes.gateways(line.number))
         ended = await self._run_lines(source, iter(left))
-        async with self._crash_counts.started(WRITING):
+        async with self._crashes.started(WRITING):
             await self._end(ended, self._left(source))
 
     def _models(self, source: BatchInput) -> tuple[str, ...]:
@@ -213,9 +211,8 @@ class BatchRun:
 
     async def _set_aside(self, line: Line) -> None:
         """Gives the line its error, and ends its request in the queue."""
-        ended = self._crash_counts.gateways(line.number)
         message = (
-            f"{ended} gateways ended, one after the other, while "
+            f"{self._crashes.gateways(line.number)} gateways ended, one after the other, while "
             "this request ran; it is not run again. Make it simpler or shorter."
         )
         logger.error("batch line set aside", extra=self._fields(line))
@@ -255,7 +252,7 @@ class BatchRun:
     async def _run_line(self, source: BatchInput, line: Line, pause: float) -> float | None:
         """Runs a line to its result; returns how long to wait if the service takes no
         requests now."""
-        async with self._lock(line), self._crash_counts.started(line.number):
+        async with self._lock(line), self._crashes.started(line.number):
             try:
                 result = await self._result(source, line)
             except _Busy as busy:
@@ -266,7 +263,7 @@ class BatchRun:
             return None
 
     def _lock(self, line: Line) -> AbstractAsyncContextManager[None]:
-        alone = self._crash_counts.gateways(line.number) >= ALONE_FROM
+        alone = self._crashes.gateways(line.number) >= ALONE_FROM
         return self._context.line_lock.exclusive() if alone else self._context.line_lock.shared()
 
     async def _watch(self) -> BatchStatus:
@@ -292,7 +289,7 @@ class BatchRun:
             result.text,
             answered=result.answered,
             usage=result.usage,
-            starters=self._crash_counts.starters(line.number),
+            starters=self._crashes.starters(line.number),
         )
         if first:
             self._context.metrics.batch_request(answered=result.answered)

@@ -105,9 +105,9 @@ class AppDependencies:
     anything.
 
     The caller starts and closes the client and the keys, on the event loop that serves. With `keys`
-    every request needs one; `usage` counts what keys with limits use. Without `durable_stores` a
-    request lives no longer than its connection; without `storage` there are no files and no
-    batches. Requests' times are of `clock`.
+    every request needs one; `usage` counts what keys with limits use. Without `durable` a request
+    lives no longer than its connection; without `storage` there are no files and no batches.
+    Requests' times are of `clock`.
     """
 
     served: Models
@@ -117,49 +117,39 @@ class AppDependencies:
     liveness: Callable[[], str | None] = always_live
     keys: KeyFile | None = None
     usage: KeyUsage | None = None
-    durable_stores: DurableStores | None = None
+    durable: DurableStores | None = None
     refused_grammars: RefusedGrammars = field(default_factory=LocalRefusedGrammars)
     storage: Storage | None = None
     clock: RedisClock = field(default_factory=RedisClock)
 
 
-def create_app(settings: GatewaySettings, dependencies: AppDependencies) -> FastAPI:
+def create_app(settings: GatewaySettings, deps: AppDependencies) -> FastAPI:
     """Returns the wired application."""
-    metrics = GatewayMetrics(dependencies.telemetry.meter)
+    metrics = GatewayMetrics(deps.telemetry.meter)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         with ThreadPoolExecutor(_threads(settings), "work") as executor:
-            stores = _stores(settings, dependencies)
-            _observe(metrics, dependencies, stores)
-            grammars = _grammars(settings, dependencies, metrics)
+            stores = _stores(settings, deps)
+            _observe(metrics, deps, stores)
+            grammars = _grammars(settings, deps, metrics)
             rendering = Rendering()
-            services = _services(
-                settings, dependencies, executor, metrics, grammars, rendering, stores
-            )
-            batch_leader: BatchLeader | None = None
-            if dependencies.storage is not None and stores is not None:
+            services = _services(settings, deps, executor, metrics, grammars, rendering, stores)
+            leader: BatchLeader | None = None
+            if deps.storage is not None and stores is not None:
                 context = make_batch_context(
-                    app,
-                    dependencies.storage,
-                    settings,
-                    services.resumable,
-                    stores,
-                    metrics,
-                    dependencies.keys,
+                    app, deps.storage, settings, services.resumable, stores, metrics, deps.keys
                 )
-                batch_leader = BatchLeader(
+                leader = BatchLeader(
                     context, services.pipeline.drain, running=settings.max_running_batches
                 )
-                batch_service = make_batch_service(
-                    dependencies.storage, settings, stores, batch_leader.wake
-                )
+                batch_service = make_batch_service(deps.storage, settings, stores, leader.wake)
                 services = replace(services, batch_service=batch_service)
-                batch_leader.start()
+                leader.start()
             app.state.services = services
             yield
-            if batch_leader is not None:
-                await batch_leader.close()
+            if leader is not None:
+                await leader.close()
             services.pipeline.drain.close()
             services.resumable.close()
             if services.pipeline.rate_limits is not None:
@@ -212,11 +202,9 @@ def create_app(settings: GatewaySettings, dependencies: AppDependencies) -> Fast
         max_upload_bytes=settings.max_file_bytes + FORM_BYTES,
         timeout=settings.body_timeout,
     )
-    if dependencies.keys is not None:
+    if deps.keys is not None:
         document_keys(app, OPEN_PATHS)
-        app.add_middleware(
-            Authentication, find=dependencies.keys.find, refused=metrics.unauthorized
-        )
+        app.add_middleware(Authentication, find=deps.keys.find, refused=metrics.unauthorized)
     if (
         settings.allowed_origins
     ):  # outermost: browsers send preflights without a key, and read refusals
@@ -226,45 +214,37 @@ def create_app(settings: GatewaySettings, dependencies: AppDependencies) -> Fast
 
 def _services(
     settings: GatewaySettings,
-    dependencies: AppDependencies,
+    deps: AppDependencies,
     executor: ThreadPoolExecutor,
     metrics: GatewayMetrics,
     grammars: GrammarChecks,
     rendering: Rendering,
     stores: TenantStores | None,
 ) -> Services:
-    engines = EngineDirectory(dependencies.queue)
+    engines = EngineDirectory(deps.queue)
     limits = Limits(
         default_deadline=settings.default_deadline,
         max_deadline=settings.max_deadline,
         max_choices=settings.max_choices,
     )
-    rate_limits = (
-        None
-        if dependencies.usage is None
-        else RateLimits(dependencies.usage, dependencies.clock.now)
-    )
-    client = (
-        dependencies.client
-        if rate_limits is None
-        else MeteredClient(dependencies.client, rate_limits)
-    )
-    observer = Observer(metrics, dependencies.telemetry.tracer)
+    rate_limits = None if deps.usage is None else RateLimits(deps.usage, deps.clock.now)
+    client = deps.client if rate_limits is None else MeteredClient(deps.client, rate_limits)
+    observer = Observer(metrics, deps.telemetry.tracer)
     delivery = Delivery(
         keep_alive=settings.keep_alive_interval,
         write_timeout=settings.write_timeout,
-        positions=dependencies.queue,
+        positions=deps.queue,
     )
     drain = Drain()
     pipeline = Pipeline(
         work=WorkPool(executor, _threads(settings)).of(DEFAULT_TENANT),
-        admission=Admission(client, engines, limits, dependencies.clock.now),
+        admission=Admission(client, engines, limits, deps.clock.now),
         observer=observer,
         delivery=delivery,
         drain=drain,
         resumable=ResumableRequests(
-            *_resumable(settings, dependencies, client, stores),
-            models=dependencies.served,
+            *_resumable(settings, deps, client, stores),
+            models=deps.served,
             observer=observer,
             delivery=delivery,
             drain=drain,
@@ -275,14 +255,14 @@ def _services(
     )
     return Services(
         settings=settings,
-        models=dependencies.served,
+        models=deps.served,
         pipeline=pipeline,
         engines=engines,
-        liveness=dependencies.liveness,
-        notice=dependencies.clock.notice,
+        liveness=deps.liveness,
+        notice=deps.clock.notice,
         version=package_version(),
         chat_output=ChatOutput(settings),
-        keys_on=dependencies.keys is not None,
+        keys_on=deps.keys is not None,
     )
 
 
@@ -291,16 +271,16 @@ def _threads(settings: GatewaySettings) -> int:
 
 
 def _grammars(
-    settings: GatewaySettings, dependencies: AppDependencies, metrics: GatewayMetrics
+    settings: GatewaySettings, deps: AppDependencies, metrics: GatewayMetrics
 ) -> GrammarChecks:
     limits = task_limits(settings)
     bounds = CheckBounds(workers=settings.grammar_workers, limits=limits)
-    return GrammarChecks(bounds, dependencies.refused_grammars, metrics.grammar_checked)
+    return GrammarChecks(bounds, deps.refused_grammars, metrics.grammar_checked)
 
 
-def _stores(settings: GatewaySettings, dependencies: AppDependencies) -> TenantStores | None:
-    durable_stores = dependencies.durable_stores
-    if durable_stores is None:
+def _stores(settings: GatewaySettings, deps: AppDependencies) -> TenantStores | None:
+    durable = deps.durable
+    if durable is None:
         return None
     limits = StoreLimits(
         tenant_bytes=int(settings.max_tenant_store_bytes),
@@ -310,43 +290,30 @@ def _stores(settings: GatewaySettings, dependencies: AppDependencies) -> TenantS
         files=settings.max_stored_files,
         memory_share=settings.store_memory_share,
     )
-    return TenantStores(
-        durable_stores.accounts, limits, durable_stores.memory, dependencies.clock.now
-    )
+    return TenantStores(durable.accounts, limits, durable.memory, deps.clock.now)
 
 
 def _resumable(
-    settings: GatewaySettings,
-    dependencies: AppDependencies,
-    client: Client,
-    stores: TenantStores | None,
+    settings: GatewaySettings, deps: AppDependencies, client: Client, stores: TenantStores | None
 ) -> tuple[StoredRequests | None, StoredEmbeddings | None]:
-    durable_stores, now = dependencies.durable_stores, dependencies.clock.now
-    if durable_stores is None or stores is None:
+    durable, now = deps.durable, deps.clock.now
+    if durable is None or stores is None:
         return None, None
-    sessions = Sessions(client, durable_stores.store, stores.settle)
+    sessions = Sessions(client, durable.store, stores.settle)
     lifetimes = Lifetimes(result=settings.result_ttl, window=settings.resume_window)
     return (
-        StoredRequests(
-            durable_stores.store, durable_stores.request_directory, sessions, lifetimes, stores, now
-        ),
-        StoredEmbeddings(
-            durable_stores.store, durable_stores.request_directory, client, stores, now
-        ),
+        StoredRequests(durable.store, durable.request_directory, sessions, lifetimes, stores, now),
+        StoredEmbeddings(durable.store, durable.request_directory, client, stores, now),
     )
 
 
-def _observe(
-    metrics: GatewayMetrics, dependencies: AppDependencies, stores: TenantStores | None
-) -> None:
-    if dependencies.telemetry.measuring:
+def _observe(metrics: GatewayMetrics, deps: AppDependencies, stores: TenantStores | None) -> None:
+    if deps.telemetry.measuring:
         loop = asyncio.get_running_loop()
-        metrics.observe_queue(QueueScrapeCache(dependencies.queue, dependencies.served, loop))
-        if dependencies.storage is not None:
-            metrics.observe_batches(
-                BatchScrapeCache(dependencies.storage.batches, loop, dependencies.clock.now)
-            )
-        keys = dependencies.keys
+        metrics.observe_queue(QueueScrapeCache(deps.queue, deps.served, loop))
+        if deps.storage is not None:
+            metrics.observe_batches(BatchScrapeCache(deps.storage.batches, loop, deps.clock.now))
+        keys = deps.keys
         if keys is not None:
             metrics.observe_keys(keys)
         if stores is not None:

@@ -109,12 +109,12 @@ async def batch_gateway(
     queue = backend.gateway(name)
     client = GenerationClient(queue, QueueLimits(), config=CONFIG)
     await client.start()
-    dependencies = AppDependencies(
+    deps = AppDependencies(
         served=served,
         client=client,
         queue=queue,
         keys=keys,
-        durable_stores=DurableStores(
+        durable=DurableStores(
             backend.request_store(),
             queue,
             backend.accounts(),
@@ -122,7 +122,7 @@ async def batch_gateway(
         ),
         storage=open_storage(backend.connect(), name),
     )
-    async with running(create_app(chosen, dependencies), chosen) as (_, port):
+    async with running(create_app(chosen, deps), chosen) as (_, port):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
             yield http
     await client.close()

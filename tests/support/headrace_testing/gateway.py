@@ -252,7 +252,7 @@ async def serve(
     chosen = GatewaySettings(model=str(folder), served_model_name=MODEL, port=0, **settings)
     served = Models(load_static(chosen))
     engine = engine or ScriptedEngine(served.get(MODEL).tokenizer)
-    dependencies = AppDependencies(
+    deps = AppDependencies(
         served=served,
         client=engine,
         queue=engine,
@@ -260,7 +260,7 @@ async def serve(
         usage=usage,
         clock=clock or RedisClock(),
     )
-    app = create_app(chosen, dependencies)
+    app = create_app(chosen, deps)
     async with running(app, chosen) as (server, port):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
             yield Gateway(port, engine, app, server, http)

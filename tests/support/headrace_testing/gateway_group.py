@@ -41,15 +41,13 @@ class GatewayGroup:
         queue = self.backend.gateway(name)
         client = GenerationClient(queue, self.limits, config=CONFIG)
         await client.start()
-        dependencies = AppDependencies(
+        deps = AppDependencies(
             served=self._served,
             client=client,
             queue=queue,
-            durable_stores=DurableStores(
-                self.backend.request_store(), queue, self.backend.accounts()
-            ),
+            durable=DurableStores(self.backend.request_store(), queue, self.backend.accounts()),
         )
-        app: ASGIApp = create_app(self._settings, dependencies)
+        app: ASGIApp = create_app(self._settings, deps)
         async with running(app, self._settings) as (_, port):  # type: ignore[arg-type]
             self.ports[name] = port
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:

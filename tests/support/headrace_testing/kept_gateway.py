@@ -65,11 +65,9 @@ async def serve_kept(folder: Path, **fields: Any) -> AsyncIterator[KeptGateway]:
     config = ClientConfig(beat_interval=0.05, silence=1.0, recheck=0.2, longest_recheck=0.5)
     client = GenerationClient(queue, QueueLimits(), config=config)
     await client.start()
-    durable_stores = DurableStores(backend.request_store(), queue, backend.accounts())
-    dependencies = AppDependencies(
-        served=served, client=client, queue=queue, durable_stores=durable_stores
-    )
-    app = create_app(settings, dependencies)
+    durable = DurableStores(backend.request_store(), queue, backend.accounts())
+    deps = AppDependencies(served=served, client=client, queue=queue, durable=durable)
+    app = create_app(settings, deps)
     engine = FakeEngine(backend.engine(), MODEL, token_delay=0.0, beat_interval=0.2)
     engine_task = asyncio.create_task(engine.run())
     async with running(app, settings) as (_, port):

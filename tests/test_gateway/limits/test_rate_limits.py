@@ -484,15 +484,15 @@ async def _gateway(
     await client.start()
     served = Models(load_static(settings))
     usage = RedisKeyUsage(over.connect())
-    dependencies = AppDependencies(
+    deps = AppDependencies(
         served=served,
         client=client,
         queue=queue,
         keys=key_file,
         usage=usage,
-        durable_stores=DurableStores(over.request_store(), queue, over.accounts()),
+        durable=DurableStores(over.request_store(), queue, over.accounts()),
     )
-    async with running(create_app(settings, dependencies), settings) as (_, port):
+    async with running(create_app(settings, deps), settings) as (_, port):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
             yield http
     await client.close()

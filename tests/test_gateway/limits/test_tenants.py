@@ -123,7 +123,7 @@ async def test_requests_are_measured_and_traced_by_tenant(
     served = Models(load_static(settings))
     engine = ScriptedEngine(served.get(MODEL).tokenizer)
     spans, keys = SpanMemory(), KeyFile(book.path)
-    dependencies = AppDependencies(
+    deps = AppDependencies(
         served=served,
         client=engine,
         queue=engine,
@@ -131,7 +131,7 @@ async def test_requests_are_measured_and_traced_by_tenant(
         keys=keys,
         usage=MemoryKeyUsage(),
     )
-    async with running(create_app(settings, dependencies), settings) as (_, port):
+    async with running(create_app(settings, deps), settings) as (_, port):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
             for headers in (book.headers("alice"), book.headers("bob"), {}):
                 await http.post("/v1/completions", json={"prompt": [5] * 20}, headers=headers)

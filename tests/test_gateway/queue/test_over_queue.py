@@ -41,8 +41,8 @@ async def http(backend: Backend, checkpoint: Path) -> AsyncIterator[httpx.AsyncC
     queue = backend.gateway()
     client = GenerationClient(queue, QueueLimits(max_requests=4))
     await client.start()
-    dependencies = AppDependencies(served=Models(load_static(settings)), client=client, queue=queue)
-    async with running(create_app(settings, dependencies), settings) as (_, port):
+    deps = AppDependencies(served=Models(load_static(settings)), client=client, queue=queue)
+    async with running(create_app(settings, deps), settings) as (_, port):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
             yield http
     await client.close()

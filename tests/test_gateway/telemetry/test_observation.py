@@ -37,10 +37,10 @@ async def test_a_request_is_traced_measured_and_logged(
     served = Models(load_static(settings))
     engine = ScriptedEngine(served.get(MODEL).tokenizer)
     telemetry = Telemetry(meter=meter, tracer=spans.tracer, tracing=True, measuring=True)
-    dependencies = AppDependencies(served=served, client=engine, queue=engine, telemetry=telemetry)
+    deps = AppDependencies(served=served, client=engine, queue=engine, telemetry=telemetry)
     headers = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01", "x-request-id": "mine"}
     with caplog.at_level(logging.INFO, "headrace_gateway.telemetry.observation"):
-        async with running(create_app(settings, dependencies), settings) as (_, port):
+        async with running(create_app(settings, deps), settings) as (_, port):
             answer = await gateway.http.post(
                 f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "Hi"}, headers=headers
             )
