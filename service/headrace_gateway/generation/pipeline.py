@@ -20,6 +20,7 @@ from ..limits.rate_limits import RateLimited, RateLimits
 from ..limits.tenants import Caller, tenancy_of
 from ..limits.work import Result, Work
 from ..models.models import ServedModel
+from ..openai.responses.truncation import fitting
 from ..parsing.strict_calls import at_prompt
 from ..queue_client.drain import Drain
 from ..resumable.answer_factory import make_answer
@@ -72,6 +73,36 @@ class Pipeline:
     async def off_loop(self, request: Request, work: Callable[[], Result]) -> Result:
         """Runs work that grows with the request's body: in a thread if the body is large."""
         return await self.work.run(request.scope["state"][BODY_SIZE], work)
+
+    async def chat_prompt(
+        self,
+        model: ServedModel,
+        messages: Sequence[Message],
+        options: ChatOptions,
+        *,
+        left_free: int | None = None,
+    ) -> list[list[int]]:
+        """Returns the token ids of a conversation's prompt.
+
+        With `left_free`, first turns that do not fit beside so many further tokens are left out.
+        """
+        context = await self.admission.context(model)
+        encode = partial(self.prompts.chat, model, options=options, context=context)
+        if left_free is None or context is None:
+            return [await encode(messages)]
+        return [await fitting(messages, encode, context - left_free)]
+
+    async def completion_prompts(
+        self, model: ServedModel, prompt: object, *, add_special_tokens: bool, max_prompts: int
+    ) -> list[list[int]]:
+        """Returns the token ids of a completion's prompts."""
+        return await self.prompts.completion(
+            model,
+            prompt,
+            add_special_tokens=add_special_tokens,
+            max_prompts=max_prompts,
+            context=await self.admission.context(model),
+        )
 
     def observe(
         self,

@@ -33,15 +33,10 @@ async def create_chat_completion(request: Request, services: WithServices) -> Re
     form, sampling, options = await services.pipeline.off_loop(
         request, partial(_plan, services, model, body)
     )
-
-    async def encode() -> list[list[int]]:
-        context = await services.admission.context(model)
-        return [await services.prompts.chat(model, body.messages, options, context)]
-
     call = Call(
         model=model,
         sampling=sampling,
-        encode=encode,
+        encode=partial(services.pipeline.chat_prompt, model, body.messages, options),
         form=form,
         include_usage=body.include_usage,
         shows_ids=body.return_token_ids,

@@ -1,5 +1,7 @@
 """POST /v1/completions."""
 
+from functools import partial
+
 from fastapi import APIRouter, Request, Response
 
 from headrace_common.sampling.params import SamplingParams
@@ -24,20 +26,16 @@ async def create_completion(request: Request, services: WithServices) -> Respons
     check_prompt_logprobs(body)
     model = await services.models.find(body.model)
     sampling = _sampling(body)
-
-    async def encode() -> list[list[int]]:
-        return await services.prompts.completion(
+    call = Call(
+        model=model,
+        sampling=sampling,
+        encode=partial(
+            services.pipeline.completion_prompts,
             model,
             body.prompt,
             add_special_tokens=body.add_special_tokens,
             max_prompts=services.settings.max_prompts,
-            context=await services.admission.context(model),
-        )
-
-    call = Call(
-        model=model,
-        sampling=sampling,
-        encode=encode,
+        ),
         include_usage=body.include_usage,
         shows_ids=body.return_token_ids,
         prompt_echo=_prompt_echo(body),

@@ -35,13 +35,9 @@ async def create_message(request: Request, services: WithServices) -> Response:
     messages, options = await services.pipeline.off_loop(request, partial(_prompt, body, model))
     plan = partial(services.chat_output.plan, model, sampling_of(body))
     form, sampling = await services.pipeline.off_loop(request, lambda: plan(tooling_of(body)))
-
-    async def encode() -> list[list[int]]:
-        context = await services.admission.context(model)
-        return [await services.prompts.chat(model, messages, options, context)]
-
     if omits_thinking(body):
         form = form.with_echo({OMITS_THINKING: True})
+    encode = partial(services.pipeline.chat_prompt, model, messages, options)
     call = Call(model=model, sampling=sampling, encode=encode, form=form)
     return await services.pipeline.generate(MESSAGES, request, body, call)
 

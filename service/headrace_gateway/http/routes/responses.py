@@ -18,7 +18,6 @@ from ...openai.responses.answer import ID_PREFIX, failed_object, response_object
 from ...openai.responses.items import read_input, read_output
 from ...openai.responses.request import echo_of, sampling_of, tooling_of
 from ...openai.responses.schemas import NOT_IN_RESPONSES, SEALED_REASONING, ResponsesRequest
-from ...openai.responses.truncation import fitting
 from ...openai.transcript import Transcript
 from ...parsing.chat_output import Tooling
 from ...parsing.output import OutputForm
@@ -73,19 +72,14 @@ async def create_response(request: Request, services: WithServices) -> Response:
     options = await services.pipeline.off_loop(
         request, partial(_options, body, model, sampling, tools)
     )
-
-    async def encode() -> list[list[int]]:
-        context = await services.admission.context(model)
-        messages = _instructed(body.instructions, history.messages())
-        one = partial(services.prompts.chat, model, options=options, context=context)
-        if body.truncation == "disabled" or context is None:
-            return [await one(messages)]
-        return [await fitting(messages, one, context - (body.max_output_tokens or 1))]
-
+    messages = _instructed(body.instructions, history.messages())
+    left_free = None if body.truncation == "disabled" else body.max_output_tokens or 1
     call = Call(
         model=model,
         sampling=sampling,
-        encode=encode,
+        encode=partial(
+            services.pipeline.chat_prompt, model, messages, options, left_free=left_free
+        ),
         form=form.with_echo(echo),
         stored=stored,
     )
