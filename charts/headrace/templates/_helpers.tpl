@@ -163,9 +163,39 @@ priorityClassName: {{ . }}
 {{- if and (eq .Values.redis.mode "bundled") .Values.redis.bundled.usersByModel .Values.operator.enabled (not .Values.redis.bundled.existingSecret) }}true{{ end }}
 {{- end }}
 
-{{/* Host and database of the bundled server. */}}
-{{- define "headrace.redis.bundledAddress" -}}
-{{- printf "%s.%s.svc:6379/0" (include "headrace.componentName" (list . "redis")) .Release.Namespace }}
+{{/* Not empty where the bundled Redis is three servers with Sentinels. */}}
+{{- define "headrace.redis.sentinel" -}}
+{{- if and (eq .Values.redis.mode "bundled") .Values.redis.bundled.sentinel.enabled }}true{{ end -}}
+{{- end }}
+
+{{/* Names of the pods of the bundled Redis. */}}
+{{- define "headrace.redis.pods" -}}
+{{- $name := include "headrace.componentName" (list . "redis") -}}
+{{- range until (ternary 3 1 (eq (include "headrace.redis.sentinel" .) "true")) }}
+- {{ printf "%s-%d" $name . }}
+{{- end }}
+{{- end }}
+
+{{/* URL of the bundled Redis. Takes (list $ "user:password@"). */}}
+{{- define "headrace.redis.bundledUrl" -}}
+{{- $root := index . 0 -}}
+{{- if include "headrace.redis.sentinel" $root -}}
+{{- $hosts := list -}}
+{{- range include "headrace.redis.pods" $root | fromYamlArray -}}
+{{- $hosts = append $hosts (printf "%s.%s.svc:26379" . $root.Release.Namespace) -}}
+{{- end -}}
+{{- printf "redis+sentinel://%s%s/headrace/0" (index . 1) (join "," $hosts) -}}
+{{- else -}}
+{{- printf "redis://%s%s.%s.svc:6379/0" (index . 1) (include "headrace.componentName" (list $root "redis")) $root.Release.Namespace -}}
+{{- end -}}
+{{- end }}
+
+{{/* Ports of the bundled Redis. */}}
+{{- define "headrace.redis.bundledPorts" -}}
+- {port: 6379, protocol: TCP}
+{{- if include "headrace.redis.sentinel" . }}
+- {port: 26379, protocol: TCP}
+{{- end }}
 {{- end }}
 
 {{/* Its roles' users without their passwords, as files. */}}
@@ -178,9 +208,12 @@ priorityClassName: {{ . }}
 {{- end }}
 {{- end }}
 
-{{/* What the bundled server's container does before it starts it: the users that the chart knows, and those that the operator has made. */}}
+{{/* What the bundled server's container does before it starts it: its place among others, the users that the chart knows, and those that the operator has made. */}}
 {{- define "headrace.redis.prepare" -}}
 umask 077
+{{- if include "headrace.redis.sentinel" . }}
+sh /etc/redis/sentinel.sh place
+{{- end }}
 {{- if include "headrace.redis.users" . }}
 {
   printf 'user default on ~* &* +@all >%s\n' "$REDIS_PASSWORD"
@@ -196,10 +229,6 @@ unset REDIS_PASSWORD REDISCLI_AUTH
 {{- end }}
 {{- end }}
 
-{{- define "headrace.redis.port" -}}
-{{- if eq .Values.redis.mode "external" }}{{ .Values.redis.external.port }}{{ else }}6379{{ end }}
-{{- end }}
-
 {{/* The URL without a password of an external server, with its CA where there is one. */}}
 {{- define "headrace.redis.externalUrl" -}}
 {{- $external := .Values.redis.external -}}
@@ -213,7 +242,7 @@ unset REDIS_PASSWORD REDISCLI_AUTH
 {{- define "headrace.redis.checksum" -}}
 {{- $redis := .Values.redis -}}
 {{- $used := ternary (toJson $redis.external) $redis.bundled.existingSecret (eq $redis.mode "external") -}}
-{{- printf "%s %s%s" $redis.mode $used (include "headrace.redis.users" .) | sha256sum | trunc 16 }}
+{{- printf "%s %s%s%s" $redis.mode $used (include "headrace.redis.users" .) (include "headrace.redis.sentinel" . | replace "true" "sentinel") | sha256sum | trunc 16 }}
 {{- end }}
 
 {{- define "headrace.otlpEndpoint" -}}
@@ -273,7 +302,7 @@ true
         matchLabels:
           {{- include "headrace.selectorLabels" (list . "redis") | nindent 10 }}
   ports:
-    - {port: 6379, protocol: TCP}
+    {{- include "headrace.redis.bundledPorts" . | nindent 4 }}
 {{- else -}}
 - ports:
     {{- range prepend .Values.redis.external.morePorts .Values.redis.external.port }}
@@ -359,6 +388,22 @@ true
 {{- $problems = append $problems "redis.external.caSecret is for TLS: begin redis.external.url with rediss" -}}
 {{- end -}}
 {{- end -}}
+{{- if .Values.redis.bundled.sentinel.enabled -}}
+{{- if eq .Values.redis.mode "external" -}}
+{{- $problems = append $problems "redis.bundled.sentinel.enabled is for the bundled Redis, and redis.mode is external: leave redis.bundled.sentinel.enabled=false (a URL like redis+sentinel://HOST1,HOST2/MASTER/0 leads to Sentinels of your own)" -}}
+{{- end -}}
+{{- $name := include "headrace.componentName" (list . "redis") -}}
+{{- $policy := dig "spec" "podManagementPolicy" "Parallel" (lookup "apps/v1" "StatefulSet" .Release.Namespace $name | default dict) -}}
+{{- if ne $policy "Parallel" -}}
+{{- $problems = append $problems (printf "redis.bundled.sentinel.enabled needs a StatefulSet that starts its pods at once, and %s is %s, which cannot be changed: kubectl -n %s delete statefulset %s --cascade=orphan, which leaves its pod running, and upgrade again" $name $policy .Release.Namespace $name) -}}
+{{- end -}}
+{{- with .Values.redis.bundled.existingSecret -}}
+{{- $url := dig "data" "url" "" (lookup "v1" "Secret" $.Release.Namespace . | default dict) | b64dec -}}
+{{- if and $url (not (hasPrefix "redis+sentinel://" $url)) -}}
+{{- $problems = append $problems (printf "redis.bundled.sentinel.enabled needs the URL of the Sentinels in redis.bundled.existingSecret: set its key url to %s" (include "headrace.redis.bundledUrl" (list $ ":PASSWORD@"))) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- $scaling := .Values.gateway.autoscaling -}}
 {{- if $scaling.enabled -}}
 {{- if gt (int $scaling.minReplicas) (int $scaling.maxReplicas) -}}
@@ -422,6 +467,14 @@ save ""
 maxmemory {{ .Values.redis.bundled.maxMemory }}
 maxmemory-policy noeviction
 tcp-keepalive 60
+{{- if include "headrace.redis.sentinel" . }}
+# A master that no replica follows takes no writes: they would be lost after a failover.
+min-replicas-to-write 1
+min-replicas-max-lag 3
+repl-diskless-sync-delay 0
+# Written by the container before the start.
+include /run/redis/place.conf
+{{- end }}
 # Written by the container before the start, from the Secret.
 {{- if include "headrace.redis.users" . }}
 # The operator adds a user for each ModelService.
@@ -429,6 +482,43 @@ aclfile /data/users.acl
 {{- else }}
 include /run/redis/auth.conf
 {{- end }}
+{{- end }}
+
+{{/* Everything that the bundled servers read, as text. */}}
+{{- define "headrace.redis.files" -}}
+{{- include "headrace.redis.config" . }}{{ include "headrace.redis.acl" . -}}
+{{- if include "headrace.redis.sentinel" . -}}
+{{- include "headrace.redis.sentinelConfig" . }}{{ .Files.Get "files/redis/sentinel.sh" -}}
+{{- end -}}
+{{- end }}
+
+{{/* Environment variables of files/redis/sentinel.sh. */}}
+{{- define "headrace.redis.place" -}}
+{{- $servers := list -}}
+{{- range include "headrace.redis.pods" . | fromYamlArray -}}
+{{- $servers = append $servers (printf "%s.%s.svc" . $.Release.Namespace) -}}
+{{- end -}}
+- name: POD_NAME
+  valueFrom:
+    fieldRef: {fieldPath: metadata.name}
+- name: SELF
+  value: $(POD_NAME).{{ .Release.Namespace }}.svc
+- name: SERVERS
+  value: {{ join " " $servers }}
+{{- end }}
+
+{{- define "headrace.redis.sentinelConfig" -}}
+bind * -::*
+port 26379
+protected-mode no
+dir /tmp
+# Without a password a client may ask for the master, and nothing else.
+user default on nopass -@all +ping +sentinel|get-master-addr-by-name
+sentinel resolve-hostnames yes
+sentinel announce-hostnames yes
+sentinel down-after-milliseconds headrace {{ .Values.redis.bundled.sentinel.downAfterMilliseconds }}
+sentinel failover-timeout headrace 20000
+sentinel parallel-syncs headrace 1
 {{- end }}
 
 {{- define "headrace.otel.config" -}}
@@ -520,7 +610,10 @@ the definition {{ .metadata.name }} is there and no release's: set crds.enabled=
       "metrics_namespaces" .Values.networkPolicy.metricsNamespaces
       "metrics_port" 9400 -}}
 {{- if include "headrace.redis.users" . -}}
-{{- $_ := set $own "engine_redis_url" (printf "redis://%s" (include "headrace.redis.bundledAddress" .)) -}}
+{{- $_ := set $own "engine_redis_url" (include "headrace.redis.bundledUrl" (list . "")) -}}
+{{- end -}}
+{{- if include "headrace.redis.sentinel" . -}}
+{{- $_ := set $own "engine_redis_ports" (list 6379) -}}
 {{- end -}}
 {{- if .Values.image.pullSecrets -}}
 {{- $_ := set $own "engine_image_pull_secrets" .Values.image.pullSecrets -}}

@@ -1,0 +1,220 @@
+"""The chart's Redis with Sentinels as processes: the commands of its pods as rendered.
+
+Each pod has an address of the loopback network instead of a name.
+"""
+
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from .charts import Manifest, named, plain_secrets, render, workload
+from .processes import until
+from .redis_cli import __file__ as redis_cli
+from .valkey import require_server
+
+VALUES: Manifest = {"redis": {"bundled": {"sentinel": {"enabled": True}}}}
+PODS = 3
+PATIENCE_S = 240.0
+
+
+class BundledPods:
+    """Three pods, none of which runs yet."""
+
+    def __init__(self, folder: Path, values: Manifest | None = None) -> None:
+        self.objects = render(values or VALUES)
+        net = f"127.{1 + secrets.randbelow(250)}.{secrets.randbelow(250)}"
+        self.addresses = [f"{net}.{10 + number}" for number in range(PODS)]
+        self.secret = plain_secrets(self.objects)["headrace-redis"]
+        self.pods = [BundledPod(self, number, folder / str(number)) for number in range(PODS)]
+
+    def local(self, text: str) -> str:
+        """A text of the chart, with addresses instead of names."""
+        for number, address in enumerate(self.addresses):
+            text = text.replace(f"headrace-redis-{number}.llm.svc", address)
+        return text
+
+    @property
+    def url(self) -> str:
+        """Of gateways."""
+        return self.local(self.secret["gateway-url"])
+
+    def start(self) -> None:
+        for pod in self.pods:
+            pod.start()
+
+    def until_ready(self) -> None:
+        """Every pod runs and has the data; Sentinels know each other."""
+        until(lambda: all(map(BundledPod.ready, self.pods)), "all pods to be ready", PATIENCE_S)
+        until(lambda: all(map(BundledPod.knows_all, self.pods)), "Sentinels to meet", PATIENCE_S)
+
+    def kill(self) -> None:
+        for pod in self.pods:
+            pod.kill()
+
+    @property
+    def master(self) -> "BundledPod":
+        """The pod that says so; an error unless it is one."""
+        (found,) = (pod for pod in self.pods if pod.role() == "master")
+        return found
+
+    def until_master(self, *pods: "BundledPod") -> None:
+        """One of these is master, all Sentinels that run say so, and it takes writes."""
+        wanted = {pod.address for pod in pods}
+
+        def agreed() -> bool:
+            said = {pod.sees() for pod in self.pods if pod.running}
+            return len(said) == 1 and said <= wanted and self.by_address(*said).writes()
+
+        until(agreed, f"one of {sorted(wanted)} to be master", PATIENCE_S)
+
+    def by_address(self, address: str) -> "BundledPod":
+        return self.pods[self.addresses.index(address)]
+
+
+class BundledPod:
+    """A server and a Sentinel. Its folder is its volume."""
+
+    def __init__(self, pods: BundledPods, number: int, folder: Path) -> None:
+        self._pods = pods
+        self.address = pods.addresses[number]
+        self.folder = folder
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._containers = {
+            each["name"]: each for each in workload(pods.objects, "headrace-redis").containers
+        }
+
+    @property
+    def running(self) -> bool:
+        return bool(self._processes)
+
+    def start(self) -> None:
+        for name in ("data", "etc", "run", "bin"):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        for path, text in named(self._pods.objects, "ConfigMap", "headrace-redis")["data"].items():
+            (self.folder / "etc" / path).write_text(self._moved(text))
+        program = self.folder / "bin" / "valkey-server"
+        if not program.exists():
+            program.symlink_to(require_server())
+            cli = self.folder / "bin" / "valkey-cli"
+            cli.write_text(f'#!/bin/sh\nexec {sys.executable} -S {redis_cli} "$@"\n')
+            cli.chmod(0o755)
+        for name in ("redis", "sentinel"):
+            with (self.folder / f"{name}.log").open("ab") as log:
+                command = [self._moved(word) for word in self._containers[name]["command"]]
+                self._processes.append(
+                    subprocess.Popen(command, env=self._environment(), stdout=log, stderr=log)
+                )
+
+    def _moved(self, text: str) -> str:
+        """Paths below the folder, and the pod's address instead of those of the container."""
+        text = text.replace("dir /tmp", f"dir {self.folder}")
+        for path, name in (("/etc/redis", "etc"), ("/run/redis", "run"), ("/data", "data")):
+            text = re.sub(rf"(?<!\w){path}\b", str(self.folder / name), text)
+        text = text.replace("bind * -::*", f"bind {self.address}")
+        return text.replace("127.0.0.1", self.address)
+
+    def _environment(self) -> dict[str, str]:
+        passwords = {
+            f"{role.upper()}_PASSWORD": self._pods.secret[f"{role}-password"]
+            for role in ("gateway", "operator")
+        }
+        password = self._pods.secret["password"]
+        return {
+            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
+            "SELF": self.address,
+            "SERVERS": " ".join(self._pods.addresses),
+            "REDIS_PASSWORD": password,
+            "REDISCLI_AUTH": password,
+            **passwords,
+        }
+
+    def _hook(self, *place: str) -> bool:
+        """Runs the command of a probe or hook of the server's container."""
+        found: Any = self._containers["redis"]
+        for key in place:
+            found = found[key]
+        command = [self._moved(word) for word in found["exec"]["command"]]
+        return subprocess.run(command, env=self._environment(), check=False).returncode == 0
+
+    def ready(self) -> bool:
+        return self._hook("readinessProbe")
+
+    def leave(self) -> None:
+        """Ends as a pod that is deleted: the hook, then SIGTERM."""
+        self._hook("lifecycle", "preStop")
+        for process in self._processes:
+            process.terminate()
+        self._gone()
+
+    def kill(self) -> None:
+        """Ends as on a node that fails."""
+        for process in self._processes:
+            process.kill()
+        self._gone()
+
+    def kill_sentinel(self) -> None:
+        self._processes[1].kill()
+
+    def lose_volume(self) -> None:
+        shutil.rmtree(self.folder / "data")
+
+    def _gone(self) -> None:
+        for process in self._processes:
+            process.wait()
+        self._processes = []
+
+    def connect(self, port: int = 6379, user: str = "default") -> "redis.Redis[str]":
+        return redis.Redis(
+            host=self.address,
+            port=port,
+            username=user,
+            password=self._pods.secret["password"],
+            protocol=2,
+            decode_responses=True,
+        )
+
+    def role(self) -> str:
+        try:
+            with self.connect() as client:
+                return str(client.execute_command("ROLE")[0])
+        except redis.RedisError:
+            return ""
+
+    def writes(self) -> bool:
+        """Whether the server takes writes."""
+        try:
+            with self.connect() as client:
+                return bool(client.set("written", 1))
+        except redis.RedisError:
+            return False
+
+    def keys(self) -> set[str]:
+        with self.connect() as client:
+            return set(client.keys("*"))
+
+    def sees(self) -> str:
+        """The master that its Sentinel names, as for a client without a password."""
+        try:
+            with redis.Redis(host=self.address, port=26379, protocol=2, decode_responses=True) as c:
+                found = c.execute_command("SENTINEL GET-MASTER-ADDR-BY-NAME", "headrace")
+        except redis.RedisError:
+            return ""
+        return str(found[0]) if found else ""
+
+    def knows_all(self) -> bool:
+        """Whether its Sentinel knows the other Sentinels and all servers."""
+        try:
+            with self.connect(26379, "headrace-sentinel") as client:
+                client.response_callbacks.clear()
+                peers = client.execute_command("SENTINEL", "SENTINELS", "headrace")
+                replicas = client.execute_command("SENTINEL", "REPLICAS", "headrace")
+        except redis.RedisError:
+            return False
+        return len(peers) == len(replicas) == PODS - 1
