@@ -17,7 +17,7 @@ CASES = 24
 OUTPUT_TOKENS = 64
 LONG_OUTPUT_TOKENS = 256
 VOCABULARY = 2048  # of the demo model
-ALONE = ("test_install.py", "test_readme.py")
+ALONE = ("test_install.py", "test_readme.py", "test_sentinel.py")
 
 
 @pytest.fixture(scope="session")

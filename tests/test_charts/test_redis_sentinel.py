@@ -52,7 +52,7 @@ def test_a_client_without_a_password_may_only_ask_sentinels_for_the_master(
     pod = started.pods[0]
     assert pod.sees() == pod.address
     with redis.Redis(host=pod.address, port=26379, protocol=2) as stranger:
-        for command in ("SENTINEL FAILOVER", "SENTINEL MASTERS", "SENTINEL REMOVE"):
+        for command in ("SENTINEL FAILOVER", "SENTINEL MASTER", "SENTINEL REMOVE"):
             with pytest.raises(redis.exceptions.NoPermissionError):
                 stranger.execute_command(command, "headrace")
     with (

@@ -1,6 +1,7 @@
 """Keeps a Redis user, a Secret with its password and a grant for each ModelService.
 
-So its engines can touch only their model's keys. Level-triggered: checks all ModelServices at
+So its engines can touch only their model's keys. Redis replicates no users, so each replica gets
+them too and has them when it becomes master. Level-triggered: checks all ModelServices at
 intervals, and soon after one has changed. Reads no Secret: passwords are derived from a key and an
 annotation, whose change makes a new password. The new one is valid immediately, the old one until
 all pods have the new one.
@@ -11,8 +12,8 @@ import hashlib
 import hmac
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence, Set
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 from urllib.parse import unquote
 
@@ -65,7 +66,7 @@ class RedisUsers(PeriodicTask):
         self._namespace = namespace
         self._clock = clock
         self._since: dict[tuple[str, str], float] = {}  # when a user's password was first seen
-        self._rules: dict[str, Sequence[str]] = {}
+        self._rules: dict[tuple[str, str], Sequence[str]] = {}  # of a run of a server, and a user
 
     async def run_once(self) -> None:
         """One look. Where Redis or the API server does not answer, the next one makes up for it."""
@@ -76,11 +77,32 @@ class RedisUsers(PeriodicTask):
 
     async def _run_once(self) -> None:
         claims = await self._claims()
-        changed = [await self._keep_alone(*claim) for claim in claims]
-        wanted = {model_user(service.served_name) for service, _ in claims}
-        changed.append(await self._remove_all_but(wanted))
-        if any(changed):
-            await self._save()
+        async with self._servers() as servers:
+            for claim in claims:
+                await self._keep_alone(servers, *claim)
+            wanted = {model_user(service.served_name) for service, _ in claims}
+            await self._remove_all_but(servers, wanted)
+            for server in servers:
+                await server.save()
+        runs = {server.run for server in servers}
+        self._rules = {key: rules for key, rules in self._rules.items() if key[0] in runs}
+
+    @asynccontextmanager
+    async def _servers(self) -> AsyncIterator[list["ServerUsers"]]:
+        """The master, and the replicas that answer."""
+        replicas = await self._admin.replicas()
+        try:
+            servers = [await ServerUsers.of(self._admin)]
+            for replica in replicas:
+                try:
+                    servers.append(await ServerUsers.of(replica))
+                except BackendUnavailable as error:
+                    fields = {"at": replica.config.server, "error": str(error)}
+                    logger.warning("redis users not updated on a replica", extra=fields)
+            yield servers
+        finally:
+            for replica in replicas:
+                await replica.close()
 
     async def _claims(self) -> list[tuple[ModelService, str]]:
         """The ModelServices with engines in this Redis, each with its annotation.
@@ -99,37 +121,38 @@ class RedisUsers(PeriodicTask):
                     claims.setdefault(service.served_name, claim)
         return list(claims.values())
 
-    async def _keep_alone(self, service: ModelService, annotation: str) -> bool:
+    async def _keep_alone(
+        self, servers: Sequence["ServerUsers"], service: ModelService, annotation: str
+    ) -> None:
         """Keeps one user; a Secret that cannot be written must not affect other ModelServices."""
         try:
-            return await self._keep(service, annotation)
+            await self._keep(servers, service, annotation)
         except ClusterError as error:
             fields = {"model_service": service.name, "error": str(error)}
             logger.warning("redis user not updated, tried again", extra=fields)
-            return True
 
-    async def _keep(self, service: ModelService, annotation: str) -> bool:
-        """Creates or changes a user; returns whether it had to be changed."""
+    async def _keep(
+        self, servers: Sequence["ServerUsers"], service: ModelService, annotation: str
+    ) -> None:
+        """Creates or changes a user where a server does not have it so."""
         model = service.served_name
         user, rules = model_user(model), model_rules(model)
         password = self._password(service, annotation)
         digest = hashlib.sha256(password.encode()).hexdigest()
-        known = await self._passwords(user)
+        known = [await server.passwords(user) for server in servers]
         since = self._since.setdefault((user, digest), self._clock())
-        former = set(known or ()) if self._clock() - since < ROTATED else set()
+        former = set().union(*known) if self._clock() - since < ROTATED else set()
         wanted = {digest, *former}
-        changed = known is None or set(known) != wanted or self._rules.get(user) != rules
-        if changed:
-            hashes = [f"#{each}" for each in sorted(wanted)]
-            await self._acl("SETUSER", user, "reset", "on", *hashes, *rules)
-            self._rules[user] = rules
+        for server, found in zip(servers, known, strict=True):
+            if found != wanted or self._rules.get((server.run, user)) != rules:
+                await server.set(user, wanted, rules)
+                self._rules[server.run, user] = rules
         await self._write(secret(service, user, password))  # not before Redis knows it
         adapters = () if service.spec.lora is None else service.spec.lora.adapters
         granted = RegistrationGrant(
             owner=service.owner, adapters=tuple(each.name for each in adapters)
         )
         await self._registry.grant(model, granted)
-        return changed
 
     def _password(self, service: ModelService, annotation: str) -> str:
         text = f"{service.uid}\n{service.owner}\n{service.served_name}\n{annotation}"
@@ -142,33 +165,55 @@ class RedisUsers(PeriodicTask):
         except NotFound:
             await self._cluster.create(manifest)
 
-    async def _passwords(self, user: str) -> list[str] | None:
-        """Hashes of a user's passwords; None if there is no such user."""
-        found = await self._acl("GETUSER", user)
-        if found is None:
-            return None
-        return [_text(each).lstrip("#") for each in found["passwords"]]
-
-    async def _remove_all_but(self, wanted: set[str]) -> bool:
-        """Removes all other users; returns whether there were any.
-
-        A user stays while its engines run, so that they can finish their work.
-        """
-        removed = False
-        for user in map(_text, await self._acl("USERS")):
-            if not user.startswith(PREFIX) or user in wanted:
-                continue
+    async def _remove_all_but(self, servers: Sequence["ServerUsers"], wanted: set[str]) -> None:
+        """Removes all other users. A user stays while its engines run, so that they can finish."""
+        found = [await server.models() for server in servers]
+        for user in set().union(*found) - wanted:
             model = unquote(user.removeprefix(PREFIX))
             if not await self._directory.engines(model):
                 await self._registry.revoke(model)
-                await self._acl("DELUSER", user)
-                self._rules.pop(user, None)
-                removed = True
+                for server in servers:
+                    await server.remove(user)
         self._since = {key: at for key, at in self._since.items() if key[0] in wanted}
-        return removed
 
-    async def _save(self) -> None:
-        """Saves the users for a restart of Redis, if it has an ACL file."""
+
+class ServerUsers:
+    """The users of one server; `run` identifies the server since its start."""
+
+    def __init__(self, connection: Connection, run: str) -> None:
+        self._connection = connection
+        self.run = run
+        self._changed = False
+
+    @classmethod
+    async def of(cls, connection: Connection) -> "ServerUsers":
+        """Raises BackendUnavailable."""
+        info = await connection.attempt(lambda: connection.client.command("INFO", "server"))
+        return cls(connection, info["run_id"])
+
+    async def passwords(self, user: str) -> set[str]:
+        """Hashes of a user's passwords; none if there is no such user."""
+        found = await self._acl("GETUSER", user)
+        return set() if found is None else {_text(each).lstrip("#") for each in found["passwords"]}
+
+    async def models(self) -> set[str]:
+        """Names of the users of models."""
+        return {user for user in map(_text, await self._acl("USERS")) if user.startswith(PREFIX)}
+
+    async def set(self, user: str, hashes: Set[str], rules: Sequence[str]) -> None:
+        """Creates a user, or replaces its passwords and rules."""
+        words = [f"#{each}" for each in sorted(hashes)]
+        await self._acl("SETUSER", user, "reset", "on", *words, *rules)
+        self._changed = True
+
+    async def remove(self, user: str) -> None:
+        await self._acl("DELUSER", user)
+        self._changed = True
+
+    async def save(self) -> None:
+        """Saves changes for a restart of the server, if it has an ACL file."""
+        if not self._changed:
+            return
         try:
             await self._acl("SAVE")
         except ResponseError as error:
@@ -176,8 +221,8 @@ class RedisUsers(PeriodicTask):
 
     async def _acl(self, *words: str) -> Any:
         command, *rest = words
-        return await self._admin.attempt(
-            lambda: self._admin.client.command(f"ACL {command}", *rest), tries=2
+        return await self._connection.attempt(
+            lambda: self._connection.client.command(f"ACL {command}", *rest), tries=2
         )
 
 

@@ -18,12 +18,12 @@ def main(arguments: list[str]) -> int:
     try:
         connection = socket.create_connection((options["-h"], int(options["-p"])), 3)
     except OSError as error:
-        print(error, file=sys.stderr)
+        sys.stderr.write(f"{error}\n")
         return 1
     with connection, connection.makefile("rwb") as stream:
         if password := os.environ.get("REDISCLI_AUTH"):
             _ask(stream, ["AUTH", options["--user"], password])
-        print("\n".join(_ask(stream, arguments)))
+        sys.stdout.write("\n".join([*_ask(stream, arguments), ""]))
     return 0
 
 

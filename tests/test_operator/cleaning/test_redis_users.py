@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from kubernetes.aio.client import Configuration
+from redis.exceptions import RedisError
 
 from headrace_common.protocol.redis.client.connection import Connection, ConnectionConfig
 from headrace_common.protocol.redis.registry import RedisModelRegistry
@@ -23,6 +24,7 @@ from headrace_testing.model_services import HUB, PLATFORM, body
 from headrace_testing.operators import Directory, Scene, engine_status
 from headrace_testing.redis_users import server_with_users, url_as
 from headrace_testing.valkey import ValkeyServer
+from headrace_testing.waiting import eventually
 
 USER = model_user("chat")
 SECRET = names.redis_secret("qwen")
@@ -152,6 +154,52 @@ async def test_users_are_kept_over_a_restart_of_redis(
     await users.run_once()
     await over.client.command("ACL LOAD")
     assert await passwords(over) == 1
+
+
+async def test_users_hold_on_a_replica_that_becomes_master(
+    user: User,
+    users: RedisUsers,
+    over: OverRedis,
+    server: ValkeyServer,
+    scene: Scene,
+    tmp_path: Path,
+) -> None:
+    """Also after a restart without its users, and a user that is removed goes there too."""
+    replica = server_with_users(tmp_path / "replica")
+    replica.start()
+    second = OverRedis(replica.url)
+    try:
+        await second.client.command("REPLICAOF", "127.0.0.1", server.port)
+        await eventually(lambda: in_step(second))
+        await user.create(body(model=CHAT))
+        await users.run_once()
+        assert await may_connect(replica, tmp_path, password(user))
+        replica.stop()
+        (tmp_path / "replica" / "users.acl").write_text("user default on nopass ~* &* +@all\n")
+        replica.start()
+        await eventually(lambda: repeated(second, server.port))
+        await users.run_once()
+        await second.client.command("ACL LOAD")
+        assert await may_connect(replica, tmp_path, password(user))
+        await user.delete(names.API_VERSION, names.PLURAL, "qwen")
+        await users.run_once()
+        assert not await may_connect(replica, tmp_path, password(user))
+    finally:
+        await second.close()
+        replica.stop()
+
+
+async def in_step(over: OverRedis) -> bool:
+    return bool((await over.client.command("ROLE"))[3] == b"connected")
+
+
+async def repeated(over: OverRedis, port: int) -> bool:
+    """Makes a server that was restarted the same replica again."""
+    try:
+        await over.client.command("REPLICAOF", "127.0.0.1", port)
+        return await in_step(over)
+    except RedisError:
+        return False
 
 
 async def test_a_user_goes_after_its_model_service_and_its_engines(

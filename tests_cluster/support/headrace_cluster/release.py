@@ -100,12 +100,15 @@ INSTALLED: list[Release] = []
 
 
 @contextmanager
-def installation() -> Iterator[Release]:
-    """A release that is one of INSTALLED while the block runs; nothing of it is left afterwards."""
+def installation(*flags: str) -> Iterator[Release]:
+    """A release that is one of INSTALLED while the block runs; nothing of it is left afterwards.
+
+    `flags` are helm's.
+    """
     release = Release()
     INSTALLED.append(release)
     try:
-        release.install()
+        release.install(*flags)
         yield release
     finally:
         INSTALLED.remove(release)

@@ -7,6 +7,7 @@ commands are repeated here. Blocking reads have connections of their own.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from redis.exceptions import (
@@ -112,6 +113,15 @@ class Connection:
             await backoff(attempt)
         raise AssertionError("at least one try")
 
+    async def replicas(self) -> list["Connection"]:
+        """A connection to each replica of the master, as the same user; the caller closes them.
+
+        Raises BackendUnavailable.
+        """
+        role = await self.attempt(lambda: self.client.command("ROLE"), tries=2)
+        places = [(host.decode(), int(port)) for host, port, _ in role[2]]
+        return [Connection(replace(self.config, server=place)) for place in places]
+
     async def measure_clock(self, near: str) -> None:
         """Measures Redis' clock; in a cluster that of the node with the key `near`.
 
@@ -173,6 +183,9 @@ def _clients(config: ConnectionConfig) -> tuple[Topology, RedisClient, Callable[
     """The topology, a client for commands, and a function that makes clients for blocking reads."""
     endpoint = parse_endpoint(config.url)
     pools = Pools(endpoint, config)
+    if config.server is not None:
+        place = at(config.server)
+        return Topology.SINGLE, pools.client(place), lambda: pools.reader(place)
     if endpoint.topology is Topology.CLUSTER:
         cluster = ClusterClient(pools)
         return endpoint.topology, cluster, cluster.reader

@@ -20,11 +20,13 @@ class ConnectionConfig:
     """The settings of a connection to Redis. Times are in seconds.
 
     `block`: how long one blocking read waits before it is repeated. `credentials`: a folder with
-    the user's name and password, instead of those in the URL.
+    the user's name and password, instead of those in the URL. `server`: connect to this server
+    instead of those in the URL, with the same user.
     """
 
     url: str
     credentials: Path | None = None
+    server: Address | None = None
     command_timeout: float = 5.0
     connect_timeout: float = 5.0
     block: float = 10.0
