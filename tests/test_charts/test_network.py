@@ -43,7 +43,7 @@ HUB = Place("hub", address="18.172.134.88")
 METADATA = Place("cloud metadata", address="169.254.169.254")
 API = Place("kubernetes api", address="10.96.0.1")
 OTHERS = (ENGINE, FAR_ENGINE, PROMETHEUS, STRANGER, DNS, HUB, METADATA, API)
-PORTS = (53, 443, 4318, 6379, 6380, 6443, 8000, 9400)
+PORTS = (53, 443, 4318, 6379, 6380, 6443, 8000, 9400, 26379)
 
 
 def own_places(objects: list[Manifest]) -> list[Place]:
@@ -187,6 +187,18 @@ def test_gateways_reach_a_hub_where_their_settings_name_one(
 
 def test_redis_itself_calls_nobody() -> None:
     assert not {c for c in connections(render()) if c[0] == "redis"}
+
+
+def test_servers_with_sentinels_reach_each_other_and_names() -> None:
+    objects = render(scenario("bundled-sentinel-values"))
+    passing = connections(objects)
+    policies = of_kind(objects, "NetworkPolicy")
+    (redis,) = (place for place in own_places(objects) if place.name == "redis")
+    reached = [port for port in PORTS if allowed(policies, redis, redis, port)]
+
+    assert reached == [6379, 26379]
+    assert {c for c in passing if c[0] == "redis" and c[2] != 53} == set()
+    assert {c[0] for c in passing if c[1:] == ("redis", 26379)} == {"gateway", "operator", "engine"}
 
 
 def test_redis_answers_nobody_else() -> None:

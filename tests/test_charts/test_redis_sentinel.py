@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from helm_python.errors import HelmError
 
 from headrace_common.protocol.redis.client.connection import (
     Connection,
@@ -12,7 +13,18 @@ from headrace_common.protocol.redis.client.connection import (
     check_backend,
     when_reachable,
 )
-from headrace_testing.bundled_redis import BundledPods
+from headrace_common.protocol.redis.client.endpoint import Topology, parse_endpoint
+from headrace_operator.settings import OperatorSettings
+from headrace_testing.bundled_redis import VALUES, BundledPods
+from headrace_testing.charts import (
+    Manifest,
+    named,
+    of_kind,
+    plain_secrets,
+    render,
+    render_files,
+    workload,
+)
 
 
 @pytest.fixture
@@ -129,3 +141,89 @@ def test_a_restart_of_all_keeps_the_data_if_one_volume_is_lost(started: BundledP
     started.until_ready()
     started.until_master(*others)
     assert all("kept" in pod.keys() for pod in started.pods)
+
+
+def with_values(**bundled: object) -> list[Manifest]:
+    return render({"redis": {"bundled": {**VALUES["redis"]["bundled"], **bundled}}})
+
+
+def test_every_url_names_all_sentinels() -> None:
+    secret = plain_secrets(with_values())["headrace-redis"]
+    hosts = tuple((f"headrace-redis-{number}.llm.svc", 26379) for number in range(3))
+    for key, user in (("url", None), ("gateway-url", "gateway"), ("operator-url", "operator")):
+        endpoint = parse_endpoint(secret[key])
+        assert (endpoint.topology, endpoint.master) == (Topology.SENTINEL, "headrace")
+        assert endpoint.addresses == hosts
+        assert endpoint.options.get("username") == (user and f"headrace-{user}")
+
+
+def test_engines_get_the_sentinels_without_a_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    objects = with_values()
+    secret = plain_secrets(objects)["headrace-redis"]
+    for key, variable in workload(objects, "headrace-operator").environment.items():
+        monkeypatch.setenv(key, variable.get("value", secret["url"]))
+    platform = OperatorSettings().platform
+
+    endpoint = parse_endpoint(platform.queue_url)
+    assert endpoint.topology is Topology.SENTINEL
+    assert "password" not in endpoint.options and endpoint.sentinel_options == {}
+    assert platform.queue_ports == (26379, 6379)
+
+
+def test_each_pod_has_a_name_before_it_is_ready() -> None:
+    objects = with_values()
+    services = {m["metadata"]["name"]: m["spec"] for m in of_kind(objects, "Service")}
+    for number in range(3):
+        spec = services[f"headrace-redis-{number}"]
+        assert spec["clusterIP"] == "None" and spec["publishNotReadyAddresses"] is True
+        pod = {"statefulset.kubernetes.io/pod-name": f"headrace-redis-{number}"}
+        assert pod.items() <= spec["selector"].items()
+
+
+def test_one_server_becomes_three_in_the_same_stateful_set() -> None:
+    """Fields that Kubernetes does not let change are the same, so pod 0 keeps its data."""
+    one = named(render(), "StatefulSet", "headrace-redis")["spec"]
+    three = named(with_values(), "StatefulSet", "headrace-redis")["spec"]
+
+    assert (one["replicas"], three["replicas"]) == (1, 3)
+    for field in ("serviceName", "podManagementPolicy", "selector", "volumeClaimTemplates"):
+        assert three[field] == one[field]
+
+
+@pytest.mark.parametrize(("budget", "most"), [({}, 1), ({"maxUnavailable": 0}, 0)])
+def test_a_drain_takes_one_server_at_a_time(budget: dict[str, int], most: int) -> None:
+    found = named(with_values(pdb=budget), "PodDisruptionBudget", "headrace-redis")
+
+    assert found["spec"]["maxUnavailable"] == most
+
+
+def test_servers_prefer_different_nodes_unless_told_otherwise() -> None:
+    own = {"nodeAffinity": {}}
+    preferred = workload(with_values(), "headrace-redis").spec["affinity"]["podAntiAffinity"]
+
+    terms = preferred["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert {term["podAffinityTerm"]["topologyKey"] for term in terms} == {
+        "kubernetes.io/hostname",
+        "topology.kubernetes.io/zone",
+    }
+    assert workload(with_values(affinity=own), "headrace-redis").spec["affinity"] == own
+
+
+def test_without_sentinels_nothing_of_them_is_rendered() -> None:
+    assert "sentinel" not in "".join(
+        text for path, text in render_files().items() if "/redis/" in path
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"mode": "external", "external": {"existingSecret": "q"}}, "redis.mode is external"),
+        ({"bundled": {"sentinel": {"downAfterMilliseconds": 1000}}}, "downAfterMilliseconds"),
+        ({"bundled": {"sentinel": {"quorum": 1}}}, "quorum"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(values: Manifest, problem: str) -> None:
+    bundled = {"sentinel": {"enabled": True, **values.get("bundled", {}).get("sentinel", {})}}
+    with pytest.raises(HelmError, match=problem):
+        render({"redis": {**values, "bundled": bundled}})
