@@ -162,10 +162,7 @@ def test_every_selector_finds_pods_of_the_release(name: str, kind: str) -> None:
     objects = render(scenario(name))
     for manifest in of_kind(objects, kind):
         selector = _selector(manifest)
-        # These Kubernetes adds to the pods of a StatefulSet.
-        selector = {key: value for key, value in selector.items() if key not in OF_STATEFUL_SETS}
-        found = [each for each in workloads(objects) if selects(selector, each.labels)]
-        assert found, selector
+        assert any(selects(selector, each.labels) for each in workloads(objects)), selector
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -186,7 +183,8 @@ def test_one_object_a_file(name: str) -> None:
 
 
 def _selector(manifest: Manifest) -> dict[str, str]:
+    """Without labels that Kubernetes adds to pods."""
     spec = manifest.get("spec", {})
     found = spec.get("selector") or spec.get("podSelector") or {}
     labels: dict[str, str] = found.get("matchLabels", found)
-    return labels
+    return {key: value for key, value in labels.items() if key not in OF_STATEFUL_SETS}

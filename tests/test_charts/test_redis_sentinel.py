@@ -1,5 +1,6 @@
 """The bundled Redis with Sentinels: the commands of its pods with real servers, and its objects."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from headrace_common.protocol.redis.client.connection import (
 )
 from headrace_common.protocol.redis.client.endpoint import Topology, parse_endpoint
 from headrace_operator.settings import OperatorSettings
-from headrace_testing.bundled_redis import VALUES, BundledPods
+from headrace_testing.bundled_redis import VALUES, BundledPod, BundledPods
 from headrace_testing.charts import (
     Manifest,
     named,
@@ -30,10 +31,8 @@ from headrace_testing.charts import (
 @pytest.fixture
 def pods(tmp_path: Path) -> Iterator[BundledPods]:
     pods = BundledPods(tmp_path)
-    try:
-        yield pods
-    finally:
-        pods.kill()
+    yield pods
+    pods.kill()
 
 
 @pytest.fixture
@@ -44,24 +43,21 @@ def started(pods: BundledPods) -> BundledPods:
     return pods
 
 
-async def test_the_gateways_url_leads_to_the_master(started: BundledPods) -> None:
-    connection = Connection(ConnectionConfig(url=started.url))
+async def test_pods_may_start_in_any_order_and_the_gateways_url_leads_to_the_master(
+    pods: BundledPods,
+) -> None:
+    for number in (2, 0, 1):
+        pods.pods[number].start()
+    await asyncio.to_thread(pods.until_ready)
+    await asyncio.to_thread(pods.until_master, pods.pods[0])
+    connection = Connection(ConnectionConfig(url=pods.url))
     await when_reachable(lambda: check_backend(connection), 30.0)
     await connection.close()
+    refuses_strangers(pods.pods[0])
 
 
-@pytest.mark.parametrize("order", [(2, 1, 0), (1, 0, 2)])
-def test_pods_may_start_in_any_order(pods: BundledPods, order: tuple[int, ...]) -> None:
-    for number in order:
-        pods.pods[number].start()
-    pods.until_ready()
-    pods.until_master(pods.pods[0])
-
-
-def test_a_client_without_a_password_may_only_ask_sentinels_for_the_master(
-    started: BundledPods,
-) -> None:
-    pod = started.pods[0]
+def refuses_strangers(pod: BundledPod) -> None:
+    """A client without a password may ask Sentinels for the master, and do nothing else."""
     assert pod.sees() == pod.address
     with redis.Redis(host=pod.address, port=26379, protocol=2) as stranger:
         for command in ("SENTINEL FAILOVER", "SENTINEL MASTER", "SENTINEL REMOVE"):
@@ -198,7 +194,7 @@ def test_a_drain_takes_one_server_at_a_time(budget: dict[str, int], most: int) -
 
 
 def test_servers_prefer_different_nodes_unless_told_otherwise() -> None:
-    own = {"nodeAffinity": {}}
+    own: Manifest = {"nodeAffinity": {}}
     preferred = workload(with_values(), "headrace-redis").spec["affinity"]["podAntiAffinity"]
 
     terms = preferred["preferredDuringSchedulingIgnoredDuringExecution"]

@@ -159,9 +159,6 @@ class BundledPod:
             process.kill()
         self._gone()
 
-    def kill_sentinel(self) -> None:
-        self._processes[1].kill()
-
     def lose_volume(self) -> None:
         shutil.rmtree(self.folder / "data")
 
@@ -170,7 +167,7 @@ class BundledPod:
             process.wait()
         self._processes = []
 
-    def connect(self, port: int = 6379, user: str = "default") -> "redis.Redis[str]":
+    def connect(self, port: int = 6379, user: str = "default") -> redis.Redis:
         return redis.Redis(
             host=self.address,
             port=port,

@@ -6,7 +6,7 @@ Runs as a program without any package, since scripts run it many times.
 import os
 import socket
 import sys
-from typing import BinaryIO
+from typing import IO, cast
 
 
 def main(arguments: list[str]) -> int:
@@ -20,21 +20,21 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    with connection, connection.makefile("rwb") as stream:
+    with connection, cast(IO[bytes], connection.makefile("rwb")) as stream:
         if password := os.environ.get("REDISCLI_AUTH"):
             _ask(stream, ["AUTH", options["--user"], password])
         sys.stdout.write("\n".join([*_ask(stream, arguments), ""]))
     return 0
 
 
-def _ask(stream: BinaryIO, words: list[str]) -> list[str]:
+def _ask(stream: IO[bytes], words: list[str]) -> list[str]:
     packed = b"".join(b"$%d\r\n%s\r\n" % (len(word.encode()), word.encode()) for word in words)
     stream.write(b"*%d\r\n%s" % (len(words), packed))
     stream.flush()
     return _read(stream)
 
 
-def _read(stream: BinaryIO) -> list[str]:
+def _read(stream: IO[bytes]) -> list[str]:
     """The lines of a reply."""
     line = stream.readline().decode().rstrip()
     kind, text = line[:1], line[1:]
