@@ -517,7 +517,8 @@ user default on nopass -@all +ping +sentinel|get-master-addr-by-name
 sentinel resolve-hostnames yes
 sentinel announce-hostnames yes
 sentinel down-after-milliseconds headrace {{ .Values.redis.bundled.sentinel.downAfterMilliseconds }}
-sentinel failover-timeout headrace 20000
+# A replica that follows no master is put right after this time.
+sentinel failover-timeout headrace 10000
 sentinel parallel-syncs headrace 1
 {{- end }}
 
