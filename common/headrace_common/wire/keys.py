@@ -72,7 +72,12 @@ def _tag(*parts: object) -> str:
 
 
 def _name(*parts: object) -> str:
-    return ".".join(quote(str(part), safe="-_.~/") for part in parts)
+    return ".".join([_quoted(str(part)) for part in parts])
+
+
+@lru_cache(maxsize=4096)
+def _quoted(part: str) -> str:
+    return quote(part, safe="-_.~/")
 
 
 SLOTS = 16_384  # of a Redis Cluster

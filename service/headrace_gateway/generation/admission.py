@@ -6,9 +6,9 @@ Refuses here what no engine can run, before it costs anything.
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import TracebackType
 
 from headrace_common.errors import BackendUnavailable, FailureCode, RequestFailed
 from headrace_common.sampling.params import MAX_PROMPT_LOGPROB_ENTRIES, SamplingParams
@@ -117,22 +117,13 @@ class Admission:
             for request_id, prompt in zip((job.request_id, *further), job.prompts, strict=True)
         ]
 
-    @asynccontextmanager
-    async def in_time(self, headers: Mapping[str, str]) -> AsyncIterator[tuple[int, int]]:
-        """Limits the time until a request is queued; yields its creation time and its deadline.
+    def in_time(self, headers: Mapping[str, str]) -> "_InTime":
+        """Limits the time until a request is queued: a context, with its creation time and its
+        deadline.
 
-        Raises ApiError for headers that are wrong, RequestFailed at the deadline.
+        Raises ApiError for headers that are wrong; the context RequestFailed at the deadline.
         """
-        created_ms, deadline_ms = self.lifetime(headers)
-        try:
-            async with asyncio.timeout((deadline_ms - created_ms) / 1000) as limit:
-                yield created_ms, deadline_ms
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise RequestFailed(
-                FailureCode.DEADLINE, "the deadline passed before the prompt was tokenised"
-            ) from error
+        return _InTime(*self.lifetime(headers))
 
     def lifetime(self, headers: Mapping[str, str]) -> tuple[int, int]:
         """Returns when a request with these headers begins and must end, in Unix ms of Redis."""
@@ -215,3 +206,30 @@ def _check_length(prompt_tokens: int, max_tokens: int | None, context: int) -> N
             f"{prompt_tokens + wanted} tokens ({prompt_tokens} in the prompt, {wanted} in the "
             "completion)",
         )
+
+
+class _InTime:
+    """A class, as a generator costs each request several times as much."""
+
+    __slots__ = ("_lifetime", "_limit")
+
+    def __init__(self, created_ms: int, deadline_ms: int) -> None:
+        self._lifetime = created_ms, deadline_ms
+        self._limit = asyncio.timeout((deadline_ms - created_ms) / 1000)
+
+    async def __aenter__(self) -> tuple[int, int]:
+        await self._limit.__aenter__()
+        return self._lifetime
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            await self._limit.__aexit__(kind, error, trace)
+        except TimeoutError as late:
+            raise RequestFailed(
+                FailureCode.DEADLINE, "the deadline passed before the prompt was tokenised"
+            ) from late

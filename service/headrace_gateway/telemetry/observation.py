@@ -92,6 +92,7 @@ class Observation:
         self, info: RequestInfo, metrics: GatewayMetrics, span: Span, clock: Clock
     ) -> None:
         self._info = info
+        self._client_request_id = info.client_request_id
         self._metrics = metrics
         self._span = span
         self._clock = clock
@@ -104,7 +105,7 @@ class Observation:
     @property
     def request_name(self) -> str:
         """The name by which the client knows the request: its own, or else the request's id."""
-        return self._info.client_request_id or self._info.request_id
+        return self._client_request_id or self._info.request_id
 
     @property
     def trace(self) -> Mapping[str, str]:
@@ -200,7 +201,7 @@ class Observation:
             "request ended",
             extra={
                 "request_id": self._info.request_id,
-                "client_request_id": self._info.client_request_id,
+                "client_request_id": self._client_request_id,
                 "trace_id": tracing.trace_id(self._span),
                 "operation": self._info.operation,
                 "model": self._info.model,

@@ -266,15 +266,19 @@ class RedisGatewayQueue:
     ) -> AsyncIterator[Frame]:
         """The frames of all `models`, including those that are added later."""
 
+        streams: dict[str, str] = {}
+
         async def names(_client: RedisClient) -> Iterable[str]:
-            return _streams(gateway_id, models)
+            nonlocal streams
+            streams = _streams(gateway_id, models)
+            return streams
 
         async for name, fields in entries(self._connection, names, first):
             try:
                 data = await opened(
                     self._sealer, PayloadKind.FRAME, (gateway_id,), fields.get(b"f", b"")
                 )
-                frame = decode_frame(data, _streams(gateway_id, models)[name])
+                frame = decode_frame(data, streams[name])
             except MessageError as error:
                 logger.warning("frame of replies unreadable, skipped", extra={"error": str(error)})
                 continue

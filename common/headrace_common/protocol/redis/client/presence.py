@@ -7,8 +7,9 @@ sends nothing while commands are answered quickly: an idle process stays idle.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 
 from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
@@ -41,20 +42,14 @@ class Presence:
         self._away: RedisError | None = None
         self._answers = 0  # to commands
 
-    @contextmanager
-    def needed(self) -> Iterator[None]:
+    def needed(self) -> AbstractContextManager[None]:
         """A context for a command. Raises BackendUnavailable if the server is known to be away."""
         if self._away is not None:
             raise BackendUnavailable(f"redis: {self._away}") from self._away
-        if self._watching is None:
-            yield
-            return
-        timer = _Timer(self._late)
-        try:
-            yield
-            self._answers += 1
-        finally:
-            timer.cancel()
+        return _UNWATCHED if self._watching is None else _WatchedCommand(self._late, self._answered)
+
+    def _answered(self) -> None:
+        self._answers += 1
 
     def watch(self, patience: float) -> None:
         """From now on until `close`, asks the server while commands are late.
@@ -98,22 +93,38 @@ class Presence:
         self._leave(error)
 
 
-class _Timer:
-    """Reports a late command, repeatedly until it is cancelled."""
+class _WatchedCommand:
+    """Reports while its block runs that the command is late, and then that it was answered.
 
-    __slots__ = ("_handle", "_late", "_loop")
+    A class, as a generator costs each command several times as much.
+    """
 
-    def __init__(self, late: asyncio.Event) -> None:
+    __slots__ = ("_answered", "_handle", "_late", "_loop")
+
+    def __init__(self, late: asyncio.Event, answered: Callable[[], None]) -> None:
         self._late = late
+        self._answered = answered
         self._loop = asyncio.get_running_loop()
+
+    def __enter__(self) -> None:
         self._handle = self._loop.call_later(PAUSE, self._tell)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._handle.cancel()
+        if kind is None:
+            self._answered()
 
     def _tell(self) -> None:
         self._late.set()
         self._handle = self._loop.call_later(PAUSE, self._tell)
 
-    def cancel(self) -> None:
-        self._handle.cancel()
+
+_UNWATCHED = nullcontext()
 
 
 async def answered(client: RedisClient, patience: float, answers: Callable[[], int]) -> None:
