@@ -78,7 +78,7 @@ def note(load: Load) -> None:
     median = statistics.median(one.ended - one.begun for one in load.answered)
     logger.info(
         "slowest request %.1f s (median %.1f), longest pause between tokens %.1f s",
-        *(slowest, median, load.pause),
+        *(slowest, median, load.pauses[0].seconds if load.pauses else 0.0),
     )
 
 
