@@ -84,7 +84,7 @@ class Pipeline:
     ) -> list[list[int]]:
         """Returns the token ids of a conversation's prompt.
 
-        With `left_free`, first turns that do not fit beside so many further tokens are left out.
+        Leaves out first turns that do not fit beside `left_free` further tokens, unless None.
         """
         context = await self.admission.context(model)
         encode = partial(self.prompts.chat, model, options=options, context=context)
