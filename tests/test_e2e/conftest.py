@@ -1,8 +1,11 @@
 """Models and running stacks that the end-to-end tests share."""
 
+import fcntl
 import json
 import socket
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -83,16 +86,24 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SingleStack]:
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
     """`headrace up` with the demo model, on the port of the README where that is free."""
-    with UpProcess(tmp_path_factory.mktemp("up"), port=_port_of_the_readme()) as up:
+    with (
+        _port_of_the_readme() as port,
+        UpProcess(tmp_path_factory.mktemp("up"), port=port) as up,
+    ):
         up.until_served()
         yield up
 
 
-def _port_of_the_readme() -> int | None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+@contextmanager
+def _port_of_the_readme() -> Iterator[int | None]:
+    """Keeps the port from other workers, which look for it before the first one listens."""
+    with (Path(tempfile.gettempdir()) / "headrace-port-8000.lock").open("w") as lock:
         try:
-            probe.bind(("127.0.0.1", 8000))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(("127.0.0.1", 8000))
+            port = 8000
         except OSError:
-            return None
-    return 8000
+            port = None
+        yield port
