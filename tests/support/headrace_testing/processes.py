@@ -33,12 +33,16 @@ Starter = Callable[[str, Sequence[str], Path, Mapping[str, str]], Running]
 
 
 def start_program(
-    module: str, arguments: Sequence[str], log: Path, env: Mapping[str, str]
+    module: str,
+    arguments: Sequence[str],
+    log: Path,
+    env: Mapping[str, str],
+    python: str = sys.executable,
 ) -> Running:
     """`python -m module arguments`."""
     with log.open("ab") as out:
         return subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            [python, "-m", module, *arguments],
             stdout=out,
             stderr=out,
             stdin=subprocess.DEVNULL,
