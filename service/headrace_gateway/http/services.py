@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated
 
-from fastapi import Depends, Request
+from fastapi import Request
 
 from ..batches.batch_service import BatchService
 from ..errors import invalid
@@ -89,12 +88,14 @@ class Services:
         return body
 
 
-async def _services(request: Request) -> Services:  # a plain function would be run in a thread
+def services_of(request: Request) -> Services:
+    """Returns the services as the caller of this request may use them.
+
+    Routes call it: as a dependency of the framework's it would cost each request several times as
+    much.
+    """
     services = request.app.state.services
     assert isinstance(services, Services)
     state = request.scope["state"]
     caller, batch = caller_of(state), batch_of(state)
     return services if caller is None and batch is None else services.of(caller, batch)
-
-
-WithServices = Annotated[Services, Depends(_services)]

@@ -8,7 +8,7 @@ from headrace_common.protocol.batches import Batch
 
 from ...batches.batch_service import CreateBatch
 from ...batches.views import batch_body
-from ..services import Services, WithServices
+from ..services import Services, services_of
 from .documents import body_of
 from .pages import page
 
@@ -18,8 +18,9 @@ router = APIRouter()
 
 
 @router.post("/v1/batches", openapi_extra=body_of(CreateBatch))
-async def create_batch(request: Request, services: WithServices) -> dict[str, Any]:
+async def create_batch(request: Request) -> dict[str, Any]:
     """Begins to run the requests of a file."""
+    services = services_of(request)
     body = await services.body(request, CreateBatch)
     key_id = "" if services.pipeline.caller is None else services.pipeline.caller.key.id
     return batch_body(await services.batches.create(services.read_access, key_id, body))
@@ -27,24 +28,27 @@ async def create_batch(request: Request, services: WithServices) -> dict[str, An
 
 @router.get("/v1/batches")
 async def list_batches(
-    services: WithServices,
+    request: Request,
     limit: Annotated[int, Query(ge=1, le=MAX_BATCHES_LISTED)] = 20,
     after: str | None = None,
 ) -> dict[str, Any]:
     """Returns the batches, newest first."""
+    services = services_of(request)
     batches = await services.batches.all_batches(services.read_access)
     return page(batches, lambda batch: batch.request.id, batch_body, after=after, limit=limit)
 
 
 @router.get("/v1/batches/{batch_id}")
-async def retrieve_batch(batch_id: str, services: WithServices) -> dict[str, Any]:
+async def retrieve_batch(batch_id: str, request: Request) -> dict[str, Any]:
     """Returns a batch with its progress."""
+    services = services_of(request)
     return batch_body(await _find(batch_id, services))
 
 
 @router.post("/v1/batches/{batch_id}/cancel")
-async def cancel_batch(batch_id: str, services: WithServices) -> dict[str, Any]:
+async def cancel_batch(batch_id: str, request: Request) -> dict[str, Any]:
     """Ends a batch; results that exist by then are kept."""
+    services = services_of(request)
     return batch_body(await services.batches.cancel(await _find(batch_id, services)))
 
 

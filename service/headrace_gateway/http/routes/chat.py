@@ -15,7 +15,7 @@ from ...parsing.chat_output import tooling
 from ...parsing.output import OutputForm
 from ...parsing.template_variables import with_effort, with_verbosity, without_thinking
 from ...schemas.completions import ChatRequest, check_prompt_logprobs, check_stream_options
-from ..services import Services, WithServices
+from ..services import Services, services_of
 from .documents import body_of
 
 CHAT = Operation(name="chat")
@@ -24,8 +24,9 @@ router = APIRouter()
 
 
 @router.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
-async def create_chat_completion(request: Request, services: WithServices) -> Response:
+async def create_chat_completion(request: Request) -> Response:
     """Answers a conversation, whole or as a stream of server-sent events."""
+    services = services_of(request)
     body = await services.body(request, ChatRequest)
     check_stream_options(body)
     check_prompt_logprobs(body)

@@ -9,7 +9,7 @@ from headrace_common.sampling.params import SamplingParams
 from ...generation.operations import Call, Operation
 from ...openai.prompt_echo_options import PromptEchoOptions
 from ...schemas.completions import CompletionRequest, check_prompt_logprobs, check_stream_options
-from ..services import WithServices
+from ..services import services_of
 from .documents import body_of
 
 COMPLETION = Operation(name="text_completion")
@@ -19,8 +19,9 @@ router = APIRouter()
 
 
 @router.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
-async def create_completion(request: Request, services: WithServices) -> Response:
+async def create_completion(request: Request) -> Response:
     """Continues one prompt or several (text or token ids), whole or as server-sent events."""
+    services = services_of(request)
     body = await services.body(request, CompletionRequest)
     check_stream_options(body)
     check_prompt_logprobs(body)

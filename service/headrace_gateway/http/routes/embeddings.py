@@ -4,15 +4,16 @@ from fastapi import APIRouter, Request, Response
 
 from ...generation.embedding_pipeline import embed
 from ...generation.embeddings import EmbeddingRequest
-from ..services import WithServices
+from ..services import services_of
 from .documents import body_of
 
 router = APIRouter()
 
 
 @router.post("/v1/embeddings", openapi_extra=body_of(EmbeddingRequest))
-async def create_embedding(request: Request, services: WithServices) -> Response:
+async def create_embedding(request: Request) -> Response:
     """Returns one vector for each input (text or token ids)."""
+    services = services_of(request)
     body = await services.body(request, EmbeddingRequest)
     model = await services.models.find(body.model)
     most = services.settings.max_embedding_inputs

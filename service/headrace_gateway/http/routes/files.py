@@ -13,7 +13,7 @@ from headrace_common.protocol.redis.files import RedisFiles
 from ...batches.batch_service import SHORTEST_TTL_S
 from ...batches.views import file_body
 from ...errors import invalid
-from ..services import WithServices
+from ..services import services_of
 from .pages import page
 
 MAX_FILES_LISTED = 10_000
@@ -43,8 +43,9 @@ router = APIRouter()
 
 
 @router.post("/v1/files", openapi_extra=_FORM)
-async def upload_file(request: Request, services: WithServices) -> dict[str, Any]:
+async def upload_file(request: Request) -> dict[str, Any]:
     """Stores a JSON Lines file of requests for a batch."""
+    services = services_of(request)
     batches = services.batches
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise invalid("Send the file as multipart/form-data.", param="file")
@@ -58,13 +59,14 @@ async def upload_file(request: Request, services: WithServices) -> dict[str, Any
 
 @router.get("/v1/files")
 async def list_files(
-    services: WithServices,
+    request: Request,
     purpose: str | None = None,
     limit: Annotated[int, Query(ge=1, le=MAX_FILES_LISTED)] = MAX_FILES_LISTED,
     after: str | None = None,
     order: Literal["asc", "desc"] = "desc",
 ) -> dict[str, Any]:
     """Returns the files, newest first unless the client asks otherwise."""
+    services = services_of(request)
     files = [
         file
         for file in await services.batches.all_files(services.read_access)
@@ -76,14 +78,16 @@ async def list_files(
 
 
 @router.get("/v1/files/{file_id}")
-async def retrieve_file(file_id: str, services: WithServices) -> dict[str, Any]:
+async def retrieve_file(file_id: str, request: Request) -> dict[str, Any]:
     """Returns a file's description."""
+    services = services_of(request)
     return file_body(await services.batches.file(file_id, services.read_access))
 
 
 @router.delete("/v1/files/{file_id}")
-async def delete_file(file_id: str, services: WithServices) -> dict[str, Any]:
+async def delete_file(file_id: str, request: Request) -> dict[str, Any]:
     """Deletes a file. A batch that has begun with it goes on."""
+    services = services_of(request)
     batches = services.batches
     file = await batches.file(file_id, services.read_access)
     await batches.delete(file)
@@ -91,8 +95,9 @@ async def delete_file(file_id: str, services: WithServices) -> dict[str, Any]:
 
 
 @router.get("/v1/files/{file_id}/content", response_class=Response)
-async def retrieve_file_content(file_id: str, services: WithServices) -> Response:
+async def retrieve_file_content(file_id: str, request: Request) -> Response:
     """Returns a file's bytes."""
+    services = services_of(request)
     batches = services.batches
     file = await batches.file(file_id, services.read_access)
     return StreamingResponse(

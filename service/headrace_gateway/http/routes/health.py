@@ -6,12 +6,12 @@ lately or could; a model that is scaled to zero must not make the others unreach
 
 from collections.abc import Sequence
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 
 from headrace_common.errors import BackendUnavailable
 
 from ...errors import ApiError, unavailable
-from ..services import Services, WithServices
+from ..services import Services, services_of
 
 router = APIRouter()
 
@@ -23,8 +23,9 @@ ANONYMOUS = "Not ready."
 @router.get("/health")
 @router.head("/health/live", include_in_schema=False)
 @router.get("/health/live")
-async def live(services: WithServices) -> dict[str, str]:
+async def live(request: Request) -> dict[str, str]:
     """Whether this process can go on; says nothing about the engines."""
+    services = services_of(request)
     broken = services.liveness()
     if broken is not None:
         raise unavailable(f"Not live: {broken}.", code="not_live")
@@ -33,12 +34,13 @@ async def live(services: WithServices) -> dict[str, str]:
 
 @router.head("/health/ready", include_in_schema=False)
 @router.get("/health/ready")
-async def ready(services: WithServices, model: str | None = None) -> dict[str, str]:
+async def ready(request: Request, model: str | None = None) -> dict[str, str]:
     """Whether a request for `model`, or for any model, would be served now.
 
     Answers 503 with the reason if not, or 404 for an unknown model. A fault that stops nothing is a
     warning.
     """
+    services = services_of(request)
     names = services.models.queues if model is None else (await _named(services, model),)
     reason = await _unready(services, names)
     if reason is not None:
@@ -50,7 +52,8 @@ async def ready(services: WithServices, model: str | None = None) -> dict[str, s
 
 @router.head("/version", include_in_schema=False)
 @router.get("/version")
-async def version(services: WithServices) -> dict[str, str]:
+async def version(request: Request) -> dict[str, str]:
+    services = services_of(request)
     return {"version": services.version}
 
 

@@ -19,7 +19,7 @@ from ...generation.operations import Call, Operation
 from ...generation.prompts import ChatOptions
 from ...models.models import ServedModel
 from ...schemas.chat_messages import Message
-from ..services import WithServices
+from ..services import services_of
 from .documents import body_of
 
 MESSAGES = Operation(name="messages")
@@ -28,8 +28,9 @@ router = APIRouter()
 
 
 @router.post("/v1/messages", openapi_extra=body_of(MessagesRequest))
-async def create_message(request: Request, services: WithServices) -> Response:
+async def create_message(request: Request) -> Response:
     """Answers a conversation, whole or as a stream of server-sent events."""
+    services = services_of(request)
     body = await services.body(request, MessagesRequest, NOT_IN_MESSAGES)
     model = await services.models.find(body.model)
     messages, options = await services.pipeline.off_loop(request, partial(_prompt, body, model))
@@ -43,10 +44,9 @@ async def create_message(request: Request, services: WithServices) -> Response:
 
 
 @router.post("/v1/messages/count_tokens", openapi_extra=body_of(CountTokensRequest))
-async def count_tokens(
-    request: Request, services: WithServices, response: Response
-) -> dict[str, int]:
+async def count_tokens(request: Request, response: Response) -> dict[str, int]:
     """Returns the number of tokens of a conversation's prompt."""
+    services = services_of(request)
     body = await services.body(request, CountTokensRequest, NOT_IN_MESSAGES)
     model = await services.models.find(body.model)
     messages, options = await services.pipeline.off_loop(request, partial(_prompt, body, model))

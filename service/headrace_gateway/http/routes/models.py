@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request
 from ...anthropic.errors import is_anthropics
 from ...anthropic.models import listed, model_info, page_of
 from ...models.models import ServedModel
-from ..services import Services, WithServices
+from ..services import Services, services_of
 
 MAX_LISTED = 1000
 
@@ -21,12 +21,12 @@ router = APIRouter()
 @router.get("/v1/models")
 async def list_models(
     request: Request,
-    services: WithServices,
     limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 20,
     after_id: str | None = None,
     before_id: str | None = None,
 ) -> dict[str, Any]:
     """Returns all served models; with `anthropic-version` a page of them in Anthropic's form."""
+    services = services_of(request)
     models = services.models.listed
     if is_anthropics(request.scope):
         page, more = page_of(models, limit=limit, after=after_id, before=before_id)
@@ -35,8 +35,9 @@ async def list_models(
 
 
 @router.get("/v1/models/{model_id:path}")
-async def retrieve_model(model_id: str, request: Request, services: WithServices) -> dict[str, Any]:
+async def retrieve_model(model_id: str, request: Request) -> dict[str, Any]:
     """Returns one served model."""
+    services = services_of(request)
     model = (await services.models.find(model_id)).known_as(model_id)
     return await (_info if is_anthropics(request.scope) else _card)(services, model)
 

@@ -7,20 +7,22 @@ from fastapi import APIRouter, Header, Request, Response
 from ...resumable.event_ids import START, parse_event_id, parse_position
 from ...resumable.stored_requests import RequestSnapshot, request_content
 from ...streaming.disconnecting_response import answering
-from ..services import WithServices
+from ..services import services_of
 
 router = APIRouter()
 
 
 @router.get("/v1/requests/{request_id}", response_model=dict[str, Any])
-async def retrieve_request(request_id: str, services: WithServices) -> Response:
+async def retrieve_request(request_id: str, request: Request) -> Response:
     """Returns a request's state; once it has completed, with its answer."""
+    services = services_of(request)
     return _present(await services.resumable.snapshot(request_id, services.read_access))
 
 
 @router.delete("/v1/requests/{request_id}", response_model=dict[str, Any])
-async def cancel_request(request_id: str, services: WithServices) -> Response:
+async def cancel_request(request_id: str, request: Request) -> Response:
     """Ends a request, wherever it waits or runs; one that has ended stays as it is."""
+    services = services_of(request)
     return _present(await services.resumable.cancel(request_id, services.read_access))
 
 
@@ -28,11 +30,11 @@ async def cancel_request(request_id: str, services: WithServices) -> Response:
 async def stream_request(
     request_id: str,
     request: Request,
-    services: WithServices,
     last_event_id: Annotated[str | None, Header()] = None,
     starting_after: str | None = None,
 ) -> Response:
     """Streams a request's server-sent events after the last one received, or all of them."""
+    services = services_of(request)
     had = START
     if last_event_id is not None:
         had = parse_event_id(last_event_id, request_id)

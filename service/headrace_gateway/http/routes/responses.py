@@ -26,7 +26,7 @@ from ...resumable.event_ids import START, Position, parse_event_id
 from ...resumable.stored_requests import RequestSnapshot
 from ...schemas.chat_messages import Message
 from ...streaming.disconnecting_response import answering
-from ..services import Services, WithServices
+from ..services import Services, services_of
 from .documents import body_of
 from .pages import page
 
@@ -53,8 +53,9 @@ RESPONSES = Operation(name="responses", accepted=lambda snapshot: JSONResponse(p
 
 
 @router.post("/v1/responses", openapi_extra=body_of(ResponsesRequest))
-async def create_response(request: Request, services: WithServices) -> Response:
+async def create_response(request: Request) -> Response:
     """Answers an input: whole, as a stream of typed events, or in the background."""
+    services = services_of(request)
     body = await services.body(request, ResponsesRequest, NOT_IN_RESPONSES)
     model = await services.models.find(body.model)
     stored = services.resumable.available if body.store is None else body.store
@@ -87,10 +88,9 @@ async def create_response(request: Request, services: WithServices) -> Response:
 
 
 @router.post("/v1/responses/input_tokens", openapi_extra=body_of(ResponsesRequest))
-async def count_input_tokens(
-    request: Request, services: WithServices, response: Response
-) -> dict[str, Any]:
+async def count_input_tokens(request: Request, response: Response) -> dict[str, Any]:
     """Returns the number of tokens of such a response's prompt."""
+    services = services_of(request)
     body = await services.body(request, ResponsesRequest, NOT_IN_RESPONSES)
     model = await services.models.find(body.model)
     tools = tooling_of(body)
@@ -108,12 +108,12 @@ async def count_input_tokens(
 async def retrieve_response(
     response_id: str,
     request: Request,
-    services: WithServices,
     stream: bool = False,
     starting_after: Annotated[int | None, Query(ge=0, lt=2**31)] = None,
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> Response | dict[str, Any]:
     """Returns a stored response in its present state, or streams its events after a given one."""
+    services = services_of(request)
     snapshot = await _find(response_id, services)
     if not stream:
         return present(snapshot)
@@ -128,8 +128,9 @@ async def retrieve_response(
 
 
 @router.post("/v1/responses/{response_id}/cancel")
-async def cancel_response(response_id: str, services: WithServices) -> dict[str, Any]:
+async def cancel_response(response_id: str, request: Request) -> dict[str, Any]:
     """Ends a response, wherever it waits or runs; one that has ended stays as it is."""
+    services = services_of(request)
     snapshot = await _find(response_id, services)
     return present(
         await services.resumable.cancel(snapshot.stored.request_id, services.read_access)
@@ -137,8 +138,9 @@ async def cancel_response(response_id: str, services: WithServices) -> dict[str,
 
 
 @router.delete("/v1/responses/{response_id}")
-async def delete_response(response_id: str, services: WithServices) -> dict[str, Any]:
+async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
     """Ends a response and removes it."""
+    services = services_of(request)
     snapshot = await _find(response_id, services)
     await services.resumable.delete(snapshot.stored.request_id, services.read_access)
     return {"id": response_id, "object": "response", "deleted": True}
@@ -147,12 +149,13 @@ async def delete_response(response_id: str, services: WithServices) -> dict[str,
 @router.get("/v1/responses/{response_id}/input_items")
 async def list_input_items(
     response_id: str,
-    services: WithServices,
+    request: Request,
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 20,
     order: Annotated[str, Query(pattern="^(asc|desc)$")] = "desc",
 ) -> dict[str, Any]:
     """Returns the items of a stored response's own input, last first unless asked otherwise."""
+    services = services_of(request)
     snapshot = await _find(response_id, services)
     given = OutputForm.decode(snapshot.stored.form).echo["input"]
     items = [

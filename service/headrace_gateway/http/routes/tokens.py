@@ -12,7 +12,7 @@ from ...generation.prompts import ChatOptions
 from ...models.models import ServedModel
 from ...parsing.chat_output import tooling
 from ...schemas.completions import DetokenizeRequest, TokenizeRequest
-from ..services import Services, WithServices
+from ..services import Services, services_of
 from .documents import body_of
 
 # Token ids that are written at a time.
@@ -22,8 +22,9 @@ router = APIRouter()
 
 
 @router.post("/tokenize", response_model=dict[str, Any], openapi_extra=body_of(TokenizeRequest))
-async def tokenize(request: Request, services: WithServices) -> Response:
+async def tokenize(request: Request) -> Response:
     """Returns the token ids of a prompt, or of a chat as the model would see it."""
+    services = services_of(request)
     body = await services.body(request, TokenizeRequest)
     model = await services.models.find(body.model)
     context = await services.admission.known_context(model)
@@ -39,8 +40,9 @@ async def tokenize(request: Request, services: WithServices) -> Response:
 
 
 @router.post("/detokenize", response_model=dict[str, Any], openapi_extra=body_of(DetokenizeRequest))
-async def detokenize(request: Request, services: WithServices) -> Response:
+async def detokenize(request: Request) -> Response:
     """Returns the text of token ids."""
+    services = services_of(request)
     body = await services.body(request, DetokenizeRequest)
     model = await services.models.find(body.model)
 
@@ -54,8 +56,9 @@ async def detokenize(request: Request, services: WithServices) -> Response:
 
 
 @router.get("/tokenizer_info")
-async def tokenizer_info(services: WithServices, model: str | None = None) -> dict[str, Any]:
+async def tokenizer_info(request: Request, model: str | None = None) -> dict[str, Any]:
     """Returns special tokens by name, such as `eos_token`, and the chat template."""
+    services = services_of(request)
     found = await services.models.find(model)
     template = found.chat_template
     return {
