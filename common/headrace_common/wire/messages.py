@@ -6,7 +6,7 @@ never runs code, never trusts a length, ignores unknown fields and refuses unkno
 
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -233,23 +233,19 @@ Control = Cancel | StopChoice | Resume | Resend | Reroute | Disown | Drain | Rec
 
 def encode_request(request: GenerateRequest) -> bytes:
     """Packs a request. Raises MessageError if it exceeds the size limit."""
-    sampling = {
-        f.name: _plain(getattr(request.sampling, f.name))
-        for f in fields(SamplingParams)
-        if f.name not in _NOT_SENT
-    }
+    sampling = request.sampling
     body = {
         "v": PROTOCOL_VERSION,
         "id": request.request_id,
         "model": request.model,
         "prompt": pack_tokens(request.prompt_token_ids),
-        "sampling": sampling,
+        "sampling": {name: getattr(sampling, name) for name in _SAMPLING_FIELDS},
         "created": request.created_ms,
         "deadline": request.deadline_ms,
         "tenant": request.tenant,
         "salt": request.cache_salt,
         "priority": request.priority,
-        "trace": dict(request.trace),
+        "trace": request.trace,
         "keep": request.keep_ms,
         "window": request.window_ms,
     }
@@ -257,7 +253,7 @@ def encode_request(request: GenerateRequest) -> bytes:
         body["pooling"] = {"dimensions": request.pooling.dimensions}
     if request.lora is not None:
         body["lora"] = request.lora
-    return pack_message(body)
+    return pack_message(body, other=_plain)
 
 
 def decode_request(data: bytes) -> GenerateRequest:
@@ -309,16 +305,19 @@ def unpack_tokens(data: bytes) -> tuple[int, ...]:
 
 
 def _plain(value: object) -> object:
+    """Returns a request's value that msgpack does not know as one that it knows."""
     if isinstance(value, StructuredOutputsParams):
         return value.to_wire()
     if isinstance(value, Mapping):
         return dict(value)
-    return list(value) if isinstance(value, tuple | list) else value
+    raise TypeError(f"a request has no {type(value).__name__}")
 
 
-def pack_message(body: object) -> bytes:
-    """msgpack. Raises MessageError beyond MAX_MESSAGE_BYTES."""
-    data: bytes = msgpack.packb(body, use_bin_type=True)
+def pack_message(body: object, other: Callable[[object], object] | None = None) -> bytes:
+    """msgpack; `other` replaces what it does not know. Raises MessageError beyond
+    MAX_MESSAGE_BYTES.
+    """
+    data: bytes = msgpack.packb(body, use_bin_type=True, default=other)
     if len(data) > MAX_MESSAGE_BYTES:
         raise MessageError(f"message of {len(data)} bytes is over {MAX_MESSAGE_BYTES}")
     return data
@@ -383,14 +382,14 @@ def _pooling(raw: dict[Any, Any]) -> PoolingParams:
 
 # Fields for texts that only gateways use.
 _NOT_SENT = frozenset({"stop", "bad_words"})
-_SAMPLING_FIELDS = frozenset(f.name for f in fields(SamplingParams)) - _NOT_SENT
+_SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams) if f.name not in _NOT_SENT)
 
 
 def _sampling(raw: dict[Any, Any]) -> SamplingParams:
     known: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in raw.items()
-        if name in _SAMPLING_FIELDS
+        name: tuple(raw[name]) if isinstance(raw[name], list) else raw[name]
+        for name in _SAMPLING_FIELDS
+        if name in raw
     }
     try:
         if known.get("structured_outputs") is not None:

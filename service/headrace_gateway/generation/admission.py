@@ -7,7 +7,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 
 from headrace_common.errors import BackendUnavailable, FailureCode, RequestFailed
@@ -167,17 +167,15 @@ def _shortest(*lengths: int | None) -> int | None:
 
 def _for_engine(params: SamplingParams, prompt_tokens: int, context: int | None) -> SamplingParams:
     """Removes stop strings, which the gateway finds, and sets the seed, which a moved request
-    keeps.
+    keeps. Raises ApiError if the output cannot fit.
     """
     seed = secrets.randbits(63) if params.seed is None else params.seed
     max_tokens = params.max_tokens
     if context is not None:
         _check_length(prompt_tokens, max_tokens, context)
         max_tokens = max_tokens or context - prompt_tokens
-    return replace(
-        params,
+    return params.for_engine(
         seed=seed,
-        stop=(),
         max_tokens=max_tokens,
         min_tokens=min(params.min_tokens, max_tokens or params.min_tokens),
     )

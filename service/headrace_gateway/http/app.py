@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from fastapi import FastAPI
+from fastapi.telemetry import TelemetryConfig
 
 from headrace_common.config.api_keys import DEFAULT_TENANT
 from headrace_common.observability.telemetry import Telemetry, disabled
@@ -71,6 +72,22 @@ from .routes.documents import document_bodies, document_errors, document_keys
 from .services import Services
 from .unsent import DiscardUnsent
 
+# Matched in this order: what is asked most often comes first.
+ROUTES = (
+    chat,
+    completions,
+    responses,
+    messages,
+    embeddings,
+    batches,
+    files,
+    requests,
+    models,
+    tokens,
+    health,
+)
+# The framework's: the gateway measures and traces requests itself, and no text of a request leaves.
+UNUSED_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
 # Bytes of an upload's form besides its file.
 FORM_BYTES = 16_384
 
@@ -161,24 +178,13 @@ def create_app(settings: GatewaySettings, deps: AppDependencies) -> FastAPI:
         title="Headrace",
         version=package_version(),
         lifespan=lifespan,
+        # Included routers would look for each request's route twice.
+        routes=[route for module in ROUTES for route in module.router.routes],
+        telemetry=UNUSED_TELEMETRY,
         redirect_slashes=False,
         docs_url=None,  # their pages load scripts from other sites
         redoc_url=None,
     )
-    for route in (  # matched in this order: what is asked most often comes first
-        chat,
-        completions,
-        responses,
-        messages,
-        embeddings,
-        batches,
-        files,
-        requests,
-        models,
-        tokens,
-        health,
-    ):
-        app.include_router(route.router)
     document_bodies(
         app,
         (
