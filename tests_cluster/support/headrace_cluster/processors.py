@@ -1,18 +1,15 @@
 """How long the processes of a service could not run because others had the machine's processors."""
 
 import os
-import threading
 import time
 from bisect import bisect
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-INTERVAL_S = 0.2
+from .sampling import Sampling
+
 # Samples between two looks for threads that are new.
 LOOK_EVERY = 5
 # Beside all processes of pods: what leads a client to them, and what ends them.
@@ -31,33 +28,19 @@ class Span:
         return self.ended - self.began
 
 
-@dataclass(slots=True)
-class ProcessorWaits:
+@dataclass
+class ProcessorWaits(Sampling):
     """Samples the threads of pods while its block runs.
 
     A machine with few processors makes every process slower, and a stream with it. What a thread
     waits for a processor is not a pause of the service.
     """
 
+    INTERVAL_S = 0.2
+
     _times: list[float] = field(default_factory=list)
     _samples: list[dict[str, int]] = field(default_factory=list)
-    _stop: threading.Event = field(default_factory=threading.Event)
-    _thread: threading.Thread | None = None
-
-    def __enter__(self) -> Self:
-        self._thread = threading.Thread(target=self._run, name="waits")
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stop.set()
-        assert self._thread is not None
-        self._thread.join()
+    _threads: list[Path] = field(default_factory=list)
 
     def own_seconds(self, span: Span) -> float:
         """A span's length without the share for which the thread that waited most has waited."""
@@ -70,18 +53,12 @@ class ProcessorWaits:
         share = waited / 1e9 / (self._times[last] - self._times[first])
         return span.seconds * max(0.0, 1 - share)
 
-    def _run(self) -> None:
-        for sample in count():
-            if sample % LOOK_EVERY == 0:
-                threads = list(_threads())
-            self._sample(threads)
-            if self._stop.wait(INTERVAL_S):
-                return
-
-    def _sample(self, threads: list[Path]) -> None:
-        """Nanoseconds that each has waited so far; one that has ended is left out."""
+    def _sample(self) -> None:
+        """Nanoseconds that each thread has waited so far; one that has ended is left out."""
+        if len(self._times) % LOOK_EVERY == 0:
+            self._threads = list(_threads())
         found = {}
-        for thread in threads:
+        for thread in self._threads:
             with suppress(OSError):
                 found[thread.name] = int((thread / "schedstat").read_text().split()[1])
         self._samples.append(found)

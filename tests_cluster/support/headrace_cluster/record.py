@@ -1,19 +1,16 @@
 """Load and engines over time, sampled while a test runs, and drawn."""
 
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Self
+from typing import Literal
 
 from matplotlib.figure import Figure
 
 from .load import Load
 from .release import Service
-
-INTERVAL_S = 1.0
+from .sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,31 +24,16 @@ class Sample:
     ready: int
 
 
-@dataclass(slots=True)
-class Recorder:
+@dataclass
+class Recorder(Sampling):
     """Reads a ModelService's status once a second while its block runs, from `began`, Unix time."""
 
+    INTERVAL_S = 1.0
+
     service: Service
-    began: float = 0.0
+    began: float = field(default_factory=time.time)
     samples: list[Sample] = field(default_factory=list)
     _loads: list[Load] = field(default_factory=list)
-    _stop: threading.Event = field(default_factory=threading.Event)
-    _thread: threading.Thread | None = None
-
-    def __enter__(self) -> Self:
-        self._thread = threading.Thread(target=self._run, name="recorder")
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stop.set()
-        assert self._thread is not None
-        self._thread.join()
 
     def watch(self, load: Load) -> None:
         """Counts the load's requests too."""
@@ -64,19 +46,17 @@ class Recorder:
     def most(self, what: Literal["desired", "ready", "backlog"]) -> int:
         return max((getattr(sample, what) for sample in self.samples), default=0)
 
-    def _run(self) -> None:
-        self.began = time.time()
-        while not self._stop.wait(INTERVAL_S):
-            status = self.service.status
-            self.samples.append(
-                Sample(
-                    at=time.time() - self.began,
-                    in_flight=sum(load.in_flight() for load in self._loads),
-                    backlog=status.get("backlog") or 0,
-                    desired=status.get("desiredReplicas", 0),
-                    ready=status.get("readyReplicas", 0),
-                )
+    def _sample(self) -> None:
+        status = self.service.status
+        self.samples.append(
+            Sample(
+                at=time.time() - self.began,
+                in_flight=sum(load.in_flight() for load in self._loads),
+                backlog=status.get("backlog") or 0,
+                desired=status.get("desiredReplicas", 0),
+                ready=status.get("readyReplicas", 0),
             )
+        )
 
 
 def plot(samples: Sequence[Sample], path: Path) -> None:
