@@ -27,11 +27,11 @@ from ..batches.leader import BatchLeader
 from ..generation.admission import Admission, Limits
 from ..generation.constraints import Constraints
 from ..generation.embeddings import EmbeddingRequest
+from ..generation.metered_client import MeteredClient
 from ..generation.pipeline import Pipeline
 from ..generation.rendering import Rendering
 from ..generation.resumable_response import ResumableRequests
 from ..limits.api_keys import KeyFile
-from ..limits.metering import MeteredClient
 from ..limits.rate_limits import RateLimits
 from ..limits.tenant_stores import StoreLimits, TenantStores
 from ..limits.work import WorkPool

@@ -1,4 +1,4 @@
 """Limits on what one request, one connection and one tenant can make the gateway spend.
 
-Imports queue_client's ports.
+Imports errors only.
 """

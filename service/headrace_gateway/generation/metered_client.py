@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable
 from headrace_common.errors import HeadraceError
 from headrace_common.wire.messages import GenerateRequest
 
+from ..limits.rate_limits import Grant, RateLimits
 from ..queue_client.ports import Client, Delta, Generation, Listenable, is_listenable
-from .rate_limits import Grant, RateLimits
 
 
 class MeteredClient:
