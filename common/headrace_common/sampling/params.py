@@ -156,9 +156,7 @@ class SamplingParams:
             or bool(self.logit_bias or self.bad_words_token_ids)
         )
 
-    def for_engine(
-        self, *, seed: int, max_tokens: int | None, min_tokens: int
-    ) -> "SamplingParams":
+    def for_engine(self, *, seed: int, max_tokens: int | None, min_tokens: int) -> "SamplingParams":
         """Returns these parameters with other limits, and without stop strings.
 
         Checks nothing again: every request goes this way. The caller keeps `min_tokens` at most

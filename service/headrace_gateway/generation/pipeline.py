@@ -1,5 +1,6 @@
 """Takes a generation from its route to the queue, and returns the response that answers it."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -8,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace_common.config.api_keys import DEFAULT_TENANT
-from headrace_common.errors import BackendUnavailable
+from headrace_common.errors import BackendUnavailable, FailureCode, RequestFailed
 from headrace_common.protocol.accounts import ItemKind
 from headrace_common.sampling.params import SamplingParams
 from headrace_common.wire.keys import shard_of
@@ -38,6 +39,9 @@ from .prompts import ChatOptions, PromptEncoder
 from .rendering import Rendering
 from .resumable_response import ResumableCall, ResumableRequests, queue_id_of
 
+# Seconds in which the tokens of a request are counted that generates nothing. The longest body
+# takes about four; several at once wait for one another.
+TOKENIZING_S = 6.0
 # Where a request's state has the size of its body.
 BODY_SIZE = "headrace.body_size"
 
@@ -154,15 +158,15 @@ class Pipeline:
         """Runs `read` for a request that generates nothing, and counts the tokens that it read.
 
         `read` returns a result and its tokens; this returns the result and the answer's headers.
-        Raises RateLimited and BackendUnavailable.
+        Raises RateLimited, BackendUnavailable, and RequestFailed after TOKENIZING_S.
         """
         grant = None
         if self.caller is not None and self.rate_limits is not None:
             grant = await self.rate_limits.reserve_tokenizing(self.caller)
         if grant is None or self.rate_limits is None:
-            return (await read())[0], {}
+            return (await _in_time(read()))[0], {}
         try:
-            made, tokens = await read()
+            made, tokens = await _in_time(read())
             grant.used = tokens
         finally:
             self.rate_limits.answered(grant, well=True)
@@ -241,6 +245,17 @@ class Pipeline:
         if field is None and call.form.calls is not None:
             field = "tools"
         await self.constraints.check(structured, field, self.tenant, request)
+
+
+async def _in_time(tokenizing: Awaitable[Result]) -> Result:
+    try:
+        async with asyncio.timeout(TOKENIZING_S):
+            return await tokenizing
+    except TimeoutError as late:
+        raise RequestFailed(
+            FailureCode.DEADLINE,
+            f"the tokens were not counted within {TOKENIZING_S:g} s; send less at once",
+        ) from late
 
 
 def _check_prompt_echo(call: Call) -> None:

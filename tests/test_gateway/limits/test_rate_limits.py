@@ -154,6 +154,20 @@ async def test_a_request_without_output_is_counted_and_charged(
     )
 
 
+@pytest.mark.parametrize("path", TOKEN_READERS)
+async def test_a_request_without_output_ends_in_time(
+    limited: Limited, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace_gateway.generation.pipeline.TOKENIZING_S", 0.0)
+    monkeypatch.setattr("headrace_gateway.limits.work.INLINE_SIZE", 0)
+    headers = limited.book.headers(limited.key())
+
+    answer = await limited.gateway.http.post(path, json=TOKEN_READERS[path], headers=headers)
+
+    assert answer.status_code == 504, answer.text
+    assert "not counted within 0 s; send less at once" in answer.json()["error"]["message"]
+
+
 async def test_requests_without_output_count_towards_the_same_minute(limited: Limited) -> None:
     key = limited.key(requests_per_minute=2)
     headers = limited.book.headers(key)
