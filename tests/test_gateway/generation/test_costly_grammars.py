@@ -55,7 +55,7 @@ def group(checkpoint: Path, valkey: ValkeyServer, tmp_path: Path) -> GatewayGrou
 
 @pytest.fixture
 async def http() -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(timeout=100) as client:
+    async with httpx.AsyncClient(timeout=None) as client:
         yield client
 
 
@@ -101,7 +101,7 @@ async def test_others_are_served_meanwhile_and_a_client_that_leaves_frees_its_pr
     group: GatewayGroup, http: httpx.AsyncClient
 ) -> None:
     unlimited = [
-        *("--grammar-timeout", "200", "--grammar-cpu-seconds", "200", "--grammar-memory", "64GiB"),
+        *("--grammar-timeout", "600", "--grammar-cpu-seconds", "600", "--grammar-memory", "64GiB"),
         *("--drain-timeout", "0"),
     ]
     with group.start("log", *unlimited) as gateway:
@@ -115,7 +115,8 @@ async def test_others_are_served_meanwhile_and_a_client_that_leaves_frees_its_pr
             regex = f"other{number}"
             answer = await http.post(**request(gateway, group, "other", regex=regex))
             assert outcome(answer) == PASSED
-        assert not any(task.done() for task in costly)
+        # One is being compiled; the other waits, and is refused as busy after a while.
+        assert not all(task.done() for task in costly)
 
         busy = {each.pid for each in workers(gateway)}
         for task in costly:
