@@ -1,7 +1,7 @@
 """values.yaml, its schema and the ci/ scenarios: complete, documented, and typos are refused."""
 
 import re
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import yaml
@@ -174,6 +174,17 @@ def test_settings_of_the_gateway_are_those_of_its_process(schema: dict[str, Any]
     known = schema["properties"]["gateway"]["properties"]["settings"]["properties"]
 
     assert set(known) == set(GatewaySettings.model_fields) - GATEWAY_OWNED
+
+
+def test_choices_of_the_gateways_settings_are_those_of_its_process(schema: dict[str, Any]) -> None:
+    known = schema["properties"]["gateway"]["properties"]["settings"]["properties"]
+    choices = {
+        name: list(get_args(field.annotation))
+        for name, field in GatewaySettings.model_fields.items()
+        if get_origin(field.annotation) is Literal and name not in GATEWAY_OWNED
+    }
+
+    assert {name: known[name]["enum"] for name in choices} == choices
 
 
 def test_settings_of_the_operator_are_those_of_its_process(schema: dict[str, Any]) -> None:
