@@ -1,4 +1,4 @@
-"""Puts requests into the queue, and returns their replies as iterators.
+"""Puts requests into the queue, returns replies as iterators, takes requests from silent engines.
 
 Imports models.
 """

@@ -91,6 +91,51 @@ TO_THE_CLIENT = (
     Stop(f"{_GATEWAY}/generation/direct_stream.py", "_write", "turns the text into events"),
     Stop(f"{_GATEWAY}/streaming/sse.py", "EventStream.write", "writes them to the connection"),
 )
+HANG_UP = (
+    Stop(
+        f"{_GATEWAY}/streaming/disconnecting_response.py",
+        "_serve",
+        "watches the connection while the answer is made",
+    ),
+    Stop(f"{_GATEWAY}/generation/generation_response.py", "_leave", "cancels the unread answers"),
+    Stop(f"{_GATEWAY}/queue_client/client.py", "_abandon", "runs CANCEL, which tells the engine"),
+    Stop(
+        f"{_ENGINE}/serving/request_tracker.py",
+        "handle_control",
+        "ends the request in the engine, frees its KV blocks",
+    ),
+)
+TAKEOVER = (
+    Stop(
+        f"{_GATEWAY}/queue_client/watchdog.py",
+        "_check",
+        "notices that the engine is silent, and releases the request (GIVEBACK)",
+    ),
+    Stop(f"{_ENGINE}/serving/worker.py", "_reap", "another engine gets the request (REAP)"),
+    Stop(
+        f"{_ENGINE}/serving/request_tracker.py",
+        "_take_over",
+        "asks what the client has, continues after it",
+    ),
+)
+OTHER_DECISIONS = (
+    Stop("operator/headrace_operator/scaling/decision.py", "decide", "the number of engines"),
+    Stop(
+        "common/headrace_common/protocol/requests.py",
+        "queue_full",
+        "the seconds of Retry-After when the queue is full",
+    ),
+    Stop(
+        f"{_GATEWAY}/limits/rate_limits.py",
+        "_refusal",
+        "the seconds of Retry-After when an API key is at its limit",
+    ),
+    Stop(
+        f"{_GATEWAY}/errors.py",
+        "headers",
+        "writes Retry-After; most other errors use `RETRY_SOON_S`",
+    ),
+)
 
 
 def way(stops: Sequence[Stop]) -> str:
@@ -124,6 +169,9 @@ def page(text: str) -> str:
     text = _replaced(text, "to the queue", way(TO_THE_QUEUE))
     text = _replaced(text, "from the queue", way(FROM_THE_QUEUE))
     text = _replaced(text, "to the client", way(TO_THE_CLIENT))
+    text = _replaced(text, "hang-up", way(HANG_UP))
+    text = _replaced(text, "takeover", way(TAKEOVER))
+    text = _replaced(text, "other decisions", way(OTHER_DECISIONS))
     return _replaced(text, "packages", tables())
 
 
