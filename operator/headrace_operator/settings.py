@@ -48,9 +48,9 @@ class OperatorSettings(BaseSettings):
     )
     redis_admin_url: str | None = Field(
         None,
-        description="the same as a user who may make users: each ModelService's engines then have "
-        "one that can touch nothing but their model, in a Secret; docs/operations.md; default: all "
-        "engines have engine_redis_secret",
+        description="the same with a user that may create users: the engines of each ModelService "
+        "then get a user that can access only their model, in a Secret; docs/operations.md; "
+        "default: all engines have engine_redis_secret",
     )
     engine_redis_url: str | None = Field(
         None, description="URL without a user for engines that have their own; default: redis_url"
@@ -89,7 +89,7 @@ class OperatorSettings(BaseSettings):
     reserved_secrets: tuple[str, ...] = Field(
         (),
         description="Secrets of the operator's namespace that ModelServices there may not name, "
-        '["headrace-redis"]; one that ends in * is a beginning',
+        '["headrace-redis"]; a name that ends in * is a prefix',
     )
     reserved_claims: tuple[str, ...] = Field(
         (), description="claims of the operator's namespace that ModelServices may not mount"
@@ -100,9 +100,9 @@ class OperatorSettings(BaseSettings):
     )
     prometheus_allowed_urls: tuple[str, ...] = Field(
         (),
-        description="the only ones, with what is below them, that ModelServices may name beside "
-        'that, ["http://prometheus.monitoring:9090"]; default: all but the node\'s own addresses '
-        "and metadata services",
+        description="the only URLs, with the paths below them, that ModelServices may name beside "
+        'prometheus_url, ["http://prometheus.monitoring:9090"]; default: all but the node\'s own '
+        "addresses and metadata services",
     )
     gateway_namespace: str | None = Field(
         None, description="namespace of the gateways; default: the operator's own"

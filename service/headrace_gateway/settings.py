@@ -122,7 +122,8 @@ class GatewaySettings(BaseSettings):
     )
     model_aliases: dict[ModelName, ModelName] = Field(
         default_factory=dict,
-        description='further names of served models, {"gpt-4o": "qwen"}; answers have the own one',
+        description='further names of served models, {"gpt-4o": "qwen"}; answers have the '
+        "model's own name",
     )
     tool_call_parser: ToolCallParser = Field(
         "auto", description="form in which models write tool calls; auto: as their templates do"
@@ -249,7 +250,7 @@ class GatewaySettings(BaseSettings):
     )
     max_choices: int = Field(128, ge=1, description="choices of one request: n times its prompts")
     max_file_bytes: ByteSize = Field(
-        ByteSize(32 * 2**20), ge=1024, description="largest file for batches, as 64MiB"
+        ByteSize(32 * 2**20), ge=1024, description="largest file for batches, such as 64MiB"
     )
     max_stored_bytes: ByteSize = Field(
         ByteSize(64 * 2**20), ge=1024, description="part of max_tenant_store_bytes for files"
@@ -274,21 +275,21 @@ class GatewaySettings(BaseSettings):
         32, ge=1, le=1024, description="requests of one batch that are in the queue at once"
     )
     max_body_bytes: ByteSize = Field(
-        ByteSize(8 * 2**20), ge=1024, description="largest request body, as 8MiB"
+        ByteSize(8 * 2**20), ge=1024, description="largest request body, such as 8MiB"
     )
     max_connections: int = Field(
         10_000,
         ge=1,
-        description="open connections; where they are all in use, the one that has waited longest "
-        "for its client to send a request is closed for a new one, or else that gets 503. Fewer "
-        "where the process may not open as many files",
+        description="open connections, fewer if the process may not open as many files. If all are "
+        "in use, a new one closes the one that has waited longest for a request; if none waits for "
+        "a request, the new one gets 503",
     )
 
     lease: float = Field(
         10.0,
         ge=1,
-        description="seconds without a heartbeat after which other gateways go on with this "
-        "one's requests",
+        description="seconds without a heartbeat after which other gateways continue this one's "
+        "requests",
     )
     keep_alive_interval: float = Field(
         15.0, gt=0, description="seconds of silence in a stream before a comment is sent"
@@ -296,7 +297,7 @@ class GatewaySettings(BaseSettings):
     header_timeout: float = Field(10.0, gt=0, description="seconds a client has for its headers")
     body_timeout: float = Field(60.0, gt=0, description="seconds a client has for its body")
     write_timeout: float = Field(
-        30.0, gt=0, description="seconds without the client reading after which it is dropped"
+        30.0, gt=0, description="seconds after which a client that does not read is dropped"
     )
     drain_timeout: float = Field(
         30.0, ge=0, description="seconds that running streams have after SIGTERM"

@@ -11,8 +11,8 @@ Workers = Annotated[
     Field(
         ge=1,
         le=64,
-        description="processes that check schemas, expressions and grammars; one tenant has all "
-        "but one of them at most",
+        description="processes that check schemas, expressions and grammars; one tenant gets at "
+        "most all but one of them",
     ),
 ]
 Timeout = Annotated[
@@ -25,7 +25,7 @@ Memory = Annotated[
     ByteSize,
     Field(
         ge=16 * 2**20,
-        description="memory that the check of one grammar may take in its process, as 128MiB",
+        description="memory that the check of one grammar may take in its process, such as 128MiB",
     ),
 ]
 

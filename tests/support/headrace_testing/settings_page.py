@@ -26,8 +26,8 @@ INTRODUCTION = """\
 # Settings
 
 Each process reads its settings once, from flags and from the environment; flags win. The gateway's
-`max_connections` is `--max-connections` or `HEADRACE_GATEWAY_MAX_CONNECTIONS`. A value that cannot
-be stops the start, and is named; a variable so named that is no setting is logged. Lists and
+`max_connections` is `--max-connections` or `HEADRACE_GATEWAY_MAX_CONNECTIONS`. An invalid value
+stops the start and is named. A variable with this prefix that is no setting is logged. Lists and
 objects are JSON.
 
 `make settings-page` writes this page from the settings' classes.
