@@ -1,0 +1,1 @@
+"""The checks of `headrace doctor`: one file for each part of a machine."""
