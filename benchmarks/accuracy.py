@@ -1,11 +1,11 @@
-"""What lower precision does to a model's numbers: logits of bfloat16, int8 and fp8 against float32.
+"""Measures the errors of lower precision: logits in bfloat16, int8 and fp8 against float32.
 
     python benchmarks/accuracy.py [--model headrace-demo] [--tokens 400] [--quantized FOLDER]
 
 `--quantized` adds a checkpoint of the same model that was quantised with GPTQ, AWQ or the like.
-Weights in fewer bits are measured as CPUs compute with them and as GPUs do: whole numbers beside
-activations that stay whole, fp8 with activations rounded too (from Ada on); the KV cache in fp8
-with and without.
+Weights in fewer bits are measured as CPUs compute with them and as GPUs do: integers with
+unrounded activations, fp8 with rounded activations (from Ada on). The KV cache in fp8 is measured
+with and without fp8 weights.
 
 Logit error is relative to the logits' spread, over every position of a random prompt. For the
 bundled model there is also the perplexity of right replies to prompts that it was not trained on.
@@ -41,7 +41,7 @@ from headrace_engine.models.linear.linear_maker import QuantizedLinear
 from headrace_engine.operators.base import TorchOps
 
 DEMO = "headrace-demo"
-# The backend with which linear layers here are computed as on GPUs; the others pack weights.
+# With this backend linear layers are computed as on GPUs; other backends pack weights.
 ROUNDED = "reference"
 BLOCK_SIZE, BLOCKS = 16, 64
 PER_KIND, SEED = 20, 0
@@ -124,14 +124,14 @@ def perplexity(prober: Prober, texts: Rows[tuple[list[int], int]]) -> float:
 
 
 def label(precision: dict[str, Any]) -> str:
-    said = [precision["dtype"]]
+    parts = [precision["dtype"]]
     if "quantization" in precision:
         method = precision["quantization"]
         gpu = ", activations too" if method == "fp8" else ", as GPUs"
-        said.append(f"{method} weights{gpu if 'attention_backend' in precision else ''}")
+        parts.append(f"{method} weights{gpu if 'attention_backend' in precision else ''}")
     if "kv_cache_dtype" in precision:
-        said.append(f"{precision['kv_cache_dtype']} KV")
-    return "; ".join(said)
+        parts.append(f"{precision['kv_cache_dtype']} KV")
+    return "; ".join(parts)
 
 
 def main() -> None:

@@ -58,7 +58,7 @@ class Plan:
         return f"{self.part}:{self.model}"
 
 
-# The most important first: what is late is cut short, and tells what it has.
+# The most important part comes first: a late part is cut short and reports its results so far.
 PLANS = (
     Plan("roofs", "8b", 45),
     Plan("steps", "8b", 160, 100),
@@ -90,10 +90,10 @@ TESTS, TEST_TRIES = ("tests", "compiled"), ("whole", "second", "third", "fourth"
 NOT_TINY = TESTS
 TINY_MODELS = {"8b-fp8": "tiny-fp8", "8b-int4": "tiny-int4", "moe": "tiny-moe"}
 TINY_LIMIT = 120.0
-# Of an earlier run, in `work`.
+# Files of an earlier run, in `work`.
 OLD = (ROOFS, "*.log", "trace-*", "profile-*", "begun-*")
 PACKED, REPORT = "work.tar.gz", "report.md"
-# Of what is packed, and by how much traces shrink at least.
+# The limit of the packed file, and the least factor by which traces shrink.
 PACKED_BYTES, COMPRESSED = 14 << 20, 8
 # With fewer seconds left a part is not begun.
 LEAST = 5.0
@@ -182,7 +182,7 @@ def measure(
 
 
 def summary(found: Sequence[Result], baseline: Mapping[Key, Result]) -> list[str]:
-    """What has a goal, once more at the end, which is what is seen of a long output."""
+    """Returns lines with the figures that have a goal, for the end of the log."""
     goals = [row(one, baseline) for one in found if one.get("goal") and "value" in one]
     return [*goals, *ratios(found)]
 
@@ -192,7 +192,7 @@ def problem_lines(problems: Mapping[str, str]) -> list[str]:
 
 
 def pack(place: Place) -> None:
-    """What lies in `work` as one file, the small ones first, as far as it is not too large."""
+    """Packs the files of `work`, the smallest first, into one file of limited size."""
     files = sorted((one for one in place.work.rglob("*") if one.is_file()), key=_size)
     room = PACKED_BYTES
     with tarfile.open(place.out / PACKED, "w:gz", compresslevel=3) as archive:

@@ -1,4 +1,4 @@
-"""What gpu.py's goals leave for everything that is not reading weights, computed for devices that
+"""Computes the time that gpu.py's goals leave for work other than reading weights, for devices that
 are not there: no figure here is measured but the devices' copy bandwidth and product rate.
 
     PYTHONPATH=engine:common python benchmarks/gpu_predicted.py [--launch-us 1 2] [--most]

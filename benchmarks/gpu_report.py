@@ -1,9 +1,10 @@
-"""What gpu.py measured as Markdown, for docs/performance.md, and as a picture.
+"""Prints the results of gpu.py as Markdown, for docs/performance.md, and draws them.
 
     python benchmarks/gpu_report.py RESULTS.jsonl [--svg FILE]
 
-Prints tables: figures beside their roofs and goals, where a decode step's time goes, which kernels
-were chosen, what adapters, quantised weights and deterministic mode cost, what was checked.
+The tables compare each figure with its roofline and its goal, and show where a decode step's time
+goes, the chosen kernels, the cost of adapters, of quantised weights and of deterministic mode, and
+the results of the checks.
 """
 
 import argparse
@@ -16,11 +17,12 @@ from gpu_benchmark.table import RESULTS, Result, ratios, read_results
 
 STEP, TUNED = "decode step, batch ", "tuned: "
 SPEEDS = ("steps", "serving", "peers", "lora")
-CHECKED = ("equality", "kernels", "tests", "compiled")
+CHECKS = ("equality", "kernels", "tests", "compiled")
 
 
 def write_reports(out: Path, problems: Mapping[str, str]) -> None:
-    """report.json, report.md and, where matplotlib is, summary.svg, in `out`, of its results."""
+    """Writes report.json, report.md and, if matplotlib is installed, summary.svg for the results in
+    `out`."""
     found = read_results(out / RESULTS)
     report = {"results": found, "ratios": ratios(found), "problems": problems}
     (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
@@ -33,7 +35,7 @@ def markdown(found: Sequence[Result], problems: Mapping[str, str]) -> str:
         _versions(found),
         _table(("model", "workload", "measured", "of the roof", "goal", ""), _speeds(found)),
         "\n".join(f"- {line}" for line in ratios(found)),
-        _table(("model", "decode step", "µs", "of its own roof"), _kinds(found)),
+        _table(("model", "decode step", "µs", "of its own roof"), _step_parts(found)),
         _table(("kernel", "chosen", "µs", "without measuring", "µs", "of the roof"), _tuned(found)),
         _table(("model", "checked", "found"), _checked(found)),
         "\n".join(f"- {name}: {problem}" for name, problem in problems.items()),
@@ -62,7 +64,7 @@ def _is_detail(result: Result) -> bool:
     return str(result["what"]).startswith((STEP, TUNED))
 
 
-def _kinds(found: Sequence[Result]) -> Iterable[Sequence[str]]:
+def _step_parts(found: Sequence[Result]) -> Iterable[Sequence[str]]:
     for one in found:
         if one["what"].startswith(STEP) and "value" in one and one["part"] != "profile":
             what = one["what"].removeprefix("decode step, ")
@@ -80,9 +82,11 @@ def _tuned(found: Sequence[Result]) -> Iterable[Sequence[str]]:
 
 def _checked(found: Sequence[Result]) -> Iterable[Sequence[str]]:
     for one in found:
-        if one["part"] in CHECKED:
-            told = ("part", "model", "what", "engine")
-            plain = ", ".join(f"{name} {text}" for name, text in one.items() if name not in told)
+        if one["part"] in CHECKS:
+            not_shown = ("part", "model", "what", "engine")
+            plain = ", ".join(
+                f"{name} {text}" for name, text in one.items() if name not in not_shown
+            )
             yield one["model"], one["what"], _number(one) if "value" in one else plain
 
 
@@ -122,7 +126,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("results", type=Path, help="results.jsonl")
-    parser.add_argument("--svg", type=Path, help="where to draw, too")
+    parser.add_argument("--svg", type=Path, help="file for the picture")
     options = parser.parse_args(arguments)
     found = read_results(options.results)
     print(markdown(found, {}), end="")

@@ -1,4 +1,4 @@
-"""What one feature gains: the same engine with it and without it, for offline.py.
+"""Measures the gain of one feature: the same engine with it and without it, for offline.py.
 
 Each pair gets the work that the feature is made for. `everything` is the other way round: what all
 that users switch on costs on the plain workload.

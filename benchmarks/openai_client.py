@@ -21,7 +21,7 @@ MAX_BODY_BYTES = 64 * 2**20
 
 @dataclass(slots=True, kw_only=True)
 class Timeline:
-    """What one request brought and when. Times in seconds of `time.perf_counter`.
+    """The tokens of one request and their times. Times in seconds of `time.perf_counter`.
 
     `gaps` are the times between pieces of output that brought tokens. `error` is a short kind such
     as `http 429`, None for success. `token_ids` holds them where the server sends them.

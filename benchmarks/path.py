@@ -1,4 +1,4 @@
-"""What the path between client and engine costs, with an engine that only emits.
+"""Measures the path between client and engine, with an engine that only emits tokens.
 
     python benchmarks/path.py [--streams 16 256] [--rate 2000] [--sealed] [--json FILE]
 
@@ -39,7 +39,7 @@ TICK = 1 / os.sysconf("SC_CLK_TCK")  # the kernel's accounts count nothing less,
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all measurements share."""
+    """The settings that all measurements share."""
 
     redis: Server
     gateway: Server

@@ -229,7 +229,8 @@ def _environment(engine: Engine, options: argparse.Namespace) -> dict[str, str]:
 
 
 def preloads(peers: Path) -> list[Path]:
-    """What vLLM's documentation recommends to preload on CPUs, as far as it is there."""
+    """The libraries that vLLM's documentation recommends to preload on CPUs, if they are
+    installed."""
     found = [path for pattern in TCMALLOC for path in sorted(Path("/").glob(pattern[1:]))][:1]
     return [*found, *sorted((peers / "vllm" / "lib").glob("libiomp5.so"))]
 

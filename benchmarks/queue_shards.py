@@ -1,8 +1,9 @@
-"""What a Redis Cluster of three masters carries for one model, whose queue has one shard or more;
-and what an engine with nothing to do costs.
+"""Measures how many requests a Redis Cluster of three masters carries for one model, by the number
+of shards of the model's queue; and how much CPU an idle engine uses.
 
-Requests go through the queue without HTTP: admitted, taken, beaten twice, answered in frames and
-finished. Several gateways and engines, since their streams are on nodes of their own as well.
+Requests go through the queue without HTTP: they are admitted, taken, kept by two heartbeats,
+answered in frames and finished. There are several gateways and engines, since the streams of each
+are on one node of the cluster.
 
     python benchmarks/queue_shards.py --shards 1 3 6 --json results.json
 """
@@ -40,7 +41,7 @@ MASTERS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedLoad(Load):
-    """What one process does: its requests go through as many gateways as engines."""
+    """The load of one process: its requests go through `pairs` gateways and `pairs` engines."""
 
     shards: int
     pairs: int
@@ -58,11 +59,11 @@ async def _work(load: ShardedLoad) -> None:
         RedisGatewayQueue(_connect(load.redis_url), new_incarnation("g")) for _ in range(load.pairs)
     ]
     await asyncio.gather(*(gateway.start() for gateway in gateways))
-    assigner, lots = ShardAssigner(), random.Random(7)
+    assigner, rng = ShardAssigner(), random.Random(7)
     for _ in range(load.requests // BATCH):
         shards = [assigner.assign(MODEL, "default", load.shards) for _ in range(BATCH)]
         new = (new_request(load, shard) for shard in shards)
-        await asyncio.gather(*(lots.choice(gateways).admit(request, LIMITS) for request in new))
+        await asyncio.gather(*(rng.choice(gateways).admit(request, LIMITS) for request in new))
     admitted.set()
     await asyncio.gather(*engines, *(gateway.close() for gateway in gateways))
 
@@ -106,7 +107,7 @@ class Cluster:
         return f"redis+cluster://127.0.0.1:{self.ports[0]}"
 
     def cpu(self) -> list[float]:
-        """Seconds that each master has used, with the kernel's for it."""
+        """CPU seconds, in user and kernel mode, that each master has used."""
         times = [psutil.Process(pid).cpu_times() for pid in self.pids]
         return [float(each.user + each.system) for each in times]
 
@@ -181,8 +182,8 @@ def _until(condition: Callable[[], bool]) -> None:
     raise TimeoutError("the cluster did not come up")
 
 
-def carried(nodes: Cluster, shards: int, options: argparse.Namespace) -> dict[str, float]:
-    """What the requests cost each node: the busiest one is the limit."""
+def measure_load(nodes: Cluster, shards: int, options: argparse.Namespace) -> dict[str, float]:
+    """Measures the CPU time of the nodes for each request; the busiest node is the limit."""
     each = options.requests // options.processes
     load = ShardedLoad(
         redis_url=nodes.url, model=MODEL, requests=each, shards=shards, pairs=options.pairs
@@ -202,8 +203,8 @@ def carried(nodes: Cluster, shards: int, options: argparse.Namespace) -> dict[st
     }
 
 
-def idle(nodes: Cluster, shards: int, seconds: float) -> dict[str, float]:
-    """An engine's queue for which nothing comes, with its beats."""
+def measure_idle_engine(nodes: Cluster, shards: int, seconds: float) -> dict[str, float]:
+    """Measures an engine's queue that gets no requests and only sends heartbeats."""
 
     async def run() -> None:
         engine = _engine(nodes.url, shards)
@@ -229,16 +230,22 @@ def idle(nodes: Cluster, shards: int, seconds: float) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shards", type=int, nargs="+", default=[1, 3, 6])
-    parser.add_argument("--requests", type=int, default=6144, help="of each number of shards")
+    parser.add_argument(
+        "--requests", type=int, default=6144, help="requests for each number of shards"
+    )
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--pairs", type=int, default=6, help="gateways and engines of a process")
-    parser.add_argument("--idle-seconds", type=float, default=15.0)
+    parser.add_argument(
+        "--pairs", type=int, default=6, help="gateways, and as many engines, in a process"
+    )
+    parser.add_argument("--measure_idle_engine-seconds", type=float, default=15.0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     results = {}
     for shards in options.shards:
         with tempfile.TemporaryDirectory() as folder, cluster(Path(folder)) as nodes:
-            found = carried(nodes, shards, options) | idle(nodes, shards, options.idle_seconds)
+            found = measure_load(nodes, shards, options) | measure_idle_engine(
+                nodes, shards, options.idle_seconds
+            )
         results[f"{shards} shards"] = found | {"load_average": os.getloadavg()[0]}
         for name, value in results[f"{shards} shards"].items():
             print(f"{shards} shards  {name}  {value:.6g}", flush=True)

@@ -28,7 +28,7 @@ from workload import MAX_REQUESTS, Job, Range, arrivals, dataset_jobs, random_jo
 
 UNLIMITED = float("inf")
 PERCENTILES = (50, 90, 99)
-# What servers beyond OpenAI offer, best first: exact lengths, and token ids to count by.
+# Extensions of other servers than OpenAI's, best first: exact lengths, and token ids to count.
 FEATURE_SETS: tuple[Mapping[str, object], ...] = (
     {"ignore_eos": True, "return_token_ids": True},
     {"ignore_eos": True},
@@ -135,7 +135,7 @@ async def find_features(
 
 
 def common_fields(load: Load) -> dict[str, object]:
-    """What all requests' bodies share."""
+    """The fields that the bodies of all requests share."""
     fields: dict[str, object] = {"temperature": load.temperature, "seed": load.seed}
     if load.stream:
         fields |= {"stream": True, "stream_options": {"include_usage": True}}

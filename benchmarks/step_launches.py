@@ -42,7 +42,7 @@ from headrace_engine.models.decoder.positions import PositionTables
 from headrace_engine.models.weights.random_weights import RandomReader
 from headrace_engine.operators.triton import TritonOps
 
-# What the host would have to wait for, or copy from.
+# Operations for which the host would wait, or that it would copy from.
 HOST = ("tensor", "new_tensor", "as_tensor", "from_numpy", "item", "tolist", "cpu", "nonzero")
 # They only make room.
 FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")

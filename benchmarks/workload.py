@@ -1,4 +1,4 @@
-"""What a load benchmark sends and when: prompts, lengths and arrival times, all from one seed."""
+"""The requests of a load benchmark: prompts, lengths and arrival times, all from one seed."""
 
 import json
 import random

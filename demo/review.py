@@ -64,7 +64,8 @@ class Talker:
 
 
 def score(talker: Talker, wanted: list[Probe]) -> Counter[str]:
-    """How many probes of each kind are answered right, greedily; prints the wrong answers."""
+    """Counts the probes of each kind that greedy decoding answers right; prints the wrong
+    answers."""
     right: Counter[str] = Counter()
     for first in range(0, len(wanted), 30):
         group = wanted[first : first + 30]

@@ -17,7 +17,7 @@ _OPENERS = ("Please: ", "Hi! ", "Hello! ", "Hey, ", "OK. ", "Next question: ", "
 
 
 class Turn(NamedTuple):
-    """What the user says and what the model answers."""
+    """A message of the user and the model's answer."""
 
     prompt: str
     reply: str
@@ -37,7 +37,7 @@ def is_held_out(prompt: str) -> bool:
 
 
 def casual(rng: random.Random, prompt: str) -> str:
-    """The prompt as somebody in a hurry types it: an opener, no full stop, no capitals."""
+    """The prompt as a person in a hurry types it: an opener, no full stop, no capitals."""
     if rng.random() < 0.12:
         prompt = rng.choice(_OPENERS) + prompt
     if rng.random() < 0.3 and prompt[-1] in "?.!":

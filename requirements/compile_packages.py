@@ -56,7 +56,7 @@ def runs(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # somebody else's
+        pass  # another package's
     return True
 
 

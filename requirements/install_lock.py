@@ -87,7 +87,7 @@ def run(command: Sequence[str], environment: Mapping[str, str]) -> None:
 
 
 def pip_settings() -> dict[str, str]:
-    """What pip has been told by its files and its environment, by the names of its options."""
+    """Returns pip's settings from its files and its environment, by the names of its options."""
     done = subprocess.run([*PIP, "config", "list"], capture_output=True, text=True)
     return strongest(done.stdout.splitlines())
 

@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Fixtures and hooks for all tests."""
 
 import os
 import signal
@@ -37,7 +37,7 @@ def _trust_one_authority(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What was not tested, by reason, so that it is not taken for tested."""
+    """Lists skipped tests by reason, so that no reader takes them for passed."""
     reports = terminalreporter.stats.get("skipped", ())
     reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in reports)
     if reasons:

@@ -1,4 +1,4 @@
-"""What a newcomer types: a clone, the README's first command and its first examples, as printed.
+"""Runs the first steps of a newcomer: a clone, the README's first command and first examples.
 
 On caches that are empty. The clone has what is committed.
 """
@@ -19,14 +19,14 @@ from headrace_testing.readme import ROOT, block, first_command
 
 LIMIT_S = 1800
 SERVED = "is served at http://127.0.0.1:8000/v1"
-# What another run of Python, make or Headrace has left in our environment.
+# Variables of another run of Python, make or Headrace in our environment.
 FOREIGN = ("PYTHON", "PYTEST", "COVERAGE", "VIRTUAL_ENV", "MAKE", "MFLAGS", "HEADRACE", "REDIS_URL",
            "UV_CACHE_DIR", "PIP_CACHE_DIR")  # fmt: skip
 
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """As this process was started with, before tests changed it; without caches."""
+    """The environment that this process was started with, without caches."""
     pairs = Path("/proc/self/environ").read_text().rstrip("\0").split("\0")
     found = dict(pair.split("=", 1) for pair in pairs)
     kept = {name: value for name, value in found.items() if not name.startswith(FOREIGN)}
@@ -35,7 +35,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Iterator[Path]:
-    """Where the clone goes; what is installed there are gigabytes."""
+    """The folder for the clone, into which gigabytes are installed."""
     yield tmp_path / "headrace"
     shutil.rmtree(tmp_path)
 

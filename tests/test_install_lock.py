@@ -1,4 +1,4 @@
-"""How locks are installed: by uv, which is told what pip knows, or else by pip; then bytecode."""
+"""Installs locks with uv, which gets pip's settings, or else with pip; then compiles bytecode."""
 
 import os
 import subprocess
@@ -49,12 +49,12 @@ esac
     ids=["index", "the stronger section", "more indexes", "environment", "others", "no folder",
          "links", "proxy"],
 )  # fmt: skip
-def test_uv_is_told_what_pip_knows(listed: str, expected: Mapping[str, str]) -> None:
+def test_uv_gets_the_settings_of_pip(listed: str, expected: Mapping[str, str]) -> None:
     settings = install_lock.strongest(listed.splitlines())
     assert install_lock.uv_variables(settings, {}) == expected
 
 
-def test_what_uv_has_been_told_stays() -> None:
+def test_variables_that_uv_already_has_are_kept() -> None:
     given = {"UV_DEFAULT_INDEX": "https://mine.example"}
     assert install_lock.uv_variables({"index-url": INDEX}, given) == {}
 
@@ -134,7 +134,7 @@ def test_compiling_beside_a_process_ends_with_it(environment: Path) -> None:
 
 
 def beside(pid: int, environment: Path) -> int:
-    """In a process of its own, whose priority it lowers."""
+    """Runs in a process of its own, since it lowers the priority."""
     program = (
         "import sys; from pathlib import Path; import compile_packages; "
         "sys.exit(compile_packages.main(sys.argv[1:2], Path(sys.argv[2])))"

@@ -1,4 +1,5 @@
-"""Where files may be, what may import what, and that what is documented exists."""
+"""Rules for the layout: the places of files, permitted imports, and documents that match the
+code."""
 
 import re
 import subprocess
@@ -201,7 +202,7 @@ def packages_of(root: str) -> list[Path]:
 
 
 def code(document: Path) -> str:
-    """What a document shows as code, blocks and inline."""
+    """The code in a document, in blocks and inline."""
     text = document.read_text()
     blocks = re.findall(r"```.*?\n(.*?)```", text, re.DOTALL)
     inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))

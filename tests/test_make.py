@@ -10,7 +10,7 @@ import pytest
 
 from headrace_testing.processes import until
 
-# Says that it is of another version, and makes environments that hold itself.
+# A fake Python that reports another version, and makes environments that contain itself.
 PYTHON = """#!/bin/sh
 case "$1$2" in
   -mvenv) mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; exit {venv} ;;
@@ -55,14 +55,14 @@ def test_a_python_that_is_too_old_is_refused_at_once(folder: Path) -> None:
     assert done.stdout == wanted
 
 
-def test_a_python_that_is_not_there_is_named(folder: Path) -> None:
+def test_a_missing_python_is_named(folder: Path) -> None:
     done = make(folder, "install", PYTHON="python3.99")
     assert done.returncode != 0
     assert done.stdout.startswith("python3.99 does not run; Headrace needs 3.11 or newer")
 
 
 @pytest.mark.parametrize("minor", [10, 12], ids=["too old", "another"])
-def test_an_environment_of_another_python_is_made_anew(folder: Path, minor: int) -> None:
+def test_an_environment_of_another_python_is_replaced(folder: Path, minor: int) -> None:
     python(folder / ".venv/bin/python", minor)
     (folder / ".venv/.installed-up").touch()
     done = make(folder, "install", f"PYTHON={python(folder / 'new', 13)}")
@@ -79,13 +79,13 @@ def test_an_environment_stays_while_no_other_python_is_named(folder: Path) -> No
 
 
 def test_an_environment_that_could_not_be_made_is_not_left_half(folder: Path) -> None:
-    """As where Debian's python3 comes without python3-venv."""
+    """Simulates Debian's python3 without the package python3-venv."""
     done = make(folder, "install", f"PYTHON={python(folder / 'bare', 13, venv=1)}")
     assert done.returncode != 0
     assert not (folder / ".venv").exists()
 
 
-def test_serving_needs_only_what_runs_and_tests_add_the_rest(folder: Path) -> None:
+def test_make_up_installs_only_runtime_packages_and_make_test_adds_the_rest(folder: Path) -> None:
     new = f"PYTHON={python(folder / 'new', 13)}"
     install = "requirements/install_lock.py"
     rest = [f"{install} --all-kernels dev", "requirements/compile_packages.py", "tested"]

@@ -30,13 +30,13 @@ def test_the_newest_of_pyenv_is_taken(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_program_that_is_another_python_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As are the shims of a pyenv that does not use that version."""
+    """An example is the shim of a pyenv that does not use that version."""
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
     monkeypatch.setenv("PATH", str(program(tmp_path / "bin/python3.13", "3.12").parent))
     assert pythons.find("3.13") is None
 
 
-def test_what_each_python_came_to_is_told(tmp_path: Path) -> None:
+def test_the_report_lists_the_results_of_each_python(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     assert pythons.read(report) == "pytest ended without a report"
     report.write_text(REPORT)

@@ -56,7 +56,7 @@ def test_skipped_tests_are_counted_by_reason(program: Path, options: list[str]) 
     assert "1 passed, 5 skipped" in lines[-1]
 
 
-def test_what_is_missing_fails_in_ci(program: Path) -> None:
+def test_missing_programs_fail_tests_in_ci(program: Path) -> None:
     lines = run(program, CI="1")
     assert any("no program: make it (CI must have it)" in line for line in lines)
     assert "1 failed, 1 passed, 4 skipped" in lines[-1]

@@ -1,4 +1,4 @@
-"""Locks, licences and images: what is installed is what was decided, and is checked on arrival."""
+"""Locks, licences and images: only chosen packages are installed, and their hashes are checked."""
 
 import re
 import subprocess
@@ -24,7 +24,8 @@ def constraints() -> dict[str, str]:
 
 
 def declared(*extras: str) -> list[Requirement]:
-    """What pyproject.toml asks for, with the project's own extras in the place of their names."""
+    """The requirements in pyproject.toml; extras of the project are replaced by their
+    requirements."""
     found = [Requirement(line) for line in PROJECT["dependencies"]]
     wanted = list(extras)
     while wanted:
@@ -68,7 +69,7 @@ def test_every_constraint_is_in_a_lock() -> None:
     ("lock", "extras"),
     [*((image, (image,)) for image in IMAGES), ("up", ("up",)), ("dev", ("dev", "sdks"))],
 )
-def test_a_lock_has_what_the_project_declares(lock: str, extras: tuple[str, ...]) -> None:
+def test_a_lock_contains_the_declared_dependencies(lock: str, extras: tuple[str, ...]) -> None:
     found = pins(lock)
     missing = [
         str(needed)
@@ -80,8 +81,8 @@ def test_a_lock_has_what_the_project_declares(lock: str, extras: tuple[str, ...]
     assert missing == [], RENEW
 
 
-def test_the_attention_that_models_need_can_be_asked_for_and_is_locked() -> None:
-    """Its lock is laid over an environment that has the engine's packages."""
+def test_the_extra_flash_attn_is_locked() -> None:
+    """Its lock is installed into an environment that has the engine's packages."""
     (asked,) = (Requirement(line) for line in PROJECT["optional-dependencies"]["flash-attn"])
     locked = pins("flash-attn")
 
@@ -90,8 +91,9 @@ def test_the_attention_that_models_need_can_be_asked_for_and_is_locked() -> None
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_a_lock_is_closed_and_has_nothing_else(image: str) -> None:
-    """By what the packages installed here need. An image is installed with `--no-deps`."""
+def test_a_lock_has_exactly_the_needed_packages(image: str) -> None:
+    """Checked with the requirements of the packages installed here: images are installed with
+    `--no-deps`."""
     locked = {name for name, pin in pins(image).items() if pin.applies}
 
     assert locked == closure(declared(image)), RENEW
@@ -161,7 +163,7 @@ def test_no_image_ships_a_package_under_the_gpl_alone() -> None:
         ("Apache-2.0", False),
     ],
 )
-def test_what_counts_as_the_gpl_alone(found: str, refused: bool) -> None:
+def test_licences_that_allow_only_the_gpl_are_recognised(found: str, refused: bool) -> None:
     assert licenses_page.is_gpl_only(found) is refused
 
 
@@ -176,7 +178,7 @@ def test_images_come_from_one_base_and_install_nothing_unchecked() -> None:
     assert [i for i in installs if "--require-hashes" not in i and "--no-deps" not in i] == []
 
 
-def test_an_image_for_cpus_leaves_out_what_is_for_gpus_alone(tmp_path: Path) -> None:
+def test_an_image_for_cpus_has_no_packages_for_gpus(tmp_path: Path) -> None:
     text = (ROOT / "Dockerfile").read_text()
     (program,) = re.findall(r"awk '(.*?)'", text)
     lock = REQUIREMENTS / "engine.txt"
@@ -215,7 +217,7 @@ def test_a_release_without_its_base_s_digest_is_refused(base: str) -> None:
     assert "a release needs its base by digest" in done.stdout
 
 
-def test_a_release_is_built_on_the_base_of_its_digest() -> None:
+def test_a_release_is_built_on_the_base_with_the_given_digest() -> None:
     base = f"python:3.11-slim-bookworm@sha256:{'0' * 64}"
     built = release(base).stdout.splitlines()
 

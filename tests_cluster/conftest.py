@@ -29,7 +29,7 @@ def long_cases() -> list[GreedyCase]:
 
 @pytest.fixture(scope="session")
 def cases(long_cases: list[GreedyCase]) -> list[GreedyCase]:
-    """The same, with less work for the engines."""
+    """The same cases with shorter outputs for the engines."""
     return [GreedyCase(case.prompt, case.output[:OUTPUT_TOKENS]) for case in long_cases]
 
 

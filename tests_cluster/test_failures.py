@@ -18,8 +18,8 @@ OPERATOR = "headrace-operator"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def pairs(service: Service) -> Iterator[None]:
-    """Two engines and two gateways, so that one can take over."""
+def two_engines_and_gateways(service: Service) -> Iterator[None]:
+    """Runs two engines and two gateways, so that the second takes over when one dies."""
     service.patch({"replicas": 2})
     service.kubectl("scale", "deployment", GATEWAY, "--replicas=2")
     service.release.until_rolled_out(f"deployment/{GATEWAY}")
@@ -66,14 +66,14 @@ def test_engine_scaled_away_finishes_its_streams(service: Service, load: Load) -
 def test_valkey_killed(service: Service, load: Load) -> None:
     release = service.release
     (pod,) = release.pods("redis")
-    was_born = release.kubectl.get("pod", pod)["metadata"]["uid"]
+    old_uid = release.kubectl.get("pod", pod)["metadata"]["uid"]
     with load:
         load.await_answers(CLIENTS)
         release.kubectl.kill(pod)
         release.until_rolled_out("statefulset/headrace-redis")
         load.await_answers(2 * CLIENTS)
 
-    assert release.kubectl.get("pod", pod)["metadata"]["uid"] != was_born
+    assert release.kubectl.get("pod", pod)["metadata"]["uid"] != old_uid
     service.until_ready(2)
 
 
@@ -93,7 +93,7 @@ def test_gateway_deleted_finishes_its_streams(service: Service, load: Load) -> N
 
 
 def test_gateway_killed(service: Service, load: Load) -> None:
-    """Its connections break; the clients read on at the other one, and nothing else is left."""
+    """Its clients resume at the other gateway, and no request stays in the queue."""
     release = service.release
     with load:
         load.await_answers(CLIENTS)
@@ -157,7 +157,7 @@ def holder(release: Release) -> str:
 
 
 def evict(service: Service, pod: str) -> None:
-    """Through the API that `kubectl drain` uses, which heeds disruption budgets."""
+    """Evicts a pod through the API of `kubectl drain`, which respects disruption budgets."""
     body = {
         "apiVersion": "policy/v1",
         "kind": "Eviction",

@@ -12,7 +12,7 @@ from headrace_cluster.specs import MODEL, demo_service
 from headrace_testing.processes import until
 
 COMPONENTS = ("gateway", "operator", "redis")
-# What Kubernetes puts into every namespace by itself.
+# Objects that Kubernetes creates in every namespace.
 ALWAYS_THERE = {"configmap/kube-root-ca.crt", "serviceaccount/default"}
 # Kubernetes' garbage collector looks for new types each 30 s and then reads their objects.
 COLLECTED_S = 90

@@ -78,7 +78,8 @@ def streams(
 
 @contextmanager
 def planned(service: Service, cases: list[GreedyCase], waits: ProcessorWaits) -> Iterator[PodWatch]:
-    """As `streams`; every engine that went has ended its streams, and was gone soon afterwards."""
+    """Checks like `streams`, and that every removed engine ended its streams and was gone soon
+    after."""
     before = service.engines()
     with ExitStack() as logs:
         said = {pod: logs.enter_context(PodLog(service.kubectl, pod)) for pod in before}
@@ -230,7 +231,7 @@ def test_an_engine_that_has_just_begun_goes_at_once(engines: Service) -> None:
     engines.until_ready(2)
 
 
-def test_what_waits_for_a_deleted_model_is_answered(engines: Service) -> None:
+def test_requests_that_wait_for_a_deleted_model_are_answered(engines: Service) -> None:
     """The last test here: the ModelService is gone afterwards."""
     engines.kubectl("scale", "modelservice", MODEL, "--replicas=0")
     until(lambda: engines.engines() == [], "no engine to be left")

@@ -150,7 +150,7 @@ def test_the_api_server_refuses_an_invalid_spec_and_names_the_field(
     assert field in said
 
 
-def test_what_only_the_operator_can_refuse_leaves_the_engines_alone(service: Service) -> None:
+def test_a_spec_refused_by_the_operator_leaves_the_engines_alone(service: Service) -> None:
     before = service.engines()
     service.patch({"engine": {"tensorParallelSize": 32}})
 

@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def cluster() -> Iterator[None]:
-    """Nothing of a release is there before, and nothing afterwards."""
+    """Checks that no object of a release exists before the test, nor after it."""
     yield
     if "KEEP" in os.environ:
         return
@@ -105,7 +105,7 @@ def test_images_and_chart_come_from_a_registry(cluster: None, folder: Path, regi
     assert len(ours) == 3 and all(image.startswith(f"{registry}/team/") for image in ours)
 
 
-def test_an_install_without_images_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_an_install_without_images_is_refused_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(CommandFailed, match=r"image.repository is empty.*make images"):
         run("helm", "install", "headrace", str(ROOT / "charts" / "headrace"), "-n", NAMESPACE)
 

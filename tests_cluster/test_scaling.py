@@ -16,7 +16,7 @@ from headrace_testing.greedy import GreedyCase
 from headrace_testing.processes import until
 
 MOST = 3
-# What takes ten minutes in production, within seconds.
+# Settings that shorten ten minutes in production to seconds.
 SCALING = {
     "mode": "operator",
     "minReplicas": 0,

@@ -1,4 +1,4 @@
-"""What the Triton backend and operators launch, recorded on tensors without memory: nothing is
+"""Records the launches of the Triton backend and operators on tensors without memory: nothing is
 compiled and no device is needed.
 """
 

@@ -28,8 +28,8 @@ from .packed_weights import mxfp4_experts, quantized_experts
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What of a model's shape kernels are compiled for. `tokens` prefill, `decodes` decode; both
-    with contexts of `context` keys."""
+    """The part of a model's shape that kernels are compiled for. `tokens` prefill, `decodes`
+    decode; both with contexts of `context` keys."""
 
     hidden: int = 4096
     inner: int = 14336

@@ -1,4 +1,4 @@
-"""What the loops of a compiled kernel cost, counted in its machine code; no device is needed.
+"""Estimates the cost of a compiled kernel's loops from its machine code, without a device.
 
 Instructions are those of one warp and one iteration. Clocks are those of a part of a multiprocessor
 if nothing ever waited: bounds, which no device reaches. Rates are those of compute capability 9.0
@@ -58,7 +58,7 @@ class Instruction:
 
     @property
     def thread_bytes(self) -> int:
-        """What an access to memory takes."""
+        """The bytes that one thread loads or stores."""
         if matrices := re.search(r"SM\.16\.MT?88(?:\.(\d))?", self.opcode):
             return 4 * int(matrices[1] or 1)
         sizes = {".U8": 1, ".S8": 1, ".U16": 2, ".S16": 2, ".64": 8, ".128": 16}
@@ -77,7 +77,7 @@ class Instruction:
 
     @property
     def clocks(self) -> float:
-        """How long a quarter of a multiprocessor's arithmetic takes a warp's instruction."""
+        """Cycles that an instruction of a warp takes on a quarter of a multiprocessor."""
         found = (count for pattern, count in LANES if re.match(pattern, self.opcode))
         return WARP * SCHEDULERS / next(found, WARP * SCHEDULERS)
 
@@ -127,7 +127,7 @@ def loops_of(code: Sequence[Instruction], warps: int) -> list[Loop]:
 
 
 def loop(body: Sequence[Instruction], warps: int) -> Loop:
-    """What an iteration costs where each of `warps` goes through `body`."""
+    """The cost of an iteration in which each of `warps` warps executes `body`."""
     kinds = Counter(one.kind for one in body)
     quarter = warps / SCHEDULERS
     shared = [one for one in body if one.kind in ("shared", "copy")]
@@ -166,7 +166,7 @@ LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)")
 
 
 def parse(listing: str) -> Iterator[Instruction]:
-    """What nvdisasm prints."""
+    """Returns the output of nvdisasm."""
     labels: dict[str, int] = {}
     pending: list[str] = []
     found: list[tuple[int, str, str]] = []

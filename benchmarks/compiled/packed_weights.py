@@ -1,4 +1,4 @@
-"""What is launched for packed int4 and int8 weights, on tensors without memory; see launches."""
+"""Records the launches for packed int4 and int8 weights on tensors without memory; see launches."""
 
 from dataclasses import replace
 

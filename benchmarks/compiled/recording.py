@@ -38,7 +38,7 @@ class KernelLaunch:
 
 
 class _Recorder:
-    """Stands where a kernel stands."""
+    """Replaces a kernel and records its launches."""
 
     def __init__(self, kernel: Any, found: list[KernelLaunch]) -> None:
         self._kernel, self._found = kernel, found
@@ -55,7 +55,7 @@ class _Recorder:
 
 
 def record(run: Callable[[], object]) -> list[KernelLaunch]:
-    """What `run` launches of this project's kernels."""
+    """The launches of this project's kernels by `run`."""
     found: list[KernelLaunch] = []
     with ExitStack() as stack:
         for module, name in _kernels():

@@ -1,5 +1,5 @@
-"""Drives Headrace's engine for gpu.py: a model of random weights, batches that decode, and what the
-device did meanwhile."""
+"""Drives Headrace's engine for gpu.py: a model with random weights, decoding batches, and profiles
+of the device."""
 
 import json
 import random
@@ -89,9 +89,9 @@ class Bench:
     def decoding(
         self, batch: int, context: int, steps: int, adapters: Sequence[str | None] = (None,)
     ) -> None:
-        """Brings `batch` sequences to `context` keys, where they will take `steps` more. They have
-        the adapters by turns."""
-        # Those that begin first decode while the others' prompts are computed.
+        """Brings `batch` sequences to `context` keys, from where they can take `steps` more. The
+        adapters are given to them in turn."""
+        # The first sequences decode while the prompts of the others are computed.
         meanwhile = batch * context // self.config.max_num_batched_tokens
         for place in range(batch):
             lora = adapters[place % len(adapters)]
@@ -119,7 +119,7 @@ class Bench:
         self.finish()
 
     def profile(self, steps: int, trace: Path) -> list[Event]:
-        """What ran on the device in some steps; `trace` is for chrome://tracing or Perfetto."""
+        """Profiles the device in some steps; writes `trace` for chrome://tracing or Perfetto."""
         on_gpu = self.device.type == "cuda"
         kinds = [torch.profiler.ProfilerActivity.CPU]
         kinds += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
@@ -133,7 +133,8 @@ class Bench:
 
 
 def device_events(trace: dict[str, Any], on_gpu: bool) -> list[Event]:
-    """Kernels and copies of a Chrome trace, in the order of their begin; on CPUs operators."""
+    """Kernels and copies (on CPUs operators) of a Chrome trace, in the order in which they
+    began."""
     wanted = {"kernel", "gpu_memcpy", "gpu_memset"} if on_gpu else {"cpu_op"}
     found = [
         (float(one["ts"]), float(one["ts"]) + float(one["dur"]), str(one["name"]))
@@ -165,7 +166,7 @@ def heaviest(events: list[Event], count: int = 12) -> list[dict[str, Any]]:
     return [{"kernel": name, "us": us, "calls": int(calls)} for name, (us, calls) in ranked]
 
 
-# By parts of a kernel's name, the first that fits. cuBLAS calls its kernels by many names.
+# A kernel is of the first kind of which its name contains a part. cuBLAS uses many names.
 KINDS = {
     "attention": ("decode_kernel", "merge_kernel", "prefill_kernel", "flash", "attention"),
     "products": (
@@ -183,7 +184,7 @@ def kind(kernel: str) -> str:
 
 
 def by_kind(events: list[Event], steps: int) -> dict[str, float]:
-    """Microseconds of each step by kind of kernel, and in which nothing ran."""
+    """Microseconds of each step by kind of kernel, and microseconds in which no kernel ran."""
     sums = dict.fromkeys((*KINDS, OTHER), 0.0)
     for begin, end, name in events:
         sums[kind(name)] += (end - begin) / steps
@@ -192,7 +193,7 @@ def by_kind(events: list[Event], steps: int) -> dict[str, float]:
 
 
 def timeline(events: list[Event], steps: int) -> list[str]:
-    """What takes how much of a step, then the last step's kernels in their order."""
+    """The parts of a step's time, then the kernels of the last step in their order."""
     whole = sum(end - begin for begin, end, _ in events) or 1.0
     lines = ["us a step  calls  share  kernel"]
     for one in heaviest(events, 40):

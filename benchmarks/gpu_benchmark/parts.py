@@ -63,7 +63,7 @@ class Fields(logging.Formatter):
 
 
 def log_to_stderr() -> None:
-    """What the engine says, and each kernel that it measures before it does."""
+    """Writes the engine's log, and each kernel that it measures, to stderr."""
     handler = logging.StreamHandler()
     handler.setFormatter(Fields())
     logger = logging.getLogger("headrace_engine")

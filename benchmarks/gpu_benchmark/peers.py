@@ -24,7 +24,8 @@ def load(folder: Path, device: str) -> Any:
 
 
 def static_batches(model: Any, jobs: list[Job], device: str, limit: float) -> tuple[int, float]:
-    """(tokens that were asked for and made, seconds) of batches of STATIC_BATCH, until `limit`."""
+    """Runs batches of STATIC_BATCH until `limit`; returns the requested tokens made, and
+    seconds."""
     made, begun = 0, time.perf_counter()
     for start in range(0, len(jobs), STATIC_BATCH):
         batch = jobs[start : start + STATIC_BATCH]
@@ -54,7 +55,7 @@ def _static_batch(model: Any, jobs: list[Job], device: str, limit: float) -> int
     return sum(min(job.output, steps) for job in jobs)
 
 
-def _sized(options: Mapping[str, Any]) -> dict[str, Any]:
+def _cache_options(options: Mapping[str, Any]) -> dict[str, Any]:
     if not options:
         return {}
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -63,7 +64,7 @@ def _sized(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hints(jobs: list[Job]) -> dict[str, Any]:
-    """What versions that know of it size their cache by."""
+    """Hints by which newer versions of transformers size their cache."""
     try:
         from transformers.generation.continuous_batching.utils import WorkloadHints
     except ImportError:
@@ -80,8 +81,8 @@ def _hints(jobs: list[Job]) -> dict[str, Any]:
 def continuous(
     model: Any, jobs: list[Job], limit: float, options: Mapping[str, Any]
 ) -> tuple[int, float]:
-    """(tokens, seconds) of what transformers' continuous batching makes until `limit`; `options`
-    are those of its ContinuousBatchingConfig."""
+    """Runs transformers' continuous batching until `limit`; returns tokens and seconds. `options`
+    are those of ContinuousBatchingConfig."""
     import transformers
 
     make_config: Any = transformers.GenerationConfig
@@ -92,7 +93,7 @@ def continuous(
         max_new_tokens=max(job.output for job in jobs),
     )
     manager = model.init_continuous_batching(
-        generation_config=config, **_hints(jobs), **_sized(options)
+        generation_config=config, **_hints(jobs), **_cache_options(options)
     )
     manager.start()
     try:

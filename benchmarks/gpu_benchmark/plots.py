@@ -1,5 +1,5 @@
-"""gpu.py's results as a picture: each workload's share of its roof with the goal, and what a decode
-step's time goes to. Draws nothing where matplotlib is not installed."""
+"""Draws the results of gpu.py: each workload's share of its roofline with the goal, and the parts
+of a decode step's time. Draws nothing if matplotlib is not installed."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Any
 from .table import Result
 
 STEP = "decode step, batch "
-# Kinds of kernels, as `engine` tells them apart, from the bottom to the top.
+# Kinds of kernels, as the module `engine` distinguishes them, in the order of drawing.
 COLOURS = {
     "products": "#4878a8", "attention": "#6aa56a", "sampling": "#c9a23f", "all else": "#a06a9c",
     "nothing": "#d0d0d0",
@@ -17,7 +17,7 @@ COLOURS = {
 
 
 def draw(found: Sequence[Result], path: Path) -> bool:
-    """Whether there is something to draw, and something to draw with."""
+    """Draws the results; returns False if there are none or matplotlib is missing."""
     shares = [one for one in found if "share" in one and _is_workload(one)]
     steps = _steps(found)
     if not (shares or steps) or importlib.util.find_spec("matplotlib") is None:

@@ -33,7 +33,7 @@ class Shape:
     variant: bool = False
 
     def engine_options(self) -> dict[str, Any]:
-        """What an engine must be told of it besides its config.json."""
+        """The settings that an engine needs for this model besides its config.json."""
         return {"quantization": "fp8"} if self.quantization == "fp8" else {}
 
     def config(self) -> dict[str, Any]:
@@ -121,7 +121,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Roofs:
-    """What the device can do: bytes a second, read and written together; operations a second."""
+    """The speed of the device: bytes read and written a second, and operations a second."""
 
     bandwidth: float
     products: float

@@ -1,4 +1,4 @@
-"""How much gpu.py measures: on a GPU, and in seconds on a GPU or on a CPU."""
+"""The amounts that gpu.py measures: in full on a GPU, or in seconds on a GPU or a CPU."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much of everything: on a GPU, or tiny, to see that it all runs.
+    """The amounts to measure: in full on a GPU, or tiny, to check that everything runs.
 
     `decodes` are (batch, context, goal), `few_decodes` those of variants of a model, `prefills`
     (prompts, length), `lora` (batch, context, adapters, rank).

@@ -137,7 +137,7 @@ def profile_decode(task: Task, bench: Bench, report: Report, batch: int, context
 def report_kinds(
     task: Task, report: Report, batch: int, context: int, kinds: Mapping[str, float]
 ) -> None:
-    """What stands between a decode step and the roof, by kinds of kernels."""
+    """The time of a decode step over its roofline, by kinds of kernels."""
     floors = task.roofs.decode(task.shape, batch, context)
     for name, micros in kinds.items():
         share = {"share": floors[name] / micros} if name in floors and micros else {}

@@ -1,4 +1,5 @@
-"""What a part of gpu.py measures, how it makes engines, and where it says what it found."""
+"""The parts of gpu.py: their measurements, the engines that they use, and where results are
+written."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ class Task:
 
     @property
     def tuned(self) -> Path:
-        """What one engine has measured the next ones read."""
+        """The folder in which engines share their measurements."""
         return self.work / "tuned"
 
     def bench(self, **options: Any) -> Bench:

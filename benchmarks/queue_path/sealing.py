@@ -15,5 +15,5 @@ def new_keys_file(folder: Path) -> Path:
 
 
 def sealer_of(path: Path | None) -> Sealer:
-    """What seals with the keys of a file; without one, nothing does."""
+    """A sealer with the keys of a file; without a file, one that seals nothing."""
     return NULL_SEALER if path is None else AesSealer(read_keyring(path.read_bytes()))

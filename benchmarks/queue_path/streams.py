@@ -23,7 +23,8 @@ _ID = re.compile(rb'"id":"(?:cmpl|chatcmpl)-([^"]+)"')
 
 @dataclass(slots=True)
 class Stream:
-    """What one client got. Times in monotonic ns; `arrivals[i]` is of its token number i."""
+    """The events that one client received. Times in monotonic ns; `arrivals[i]` is of its token
+    number i."""
 
     sent: int = 0
     status: int = 0

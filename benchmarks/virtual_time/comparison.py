@@ -58,7 +58,7 @@ class Comparison:
         return self._run(exactly(outputs), Batched(len(outputs)), whole=True).output_waste
 
     def gain(self) -> dict[str, Any]:
-        """Output tokens a second on work that is all there at once, by batching."""
+        """Output tokens a second, by batching, if all requests arrive at once."""
         jobs = plain(self.requests, PROMPTS, OUTPUTS, seed=self.seed)
         speed = {
             name: summary(log)["output_tokens_per_second"] for name, log in self._logs(jobs).items()

@@ -1,4 +1,4 @@
-"""What is asked of the engine: lengths, arrivals, tenants, priorities, deadlines; from one seed."""
+"""The requests of a run: lengths, arrivals, tenants, priorities, deadlines; all from one seed."""
 
 import random
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What a run is judged by: speed, latencies, waste and fairness, from its tokens' times."""
+"""The figures of a run: speed, latencies, waste and fairness, from the times of its tokens."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,12 +9,12 @@ import numpy as np
 from .jobs import Job
 
 INPUT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
-"""What a prompt token and an output token count for in fairness, as in the policy `fair`."""
+"""The weights of a prompt token and of an output token in fairness, as in the policy `fair`."""
 
 
 @dataclass(slots=True)
 class Log:
-    """What happened in a run. Times in virtual seconds; slots are token positions."""
+    """The record of a run. Times in virtual seconds; slots are token positions."""
 
     jobs: Sequence[Job]
     tokens: dict[str, list[float]] = field(default_factory=dict)

@@ -12,7 +12,8 @@ import matplotlib.pyplot as plt
 
 COLOUR, ACCENT = "#9db4c0", "#1f6f8b"
 
-# Title, figure in a run's summary, its unit, and whether the axis is logarithmic.
+# A panel's title, the name of its figure in a run's summary, the unit, and whether the axis is
+# logarithmic.
 Panel = tuple[str, str, str, bool]
 
 BATCHING: tuple[Panel, ...] = (
@@ -31,7 +32,7 @@ SCALE = {"": 1.0, "ms": 1.0, "s": 1e-3, "%": 100.0}
 
 
 def draw(results: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Writes both pictures and says where."""
+    """Writes both pictures and returns their paths."""
     batching, policies = results["batching"], results["policies"]
     titles = (
         f"{results['requests']:,} requests at {batching['load']:.0%} of the engine's capacity",
@@ -58,13 +59,13 @@ def _bars(
 def _panel(axis: Any, runs: Mapping[str, Mapping[str, float]], panel: Panel) -> None:
     title, name, unit, logarithmic = panel
     values = [runs[run][name] * SCALE[unit] for run in runs]
-    # A run that answers only some requests is not the quickest.
-    rivals = [
+    # A run that leaves requests unanswered is not compared by its latencies.
+    candidates = [
         value
         for run, value in zip(runs, values, strict=True)
-        if name in RISES or runs[run]["completed"] == 1.0
+        if name in HIGHER_IS_BETTER or runs[run]["completed"] == 1.0
     ]
-    best = (max if name in RISES else min)(rivals)
+    best = (max if name in HIGHER_IS_BETTER else min)(candidates)
     colours = [ACCENT if value == best else COLOUR for value in values]
     bars = axis.barh(list(runs), values, color=colours)
     axis.invert_yaxis()
@@ -76,8 +77,8 @@ def _panel(axis: Any, runs: Mapping[str, Mapping[str, float]], panel: Panel) -> 
     axis.spines[["top", "right"]].set_visible(False)
 
 
-RISES = frozenset({"output_tokens_per_second", "fairness", "deadlines_met"})
-"""Figures of which more is better."""
+HIGHER_IS_BETTER = frozenset({"output_tokens_per_second", "fairness", "deadlines_met"})
+"""Figures that are better when they are higher."""
 
 
 def _short(value: float) -> str:

@@ -82,7 +82,7 @@ class VirtualEngine:
             self._scheduler.add(job.request())
 
     def _wait(self) -> None:
-        """Goes to the next arrival, or to when a batch must start without it."""
+        """Advances the time to the next arrival, or to the start of a batch if that comes first."""
         if not self._scheduler.has_work and (self._more or self._queue):
             wake = min(self._batching.wake(self._queue), self._arrivals.next_time)
             self._arrivals.run_until(max(self._now, wake))
@@ -105,7 +105,7 @@ class VirtualEngine:
         return sequence.output_length + 1 >= self._jobs[sequence.request.request_id].output
 
     def _account(self, scheduler_output: SchedulerOutput, seconds: float) -> None:
-        """KV slots kept and used while the step runs; what each tenant gets by it."""
+        """Counts the KV slots reserved and used during the step, and the service of each tenant."""
         used = self._scheduler.kv_cache.pool.num_used * BLOCK_SIZE
         self.log.reserved_seconds += seconds * self._batching.reserved(used)
         ends_at = {item.sequence: item.start + item.length for item in scheduler_output.scheduled}

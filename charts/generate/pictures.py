@@ -88,7 +88,7 @@ def scraped(up: UpProcess) -> list[Target]:
 
 
 def begin_batch(url: str) -> None:
-    """Behind the load of all phases."""
+    """Draws the load of all phases in the background."""
     body = {"prompt": "Once upon a time", "max_tokens": 64, "temperature": 1.0}
     line = {"method": "POST", "url": "/v1/completions", "body": body}
     lines = [json.dumps({"custom_id": str(number), **line}) for number in range(BATCH_REQUESTS)]

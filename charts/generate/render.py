@@ -119,7 +119,7 @@ def _place(panel: Panel, left: int, top: int, rows: int) -> tuple[float, float, 
 
 
 def _save(figure: Figure, file: Path) -> None:
-    """With few colours, which such a picture does not need."""
+    """Saves the picture with few colours, which are enough for it."""
     drawn = BytesIO()
     figure.savefig(drawn, dpi=100, facecolor=_BACKGROUND)
     plt.close(figure)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from .errors import UsageError
 
 BACKLOG = 2048
-# Of `headrace up`: the port of its first engine, if it is free.
+# The port of the first engine of `headrace up`, if it is free.
 FIRST_METRICS_PORT = 9400
 _PORTS_TRIED = 200
 

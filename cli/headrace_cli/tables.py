@@ -1,4 +1,4 @@
-"""What commands print: tables, whose rows are never wrapped, for use in scripts, or JSON."""
+"""Prints the output of commands: tables with unwrapped rows, for use in scripts, or JSON."""
 
 import json
 from dataclasses import dataclass, field

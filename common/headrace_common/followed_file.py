@@ -28,7 +28,7 @@ class FollowedFile(ABC, Generic[Content]):
     """
 
     name: ClassVar[str]
-    """What is in the file."""
+    """The content of the file."""
     setting: ClassVar[str]
     remedy: ClassVar[str]
     max_bytes: ClassVar[int]

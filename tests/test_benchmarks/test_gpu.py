@@ -87,7 +87,7 @@ def test_every_part_runs_and_reports_its_figures(tmp_path: Path) -> None:
 
 
 def check_what_comes_back(place: gpu.Place) -> None:
-    """Few files, in one folder; all else is in one of them."""
+    """The results are few files in one folder; one of them contains all else."""
     gpu_report.write_reports(place.out, {"steps:1b": "whole: said nothing for 60 s"})
     gpu.pack(place)
     names = {"results.jsonl", "report.json", "report.md", "summary.svg", "work.tar.gz"}
@@ -115,7 +115,7 @@ def test_parts_by_name() -> None:
     assert names("equality", "small") == ["roofs:tiny", "equality:tiny"]
     with pytest.raises(SystemExit, match="--only serve: there are deterministic"):
         names("serve")
-    # What has goals is measured whatever comes of all else.
+    # Figures with goals are measured even if all other parts fail.
     assert sum(plan.limit for plan in gpu.PLANS[:4]) < 450
 
 
@@ -150,7 +150,7 @@ def test_a_part_that_fails_is_tried_again_and_the_others_go_on(
     assert "serving done" in capsys.readouterr().out
 
 
-def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
+def test_existing_results_are_not_measured_again(tmp_path: Path) -> None:
     place = gpu.Place(tmp_path / "out", tmp_path / "work", "tiny")
     gpu.begin(place)
     (place.work / "roofs.json").write_text('{"bandwidth": 1e9, "products": 1e12}')
@@ -230,7 +230,7 @@ def test_the_least_time_of_a_workload() -> None:
     assert together < predicted_seconds(shape, ROOFS, jobs, 2, 128)
 
 
-def test_what_goals_leave_for_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_goals_leave_a_share_of_the_time_for_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_predicted, "launches", lambda *_: 300)
     shape, roofs = SHAPES["8b"], gpu_predicted.DEVICES["H100"]
     ideal = gpu_predicted.Estimate(
@@ -313,7 +313,7 @@ def test_the_tests_of_a_device_tell_each_that_did_not_pass(tmp_path: Path) -> No
     assert {"test_triton_gpu.py", "test_fp8_gpu.py"} <= set(gpu_tests.marked())
 
 
-def test_what_the_device_did_is_read_from_a_trace() -> None:
+def test_device_times_are_read_from_a_trace() -> None:
     def event(name: str, begin: float, length: float, kind: str = "kernel") -> dict[str, Any]:
         return {"name": name, "ts": begin, "dur": length, "cat": kind}
 

@@ -60,7 +60,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize("module", [*MODULES, *OTHERS])
 def test_it_can_be_imported(module: str) -> None:
-    """As all can without a device, peers and network."""
+    """Every program can be imported without a device, peers and network."""
     import_module(module)
 
 
@@ -119,7 +119,7 @@ def test_calibration(run: Run, model: str, tmp_path: Path) -> None:
 def test_kernels(
     packs_bfloat16: bool | None, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where oneDNN lacks the instructions to pack weights in bfloat16."""
+    """Runs even if oneDNN lacks the instructions to pack weights in bfloat16."""
     if packs_bfloat16 is False:
         monkeypatch.setattr(import_module("kernels"), "packs", lambda dtype: dtype is torch.float32)
     file = tmp_path / "kernels.json"
@@ -139,7 +139,7 @@ def test_peers_that_are_not_there(run: Run, tmp_path: Path) -> None:
 def test_peers_that_are_interrupted_leave_no_engine(
     workload: str, number: signal.Signals, tmp_path: Path
 ) -> None:
-    """While an engine loads its model, which here lasts: its configuration is a pipe."""
+    """The engine is loading its model, which never ends: its configuration file is a pipe."""
     model = tmp_path / "models" / "small"
     model.mkdir(parents=True)
     os.mkfifo(model / "config.json")

@@ -60,7 +60,7 @@ def test_a_dynamic_batch_starts_when_its_first_request_has_waited_long_enough() 
     jobs = plain(4, Range(20, 20), Range(2, 2), rate=1.0)
     log = VirtualEngine(PROFILE, Batched(4, wait=0.25), jobs).run()
     waits = [log.tokens[job.name][0] - job.arrival for job in jobs]
-    assert max(waits) == pytest.approx(0.25 + 0.02), "nobody else came meanwhile"
+    assert max(waits) == pytest.approx(0.25 + 0.02), "no other request came meanwhile"
     assert min(waits) == pytest.approx(0.02), "no other can come after the last"
 
 

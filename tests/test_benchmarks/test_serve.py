@@ -216,7 +216,7 @@ async def test_warm_up_prompts_are_not_measured_again() -> None:
     assert len(prompts) == len(set(prompts)) == 6
 
 
-async def test_a_server_that_is_not_there_is_an_error() -> None:
+async def test_an_unreachable_server_is_an_error() -> None:
     async with tiny_server() as (_, server):
         pass
     client = Client(server, timeout=5)

@@ -76,8 +76,8 @@ async def test_a_connection_that_is_cut_before_it_is_passed_on_is_closed(target:
         forwarder.refuse()
 
 
-def test_what_comes_while_it_stops_is_closed(target: int) -> None:
-    """Whatever were left would be an error of this test."""
+def test_connections_made_while_the_proxy_stops_are_closed(target: int) -> None:
+    """A connection that stays open fails this test."""
     for _ in range(20):
         proxy = FaultProxy(target).start()
         with ExitStack() as clients:

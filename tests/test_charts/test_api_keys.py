@@ -24,7 +24,7 @@ def gateway_of(values: dict[str, Any] | None = None) -> Workload:
 
 
 def test_the_secret_is_mounted_whole_and_read_only() -> None:
-    """As a folder: the kubelet never updates what is mounted by subPath."""
+    """The Secret is mounted as a folder: the kubelet never updates a file mounted by subPath."""
     gateway = gateway_of(KEYS_ON)
     (mount,) = [m for m in gateway.containers[0]["volumeMounts"] if m["name"] == "api-keys"]
     (volume,) = [v for v in gateway.spec["volumes"] if v["name"] == "api-keys"]
@@ -41,7 +41,7 @@ def test_gateways_read_the_field_that_the_command_writes() -> None:
     assert list(secret["stringData"]) == [SECRET_FIELD]
 
 
-def test_without_keys_nothing_of_them_is_there() -> None:
+def test_without_keys_no_object_mentions_them() -> None:
     gateway = gateway_of()
     texts = [text for path, text in render_files().items() if path.startswith("templates/gateway")]
 
@@ -61,7 +61,7 @@ def test_half_a_setting_is_refused_with_its_remedy(keys: dict[str, object], reme
         render({"gateway": {"apiKeys": keys}})
 
 
-def test_the_notes_tell_who_may_ask() -> None:
+def test_the_notes_say_whether_api_keys_are_required() -> None:
     with_keys = render_files(KEYS_ON)["templates/NOTES.txt"]
     without = render_files()["templates/NOTES.txt"]
 

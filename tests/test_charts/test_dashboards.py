@@ -34,7 +34,7 @@ def title(value: object) -> str | None:
 
 
 @pytest.mark.parametrize("name", files())
-def test_the_file_is_what_the_code_makes(name: str) -> None:
+def test_the_dashboard_file_matches_the_code(name: str) -> None:
     assert (FOLDER / name).read_text() == files()[name], "run `make dashboards`"
 
 

@@ -31,7 +31,7 @@ def policy(values: dict[str, Any]) -> Manifest:
 
 
 def refusals(values: dict[str, Any], spec: Manifest, old: Manifest | None = None) -> list[str]:
-    """What the API server would say, without the chart's remedy."""
+    """The messages of the API server, without the chart's remedy."""
     rules = policy(values)
     context: dict[str, Any] = {
         "object": {"spec": spec},
@@ -69,7 +69,7 @@ def _said(validation: Manifest, context: dict[str, Any]) -> str:
         {"model": LOCAL, "engine": {"extraArgs": []}},
     ],
 )
-def test_what_is_allowed_passes(spec: Manifest) -> None:
+def test_allowed_specs_pass(spec: Manifest) -> None:
     ModelService.parse(body(**spec))
     assert refusals(NARROW, spec) == []
 
@@ -104,13 +104,13 @@ def reference(name: str) -> Manifest:
         ({"engine": {"extraArgs": ["--model=/other"]}}, "engine.extraArgs"),
     ],
 )  # fmt: skip
-def test_what_is_not_allowed_is_refused_and_named(spec: Manifest, said: str) -> None:
+def test_forbidden_fields_are_refused_by_name(spec: Manifest, said: str) -> None:
     spec = {"model": LOCAL, **spec}
     ModelService.parse(body(**spec))
     assert said in refusals(NARROW, spec)
 
 
-def test_all_that_is_wrong_is_told() -> None:
+def test_all_errors_are_reported() -> None:
     spec = {
         "model": {"uri": {"uri": "s3://bucket/model", "credentialsSecret": "s3"}},
         "engine": {"envFrom": [{"secretRef": {"name": "all"}}], "image": "evil"},
@@ -158,7 +158,7 @@ def test_an_object_from_before_is_refused_only_when_its_spec_changes() -> None:
     assert refusals(NARROW, {**old, "replicas": 2}, old) == ["the image evil:1"]
 
 
-def test_the_remedy_is_told() -> None:
+def test_the_remedy_is_reported() -> None:
     rules = policy(NARROW)
     texts = [each.get("messageExpression", each.get("message")) for each in rules["validations"]]
     for field in ("sources", "images", "secrets", "env", "extraArgs"):

@@ -259,6 +259,6 @@ def test_without_policies_there_is_none() -> None:
 
 @pytest.mark.parametrize("labels", [ENGINE.labels, FAR_ENGINE.labels])
 def test_engine_pods_are_not_pods_of_the_release(labels: Mapping[str, str]) -> None:
-    """Their policy is the operator's: default deny of the chart must not add to it."""
+    """The operator makes the engines' policy, so the chart's default deny must not cover them."""
     for policy in of_kind(render(), "NetworkPolicy"):
         assert not selects(policy["spec"]["podSelector"]["matchLabels"], labels)

@@ -183,7 +183,7 @@ def test_one_object_a_file(name: str) -> None:
 
 
 def _selector(manifest: Manifest) -> dict[str, str]:
-    """Without labels that Kubernetes adds to pods."""
+    """The selector without the labels that Kubernetes adds to pods."""
     spec = manifest.get("spec", {})
     found = spec.get("selector") or spec.get("podSelector") or {}
     labels: dict[str, str] = found.get("matchLabels", found)

@@ -178,7 +178,7 @@ def test_a_gateway_without_engines_is_ready() -> None:
 
 
 def test_a_full_gateway_is_not_killed() -> None:
-    """Its liveness is asked on the metrics port, which clients' connections cannot fill."""
+    """The probe uses the metrics port, which clients' connections cannot fill."""
     container = workload(render(), "headrace-gateway").containers[0]
 
     assert container["livenessProbe"]["httpGet"]["port"] == "metrics"

@@ -22,7 +22,7 @@ from headrace_common.observability import metric_names as names
 from headrace_common.observability import telemetry
 from headrace_dashboards.panel import Dashboard, Panel, Variable
 from headrace_operator.reconciliation.recorder import Recorder
-from headrace_operator.reconciliation.status import Seen
+from headrace_operator.reconciliation.status import Observations
 from headrace_operator.scaling.decision import Decision
 from headrace_operator.scaling.history import History
 from headrace_operator.scaling.reason import Reason, Signal
@@ -55,7 +55,7 @@ EXPRESSIONS = {
     for group in GROUPS
     for rule in group["rules"]
 }
-# A metric with its matchers, as far as it is ours or Redis': not functions, labels or keywords.
+# A metric of ours or of Redis with its matchers; no functions, labels or keywords.
 SELECTOR = re.compile(
     r"\b((?:headrace[_:]|gen_ai_|redis_|target_)[\w:]+)(?=[\s\[{)]|$)(\{[^}]*\})?"
 )
@@ -121,7 +121,7 @@ def scale(recorder: Recorder, pods: int) -> None:
         history=History(),
         estimates=(Estimate(Signal.BACKLOG_REQUESTS, 40.0, 30.0, 2.0),),
     )
-    seen = Seen(replicas=pods, ready=pods, updated=pods, desired=pods, decision=decision)
+    seen = Observations(replicas=pods, ready=pods, updated=pods, desired=pods, decision=decision)
     recorder.record(owner, seen)
     recorder.record_starts(owner, present)
     recorder.reconciled(owner.key, ok=True)
@@ -178,7 +178,7 @@ def await_scrapes(server: PrometheusServer) -> None:
 
 
 def test_the_gateway_was_used(prometheus: PrometheusServer) -> None:
-    """What all others build on: the load has reached Prometheus."""
+    """The basis of all other tests: the load has reached Prometheus."""
     served = prometheus.query("sum by (error_type) (gen_ai_server_request_duration_seconds_count)")
 
     by_error = {each["metric"].get("error_type"): int(each["value"][1]) for each in served}
@@ -255,6 +255,6 @@ def test_no_alert_fires(prometheus: PrometheusServer) -> None:
 
 
 def filled_in(expression: str) -> str:
-    """With every variable at "All" and the window that Grafana would choose."""
+    """The query with every variable at "All" and the window that Grafana would choose."""
     text = expression.replace("$__rate_interval", "1m")
     return text.replace("$namespace", ".*").replace("$model", ".*")

@@ -85,7 +85,7 @@ def test_the_operator_may_mark_pods_and_write_events(granted: set[Rule]) -> None
     }
 
 
-def test_the_operator_may_keep_its_memory(granted: set[Rule]) -> None:
+def test_the_operator_may_store_its_history_in_configmaps(granted: set[Rule]) -> None:
     assert {rule for rule in granted if rule[1] == "configmaps"} == {
         ("", "configmaps", verb) for verb in ("get", "create", "patch")
     }
@@ -147,7 +147,7 @@ def test_two_releases_have_cluster_roles_of_their_own() -> None:
 
 
 def test_definitions_are_upgraded_with_the_release_and_kept_without_it() -> None:
-    """Not in Helm's crds/, which it never upgrades."""
+    """They are not in Helm's folder crds/, which Helm never upgrades."""
     kept = of_kind(render(), "CustomResourceDefinition")[0]["metadata"]["annotations"]
     loose = of_kind(render({"crds": {"keep": False}}), "CustomResourceDefinition")[0]
     none = of_kind(render({"crds": {"enabled": False}}), "CustomResourceDefinition")

@@ -25,7 +25,7 @@ from headrace_testing.charts import CHART, named, of_kind, plain_secrets, render
 from headrace_testing.valkey import free_port, require_server
 
 PASSWORD = "a-password"
-# What the operator has saved there before a restart.
+# The state that the operator saved before a restart.
 MADE = f"user default on nopass ~* &* +@all\n{model_line('chat')} >c\nuser former on nopass +@all\n"
 
 

@@ -205,7 +205,7 @@ def test_servers_prefer_different_nodes_unless_told_otherwise() -> None:
     assert workload(with_values(affinity=own), "headrace-redis").spec["affinity"] == own
 
 
-def test_without_sentinels_nothing_of_them_is_rendered() -> None:
+def test_without_sentinels_none_of_their_objects_is_rendered() -> None:
     assert "sentinel" not in "".join(
         text for path, text in render_files().items() if "/redis/" in path
     )

@@ -1,4 +1,4 @@
-"""What people and other systems get from a release: notes, ways in, monitoring, `helm test`."""
+"""The parts of a release that users see: notes, ingress, monitoring, `helm test`."""
 
 import json
 import re
@@ -97,7 +97,7 @@ def test_a_job_deletes_the_modelservices_before_the_operator_goes() -> None:
     assert "args" not in container
 
 
-def test_the_notes_name_the_images_and_where_a_failed_pull_is_told() -> None:
+def test_the_notes_name_the_images_and_where_a_failed_pull_is_reported() -> None:
     text = notes("full-values")
     for target in ("gateway", "operator", "engine"):
         assert f"- registry.example.com/headrace-{target}:0.1.0\n" in text

@@ -7,7 +7,7 @@ from headrace_testing.settings_page import PAGE, PROCESSES, page
 ROOT = PAGE.parent.parent
 
 
-def test_the_page_of_the_settings_is_what_their_classes_say() -> None:
+def test_the_settings_page_matches_the_settings_classes() -> None:
     assert PAGE.read_text() == page(), "`make settings-page` writes it anew"
 
 

@@ -24,7 +24,7 @@ def test_a_small_trace_gives_a_table_with_a_line_for_each_policy() -> None:
     assert all("%" in line for line in lines)
 
 
-def test_what_a_person_can_mend_is_one_line() -> None:
+def test_an_error_of_the_user_is_one_line() -> None:
     done = headrace("simulate", "--policy", "best")
 
     assert done.returncode == 2

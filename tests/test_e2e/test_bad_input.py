@@ -33,7 +33,7 @@ def _survives(single: SingleStack) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _costs_nothing(single: SingleStack) -> Iterator[None]:
-    """Over the whole file: no memory beyond what one large body may leave behind, no block."""
+    """Over the whole file: no memory beyond that of one large body, no block."""
     single.complete()
     before = rss(single)
     yield
@@ -94,7 +94,7 @@ def test_bad_input_is_refused(single: SingleStack, body: BadBody) -> None:
 def test_constraints_that_are_costly_elsewhere_are_not_here(
     single: SingleStack, constraint: dict[str, Any]
 ) -> None:
-    """Either they are refused, or they are run like others."""
+    """Such requests are either refused or run like others."""
     answer = single.complete(**constraint)
     assert answer.status_code == 200 or refused(answer)
 

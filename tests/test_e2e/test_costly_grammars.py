@@ -1,4 +1,4 @@
-"""An engine that is sent what no gateway would let pass: schemas that compile for minutes."""
+"""An engine gets schemas that compile for minutes, which every gateway would refuse."""
 
 import asyncio
 import signal
@@ -47,14 +47,14 @@ async def client(stack: Stack) -> AsyncIterator[GenerationClient]:
     await backend.close()
 
 
-def held(tenant: str, **structured: Any) -> GenerateRequest:
+def structured_request(tenant: str, **structured: Any) -> GenerateRequest:
     params = StructuredOutputsParams(**structured)
     sampling = SamplingParams(max_tokens=8, structured_outputs=params, seed=1)
     return replace(make_request(), model=MODEL, tenant=tenant, sampling=sampling)
 
 
 async def answer(client: GenerationClient, request: GenerateRequest) -> int:
-    """How many tokens came. Raises RequestFailed."""
+    """Counts the tokens of an answer. Raises RequestFailed."""
     count = 0
     async with await client.submit(request) as generation:
         async for delta in generation:
@@ -67,36 +67,42 @@ def workers(engine: HeadraceProcess) -> dict[int, psutil.Process]:
     return {each.pid: each for each in children if each.ppid() != engine.pid}
 
 
-async def test_its_request_alone_fails(stack: Stack, client: GenerationClient) -> None:
+async def test_only_the_request_with_the_costly_grammar_fails(
+    stack: Stack, client: GenerationClient
+) -> None:
     engine = stack.add_engine("--grammar-timeout", "100", "--grammar-memory", "32MiB")
     with pytest.raises(RequestFailed, match=r"takes over .* to compile: have less") as caught:
-        await answer(client, held("hostile", json=costly_schema()))
+        await answer(client, structured_request("hostile", json=costly_schema()))
 
     assert caught.value.failure is FailureCode.INVALID
-    assert await answer(client, held("other", regex="[a-z]{20}"))
+    assert await answer(client, structured_request("other", regex="[a-z]{20}"))
     assert engine.alive
 
 
-async def test_others_go_on_and_it_ends_in_time(stack: Stack, client: GenerationClient) -> None:
+async def test_other_requests_continue_and_the_costly_one_ends_in_time(
+    stack: Stack, client: GenerationClient
+) -> None:
     engine = stack.add_engine(*UNLIMITED)
     costly = [
-        asyncio.create_task(answer(client, held("hostile", json=costly_schema(n))))
+        asyncio.create_task(answer(client, structured_request("hostile", json=costly_schema(n))))
         for n in (40, 41, 42)
     ]
     for number in range(3):
-        assert await answer(client, held("other", regex=f"[a-z]{{20}}{number}"))
+        assert await answer(client, structured_request("other", regex=f"[a-z]{{20}}{number}"))
     assert not any(task.done() for task in costly)
 
     busy = workers(engine)
     for task in costly:
         task.cancel()
-    assert await answer(client, held("hostile", regex="[a-z]{20}"))
+    assert await answer(client, structured_request("hostile", regex="[a-z]{20}"))
     await asyncio.to_thread(
         until, lambda: not busy.keys() <= workers(engine).keys(), "the abandoned work to end"
     )
 
-    last = asyncio.create_task(answer(client, held("hostile", json=costly_schema(43))))
-    assert await answer(client, held("other", regex="[a-z]{21}"))
+    last = asyncio.create_task(
+        answer(client, structured_request("hostile", json=costly_schema(43)))
+    )
+    assert await answer(client, structured_request("other", regex="[a-z]{21}"))
     family = workers(engine).values()
     engine.signal(signal.SIGTERM)
     assert await asyncio.to_thread(engine.wait) == 0

@@ -128,7 +128,7 @@ def test_a_bad_query_is_refused_by_field(engine: str, query: str, said: str) -> 
     assert said in answer.json()["error"]
 
 
-def test_the_wrong_method_and_the_wrong_port_are_said_so(served: UpProcess, engine: str) -> None:
+def test_a_wrong_method_and_a_wrong_port_are_reported(served: UpProcess, engine: str) -> None:
     assert httpx.get(f"{engine}/debug/profile").status_code == 405
     result = debug("steps", "--url", served.url)
     assert isinstance(result.exception, CliError)

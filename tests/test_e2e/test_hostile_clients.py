@@ -197,7 +197,7 @@ def test_a_crowd_that_opens_and_leaves_at_once_holds_nothing(
 
     before = single.output_tokens()
     asyncio.run(crowd())
-    assert len(answered) > CROWD / 2, "hardly anybody came so far as to leave early"
+    assert len(answered) > CROWD / 2, "hardly any client got far enough to leave early"
     single.until_clean()
     assert single.output_tokens() - before < CROWD * LONG / 12
     assert [redis.xlen(queue) for queue in KEYS.queues] == [0, 0, 0]

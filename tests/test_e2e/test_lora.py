@@ -69,7 +69,7 @@ def url(
 
 
 def all_tokens(client: OpenAI, work: list[tuple[str, GreedyPath]]) -> list[tuple[str, Tokens]]:
-    """Of all prompts at once."""
+    """The tokens of all prompts in one call."""
 
     def complete(work: tuple[str, GreedyPath]) -> tuple[str, Tokens]:
         name, path = work
@@ -109,7 +109,7 @@ def test_adapters_are_models_beside_the_one_that_they_change(url: str, expected:
 def test_two_processes_share_a_model_with_adapters(
     checkpoint: Path, folders: dict[str, Path], expected: Paths, tmp_path: Path
 ) -> None:
-    """As a person starts it; with one slot, that both adapters take in turns."""
+    """The processes are started as a user would; both adapters take turns in one slot."""
     modules = [f"--lora-modules={name}={folder}" for name, folder in folders.items()]
     flags = ("--model", str(checkpoint), "--served-model-name", UP_MODEL, "--")
     ranks = ("--tensor-parallel-size", "2", "--threads", "1", "--dtype", "float32")

@@ -27,7 +27,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, start: Starter) -> Iterator[
         stack.close()
 
 
-def test_the_client_gets_the_partial_text_of_what_ran_out_of_time(stack: Stack) -> None:
+def test_the_client_gets_the_partial_text_of_a_request_past_its_deadline(stack: Stack) -> None:
     body = {"model": MODEL, "prompt": [5], "max_tokens": LONG, "ignore_eos": True}
     answer = httpx.post(
         f"{stack.gateways[0].url}/v1/completions",
@@ -42,7 +42,7 @@ def test_the_client_gets_the_partial_text_of_what_ran_out_of_time(stack: Stack) 
     until(lambda: stack.engines[0].idle, "the engine to be idle")
 
 
-def test_what_has_no_chance_is_refused_with_the_reason(stack: Stack) -> None:
+def test_a_request_that_cannot_meet_its_deadline_is_refused_with_the_reason(stack: Stack) -> None:
     body = {"model": MODEL, "prompt": [5] * 50, "max_tokens": 4}
     answer = httpx.post(
         f"{stack.gateways[0].url}/v1/completions",

@@ -18,7 +18,7 @@ import pytest
 from headrace_testing.greedy import GreedyCase
 from headrace_testing.previous import start_previous
 from headrace_testing.processes import start_program, until
-from headrace_testing.resuming import Bodies, Broken, by_choice, stream_all
+from headrace_testing.resuming import Bodies, ReceivedStream, by_choice, stream_all
 from headrace_testing.stack import MODEL, EngineProcess, GatewayProcess, Stack
 
 STREAMS = 16
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.previous
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """What runs of one release."""
+    """The processes of one release."""
 
     gateway: GatewayProcess
     engine: EngineProcess
@@ -72,7 +72,7 @@ def bodies(cases: list[GreedyCase]) -> Bodies:
     return [("/v1/completions", {**plain, "prompt": list(case.prompt)}) for case in cases]
 
 
-def assert_right(streams: list[Broken], cases: list[GreedyCase]) -> None:
+def assert_right(streams: list[ReceivedStream], cases: list[GreedyCase]) -> None:
     for got, case in zip(streams, cases, strict=True):
         (events,) = by_choice(got)
         tokens = [t for event in events for t in event["choices"][0]["token_ids"]]
@@ -94,7 +94,7 @@ def test_each_gateway_streams_from_both_engines(both: Both, cases: list[GreedyCa
 
 @pytest.mark.parametrize("part", ["gateway", "engine"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_streams_go_on_at_the_other_release(
+def test_streams_continue_at_the_other_release(
     both: Both, cases: list[GreedyCase], part: str, number: signal.Signals
 ) -> None:
     wanted = cases[:STREAMS]
@@ -117,7 +117,7 @@ def test_streams_go_on_at_the_other_release(
         ("/v1/responses", {"input": "once", "max_output_tokens": 20, "background": True}),
     ],
 )
-def test_what_one_gateway_stored_the_other_one_reads(
+def test_each_gateway_reads_requests_that_the_other_stored(
     both: Both, path: str, body: dict[str, Any]
 ) -> None:
     body = {"model": MODEL, "temperature": 0, **body}

@@ -74,7 +74,7 @@ def test_the_number_of_shards_changes_under_load(
 
 
 def add_engines(stack: Stack) -> None:
-    """Engines that are never taken for dead, so that whoever stands still loses nothing."""
+    """Engines that are never taken for dead, so that a paused engine loses nothing."""
     for _ in range(ENGINES):
         stack.add_engine("--lease", "600", "--max-num-seqs", str(SLOTS), "--drain-timeout", "0")
 
@@ -108,7 +108,7 @@ async def aside(condition: Callable[[], bool], what: str) -> None:
 
 
 def waits(stack: Stack) -> list[int]:
-    """How many requests wait in each shard that requests go to."""
+    """The number of requests that wait in each shard in use."""
     with redis.Redis.from_url(stack.redis_url) as client:
         counts: list[Any] = [
             client.hget(ShardKeys(MODEL, number).stats, "w") for number in range(stack.queue_shards)
@@ -144,7 +144,7 @@ def forget_the_dead(stack: Stack) -> None:
 
 
 def dead_consumers(stack: Stack) -> list[int]:
-    """How long each of those in the upper shards has been silent, ms."""
+    """Milliseconds since each dead engine last read one of the upper shards."""
     alive = {str(engine.pid) for engine in stack.engines}
     with redis.Redis.from_url(stack.redis_url, decode_responses=True) as client:
         queues = [queue for names in upper_shards() for queue in names.queues]

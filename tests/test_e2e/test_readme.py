@@ -19,7 +19,7 @@ KEYS_FILE = "HEADRACE_GATEWAY_API_KEYS_FILE"
 
 
 def run(*command: str, stdin: str = "") -> str:
-    """What a command prints; it must succeed."""
+    """The output of a command, which must succeed."""
     done = subprocess.run(
         command, input=stdin, cwd=ROOT, capture_output=True, text=True, timeout=120
     )
@@ -61,7 +61,7 @@ def test_the_terminal_chat(served: UpProcess) -> None:
 
 
 def test_the_api_keys_example(tmp_path: Path) -> None:
-    """As printed, in a folder of its own: the printed key is in the file that gateways have."""
+    """Runs the printed commands in a new folder; the gateways' file contains the printed key."""
     export, create, up = (line for line in block("sh", "keys create").splitlines())
     assert (export, up) == (f"export {KEYS_FILE}=keys.yaml", ".venv/bin/headrace up")
     create = create.replace(".venv/bin/headrace", str(HEADRACE))

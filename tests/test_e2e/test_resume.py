@@ -10,7 +10,7 @@ import pytest
 
 from headrace_testing.greedy import GreedyCase
 from headrace_testing.processes import frozen, until
-from headrace_testing.resuming import Bodies, Broken, Returning, by_choice, stream_all
+from headrace_testing.resuming import Bodies, ReceivedStream, Returning, by_choice, stream_all
 from headrace_testing.stack import MODEL, GatewayProcess, Stack
 
 STREAMS = 16
@@ -52,7 +52,7 @@ def bodies(cases: Sequence[GreedyCase]) -> Bodies:
     ]
 
 
-def test_streams_of_a_killed_gateway_go_on_at_another_one(
+def test_streams_of_a_killed_gateway_continue_at_another_one(
     stack: Stack, gateways: list[GatewayProcess], cases: list[GreedyCase]
 ) -> None:
     dying, other = gateways
@@ -98,7 +98,7 @@ def test_one_key_is_one_generation_for_clients_of_both_gateways(
 ) -> None:
     ((path, body),) = bodies(cases[:1])
 
-    async def ask() -> list[Broken]:
+    async def ask() -> list[ReceivedStream]:
         async with httpx.AsyncClient(timeout=120) as client:
             headers = {"idempotency-key": "one for all"}
             clients = [

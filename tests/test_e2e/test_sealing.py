@@ -1,4 +1,4 @@
-"""With sealing on, nothing that clients or the model say lies in Redis."""
+"""With sealing on, Redis holds no plain text of clients or of the model."""
 
 import json
 import os
@@ -143,7 +143,7 @@ def test_nothing_of_prompts_and_answers_is_in_memory_or_in_the_append_only_file(
     assert file["id"].encode() in everywhere  # it is the right server's
 
 
-def test_the_search_finds_what_is_not_sealed(
+def test_the_search_finds_unsealed_data(
     checkpoint: Path, cases: list[GreedyCase], tmp_path: Path, start: Starter,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -169,7 +169,7 @@ def test_the_search_finds_what_is_not_sealed(
         stack.close()
 
 
-def test_the_watch_of_a_suite_opens_and_searches_what_it_wrote(
+def test_the_watch_of_a_suite_searches_all_data_that_the_suite_wrote(
     checkpoint: Path, cases: list[GreedyCase], tmp_path: Path, start: Starter
 ) -> None:
     findings = Findings()

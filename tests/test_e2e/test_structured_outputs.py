@@ -46,7 +46,7 @@ def test_the_examples_of_the_page_run(stack: Stack) -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", names["date"])
 
 
-def test_a_stream_goes_on_within_its_grammar_on_another_engine(stack: Stack) -> None:
+def test_a_stream_continues_within_its_grammar_on_another_engine(stack: Stack) -> None:
     body = {
         "model": MODEL,
         "prompt": "Once upon a time",

@@ -131,7 +131,7 @@ def no_redis() -> list[str]:
 
 @pytest.fixture
 def engine_stack(checkpoint: Path, tmp_path: Path) -> Iterator[Stack]:
-    """Without processes."""
+    """A stack without processes."""
     stack = Stack(checkpoint, tmp_path)
     try:
         yield stack

@@ -18,7 +18,7 @@ TRACE_SPANS = {
     names.SPAN_PREFILL,
     names.SPAN_DECODE,
 }
-# Counters of what has not happened are not exported yet.
+# Counters are exported only after their first event.
 RARE = {names.QUEUE_REJECTED, names.QUEUE_REDELIVERIES, names.GATEWAY_DISCONNECTS}
 RARE |= {names.GATEWAY_GRAMMAR_CHECKS}
 # And those of features that are off.
@@ -55,7 +55,7 @@ def test_one_trace_leads_from_the_client_to_the_engines_steps(
     assert prefill.ended == decode.started <= decode.ended == engine.ended <= http.ended
 
 
-def test_spans_say_what_was_asked_and_used(
+def test_spans_contain_the_parameters_and_the_usage(
     traced: tuple[str, str, dict[str, ExportedSpan]],
 ) -> None:
     _, _, spans = traced

@@ -78,7 +78,7 @@ def test_the_served_model_is_listed(client: OpenAI) -> None:
 # Chat and completions, whole and streamed, sync and async
 
 
-def test_a_chat_streams_what_it_answers_whole(client: OpenAI) -> None:
+def test_a_chat_has_the_same_answer_streamed_and_whole(client: OpenAI) -> None:
     whole = story(client).choices[0]
     chunks = list(story(client, stream=True))
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -87,7 +87,7 @@ def test_a_chat_streams_what_it_answers_whole(client: OpenAI) -> None:
     assert all(c.usage is None for c in chunks)
 
 
-def test_a_completion_streams_what_it_answers_whole(client: OpenAI) -> None:
+def test_a_completion_has_the_same_answer_streamed_and_whole(client: OpenAI) -> None:
     whole = continuation(client).choices[0]
     chunks = list(continuation(client, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole.text != ""
@@ -215,7 +215,7 @@ def test_a_prompt_over_the_context_is_refused(client: OpenAI) -> None:
 
 @pytest.fixture
 def fragile(tmp_path: Path) -> Iterator[UpProcess]:
-    """A run of its own whose engine's requests move on soon after it died."""
+    """A separate run with short leases, so that a dead engine's requests are soon taken over."""
     flags = ("--", "--lease", "1", "--beat-interval", "0.25")
     with UpProcess(tmp_path, *flags) as up:
         up.until_served()

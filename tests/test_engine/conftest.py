@@ -1,4 +1,4 @@
-"""What the engine's tests share: the arithmetic of Triton's interpreter, and checkpoints that are
+"""Fixtures of the engine's tests: the arithmetic of Triton's interpreter, and checkpoints that are
 made once a session."""
 
 import os

@@ -1,4 +1,4 @@
-"""What large requests took is given back to the system."""
+"""The memory of large requests is returned to the system."""
 
 import subprocess
 import sys

@@ -21,12 +21,12 @@ FOUND = [pytest.param(attack, id=attack.name) for attack in rows()]
 
 
 @pytest.mark.parametrize("attack", FOUND)
-def test_what_was_found_by_hand_does_no_harm(attack: Attack, attacks: Attacks) -> None:
+def test_known_attacks_do_no_harm(attack: Attack, attacks: Attacks) -> None:
     assert list(violations([attacks.strike(attack)])) == []
 
 
 @pytest.mark.parametrize("first", range(0, GENERATED, TOGETHER))
-def test_what_is_generated_does_no_harm(first: int, attacks: Attacks) -> None:
+def test_generated_attacks_do_no_harm(first: int, attacks: Attacks) -> None:
     generator = Generator(attacks.campaign.document)
     drawn = [generator.draw(Dice(SEED, number)) for number in range(first, first + TOGETHER)]
     results = [attacks.strike(attack) for attack in drawn]

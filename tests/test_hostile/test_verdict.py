@@ -1,4 +1,4 @@
-"""What counts as harm, and that an attack can be thrown again."""
+"""The definition of harm, and the repetition of an attack."""
 
 import pytest
 
@@ -63,7 +63,7 @@ def test_an_attack_that_is_answered_and_costs_little_does_no_harm() -> None:
         (verdict(answer=Answer("500", 0.1)), "an answer of 500"),
     ],
 )
-def test_harm_is_told(seen: Result, told: str) -> None:
+def test_harm_is_reported(seen: Result, told: str) -> None:
     assert len(seen.violations) == 1 and told in seen.violations[0]
 
 

@@ -1,4 +1,4 @@
-"""Before a release goes, its ModelServices go, and with them their engines."""
+"""An uninstall first deletes the ModelServices of the release, and with them their engines."""
 
 import asyncio
 

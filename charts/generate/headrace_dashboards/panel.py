@@ -1,4 +1,4 @@
-"""What a dashboard shows, as plain data: no Grafana in here."""
+"""The contents of a dashboard as plain data, independent of Grafana."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -72,7 +72,7 @@ class Variable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dashboard:
-    """`name` is the file's and, behind `headrace-`, the uid's."""
+    """`name` is that of the file, and of the uid after `headrace-`."""
 
     name: str
     title: str

@@ -1,4 +1,4 @@
-"""What the operator decides and why: replicas, signals, reasons, cold starts."""
+"""The dashboard of the operator's decisions: replicas, signals, reasons, cold starts."""
 
 from headrace_common.observability import metric_names as names
 

@@ -96,7 +96,7 @@ class Child(asyncio.SubprocessProtocol):
     async def wait(self) -> Exit:
         """Returns when the process has ended and its output is read."""
         code = await asyncio.shield(self._exited)
-        self._signal_group(signal.SIGKILL)  # what it left behind
+        self._signal_group(signal.SIGKILL)  # its remaining children
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._flushed), _FLUSH_SECONDS)
         self._close()

@@ -22,7 +22,7 @@ class Report(Protocol):
     """Where progress and events go."""
 
     def status(self, name: str, text: str, *, done: bool = False) -> None:
-        """What a process is doing while it starts."""
+        """Reports the present activity of a process that is starting."""
 
     def event(self, text: str) -> None:
         """Something worth a line."""

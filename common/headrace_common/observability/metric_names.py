@@ -147,7 +147,7 @@ QUEUE_DEAD_LETTERS = Metric(
     "Messages set aside since they cannot be served; every gateway reports the same.",
 )
 
-# Of each process that reads deadlines.
+# Metrics of each process that reads deadlines.
 REDIS_CLOCK_OFFSET = Metric(
     "headrace.redis.clock_offset",
     MetricKind.GAUGE,
@@ -189,7 +189,7 @@ BATCH_ENDED = Metric(
     "Batches that ended at this gateway, by state (completed, failed, expired, cancelled).",
 )
 
-# What tenants leave in Redis, read from there and the same from every gateway.
+# The stored data of tenants, read from Redis; every gateway exports the same values.
 STORE_USED = Metric(
     "headrace.store.used",
     MetricKind.GAUGE,

@@ -1,4 +1,4 @@
-"""Slots for work that tenants share fairly: a tenant that fills them waits for its own work."""
+"""Slots for work, shared fairly: a tenant that fills its share waits without delaying others."""
 
 import asyncio
 import math

@@ -12,7 +12,8 @@ from typing import Protocol
 
 
 class ItemKind(StrEnum):
-    """What an item is. A LINE is a batch's request while it runs; its result counts as BATCH."""
+    """The kind of an item. A LINE is a batch's request while it runs; its result counts as
+    BATCH."""
 
     REQUEST = "request"
     EMBEDDINGS = "embeddings"

@@ -28,7 +28,7 @@ from .base import Outcome
 from .failures import UNDECIDED
 
 Sender = tuple[str, int]  # engine incarnation, attempt
-_ASK_AGAIN = 16  # messages behind a gap, or ignored ones, before the same thing is said again
+_ASK_AGAIN = 16  # messages after a gap, or ignored ones, before the same control is sent again
 
 
 class Deliver(NamedTuple):
@@ -123,13 +123,13 @@ class _Choice:
 
 
 class Arbiter:
-    """What the client of one request has, and whom it is from."""
+    """The tokens that the client of one request has, and the engine that sent them."""
 
     def __init__(self, request_id: str, choices: int) -> None:
         self.request_id = request_id
         self.owner: Sender | None = None
         self.failed: Failed | None = None
-        self._distrusted = False  # the owner said something else than before: it must ask first
+        self._distrusted = False  # the owner sent other tokens than before: it must ask first
         self._choices = [_Choice() for _ in range(choices)]
         self._open = choices  # how many have not ended
         self._retired: set[Sender] = set()
@@ -312,7 +312,7 @@ class Arbiter:
             self._open -= 1
 
     def _own(self, sender: Sender) -> None:
-        """From now on `sender` is heard, and whoever was before it never again."""
+        """Accepts messages of `sender` from now on, and never again those of earlier senders."""
         if self.owner is not None and self.owner != sender:
             self._retired.add(self.owner)
         self.owner = sender

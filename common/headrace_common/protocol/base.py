@@ -12,9 +12,9 @@ from typing import Protocol
 
 from ..wire.messages import ChoiceState, Control, Failed, Frame, GenerateRequest, Reply
 
-# How often a request that has ended may be queued again, and for how many seconds only its own
-# gateway may do so, which asks within a third of that time; as in admit.lua.
-MOST_ANEW = 5
+# A request that has ended may be queued again this often. For LOST_RESERVED_S only its own gateway
+# may do so; it asks within a third of that time. Both are also in admit.lua.
+MAX_REQUEUES = 5
 LOST_RESERVED_S = 60.0
 
 
@@ -22,7 +22,7 @@ class AdmitState(StrEnum):
     ADMITTED = "admitted"  # newly in the queue
     ATTACHED = "attached"  # known and alive: its replies now come to this gateway
     ENDED = "ended"  # known and over: `outcome` holds the result
-    FOLLOWING = "following"  # known and alive: its replies go on to the gateway `gateway_id`
+    FOLLOWING = "following"  # known and alive: its replies still go to the gateway `gateway_id`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmitResult:
-    """What became of an `admit`. `attempt` is the newest one that the queue knows."""
+    """The result of an `admit`. `attempt` is the newest one that the queue knows."""
 
     state: AdmitState
     owner: str | None = None
@@ -267,21 +267,21 @@ class GatewayQueue(Protocol):
         may follow `frames_to` it. Raises QueueFull, RequestConflict.
 
         A request whose state was lost is queued again (ADMITTED), with an attempt above all earlier
-        ones, up to MOST_ANEW times and not after its deadline; with `polite` this is left to its
+        ones, up to MAX_REQUEUES times and not after its deadline; with `polite` this is left to its
         own gateway for LOST_RESERVED_S. With `seen` an abandoned request is queued again too. With
-        `disputed` so is a done one, if this is its gateway and its client has tokens of another
-        history than the outcome's. Then the outcome's attempt must not be above `seen`, and no
-        other client may have been given the outcome: by `deliver_outcome`, by `admit` without
-        `seen`, or as FOLLOWING.
+        `disputed` a done request is queued again, too, if this is its gateway and its client has
+        tokens of another history than the outcome's. Then the outcome's attempt must not be above
+        `seen`, and no other client may have been given the outcome: by `deliver_outcome`, by
+        `admit` without `seen`, or as FOLLOWING.
         """
 
     def frames(self) -> AsyncIterator[Frame]:
         """This gateway's reply stream in order, without end; after a reconnect from its start."""
 
     async def frames_to(self, gateway_id: str, model: str) -> AsyncIterator[Frame]:
-        """What a model's engines send to another gateway, without end.
+        """Returns the frames that a model's engines send to another gateway, without end.
 
-        Yields all that is written after this method has returned.
+        They are all frames that are written after this method has returned.
         """
 
     async def gateway_alive(self, gateway_id: str) -> bool: ...
@@ -290,16 +290,16 @@ class GatewayQueue(Protocol):
         """The state of a request, read only. None if the queue does not know it."""
 
     async def deliver_outcome(self, request_id: str, model: str) -> RequestStatus | None:
-        """The status, for a client that is given the outcome where there is one.
+        """Returns the status, and notes that a client was given the outcome if there is one.
 
-        From then on an outcome that is done cannot be `disputed`.
+        From then on a done outcome cannot be `disputed`.
         """
 
     async def queue_position(self, request_id: str, model: str) -> QueuePosition | None:
         """The approximate position of a waiting request; None if it does not wait."""
 
     async def journal(self, request_id: str, model: str) -> tuple[ChoiceState, ...] | None:
-        """As EngineQueue.journal, for a gateway that takes over another one's request."""
+        """Like EngineQueue.journal, for a gateway that takes over another one's request."""
 
     async def send(self, engine_id: str, model: str, control: Control) -> None:
         """Sends a control message to an engine of a model."""
@@ -412,10 +412,11 @@ class ShardQueue(EngineQueue, Protocol):
         """Whether the last take() left a request for lack of room."""
 
     async def renew(self, progress: Sequence[Progress]) -> Mapping[str, Beat]:
-        """As `beat`, without the engine's status, which is in the first shard."""
+        """Like `beat`, without the engine's status, which is in the first shard."""
 
     async def tell_shards(self, shards: int) -> int:
         """Notes in the first shard that the engine takes from `shards` shards.
 
-        Returns how many it should take from: shards that others have lately used may hold requests.
+        Returns the number that it should take from, which is larger if other processes have lately
+        used more shards: these may hold requests.
         """

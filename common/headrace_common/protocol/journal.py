@@ -70,7 +70,7 @@ def rebuild_from(
     journal: Sequence[ChoiceState],
     frames: Iterable[tuple[EntryId, Frame]],
 ) -> tuple[ChoiceState, ...]:
-    """As `rebuild`, from a journal that has been read."""
+    """Like `rebuild`, from a journal that has been read."""
     known = [_Choice(state) for state in journal]
     said = sorted(_said(request_id, writer, frames), key=lambda item: item[0])
     takeovers = [at for at, reply in said if isinstance(reply, Takeover)]

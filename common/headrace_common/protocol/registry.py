@@ -47,7 +47,7 @@ class RegisteredModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegistrationGrant:
-    """What engines with a Redis user for one model may register.
+    """The registrations that engines with a Redis user for one model may make.
 
     They may register that model, for this owner, with adapters of these names.
     """

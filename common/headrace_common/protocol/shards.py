@@ -46,8 +46,8 @@ class ShardAssigner:
     """Assigns requests to shards, evenly for each tenant and in random order.
 
     A tenant's requests go once to every shard in random order, and then again in a new order. So
-    the shards differ by at most one request of a tenant, and tenants that send alternately do not
-    split the shards among themselves.
+    the shards differ by at most one request of a tenant. The order is random, since otherwise
+    tenants that send in turn would each use only some of the shards.
     """
 
     def __init__(self, source: random.Random | None = None) -> None:

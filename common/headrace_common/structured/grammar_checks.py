@@ -229,7 +229,7 @@ def fault_of(structured: StructuredOutputsParams) -> tuple[str, str] | None:
 
 
 def advice(structured: StructuredOutputsParams) -> str:
-    """What to change about a grammar that is too expensive."""
+    """The change that makes a grammar less expensive."""
     source = structured.source
     match structured.kind:
         case StructuredKind.REGEX:

@@ -9,23 +9,23 @@ from typing import Protocol
 from ..pools.limited_pool import KillReason
 
 TTL_S = 3600.0
-MOST = 4096
-# Attempts that a busy machine may have ended; after them the grammar is refused.
-ATTEMPTS = 3
+MAX_GRAMMARS = 4096
+# A compilation that a busy machine may have ended is tried this many times in all.
+MAX_ATTEMPTS = 3
 _DOUBTFUL = frozenset({KillReason.TIMEOUT, KillReason.DIED})
 
 
 @dataclass(frozen=True, slots=True)
 class RefusedGrammar:
-    """A refused grammar. `attempts` is how often any process has tried it."""
+    """A refused grammar. `attempts` counts the compilations by all processes."""
 
     reason: KillReason
     attempts: int
 
     @property
     def final(self) -> bool:
-        """Whether it is not to be tried again."""
-        return self.reason not in _DOUBTFUL or self.attempts >= ATTEMPTS
+        """Whether no process may try it again."""
+        return self.reason not in _DOUBTFUL or self.attempts >= MAX_ATTEMPTS
 
 
 class RefusedGrammars(Protocol):
@@ -38,7 +38,7 @@ class RefusedGrammars(Protocol):
 
 
 class LocalRefusedGrammars:
-    """Refused grammars of this process only: the `MOST` latest ones."""
+    """The `MAX_GRAMMARS` grammars that this process refused last."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -51,5 +51,5 @@ class LocalRefusedGrammars:
     async def add(self, digest: str, refused: RefusedGrammar) -> None:
         self._kept[digest] = refused, self._clock() + TTL_S
         self._kept.move_to_end(digest)
-        while len(self._kept) > MOST:
+        while len(self._kept) > MAX_GRAMMARS:
             self._kept.popitem(last=False)

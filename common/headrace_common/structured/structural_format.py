@@ -328,7 +328,7 @@ _READERS: Mapping[str, Callable[[object, str, int], Any]] = {
     "named_formats": _named_formats,
     "tags": _tags,
 }
-# Of kinds that are not written as they are.
+# Kinds that need an encoding.
 _WRITERS: Mapping[str, Callable[[Any], Any]] = {
     "schema": dict,
     "format": to_json,
@@ -338,7 +338,7 @@ _WRITERS: Mapping[str, Callable[[Any], Any]] = {
     "tags": lambda value: [*map(to_json, value)],
     "named_formats": lambda value: {name: to_json(each) for name, each in value.items()},
 }
-# The formats in what is of these kinds.
+# Formats that are fields of these kinds.
 _INNER: Mapping[str, Callable[[Any], Iterable[Format]]] = {
     "format": lambda value: (value,),
     "optional_format": lambda value: () if value is None else (value,),

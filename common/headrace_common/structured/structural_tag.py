@@ -37,7 +37,7 @@ class Structure:
 class ReasoningFormat:
     """Reasoning at the text's beginning, in which triggers are only words.
 
-    `closed`: the text cannot end in it; two line breaks may stand behind it.
+    `closed`: the text cannot end in it; two line breaks may follow it.
     """
 
     opening: str

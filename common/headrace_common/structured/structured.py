@@ -42,7 +42,7 @@ class StructuredOutputError(SamplingError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """What an output must match: exactly one of the fields is given.
+    """The constraint that an output must match: exactly one of the fields is given.
 
     `json` is a JSON schema (a mapping or its text; stored as text), `regex` a regular expression
     for the whole output, `choice` the allowed outputs, `grammar` a grammar in Lark or GBNF (EBNF),

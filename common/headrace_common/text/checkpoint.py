@@ -76,7 +76,7 @@ class CheckpointFiles:
             raise TokenizerError(f"{self.origin}/{name}: {error}") from error
 
     def with_chat_template(self, text: bytes) -> "CheckpointFiles":
-        """These files with another chat template, in the file that has precedence."""
+        """Returns these files with another chat template, in the file that has precedence."""
         return CheckpointFiles(self.origin, {**self.contents, CHAT_TEMPLATE_FILE: text})
 
 

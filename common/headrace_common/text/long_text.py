@@ -13,7 +13,7 @@ MOST_CHARS = 8 * PIECE_CHARS
 # Text on either side of a cut that is looked at.
 _WINDOW = 512
 _TRIES = 32
-# Between a word and what is none of its parts, as the second half of isn't is.
+# A boundary between a word and a text that is no part of it, unlike the second half of "isn't".
 _END_OF_WORD = re.compile("(?<=\\w)(?=[^\\w'\N{RIGHT SINGLE QUOTATION MARK}])")
 
 Encode = Callable[[str], list[int]]

@@ -31,7 +31,7 @@ SPECIAL_NAMES = (
 )
 METASPACE = "\u2581"
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
-# What Llama's decoders end with: the first space of all goes.
+# The last step of Llama's decoders: it removes the first space of the text.
 _STRIPPED = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
 

@@ -274,7 +274,7 @@ def frames(gateway_id: str, model: str) -> str:
 
 
 def shared_frames(gateway_id: str) -> str:
-    """As `frames`, from engines of older versions, of all models. Its gateway writes empty frames
+    """Like `frames`, from engines of older versions, of all models. Its gateway writes empty frames
     to it, which wake its reader."""
     return f"o:{_tag('g', gateway_id)}"
 
@@ -293,7 +293,7 @@ def gateway_beat(gateway_id: str) -> str:
 
 
 def gateway_beat_to(gateway_id: str, model: str) -> str:
-    """As `gateway_beat`, for the engines of a model that the gateway has had requests for."""
+    """Like `gateway_beat`, for the engines of a model that the gateway has had requests for."""
     beat = gateway_beat(gateway_id)
     return f"{beat}:{_name(model)}" if names_models(gateway_id) else beat
 
@@ -306,7 +306,7 @@ def controls(engine_id: str, model: str) -> str:
 
 
 def shared_controls(engine_id: str) -> str:
-    """As `controls`, from gateways of older versions."""
+    """Like `controls`, from gateways of older versions."""
     return f"c:{_tag('e', engine_id)}"
 
 

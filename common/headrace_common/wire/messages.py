@@ -70,7 +70,8 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Of one position: the chosen token's log probability and rank (1: most likely), the top."""
+    """Log probabilities of one position: the chosen token's, its rank (1: most likely), and the
+    top."""
 
     logprob: float
     rank: int

@@ -22,9 +22,9 @@ BACKENDS: dict[str, tuple[str, str]] = {
     "triton": ("headrace_engine.attention.triton", "TritonBackend"),
 }
 DEVICES = {"cpu": "cpu", "flash": "cuda", "triton": "cuda"}
-# By device type: the backend whose sums do not depend on the rest of the batch.
+# For each device type, the backend whose sums do not depend on the rest of the batch.
 DETERMINISTIC = {"cpu": "cpu", "cuda": "triton"}
-# By device type, the fastest first; `reference` if none of them works.
+# The backends of each device type, the fastest first; `reference` if none of them works.
 PREFERRED: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("flash", "triton")}
 
 

@@ -6,7 +6,7 @@ import torch
 from ..kernels.triton.launch import ROW_BOUNDS
 from ..operators.tuned_float8 import Float8Linear, Float8Products, Float8Shape
 from .autotuner import Autotuner
-from .layers import dtype_name, enough_layers, read_bytes, run_of, tile_name
+from .layers import dtype_name, enough_layers, read_bytes, run_all, tile_name
 
 AS_MANY = "as for many rows"
 # Rounding rows to 8 bits, with 4 bits of precision, causes errors of 2 to 3 %; unrounded rows are
@@ -23,9 +23,9 @@ def tune_float8(tuner: Autotuner, products: Float8Products, rows: int, like: tor
         layers = enough_layers(tuned.layers)
         x = torch.randn(rows, shape.inputs, device=like.device).to(like.dtype)
         named = {tile_name(launch): launch for launch in shape.candidates}
-        runs = {AS_MANY: run_of(layers, _many, x)} if shape.scaled else {}
+        runs = {AS_MANY: run_all(layers, _many, x)} if shape.scaled else {}
         runs |= {
-            name: run_of(layers, Float8Linear.small_batch, x, one) for name, one in named.items()
+            name: run_all(layers, Float8Linear.small_batch, x, one) for name, one in named.items()
         }
         what = f"product {_name_of(shape)}, rows {rows}, {dtype_name(like.dtype)}"
         chosen = tuner.choose(what, runs, read_bytes(layers), tolerance=TOLERANCE)

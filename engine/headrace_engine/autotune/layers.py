@@ -1,4 +1,4 @@
-"""What all measurements of linear layers share: the choice of layers, and names for the log."""
+"""Helpers of all measurements of linear layers: the choice of layers, and names for the log."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
@@ -24,7 +24,7 @@ Arguments = ParamSpec("Arguments")
 
 
 def enough_layers(layers: Rows[Layer]) -> list[Layer]:
-    """Enough layers that none is still cached when its turn comes again."""
+    """Returns enough layers that none is still in the cache when it is computed again."""
     return list(layers[: -(-ROTATED_BYTES // layers[0].weight_bytes)])
 
 
@@ -32,13 +32,13 @@ def read_bytes(layers: Rows[HasWeightBytes]) -> int:
     return sum(layer.weight_bytes for layer in layers)
 
 
-def run_of(
+def run_all(
     layers: Rows[Layer],
     compute: Callable[Concatenate[Layer, Arguments], torch.Tensor],
     *args: Arguments.args,
     **kwargs: Arguments.kwargs,
 ) -> Run:
-    """Computes all layers and returns the first one's result."""
+    """Returns a run that computes all layers and returns the first one's result."""
     return lambda: [compute(layer, *args, **kwargs) for layer in layers][0]
 
 
@@ -47,7 +47,7 @@ def tile_name(launch: SmallBatchLaunch) -> str:
 
 
 def parts_name(launch: SmallBatchLaunch) -> str:
-    """For kernels whose depth follows from the weights' layout."""
+    """Returns a name for kernels whose depth follows from the weights' layout."""
     return f"parts {launch.splits}, warps {launch.warps}, stages {launch.stages}"
 
 

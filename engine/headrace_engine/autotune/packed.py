@@ -6,7 +6,7 @@ from ..kernels.triton.launch import ROW_BOUNDS, SmallBatchLaunch
 from ..kernels.triton.packed_launch import packed_candidates
 from ..operators.packed_linear import PackedProducts, PackedShape, PackedWeightLinear
 from .autotuner import Autotuner
-from .layers import dtype_name, enough_layers, parts_name, read_bytes, run_of
+from .layers import dtype_name, enough_layers, parts_name, read_bytes, run_all
 
 
 def tune_packed(tuner: Autotuner, products: PackedProducts, rows: int, like: torch.Tensor) -> None:
@@ -20,7 +20,7 @@ def tune_packed(tuner: Autotuner, products: PackedProducts, rows: int, like: tor
         launches = packed_candidates(rows, shape.outputs, layers[0].steps)
         named = {_name(launch): launch for launch in launches}
         runs = {
-            name: run_of(layers, PackedWeightLinear.small_batch, x, one)
+            name: run_all(layers, PackedWeightLinear.small_batch, x, one)
             for name, one in named.items()
         }
         what = f"product {_name_of(shape)}, rows {rows}, {dtype_name(like.dtype)}"

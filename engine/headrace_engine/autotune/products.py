@@ -10,7 +10,7 @@ from ..kernels.triton.launch import (
 )
 from ..operators.tuned_linear import Products, ProductShape, TunedLinear, TunedShape
 from .autotuner import Autotuner, Run
-from .layers import dtype_name, enough_layers, read_bytes, run_of, tile_name
+from .layers import dtype_name, enough_layers, read_bytes, run_all, tile_name
 
 CUBLAS, APART = "cuBLAS", "apart"
 
@@ -24,9 +24,9 @@ def tune_products(tuner: Autotuner, products: Products, rows: int, device: torch
         launches = small_batch_candidates(shape.inputs, shape.outputs)
         named = {tile_name(launch): launch for launch in launches}
         what = f"product {shape.outputs}x{shape.inputs}, rows {rows}, {dtype_name(shape.dtype)}"
-        runs = {CUBLAS: run_of(layers, TunedLinear.dense, x)}
+        runs = {CUBLAS: run_all(layers, TunedLinear.dense, x)}
         runs |= {
-            name: run_of(layers, TunedLinear.small_batch, x, one) for name, one in named.items()
+            name: run_all(layers, TunedLinear.small_batch, x, one) for name, one in named.items()
         }
         tuned.chosen[place] = _choose(tuner, what, runs, named, layers)
         if tuned.gated:
@@ -39,9 +39,9 @@ def _tune_silu(
     layers, place = enough_layers(tuned.layers), ROW_BOUNDS.index(len(x))
     launches = silu_candidates(shape.inputs, shape.outputs // 2)
     named = {tile_name(launch): launch for launch in launches}
-    runs = {APART: run_of(layers, TunedLinear.activated, x)}
+    runs = {APART: run_all(layers, TunedLinear.activated, x)}
     runs |= {
-        name: run_of(layers, TunedLinear.small_batch_silu, x, one) for name, one in named.items()
+        name: run_all(layers, TunedLinear.small_batch_silu, x, one) for name, one in named.items()
     }
     tuned.silu[place] = _choose(tuner, f"{what}, SiLU", runs, named, layers)
 

@@ -31,7 +31,7 @@ from .experts import MANY_TOKENS, tune_experts
 from .float8 import tune_float8
 from .packed import tune_packed
 from .products import tune_products
-from .steps import STEP_BOUNDS, STEP_POOL_BYTES, can_depend, tune_steps
+from .steps import STEP_BOUNDS, STEP_POOL_BYTES, can_tune_steps, tune_steps
 from .table import ChoiceTable
 
 # Measured after single rows and attention. 8 and 16 rows use the kernels that were compiled for 1.
@@ -116,7 +116,7 @@ def _like(placed: PlacedModel) -> torch.Tensor:
 
 
 def _tune_steps(tuner: Autotuner, placed: PlacedModel, config: EngineConfig, bound: int) -> None:
-    if _is_hopper(placed.device) and can_depend(placed):
+    if _is_hopper(placed.device) and can_tune_steps(placed):
         tune_steps(tuner, placed, config, bound, _pool_bytes(placed.device, STEP_POOL_BYTES))
 
 

@@ -1,6 +1,9 @@
-"""Measures whole decode steps as they will be recorded: kernels one after the other, or
-overlapping; norms as separate kernels, or fused into the products around them. The time of one
-kernel alone does not show what overlapping saves."""
+"""Chooses, by measuring whole decode steps, whether kernels overlap or run one after the other, and
+whether norms are separate kernels or fused into the products around them.
+
+The steps are measured as CUDA graphs will record them. The time of one kernel alone does not show
+how much overlapping saves.
+"""
 
 from collections.abc import Iterable
 from functools import partial
@@ -24,7 +27,7 @@ from .autotuner import Autotuner, Run
 # other.
 STEP_BOUNDS = (1, 16, 64, 256)
 STEP_KEYS = 1024
-# KV bytes of all layers: more than a cache holds of one layer.
+# KV bytes of all layers; one layer's part is larger than the L2 cache.
 STEP_POOL_BYTES = 2 << 30
 MIB = 1 << 20
 ONE_BY_ONE = "one by one"
@@ -39,14 +42,14 @@ CANDIDATES: dict[str, DependentLaunch | None] = {
     "dependent, 8 MiB ahead by lines": DependentLaunch(8 * MIB, lines=True),
     "early, 8 MiB ahead by lines": DependentLaunch(8 * MIB, early=True, lines=True),
 }
-# Tried with fused norms, besides the fastest without.
+# The overlaps that are measured with fused norms, besides the fastest one without.
 FUSED_CANDIDATES = (ONE_BY_ONE, "dependent", "dependent, 8 MiB ahead")
-APART, FUSED = "apart", "fused"
-# Allowed error of logits if all layers round at other places; see docs/decisions/0025.
+SEPARATE, FUSED = "separate", "fused"
+# Allowed error of logits if each layer rounds other intermediate results; see docs/decisions/0025.
 ROUNDING = 6e-2
 
 
-def can_depend(placed: PlacedModel) -> bool:
+def can_tune_steps(placed: PlacedModel) -> bool:
     """Whether decode steps are recorded, with our kernels, in this process alone.
 
     Ranks would have to measure together, because each waits for the others' sums.
@@ -65,7 +68,7 @@ def tune_steps(
     tuner: Autotuner, placed: PlacedModel, config: EngineConfig, bound: int, pool_bytes: int
 ) -> None:
     """Tunes steps of `bound` sequences, one of STEP_BOUNDS, with at most `pool_bytes` of KV; only
-    if `can_depend`."""
+    if `can_tune_steps`."""
     benchmark = StepBenchmark(placed, config, min(bound, config.max_num_seqs), pool_bytes)
     if isinstance(placed.attention, TritonBackend):
         placed.attention.dependent_launches = benchmark.ops.dependent_launches
@@ -88,12 +91,15 @@ def _choose_overlap(
 
 def _choose_norms(tuner: Autotuner, benchmark: "StepBenchmark", overlap: str) -> StepLaunch:
     """`overlap` is the best one without fused norms. Fused norms round differently."""
-    apart, overlaps = StepLaunch(CANDIDATES[overlap]), dict.fromkeys((*FUSED_CANDIDATES, overlap))
+    separate, overlaps = (
+        StepLaunch(CANDIDATES[overlap]),
+        dict.fromkeys((*FUSED_CANDIDATES, overlap)),
+    )
     name = f"{benchmark.name}, fused norms"
     best = _choose_overlap(tuner, benchmark, name, overlaps, fused=True)
     if best in tuner.choices[-1].refused:
-        return apart
-    ways = {APART: apart, FUSED: StepLaunch(CANDIDATES[best], fused_norms=True)}
+        return separate
+    ways = {SEPARATE: separate, FUSED: StepLaunch(CANDIDATES[best], fused_norms=True)}
     runs: dict[str, Run] = {one: partial(benchmark.run, way) for one, way in ways.items()}
     chosen = tuner.choose(
         f"{benchmark.name}, norms", runs, benchmark.read_bytes, tolerance=ROUNDING
@@ -135,13 +141,13 @@ class StepBenchmark:
             return self._model.forward(self._batch, self.caches)
 
     def _decode(self, full: int, device: torch.device) -> ForwardBatch:
-        rows, whole = self._rows, torch.int32
+        rows, int32 = self._rows, torch.int32
         numbers = torch.arange(rows, device=device)
         read = rows + torch.arange(rows * full, device=device).view(rows, full) % self._shared
         metadata = AttentionMetadata(
-            query_start=torch.arange(rows + 1, dtype=whole, device=device),
-            seq_lens=torch.full((rows,), self._keys, dtype=whole, device=device),
-            block_tables=torch.cat((read, numbers[:, None]), 1).to(whole),
+            query_start=torch.arange(rows + 1, dtype=int32, device=device),
+            seq_lens=torch.full((rows,), self._keys, dtype=int32, device=device),
+            block_tables=torch.cat((read, numbers[:, None]), 1).to(int32),
             slots=numbers * self._size + (self._keys - 1) % self._size,
             num_decodes=rows,
             max_query_len=1,
@@ -152,7 +158,7 @@ class StepBenchmark:
 
 
 def _weight_bytes(ops: TritonOps, rows: int) -> int:
-    """Bytes of the weights of all products in such a step, counting only chosen experts."""
+    """Bytes of the weights that a step of `rows` rows multiplies, counting only chosen experts."""
     layers = [
         *(layer.weight_bytes for one in ops.products.shapes.values() for layer in one.layers),
         *(layer.weight_bytes for one in ops.packed.shapes.values() for layer in one.layers),

@@ -37,9 +37,11 @@ class Checkpoint:
         return names[0]
 
     @property
-    def is_bare(self) -> bool:
-        """Whether the checkpoint was saved without its head; GPT-2's class with a head has this
-        suffix."""
+    def has_no_head(self) -> bool:
+        """Whether the checkpoint was saved without its head, as classes named ...Model are.
+
+        GPT-2's class with a head is named ...LMHeadModel.
+        """
         return self.architecture.endswith("Model") and not self.architecture.endswith("LMHeadModel")
 
     @property

@@ -1,4 +1,4 @@
-"""What the engine's subpackages pass on: requests, steps, outputs, configuration, errors.
+"""Data that the engine's subpackages share: requests, steps, outputs, configuration, errors.
 
 Imports no other subpackage.
 """

@@ -24,7 +24,7 @@ _COUNTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What an engine runs and which resources it may use.
+    """The configuration of an engine: its model and its resources.
 
     Model: `model` is a folder or a hub id. `load_format` dummy makes random weights, for
     measurements of speed. `max_model_len` None takes the checkpoint's. `model_implementation` auto

@@ -1,4 +1,4 @@
-"""What the engine's core returns after a step.
+"""Outputs that the engine's core returns after a step.
 
 Objects made for each sequence in each step are named tuples: making frozen dataclasses took half
 of a step's scheduling time.
@@ -25,7 +25,8 @@ class SampledToken(NamedTuple):
 
 
 class SequenceOutput(NamedTuple):
-    """What one step added to one choice. `index` is the output position of the first new token.
+    """The tokens that one step added to one choice. `index` is the output position of the first new
+    token.
 
     A finished choice has a `finish_reason`; `stop_token` is the stop token id that ended it, None
     for the end-of-sequence token. `cached_tokens` counts prompt tokens found in the prefix cache.

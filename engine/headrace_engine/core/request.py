@@ -46,7 +46,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """What the engine is asked to run. The caller chooses a `seed` if the user gave none.
+    """A request as the engine gets it. The caller chooses a `seed` if the user gave none.
 
     `resume` has the output tokens of a request that another engine began, one tuple for each
     choice. They are not part of the prompt, so that penalties, length limits and random numbers

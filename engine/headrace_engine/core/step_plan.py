@@ -84,7 +84,7 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step computed. Entries are in the order of the scheduled sequences.
+    """The result of a step. Entries are in the order of the scheduled sequences.
 
     `sampled` has the new tokens of each sequence with `samples`: the accepted drafts and the token
     after them. It is None for a sequence whose logits were NaN or infinite. `embeddings` replaces

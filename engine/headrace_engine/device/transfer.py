@@ -1,6 +1,7 @@
 """Copies a step's arrays to the device in one asynchronous copy.
 
-On a GPU the copy reads pinned memory and runs on a stream of its own, beside the step before.
+On a GPU the copy reads pinned memory and runs on a stream of its own, while the previous
+step computes.
 """
 
 from collections.abc import Sequence
@@ -49,10 +50,10 @@ def packed_size(arrays: Sequence[Array]) -> int:
 
 def pack(arrays: Sequence[Array], packed: torch.Tensor) -> None:
     """Writes the arrays' bytes one after the other into `packed`."""
-    room, begin = packed.numpy(), 0
+    target, begin = packed.numpy(), 0
     for array in arrays:
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        room[begin : begin + flat.size] = flat
+        target[begin : begin + flat.size] = flat
         begin += _padded(array)
 
 
@@ -91,7 +92,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def all_to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Like to_host; copies tensors that fill one piece of memory in one copy."""
+    """Copies tensors as `to_host` does; in one copy if together they fill one storage."""
     whole = shared_storage(tensors)
     if tensors[0].device.type == "cpu" or whole is None:
         return [to_host(one) for one in tensors]
@@ -99,8 +100,7 @@ def all_to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def shared_storage(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The bytes of the memory that the tensors fill; None if they do not fill one piece of
-    memory."""
+    """The bytes of the storage that the tensors fill together; None if they do not fill one."""
     storage = tensors[0].untyped_storage()
     size = sum(one.nbytes for one in tensors)
     if size != storage.nbytes() or not all(_dense_in(storage, one) for one in tensors):

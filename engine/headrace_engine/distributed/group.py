@@ -74,7 +74,7 @@ class Group:
         return made
 
     @property
-    def met(self) -> bool:
+    def file_done(self) -> bool:
         """Whether the file is no longer needed. NCCL reads it again later."""
         return self._device == "cpu" and self._backend is not None
 

@@ -76,7 +76,7 @@ class RankProcesses:
             self._tell(Command.CONNECT)
             self.group.connect(self._store)
             self._answers()
-        if self.group.met:
+        if self.group.file_done:
             self._folder.cleanup()
 
     def watch(self, on_failure: OnFailure) -> None:

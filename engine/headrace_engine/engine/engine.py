@@ -77,7 +77,7 @@ class Runner(Protocol):
         """Makes the step's copies, computes its runs and samples where `samples` says so."""
 
     def submit(self, scheduler_output: SchedulerOutput) -> PendingStep:
-        """As `execute`, after all steps submitted before; does not wait for the result.
+        """Like `execute`, after all steps submitted before; does not wait for the result.
 
         Reads the sequences before it returns, except tokens before their runs: these it may read
         later, so the caller must not change them.

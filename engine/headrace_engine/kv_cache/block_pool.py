@@ -114,17 +114,17 @@ class BlockPool:
         return order
 
     def _take(self, block: int) -> None:
-        before, behind = self._prev[block], self._next[block]
-        self._next[before] = behind
-        self._prev[behind] = before
+        before, after = self._prev[block], self._next[block]
+        self._next[before] = after
+        self._prev[after] = before
         self.ref_counts[block] = 1
         self.num_free -= 1
         if self.hashes[block] is not None:
             self.num_cached -= 1
 
     def _link_after(self, before: int, block: int) -> None:
-        behind = self._next[before]
+        after = self._next[before]
         self._prev[block] = before
-        self._next[block] = behind
+        self._next[block] = after
         self._next[before] = block
-        self._prev[behind] = block
+        self._prev[after] = block

@@ -15,7 +15,7 @@ from .quantized_weight import QuantizedWeight
 WORD_BITS = 16
 # Inputs of a run, the width of a tile of words. Tensor cores need at least 16.
 RUNS = (64, 32, 16)
-# How many times as many inputs, with padding, a longer run may cost.
+# A longer run may increase the number of inputs, with padding, by at most this factor.
 MORE = 1.1
 
 

@@ -109,6 +109,6 @@ def unpack_rows(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return unpack_columns(packed.T.contiguous(), bits).T.contiguous()
 
 
-def usual_groups(inputs: int, count: int) -> torch.Tensor:
+def contiguous_groups(inputs: int, count: int) -> torch.Tensor:
     """int64 [inputs]: contiguous groups of one size; the last may be smaller."""
     return torch.arange(inputs) // -(-inputs // count)

@@ -22,13 +22,14 @@ from .modules import (
 )
 from .shapes import LayerShapes, LinearName, LinearShape
 
-# Matrices of one expert: the merged layer that contains each, and its place in the outputs.
-_OF_EXPERT: Mapping[str, tuple[LinearName, int]] = {
+# For each matrix of an expert: the merged layer that contains it, and its index among the parts of
+# the layer's outputs.
+_EXPERT_MATRICES: Mapping[str, tuple[LinearName, int]] = {
     "gate_proj": ("experts_gate_up", 0),
     "up_proj": ("experts_gate_up", 1),
     "down_proj": ("experts_down", 0),
 }
-_PARTS: Mapping[LinearName, int] = {"experts_gate_up": GATE_AND_UP, "experts_down": 1}
+_PARTS_PER_EXPERT: Mapping[LinearName, int] = {"experts_gate_up": GATE_AND_UP, "experts_down": 1}
 # Names of a module's A and B in a file.
 Names = Mapping[str, str]
 
@@ -58,7 +59,8 @@ class ModuleFinder:
         self._shapes, self._max_rank = shapes, max_rank
 
     def modules(self, tensors: Mapping[str, Names]) -> tuple[Module, ...]:
-        """The modules, given tensor names by the paths of modules."""
+        """Returns the modules of an adapter; `tensors` maps the path of each to its tensors'
+        names."""
         found: list[Module] = []
         experts: dict[tuple[int, LinearName], list[tuple[int, int, LoRAPair]]] = {}
         for path, names in tensors.items():
@@ -70,15 +72,15 @@ class ModuleFinder:
                     "save the adapter again"
                 )
             if place.expert >= 0:
-                linear, part = _OF_EXPERT[place.name]
-                pair = self._of_expert(path, place, names)
+                linear, part = _EXPERT_MATRICES[place.name]
+                pair = self._expert_pair(path, place, names)
                 experts.setdefault((place.layer, linear), []).append((place.expert, part, pair))
             elif place.is_fused_experts:
                 found.append(self._fused_experts(path, place, names))
             else:
                 found.append(self._linear(path, place, names))
         found += [self._per_expert(layer, linear, own) for (layer, linear), own in experts.items()]
-        self._check_once(found)
+        self._check_duplicates(found)
         return tuple(found)
 
     def _place(self, path: str) -> ModulePath:
@@ -103,7 +105,7 @@ class ModuleFinder:
     def _is_served(self, place: ModulePath, layers: Rows[LayerShapes]) -> bool:
         if place.expert >= 0:
             counts = [layer["experts_down"].experts for layer in layers if "experts_down" in layer]
-            return place.name in _OF_EXPERT and any(place.expert < count for count in counts)
+            return place.name in _EXPERT_MATRICES and any(place.expert < count for count in counts)
         if place.is_fused_experts:
             return any("experts_down" in layer for layer in layers)
         return any(
@@ -122,14 +124,14 @@ class ModuleFinder:
                 return LinearModule(place.layer, linear, place.name, pair)
         raise AssertionError("a module that is served is in one of the layers")
 
-    def _of_expert(self, path: str, place: ModulePath, names: Names) -> LoRAPair:
-        linear, _ = _OF_EXPERT[place.name]
+    def _expert_pair(self, path: str, place: ModulePath, names: Names) -> LoRAPair:
+        linear, _ = _EXPERT_MATRICES[place.name]
         inputs, outputs = _totals(self._shapes[place.layer][linear])
         rank = self._rank(path, self._max_rank)
-        return self._pair(path, names, rank, (inputs, outputs // _PARTS[linear]))
+        return self._pair(path, names, rank, (inputs, outputs // _PARTS_PER_EXPERT[linear]))
 
     def _fused_experts(self, path: str, place: ModulePath, names: Names) -> FusedExpertsModule:
-        """The one of the experts' two parameters that fits the sizes of A and B."""
+        """Chooses between the experts' two parameters by the sizes of A and B."""
         layer = self._shapes[place.layer]
         sizes = self._headers.shape(names["A"])[-1], self._headers.shape(names["B"])[0]
         linear: LinearName = "experts_gate_up"
@@ -139,7 +141,7 @@ class ModuleFinder:
         (name,) = shape.parts
         own, wanted = f"{path.partition('.mlp.')[0]}.{name}", _totals(shape)
         transposed = sizes == wanted[::-1] and (sizes != wanted or self._config.transposed_experts)
-        rank = self._rank(own, _PARTS[linear] * self._max_rank)
+        rank = self._rank(own, _PARTS_PER_EXPERT[linear] * self._max_rank)
         pair = self._pair(own, names, rank, sizes if transposed else wanted, shape.experts)
         return FusedExpertsModule(place.layer, linear, name, pair, shape.experts, transposed)
 
@@ -150,19 +152,19 @@ class ModuleFinder:
         (name,) = shape.parts
         ranks = [
             max((pair.rank for _, part, pair in pairs if part == number), default=0)
-            for number in range(_PARTS[linear])
+            for number in range(_PARTS_PER_EXPERT[linear])
         ]
         return PerExpertModules(layer, linear, name, pairs, ranks, shape.experts, *_totals(shape))
 
-    def _check_once(self, modules: Rows[Module]) -> None:
+    def _check_duplicates(self, modules: Rows[Module]) -> None:
         """Refuses a module whose matrices are stored in two ways."""
         seen: set[tuple[int, str]] = set()
         for module in modules:
             key = (module.layer, module.name)
             if key in seen:
                 raise CheckpointError(
-                    f"{self._headers.path}: {module.name} of layer {module.layer} is there twice: "
-                    "for experts one by one, and for all of them"
+                    f"{self._headers.path}: {module.name} of layer {module.layer} is stored "
+                    "twice: for each expert, and for all experts together"
                 )
             seen.add(key)
 
@@ -185,7 +187,7 @@ class ModuleFinder:
 
 
 def _totals(shape: LinearShape) -> tuple[int, int]:
-    """Inputs and outputs of a layer's one module, over all ranks."""
+    """The numbers of inputs and outputs, over all ranks, of a layer with one module."""
     (columns,) = shape.parts.values()
     return shape.local.total, columns.local.total
 

@@ -11,7 +11,8 @@ from .shapes import LinearShape
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One module: its columns of A x, its columns of the layer's outputs, and B transposed."""
+    """One module: its columns in the product A x (`inner`) and in the layer's outputs, and its B,
+    transposed (`up`)."""
 
     inner: slice
     outputs: slice
@@ -27,7 +28,7 @@ class SlotMatrices:
 
 
 class LoRALinear:
-    """Memory in each slot for any adapter's part in one linear layer.
+    """Memory, in each slot, for the matrices that any adapter has for one linear layer.
 
     down     [slots, parts * max_rank, in]   A of the adapter's modules, stacked
     up       [slots, max_rank, out]          B transposed, in the columns of each module
@@ -45,7 +46,7 @@ class LoRALinear:
         self.shape, self.max_rank = shape, max_rank
         parts = len(shape.parts)
         self.down = torch.zeros(slots, parts * max_rank, shape.inputs, dtype=dtype, device=device)
-        # Modules have separate columns, so all of a layer's fit side by side.
+        # The modules of a layer have separate columns, so one matrix holds all of them.
         self.up = torch.zeros(slots, max_rank, shape.outputs, dtype=dtype, device=device)
         self.ends = torch.zeros(slots, parts, dtype=torch.int32, device=device)
         self._matrices: list[SlotMatrices | None] = [None] * slots
@@ -55,8 +56,10 @@ class LoRALinear:
         return self._matrices[slot]
 
     def put(self, slot: int, modules: Mapping[str, Factors]) -> None:
-        """Copies this process's part of an adapter's matrices into a slot, replacing the slot's
-        content, after all earlier work of the device."""
+        """Replaces the content of a slot with this process's part of an adapter's matrices.
+
+        The copies run on the device after all work that was queued before.
+        """
         parts: list[Part] = []
         ends: list[int] = []
         end = 0

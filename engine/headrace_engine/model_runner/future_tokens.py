@@ -1,7 +1,7 @@
 """Tokens that a step reads but the step before it has not sampled yet.
 
-They are copied on the device, without a detour over the host. Rows whose penalties or grammars need
-them get them after the forward pass, once they are on the host.
+They are copied on the device, without a detour over the host. Rows with penalties
+or grammars that need these tokens get them after the forward pass, once they are on the host.
 """
 
 from collections.abc import Mapping
@@ -83,7 +83,7 @@ def find_future_tokens(
 
 
 def _all_pending(scheduler_output: SchedulerOutput) -> bool:
-    """Whether the step before samples every token of a step with one token a sequence."""
+    """Whether each sequence of the step takes one token, which the step before samples."""
     return all(
         [
             item.samples and item[0].token_ids[item[1]] == PENDING
@@ -93,7 +93,8 @@ def _all_pending(scheduler_output: SchedulerOutput) -> bool:
 
 
 def _all_future(scheduler_output: SchedulerOutput, sources: Mapping[Sequence, int]) -> FutureTokens:
-    """The same for the most frequent step, whose tokens are all pending. It has no loop."""
+    """Finds the tokens of a step whose tokens are all pending: the most frequent case, without a
+    loop."""
     found = [sources[item.sequence] for item in scheduler_output.scheduled]
     rows = [SampleRow(sequence, AHEAD, start) for sequence, start, *_ in scheduler_output.scheduled]
     return FutureTokens(np.arange(len(rows)), _ints(found), tuple(rows), dict(enumerate(found)))

@@ -19,7 +19,7 @@ from ..lora.device import DeviceLoRA
 from ..models.placed_model import PlacedModel
 from .input_batch import StepBatch
 
-# The adapter of rows in profile and warm-up runs: that in the first slot, whatever it is.
+# The adapter of rows in profile and warm-up runs: the one in the first slot.
 ANY = ""
 
 

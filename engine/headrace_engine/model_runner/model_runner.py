@@ -105,7 +105,7 @@ class ModelRunner:
         return replace(result, seconds=self._clock() - begun)
 
     def submit(self, scheduler_output: SchedulerOutput) -> PendingStep:
-        """As `execute`, after all steps submitted before; does not wait for the result.
+        """Like `execute`, after all steps submitted before; does not wait for the result.
 
         A step with `ahead` may read tokens that the step submitted last samples.
         """

@@ -36,7 +36,7 @@ class ForwardBatch:
 
 def of_groups(metadata: AttentionMetadata, layout: KVLayout) -> list[AttentionMetadata]:
     """Splits metadata with block tables [G, S, B] and slots [G, T] into one for each of the G
-    groups; one group has no such dimension."""
+    groups; with one group the tensors have no dimension G."""
     if layout.groups.count == 1:
         return [metadata]
     places = zip(metadata.block_tables.unbind(0), metadata.slots.unbind(0), strict=True)
@@ -83,4 +83,5 @@ class SharedModel(CausalModel, Protocol):
         """The model with this process's part replaced."""
 
     def recording(self, max_model_len: int, *, keep: bool) -> AbstractContextManager[None]:
-        """Surrounds recordings of this part: all other processes record theirs, and `keep` them."""
+        """Within the block, the other processes record their parts, too, and keep them if
+        `keep`."""

@@ -87,7 +87,7 @@ def without_head(config: ModelConfig) -> ModelConfig:
 
 def causal(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint of a bare model, with the architecture of the decoder that contains it."""
-    if not checkpoint.is_bare:
+    if not checkpoint.has_no_head:
         return checkpoint
     bare = checkpoint.architecture.removesuffix("Model")
     name = f"{bare.removesuffix('Text')}ForCausalLM"

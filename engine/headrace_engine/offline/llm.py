@@ -61,7 +61,7 @@ class _Prompt:
 
 @dataclass(frozen=True, slots=True)
 class _RequestOptions:
-    """What a request has for scheduling policies, and its adapter; `timeout` is in seconds."""
+    """Options of a request for scheduling policies, and its adapter; `timeout` is in seconds."""
 
     priority: int = 0
     tenant: str = "default"

@@ -1,4 +1,5 @@
-"""From logits to tokens: processors, top-k/top-p, random sampling, log probabilities; and pooling.
+"""Turns logits into tokens: processors, top-k/top-p, random sampling, log probabilities; and
+pooling.
 
 Imports operators and the subpackages below it.
 """

@@ -120,7 +120,8 @@ def _add_bias(logits: torch.Tensor, rows: Rows[SampleRow]) -> None:
 
 
 def _penalise_repetition(logits: torch.Tensor, rows: Rows[SampleRow]) -> None:
-    """For tokens of prompt or output: divides positive logits by the penalty, multiplies others."""
+    """Penalises tokens of prompt or output: divides positive logits by the penalty, multiplies
+    others."""
     entries = _Entries()
     for index, row in enumerate(rows):
         penalty = row.sequence.request.params.repetition_penalty

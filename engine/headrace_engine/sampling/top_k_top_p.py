@@ -80,7 +80,7 @@ def least_logit(params: SamplingParams) -> float:
 
 
 def _candidates(params: SamplingParams, vocab: int) -> int:
-    """How many of the most likely tokens usually suffice to apply the filters."""
+    """The number of most likely tokens that usually suffices to apply the filters."""
     if 0 < params.top_k < vocab:
         return params.top_k
     return min(vocab, NUCLEUS_CANDIDATES)

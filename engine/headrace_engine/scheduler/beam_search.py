@@ -64,7 +64,8 @@ class BeamSearch:
 
     @property
     def candidates(self) -> int:
-        """How many of a beam's most likely tokens to read: enough even if all ends are there."""
+        """The number of a beam's most likely tokens to read: enough even if all end tokens are
+        among them."""
         ends = len(self._rule.eos_token_ids | self._rule.stop_token_ids)
         return max(2, 1 + ends) * self.width
 

@@ -1,6 +1,6 @@
 """Buffers the outputs of requests that are answered once, at their end: `best_of` and beam search.
 
-If such a request comes from another engine it begins anew, since its client has no tokens yet.
+If such a request comes from another engine it starts again, since its client has no tokens yet.
 """
 
 from collections.abc import Iterable

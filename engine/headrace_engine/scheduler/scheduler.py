@@ -48,7 +48,7 @@ class Scheduler:
         self._limits = limits
         self._policy = policy
         self._token_budget = config.max_num_batched_tokens
-        # So that each running sequence can have a token in each step.
+        # A step must have a token for each running sequence.
         self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
         self.kv_cache = KVCacheManager(
             limits.num_blocks,
@@ -108,7 +108,7 @@ class Scheduler:
         return lora_stats(self._max_loras, list(self._state.groups.values()))
 
     def running(self) -> Iterator[Sequence]:
-        """The running sequences, which have all used blocks. Valid until the next call."""
+        """The running sequences; together they own all used blocks. Valid until the next call."""
         return self._state.running()
 
     def swapped(self) -> Iterator[Sequence]:
@@ -192,9 +192,9 @@ class Scheduler:
     def advance(self, scheduler_output: SchedulerOutput) -> bool:
         """Counts a submitted step as computed; its tokens are not known yet.
 
-        Returns whether the next step can be scheduled without them. Where it is false, this step's
-        `update` must come first. Called after the update of the step before and before the next
-        `schedule`.
+        Returns whether the next step can be scheduled without the tokens; if not, this step's
+        `update` must come first. Call it after the update of the previous step and before the
+        next `schedule`.
         """
         return advance(self._state, scheduler_output)
 
@@ -205,10 +205,11 @@ class Scheduler:
 
         `drafts` run as far as budget and free blocks are left. The policy may end requests here:
         see `take_aborted_by_policy`. `ahead` means that the step counted by `advance` is still in
-        flight; then the result is None also if a preemption is needed, which has to wait for it.
+        flight. Then the result is None, too, if a preemption is needed: it has to wait for that
+        step.
         """
         state, swapping = self._state, self._swapping
-        needy = self._make_way(ahead)
+        needy = self._end_and_preempt(ahead)
         if needy is None:
             return None
         copies: Copies = []
@@ -232,10 +233,10 @@ class Scheduler:
         moves = NO_MOVES if swapping is None else swapping.take()
         return SchedulerOutput(tuple(scheduled), tuple(copies), tokens, *moves, prefill, ahead)
 
-    def _make_way(self, ahead: bool) -> list[Sequence] | None:
-        """Ends and preempts what must go before a step; returns the decodes that need a block.
+    def _end_and_preempt(self, ahead: bool) -> list[Sequence] | None:
+        """Ends expired requests and preempts sequences; returns the decodes that need a block.
 
-        None if that has to wait for the step in flight.
+        None if a preemption has to wait for the step in flight.
         """
         state, policy = self._state, self._policy
         if self._swapping is not None:
@@ -273,11 +274,11 @@ class Scheduler:
                 self.kv_cache.truncate(sequence)
             if sequence is group.leader and end >= sequence.prompt_length:
                 self._fork_followers(group, sequence)
-            if slides:  # after the fork: followers may see what the leader does not
+            if slides:  # after the fork: followers may need blocks outside of the leader's window
                 self.kv_cache.release_outside_window(sequence)
             if samples:
                 outputs.append(
-                    self._break(group, sequence)
+                    self._end_with_error(group, sequence)
                     if tokens is None
                     else self._append(group, sequence, tokens)
                 )
@@ -306,7 +307,8 @@ class Scheduler:
     def _update_embeddings(
         self, scheduler_output: SchedulerOutput, embeddings: tuple[bytes | None, ...]
     ) -> list[SequenceOutput]:
-        """As `update`, for embeddings: a sequence whose prompt is complete ends with its own."""
+        """Like `update`, for embeddings: a sequence with a complete prompt ends with its
+        embedding."""
         ending = [item.sequence for item in scheduler_output.scheduled if item.samples]
         prefills = tuple(item._replace(samples=False) for item in scheduler_output.scheduled)
         self.update(replace(scheduler_output, scheduled=prefills), StepResult(()))
@@ -319,7 +321,7 @@ class Scheduler:
     def _embed(self, sequence: Sequence, embedding: bytes | None) -> SequenceOutput:
         group = self._state.groups[sequence.request.request_id]
         if embedding is None:
-            return self._break(group, sequence)
+            return self._end_with_error(group, sequence)
         self._policy.finished(sequence)
         self._state.finish(group, sequence)
         return SequenceOutput(
@@ -372,8 +374,8 @@ class Scheduler:
             None if group.prompt_logprobs is None else group.take_prompt_logprobs(),
         )
 
-    def _break(self, group: SequenceGroup, sequence: Sequence) -> SequenceOutput:
-        """Ends a choice whose logits were not finite, or whose grammar allows no further token."""
+    def _end_with_error(self, group: SequenceGroup, sequence: Sequence) -> SequenceOutput:
+        """Ends a choice whose logits are not finite, or whose grammar allows no further token."""
         cursor = sequence.grammar_cursor
         self._state.finish(group, sequence)
         return SequenceOutput(

@@ -77,7 +77,7 @@ class SchedulerState:
 
     @property
     def free_slots(self) -> int:
-        """How many more sequences may start."""
+        """The number of further sequences that may start."""
         free = self.slots - self.num_running
         for group in self.co_scheduled:
             free -= group.width - sum(each.state is State.RUNNING for each in group.sequences)

@@ -42,7 +42,7 @@ class StopRule:
     ) -> "StopRule":
         """Makes the rule; `max_output` is the context's room after the prompt."""
         limit = max_output if params.max_tokens is None else min(params.max_tokens, max_output)
-        # If a grammar allows only the end, the output must end, whatever the parameters say.
+        # If a grammar allows only the end, the output must end, even against other parameters.
         structured = params.structured_outputs is not None
         return cls(
             eos_token_ids=eos_token_ids if structured or not params.ignore_eos else frozenset(),

@@ -331,7 +331,7 @@ class _VllmNames(Collector):
         yield positions
 
     def _lora(self, stats: LoRAStats) -> PrometheusMetric:
-        """As in vLLM: the labels have the facts, and the newest sample counts."""
+        """Reports adapters as vLLM does: in labels, and only the newest sample counts."""
         family = GaugeMetricFamily(
             names.VLLM_LORA_REQUESTS,
             "Adapters whose requests run and wait; the value is the time in Unix seconds.",

@@ -98,7 +98,8 @@ class ModelRegistration:
         try:
             await self._register()
         except BackendUnavailable as error:
-            # A full Redis refuses entries as well, and only engines can empty it: go on.
+            # A full Redis also refuses entries, and only engines can empty it, so the start
+            # continues.
             logger.warning("redis unavailable, model not registered", extra={"error": str(error)})
 
     async def keep(self, unless: Callable[[], bool]) -> None:

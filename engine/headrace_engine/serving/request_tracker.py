@@ -186,7 +186,7 @@ class RequestTracker:
                 self._run(leased)
 
     async def _client_output(self, leased: LeasedRequest) -> Sequence[ChoiceState] | None:
-        """What the client has, from its gateway if that is alive, else from the journal."""
+        """Asks for the client's tokens: its gateway if that is alive, else the journal."""
         while True:
             answer = await self._ask_gateway(leased)
             if answer is not None:

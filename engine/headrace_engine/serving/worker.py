@@ -59,9 +59,10 @@ class WorkerConfig:
     """Configuration of a worker. Times are in seconds.
 
     `lookahead` requests are taken beyond those that can start, for the scheduling policy to choose
-    from. A gateway has `resume_timeout` to tell what its client has. If a gateway is gone, its
+    from. A gateway must answer within `resume_timeout`
+    which tokens its client has. If a gateway is gone, its
     requests run for `orphan_timeout`, in case the clients return through another one. With
-    `stays_when_drained` a drained engine waits for its end or a recall, if it was not told to end.
+    `stays_when_drained` a drained engine does not end: it waits until it is recalled or ended.
     """
 
     model: str
@@ -205,7 +206,7 @@ class Worker:
             services.append(partial(self._registration.keep, self._draining.is_set))
         tasks = [asyncio.create_task(service()) for service in services]
         try:
-            await self._until(self._work(), *tasks)
+            await self._while_tasks_run(self._work(), *tasks)
         finally:
             for task in tasks:
                 task.cancel()
@@ -234,7 +235,7 @@ class Worker:
                     return
                 await self._next_change()
 
-    async def _until(
+    async def _while_tasks_run(
         self, awaited: Coroutine[Any, Any, object], *tasks: asyncio.Task[None]
     ) -> None:
         """Waits for `awaited`; raises the failure of the engine or of a task that ended before."""
@@ -303,7 +304,7 @@ class Worker:
             await asyncio.gather(work, change, return_exceptions=True)
 
     def _room(self) -> int:
-        """How many more requests to take: those that can start now, and the lookahead."""
+        """The number of further requests to take: those that can start now, and the lookahead."""
         if self._draining.is_set() or self._tracker.has_suspect:
             return 0
         if self._tracker.requests and self._memory.short:
@@ -386,9 +387,10 @@ class Worker:
     # Drain
 
     async def _finish_or_give_back(self) -> None:
-        """Waits until nothing runs or the time is up, then gives the rest back. A recall ends it.
+        """Waits until nothing runs or the time is up, then gives the rest back; returns early after
+        a recall.
 
-        A beat at its beginning and at its end tells others.
+        Heartbeats at the start and at the end tell other processes of it.
         """
         deadline = time.monotonic() + self._config.drain_timeout
         await self._tracker.beat(())

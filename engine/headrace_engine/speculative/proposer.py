@@ -7,7 +7,7 @@ from ..core.step_plan import Drafts
 
 
 class ProposalCosts(Protocol):
-    """What proposing costs."""
+    """The cost of proposing drafts."""
 
     def step_seconds(self, count: int) -> float | None:
         """The seconds of one more draft for each of `count` sequences; None if not known yet."""

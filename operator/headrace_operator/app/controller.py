@@ -52,7 +52,7 @@ class Controller:
         self._wakes[key].set()
 
     def nudge(self, key: Key) -> None:
-        """As `wake`, only for known keys: an event of a child object."""
+        """Wakes a known key because of an event of a child object; ignores other keys."""
         if key in self._tasks:
             self._wakes[key].set()
 

@@ -56,7 +56,7 @@ class RegistryCleaner(PeriodicTask):
 
     async def _run_once(self) -> None:
         entries = (await self._registry.models()).values()
-        # Listed after: what is registered had its ModelService before.
+        # Listed after the registry: each registered model had its ModelService before.
         unclaimed = await self._unclaimed(entries)
         now = self._clock()
         since = {entry: self._unclaimed_since.get(entry, now) for entry in unclaimed}

@@ -129,7 +129,7 @@ class Cluster:
         return found
 
     async def _authorization(self) -> dict[str, str]:
-        """The bearer token, read anew by the configuration when a service account's has rolled."""
+        """The bearer token, read again by the configuration when a service account's has rolled."""
         found = await self._client.configuration.auth_settings()
         return {auth["key"]: auth["value"] for auth in found.values() if auth["in"] == "header"}
 

@@ -42,7 +42,8 @@ def service_account(owner: ModelService) -> Manifest:
 
 
 def disruption_budget(owner: ModelService) -> Manifest:
-    """A budget so that engines leave a drained node one at a time, and others take their work."""
+    """A budget that lets engines leave a drained node one at a time; the others take over their
+    requests."""
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
@@ -76,7 +77,7 @@ def cache_claim(owner: ModelService) -> Manifest | None:
 
 
 def service_monitor(owner: ModelService) -> Manifest | None:
-    """For the Prometheus operator, where asked for."""
+    """A ServiceMonitor for the Prometheus operator; None unless the ModelService asks for one."""
     monitoring = owner.spec.monitoring
     if not monitoring.service_monitor:
         return None

@@ -102,7 +102,7 @@ def _sealing(platform: Platform) -> list[Manifest]:
 
 
 def _identity(service: ModelService, platform: Platform) -> list[Manifest]:
-    """What telemetry says of the pod, and where it sends it."""
+    """Environment variables of telemetry: the pod's attributes, and the receiver."""
     found: list[Manifest] = [
         {"name": "K8S_POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         {

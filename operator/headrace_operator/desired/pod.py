@@ -85,7 +85,7 @@ def _container(
     return container
 
 
-# Of the engine's container, what its doctor has too.
+# Fields of the engine's container that its doctor's container shares.
 _EXAMINED = (
     *("image", "imagePullPolicy", "env", "envFrom", "resources", "securityContext"),
     *("terminationMessagePolicy", "volumeMounts"),
@@ -99,7 +99,7 @@ def _doctor(container: Manifest) -> Manifest:
 
 
 def _resources(engine: EngineSpec) -> Manifest:
-    """GPUs are limits; Kubernetes takes the request to be the same."""
+    """The container's resources. GPUs are limits; Kubernetes sets the same request."""
     limits = dict(engine.resources.limits)
     if engine.gpu is not None:
         limits[engine.gpu.resource_name] = str(engine.tensor_parallel_size)
@@ -167,7 +167,9 @@ def _mounts(service: ModelService, platform: Platform, found: Source) -> list[Ma
         mounts.append({"name": "queue-user", "mountPath": USER_DIR, "readOnly": True})
     if platform.queue_ca_secret is not None:
         mounts.append({"name": "queue-ca", "mountPath": CA_DIR, "readOnly": True})
-    if platform.sealing_secret is not None:  # the folder: only so an updated Secret arrives
+    if (
+        platform.sealing_secret is not None
+    ):  # as a folder, since a file never gets updates of its Secret
         mounts.append({"name": "sealing", "mountPath": SEALING_DIR, "readOnly": True})
     return mounts
 

@@ -65,7 +65,7 @@ def _cannot_start(container: Manifest) -> Problem | None:
 
 
 def _crashed(pod: Manifest, container: Manifest) -> Problem | None:
-    """What ended a container, if that will happen again or has happened repeatedly."""
+    """The reason why a container ended, if that will happen again or has happened repeatedly."""
     if container.get("ready"):
         return None
     state = container.get("state", {})

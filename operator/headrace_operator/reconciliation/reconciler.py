@@ -25,7 +25,7 @@ from .registrations import Registrations, RegistrationStatus
 from .scaler import Scaled, Scaler
 from .status import (
     REDIS_UNREACHABLE,
-    Seen,
+    Observations,
     counted,
     drains,
     failed_status,
@@ -276,7 +276,7 @@ def _seen(
     stable: Sequence[Manifest],
     pods: Sequence[Manifest],
     problem: Problem | None,
-) -> Seen:
+) -> Observations:
     status = {} if current is None else current.get("status", {})
     leaving = {victim.pod for victim in scaled.draining}
     ready = [
@@ -284,7 +284,7 @@ def _seen(
         for pod in stable
         if engine_pods.is_ready(pod) and pod["metadata"]["name"] not in leaving
     ]
-    return Seen(
+    return Observations(
         replicas=len(stable),
         ready=len(ready),
         updated=status.get("updatedReplicas", 0),

@@ -13,7 +13,7 @@ from headrace_common.observability.instruments import counter, histogram, observ
 from ..scaling.signals import Estimate
 from ..spec.model_service import ModelService
 from . import engine_pods
-from .status import Seen
+from .status import Observations
 
 Key = tuple[str, str]
 Labels = dict[str, str]
@@ -43,7 +43,7 @@ class Recorder:
         observed_gauge(meter, metrics.OPERATOR_SIGNAL, self._signals)
         observed_gauge(meter, metrics.OPERATOR_SIGNAL_TARGET, self._targets)
 
-    def record(self, service: ModelService, seen: Seen) -> None:
+    def record(self, service: ModelService, seen: Observations) -> None:
         """Records what a reconciliation found and decided; signals only if there were any."""
         decision, labels = seen.decision, _labels(service.namespace, service.served_name)
         estimates = () if decision is None else decision.estimates

@@ -229,7 +229,7 @@ def _plan(
 
 
 def _unmeasured(signals: Signals | None, pods: Sequence[Manifest]) -> str | None:
-    """What is missing in the signals: serving engines without metrics, or a pod's page."""
+    """Names the missing signals: serving engines without metrics, or a pod's page."""
     if signals is None:
         return None
     ready = sum(engine_pods.is_ready(pod) for pod in pods)

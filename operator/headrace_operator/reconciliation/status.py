@@ -29,7 +29,7 @@ NOT_READY = "NoEngineReady"
 SATURATED = "Saturated"
 REDIS_UNREACHABLE = "RedisUnreachable"
 
-# The status of a condition that needs a person's attention.
+# The status with which each of these conditions needs attention by a person.
 _ALARMING = {READY: "False", DEGRADED: "True", SCALING_ACTIVE: "False"}
 
 
@@ -44,8 +44,8 @@ class Condition:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """What a reconciliation found and did. Counts are of the stable track.
+class Observations:
+    """The observations and actions of a reconciliation. Counts are of the stable track.
 
     `problem` is (reason, message) of a problem that will not end by itself. `signals_problem` is
     why there are no signals. `cold_start` is the seconds that an engine needs from its start until
@@ -84,7 +84,7 @@ class Transition:
 
 
 def status_of(
-    service: ModelService, seen: Seen, previous: Mapping[str, Any], now: float
+    service: ModelService, seen: Observations, previous: Mapping[str, Any], now: float
 ) -> Manifest:
     """The whole status for a merge patch: removed fields are None."""
     found = conditions(service, seen)
@@ -110,7 +110,7 @@ def status_of(
     }
 
 
-def _measured(seen: Seen) -> Manifest:
+def _measured(seen: Observations) -> Manifest:
     """The engines' activity in whole numbers; None if unknown."""
     engines = None if seen.signals is None else seen.signals.engines
     tokens = None if engines is None else engines.tokens_per_second
@@ -140,13 +140,13 @@ def failed_status(
     before = previous.get("conditions", ())
     found = [
         Condition(DEGRADED, "True", error.code, str(error)),
-        Condition(PROGRESSING, "False", error.code, "nothing is changed until that is mended"),
+        Condition(PROGRESSING, "False", error.code, "nothing is changed until that is fixed"),
     ]
     if not any(raw["type"] == READY for raw in before):
         found.append(Condition(READY, "False", error.code, "no engine was ever started"))
     new = merged(found, before, generation, now)
-    told = {condition.type for condition in found}
-    old = [raw for raw in before if raw["type"] not in told]
+    replaced = {condition.type for condition in found}
+    old = [raw for raw in before if raw["type"] not in replaced]
     return {
         "observedGeneration": generation,
         "reason": error.code,
@@ -155,7 +155,7 @@ def failed_status(
     }
 
 
-def conditions(service: ModelService, seen: Seen) -> list[Condition]:
+def conditions(service: ModelService, seen: Observations) -> list[Condition]:
     return [
         _ready(service, seen),
         _progressing(seen),
@@ -173,7 +173,7 @@ _ZERO = {
 }
 
 
-def _ready(service: ModelService, seen: Seen) -> Condition:
+def _ready(service: ModelService, seen: Observations) -> Condition:
     if seen.ready > 0:
         text = f"{seen.ready} of {counted(seen.desired)} ready"
         if (why := _why_saturated(service, seen)) is not None:
@@ -187,7 +187,7 @@ def _ready(service: ModelService, seen: Seen) -> Condition:
     return Condition(READY, "False", NOT_READY, f"0 of {counted(seen.desired)} ready")
 
 
-def _why_saturated(service: ModelService, seen: Seen) -> str | None:
+def _why_saturated(service: ModelService, seen: Observations) -> str | None:
     """Why work waits for engines that will not come, or longer than the targets allow."""
     queue = None if seen.signals is None else seen.signals.queue
     if queue is None or queue.waiting == 0:
@@ -201,7 +201,7 @@ def _why_saturated(service: ModelService, seen: Seen) -> str | None:
     return None
 
 
-def _progressing(seen: Seen) -> Condition:
+def _progressing(seen: Observations) -> Condition:
     if seen.draining:
         pods = ", ".join(victim.pod for victim in seen.draining)
         return Condition(PROGRESSING, "True", "Draining", f"engines finish their work: {pods}")
@@ -214,13 +214,13 @@ def _progressing(seen: Seen) -> Condition:
     return Condition(PROGRESSING, "False", "Complete", "all engines are as wanted")
 
 
-def _degraded(seen: Seen) -> Condition:
+def _degraded(seen: Observations) -> Condition:
     if seen.problem is not None:
         return Condition(DEGRADED, "True", *seen.problem)
     return Condition(DEGRADED, "False", "AsExpected", "nothing is wrong")
 
 
-def _scaling_active(service: ModelService, seen: Seen) -> Condition:
+def _scaling_active(service: ModelService, seen: Observations) -> Condition:
     mode = service.spec.scaling.mode
     if mode != "operator":
         reason = {"none": "ScaledByHand", "hpa": "ScaledByHPA", "keda": "ScaledByKEDA"}[mode]
@@ -253,7 +253,7 @@ def why_scaled(service: ModelService, desired: int, decision: Decision | None) -
     return f"spec.replicas is {given}."
 
 
-def _scaling_limited(seen: Seen) -> Condition:
+def _scaling_limited(seen: Observations) -> Condition:
     decision = seen.decision
     if decision is None or decision.limited is None:
         text = "no bound, window or step holds the number of engines back"
@@ -274,7 +274,9 @@ _LIMITS = {
 }
 
 
-def _last_decision(seen: Seen, old: Mapping[str, Any] | None, now: float) -> Manifest | None:
+def _last_decision(
+    seen: Observations, old: Mapping[str, Any] | None, now: float
+) -> Manifest | None:
     """The last decision, with the time of the first one with this result and reason."""
     decision = seen.decision
     if decision is None:
@@ -331,7 +333,7 @@ def transitions(
         alarming = _ALARMING.get(condition["type"]) == condition["status"]
         if not _changed(was, condition, alarming):
             continue
-        if any(told.reason == condition["reason"] for told in found) or _passing(condition):
+        if any(earlier.reason == condition["reason"] for earlier in found) or _passing(condition):
             continue
         text = f"{condition['type']} is {condition['status']}: {condition['message']}"
         kind = "Warning" if alarming and was["reason"] != ZERO else "Normal"

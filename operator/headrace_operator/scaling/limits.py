@@ -11,8 +11,9 @@ def stabilized(
 ) -> int:
     """The count after the stabilization windows.
 
-    It rises at most to the lowest recommendation of the up window and falls at most to the highest
-    of the down window. Both windows hold `wanted` as their newest recommendation.
+    It rises at most to the lowest recommendation of the scale-up window (`lowest`), and falls at
+    most to the highest one of the scale-down window (`highest`). Both windows hold `wanted` as
+    their newest recommendation.
     """
     if wanted > current:
         return max(current, min(recommendation for _, recommendation in lowest))
@@ -27,7 +28,7 @@ def highest_allowed(
         return current
     allowed = []
     for limit in rules.policies:
-        start = current - _made(changes, 1, limit.period, now)
+        start = current - _changed(changes, 1, limit.period, now)
         if limit.kind is StepKind.PODS:
             allowed.append(start + limit.value)
         else:
@@ -43,7 +44,7 @@ def lowest_allowed(
         return current
     allowed = []
     for limit in rules.policies:
-        start = current - _made(changes, -1, limit.period, now)
+        start = current - _changed(changes, -1, limit.period, now)
         if limit.kind is StepKind.PODS:
             allowed.append(start - limit.value)
         else:
@@ -51,8 +52,8 @@ def lowest_allowed(
     return min(current, max(0, _select(rules, allowed, most=False))) if allowed else None
 
 
-def _made(changes: tuple[TimedCount, ...], sign: int, period: float, now: float) -> int:
-    """Changes of one direction within the period, with their sign."""
+def _changed(changes: tuple[TimedCount, ...], sign: int, period: float, now: float) -> int:
+    """Returns the sum of the changes with this sign within the period."""
     return sum(by for at, by in changes if by * sign > 0 and now - at < period)
 
 

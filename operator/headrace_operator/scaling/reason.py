@@ -51,7 +51,7 @@ class ScalingLimit(StrEnum):
 
 
 class Signal(StrEnum):
-    """What replica counts are computed from."""
+    """The signal that a replica count is computed from."""
 
     ARRIVALS = "arrivals"
     RUNNING = "running"

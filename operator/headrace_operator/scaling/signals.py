@@ -42,7 +42,7 @@ class _Work:
 def steady_estimates(
     seen: ScalingObservation, policy: ScalingPolicy, history: History
 ) -> tuple[Estimate, ...]:
-    """What the present load needs if it continues."""
+    """The engines that the present load needs if it continues."""
     found = []
     queue, engines = seen.queue, seen.engines
     speed = history.engine_requests or policy.engine_requests_per_second
@@ -75,7 +75,8 @@ def urgent_estimates(
     history: History,
     now: float,
 ) -> tuple[Estimate, ...]:
-    """What waiting work needs; 0 if the present and the starting engines are enough."""
+    """The further engines that waiting work needs; 0 if the present and starting ones are
+    enough."""
     found = []
     arriving = queue.arrival_rate or 0.0
     speed = history.engine_requests or policy.engine_requests_per_second

@@ -17,7 +17,7 @@ OK = 200
 
 
 def session(*, local: bool = True) -> aiohttp.ClientSession:
-    """A session without cookies and without compressed bodies, whose size is known too late.
+    """A session without cookies. It accepts no compressed bodies: their size is known too late.
 
     `local` False refuses connections to the node itself and to metadata services, by any name.
     """
@@ -66,7 +66,8 @@ def _remote_socket(address: aiohttp.AddrInfoType) -> socket.socket:
 def _no_connection(error: aiohttp.ClientConnectorError) -> str:
     if isinstance(error.os_error, LocalAddress):
         return (
-            "its name leads to the node or to a metadata service, which a ModelService may not "
-            "have asked; add the URL to the operator's prometheus_allowed_urls if it is right"
+            "its name leads to the node or to a metadata service, where the operator sends no "
+            "requests for a ModelService; if the URL is right, add it to the operator's "
+            "prometheus_allowed_urls"
         )
     return "no connection"

@@ -125,7 +125,7 @@ class ScrapedSignals:
     async def _pages(
         self, addresses: Iterable[PodAddress], model: str
     ) -> tuple[dict[str, Samples], dict[str, str]]:
-        """The pages by pod, and by pod the reasons why others gave none."""
+        """Returns the pages by pod, and the reasons why other pods gave none, by pod."""
         wanted = {address.pod: address for address in addresses}
         places = asyncio.Semaphore(PAGES_AT_ONCE)
         found = await asyncio.gather(

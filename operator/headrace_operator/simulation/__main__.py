@@ -12,7 +12,7 @@ from rich.progress import track
 from headrace_common.protocol.base import QueueLimits
 
 from ..scaling import Forecast, PolicyError, ScalingPolicy
-from .comparison import POLICIES, Comparison, default_policy
+from .comparison import POLICIES, Comparison, with_room_to_scale
 from .engine_profile import load_profile
 from .errors import SimulationError
 from .report import table, write_json, write_plot
@@ -46,7 +46,7 @@ def simulate(
     ] = None,
     days: Annotated[float, typer.Option(min=0.01, help="Length of the made-up trace.")] = 1.0,
     peak_rate: Annotated[
-        float, typer.Option(min=0.001, help="Its requests a second at the top of a day.")
+        float, typer.Option(min=0.001, help="Its requests a second at the busiest time.")
     ] = _LOAD.peak_rate,
     bursts: Annotated[int, typer.Option(min=0, help="Its bursts a day.")] = _LOAD.bursts,
     burst: Annotated[
@@ -70,7 +70,7 @@ def simulate(
         float, typer.Option(help="Seconds in which waiting work is to be done.")
     ] = _POLICY.drain_time,
     forecast: Annotated[
-        bool, typer.Option(help="Scale ahead of what earlier days had (--days above 1).")
+        bool, typer.Option(help="Scale ahead of load that earlier days had (--days above 1).")
     ] = False,
     max_queued_requests: Annotated[
         int, typer.Option(min=1, help="The gateways' bound of waiting requests.")
@@ -105,7 +105,7 @@ def simulate(
         Comparison(
             trace=arrivals,
             profile=profile,
-            policy=wanted if max_replicas else default_policy(arrivals, profile, wanted),
+            policy=wanted if max_replicas else with_room_to_scale(arrivals, profile, wanted),
             objectives=Objectives(time_to_first_token=ttft, time_per_output_token=tpot),
             limits=QueueLimits(max_requests=max_queued_requests, max_tokens=max_queued_tokens),
         ),
@@ -159,7 +159,7 @@ def _compare(
 
 
 def main() -> None:
-    """Entry point. What a person can mend is one line and exit code 2."""
+    """Entry point. An error that the user can fix is one line, with exit code 2."""
     try:
         app(prog_name="headrace simulate")
     except (SimulationError, PolicyError) as error:

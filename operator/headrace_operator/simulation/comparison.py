@@ -17,8 +17,8 @@ from .workload import Trace
 
 PEAK_WINDOW = 300.0
 """The fixed peak fleet is sized for the busiest window of this many seconds."""
-WARM_WINDOW = 1800.0
-"""Scaled fleets start with the engines that this many first seconds need."""
+START_WINDOW = 1800.0
+"""Scaled fleets start with the engines that the first seconds of the trace, this many, need."""
 MOST_ENGINES = 1000
 
 POLICIES = ("peak", "mean", "hpa", "headrace")
@@ -36,8 +36,8 @@ class Sizes:
 def fleet_sizes(trace: Trace, profile: EngineProfile, utilization: float) -> Sizes:
     prompt, output = float(trace.prompts.mean()), float(trace.outputs.mean())
     speed = profile.requests_per_second(utilization, prompt, output)
-    first = np.count_nonzero(trace.arrivals <= WARM_WINDOW) / min(
-        WARM_WINDOW, max(1.0, trace.seconds)
+    first = np.count_nonzero(trace.arrivals <= START_WINDOW) / min(
+        START_WINDOW, max(1.0, trace.seconds)
     )
     return Sizes(
         peak=max(1, ceil(trace.busiest_rate(min(PEAK_WINDOW, max(1.0, trace.seconds))) / speed)),
@@ -63,19 +63,19 @@ class Comparison:
         """Yields one result per policy when its run has ended."""
         sizes = self.sizes()
         for name in names:
-            scaler, begin = self._scaler(name, sizes)
+            scaler, start = self._scaler(name, sizes)
             setup = Setup(
                 trace=self.trace,
                 profile=self.profile,
                 objectives=self.objectives,
                 limits=self.limits,
-                replicas=begin,
+                replicas=start,
             )
             yield simulate(setup, scaler)
 
     def _scaler(self, name: str, sizes: Sizes) -> tuple[SimulatedScaler, int]:
         policy = self.policy
-        begin = policy.clamp(sizes.start)
+        start = policy.clamp(sizes.start)
         match name:
             case "peak":
                 return FixedScaler("fixed peak", sizes.peak), sizes.peak
@@ -85,12 +85,15 @@ class Comparison:
                 lowest, highest = policy.min_replicas, policy.max_replicas
                 target = policy.utilization
                 hpa = HpaScaler("HPA", target=target, lowest=lowest, highest=highest)
-                return hpa, max(1, begin)
-        return HeadraceScaler("Headrace", policy), begin
+                return hpa, max(1, start)
+        return HeadraceScaler("Headrace", policy), start
 
 
-def default_policy(trace: Trace, profile: EngineProfile, policy: ScalingPolicy) -> ScalingPolicy:
-    """The policy with room for twice the fixed peak fleet, at most 1,000 engines."""
+def with_room_to_scale(
+    trace: Trace, profile: EngineProfile, policy: ScalingPolicy
+) -> ScalingPolicy:
+    """Returns the policy with a maximum of twice the fixed peak fleet, but at most 1,000
+    engines."""
     peak = fleet_sizes(trace, profile, policy.utilization).peak
     most = min(MOST_ENGINES, max(2 * peak, policy.min_replicas, 1))
     return replace(policy, max_replicas=most)

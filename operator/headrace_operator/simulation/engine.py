@@ -1,4 +1,5 @@
-"""One engine under continuous batching, as a fluid: exact between events, without single steps.
+"""Simulates an engine with continuous batching by rates of tokens, from event to event, without
+single steps.
 
 All decoding sequences get a token a step. While prompts are to be computed, each step also takes
 a chunk of them and is longer for it, as in the engine's own scheduler: decodes first, then prompts
@@ -19,7 +20,8 @@ _NOTHING = 1e-6
 class EngineCosts:
     """A profile, unpacked for speed; shared by all engines.
 
-    Left out: that a longer context slows a step, and that a step with few tokens is less efficient.
+    Simplified: a longer context does not slow a step, and a step with few tokens is as efficient as
+    a full one.
     """
 
     def __init__(self, profile: EngineProfile) -> None:
@@ -43,7 +45,7 @@ class SimulatedEngine:
         "_costs",
         "_decode_rate",
         "_decoding",
-        "_passed",
+        "_tokens_per_sequence",
         "_prefill_left",
         "_prefill_rate",
         "_prefilling",
@@ -64,9 +66,9 @@ class SimulatedEngine:
         self.draining = False
         self._costs = costs
         self._at = now
-        # Tokens that a sequence decoding from the beginning would have; one ends when this passes
-        # the value that it was given, so that progress costs nothing per sequence.
-        self._passed = 0.0
+        # Tokens of a sequence that has decoded since the simulation began. Each sequence ends when
+        # this reaches the value stored with it, so that progress costs nothing per sequence.
+        self._tokens_per_sequence = 0.0
         self._decoding: list[tuple[float, int, int]] = []
         self._prefilling: deque[tuple[int, int, int]] = deque()
         self._prefill_left = 0.0
@@ -74,7 +76,8 @@ class SimulatedEngine:
         self._prefill_rate = 0.0
 
     def has_room(self, prompt: int, output: int) -> bool:
-        """Whether a request fits; a lone one always does, as the engine refuses too large ones."""
+        """Whether a request fits. An idle engine has room for any request: too large ones are
+        refused before."""
         if self.running == 0:
             return True
         fits = self.kv_used + prompt + output <= self._costs.kv_tokens
@@ -95,18 +98,19 @@ class SimulatedEngine:
         if self._prefilling:
             soonest = self._at + max(0.0, self._prefill_left) / self._prefill_rate
         if self._decoding:
-            left = max(0.0, self._decoding[0][0] - self._passed)
+            left = max(0.0, self._decoding[0][0] - self._tokens_per_sequence)
             soonest = min(soonest, self._at + left / self._decode_rate)
         return soonest
 
     def collect(self, now: float) -> tuple[list[int], list[int]]:
-        """Requests that had their first token since the last time, and requests that ended."""
+        """Returns the requests that got their first token since the last call, and those that
+        ended."""
         self._advance(now)
         begun: list[int] = []
         ended: list[int] = []
         while self._prefilling and self._prefill_left <= _NOTHING:
             self._end_prefill(begun, ended)
-        while self._decoding and self._decoding[0][0] - self._passed <= _NOTHING:
+        while self._decoding and self._decoding[0][0] - self._tokens_per_sequence <= _NOTHING:
             _, request, tokens = heappop(self._decoding)
             self._end(request, tokens, ended)
         self._set_rates()
@@ -117,7 +121,7 @@ class SimulatedEngine:
         begun.append(request)
         self.tokens_out += 1
         if output > 1:
-            item = (self._passed + output - 1, request, prompt + output)
+            item = (self._tokens_per_sequence + output - 1, request, prompt + output)
             heappush(self._decoding, item)
         else:
             self._end(request, prompt + output, ended)
@@ -132,7 +136,7 @@ class SimulatedEngine:
         passed = now - self._at
         if passed > 0:
             made = passed * self._decode_rate
-            self._passed += made
+            self._tokens_per_sequence += made
             self.tokens_out += made * len(self._decoding)
             self._prefill_left -= passed * self._prefill_rate
             self._at = now
@@ -141,7 +145,7 @@ class SimulatedEngine:
         decoding = len(self._decoding)
         chunk = 0.0
         if self._prefilling:
-            # The first prompt is whole in one step with the next ones where they fit together.
+            # One step computes the rest of the first prompt and as many of the next ones as fit.
             waiting = self._prefill_left + sum(item[1] for item in list(self._prefilling)[1:4])
             chunk = min(self._costs.budget - decoding, max(1.0, waiting))
         step = self._costs.step(decoding or 1, chunk)

@@ -157,7 +157,7 @@ class _Run:
         now = self._events.now
         self._events.at(now + self._scaler.interval, self._scale, rank=_SCALING)
         if self._waiting:
-            self._dispatch()  # drops what is too late even where nothing moves
+            self._dispatch()  # drops requests that are too late even if no other event comes
         seen = self._observe(now)
         wanted = self._scaler.replicas(seen, now)
         change = wanted - self._fleet.desired

@@ -77,7 +77,8 @@ class ScalingSpec(SpecSection):
     """Who decides: operator, keda or hpa (their objects are made and set spec.replicas), or none
     (you set spec.replicas)."""
     min_replicas: int = Field(1, ge=0, le=1000)
-    """Fewest engines. 0: none while nobody asks; requests wait for the first one to start."""
+    """Fewest engines. 0: none while there are no requests; requests wait for the first one to
+    start."""
     max_replicas: int = Field(1, ge=1, le=1000)
     """Most engines."""
     idle_seconds: int = Field(600, ge=1, le=86400)

@@ -311,7 +311,7 @@ class EngineSpec(SpecSection):
     """Run `headrace doctor --engine` as an init container: the engine starts where nothing fails,
     and what to do otherwise is in that container's log. It takes some seconds of each start."""
     startup_timeout_seconds: int = Field(1800, ge=10, le=86400)
-    """How long loading the model may take before the engine is started anew."""
+    """How long loading the model may take before the engine is restarted."""
     rollout: RolloutSpec = RolloutSpec()
     """How a change reaches the engines. By default a new one is ready before an old one goes."""
     node_selector: dict[str, str] = Field(default_factory=dict)

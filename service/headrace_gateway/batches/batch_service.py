@@ -1,4 +1,4 @@
-"""What clients may do with files and batches: checks, then the store. Knows no HTTP."""
+"""The operations of clients on files and batches: each is checked, then stored. Without HTTP."""
 
 import re
 import secrets
@@ -150,7 +150,7 @@ class BatchService:
         return [batch for batch in batches if _may_see(access, batch)]
 
     async def delete(self, file: StoredFile) -> None:
-        """Deletes a file. A batch that has begun with it goes on."""
+        """Deletes a file. A batch that has begun to read it continues."""
         await self.files.delete(file)
         await self.stores.vacate(file.tenant, (ItemKind.FILE,), file.id)
 
@@ -203,7 +203,7 @@ class BatchService:
         return file
 
     async def cancel(self, batch: Batch) -> Batch:
-        """Asks for a batch's end; one that has ended stays as it is."""
+        """Requests the end of a batch; does nothing if it has ended."""
         if not batch.progress.status.final:
             await self.batches.cancel(batch)
             self.changed()

@@ -1,4 +1,4 @@
-"""How many gateways ended while a line ran: counted in Redis, where all gateways see it.
+"""Counts, in Redis, the gateways that ended while a line of a batch ran.
 
 A leader notes each line before it starts it. A note of a gateway that no longer leads the batch,
 and did not hand it over, means that this gateway ended while the line ran.
@@ -16,8 +16,8 @@ from headrace_common.protocol.redis.batches import RedisBatches
 # without any other line of its gateway, so that only its own effects are counted.
 MAX_GATEWAYS = 3
 ALONE_FROM = 2
-# Numbers of the batch's own files among its lines, which are numbered from 1.
-READING, WRITING = 0, -1
+# Stand for a line where the batch's own files are read or written; lines are numbered from 1.
+READING_INPUT, WRITING_RESULTS = 0, -1
 
 
 class CrashCounts:
@@ -51,11 +51,12 @@ class CrashCounts:
         self._started.discard(line)
 
     def starters(self, line: int) -> frozenset[str]:
-        """Returns all notes of a line, which are removed once it has its result."""
+        """Returns the gateways with a note of this line; the notes go when the line has its
+        result."""
         return self._found.get(line, frozenset()) | {self._leader}
 
     async def cleared(self, line: int) -> None:
-        """Removes all notes of a line that did not end its gateway."""
+        """Removes all notes of a line after it ran without ending its gateway."""
         await self._batches.unstart(self._batch, [line], self.starters(line))
 
     async def leave(self) -> None:

@@ -38,7 +38,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is wrong with a line, or with the file (line None)."""
+    """An error in a line, or in the file (line None)."""
 
     code: str
     message: str

@@ -34,8 +34,8 @@ from ..resumable.idempotency import KEY_HEADER, ResumeOptions
 from .crash_counts import (
     ALONE_FROM,
     MAX_GATEWAYS,
-    READING,
-    WRITING,
+    READING_INPUT,
+    WRITING_RESULTS,
     CrashCounts,
     SharedExclusiveLock,
 )
@@ -137,14 +137,14 @@ class BatchRun:
     # Before
 
     async def _lead(self) -> None:
-        ended = max(map(self._crashes.gateways, (READING, WRITING)))
+        ended = max(map(self._crashes.gateways, (READING_INPUT, WRITING_RESULTS)))
         if ended >= MAX_GATEWAYS:
             message = f"{ended} gateways ended while they read or wrote this batch's files."
             await self._refuse((Fault(SET_ASIDE, message),))
             return
-        async with self._crashes.started(READING):
+        async with self._crashes.started(READING_INPUT):
             source = await self._read()
-        await self._crashes.cleared(READING)
+        await self._crashes.cleared(READING_INPUT)
         if source.faults:
             await self._refuse(source.faults)
         else:
@@ -191,7 +191,7 @@ class BatchRun:
                 await self._set_aside(line)
         left = sorted(self._left(source), key=lambda line: -self._crashes.gateways(line.number))
         ended = await self._run_lines(source, iter(left))
-        async with self._crashes.started(WRITING):
+        async with self._crashes.started(WRITING_RESULTS):
             await self._end(ended, self._left(source))
 
     def _models(self, source: BatchInput) -> tuple[str, ...]:

@@ -154,7 +154,7 @@ class Admission:
         return _shortest(model.max_model_len, running or model.usual_model_len)
 
     async def known_context(self, model: ServedModel) -> int | None:
-        """As `context`, but falls back to the model's files and entry if Redis is away."""
+        """Like `context`, but falls back to the model's files and entry if Redis is away."""
         try:
             return await self.context(model)
         except BackendUnavailable:

@@ -19,7 +19,7 @@ from ..errors import invalid, too_long
 from ..limits.tenants import tenancy_of
 from ..models.models import ServedModel
 from ..resumable.idempotency import RESUMABLE_HEADER, ResumeOptions, fingerprint, resume_options
-from ..resumable.stored_embeddings import OPERATION, StoredInputs, bytes_of
+from ..resumable.stored_embeddings import OPERATION, StoredEmbeddingRequest, bytes_of
 from ..streaming.disconnecting_response import answering
 from ..telemetry.observation import Observation
 from .admission import Job
@@ -207,5 +207,5 @@ def _fresh(
     )
 
 
-def _location(inputs: StoredInputs) -> Mapping[str, str]:
+def _location(inputs: StoredEmbeddingRequest) -> Mapping[str, str]:
     return {"content-location": f"/v1/requests/{inputs.stored.request_id}"}

@@ -53,7 +53,7 @@ class EmbeddingRequest(Body):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingExchange:
-    """What one answer is made from. `headers` are those of the response."""
+    """The data from which one answer is made. `headers` are those of the response."""
 
     admission: Admission
     job: Job
@@ -110,7 +110,7 @@ class EmbeddingResponse(DisconnectingResponse):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumableEmbeddingExchange:
-    """What the answer of a stored request is made from.
+    """The data from which the answer of a stored request is made.
 
     `admits`: this response queued the request, and counts it.
     """

@@ -24,7 +24,7 @@ from .direct_stream import DirectStream
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """What one request's answer is made from.
+    """The data from which one request's answer is made.
 
     `resumable_id` is set for a request that goes on without this response; `events` numbers its
     stream. `admits`: this response queued the request, and counts it.

@@ -1,4 +1,4 @@
-"""What a route asks to be run."""
+"""Operations that a route asks the pipeline to run."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -37,7 +37,8 @@ def measured_as(operation: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What to run. `encode` makes the prompts' token ids; it takes time and may refuse them.
+    """An operation to run. `encode` makes the prompts' token ids; it takes time and may refuse
+    them.
 
     `form` says how the output is read. `stored`: the request is stored even without a header that
     asks for it. `shows_ids`: the answer has the token ids; `prompt_echo`: what else it shows of the

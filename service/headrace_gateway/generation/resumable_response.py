@@ -160,7 +160,7 @@ class ResumableRequests:
 
     async def _in_background(self, stored_call: StoredCall, accept: Accept) -> RequestSnapshot:
         accepted = await queued(accept(), stored_call.observation, admits=stored_call.admits)
-        await cancel_all(accepted)  # the session goes on without readers
+        await cancel_all(accepted)  # the session continues without readers
         snapshot = await self.stored.snapshot(stored_call.stored, stored_call.model)
         stored_call.observation.end(Usage())
         return snapshot

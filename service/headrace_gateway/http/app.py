@@ -72,7 +72,7 @@ from .routes.documents import document_bodies, document_errors, document_keys
 from .services import Services
 from .unsent import DiscardUnsent
 
-# Matched in this order: what is asked most often comes first.
+# Matched in this order: the most frequent routes come first.
 ROUTES = (
     chat,
     completions,

@@ -1,4 +1,4 @@
-"""Reads request bodies first: whole, in time, within the limit, not compressed.
+"""Reads whole request bodies before a route runs; refuses late, too large and compressed ones.
 
 Pure ASGI, outside of the framework, so that no route can forget it. Passes the body on as one
 message; refusals are answered at once in the form of their API.
@@ -23,7 +23,7 @@ LINGER_BYTES = 64 * 2**20
 LINGER_SECONDS = 2.0
 JSON, FORM = "application/json", "multipart/form-data"
 UPLOAD_PATHS = frozenset({"/v1/files"})
-# Where a request's state has its BufferedBody.
+# The key of the BufferedBody in a request's state.
 BUFFERED_BODY = "headrace.buffered_body"
 METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 

@@ -63,7 +63,7 @@ def _response(request: Request, error: ApiError) -> JSONResponse:
 def _from_http(request: Request, error: HTTPException) -> ApiError:
     message = str(error.detail)
     if error.status_code == HTTPStatus.NOT_FOUND:
-        message = f"Invalid URL ({request.method} {request.url.path[:200]}){_meant(request)}"
+        message = f"Invalid URL ({request.method} {request.url.path[:200]}){_hint(request)}"
     headers = error.headers
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         message = f"Not allowed to {request.method} on {request.url.path[:200]}."
@@ -72,7 +72,7 @@ def _from_http(request: Request, error: HTTPException) -> ApiError:
     return ApiError(error.status_code, message, code=code, headers=headers)
 
 
-def _meant(request: Request) -> str:
+def _hint(request: Request) -> str:
     """Returns a hint if the client's base URL is likely wrong, or the path is another server's."""
     path = request.url.path
     if elsewhere := _ELSEWHERE.get(path):

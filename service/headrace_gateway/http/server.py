@@ -43,7 +43,7 @@ _LATE = ApiError(408, "The request's headers did not arrive in time.", code="hea
 
 
 class _Refused(Exception):
-    """Nothing more of this connection is read."""
+    """Ignores all further input of this connection."""
 
 
 class BodyChannel:

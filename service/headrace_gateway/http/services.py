@@ -73,7 +73,7 @@ class Services:
 
     @property
     def read_access(self) -> ReadAccess:
-        """What the caller may read of what is stored."""
+        """The stored data that the caller may read."""
         return ReadAccess(self.pipeline.tenant, self.models.allows)
 
     async def body(

@@ -3,7 +3,8 @@
 import ctypes
 import sys
 
-# Of malloc.h. To set one threshold keeps glibc from raising both after the first large request.
+# Constants of malloc.h. To set one threshold keeps glibc from raising both after the first large
+# request.
 _TRIM_THRESHOLD, _ARENA_MAX = -1, -8
 TRIM_BYTES = 2**20
 ARENAS = 2

@@ -33,7 +33,7 @@ class Budget:
     members_of_one: int = 2048
 
     @property
-    def least_bytes_over(self) -> int:
+    def shortest_json_over_budget(self) -> int:
         """The length of the shortest JSON that can exceed a bound on values."""
         return min(self.containers, self.members, self.strings, self.values)
 

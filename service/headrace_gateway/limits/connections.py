@@ -24,8 +24,8 @@ class Connection(Protocol):
 class ConnectionLimit:
     """Limits one listener's open connections to `most`.
 
-    Connections that have not sent a whole request, or nothing since their last answer, close for
-    new ones, in the order in which they began to wait.
+    A connection is idle while it has not sent a whole request, or has sent nothing since its last
+    answer. Idle connections close for new ones, the longest idle first.
     """
 
     def __init__(self, most: int) -> None:

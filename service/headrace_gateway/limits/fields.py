@@ -25,7 +25,7 @@ class BoundedBy:
     what: str
 
 
-# A list that is refused at its first wrong item; the field adds its own max_length.
+# A list type that is refused at the first wrong item; the field adds its own max_length.
 Items = Annotated[list[Item], _FirstFault()]
 # A text that a model reads: as long as the body may be.
 Text = Annotated[StrictStr, BoundedBy("the body")]

@@ -1,8 +1,8 @@
 """Refuses JSON that would cost far more than its bytes, before it is parsed.
 
 A body of a few megabytes can hold millions of values, each an object of its own once it is parsed.
-They are counted in the bytes, without strings, which takes a few milliseconds for each megabyte;
-the parser itself limits the depth of nesting.
+The values are counted in the raw bytes outside of strings, which takes a few milliseconds for each
+megabyte. The parser itself limits the depth of nesting.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ TOO_COMPLEX = "request_too_complex"
 
 def check_shape(raw: bytes, budget: Budget) -> None:
     """Raises ApiError if the JSON has too many values, strings, objects or members."""
-    if len(raw) <= budget.least_bytes_over:
+    if len(raw) <= budget.shortest_json_over_budget:
         return
     text = raw.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NOT_STRUCTURE)
     _check(text.count(b'"') // 2, budget.strings, "strings")

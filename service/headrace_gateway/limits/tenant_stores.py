@@ -31,8 +31,8 @@ TOKEN_BYTES = 4
 LOGPROB_BYTES = 20
 # Output tokens of a request that names no length, if the model's length is not known either.
 USUAL_OUTPUT = 4096
-# Seconds for which a measurement of Redis' memory is used, and for which bytes that were counted
-# may be missing in it.
+# A measurement of Redis' memory is used for MEASURE_S seconds. Bytes that were counted are in each
+# measurement from WRITTEN_S seconds later on.
 MEASURE_S = 0.25
 WRITTEN_S = 2.0
 LINE_RETRY_S = 1.0

@@ -22,7 +22,7 @@ MAX_LABELS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenancy:
-    """What a request in the queue inherits from its caller."""
+    """The attributes that a request in the queue inherits from its caller."""
 
     priority: int
     cache_salt: bytes
@@ -73,7 +73,7 @@ def any_model(_name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ReadAccess:
-    """What a caller may read of what is stored: its tenant's, of models that its key allows."""
+    """The stored data that a caller may read: its tenant's, of models that its key allows."""
 
     tenant: str
     allows: Callable[[str], bool] = any_model

@@ -77,7 +77,7 @@ class Discovery:
         self._trouble: HeadraceError | None = None
         self._task: asyncio.Task[None] | None = None
         self.served: Mapping[str, ServedModel] = {}
-        # Of all registered models, also of ignored ones: those are served, too.
+        # Adapters of all registered models, also of ignored ones, which are served, too.
         self.adapters: Mapping[str, str] = {}
 
     @property

@@ -18,7 +18,8 @@ Chunk = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
-    """What the request asked to see. `logprobs` is the number of alternatives; None: no logprobs.
+    """The optional parts of an answer that the request asked for. `logprobs` is the number of
+    alternatives; None: no logprobs.
 
     `prompts` are the token ids of all prompts, which `shows_ids` shows with those of the output.
     """
@@ -100,7 +101,8 @@ def _only_text(choice: int, text: str) -> Piece:
 
 
 class OpenAIAnswer:
-    """What the answers of chats and of completions share. `kind` is the object's type."""
+    """The fields that the answers of chats and of completions share. `kind` is the object's
+    type."""
 
     named = False
     numbered = False

@@ -1,4 +1,4 @@
-"""What an answer shows of its prompts, and of its token count before its end."""
+"""Options for an answer that repeats its prompts, or counts its tokens before its end."""
 
 from dataclasses import dataclass
 

@@ -19,7 +19,7 @@ from .tool_calls.base import ToolParser
 from .tool_calls.catalog import MISTRAL, PARSERS
 from .tool_calls.forced import NamedParser, RequiredParser
 
-# How calls are read that a grammar forces: as one named tool's arguments, or as an array.
+# Parsers of calls that a grammar forces: one named tool's arguments, or an array.
 NAMED, REQUIRED = "named", "required"
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})

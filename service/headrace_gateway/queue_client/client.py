@@ -243,7 +243,7 @@ class GenerationClient:
         )
         if admission.state is not AdmitState.ENDED:
             self._hold(generation)
-            await self._watchdog.queued_again(generation)
+            await self._watchdog.note_queued_again(generation)
             return
         generation.fail(FailureCode.LOST, "the rest of the answer is lost; send the request again")
 

@@ -26,12 +26,12 @@ from headrace_common.wire.messages import (
 )
 
 MOST_MERGED = 64  # tokens, so that one stream does not delay the others
-Delta = Deliver  # what the arbiter lets through is what the client gets
+Delta = Deliver  # the client gets the tokens that the arbiter accepts
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationCallbacks:
-    """What a generation calls in its client."""
+    """The methods of the client that a generation calls."""
 
     send: Callable[[str, str, Control], None]  # to an engine of a model
     new_deltas: Callable[["Generation"], None]  # calls `notify` soon

@@ -37,10 +37,10 @@ class Generation(Protocol):
         """Ends this choice: a stop string was found."""
 
     async def cancel(self) -> None:
-        """Ends the request, which no client wants any more. Does nothing once it has ended."""
+        """Cancels the request. Does nothing once it has ended."""
 
     def leave(self) -> None:
-        """Ends it here; the request goes on for its other followers."""
+        """Stops following the request at this gateway; it continues for its other followers."""
 
 
 class Listenable(Generation, Protocol):
@@ -48,7 +48,7 @@ class Listenable(Generation, Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing comes after what can be taken now."""
+        """Whether no delta comes after those that can be taken now."""
 
     def take(self) -> Delta | None:
         """Returns the next delta; None if nothing has come."""

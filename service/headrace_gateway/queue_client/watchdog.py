@@ -1,7 +1,8 @@
-"""Asks about requests of which nothing is heard, and takes them from silent engines.
+"""Asks the queue about requests without news, and takes requests from silent engines.
 
-Such a request is admitted again, which changes nothing if all is well. Reads no frames: the client
-tells it which engines were heard, and handles the result of ADMIT.
+It asks by admitting the request again, which changes nothing if an engine still runs it. The
+watchdog reads no frames: the client tells it which engines were heard, and handles the result of
+ADMIT.
 """
 
 import asyncio
@@ -22,8 +23,8 @@ logger = logging.getLogger(__name__)
 class ClientConfig:
     """Times in seconds.
 
-    `silence`: an engine that sends nothing for this long is given up. `recheck`: a request of which
-    nothing is heard is asked about after this long, then after intervals that double up to
+    `silence`: an engine that sends nothing for this long is given up. `recheck`: the queue is asked
+    about a request without news after this long, then after intervals that double up to
     `longest_recheck`.
     """
 
@@ -51,8 +52,8 @@ class _Watch:
 
 @contextmanager
 def isolated(generation: Generation) -> Iterator[None]:
-    """Ends only this request if its state in the queue is corrupt: its model's engines may write
-    there, and must not end other models' requests. BackendUnavailable passes."""
+    """Ends only this request if its state in the queue is corrupt. Engines of its model can write
+    that state, and must not be able to end requests of other models. BackendUnavailable passes."""
     try:
         yield
     except BackendUnavailable:
@@ -70,9 +71,9 @@ class Watchdog:
     """Watches the generations in `active`. `now` is the client's clock; `admitted` handles the
     result of ADMIT.
 
-    `heard`: when each engine was last heard, by its id and the model whose engines may write to
-    that stream ("": all may). `unavailable_at`: when Redis was last out of reach, which does not
-    count as an engine's silence.
+    `heard`: when each engine was last heard, by its id and by the model whose engines may write to
+    the stream ("" for a stream of all models). `unavailable_at`: when Redis was last out of reach,
+    which does not count as an engine's silence.
     """
 
     def __init__(
@@ -113,11 +114,11 @@ class Watchdog:
     def _heard_at(self, engine_id: str, model: str) -> float:
         return max(self.heard.get((engine_id, where), 0.0) for where in (model, ""))
 
-    async def queued_again(self, generation: Generation) -> None:
+    async def note_queued_again(self, generation: Generation) -> None:
         """Notes that a request is queued again, and renews this gateway's beat.
 
-        The next engine asks here what the client has, unless this gateway seems to be gone: Redis
-        may have lost its beat as well.
+        The next engine asks this gateway which tokens the client has, but only if the gateway's
+        beat is in Redis, which may have lost it together with the request.
         """
         fields = {"request_id": generation.request_id, "attempt": generation.arbiter.attempt}
         logger.warning("request queued again", extra=fields)
@@ -167,7 +168,8 @@ class Watchdog:
         return self._now() - since > self._config.silence
 
     async def _recheck(self, generation: Generation, watch: _Watch, now: float) -> None:
-        """Admits a request again; takes it from an engine that was silent then and still is."""
+        """Admits a request again; takes it from its engine if that was silent before and still
+        is."""
         watch.due = now + watch.pause
         watch.pause = min(2 * watch.pause, self._config.longest_recheck)
         try:
@@ -185,7 +187,7 @@ class Watchdog:
             return
         await self._admitted(generation, admission)
         if admission.state is AdmitState.ADMITTED:
-            await self.queued_again(generation)
+            await self.note_queued_again(generation)
         if admission.state is not AdmitState.ATTACHED or admission.owner is None:
             watch.suspect = None
             return

@@ -1,5 +1,5 @@
-"""Watches whether a stored request has a client, at any gateway; without one for its window it
-ends."""
+"""Watches whether a stored request has a client at any gateway; a request without a client for the
+length of its window is ended."""
 
 import asyncio
 import logging
@@ -11,10 +11,10 @@ from headrace_common.protocol.store import RequestStore, StoredRequest
 
 logger = logging.getLogger(__name__)
 
-# Endings that decide nothing: the same key then starts anew.
+# Failures after which a request with the same key starts again.
 NO_OUTCOME = CALLED_OFF | {FailureCode.LOST, FailureCode.INTERNAL, FailureCode.REMOVED}
-# While Redis is away it is not known whether a client is there: seconds until the next attempt.
-UNCLEAR_S = 1.0
+# Seconds until Redis is asked again, if it was away.
+RETRY_S = 1.0
 
 
 class ClientPresence:
@@ -37,36 +37,41 @@ class ClientPresence:
     async def present(self) -> None:
         """Returns once there is a client here."""
         while not self.count:
-            await self._change()
+            await self._wait_for_change()
 
     async def lost(self) -> None:
-        """Tells other gateways while a client is here; returns when no gateway has had one."""
+        """Tells other gateways while a client is here; returns once no gateway has had a client for
+        the window."""
         window = self._stored.window
         while True:
-            await self._quietly(self._store.set_presence(self._stored.request_id, window))
+            await self._unless_redis_is_away(
+                self._store.set_presence(self._stored.request_id, window)
+            )
             if self.count:
-                await self._wait(window / 3, lambda: not self.count)
-            elif await self._unwanted():
+                await self._wait_until(window / 3, lambda: not self.count)
+            elif await self._abandoned():
                 return
 
-    async def _unwanted(self) -> bool:
-        """Waits until a client comes, or no gateway has one; returns whether the latter is so."""
+    async def _abandoned(self) -> bool:
+        """Waits until a client comes (returns False) or no gateway has one (returns True)."""
         while not self.count:
-            left = await self._quietly(self._store.presence_left(self._stored.request_id))
+            left = await self._unless_redis_is_away(
+                self._store.presence_left(self._stored.request_id)
+            )
             if left == 0:
                 return True
-            await self._wait(UNCLEAR_S if left is None else left, lambda: self.count > 0)
+            await self._wait_until(RETRY_S if left is None else left, lambda: self.count > 0)
         return False
 
-    async def _wait(self, seconds: float, until: Callable[[], bool]) -> None:
+    async def _wait_until(self, seconds: float, until: Callable[[], bool]) -> None:
         try:
             async with asyncio.timeout(seconds):
                 while not until():
-                    await self._change()
+                    await self._wait_for_change()
         except TimeoutError:
             return
 
-    async def _change(self) -> None:
+    async def _wait_for_change(self) -> None:
         """Waits for the next change. The event is shared by all waiters: it is replaced, not
         cleared."""
         changed = self._changed
@@ -74,7 +79,8 @@ class ClientPresence:
             changed = self._changed = asyncio.Event()
         await changed.wait()
 
-    async def _quietly(self, work: Awaitable[float | None]) -> float | None:
+    async def _unless_redis_is_away(self, work: Awaitable[float | None]) -> float | None:
+        """Awaits `work`; returns None if Redis is away."""
         try:
             return await work
         except BackendUnavailable as error:

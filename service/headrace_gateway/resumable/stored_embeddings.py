@@ -1,7 +1,7 @@
-"""Requests for embeddings that outlive their connection: found under their key, and continued.
+"""Requests for embeddings that outlive their connection: a client resumes one by its key.
 
-Each input is a request in the queue, whose vector is stored. Vectors that exist are read, not
-computed again, whichever gateway began the request.
+Each input is one request in the queue, and Redis stores the vector of each. Any gateway reads the
+vectors that exist instead of computing them again.
 """
 
 import asyncio
@@ -24,18 +24,18 @@ from .embedding_sessions import EmbeddingSession
 from .presence import NO_OUTCOME
 from .stored_requests import RequestSnapshot, check_same, lost
 
-# The assumed length of vectors if a model's files do not say its hidden size.
-USUAL_SIZE = 4096
+# The assumed number of dimensions if a model's files do not say its hidden size.
+DEFAULT_VECTOR_LENGTH = 4096
 READ_AT_ONCE = 64
 
 OPERATION = "embeddings"
 
 
 @dataclass(frozen=True, slots=True)
-class StoredInputs:
-    """A stored request, and its vectors that exist, by their requests' ids.
+class StoredEmbeddingRequest:
+    """A stored request for embeddings, and the vectors that exist, by the ids of the inputs.
 
-    `fresh`: this caller stored it. `running`: it runs here already.
+    `fresh`: this caller stored the request. `running`: this gateway runs it already.
     """
 
     stored: StoredRequest
@@ -52,7 +52,7 @@ class StoredInputs:
 
     @property
     def new(self) -> bool:
-        """Whether nothing of it was stored before."""
+        """Whether this caller stored the request, and no vector existed before."""
         return self.fresh and not self.vectors
 
 
@@ -74,35 +74,36 @@ class StoredEmbeddings:
         self._clock = clock
         self._sessions: dict[str, EmbeddingSession] = {}
 
-    async def keep(self, fresh: StoredRequest, item: Item) -> StoredInputs:
-        """Stores a request, unless one has its id; returns the stored one. It counts as `item`.
+    async def keep(self, fresh: StoredRequest, item: Item) -> StoredEmbeddingRequest:
+        """Stores a request, or finds the one that is stored under its id, and returns it.
 
-        Raises what ended the earlier one, if the same request would end in the same way again.
+        `item` is counted in the tenant's store. Raises the failure of the stored request if a
+        second attempt would fail in the same way.
         """
         known = await self._store.get(fresh.request_id)
         if known is None:
             known = await self._put(fresh, item)
         if known.name == fresh.name:
-            return StoredInputs(fresh, {}, fresh=True)
+            return StoredEmbeddingRequest(fresh, {}, fresh=True)
         check_same(known, fresh)
         if known.name in self._sessions:
-            return StoredInputs(known, {}, running=True)
+            return StoredEmbeddingRequest(known, {}, running=True)
         statuses = await self._statuses(known)
         failed = _failure(statuses)
         if failed is not None and failed.failure not in NO_OUTCOME:
             raise RequestFailed(failed.failure, failed.message)
         vectors = _vectors(known, statuses)
-        if not self._must_begin_anew(known, statuses):
-            return StoredInputs(known, vectors)
+        if not self._must_restart(known, statuses):
+            return StoredEmbeddingRequest(known, vectors)
         return await self._replace(known, fresh, vectors, item)
 
-    def _must_begin_anew(
+    def _must_restart(
         self, stored: StoredRequest, statuses: Sequence[RequestStatus | None]
     ) -> bool:
         """Whether an input has ended without its vector, or can no longer have one."""
-        over = stored.requests[0].deadline_ms <= self._clock() * 1000
+        expired = stored.requests[0].deadline_ms <= self._clock() * 1000
         return any(
-            over
+            expired
             if request_status is None
             else request_status.outcome is not None and not _vector(request_status)
             for request_status in statuses
@@ -114,7 +115,7 @@ class StoredEmbeddings:
         fresh: StoredRequest,
         vectors: Mapping[str, bytes],
         item: Item,
-    ) -> StoredInputs:
+    ) -> StoredEmbeddingRequest:
         """Stores `fresh` with those requests of `known` that have their vectors."""
         pairs = zip(known.requests, fresh.requests, strict=True)
         requests = tuple(old if old.request_id in vectors else new for old, new in pairs)
@@ -122,18 +123,19 @@ class StoredEmbeddings:
         stored = await self._put(merged, item, replaces=known)
         if stored.name != merged.name:
             vectors = _vectors(stored, await self._statuses(stored))
-            return StoredInputs(stored, vectors)
-        return StoredInputs(merged, vectors, fresh=True)
+            return StoredEmbeddingRequest(stored, vectors)
+        return StoredEmbeddingRequest(merged, vectors, fresh=True)
 
     async def _put(
         self, fresh: StoredRequest, item: Item, replaces: StoredRequest | None = None
     ) -> StoredRequest:
-        """Counts it, then stores it: requests that are sent at once must not fill Redis."""
+        """Counts the request before it stores it, so that concurrent requests cannot fill Redis."""
         await self._stores.occupy(fresh.requests[0].tenant, item, "Idempotency-Key")
         return await self._store.put(fresh, replaces)
 
-    async def forget(self, inputs: StoredInputs) -> None:
-        """Removes a new request that will not run; if Redis is away, its key finds it again."""
+    async def forget(self, inputs: StoredEmbeddingRequest) -> None:
+        """Removes a new request that will not run. If Redis is away the request stays, and its key
+        still finds it."""
         if not inputs.new:
             return
         try:
@@ -143,11 +145,12 @@ class StoredEmbeddings:
             return
 
     async def vacate(self, request_id: str, tenant: str) -> None:
-        """Stops counting its vectors for the tenant."""
+        """Stops counting the request's vectors in the tenant's store."""
         await self._stores.vacate(tenant, (ItemKind.EMBEDDINGS, ItemKind.LINE), request_id)
 
-    def open(self, inputs: StoredInputs, queued: Callable[[], None]) -> EmbeddingSession:
-        """Returns the session that runs it. `queued` is called for each request that is queued."""
+    def open(self, inputs: StoredEmbeddingRequest, queued: Callable[[], None]) -> EmbeddingSession:
+        """Returns the session that runs the inputs; it calls `queued` for each input that it
+        queues."""
         session = self._sessions.get(inputs.stored.name)
         if session is None:
             session = EmbeddingSession(
@@ -167,7 +170,7 @@ class StoredEmbeddings:
         self._sessions.pop(session.stored.name, None)
 
     def close(self) -> None:
-        """Leaves what runs here to other gateways."""
+        """Stops the sessions of this gateway, so that other gateways continue their requests."""
         for session in list(self._sessions.values()):
             session.close()
 
@@ -178,7 +181,7 @@ class StoredEmbeddings:
             await session.cancel()
 
     async def snapshot(self, stored: StoredRequest) -> tuple[RequestSnapshot, Sequence[bytes]]:
-        """Returns its state; once it has completed, with its vectors."""
+        """Returns the request's state, and its vectors once all exist."""
         statuses = await self._statuses(stored)
         failed = _failure(statuses)
         if failed is not None:
@@ -190,7 +193,7 @@ class StoredEmbeddings:
         if len(vectors) == len(stored.requests):
             found = [vectors[request.request_id] for request in stored.requests]
             return RequestSnapshot(stored=stored, status="completed"), found
-        if self._must_begin_anew(stored, statuses):
+        if self._must_restart(stored, statuses):
             return RequestSnapshot(stored=stored, status="failed", error=lost()), ()
         started = vectors or any(
             request_status and request_status.started for request_status in statuses
@@ -211,9 +214,12 @@ class StoredEmbeddings:
 
 
 def bytes_of(requests: Sequence[GenerateRequest], size: int | None) -> int:
-    """Returns the most bytes of the answers in Redis; `size` is the length of vectors."""
+    """Returns an upper bound of the bytes that the answers take in Redis.
+
+    `size` is the number of dimensions of the model's vectors.
+    """
     numbers = requests[0].pooling.dimensions if requests[0].pooling is not None else None
-    vector = 4 * (numbers or size or USUAL_SIZE)
+    vector = 4 * (numbers or size or DEFAULT_VECTOR_LENGTH)
     return sum(vector + 4 * len(request.prompt_token_ids) + RECORD_BYTES for request in requests)
 
 
@@ -233,7 +239,7 @@ def _vectors(stored: StoredRequest, statuses: Sequence[RequestStatus | None]) ->
 
 
 def _failure(statuses: Sequence[RequestStatus | None]) -> Failed | None:
-    """Returns the first failure, preferably one that would come again."""
+    """Returns a failure that a second attempt would repeat, or else the first failure."""
     failures = [
         request_status.outcome.failed
         for request_status in statuses

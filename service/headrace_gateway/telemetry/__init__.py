@@ -1,4 +1,4 @@
-"""What is measured: metrics, and the observation of one request.
+"""Measurements: metrics, and the observation of one request.
 
 Imports limits and queue_client.
 """

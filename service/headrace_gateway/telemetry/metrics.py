@@ -1,4 +1,4 @@
-"""What a gateway measures: requests as its clients see them, and the queue.
+"""The metrics of a gateway: requests as its clients see them, and the queue.
 
 Callers report what happened; nothing is decided here. Names, units and buckets are in
 headrace_common.observability.metric_names. Labels are closed sets: never ids or prompts, and

@@ -28,7 +28,7 @@ _CLIENT_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestInfo:
-    """What is known of a request at its start. `headers` have lower-case names.
+    """The data of a request at its start. `headers` have lower-case names.
 
     `operation` is `chat`, `text_completion` or `embeddings`. `request_id` is the queue's. `caller`
     is None if API keys are off.

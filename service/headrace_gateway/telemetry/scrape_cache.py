@@ -17,8 +17,8 @@ T = TypeVar("T")
 class ScrapeCache(Generic[T]):
     """Keeps one value for all gauges of a scrape.
 
-    If Redis does not answer in time the value is `nothing`, so that the gauges show a gap and not
-    an old value.
+    If Redis does not answer in time the value is `nothing`, given by the caller, so that the gauges
+    show a gap instead of an old value.
     """
 
     def __init__(

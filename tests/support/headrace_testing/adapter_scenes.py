@@ -10,7 +10,7 @@ from headrace_testing.checkpoints import GreedyPath, Reference
 
 LENGTH = 8
 GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, min_tokens=LENGTH)
-# What each adapter of the fixture changes: everything, a part with ranks of its own, and little.
+# The modules of each adapter: all, a part with different ranks, and few.
 ADAPTERS: dict[str, dict[str, Any]] = {
     "all": {"seed": 1},
     "some": {

@@ -63,7 +63,7 @@ def _left_out(path: str, config: dict[str, Any]) -> bool:
 
 
 def _joined(path: str, weight: torch.Tensor, rank: int, seed: torch.Generator) -> Tensors:
-    """Of a parameter [experts, out, in]. PEFT wraps down_proj around gate_up_proj."""
+    """An adapter of a parameter [experts, out, in]. PEFT wraps down_proj around gate_up_proj."""
     count, outputs, inputs = weight.shape
     block, _, parameter = path.rpartition(".")
     module = block if parameter == "down_proj" else f"{block}.base_layer"

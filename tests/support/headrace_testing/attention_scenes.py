@@ -19,7 +19,8 @@ BLOCKS = 40
 def dense(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: LayerParams
 ) -> torch.Tensor:
-    """The last n positions' attention, one head and one query after the other, in float64."""
+    """Computes the attention of the last n positions in float64, head by head and query by
+    query."""
     n, heads, _ = query.shape
     length, group = len(keys), heads // keys.shape[1]
     output = torch.zeros(n, heads, values.shape[2], dtype=torch.float64)
@@ -50,7 +51,7 @@ class Case:
     params: LayerParams = LayerParams(scale=0.2)
 
 
-# Sinks like a score, far below all scores, without any weight, and far above all scores.
+# Sinks of four heads: like a score, far below all scores, without any weight, far above all scores.
 SINKS = torch.tensor([0.5, -3.0, -200.0, 200.0])
 
 CASES = {
@@ -114,7 +115,7 @@ class Scene:
             self.forward(some, [starts[i] for i in some], [ends[i] for i in some])
 
     def step(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(what the backend gives for the new tokens, what it must be), on the CPU."""
+        """Returns the backend's output for the new tokens and the exact one, both on the CPU."""
         starts = [start for start, _ in self.case.runs]
         ends = [start + new for start, new in self.case.runs]
         everything = list(range(len(ends)))

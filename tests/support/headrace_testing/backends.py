@@ -92,7 +92,7 @@ class InMemory:
         return [(rid, why) for shard in shards for rid, why, _ in shard.dead_letters]
 
     async def close(self) -> None:
-        """Nothing is held open."""
+        """Does nothing: no connection is open."""
 
 
 class OverRedis:

@@ -42,7 +42,7 @@ class BundledPods:
 
     @property
     def url(self) -> str:
-        """Of gateways."""
+        """The URL that gateways use."""
         return self.local(self.secret["gateway-url"])
 
     def start(self) -> None:

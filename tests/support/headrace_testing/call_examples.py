@@ -50,7 +50,7 @@ def _harmony(name: str, arguments: str, end: str) -> str:
     return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}{end}"
 
 
-# By the parsers' names; a text may come before those that are in MARKED.
+# Examples by parser; in those of MARKED a text may come before the calls.
 EXAMPLES: Mapping[str, str] = {
     "deepseek_v3": _DEEPSEEK[0]
     + _deepseek("weather", _WEATHER, fenced=True)

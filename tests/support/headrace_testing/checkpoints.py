@@ -49,7 +49,7 @@ _EXPERTS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A transformers config class, by name, and what the tiny model sets in it."""
+    """The name of a transformers config class, and the options of the tiny model."""
 
     config: str
     options: dict[str, Any]
@@ -355,7 +355,7 @@ class Reference:
 
 
 def _auto_class(config: Any) -> Any:
-    """For multimodal models that are in no list of causal ones too."""
+    """Returns the class for multimodal models, some of which are in no list of causal models."""
     causal: Any = transformers.AutoModelForCausalLM
     multimodal: Any = transformers.AutoModelForImageTextToText
     return causal if type(config) in causal._model_mapping else multimodal

@@ -79,7 +79,7 @@ LEVELS = (
 
 @dataclass(frozen=True)
 class Used:
-    """What a process uses."""
+    """The instruction sets that a process uses."""
 
     kernels: str
     torch: str

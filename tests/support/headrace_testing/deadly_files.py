@@ -1,4 +1,4 @@
-"""Makes a gateway one that dies while it loads a registered model, and waits for no other one."""
+"""Makes a gateway die while it loads a registered model, without waiting for other gateways."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ from typing import NoReturn
 
 
 def install(_module: str) -> None:
-    """What a Forge calls in each process that it prepares."""
+    """The function that a Forge calls in each process that it prepares."""
     from headrace_gateway import __main__ as gateway
     from headrace_gateway.models import model_loads
 

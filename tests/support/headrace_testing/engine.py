@@ -30,7 +30,7 @@ def make_request(
     tenant: str = "default",
     deadline: float = inf,
 ) -> EngineRequest:
-    """Without `params`: four tokens, whatever they are."""
+    """A request; without `params` it asks for four tokens, and any tokens will do."""
     return EngineRequest(
         request_id=request_id,
         prompt_token_ids=tuple(prompt),
@@ -132,7 +132,7 @@ class Rig:
         return found
 
     def expected(self, *requests: EngineRequest) -> dict[Choice, tuple[int, ...]]:
-        """What an undisturbed run gives, without the tokens that the request resumes from."""
+        """The output of an undisturbed run, without the tokens that the request resumes from."""
         return {
             (request.request_id, choice): self.runner.expected(request, choice)[0][
                 len(request.resume[choice]) if request.resume else 0 :

@@ -508,7 +508,7 @@ class FakeEngine:
             self._spawn(self._take_over(request))
 
     async def _disowned(self, request: FakeRequest) -> None:
-        """Its gateway does not know it: another may, which BEAT would tell."""
+        """Handles a request that its gateway does not know: BEAT may name another gateway."""
         gateway_id = request.gateway_id
         await self._persist(lambda: self._beat([request]))
         if self.active.get(request.rid) is request and request.gateway_id == gateway_id:

@@ -31,7 +31,7 @@ def _refused(output: Tokens[int]) -> int:
 
 
 class FakeMatcher:
-    """As much of llguidance's LLMatcher as the engine uses."""
+    """The part of llguidance's LLMatcher that the engine uses."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -74,7 +74,7 @@ def fake_grammar(vocab_size: int) -> CompiledGrammar:
 
 
 def allowed_tokens(rows: tuple[SampleRow, ...], vocab_size: int) -> list[set[int]]:
-    """What the engine's masks leave each row, whose sequences keep their cursors."""
+    """The tokens that the engine's masks allow in each row; the cursors of the sequences stay."""
     logits = torch.zeros(len(rows), vocab_size)
     apply_grammars(logits, rows, frozenset())
     return [set(torch.isfinite(row).nonzero().flatten().tolist()) for row in logits]

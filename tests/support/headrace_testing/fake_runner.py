@@ -1,9 +1,9 @@
 """A runner without a model, which checks what a scheduler must get right about KV blocks.
 
-Its "KV" of a position is (token, position, digest of all tokens up to there). Each step it makes
-the step's copies, writes what the step computes, and then looks up every position of each
+Its "KV" of a position is (token, position, digest of all tokens up to there). In each step it
+makes the step's copies, writes the computed positions, and then looks up every position of each
 scheduled sequence through its block table: an aliased, stale or wrongly cached block shows at once.
-The next token is a hash of seed, choice and all tokens so far, so a run can be foretold.
+The next token is a hash of seed, choice and all tokens so far, so tests can predict a run.
 """
 
 from collections.abc import Sequence as Tokens
@@ -27,7 +27,7 @@ from headrace_engine.speculative.draft_proposer import Drafter
 from .fake_grammar import allowed_tokens, allows, refused_tokens
 
 _MASK = 2**62 - 1
-# Those that it knows; they change nothing of what it makes.
+# Adapters that the runner accepts; they do not change its tokens.
 ADAPTERS = ("a", "b", "c")
 
 Blocks = npt.NDArray[np.int64]
@@ -42,8 +42,8 @@ class FakeHostKVCache:
 class FakeRunner:
     """Stands in for the model runner. `min_tokens` masks end tokens as the real sampler does.
 
-    A step takes, by its own word, `prompt_seconds` for each token of a longer run and
-    `block_seconds` for each block copied from or to host memory; both 0: it does not say.
+    The results of a step claim `prompt_seconds` for each token of a run longer than one, and
+    `block_seconds` for each block copied from or to host memory. If both are 0 they claim no time.
     """
 
     def __init__(
@@ -102,14 +102,14 @@ class FakeRunner:
         return StepResult(sampled, seconds=seconds, swap_seconds=swapping, scored=scored)
 
     def submit(self, scheduler_output: SchedulerOutput) -> "FakeStep":
-        """Computes nothing before its result is asked for, as late as a device may be."""
+        """Computes the step only when its result is requested: as late as a device may be."""
         self._submitted = FakeStep(
             self, scheduler_output, self._submitted if scheduler_output.ahead else None
         )
         return self._submitted
 
     def _seconds(self, scheduler_output: SchedulerOutput) -> tuple[float, float]:
-        """Of the step, and of its copies from and to host memory."""
+        """Seconds of the step and of its copies from and to host memory."""
         swapping = self._block_seconds * (
             len(scheduler_output.swap_out) + len(scheduler_output.swap_in)
         )
@@ -121,7 +121,7 @@ class FakeRunner:
         return self._prompt_seconds * prompt + swapping, swapping
 
     def _new_tokens(self, item: ScheduledSequence) -> tuple[SampledToken, ...]:
-        """What follows the known tokens, and each draft as long as it is what followed."""
+        """Returns the tokens after the known ones, up to the first that differs from its draft."""
         sequence, tokens = item.sequence, list(item.sequence.token_ids)
         known = len(tokens)
         if sequence.request.grammar is not None:
@@ -138,13 +138,15 @@ class FakeRunner:
         )
 
     def _check_grammar(self, item: ScheduledSequence) -> None:
-        """Where the sequence's cursor stands is where its output leads, whatever it did before."""
+        """Checks that the sequence's grammar cursor allows exactly the tokens that may follow its
+        output."""
         sequence = item.sequence
         known = len(sequence.token_ids) - (sequence in self.late)
-        behind = *sequence.token_ids[known:], *item.drafts
+        following = *sequence.token_ids[known:], *item.drafts
         first = len(sequence.token_ids) - known
         rows = tuple(
-            SampleRow(sequence, behind[:count], known) for count in range(first, len(behind) + 1)
+            SampleRow(sequence, following[:count], known)
+            for count in range(first, len(following) + 1)
         )
         output = sequence.token_ids[sequence.prompt_length :]
         for count, found in enumerate(allowed_tokens(rows, self.vocab_size)):
@@ -153,18 +155,18 @@ class FakeRunner:
                 return
             output = [*output, *drafts[-1:]]
             wanted = {*range(self.vocab_size)}.difference(refused_tokens(output, self.vocab_size))
-            # Ends come too early where `min_tokens` are not there yet.
+            # End tokens are refused until there are `min_tokens`.
             assert found <= wanted and wanted - found <= {*sequence.request.params.stop_token_ids}
 
     def token_logprobs(self, request: EngineRequest, tokens: Tokens[int]) -> TokenLogprobs:
-        """Of the last of `tokens`, by a distribution that depends on those before it."""
+        """Log probabilities of the last of `tokens`; they depend on the tokens before it."""
         logprobs, ranked = _distribution(self.vocab_size, kv_values(tokens[:-1])[-1][2] % 997)
         last = tokens[-1]
         top = tuple((token, logprobs[token]) for token in ranked[: request.logprobs])
         return TokenLogprobs(logprobs[last], ranked.index(last) + 1, top)
 
     def expected_beams(self, request: EngineRequest) -> list[Hypothesis]:
-        """What beam search finds in a run that nothing disturbs, best first."""
+        """The results of beam search in an undisturbed run, best first."""
         params, prompt = request.params, request.prompt_token_ids
         limit = min(self.max_model_len, self.capacity) - len(prompt)
         rule = StopRule.of(params, self.eos_token_ids, limit)
@@ -272,8 +274,8 @@ class FakeRunner:
 
 
 class FakeStep:
-    """A submitted step: what is to be computed is as it was when it was submitted, but for the
-    tokens of the step `before`."""
+    """A submitted step. It computes the sequences as they were when it was submitted, except that
+    the tokens of the step `before` are filled in."""
 
     def __init__(
         self, runner: FakeRunner, scheduler_output: SchedulerOutput, before: "FakeStep | None"
@@ -318,7 +320,7 @@ def _frozen(sequence: Sequence) -> Sequence:
 
 
 def expected_scores(request: EngineRequest) -> tuple[TokenLogprobs, ...]:
-    """Log probabilities of a prompt: each says where it is and of which token."""
+    """Log probabilities of a prompt; each is made of its position and its token."""
     tokens = request.prompt_token_ids
     return tuple(TokenLogprobs(-float(tokens[at]), at, ()) for at in range(1, len(tokens)))
 
@@ -329,7 +331,7 @@ def _scores(item: ScheduledSequence) -> tuple[TokenLogprobs, ...]:
 
 @cache
 def _distribution(size: int, number: int) -> tuple[list[float], list[int]]:
-    """Log probabilities by token, and the tokens by these, most likely first."""
+    """Log probabilities by token, and the tokens, most likely first."""
     logits = np.arange(size) * 2654435761 % 1009 * (number + 1) % 1013 / 50.0
     logprobs = (logits - np.log(np.exp(logits).sum())).tolist()
     return logprobs, sorted(range(size), key=lambda token: -logprobs[token])
@@ -360,7 +362,7 @@ def check_scheduler_output(scheduler_output: SchedulerOutput) -> None:
         assert item.sequence.state is State.RUNNING
         assert item.length > 0 and item.start == item.sequence.num_computed_tokens
         assert item.samples == (item.start + item.length == known)
-        assert item.samples or not item.drafts, "drafts behind tokens that are not run"
+        assert item.samples or not item.drafts, "drafts following tokens that are not run"
 
 
 def kv_values(tokens: Tokens[int]) -> list[tuple[int, int, int]]:

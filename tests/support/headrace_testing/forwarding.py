@@ -48,7 +48,8 @@ class Forwarder:
         passing.add_done_callback(partial(self._end, writer))
 
     def _end(self, writer: asyncio.StreamWriter, passing: Passing) -> None:
-        """Here rather than in the task, which may be cancelled before it begins."""
+        """Closes the connection here and not in the task, which may be cancelled before it
+        begins."""
         self.passing.discard(passing)
         writer.transport.abort()
 

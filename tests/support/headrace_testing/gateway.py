@@ -46,7 +46,7 @@ class ScriptedEngine:
         self.reset()
 
     def reset(self) -> None:
-        """As new."""
+        """Brings the fakes back to their first state."""
         self.script: Script = self.say(ANSWER)
         self.gate = asyncio.Event()
         self.gate.set()

@@ -118,7 +118,7 @@ def gone(processes: list[psutil.Process]) -> bool:
 
 
 def _words(process: psutil.Process) -> list[str]:
-    """Of its command line; none where it has just ended."""
+    """The words of a process's command line; none if it has just ended."""
     try:
         return process.cmdline()
     except psutil.Error:

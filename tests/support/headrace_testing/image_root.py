@@ -42,7 +42,7 @@ READY_S = 600.0
 
 
 def environment() -> dict[str, str]:
-    """What the Dockerfile sets for the engine."""
+    """The environment that the Dockerfile sets for the engine."""
     return {
         "PATH": "/opt/headrace/bin:/usr/local/bin:/usr/bin:/bin",
         "HOME": f"/{CACHE}",
@@ -89,7 +89,7 @@ def size(root: Path) -> int:
 
 
 def seconds_to_ready(root: Path) -> float:
-    """Of an engine of the demo model, from its start."""
+    """Seconds from the start of an engine of the demo model until it is ready."""
     port = free_port()
     with device() as given, tempfile.TemporaryDirectory() as data:
         redis = ValkeyServer(Path(data), appendonly=False)

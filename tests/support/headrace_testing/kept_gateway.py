@@ -40,7 +40,7 @@ class KeptGateway:
 
     @property
     def prompt(self) -> str:
-        """Of the last request."""
+        """The prompt of the last request."""
         ids = self.requests[-1].prompt_token_ids
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 

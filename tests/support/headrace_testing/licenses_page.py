@@ -37,7 +37,7 @@ def packages() -> dict[str, tuple[str, tuple[str, ...]]]:
 
 
 def licence(name: str) -> str | None:
-    """What an installed package declares; None where it is not installed here."""
+    """The licence that an installed package declares; None if it is not installed here."""
     try:
         declared = metadata(name)
     except PackageNotFoundError:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 REQUIREMENTS = ROOT / "requirements"
 IMAGES = ("gateway", "operator", "engine")
 LOCKS = (*IMAGES, "up", "dev", "flash-attn", "build", "tools", "uv")
-# What the images are, wherever this runs.
+# The environment of the images, wherever this runs.
 IMAGE_ENVIRONMENT = {
     "implementation_name": "cpython",
     "os_name": "posix",
@@ -39,7 +39,7 @@ class Pin:
 
 
 def pins(lock: str) -> dict[str, Pin]:
-    """By canonical name. Raises ValueError where a line does not pin exactly."""
+    """Pinned versions by canonical name. Raises ValueError for a line that does not pin exactly."""
     text = (REQUIREMENTS / f"{lock}.txt").read_text()
     lines = re.sub(r"\\\n", " ", re.sub(r"^ *#.*\n", "", text, flags=re.MULTILINE)).splitlines()
     found = [_pin(line) for line in lines if line.strip()]

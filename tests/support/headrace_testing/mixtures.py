@@ -28,7 +28,7 @@ MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
 
 @dataclass(frozen=True, slots=True)
 class FloatRouter:
-    """In float32, in which hardly two experts are equally probable."""
+    """A router in float32, where two experts hardly ever have equal probabilities."""
 
     linear: Linear
 
@@ -75,7 +75,7 @@ class Mixture:
         )
 
     def biased(self, weights: ExpertWeights) -> ExpertWeights:
-        """With biases, where there are any."""
+        """The weights with biases, if the mixture has any."""
         if self.swiglu is None:
             return weights
         device = weights.down.values.device
@@ -94,8 +94,8 @@ class Mixture:
         weights = weights or self.weights(device)
         return MixtureParts(router, weights, shared, self.config, self.gelu)
 
-    def apart(self, device: torch.device, weights: ExpertWeights | None = None) -> SparseMoe:
-        """The same numbers as `parts`, an expert at a time."""
+    def one_by_one(self, device: torch.device, weights: ExpertWeights | None = None) -> SparseMoe:
+        """The same mixture as `parts`, computed one expert at a time."""
         parts = self.parts(device, weights=weights)
         mlps = [self._expert(parts.weights, index) for index in range(self.experts)]
         return SparseMoe(parts.router, mlps, parts.shared, parts.config)
@@ -131,7 +131,7 @@ class Mixture:
 
 
 def expert_names(count: int) -> list[tuple[tuple[str, str], tuple[str]]]:
-    """Of each expert's gate and up, and of its down."""
+    """Names of each expert's gate and up matrices, and of its down matrix."""
     prefixes = [f"experts.{index}." for index in range(count)]
     return [
         ((f"{one}gate_proj.weight", f"{one}up_proj.weight"), (f"{one}down_proj.weight",))

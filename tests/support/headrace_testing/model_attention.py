@@ -23,7 +23,7 @@ BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 def model_scene(
     case: Case, backend: AttentionBackend, dtype: torch.dtype, device: torch.device
 ) -> Scene:
-    """With blocks for all of its keys."""
+    """A scene with blocks for all keys of the model."""
     blocks = sum(-(-sum(run) // case.block_size) for run in case.runs)
     return Scene(case, backend, dtype, device, blocks)
 

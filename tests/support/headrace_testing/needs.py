@@ -1,4 +1,4 @@
-"""What tests need of the machine. A test without it is skipped, but in CI it fails."""
+"""Requirements of tests: a test whose requirement is missing is skipped, but in CI it fails."""
 
 import os
 from typing import NoReturn

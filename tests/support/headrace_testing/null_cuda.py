@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 SOURCES = Path(__file__).parents[1] / "null_cuda"
-# What Triton links its launcher against, and asks the dynamic linker for.
+# The library that Triton links its launcher against, and loads.
 LIBRARY = "libcuda.so.1"
 CUDA_MAJOR = "13"
 FLAGS = (
@@ -88,7 +88,7 @@ def _headers() -> list[Path]:
 
 
 def environment(library: Path, base: Mapping[str, str]) -> dict[str, str]:
-    """Of processes that shall see the device."""
+    """The environment of processes that see the device."""
     kept = {name: value for name, value in base.items() if name != "TRITON_INTERPRET"}
     return {**kept, "LD_PRELOAD": str(library), "TRITON_LIBCUDA_PATH": str(library.parent)}
 

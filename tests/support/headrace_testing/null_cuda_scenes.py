@@ -1,4 +1,4 @@
-"""What test_null_cuda runs on the null CUDA device: every branch of the engine that only a GPU
+"""Scenes of test_null_cuda on the null CUDA device: every branch of the engine that only a GPU
 takes. Prints a line of JSON for each scene; must be started by `null_cuda`.
 """
 
@@ -113,7 +113,7 @@ class Scenes:
         return LLM(**{**defaults, **options})
 
     def capture_rules(self) -> Facts:
-        """What may not be recorded, and what CUDA says of it."""
+        """Calls that may not be recorded, and CUDA's errors for them."""
         rows = torch.ones(8, 8, device="cuda")
         pinned = torch.ones(8, pin_memory=True)
         make_stream: Any = torch.cuda.Stream
@@ -186,14 +186,14 @@ class Scenes:
         return watched
 
     def eager(self) -> Facts:
-        """Nothing recorded, each step waited for."""
+        """An engine without recorded graphs that waits for each step."""
         return self._generated(self.llm(enforce_eager=True, async_scheduling=False))
 
     def deterministic(self) -> Facts:
         return self._generated(self.llm(deterministic=True))
 
     def timer(self) -> Facts:
-        """What measures kernels, also behind one that cannot be recorded."""
+        """Measures kernels, even after one that cannot be recorded."""
         rows, timer = torch.ones(8, 8, device="cuda"), CudaTimer()
         refused = ""
         try:
@@ -339,7 +339,7 @@ def _clean_up() -> None:
 
 
 def run(names: Sequence[str]) -> None:
-    """Prints for each scene its facts, or what it raised, and what is left behind of it."""
+    """Prints for each scene its facts, or its error, and the objects that it has not freed."""
     device = NullDevice()
     with tempfile.TemporaryDirectory() as folder:
         scenes = Scenes(Path(folder), device)

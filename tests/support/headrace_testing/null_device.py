@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 _OnSync = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_uint64)
-# How much of a stack is told.
+# The frames of a stack that are reported.
 FRAMES = 6
 
 
@@ -33,7 +33,7 @@ class NullDevice:
         self._free.argtypes = [ctypes.c_void_p]
 
     def counts(self) -> dict[str, int]:
-        """By name: calls, launches, and what is alive: bytes, streams, events, graphs."""
+        """Counters by name: calls, launches, and live bytes, streams, events and graphs."""
         lines = (line.rsplit("\t", 1) for line in self._text("null_cuda_counts").splitlines())
         return {name: int(number) for name, number in lines}
 
@@ -47,7 +47,7 @@ class NullDevice:
 
     @contextmanager
     def watch(self) -> Iterator[Watched]:
-        """What happens meanwhile."""
+        """Yields the changes of the counters and the waiting calls within the block."""
         watched, before = Watched(), self.counts()
         callback = _OnSync(_noting(watched.waits))
         self._library.null_cuda_on_sync(callback)

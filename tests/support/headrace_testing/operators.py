@@ -37,7 +37,7 @@ from .model_services import PLATFORM
 
 @dataclass(slots=True)
 class Scene:
-    """What the operator sees besides the API server. `waiting` None: no metrics."""
+    """The operator's surroundings besides the API server. `waiting` None means no metrics."""
 
     now: float = 1_000_000.0
     age: float = 0.0
@@ -96,7 +96,7 @@ class Directory:
 
 
 async def register_model(scene: Scene, name: str, owner: str) -> None:
-    """What an engine of this owner does at its start."""
+    """Registers a model as an engine of this owner does at its start."""
     model = RegisteredModel(
         name=name, digest=digest_of({}), max_model_len=4096, created=0, owner=owner
     )
@@ -104,7 +104,7 @@ async def register_model(scene: Scene, name: str, owner: str) -> None:
 
 
 def engine_status(pod: str, *, running: int = 0, draining: bool = False) -> EngineStatus:
-    """What the engine in a pod tells of itself."""
+    """The status that the engine in a pod reports."""
     return EngineStatus(
         engine_id=f"{pod}.1.abc",
         model="qwen",
@@ -121,10 +121,11 @@ def engine_status(pod: str, *, running: int = 0, draining: bool = False) -> Engi
 
 @asynccontextmanager
 async def operator(user: User, scene: Scene) -> AsyncIterator[set[tuple[str, str]]]:
-    """Runs the operator, with short intervals, until the block ends; gives the keys it looks after.
+    """Runs the operator, with short intervals, until the block ends; yields the keys that it
+    manages.
 
-    In a thread with a loop of its own: kopf waits at its end for every task of its loop, and the
-    API server's would be among them.
+    It runs in a thread with its own event loop: kopf waits at its end for every task of its loop,
+    and the API server's would be among them.
     """
     stop, keys = threading.Event(), set[tuple[str, str]]()
     running = asyncio.create_task(
@@ -180,7 +181,7 @@ async def _operate(
 
 
 class _Watched(Controller):
-    """Tells which keys it looks after."""
+    """A controller that records the keys that it manages."""
 
     def __init__(
         self,

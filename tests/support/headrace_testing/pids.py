@@ -4,7 +4,8 @@ from pathlib import Path
 
 
 def alive(pid: int) -> bool:
-    """False for one that has ended, be it reaped by its new parent or not yet."""
+    """Whether the process runs; False once it has ended, even if its parent has not reaped it
+    yet."""
     try:
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:

@@ -133,7 +133,7 @@ class HeadraceProcess:
 
 @contextmanager
 def frozen(processes: Sequence[HeadraceProcess]) -> Iterator[None]:
-    """They stand still until the block ends."""
+    """Pauses the processes until the block ends."""
     stopped = tuple(processes)
     for process in stopped:
         process.signal(signal.SIGSTOP)

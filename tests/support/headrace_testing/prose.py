@@ -49,7 +49,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What breaks a rule."""
+    """A sentence that breaks a rule."""
 
     path: Path
     line: int
@@ -98,7 +98,7 @@ class Rules:
 
 
 def rules() -> Rules:
-    """What prose.toml says."""
+    """The rules in prose.toml."""
     written = tomllib.loads(RULES.read_text())
     own = [
         Check(PreferredForms(forms), path=name, message="{1!r}: write {0}")

@@ -10,7 +10,7 @@ Register = npt.NDArray[np.uint32]
 
 
 def evaluate(code: str, outputs: int, inputs: Sequence[Register]) -> list[Register]:
-    """What an inline assembly with `outputs` registers, and then `inputs`, leaves in the former."""
+    """Simulates an inline assembly with `outputs` registers, then `inputs`; returns the outputs."""
     registers = {f"${outputs + place}": value for place, value in enumerate(inputs)}
     for line in code.replace("{", "").replace("}", "").split(";"):
         name, _, rest = line.strip().partition(" ")

@@ -109,7 +109,8 @@ def is_version(python: Path, version: str) -> bool:
 
 
 def prepare(environment: Path, python: Path) -> None:
-    """Makes an environment, anew where what is declared has changed, and the kernels for all CPUs.
+    """Makes an environment, again if the declared packages have changed, and the kernels for all
+    CPUs.
 
     Raises CalledProcessError.
     """
@@ -136,7 +137,7 @@ def steps(environment: str, python: str) -> tuple[list[str], list[str]]:
 
 
 def read(report: Path) -> Result | str:
-    """What a report of pytest's says; a run that was cut short leaves none."""
+    """Reads a report of pytest; a run that was cut short leaves none."""
     if not report.exists():
         return "pytest ended without a report"
     (suite,) = ElementTree.parse(report).getroot()

@@ -202,7 +202,8 @@ def compressed(bits: int, size: int | None, symmetric: bool = True, packed: bool
 def save_fp8(
     folder: Path, name: str, block: tuple[int, int] | None, compressed_tensors: bool = False
 ) -> tuple[Path, Path]:
-    """As `save_quantized`, in fp8 with a scale for each block, or for each output without one."""
+    """Saves like `save_quantized`, in fp8, with a scale for each block or, without blocks, each
+    output."""
     whole = save_checkpoint(folder / "whole", name)
     tensors = load_file(whole / FILE)
     packed: Tensors = {}
@@ -246,7 +247,8 @@ def save_fp8(
 
 
 def save_mxfp4(folder: Path, **changes: Any) -> tuple[Path, Path]:
-    """As `save_quantized`, of gpt-oss with experts of random codes, which transformers widens."""
+    """Saves gpt-oss like `save_quantized`, with experts of random codes, which transformers
+    dequantises."""
     whole = save_checkpoint(folder / "whole", "gpt-oss", **changes)
     tensors, generator = load_file(whole / FILE), torch.Generator().manual_seed(1)
     packed: Tensors = dict(tensors)

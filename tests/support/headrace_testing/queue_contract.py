@@ -1,4 +1,4 @@
-"""What the tests of the queue's promises share: on which backends, and small steps of a request.
+"""Helpers of the tests of the queue's promises: the backends, and single steps of a request.
 
 A test module takes `pytestmark = ON_ALL_BACKENDS`.
 """

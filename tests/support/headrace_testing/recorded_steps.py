@@ -1,4 +1,4 @@
-"""What stands in for CUDA graphs where there is no GPU: the step is run again."""
+"""Emulates CUDA graphs without a GPU: a replay runs the step again."""
 
 import torch
 

@@ -48,7 +48,7 @@ class SentinelSet:
 
     @property
     def url(self) -> str:
-        """With a Sentinel that is not there, before the one that is."""
+        """A URL that names an unreachable Sentinel before the real one."""
         return f"redis+sentinel://127.0.0.1:1,127.0.0.1:{self.port}/{MASTER}/0"
 
     def start(self) -> None:
@@ -86,7 +86,7 @@ class SentinelSet:
         return bool(ask(self.port, "SENTINEL", "FAILOVER", MASTER) == "OK")
 
     def cut_replica_off(self) -> None:
-        """It gets nothing more from its master, until unpause()."""
+        """Cuts the replica off from its master until unpause()."""
         self.replica.pause()
         ask(self.master.port, "CLIENT", "KILL", "TYPE", "replica")
 

@@ -10,13 +10,16 @@ from typing import Any
 import httpx
 
 Event = Mapping[str, Any]
-# Paths with what is sent there.
+# Paths with the bodies to send.
 Bodies = Sequence[tuple[str, Mapping[str, Any]]]
 
 
 @dataclass(slots=True)
-class Broken:
-    """What a client has of a stream: its events' contents, the last id, whether it saw the end."""
+class ReceivedStream:
+    """The part of a stream that a client has received: its events, the last id, whether it ended.
+
+    `returned` counts how often the client has come back.
+    """
 
     events: list[Event] = field(default_factory=list)
     last_id: str | None = None
@@ -29,7 +32,7 @@ class Broken:
         return self.last_id.partition(":")[0]
 
     def take(self, block: str) -> None:
-        """One event as it came, without the empty line behind it."""
+        """Takes one event as it came, without the empty line after it."""
         for line in block.split("\n"):
             name, _, value = line.partition(": ")
             if name == "id":
@@ -41,14 +44,16 @@ class Broken:
 
 
 def content(body: Mapping[str, Any]) -> Event:
-    """What an event says, without what differs between two requests."""
+    """The content of an event, without the fields that differ between two requests."""
     event = {name: value for name, value in body.items() if name not in ("id", "created")}
     if event.get("usage"):
         event["usage"] = {**event["usage"], "prompt_tokens_details": None}  # the cache is warm now
     return event
 
 
-async def read(answer: httpx.Response, into: Broken, seen: Callable[[Broken], None]) -> None:
+async def read(
+    answer: httpx.Response, into: ReceivedStream, seen: Callable[[ReceivedStream], None]
+) -> None:
     """Reads a stream until it ends or breaks; `seen` is called after each event."""
     assert answer.status_code == 200, await answer.aread()
     text = ""
@@ -64,7 +69,7 @@ class Returning:
     """A client that knows several gateways and goes on at the next one, however often it breaks."""
 
     def __init__(
-        self, client: httpx.AsyncClient, urls: Sequence[str], seen: Callable[[Broken], None]
+        self, client: httpx.AsyncClient, urls: Sequence[str], seen: Callable[[ReceivedStream], None]
     ) -> None:
         self._client = client
         self._urls = urls
@@ -72,8 +77,8 @@ class Returning:
 
     async def stream(
         self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
-    ) -> Broken:
-        got = Broken()
+    ) -> ReceivedStream:
+        got = ReceivedStream()
         request = {"method": "POST", "url": self._urls[0] + path, "json": body, "headers": headers}
         while not got.done:
             try:
@@ -99,12 +104,12 @@ class Returning:
 
 async def stream_all(
     urls: Sequence[str], wanted: Bodies, disturb: Callable[[], None] | None = None
-) -> list[Broken]:
+) -> list[ReceivedStream]:
     """All streams at once; calls `disturb` in a thread once all have begun."""
     begun: set[int] = set()
     enough = asyncio.Event()
 
-    def seen(stream: Broken) -> None:
+    def seen(stream: ReceivedStream) -> None:
         begun.add(id(stream))
         if len(begun) == len(wanted):
             enough.set()
@@ -125,7 +130,7 @@ async def stream_all(
         return await asyncio.gather(*streams)
 
 
-def by_choice(got: Broken) -> list[list[Mapping[str, Any]]]:
+def by_choice(got: ReceivedStream) -> list[list[Mapping[str, Any]]]:
     """A stream's events choice by choice: their order between choices is free."""
     events: dict[int, list[Mapping[str, Any]]] = {}
     for event in got.events:

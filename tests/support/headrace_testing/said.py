@@ -1,4 +1,5 @@
-"""What clients and models said, read with its keys from the append-only file of a sealed Redis.
+"""Reads the texts of clients and models, with the keys, from the append-only file of a sealed
+Redis.
 
 The file has every value that was ever written. What is in it can be searched for what was said.
 """
@@ -113,7 +114,7 @@ class Said:
             self._value(words[1].decode(errors="replace"), words[-2], words[-1])
 
     def needles(self) -> dict[bytes, str]:
-        """What must be nowhere, and what it is: rows of tokens in each way of writing them, and
+        """Data that must not be found, with its description: rows of tokens in each encoding, and
         texts."""
         rows = dict(self._rows)
         for (rid, attempt, choice), output in self._outputs.items():

@@ -29,13 +29,13 @@ def wanted() -> bool:
 
 
 def keys_of_the_suite() -> Keyring | None:
-    """For tests that are a gateway themselves; None where nothing is sealed."""
+    """The suite's keys, for tests that act as a gateway; None if nothing is sealed."""
     path = os.environ.get(_SETTINGS[0])
     return None if path is None else read_keyring(Path(path).read_bytes())
 
 
 def suite(request: pytest.FixtureRequest, folder: Path) -> Iterator[None]:
-    """What a session's fixture yields from: the tests run sealed where this run is to be."""
+    """The body of a session's fixture: seals the queue of the tests if this run asks for it."""
     if not wanted() or keys_of_the_suite() is not None:  # one suite seals for all in a session
         yield
         return

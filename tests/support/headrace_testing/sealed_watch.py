@@ -22,7 +22,7 @@ from .said import Said, append_only_files, found_in
 
 SERVERS = ("valkey-server", "redis-server")
 EVERY_S = 10.0
-AROUND = 100  # bytes that are shown of what is before and behind a finding
+AROUND = 100  # bytes that are shown before and after a finding
 
 
 @dataclass
@@ -114,7 +114,7 @@ def _servers(parent: int, folder: Path) -> Iterator[psutil.Process]:
 
 
 def memory_of(pid: int) -> bytes:
-    """What a process has written to its memory; empty once it has ended."""
+    """The written memory of a process; empty once it has ended."""
     parts = []
     try:
         maps = Path(f"/proc/{pid}/maps").read_text().splitlines()

@@ -1,6 +1,6 @@
 """Writes docs/settings.md, the page of every process's settings, from their classes.
 
-A test compares the page with what is written here; `make settings-page` writes it anew.
+A test compares the page with the one made here; `make settings-page` renews it.
 """
 
 from collections.abc import Iterator, Mapping

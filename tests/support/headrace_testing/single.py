@@ -13,7 +13,7 @@ from .stack import MODEL, Stack
 from .telemetry import Collector
 
 CONTEXT = 16_384
-# A request that would take many seconds, so that whatever ends it early is no coincidence.
+# A request that would take many seconds, so that an early end is no coincidence.
 LONG = 12_000
 MAX_CONNECTIONS = 1200
 FILES = 8192
@@ -72,7 +72,7 @@ class SingleStack(Stack):
 
 
 def _allow_files(count: int) -> None:
-    """For thousands of sockets in this process and in those that it starts."""
+    """Raises the limit of open files for thousands of sockets here and in child processes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < allowed:

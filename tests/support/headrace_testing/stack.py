@@ -1,4 +1,4 @@
-"""A whole Headrace of real processes on loopback: Valkey, engines, gateways."""
+"""A complete Headrace of real processes on loopback: Valkey, engines, gateways."""
 
 import asyncio
 import re
@@ -82,7 +82,7 @@ class GatewayProcess(HeadraceProcess):
 
     @property
     def ready(self) -> bool:
-        """Fails the test where the process has died."""
+        """Whether the gateway is ready; fails the test if the process has died."""
         if not self.alive:
             raise AssertionError(f"{self.name} ended:\n{self.log.read_text()[-4000:]}")
         return _ready(self.url)
@@ -102,8 +102,8 @@ class RedisServers(Protocol):
 class Stack:
     """Processes that serve one checkpoint; `close` ends them all. `env` extends their environment.
 
-    `servers` None is one Valkey, `valkey`. `start` starts engines and gateways. Engines take from
-    `queue_shards` of the model's queue.
+    Without `servers` there is one Valkey (`valkey`). `start` starts engines and gateways. Engines
+    take from `queue_shards` of the model's queue.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a stranger in Redis may try: every command of the server on every key of the protocol."""
+"""Attempts of a stranger in Redis: every command of the server on every key of the protocol."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -13,7 +13,7 @@ from .stack import MODEL
 
 @dataclass(slots=True)
 class Received:
-    """What one client got."""
+    """The events that one client received."""
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None

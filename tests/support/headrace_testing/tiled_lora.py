@@ -1,5 +1,8 @@
-"""What stands in for the Triton kernels of adapters in tests of whole models, as the interpreter is
-slow: the same products by torch, from the same arguments, read anew at each launch."""
+"""Emulates the Triton kernels of adapters with torch, for tests of whole models: Triton's
+interpreter is too slow for them.
+
+The emulation reads the kernels' own arguments at each launch, as the kernels do.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +17,7 @@ from headrace_engine.operators.base import TorchOps
 
 
 class TiledOps(TorchOps):
-    """Plain torch but for adapters."""
+    """Plain torch, except that adapters use the tiled products."""
 
     def lora_products(self, limits: LoRALimits, move: Move) -> LoRAProducts:
         return TiledProducts(limits, move)
@@ -39,7 +42,7 @@ def emulate_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def _programs(
     count: int, numbers: torch.Tensor, order: torch.Tensor
 ) -> Iterator[tuple[int, slice, torch.Tensor]]:
-    """Slot, places and rows of each tile that there is."""
+    """Yields the slot, the places in `order` and the rows of each tile that is in use."""
     for slot, first, rows, _ in numbers[: TILE * count].view(-1, TILE).tolist():
         if slot >= 0:
             places = slice(first, first + rows)
@@ -58,7 +61,7 @@ def _shrink(
     CHUNK: int,
     **constants: Any,
 ) -> None:
-    partial.fill_(torch.nan)  # nothing may be read that is not written
+    partial.fill_(torch.nan)  # so that reading a number that was not written shows
     for slot, places, rows in _programs(count, numbers, order):
         ranks = int(ends[slot, -1])
         for chunk, part in enumerate(partial):

@@ -38,7 +38,7 @@ def byte_level_tokenizer(vocab_size: int = 400) -> tokenizers.Tokenizer:
 
 
 def harmony_tokenizer() -> tokenizers.Tokenizer:
-    """With gpt-oss's special tokens."""
+    """A tokenizer with the special tokens of gpt-oss."""
     backend = byte_level_tokenizer()
     names = ("return", "constrain", "channel", "start", "end", "message", "call")
     backend.add_special_tokens(
@@ -100,7 +100,8 @@ def write_checkpoint(
 
 
 def write_tool_checkpoint(folder: Path, chat_template: str = CHATML_WITH_TOOLS) -> Path:
-    """As write_checkpoint, of a model that calls tools and writes text of up to 4,096 tokens."""
+    """Writes, like `write_checkpoint`, a model that calls tools and has a context of 4,096
+    tokens."""
     return write_checkpoint(
         folder,
         byte_level_tokenizer(),

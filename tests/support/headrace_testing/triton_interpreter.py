@@ -1,4 +1,4 @@
-"""What Triton's interpreter lacks for tests of kernels on CPU tensors: right bfloat16, and products
+"""Adds to Triton's interpreter, for tests of kernels on CPU tensors: correct bfloat16, and products
 whose sums have one order.
 
 It holds bfloat16 numbers as integers, rounds towards zero where GPUs round to the nearest, and

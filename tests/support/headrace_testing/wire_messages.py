@@ -1,4 +1,4 @@
-"""What goes between processes, with its coding: compared with what earlier releases have recorded.
+"""Messages between processes and their encoding, compared with records of earlier releases.
 
 `python -m headrace_testing.wire_messages FILE` records it, run with the release's own packages.
 A message of a new kind is added by name; one that was recorded is never changed.

@@ -1,4 +1,4 @@
-// What was called, which calls waited for the device, and which rules were broken.
+// Records calls, calls that waited for the device, and broken rules.
 #define _GNU_SOURCE
 #include "null_cuda.h"
 

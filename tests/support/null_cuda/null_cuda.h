@@ -1,7 +1,7 @@
-// A CUDA device that computes nothing: what its parts share.
+// Declarations of a CUDA device that computes nothing, for all of its source files.
 //
-// Device memory is address space that nobody may touch; what is copied from it is one pattern.
-// Work on a stream is over as late as CUDA allows, so that whoever does not wait reads poison.
+// Device memory is address space without access; copies from it contain one fixed pattern.
+// Work on a stream ends as late as CUDA allows, so that a program that does not wait reads poison.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,7 +18,7 @@
 enum { SM_COUNT = 132, MAX_THREADS = 1024, WARP = 32, DEVICES_MAX = 8 };
 enum { SHARED_STATIC = 48 << 10, SHARED_RESERVED = 1 << 10 };
 
-// request_directory.c: what was called, and what went wrong.
+// ledger.c: counts calls and broken rules.
 typedef struct Counter {
     const char *name;
     uint64_t calls;
@@ -65,7 +65,7 @@ size_t device_used(int device);
 void *take_device(size_t size, int device);
 void *take_pinned(size_t size);
 bool add_registered(void *begin, size_t size);
-// False where nothing begins there.
+// Frees a range; returns false if no range begins there.
 bool give_back(void *begin, bool on_device);
 // The range that an address is in; NULL: memory that CUDA does not know.
 const Range *find_range(const void *address);
@@ -81,7 +81,7 @@ extern _Thread_local int current_device;
 
 Stream *stream_of(cudaStream_t handle);
 cudaError_t begin_work(Stream *stream);
-// One more thing for the device to do, which takes so long.
+// Adds work that keeps the device busy for this long.
 void add_work(Stream *stream, double microseconds);
 cudaError_t copy_async(void *to, const void *from, size_t size, Stream *stream);
 void complete_stream(Stream *stream);
@@ -96,5 +96,5 @@ uint64_t live_streams(void), live_events(void), live_graphs(void);
 cudaError_t remember(cudaError_t error);
 
 // kernels.c
-// What a launch may look like on the device.
+// Checks a launch against the limits of the device.
 cudaError_t check_launch(dim3 grid, dim3 block, size_t shared, size_t shared_allowed);

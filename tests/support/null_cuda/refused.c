@@ -1,4 +1,4 @@
-// What torch links against and this device lacks: a complaint and an error, never a guess.
+// Functions that torch links against and this device lacks: each complains and returns an error.
 // Without CUDA's headers, so that one form of function suits all.
 #define EXPORT __attribute__((visibility("default")))
 enum { NOT_SUPPORTED = 801, CUBLAS_NOT_SUPPORTED = 15 };

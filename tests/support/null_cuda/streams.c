@@ -1,4 +1,4 @@
-// Streams and events. What a stream has to do is done when somebody waits for it, and not before.
+// Streams and events. The work of a stream is done only when a thread waits for it.
 #include "streams.h"
 
 #include <stdlib.h>
@@ -15,7 +15,7 @@ static uint64_t answer;
 uint64_t live_streams(void) { return stream_total; }
 uint64_t live_events(void) { return event_total; }
 
-// What each eight bytes are that come from the device.
+// The value of each eight bytes that are copied from the device.
 EXPORT void null_cuda_set_answer(uint64_t word) { answer = word; }
 
 Stream *stream_of(cudaStream_t handle) {
@@ -253,7 +253,7 @@ EXPORT cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t on) {
     return cudaEventRecordWithFlags(handle, on, 0);
 }
 
-// Only what its own stream has to do before it: an event's others are awaited by that.
+// Waits only for the earlier work of its own stream: that work waits for events of others.
 static cudaError_t event_call(Event *event) {
     if (event->capture) {
         Capture *capture = capture_by_id(event->capture);

@@ -54,7 +54,7 @@ def test_once_prints_the_answer_alone() -> None:
     assert (body["max_tokens"], body["temperature"]) == (9, 0)
 
 
-def test_what_is_not_asked_for_is_left_to_the_server() -> None:
+def test_unset_options_are_not_sent() -> None:
     with OpenAIServer(HELLO) as server:
         chat(server, "--once", "Hi", "--model", "other")
 
@@ -86,7 +86,7 @@ def test_a_conversation_remembers_until_it_is_reset() -> None:
     assert len(server.requests) == 3
 
 
-def test_a_failed_turn_is_told_and_forgotten() -> None:
+def test_a_failed_turn_is_reported_and_forgotten() -> None:
     failed = Answer(status=503, error="the queue is full")
     with OpenAIServer(failed, HELLO) as server:
         done = chat(server, said="one\ntwo\n")
@@ -95,7 +95,7 @@ def test_a_failed_turn_is_told_and_forgotten() -> None:
     assert contents(server, 1) == [("user", "two")]
 
 
-def test_an_error_in_the_stream_is_told_and_what_was_said_is_kept() -> None:
+def test_an_error_in_the_stream_is_shown_and_the_text_before_it_is_kept() -> None:
     broken = Answer(pieces=("Once",), error_event="state lost")
     with OpenAIServer(broken, HELLO) as server:
         done = chat(server, said="one\ntwo\n")
@@ -112,7 +112,7 @@ def test_once_fails_where_the_server_fails() -> None:
     assert done.stderr == "error: HTTP 400: too long\n"
 
 
-def test_a_url_without_its_last_part_is_told() -> None:
+def test_a_url_without_its_last_part_is_reported() -> None:
     with OpenAIServer() as server:
         url = server.url.removesuffix("/v1")
         done = subprocess.run(
@@ -122,7 +122,7 @@ def test_a_url_without_its_last_part_is_told() -> None:
     assert done.stderr == f"error: {url} is no OpenAI API: the URL ends with /v1\n"
 
 
-def test_a_server_that_is_not_there_is_told() -> None:
+def test_an_unreachable_server_is_reported() -> None:
     done = subprocess.run(
         command("http://127.0.0.1:1/v1", "--once", "Hi"),
         capture_output=True,

@@ -104,7 +104,7 @@ def test_status_is_a_table_or_json(server: ValkeyServer, waiting: list[str]) -> 
     assert read(server, "status", "--model", "other")[0]["depth"]["waiting"] == 0
 
 
-def test_peek_lists_what_waits_or_runs(server: ValkeyServer, waiting: list[str]) -> None:
+def test_peek_lists_waiting_and_running_requests(server: ValkeyServer, waiting: list[str]) -> None:
     assert [one["request_id"] for one in read(server, "peek", "--model", MODEL)] == waiting[1:]
     (running,) = read(server, "peek", "--model", MODEL, "--running")
     assert (running["request_id"], running["owner"]) == (waiting[0], "e")
@@ -154,7 +154,9 @@ def test_all_dead_letters_can_be_replayed(server: ValkeyServer, poisoned: list[s
     assert (done.exit_code, "Queued again: 2." in done.stderr) == (0, True)
 
 
-def test_what_cannot_be_done_is_said(server: ValkeyServer, poisoned: list[str]) -> None:
+def test_impossible_commands_are_refused_with_a_reason(
+    server: ValkeyServer, poisoned: list[str]
+) -> None:
     assert isinstance(queue(server, "replay", "0.other", "--model", MODEL).exception, UsageError)
     assert isinstance(queue(server, "replay", "--model", MODEL).exception, UsageError)
     read(server, "purge", poisoned[0], "--model", MODEL)
@@ -183,7 +185,7 @@ def test_several_models_are_named_to_choose_from(server: ValkeyServer, waiting: 
     assert isinstance(refused, UsageError) and "no queue of any model" in str(refused)
 
 
-def test_what_waits_can_be_cancelled(server: ValkeyServer, waiting: list[str]) -> None:
+def test_waiting_requests_can_be_cancelled(server: ValkeyServer, waiting: list[str]) -> None:
     assert read(server, "purge", "--waiting", "--model", MODEL) == {"cancelled": 2}
     assert read(server, "status")[0]["depth"]["waiting"] == 0
 

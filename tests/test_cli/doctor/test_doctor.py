@@ -1,4 +1,4 @@
-"""What the doctor finds, on this machine and on made-up ones."""
+"""The doctor's findings on this machine and on simulated ones."""
 
 import json
 import os
@@ -86,7 +86,9 @@ def test_a_missing_shard_is_named(checkpoint: Path) -> None:
         (b"version https://git-lfs.github.com/spec/v1", "an unreadable model.safetensors"),
     ],
 )
-def test_weights_that_are_not_whole_are_told(checkpoint: Path, content: bytes, told: str) -> None:
+def test_weights_that_are_not_whole_are_reported(
+    checkpoint: Path, content: bytes, told: str
+) -> None:
     (checkpoint / "model.safetensors").write_bytes(content)
 
     found = only(model.check(str(checkpoint)))
@@ -102,7 +104,7 @@ def test_pickled_weights_are_refused(checkpoint: Path) -> None:
     assert "pickled" in found.detail and "convert" in found.remedy
 
 
-def test_a_config_that_is_not_json_is_told(checkpoint: Path) -> None:
+def test_a_config_that_is_not_json_is_reported(checkpoint: Path) -> None:
     (checkpoint / "config.json").write_text("{")
 
     found = only(model.check(str(checkpoint)))
@@ -112,7 +114,7 @@ def test_a_config_that_is_not_json_is_told(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/nowhere/model", "./nowhere", "../nowhere", "~/nowhere"])
-def test_a_path_that_is_not_there_is_no_hub_id(path: str) -> None:
+def test_a_missing_path_is_no_hub_id(path: str) -> None:
     found = only(model.check(path))
 
     assert found.level is Level.FAIL
@@ -123,7 +125,7 @@ def test_a_path_that_is_not_there_is_no_hub_id(path: str) -> None:
 def test_a_file_is_no_model(
     name: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one that is named like a model of the hub."""
+    """A file is refused even if it is named like a model of the hub."""
     monkeypatch.chdir(tmp_path)
     Path(name).write_bytes(b"GGUF")
 
@@ -131,7 +133,7 @@ def test_a_file_is_no_model(
         model.refuse_unusable(name)
 
 
-def test_a_hub_id_out_of_reach_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_hub_id_out_of_reach_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
 
@@ -142,7 +144,7 @@ def test_a_hub_id_out_of_reach_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path
     model.refuse_unusable("some-org/some-model")  # the engine may have more luck
 
 
-def test_a_hub_that_cannot_be_reached_is_told(
+def test_a_hub_that_cannot_be_reached_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
@@ -172,7 +174,7 @@ def test_an_unreachable_redis_fails_without_showing_its_password() -> None:
     assert "secret" not in found.detail + found.remedy
 
 
-def test_an_url_that_is_none_fails() -> None:
+def test_an_invalid_url_fails() -> None:
     assert only(network.queue("localhost:6379")).level is Level.FAIL
 
 
@@ -187,7 +189,7 @@ def test_the_packages_of_this_environment_are_fine() -> None:
     assert "torch" in found.detail
 
 
-def test_missing_and_old_packages_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_and_old_packages_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = ["absent-package>=1; extra == 'engine'", 'pytest[x]>=9999.1; extra == "up"']
     monkeypatch.setattr(environment, "requires", lambda _: wanted)
 

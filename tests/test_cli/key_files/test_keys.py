@@ -123,7 +123,7 @@ def test_a_secret_needs_no_file(tmp_path: Path) -> None:
         (["revoke", "known"], "no file of keys is given"),
     ],
 )
-def test_what_is_wrong_is_told_and_changes_nothing(
+def test_wrong_arguments_are_refused_and_change_no_file(
     file: Path, arguments: list[str], told: str
 ) -> None:
     keys("create", "known", "--file", file)

@@ -34,7 +34,7 @@ def test_a_new_file_has_one_key_for_its_owner_alone(file: Path) -> None:
     assert file.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_file_that_is_there_is_not_made_anew(file: Path) -> None:
+def test_an_existing_file_is_not_overwritten(file: Path) -> None:
     sealing("create", "--file", file)
     before = file.read_bytes()
     done = sealing("create", "--file", file)
@@ -58,7 +58,7 @@ def test_a_key_is_added_used_and_the_old_one_removed(file: Path) -> None:
     assert listed == [{"id": new, "seals": True}]
 
 
-def test_a_key_that_is_not_there_is_named(file: Path) -> None:
+def test_a_missing_key_is_named(file: Path) -> None:
     sealing("create", "--file", file)
 
     assert "there is no key 0f" in str(sealing("use", "0f", "--file", file).exception)

@@ -53,7 +53,7 @@ def test_other_text_is_wrapped_and_raises_no_alarm(text: str) -> None:
     assert line.fields["stream"] == "stderr"
 
 
-def test_a_log_file_is_turned_over_at_its_bound(tmp_path: Path) -> None:
+def test_a_log_file_is_rotated_at_its_limit(tmp_path: Path) -> None:
     log = LogFile(tmp_path / "logs" / "engine-0.log", max_bytes=400)
 
     for number in range(8):
@@ -67,7 +67,7 @@ def test_a_log_file_is_turned_over_at_its_bound(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_a_full_disk_is_told_once_and_costs_lines_only(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_once_and_loses_only_lines(tmp_path: Path) -> None:
     path = tmp_path / "engine-0.log"
     path.symlink_to("/dev/full")
     log = LogFile(path)
@@ -79,7 +79,7 @@ def test_a_full_disk_is_told_once_and_costs_lines_only(tmp_path: Path) -> None:
     assert others == [None, None]
 
 
-def test_a_log_file_that_was_deleted_begins_anew(tmp_path: Path) -> None:
+def test_a_deleted_log_file_is_created_again(tmp_path: Path) -> None:
     log = LogFile(tmp_path / "logs" / "engine-0.log", max_bytes=200)
     log.write(parse_line("before", "stdout"))
     log.path.unlink()

@@ -1,4 +1,4 @@
-"""What the terminal shows, and that it can never hold up who reports."""
+"""The output on a terminal, which never blocks the process that reports."""
 
 import io
 import subprocess
@@ -10,7 +10,7 @@ from rich.console import Console
 from headrace_cli.processes.report import TerminalReport
 
 
-def printed(*, terminal: bool) -> str:
+def output_of_a_report(*, terminal: bool) -> str:
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=80, color_system=None)
     with TerminalReport(console) as report:
@@ -22,36 +22,36 @@ def printed(*, terminal: bool) -> str:
 
 
 def test_without_a_terminal_every_change_is_a_plain_line() -> None:
-    lines = printed(terminal=False).splitlines()
+    lines = output_of_a_report(terminal=False).splitlines()
 
     assert lines == ["engine-0: loading weights", "engine-0: ready in 2.0 s", "engine-0: [hot]"]
 
 
-def test_on_a_terminal_what_is_ready_becomes_a_line() -> None:
-    shown = printed(terminal=True)
+def test_on_a_terminal_each_finished_step_becomes_a_line() -> None:
+    shown = output_of_a_report(terminal=True)
 
     assert "✓ engine-0: ready in 2.0 s\n" in shown
     assert "engine-0: [hot]\n" in shown
 
 
 class StoppedTerminal(io.StringIO):
-    """Takes nothing until it is let go."""
+    """Blocks writes until `resumed` is set."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.going = threading.Event()
+        self.resumed = threading.Event()
 
     def write(self, text: str) -> int:
-        self.going.wait()
+        self.resumed.wait()
         return super().write(text)
 
 
-def test_a_stopped_terminal_does_not_block_who_reports() -> None:
+def test_a_stopped_terminal_does_not_block_the_reporter() -> None:
     out = StoppedTerminal()
     with TerminalReport(Console(file=out)) as report:
         for number in range(5000):
             report.event(f"line {number}")
-        out.going.set()
+        out.resumed.set()
 
     assert "line 0\n" in out.getvalue()
 

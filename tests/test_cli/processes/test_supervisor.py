@@ -81,7 +81,9 @@ async def bench(
         await made.supervisor.stop([made.service])
 
 
-async def test_a_child_that_dies_is_started_again_and_the_reason_is_told(tmp_path: Path) -> None:
+async def test_a_child_that_dies_is_started_again_and_the_reason_is_reported(
+    tmp_path: Path,
+) -> None:
     async with bench(tmp_path, spec(OBEDIENT)) as made:
         await made.service.ready.wait()
         first = await made.until_pid_other_than(None)
@@ -95,7 +97,7 @@ async def test_a_child_that_dies_is_started_again_and_the_reason_is_told(tmp_pat
         assert "restarting in 0.01 s" in told
 
 
-async def test_what_a_dying_child_said_last_is_told(tmp_path: Path) -> None:
+async def test_the_last_output_of_a_dying_child_is_reported(tmp_path: Path) -> None:
     dying = OBEDIENT + "print('disk on fire', flush=True); raise SystemExit(7)"
     async with bench(tmp_path, spec(dying)) as made:
         await made.service.ready.wait()
@@ -123,7 +125,7 @@ async def test_a_child_that_never_gets_ready_is_given_up_after_some_starts(tmp_p
         assert made.service.starts == FAST.max_starts
 
 
-async def test_a_program_that_does_not_exist_is_told(tmp_path: Path) -> None:
+async def test_a_program_that_does_not_exist_is_reported(tmp_path: Path) -> None:
     child = ChildSpec(name="child", argv=("/nowhere/program",))
     async with bench(tmp_path, child) as made:
         with pytest.raises(StartFailed, match="/nowhere/program"):
@@ -163,7 +165,7 @@ async def test_stopping_ends_the_wait_for_a_restart(tmp_path: Path) -> None:
         assert made.service.starts == 1
 
 
-async def test_what_a_child_leaves_behind_ends_with_it(tmp_path: Path) -> None:
+async def test_grandchildren_end_with_their_parent(tmp_path: Path) -> None:
     program = "import os, signal; os.fork(); print('pid', os.getpid(), flush=True); signal.pause()"
     async with bench(tmp_path, spec(program)) as made:
         pid = await made.until_pid_other_than(None)

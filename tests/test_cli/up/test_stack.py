@@ -1,4 +1,4 @@
-"""What `up` passes to its children; which server it would start."""
+"""The arguments that `up` passes to its children, and its choice of a Redis server."""
 
 from pathlib import Path
 
@@ -151,7 +151,7 @@ def test_arguments_for_the_engines_are_passed_on() -> None:
         (["--gateway", "2"], "did you mean --gateways?"),
     ],
 )
-def test_what_up_must_know_itself_is_refused(args: list[str], told: str) -> None:
+def test_engine_arguments_that_up_decides_are_refused(args: list[str], told: str) -> None:
     with pytest.raises(UsageError, match=told):
         checked_engine_args(args, ["--model", "--gateways"])
 

@@ -148,7 +148,7 @@ def test_no_child_survives_a_kill_of_up_itself(started: UpProcess) -> None:
     until(lambda: not any(alive(pid) for pid in children), "the children to be gone")
 
 
-def test_a_port_in_use_is_told_and_nothing_is_started(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported_and_nothing_is_started(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         process = UpProcess(tmp_path, taken.getsockname()[1])
         assert process.wait() == 2
@@ -198,7 +198,7 @@ def test_a_data_folder_serves_one_up_at_a_time(started: UpProcess, tmp_path: Pat
     assert "another `headrace up` uses" in second.printed
 
 
-def test_an_unreachable_redis_is_told(tmp_path: Path, port: int) -> None:
+def test_an_unreachable_redis_is_reported(tmp_path: Path, port: int) -> None:
     url = "redis://:secret@127.0.0.1:1/0"
     process = UpProcess(tmp_path, port, "--redis", url)
 

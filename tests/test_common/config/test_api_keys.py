@@ -31,7 +31,7 @@ def read(*entries: dict[str, object]) -> tuple[ApiKey, ...]:
     return read_keys(json.dumps({"keys": entries}).encode())
 
 
-def test_what_is_written_is_read_back() -> None:
+def test_written_keys_are_read_back() -> None:
     made = new_key(
         "alice",
         NOW,
@@ -121,7 +121,7 @@ def test_a_wrong_entry_is_refused_by_its_field(
         b" " * (4 * 2**20 + 1),
     ],
 )
-def test_what_is_no_file_of_keys_is_refused(content: bytes) -> None:
+def test_content_other_than_a_key_file_is_refused(content: bytes) -> None:
     with pytest.raises(ApiKeysError):
         read_keys(content)
 

@@ -1,4 +1,4 @@
-"""What a process says of settings that it cannot use."""
+"""The errors of a process for settings that it cannot use."""
 
 import json
 import logging
@@ -59,10 +59,10 @@ def test_bad_settings_are_named(
     assert capsys.readouterr().err.startswith(told)
 
 
-def test_a_misspelt_variable_is_told_with_what_was_meant(
+def test_a_misspelt_variable_is_named_with_the_likely_spelling(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What Kubernetes sets for a Service called trial is none."""
+    """A variable that Kubernetes sets for a Service called trial is no setting."""
     for name in ("SEAT", "COLOUR", "SERVICE_HOST", "PORT_80_TCP_ADDR", "METRICS_URL"):
         monkeypatch.setenv(f"TRIAL_{name}", "1")
     monkeypatch.setenv("TRIAL_NAMES", "{}")

@@ -91,7 +91,7 @@ class BlockedPage:
         return HTTPStatus.OK, "text/plain", b"done"
 
 
-def test_more_slow_connections_than_places_cost_the_oldest_of_them_theirs(
+def test_too_many_slow_connections_close_the_oldest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http_port, "HEAD_TIMEOUT_S", PATIENCE_S)  # none goes by its time

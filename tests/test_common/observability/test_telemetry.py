@@ -267,7 +267,7 @@ def test_a_disabled_sdk_exports_nothing(monkeypatch: pytest.MonkeyPatch) -> None
         ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc"),
     ],
 )
-def test_what_is_not_supported_stops_the_start(
+def test_unsupported_settings_stop_the_start(
     monkeypatch: pytest.MonkeyPatch, variable: str, bad: str
 ) -> None:
     monkeypatch.setenv(variable, bad)

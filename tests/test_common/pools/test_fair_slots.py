@@ -75,7 +75,7 @@ async def test_one_place_serves_all() -> None:
     assert made.order == ["a1", "a2"]
 
 
-async def test_what_waits_is_bounded() -> None:
+async def test_the_number_of_waiting_tasks_is_limited() -> None:
     slots = FairSlots(2, most=3, most_of_tenant=2)
     async with work(slots) as made:
         for name in ("a1", "b1", "a2", "a3"):

@@ -78,7 +78,7 @@ async def test_time_is_limited_and_its_process_ended(
     await pool.close()
 
 
-async def test_memory_is_limited_for_each_task_anew() -> None:
+async def test_memory_is_limited_for_each_task_separately() -> None:
     pool = LimitedPool(1, TaskLimits(timeout=200, memory_bytes=64 * pool_tasks.MIB), PRELOAD)
     for _ in range(3):
         assert await pool.run(pool_tasks.fill, 48)
@@ -88,7 +88,7 @@ async def test_memory_is_limited_for_each_task_anew() -> None:
     await pool.close()
 
 
-async def test_what_a_task_raises_is_raised(pool: LimitedPool) -> None:
+async def test_an_exception_of_a_task_is_raised(pool: LimitedPool) -> None:
     with pytest.raises(ValueError, match="a reason"):
         await pool.run(pool_tasks.fail, "a reason")
 
@@ -104,7 +104,7 @@ async def test_a_cancelled_task_is_killed(pool: LimitedPool, tmp_path: Path) -> 
 
 
 async def test_idle_processes_may_die(pool: LimitedPool) -> None:
-    """Also the server that starts them."""
+    """The fork server that starts them may die, too."""
     worker = psutil.Process(await pool.run(pool_tasks.pid))
     server = worker.parent()
     assert server is not None and "forkserver" in " ".join(server.cmdline())
@@ -119,7 +119,7 @@ async def test_idle_processes_may_die(pool: LimitedPool) -> None:
 
 
 async def test_a_task_survives_the_server_of_its_process(pool: LimitedPool, tmp_path: Path) -> None:
-    """Its process is taken for dead then."""
+    """The pool then treats the process as dead."""
     marker = tmp_path / "pid"
     task = asyncio.create_task(pool.run(pool_tasks.wait_once, str(marker)))
     server = psutil.Process(await pid_in(marker)).parent()

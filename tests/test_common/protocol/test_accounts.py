@@ -1,4 +1,4 @@
-"""What tenants leave, counted and bounded, on both backends."""
+"""The stored bytes of tenants are counted and limited, on both backends."""
 
 import random
 import time
@@ -59,14 +59,14 @@ async def test_a_kind_has_bounds_of_its_own(backend: Backend) -> None:
     assert await accounts.used("t") == only(file=50, batch=900)
 
 
-async def test_what_has_lapsed_does_not_count(backend: Backend) -> None:
+async def test_expired_items_do_not_count(backend: Backend) -> None:
     accounts = backend.accounts()
     for number in range(3):
         assert await accounts.occupy("t", item(str(number), 30, seconds=-1), Quota()) is None
     assert await accounts.occupy("t", item("x", 100), Quota(max_bytes=100, kind_items=1)) is None
 
 
-async def test_only_what_is_counted_changes_its_size(backend: Backend) -> None:
+async def test_only_counted_items_can_be_resized(backend: Backend) -> None:
     accounts = backend.accounts()
     await accounts.occupy("t", item("a", 90), Quota())
     await accounts.resize("t", item("a", 30))
@@ -76,7 +76,7 @@ async def test_only_what_is_counted_changes_its_size(backend: Backend) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_both_backends_count_alike(backend: Backend, seed: int) -> None:
-    """Whatever is done in whichever order. In memory this compares two that are the same."""
+    """They agree for any operations in any order. With memory alone both backends are the same."""
     assert isinstance(backend, (InMemory, OverRedis))
     chance = random.Random(seed)
     pair = (backend.accounts(), InMemory().accounts())

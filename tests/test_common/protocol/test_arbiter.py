@@ -104,7 +104,7 @@ def test_log_probabilities_are_part_of_the_history() -> None:
     assert isinstance(resume, Resume) and resume.choices == (state,)
 
 
-def test_what_a_dead_gateway_was_told_is_adopted() -> None:
+def test_an_arbiter_adopts_the_tokens_of_a_dead_gateway() -> None:
     arbiter = Arbiter("r", 1)
     arbiter.handle("e", tokens(0, 7))
     assert delivered(arbiter.adopt([ChoiceState(token_ids=(7, 8, 9))])) == [(8, 9)]
@@ -139,7 +139,7 @@ def test_a_gap_is_asked_for_once() -> None:
     assert sent(arbiter.handle("e", tokens(9, 9))) == [Resend(request_id="r", choice=0, index=4)]
 
 
-def test_an_engine_that_takes_over_gets_exactly_what_the_client_has() -> None:
+def test_an_engine_that_takes_over_gets_the_tokens_that_the_client_has() -> None:
     arbiter = Arbiter("r", 2)
     arbiter.handle("e1", tokens(0, 1, 2))
     arbiter.handle("e1", tokens(0, 5, choice=1, end="length"))
@@ -163,7 +163,7 @@ def test_a_zombie_is_told_that_it_is_one() -> None:
     assert sent(arbiter.handle("e1", takeover(1))) == [disown]
 
 
-def test_who_starts_over_after_a_rollback_must_ask_first() -> None:
+def test_an_engine_that_starts_over_after_a_rollback_must_ask_first() -> None:
     arbiter = Arbiter("r", 1)
     arbiter.handle("e1", tokens(0, 1, 2))
     (nudge,) = sent(arbiter.handle("e2", tokens(0, 7)))
@@ -173,8 +173,8 @@ def test_who_starts_over_after_a_rollback_must_ask_first() -> None:
     assert delivered(arbiter.handle("e2", tokens(2, 3))) == [(3,)]
 
 
-def test_who_was_replaced_is_never_heard_again() -> None:
-    """Also under the same attempt, and when a reconnected gateway reads its question again."""
+def test_a_replaced_engine_is_never_heard_again() -> None:
+    """It is not heard under the same attempt either, nor if a gateway reads its question again."""
     arbiter = Arbiter("r", 1)
     arbiter.handle("e1", takeover(1))
     arbiter.handle("e1", tokens(0, 1, 2))
@@ -196,7 +196,7 @@ def test_an_owner_that_contradicts_itself_must_ask_first() -> None:
     assert delivered(arbiter.handle("e", tokens(2, 3))) == [(3,)]
 
 
-def test_a_sync_must_extend_what_the_client_has() -> None:
+def test_a_sync_must_extend_the_tokens_that_the_client_has() -> None:
     arbiter = Arbiter("r", 1)
     arbiter.handle("e1", tokens(0, 1, 2))
     longer = Sync(request_id="r", attempt=1, choices=(ChoiceState(token_ids=(1, 2, 3)),))

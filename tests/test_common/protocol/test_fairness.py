@@ -1,4 +1,4 @@
-"""How tenants share a queue: by tokens that they use, over all engines; alike on each backend."""
+"""Tenants share a queue by the tokens that they use on all engines; alike on each backend."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -83,7 +83,7 @@ async def test_all_engines_charge_the_same_counters(backend: Backend) -> None:
     assert abs(order["a"] - order["b"]) <= 2
 
 
-async def test_who_comes_later_gets_no_credit_for_the_time_before(backend: Backend) -> None:
+async def test_a_later_tenant_gets_no_credit_for_the_time_before(backend: Backend) -> None:
     gateway, engine = backend.gateway(), backend.engine()
     await queued(gateway, "early", 40)
     await engine.take(20)
@@ -92,7 +92,7 @@ async def test_who_comes_later_gets_no_credit_for_the_time_before(backend: Backe
     assert 4 <= order.count("late") <= 6
 
 
-async def test_a_tenant_may_have_so_many_waiting_requests_and_no_more(backend: Backend) -> None:
+async def test_the_waiting_requests_of_a_tenant_are_limited(backend: Backend) -> None:
     gateway, engine = backend.gateway(), backend.engine()
     limits = QueueLimits(max_requests=10, max_tenant_requests=2)
     for _ in range(2):
@@ -108,7 +108,7 @@ async def test_a_tenant_may_have_so_many_waiting_requests_and_no_more(backend: B
     assert not full.value.tenant
 
 
-async def test_what_waits_in_a_list_can_be_cancelled_and_expires(backend: Backend) -> None:
+async def test_requests_in_a_tenants_list_can_be_cancelled_and_expire(backend: Backend) -> None:
     gateway, engine = backend.gateway(), backend.engine()
     ids = await queued(gateway, "a", 2) + await queued(gateway, "b", 2)
     await gateway.cancel(ids[0], MODEL)
@@ -131,7 +131,7 @@ async def test_engines_wake_for_what_a_cancelled_request_was_before(backend: Bac
     assert tenants(await engine.take(1)) == ["b"]
 
 
-async def test_admitting_again_what_waits_in_a_list_changes_nothing(backend: Backend) -> None:
+async def test_admitting_a_request_that_already_waits_changes_nothing(backend: Backend) -> None:
     gateway, engine = backend.gateway(), backend.engine()
     await queued(gateway, "a", 1)
     request = ask("b")
@@ -151,7 +151,7 @@ async def test_use_without_waiting_gives_the_next_to_wait_no_advantage(backend: 
     assert all(count >= 4 for count in order.values()), order
 
 
-async def test_a_place_is_told_while_a_request_waits(backend: Backend) -> None:
+async def test_a_waiting_request_has_a_position(backend: Backend) -> None:
     gateway, engine = backend.gateway(), backend.engine()
     heavy = await queued(gateway, "heavy", 10)
     (light,) = await queued(gateway, "light", 1)
@@ -192,7 +192,7 @@ async def test_nothing_of_tenants_is_left_when_nothing_waits(over_redis: OverRed
     assert await over_redis.client.command("PTTL", over_redis.keys.counters) > 0
 
 
-def test_what_was_used_before_counts_only_so_much() -> None:
+def test_earlier_use_counts_up_to_a_bound() -> None:
     counters = Counters()
     counters.charge("busy", 10 * DEBT)
     counters.begin("busy", lowest=1000)

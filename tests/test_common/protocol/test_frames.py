@@ -129,8 +129,8 @@ def test_an_outcome_comes_back_as_it_was(
     assert decode_outcome(encode_outcome(outcome)) == outcome
 
 
-def test_what_is_too_long_arrives_without_its_log_probabilities() -> None:
-    """Rather than not at all: 20 alternatives of each of 60,000 tokens are over the limit."""
+def test_a_reply_over_the_limit_arrives_without_log_probabilities() -> None:
+    """Otherwise it would not arrive at all: 20 alternatives for 60,000 tokens exceed the limit."""
     position = Logprobs(-1.5, 1, tuple((2**31 + i, -1.5) for i in range(20)))
     long = ChoiceState(token_ids=(7,) * 60_000, logprobs=(position,) * 60_000)
     bare = (ChoiceState(token_ids=long.token_ids),)
@@ -209,7 +209,7 @@ def test_a_newer_version_is_told_apart() -> None:
         decode_frame(msgpack.packb([2, "e", []]))
 
 
-def test_what_a_newer_peer_adds_is_ignored() -> None:
+def test_fields_that_a_newer_peer_adds_are_ignored() -> None:
     frame = decode_frame(msgpack.packb([1, "e", [[2, "r", 3, 4, "new"]], "new"]))
     assert frame == Frame("e", (Takeover(request_id="r", attempt=3, round=4),))
 

@@ -1,4 +1,4 @@
-"""What gateways may rely on in the counting of a key's usage, in memory and over real Valkeys.
+"""The contract of counting a key's usage, in memory and over real Valkeys.
 
 Time passes by moving the clock in memory, and what is stored over Valkey, since that has its own.
 """
@@ -160,7 +160,7 @@ async def test_a_request_that_was_never_accepted_is_given_back(counted: Counted)
     assert (await counted.reserve("r1", rates, 100)).refused is None
 
 
-async def test_concurrency_counts_what_runs(counted: Counted) -> None:
+async def test_concurrency_counts_running_requests(counted: Counted) -> None:
     rates = Rates(concurrency=2)
     for number in range(2):
         assert (await counted.reserve(f"r{number}", rates)).refused is None
@@ -201,7 +201,7 @@ async def test_a_renewed_place_stays(counted: Counted) -> None:
     assert (await counted.reserve("r1", rates)).refused is RateLimit.CONCURRENCY
 
 
-async def test_a_lapsed_request_is_charged_all_the_same(counted: Counted) -> None:
+async def test_a_lapsed_request_is_charged_nevertheless(counted: Counted) -> None:
     rates = Rates(tokens=6000)
     await counted.reserve("r0", rates, 10)
     await counted.advance(LEASE_MS / 1000 + 1)
@@ -249,7 +249,7 @@ async def test_nothing_is_left_of_an_idle_key(over_redis: OverRedis) -> None:
     assert 0 < ttls[1] <= LEASE_MS
 
 
-async def test_unreachable_redis_is_told() -> None:
+async def test_unreachable_redis_is_reported() -> None:
     connection = Connection(ConnectionConfig(url="redis://127.0.0.1:1/0"))
     with pytest.raises(BackendUnavailable):
         await RedisKeyUsage(connection).reserve(KEY, "r0", Rates(requests=1), 0)

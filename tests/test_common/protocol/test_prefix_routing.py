@@ -84,7 +84,7 @@ async def test_an_engine_takes_its_own_before_one_that_is_held_for_another(
     assert (await gateway.request_status(third, MODEL)).started  # type: ignore[union-attr]
 
 
-async def test_who_is_held_for_an_engine_without_room_is_taken_by_another(
+async def test_a_request_held_for_a_full_engine_is_taken_by_another(
     backend: Backend,
 ) -> None:
     gateway, b = backend.gateway(), backend.engine("b")
@@ -99,7 +99,7 @@ async def test_who_is_held_for_an_engine_without_room_is_taken_by_another(
     assert [lease.placed for lease in taken] == [False, False]
 
 
-async def test_a_request_behind_a_held_one_wakes_its_own_engine(backend: Backend) -> None:
+async def test_a_request_after_a_held_one_wakes_its_own_engine(backend: Backend) -> None:
     if isinstance(backend, OverRedis):
         backend.config = replace(backend.config, block=3600.0)  # nothing else wakes it
     gateway, b = backend.gateway(), backend.engine("b")
@@ -111,7 +111,7 @@ async def test_a_request_behind_a_held_one_wakes_its_own_engine(backend: Backend
     assert ids(await b.take(9)) == [own]
 
 
-async def test_only_so_many_go_before_one_request(backend: Backend) -> None:
+async def test_the_requests_that_pass_one_request_are_limited(backend: Backend) -> None:
     gateway, a, b = backend.gateway(), backend.engine("a"), backend.engine("b")
     (held,) = await placed(gateway, on("a"))
     own = await placed(gateway, on("b"), PASSES + 4)
@@ -131,7 +131,7 @@ async def test_one_that_came_much_later_does_not_go_before(backend: Backend) -> 
     assert ids(await b.take(9)) == [held, own]
 
 
-async def test_a_tenant_goes_before_another_by_so_many_tokens_and_no_more(
+async def test_a_passing_tenant_may_have_used_only_a_bounded_number_of_tokens_more(
     backend: Backend,
 ) -> None:
     gateway, b = backend.gateway(), backend.engine("b")
@@ -164,7 +164,7 @@ async def test_priorities_hold_whatever_is_placed(backend: Backend) -> None:
     assert ids(await b.take(9)) == [low]
 
 
-async def test_an_engine_over_its_share_is_not_given_more(backend: Backend) -> None:
+async def test_no_request_is_placed_with_an_engine_over_its_share(backend: Backend) -> None:
     gateway, a, b = backend.gateway(), backend.engine("a"), backend.engine("b")
     where = on("a", "b", load_factor=1.25)
     await placed(gateway, where, 8)
@@ -198,7 +198,7 @@ async def test_cancelled_and_expired_requests_count_no_more(backend: Backend) ->
     assert ids(await a.take(9)) == [third]
 
 
-async def test_an_engine_takes_what_fits_of_its_own(backend: Backend) -> None:
+async def test_an_engine_takes_the_requests_placed_on_it_that_fit(backend: Backend) -> None:
     gateway, b = backend.gateway(), backend.engine("b")
     await placed(gateway, on("a"))
     await placed(gateway, on("b"), prompt=9)
@@ -206,7 +206,7 @@ async def test_an_engine_takes_what_fits_of_its_own(backend: Backend) -> None:
     assert ids(await b.take(9, 4)) == [fits]
 
 
-async def test_what_a_dead_engine_was_to_have_is_not_lost(backend: Backend) -> None:
+async def test_requests_held_for_a_dead_engine_are_not_lost(backend: Backend) -> None:
     gateway, dead, b = backend.gateway(), backend.engine("dead"), backend.engine("b")
     waiting = await placed(gateway, on("dead", hold_ms=SHORT), 3)
     started = ids(await dead.take(1))

@@ -39,7 +39,7 @@ async def ping(connection: Connection) -> bool:
     return True
 
 
-async def test_what_waits_for_a_server_that_stands_still_is_refused(
+async def test_commands_that_wait_for_a_paused_server_fail(
     valkey_server: ValkeyServer,
 ) -> None:
     async with watched(valkey_server.url) as connection:

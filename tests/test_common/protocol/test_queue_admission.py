@@ -1,4 +1,4 @@
-"""What is admitted, in which order it is handed out, and when engines are woken for it.
+"""Admission of requests, the order in which engines get them, and when engines are woken.
 
 On every backend of the queue. What only Redis can do is elsewhere.
 """
@@ -105,7 +105,7 @@ async def test_low_priorities_are_not_starved(backend: Backend) -> None:
     assert served.count(1) == 2
 
 
-async def test_what_does_not_fit_stays_first(backend: Backend) -> None:
+async def test_a_request_that_does_not_fit_stays_first(backend: Backend) -> None:
     gateway, engine = backend.gateway(), backend.engine()
     await engine.start()
     large = make_request(prompt=(1,) * 50)

@@ -1,4 +1,5 @@
-"""What a request is rebuilt from whose gateway is gone: tokens, their log probabilities, endings.
+"""The journal, from which a request without a gateway is rebuilt: tokens, log probabilities,
+endings.
 
 On every backend of the queue. What only Redis can do is elsewhere.
 """
@@ -27,7 +28,7 @@ async def test_the_journal_is_the_beats_and_the_frames_behind(backend: Backend) 
     assert (await beat(engine, progress(lease, 10, 11))).journaled == (2,)
     assert (await beat(engine, progress(lease, 12, journaled=2))).journaled == (3,)
     await engine.publish({"g": [tokens(lease, 2, 12, 13)], "other": []})
-    await engine.publish({"g": [tokens(lease, 9, 99)]})  # behind a gap
+    await engine.publish({"g": [tokens(lease, 9, 99)]})  # after a gap
     found = await backend.engine("e2").journal(lease.request.request_id)
     assert found == (ChoiceState(token_ids=(10, 11, 12, 13)),)
 
@@ -84,7 +85,7 @@ async def test_the_journal_keeps_how_a_choice_ended(backend: Backend) -> None:
 
 
 async def test_log_probabilities_survive_with_their_tokens(backend: Backend) -> None:
-    """In the journal, in frames behind it, and through RESUME and FINISH."""
+    """They survive in the journal, in the frames after it, and through RESUME and FINISH."""
     engine, other = backend.engine("e1"), backend.engine("e2")
     lease = await started(backend, engine)
     rid = lease.request.request_id

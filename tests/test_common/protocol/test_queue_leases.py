@@ -1,4 +1,4 @@
-"""Who runs a request, how it changes hands, and what ends it: cancelled, expired or poisonous.
+"""Leases: which engine runs a request, how another takes it over, and how it ends early.
 
 On every backend of the queue. What only Redis can do is elsewhere.
 """
@@ -82,7 +82,7 @@ async def test_a_running_request_expires(backend: Backend) -> None:
     gateway, engine = backend.gateway(), backend.engine()
     for seconds in (0.05, 0.5, 5.0, 50.0):  # on a busy machine it may expire before it is taken
         await gateway.admit(make_request(seconds=seconds), LIMITS)
-        await engine.wait()  # what was found empty is not looked at before
+        await engine.wait()  # an empty stream is not read again before
         if leases := await engine.take(1):
             break
     (lease,) = leases
@@ -188,7 +188,7 @@ async def test_a_suspect_is_left_where_it_is_not_wanted(backend: Backend) -> Non
 
 
 async def test_innocents_are_not_counted(backend: Backend) -> None:
-    """Neither those that made tokens, nor those that only waited, nor those given back."""
+    """Requests that made tokens, only waited or were given back are not counted."""
     engines = [backend.engine(f"e{number}") for number in range(14)]
     lease = await started(backend, engines[0])
     rid = lease.request.request_id
@@ -212,7 +212,7 @@ async def test_innocents_are_not_counted(backend: Backend) -> None:
         assert not lease.suspect
 
 
-async def test_after_a_loss_of_everything_requests_go_on(backend: Backend) -> None:
+async def test_requests_continue_after_redis_lost_all_data(backend: Backend) -> None:
     engine = backend.engine("e1")
     lease = await started(backend, engine)
     await backend.wipe()

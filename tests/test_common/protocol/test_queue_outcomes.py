@@ -1,4 +1,4 @@
-"""How requests have ended, who is told, and which of them go on after their end.
+"""The outcomes of requests, the clients that read them, and requests that are queued again.
 
 On every backend of the queue. What only Redis can do is elsewhere.
 """
@@ -6,7 +6,7 @@ On every backend of the queue. What only Redis can do is elsewhere.
 from dataclasses import replace
 
 from headrace_common.errors import FailureCode
-from headrace_common.protocol.base import MOST_ANEW, AdmitState, Lease, Outcome, RequestStatus
+from headrace_common.protocol.base import MAX_REQUEUES, AdmitState, Lease, Outcome, RequestStatus
 from headrace_common.protocol.failures import failed
 from headrace_common.wire.messages import GenerateRequest
 from headrace_testing.backends import MODEL, Backend, make_request
@@ -23,7 +23,7 @@ from headrace_testing.queue_contract import (
 pytestmark = ON_ALL_BACKENDS
 
 
-async def test_a_finished_request_tells_its_outcome_to_whoever_asks(backend: Backend) -> None:
+async def test_any_gateway_reads_the_outcome_of_a_finished_request(backend: Backend) -> None:
     engine = backend.engine()
     lease = await started(backend, engine)
     for _ in range(2):
@@ -63,7 +63,7 @@ async def test_a_cancelled_request_stands_as_that(backend: Backend) -> None:
     assert request_status.outcome.failed.failure is FailureCode.CANCELLED
 
 
-async def test_a_lost_request_goes_on_for_its_gateway(backend: Backend) -> None:
+async def test_a_lost_request_continues_for_its_gateway(backend: Backend) -> None:
     engine, other = backend.engine("e1"), backend.engine("e2")
     lease = await started(backend, engine)
     gateway, follower = backend.gateway("g"), backend.gateway("g2")
@@ -81,7 +81,7 @@ async def test_a_lost_request_goes_on_for_its_gateway(backend: Backend) -> None:
     assert await follower.request_status(rid, MODEL) == RequestStatus(started=False)
     (again,) = await other.take(2)
     assert again == Lease(request=lease.request, attempt=2, gateway_id="g", recovered=True)
-    assert await other.journal(rid) is None  # what others had made is of another history
+    assert await other.journal(rid) is None  # tokens of others belong to another history
     assert await other.finish(rid, 2, done(5, 6, 7))
     assert (await gateway.admit(lease.request, LIMITS, seen=2)).outcome == done(5, 6, 7)
     assert (await gateway.depth(MODEL)).pending == 0
@@ -90,7 +90,7 @@ async def test_a_lost_request_goes_on_for_its_gateway(backend: Backend) -> None:
 async def test_a_request_that_is_always_lost_ends(backend: Backend) -> None:
     engine, gateway = backend.engine(), backend.gateway()
     lease = await started(backend, engine)
-    for attempt in range(1, MOST_ANEW + 1):
+    for attempt in range(1, MAX_REQUEUES + 1):
         await engine.finish(lease.request.request_id, attempt, lost(lease))
         admission = await gateway.admit(lease.request, LIMITS, seen=attempt)
         assert admission.state is AdmitState.ADMITTED
@@ -111,8 +111,10 @@ async def test_a_lost_request_that_is_cancelled_stays_that(backend: Backend) -> 
     assert await engine.take(1) == []
 
 
-async def test_an_abandoned_request_goes_on_for_who_has_it(backend: Backend) -> None:
-    """Not for somebody new: that one may begin anew, as behind a cancelled one."""
+async def test_an_abandoned_request_continues_for_the_gateway_that_adopts_it(
+    backend: Backend,
+) -> None:
+    """It does not continue for a new client, which may start again as after a cancelled request."""
     engine, other = backend.engine(), backend.gateway("g2")
     lease = await started(backend, engine)
     abandoned = failed(lease.request.request_id, 1, FailureCode.ABANDONED)
@@ -125,7 +127,7 @@ async def test_an_abandoned_request_goes_on_for_who_has_it(backend: Backend) -> 
     assert (again.attempt, again.gateway_id, again.recovered) == (2, "g2", True)
 
 
-async def test_an_outcome_of_another_history_is_made_anew_once(backend: Backend) -> None:
+async def test_an_outcome_of_another_history_is_computed_again_once(backend: Backend) -> None:
     engine, gateway = backend.engine(), backend.gateway()
     lease = await started(backend, engine)
     rid = lease.request.request_id

@@ -1,4 +1,4 @@
-"""What gateways and engines know of each other, and of how much there is to do.
+"""The knowledge of gateways and engines about each other and about the amount of work.
 
 On every backend of the queue. What only Redis can do is elsewhere.
 """
@@ -36,7 +36,7 @@ async def test_frames_come_in_order_and_again_from_the_start(backend: Backend) -
         assert {frame.engine_id for frame in frames} == {"e"}
 
 
-async def test_depth_and_engines_are_told(backend: Backend) -> None:
+async def test_depth_and_engines_are_reported(backend: Backend) -> None:
     gateway, engine = backend.gateway(), backend.engine()
     await engine.start()
     assert await gateway.engines(MODEL) == []
@@ -60,7 +60,7 @@ async def test_a_gateway_lives_while_it_beats(backend: Backend) -> None:
     assert await engine.gateway_alive("g9")
 
 
-async def test_who_asks_politely_leaves_a_request_with_its_gateway(backend: Backend) -> None:
+async def test_a_polite_admission_leaves_a_request_with_its_gateway(backend: Backend) -> None:
     engine = backend.engine()
     lease = await started(backend, engine)
     other = backend.gateway("g2")

@@ -1,4 +1,4 @@
-"""What operators of a system see of its queues, and what they can do to them."""
+"""The view of queues for administrators, and their commands."""
 
 from dataclasses import replace
 
@@ -54,7 +54,7 @@ async def poisoned(backend: OverRedis) -> str:
     return request.request_id
 
 
-async def test_status_counts_what_waits_and_what_runs(
+async def test_status_counts_waiting_and_running_requests(
     over_redis: OverRedis, admin: QueueAdmin
 ) -> None:
     gateway, engine = over_redis.gateway(), over_redis.engine()
@@ -162,7 +162,7 @@ async def test_a_replay_that_fails_again_is_a_dead_letter_again(
     assert again.failures == 4 and again.letter_id != letter.letter_id
 
 
-async def test_the_purge_of_dead_letters_deletes_what_was_asked(
+async def test_a_purge_of_dead_letters_deletes_the_named_ones(
     over_redis: OverRedis, admin: QueueAdmin
 ) -> None:
     rid = await poisoned(over_redis)
@@ -172,7 +172,7 @@ async def test_the_purge_of_dead_letters_deletes_what_was_asked(
     assert await over_redis.client.command("EXISTS", over_redis.keys.payload(rid)) == 0
 
 
-async def test_the_purge_of_a_queue_cancels_what_waits_and_tells_the_clients(
+async def test_a_purge_of_a_queue_cancels_waiting_requests_and_tells_their_clients(
     over_redis: OverRedis, admin: QueueAdmin
 ) -> None:
     gateway, engine = over_redis.gateway("g"), over_redis.engine()

@@ -1,4 +1,5 @@
-"""What only a real server shows: lost replies, full memory, forgotten scripts, foreign entries."""
+"""Behaviour that only a real server shows: lost replies, full memory, lost scripts, foreign
+entries."""
 
 import asyncio
 import logging
@@ -254,7 +255,7 @@ def test_a_server_that_refuses_for_now_is_unavailable_wherever_its_code_stands(t
     assert translate(ResponseError(text.replace("MISCONF", "WRONGTYPE"))) is None
 
 
-async def test_reads_go_on_after_a_restart(own_server: ValkeyServer, own: OverRedis) -> None:
+async def test_reads_continue_after_a_restart(own_server: ValkeyServer, own: OverRedis) -> None:
     gateway, engine = own.gateway(), own.engine()
     await gateway.start()
     await engine.start()
@@ -340,7 +341,7 @@ async def test_a_user_without_the_rights_is_refused(over_redis: OverRedis, rules
     await connection.close()
 
 
-async def test_a_server_that_is_not_there_is_unavailable() -> None:
+async def test_an_unreachable_server_is_unavailable() -> None:
     connection = Connection(ConnectionConfig(url="redis://127.0.0.1:1/0"))
     with pytest.raises(BackendUnavailable):
         await check_backend(connection)
@@ -362,7 +363,7 @@ async def test_an_old_server_is_refused(
         await check_backend(over_redis.connection)
 
 
-def test_a_url_that_is_none_is_refused() -> None:
+def test_an_invalid_url_is_refused() -> None:
     with pytest.raises(SettingsError, match="redis url"):
         Connection(ConnectionConfig(url="localhost:6379"))
 

@@ -232,7 +232,7 @@ async def test_a_command_that_waits_for_a_connection_fails_when_the_client_is_cl
         await reply
 
 
-async def test_a_close_that_is_cancelled_closes_all_the_same(server: Server) -> None:
+async def test_a_close_that_is_cancelled_closes_nevertheless(server: Server) -> None:
     client = server.client(max_connections=2, busy=-1.0)
     async with asking(client, ("GET", "a")) as sent:
         await server.asked.get()
@@ -309,7 +309,7 @@ def test_a_lookup_that_fails_after_its_client_was_closed_is_not_logged() -> None
         await asyncio.gather(asked, return_exceptions=True)
 
     async def logged() -> list[str]:
-        """What the event loop has complained about."""
+        """The errors that the event loop has reported."""
         loop, found = asyncio.get_running_loop(), list[str]()
         loop.set_exception_handler(lambda _, context: found.append(context["message"]))
         await close_while_it_looks_up()

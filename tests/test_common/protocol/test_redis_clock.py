@@ -9,7 +9,7 @@ import pytest
 from headrace_common.observability import metric_names as names
 from headrace_common.observability.clock_offset import show_clock_offset
 from headrace_common.observability.telemetry import setup
-from headrace_common.protocol.redis.clock import NOTED_S, RedisClock
+from headrace_common.protocol.redis.clock import WARN_OFFSET_S, RedisClock
 from headrace_testing.backends import OverRedis
 from headrace_testing.telemetry import scrape, value
 from headrace_testing.valkey import ValkeyServer
@@ -72,13 +72,13 @@ async def test_it_is_known_to_half_a_round_trip(machine: Machine, offset: float)
     assert machine.clock.now_ms() == pytest.approx(machine.redis * 1000, abs=11)
 
 
-async def test_a_slow_round_trip_does_not_spoil_what_is_known(machine: Machine) -> None:
+async def test_a_slow_round_trip_does_not_replace_a_better_measurement(machine: Machine) -> None:
     await machine.measure()
     await machine.measure(there=3.0, back=0.0)
     assert machine.error <= 0.002
 
 
-async def test_what_was_known_long_ago_gives_way(machine: Machine) -> None:
+async def test_an_old_measurement_is_replaced_by_a_worse_new_one(machine: Machine) -> None:
     await machine.measure(there=0.004, back=0.0)
     machine.sleep(3600)
     machine.redis += 0.003  # both clocks have gone apart
@@ -106,14 +106,14 @@ async def test_a_large_offset_is_told_once_and_again_when_it_is_gone(
     caplog.set_level("INFO", "headrace_common.protocol.redis.clock")
     await machine.measure()
     assert machine.clock.notice() is None
-    machine.redis += 2 * NOTED_S
+    machine.redis += 2 * WARN_OFFSET_S
     for _ in range(3):
         await machine.measure()
     assert "10.0 s behind Redis'" in (machine.clock.notice() or "")
-    machine.wall += 4 * NOTED_S
+    machine.wall += 4 * WARN_OFFSET_S
     await machine.measure()
     assert "10.0 s ahead of Redis'" in (machine.clock.notice() or "")
-    machine.wall -= 2 * NOTED_S
+    machine.wall -= 2 * WARN_OFFSET_S
     for _ in range(3):
         await machine.measure()
     assert caplog.messages == [DIFFER, AGREE]

@@ -166,7 +166,7 @@ def make_stored() -> StoredRequest:
 async def test_each_script_has_keys_of_one_slot(
     over_redis: OverRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one server, where nothing but this test would refuse several."""
+    """A single server accepts keys of several slots, so only this test detects them."""
     ran: dict[str, set[int]] = {}
     run, run_many = Scripts.run, Scripts.run_many
 
@@ -235,10 +235,10 @@ async def test_a_lost_master_is_replaced_by_its_replica(own_set: ClusterSet) -> 
     await over.close()
 
 
-async def test_what_starts_while_a_node_is_away_serves_the_other_shards(
+async def test_a_process_started_while_a_node_is_away_serves_the_other_shards(
     cluster_set: ClusterSet,
 ) -> None:
-    """And those of the node once it is back, which has forgotten everything, scripts too."""
+    """It also serves the node's shards once the node is back without any data or scripts."""
     slots = [key_slot(keys.ShardKeys(MODEL, shard).stats.encode()) for shard in range(3)]
     owners = [cluster_set.owner(slot) for slot in slots]
     # One that has neither the first shard nor a replica.
@@ -291,7 +291,7 @@ async def done(action: Callable[[], Awaitable[object]]) -> None:
 
 
 async def test_a_slot_that_moves_is_followed(over: OverRedis, cluster_set: ClusterSet) -> None:
-    """ASK while it moves, MOVED behind that, by commands and by a read that is blocked."""
+    """ASK while it moves, MOVED after that, by commands and by a read that is blocked."""
     name = gateway_at(cluster_set, 2)
     slot = key_slot(keys.frames(name, MODEL).encode())
     here, there = cluster_set.owner(slot), cluster_set.masters[1]
@@ -363,7 +363,7 @@ async def test_a_url_of_the_wrong_kind_is_refused(
     await connection.close()
 
 
-async def test_a_cluster_that_is_not_there_is_unavailable() -> None:
+async def test_an_unreachable_cluster_is_unavailable() -> None:
     connection = Connection(ConnectionConfig(url="redis+cluster://127.0.0.1:1,127.0.0.1:2"))
     with pytest.raises(BackendUnavailable, match="no node of the cluster"):
         await check_backend(connection)
@@ -388,7 +388,7 @@ def test_commands_without_a_key_have_no_slot(command: tuple[str | int, ...]) -> 
     assert slot_of(command) is None
 
 
-def test_slots_that_nobody_has_are_known_as_such() -> None:
+def test_unassigned_slots_are_recognised() -> None:
     slots = SlotMap()
     slots.load([[10, 20, [b"", 1]], [30, 40, [b"h", 2], [b"replica", 3]]], ("asked", 9))
     assert [slots.master(slot) for slot in (9, 10, 20, 21, 30, 41)] == [

@@ -62,7 +62,7 @@ def tokens(request_id: str, *token_ids: int) -> Tokens:
 
 
 @pytest.mark.parametrize("killed", [True, False], ids=["killed", "demoted"])
-async def test_blocked_reads_and_writes_go_on_at_the_new_master(
+async def test_blocked_reads_and_writes_continue_at_the_new_master(
     servers: SentinelSet, over: OverRedis, killed: bool
 ) -> None:
     gateway, engine = over.gateway(), over.engine()
@@ -110,7 +110,7 @@ async def test_a_request_that_a_failover_lost_is_admitted_again(
 
 
 async def test_a_replica_is_not_taken_for_a_master(sentinel_set: SentinelSet) -> None:
-    """A Sentinel may be behind: here it is asked for the address of the replica."""
+    """A Sentinel may have old information: this one returns the address of the replica."""
     over = OverRedis(sentinel_set.url)
     pool = over.client._pool  # type: ignore[attr-defined]
 

@@ -47,7 +47,7 @@ async def over_tls(proxy: TlsProxy, authority: Authority) -> AsyncIterator[OverR
 
 
 def url_of(proxy: TlsProxy, authority: Authority) -> str:
-    """With the CA and a client's certificate."""
+    """The URL with the CA and a client's certificate."""
     pair = authority.issue("client", "DNS:client")
     return (
         f"rediss://127.0.0.1:{proxy.port}/0?ssl_ca_certs={authority.certificate}"
@@ -79,7 +79,7 @@ async def test_a_request_and_its_answer_go_over_tls(over_tls: OverRedis) -> None
     assert await engine.finish(request.request_id, lease.attempt, Outcome())
 
 
-async def test_a_blocked_read_goes_on_after_its_connection_was_cut(
+async def test_a_blocked_read_continues_after_its_connection_was_cut(
     over_tls: OverRedis, proxy: TlsProxy
 ) -> None:
     gateway, engine = over_tls.gateway(), over_tls.engine()
@@ -128,7 +128,7 @@ async def test_a_refused_connection_leaves_no_socket(proxy: TlsProxy, tmp_path: 
 
 
 async def test_a_server_that_falls_silent_leaves_no_socket(authority: Authority) -> None:
-    """It does not answer the end of TLS either."""
+    """The server does not answer when the client closes TLS, either."""
     async with silent_server(authority) as port:
         url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={authority.certificate}"
         assert "no connection within 0.2 s" in await refusal(url, command_timeout=0.2)

@@ -57,7 +57,7 @@ from headrace_common.protocol.redis.client.endpoint import (
         ("unix:///run/q.sock?db=1", Endpoint(options={"path": "/run/q.sock", "db": 1})),
     ],
 )
-def test_what_a_url_says(url: str, expected: Endpoint) -> None:
+def test_a_url_is_parsed(url: str, expected: Endpoint) -> None:
     assert parse_endpoint(url) == expected
 
 

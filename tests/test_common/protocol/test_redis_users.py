@@ -110,7 +110,7 @@ async def test_limits_of_api_keys_are_kept_by_gateways(over: OverUsers) -> None:
     ],
     ids=lambda command: " ".join(map(str, command)),
 )
-async def test_what_no_role_may_do(
+async def test_commands_that_no_role_may_run_are_refused(
     over: OverUsers, role: str, command: tuple[str | int, ...]
 ) -> None:
     client = over.connect(role).client
@@ -132,7 +132,7 @@ async def test_what_no_role_may_do(
         ("operator", ("SET", "r:{m.0}:id", "x")),
     ],
 )
-async def test_what_is_not_a_role_s_own(
+async def test_a_role_may_not_touch_the_keys_of_another(
     over: OverUsers, role: str, command: tuple[str, ...]
 ) -> None:
     await over.gateway().admit(make_request(), QueueLimits())

@@ -1,4 +1,4 @@
-"""What engines, gateways and the operator may rely on in the registry, on both backends."""
+"""The contract of the registry for engines, gateways and the operator, on both backends."""
 
 import asyncio
 import logging
@@ -159,7 +159,7 @@ def test_an_entry_is_as_old_as_the_one_before_of_the_same_files_and_owner() -> N
     assert replace(new, max_model_len=8).since(old) == replace(old, max_model_len=8)
 
 
-async def test_an_outage_is_told(memory: InMemory) -> None:
+async def test_an_outage_is_reported(memory: InMemory) -> None:
     registry = memory.registry()
     memory.store.available = False
     with pytest.raises(BackendUnavailable):
@@ -223,7 +223,7 @@ def test_unknown_fields_of_an_entry_are_ignored() -> None:
         (zlib.compress(msgpack.packb({"tokenizer.json": b""})), "not those of its entry"),
     ],
 )
-async def test_damaged_files_are_told(over_redis: OverRedis, data: bytes, said: str) -> None:
+async def test_damaged_files_are_reported(over_redis: OverRedis, data: bytes, said: str) -> None:
     registry = over_redis.registry()
     await registry.register(model(), FILES)
     await over_redis.client.command("SET", keys.model_files(model().name), data)
@@ -264,7 +264,7 @@ async def test_a_full_server_refuses_models_but_lets_go_of_them(tmp_path: Path) 
         server.stop()
 
 
-async def test_a_user_without_the_keys_is_told(tmp_path: Path) -> None:
+async def test_a_user_without_the_keys_is_reported(tmp_path: Path) -> None:
     server = ValkeyServer(tmp_path)
     server.start()
     over = OverRedis(server.url)

@@ -63,7 +63,7 @@ async def test_only_the_very_same_is_removed(backend: Backend) -> None:
     assert await store.get(ID) is None
 
 
-async def test_what_has_lapsed_is_gone(backend: Backend) -> None:
+async def test_an_expired_request_is_gone(backend: Backend) -> None:
     store = backend.request_store()
     await store.put(stored(seconds=-1))
     assert await store.get(ID) is None
@@ -100,7 +100,7 @@ def test_a_generation_has_its_own_name() -> None:
         lambda body: [body],
     ],
 )
-def test_what_is_no_stored_request_is_refused(spoil: Callable[[object], object]) -> None:
+def test_data_other_than_a_stored_request_is_refused(spoil: Callable[[object], object]) -> None:
     body = msgpack.unpackb(encode_stored(stored()))
     with pytest.raises(MessageError):
         decode_stored(msgpack.packb(spoil(body)))

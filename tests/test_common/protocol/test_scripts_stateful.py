@@ -39,7 +39,7 @@ engines = st.sampled_from(ENGINES)
 # Seconds that the clocks of gateways are ahead of the store's.
 AHEAD = {"g0": -90_000, "g1": 90_000}
 gateways = st.sampled_from(tuple(AHEAD))
-# Held for so long that none is stolen because of the time that a test takes.
+# Long holds: no request may be stolen because a test is slow.
 HOLD_MS = 3_600_000
 MANNERS: Sequence[Mapping[str, bool]] = ({}, {}, {"polite": True}, {"disputed": True})
 REQUESTS = 12
@@ -211,7 +211,7 @@ class ScriptsAndModel(RuleBasedStateMachine):
         gateway: str,
         then: Mapping[str, bool] | None,
     ) -> None:
-        """Their engines end them; then they are cancelled, or a gateway has them go on."""
+        """Engines end requests; then these are cancelled, or a gateway queues them again."""
         for number in numbers:
             rid = self.requests[number].request_id
             attempt = self.attempts.get(rid, 0)

@@ -286,7 +286,7 @@ async def key_of_the_check(over: OverRedis) -> bytes:
     return bytes((await client.command("GET", keys.SEALING_CHECK))[4:12])
 
 
-async def test_the_check_is_sealed_anew_when_keys_change_and_when_redis_has_lost_it(
+async def test_the_check_is_sealed_again_after_a_key_change_or_a_loss_in_redis(
     over: OverRedis,
 ) -> None:
     old, new = new_key(), new_key()
@@ -305,7 +305,7 @@ async def test_the_check_is_sealed_anew_when_keys_change_and_when_redis_has_lost
     assert another.digests(b"d" * 16) == digests
 
 
-async def test_gateways_agree_on_the_secret_of_whoever_was_first_in_an_emptied_redis(
+async def test_gateways_agree_on_the_first_secret_in_an_emptied_redis(
     over: OverRedis,
 ) -> None:
     assert over.ring is not None
@@ -354,7 +354,7 @@ async def test_a_gateway_of_the_next_step_attaches_to_a_request(over: OverRedis)
 
 
 async def test_redis_cannot_tell_a_prompt_by_its_digest(over: OverRedis) -> None:
-    """Who has the dump could otherwise try prompts against the fingerprints."""
+    """Otherwise a thief of the dump could compare guessed prompts with the fingerprints."""
     request, client = make_request(), over.client
     prints = set()
     for ring in (Keyring([new_key()]), Keyring([new_key()])):

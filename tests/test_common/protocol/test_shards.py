@@ -209,7 +209,7 @@ async def test_no_shard_is_starved_by_a_busy_one(backend: Backend) -> None:
     """The engine has capacity for one request each time, and the first shard always has one."""
     engine = backend.engine()
     await engine.start()
-    assert await engine.take(1) == []  # from now on it hears of what comes
+    assert await engine.take(1) == []  # from now on it hears of new requests
     (late,) = await admit(backend, 2)
 
     async def comes() -> bool:
@@ -363,7 +363,7 @@ async def test_bounds_are_for_all_shards_together(backend: Backend) -> None:
 
 
 @sharded
-async def test_a_place_counts_what_other_shards_have_before(backend: Backend) -> None:
+async def test_a_queue_position_counts_requests_of_other_shards(backend: Backend) -> None:
     engine, gateway = backend.engine(), backend.gateway()
     await engine.start()
     first, *_ = await admit(backend, 0, 0, 0, 1, 2, 2, 2, 2)
@@ -373,7 +373,7 @@ async def test_a_place_counts_what_other_shards_have_before(backend: Backend) ->
 
 
 @sharded
-async def test_what_is_left_in_shards_is_found_after_the_count_was_lowered(
+async def test_requests_in_removed_shards_are_found_after_the_count_was_lowered(
     backend: Backend,
 ) -> None:
     before, gateway = backend.engine("before"), backend.gateway()
@@ -395,10 +395,10 @@ async def test_what_is_left_in_shards_is_found_after_the_count_was_lowered(
 
 
 @sharded
-async def test_a_request_goes_on_in_a_shard_of_which_nothing_is_known_any_more(
+async def test_a_request_continues_in_a_shard_that_lost_its_state(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the request ran, its engines were set to fewer shards and Redis was emptied."""
+    """The engines were set to fewer shards and Redis was emptied while the request ran."""
     monkeypatch.setattr(sharded_engine, "TELL", 0.0)
     gateway, before = backend.gateway(), backend.engine("before")
     await before.start()
@@ -456,7 +456,7 @@ class Counted(MemoryEngineQueue):
         return await super().beat(progress, status)
 
 
-async def test_what_has_nothing_new_is_not_asked_again() -> None:
+async def test_shards_without_news_are_not_asked_again() -> None:
     """A busy engine looks for work at each step, which must not ask each shard."""
     backend, queues = InMemory(3), list[Counted]()
 

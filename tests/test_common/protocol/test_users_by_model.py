@@ -1,4 +1,4 @@
-"""What an engine with a Redis user for its model can do to other models and to gateways: nothing.
+"""An engine with a Redis user for its model can do no harm to other models and to gateways.
 
 The keys are those of the one table of keys and users, the commands those of the server.
 """
@@ -101,7 +101,7 @@ async def test_a_model_s_own_keys_are_its_engines_to_use(over: OverUsers) -> Non
             await client.command("DEL", own)
 
 
-async def test_what_all_processes_share_is_read_and_not_written(over: OverUsers) -> None:
+async def test_shared_keys_can_be_read_but_not_written(over: OverUsers) -> None:
     await over.client.command("SET", keys.SEALING_CHECK, "sealed")
     client = over.connect("engine").client
     assert await client.command("GET", keys.SEALING_CHECK) == b"sealed"
@@ -136,7 +136,7 @@ def test_the_charts_files_are_made_from_the_table(role: str) -> None:
     assert (ACL / f"{role}.acl").read_text() == role_line(role) + "\n"
 
 
-async def test_an_engine_registers_what_it_was_granted(over: OverUsers) -> None:
+async def test_an_engine_registers_only_the_model_it_was_granted(over: OverUsers) -> None:
     gateway = RedisModelRegistry(over.connect("gateway"))
     engine = RedisModelRegistry(over.connect("engine"))
     operator = RedisModelRegistry(over.connect("operator"))
@@ -153,7 +153,7 @@ async def test_an_engine_registers_what_it_was_granted(over: OverUsers) -> None:
     assert await over.client.command("KEYS", "m*") == [keys.GRANTS.encode()]
 
 
-async def test_what_was_granted_outlives_the_loss_of_redis_data(over: OverUsers) -> None:
+async def test_grants_survive_the_loss_of_redis_data(over: OverUsers) -> None:
     gateway = RedisModelRegistry(over.connect("gateway"))
     await gateway.grant(MODEL, RegistrationGrant(owner="ns/m"))
     store = (await gateway.models()).store
@@ -175,7 +175,7 @@ async def test_what_was_granted_outlives_the_loss_of_redis_data(over: OverUsers)
         ("over 65536", "adapters", ["a" * 1000] * 100),
     ],
 )
-async def test_what_an_engine_registers_is_checked_as_a_stranger_s(
+async def test_registrations_of_engines_are_checked_as_untrusted_input(
     over: OverUsers, caplog: pytest.LogCaptureFixture, said: str, field: str, value: object
 ) -> None:
     gateway, client = RedisModelRegistry(over.connect("gateway")), over.connect("engine").client
@@ -218,7 +218,7 @@ SPOILT: list[Command] = [
 
 
 @pytest.mark.parametrize("command", SPOILT)
-async def test_what_an_engine_says_of_itself_is_bounded(over: OverUsers, command: Command) -> None:
+async def test_the_size_of_an_engines_status_is_limited(over: OverUsers, command: Command) -> None:
     gateway, engine = over.gateway(), over.connect("engine").client
     await engine.command("SADD", ShardKeys(MODEL).engines, "e")
     if command[1] == ShardKeys(MODEL).engines:

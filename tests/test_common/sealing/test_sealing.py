@@ -43,7 +43,7 @@ def write(path: Path, *keys: SealingKey) -> None:
     path.write_text("".join(f"{key.line}\n" for key in keys))
 
 
-def test_another_process_with_the_keys_opens_what_was_sealed(ring: Keyring) -> None:
+def test_another_process_with_the_keys_opens_sealed_data(ring: Keyring) -> None:
     record = AesSealer(ring).seal(PayloadKind.PAYLOAD, HERE, TEXT)
 
     assert AesSealer(ring).open(PayloadKind.PAYLOAD, HERE, record) == TEXT
@@ -78,7 +78,7 @@ def test_a_record_opens_as_nothing_else(ring: Keyring, kind: PayloadKind, bindin
 
 
 def test_pieces_cannot_change_places(ring: Keyring) -> None:
-    """Of requests, attempts, choices and positions: each is another binding."""
+    """Each request, attempt, choice and position has its own binding."""
     sealer = AesSealer(ring)
     bindings: list[Binding] = [
         ("model", request, writer, choice, index)
@@ -106,7 +106,7 @@ def test_every_changed_byte_is_seen(ring: Keyring) -> None:
             sealer.open(PayloadKind.PAYLOAD, HERE, record[:length])
 
 
-def test_a_forked_child_does_not_go_on_with_the_counts_of_its_parent(ring: Keyring) -> None:
+def test_a_forked_child_does_not_reuse_the_counters_of_its_parent(ring: Keyring) -> None:
     sealer = AesSealer(ring)
     reading, writing = os.pipe()
     child = os.fork()
@@ -137,7 +137,7 @@ def test_keys_change_while_records_of_both_are_there() -> None:
         sealer.open(PayloadKind.PAYLOAD, HERE, before)
 
 
-def test_what_is_not_sealed_is_refused_unless_it_is_accepted(ring: Keyring) -> None:
+def test_unsealed_data_is_refused_unless_the_mode_accepts_it(ring: Keyring) -> None:
     with pytest.raises(SealingError, match="not sealed; .* set sealing_mode to accept"):
         AesSealer(ring).open(PayloadKind.PAYLOAD, HERE, TEXT)
     assert AesSealer(ring, "accept").open(PayloadKind.PAYLOAD, HERE, TEXT) == TEXT
@@ -151,7 +151,7 @@ def test_in_mode_open_nothing_is_sealed_and_everything_opened(ring: Keyring) -> 
     assert AesSealer(ring, "open").open(PayloadKind.PAYLOAD, HERE, record) == TEXT
 
 
-def test_without_keys_what_is_sealed_is_refused_and_all_else_stays(ring: Keyring) -> None:
+def test_without_keys_sealed_data_is_refused_and_plain_data_is_read(ring: Keyring) -> None:
     record = AesSealer(ring).seal(PayloadKind.PAYLOAD, HERE, TEXT)
 
     assert (
@@ -190,7 +190,7 @@ def test_digests_depend_on_the_secret_that_processes_share(ring: Keyring) -> Non
 # The search that tests of sealed suites do
 
 
-def test_what_is_looked_for_is_found_wherever_it_begins() -> None:
+def test_a_search_finds_a_text_at_any_offset() -> None:
     needles = [bytes([number, *range(12)]) for number in range(50)]
     there, short = needles[7], b"abc"
     for before in range(20):
@@ -232,7 +232,7 @@ def test_the_same_key_twice_is_refused() -> None:
         read_keyring(f"{line}\n{line}\n".encode())
 
 
-def test_a_file_that_is_not_there_stops_the_start(tmp_path: Path) -> None:
+def test_a_missing_file_stops_the_start(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"sealing_keys_file: .*: No such file"):
         KeyringFile(Settings(tmp_path / "none"))
 

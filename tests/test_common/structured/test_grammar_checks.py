@@ -99,7 +99,9 @@ async def test_equal_grammars_in_flight_are_checked_once(make: Make, counted: Co
     assert counted == {CheckResult.GOOD: 1}
 
 
-async def test_a_check_goes_on_while_one_client_is_left(make: Make, counted: Counted) -> None:
+async def test_a_check_continues_while_one_client_waits_for_it(
+    make: Make, counted: Counted
+) -> None:
     checks = make(UNLIMITED)
     gone, left = (asyncio.create_task(checks.check(GOOD, "a")) for _ in range(2))
     await asyncio.sleep(0)
@@ -120,7 +122,9 @@ async def test_a_check_does_not_join_one_that_was_just_cancelled(make: Make) -> 
     assert checks.known(GOOD)
 
 
-async def test_what_cannot_be_compiled_is_said_as_before(make: Make, counted: Counted) -> None:
+async def test_a_grammar_that_cannot_be_compiled_is_refused_with_the_compilers_reason(
+    make: Make, counted: Counted
+) -> None:
     with pytest.raises(StructuredOutputError, match="unclosed group") as caught:
         await make(UNLIMITED).check(StructuredOutputsParams(regex="(a"), "a")
 
@@ -129,7 +133,7 @@ async def test_what_cannot_be_compiled_is_said_as_before(make: Make, counted: Co
 
 
 async def test_a_timeout_alone_does_not_condemn_a_grammar(make: Make, counted: Counted) -> None:
-    """It may be the machine's: the client is to try again, but not for ever."""
+    """The machine may be the cause: the client may try again, but only a few times."""
     checks = make(TaskLimits(timeout=0.3, cpu_seconds=200, memory_bytes=2**40))
     for _ in range(2):
         with pytest.raises(GrammarsBusy, match=r"took over 0\.3 s"):
@@ -145,7 +149,7 @@ async def test_a_timeout_alone_does_not_condemn_a_grammar(make: Make, counted: C
     }
 
 
-async def test_what_waits_is_bounded(make: Make, counted: Counted) -> None:
+async def test_the_number_of_waiting_checks_is_limited(make: Make, counted: Counted) -> None:
     checks = make(UNLIMITED, workers=1, most_waiting_of_tenant=1)
     costly = [
         asyncio.create_task(checks.check(StructuredOutputsParams(json=costly_schema(n)), "a"))
@@ -160,7 +164,7 @@ async def test_what_waits_is_bounded(make: Make, counted: Counted) -> None:
         task.cancel()
 
 
-async def test_memory_of_refused_ones_lapses() -> None:
+async def test_refused_grammars_are_forgotten_after_a_time() -> None:
     now = [0.0]
     local = LocalRefusedGrammars(lambda: now[0])
     await local.add("x", RefusedGrammar(KillReason.CPU, 1))

@@ -1,4 +1,4 @@
-"""Which texts a structural tag allows: with calls in them, and with reasoning before."""
+"""The texts that a structural tag allows: with calls in them, and with reasoning before."""
 
 from typing import Any
 
@@ -65,7 +65,7 @@ def verdict(begin: ReasoningBegin | None, text: str) -> str:
         (CALL.replace("weather", "unknown"), "refused"),
     ],
 )
-def test_what_begins_with_a_trigger_is_a_structure(
+def test_a_text_that_begins_with_a_trigger_must_match_its_structure(
     begin: ReasoningBegin | None, text: str, expected: str
 ) -> None:
     assert verdict(begin, text) == expected

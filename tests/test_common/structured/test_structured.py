@@ -1,4 +1,4 @@
-"""What outputs must match, before any model is there: limits, the wire, hostile grammars."""
+"""Structured outputs without a model: limits, the wire format, hostile grammars."""
 
 import json
 import sys
@@ -121,7 +121,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "said"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_is_too_much_is_refused_before_it_is_compiled(
+def test_too_large_grammars_are_refused_before_compilation(
     fields: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(SamplingError, match=said):
@@ -172,7 +172,7 @@ NOT_COMPILED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "said"), NOT_COMPILED, ids=lambda value: str(value)[:40])
-def test_what_cannot_be_compiled_is_refused_with_the_reason(
+def test_grammars_that_cannot_be_compiled_are_refused_with_the_reason(
     checker: GrammarChecker, fields: dict[str, Any], said: str
 ) -> None:
     structured = StructuredOutputsParams(**fields)
@@ -199,7 +199,9 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_hard_but_bounded_ones_are_taken(checker: GrammarChecker, fields: dict[str, Any]) -> None:
+def test_hard_but_bounded_grammars_are_accepted(
+    checker: GrammarChecker, fields: dict[str, Any]
+) -> None:
     checker.check(StructuredOutputsParams(**fields))
 
 

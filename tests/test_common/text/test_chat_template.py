@@ -197,7 +197,7 @@ DOUBLED = (
 @pytest.mark.parametrize(
     "source", [DOUBLED % ("'x'", "~"), DOUBLED % ("'x'", "+"), DOUBLED % ("[1]", "+")]
 )
-def test_what_a_loop_doubles_ends_at_the_limit(source: str) -> None:
+def test_a_loop_that_doubles_a_text_is_stopped_at_the_limit(source: str) -> None:
     with pytest.raises(ChatTemplateError, match="too large"):
         ChatTemplate(source, max_chars=1000).render([])
 

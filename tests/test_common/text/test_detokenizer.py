@@ -47,7 +47,7 @@ def test_no_piece_holds_half_a_character(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("cut", range(1, 12))
-def test_output_goes_on_from_the_prompts_text(tokenizer: Tokenizer, cut: int) -> None:
+def test_output_continues_the_prompts_text(tokenizer: Tokenizer, cut: int) -> None:
     text = "The quick brown fox jumps over the lazy dog"
     ids = tokenizer.encode(text)
 

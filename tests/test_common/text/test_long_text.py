@@ -1,4 +1,4 @@
-"""Long texts, tokenised in pieces, have the ids that they have as a whole."""
+"""A long text that is tokenised in pieces gets the same ids as the whole text."""
 
 import random
 
@@ -67,7 +67,7 @@ def test_a_long_text_is_really_cut() -> None:
     assert len(cut) > 4 and max(map(len, cut)) <= MOST_CHARS
 
 
-def test_a_text_over_what_is_asked_for_is_not_read_to_its_end() -> None:
+def test_a_text_over_the_limit_is_not_read_to_its_end() -> None:
     tokenizer = Tokenizer(byte_level_tokenizer(), special_tokens={}, eos_token_ids=())
     text = "word " * 200_000
 

@@ -144,7 +144,7 @@ def test_a_missing_folder_is_no_hub_id(tmp_path: Path) -> None:
 
 
 def test_a_hub_that_does_not_answer_is_told_in_one_line(tmp_path: Path) -> None:
-    """In a process of its own: the hub's client reads its environment once."""
+    """Runs in its own process, since the hub's client reads its environment once."""
     ask = (
         "from headrace_common.text.checkpoint import HubUnreachable, resolve\n"
         "try:\n    resolve('nobody/nothing')\n"

@@ -50,7 +50,7 @@ def tokens_reply(**changes: object) -> Tokens:
 
 
 @pytest.mark.parametrize("pooling", [None, PoolingParams(), PoolingParams(dimensions=64)])
-def test_a_request_says_what_it_asks_for(pooling: PoolingParams | None) -> None:
+def test_a_request_carries_its_pooling_parameters(pooling: PoolingParams | None) -> None:
     request = replace(make_request(), pooling=pooling)
 
     assert decode_request(encode_request(request)).pooling == pooling
@@ -94,7 +94,7 @@ def test_vectors_survive_every_message() -> None:
 
 
 @pytest.mark.parametrize("vector", [b"", b"123", b"0" * (4 * MAX_EMBEDDING_SIZE + 4), "text"])
-def test_what_is_no_vector_is_refused(vector: object) -> None:
+def test_invalid_vectors_are_refused(vector: object) -> None:
     item = [0, "r", 1, 0, 0, [], "stop", None, 0, None, vector]
 
     with pytest.raises(MessageError, match="packed float32"):

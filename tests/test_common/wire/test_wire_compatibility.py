@@ -19,12 +19,12 @@ RECORDED = [
 
 
 @pytest.mark.parametrize(("name", "data"), RECORDED)
-def test_what_an_earlier_release_has_written_is_read(name: str, data: bytes) -> None:
+def test_messages_of_an_earlier_release_are_read(name: str, data: bytes) -> None:
     assert MESSAGES[name].decode(data) == MESSAGES[name].content
 
 
 @pytest.mark.parametrize(("name", "data"), RECORDED)
-def test_an_earlier_release_finds_what_it_reads(name: str, data: bytes) -> None:
+def test_messages_contain_all_fields_that_an_earlier_release_reads(name: str, data: bytes) -> None:
     """Each element and field that it wrote is there today, in its place and with its value."""
     now = MESSAGES[name].encode(MESSAGES[name].content)
     assert_holds(

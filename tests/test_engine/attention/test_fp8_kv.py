@@ -46,7 +46,8 @@ def outputs(folder: Path, **options: Any) -> list[tuple[int, ...]]:
 
 
 def logits(folder: Path, **options: Any) -> torch.Tensor:
-    """Of every position of a prompt, its second half computed over a cache of the first."""
+    """Logits of every position of a prompt; the second half is computed over a cache of the
+    first."""
     runner = make_runner(folder, **options)
     ids, half = [3 + 7 * at % 60 for at in range(60)], 30
     sequence = Sequence(request("a", ids, greedy(1)), 0, ids, block_table=list(range(15)))
@@ -70,7 +71,7 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
 def test_native_steps_round_as_the_reference_does(
     name: str, cache_dtype: str, tmp_path: Path
 ) -> None:
-    """What differs in a last bit before it is rounded may come out a step apart, which is rare:
+    """A difference in the last bit before rounding may become a whole step after it, which is rare:
     the two are far closer to each other than to whole keys and values."""
     folder = save_checkpoint(tmp_path / name, name)
     exact = logits(folder)
@@ -163,14 +164,14 @@ def test_other_scales_are_refused(scale: torch.Tensor, tmp_path: Path) -> None:
         make_runner(folder, kv_cache_dtype="fp8")
 
 
-def test_what_is_no_cache_dtype_is_refused(folder: Path) -> None:
+def test_unknown_cache_dtypes_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="kv_cache_dtype must be one of auto, fp8, fp8_e4m3"):
         make_runner(folder, kv_cache_dtype="int8")
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_rounding_is_within_half_a_step(dtype: torch.dtype) -> None:
-    """Of numbers that are normal once they are scaled: 2^-4 of themselves, 2^-3 in e5m2."""
+    """The scaled numbers are normal: half a step is 2^-4 of a number, or 2^-3 in e5m2."""
     x = torch.randn(4000, generator=torch.Generator().manual_seed(1))
     for scale in (1.0, 0.01, 3.0):
         kept = x[x.abs() / scale > 2.0**-6]

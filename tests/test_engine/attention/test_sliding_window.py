@@ -21,7 +21,7 @@ ReferenceMaker = Callable[[str], Reference]
 CheckpointMaker = Callable[[str], Path]
 
 
-def test_what_the_window_has_left_is_free() -> None:
+def test_blocks_before_the_window_are_free() -> None:
     cache = KVCacheManager(16, 4, groups=KVGroups.alike(6))
     sequence = computed(cache, 23)
     # The position computed last, 22, sees those from 17 on: the fifth block and what follows.
@@ -82,7 +82,7 @@ def test_tokens_equal_transformers_far_beyond_the_window(
     assert engine.stats().preemptions == 0
 
 
-def test_what_was_released_is_computed_again_after_a_preemption(
+def test_released_blocks_are_computed_again_after_a_preemption(
     checkpoint: CheckpointMaker, reference: ReferenceMaker
 ) -> None:
     folder, length = checkpoint("mistral"), 30

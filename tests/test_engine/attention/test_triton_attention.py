@@ -146,7 +146,7 @@ def test_garbage_behind_a_sequence_is_never_read() -> None:
     torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=2e-5)
 
 
-def test_a_sequence_sees_what_another_writes_in_the_same_step() -> None:
+def test_a_sequence_reads_blocks_that_another_writes_in_the_same_step() -> None:
     scene = Scene(Case(((8, 1), (0, 8))), TritonBackend(HOPPER), torch.float32, DEVICE)
     scene.tables[0][:2] = scene.tables[1]
     for kept in (scene.keys, scene.values):
@@ -181,7 +181,7 @@ def test_copied_blocks_hold_the_same_keys() -> None:
 
 
 @pytest.mark.parametrize("cache_dtype", [None, E4M3, E5M2])
-def test_block_bytes_are_what_allocate_takes(cache_dtype: torch.dtype | None) -> None:
+def test_block_bytes_equal_the_allocated_bytes(cache_dtype: torch.dtype | None) -> None:
     backend = TritonBackend(HOPPER)
     spec = KVSpec(2, 32, 16, torch.bfloat16, DEVICE, cache_dtype)
     taken = sum(part.nbytes for part in backend.allocate(10, spec))
@@ -231,7 +231,7 @@ def test_e4m3_by_its_bits_is_what_torch_rounds_to(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_fp8_caches_hold_scaled_numbers(dtype: torch.dtype) -> None:
-    """Of numbers that both hold exactly: the interpreter rounds others wrongly."""
+    """Uses numbers that both formats hold exactly, as the interpreter rounds others wrongly."""
     params = replace(CASES["mixed"].params, key_scale=0.5, value_scale=0.25)
     case = replace(CASES["mixed"], params=params)
     scene = RoundScene(case, TritonBackend(HOPPER), torch.float32, DEVICE, cache_dtype=dtype)
@@ -273,7 +273,7 @@ def test_fp8_caches_can_be_copied(capability: tuple[int, int]) -> None:
 
 
 def test_padding_writes_nothing_and_gives_zeros() -> None:
-    """As captured graphs pad a batch: no keys, a slot below 0."""
+    """Padding as in captured graphs: no keys, and a slot below 0."""
     backend = TritonBackend(HOPPER)
     cache = backend.allocate(4, KVSpec(1, 16, 4, torch.float32, DEVICE))
     metadata = AttentionMetadata(

@@ -78,7 +78,7 @@ def tuner(seconds: Mapping[Run, float] = SECONDS, **options: Any) -> Autotuner:
     return Autotuner(Stopwatch(seconds), **options)
 
 
-def test_the_fastest_of_those_that_are_right_is_chosen(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_fastest_correct_candidate_is_chosen(caplog: pytest.LogCaptureFixture) -> None:
     candidates = {
         "table": FIRST, "wrong": WRONG, "moving": MOVING, "failing": failing, "equal": EQUAL,
     }  # fmt: skip
@@ -96,7 +96,7 @@ def test_the_fastest_of_those_that_are_right_is_chosen(caplog: pytest.LogCapture
     assert line.__dict__["kernel"] == "product" and line.__dict__["chosen"] == "equal"
 
 
-def test_what_is_hardly_faster_is_not_chosen() -> None:
+def test_a_candidate_that_is_hardly_faster_is_not_chosen() -> None:
     assert tuner({FIRST: 1.0, EQUAL: 0.985}).choose("x", {"a": FIRST, "b": EQUAL}) == "a"
     assert tuner({FIRST: 1.0, EQUAL: 0.975}).choose("x", {"a": FIRST, "b": EQUAL}) == "b"
     nothing = given(float("nan"))
@@ -116,7 +116,7 @@ def test_behind_its_time_all_keeps_the_default() -> None:
     assert set(chooser.choices[1].refused.values()) == {"no time was left"}
 
 
-def test_what_is_known_is_not_measured() -> None:
+def test_known_choices_are_not_measured_again() -> None:
     chooser = tuner({}, known={"x": "b", "y": "gone"})
     assert chooser.choose("x", {"a": FIRST, "b": EQUAL}) == "b" and not chooser.measured
     known = tuner(known={"y": "gone"})
@@ -172,7 +172,7 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return make_runner
 
 
-def test_a_tuned_model_computes_what_an_untuned_one_does(
+def test_tuning_does_not_change_the_results_of_a_model(
     checkpoint: Any, small: None, on_triton: Callable[..., Any]
 ) -> None:
     folder = checkpoint("qwen3")
@@ -197,7 +197,7 @@ def test_a_tuned_model_computes_what_an_untuned_one_does(
 
 
 def logprob(output: Output) -> float:
-    """Of the first token: rounding may change which is the best one."""
+    """The log probability of the first token: rounding may change the most probable one."""
     return output.logprobs[0].logprob
 
 
@@ -227,7 +227,7 @@ def test_kernels_are_measured_where_steps_are_recorded_and_may_differ() -> None:
         assert not loader._is_tuned(without, placed(TritonOps(), "cuda"))
 
 
-def test_engines_that_start_later_read_what_the_first_one_measured(
+def test_later_engines_read_the_measurements_of_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen: list[str] = []
@@ -271,7 +271,7 @@ def test_experts_use_the_tiles_that_were_measured(monkeypatch: pytest.MonkeyPatc
     assert tuned.chosen(1) is tuned.chosen(17) is None  # of another number of tokens
     x = mixture.rows(9, cpu)
     bound = 4 * torch.finfo(torch.bfloat16).eps
-    torch.testing.assert_close(moe(x), mixture.apart(cpu)(x), rtol=bound, atol=bound)
+    torch.testing.assert_close(moe(x), mixture.one_by_one(cpu)(x), rtol=bound, atol=bound)
 
 
 def test_adapters_use_the_launches_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +299,7 @@ def test_adapters_use_the_launches_that_were_measured(monkeypatch: pytest.Monkey
     assert made.launch(2) == wanted != made.launch(4) == launches.lora_launch(2, 4)
 
 
-def test_what_is_measured_depends_on_the_most_rows_of_a_step() -> None:
+def test_the_measured_row_counts_depend_on_the_largest_step() -> None:
     bounds = (1, 16, 64)
     reached = [one for one in (*bounds, 4096) if start._is_reached(one, bounds, 16)]
     assert reached == [1, 16, 4096]
@@ -334,7 +334,7 @@ except TritonError as error:
 
 
 def test_candidates_are_compiled_together(tmp_path: Path) -> None:
-    """In a process without the interpreter, for a device that is not there."""
+    """Compiles in a process without the interpreter, for an absent device."""
     program = tmp_path / "program.py"
     program.write_text(TOGETHER)
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -342,7 +342,7 @@ def test_candidates_are_compiled_together(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(program)], env=environment, capture_output=True, text=True, check=False
     )
-    # What failed is not kept, and says why when it is launched.
+    # A failed kernel is not kept, and reports its error when it is launched.
     assert done.stdout.splitlines() == ["['CompiledKernel', 'CompiledKernel']", "True"], done.stderr
 
 

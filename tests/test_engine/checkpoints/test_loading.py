@@ -1,4 +1,4 @@
-"""What a person sees of a long load, and which bytes are asked for ahead of their use."""
+"""The progress that a user sees of a long load, and the bytes that are read ahead."""
 
 import logging
 import os

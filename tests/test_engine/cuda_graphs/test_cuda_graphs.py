@@ -52,7 +52,7 @@ def record(runner: ModelRunner, sizes: CaptureSizes) -> Replays:
     return replays
 
 
-def test_tokens_are_those_of_steps_that_are_launched(runner: ModelRunner, checkpoint: Any) -> None:
+def test_tokens_equal_those_of_steps_without_graphs(runner: ModelRunner, checkpoint: Any) -> None:
     """Batches of all sizes up to 7, of which six sizes are padded and one has no recording."""
     config = engine_config(checkpoint("qwen3"), max_num_seqs=8, enable_prefix_caching=False)
     work = [request(str(n), range(3, 4 + 3 * n), greedy(3 + 2 * n)) for n in range(7)]
@@ -64,7 +64,7 @@ def test_tokens_are_those_of_steps_that_are_launched(runner: ModelRunner, checkp
     assert len(replays.used) > 8
 
 
-def test_what_is_no_pure_decode_is_launched(runner: ModelRunner) -> None:
+def test_steps_with_prompts_are_launched_without_a_graph(runner: ModelRunner) -> None:
     replays = record(runner, CaptureSizes((4,), (16,)))
     folder_config = engine_config(Path("unused"), max_num_seqs=8)
     run(Engine(folder_config, runner), [request("prompt", range(3, 9), greedy(1))])
@@ -92,7 +92,7 @@ def test_a_smaller_step_leaves_nothing_of_a_larger_one(stage: Stage) -> None:
 
 
 def test_long_block_tables_are_staged_whole() -> None:
-    """In one launch as by copies: longer than what a program copies at a time."""
+    """One launch gives the same as copies, for tables longer than one program copies at a time."""
     source = DecodeInputs.of(decode(3, width=200))
     source.tables.copy_(torch.arange(600).view(3, 200))
     found, expected = (DecodeInputs.of(decode(5, width=300)) for _ in range(2))

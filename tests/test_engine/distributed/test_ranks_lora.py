@@ -89,7 +89,7 @@ class Bench:
 def test_a_mixed_batch_gives_the_tokens_of_merged_weights(
     shape: str, size: int, modules: tuple[str, ...], checkpoint: CheckpointMaker, tmp_path: Path
 ) -> None:
-    """Of mixtures also the experts, one by one and together."""
+    """Includes adapters of experts, one by one and joined."""
     kinds: dict[str, dict[str, Any]] = {
         "a": {"modules": modules, "seed": 1, "experts": "apart"},
         "b": {"modules": modules[1:], "seed": 2, "rank": 3, "experts": "joined"},
@@ -111,7 +111,7 @@ def test_a_mixed_batch_gives_the_tokens_of_merged_weights(
 def test_slots_change_hands_on_all_ranks(
     adapter_scene: AdapterScene, options: dict[str, Any]
 ) -> None:
-    """Three adapters, of which one or two fit: one that gave way is written anew, over modules that
+    """Three adapters, of which one or two fit: an evicted one is written again, over modules that
     it lacks and the one before it had."""
     with Bench(adapter_scene, **options) as bench:
         bench.serve([*ADAPTERS, None])

@@ -71,7 +71,7 @@ def close(runner: ModelRunner) -> None:
 def test_greedy_tokens_equal_transformers(
     name: str, size: int, checkpoint: CheckpointMaker, reference: ReferenceMaker
 ) -> None:
-    """With four ranks two share each KV head."""
+    """With four ranks, two ranks share each KV head."""
     paths = reference(name).clear_paths(4, LENGTH)
     engine, runner = make_engine(
         checkpoint(name), size, attention_backend="auto", max_num_batched_tokens=23
@@ -142,7 +142,7 @@ def test_whatever_happens_to_sequences_they_get_the_tokens_of_one_process(
             assert own.logprob == pytest.approx(other.logprob, abs=1e-3)
 
 
-def test_each_rank_replays_what_it_has_recorded(
+def test_each_rank_replays_its_own_graphs(
     checkpoint: CheckpointMaker, reference: ReferenceMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A recording for each size of batch, so that none is padded; ranks are threads of ours."""
@@ -165,7 +165,7 @@ def test_each_rank_replays_what_it_has_recorded(
     assert len(replays.used) >= 2 * (LENGTH - 1), "of both ranks"
 
 
-def test_what_graphs_take_on_any_rank_is_kept_free(
+def test_memory_for_the_graphs_of_each_rank_is_kept_free(
     checkpoint: CheckpointMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each rank records its two largest steps over the small cache, before memory is divided: the
@@ -241,7 +241,7 @@ def test_quantised_weights_are_cut_between_groups(form: Format, tmp_path: Path) 
 def test_weights_that_stay_in_fp8_are_cut(
     block: tuple[int, int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on GPUs, but that their parts are multiplied as float32 here."""
+    """Cuts weights as on GPUs, except that the parts are multiplied in float32 here."""
 
     def widened(part: Float8Weight, bias: torch.Tensor | None, device: torch.device) -> PlainLinear:
         return PlainLinear(part.dequantize().to(device), bias)
@@ -289,7 +289,7 @@ def test_a_cut_within_a_group_is_refused(tmp_path: Path) -> None:
         ("llama", 0, {}, "tensor_parallel_size must be at least 1, not 0"),
     ],
 )
-def test_what_cannot_be_divided_is_refused_before_anything_starts(
+def test_indivisible_models_are_refused_before_a_rank_starts(
     name: str, size: int, options: dict[str, Any], words: str, checkpoint: CheckpointMaker
 ) -> None:
     def launch(rank: int, size: int, on_end: OnEnd) -> RankThread:

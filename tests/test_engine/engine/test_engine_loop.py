@@ -136,7 +136,7 @@ def test_the_heartbeat_stands_still_while_a_step_hangs(desk: Desk) -> None:
     assert desk.loop.last_step_at == 500.0
 
 
-def test_a_drain_finishes_what_runs_and_refuses_what_comes(desk: Desk) -> None:
+def test_a_drain_finishes_running_requests_and_refuses_new_ones(desk: Desk) -> None:
     desk.runner.gate.clear()
     desk.loop.add(make_request("a", [1]))
     assert desk.runner.entered.wait(LIMIT)
@@ -164,7 +164,7 @@ def test_a_stop_ends_the_loop_after_the_current_step(desk: Desk) -> None:
     assert not desk.loop.busy
 
 
-def test_a_drain_also_ends_what_a_step_in_flight_computes_for_nobody(desk: Desk) -> None:
+def test_a_drain_also_ends_aborted_sequences_of_the_step_in_flight(desk: Desk) -> None:
     """The last token of a request with a stop token is noticed late where steps are ahead."""
     tokens = desk.runner.expected(make_request("a", [1], params=long_params()), 0)[0]
     last = next(

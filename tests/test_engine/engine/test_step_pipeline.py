@@ -1,4 +1,4 @@
-"""What is planned while a step is in flight. The fake runner computes a step as late as it may."""
+"""Scheduling while a step is in flight. The fake runner computes a step as late as it may."""
 
 from headrace_common.sampling.params import SamplingParams
 from headrace_engine.core.request import FinishReason
@@ -26,7 +26,7 @@ class Line:
             self.step()
 
     def lengths(self) -> list[int]:
-        """How many sequences each step so far computed."""
+        """The number of sequences in each step so far."""
         return [len(scheduler_output.scheduled) for scheduler_output in self.rig.runner.steps]
 
 

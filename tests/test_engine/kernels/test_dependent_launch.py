@@ -61,7 +61,7 @@ def test_kernels_take_turns_unless_they_are_told_otherwise() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 300, 4096, 6144, 4 * 4096, 28672, 128_256])
-def test_what_is_prefetched_fits_the_cache_and_the_rows(rows: int) -> None:
+def test_prefetched_bytes_fit_the_cache_and_the_rows(rows: int) -> None:
     launches = DependentLaunches()
     for wanted in (1 << 20, 4 << 20, 16 << 20):
         with launches.during(StepLaunch(DependentLaunch(wanted))):
@@ -73,7 +73,7 @@ def test_what_is_prefetched_fits_the_cache_and_the_rows(rows: int) -> None:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How kernels were to be launched, which the interpreter launches one by one anyway."""
+    """Records how kernels should be launched; the interpreter launches them one by one anyway."""
     ways: list[int] = []
 
     def options(how: int) -> dict[str, int]:
@@ -86,7 +86,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def runner(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelRunner]:
-    """Of a tiny model whose steps go through Triton, as on a CUDA device."""
+    """The runner of a tiny model whose steps use Triton, as on a CUDA device."""
     monkeypatch.setattr(attention, "select", lambda *_: TritonBackend((9, 0)))
     monkeypatch.setattr(loader, "make_ops", lambda *_: TritonOps())
     monkeypatch.setattr(autotuner, "REPEATS", 1)
@@ -107,7 +107,7 @@ def test_recorded_steps_are_launched_as_whole_steps_were_fastest(
     runner: ModelRunner, told: list[int]
 ) -> None:
     config = engine_config(Path(runner._config.model), max_num_seqs=3)
-    assert steps.can_depend(runner._placed)
+    assert steps.can_tune_steps(runner._placed)
     chooser = Autotuner(LastWins(), budget=1e9)
     measure(runner, config, 1, chooser)
     (choice,) = chooser.choices
@@ -133,7 +133,7 @@ def test_recorded_steps_are_launched_as_whole_steps_were_fastest(
 def test_a_way_that_changes_bits_is_not_taken(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a kernel would that reads what is not written yet."""
+    """Simulates a kernel that reads data before it is written."""
     run: list[DependentLaunch | None] = []
 
     def racing(model: Decoder, *_: Any) -> torch.Tensor:
@@ -206,7 +206,7 @@ def kernels() -> dict[str, ast.FunctionDef]:
 
 @pytest.mark.parametrize("name", kernels())
 def test_a_kernel_waits_before_it_reaches_memory_and_whatever_it_is_to_do(name: str) -> None:
-    """What is compiled is looked at in test_triton_compile, for fewer kernels."""
+    """The compiled code is checked in test_triton_compile, for fewer kernels."""
     body = kernels()[name].body
     wait = [ast.unparse(one) for one in body].index("await_earlier(DEPENDENT)")
     for statement in body[:wait]:

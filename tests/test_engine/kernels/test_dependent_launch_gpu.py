@@ -62,7 +62,7 @@ def config(folder: Path) -> EngineConfig:
 
 
 def use_own_kernels(placed: PlacedModel, merges: bool, split: bool) -> None:
-    """For all products that have candidates, with parts that are joined in either way."""
+    """Uses own kernels for all products that have candidates, with both ways of joining parts."""
     ops, backend = placed.ops, placed.attention
     assert isinstance(ops, TritonOps) and isinstance(backend, TritonBackend)
     backend.dependent_launches = ops.dependent_launches

@@ -284,7 +284,7 @@ def test_libraries_are_compiled_for_no_particular_machine() -> None:
 
 
 def test_products_on_amx_tiles_by_emulation(tmp_path: Path) -> None:
-    """Few machines have AMX; what is emulated are its instructions, not the code that uses them."""
+    """Few machines have AMX: its instructions are emulated, and the code that uses them is real."""
     try:
         compiler = build._find_compiler(None)
     except build.BuildError as error:

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.timeout(900),  # kernels are compiled, by one core
 ]
 MANAGER = "headrace_engine.kernels.triton.shipped:ShippedFirst"
-# With another prefix than Python's own, below which an installation has its kernels.
+# An installation has its kernels below its prefix; this one differs from Python's own.
 DECODE = "import sys; sys.prefix = sys.argv[1]; from headrace_testing.decode import main; main()"
 
 
@@ -33,7 +33,8 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory: pytest.TempPathFactory, device: dict[str, str]) -> Path:
-    """Of an installation with kernels: the demo model's, compiled as the Dockerfile does it."""
+    """The prefix of an installation with the demo model's kernels, compiled as in the
+    Dockerfile."""
     prefix = tmp_path_factory.mktemp("prefix")
     given = {"TRITON_CACHE_DIR": str(prefix / SHIPPED), "TRITON_STORE_BINARY_ONLY": "1"}
     command = [sys.executable, "-m", "headrace_engine.compile_kernels", "headrace-demo"]
@@ -44,7 +45,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory, device: dict[str, str]) -> 
 
 
 def decode(device: dict[str, str], prefix: Path, written: Path) -> subprocess.CompletedProcess[str]:
-    """Without a compiler on the PATH."""
+    """Decodes without a compiler on the PATH."""
     programs = written.parent / "programs"
     programs.mkdir()
     if (file := shutil.which("file")) is not None:  # part of the platform's name in Triton's keys
@@ -61,7 +62,7 @@ def decode(device: dict[str, str], prefix: Path, written: Path) -> subprocess.Co
     )
 
 
-def test_without_a_compiler_an_engine_needs_what_was_compiled_ahead(
+def test_without_a_compiler_an_engine_needs_kernels_compiled_ahead(
     device: dict[str, str], tmp_path: Path
 ) -> None:
     done = decode(device, tmp_path / "nothing", tmp_path / "written")
@@ -79,7 +80,7 @@ def test_a_first_start_of_the_demo_model_compiles_nothing(
     assert written == []
 
 
-def test_what_was_not_compiled_ahead_is_compiled_and_kept(
+def test_kernels_not_compiled_ahead_are_compiled_and_kept(
     device: dict[str, str], prefix: Path, tmp_path: Path
 ) -> None:
     for kernel in list(prefix.rglob("rotate_kernel.cubin")):

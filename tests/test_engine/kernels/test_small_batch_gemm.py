@@ -53,7 +53,7 @@ def test_a_product_of_few_rows(dtype: torch.dtype, splits: int, bias: bool) -> N
         found = linear.small_batch(x, replace(WHOLE, splits=splits))
         bound = BOUNDS[dtype]
         torch.testing.assert_close(found, linear.dense(x), rtol=bound, atol=8 * bound)
-        # What counts the parts is left as it was found.
+        # The counters of parts are reset.
         assert torch.equal(linear.small_batch(x, replace(WHOLE, splits=splits)), found)
 
 
@@ -77,7 +77,7 @@ def test_rows_that_lie_apart_and_none() -> None:
     assert linear.small_batch(wide[:0], WHOLE).shape == (0, 2, 90)
 
 
-def test_what_was_chosen_is_used_for_its_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chosen_launch_is_used_for_its_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     ops, used = TritonOps(), []
     weight = random(90, 128, dtype=torch.float16, seed=4)
     linear = ops.linear(weight, None)

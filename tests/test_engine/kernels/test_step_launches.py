@@ -1,4 +1,4 @@
-"""What a decode step launches on a GPU: few kernels, and nothing that waits for the host, which a
+"""The launches of a decode step on a GPU: few kernels, and none that waits for the host, which a
 recording could not hold. Counted on tensors without memory.
 """
 

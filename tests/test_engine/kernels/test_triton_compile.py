@@ -22,7 +22,7 @@ PRODUCTS = {
     *("decode_kernel", "prefill_kernel", "linear_kernel", "lora_shrink_kernel"),
     *("small_batch_kernel", "small_batch_silu_kernel"),
 }
-# Those that may be launched before their turn, as an option of the compiler says; all but some.
+# Kernels that may be launched early, by an option of the compiler; nearly all.
 OVERLAPPING = "--dependent"
 TAKING_TURNS = {
     *("stage_kernel", "sample_kernel", "store_kernel", "prefill_kernel", "linear_kernel"),
@@ -33,7 +33,7 @@ KERNELS = PRODUCTS | {
     "store_kernel", "rotate_kernel", "merge_kernel", "rms_norm_kernel", "silu_mul_kernel",
     "stage_kernel", "sample_kernel", "lora_expand_kernel",
 }  # fmt: skip
-# Of a run: products, and what else it has beside KERNELS.
+# Kernels of a run: products, and others besides KERNELS.
 MORE = {
     "Hopper": (
         {"grouped_kernel", "expert_shrink_kernel", "packed_linear_kernel", "grouped_packed_kernel"},

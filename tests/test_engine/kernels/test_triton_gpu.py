@@ -1,5 +1,5 @@
-"""The Triton backend on a GPU with the shapes that models have, against the reference in float32,
-and captured in a CUDA graph; every kernel that an engine may choose when it warms up. Needs a CUDA
+"""The Triton backend on a GPU, in the shapes of real models: against the reference in float32, and
+captured in a CUDA graph; and every kernel that an engine may choose at warm-up. Needs a CUDA
 device: `pytest -m gpu -rs`.
 """
 
@@ -31,7 +31,7 @@ CUDA = torch.device("cuda")
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("name", SHAPES)
-def test_models_shapes(name: str, dtype: torch.dtype) -> None:
+def test_shapes_of_real_models(name: str, dtype: torch.dtype) -> None:
     found = model_output(SHAPES[name], TritonBackend(), dtype, CUDA)
     expected = model_output(SHAPES[name], ReferenceBackend(), dtype, CUDA)
     torch.testing.assert_close(found, expected, rtol=BOUNDS[dtype], atol=BOUNDS[dtype])
@@ -58,7 +58,7 @@ def test_a_captured_step_gives_the_same_bits() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("inputs", "outputs"), [(4096, 6144), (14336, 4096), (4096, 28672)])
 def test_every_candidate_of_a_product(inputs: int, outputs: int, dtype: torch.dtype) -> None:
-    """Right, and the same bits each time: the parts of the inputs are joined in one order."""
+    """Results are right and have the same bits each time: parts are joined in one order."""
     weight = (torch.randn(outputs, inputs, device=CUDA) * 0.02).to(dtype)
     linear = TritonOps().linear(weight, None)
     assert isinstance(linear, TunedLinear)
@@ -83,7 +83,7 @@ def test_every_candidate_of_a_product(inputs: int, outputs: int, dtype: torch.dt
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_parts_joined_within_the_kernel(name: str) -> None:
-    """The bits of parts that another kernel joins, each time."""
+    """The result has the same bits as with parts that another kernel joins, each time."""
     outputs = []
     for merges in (False, True, True, True):
         backend, case = TritonBackend(), SHAPES[name]

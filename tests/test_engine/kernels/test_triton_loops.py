@@ -1,4 +1,4 @@
-"""What benchmarks/compiled/loops.py counts in machine code: innermost loops, their instructions by
+"""The counts of benchmarks/compiled/loops.py in machine code: innermost loops, instructions by
 kind, bytes that they load, and which part of a multiprocessor they keep busy for how long.
 """
 

@@ -4,8 +4,8 @@ from headrace_engine.core.errors import ConfigError, OutOfBlocks
 from headrace_engine.kv_cache.block_pool import BlockPool
 
 
-def counts(pool: BlockPool) -> tuple[int, int, int]:
-    """used, cached, free of any content"""
+def block_counts(pool: BlockPool) -> tuple[int, int, int]:
+    """The numbers of used blocks, cached blocks and free blocks without content."""
     return pool.num_used, pool.num_cached, pool.num_free - pool.num_cached
 
 
@@ -22,7 +22,7 @@ def cached(pool: BlockPool, *hashes: bytes) -> list[int]:
 def test_every_block_can_be_allocated_once() -> None:
     pool = BlockPool(3)
     assert sorted(pool.allocate() for _ in range(3)) == [0, 1, 2]
-    assert counts(pool) == (3, 0, 0)
+    assert block_counts(pool) == (3, 0, 0)
     with pytest.raises(OutOfBlocks):
         pool.allocate()
 
@@ -37,9 +37,9 @@ def test_a_block_is_free_when_its_last_reference_goes() -> None:
     block = pool.allocate()
     pool.share(block)
     pool.release(block)
-    assert counts(pool) == (1, 0, 1)
+    assert block_counts(pool) == (1, 0, 1)
     pool.release(block)
-    assert counts(pool) == (0, 0, 2)
+    assert block_counts(pool) == (0, 0, 2)
 
 
 def test_a_double_free_is_a_bug() -> None:
@@ -64,7 +64,7 @@ def test_a_cached_block_is_revived_from_the_middle_of_the_free_list() -> None:
     pool = BlockPool(3)
     _, middle, _ = cached(pool, b"a", b"b", b"c")
     pool.share(middle)
-    assert counts(pool) == (1, 2, 0)
+    assert block_counts(pool) == (1, 2, 0)
     assert pool.lookup(b"b") == middle
     assert middle not in pool.free_list()
     pool.release(middle)
@@ -77,7 +77,7 @@ def test_eviction_forgets_the_hash() -> None:
     assert pool.allocate() == block
     assert pool.lookup(b"a") is None
     assert pool.hashes[block] is None
-    assert counts(pool) == (1, 0, 0)
+    assert block_counts(pool) == (1, 0, 0)
 
 
 def test_the_first_block_with_a_content_stays_the_cached_one() -> None:
@@ -87,7 +87,7 @@ def test_the_first_block_with_a_content_stays_the_cached_one() -> None:
     pool.register(two, b"a")
     assert pool.lookup(b"a") == one
     pool.release(two)
-    assert counts(pool) == (1, 0, 1)
+    assert block_counts(pool) == (1, 0, 1)
     assert pool.lookup(b"a") == one
 
 
@@ -98,4 +98,4 @@ def test_a_forgotten_block_cannot_be_found() -> None:
     pool.forget(block)
     assert pool.lookup(b"a") is None
     pool.release(block)
-    assert counts(pool) == (0, 0, 1)
+    assert block_counts(pool) == (0, 0, 1)

@@ -60,7 +60,7 @@ def test_a_block_is_found_only_behind_the_same_prefix() -> None:
     assert cache.match_prefix(other) == []
 
 
-def test_what_is_not_computed_is_not_found() -> None:
+def test_blocks_that_are_not_computed_are_not_found() -> None:
     cache = KVCacheManager(8, 4)
     cache.extend(sequence(9), 9, [])
     assert cache.match_prefix(sequence(9)) == []

@@ -79,7 +79,7 @@ def test_a_prefix_is_found_where_each_group_has_what_it_keeps() -> None:
     cache = KVCacheManager(14, 4, groups=KVGroups(1, 2, 6))
     first = computed(cache, 25)
     assert (len(first.block_table), first.released, cache.pool.num_used) == (21, 4, 7 + 2 * 3)
-    # Of what the windows gave back, one block is left in the cache.
+    # One of the blocks that left the windows is still in the cache.
     cache.free(first)
     longer = Sequence(make_request("l", range(1, 30)), 0, list(range(1, 30)))
     matched = cache.match_prefix(longer)
@@ -93,7 +93,7 @@ def test_a_prefix_is_found_where_each_group_has_what_it_keeps() -> None:
     assert cache.match_prefix(shorter) == [], "what a window saw there is gone"
 
 
-def test_what_forks_at_the_end_of_its_prompt_is_matched_up_to_there() -> None:
+def test_sequences_that_fork_after_the_prompt_match_the_prompt_only() -> None:
     cache = KVCacheManager(64, 4, groups=KVGroups(1, 1, 4))
     computed(cache, 40)
     params = greedy(40, n=2)
@@ -104,7 +104,8 @@ def test_what_forks_at_the_end_of_its_prompt_is_matched_up_to_there() -> None:
 
 
 def check(output: Output, path: GreedyPath, reference: Reference) -> None:
-    """Of unlikely tokens, too: the likely ones of so small a model do not tell what it saw."""
+    """Compares unlikely tokens, too: in so small a model the likely ones hardly depend on the
+    context."""
     assert tuple(output.token_ids) == path.output
     logits = reference.logits((*path.prompt, *path.output))[len(path.prompt) - 1 : -1]
     exact = logits.log_softmax(-1)

@@ -41,7 +41,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RANK = 5
 # Tokens of a whole model.
 STEPS = 2
-# By slot: the rank of each module that its adapter has.
+# For each slot, the rank of each module of its adapter.
 SLOTS: tuple[dict[str, int], ...] = (
     {"experts_gate_up": 2 * RANK, "experts_down": 3, "router": 2},
     {"experts_down": RANK, "shared_gate_up": 4, "shared_down": 1, "shared_gate": 2},
@@ -95,23 +95,23 @@ MIXTURES = {
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_numbers_are_those_of_experts_of_their_own(name: str) -> None:
+def test_numbers_equal_those_of_separate_experts(name: str) -> None:
     mixture, slots = MIXTURES[name]
     lora, x = layer_of(mixture, slots), mixture.rows(len(slots), DEVICE)
-    grouped, apart = GroupedMoe(mixture.parts(DEVICE)), mixture.apart(DEVICE)
+    grouped, one_by_one = GroupedMoe(mixture.parts(DEVICE)), mixture.one_by_one(DEVICE)
 
-    found, expected = grouped(x, lora), apart(x, lora)
+    found, expected = grouped(x, lora), one_by_one(x, lora)
 
     bound = 1e-4 if mixture.dtype is torch.float32 else 2**-5
     torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
-    changed = (expected - apart(x)).abs().amax(dim=1) > 0.01
+    changed = (expected - one_by_one(x)).abs().amax(dim=1) > 0.01
     assert changed.tolist() == [slot >= 0 for slot in slots]
     plain = [row for row, slot in enumerate(slots) if slot < 0]
     torch.testing.assert_close(found[plain], grouped(x)[plain], rtol=1e-2, atol=1e-3)
 
 
 class NamedAttention(PaddedReference):
-    """Beside a backend called reference there are no kernels."""
+    """With the backend `reference` no kernels are used."""
 
     name: ClassVar[str] = "named"
 

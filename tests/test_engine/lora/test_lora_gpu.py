@@ -74,7 +74,7 @@ class Layer:
 @pytest.mark.parametrize("count", [1, 64, 256, 2000])
 @pytest.mark.parametrize("max_rank", [16, 64])
 @pytest.mark.parametrize("name", SHAPES)
-def test_models_shapes(name: str, max_rank: int, count: int) -> None:
+def test_shapes_of_real_models(name: str, max_rank: int, count: int) -> None:
     layer = Layer(name, max_rank)
     slots, x, y = layer.inputs(count)
     layer.products.rows(slots).add(layer.linear, x, y)

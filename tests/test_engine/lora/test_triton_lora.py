@@ -85,7 +85,7 @@ def inputs(count: int, dtype: torch.dtype) -> tuple[RowSlots, torch.Tensor, torc
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("count", [1, 40, 270])
-def test_each_row_gets_what_its_adapter_makes_of_it(dtype: torch.dtype, count: int) -> None:
+def test_each_row_gets_the_product_of_its_adapter(dtype: torch.dtype, count: int) -> None:
     """Ranks and modules of their own; more rows than one tile has, and none with an adapter."""
     layer, (slots, x, y) = Layer(dtype), inputs(count, dtype)
     expected, before = layer.exact(slots, x, y), y.clone()
@@ -149,7 +149,7 @@ def test_no_step_has_more_tiles_than_its_recording(slots: int) -> None:
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> Replays:
-    """What stands in for graphs of 2 and 4 rows; more are launched."""
+    """Emulates graphs of 2 and 4 rows; steps with more rows are launched."""
     made = Replays()
     monkeypatch.setattr(attention, "select", lambda *_: PaddedReference())
     monkeypatch.setattr(loader, "TorchOps", TiledOps)
@@ -188,7 +188,7 @@ def test_steps_with_adapters_are_replayed_and_give_the_tokens_of_merged_weights(
 def test_adapters_that_are_launched_step_by_step_give_them_too(
     adapter_scene: AdapterScene, monkeypatch: pytest.MonkeyPatch, deterministic: bool
 ) -> None:
-    """Also where the rest is deterministic, as on a GPU."""
+    """Holds if the other layers are deterministic, as on a GPU."""
     monkeypatch.setattr(loader, "TorchOps", TiledOps)
     monkeypatch.setattr(native, "check_deterministic", lambda *_: None)
     emulate_kernels(monkeypatch)

@@ -192,7 +192,7 @@ def test_a_given_size_is_taken_as_it_is() -> None:
 def test_a_gpus_cache_leaves_room_for_a_step_and_for_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of 1,000 bytes 600 are free behind the profile run; 900 may be used, 70 a step takes."""
+    """1,000 bytes in all: 600 are free after the profile run, 900 may be used, a step takes 70."""
     peaks = iter([50, 120])
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)

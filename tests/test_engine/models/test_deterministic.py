@@ -1,4 +1,4 @@
-"""With `deterministic` a request has the same bits, tokens and log probabilities: alone, in a
+"""In deterministic mode a request has the same bits, tokens and log probabilities: alone, in a
 crowd, in other chunks, over cached prefixes, after a preemption, resumed on another engine.
 """
 
@@ -126,7 +126,9 @@ def half_of(expected: Any, name: str) -> tuple[int, ...]:
     return tuple(expected[name][0][: OUTPUT // 2])
 
 
-def test_what_has_no_such_way_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_without_a_deterministic_path_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = save_checkpoint(tmp_path, "llama")
     monkeypatch.setattr(native, "_is_fused", lambda *_: False)
     with pytest.raises(ConfigError, match="deterministic on a CPU needs a model whose whole step"):

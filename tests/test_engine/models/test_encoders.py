@@ -1,4 +1,5 @@
-"""Encoders that embed: each prompt whole in one step, and the vectors those of transformers."""
+"""Encoders that embed: a step computes whole prompts, and the vectors equal those of
+transformers."""
 
 import json
 from pathlib import Path
@@ -25,7 +26,7 @@ from headrace_testing.embedders import (
 )
 from headrace_testing.engines import cpu_backends, engine_config, make_runner, request
 
-# Ragged, with the ids of padding tokens among them, and one as long as there are positions for.
+# Of different lengths, one as long as the model has positions; some contain ids of padding tokens.
 PROMPTS = [
     [5, 9, 4, 77, 31],
     list(range(3, 3 + POSITIONS)),
@@ -41,16 +42,16 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_embedder(tmp_path_factory.mktemp("bert"), "bert", "mean_tokens")
 
 
-def test_there_is_a_checkpoint_of_each_family() -> None:
+def test_every_encoder_family_has_a_test_checkpoint() -> None:
     assert ENCODERS.keys() == encoder_families.ENCODERS.keys()
 
 
 @pytest.mark.parametrize("family", sorted(ENCODERS))
-def test_vectors_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+def test_vectors_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
     cls = family in ("roberta", "xlm-roberta")
     folder = save_embedder(tmp_path, family, "cls_token" if cls else "mean_tokens")
 
-    # A step takes several prompts, and the longest is longer than a step should be.
+    # A step takes several prompts; the longest prompt alone is over the budget of a step.
     vectors = embed(folder, PROMPTS, max_num_batched_tokens=100, attention_backend="auto")
 
     for prompt, vector in zip(PROMPTS, vectors, strict=True):
@@ -60,7 +61,7 @@ def test_vectors_are_those_of_transformers(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", cpu_backends())
-def test_steps_ahead_and_few_blocks_change_no_vector(bert: Path, backend: str) -> None:
+def test_async_scheduling_and_few_blocks_change_no_vector(bert: Path, backend: str) -> None:
     plain = embed(bert, PROMPTS, attention_backend=backend)
 
     tight = embed(
@@ -72,7 +73,7 @@ def test_steps_ahead_and_few_blocks_change_no_vector(bert: Path, backend: str) -
     np.testing.assert_allclose(tight[2], wanted, atol=1e-5)
 
 
-def test_no_prompt_is_cut_and_none_comes_from_a_cache(
+def test_prompts_are_neither_chunked_nor_cached(
     bert: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[tuple[int, int]]] = []
@@ -95,7 +96,7 @@ def test_no_prompt_is_cut_and_none_comes_from_a_cache(
     assert seen == [[(0, 30)], [(0, 30)], [(0, 30)], [(0, POSITIONS)], [(0, 10)]]
 
 
-def test_what_waits_shares_a_step_within_its_budget(bert: Path) -> None:
+def test_waiting_prompts_share_a_step_within_its_budget(bert: Path) -> None:
     engine = Engine(engine_config(bert), make_runner(bert))
     for index in range(5):
         engine.add_request(embedding_request(str(index), [9] * 20))
@@ -103,12 +104,12 @@ def test_what_waits_shares_a_step_within_its_budget(bert: Path) -> None:
     assert [len(engine.step()) for _ in range(2)] == [3, 2]
 
 
-def test_prompts_are_padded_with_those_of_similar_length_only() -> None:
+def test_prompts_of_similar_length_are_padded_together() -> None:
     assert group_by_length([8, 100, 80, 7, 70, 8]) == [[1, 2], [4], [0, 5, 3]]
     assert group_by_length([]) == []
 
 
-def test_too_long_a_prompt_and_text_are_refused(bert: Path) -> None:
+def test_too_long_prompts_and_text_generation_are_refused(bert: Path) -> None:
     engine = Engine(engine_config(bert), make_runner(bert))
 
     with pytest.raises(RequestError, match=f"{POSITIONS + 1} tokens, but the context is"):
@@ -117,7 +118,7 @@ def test_too_long_a_prompt_and_text_are_refused(bert: Path) -> None:
         engine.add_request(request("text", [4], SamplingParams()))
 
 
-def test_the_context_is_what_there_are_positions_for(tmp_path: Path) -> None:
+def test_the_context_is_the_number_of_positions(tmp_path: Path) -> None:
     folder = save_embedder(tmp_path, "roberta", None)
 
     assert make_runner(folder).max_model_len == POSITIONS  # two more positions are for padding
@@ -129,7 +130,7 @@ def test_the_context_is_what_there_are_positions_for(tmp_path: Path) -> None:
     assert make_runner(folder, max_model_len=POSITIONS).max_model_len == POSITIONS
 
 
-def test_offline_without_modules_the_first_token_is_taken(tmp_path: Path) -> None:
+def test_without_modules_json_the_offline_api_pools_the_first_token(tmp_path: Path) -> None:
     folder = save_embedder(tmp_path, "xlm-roberta", None)
     llm = LLM(str(folder), dtype="float32", device="cpu")
 
@@ -141,7 +142,7 @@ def test_offline_without_modules_the_first_token_is_taken(tmp_path: Path) -> Non
         llm.generate("the cat", use_tqdm=False)
 
 
-def test_what_an_encoder_cannot_do_stops_the_start(bert: Path) -> None:
+def test_settings_that_an_encoder_does_not_support_stop_the_start(bert: Path) -> None:
     with pytest.raises(ConfigError, match="swap_space is 1.0, but BertModel keeps no KV"):
         make_runner(bert, swap_space=1.0)
     with pytest.raises(ConfigError, match="kv_cache_dtype is fp8, but BertModel keeps no KV"):
@@ -154,7 +155,7 @@ def test_what_an_encoder_cannot_do_stops_the_start(bert: Path) -> None:
         make_runner(bert, task="generate")
 
 
-def test_weights_that_are_missing_are_named_unless_they_only_classify(tmp_path: Path) -> None:
+def test_missing_weights_are_named_except_those_of_the_classifier(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     folder = save_embedder(tmp_path, "bert", "cls_token")

@@ -1,4 +1,4 @@
-"""What a config.json leaves out is what transformers' config class takes, for every native family;
+"""Fields missing in config.json get the defaults of transformers' config class, in every family;
 what they cannot honour is refused by name.
 """
 
@@ -78,7 +78,7 @@ def test_absent_fields_are_as_in_transformers(name: str, tmp_path: Path) -> None
         ),
     ],
 )
-def test_what_cannot_be_honoured_is_named(
+def test_unsupported_config_fields_are_named(
     name: str, fields: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=rf"config\.json: .*{message}"):

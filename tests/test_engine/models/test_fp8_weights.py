@@ -68,7 +68,7 @@ def test_zeros_and_broken_numbers() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scaled_products_are_of_what_was_rounded(dtype: torch.dtype) -> None:
+def test_scaled_products_use_the_rounded_inputs(dtype: torch.dtype) -> None:
     x, weight, bias = random(2, 5, 64).to(dtype), round_weight(random(48, 64, seed=1)), random(48)
     found = ScaledLinear(weight, bias.to(dtype), CPU)(x)
     values, scales = round_rows(x.flatten(0, 1))
@@ -84,7 +84,8 @@ def test_scaled_products_are_of_what_was_rounded(dtype: torch.dtype) -> None:
 def test_widened_products_take_scales_of_groups(
     tokens: int, group: int, capability: tuple[int, int]
 ) -> None:
-    """More rows than a tile, sizes that are no multiples of one; 200 inputs are one group."""
+    """There are more rows than in a tile, and no size is a multiple of a tile; 200 inputs are one
+    group."""
     weight, bias = grouped(75, 200, group), random(75, seed=4).to(DEVICE)
     x = random(tokens, 200, seed=5)
     layer = WeightOnlyFloat8Linear(weight, bias if tokens == 1 else None, DEVICE, capability)
@@ -99,7 +100,7 @@ def test_widened_products_take_scales_of_groups(
 def test_few_rows_of_widened_products(
     capability: tuple[int, int], group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Outputs that fill no tile; inputs whole and in parts, whichever program ends last."""
+    """The outputs fill no tile; inputs are whole or in parts, and any program may end last."""
     tiles = (SmallBatchLaunch(32, 64, 1, 4, 3), SmallBatchLaunch(64, 32, 1, 4, 3))
     monkeypatch.setattr(launches, "FLOAT8_TILES", tiles)
     monkeypatch.setattr(launches, "FEWEST_PROGRAMS", 1)
@@ -171,7 +172,7 @@ def test_parts_of_a_matrix() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "mixtral"])
 def test_whole_checkpoints_are_rounded_when_they_are_loaded(name: str, tmp_path: Path) -> None:
-    """To what a checkpoint quantised with a scale for each output holds."""
+    """The result equals a checkpoint quantised with a scale for each output."""
     _, rounded = save_fp8(tmp_path / "rounded", name, None)
     whole, expected = save_checkpoint(tmp_path / "whole", name), load_file(rounded / FILE)
     reader = WeightReader(whole, torch.float32, CPU, quantized=FP8OnLoad(CPU))
@@ -192,7 +193,7 @@ def test_a_rounded_checkpoint_gives_its_tokens(tmp_path: Path) -> None:
 
 
 def test_a_model_of_scaled_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As GPUs from Ada on compute it; only the head is a product of whole numbers."""
+    """Computes like GPUs from Ada on; only the head is a product of unquantised numbers."""
     folder = save_checkpoint(tmp_path, "llama")
     made: list[ScaledLinear] = []
 

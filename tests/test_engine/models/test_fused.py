@@ -45,7 +45,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen2-window": {},
     "qwen3": {"num_attention_heads": 6, "num_key_value_heads": 2},
 }
-# What not all models share, each with both kinds of layers that it has.
+# Features that some models lack, each with both kinds of its layers.
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {"hidden_activation": "gelu_pytorch_tanh"},
     "gemma2": {"intermediate_size": 112},
@@ -193,7 +193,7 @@ def test_weights_in_8_bits_err_little(name: str, dtype: str, isa: str, plain: Pl
 
 
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Of the logits, relative to their spread."""
+    """The error of the logits, relative to their spread."""
     return float((found - exact).pow(2).mean().sqrt() / exact.std())
 
 
@@ -269,7 +269,7 @@ def test_linear_layers(
 def test_weights_stored_in_4_bits_stay_as_they_are(
     isa: str, inputs: int, groups: int, gated: bool
 ) -> None:
-    """Their error is that of activations in 8 bits alone, which these make exact."""
+    """The only error is that of activations in 8 bits, and these activations are exact."""
     generator = torch.Generator().manual_seed(0)
     outputs = 2 * 70
     weight = QuantizedWeight(
@@ -296,7 +296,7 @@ def test_weights_stored_in_4_bits_stay_as_they_are(
 
 @pytest.mark.parametrize(("inputs", "gated"), [(96, False), (320, True)])
 def test_4_bit_floats_stay_as_they_are(inputs: int, gated: bool, isa: str) -> None:
-    """Only activations are rounded, to 8 bits."""
+    """Only the activations are rounded, to 8 bits."""
     generator = torch.Generator().manual_seed(2)
     blocks = torch.randint(0, 256, (70, inputs // 32, 16), generator=generator)
     scales = torch.randint(120, 127, (70, inputs // 32), generator=generator)

@@ -266,7 +266,7 @@ def test_long_rotary_factors_do_not_depend_on_the_batch(
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "mixtral"])
-def test_transformers_serves_what_is_native_too(
+def test_native_models_can_also_be_served_by_transformers(
     name: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
 ) -> None:
     serve(

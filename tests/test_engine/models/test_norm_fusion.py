@@ -64,7 +64,7 @@ def make(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> Maker:
 
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """How often operators were."""
+    """Counts the calls of operators."""
     counts: Counter[str] = Counter()
     for kind, name in ((TunedLinear, "linear_add_norm"), (TritonOps, "add_rms_norm")):
         method = getattr(kind, name)
@@ -111,7 +111,7 @@ def test_fused_norms_whose_replays_differ_are_not_taken(make: Maker) -> None:
     timed: list[float] = []
 
     def time(run: Run) -> float:
-        """Replays of what comes behind both ways with norms of their own write something else."""
+        """Replays of the kernels after both ways, with separate norms, write something else."""
         run().add_(len(timed) // 2)
         timed.append(0.5 ** len(timed))
         return timed[-1]
@@ -126,7 +126,7 @@ def test_fused_norms_whose_replays_differ_are_not_taken(make: Maker) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen2", "phi3-partial"])
-def test_a_step_with_fused_norms_computes_what_one_without_does(make: Maker, name: str) -> None:
+def test_fused_norms_do_not_change_the_results_of_a_step(make: Maker, name: str) -> None:
     runner = make(name)
     config = engine_config(Path(runner._config.model))
     with torch.inference_mode():

@@ -230,7 +230,7 @@ def test_wrong_tensors_are_named(
         ({"quant_method": "compressed-tensors"}, "config_groups must be one group of layers"),
     ],
 )
-def test_what_is_not_supported_is_named(
+def test_unsupported_quantisations_are_named(
     fields: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     packed, _ = save_quantized(tmp_path, "llama", gptq())

@@ -24,7 +24,7 @@ ANSWERS = (
     ("Which licence does Headrace have?", "Headrace is open source under the Apache License 2.0."),
 )
 _SUM = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)\.")
-_WORK = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+_OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_the_configuration_loads_in_transformers() -> None:
     assert config.max_position_embeddings == 2048
 
 
-def test_the_ends_of_a_reply_are_special_tokens_named_as_eos() -> None:
+def test_eos_token_ids_are_the_special_tokens_that_end_a_reply() -> None:
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     settings = json.loads((FOLDER / "generation_config.json").read_text())
     assert settings["eos_token_id"] == tokenizer.convert_tokens_to_ids(
@@ -89,7 +89,7 @@ def test_sums_in_the_training_text_are_right() -> None:
     assert len(worked) > 1000
     for match in worked:
         a, b, result = int(match[1]), int(match[3]), int(match[4])
-        assert result * b == a if match[2] == "/" else result == _WORK[match[2]](a, b)
+        assert result * b == a if match[2] == "/" else result == _OPERATORS[match[2]](a, b)
 
 
 @pytest.mark.parametrize(("prompt", "reply"), ANSWERS)
@@ -106,7 +106,7 @@ def test_the_model_remembers_earlier_turns(talker: Talker) -> None:
     assert talker.replies([chat]) == ["Your name is Emma."]
 
 
-def test_the_offline_api_knows_it_by_its_name() -> None:
+def test_the_offline_api_loads_the_demo_model_by_its_name() -> None:
     llm = LLM("headrace-demo", skip_tokenizer_init=True, num_blocks=8)
 
     (output,) = llm.generate([{"prompt_token_ids": [5]}], SamplingParams(max_tokens=2))

@@ -27,7 +27,7 @@ PROMPTS = [[5, 9, 4, 77, 31], list(range(3, 90)), [200] * 17, [8]]
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As Qwen3-Embedding is saved: a bare model with modules.json."""
+    """A checkpoint like Qwen3-Embedding: a model without a head, with modules.json."""
     return save_embedder(tmp_path_factory.mktemp("qwen3"), "qwen3", "lasttoken")
 
 

@@ -51,18 +51,18 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_numbers_are_those_of_experts_of_their_own(name: str) -> None:
+def test_numbers_equal_those_of_separate_experts(name: str) -> None:
     mixture, tokens = CASES[name]
     x = mixture.rows(tokens, DEVICE)
     found = grouped(mixture.parts(DEVICE))(x)
-    torch.testing.assert_close(found, mixture.apart(DEVICE)(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, mixture.one_by_one(DEVICE)(x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_dtypes_round_where_experts_of_their_own_do(dtype: torch.dtype) -> None:
     mixture = Mixture(experts=6, per_token=2, hidden=48, inner=40, shared=24, dtype=dtype)
     x = mixture.rows(19, DEVICE)
-    found, expected = grouped(mixture.parts(DEVICE))(x), mixture.apart(DEVICE)(x)
+    found, expected = grouped(mixture.parts(DEVICE))(x), mixture.one_by_one(DEVICE)(x)
     bound = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
 
@@ -70,11 +70,11 @@ def test_narrow_dtypes_round_where_experts_of_their_own_do(dtype: torch.dtype) -
 @pytest.mark.parametrize(("tokens", "rows"), [(1, 16), (30, 16), (70, 64)])
 @pytest.mark.parametrize("skewed", [False, True])
 def test_every_pair_is_in_one_tile_of_its_expert(tokens: int, rows: int, skewed: bool) -> None:
-    """With `skewed` all rows go to the same two experts, and six have none."""
+    """With `skewed`, all rows go to the same two experts, and the other six have none."""
     mixture = Mixture(experts=8, per_token=2, hidden=16, inner=8, skewed=skewed)
     x = mixture.rows(tokens, DEVICE)
     routing = grouped(mixture.parts(DEVICE)).route(x, rows)
-    weights, chosen = mixture.apart(DEVICE).route(x)
+    weights, chosen = mixture.one_by_one(DEVICE).route(x)
     torch.testing.assert_close(by_pair(routing, rows), chosen.flatten().cpu())
     torch.testing.assert_close(routing.weights, weights)
     used = [count for count in chosen.flatten().bincount().tolist() if count]
@@ -146,7 +146,7 @@ def test_weights_of_8_bit_floats(hidden: int, group: int) -> None:
     x, exact = mixture.rows(7, DEVICE), read_experts(matrices, expert_names(3), float8=False)
     assert exact is not None and exact.down.values.dtype is torch.float32
     found = GroupedMoe(mixture.parts(DEVICE, weights=weights), capability=(8, 0))(x)
-    expected = mixture.apart(DEVICE, weights=exact)(x)
+    expected = mixture.one_by_one(DEVICE, weights=exact)(x)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -174,11 +174,11 @@ def test_ranks_add_up_to_the_whole(checkpoint: Any) -> None:
         weights = read_experts(Matrices(mixture, DEVICE, cut=cuts.tensor), expert_names(4), False)
         assert weights is not None and weights.down.values.shape == (4, 32, 12)
         found += grouped(mixture.parts(DEVICE, weights=weights))(x)
-    torch.testing.assert_close(found, mixture.apart(DEVICE)(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, mixture.one_by_one(DEVICE)(x), rtol=1e-4, atol=1e-5)
 
 
 class NamedAttention(PaddedReference):
-    """Beside a backend called reference there are no kernels."""
+    """With the backend `reference` no kernels are used."""
 
     name: ClassVar[str] = "named"
 

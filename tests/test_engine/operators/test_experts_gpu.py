@@ -1,5 +1,5 @@
-"""Mixtures of experts on a GPU with the shapes that models have, against experts of their own, and
-recorded in a CUDA graph. Needs a CUDA device: `pytest -m gpu -rs`.
+"""Mixtures of experts on a GPU, in the shapes of real models: compared with experts computed one by
+one, and recorded in a CUDA graph. Needs a CUDA device: `pytest -m gpu -rs`.
 """
 
 import pytest
@@ -30,16 +30,16 @@ BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 @pytest.mark.parametrize("tokens", [1, 33, 256, 5000])
 @pytest.mark.parametrize("name", SHAPES)
-def test_models_shapes(name: str, tokens: int) -> None:
+def test_shapes_of_real_models(name: str, tokens: int) -> None:
     mixture = SHAPES[name]
     x, bound = mixture.rows(tokens, CUDA), BOUNDS[mixture.dtype]
     found = GroupedMoe(mixture.parts(CUDA))(x)
-    torch.testing.assert_close(found, mixture.apart(CUDA)(x), rtol=bound, atol=bound)
+    torch.testing.assert_close(found, mixture.one_by_one(CUDA)(x), rtol=bound, atol=bound)
 
 
 @pytest.mark.parametrize("name", ["Qwen3 30B-A3B", "Qwen1.5 2.7B"])
 @pytest.mark.parametrize("tokens", [4, 64])
-def test_a_recorded_step_serves_another_routing(name: str, tokens: int) -> None:
+def test_a_cuda_graph_computes_rows_with_another_routing(name: str, tokens: int) -> None:
     mixture = SHAPES[name]
     moe, rows = (
         GroupedMoe(mixture.parts(CUDA, BatchInvariantLinear)),
@@ -59,7 +59,7 @@ def test_a_recorded_step_serves_another_routing(name: str, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_row_has_the_same_bits_in_every_batch_if_deterministic(name: str) -> None:
+def test_a_row_has_the_same_bits_in_every_deterministic_batch(name: str) -> None:
     mixture = SHAPES[name]
     moe = GroupedMoe(mixture.parts(CUDA, BatchInvariantLinear), deterministic=True)
     x = mixture.rows(700, CUDA)
@@ -71,15 +71,14 @@ def test_a_row_has_the_same_bits_in_every_batch_if_deterministic(name: str) -> N
 @pytest.mark.parametrize("group", [2048, 128])
 @pytest.mark.parametrize("capability", [None, AMPERE], ids=["own", "as Ampere"])
 @pytest.mark.parametrize("tokens", [1, 200, 3000])
-def test_weights_of_8_bit_floats(
+def test_float8_weights_match_their_dequantised_values(
     group: int, capability: tuple[int, int] | None, tokens: int
 ) -> None:
-    """Against the numbers that they stand for, in the rows' dtype."""
     mixture = Mixture(16, 4, 2048, 2048, dtype=torch.bfloat16)
     names, matrices = expert_names(16), Matrices(mixture, CUDA, group)
     weights, exact = (read_experts(matrices, names, float8) for float8 in (True, False))
     assert isinstance(weights, ExpertWeights) and isinstance(exact, ExpertWeights)
     x = mixture.rows(tokens, CUDA)
     found = GroupedMoe(mixture.parts(CUDA, weights=weights), capability=capability)(x)
-    expected = mixture.apart(CUDA, weights=exact)(x.float()).to(x.dtype)
+    expected = mixture.one_by_one(CUDA, weights=exact)(x.float()).to(x.dtype)
     torch.testing.assert_close(found, expected, rtol=3e-2, atol=3e-2)

@@ -30,7 +30,7 @@ CUDA = torch.device("cuda")
 @pytest.mark.parametrize("cache_dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("bits", [False, True], ids=["by instructions", "by bits"])
 def test_caches_of_8_bit_floats(cache_dtype: torch.dtype, bits: bool) -> None:
-    """Both read the same numbers, so that only bfloat16's own rounding is between them."""
+    """Both read the same numbers, so they differ only by the rounding of bfloat16."""
     if not bits and torch.cuda.get_device_capability() < ADA:
         pytest.skip("no CUDA device from Ada on")
     params = LayerParams(128**-0.5, key_scale=0.25, value_scale=0.5)

@@ -1,5 +1,5 @@
-"""RMS norms as parts of the products before and behind them, through Triton's interpreter: beside
-norms that are apart, and float64.
+"""RMS norms fused into the products before and after them, through Triton's interpreter: compared
+with separate norms, and with float64.
 """
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ from headrace_testing.triton_interpreter import nearly_cancel
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KIND, EPS, ULP = torch.bfloat16, 1e-5, 2**-8
-# Of 96 outputs the last tile is filled half.
+# The last tile of 96 outputs is half full.
 TILE = SmallBatchLaunch(64, 32, 1, 4, 3)
 HIDDEN = 96
 
@@ -51,12 +51,12 @@ def test_one_product_adds_and_squares_and_the_next_one_divides(
     gate_up = layer(ops, 140, HIDDEN, 1, bias)
     x, norm = random(rows, 128, seed=1), random(HIDDEN, seed=2)
     before = random(rows, HIDDEN, seed=3, scale=4.0)
-    before[:, ::2] = 0.0  # what is added there is the product as it is
+    before[:, ::2] = 0.0  # so that the sum is the product itself
     nearly_cancel(x, o._weight)
-    apart, total = ops.add_rms_norm(o(x), before.clone(), norm, EPS)
+    separate, total = ops.add_rms_norm(o(x), before.clone(), norm, EPS)
     residual = before.clone()
     normed = o.linear_add_norm(x, residual, norm, EPS)
-    assert torch.equal(residual, total), "rounded as it is by a norm that is apart"
+    assert torch.equal(residual, total), "rounded like a separate norm"
     assert torch.equal(normed.rows, (total.float() * norm.float()).to(KIND))
     squares = total.double().square().sum(1)
     torch.testing.assert_close(normed.squares.double().sum(1), squares, rtol=1e-6, atol=0.0)
@@ -64,7 +64,7 @@ def test_one_product_adds_and_squares_and_the_next_one_divides(
     for linear in (qkv, gate_up):
         whole = exact @ linear._weight.double().T + (0 if linear._bias is None else linear._bias)
         expect_close(linear.norm_linear(normed), whole)
-        expect_close(linear(apart), whole)
+        expect_close(linear(separate), whole)
     activated = gate_up.norm_linear_silu(normed)
     assert torch.equal(activated, ops.silu_mul(gate_up.norm_linear(normed)))
     again = before.clone()
@@ -76,8 +76,8 @@ def expect_close(found: torch.Tensor, exact: torch.Tensor) -> None:
     assert error < ULP, error
 
 
-def test_products_in_float16_do_without() -> None:
-    """What is not divided yet may be beyond its range."""
+def test_products_in_float16_have_no_fused_norms() -> None:
+    """An intermediate sum, before the division, may exceed the range of its dtype."""
     made = TritonOps().linear(torch.ones(64, 64, dtype=torch.float16, device=DEVICE), None)
     assert isinstance(made, TunedLinear) and not made.can_fuse_norms()
     narrow = TritonOps().linear(torch.ones(64, 60, dtype=KIND, device=DEVICE), None)

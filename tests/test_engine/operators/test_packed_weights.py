@@ -85,7 +85,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 # A run of 64, 32 and 16 inputs; groups of one run, of half a pair, of all; sizes that need fillers,
-# also behind the last group; groups in any order and of any size.
+# also after the last group; groups in any order and of any size.
 WEIGHTS: dict[str, Callable[[], QuantizedWeight]] = {
     "4 bits, symmetric": lambda: drawn(90, 512, 4, 4, symmetric=True),
     "4 bits, groups of 64": lambda: drawn(33, 512, 4, 8),
@@ -104,7 +104,7 @@ WEIGHTS: dict[str, Callable[[], QuantizedWeight]] = {
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_products_are_of_what_the_weights_stand_for(name: str) -> None:
+def test_products_use_the_dequantised_weights(name: str) -> None:
     weight = WEIGHTS[name]()
     linear, x = layer(weight), random(3, weight.shape[1])
     expected = x.double() @ weight.dequantize().double().T
@@ -126,7 +126,7 @@ def test_rows_parts_and_biases(dtype: torch.dtype, bits: int, splits: int) -> No
         expected = x.double() @ weight.dequantize().double().T + bias.cpu().double()
         found = linear.small_batch(x.to(DEVICE), launch)
         assert error(found, expected) < BOUNDS[dtype]
-        # What counts the parts is left as it was found.
+        # The counters of parts are reset.
         assert torch.equal(linear.small_batch(x.to(DEVICE), launch), found)
 
 
@@ -154,7 +154,7 @@ def test_many_rows_none_and_rows_of_rows() -> None:
 
 
 class Recorder:
-    """Stands where the kernel stands and keeps what decides on a row's order of sums."""
+    """Replaces the kernel and records the arguments that decide the order of a row's sums."""
 
     def __init__(self) -> None:
         self.launched = set[tuple[int, ...]]()
@@ -197,7 +197,7 @@ def test_rounding_to_8_bits_errs_by_half_a_step() -> None:
     assert (packed.bits, packed.group, packed.zeros, packed.zero) == (8, 0, None, 128)
 
 
-def test_what_is_kept_is_as_small_as_it_was_stored() -> None:
+def test_packed_weights_are_as_small_as_in_the_checkpoint() -> None:
     """4 bits, and 16 bits of a scale for each 128 inputs."""
     packed = pack_quantized(drawn(64, 1024, 4, 8, symmetric=True), DEVICE)
     assert packed.num_bytes == 64 * 1024 // 2 + 64 * 8 * 2 and packed.order is None
@@ -257,7 +257,7 @@ def test_the_assembly_widens_every_4_bit_float(code: Any, first: int, dtype: tor
         assert torch.equal(found.float(), pair)
 
 
-def test_launches_fill_the_device_and_what_was_chosen_is_used(
+def test_launches_fill_the_device_and_the_chosen_launch_is_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for outputs, inputs in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
@@ -300,7 +300,9 @@ def test_experts_are_multiplied_together(
     weights, exact = mixture.biased(weights), mixture.biased(ExpertWeights(*whole))
     x, parts = mixture.rows(tokens, DEVICE), mixture.parts(DEVICE, weights=weights)
     found = GroupedMoe(parts)(x)
-    assert error(found, mixture.apart(DEVICE, weights=exact)(x).double()) < BOUNDS[torch.float32]
+    assert (
+        error(found, mixture.one_by_one(DEVICE, weights=exact)(x).double()) < BOUNDS[torch.float32]
+    )
     alike = mixture.parts(DEVICE, BatchInvariantLinear, weights)
     invariant = GroupedMoe(alike, deterministic=True)
     assert torch.equal(invariant(x)[-1:], invariant(x[-1:]))
@@ -317,7 +319,7 @@ def test_experts_of_unlike_groups_are_not_put_together() -> None:
 
 
 def test_the_tuner_measures_each_shape_once_and_its_choice_is_used() -> None:
-    """Whatever it chooses computes the same, inputs in another order among it."""
+    """Every choice computes the same result, even with inputs in another order."""
     products = PackedProducts()
     weights = [drawn(40, 256, 4, 2), shuffled(drawn(40, 256, 4, 8), torch.arange(256) // 32)]
     linears = [products.layer(pack_quantized(one, DEVICE), None) for one in (*weights, weights[0])]
@@ -337,7 +339,7 @@ def test_the_tuner_measures_each_shape_once_and_its_choice_is_used() -> None:
 
 
 class NamedAttention(ReferenceBackend):
-    """Beside a backend called reference there are no kernels."""
+    """With the backend `reference` no kernels are used."""
 
     name: ClassVar[str] = "named"
 
@@ -383,7 +385,7 @@ def test_mxfp4_experts_lose_nothing(tmp_path: Path, on_triton: None) -> None:
 
 
 def test_a_whole_model_is_put_into_8_bits(checkpoint: Any, on_triton: None) -> None:
-    """With its experts and its head; logits stay close."""
+    """The experts and the head are converted, too; logits stay close."""
     folder, tops = checkpoint("mixtral"), []
     for quantization in ("none", "int8"):
         runner = make_runner(folder, attention_backend="auto", quantization=quantization)

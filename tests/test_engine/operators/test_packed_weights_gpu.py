@@ -69,7 +69,7 @@ def layer(weight: QuantizedWeight, bias: torch.Tensor | None = None) -> PackedWe
         ("odd", torch.float32, 4, 0, False),
     ],
 )
-def test_models_shapes(
+def test_shapes_of_real_models(
     name: str, dtype: torch.dtype, bits: int, group: int, symmetric: bool
 ) -> None:
     weight, bias = drawn(SHAPES[name], bits, group, symmetric), rows(1, SHAPES[name][0], dtype)[0]
@@ -134,7 +134,8 @@ def test_rounding_to_8_bits_where_the_weight_lies() -> None:
 @pytest.mark.parametrize("tokens", [1, 2000])
 @pytest.mark.parametrize(("bits", "symmetric"), [(4, False), (8, True)])
 def test_experts(bits: int, symmetric: bool, tokens: int) -> None:
-    """Of Qwen3 30B-A3B's sizes, and a row's bits if deterministic."""
+    """Experts of Qwen3 30B-A3B's sizes; in deterministic mode a row's bits do not depend on the
+    batch."""
     mixture = Mixture(16, 4, 2048, 768, dtype=torch.bfloat16)
     names, matrices = expert_names(16), QuantizedMatrices(mixture, bits, 128, symmetric, CUDA)
     weights = read_packed_weights(matrices, names, quantize=False)
@@ -144,7 +145,7 @@ def test_experts(bits: int, symmetric: bool, tokens: int) -> None:
     )
     x = mixture.rows(tokens, CUDA)
     found = GroupedMoe(mixture.parts(CUDA, weights=weights))(x)
-    expected = mixture.apart(CUDA, weights=exact)(x.float())
+    expected = mixture.one_by_one(CUDA, weights=exact)(x.float())
     torch.testing.assert_close(found.float(), expected, rtol=3e-2, atol=3e-2)
     invariant = GroupedMoe(mixture.parts(CUDA, BatchInvariantLinear, weights), deterministic=True)
     assert torch.equal(invariant(x)[-1:], invariant(x[-1:]))

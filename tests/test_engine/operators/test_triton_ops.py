@@ -95,7 +95,7 @@ def test_rotation(dtype: torch.dtype, pairs: int, normed: bool, interleaved: boo
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("wide_norm", [False, True])
 def test_rotation_that_writes_keys_and_values(dtype: torch.dtype, wide_norm: bool) -> None:
-    """As the separate steps do, and with norms in float32 as Gemma's have them."""
+    """Writes the same as the separate steps, also with norms in float32 as in Gemma."""
     backend, rotation = TritonBackend((9, 0)), Rotation(dtype, 5, normed=True)
     ops: Ops = TorchOps()
     if wide_norm and rotation.norm is not None:
@@ -128,7 +128,7 @@ def test_rotation_that_writes_8_bit_floats() -> None:
 
 
 def two_sequences() -> AttentionMetadata:
-    """A decode and a run of two tokens, behind which there is padding."""
+    """A decode and a run of two tokens, followed by padding."""
     return AttentionMetadata(
         query_start=torch.tensor([0, 1, 4], dtype=torch.int32, device=DEVICE),
         seq_lens=torch.tensor([1, 3], dtype=torch.int32, device=DEVICE),
@@ -140,7 +140,7 @@ def two_sequences() -> AttentionMetadata:
     )
 
 
-def test_what_the_kernels_do_not_take_goes_to_torch() -> None:
+def test_inputs_that_the_kernels_do_not_take_go_to_torch() -> None:
     x, weight = random(4, 32).t(), random(4)
     same(TritonOps().rms_norm(x, weight, 1e-5), TorchOps().rms_norm(x, weight, 1e-5))
     empty = torch.empty(0, 32)

@@ -71,7 +71,7 @@ def test_only_allowed_tokens_are_left_to_their_row() -> None:
 def test_a_bad_word_may_not_be_completed(
     output: tuple[int, ...], ahead: tuple[int, ...], banned: set[int]
 ) -> None:
-    """Of one token, of two and of three; the prompt does not count as a beginning."""
+    """Bad words of one, two and three tokens; a word that begins in the prompt is not matched."""
     words = ((9,), (4, 5), (7, 8, 10), (2, 11))
 
     (found,) = finite(row(output, ahead, bad_words_token_ids=words))

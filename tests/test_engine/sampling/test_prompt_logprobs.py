@@ -37,7 +37,7 @@ def llm(checkpoint: CheckpointMaker) -> LLM:
 
 @pytest.fixture(scope="module")
 def expected(reference: ReferenceMaker) -> torch.Tensor:
-    """float32 log probabilities [T, V] behind each token of the prompt."""
+    """float32 log probabilities [T, V] after each token of the prompt."""
     with torch.inference_mode():
         logits = reference("llama").model(torch.tensor([PROMPT])).logits[0]
     return torch.log_softmax(logits.float(), -1)
@@ -55,7 +55,9 @@ def generate(llm: LLM, *params: SamplingParams, prompt: list[int] | None = None)
 
 
 @pytest.mark.parametrize("count", [0, 1, 20])
-def test_they_are_those_of_transformers(llm: LLM, expected: torch.Tensor, count: int) -> None:
+def test_prompt_logprobs_equal_those_of_transformers(
+    llm: LLM, expected: torch.Tensor, count: int
+) -> None:
     (output,) = generate(llm, scored(count))
 
     assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(PROMPT)

@@ -127,7 +127,7 @@ def make_params(name: str, **more: Any) -> SamplingParams:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_sampled_tokens_invert_the_exact_distribution(name: str) -> None:
-    """For many seeds at once: the token's interval of the distribution function holds u."""
+    """For many seeds: u lies in the token's interval of the distribution function."""
     count = 400
     logits = random_logits(1).expand(count, -1)
     rows = [sequence(make_params(name), output=(7, 7, 12, 30), seed=seed) for seed in range(count)]
@@ -196,7 +196,7 @@ def test_a_number_depends_on_seed_choice_and_position_alone() -> None:
     numbers = uniforms(seeds, choices, positions)
     assert len(set(numbers.tolist())) == 5
     assert numbers[::-1].tolist() == uniforms(seeds[::-1], choices[::-1], positions[::-1]).tolist()
-    # Pinned: a stream that moves between releases must go on.
+    # Pinned: a stream that moves between releases must continue with the same tokens.
     assert uniforms([0], [0], [0]).tolist() == [0.13870941014555427]
 
 

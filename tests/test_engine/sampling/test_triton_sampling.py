@@ -39,7 +39,7 @@ def uniform(count: int) -> torch.Tensor:
 
 
 def test_tokens_are_those_of_the_filters() -> None:
-    """In more than one block, with many ties in every other row."""
+    """The vocabulary spans several blocks, and every other row has many ties."""
     scaled = scaled_logits(len(FILTERS), BLOCK + 5)
     scaled[::2] = scaled[::2].round(decimals=1)
     numbers = uniform(len(FILTERS))
@@ -56,7 +56,7 @@ def test_the_ends_of_the_interval_give_tokens_that_are_kept() -> None:
     assert sampled.tolist() == [3, 500, BLOCK + 96]
 
 
-def test_what_is_impossible_is_never_sampled() -> None:
+def test_tokens_with_zero_probability_are_never_sampled() -> None:
     scaled = torch.full((2, 50), -torch.inf, device=DEVICE)
     scaled[0, 30] = 0.0
     scaled[1, [7, 9]] = torch.tensor([0.0, -80.0], device=DEVICE)

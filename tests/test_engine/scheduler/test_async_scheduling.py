@@ -38,7 +38,7 @@ OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 48,
     "threads": 1,
 }
-# A third of what the requests want together, and memory to swap to.
+# A third of the blocks that the requests need together, and memory to swap to.
 TIGHT: dict[str, Any] = {**OPTIONS, "num_blocks": 60, "swap_space": 0.02, "watermark": 0.0}
 EOS = (0, 2)
 PREFIX = tuple(range(300, 312))
@@ -131,7 +131,7 @@ def run(
 
 @pytest.fixture(scope="module")
 def expected(requests: list[EngineRequest]) -> dict[Choice, Output]:
-    """Of an engine whose steps wait for each other, with room for all."""
+    """The outputs of an engine with synchronous steps and room for all requests."""
     config = EngineConfig(**OPTIONS, async_scheduling=False)
     return run(Engine(config, ModelRunner(config)), requests)
 
@@ -150,7 +150,7 @@ def late_runner() -> Watched:
     return Watched(config)
 
 
-def test_tokens_are_those_of_steps_that_wait(
+def test_tokens_equal_those_of_synchronous_steps(
     runner: Watched, requests: list[EngineRequest], expected: dict[Choice, Output]
 ) -> None:
     engine = Engine(EngineConfig(**OPTIONS, policy="priority"), runner)
@@ -197,8 +197,8 @@ def test_choices_that_are_aborted_in_flight_disturb_nobody(
     assert found["r0", 0].finish_reason == "aborted"
 
 
-def test_what_was_not_set_is_the_devices_to_choose() -> None:
-    """On for GPUs, off for CPUs."""
+def test_unset_async_scheduling_depends_on_the_device() -> None:
+    """It is on for GPUs and off for CPUs."""
     unset = EngineSettings(model="m")
     given = [EngineSettings(model="m", async_scheduling=value) for value in (True, False)]
     wanted = [settings.engine_config().async_scheduling for settings in (unset, *given)]

@@ -65,7 +65,7 @@ def test_beams_are_those_of_transformers(
     length_penalty: float,
     early_stopping: Any,
 ) -> None:
-    # Beams end by an ordinary token, so that they do end.
+    # Ordinary tokens end the beams, since the models hardly ever choose EOS.
     ends = [17, 44, 101]
     wanted = search(
         reference("llama"),
@@ -155,7 +155,7 @@ def test_equal_prompts_of_one_step_are_computed_once(
     outputs = engine.step()
     assert len(outputs) == 4
     stats = engine.stats()
-    # The others compute what is behind the prefix; the prompt without anything comes first.
+    # The others compute the tokens after the prefix; the prompt without output comes first.
     assert stats.step_prefill_tokens == 24 + 1 + 2 + 3
     rest = run(engine, [])
     first = {output.request_id: list(output.token_ids) for output in outputs}

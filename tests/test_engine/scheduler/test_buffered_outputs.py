@@ -43,7 +43,7 @@ def expected(rig: Rig, request: EngineRequest) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("width", [1, 2, 5])
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
-def test_beams_find_what_the_search_finds(width: int, early_stopping: bool | str) -> None:
+def test_beams_equal_an_exhaustive_search(width: int, early_stopping: bool | str) -> None:
     rig = make_rig()
     request = make_request(
         "a", range(1, 8), params=beams(width, n=width, early_stopping=early_stopping)
@@ -54,7 +54,7 @@ def test_beams_find_what_the_search_finds(width: int, early_stopping: bool | str
     assert rig.scheduler.stats().blocks_used == 0
 
 
-def test_beams_share_the_blocks_of_what_they_have_in_common() -> None:
+def test_beams_share_the_blocks_of_their_common_prefix() -> None:
     rig = make_rig()
     rig.add(make_request("a", range(1, 33), params=beams(4, max_tokens=6, ignore_eos=True)))
     rig.step(4)
@@ -150,7 +150,7 @@ def test_best_of_returns_the_likeliest_choices() -> None:
     rig.add(request)
     rig.finish()
     assert answer(rig, "a") == rig.runner.expected_best(request)
-    assert all(output.logprobs is None for output in rig.outputs), "nobody asked for them"
+    assert all(output.logprobs is None for output in rig.outputs), "no client asked for them"
 
 
 def test_log_probabilities_are_those_that_were_asked_for() -> None:
@@ -172,7 +172,7 @@ def test_log_probabilities_are_those_that_were_asked_for() -> None:
             assert (entry.logprob, entry.rank) == (wanted.logprob, wanted.rank)
 
 
-def test_what_was_begun_elsewhere_begins_anew() -> None:
+def test_a_request_begun_by_another_engine_starts_again() -> None:
     rig = make_rig()
     request = make_request("a", range(1, 8), params=beams(2, n=2), resume=((5, 6), ()))
     rig.add(request)
@@ -192,7 +192,7 @@ def test_a_choice_that_is_aborted_is_left_out(params: SamplingParams) -> None:
     rig.step(2)
     rig.scheduler.abort("a", 0)
     rig.scheduler.abort("a", 1)
-    assert not rig.scheduler.has_work, "nobody wants any of it"
+    assert not rig.scheduler.has_work, "all its clients are gone"
 
 
 @pytest.mark.parametrize("params", [beams(4, n=2), best(4, 2)])

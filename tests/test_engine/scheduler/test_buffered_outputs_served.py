@@ -19,7 +19,7 @@ BEST = SamplingParams(n=2, best_of=3, max_tokens=6, seed=1)
 
 
 async def replies_to(params: SamplingParams, runner: FakeRunner) -> list[Tokens]:
-    """What a gateway is told of one request."""
+    """The messages that a gateway gets about one request."""
     backend = InMemory()
     gateway = backend.gateway()
     engine = Engine(make_config(), runner)

@@ -1,4 +1,4 @@
-"""How much of the used blocks holds nothing, on a mixed workload: the scheduler without a model."""
+"""Measures the unused part of allocated blocks on a mixed workload, without a model."""
 
 import random
 

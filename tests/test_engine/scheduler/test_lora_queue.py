@@ -62,7 +62,7 @@ def test_it_is_told_which_adapters_run_and_wait() -> None:
     assert scene.scheduler.lora_stats() == LoRAStats(2, ("a", "b"), ("c",))
 
 
-def test_the_slot_goes_to_whoever_has_waited_longest() -> None:
+def test_the_slot_goes_to_the_request_that_waited_longest() -> None:
     scene = rig()
     scene.add(request("a1", "a", max_tokens=2), request("b1", "b"), request("c1", "c"))
 

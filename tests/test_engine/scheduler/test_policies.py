@@ -1,4 +1,4 @@
-"""What each policy promises of order, bounds and endings, over the scheduler and a fake runner.
+"""The guarantees of each policy on order, bounds and endings, with a fake runner.
 
 Time is the tests' own. Not covered: the KV blocks under each policy (test_scheduler_stateful).
 """
@@ -200,7 +200,7 @@ def test_a_long_job_is_overtaken_only_within_the_ageing_bound() -> None:
         assert lead <= (sizes[0] - sizes[1]) / ageing
 
 
-def test_a_resumed_request_counts_what_is_left() -> None:
+def test_a_resumed_request_counts_only_its_remaining_tokens() -> None:
     fresh = make_request("fresh", [1], params=params(8))
     resumed = make_request("resumed", [2], params=params(20), resume=((3,) * 17,))
     rig = one_at_a_time(ShortestJobFirst())
@@ -209,7 +209,7 @@ def test_a_resumed_request_counts_what_is_left() -> None:
     assert [name for name, _, _ in rig.shape()] == ["resumed"]
 
 
-def test_lengths_are_learned_from_what_ended() -> None:
+def test_lengths_are_learned_from_finished_requests() -> None:
     policy = ShortestJobFirst()
     rig = one_at_a_time(policy)
     talk, terse = [7] * 16, [8] * 16  # two applications, with prompts of their own
@@ -239,7 +239,7 @@ def backlog(tenants: dict[str, int], tokens: int) -> list[EngineRequest]:
 
 
 def charge(scheduler_output: SchedulerOutput) -> dict[str, float]:
-    """What a step gives each tenant: 1 a prompt token, 2 an output token."""
+    """The service that a step gives each tenant: 1 for a prompt token, 2 for an output token."""
     given: dict[str, float] = {}
     for item in scheduler_output.scheduled:
         prompt = max(0, min(item.start + item.length, item.sequence.prompt_length) - item.start)
@@ -293,7 +293,7 @@ def test_a_tenant_has_no_credit_for_the_time_it_was_idle() -> None:
     assert 8 <= sum(name[0] == "b" for name in names[first : first + 20]) <= 12
 
 
-def test_what_is_recomputed_is_not_charged() -> None:
+def test_recomputed_tokens_are_not_charged() -> None:
     policy = Fair(output_weight=0.0)
     rig = make_rig(num_blocks=5, policy=policy)
     rig.add(*(make_request(name, [k] * 8, params=params(8)) for k, name in enumerate("ab", 1)))
@@ -336,7 +336,7 @@ def test_a_request_without_a_deadline_is_overtaken_only_within_the_horizon() -> 
     assert names == ["1.0", "4.0", "free", "6.0"]
 
 
-def test_running_work_ends_at_its_deadline_with_what_it_has() -> None:
+def test_a_running_request_ends_at_its_deadline_with_its_tokens() -> None:
     clock = Time()
     rig = make_rig(policy=Deadline(margin=0.5, clock=clock))
     request = make_request("a", [1, 2], params=params(9), deadline=10.0)
@@ -411,7 +411,7 @@ def test_the_end_of_a_request_is_forgotten_with_it() -> None:
     assert rig.scheduler.has_work
 
 
-def test_the_engine_hands_out_what_was_shed_even_without_a_step() -> None:
+def test_the_engine_returns_requests_aborted_by_policy_without_a_step() -> None:
     clock = Time()
     runner = FakeRunner()
     engine = Engine(make_config(), runner, Deadline(clock=clock))
@@ -442,7 +442,7 @@ class CountedRank(tuple[float, ...]):
 
 
 def looks_of_twenty_steps(name: str, waiting: int) -> int:
-    """How often keys are compared, and the policy is asked, while `waiting` sequences wait."""
+    """Counts the comparisons of keys and the calls of the policy while `waiting` sequences wait."""
     policy = make_policy(name, clock=Time())
     rig = make_rig(make_config(max_num_seqs=2), policy=policy)
     make_key = policy.key
@@ -501,7 +501,7 @@ def test_a_policy_of_ones_own_is_made_by_module_and_class() -> None:
         ("deadline", {"horizon": inf}, "horizon must be a number"),
     ],
 )
-def test_what_is_wrong_with_a_policy_is_named(
+def test_invalid_policies_are_refused_by_name(
     name: str, options: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -39,7 +39,7 @@ def test_every_policy_gives_the_same_tokens(folder: Path) -> None:
         assert [one.outputs[0].token_ids for one in outputs] == expected
 
 
-def test_what_is_late_says_so(folder: Path) -> None:
+def test_a_late_request_says_that_its_deadline_is_over(folder: Path) -> None:
     llm = load(folder, policy="deadline", policy_options={"margin": 0})
     late, in_time = llm.generate(PROMPTS[:2], GREEDY, timeout=[0.0, 600.0])
     assert (late.outputs[0].finish_reason, late.outputs[0].token_ids) == ("abort", [])

@@ -123,7 +123,7 @@ async def run(service: Service) -> AsyncIterator[Service]:
         await asyncio.gather(tasks[0], return_exceptions=True)
 
 
-async def test_a_request_that_another_engine_gave_back_goes_before_those_that_wait() -> None:
+async def test_a_request_given_back_by_an_engine_goes_before_waiting_ones() -> None:
     service = Service(Fcfs(), lookahead=0)
     other = service.backend.engine("other")
     await service.admit("begun")
@@ -158,7 +158,7 @@ async def test_the_engine_takes_more_than_it_can_start_for_the_policy_to_choose_
         assert service.first_tokens() == ["a", "urgent", "b", "c", "d"]
 
 
-async def test_without_lookahead_what_cannot_start_stays_in_the_queue() -> None:
+async def test_without_lookahead_requests_that_cannot_start_stay_in_the_queue() -> None:
     async with serving(Fcfs(), lookahead=0) as service:
         await service.admit("a")
         await service.taken()

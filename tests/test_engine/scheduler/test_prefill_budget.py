@@ -34,7 +34,7 @@ def test_the_budget_of_tokens_is_never_exceeded() -> None:
     assert paced(0.1, decode_s=0.02, token_s=0.0001).prompt_tokens(256, 8) == 256
 
 
-def test_prompts_go_on_where_decodes_alone_take_longer_than_the_target() -> None:
+def test_prompts_progress_even_if_decodes_alone_exceed_the_target() -> None:
     assert paced(0.1, decode_s=0.5, token_s=0.0001).prompt_tokens(2048, 8) == LEAST_TOKENS
 
 
@@ -70,7 +70,7 @@ def test_it_follows_a_machine_that_becomes_slower() -> None:
 
 
 def test_a_scheduler_cuts_prompts_to_the_target_only_while_something_decodes() -> None:
-    """With 0.1 s a step and 1 ms a prompt token."""
+    """A step takes 0.1 s, and 1 ms more for each prompt token."""
     config = replace(make_config(max_num_batched_tokens=1000), itl_target=0.1)
     rig = make_rig(config, num_blocks=256, max_model_len=512, prompt_seconds=0.001)
     long_output = SamplingParams(max_tokens=50, ignore_eos=True)

@@ -67,7 +67,7 @@ def test_admission_leaves_the_watermark_free() -> None:
     rig = make_rig(make_config(watermark=0.25), num_blocks=8)
     rig.add(make_request("a", [1] * 12), make_request("b", [2] * 13), make_request("c", [3]))
     rig.step()
-    assert [name for name, _, _ in rig.shape()] == ["a"], "b takes 4 of 5 and c comes behind it"
+    assert [name for name, _, _ in rig.shape()] == ["a"], "b takes 4 of 5 and c comes after it"
 
 
 def test_a_prefill_gets_all_its_blocks_before_others_are_admitted() -> None:
@@ -156,7 +156,7 @@ def test_an_earlier_prefill_takes_blocks_from_later_decodes() -> None:
     assert rig.tokens() == rig.expected(late, early)
 
 
-def test_a_later_prefill_without_blocks_keeps_what_it_has() -> None:
+def test_a_later_prefill_without_blocks_keeps_its_computed_blocks() -> None:
     rig = make_rig(make_config(max_num_batched_tokens=3), num_blocks=8)
     early = make_request("early", range(30, 41), params=params(20), arrival=1.0)
     late = make_request("late", range(1, 21), params=params(4), arrival=9.0)
@@ -248,7 +248,7 @@ def test_more_choices_than_max_num_seqs_all_end() -> None:
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_choices_go_on_when_the_first_is_aborted_before_its_prompt_is_done(caching: bool) -> None:
+def test_choices_continue_if_the_first_is_aborted_during_prefill(caching: bool) -> None:
     rig = make_rig(make_config(max_num_batched_tokens=4, enable_prefix_caching=caching))
     request = make_request("a", range(1, 11), params=params(3, n=3))
     rig.add(request)
@@ -260,7 +260,7 @@ def test_choices_go_on_when_the_first_is_aborted_before_its_prompt_is_done(cachi
     assert rig.tokens() == expected
 
 
-def test_choices_go_on_when_the_first_ends_with_its_first_token() -> None:
+def test_choices_continue_if_the_first_ends_with_its_first_token() -> None:
     rig = make_rig()
     request = make_request("a", range(1, 9), params=params(1, n=3))
     rig.add(request)
@@ -324,7 +324,7 @@ def test_one_choice_can_be_aborted() -> None:
     assert len(rig.tokens()["a", 1]) == 1
 
 
-def test_aborting_what_is_unknown_does_nothing() -> None:
+def test_aborting_an_unknown_request_does_nothing() -> None:
     rig = make_rig()
     rig.add(make_request("a", [1]))
     rig.scheduler.abort("b")

@@ -270,7 +270,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return scheduler_output
 
     def drafts(self) -> dict[Sequence, tuple[int, ...]]:
-        """For some decoding sequences some tokens, of which the first few are right."""
+        """Drafts for some decoding sequences; the first tokens of a draft are right."""
         found = {}
         for sequence, room in self.scheduler.draftable():
             rng = Random(f"{self.now} {sequence.request.request_id} {sequence.choice}")

@@ -16,7 +16,7 @@ def test_every_end_token_of_the_model_stops(token: int) -> None:
     assert rule(SamplingParams()).check(token, 1) == Stop(FinishReason.STOP)
 
 
-def test_ignore_eos_goes_on() -> None:
+def test_ignore_eos_continues_after_an_eos_token() -> None:
     assert rule(SamplingParams(ignore_eos=True)).check(0, 1) is None
 
 

@@ -54,7 +54,7 @@ def runs_of(rig: Rig, request_id: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("caching", [False, True])
-def test_a_swapped_sequence_goes_on_where_it_was(caching: bool) -> None:
+def test_a_swapped_sequence_continues_where_it_was(caching: bool) -> None:
     rig = swapping_rig(6, caching=caching)
     requests = [make_request(name, [k] * 8, params=params(12)) for k, name in enumerate("ab", 1)]
     rig.add(*requests)
@@ -65,7 +65,7 @@ def test_a_swapped_sequence_goes_on_where_it_was(caching: bool) -> None:
     assert rig.tokens() == rig.expected(*requests)
 
 
-def test_what_is_cheaper_to_compute_again_is_not_swapped() -> None:
+def test_sequences_cheaper_to_recompute_are_not_swapped() -> None:
     rig = swapping_rig(6, block_seconds=DEAR)
     requests = [make_request(name, [k] * 8, params=params(12)) for k, name in enumerate("ab", 1)]
     rig.add(*requests)
@@ -183,7 +183,7 @@ def test_a_prefill_that_is_swapped_out_is_not_begun_again() -> None:
     assert rig.tokens() == rig.expected(late, early)
 
 
-def test_one_of_higher_priority_swaps_out_what_it_displaces() -> None:
+def test_a_request_of_higher_priority_swaps_out_the_preempted_one() -> None:
     rig = make_rig(
         make_config(),
         num_blocks=6,
@@ -219,7 +219,7 @@ PROMPT = (100, 0, 1.0, 0.0)
 COPIES = (0, 10, 1.0, 1.0)
 
 
-def test_costs_follow_what_was_observed() -> None:
+def test_costs_follow_the_observed_times() -> None:
     nothing = costs_after()
     assert not nothing.swap_is_cheaper(1, 100), "no prompt token was timed"
     assert costs_after(PROMPT).swap_is_cheaper(7, 100), "not tried yet"
@@ -294,7 +294,7 @@ def test_state_says_where_the_kv_is() -> None:
     )
 
 
-def test_what_a_step_copies_in_is_not_overwritten_by_what_it_copies_out() -> None:
+def test_a_step_does_not_swap_out_over_blocks_that_it_swaps_in() -> None:
     kv = KVCacheManager(8, 4, prefix_caching=False)
     host = HostBlockTables(2, kv)
     first, second = computed_sequence(kv, "a", 8), computed_sequence(kv, "b", 8)

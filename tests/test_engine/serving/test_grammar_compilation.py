@@ -43,7 +43,9 @@ class SlowCompiler(GrammarCompiler):
         return super().compile(structured)
 
 
-async def test_the_event_loop_goes_on_while_a_grammar_is_compiled(checks: GrammarChecks) -> None:
+async def test_the_event_loop_is_not_blocked_while_a_grammar_is_compiled(
+    checks: GrammarChecks,
+) -> None:
     compiler, seconds = SlowCompiler(), list[float]()
     compilation = GrammarCompilation(compiler, checks, seconds.append)
     waiting = asyncio.create_task(compilation.complete(request(StructuredOutputsParams(regex="a"))))
@@ -58,7 +60,7 @@ async def test_the_event_loop_goes_on_while_a_grammar_is_compiled(checks: Gramma
     await compilation.close()
 
 
-async def test_what_cannot_be_compiled_is_refused(checks: GrammarChecks) -> None:
+async def test_grammars_that_cannot_be_compiled_are_refused(checks: GrammarChecks) -> None:
     compiler = SlowCompiler()
     compiler.go.set()
     compilation = GrammarCompilation(compiler, checks, lambda _: None)
@@ -76,7 +78,7 @@ async def test_an_engine_without_a_compiler_says_so(checks: GrammarChecks) -> No
     await compilation.close()
 
 
-async def test_what_costs_too_much_never_comes_to_the_engines_thread() -> None:
+async def test_too_costly_grammars_never_reach_the_engines_thread() -> None:
     limits = TaskLimits(timeout=200, cpu_seconds=1, memory_bytes=64 * 2**20)
     checks = GrammarChecks(CheckBounds(limits=limits, max_wait=None), LocalRefusedGrammars())
     compiler = Mock(spec=GrammarCompiler, find=Mock(return_value=None))

@@ -1,4 +1,4 @@
-"""What is left of an engine that could not start: one line, for the status of its pod."""
+"""The last line of an engine that could not start, for the status of its pod."""
 
 import logging
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def untouched_logging() -> Iterator[None]:
     logging.captureWarnings(False)
 
 
-def test_a_wrong_path_is_told_with_its_code(
+def test_a_wrong_path_is_reported_with_its_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = tmp_path / "termination-log"

@@ -39,7 +39,7 @@ def test_little_memory_is_short_until_clearly_more_is_there(
     assert found == [False, False, True, True, True, False, False]
 
 
-def test_each_change_is_told_once(
+def test_each_change_is_reported_once(
     machine: Machine, guard: MemoryGuard, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):

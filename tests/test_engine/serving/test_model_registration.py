@@ -1,4 +1,4 @@
-"""How an engine tells gateways of its model, and keeps telling them, in virtual time."""
+"""The registration of an engine's model for gateways, and its renewal, in virtual time."""
 
 import asyncio
 import logging
@@ -107,7 +107,7 @@ async def world(folder: Path) -> AsyncIterator[World]:
         await asyncio.gather(world.task, return_exceptions=True)
 
 
-async def test_what_a_gateway_needs_is_registered_and_nothing_else(
+async def test_only_the_files_that_a_gateway_needs_are_registered(
     world: World, folder: Path
 ) -> None:
     (folder / "model.safetensors").write_bytes(b"weights")
@@ -232,7 +232,9 @@ async def test_files_that_are_gone_later_do_not_end_the_engine(world: World, fol
     assert await world.entry() is not None
 
 
-def test_what_no_gateway_could_load_is_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
+def test_files_that_no_gateway_can_load_are_refused_at_the_start(
+    folder: Path, tmp_path: Path
+) -> None:
     source = ModelSource(model=str(folder))
     source.read()
     template = tmp_path / "template"

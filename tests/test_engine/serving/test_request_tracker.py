@@ -158,7 +158,7 @@ async def test_a_request_ends_with_its_last_token(rig: Rig) -> None:
     assert not rig.tracker.requests and not rig.tracker.busy.is_set()
 
 
-async def test_a_recovered_request_goes_on_after_what_the_client_has(rig: Rig) -> None:
+async def test_a_recovered_request_continues_after_the_tokens_that_the_client_has(rig: Rig) -> None:
     await rig.begin(lease("a", recovered=True))
     assert rig.takeovers == ["a"] and rig.runs == []
 
@@ -273,7 +273,7 @@ async def test_a_beats_verdict_ends_a_request(
     assert rig.writer.end.call_count == len(failures)
 
 
-async def test_a_request_that_redis_lost_goes_on(rig: Rig) -> None:
+async def test_a_request_that_redis_lost_continues(rig: Rig) -> None:
     await rig.begin(lease("a"))
     rig.queue.beat.return_value = {"a": Beat(verdict=Verdict.MISSING)}
 
@@ -292,7 +292,7 @@ async def test_a_request_that_no_gateway_knows_fails(rig: Rig) -> None:
     assert rig.failures == [FailureCode.ABANDONED]
 
 
-async def test_a_disowned_request_goes_on_with_the_gateway_that_a_beat_names(rig: Rig) -> None:
+async def test_a_disowned_request_continues_with_the_gateway_that_a_beat_names(rig: Rig) -> None:
     await rig.begin(lease("a"))
     rig.queue.beat.return_value = {"a": Beat(verdict=Verdict.OWNED, gateway_id="other")}
 

@@ -120,7 +120,7 @@ def _left(sequence: Sequence) -> int:
 
 
 def ratio(count: int, chance: float, share: float, rounds: int = 1) -> float:
-    """How long it takes with drafts, in terms of how long without."""
+    """The time with drafts, relative to the time without."""
     plain = Simulation(count, chance, share, rounds, speculative=False).seconds()
     return Simulation(count, chance, share, rounds).seconds() / plain
 
@@ -133,5 +133,5 @@ def test_where_nothing_is_to_be_gained_only_the_trial_is_lost(count: int, chance
 
 
 @pytest.mark.parametrize(("count", "most"), [(1, 0.55), (2, 0.7), (4, 0.9)])
-def test_what_is_to_be_gained_is_taken(count: int, most: float) -> None:
+def test_drafts_are_made_where_they_save_time(count: int, most: float) -> None:
     assert ratio(count, chance=0.9, share=0.1, rounds=2) < most

@@ -46,7 +46,7 @@ def looked_up(tokens: list[int], count: int = 4, least: int = 1, most: int = 3) 
     return NgramProposer(least, most).propose([(one, count)]).get(one, ())
 
 
-def test_drafts_are_what_followed_the_last_occurrence() -> None:
+def test_drafts_are_the_tokens_after_the_last_occurrence() -> None:
     assert looked_up([5, 6, 7, 8, 1, 5, 6, 9, 9, 2, 5, 6], count=3) == (9, 9, 2)
 
 
@@ -55,7 +55,7 @@ def test_a_longer_match_is_worth_more_than_a_later_one() -> None:
     assert looked_up([5, 6, 7, 8, 9, 7, 1, 5, 6, 7], count=2, most=1) == (1, 5)
 
 
-def test_what_repeats_up_to_the_end_goes_on_repeating() -> None:
+def test_a_repetition_at_the_end_is_drafted_again() -> None:
     assert looked_up([4, 1, 2, 3, 1, 2, 3], count=7) == (1, 2, 3, 1, 2, 3, 1)
     assert looked_up([9, 9], count=3) == (9, 9, 9)
 
@@ -70,7 +70,7 @@ def test_matches_shorter_than_the_minimum_do_not_count() -> None:
     assert looked_up([5, 6, 1, 6], least=2) == ()
 
 
-def test_an_index_that_grew_finds_what_a_fresh_one_finds() -> None:
+def test_a_grown_index_finds_the_same_as_a_new_one() -> None:
     tokens = [(n * n) % 7 for n in range(40)] + [(n * 3) % 5 for n in range(40)]
     grown, proposer = sequence([]), NgramProposer(1, 3)
     for end in range(len(tokens)):
@@ -85,7 +85,7 @@ def test_an_index_that_grew_finds_what_a_fresh_one_finds() -> None:
     st.integers(0, 2),
 )
 @settings(derandomize=True, database=None, deadline=None)
-def test_lookup_finds_the_longest_match_and_of_those_the_last(
+def test_lookup_finds_the_last_of_the_longest_matches(
     tokens: list[int], least: int, more: int
 ) -> None:
     end, most, best = len(tokens), least + more, (0, 0)
@@ -208,7 +208,7 @@ def test_a_dear_draft_model_shortens_drafts() -> None:
     assert found == sorted(found, reverse=True) and found[0] == 5 and found[-1] == 0
 
 
-def test_what_is_not_known_is_tried_with_one_sequence() -> None:
+def test_unknown_costs_are_measured_with_one_sequence() -> None:
     batch = [(sequence([1, 1]), 99) for _ in range(6)]
     chooser = lengths(costs((6, 1.0), (64, 1.5)))
     assert len(chooser.choose(batch, 0, Costs(None))) == 1
@@ -263,7 +263,7 @@ def test_costs_follow_the_samples_but_no_accident() -> None:
     assert found.seconds(4) == pytest.approx(2.0, rel=0.01)
 
 
-def test_what_was_dear_once_is_tried_again() -> None:
+def test_lengths_that_were_expensive_once_are_tried_again() -> None:
     found = costs((1, 1.0), (6, 60.0))
     before = found.added_seconds(1, 5)
     for _ in range(12 * MEMORY):
@@ -390,7 +390,7 @@ def test_a_large_batch_is_not_speculated_on(checkpoint: CheckpointMaker) -> None
     assert watched.drafted < always.drafted
 
 
-def test_a_resumed_request_goes_on_as_if_nothing_had_happened(checkpoint: CheckpointMaker) -> None:
+def test_a_resumed_request_continues_with_the_same_tokens(checkpoint: CheckpointMaker) -> None:
     folder = checkpoint("llama")
     params = SamplingParams(temperature=0.7, max_tokens=40, ignore_eos=True)
     whole = make_request("r", PROMPT, params, seed=3)
@@ -402,7 +402,7 @@ def test_a_resumed_request_goes_on_as_if_nothing_had_happened(checkpoint: Checkp
     assert found.token_ids == tokens[17:]
 
 
-def test_statistics_tell_what_was_accepted(checkpoint: CheckpointMaker) -> None:
+def test_statistics_count_accepted_drafts(checkpoint: CheckpointMaker) -> None:
     config = engine_config(checkpoint("llama"), speculative_config=NGRAM)
     runner = Watched(ModelRunner(config))
     engine = Engine(config, runner)

@@ -88,7 +88,7 @@ def test_answers_with_and_without_grammars_stay_the_same(
         assert stats.accepted_tokens > 20
 
 
-def test_a_draft_model_that_knows_the_grammar_drafts_what_it_allows() -> None:
+def test_a_draft_model_drafts_only_tokens_that_the_grammar_allows() -> None:
     """The draft model is the target: only stops and the ends of outputs make drafts void."""
     _, llm = answers({"model": str(demo_folder()), "num_speculative_tokens": 2, "adaptive": False})
     stats = llm._engine.stats().speculation

@@ -71,8 +71,9 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler(Tokenizer.load(demo_folder()), 2048, frozenset(EOS))
 
 
-def test_markers_that_are_tokens_of_their_own_are_meant_as_such() -> None:
-    """As Qwen's `<tool_call>`, which is no special token, and which no text is made of."""
+def test_markers_that_are_single_tokens_match_these_tokens() -> None:
+    """For example Qwen's `<tool_call>`: it is no special token, and plain text never contains
+    it."""
     backend = byte_level_tokenizer()
     backend.add_tokens([AddedToken("<f>", special=False, normalized=False)])
     tokenizer = Tokenizer(backend, special_tokens={}, eos_token_ids=EOS)
@@ -228,7 +229,7 @@ def test_a_grammar_that_is_complete_ends_the_output(llm: LLM, options: dict[str,
     assert re.fullmatch("[a-f]{4}", found)
 
 
-def test_min_tokens_holds_where_the_grammar_can_go_on(llm: LLM) -> None:
+def test_min_tokens_holds_while_the_grammar_can_continue(llm: LLM) -> None:
     each = params(1.0, regex="[a-z ]+", min_tokens=25, max_tokens=40)
 
     output = llm.generate([PROMPT], each, use_tqdm=False)[0].outputs[0]
@@ -293,7 +294,7 @@ def tokens(outputs: list[SequenceOutput]) -> list[int]:
 
 @pytest.mark.parametrize("held", [{"json": PERSON}, TAGGED], ids=[*"jt"])
 @pytest.mark.parametrize("cut", [1, 5, 17])
-def test_a_resumed_output_goes_on_where_it_was(
+def test_a_resumed_output_continues_where_it_was(
     runner: ModelRunner, compiler: GrammarCompiler, cut: int, held: dict[str, Any]
 ) -> None:
     one = params(1.0, **held)
@@ -481,7 +482,7 @@ def _bare(compiled: CompiledGrammar) -> EngineRequest:
         ({"grammar": "nothing"}, "neither Lark"),
     ],
 )
-def test_what_cannot_be_compiled_is_refused(
+def test_grammars_that_cannot_be_compiled_are_refused(
     compiler: GrammarCompiler, kind: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(RequestError, match="structured_outputs") as caught:

@@ -227,7 +227,7 @@ async def test_tokens_are_counted(client: AsyncAnthropic, tools: Gateway) -> Non
         ({"no_such_field": 1}, "no_such_field"),
     ],
 )
-async def test_what_cannot_be_done_is_refused_by_name(
+async def test_unsupported_fields_are_refused_by_name(
     tools: Gateway, fields: dict[str, Any], name: str
 ) -> None:
     body = {"model": MODEL, "max_tokens": 9, "messages": HI, **fields}

@@ -52,7 +52,7 @@ class ScriptedApi:
 
 
 class Counted:
-    """What is counted of batches."""
+    """The metrics of batches."""
 
     def __init__(self) -> None:
         self.requests: list[bool] = []
@@ -96,7 +96,7 @@ class Stand:
         )
 
     async def run(self, names: Sequence[str]) -> tuple[BatchStatus, dict[str, dict[str, Any]]]:
-        """How the batch ended, and the lines of both its files."""
+        """Runs the batch to its end; returns the batch and the lines of both its files."""
         content = jsonl([line(name) for name in names])
         file = StoredFile(
             id="file-1",
@@ -148,16 +148,16 @@ async def test_a_full_service_is_waited_for(over: OverRedis) -> None:
 
     assert status is BatchStatus.COMPLETED
     assert found["a"]["response"] == {"status_code": 200, "request_id": "", "body": {"n": 3}}
-    assert api.keys == ["batch_1:1"] * 3  # the same request, whoever repeats it
+    assert api.keys == ["batch_1:1"] * 3  # the same request for every gateway that repeats it
 
 
-async def test_what_failed_by_chance_is_tried_again(over: OverRedis) -> None:
+async def test_a_line_that_failed_temporarily_is_tried_again(over: OverRedis) -> None:
     _, found = await Stand(over, ScriptedApi((500, {}), (500, {}), (200, {}))).run(["a"])
 
     assert found["a"]["response"]["status_code"] == 200
 
 
-async def test_what_fails_again_and_again_is_told(over: OverRedis) -> None:
+async def test_a_line_that_keeps_failing_is_reported(over: OverRedis) -> None:
     api = ScriptedApi((500, {}))
 
     _, found = await Stand(over, api).run(["a"])
@@ -191,7 +191,7 @@ async def test_a_line_that_is_too_long_is_not_parsed(over: OverRedis) -> None:
     assert (error["code"], error["line"]) == ("request_too_large", 2)
 
 
-async def test_what_would_fail_again_is_not_tried_again(over: OverRedis) -> None:
+async def test_a_line_that_would_fail_again_is_not_tried_again(over: OverRedis) -> None:
     api = ScriptedApi((504, {"x-should-retry": "false"}), (200, {}))
 
     _, found = await Stand(over, api).run(["a", "b"])
@@ -263,8 +263,8 @@ async def test_usage_goes_on_where_another_leader_stopped(over: OverRedis) -> No
     assert (progress.completed, progress.input_tokens, progress.reasoning_tokens) == (2, 5, 2)
 
 
-async def test_what_is_counted_is_counted_once(over: OverRedis) -> None:
-    """Whoever finds that it was done before counts nothing."""
+async def test_metrics_count_each_line_once(over: OverRedis) -> None:
+    """A gateway that finds a line done before does not count it."""
     stand = Stand(over, ScriptedApi((200, {}), (400, {}), (200, {})))
     await stand.run(["a", "b"])
     assert not await stand.batches.all_open()

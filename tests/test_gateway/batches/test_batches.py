@@ -415,7 +415,9 @@ async def test_a_form_without_a_file_is_refused(client: BatchClient) -> None:
     assert wrong.status_code == 415 and wrong.json()["error"]["code"] == "unsupported_media_type"
 
 
-async def test_what_one_tenant_keeps_is_bounded(backend: OverRedis, served: Models) -> None:
+async def test_the_files_and_batches_of_a_tenant_are_limited(
+    backend: OverRedis, served: Models
+) -> None:
     limits: dict[str, Any] = {
         "max_file_bytes": 4096,
         "max_stored_bytes": 8192,
@@ -473,7 +475,7 @@ async def test_lists_come_in_pages(client: BatchClient) -> None:
         ("/v1/batches/batch_x", "batch_not_found"),
     ],
 )
-async def test_what_is_not_there_is_said_so(client: BatchClient, path: str, code: str) -> None:
+async def test_unknown_files_and_batches_are_404(client: BatchClient, path: str, code: str) -> None:
     answer = await client.get(path)
 
     assert answer.status_code == 404 and answer.json()["error"]["code"] == code

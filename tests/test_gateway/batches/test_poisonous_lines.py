@@ -12,8 +12,8 @@ import pytest
 from headrace_common.wire import keys
 from headrace_gateway.batches.crash_counts import (
     MAX_GATEWAYS,
-    READING,
-    WRITING,
+    READING_INPUT,
+    WRITING_RESULTS,
     SharedExclusiveLock,
 )
 from headrace_gateway.models.models import Models
@@ -118,7 +118,7 @@ async def test_a_line_takes_three_gateways_down_and_no_innocent_with_it(
     assert await leaders.starts() == {}
 
 
-@pytest.mark.parametrize("work", [READING, WRITING])
+@pytest.mark.parametrize("work", [READING_INPUT, WRITING_RESULTS])
 async def test_a_batch_whose_files_take_gateways_down_fails(
     over: OverRedis, served: Models, work: int
 ) -> None:

@@ -198,7 +198,7 @@ async def test_a_deadline_is_a_point_in_time(gateway: Gateway, written: str) -> 
     assert abs(third.deadline_ms / 1000 - until.timestamp()) < 0.01
 
 
-async def test_what_is_past_its_deadline_is_never_queued(gateway: Gateway) -> None:
+async def test_a_request_past_its_deadline_is_never_queued(gateway: Gateway) -> None:
     until = (datetime.now(UTC) - timedelta(seconds=1)).isoformat()
 
     answer = await gateway.http.post(

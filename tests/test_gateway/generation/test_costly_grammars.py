@@ -97,7 +97,7 @@ async def test_it_is_refused_within_limits_and_by_the_next_gateway_at_once(
         )
 
 
-async def test_others_are_served_meanwhile_and_a_client_that_leaves_frees_its_process(
+async def test_other_clients_are_served_and_a_leaving_client_frees_its_process(
     group: GatewayGroup, http: httpx.AsyncClient
 ) -> None:
     unlimited = [

@@ -61,7 +61,7 @@ class Unheard:
 
 
 class HandEngine(ScriptedEngine):
-    """Its generations are a gateway's own; what they are told is said by hand."""
+    """Its generations are real ones of a gateway; the test sends their messages by hand."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
@@ -111,7 +111,7 @@ class HandEngine(ScriptedEngine):
 
 
 class FakeConnection:
-    """Both ways into one connection, in order."""
+    """Both ways of writing use one connection, in order."""
 
     def __init__(self) -> None:
         self.ready = True
@@ -326,7 +326,7 @@ async def test_each_of_a_connections_requests_is_written_in_its_own_answer(
     request = f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
 
     async with connected(engine.port) as (reader, writer):
-        writer.write(2 * request)  # the second waits behind the first
+        writer.write(2 * request)  # the second waits for the first
         for number in range(2):
             await eventually(partial(engine.has, number + 1), 60)
             for index in range(9):

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 def vector_of(request: GenerateRequest) -> list[float]:
-    """As many numbers as were asked for, the first of which tells the prompt's length."""
+    """A vector of the requested size; its first number is the prompt's length."""
     assert request.pooling is not None
     return [len(request.prompt_token_ids) + 0.1] + [0.25] * ((request.pooling.dimensions or 4) - 1)
 
@@ -163,7 +163,7 @@ async def test_a_queue_that_fills_up_later_is_waited_for(embedder: Gateway) -> N
         ({"input": "x", "model": "other"}, "model", "model_not_found"),
     ],
 )
-async def test_what_no_engine_could_do_is_refused_by_name(
+async def test_fields_that_no_engine_supports_are_refused_by_name(
     embedder: Gateway, fields: dict[str, Any], param: str, code: str | None
 ) -> None:
     answer = await ask(embedder, **fields)
@@ -178,7 +178,7 @@ async def test_an_input_may_fill_the_whole_context(embedder: Gateway) -> None:
     assert (await ask(embedder, input=[7] * 512)).status_code == 200
 
 
-async def test_what_the_engine_refuses_is_the_callers_fault(embedder: Gateway) -> None:
+async def test_a_refusal_by_the_engine_is_a_client_error(embedder: Gateway) -> None:
     embedder.engine.script = lambda request: []
     embedder.engine.failure = RequestFailed(FailureCode.INVALID, "this model makes text")
 

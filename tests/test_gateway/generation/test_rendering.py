@@ -37,7 +37,7 @@ HUGE = "{{ '{:>9000000000}'.format('a') }}"
 
 @pytest.fixture
 def model(checkpoint: Path) -> ServedModel:
-    """As an engine registered it."""
+    """The model as an engine registered it."""
     files = read_files(checkpoint).contents
     entry = RegisteredModel(name="m", digest=digest_of(files), max_model_len=100, created=5)
     return load_registered(entry, files, None)
@@ -92,7 +92,7 @@ async def test_a_template_that_takes_too_much_costs_its_chat_and_nothing_else(
     assert await prompts.chat(with_template(model, UNBOUNDED), CHAT, ChatOptions())
 
 
-async def test_what_the_template_says_of_a_chat_is_told(
+async def test_the_error_of_a_chat_template_reaches_the_client(
     model: ServedModel, rendering: Rendering, work: Work
 ) -> None:
     refusing = with_template(model, MACRO + "{{ raise_exception('roles must alternate') }}")

@@ -68,7 +68,7 @@ async def test_text_is_not_constrained(gateway: Gateway, fields: dict[str, Any])
         ),
     ],
 )
-async def test_what_no_engine_can_compile_is_refused_with_field_and_reason(
+async def test_grammars_that_no_engine_can_compile_are_refused_with_field_and_reason(
     gateway: Gateway, fields: dict[str, Any], param: str, said: str
 ) -> None:
     answer = await gateway.chat(**fields)
@@ -80,7 +80,7 @@ async def test_what_no_engine_can_compile_is_refused_with_field_and_reason(
     assert not gateway.engine.submitted
 
 
-async def test_what_tools_ask_for_is_checked_too(gateway: Gateway) -> None:
+async def test_schemas_of_tools_are_checked_too(gateway: Gateway) -> None:
     function = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "x"}}}}
     tools = [{"type": "function", "function": function}]
 

@@ -26,7 +26,7 @@ from headrace_testing.batches import batch_gateway
 from headrace_testing.fake_engine import FakeEngine
 from headrace_testing.valkey import ValkeyServer
 
-# Longest prompt plus output: a request without max_tokens goes on to it.
+# Longest prompt plus output: a request without max_tokens generates up to it.
 SLOWEST_S = 240  # for an answer, on a machine that has other things to do
 MAX_MODEL_LEN = 64
 CHECKS = [
@@ -98,7 +98,7 @@ def url(checkpoint: Path, valkey: ValkeyServer) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("method", "path", "mode"), list(cases()), ids=str)
-def test_an_operation_does_what_the_document_says(
+def test_operations_match_the_openapi_document(
     url: str, method: str, path: str, mode: GenerationMode
 ) -> None:
     schema = schemathesis.openapi.from_dict(DOCUMENT)

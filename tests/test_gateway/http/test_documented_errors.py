@@ -1,4 +1,5 @@
-"""docs/api.md's table of errors: complete, and each error has a test, the rare ones here."""
+"""The table of errors in docs/api.md is complete, and each error has a test; rare errors have
+theirs here."""
 
 import ast
 import gc
@@ -35,8 +36,8 @@ STATUSES = {int(status) for row in ROWS for status in re.findall(r"\d+", row[1])
 
 
 def parsed(folder: str, words: Sequence[str]) -> Iterator[ast.Module]:
-    """The modules in which one of the words is."""
-    # Python 3.11 cannot parse while it tells of another test's objects that it destroys.
+    """The modules that contain one of the words."""
+    # Python 3.11 cannot parse while it warns of objects of another test that it destroys.
     gc.collect()
     for path in (ROOT / folder).rglob("*.py"):
         text = path.read_text()
@@ -45,7 +46,7 @@ def parsed(folder: str, words: Sequence[str]) -> Iterator[ast.Module]:
 
 
 def asserted() -> Iterator[str]:
-    """The words of all assertions, and of the tables that tests are run over."""
+    """The strings in all assertions, and in the parameters of tests."""
     codes = [f'"{code}"' for code in DOCUMENTED]
     for tree in (*parsed("tests/test_gateway", codes), *parsed("tests/test_e2e", codes)):
         for statement in tree.body:
@@ -66,8 +67,8 @@ def words(tree: ast.AST) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def made() -> list[ast.Call]:
-    """Where the gateway makes an error."""
+def error_calls() -> list[ast.Call]:
+    """The calls in the gateway's code that make an error."""
     return [
         node
         for tree in parsed("service", ERRORS)
@@ -81,22 +82,22 @@ def test_every_documented_error_is_asserted_by_a_test() -> None:
     assert set(DOCUMENTED) - set(asserted()) == set()
 
 
-def test_every_error_of_the_gateway_is_documented(made: list[ast.Call]) -> None:
+def test_every_error_of_the_gateway_is_documented(error_calls: list[ast.Call]) -> None:
     codes = {
         word
-        for call in made
+        for call in error_calls
         for given in call.keywords
         if given.arg == "code"
         for word in words(given.value)
     }
-    # What probes are told, and no client.
+    # Only probes get these codes.
     assert codes - set(DOCUMENTED) == {"not_live", "not_ready"}
     failures = [to_api_error(RequestFailed(failure, "why")) for failure in FailureCode]
     assert {error.code for error in failures} <= set(DOCUMENTED)
 
 
-def test_what_may_succeed_later_says_when(made: list[ast.Call]) -> None:
-    for call in made:
+def test_errors_that_may_pass_say_when_to_retry(error_calls: list[ast.Call]) -> None:
+    for call in error_calls:
         status = call.args[0] if call.args else None
         if isinstance(status, ast.Constant) and status.value in (429, 503):
             assert "retry_after" in {given.arg for given in call.keywords}, ast.unparse(call)
@@ -110,17 +111,17 @@ def test_the_openapi_document_has_every_status(gateway: Gateway) -> None:
         for operation in operations.values()
         for status in operation["responses"]
     }
-    # Those that are of no path: another method, and what is too large before a path is known.
+    # These belong to no path: a wrong method, and URLs and headers that are too large.
     assert STATUSES - documented == {405, 414, 431}
     assert documented - STATUSES == {200, 202}
 
 
-def said_in(body: bytes) -> str:
+def code_in(body: bytes) -> str:
     code: str = json.loads(body)["error"]["code"]
     return code
 
 
-def said(answer: httpx.Response) -> tuple[int, str]:
+def status_and_code(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["code"]
 
 
@@ -134,16 +135,16 @@ async def test_bodies_that_cannot_be_read(gateway: Gateway) -> None:
     nowhere = await gateway.http.get("/nowhere")
     put = await gateway.http.put("/v1/models")
 
-    assert said(nowhere) == (404, "not_found")
-    assert said(put) == (405, "method_not_allowed")
-    assert said(broken) == (400, "invalid_json")
-    assert said(packed) == (415, "unsupported_encoding")
-    assert said(headers) == (431, "headers_too_large")
+    assert status_and_code(nowhere) == (404, "not_found")
+    assert status_and_code(put) == (405, "method_not_allowed")
+    assert status_and_code(broken) == (400, "invalid_json")
+    assert status_and_code(packed) == (415, "unsupported_encoding")
+    assert status_and_code(headers) == (431, "headers_too_large")
 
 
 @pytest.mark.asyncio(loop_scope="session")
 async def test_a_gateway_without_a_store_has_no_files(gateway: Gateway) -> None:
-    assert said(await gateway.http.get("/v1/files")) == (400, "no_batches")
+    assert status_and_code(await gateway.http.get("/v1/files")) == (400, "no_batches")
 
 
 @pytest.mark.asyncio(loop_scope="session")
@@ -161,18 +162,18 @@ async def test_failures_of_the_queue_and_engines(
     gateway.engine.script = lambda request: []
     gateway.engine.failure = RequestFailed(failure, "why")
 
-    assert said(await gateway.complete()) == (status, code)
+    assert status_and_code(await gateway.complete()) == (status, code)
     assert to_api_error(RequestFailed(failure, "why")).code == code
 
 
-def test_what_is_stored_and_cannot_be_opened() -> None:
+def test_stored_data_that_cannot_be_opened_is_reported() -> None:
     error = to_api_error(SealingError("stored request: it was changed"))
 
     assert (error.status, error.code) == (500, "seal_invalid")
     assert error.headers["x-should-retry"] == "false"
 
 
-async def test_a_length_that_is_no_number() -> None:
+async def test_a_content_length_that_is_no_number_is_refused() -> None:
     sent: list[Message] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -189,11 +190,11 @@ async def test_a_length_that_is_no_number() -> None:
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
     await limit(scope, receive, send)
 
-    assert sent[0]["status"] == 400 and said_in(sent[1]["body"]) == "invalid_content_length"
+    assert sent[0]["status"] == 400 and code_in(sent[1]["body"]) == "invalid_content_length"
 
 
 @pytest.mark.parametrize("event_id", ["nonsense", "other:1-0", "r:" + "1." * 1000])
-def test_an_event_id_that_is_of_no_event(event_id: str) -> None:
+def test_an_invalid_event_id_is_refused(event_id: str) -> None:
     with pytest.raises(ApiError) as refused:
         parse_event_id(event_id, "0" * 32)
 

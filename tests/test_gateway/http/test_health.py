@@ -1,4 +1,4 @@
-"""Liveness is the process; readiness is an engine that works or could."""
+"""Liveness means that the process runs; readiness, that an engine is working or idle."""
 
 import time
 from pathlib import Path
@@ -91,7 +91,7 @@ async def test_requests_are_taken_while_no_engine_runs(gateway: Gateway) -> None
     assert (await gateway.complete()).status_code == 200
 
 
-async def test_the_version_is_told(gateway: Gateway) -> None:
+async def test_the_version_is_returned(gateway: Gateway) -> None:
     assert (await gateway.http.get("/version")).json()["version"]
 
 
@@ -119,7 +119,7 @@ async def test_the_api_is_documented(gateway: Gateway) -> None:
     assert "/v1/chat/completions" in document["paths"]
 
 
-async def test_a_clock_that_is_another_than_redis_is_a_warning(checkpoint: Path) -> None:
+async def test_a_clock_that_differs_from_redis_is_a_warning(checkpoint: Path) -> None:
     clock = RedisClock()
 
     async def an_hour_later() -> tuple[int, int]:

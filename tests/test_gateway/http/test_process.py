@@ -56,7 +56,8 @@ def test_a_request_without_engines_meets_its_deadline(
 def test_a_request_is_refused_soon_while_redis_says_nothing(
     checkpoint: Path, valkey: ValkeyServer, tmp_path: Path
 ) -> None:
-    """Its node is gone, say. Without asking, each step of a request would wait for seconds."""
+    """For example, its node is gone. Without the check each step of a request would wait for
+    seconds."""
     with start(checkpoint, tmp_path / "log", "--redis-url", valkey.url) as process:
         address = process.await_log("gateway ready")["address"]
         valkey.pause()
@@ -203,7 +204,7 @@ def test_without_a_model_it_waits_for_one(valkey: ValkeyServer, tmp_path: Path) 
 
 
 def test_it_waits_for_a_redis_that_starts_later(checkpoint: Path, tmp_path: Path) -> None:
-    """Meanwhile it lives, and is not ready: whoever started it can tell that from serving."""
+    """Meanwhile it lives, and is not ready: its starter can tell that from serving."""
     server = ValkeyServer(tmp_path / "valkey")
     flags = ("--redis-url", server.url, "--metrics-port", "0")
     with start(checkpoint, tmp_path / "log", *flags) as process:

@@ -1,4 +1,4 @@
-"""Broken HTTP, and clients that dawdle or come in crowds: answered, then closed."""
+"""ReceivedStream HTTP, and clients that dawdle or come in crowds: answered, then closed."""
 
 import asyncio
 import json
@@ -110,7 +110,7 @@ async def test_an_answered_request_whose_trailers_do_not_end_is_cut_off(gateway:
 
 
 async def read_to_the_end(reader: asyncio.StreamReader) -> bytes:
-    with suppress(ConnectionError):  # what was sent after the end is answered with a reset
+    with suppress(ConnectionError):  # data sent after the end is answered with a reset
         return await reader.read()
     return b""
 

@@ -164,7 +164,7 @@ async def test_the_scheme_is_read_as_http_has_it(
     assert (await raw(gateway, line))[0] == 200
 
 
-async def test_what_lies_behind_sees_no_key(book: KeyBook) -> None:
+async def test_the_application_never_sees_a_key(book: KeyBook) -> None:
     """Other headers, and only they, go on; the caller is in the request's state."""
     keys = KeyFile(book.path)
     seen: list[Scope] = []
@@ -187,7 +187,7 @@ async def test_what_lies_behind_sees_no_key(book: KeyBook) -> None:
     assert secret not in repr(passed).encode()
 
 
-async def test_a_model_that_is_not_allowed_is_not_even_looked_for() -> None:
+async def test_a_forbidden_model_is_not_looked_up() -> None:
     class Watched:
         served: Mapping[str, ServedModel] = {}
         adapters: Mapping[str, str] = {}
@@ -230,7 +230,7 @@ async def test_a_body_is_not_read_from_strangers(gateway: Gateway) -> None:
     assert b" 401 " in status
 
 
-async def test_no_key_reaches_logs_or_what_lies_behind(
+async def test_no_key_reaches_logs_or_the_queue(
     gateway: Gateway, book: KeyBook, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -253,7 +253,7 @@ async def test_models_are_those_of_the_key(gateway: Gateway, book: KeyBook) -> N
             assert [model.id async for model in client.models.list()] == served
 
 
-async def test_a_model_that_is_not_allowed_is_not_there(gateway: Gateway, book: KeyBook) -> None:
+async def test_a_forbidden_model_is_not_found(gateway: Gateway, book: KeyBook) -> None:
     async with client_of(gateway, book.secrets["carol"]) as client:
         errors = []
         for model in (MODEL, "never-heard-of"):
@@ -294,7 +294,8 @@ async def test_a_request_carries_its_tenant(gateway: Gateway, book: KeyBook) -> 
 async def test_prefix_caches_are_apart_by_tenant_and_by_salt(
     gateway: Gateway, book: KeyBook
 ) -> None:
-    """Whatever salt a tenant names, it is never another's: 5 callers, 5 caches; again, the same."""
+    """Tenants share no cache even with equal salts: 5 callers have 5 caches, and the same ones
+    again."""
     asked = [("alice", None), ("bob", None), ("alice", "b"), ("bob", "b"), ("alice", "x")]
     for name, salt in [*asked, *asked, ("batch", None)]:
         body = {"prompt": "Hi"} if salt is None else {"prompt": "Hi", "cache_salt": salt}
@@ -319,7 +320,7 @@ async def test_a_priority_over_the_ceiling_is_refused(gateway: Gateway, book: Ke
     ("name", "asked", "given"),
     [("alice", None, 0), ("alice", 5, 5), ("batch", None, 7), ("batch", 9, 9)],
 )
-async def test_the_ceiling_is_what_a_later_key_gets_unasked(
+async def test_a_key_without_a_priority_gets_its_ceiling(
     gateway: Gateway, book: KeyBook, name: str, asked: int | None, given: int
 ) -> None:
     body = {"prompt": "Hi"} if asked is None else {"prompt": "Hi", "priority": asked}
@@ -417,7 +418,7 @@ async def test_the_file_is_watched_without_a_restart(own: KeyBook) -> None:
 
 
 @pytest.mark.parametrize("broken", ["keys: {", "keys: [{id: a}]", "", None])
-async def test_a_broken_file_keeps_the_keys_and_is_told_once(
+async def test_a_broken_file_keeps_the_keys_and_is_reported_once(
     own: KeyBook, caplog: pytest.LogCaptureFixture, broken: str | None
 ) -> None:
     secret = own.add("a")

@@ -1,4 +1,4 @@
-"""What one client can make a real gateway process hold, as the kernel counts it."""
+"""The memory, as the kernel counts it, that one client can make a gateway process use."""
 
 import json
 import socket
@@ -37,8 +37,8 @@ def post(process: GatewayProcess, path: str, body: bytes) -> httpx.Response:
 
 
 def growth_mib(process: HeadraceProcess, attack: Callable[[], object]) -> float:
-    """How much more than before the attack the process holds at its worst moment."""
-    Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # the peak begins anew
+    """The peak of the process's memory during the attack, over its memory before."""
+    Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # resets the peak
     before = _kib(process, "VmRSS")
     attack()
     return (_kib(process, "VmHWM") - before) / 1024

@@ -45,7 +45,7 @@ CODE = "request_too_complex"
         ('[{"a":1,"b":2},{"c":3,"d":4,"e":5}]', "members of objects"),
     ],
 )
-def test_json_over_the_budget_is_refused_by_what_is_over(text: str, what: str) -> None:
+def test_json_over_the_budget_is_refused_with_the_exceeded_limit(text: str, what: str) -> None:
     with pytest.raises(ApiError, match=what) as refused:
         check_shape(text.encode(), SMALL)
     assert (refused.value.status, refused.value.code) == (400, CODE)
@@ -60,7 +60,7 @@ def test_json_over_the_budget_is_refused_by_what_is_over(text: str, what: str) -
         "[1, 2, 3, 4, 5, 6, 7, 8]",
     ],
 )
-def test_what_is_within_strings_does_not_count(text: str) -> None:
+def test_characters_within_strings_do_not_count(text: str) -> None:
     json.loads(text)
     check_shape(text.encode(), SMALL)
 
@@ -79,7 +79,7 @@ def test_json_is_refused_exactly_where_a_count_of_it_is_over(value: Any, ascii_o
     over = any(number > getattr(SMALL, name) for name, number in counts.items())
     raw = json.dumps(value, ensure_ascii=ascii_only).encode()
 
-    assert refuses(raw) == (over and len(raw) > SMALL.least_bytes_over)
+    assert refuses(raw) == (over and len(raw) > SMALL.shortest_json_over_budget)
 
 
 def count(value: Any, counts: dict[str, int]) -> None:
@@ -121,7 +121,7 @@ def test_an_object_of_too_many_members_is_named() -> None:
     ],
     ids=["a million token ids", "2,048 inputs", "lists of ids", "4,096 messages", "long text"],
 )
-def test_what_honest_clients_send_is_within_the_budget(body: dict[str, Any]) -> None:
+def test_typical_bodies_are_within_the_budget(body: dict[str, Any]) -> None:
     raw = json.dumps(body).encode()
     check_shape(raw, Budget())
     check_members(body, raw, Budget())
@@ -138,7 +138,7 @@ def holds(condition: Callable[[], bool]) -> Callable[[], Awaitable[bool]]:
 
 
 async def test_a_tenant_never_has_all_threads() -> None:
-    """Whatever it asks for, and however often it goes away again."""
+    """It never has all, whatever it requests and however often it disconnects."""
     go = threading.Event()
     running: list[str] = []
 
@@ -155,7 +155,7 @@ async def test_a_tenant_never_has_all_threads() -> None:
         ]
         await eventually(holds(lambda: len(running) == 2))
         for task in asked:
-            task.cancel()  # its threads go on
+            task.cancel()  # its threads continue
         again = asyncio.create_task(hostile.run(LARGE, partial(wait, "again")))
         answer = await other.run(LARGE, lambda: "in time")
         held = list(running)
@@ -166,7 +166,7 @@ async def test_a_tenant_never_has_all_threads() -> None:
     assert held == ["hostile 0", "hostile 1"]
 
 
-async def test_who_has_gone_is_forgotten() -> None:
+async def test_tenants_without_work_are_forgotten() -> None:
     with ThreadPoolExecutor(2) as executor:
         pool = WorkPool(executor, 2)
         await asyncio.gather(*(pool.of(f"{n % 5}").run(LARGE, lambda: None) for n in range(50)))
@@ -194,7 +194,7 @@ def test_the_size_of_data_is_that_of_its_texts_and_items(value: object) -> None:
 # Bodies that are held
 
 
-def test_bodies_together_are_bounded_and_those_of_one_tenant_more_so() -> None:
+def test_all_bodies_and_those_of_one_tenant_are_bounded() -> None:
     bodies = BodyBuffers(most=10, most_of_tenant=6)
     first, second, other = bodies.open("a"), bodies.open("a"), bodies.open("b")
     first.add(4)
@@ -226,7 +226,7 @@ async def test_half_sent_bodies_do_not_fill_the_memory(checkpoint: Path) -> None
 
 
 async def first_told(readers: Sequence[asyncio.StreamReader]) -> bytes:
-    """What the first of these connections is told that is told anything."""
+    """The first answer on any of these connections."""
     tasks = [asyncio.create_task(reader.read(2000)) for reader in readers]
     done, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in waiting:
@@ -297,7 +297,7 @@ def test_every_field_of_every_body_has_a_bound() -> None:
     assert found == []
 
 
-def test_the_search_for_bounds_finds_what_has_none() -> None:
+def test_the_search_for_bounds_finds_unbounded_fields() -> None:
     places = [
         place
         for kind in (list[str], dict[str, int], str | None, Annotated[list[int], MaxLen(3)])

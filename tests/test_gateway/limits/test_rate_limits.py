@@ -109,7 +109,7 @@ def limited(shared: Limited) -> Limited:
     return shared
 
 
-async def test_headers_tell_what_is_left(limited: Limited) -> None:
+async def test_headers_say_what_is_left_of_each_limit(limited: Limited) -> None:
     key = limited.key(requests_per_minute=60, tokens_per_minute=600)
 
     answer = await limited.ask(key)
@@ -302,7 +302,7 @@ async def test_a_client_that_hangs_up_frees_its_place_and_pays_for_its_tokens(
     assert after.headers["x-ratelimit-remaining-tokens"] == str(1000 - 10 - 15)
 
 
-async def test_what_the_queue_refuses_costs_nothing(limited: Limited) -> None:
+async def test_requests_refused_by_the_queue_cost_nothing(limited: Limited) -> None:
     key = limited.key(requests_per_minute=5, tokens_per_minute=100, concurrency=1)
     limited.gateway.engine.refusal = QueueFull("full", retry_after=1)
     assert (await limited.ask(key)).status_code == 503
@@ -401,7 +401,7 @@ async def test_while_requests_cannot_be_counted_none_is_admitted(limited: Limite
     assert (await limited.ask(free)).status_code == 200
 
 
-async def test_what_runs_long_keeps_its_place(limited: Limited) -> None:
+async def test_a_long_request_keeps_its_concurrency_slot(limited: Limited) -> None:
     key = limited.key(concurrency=1)
     limited.gateway.engine.gate.clear()
     long = asyncio.create_task(limited.ask(key))
@@ -562,7 +562,7 @@ async def test_a_request_that_outlives_its_client_is_charged_at_its_end(pair: Pa
 
 
 async def test_tenants_have_idempotency_keys_and_requests_of_their_own(pair: Pair) -> None:
-    """What one tenant has stored is not there for another, by key or by id."""
+    """A tenant cannot find the stored data of another, by key or by id."""
     locations = []
     for number, key in enumerate(("ten", "other", "ten")):
         answer = await pair.ask(number, key, headers={"idempotency-key": "the-same"})

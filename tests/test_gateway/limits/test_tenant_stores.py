@@ -1,4 +1,5 @@
-"""What tenants may leave in Redis, and that those go on who leave nothing."""
+"""Limits on the bytes that a tenant stores in Redis; requests that store nothing are never
+refused."""
 
 import asyncio
 import os
@@ -39,7 +40,7 @@ ACCOUNT = f"s.{DEFAULT_TENANT}"
 BODY = {"model": MODEL, "prompt": [5, 6], "max_tokens": 4}
 LIMIT = 4 * RECORD_BYTES
 MIB = 2**20
-PLAIN = int(os.environ.get("HEADRACE_TEST_PLAIN_REQUESTS", "200"))
+PLAIN_REQUESTS = int(os.environ.get("HEADRACE_TEST_PLAIN_REQUESTS", "200"))
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ async def ask(http: httpx.AsyncClient, key: str | None = None, **fields: Any) ->
 
 
 async def fill(http: httpx.AsyncClient) -> tuple[int, httpx.Response]:
-    """How many requests were stored, and what was said to the next one."""
+    """Stores requests until one is refused; returns their number and the refusal."""
     for number in range(100):
         answer = await ask(http, f"key {number}")
         if answer.status_code != 200:
@@ -70,7 +71,7 @@ async def fill(http: httpx.AsyncClient) -> tuple[int, httpx.Response]:
     raise AssertionError("there is no limit")
 
 
-async def test_a_tenant_leaves_no_more_than_it_may_and_is_served_on(
+async def test_a_full_store_refuses_resumable_requests_and_still_serves_plain_ones(
     backend: Backend, served: Models, engine: FakeEngine
 ) -> None:
     group = GatewayGroup(backend, served, 60.0, max_tenant_store_bytes=LIMIT)
@@ -92,7 +93,7 @@ async def test_a_tenant_leaves_no_more_than_it_may_and_is_served_on(
     assert sum((await backend.accounts().used(ACCOUNT)).values()) <= LIMIT
 
 
-async def test_stored_requests_are_counted_too(
+async def test_the_number_of_stored_requests_is_limited(
     backend: Backend, served: Models, engine: FakeEngine
 ) -> None:
     group = GatewayGroup(backend, served, 60.0, max_stored_requests=2)
@@ -103,10 +104,10 @@ async def test_stored_requests_are_counted_too(
     assert "2 stored requests (max_stored_requests)" in refused.json()["error"]["message"]
 
 
-async def test_a_request_counts_for_what_it_has_come_to(
+async def test_a_finished_request_counts_with_its_real_size(
     backend: Backend, served: Models, engine: FakeEngine
 ) -> None:
-    """Before its end it counts for all that it may become, which no further one fits beside."""
+    """While it runs it counts with its largest possible size, so that no second one fits."""
     engine.freeze()
     group = GatewayGroup(backend, served, 60.0, max_tenant_store_bytes=20_000)
     async with group.gateway("g1") as http:
@@ -131,7 +132,7 @@ async def test_a_request_counts_for_what_it_has_come_to(
     assert second.status_code == 200
 
 
-async def test_what_never_fits_is_refused_for_good(
+async def test_a_request_larger_than_the_store_is_refused_without_retry(
     backend: Backend, served: Models, engine: FakeEngine
 ) -> None:
     group = GatewayGroup(backend, served, 60.0, max_tenant_store_bytes=RECORD_BYTES)
@@ -143,7 +144,7 @@ async def test_what_never_fits_is_refused_for_good(
     assert sum((await backend.accounts().used(ACCOUNT)).values()) == 0
 
 
-async def test_a_stored_request_is_read_by_three_gateways_that_end_at_most(
+async def test_a_stored_request_is_refused_after_three_gateways_ended_while_reading_it(
     backend: Backend, served: Models, engine: FakeEngine
 ) -> None:
     group, store = GatewayGroup(backend, served, 60.0), backend.request_store()
@@ -168,7 +169,7 @@ async def test_a_stored_request_is_read_by_three_gateways_that_end_at_most(
     assert sorted(await store.begin_read(stored, "me")) == ["dead1", "dead2"]
 
 
-async def test_a_deleted_response_is_left_no_longer(
+async def test_a_deleted_response_no_longer_counts(
     backend: Backend, served: Models, engine: FakeEngine
 ) -> None:
     group = GatewayGroup(backend, served, 60.0)
@@ -183,31 +184,33 @@ async def test_a_deleted_response_is_left_no_longer(
 
 
 @pytest.fixture
-async def over(valkey: ValkeyServer) -> AsyncIterator[OverRedis]:
-    over = OverRedis(valkey.url, block=0.2)
-    await over.wipe()
-    yield over
-    await over.close()
+async def redis_backend(valkey: ValkeyServer) -> AsyncIterator[OverRedis]:
+    redis_backend = OverRedis(valkey.url, block=0.2)
+    await redis_backend.wipe()
+    yield redis_backend
+    await redis_backend.close()
 
 
-async def test_files_batches_and_requests_share_one_store(over: OverRedis, served: Models) -> None:
-    async with batch_gateway(over, served, "g1", max_tenant_store_bytes=20_000) as http:
+async def test_files_batches_and_requests_share_one_store(
+    redis_backend: OverRedis, served: Models
+) -> None:
+    async with batch_gateway(redis_backend, served, "g1", max_tenant_store_bytes=20_000) as http:
         client = BatchClient(http)
         file = (await client.upload(b"x" * 18_000)).json()["id"]
         refused = [await client.upload(b"x" * 5000), await ask(http, "key", max_tokens=500)]
         await client.delete(f"/v1/files/{file}")
         begun = await client.begin([line("a")])
-        used = await over.accounts().used(ACCOUNT)
+        used = await redis_backend.accounts().used(ACCOUNT)
 
     assert [each.json()["error"]["code"] for each in refused] == ["tenant_store_full"] * 2
     assert begun and used[ItemKind.FILE] < 1000 and used[ItemKind.BATCH] > RECORD_BYTES
 
 
-async def test_lines_of_a_batch_fail_where_its_tenant_has_no_room(
-    over: OverRedis, served: Models
+async def test_lines_of_a_batch_fail_if_their_tenants_store_is_full(
+    redis_backend: OverRedis, served: Models
 ) -> None:
-    """At once, and saying why: nothing of what is stored goes away by itself soon."""
-    async with batch_gateway(over, served, "g1", max_tenant_store_bytes=20_000) as http:
+    """They fail at once, with the reason: stored data expires too late to wait for it."""
+    async with batch_gateway(redis_backend, served, "g1", max_tenant_store_bytes=20_000) as http:
         client = BatchClient(http)
         await client.upload(b"x" * 15_500)
         batch = await client.ended(await client.begin([line("a")]))
@@ -219,27 +222,27 @@ async def test_lines_of_a_batch_fail_where_its_tenant_has_no_room(
 
 
 async def test_a_batch_counts_its_results_until_they_are_files(
-    over: OverRedis, served: Models
+    redis_backend: OverRedis, served: Models
 ) -> None:
-    async for _ in running_engine(over):
-        async with batch_gateway(over, served, "g1") as http:
+    async for _ in running_engine(redis_backend):
+        async with batch_gateway(redis_backend, served, "g1") as http:
             client = BatchClient(http)
             batch = await client.ended(await client.begin([line("a"), line("b")]))
             output = (await client.get(f"/v1/files/{batch['output_file_id']}")).json()
             given = (await client.get(f"/v1/files/{batch['input_file_id']}")).json()
 
             async def closed() -> bool:
-                used = await over.accounts().used(ACCOUNT)
+                used = await redis_backend.accounts().used(ACCOUNT)
                 return used[ItemKind.BATCH] < 2 * RECORD_BYTES
 
             await eventually(closed)
-            used = await over.accounts().used(ACCOUNT)
+            used = await redis_backend.accounts().used(ACCOUNT)
 
     assert used[ItemKind.FILE] == output["bytes"] + given["bytes"]
     assert used[ItemKind.LINE] == used[ItemKind.REQUEST] == 0
 
 
-async def test_what_each_tenant_leaves_is_read_for_metrics(backend: Backend) -> None:
+async def test_metrics_read_the_stored_bytes_of_each_tenant(backend: Backend) -> None:
     later = int((time.time() + 60) * 1000)
     stores = TenantStores(backend.accounts(), LIMITS, never_full)
     for tenant, size in (("a", 10), ("b", 20), ("a", 1)):
@@ -251,7 +254,7 @@ async def test_what_each_tenant_leaves_is_read_for_metrics(backend: Backend) -> 
     assert await asyncio.to_thread(cache.current) == [("a", 11), ("b", 20), ("c", 0)]
 
 
-async def test_room_counts_what_was_just_taken() -> None:
+async def test_headroom_subtracts_bytes_taken_since_the_measurement() -> None:
     now, used = 100.0, 0
 
     async def read() -> StoreMemory:
@@ -272,22 +275,22 @@ async def test_room_counts_what_was_just_taken() -> None:
 
 
 @pytest.fixture
-async def small(tmp_path: Path) -> AsyncIterator[OverRedis]:
+async def small_redis(tmp_path: Path) -> AsyncIterator[OverRedis]:
     """A Redis of 24 MiB."""
     server = ValkeyServer(tmp_path / "small", "--maxmemory", "24mb", appendonly=False)
     server.start()
-    over = OverRedis(server.url, block=0.2)
-    yield over
-    await over.close()
+    redis_backend = OverRedis(server.url, block=0.2)
+    yield redis_backend
+    await redis_backend.close()
     server.kill()
 
 
 @pytest.mark.parametrize("quota", [4 * MIB, 1024 * MIB], ids=["quota", "no quota"])
-async def test_others_are_answered_while_one_tenant_fills_redis(
-    small: OverRedis, served: Models, tmp_path: Path, quota: int
+async def test_other_tenants_are_answered_while_one_tenant_fills_redis(
+    small_redis: OverRedis, served: Models, tmp_path: Path, quota: int
 ) -> None:
-    """All of their plain requests, while it goes on trying; also where no quota bounds the tenant
-    and only the memory's share does."""
+    """The tenant keeps uploading meanwhile. Without a quota, the limit on Redis' memory stops
+    it."""
     book = KeyBook(tmp_path / "keys.yaml")
     for name in ("greedy", "other"):
         book.add(name, tenant=name)
@@ -307,15 +310,15 @@ async def test_others_are_answered_while_one_tenant_fills_redis(
         one = [ask(http, max_tokens=1) for _ in range(20)]
         return [answer.status_code for answer in await asyncio.gather(*one)]
 
-    async for _ in running_engine(small):
-        async with batch_gateway(small, served, "g1", keys=keys, **fields) as http:
+    async for _ in running_engine(small_redis):
+        async with batch_gateway(small_redis, served, "g1", keys=keys, **fields) as http:
             greedy = asyncio.create_task(greed(BatchClient(http, **book.headers("greedy"))))
             http.headers.update(book.headers("other"))
             await full.wait()
-            statuses = [status for _ in range(PLAIN // 20) for status in await plain(http)]
+            statuses = [status for _ in range(PLAIN_REQUESTS // 20) for status in await plain(http)]
             done.set()
             uploads = await greedy
 
     refused = {(a.status_code, a.json()["error"]["code"]) for a in uploads if a.status_code != 200}
     assert refused == {(429, "tenant_store_full") if quota < 24 * MIB else (503, "store_full")}
-    assert statuses == [200] * PLAIN
+    assert statuses == [200] * PLAIN_REQUESTS

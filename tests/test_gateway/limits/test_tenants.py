@@ -1,4 +1,4 @@
-"""What tells tenants apart beside their keys: salts, and labels of metrics, which are bounded."""
+"""Attributes of tenants besides their keys: salts, and a limited number of metric labels."""
 
 import asyncio
 from collections.abc import Iterator

@@ -102,7 +102,7 @@ class World:
         await self.settle()
 
     async def settle(self) -> list[ServedModel]:
-        """What is served in every turn of the event loop until the loads that can end have."""
+        """Waits until all loads that can end have ended; returns the models served meanwhile."""
         seen: list[ServedModel] = []
         for _ in range(20):
             await asyncio.sleep(0)
@@ -135,7 +135,7 @@ BROKEN: dict[str, Files] = {
 }
 
 
-async def test_what_is_registered_at_the_start_is_served_from_the_start(world: World) -> None:
+async def test_models_registered_before_the_start_are_served_at_once(world: World) -> None:
     await world.register("b")
     await world.register("a")
     await world.discovery.start()
@@ -308,11 +308,11 @@ async def test_a_broken_model_costs_no_other_and_is_tried_again_later(
 
 
 class Panic(BaseException):
-    """As a native library raises for a bug of its own."""
+    """An error like those that a native library raises for its own bugs."""
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), Panic("index out of bounds")])
-async def test_whatever_a_model_breaks_on_is_its_own_affair(
+async def test_an_error_of_one_model_does_not_affect_others(
     world: World, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     def fail(*_: object) -> Tokenizer:
@@ -338,7 +338,7 @@ async def test_new_files_that_are_broken_leave_the_old_ones_served(world: World)
     assert world.models.get("a").tokenizer.encode("Hi")
 
 
-async def test_what_is_known_is_served_while_redis_is_away(
+async def test_known_models_are_served_while_redis_is_away(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     await world.register("a")

@@ -76,7 +76,7 @@ async def test_loads_that_end_count_no_more(connection: Connection) -> None:
 
 
 class Scripted:
-    """What `begin` answers, one after the other."""
+    """Returns the given results from `begin`, in order."""
 
     def __init__(self, *ages: float | None) -> None:
         self._ages = list(ages)

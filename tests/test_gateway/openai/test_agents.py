@@ -136,7 +136,7 @@ async def test_an_agent_of_messages_sends_more_than_is_needed(kept: KeptGateway)
     thought = whole.content[0]
     assert thought.type == "thinking" and thought.thinking == ""
     assert streamed.content[0] == thought and "thinking" not in {event.type for event in seen}
-    # What was left out comes back in the signature, and is shown to the model.
+    # Omitted reasoning comes back in the signature, and is shown to the model.
     assert "<think>I look.</think>Wait." in kept.prompt
 
 
@@ -165,7 +165,7 @@ async def test_an_agent_of_messages_sends_more_than_is_needed(kept: KeptGateway)
         ),
     ],
 )
-async def test_what_would_need_something_done_is_refused_with_a_reason(
+async def test_fields_that_need_missing_features_are_refused_with_a_reason(
     kept: KeptGateway, path: str, fields: dict[str, Any], message: str
 ) -> None:
     rest: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -177,7 +177,7 @@ async def test_what_would_need_something_done_is_refused_with_a_reason(
 
 
 async def test_a_conversation_that_is_too_long_loses_its_first_turns(kept: KeptGateway) -> None:
-    """Whole turns, so that no result of a tool comes without its call."""
+    """Whole turns are removed, so that no tool result is left without its call."""
     call = {"type": "function_call", "call_id": "c", "name": "shell", "arguments": "{}"}
     turns: list[list[dict[str, Any]]] = [
         [
@@ -278,7 +278,7 @@ async def test_clients_that_know_one_name_only_find_the_model_by_an_alias(
 
 
 async def test_a_choice_of_allowed_tools_shows_no_others(kept: KeptGateway) -> None:
-    """As they change from turn to turn while the list of tools stays."""
+    """The choice changes from turn to turn while the list of tools stays."""
     kept.say(CALL)
     names = ("shell", "browse")
     choice = {"type": "allowed_tools", "mode": "required"}

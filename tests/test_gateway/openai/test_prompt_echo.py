@@ -20,7 +20,7 @@ PROMPT = "Hello world"
 
 
 def scores(gateway: Gateway, text: str = PROMPT, count: int = 2) -> tuple[Logprobs, ...]:
-    """What the engine says of a prompt: each token with `count` others."""
+    """The engine's prompt log probabilities: each token with `count` alternatives."""
     ids = gateway.engine.tokenizer.encode(text)
     return tuple(
         Logprobs(-0.5 * place, place, tuple((7 + other, -1.0 - other) for other in range(count)))
@@ -139,7 +139,7 @@ async def test_prompt_logprobs_are_vllms(gateway: Gateway) -> None:
     assert {one.sampling.prompt_logprobs for one in gateway.engine.submitted} == {1}
 
 
-async def test_a_chat_shows_them_beside_its_choices(gateway: Gateway) -> None:
+async def test_a_chat_returns_prompt_logprobs_beside_its_choices(gateway: Gateway) -> None:
     plain = gateway.engine.say(ANSWER)
 
     def script(request: GenerateRequest) -> Sequence[Delta]:

@@ -254,7 +254,7 @@ async def test_input_items_are_listed(client: AsyncOpenAI) -> None:
 async def test_sealed_reasoning_comes_back_as_the_models_own(
     client: AsyncOpenAI, kept: KeptGateway
 ) -> None:
-    """As Codex asks: nothing is stored, and reasoning comes back in this form alone."""
+    """A request like Codex's: nothing is stored, so reasoning comes back only in this form."""
     kept.say("<think>I löök.</think>Hello.")
     asked: Any = {"model": MODEL, "store": False, "include": ["reasoning.encrypted_content"]}
     stream = await client.responses.create(input="Hi", stream=True, **asked)
@@ -334,7 +334,7 @@ async def test_logprobs_of_the_text(kept: KeptGateway, gateway: Gateway) -> None
         ({"no_such_field": 1}, "no_such_field"),
     ],
 )
-async def test_what_cannot_be_done_is_refused_by_name(
+async def test_unsupported_fields_are_refused_by_name(
     kept: KeptGateway, fields: dict[str, Any], param: str | None
 ) -> None:
     answer = await kept.http.post("/v1/responses", json={"input": "Hi", **fields})

@@ -52,7 +52,7 @@ REFUSED_VALUES = {
 
 
 def options(annotation: Any) -> Iterator[Any]:
-    """What a value can be: the branches of unions, without what only wraps them."""
+    """The possible types of a value: the branches of unions, without wrappers."""
     origin = get_origin(annotation)
     if origin in (Required, NotRequired, Annotated):
         yield from options(get_args(annotation)[0])
@@ -64,7 +64,7 @@ def options(annotation: Any) -> Iterator[Any]:
 
 
 def leaves(annotation: Any) -> Iterator[Any]:
-    """The same, with what lists are made of in place of the lists."""
+    """Like `alternatives`, with the element types of lists in place of the lists."""
     for each in options(annotation):
         origin = get_origin(each)
         if isinstance(origin, type) and issubclass(origin, (list, Iterable)) and origin is not dict:

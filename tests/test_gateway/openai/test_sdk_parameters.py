@@ -93,7 +93,7 @@ def test_every_parameter_of_the_sdk_is_known(api: Api) -> None:
 
 
 @pytest.mark.parametrize("api", APIS.values(), ids=APIS.keys())
-def test_what_is_not_served_is_refused_by_name(api: Api) -> None:
+def test_parameters_that_are_not_served_are_refused_by_name(api: Api) -> None:
     for name in api.names - api.body.model_fields.keys():
         error = refusal(api.body, api.refused, {name: {"some": "value"}})
 
@@ -207,7 +207,7 @@ PLACES = {
 def test_kinds_that_are_not_served_are_refused_by_name(place: Place) -> None:
     api = APIS[place.api]
     others = set(kinds(place.annotation)) - set(place.served.split())
-    # Something is there, and what is served is among the SDK's own.
+    # There are parameters, and all served ones are among the SDK's own.
     assert set(place.served.split()) & set(kinds(place.annotation))
     for kind in others:
         error = refusal(api.body, api.refused, place.put({"type": kind}))

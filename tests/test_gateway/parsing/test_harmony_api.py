@@ -176,7 +176,7 @@ async def test_reasoning_cannot_be_left_out(harmony: Gateway) -> None:
 
 
 def held(gateway: Gateway) -> Any:
-    """What the last request's output is held to."""
+    """The structured output that the last request asked the engine for."""
     structured = gateway.engine.submitted[-1].sampling.structured_outputs
     return None if structured is None else read(structured.structural_tag).format
 
@@ -196,7 +196,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
         ({"response_format": {"type": "structural_tag", "format": RULES}}, Rule("a")),
     ],
 )
-async def test_an_answer_is_held_to_its_format_behind_reasoning(
+async def test_an_answer_after_reasoning_must_match_its_format(
     harmony: Gateway, fields: dict[str, Any], content: Format
 ) -> None:
     say(harmony, f'{ANALYSIS}I look.{NEXT}{FINAL}{{"a": 1}}')

@@ -37,7 +37,7 @@ def parser(begin: Begin, missing: bool) -> ThinkParser:
     return ThinkParser("<think>", "</think>", begin, otherwise_inside=missing)
 
 
-# With a label behind the opening marker.
+# With a label after the opening marker.
 LABELLED = [
     ("<think>thought\nWell.</think>Yes", "Well.", "Yes"),
     ("<think>though</think>Yes", "though", "Yes"),
@@ -65,7 +65,7 @@ def read(parser: ThinkParser, pieces: Sequence[str]) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(("begin", "missing", "text", "reasoning", "answer"), CASES)
-def test_what_stands_between_the_markers_is_reasoning(
+def test_text_between_the_markers_is_reasoning(
     begin: Begin, missing: bool, text: str, reasoning: str, answer: str
 ) -> None:
     assert read(parser(begin, missing), [text]) == (reasoning, answer)

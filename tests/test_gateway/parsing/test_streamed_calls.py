@@ -91,7 +91,7 @@ def chat_whole(body: Any) -> list[tuple[str, Any]]:
 
 
 def responses_stream(events: Sequence[Any]) -> list[tuple[str, Any]]:
-    """From the deltas, which every event that repeats them must agree with."""
+    """Reads the calls from the deltas; every event that repeats them must agree."""
     deltas: dict[int, str] = {}
     for event in events:
         if event["type"].endswith(".delta"):

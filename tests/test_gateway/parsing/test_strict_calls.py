@@ -1,4 +1,4 @@
-"""Whatever a model would say, calls of strict tools are valid: in every form that is read.
+"""Calls of strict tools are valid in every form, whatever the model would write.
 
 A model of random choices is held to the grammar, token by token; its text is read by the form's
 parser, and the calls' arguments are checked against the schemas.
@@ -57,7 +57,7 @@ SCHEMA: dict[str, Any] = {
 PLACE: dict[str, Any] = {**SCHEMA["$defs"]["Place"], "$defs": SCHEMA["$defs"]}
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 SCHEMAS: Mapping[str, Mapping[str, Any]] = {"weather": SCHEMA, "now": NOTHING}
-# What a text's first words must be to begin a call, as the model would say them.
+# The first words with which a model begins a call.
 OPENINGS = {
     "llama3_json": '{"name": "',
     "pythonic": "[weather(",
@@ -68,7 +68,7 @@ OPENINGS = {
         if name not in ("llama3_json", "pythonic", "openai")
     },
 }
-# What random choices would hardly ever say.
+# Texts that random choices would hardly ever produce.
 CLOSERS = ("</parameter>", "</arg_value>", '"', "}", "]", ")")
 TEMPLATES = {"mistral": ("", "[TOOL_CALLS][ARGS]", "[TOOL_CALLS][CALL_ID][ARGS]")}
 STEPS = 3000
@@ -130,7 +130,7 @@ def said(
     seed: int,
     words: Sequence[str] = CLOSERS,
 ) -> tuple[str, list[int]]:
-    """What a model of random choices, and of these words, says behind its first ones."""
+    """The output of a model that chooses randomly among these words, after its first ones."""
     text, _ = tokenizer(kind)
     matcher = matcher_of(held, kind)
     chance = random.Random(seed)
@@ -321,7 +321,7 @@ def test_behind_reasoning_calls_are_held_and_in_it_they_are_words(name: str, kin
 
 ANALYSIS, NEXT = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
 TO_NOW = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>"
-# In Harmony, what may be said where calls are strict, and where they are forced.
+# Texts that Harmony allows if calls are strict, and if they are forced.
 HARMONY: list[tuple[str, bool, bool]] = [
     (f"{ANALYSIS}a < b{NEXT}{TO_NOW}{{}}", True, True),
     (" to=functions.now<|channel|>commentary json<|message|>{}", True, True),
@@ -443,7 +443,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "function", "schema", "reason"), REFUSED)
-def test_what_a_form_cannot_hold_is_refused_by_name(
+def test_schemas_that_a_form_cannot_express_are_refused_by_name(
     name: str, function: str, schema: dict[str, Any], reason: str
 ) -> None:
     definition = FunctionDefinition(name=function, parameters=schema, strict=True)
@@ -451,7 +451,7 @@ def test_what_a_form_cannot_hold_is_refused_by_name(
         strict_calls([Tool(type="function", function=definition)], form_of(name), "")
 
 
-def test_what_only_readers_need_does_not_count() -> None:
+def test_descriptions_and_titles_do_not_count_as_schema_size() -> None:
     said = {"description": "x" * 70_000, "default": 1, "title": "t"}
     schema = {
         "type": "object",

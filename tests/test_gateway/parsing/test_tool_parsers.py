@@ -1,4 +1,4 @@
-"""Parsers of tool calls: what is a call, what stays text, and no matter how the text is cut."""
+"""Parsers of tool calls separate calls from text, in the same way however the text is cut."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -366,7 +366,7 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "text", "left", "calls"), CASES)
-def test_what_is_a_call_and_what_is_text(
+def test_calls_are_separated_from_text(
     name: str, text: str, left: str | None, calls: list[tuple[str, str]]
 ) -> None:
     expected = (text if left is None else left, calls)
@@ -534,7 +534,7 @@ def test_text_is_held_back_only_while_it_may_begin_a_call() -> None:
     assert parser.push("box>") == [Text(" <toolbox>")]
 
 
-def test_what_is_not_certain_for_too_long_is_no_call() -> None:
+def test_a_call_whose_name_comes_too_late_is_text() -> None:
     text = '<tool_call>{"arguments": {"a": "' + "b" * MAX_UNCERTAIN_CHARS + '"}, "name": "add"}'
 
     assert added_up(read("hermes", [text])) == (text, [])

@@ -11,7 +11,7 @@ import pytest
 
 from headrace_common.errors import FailureCode, QueueFull, RequestConflict, RequestFailed
 from headrace_common.protocol.base import (
-    MOST_ANEW,
+    MAX_REQUEUES,
     AdmitResult,
     EngineQueue,
     Lease,
@@ -147,7 +147,7 @@ async def test_a_generation_yields_every_choice_to_its_end(
     assert client.active == 0
 
 
-async def test_it_tells_whether_an_engine_has_begun(
+async def test_a_generation_says_whether_an_engine_has_begun(
     client: GenerationClient, memory: InMemory
 ) -> None:
     generation = await client.submit(make_request())
@@ -207,7 +207,9 @@ async def test_waiting_with_a_timeout_does_not_cancel(
     assert [d.token_ids for d in await collect(generation)] == [(5,)]
 
 
-async def test_a_full_queue_is_told_and_leaves_nothing(client: GenerationClient) -> None:
+async def test_a_full_queue_refuses_a_request_and_keeps_no_state_of_it(
+    client: GenerationClient,
+) -> None:
     for _ in range(2):
         await client.submit(make_request())
     with pytest.raises(QueueFull):
@@ -257,10 +259,10 @@ async def test_a_silent_engine_loses_its_request(
     assert [t for d in await collect(generation) for t in d.token_ids] == [5, 6, 7]
 
 
-async def test_a_silent_engine_is_not_asked_about_all_the_time(
+async def test_requests_of_a_silent_engine_are_rechecked_ever_less_often(
     memory: InMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There may be no other one, and thousands of such requests."""
+    """There may be no other engine, and thousands of such requests."""
     config = ClientConfig(beat_interval=0.1, silence=0.04, recheck=0.04, longest_recheck=60.0)
     queue = memory.gateway()
     released: list[tuple[object, ...]] = []
@@ -291,7 +293,7 @@ async def test_a_silent_engine_is_not_asked_about_all_the_time(
     await eventually(given_up)
     known = admissions
 
-    await asyncio.sleep(0.6)  # 60 turns of the watch, of which pauses that double leave 4
+    await asyncio.sleep(0.6)  # 60 turns of the watchdog; with pauses that double it asks 4 times
 
     assert admissions - known <= 5
     assert len(released) <= 6
@@ -342,8 +344,8 @@ async def test_lost_last_frames_come_from_the_stored_outcome(
     assert [d.token_ids for d in await collect(generation)] == [(5,), (6,)]
 
 
-async def gone_on(engine: EngineQueue, generation: Generation) -> None:
-    """An engine takes it up behind what the client has, and ends it."""
+async def continue_and_end(engine: EngineQueue, generation: Generation) -> None:
+    """Another engine continues the request after the client's tokens, and ends it."""
     lease = await taken(engine)
     rid = lease.request.request_id
     await engine.publish({"g": [Takeover(request_id=rid, attempt=lease.attempt)]})
@@ -368,14 +370,14 @@ async def taken(engine: EngineQueue) -> Lease:
 
 
 async def lose(engine: EngineQueue, lease: Lease, why: FailureCode = FailureCode.LOST) -> None:
-    """Ends it as an engine does that knows neither its gateway nor what that was told."""
+    """Ends a request like an engine that knows neither its gateway nor the tokens sent to it."""
     message = failed(lease.request.request_id, lease.attempt, why)
     await engine.publish({"g": [message]})
     await engine.finish(lease.request.request_id, lease.attempt, Outcome(failed=message))
 
 
 @pytest.mark.parametrize("why", [FailureCode.LOST, FailureCode.ABANDONED])
-async def test_a_request_that_its_engine_lost_goes_on(
+async def test_a_request_that_its_engine_lost_continues(
     client: GenerationClient, memory: InMemory, why: FailureCode
 ) -> None:
     generation = await client.submit(make_request(n=2))
@@ -384,7 +386,7 @@ async def test_a_request_that_its_engine_lost_goes_on(
     ended = tokens(lease, 0, 4, end="stop")._replace(choice=1)
     await engine.publish({"g": [tokens(lease, 0, 5, 6), ended]})
     await lose(engine, lease, why)
-    await gone_on(memory.engine("e2"), generation)
+    await continue_and_end(memory.engine("e2"), generation)
     deltas = await collect(generation)
     assert [t for d in deltas if d.choice == 0 for t in d.token_ids] == [5, 6, 7]
     assert [t for d in deltas if d.choice == 1 for t in d.token_ids] == [4]
@@ -395,14 +397,14 @@ async def test_a_request_that_every_engine_loses_ends(
 ) -> None:
     generation = await client.submit(make_request())
     engine = memory.engine()
-    for _ in range(1 + MOST_ANEW):
+    for _ in range(1 + MAX_REQUEUES):
         await lose(engine, await taken(engine))
     with pytest.raises(RequestFailed) as error:
         await collect(generation)
     assert error.value.failure is FailureCode.LOST
 
 
-async def test_a_lost_request_that_nobody_wants_is_not_run(
+async def test_a_lost_request_that_was_cancelled_is_not_run(
     client: GenerationClient, memory: InMemory
 ) -> None:
     generation = await client.submit(make_request())
@@ -413,8 +415,8 @@ async def test_a_lost_request_that_nobody_wants_is_not_run(
     assert (await client.queue.depth(MODEL)).waiting == 0
 
 
-async def ended_otherwise(engine: EngineQueue) -> None:
-    """The stored outcome is not what the client had."""
+async def store_another_outcome(engine: EngineQueue) -> None:
+    """Stores an outcome whose tokens differ from those that the client has."""
     lease = await leased(engine)
     await engine.publish({"g": [tokens(lease, 0, 5)]})
     state = ChoiceState(token_ids=(9, 9), finish_reason="length")
@@ -426,24 +428,24 @@ async def test_an_outcome_of_another_history_is_not_the_clients(
     client: GenerationClient, memory: InMemory, keep_ms: int
 ) -> None:
     generation = await client.submit(replace(make_request(), keep_ms=keep_ms))
-    await ended_otherwise(memory.engine())
-    await gone_on(memory.engine("e2"), generation)
+    await store_another_outcome(memory.engine())
+    await continue_and_end(memory.engine("e2"), generation)
     assert [t for d in await collect(generation) for t in d.token_ids] == [5, 7]
 
 
-async def test_an_outcome_that_somebody_was_given_is_not_replaced(
+async def test_an_outcome_that_a_client_was_given_is_not_replaced(
     client: GenerationClient, memory: InMemory
 ) -> None:
-    """One key is one answer, and who has begun to read another hears that."""
+    """One key has one answer; a client that has begun to read another one gets an error."""
     generation = await client.submit(replace(make_request(), keep_ms=60_000))
-    await ended_otherwise(memory.engine())
+    await store_another_outcome(memory.engine())
     await client.queue.deliver_outcome(generation.request_id, MODEL)
     with pytest.raises(RequestFailed) as error:
         await collect(generation)
     assert error.value.failure is FailureCode.LOST
 
 
-async def test_who_runs_what_nobody_wants_is_told(
+async def test_an_engine_that_runs_an_unknown_request_is_reported(
     client: GenerationClient, memory: InMemory
 ) -> None:
     engine = memory.engine()
@@ -464,7 +466,7 @@ async def test_an_outage_is_survived(client: GenerationClient, memory: InMemory)
     assert len(await collect(generation)) == 1
 
 
-async def test_close_ends_what_is_in_flight(memory: InMemory) -> None:
+async def test_close_ends_requests_in_flight(memory: InMemory) -> None:
     client = GenerationClient(memory.gateway("g2"), QueueLimits(), config=CONFIG)
     await client.start()
     generation = await client.submit(make_request())
@@ -488,7 +490,7 @@ async def test_engines_of_another_model_are_not_heard(
     assert client.ignored["another_model"] == 1
 
 
-async def test_a_spoilt_queue_costs_its_own_requests_alone(
+async def test_a_corrupt_queue_fails_only_its_own_requests(
     memory: InMemory, client: GenerationClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoilt, other = await client.submit(make_request()), await client.submit(make_request())
@@ -496,7 +498,7 @@ async def test_a_spoilt_queue_costs_its_own_requests_alone(
 
     async def fail(request: GenerateRequest, *args: Any, **more: Any) -> AdmitResult:
         if request.request_id == spoilt.request_id:
-            raise ValueError("what its engines wrote is no number")
+            raise ValueError("its engines wrote something other than a number")
         return await admit(request, *args, **more)
 
     monkeypatch.setattr(client.queue, "admit", fail)

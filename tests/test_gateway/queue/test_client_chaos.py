@@ -46,7 +46,7 @@ class Alone:
         return not self._alone and await self._queue.gateway_alive(gateway_id)
 
     async def journal(self, request_id: str) -> tuple[ChoiceState, ...] | None:
-        """Without the last half of it."""
+        """Returns the journal without its last half."""
         states = await self._queue.journal(request_id)
         if states is None or not self._alone:
             return states
@@ -114,8 +114,8 @@ class ChaosSystem:
                 self.server.roll_back(folder / "snapshot")
 
     def stray(self) -> None:
-        """All engines are as with another master for a while: nobody hears them, and they believe
-        every gateway to be gone."""
+        """All engines are as with another master for a while: no gateway hears them, and they
+        believe every gateway to be gone."""
         for engine in self.engines:
             alone = Alone(engine.queue)
             engine.queue = cast(EngineQueue, alone)

@@ -1,4 +1,5 @@
-"""What clients are told when the queue or an engine fails, and what engines when a client goes."""
+"""The errors that clients get if the queue or an engine fails, and cancellation if a client
+leaves."""
 
 import asyncio
 import json
@@ -180,7 +181,7 @@ async def test_a_disconnect_cancels_though_more_was_sent_ahead(
 @pytest.mark.parametrize(
     "more", [b"x" * 300_000, PIPELINED["whole"] * 50, PIPELINED["body"] + b" " * 90_000]
 )
-async def test_who_sends_too_much_ahead_is_dropped(gateway: Gateway, more: bytes) -> None:
+async def test_a_client_that_pipelines_too_much_is_dropped(gateway: Gateway, more: bytes) -> None:
     async with request(gateway, stream=False) as writer, asyncio.timeout(60):
         writer.write(more)
         await gateway.engine.cancelled.wait()
@@ -233,7 +234,7 @@ async def test_a_drain_that_takes_too_long_says_so(checkpoint: Path, stream: boo
 async def test_a_fault_of_ours_ends_the_connection_and_says_so(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that its client sends no further request on it."""
+    """The connection closes, so that its client sends no further request on it."""
 
     def fail(self: object, *args: object) -> None:
         raise RuntimeError("a fault of ours")

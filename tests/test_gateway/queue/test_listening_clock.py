@@ -34,7 +34,7 @@ def test_time_between_two_ticks_counts_up_to_an_interval() -> None:
 
     clock.now += 1.5
     assert listening() - begun == 1.5
-    clock.now += 100.0  # nobody has ticked
+    clock.now += 100.0  # no tick has come
     assert listening() - begun == 2.0
     assert listening.tick() == 99.5
     assert listening() - begun == 2.0

@@ -1,4 +1,4 @@
-"""Resuming a stream behind any of its events gives exactly the others, whoever makes them again."""
+"""Resuming a stream after any of its events gives exactly the others, on any gateway."""
 
 import asyncio
 import re
@@ -97,7 +97,7 @@ def outputs(case: Case, tokenizer: Tokenizer) -> list[list[Delta]]:
 
 
 def cut(deltas: Sequence[Delta], sizes: Sequence[int]) -> list[Delta]:
-    """The same output in pieces of these sizes, the last again and again."""
+    """The same output in pieces of these sizes; the last size is repeated."""
     singles = [single for delta in deltas for single in single_tokens(delta)]
     pieces: list[Delta] = []
     while singles:
@@ -143,7 +143,7 @@ class Scripted:
 
 
 def stream(case: Case, model: ServedModel, deltas: Sequence[Delta], had: Position) -> list[bytes]:
-    """The events that a client gets behind what it has."""
+    """The events that a client gets after those that it has."""
     kept = stored(case)
     answer = answer_of(kept, model)
     events = ResumableEvents(
@@ -301,7 +301,7 @@ def test_a_bare_count_is_not_checked_against_the_tokens(model: ServedModel) -> N
     ["", "1", f"{REQUEST_ID}:", f"{REQUEST_ID}:1", f"{REQUEST_ID}:-1-00000000", f"{REQUEST_ID}:1-0",
      f"{REQUEST_ID}:1..2-00000000", f"{REQUEST_ID}:{'1.' * 40_000}1-00000000", "é", "0.abc:12"],
 )  # fmt: skip
-def test_what_is_no_event_id_is_refused(text: str) -> None:
+def test_invalid_event_ids_are_refused(text: str) -> None:
     with pytest.raises(ApiError) as refused:
         parse_event_id(text, REQUEST_ID)
 

@@ -21,7 +21,7 @@ from headrace_testing.backends import MODEL, Backend
 from headrace_testing.fake_engine import FakeEngine, is_one_history
 from headrace_testing.gateway import Gateway, events
 from headrace_testing.gateway_group import GatewayGroup
-from headrace_testing.resuming import Broken, read
+from headrace_testing.resuming import ReceivedStream, read
 from headrace_testing.waiting import eventually
 
 KEY = {"idempotency-key": "the key"}
@@ -54,14 +54,14 @@ async def engine_task(engine: FakeEngine) -> AsyncIterator["asyncio.Task[None]"]
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def broken_stream(
+async def break_stream_after(
     http: httpx.AsyncClient, headers: Mapping[str, str], count: int, **fields: Any
-) -> Broken:
-    """A client that is gone after so many events."""
-    got = Broken()
+) -> ReceivedStream:
+    """Reads a stream as a client that disconnects after `count` events."""
+    got = ReceivedStream()
     gone = asyncio.Event()
 
-    def seen(stream: Broken) -> None:
+    def seen(stream: ReceivedStream) -> None:
         if len(stream.events) >= count:
             gone.set()
 
@@ -77,7 +77,7 @@ async def broken_stream(
     return got
 
 
-async def rest_of(http: httpx.AsyncClient, got: Broken) -> Broken:
+async def read_rest(http: httpx.AsyncClient, got: ReceivedStream) -> ReceivedStream:
     assert got.last_id is not None
     url = f"/v1/requests/{got.request_id}/events"
     answer = await http.get(url, headers={"last-event-id": got.last_id})
@@ -87,19 +87,19 @@ async def rest_of(http: httpx.AsyncClient, got: Broken) -> Broken:
     return got
 
 
-def tokens_of(got: Broken, choice: int = 0) -> list[int]:
+def tokens_of(got: ReceivedStream, choice: int = 0) -> list[int]:
     chosen = [c for e in got.events for c in e["choices"] if c["index"] == choice]
     return [token for each in chosen for token in each["token_ids"]]
 
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("where", [0, 1])
-async def test_a_broken_stream_goes_on_at_any_gateway(
+async def test_a_broken_stream_continues_at_any_gateway(
     gateways: list[httpx.AsyncClient], engine: FakeEngine, where: int, n: int
 ) -> None:
-    got = await broken_stream(gateways[0], RESUMABLE, 20, n=n)
+    got = await break_stream_after(gateways[0], RESUMABLE, 20, n=n)
 
-    whole = await rest_of(gateways[where], got)
+    whole = await read_rest(gateways[where], got)
 
     assert whole.done
     for choice in range(n):
@@ -107,8 +107,8 @@ async def test_a_broken_stream_goes_on_at_any_gateway(
         assert len(tokens) == 100 and is_one_history(choice, tokens)
 
 
-class Noted:
-    """Stands for the module json, and notes in which threads it writes."""
+class JsonWithThreadNames:
+    """Replaces the module json, and records the threads that call `dumps`."""
 
     def __init__(self) -> None:
         self.threads: list[str] = []
@@ -123,26 +123,26 @@ class Noted:
     ("path", "fields"),
     [("completions", {"prompt": [5, 6], "max_tokens": 1}), ("embeddings", {"input": [5, 6]})],
 )
-async def test_what_a_large_body_says_is_compared_off_the_event_loop(
+async def test_large_bodies_are_compared_off_the_event_loop(
     gateways: list[httpx.AsyncClient],
     monkeypatch: pytest.MonkeyPatch,
     path: str,
     fields: Mapping[str, Any],
 ) -> None:
-    noted = Noted()
-    monkeypatch.setattr(idempotency, "json", noted)
+    json_module = JsonWithThreadNames()
+    monkeypatch.setattr(idempotency, "json", json_module)
     body = json.dumps({"model": MODEL, **fields}) + INLINE_SIZE * " "
     headers = {**KEY, "content-type": "application/json"}
     answer = await gateways[0].post(f"/v1/{path}", content=body, headers=headers)
 
     assert answer.status_code == 200, answer.text
-    assert len(noted.threads) == 1 and "MainThread" not in noted.threads
+    assert len(json_module.threads) == 1 and "MainThread" not in json_module.threads
 
 
-async def test_the_same_post_with_its_key_goes_on_as_well(
+async def test_the_same_post_with_its_key_continues_the_stream(
     gateways: list[httpx.AsyncClient], engine: FakeEngine
 ) -> None:
-    got = await broken_stream(gateways[0], KEY, 20)
+    got = await break_stream_after(gateways[0], KEY, 20)
 
     assert got.last_id is not None
     answer = await gateways[1].post(
@@ -156,7 +156,7 @@ async def test_the_same_post_with_its_key_goes_on_as_well(
     assert got.done and len(tokens_of(got)) == 100 and is_one_history(0, tokens_of(got))
 
 
-async def test_all_of_a_stream_can_be_read_again_after_its_end(
+async def test_a_whole_stream_can_be_read_again_after_its_end(
     gateways: list[httpx.AsyncClient], engine: FakeEngine
 ) -> None:
     body = {**LONG, "stream": True, "stream_options": {"include_usage": True}}
@@ -172,7 +172,7 @@ async def test_all_of_a_stream_can_be_read_again_after_its_end(
     beyond = await gateways[1].get(
         first.headers["content-location"] + "/events", params={"starting_after": 9999}
     )
-    # Comments that keep the connection alive may have begun a stream, whose one event it is then.
+    # Keep-alive comments may have begun a stream; then the error is its only event.
     assert re.search(r'"param": ?"starting_after"', beyond.text), beyond.text
 
 
@@ -180,10 +180,10 @@ def without_comments(text: str) -> list[str]:
     return [line for line in text.split("\n") if not line.startswith(":")]
 
 
-async def test_an_end_that_was_seen_leaves_only_the_end(
+async def test_a_client_that_saw_the_last_event_gets_only_done(
     gateways: list[httpx.AsyncClient], engine: FakeEngine
 ) -> None:
-    got = await broken_stream(gateways[0], RESUMABLE, 5, max_tokens=5)
+    got = await break_stream_after(gateways[0], RESUMABLE, 5, max_tokens=5)
 
     answer = await gateways[1].get(
         f"/v1/requests/{got.request_id}/events", headers={"last-event-id": got.last_id or ""}
@@ -206,14 +206,14 @@ async def test_a_live_stream_is_followed_from_another_gateway(
     assert engine.active == {} and await group.is_idle()
 
 
-async def test_what_follows_a_gateway_takes_over_when_that_is_gone(
+async def test_a_following_gateway_takes_over_when_the_first_one_is_gone(
     group: GatewayGroup, engine: FakeEngine
 ) -> None:
     engine.token_delay = 0.005
     async with group.gateway("g2") as other:
         async with group.gateway("g1") as first:
-            got = await broken_stream(first, RESUMABLE, 20, max_tokens=300)
-            following = asyncio.create_task(read_on(other, got))
+            got = await break_stream_after(first, RESUMABLE, 20, max_tokens=300)
+            following = asyncio.create_task(read_rest_by_events(other, got))
 
             async def followed() -> bool:
                 return len(got.events) > 40
@@ -223,21 +223,21 @@ async def test_what_follows_a_gateway_takes_over_when_that_is_gone(
     assert got.done and len(tokens_of(got)) == 300 and is_one_history(0, tokens_of(got))
 
 
-async def test_engine_and_gateway_gone_at_once(
+async def test_a_stream_survives_the_loss_of_engine_and_gateway_at_once(
     group: GatewayGroup, backend: Backend, engine: FakeEngine, engine_task: "asyncio.Task[None]"
 ) -> None:
-    """Tokens are random: whoever made them anew would not get the checksum right."""
+    """Tokens are random: an engine that generated them again would not match the checksum."""
     engine.token_delay = 0.005
     async with group.gateway("g2") as other:
         async with group.gateway("g1") as first:
-            got = await broken_stream(first, RESUMABLE, 30, n=2)
+            got = await break_stream_after(first, RESUMABLE, 30, n=2)
             engine_task.cancel()
             await asyncio.gather(engine_task, return_exceptions=True)
         heir = FakeEngine(
             backend.engine("e2", lease_ms=200), MODEL, token_delay=0.001, beat_interval=0.1, seed=1
         )
         serving = asyncio.create_task(heir.run())
-        whole = await rest_of(other, got)
+        whole = await read_rest(other, got)
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
     for choice in range(2):
@@ -245,8 +245,8 @@ async def test_engine_and_gateway_gone_at_once(
         assert len(tokens) == 100 and is_one_history(choice, tokens)
 
 
-async def read_on(http: httpx.AsyncClient, got: Broken) -> None:
-    """As `rest_of`, event by event."""
+async def read_rest_by_events(http: httpx.AsyncClient, got: ReceivedStream) -> None:
+    """Reads the rest like `read_rest`, but event by event."""
     assert got.last_id is not None
     url, headers = f"/v1/requests/{got.request_id}/events", {"last-event-id": got.last_id}
     async with http.stream("GET", url, headers=headers) as answer:
@@ -271,9 +271,9 @@ async def test_several_prompts_are_one_request(
     gateways: list[httpx.AsyncClient], engine: FakeEngine
 ) -> None:
     fields = {"prompt": [[1], [2], [3]], "max_tokens": 60}
-    got = await broken_stream(gateways[0], RESUMABLE, 10, **fields)
+    got = await break_stream_after(gateways[0], RESUMABLE, 10, **fields)
 
-    whole = await rest_of(gateways[1], got)
+    whole = await read_rest(gateways[1], got)
 
     for choice in range(3):
         assert len(tokens_of(whole, choice)) == 60 and is_one_history(0, tokens_of(whole, choice))
@@ -300,11 +300,11 @@ async def test_background_is_answered_at_once_and_read_later(
 
 
 @pytest.mark.parametrize("window", [0.05])
-async def test_who_does_not_come_back_is_cancelled(
+async def test_a_request_whose_client_does_not_return_is_cancelled(
     gateways: list[httpx.AsyncClient], group: GatewayGroup, engine: FakeEngine
 ) -> None:
     engine.token_delay = 0.02
-    got = await broken_stream(gateways[0], KEY, 2, max_tokens=400)
+    got = await break_stream_after(gateways[0], KEY, 2, max_tokens=400)
 
     await eventually(group.is_idle)
 
@@ -314,26 +314,26 @@ async def test_who_does_not_come_back_is_cancelled(
     again = await gateways[1].post(
         "/v1/completions", json={**LONG, "stream": True, "max_tokens": 400}, headers=KEY
     )
-    assert len(tokens_of(await _taken(again))) == 400
+    assert len(tokens_of(await parse_stream(again))) == 400
 
 
-async def _taken(answer: httpx.Response) -> Broken:
-    got = Broken()
+async def parse_stream(answer: httpx.Response) -> ReceivedStream:
+    got = ReceivedStream()
     for block in answer.text.split("\n\n"):
         got.take(block)
     return got
 
 
 @pytest.mark.parametrize("window", [2.0])
-async def test_a_client_at_another_gateway_keeps_it_running(
+async def test_a_client_at_another_gateway_keeps_a_request_running(
     gateways: list[httpx.AsyncClient], engine: FakeEngine
 ) -> None:
-    """The gateway that has the request sees no client of its own for more than two windows, which
-    are long enough to come back in on a busy machine."""
+    """The first gateway has no client for more than two windows. The windows are long enough for
+    the client to come back on a busy machine."""
     engine.token_delay = 0.035
-    got = await broken_stream(gateways[0], RESUMABLE, 2, max_tokens=150)
+    got = await break_stream_after(gateways[0], RESUMABLE, 2, max_tokens=150)
 
-    whole = await rest_of(gateways[1], got)
+    whole = await read_rest(gateways[1], got)
 
     assert whole.done and len(tokens_of(whole)) == 150
 
@@ -342,7 +342,7 @@ async def test_delete_cancels_at_any_gateway(
     gateways: list[httpx.AsyncClient], group: GatewayGroup, engine: FakeEngine
 ) -> None:
     engine.token_delay = 0.02
-    got = await broken_stream(gateways[0], RESUMABLE, 2, max_tokens=4000)
+    got = await break_stream_after(gateways[0], RESUMABLE, 2, max_tokens=4000)
 
     deleted = await gateways[1].delete(f"/v1/requests/{got.request_id}")
 
@@ -403,7 +403,7 @@ async def test_another_body_under_a_used_key_is_refused(
         ({**KEY, "last-event-id": "1"}, False, "Last-Event-ID"),
     ],
 )
-async def test_headers_that_make_no_sense_are_refused(
+async def test_invalid_headers_are_refused(
     gateways: list[httpx.AsyncClient], headers: dict[str, str], stream: bool, param: str
 ) -> None:
     body = {**LONG, "stream": stream}
@@ -426,7 +426,7 @@ async def test_a_refused_request_leaves_its_key_free(backend: Backend, served: M
     assert taken.status_code == 200
 
 
-async def test_a_key_that_never_reached_the_queue_is_not_stuck(
+async def test_a_key_whose_request_never_reached_the_queue_can_be_used_again(
     gateways: list[httpx.AsyncClient], backend: Backend
 ) -> None:
     """The gateway died between storing it and queueing it; its deadline has passed meanwhile."""
@@ -447,16 +447,16 @@ async def test_a_request_that_its_engine_lost_is_one_generation(
     gateways: list[httpx.AsyncClient], engine: FakeEngine, group: GatewayGroup
 ) -> None:
     engine.token_delay = 0.01
-    got = await broken_stream(gateways[0], KEY, 20)
+    got = await break_stream_after(gateways[0], KEY, 20)
     engine.lose()
 
     view = (await gateways[1].get(f"/v1/requests/{got.request_id}")).json()
-    again, body = Broken(), {**LONG, "stream": True}
+    again, body = ReceivedStream(), {**LONG, "stream": True}
     async with gateways[1].stream("POST", "/v1/completions", json=body, headers=KEY) as answer:
         await read(answer, again, lambda _: None)
-    whole = await rest_of(gateways[0], got)
+    whole = await read_rest(gateways[0], got)
 
-    # Queued again at once, it may be seen before an engine has it.
+    # The request is queued again at once, so an engine may not have taken it yet.
     assert view["status"] in ("queued", "in_progress") and view["error"] is None
     assert tokens_of(whole) == tokens_of(again)
     assert len(tokens_of(whole)) == 100 and is_one_history(0, tokens_of(whole))
@@ -465,10 +465,10 @@ async def test_a_request_that_its_engine_lost_is_one_generation(
 
 @in_memory
 @pytest.mark.parametrize("looked_at", [False, True])
-async def test_an_answer_that_was_looked_at_stands(
+async def test_an_answer_that_a_client_has_read_is_final(
     gateways: list[httpx.AsyncClient], backend: Backend, group: GatewayGroup, looked_at: bool
 ) -> None:
-    """Whatever its gateway says of it later."""
+    """Its gateway can dispute an answer only until a client has read it."""
     answer = await gateways[0].post("/v1/completions", json=LONG, headers=KEY)
     url = answer.headers["content-location"]
     if looked_at:
@@ -483,7 +483,7 @@ async def test_an_answer_that_was_looked_at_stands(
     assert disputed.state is (AdmitState.ENDED if looked_at else AdmitState.ADMITTED)
 
 
-async def test_a_request_that_redis_lost_is_not_begun_anew(
+async def test_a_request_that_redis_lost_is_not_restarted(
     gateways: list[httpx.AsyncClient], backend: Backend, group: GatewayGroup, engine: FakeEngine
 ) -> None:
     stored = await gateways[0].post("/v1/completions", json=LONG, headers=KEY)
@@ -497,7 +497,7 @@ async def test_a_request_that_redis_lost_is_not_begun_anew(
     status = (await gateways[1].get(url)).json()["status"]
     await backend.request_store().set_presence(
         kept.request_id, 60
-    )  # a gateway has it, and will restore it
+    )  # as if a gateway that will restore it had it
     early = await gateways[1].get(f"{url}/events")
 
     assert (answer.status_code, answer.json()["error"]["code"]) == (410, "state_lost")
@@ -526,7 +526,7 @@ async def test_the_sdk_reads_a_resumable_stream_with_pauses(
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_without_a_store_such_requests_are_refused(gateway: Gateway) -> None:
+async def test_background_requests_need_a_store(gateway: Gateway) -> None:
     answer = await gateway.complete(background=True)
 
     assert answer.status_code == 400

@@ -1,6 +1,6 @@
 """/v1/embeddings with an Idempotency-Key, through two gateways on one queue.
 
-The fake engine makes random vectors: whoever computed an input again would get other bytes.
+The fake engine makes random vectors: an input that is computed again gets other bytes.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ in_memory = pytest.mark.parametrize("backend", ["memory"], indirect=True)
 
 
 class Runs:
-    """What an engine has begun; it freezes when that are `most` requests."""
+    """The requests that an engine has begun; the engine freezes after `most` requests."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self.engine = engine
@@ -118,7 +118,7 @@ async def test_many_clients_with_one_key_make_each_vector_once(
     assert len(runs.begun) == count
 
 
-async def test_another_gateway_goes_on_where_one_has_stopped(
+async def test_another_gateway_continues_where_one_has_stopped(
     group: GatewayGroup, runs: Runs
 ) -> None:
     count = IN_FLIGHT + 36
@@ -138,10 +138,10 @@ async def test_another_gateway_goes_on_where_one_has_stopped(
 
 
 @pytest.mark.parametrize("window", [0.05])
-async def test_who_does_not_come_back_is_cancelled_and_keeps_what_was_done(
+async def test_a_request_whose_client_does_not_return_is_cancelled_and_keeps_its_vectors(
     gateways: list[httpx.AsyncClient], group: GatewayGroup, runs: Runs
 ) -> None:
-    """Where nobody is there, nothing more is queued either."""
+    """Without a client, no further inputs are queued."""
     count, runs.most = IN_FLIGHT + 36, 30
     asking = asyncio.create_task(ask(gateways[0], count))
     await eventually(runs.frozen)
@@ -214,7 +214,7 @@ async def test_a_key_is_for_one_body(gateways: list[httpx.AsyncClient], runs: Ru
 
 
 @pytest.mark.parametrize("max_bytes", [3 * (32 + 12 + RECORD_BYTES)])
-async def test_what_a_tenant_keeps_is_bounded(
+async def test_the_stored_bytes_of_a_tenant_are_limited(
     gateways: list[httpx.AsyncClient], runs: Runs
 ) -> None:
     """A vector of 8 numbers, a prompt of 3 tokens, and what goes with them: three of those."""
@@ -282,7 +282,7 @@ async def test_a_failure_that_would_come_again_is_the_outcome(
         ({"idempotency-key": "é"}, "Idempotency-Key"),
     ],
 )
-async def test_what_means_nothing_here_is_refused(
+async def test_headers_without_a_meaning_for_embeddings_are_refused(
     gateways: list[httpx.AsyncClient], headers: dict[str, str], param: str
 ) -> None:
     body = {"model": MODEL, "input": "x"}

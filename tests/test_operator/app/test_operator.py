@@ -211,7 +211,7 @@ async def test_scale_down_drains_the_idle_engine_first(user: User, scene: Scene)
         assert scene.recalled == [], "it is about to go"
 
 
-async def test_a_drain_goes_on_after_a_restart_of_the_operator(user: User, scene: Scene) -> None:
+async def test_a_drain_continues_after_a_restart_of_the_operator(user: User, scene: Scene) -> None:
     for name in ("a", "b"):
         await user.create(pod(name, "qwen"))
     scene.statuses = [engine_status("a", running=3), engine_status("b", running=4)]
@@ -376,7 +376,9 @@ async def test_keda_finds_a_model_known_before_it_may_scale_to_zero(
         await until(lambda: replicas(user) == 0)
 
 
-async def test_reconciliation_goes_on_without_redis_and_says_so(user: User, scene: Scene) -> None:
+async def test_reconciliation_continues_without_redis_and_reports_it(
+    user: User, scene: Scene
+) -> None:
     scene.queue_down = True
     async with operator(user, scene):
         await user.create(body(scaling=FROM_ZERO))

@@ -164,7 +164,8 @@ async def test_users_hold_on_a_replica_that_becomes_master(
     scene: Scene,
     tmp_path: Path,
 ) -> None:
-    """Also after a restart without its users, and a user that is removed goes there too."""
+    """They hold after a restart of the replica without users; a removed user is removed there,
+    too."""
     replica = server_with_users(tmp_path / "replica")
     replica.start()
     second = OverRedis(replica.url)
@@ -202,7 +203,7 @@ async def repeated(over: OverRedis, port: int) -> bool:
         return False
 
 
-async def test_a_user_goes_after_its_model_service_and_its_engines(
+async def test_a_user_is_removed_after_its_model_service_and_engines(
     user: User, users: RedisUsers, over: OverRedis, scene: Scene
 ) -> None:
     await user.create(body(model=CHAT))

@@ -1,4 +1,4 @@
-"""Which models leave the registry, and when: over the API server and the queue in memory."""
+"""The removal of models from the registry, over the API server and the queue in memory."""
 
 from collections.abc import AsyncIterator
 
@@ -23,14 +23,14 @@ async def cleaner(user: User, scene: Scene) -> AsyncIterator[RegistryCleaner]:
 
 
 async def look_twice(cleaner: RegistryCleaner, scene: Scene) -> set[str]:
-    """The models that are left."""
+    """Lets the cleaner look twice; returns the models that remain."""
     await cleaner.run_once()
     scene.now += WAIT
     await cleaner.run_once()
     return set(scene.backend.models)
 
 
-async def test_an_entry_without_its_model_service_goes_at_the_second_look(
+async def test_an_entry_without_its_model_service_is_removed_at_the_second_check(
     cleaner: RegistryCleaner, scene: Scene
 ) -> None:
     await register_model(scene, "qwen", OWNER)
@@ -51,7 +51,7 @@ async def test_an_entry_that_is_claimed_stays(
     assert await look_twice(cleaner, scene) == {"chat"}
 
 
-async def test_a_former_name_of_a_model_service_goes(
+async def test_an_entry_under_a_former_name_is_removed(
     user: User, cleaner: RegistryCleaner, scene: Scene
 ) -> None:
     await user.create(body(model={**HUB, "servedName": "new"}))
@@ -68,7 +68,7 @@ async def test_entries_of_others_are_not_touched(
     assert await look_twice(cleaner, scene) == {"qwen"}
 
 
-async def test_an_entry_that_came_back_waits_anew(
+async def test_an_entry_that_came_back_waits_again(
     user: User, cleaner: RegistryCleaner, scene: Scene
 ) -> None:
     await register_model(scene, "qwen", OWNER)
@@ -85,7 +85,7 @@ async def test_an_entry_that_came_back_waits_anew(
     assert not scene.backend.models
 
 
-async def test_what_an_engine_still_serves_stays_until_it_drains(
+async def test_an_entry_stays_until_its_last_engine_drains(
     cleaner: RegistryCleaner, scene: Scene
 ) -> None:
     await register_model(scene, "qwen", OWNER)
@@ -95,7 +95,9 @@ async def test_what_an_engine_still_serves_stays_until_it_drains(
     assert await look_twice(cleaner, scene) == set()
 
 
-async def test_trouble_is_waited_out(user: User, cleaner: RegistryCleaner, scene: Scene) -> None:
+async def test_an_unreachable_queue_only_delays_the_cleaning(
+    user: User, cleaner: RegistryCleaner, scene: Scene
+) -> None:
     await register_model(scene, "qwen", OWNER)
     scene.queue_down = True
     await cleaner.run_once()

@@ -1,4 +1,5 @@
-"""Who leaves first, and when it has left. Properties over random fleets at the end."""
+"""The engine that is removed first, and the end of its drain; with properties over random
+fleets."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -87,7 +87,7 @@ async def test_a_released_lease_is_free_at_once(user: User, cluster: Cluster, cl
     assert holder(user) == "b", "only one's own is released"
 
 
-async def test_an_api_server_that_is_away_is_no_leadership(clock: Clock) -> None:
+async def test_without_the_api_server_there_is_no_leader(clock: Clock) -> None:
     away = Cluster(Configuration(host="http://127.0.0.1:1"))
     try:
         assert not await lease(away, "a", clock)._tried()

@@ -291,7 +291,7 @@ def test_a_uri_is_copied_by_an_init_container(
     assert {"name": "model", "emptyDir": {"sizeLimit": "20Gi"}} in found["volumes"]
 
 
-def test_a_doctor_looks_at_what_the_engine_will_have() -> None:
+def test_a_doctor_has_the_environment_of_the_engine() -> None:
     found = pod(model={"uri": {"uri": "s3://b/m"}}, engine={"doctor": True, "gpu": {}})
     copier, doctor = found["initContainers"]
     (engine,) = found["containers"]

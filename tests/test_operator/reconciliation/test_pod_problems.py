@@ -22,7 +22,7 @@ def ended(code: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def test_a_pod_without_a_place_is_told() -> None:
+def test_an_unschedulable_pod_is_reported() -> None:
     fine, stuck = pod("a", "m"), pod("b", "m", ready=False)
     assert problem([fine]) is None
     text = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu"
@@ -32,7 +32,7 @@ def test_a_pod_without_a_place_is_told() -> None:
     assert problem([fine, stuck]) == ("Unschedulable", f"pod b: {text}")
 
 
-def test_a_crash_is_told_with_its_exit_code() -> None:
+def test_a_crash_is_reported_with_its_exit_code() -> None:
     assert problem([engine_pod(**ended(1))]) == (
         "CrashLoopBackOff",
         "pod a: container engine ended with exit code 1",
@@ -69,7 +69,7 @@ def test_the_last_word_of_an_engine_is_the_reason(message: str, reason: str, sai
     assert told == (reason, f"pod a: container engine ended with exit code 70: {said}")
 
 
-def test_too_little_memory_is_told_with_the_limit_and_a_remedy() -> None:
+def test_too_little_memory_is_reported_with_the_limit_and_a_remedy() -> None:
     crashed = engine_pod(**ended(137, reason="OOMKilled", message='{"message": "loading"}'))
     (container,) = crashed["spec"]["containers"]
     container["resources"] = {"limits": {"memory": "2Gi"}}
@@ -81,7 +81,9 @@ def test_too_little_memory_is_told_with_the_limit_and_a_remedy() -> None:
 
 
 @pytest.mark.parametrize("end", [{"exitCode": 137, "reason": "OOMKilled"}, {"exitCode": 78}])
-def test_what_a_new_start_does_not_mend_is_told_at_the_first_end(end: dict[str, Any]) -> None:
+def test_problems_that_a_restart_cannot_fix_are_reported_at_the_first_exit(
+    end: dict[str, Any],
+) -> None:
     between = engine_pod(state={"terminated": end})
     once_more = engine_pod(state={"running": {}}, restartCount=1, lastState={"terminated": end})
     found = problem([between])
@@ -103,7 +105,7 @@ def test_a_container_that_serves_again_is_no_trouble() -> None:
     assert problem([serving]) is None
 
 
-def test_an_image_that_cannot_be_pulled_keeps_its_word() -> None:
+def test_a_failed_image_pull_keeps_the_reason_of_kubernetes() -> None:
     waits = [
         engine_pod(state={"waiting": {"reason": word, "message": "no such image"}})
         for word in ("ErrImagePull", "ImagePullBackOff")

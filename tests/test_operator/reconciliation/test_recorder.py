@@ -8,7 +8,7 @@ from prometheus_client import Metric
 
 from headrace_common.observability.telemetry import Telemetry, setup
 from headrace_operator.reconciliation.recorder import Recorder
-from headrace_operator.reconciliation.status import Seen
+from headrace_operator.reconciliation.status import Observations
 from headrace_operator.scaling.decision import Decision
 from headrace_operator.scaling.history import History
 from headrace_operator.scaling.reason import Reason, Signal
@@ -30,11 +30,11 @@ def telemetry() -> Iterator[Telemetry]:
     opened.shutdown()
 
 
-def seen(*estimates: Estimate, reason: Reason = Reason.OLDEST_AGE) -> Seen:
+def seen(*estimates: Estimate, reason: Reason = Reason.OLDEST_AGE) -> Observations:
     decision = Decision(
         replicas=3, wanted=3, reason=reason, message="", history=History(), estimates=estimates
     )
-    return Seen(replicas=2, ready=2, updated=2, desired=3, decision=decision)
+    return Observations(replicas=2, ready=2, updated=2, desired=3, decision=decision)
 
 
 def page(telemetry: Telemetry) -> dict[str, Metric]:
@@ -59,7 +59,7 @@ def test_counts_and_signals_carry_the_model_and_its_namespace(telemetry: Telemet
     assert value(found, "headrace_operator_signal_target", signal=signal, **WHERE) == 10
 
 
-def test_a_target_that_is_not_known_is_not_told(telemetry: Telemetry) -> None:
+def test_an_unknown_target_is_not_exported(telemetry: Telemetry) -> None:
     Recorder(telemetry.meter).record(service(), seen(UNSIZED))
     found = page(telemetry)
     assert value(found, "headrace_operator_signal") == 7

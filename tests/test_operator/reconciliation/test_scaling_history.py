@@ -21,7 +21,7 @@ async def test_a_history_is_read_again_after_a_restart(user: User) -> None:
         await cluster.close()
 
 
-async def test_it_is_written_on_changes_and_once_a_minute(user: User) -> None:
+async def test_a_history_is_written_on_changes_and_once_a_minute(user: User) -> None:
     cluster = Cluster(Configuration(host=user.url))
     histories = ScalingHistories(cluster)
 
@@ -40,7 +40,7 @@ async def test_it_is_written_on_changes_and_once_a_minute(user: User) -> None:
         await cluster.close()
 
 
-async def test_an_unreadable_history_is_begun_anew(user: User) -> None:
+async def test_an_unreadable_history_is_replaced(user: User) -> None:
     await user.create(
         {
             "apiVersion": "v1",

@@ -1,4 +1,4 @@
-"""Conditions and transitions: each state has its word, and is told once."""
+"""Conditions and transitions: each state has its reason, and is reported once."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 from headrace_operator.cluster.drain import Draining
 from headrace_operator.errors import InvalidSpec
 from headrace_operator.reconciliation import status
-from headrace_operator.reconciliation.status import Seen
+from headrace_operator.reconciliation.status import Observations
 from headrace_operator.scaling.decision import Decision
 from headrace_operator.scaling.history import History
 from headrace_operator.scaling.observation import EngineSignals, QueueSignals
@@ -18,8 +18,8 @@ from headrace_testing.model_services import service
 NOW = 1_767_225_600.0  # 2026-01-01T00:00:00Z
 
 
-def seen(**changes: Any) -> Seen:
-    return Seen(**{"replicas": 2, "ready": 2, "updated": 2, "desired": 2, **changes})
+def seen(**changes: Any) -> Observations:
+    return Observations(**{"replicas": 2, "ready": 2, "updated": 2, "desired": 2, **changes})
 
 
 def decision(reason: Reason = Reason.STEADY, **changes: Any) -> Decision:
@@ -33,7 +33,7 @@ def waiting(count: int, age: float = 0.0) -> Signals:
     return Signals(at=NOW, queue=queue, engines=engines)
 
 
-def words(found: Seen, **spec: Any) -> dict[str, tuple[str, str]]:
+def reasons(found: Observations, **spec: Any) -> dict[str, tuple[str, str]]:
     return {c.type: (c.status, c.reason) for c in status.conditions(service(**spec), found)}
 
 
@@ -97,13 +97,15 @@ def words(found: Seen, **spec: Any) -> dict[str, tuple[str, str]]:
         ),
     ],
 )
-def test_each_state_has_its_word(found: Seen, kind: str, expected: tuple[str, str]) -> None:
-    assert words(found)[kind] == expected
+def test_each_state_has_its_reason(
+    found: Observations, kind: str, expected: tuple[str, str]
+) -> None:
+    assert reasons(found)[kind] == expected
 
 
-def test_other_modes_say_who_scales() -> None:
+def test_other_scaling_modes_name_the_scaler() -> None:
     for mode, word in (("none", "ScaledByHand"), ("hpa", "ScaledByHPA")):
-        assert words(seen(), scaling={"mode": mode})["ScalingActive"] == ("True", word)
+        assert reasons(seen(), scaling={"mode": mode})["ScalingActive"] == ("True", word)
 
 
 @pytest.mark.parametrize(
@@ -119,13 +121,13 @@ def test_other_modes_say_who_scales() -> None:
         (seen(ready=0, desired=0), "ScaledToZero"),
     ],
 )
-def test_the_status_has_the_word_that_says_most(found: Seen, reason: str) -> None:
+def test_the_status_has_the_most_important_reason(found: Observations, reason: str) -> None:
     told = status.status_of(service(), found, {}, NOW)
     assert told["reason"] == reason
     assert told["message"] in {condition["message"] for condition in told["conditions"]}
 
 
-def test_a_saturated_service_says_what_waits_and_why() -> None:
+def test_a_saturated_service_says_how_many_requests_wait_and_why() -> None:
     found = seen(
         signals=waiting(16, age=12.3), decision=decision(limited=ScalingLimit.MAX_REPLICAS)
     )
@@ -135,7 +137,7 @@ def test_a_saturated_service_says_what_waits_and_why() -> None:
     )
 
 
-def test_what_the_engines_do_is_told_in_whole_numbers() -> None:
+def test_the_status_shows_the_engines_load_in_whole_numbers() -> None:
     found = status.status_of(service(), seen(signals=waiting(3), cold_start=27.6), {}, NOW)
     shown = ("backlog", "tokensPerSecond", "kvCachePercent", "coldStartSeconds")
     assert [found[key] for key in shown] == [3, 1234, 42, 28]
@@ -198,7 +200,7 @@ def test_the_loss_of_the_last_engine_is_an_alarm_and_a_start_from_zero_is_none()
     assert kinds == ["Warning", "Normal"]
 
 
-def test_of_limits_only_the_upper_bound_is_an_event() -> None:
+def test_only_the_upper_limit_gives_an_event() -> None:
     free = status.status_of(service(), seen(decision=decision()), {}, NOW)["conditions"]
     told = {}
     for limit in ScalingLimit:
@@ -210,7 +212,7 @@ def test_of_limits_only_the_upper_bound_is_an_event() -> None:
     }
 
 
-def test_trouble_of_a_new_one_is_told_at_once() -> None:
+def test_problems_of_a_new_model_service_are_reported_at_once() -> None:
     error = InvalidSpec("spec.x", "is wrong")
     failed = status.failed_status(1, error, {}, NOW)["conditions"]
     assert [(c.kind, c.reason) for c in status.transitions((), failed)] == [
@@ -218,14 +220,14 @@ def test_trouble_of_a_new_one_is_told_at_once() -> None:
     ]
 
 
-def test_another_trouble_is_another_event() -> None:
+def test_a_new_problem_is_a_new_event() -> None:
     one = status.status_of(service(), seen(problem=("A", "")), {}, NOW)["conditions"]
     two = status.status_of(service(), seen(problem=("B", "")), {}, NOW)["conditions"]
     assert [(c.kind, c.reason) for c in status.transitions(one, two)] == [("Warning", "B")]
 
 
 def test_a_cause_that_lasts_is_one_event_and_its_end_no_alarm() -> None:
-    """Ready and Degraded have one cause: it is told once, and so is that it has gone."""
+    """Ready and Degraded have one cause: its beginning and its end are each reported once."""
     new = status.status_of(service(), seen(ready=0), {}, NOW)["conditions"]
     broken = seen(ready=0, problem=("OOMKilled", "pod p"))
     first = status.status_of(service(), broken, {"conditions": new}, NOW)["conditions"]

@@ -218,7 +218,7 @@ def test_the_cold_start_is_learned_from_the_pods_that_came_up() -> None:
     assert history.starts == ()
 
 
-def test_an_engines_speed_is_learned_from_what_it_does_at_its_share() -> None:
+def test_an_engines_speed_is_learned_from_its_throughput_under_load() -> None:
     history = History()
     for step in range(60):
         now = 15.0 * step
@@ -229,7 +229,7 @@ def test_an_engines_speed_is_learned_from_what_it_does_at_its_share() -> None:
     assert history.engine_tokens == pytest.approx(3000.0, rel=0.01)
 
 
-def test_after_a_time_without_metrics_the_idle_time_begins_anew() -> None:
+def test_the_idle_time_restarts_after_a_gap_in_the_metrics() -> None:
     policy = replace(POLICY, min_replicas=0, idle_time=300.0)
     history = first(see(1), policy).history
 
@@ -352,7 +352,7 @@ def test_a_policy_out_of_range_names_field_value_and_range() -> None:
         ScalingPolicy(min_replicas=2, max_replicas=1)
 
 
-def test_a_history_that_is_none_is_refused() -> None:
+def test_an_invalid_history_is_refused() -> None:
     with pytest.raises(ValueError, match="JSON object"):
         History.from_json("[1]")
 

@@ -129,7 +129,7 @@ def test_missing_metrics_freeze_the_count(seen: ScalingObservation, policy: Scal
 def test_a_constant_load_does_not_flap(
     load: float, speed: float, begin: int, cold_start: float, utilization: float
 ) -> None:
-    """Whatever the load, an engine's speed and the first count: at last nothing changes."""
+    """For every load, engine speed and first count, the count finally stays the same."""
     policy = ScalingPolicy(max_replicas=200, utilization=utilization)
     counts = replay(policy, load, speed, begin, cold_start, seconds=7200)
     settled = counts[len(counts) // 2 :]

@@ -167,7 +167,7 @@ async def test_a_long_answer_to_a_query_is_not_read() -> None:
     assert "more than 1048576 bytes" in await told(in_pieces(SECRET.encode() * 100_000))
 
 
-async def test_what_is_no_http_is_not_shown() -> None:
+async def test_answers_that_are_not_http_are_not_shown() -> None:
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(f"220 {SECRET} ready\r\n".encode())
         await reader.read()

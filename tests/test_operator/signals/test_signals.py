@@ -149,7 +149,7 @@ async def test_the_capacity_is_the_one_of_the_settings(pods: Pods) -> None:
     assert found.engines.capacity == 8
 
 
-async def test_the_capacity_is_what_the_engines_tell(pods: Pods) -> None:
+async def test_the_capacity_is_the_one_that_engines_report(pods: Pods) -> None:
     told = f"# TYPE headrace_engine_capacity gauge\nheadrace_engine_capacity{{{MODEL}}} 16\n"
     pods.pages = {"g1": gateway_page(0), "e1": engine_page(1), "e2": engine_page(1, capacity=told)}
     engines = [pods.address("e1"), pods.address("e2")]
@@ -202,7 +202,7 @@ async def test_old_signals_keep_their_time(pods: Pods) -> None:
         ({"g1": "# nothing\n"}, ("g1",), "no gateway serves a model named 'qwen'"),
     ],
 )
-async def test_signals_that_never_were_say_why(
+async def test_missing_signals_have_a_reason(
     pods: Pods, pages: dict[str, str | None], gateways: tuple[str, ...], why: str
 ) -> None:
     pods.pages = pages
@@ -210,14 +210,14 @@ async def test_signals_that_never_were_say_why(
         await source(pods, *gateways).read(service(), ())
 
 
-async def test_a_page_that_is_none_counts_as_no_answer(pods: Pods) -> None:
+async def test_an_invalid_page_counts_as_no_answer(pods: Pods) -> None:
     pods.pages = {"g1": "<html>", "g2": gateway_page(3)}
     found = await source(pods, "g1", "g2").read(service(), ())
     assert found.queue is not None
     assert found.queue.waiting == 3
 
 
-def test_a_counter_that_fell_began_anew() -> None:
+def test_a_counter_that_fell_was_reset() -> None:
     before = {"p": Counters(at=0, values={"tokens": 500})}
     after = {"p": Counters(at=10, values={"tokens": 40})}
     assert rates(before, after) == {"tokens": 4.0}
@@ -262,7 +262,7 @@ async def prometheus(values: dict[str, float]) -> AsyncIterator[PrometheusSignal
     await runner.cleanup()
 
 
-async def test_prometheus_tells_the_same() -> None:
+async def test_prometheus_gives_the_same_signals() -> None:
     values = {"at": 990.0, "waiting": 5, "arrivals": 2.5, "running": 7, "engines": 2, "tokens": 80}
     async with prometheus(values) as signals:
         found = await signals.read(service(), ())

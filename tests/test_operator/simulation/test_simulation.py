@@ -10,7 +10,7 @@ import pytest
 from headrace_common.protocol.base import QueueLimits
 from headrace_operator.scaling import EngineSignals, QueueSignals, ScalingObservation, ScalingPolicy
 from headrace_operator.simulation import __main__ as command
-from headrace_operator.simulation.comparison import Comparison, default_policy
+from headrace_operator.simulation.comparison import Comparison, with_room_to_scale
 from headrace_operator.simulation.engine import EngineCosts, SimulatedEngine
 from headrace_operator.simulation.engine_profile import EngineProfile, load_profile
 from headrace_operator.simulation.errors import SimulationError
@@ -125,8 +125,8 @@ def test_a_pod_costs_from_its_creation_and_serves_after_its_cold_start() -> None
 
     result = simulate(setup, HeadraceScaler("zero", policy))
 
-    # Seen at 5 s, ready at 55 s, which is 54.1 s after it came. The arrival counts for the minute
-    # of its rate, then come 100 idle seconds: gone at 215 s.
+    # Observations at 5 s, ready at 55 s, which is 54.1 s after it came. The arrival counts for the
+    # minute of its rate, then come 100 idle seconds: gone at 215 s.
     assert result.attainment == 0.5 or result.time_to_first_token["p99"] < 54.9
     assert result.scale_downs == 1
     assert result.gpu_hours * 3600 == pytest.approx(210.0, abs=10)
@@ -189,7 +189,7 @@ def test_the_goal_holds_on_the_made_up_day() -> None:
     comparison = Comparison(
         trace=given,
         profile=profile,
-        policy=default_policy(given, profile, ScalingPolicy()),
+        policy=with_room_to_scale(given, profile, ScalingPolicy()),
         objectives=Objectives(),
         limits=QueueLimits(),
     )
@@ -256,7 +256,7 @@ def test_a_profile_that_cannot_be_is_refused(tmp_path: Path, change: dict[str, o
         load_profile(path)
 
 
-def test_a_profile_goes_on_in_a_line_beyond_what_was_measured() -> None:
+def test_a_profile_is_extrapolated_in_a_straight_line() -> None:
     steps = replace(PROFILE, decode_step={1: 0.1, 2: 0.2}).step_seconds()
 
     assert steps == pytest.approx([0.1, 0.1, 0.2, 0.3, 0.4])

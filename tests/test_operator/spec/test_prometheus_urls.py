@@ -1,4 +1,4 @@
-"""Which Prometheus a ModelService may name."""
+"""The Prometheus servers that a ModelService may name."""
 
 import pytest
 from pydantic import ValidationError
@@ -32,7 +32,7 @@ def check(urls: PrometheusUrls, url: str) -> None:
         "http://own:9090",
     ],
 )
-def test_what_is_listed_or_below_it_is_allowed(url: str) -> None:
+def test_listed_urls_and_paths_below_them_are_allowed(url: str) -> None:
     check(LISTED, url)
 
 
@@ -51,7 +51,7 @@ def test_what_is_listed_or_below_it_is_allowed(url: str) -> None:
         "https://shared",
     ],
 )
-def test_what_is_not_listed_is_refused_with_field_and_remedy(url: str) -> None:
+def test_unlisted_urls_are_refused_with_field_and_remedy(url: str) -> None:
     with pytest.raises(InvalidSpec) as refusal:
         check(LISTED, url)
     assert refusal.value.field == "spec.scaling.prometheusUrl"

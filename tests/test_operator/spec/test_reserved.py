@@ -55,9 +55,7 @@ def variable(secret: str) -> dict[str, Any]:
         ({"engine": {"imagePullSecrets": ["headrace-redis"]}}, "spec.engine.imagePullSecrets.0"),
     ],
 )
-def test_what_is_the_release_s_own_is_refused_by_its_field(
-    spec: dict[str, Any], field: str
-) -> None:
+def test_objects_of_the_release_are_refused_by_field(spec: dict[str, Any], field: str) -> None:
     asked = service(**spec)
     with pytest.raises(InvalidSpec, match="of the release itself") as caught:
         RESERVED.check(asked)
@@ -74,7 +72,7 @@ def test_what_is_the_release_s_own_is_refused_by_its_field(
         {"queue": {"urlSecret": {"name": "other-redis"}}},
     ],
 )
-def test_what_is_one_s_own_passes(spec: dict[str, Any]) -> None:
+def test_objects_of_the_user_pass(spec: dict[str, Any]) -> None:
     RESERVED.check(service(**spec))
 
 

@@ -155,7 +155,7 @@ def test_the_schema_has_exactly_the_fields_that_are_read() -> None:
 
 
 def test_every_field_says_what_it_is() -> None:
-    """For `kubectl explain`."""
+    """`kubectl explain` shows these descriptions."""
     root = yaml.safe_load(CRD.read_text())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     silent: list[str] = []
 

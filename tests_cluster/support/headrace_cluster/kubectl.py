@@ -32,7 +32,7 @@ def run(*command: str, stdin: str | None = None, both: bool = False) -> str:
 
 
 class Kubectl:
-    """In one namespace."""
+    """Runs kubectl in one namespace."""
 
     def __init__(self, namespace: str) -> None:
         self.namespace = namespace

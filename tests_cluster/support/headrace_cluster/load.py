@@ -1,7 +1,7 @@
 """Clients that stream through the ingress and check every token.
 
 They read events with httpx alone. The openai SDK takes several times as long for each, and on few
-cores a client that is behind reads one stream after the other: each seems to pause for seconds.
+cores a client that is late reads one stream after the other: each seems to pause for seconds.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ class Progress:
 
     def reached(self, tokens: int) -> None:
         if tokens <= self.tokens:
-            return  # read once more, behind a connection that broke
+            return  # read once more, after a connection that broke
         now = time.time()
         if self.tokens and now - self._at >= PAUSE_S:
             self.pauses.append(Span(self._at, now))
@@ -67,7 +67,7 @@ class Load:
     """`clients` requests in flight until the block ends or `requests` were sent; all are awaited.
 
     Each has an Idempotency-Key. Where its connection breaks, as proxies' connections do, or the
-    server says so (503), it is asked again with the same key: that is the same request, read anew.
+    server says so (503), it is asked again with the same key: that is the same request, read again.
     Without `stream` the engines are what is busiest on a small machine, and not the clients.
     """
 
@@ -101,7 +101,7 @@ class Load:
             assert not mistakes, f"{len(mistakes)} of {len(self.answered)} wrong: {mistakes[:10]}"
 
     def join(self) -> None:
-        """Until every request that was sent is answered."""
+        """Waits until every request that was sent is answered."""
         assert self._thread is not None
         self._thread.join()
 
@@ -201,7 +201,7 @@ def _words(error: httpx.HTTPError) -> str:
 
 
 def _passing(answer: httpx.Response) -> bool:
-    """Overload, or no gateway behind the ingress, which some tell as 404 without a JSON body."""
+    """Overload, or no gateway behind the ingress, for which some answer 404 without JSON."""
     if answer.headers.get("x-should-retry") == "false":
         return False
     if answer.status_code == 404:

@@ -22,7 +22,7 @@ PATIENCE_S = 180.0
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """In a namespace of its own, with restricted Pod Security enforced. Install it first."""
+    """A release in a namespace of its own with restricted Pod Security. Install it first."""
 
     name: str = "headrace"
     namespace: str = field(default_factory=lambda: f"headrace-test-{secrets.token_hex(3)}")

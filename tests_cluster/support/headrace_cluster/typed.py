@@ -14,8 +14,8 @@ from .kubectl import run
 from .release import CHART, ROOT
 
 TOOL = Path(os.environ.get("CLUSTER_TOOL", ROOT.parent / "shared" / "cluster"))
-# What Docker and kind are on a machine that has neither: the tool that runs the cluster builds with
-# buildah, into the cluster's nodes. Of the engine's image only FULL=1 builds the real one.
+# Replacements for Docker and kind on a machine without them: the tool that runs the cluster builds
+# with buildah, into the cluster's nodes. Of the engine's image only FULL=1 builds the real one.
 DOCKER = """#!/usr/bin/env bash
 set -euo pipefail
 state=${CLUSTER_DIR:-$HOME/.cache/cluster}/state

@@ -80,11 +80,11 @@ class PodWatch:
         return max((change.restarts for change in list(self.changes)), default=0)
 
     def gone(self, pod: str) -> float | None:
-        """When a pod was gone, in Unix seconds."""
+        """The time at which a pod was gone, in Unix seconds."""
         return next((c.at for c in self.of(pod) if c.kind == "DELETED"), None)
 
     def told(self, pod: str) -> float | None:
-        """When its end was asked for."""
+        """The time at which its deletion was requested."""
         told = (c.at for c in self.of(pod) if "deletionTimestamp" in c.pod["metadata"])
         return next(told, None)
 

@@ -59,7 +59,7 @@ def driver(environ: Mapping[str, str]) -> Iterator[Finding]:
         return
     found = ctypes.c_int(0)
     if library.cuDriverGetVersion(ctypes.byref(found)) != 0:
-        yield fail("driver", "libcuda.so.1 does not answer", "install the node's driver anew")
+        yield fail("driver", "libcuda.so.1 does not answer", "reinstall the node's driver")
         return
     yield ok("driver", f"CUDA {found.value // 1000}.{found.value % 1000 // 10}")
 
@@ -70,7 +70,7 @@ def launcher(environ: Mapping[str, str]) -> Iterator[Finding]:
         return  # for CPUs alone
     answer = _ask_triton()
     if isinstance(answer, str):
-        yield warning("triton", f"does not load: {answer}", "install the engine's packages anew")
+        yield warning("triton", f"does not load: {answer}", "reinstall the engine's packages")
     elif answer["launcher"]:
         yield ok("triton", "its launcher is compiled")
     elif answer["compiler"]:

@@ -1,4 +1,4 @@
-"""What one check of the doctor found."""
+"""The findings of one check of the doctor."""
 
 from dataclasses import dataclass
 from enum import StrEnum

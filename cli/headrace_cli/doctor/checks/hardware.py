@@ -43,7 +43,7 @@ def kernels() -> Iterator[Finding]:
     """Checks whether the engine's native CPU kernels were compiled at the installation."""
     spec = find_spec("headrace_engine")
     if spec is None or spec.origin is None:
-        return  # told by the check of the packages
+        return  # the check of the packages reports it
     built = sorted(path.stem for path in Path(spec.origin).parent.glob("kernels/*.so"))
     if built:
         names = (name.removeprefix("libheadrace_") for name in built)
@@ -59,7 +59,7 @@ def kernels() -> Iterator[Finding]:
 def accelerator(*, needed: bool = False) -> Iterator[Finding]:
     """Checks whether torch sees the GPUs that the driver sees, and at least one if `needed`."""
     if find_spec("torch") is None:
-        return  # told by the check of the packages
+        return  # the check of the packages reports it
     answer = _ask_torch()
     if isinstance(answer, str):
         yield fail("torch", f"does not load: {answer}", "reinstall it: pip install --force torch")
@@ -78,7 +78,7 @@ def accelerator(*, needed: bool = False) -> Iterator[Finding]:
         yield fail(
             "gpu",
             f"torch {answer['version']}, built for CUDA {answer['built_for']}, sees none",
-            "give the container a GPU that is whole, and the node a driver for that CUDA",
+            "give the container a whole GPU (no MIG slice), and the node a driver for that CUDA",
         )
     else:
         yield ok("gpu", "none; the engine runs on the CPU")

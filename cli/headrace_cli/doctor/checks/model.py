@@ -15,7 +15,7 @@ from .finding import Finding, Level, fail, ok, warning
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_SECONDS = 5.0
-# Of safetensors: the longest header that its library reads, and what in it is no tensor.
+# safetensors: the longest header that its library reads, and the entry that is no tensor.
 _HEADER_BYTES = 100_000_000
 _METADATA = "__metadata__"
 _NO_GGUF = "GGUF is not read: take the checkpoint with *.safetensors that it was made from"
@@ -159,7 +159,7 @@ def _cached(model: str) -> Path | None:
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError
     except ImportError:
-        return None  # told by the check of the packages
+        return None  # the check of the packages reports it
     try:
         found = try_to_load_from_cache(model, "config.json")
     except HFValidationError:

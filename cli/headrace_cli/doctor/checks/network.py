@@ -30,7 +30,7 @@ def clock(redis_url: str) -> Iterator[Finding]:
     try:
         notice = asyncio.run(clock_notice(redis_url))
     except UsageError:
-        return  # told by the check of the queue
+        return  # the check of the queue reports it
     if notice is None:
         yield ok("clock", "that of Redis, within some seconds")
     else:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 
-NOTED_S = 5.0
+WARN_OFFSET_S = 5.0
 """The offset between both clocks above which a warning is given."""
 _DRIFT = 1e-4  # a generous bound on the drift between two machines' clocks, seconds per second
 
@@ -63,7 +63,7 @@ class RedisClock:
     def notice(self) -> str | None:
         """A warning for a person; None while both clocks agree."""
         offset = self.offset
-        if abs(offset) <= NOTED_S:
+        if abs(offset) <= WARN_OFFSET_S:
             return None
         relation = "behind" if offset > 0 else "ahead of"
         return (

@@ -80,7 +80,7 @@ class RedisEngineQueue:
         self._reading: asyncio.Task[None] | None = None
         self._woken = "0-0"
         self._left: tuple[int, str] | None = None
-        self._free_at = math.inf  # when any engine may take what was left to another one
+        self._free_at = math.inf  # when any engine may take the request left to another one
         self._attempts = AttemptHistory()
         self._trim = 0  # server time of the newest frame written, ms
         self._renewed: dict[str, float] = {}
@@ -169,7 +169,7 @@ class RedisEngineQueue:
             logger.warning("endings not sent: redis is away", extra={"error": str(error)})
 
     async def wait(self) -> None:
-        """As EngineQueue.wait. Cancelling is cheap: the next call uses the read under way.
+        """Like EngineQueue.wait. Cancelling is cheap: the next call uses the read under way.
 
         That read can only return too early, because its cursors are older.
         """
@@ -216,7 +216,7 @@ class RedisEngineQueue:
             if self._left is not None and self._left[0] == number:
                 found[queue] = max(found[queue], self._left[1], key=entry_id)
             elif self._left is not None and self._left[0] < number:
-                found[queue] = "$"  # nothing of it is taken before what was left
+                found[queue] = "$"  # the requests that were left come first
         return found
 
     async def _drop_waiter(self) -> None:
@@ -356,7 +356,7 @@ class RedisEngineQueue:
         self._trim = entry_id(written[0].decode())[0]
 
     async def controls(self) -> AsyncIterator[Control]:
-        """As EngineQueue.controls. Yields each message once, unless Redis was rolled back.
+        """Like EngineQueue.controls. Yields each message once, unless Redis was rolled back.
 
         A lost message is replaced: BEAT reports cancellations and changes of the gateway, and a new
         Takeover asks for another Resume.

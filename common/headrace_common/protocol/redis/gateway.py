@@ -238,7 +238,7 @@ class RedisGatewayQueue:
                 raise queue_full(request, waiting, await self.drain_rate(request.model))
 
     def frames(self) -> AsyncIterator[Frame]:
-        """As GatewayQueue.frames. Unreadable frames are logged and left out."""
+        """Like GatewayQueue.frames. Unreadable frames are logged and left out."""
 
         async def first(_client: RedisClient, _name: str, _cursor: str) -> str:
             # From the beginning: frames may come twice, and a promoted replica with a slower clock
@@ -248,7 +248,7 @@ class RedisGatewayQueue:
         return self._frames(self.gateway_id, self._models, first)
 
     async def frames_to(self, gateway_id: str, model: str) -> AsyncIterator[Frame]:
-        """As GatewayQueue.frames_to. After a reconnect it starts from the beginning."""
+        """Like GatewayQueue.frames_to. After a reconnect it starts from the beginning."""
         names = _streams(gateway_id, [model])
         newest = await self._pipeline(*(("XREVRANGE", n, "+", "-", "COUNT", 1) for n in names))
         start = {n: last[0][0].decode() for n, last in zip(names, newest, strict=True) if last}
@@ -340,7 +340,8 @@ class RedisGatewayQueue:
         return self._connection.clock.now() - int(lost_at) / 1000 < LOST_RESERVED_S
 
     async def queue_position(self, request_id: str, model: str) -> QueuePosition | None:
-        """As GatewayQueue.queue_position; each other shard is assumed to have as many before it."""
+        """Like GatewayQueue.queue_position; each other shard is assumed to have as many before
+        it."""
         ahead = await requests_ahead(self._pipeline, _shard(request_id, model), request_id)
         if ahead is None:
             return None

@@ -1,6 +1,7 @@
 """Estimates the position of a waiting request in its queue over Redis: cheap, but not exact.
 
-Tenants take turns by what they use, which is not known yet; the estimate assumes equal use.
+Tenants take turns by the tokens that they will have used. That is not known yet, so the estimate
+assumes equal use.
 """
 
 from collections.abc import Awaitable, Callable

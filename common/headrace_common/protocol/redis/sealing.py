@@ -56,13 +56,13 @@ class SealingCheck:
             return
         found = await self._get()
         if found is not None and found != self._record:
-            self._believe(found)
+            self._adopt(found)
         if found is None or key_id_of(found) != sealer.key_id:
             record = self._sealed(self._secret)
             await self._write("SET", keys.SEALING_CHECK, record)
             self._record = record
 
-    def _believe(self, found: bytes) -> None:
+    def _adopt(self, found: bytes) -> None:
         try:
             self._open(found)
         except BackendUnfit as error:

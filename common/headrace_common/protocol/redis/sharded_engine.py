@@ -53,7 +53,7 @@ class ShardedEngineQueue:
         self._said: EngineStatus | None = None
 
     async def start(self) -> None:
-        """As EngineQueue.start. A further shard may be away; it is taken from once it is back."""
+        """Like EngineQueue.start. A further shard may be away; it is taken from once it is back."""
         await self._first.start()
         for shard in self._shards[1:]:
             await _start(shard)
@@ -71,7 +71,7 @@ class ShardedEngineQueue:
     # Leases
 
     async def take(self, count: int, prompt_tokens: int | None = None) -> Sequence[Lease]:
-        """As EngineQueue.take: a part from each shard, then more from shards that have more.
+        """Like EngineQueue.take: a part from each shard, then more from shards that have more.
 
         Each call starts with another shard. If the next request of a shard does not fit, nothing is
         taken from other shards until it does; otherwise they would use up the room again and again.
@@ -153,7 +153,7 @@ class ShardedEngineQueue:
             await asyncio.wait({watch})
 
     async def wait(self) -> None:
-        """As EngineQueue.wait, for all shards that can be taken from."""
+        """Like EngineQueue.wait, for all shards that can be taken from."""
         if len(self._shards) == 1:
             return await self._first.wait()
         shards = self._shards if self._lacking_room is None else [self._lacking_room]
@@ -167,7 +167,7 @@ class ShardedEngineQueue:
         return None
 
     async def reap(self, count: int, *, suspects: bool = True) -> Sequence[Lease]:
-        """As EngineQueue.reap: in shards with news, and every `reap_every` seconds in all."""
+        """Like EngineQueue.reap: in shards with news, and every `reap_every` seconds in all."""
         if len(self._shards) == 1:
             return await self._first.reap(count, suspects=suspects)
         now = time.monotonic()
@@ -193,7 +193,7 @@ class ShardedEngineQueue:
             return ()
 
     async def beat(self, progress: Sequence[Progress], status: EngineStatus) -> Mapping[str, Beat]:
-        """As EngineQueue.beat. If some shards are away, returns the verdicts of the others."""
+        """Like EngineQueue.beat. If some shards are away, returns the verdicts of the others."""
         if time.monotonic() - self._told_at >= TELL:
             try:
                 await self._look_for_more()

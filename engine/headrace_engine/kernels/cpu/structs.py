@@ -1,5 +1,6 @@
 """The structs of the native kernels' C interface, with the fields of attention.h and decoder.h.
-Pointers are stored as numbers: whoever fills a struct must keep what it points to alive."""
+Pointers are stored as numbers: the code that fills a struct must keep the data that it points to
+alive."""
 
 import ctypes
 

@@ -58,7 +58,7 @@ void each_row(Pool& pool, int64_t rows, int64_t width, const Body& body) {
   });
 }
 
-// What products need besides rows and weights.
+// Buffers that products need besides rows and weights.
 struct Scratch {
   float *factors = nullptr, *scales = nullptr;
   int8_t* data = nullptr;

@@ -69,7 +69,7 @@ def _rotated(
 ) -> tl.tensor:
     """x [HEADS, DIM], which begin at lines [HEADS, 1], normalised (with NORM) and rotated.
 
-    All loads cover the whole tile: otherwise data would move between threads behind barriers that
+    All loads cover the whole tile: otherwise data would move between threads after barriers that
     wait for loads. Angles and weights are the same for all heads and come from the L1 cache.
     """
     dims = tl.arange(0, DIM)[None, :] + tl.zeros(x.shape, tl.int32)

@@ -379,19 +379,21 @@ def merge_warps(sequences: int, head_dim: int) -> int:
 
 
 def linear_launch(element_bytes: int) -> LinearLaunch:
-    """For elements of 2 or 4 bytes."""
+    """The launch for elements of 2 or 4 bytes."""
     return LINEAR[element_bytes == 4]
 
 
 def expert_launch(major: int, element_bytes: int, average: float | None) -> LinearLaunch:
-    """For experts with `average` rows each; None: one launch for all numbers of rows."""
+    """The launch for experts with `average` rows each; None: one launch for every number of
+    rows."""
     fitting = [rows for rows in EXPERT_ROWS if average is not None and average <= rows]
     rows = EXPERT_ROWS[1] if average is None else (*fitting, EXPERT_ROWS[-1])[0]
     return EXPERTS[major >= HOPPER, element_bytes == 4, rows]
 
 
 def lora_launch(element_bytes: int, rows: int, deterministic: bool = False) -> LoRALaunch:
-    """For `rows` rows of elements of 2 or 4 bytes; if deterministic, one launch for all numbers."""
+    """The launch for `rows` rows of elements of 2 or 4 bytes; if deterministic, the same for
+    all."""
     return LORA[element_bytes == 4, deterministic or rows > LORA_NARROW]
 
 

@@ -1,5 +1,5 @@
-"""A linear layer whose sums are taken in one order for any number of rows, and the same for weights
-of 8-bit floats.
+"""A kernel for linear layers, with float or 8-bit float weights, that adds each sum in the same
+order for any number of rows.
 
 cuBLAS chooses tiles and splits of the inner dimension by the number of rows, so a row's last bits
 depend on how many other rows there are. Here one tile size serves all, and nothing is split, as in
@@ -35,8 +35,8 @@ def linear_kernel(
 ) -> None:
     """Program (tile of rows, tile of outputs): output [T, OUTPUTS] = x . weight^T (+ bias).
 
-    Successive programs compute different rows with the same tile of weights. With SCALED weights
-    are 8-bit floats, times scales [OUTPUTS, groups of GROUP inputs], a multiple of DEPTH; GROUP 0
+    Successive programs compute different rows with the same tile of weights. If SCALED, weights are
+    8-bit floats times scales [OUTPUTS, groups of GROUP inputs]. GROUP is a multiple of DEPTH; 0
     means one scale for each output.
     """
     tiles = tl.cdiv(rows, ROWS)

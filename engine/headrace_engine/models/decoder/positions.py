@@ -1,4 +1,4 @@
-"""What a decoder's layers derive from tokens' positions: rotations, and the scale of queries.
+"""Values that a decoder's layers derive from positions: rotations, and the scale of queries.
 
 Tables are made once at load; equal layers share one.
 """

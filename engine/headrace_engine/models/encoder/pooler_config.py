@@ -31,7 +31,7 @@ _MODULES = frozenset({"Transformer", "Pooling", "Normalize"})
 def is_embedding_model(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint was saved to embed: by sentence-transformers, or without a head."""
     modules = (checkpoint.folder / MODULES_FILE).is_file()
-    return modules or checkpoint.is_bare
+    return modules or checkpoint.has_no_head
 
 
 def read_pooler_config(checkpoint: Checkpoint, overrides: Mapping[str, object]) -> PoolerConfig:

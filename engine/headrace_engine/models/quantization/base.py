@@ -10,7 +10,7 @@ from ...checkpoints.tensor_files import Shape, TensorFiles
 from ...core.errors import CheckpointError
 from ...layers.float8_weight import Float8Weight
 from ...layers.mxfp4_weight import MXFP4Weight
-from ...layers.quantized_weight import QuantizedWeight, usual_groups
+from ...layers.quantized_weight import QuantizedWeight, contiguous_groups
 
 StoredWeight = QuantizedWeight | Float8Weight | MXFP4Weight
 FLOATS = ("F16", "BF16", "F32")
@@ -31,7 +31,7 @@ class QuantizedFormat(Protocol):
 
     @property
     def integer_weights(self) -> bool:
-        """Whether weights are integers, which a copy in 8 bits represents almost exactly."""
+        """Whether weights are integers; an 8-bit copy then represents them almost exactly."""
 
     def stores(self, module: str, files: TensorFiles) -> bool:
         """Whether this module is quantised."""
@@ -44,11 +44,12 @@ class QuantizedFormat(Protocol):
 
 
 def read_groups(name: str, inputs: int, count: int, files: TensorFiles) -> torch.Tensor | None:
-    """Each input's group, as in QuantizedWeight, from the tensor `name` if it is stored.
+    """Reads the group of each input from the tensor `name`, if it is stored.
 
-    Raises CheckpointError for a group that does not exist.
+    Returns None for contiguous groups of one size, as QuantizedWeight expects. Raises
+    CheckpointError for a group that does not exist.
     """
-    usual = usual_groups(inputs, count)
+    usual = contiguous_groups(inputs, count)
     if name not in files.tensors:
         return None if inputs % count == 0 else usual
     groups = files.load(name).long()

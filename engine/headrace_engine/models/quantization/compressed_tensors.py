@@ -15,7 +15,7 @@ from ...layers.float8_weight import Float8Weight
 from ...layers.quantized_weight import WORD_BITS, QuantizedWeight, unpack_columns, unpack_rows
 from .base import FLOATS, StoredWeight, TensorSpec, read_groups
 
-PACKED, WHOLE, FLOAT = "pack-quantized", ("int-quantized", "naive-quantized"), "float-quantized"
+PACKED, UNPACKED, FLOAT = "pack-quantized", ("int-quantized", "naive-quantized"), "float-quantized"
 STRATEGIES = ("tensor", "channel", "group")
 BLOCK = "block"
 
@@ -35,9 +35,9 @@ class CompressedTensors:
         self._bits: int = weights.get("num_bits", 8)
         self._strategy: str = weights.get("strategy", "channel")
         self._group_size = weights.integer("group_size") if self._strategy == "group" else 0
-        self._down = 1
+        self._block_rows = 1
         if self._strategy == BLOCK:
-            self._down, self._group_size = map(int, weights.numbers("block_structure", 2))
+            self._block_rows, self._group_size = map(int, weights.numbers("block_structure", 2))
         self._packed = fields.get("format", "") == PACKED
         self._symmetric = weights.flag("symmetric", True)
 
@@ -55,41 +55,45 @@ class CompressedTensors:
             dtypes = ("I8",) if self.integer_weights else ("F8_E4M3",)
             found[f"{module}.weight"] = TensorSpec((shape,), dtypes)
         if not self._symmetric:
-            found[f"{module}.weight_zero_point"] = self._zero_point(shape)
+            found[f"{module}.weight_zero_point"] = self._zero_point_spec(shape)
         if f"{module}.weight_g_idx" in files.tensors:
             found[f"{module}.weight_g_idx"] = TensorSpec(((inputs,),), ("I32", "I64"))
         return found
 
     def read(self, module: str, shape: Shape, files: TensorFiles) -> StoredWeight:
         out, inputs = shape
-        scales = files.load(f"{module}.weight_scale").float().reshape(-1, self._count(inputs))
-        scales = scales.repeat_interleave(self._down, dim=0)[:out].expand(out, -1).contiguous()
+        scales = (
+            files.load(f"{module}.weight_scale").float().reshape(-1, self._groups_per_row(inputs))
+        )
+        scales = (
+            scales.repeat_interleave(self._block_rows, dim=0)[:out].expand(out, -1).contiguous()
+        )
         if not self.integer_weights:
             return Float8Weight(files.load(f"{module}.weight"), scales, self._group_size or inputs)
-        middle = 1 << (self._bits - 1)
+        midpoint = 1 << (self._bits - 1)
         if self._packed:
             values = unpack_columns(files.load(f"{module}.weight_packed"), self._bits)[:, :inputs]
         else:
-            values = (files.load(f"{module}.weight").short() + middle).to(torch.uint8)
+            values = (files.load(f"{module}.weight").short() + midpoint).to(torch.uint8)
         return QuantizedWeight(
             values=values.contiguous(),
             scales=scales,
-            zeros=self._zeros(module, shape, files) + torch.zeros_like(scales),
+            zeros=self._zero_points(module, shape, files) + torch.zeros_like(scales),
             groups=read_groups(f"{module}.weight_g_idx", inputs, scales.shape[1], files),
             bits=self._bits,
         )
 
-    def _zeros(self, module: str, shape: Shape, files: TensorFiles) -> torch.Tensor:
-        """Zero points for unsigned values; they are stored relative to the middle."""
-        middle = 1 << (self._bits - 1)
+    def _zero_points(self, module: str, shape: Shape, files: TensorFiles) -> torch.Tensor:
+        """Zero points for unsigned values; the checkpoint stores those of signed values."""
+        midpoint = 1 << (self._bits - 1)
         if self._symmetric:
-            return torch.tensor(float(middle))
+            return torch.tensor(float(midpoint))
         stored = files.load(f"{module}.weight_zero_point")
         if stored.dtype is torch.int32 and self._packed:
             return unpack_rows(stored, self._bits)[: shape[0]].float()
-        return stored.float().reshape(-1, self._count(shape[1])) + middle
+        return stored.float().reshape(-1, self._groups_per_row(shape[1])) + midpoint
 
-    def _zero_point(self, shape: Shape) -> TensorSpec:
+    def _zero_point_spec(self, shape: Shape) -> TensorSpec:
         plain = self._scale_shapes(shape)
         packed = tuple((-(-one[0] * self._bits // WORD_BITS), *one[1:]) for one in plain if one)
         return TensorSpec((*plain, *packed), ("I8", "I32"))
@@ -99,15 +103,15 @@ class CompressedTensors:
             return ((), (1,), (1, 1))
         if self._strategy == "channel":
             return ((shape[0], 1), (shape[0],))
-        return ((-(-shape[0] // self._down), self._count(shape[1])),)
+        return ((-(-shape[0] // self._block_rows), self._groups_per_row(shape[1])),)
 
-    def _count(self, inputs: int) -> int:
+    def _groups_per_row(self, inputs: int) -> int:
         return -(-inputs // self._group_size) if self._group_size else 1
 
 
 def _weights(fields: Fields) -> Fields:
     """The scheme of the one supported group."""
-    fields.require("format", (PACKED, *WHOLE, FLOAT), default=PACKED)
+    fields.require("format", (PACKED, *UNPACKED, FLOAT), default=PACKED)
     groups = fields.object("config_groups")
     if len(groups) != 1:
         raise fields.error("config_groups", "one group of layers")

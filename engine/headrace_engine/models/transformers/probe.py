@@ -1,4 +1,4 @@
-"""What a transformers model requires of attention, found by running it once on a few tokens.
+"""Finds the kind of attention that a transformers model needs, by running it on a few tokens.
 
 The probe computes attention itself, without a cache, so that the shapes of the cache can be
 determined before it is allocated.

@@ -10,7 +10,7 @@ from zlib import crc32
 import torch
 
 from ...layers.float8_weight import Float8Weight, round_weight
-from ...layers.quantized_weight import QuantizedWeight, stack, usual_groups
+from ...layers.quantized_weight import QuantizedWeight, contiguous_groups, stack
 from ..layout import plain_layout
 from ..parallel import WeightCuts
 from ..quantization.fp8_on_load import is_linear
@@ -67,7 +67,7 @@ class RandomReader(WeightReader):
         scale = torch.tensor(DEVIATION * 12**0.5 / end).half().item()  # rounded as in checkpoints
         scales = torch.full((outputs, count), scale, device=self.device)
         zeros = torch.full_like(scales, end / 2)
-        groups = None if inputs % count == 0 else usual_groups(inputs, count)
+        groups = None if inputs % count == 0 else contiguous_groups(inputs, count)
         return QuantizedWeight(values, scales, zeros, groups, kind.bits)
 
     def float8(self, names: Iterable[str]) -> Float8Weight | None:

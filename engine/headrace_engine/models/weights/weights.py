@@ -1,4 +1,4 @@
-"""A checkpoint's weights by the decoder's (Llama's) names, in one dtype.
+"""Reads a checkpoint's weights, converted to one dtype, under the names that Llama gives them.
 
 Headers are compared with the model's expectations before anything is read, so that a wrong
 checkpoint fails at once, with file and tensor. Quantised weights are converted to floats, or kept
@@ -31,7 +31,7 @@ from ..quantization.base import QuantizedFormat, StoredWeight, TensorSpec
 
 __all__ = ["INDEX_FILE", "SINGLE_FILE", "Shape", "WeightReader", "scan", "stored_dtype"]
 
-MAX_NAMED = 5
+MAX_LISTED_NAMES = 5
 EMBEDDING = "model.embed_tokens.weight"
 # Stored tensors that have no effect while activations and KV are unquantised.
 HARMLESS = (
@@ -73,14 +73,14 @@ class WeightReader:
         self._files = TensorFiles(folder, progress)
         self._shapes: dict[str, Shape] = {}  # of stored tensors
         self._expected: Mapping[str, Shape] = {}
-        # Parts of one stored matrix are requested one after the other.
+        # The last unpacked matrix, for its further parts: they are requested one after the other.
         self._unpacked: tuple[str, StoredWeight] | None = None
 
     def check(self, expected: Mapping[str, Shape], ignored: Collection[str] = ()) -> None:
-        """Compares the files' headers with the expected names and shapes, given in the order of
-        reading.
+        """Compares the files' headers with the expected names and shapes.
 
-        `ignored` names tensors that may exist and are not read.
+        The tensors must later be read in the order of `expected`. Tensors in `ignored` may exist
+        and are not read.
         """
         self._expected = expected
         for name, shape in expected.items():
@@ -92,7 +92,7 @@ class WeightReader:
         tensors = self._files.tensors
         missing = [name for name in wanted if name not in tensors]
         if missing:
-            raise CheckpointError(f"{self._files.folder}: missing tensors: {_some(missing)}")
+            raise CheckpointError(f"{self._files.folder}: missing tensors: {_listed(missing)}")
         for name, spec in wanted.items():
             _check_tensor(name, spec, tensors[name])
         self._check_unexpected(wanted, [self._locate(name).stored for name in ignored])
@@ -124,7 +124,8 @@ class WeightReader:
         ]
         if extra:
             raise CheckpointError(
-                f"{tensors[extra[0]].file}: tensors that the model has no place for: {_some(extra)}"
+                f"{tensors[extra[0]].file}: tensors that the model has no place for: "
+                f"{_listed(extra)}"
             )
 
     def _is_empty_bias(self, name: str) -> bool:
@@ -237,6 +238,7 @@ def _check_tensor(name: str, spec: TensorSpec, found: TensorInfo) -> None:
         )
 
 
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:MAX_NAMED])
-    return shown if len(names) <= MAX_NAMED else f"{shown} and {len(names) - MAX_NAMED} more"
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:MAX_LISTED_NAMES])
+    more = len(names) - MAX_LISTED_NAMES
+    return shown if more <= 0 else f"{shown} and {more} more"

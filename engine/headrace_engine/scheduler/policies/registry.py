@@ -17,7 +17,7 @@ BUILT_IN: tuple[type[Policy], ...] = (Fcfs, Priority, ShortestJobFirst, Fair, De
 POLICIES: Mapping[str, type[Policy]] = {policy.name: policy for policy in BUILT_IN}
 
 # Arguments of constructors that are objects, so that no option can set them.
-IN_CODE = frozenset({"clock", "predictor"})
+SET_IN_CODE = frozenset({"clock", "predictor"})
 
 
 def make_policy(
@@ -30,7 +30,7 @@ def make_policy(
     policy = POLICIES.get(name) or _load(name)
     arguments = dict(options or {})
     known = set(inspect.signature(policy).parameters)
-    options_of = known - IN_CODE
+    options_of = known - SET_IN_CODE
     unknown = sorted(set(arguments) - options_of)
     if unknown:
         choices = ", ".join(sorted(options_of)) or "none"

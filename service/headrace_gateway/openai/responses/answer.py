@@ -16,7 +16,7 @@ from ..opaque_reasoning import seal
 
 ID_PREFIX = "resp_"
 
-# By the kind of an item: the name of its content's events, and the kind of its part.
+# For each kind of item, the name of its content's events and the kind of its part.
 _EVENTS = {"message": "response.output_text", "reasoning": "response.reasoning_text"}
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 _ID_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}

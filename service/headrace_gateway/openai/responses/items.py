@@ -12,7 +12,7 @@ from ...schemas.chat_messages import BY_FORM, MAX_PARTS, Body, only
 from ...schemas.completions import MAX_MESSAGES, checked
 from ..opaque_reasoning import UnreadableReasoning, unseal
 from ..transcript import Transcript
-from .schemas import DIRECTLY, NO_NAMESPACES, NOT_WAITED_FOR
+from .schemas import NO_ASYNC_CALLS, NO_CALLS_BY_PROGRAMS, NO_NAMESPACES
 
 # Citations, or log probabilities of tokens, as in an answer's text.
 MAX_ANNOTATIONS = 2**16
@@ -51,7 +51,7 @@ class MessageItem(_Item):
 
 
 class _OfTool(_Item):
-    caller: Annotated[Any, *only({"type": "direct"}, reason=DIRECTLY)] = None
+    caller: Annotated[Any, *only({"type": "direct"}, reason=NO_CALLS_BY_PROGRAMS)] = None
     namespace: Annotated[Any, *only(reason=NO_NAMESPACES)] = None
 
 
@@ -60,7 +60,7 @@ class CallItem(_OfTool):
     call_id: Name
     name: Name = Field(min_length=1)
     arguments: Text
-    async_: Annotated[Any, *only(False, reason=NOT_WAITED_FOR)] = Field(None, alias="async")
+    async_: Annotated[Any, *only(False, reason=NO_ASYNC_CALLS)] = Field(None, alias="async")
 
 
 class ResultItem(_OfTool):

@@ -1,4 +1,4 @@
-"""Bodies of /v1/responses, checked."""
+"""Schemas that check the bodies of /v1/responses."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -33,9 +33,9 @@ from ...schemas.completions import (
 MAX_INCLUDED = 64
 MAX_CLIENT_METADATA = 64
 MAX_CLIENT_METADATA_CHARS = 32_768
-DIRECTLY = "tools are called by the model itself, and never by programs"
+NO_CALLS_BY_PROGRAMS = "tools are called by the model itself, and never by programs"
 NO_NAMESPACES = "tools have no namespaces here"
-NOT_WAITED_FOR = "an answer ends with its calls"
+NO_ASYNC_CALLS = "an answer ends with its calls"
 LOGPROBS = "message.output_text.logprobs"
 SEALED_REASONING = "reasoning.encrypted_content"
 
@@ -54,7 +54,7 @@ _Input = Annotated[
 
 
 class FunctionTool(Body):
-    """`output_schema` has no effect: results are texts, as they come."""
+    """`output_schema` has no effect: the results of tools are plain texts."""
 
     type: Annotated[Literal["function"], nothing_but("function", NO_SERVER_TOOLS)]
     name: FunctionName
@@ -62,8 +62,8 @@ class FunctionTool(Body):
     parameters: FreeObject | None = None
     strict: StrictBool | None = None
     output_schema: FreeObject | None = None
-    async_: Annotated[Any, *only(False, reason=NOT_WAITED_FOR)] = Field(None, alias="async")
-    allowed_callers: Annotated[Any, *only(["direct"], reason=DIRECTLY)] = None
+    async_: Annotated[Any, *only(False, reason=NO_ASYNC_CALLS)] = Field(None, alias="async")
+    allowed_callers: Annotated[Any, *only(["direct"], reason=NO_CALLS_BY_PROGRAMS)] = None
     defer_loading: Annotated[Any, *only(False, reason=NO_TOOL_SEARCH)] = None
 
 
@@ -107,7 +107,8 @@ Summary = Literal["auto", "concise", "detailed"]
 
 
 class ReasoningOptions(Body):
-    """`summary`, and its older name, have no effect: reasoning is returned as it is."""
+    """`summary` and `generate_summary`, its older name, have no effect: reasoning is returned
+    whole."""
 
     effort: Name | None = None
     summary: Summary | None = None
@@ -120,8 +121,8 @@ class ResponseStreamOptions(Body):
     include_obfuscation: Off = False
 
 
-# Further contents that an answer can be asked for. Those of images, and of tools that OpenAI's
-# server runs, never exist here.
+# Optional contents that a client can ask for. Contents of images, and of tools that OpenAI's server
+# runs, are accepted but never exist here.
 Included = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",

@@ -10,15 +10,17 @@ from ..tool_calls.scanning import SPACE, JsonValueScanner, MarkerSearch, skip_sp
 from .header import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, RETURN, START, Begin, Header, Purpose
 
 MAX_HEADER_CHARS = 256
-# What is put between two messages of the same purpose.
+# Inserted between two messages of the same purpose.
 _SEPARATOR = "\n\n"
-# How a text's first header can begin (its author is in the prompt), and a later one.
-_FIRST = (CHANNEL, START, MESSAGE, CONSTRAIN, "to=")
-_NEXT = (START, CHANNEL)
+# The texts with which a header can begin: the first one, whose author is in the prompt, and later
+# ones.
+_FIRST_OPENINGS = (CHANNEL, START, MESSAGE, CONSTRAIN, "to=")
+_NEXT_OPENINGS = (START, CHANNEL)
 
 
 class HarmonyParser:
-    """Reads one choice's text. `known` are the functions that may be called; None: none."""
+    """Reads one choice's text. `known` are the functions that may be called; None if there are
+    none."""
 
     def __init__(
         self, parts: PartList, known: Collection[str] | None, begin: Begin | None = None
@@ -27,17 +29,17 @@ class HarmonyParser:
         self._parts = parts
         self._known = known
         self._search = MarkerSearch(END, "", others=(CALL, RETURN))
-        self._raw = ""  # of a header that is not complete
-        self._openings: tuple[str, ...] = () if begin.header else _FIRST
+        self._incomplete_header = ""
+        self._openings: tuple[str, ...] = () if begin.header else _FIRST_OPENINGS
         self._purpose: Purpose | None = None
-        self._said: set[Purpose] = set()
+        self._shown_purposes: set[Purpose] = set()
         self._separate = False
         self._scanner = JsonValueScanner("{")
         self._state: Callable[[str], str] = self._in_header
         if begin.inside:
             self._begin(Header.read(begin.header))
         else:
-            self._raw = begin.header
+            self._incomplete_header = begin.header
 
     def push(self, text: str) -> list[Part]:
         while text:
@@ -46,30 +48,32 @@ class HarmonyParser:
 
     def finish(self) -> list[Part]:
         if self._state == self._in_header:
-            self._show_raw()
+            self._show_as_text()
         else:
-            self._show(self._search.flush())
+            self._pass_on(self._search.flush())
         return self._parts.take()
 
-    def _show_raw(self) -> None:
-        """Shows what turned out to be no header; a real header is not shown."""
-        raw, self._raw = self._raw, ""
-        if raw.strip() and not any(opening in raw for opening in (*_NEXT, MESSAGE, CONSTRAIN)):
+    def _show_as_text(self) -> None:
+        """Passes on a text that turned out to be no header."""
+        raw, self._incomplete_header = self._incomplete_header, ""
+        if raw.strip() and not any(
+            opening in raw for opening in (*_NEXT_OPENINGS, MESSAGE, CONSTRAIN)
+        ):
             self._begin(Header.read(""))
-            self._show(raw)
+            self._pass_on(raw)
 
     def _in_header(self, text: str) -> str:
         """Reads a header, or the space between messages until one begins."""
-        raw = self._raw + text
+        raw = self._incomplete_header + text
         at = raw.find(MESSAGE)
         if not self._may_begin(raw) or (len(raw) if at < 0 else at) > MAX_HEADER_CHARS:
-            self._raw = ""
+            self._incomplete_header = ""
             self._begin(Header.read(""))
             return raw
         if at < 0:
-            self._raw = raw
+            self._incomplete_header = raw
             return ""
-        self._raw = ""
+        self._incomplete_header = ""
         self._begin(Header.read(raw[:at]))
         return raw[at + len(MESSAGE) :]
 
@@ -81,24 +85,24 @@ class HarmonyParser:
 
     def _begin(self, header: Header) -> None:
         self._purpose = header.purpose(self._known)
-        self._separate = self._purpose in self._said
+        self._separate = self._purpose in self._shown_purposes
         self._state = self._in_content
         function = header.function(self._known)
         if function is not None:
             self._parts.start(function)
-            self._said.discard(Purpose.CALL)
+            self._shown_purposes.discard(Purpose.CALL)
             self._state = self._before_arguments
 
     def _in_content(self, text: str) -> str:
-        shown, behind = self._search.push(text)
-        self._show(shown)
-        if behind is None:
+        shown, rest = self._search.push(text)
+        self._pass_on(shown)
+        if rest is None:
             return ""
-        if self._purpose is Purpose.CALL and Purpose.CALL not in self._said:
+        if self._purpose is Purpose.CALL and Purpose.CALL not in self._shown_purposes:
             self._parts.arguments("{}")
         self._search.flush()
-        self._openings, self._state = _NEXT, self._in_header
-        return behind
+        self._openings, self._state = _NEXT_OPENINGS, self._in_header
+        return rest
 
     def _before_arguments(self, text: str) -> str:
         position = skip_space(text, 0)
@@ -110,12 +114,12 @@ class HarmonyParser:
     def _in_object(self, text: str) -> str:
         """Reads a call's arguments, in which markers are plain text."""
         end, complete = self._scanner.scan(text, 0)
-        self._show(text[:end])
+        self._pass_on(text[:end])
         if complete:
             self._state, self._purpose = self._in_content, None
         return text[end:]
 
-    def _show(self, text: str) -> None:
+    def _pass_on(self, text: str) -> None:
         if not text or self._purpose is None:
             return
         if self._purpose is Purpose.CALL:
@@ -124,4 +128,4 @@ class HarmonyParser:
             write = self._parts.text if self._purpose is Purpose.TEXT else self._parts.reasoning
             write(_SEPARATOR + text if self._separate else text)
         self._separate = False
-        self._said.add(self._purpose)
+        self._shown_purposes.add(self._purpose)

@@ -1,5 +1,5 @@
-"""The forms of tool calls by name: how each is read and constrained, and its signs in a
-template."""
+"""The forms of tool calls by name: the parser and the grammar of each, and the texts by which a
+chat template of this form is recognised."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -59,15 +59,15 @@ _ARRAYS: Mapping[str, tuple[str, str]] = {
     NEMOTRON: ("<TOOLCALL>", "</TOOLCALL>"),
 }
 
-Maker = Callable[[PartList, Kinds], ToolParser]
+ParserFactory = Callable[[PartList, Kinds], ToolParser]
 
 
-def _marked(marker: str, body: Callable[[PartList], Body]) -> Maker:
-    """Returns the maker for a form whose calls begin with a marker, whatever the tools are."""
+def _marked(marker: str, body: Callable[[PartList], Body]) -> ParserFactory:
+    """Returns the factory for a form whose calls begin with the same marker for all tools."""
     return lambda parts, _: MarkedParser(marker, lambda parts, _: body(parts), parts)
 
 
-def _elements(form: Elements) -> Maker:
+def _elements(form: Elements) -> ParserFactory:
     def make(parts: PartList, known: Kinds) -> ToolParser:
         def body(parts: PartList, marker: str) -> Body:
             return ElementBody(parts, form, known, marker)
@@ -77,8 +77,8 @@ def _elements(form: Elements) -> Maker:
     return make
 
 
-# Each makes a parser from the tools' names, with how their arguments are written.
-PARSERS: Mapping[str, Maker] = {
+# Each factory takes the tools' names with the kinds of their arguments.
+PARSERS: Mapping[str, ParserFactory] = {
     GEMMA4: _marked(GEMMA_OPEN, gemma4_body),
     HERMES: _marked(OPEN, hermes_body),
     GRANITE4: _marked(OPEN, hermes_body),
@@ -101,7 +101,7 @@ PARSERS: Mapping[str, Maker] = {
     **{name: _elements(form) for name, form in ELEMENTS.items()},
 }
 
-# The formats that texts with calls must match. Raise StructuredOutputError.
+# Each returns the format that a text with calls must match, or raises StructuredOutputError.
 FORMATS: Mapping[str, Callable[[CallConstraint], Format]] = {
     GEMMA4: gemma4_format,
     HERMES: hermes_format,
@@ -120,7 +120,7 @@ FORMATS: Mapping[str, Callable[[CallConstraint], Format]] = {
     **{name: partial(element_format, form=form) for name, form in ELEMENTS.items()},
 }
 
-# Markers that a parser must see in the text, though they may be special tokens.
+# Markers that the detokenizer must keep in the text even if they are special tokens.
 MARKERS: Mapping[str, tuple[str, ...]] = {
     GEMMA4: (GEMMA_OPEN, GEMMA_CLOSE, QUOTE),
     HERMES: (OPEN, CLOSE),
@@ -136,9 +136,9 @@ MARKERS: Mapping[str, tuple[str, ...]] = {
     **{name: each.markers for name, each in ELEMENTS.items()},
 }
 
-# Checked in this order: texts that are all in a template of this form. None: a form that is not
-# read here, though it has a sign of another one.
-_SIGNS: tuple[tuple[str | None, tuple[str, ...]], ...] = (
+# A template has the first of these forms whose texts it all contains. None: a form without a parser
+# whose template also contains the texts of a later form.
+_TEMPLATE_SIGNS: tuple[tuple[str | None, tuple[str, ...]], ...] = (
     (DEEPSEEK_V32, (DSML, "function_calls>")),
     (DEEPSEEK_V4, (DSML, "tool_calls>")),
     (MINIMAX_M2, (ELEMENTS[MINIMAX_M2].opening, "<invoke name=")),
@@ -171,7 +171,7 @@ def detect_tool_parser(template: str) -> str | None:
     """Returns the name of the parser for the calls that a template writes; None if unknown."""
     if harmony.is_harmony(template):
         return harmony.OPENAI
-    for name, signs in _SIGNS:
+    for name, signs in _TEMPLATE_SIGNS:
         if all(sign in template for sign in signs):
             return name
     return None

@@ -1,4 +1,4 @@
-"""What a text with calls in it must match, from which every form of calls makes its format.
+"""The constraint on a text with calls, from which every form of calls makes its format.
 
 Each form's module has a function that makes a format of a CallConstraint; none decides what is
 asked.

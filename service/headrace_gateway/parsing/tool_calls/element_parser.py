@@ -1,7 +1,8 @@
 """Reads calls whose arguments are elements, and writes them as JSON.
 
-Texts are passed on while they are written; other values when they are complete. A value that its
-schema does not call a text is JSON, or Python's word for it, or else a text.
+Values that are texts are passed on while the model writes them, other values once they are
+complete. A value whose schema does not say `string` is read as JSON or as a Python literal, and as
+a text if it is neither.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,18 +20,19 @@ Kinds = Mapping[str, Mapping[str, str]]
 
 
 class ElementBody(BufferedBody):
-    """A Body after `marker`. `known`: for each function how its parameters' values are written."""
+    """A Body after `marker`. `known` maps each function to the kinds of its parameters."""
 
     def __init__(self, parts: PartList, form: Elements, known: Kinds, marker: str) -> None:
         super().__init__(parts)
         self._form = form
         self._known = known
         self._kinds: Mapping[str, str] = {}
-        self._before = marker if marker == form.bare else ""  # what was read of the head
-        self._begun = 0  # arguments of this call
+        # The part of the head that was read already.
+        self._read_of_head = marker if marker == form.bare else ""
+        self._argument_count = 0  # of this call
         self._state: Callable[[], bool] = self._head
         self._kind: str = ValueKind.JSON
-        self._strings = _Strings("")
+        self._search = _MarkerSearch("")
 
     def _step(self) -> bool:
         return self._state()
@@ -42,19 +44,19 @@ class ElementBody(BufferedBody):
             return False
         found = None
         if 0 <= at <= MAX_HEAD_CHARS:
-            found = self._form.head.fullmatch(self._before + self._buffer[: at + 1])
+            found = self._form.head.fullmatch(self._read_of_head + self._buffer[: at + 1])
         if found is None or (self._form.only_known and found[1] not in self._known):
             self.status = Status.DONE if self.committed else Status.FAILED
             return False
         kept = self._form.head_end == "<"
         self._buffer = self._buffer[at if kept else at + 1 :]
-        self.committed, self._begun = True, 0
+        self.committed, self._argument_count = True, 0
         self._kinds = self._known.get(found[1], {})
         self._parts.start(found[1])
-        self._state = self._between
+        self._state = self._before_parameter
         return True
 
-    def _between(self) -> bool:
+    def _before_parameter(self) -> bool:
         """Reads what precedes a parameter, or the call's end."""
         seen = self._buffer.lstrip(SPACE)
         form = self._form
@@ -64,7 +66,7 @@ class ElementBody(BufferedBody):
             self._close(seen[len(form.closing) :], Status.DONE)
         elif end := next(filter(seen.startswith, form.ends), None):
             self._close(seen[len(end) :], Status.OPEN)
-            self._state = self._behind
+            self._state = self._after_call
         elif any(each.startswith(seen) for each in (form.key_opening, form.closing, *form.ends)):
             return False
         else:
@@ -72,10 +74,10 @@ class ElementBody(BufferedBody):
         return self.status is Status.OPEN
 
     def _close(self, rest: str, status: Status) -> None:
-        self._parts.arguments("}" if self._begun else "{}")
+        self._parts.arguments("}" if self._argument_count else "{}")
         self._buffer, self.status = rest, status
 
-    def _behind(self) -> bool:
+    def _after_call(self) -> bool:
         """Reads what follows a call: the block's end, or another call."""
         seen = self._buffer.lstrip(SPACE)
         if not seen or (self._form.closing.startswith(seen) and seen != self._form.closing):
@@ -98,13 +100,13 @@ class ElementBody(BufferedBody):
         self._kind = self._kinds.get(found[1], ValueKind.JSON)
         if said := found.groupdict().get("string"):
             self._kind = ValueKind.TEXT if said == "true" else ValueKind.JSON
-        prefix = ", " if self._begun else "{"
-        self._begun += 1
+        prefix = ", " if self._argument_count else "{"
+        self._argument_count += 1
         self._parts.arguments(f"{prefix}{quoted(found[1])}: ")
-        self._state = self._first
+        self._state = self._value_padding
         return True
 
-    def _first(self) -> bool:
+    def _value_padding(self) -> bool:
         """Reads the value's first characters: a line break that is not part of it."""
         if not self._buffer:
             return False
@@ -121,48 +123,48 @@ class ElementBody(BufferedBody):
     def _value_start(self) -> bool:
         first = self._buffer.lstrip(SPACE)[:1]
         if first:
-            self._strings = _Strings(first if self._kind == ValueKind.JSON else "")
+            self._search = _MarkerSearch(first if self._kind == ValueKind.JSON else "")
             self._state = self._value
         return bool(first)
 
     def _text(self) -> bool:
-        """Passes on what is certain to be the text's."""
+        """Passes on the characters that certainly belong to the text."""
         at = self._buffer.find(self._form.value_end)
         if at < 0:
             shown = len(self._buffer) - beginning_length(self._buffer, self._form.value_end)
             if self._form.pad and self._buffer[:shown].endswith(self._form.pad):
                 shown -= len(self._form.pad)
-            self._show(shown)
+            self._pass_on(shown)
             return False
         end = at
         if self._form.pad and self._buffer[:at].endswith(self._form.pad):
             end -= len(self._form.pad)
-        behind = self._buffer[at + len(self._form.value_end) :]
-        self._show(end)
+        rest = self._buffer[at + len(self._form.value_end) :]
+        self._pass_on(end)
         self._parts.arguments('"')
-        self._buffer, self._state = behind, self._between
+        self._buffer, self._state = rest, self._before_parameter
         return True
 
-    def _show(self, end: int) -> None:
+    def _pass_on(self, end: int) -> None:
         self._parts.arguments(quoted(self._buffer[:end])[1:-1])
         self._buffer = self._buffer[end:]
 
     def _value(self) -> bool:
-        """Reads a value that is not a text, to an end that is not within one of its strings."""
+        """Reads a value that is not a text, up to its end marker outside of JSON strings."""
         marker = self._form.value_end
-        at = self._strings.find(self._buffer, marker)
+        at = self._search.find(self._buffer, marker)
         if at is None:
             return False
         text = self._buffer[:at]
         if self._form.pad and text.endswith(self._form.pad):
             text = text[: -len(self._form.pad)]
-        self._parts.arguments(_written(text, self._kind))
-        self._buffer, self._state = self._buffer[at + len(marker) :], self._between
+        self._parts.arguments(_as_json_value(text, self._kind))
+        self._buffer, self._state = self._buffer[at + len(marker) :], self._before_parameter
         return True
 
 
-class _Strings:
-    """Finds a marker that is not within a string of JSON, in a text that grows."""
+class _MarkerSearch:
+    """Finds a marker outside of JSON strings, in a text that grows."""
 
     def __init__(self, first: str) -> None:
         self._aware = first in ("{", "[", '"')
@@ -193,7 +195,7 @@ class _Strings:
         self._position = end
 
 
-def _written(text: str, kind: str) -> str:
+def _as_json_value(text: str, kind: str) -> str:
     if kind == ValueKind.NULLABLE_TEXT:
         return "null" if text.strip() in ("null", "None") else quoted(text)
     return as_json(text)

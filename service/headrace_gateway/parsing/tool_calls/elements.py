@@ -16,7 +16,7 @@ _NAME = r"([\w.:/-]{1,128})"
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """How calls are read, and how they are written.
+    """The syntax of calls, for reading and for writing them.
 
     Read: after `opening` a call begins as `head` says. The last character of that is `head_end`
     (kept for what follows if it begins a marker). A call ends with one of `ends`; a parameter

@@ -22,7 +22,7 @@ LFM2, OLMO3 = "lfm2", "olmo3"
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What stands `before`, `between` and `behind` the calls."""
+    """The texts `before`, `between` and `behind` the calls."""
 
     opening: str
     closing: str
@@ -46,7 +46,7 @@ class BlockBody(BufferedBody):
 
     @property
     def raw(self) -> str:
-        """What was read. Empty if that may hold another marker, and is therefore returned."""
+        """The text that was read. Empty if it may hold another marker, as it is then returned."""
         return self._buffer if self.status is Status.OPEN and not self.committed else ""
 
     def _step(self) -> bool:

@@ -28,7 +28,7 @@ class NamedCall:
         return self._arguments(text) if self.committed and text else text
 
     def _find_arguments(self, text: str) -> str:
-        """Reads up to the arguments. The first brace decides."""
+        """Reads up to the arguments, which begin with the first brace."""
         at = text.find("{")
         end = len(text) if at < 0 else at
         self.raw += text[:end]

@@ -41,8 +41,8 @@ def _arguments(function: Function) -> Format:
         if not _is_name(parameter.name):
             raise StructuredOutputError(
                 "json",
-                f"parameter {parameter.name!r:.80} of {function.name} is no name in Python, as "
-                "calls of this model are written: rename it, or leave strict out",
+                f"parameter {parameter.name!r:.80} of {function.name} is no Python identifier, as "
+                "calls of this model need: rename it, or leave strict out",
             )
     if not found:
         return sequence()
@@ -71,7 +71,7 @@ def _check_name(function: Function) -> None:
     if not all(map(_is_name, function.name.split("."))):
         raise StructuredOutputError(
             "json",
-            f"{function.name!r} is no name in Python, as calls of this model are written: rename "
+            f"{function.name!r} is no Python identifier, as calls of this model need: rename "
             "it, or leave strict out",
         )
 

@@ -40,7 +40,7 @@ async def poison(scene: Scene, *flags: str) -> None:
 
 
 async def poison_in_a_crowd(scene: Scene) -> None:
-    """The same among many requests, so that heartbeats are late: leases must last."""
+    """Repeats the fault among many requests, so that heartbeats are late: leases must last."""
     await poison(scene, *_LONG_LEASE)
 
 

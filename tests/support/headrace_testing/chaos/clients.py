@@ -42,7 +42,8 @@ class Choice:
 
 @dataclass(slots=True)
 class Answer:
-    """What a client has got until now. `refused` counts 429 and 503, `returned` broken streams."""
+    """The events that a client has received so far. `refused` counts 429 and 503, `returned` broken
+    streams."""
 
     choices: dict[int, Choice] = field(default_factory=dict)
     completion_tokens: int | None = None
@@ -144,7 +145,8 @@ class Client:
                 self._seen(self.answer.take(json.loads(value)))
 
     async def _come_back(self, broke: str | None) -> None:
-        """After a moment; `broke` says how the connection ended, unless it was a refusal."""
+        """Reconnects after a moment; `broke` says how the connection ended, unless it was a
+        refusal."""
         if broke is not None:
             self.answer.returned += 1
             if self.manner is Manner.PLAIN:
@@ -154,7 +156,7 @@ class Client:
 
 
 def problem(case: Case, answer: Answer) -> str | None:
-    """What is wrong with an answer, or None."""
+    """Returns the error in an answer, or None."""
     if answer.error is not None:
         return answer.error
     if set(answer.choices) != set(range(len(case.expected))):

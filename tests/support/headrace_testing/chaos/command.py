@@ -64,7 +64,7 @@ class Worlds:
             self._coming[kind] = self._makers.submit(self._make_ready, kind)
 
     def run(self, fault: Fault, seed: int, shards: int) -> list[str]:
-        """What went wrong; a world in which anything did is not used again."""
+        """Returns the mistakes; a world with mistakes is not used again."""
         try:
             return self._play(fault, seed, (fault.servers, shards))
         except AssertionError as error:

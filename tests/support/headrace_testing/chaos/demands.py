@@ -1,4 +1,4 @@
-"""What tests say to a process that shall fail, or be of another version."""
+"""Commands of tests to a process that is to fail, or to act like another version."""
 
 import signal
 from enum import Enum
@@ -11,7 +11,7 @@ NEWER_PROTOCOL = "CHAOS_NEWER_PROTOCOL"
 
 
 class Moment(Enum):
-    """When an engine that was told so kills itself: the next time that it is there."""
+    """The moment at which an engine kills itself, on demand, when it next reaches it."""
 
     TAKEN = "requests taken, not known to the engine"
     EXECUTING = "requests noted as running, none begun"

@@ -1,4 +1,4 @@
-"""What is wrong with the processes of the faults, installed before they begin."""
+"""The faults that are installed in processes before they start."""
 
 import os
 
@@ -6,7 +6,7 @@ from .demands import NEWER_PROTOCOL
 
 
 def install(module: str) -> None:
-    """In a process that is to become `python -m module`."""
+    """Installs the fault in a process that will become `python -m module`."""
     if os.environ.pop(NEWER_PROTOCOL, None):
         from . import newer_protocol
 

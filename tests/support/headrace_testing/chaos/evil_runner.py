@@ -25,7 +25,7 @@ STEPS_UNTIL_RAISE = 10
 
 
 class EvilForwardError(RuntimeError):
-    """Stands for whatever a forward pass may raise."""
+    """Represents any error that a forward pass may raise."""
 
 
 class EvilRunner(ModelRunner):

@@ -16,13 +16,14 @@ from headrace_common.wire.messages import Reply, Tokens
 
 from .demands import Moment
 
-# Which moment it is before and behind a call, by its first argument and its result.
+# The moments before and after a call, by its first argument and its result.
 Before = Callable[[Any], Moment | None]
 After = Callable[[Any, Any], Moment | None]
 
 
 class Fate:
-    """When this process dies. Made in the main thread, which alone may set handlers of signals."""
+    """Decides when this process dies. Made in the main thread, since only that may set signal
+    handlers."""
 
     def __init__(self) -> None:
         self._moment: Moment | None = None

@@ -44,7 +44,7 @@ def _packed(body: object) -> bytes:
 
 
 def _replace(module: Any, **new: object) -> None:
-    """What the names of a module stand for."""
+    """Sets names of a module to new values."""
     assert set(new) <= set(vars(module))
     vars(module).update(new)
 

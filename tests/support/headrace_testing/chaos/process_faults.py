@@ -37,7 +37,7 @@ async def kill_engines(scene: Scene) -> None:
 
 
 def one_frozen(world: World) -> None:
-    """What is placed with it waits, and is taken by the other."""
+    """Requests placed with the frozen engine wait, and the other engine takes them."""
     world.engines[0].signal(signal.SIGSTOP)
 
 

@@ -75,7 +75,7 @@ class FaultProxy:
         self.port = await self._forwarder.listen()
 
     async def _close(self) -> None:
-        # What is being taken becomes a connection first: asyncio loses it where the server closes.
+        # A connection that is being accepted is accepted first: asyncio would lose it at the close.
         while asyncio.all_tasks() - {asyncio.current_task()}:
             await self._forwarder.cut()
             await asyncio.sleep(0)

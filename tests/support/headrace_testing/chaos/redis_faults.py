@@ -69,7 +69,7 @@ async def fail_over(scene: Scene) -> None:
 
 
 async def fail_over_late(scene: Scene) -> None:
-    """As above, and the replica has nothing of the last moments."""
+    """Fails over to a replica that misses the last writes."""
     await scene.moment()
     servers = scene.world.sentinel_set
     await scene.aside(servers.cut_replica_off)
@@ -115,7 +115,7 @@ async def lose_shard(scene: Scene) -> None:
 
 
 async def latency(scene: Scene) -> None:
-    """Up to 200 ms for each piece, and jitter."""
+    """Delays each piece by up to 200 ms, with jitter."""
     await scene.moment(latest=0.3)
     delay = scene.random.uniform(0.02, 0.1)
     scene.world.proxy.change(Weather(delay=delay, jitter=delay))

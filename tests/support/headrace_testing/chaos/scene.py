@@ -21,7 +21,7 @@ _LATEST = 0.8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What breaks. `servers`: the kind of Redis. `survives`: whether clients that cannot come back
+    """A fault. `servers`: the kind of Redis. `survives`: whether clients that cannot come back
     are part of the crowd. `slow`: it takes too long for every run of the tests. `ready` runs before
     the clients come. `crowd`: how many clients there are of each case. `lasting`: who has an answer
     asks again until the fault is over. `spoils`: its world is not used again."""
@@ -39,7 +39,7 @@ class Fault:
 
 
 class Scene:
-    """What a fault works with; everything random in it follows from the seed."""
+    """The processes and files of a fault; everything random follows from the seed."""
 
     def __init__(self, world: World, workload: Workload, seed: int) -> None:
         self.world = world
@@ -86,7 +86,7 @@ class Scene:
         return Client(self.http, urls, case, manner, self._seen)
 
     def _manners(self, survives: bool, count: int) -> list[Manner]:
-        """Over three seeds that follow each other each case comes in every manner."""
+        """Chooses so that three successive seeds try each case in all three ways."""
         manners = list(Manner) if survives else [Manner.RESUMABLE, Manner.WHOLE]
         return [manners[(n + self.seed) % len(manners)] for n in range(count)]
 
@@ -119,7 +119,7 @@ class Scene:
             await self._moved.wait()
 
     async def pause(self, seconds: float) -> None:
-        """How long a fault lasts."""
+        """The duration of a fault."""
         await asyncio.sleep(seconds)
 
     async def aside(self, function: Callable[[], T]) -> T:

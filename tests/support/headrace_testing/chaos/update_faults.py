@@ -13,7 +13,7 @@ _NEWER = {NEWER_PROTOCOL: "1"}
 
 
 async def scale(scene: Scene) -> None:
-    """From two engines to four, to one, to four."""
+    """Scales from two engines to four, to one and to four again."""
     await scene.moment(latest=0.2)
     for _ in range(2):
         await scene.aside(partial(scene.world.spawn, "--drain-timeout", "0"))
@@ -62,7 +62,7 @@ async def update(scene: Scene) -> None:
 
 
 async def reshard(scene: Scene) -> None:
-    """Twice all engines are replaced by such with another number of shards, one after the other."""
+    """Replaces all engines twice, one after the other, by engines with another number of shards."""
     world = scene.world
     number, world.queue_shards = world.queue_shards, SHARDS  # all are looked through afterwards
     for _ in range(2):
@@ -73,7 +73,7 @@ async def reshard(scene: Scene) -> None:
 
 
 async def _replace(scene: Scene, engine: EngineProcess, shards: int) -> None:
-    """Once it is gone, or before; it drains, or dies."""
+    """Starts another one before or after the old one is gone; the old one drains or dies."""
     drains = scene.random.random() < 0.5
 
     def spawn() -> None:

@@ -122,7 +122,7 @@ def _fields(case: Case) -> dict[str, Any]:
 
 
 def _with_stop(case: Case) -> Case | None:
-    """The same request with a stop string that comes first somewhere behind its middle."""
+    """The same request with a stop string that first occurs after its middle."""
     text = case.expected[0].text
     for start in range(len(text) // 2, len(text) - _STOP_CHARS):
         stop = text[start : start + _STOP_CHARS]

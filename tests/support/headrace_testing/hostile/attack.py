@@ -1,4 +1,4 @@
-"""What an attack is, what came of it, and how it speaks HTTP: bytes over sockets of its own."""
+"""An attack and its answer; an attack writes HTTP as bytes over its own sockets."""
 
 import asyncio
 import time
@@ -13,9 +13,9 @@ from .world import Target
 Client = Literal["stranger", "tenant", "neighbour"]
 # Later answers are not waited for.
 PATIENCE_S = ANSWER_LIMIT_S + 2
-# What is read of an answer, and for how long, before the connection is reset.
+# The bytes and the seconds for which an answer is read before the connection is reset.
 ANSWER_BYTES, ANSWER_READ_S = 64 * 1024, 0.3
-DEADLINE_S = 8  # that requests ask for
+DEADLINE_S = 8  # the timeout that requests name
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """`spoils` says that the processes must be started anew after it, as Redis is full."""
+    """`spoils` says that the processes must be restarted after it, as Redis is full."""
 
     name: str
     client: Client
@@ -39,7 +39,7 @@ class Attack:
 def head(
     path: str, key: str | None, headers: Mapping[str, str] | None = None, method: str = "POST"
 ) -> bytes:
-    """A request's lines up to, and without, the one that ends them."""
+    """The first lines of a request, without the empty line that ends them."""
     given = {"Host": "x", "Connection": "close", "x-request-timeout": str(DEADLINE_S)}
     if key is not None:
         given["Authorization"] = f"Bearer {key}"
@@ -105,7 +105,7 @@ async def _send(writer: asyncio.StreamWriter, pieces: Iterable[bytes], pause: fl
 
 
 async def together(answers: Iterable[Awaitable[Answer]]) -> Answer:
-    """All at once: the outcome that is worst, and the time of the slowest."""
+    """Waits for all answers; returns the worst outcome and the longest time."""
     found = await asyncio.gather(*answers)
     worst = min(found, key=lambda answer: _goodness(answer.outcome))
     return Answer(worst.outcome, max(answer.seconds for answer in found))

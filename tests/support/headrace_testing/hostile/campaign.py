@@ -1,4 +1,4 @@
-"""Strikes running processes with one attack after the other, and sees what each did to them."""
+"""Runs one attack after the other against running processes, and judges the harm of each."""
 
 import asyncio
 import time
@@ -9,45 +9,46 @@ from pathlib import Path
 
 from .attack import PATIENCE_S, Answer, Attack
 from .document import read_document
-from .verdict import TOOK, Latency, Result, judge
+from .verdict import MEMORY_PREFIX, Latency, Result, judge
 from .watch import Event, Watch, watching
 from .world import HostileStack
 
-UNDISTURBED_S = 5.0
-# A violation must be seen this many times, in this many attempts, alone on new processes.
-SEEN, ATTEMPTS = 2, 3
+BASELINE_S = 5.0
+# A violation counts if it occurs in this many of the attempts, each alone on new processes.
+CONFIRMATIONS, ATTEMPTS = 2, 3
 
 
 class Campaign:
-    """The processes, started anew where an attack has spoiled them."""
+    """The processes under attack; they are restarted after an attack that harmed them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._worlds = 0
-        self._open = ExitStack()
+        self._stacks_started = 0
+        self._exit_stack = ExitStack()
         self._events: list[Event] = []
-        self._began = 0.0
-        self._renew()
+        self._latency_since = 0.0
+        self._restart()
         self.document = read_document(self._stack.target)
-        self.undisturbed = self._undisturbed()
+        self.undisturbed = self._measure_baseline()
 
     def strike(self, attack: Attack) -> Result:
-        """Repeats, alone and on new processes, what violated something; noise does not count."""
+        """Runs an attack. If it violated a limit, repeats it alone on new processes: violations
+        that do not occur again are noise."""
         result = self._strike(attack)
         if not result.violations:
             if attack.spoils:
-                self._renew()
+                self._restart()
             return result
         first, worst, seen = result, result, 1
         for attempt in range(1, ATTEMPTS):
-            self._renew()
+            self._restart()
             result = self._strike(attack)
             seen += bool(result.violations)
             worst = max(worst, result, key=lambda each: each.badness)
-            if seen == SEEN or attempt - seen + 1 > ATTEMPTS - SEEN:
+            if seen == CONFIRMATIONS or attempt - seen + 1 > ATTEMPTS - CONFIRMATIONS:
                 break
-        self._renew()
-        return worst if seen >= SEEN else _without_noise(first, result)
+        self._restart()
+        return worst if seen >= CONFIRMATIONS else _without_noise(first, result)
 
     def _strike(self, attack: Attack) -> Result:
         began = time.monotonic()
@@ -60,37 +61,41 @@ class Campaign:
         return judge(attack, answer, events, self._stack.watched, self._stack.dead, settled)
 
     def latency(self) -> Latency:
-        """Of the other tenant under all attacks so far."""
-        return Latency.of([*self._events, *self._watch.since(self._began)])
+        """Returns the other tenant's latency under all attacks so far."""
+        return Latency.of([*self._events, *self._watch.since(self._latency_since)])
 
-    def _undisturbed(self) -> Latency:
+    def _measure_baseline(self) -> Latency:
         began = time.monotonic()
-        time.sleep(UNDISTURBED_S)
-        self._began = time.monotonic()
+        time.sleep(BASELINE_S)
+        self._latency_since = time.monotonic()
         return Latency.of(self._watch.since(began))
 
-    def _renew(self) -> None:
-        if self._worlds:
-            self._events += self._watch.since(self._began)
-        self._open.close()
-        self._worlds += 1
-        self._stack = HostileStack(self._folder / str(self._worlds))
-        self._open.callback(self._stack.close)
+    def _restart(self) -> None:
+        if self._stacks_started:
+            self._events += self._watch.since(self._latency_since)
+        self._exit_stack.close()
+        self._stacks_started += 1
+        self._stack = HostileStack(self._folder / str(self._stacks_started))
+        self._exit_stack.callback(self._stack.close)
         self._stack.until_ready()
         stack = watching(self._stack.target, self._stack.watched)
-        self._watch: Watch = self._open.enter_context(stack)
+        self._watch: Watch = self._exit_stack.enter_context(stack)
         if not self._watch.settled(time.monotonic(), 60):
             raise AssertionError("the other tenant is not served by new processes")
-        self._began = time.monotonic()
+        self._latency_since = time.monotonic()
 
     def close(self) -> None:
-        self._open.close()
+        self._exit_stack.close()
 
 
 def _without_noise(first: Result, alone: Result) -> Result:
-    """What is left of harm that was not seen again: memory that earlier attacks have left."""
-    left = tuple(each for each in first.violations if each.startswith(TOOK))
-    told = tuple(f"{each}, not alone: it was left by attacks before" for each in left)
+    """Returns the result with only its violations of memory, which earlier attacks may have
+    caused; other violations did not occur again, so they are dropped."""
+    left = tuple(each for each in first.violations if each.startswith(MEMORY_PREFIX))
+    told = tuple(
+        f"{each} (not when the attack runs alone: earlier attacks used this memory)"
+        for each in left
+    )
     return replace(first if left else alone, violations=told)
 
 

@@ -95,7 +95,7 @@ def hunt(
 
 
 def _price(result: Result) -> float:
-    """What it costs the gateway; that a slow client is waited for costs nothing."""
+    """The cost to the gateway; waiting for a slow client costs nothing."""
     waited = result.answer.outcome in ("408", "left")
     seconds = 0.0 if waited else result.answer.seconds
     return 2 * result.work + seconds / 4 + result.stall

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 T = TypeVar("T")
-# The share of what was thrown that a change throws again.
+# The share of throws that a change repeats.
 _CHANGED = 0.3
 
 
@@ -42,7 +42,7 @@ class Dice:
         return self.rng(name, fixed=fixed).choice(options)
 
     def size(self, name: str, least: int, most: int) -> int:
-        """Any order of magnitude is as likely as any other."""
+        """A number; all orders of magnitude are equally likely."""
         rng = self.rng(name)
         factor: float = (most / least) ** rng.random()
         return round(least * factor)

@@ -13,7 +13,7 @@ from .world import EMBEDDER, Target
 MAX_DEPTH = 8
 _MESSAGES = [{"role": "user", "content": "Tell me of the mill."}]
 _CHAT = {"model": MODEL, "messages": _MESSAGES, "max_tokens": 4}
-# What makes a body of a route that is answered. Routes that are not here get what they require.
+# Fields of a valid body for each route. Other routes get the fields that they require.
 BASES: Mapping[str, dict[str, Any]] = {
     "/v1/chat/completions": _CHAT,
     "/v1/completions": {"model": MODEL, "prompt": "The mill", "max_tokens": 4},
@@ -25,14 +25,14 @@ BASES: Mapping[str, dict[str, Any]] = {
     "/tokenize": {"model": MODEL, "prompt": "The mill"},
     "/detokenize": {"model": MODEL, "tokens": [5, 6, 7]},
 }
-# Fields of which a request may have one only.
+# Groups of fields of which a request may have only one.
 _RIVALS = {("/tokenize", "messages"): "prompt"}
 JSON = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """From an object to a field of it, or from a list, `name` None, to an element."""
+    """A step from an object to a field, or from a list (`name` is None) to an element."""
 
     container: JSON
     name: str | None
@@ -121,7 +121,7 @@ class Document:
         return self._schemas[reference.rsplit("/", 1)[1]] if reference else schema
 
     def _branches(self, schema: JSON) -> list[JSON]:
-        """What a schema may be, without null."""
+        """The alternatives of a schema, without null."""
         options = schema.get("anyOf") or schema.get("oneOf")
         if options is None:
             return [] if schema.get("type") == "null" else [schema]

@@ -94,7 +94,7 @@ def _parts(path: str) -> list[str]:
 
 
 def _chunks(dice: Dice, paths: Sequence[str]) -> Attack:
-    """A body in chunks, with something between, behind or before them."""
+    """A body in chunks, with something between, after or before them."""
     count = dice.size("chunks", 100, 1_000_000)
     letters = dice.size("letters", 1, 60_000)
     kinds: Mapping[str, Callable[[], bytes]] = {
@@ -193,7 +193,7 @@ def _unread(dice: Dice, paths: Sequence[str]) -> Attack:
 
 
 def _lines(dice: Dice, paths: Sequence[str]) -> Attack:
-    """What is no HTTP at all, to any port."""
+    """Sends bytes that are not HTTP to any port."""
     told, port = _port(dice)
     size = dice.size("line", 10, 20_000_000)
     kinds: Mapping[str, Callable[[], bytes]] = {

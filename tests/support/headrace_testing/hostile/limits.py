@@ -1,4 +1,4 @@
-"""What the processes under attack may use, and how long anything may take."""
+"""Limits for the processes under attack: memory, and the time of answers."""
 
 MIB = 2**20
 # The chart's limit of a gateway, and a small one of an engine: its CRD has no default.

@@ -7,7 +7,7 @@ from .limits import MIB
 from .verdict import Latency, Result
 
 PROGRAM = "python -m tests.test_hostile"
-# What is shown on a screen; the rest is in a file.
+# The lines shown on a screen; the rest is in a file.
 SHOWN = 40
 _NAME = 70
 
@@ -46,7 +46,7 @@ def violations(results: Iterable[Result]) -> Iterator[str]:
 def summary(
     results: Sequence[Result], undisturbed: Latency, latency: Latency, folder: Path
 ) -> Iterator[str]:
-    """What fits on a screen; writes the whole table into `folder`."""
+    """Returns the part of the table that fits on a screen; writes the whole table into `folder`."""
     whole = list(table(results))
     bad = list(violations(results))
     file = folder / "attacks.txt"

@@ -201,7 +201,7 @@ def _neighbours() -> Iterator[Attack]:
 
 
 def _scrapers(name: str, port: Callable[[Target], int]) -> Iterator[Attack]:
-    """Of one process's port for metrics and health."""
+    """Requests to one process's port for metrics and health."""
     begun = b"GET /metrics HTTP/1.1\r\nX: "
     whole = b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     plays: dict[str, Play] = {

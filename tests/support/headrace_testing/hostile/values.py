@@ -97,7 +97,7 @@ MAKERS: Mapping[str, Maker] = {
     "nothing": _just(""),
     "not closed": lambda _, size: b'["' + b"a" * size,
 }
-# Those whose length does not matter say nothing new when they are drawn often.
+# Values without a length are drawn less often: a second one tests nothing new.
 _LARGE = [name for name in MAKERS if MAKERS[name](b"1", 1) != MAKERS[name](b"1", 1000)]
 
 

@@ -1,4 +1,4 @@
-"""What an attack did to the processes and to the other tenant, and which of it must not be."""
+"""Judges the effects of an attack on the processes and on the other tenant."""
 
 from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,8 +17,8 @@ from .limits import (
 from .watch import Event
 from .world import Watched
 
-# How violations begin that are of memory.
-TOOK = "memory: "
+# Violations of memory begin with this.
+MEMORY_PREFIX = "memory: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def _is(event: Event, kind: str, name: str) -> bool:
 
 
 class Machine:
-    """When the processes could not run because others used the processors."""
+    """The times in which the processes could not run because others used the processors."""
 
     def __init__(self, events: Iterable[Event]) -> None:
         self._totals: dict[str, tuple[list[float], list[float]]] = {"watch": ([], [])}
@@ -93,7 +93,7 @@ class Machine:
                 totals += [before, before + event.seconds]
 
     def own_seconds(self, event: Event) -> float:
-        """How long something took, without the time in which the gateway, the engine that it may
+        """The duration of an event, without the time in which the gateway, the engine that it may
         need, or the watching process had no processor."""
         names = ["watch", "gateway"]
         if event.kind in ("gap", "first") or event.name == "engine":
@@ -128,7 +128,7 @@ def _too_much(memory: Mapping[str, int], watched: Iterable[Watched]) -> Iterable
     for each in watched:
         allowed = int(each.limit * SHARE)
         if memory[each.name] > allowed:
-            yield f"{TOOK}{each.name} {memory[each.name] // MIB} of {allowed // MIB} MiB"
+            yield f"{MEMORY_PREFIX}{each.name} {memory[each.name] // MIB} of {allowed // MIB} MiB"
 
 
 def _probes(events: Sequence[Event], machine: Machine) -> Iterable[str]:

@@ -55,7 +55,7 @@ Tell = Callable[[Event], None]
 
 
 class Watch:
-    """What has been seen so far."""
+    """The events that were seen so far."""
 
     def __init__(self, receiver: Connection) -> None:
         self._events: list[Event] = []
@@ -200,7 +200,7 @@ def _proportional(pid: int) -> int:
 
 
 async def _lag(tell: Tell) -> None:
-    """How late this process itself is."""
+    """The delay of this process itself."""
     while True:
         began = time.monotonic()
         await asyncio.sleep(SAMPLE_S)

@@ -54,7 +54,7 @@ class HostileStack(Stack):
         (folder / "template.jinja").write_text(CHATML_WITH_TOOLS)
         options = ("--maxmemory", REDIS_MEMORY, "--maxmemory-policy", "noeviction")
         valkey = ValkeyServer(folder / "valkey", *options)
-        # No lease may run out on a machine that others load.
+        # Long leases: none may expire while other programs load the machine.
         super().__init__(Path(DEMO_MODEL), folder, servers=valkey, start=start_limited)
         self.engine = self.add_engine("--lease", "10")
         self.embedder = self.add_engine(

@@ -36,7 +36,7 @@ SUSPECT, POISON = 2, 4
 
 
 class MemoryBackend:
-    """What Redis holds. `clock` gives Unix seconds; `available` False plays an outage."""
+    """The data of Redis. `clock` gives Unix seconds; `available` False simulates an outage."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.clock = clock
@@ -50,8 +50,8 @@ class MemoryBackend:
         self.models: dict[str, tuple[RegisteredModel, bytes]] = {}
         self.models_store = ""
         self.stored: dict[str, tuple[float, str, bytes]] = {}
-        self.wanted: dict[str, float] = {}
-        self.attending: defaultdict[str, set[str]] = defaultdict(set)
+        self.presence_until: dict[str, float] = {}
+        self.readers: defaultdict[str, set[str]] = defaultdict(set)
         self.accounts: defaultdict[str, dict[str, Item]] = defaultdict(dict)
         self.salt = b""
 
@@ -401,7 +401,7 @@ class MemoryBackend:
         return record.owner if record.state == "cancelled" else ""
 
     def forget(self, shard: Shard, rid: str) -> None:
-        """What is left of an ended request goes, but for its engine's repetitions."""
+        """Lets the record of an ended request expire; until then its engine may repeat commands."""
         record = shard.records.get(rid)
         if record is not None:
             record.expires = self.clock() + keys.FORGOTTEN_MS / 1000
@@ -428,9 +428,9 @@ class MemoryBackend:
         self.models.clear()
         self.models_store = ""
         self.stored.clear()
-        self.wanted.clear()
+        self.presence_until.clear()
         self.accounts.clear()
-        self.attending.clear()
+        self.readers.clear()
         self.salt = b""
 
 

@@ -1,4 +1,4 @@
-"""How waiting requests are ordered in memory: the rules of lua/joining.lua and lua/leaving.lua in
+"""Orders waiting requests in memory, by the rules of lua/joining.lua and lua/leaving.lua in
 Python."""
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ class Counters:
 
 
 class FairQueue:
-    """What waits of one priority: the stream's unread entries, and lists of tenants behind them."""
+    """Waiting requests of one priority: the stream's unread entries, then the lists of tenants."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
@@ -96,7 +96,8 @@ class FairQueue:
             self._refill()
 
     def ahead(self, request_id: str) -> int | None:
-        """As redis_place.requests_ahead, of this priority; None where it does not wait here."""
+        """Counts the requests of this priority ahead, as the Redis script does; None if it does not
+        wait here."""
         if request_id in self._stream:
             return 0
         for requests in self._lists.values():
@@ -106,7 +107,7 @@ class FairQueue:
 
     @property
     def newest(self) -> str | None:
-        """The newest entry of the stream, which is what engines may wait behind."""
+        """The newest entry of the stream; engines may wait for a newer one."""
         return self._stream[-1] if self._stream else None
 
     def _refill(self) -> None:

@@ -1,4 +1,5 @@
-"""What engines may take before the next request, in memory: the rules of lua/precedence.lua."""
+"""Finds requests that an engine may take before the next one, by the rules of
+lua/precedence.lua."""
 
 import math
 from collections import defaultdict
@@ -37,7 +38,8 @@ class Placed:
 
 
 def choose(placement: Placement, running: Mapping[str, int], waiting: int, placed: Placed) -> str:
-    """As ADMIT's place: the first engine whose load is within its bound, or ""."""
+    """Chooses, like the Redis script ADMIT, the first engine whose load is within its bound, or
+    ""."""
     total = sum(running.values()) + waiting + 1
     capacity = placement.capacity / placement.shards
     for candidate in placement.candidates:

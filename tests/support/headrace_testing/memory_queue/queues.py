@@ -298,7 +298,7 @@ class MemoryEngineQueue:
 
     @staticmethod
     def _newest(shard: Shard) -> set[str]:
-        """What wakes engines: the newest unread entry of each priority."""
+        """The newest unread entry of each priority, which wakes engines."""
         newest = (queue.newest for queue in shard.waiting.values())
         return {rid for rid in newest if rid is not None}
 

@@ -1,10 +1,10 @@
-"""What the queue in memory knows of a request, and what it hands out."""
+"""Records of requests in the queue in memory, and the leases made from them."""
 
 import math
 from dataclasses import dataclass, field
 
 from headrace_common.errors import FailureCode
-from headrace_common.protocol.base import MOST_ANEW, Outcome, Progress
+from headrace_common.protocol.base import MAX_REQUEUES, Outcome, Progress
 from headrace_common.protocol.failures import UNDECIDED
 from headrace_common.wire.keys import GRACE_MS
 from headrace_common.wire.messages import ChoiceState
@@ -60,12 +60,13 @@ class Record:
         known = seen is not None and self.attempt <= seen and self.gateway == gateway
         other = disputed and known and self.state == "done" and not self.given
         lost = self.undecided and (self.why is FailureCode.LOST or seen is not None)
-        return (lost or other) and self.anew < MOST_ANEW
+        return (lost or other) and self.anew < MAX_REQUEUES
 
     def go_on(
         self, gateway: str, payload: bytes, now: float, seen: int | None, left: float
     ) -> None:
-        """It waits again, behind all attempts that it had. Its failures go on counting."""
+        """Queues the request again, with an attempt above all earlier ones. Its failures still
+        count."""
         self.state, self.why, self.outcome = "queued", None, None
         self.attempt = max(self.attempt, seen or 0)
         self.owner, self.gateway, self.former = "", gateway, []
@@ -77,13 +78,14 @@ class Record:
 
     @property
     def counted_failures(self) -> int:
-        """With that of the owner who was silent while it ran."""
+        """The number of failures, with the one of an owner that was silent while the request
+        ran."""
         if not self.executing:
             return self.failures
         return 0 if self.progress > self.progress_at_take else self.failures + 1
 
     def write_journal(self, item: Progress) -> tuple[int, ...]:
-        """How many tokens each choice has in it now."""
+        """Writes progress to the journal; returns the number of tokens of each choice."""
         while len(self.journal) < len(item.choices):
             self.journal.append(ChoiceState())
         for number, (index, choice) in enumerate(zip(item.journaled, item.choices, strict=True)):
@@ -95,7 +97,7 @@ class Record:
 
 
 def _extended(known: ChoiceState, index: int, new: ChoiceState) -> ChoiceState:
-    """What the journal has of a choice with what was made from `index` on."""
+    """The journal's state of a choice, extended by new tokens that begin at `index`."""
     behind = len(known.token_ids) - index
     logprobs = None
     if new.logprobs is not None and (known.logprobs is not None or not known.token_ids):

@@ -39,7 +39,7 @@ class MemoryModelRegistry:
         """Nothing to do: in memory there are no users."""
 
     async def revoke(self, name: str) -> None:
-        """Nothing to do, as above."""
+        """Nothing to do: in memory there are no users to forget."""
 
     async def register(self, model: RegisteredModel, files: Files) -> None:
         encode_entry(model)

@@ -1,4 +1,4 @@
-"""What the queue in memory is made of: a model's shards, one TAKE of them, streams of messages."""
+"""Parts of the queue in memory: a model's shards, one TAKE of them, streams of messages."""
 
 import asyncio
 import math
@@ -70,7 +70,7 @@ class Round:
 
     @property
     def left(self) -> int:
-        """How many more it may take."""
+        """The number of further requests that it may take."""
         return self.most - len(self.taken)
 
 

@@ -1,4 +1,4 @@
-"""Stored requests in a MemoryBackend, with the behaviour of those over Redis."""
+"""Stores requests in a MemoryBackend, and behaves like the store in Redis."""
 
 import secrets
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from .backend import MemoryBackend
 
 
 class MemoryRequestStore:
-    """See RequestStore."""
+    """A RequestStore in memory."""
 
     def __init__(self, backend: MemoryBackend) -> None:
         self._backend = backend
@@ -41,18 +41,18 @@ class MemoryRequestStore:
 
     async def set_presence(self, request_id: str, seconds: float) -> None:
         self._backend.check()
-        self._backend.wanted[request_id] = self._backend.clock() + seconds
+        self._backend.presence_until[request_id] = self._backend.clock() + seconds
 
     async def begin_read(self, stored: StoredRequest, gateway_id: str) -> Sequence[str]:
         self._backend.check()
-        gateways = self._backend.attending[stored.request_id]
+        gateways = self._backend.readers[stored.request_id]
         gateways.add(gateway_id)
         return sorted(gateways - {gateway_id})
 
     async def end_read(self, stored: StoredRequest, gateway_id: str) -> None:
         self._backend.check()
-        self._backend.attending[stored.request_id].discard(gateway_id)
+        self._backend.readers[stored.request_id].discard(gateway_id)
 
     async def presence_left(self, request_id: str) -> float:
         self._backend.check()
-        return max(0.0, self._backend.wanted.get(request_id, 0.0) - self._backend.clock())
+        return max(0.0, self._backend.presence_until.get(request_id, 0.0) - self._backend.clock())

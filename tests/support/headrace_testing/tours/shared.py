@@ -18,6 +18,6 @@ MAX_TOKENS = 64
 
 
 def check_place(found: Any) -> None:
-    """What was asked for with SCHEMA."""
+    """Checks an answer that was asked for with SCHEMA."""
     assert set(found) == {"city", "days"}, found
     assert found["city"] in ("Paris", "Rome") and found["days"] in (1, 2, 3), found

@@ -18,7 +18,8 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from .multiplexed_connection import MultiplexedConnection
 
 SCAN_PAGE = 1000
-BUSY_SECONDS = 0.02  # a reply that takes longer is large, or the server is away
+# If a reply takes longer, it is large or the server is away: other connections are used.
+BUSY_SECONDS = 0.02
 Argument = str | bytes | int | float
 Command = tuple[Argument, ...]
 
@@ -52,8 +53,8 @@ class RedisClient(ABC):
         """Replaces the present connections; commands that were sent on them still get replies."""
 
     @abstractmethod
-    def leave(self, error: RedisError) -> None:
-        """Fails the commands that wait for servers that are away with this error."""
+    def fail_pending(self, error: RedisError) -> None:
+        """Fails, with this error, the commands that wait for servers that are away."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -67,8 +68,9 @@ class MultiplexedClient(RedisClient):
     connection has waited `busy` seconds for a reply, others are used, up to `max_connections`.
     Commands that tasks send in one turn of the event loop go out together, so that the server
     wakes up once for them; a pipeline goes out at once. The order of execution is not defined.
-    With `single` the client has one connection and fails once that is lost. Otherwise a lost
-    connection is replaced silently, which a reader that must then start anew would not notice.
+    With `single` the client has one connection, and all commands fail once that is lost. Otherwise
+    a lost connection is replaced silently. A reader that must then start from the beginning uses
+    `single`.
     """
 
     def __init__(
@@ -170,7 +172,7 @@ class MultiplexedClient(RedisClient):
         for connection in self._connections:
             connection.retire()
 
-    def leave(self, error: RedisError) -> None:
+    def fail_pending(self, error: RedisError) -> None:
         for connection in self._connections:
             connection.close(error)
         if self._opening is not None:

@@ -57,7 +57,7 @@ class ClusterClient(RedisClient):
     async def pipeline(
         self, commands: Sequence[Command], *, raise_on_error: bool = True
     ) -> list[Any]:
-        """As RedisClient.pipeline. Commands to one node are sent together; one without a key goes
+        """Like RedisClient.pipeline. Commands to one node are sent together; one without a key goes
         to the node of the first key."""
         slots = [slot_of(command) for command in commands]
         default = next((slot for slot in slots if slot is not None), None)
@@ -208,9 +208,9 @@ class ClusterClient(RedisClient):
         for client in self._clients.values():
             await client.reconnect()
 
-    def leave(self, error: RedisError) -> None:
+    def fail_pending(self, error: RedisError) -> None:
         for client in self._clients.values():
-            client.leave(error)
+            client.fail_pending(error)
 
     async def close(self) -> None:
         clients, self._clients = self._clients, {}
@@ -282,9 +282,9 @@ class ClusterReader(RedisClient):
     async def reconnect(self) -> None:
         await self.close()
 
-    def leave(self, error: RedisError) -> None:
+    def fail_pending(self, error: RedisError) -> None:
         if self._client is not None:
-            self._client.leave(error)
+            self._client.fail_pending(error)
 
     async def close(self) -> None:
         client, self._client = self._client, None

@@ -69,7 +69,7 @@ class Connection:
         self.clock = RedisClock()
         self.topology, self.client, self._reader = _clients(config)
         self._scripts: Scripts | None = None
-        self._presence = Presence(self._reader, self.client.leave)
+        self._presence = Presence(self._reader, self.client.fail_pending)
 
     def reader(self) -> RedisClient:
         """A client with one connection for blocking reads of keys that share a hash tag.

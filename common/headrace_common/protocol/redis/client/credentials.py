@@ -28,7 +28,7 @@ class CredentialFiles(CredentialProvider):
             ) from error
 
     async def get_credentials_async(self) -> tuple[str, str]:
-        """As `get_credentials`: the files are small. redis-py's own version logs a warning."""
+        """Like `get_credentials`: the files are small. redis-py's own version logs a warning."""
         return self.get_credentials()
 
     def _read(self, name: str) -> str:

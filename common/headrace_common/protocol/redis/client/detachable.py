@@ -48,7 +48,7 @@ class DetachableConnection(AbstractConnection):
 
 
 class TcpConnection(DetachableConnection, Connection):
-    """Over TCP.
+    """A connection over TCP.
 
     It looks up its host itself: uvloop's create_connection, when it is cancelled, leaves a lookup
     whose later failure would be logged as an exception that was never retrieved.
@@ -77,11 +77,11 @@ class TcpConnection(DetachableConnection, Connection):
 
 
 class TlsConnection(TcpConnection, SSLConnection):
-    """Over TLS. The certificate must be that of the host's name."""
+    """A connection over TLS. The certificate must be that of the host's name."""
 
     def _connection_arguments(self) -> Mapping[str, Any]:
         return {**super()._connection_arguments(), "server_hostname": self.host}
 
 
 class UnixConnection(DetachableConnection, UnixDomainSocketConnection):
-    """Over a socket of the file system."""
+    """A connection over a Unix socket."""

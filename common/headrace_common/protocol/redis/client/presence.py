@@ -29,14 +29,14 @@ LATE_TICK = 1.5
 class Presence:
     """Knows whether Redis answers.
 
-    `connect` makes a client with one connection; `leave` fails the commands that wait.
+    `connect` makes a client with one connection; `fail_pending` fails the commands that wait.
     """
 
     def __init__(
-        self, connect: Callable[[], RedisClient], leave: Callable[[RedisError], None]
+        self, connect: Callable[[], RedisClient], fail_pending: Callable[[RedisError], None]
     ) -> None:
         self._connect = connect
-        self._leave = leave
+        self._fail_pending = fail_pending
         self._watching: asyncio.Task[None] | None = None
         self._late = asyncio.Event()
         self._away: RedisError | None = None
@@ -90,7 +90,7 @@ class Presence:
             logger.warning("redis is away; requests get 503", extra={"error": str(error)})
         self._away = error
         self._late.set()
-        self._leave(error)
+        self._fail_pending(error)
 
 
 class _WatchedCommand:

@@ -138,8 +138,8 @@ class MasterReader(RedisClient):
     async def reconnect(self) -> None:
         await self._client.reconnect()
 
-    def leave(self, error: RedisError) -> None:
-        self._client.leave(error)
+    def fail_pending(self, error: RedisError) -> None:
+        self._client.fail_pending(error)
 
     async def close(self) -> None:
         await self._client.close()

@@ -1,4 +1,4 @@
--- Helpers of the scripts about what a tenant leaves: KEYS 1 and 2 are its items by when they lapse,
+-- Helpers of the scripts that count a tenant's stored data: KEYS 1 and 2 are its items by when they lapse,
 -- and by their bytes. An item is "<kind>:<name>"; beside them KEYS 2 has "<kind>", the bytes of all
 -- of a kind, and "<kind>#", how many they are.
 local MOST_AT_ONCE = 1000 -- that are forgotten in one run

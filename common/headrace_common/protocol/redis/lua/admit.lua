@@ -5,7 +5,7 @@
 --       9 that of placed.lua, then those of tenants.lua
 -- ARGV  1 request id, 2 gateway id, 3 fingerprint, 4 ms until its deadline, 5 tokens, 6 prompt tokens,
 --       7 priority (1-3), 8 protocol version, 9 most waiting requests, 10 most waiting tokens,
---       11 newest attempt seen (-1: first admission), 12 ms to keep behind the deadline,
+--       11 newest attempt seen (-1: first admission), 12 ms to keep after the deadline,
 --       13 payload ("" asks only: a repetition without the cost of sending it),
 --       14 ms to keep the record once it has ended, 15 whether to leave it to another gateway that
 --       has it (0/1), or 2: its outcome is of another history than the client's, 16 tenant, 17 most waiting requests of a tenant (0: as many as of all);
@@ -28,7 +28,7 @@ local function queued()
   return enqueue(stats, queue, priority, rid, tenant, ARGV[5], ARGV[8])
 end
 
--- How many requests each engine has, and all together.
+-- The numbers of requests of each engine and of all engines.
 local function running()
   local by_engine, total = {}, 0
   for i = 5, 7 do
@@ -61,7 +61,7 @@ local function place()
   return ''
 end
 
--- Notes where a request is placed. One that is behind another's must wake its engine itself.
+-- Notes where a request is placed. A request placed after another one of its engine must wake the engine itself.
 local function note_place(engine, mid, now)
   local list = placed_with(priority, engine)
   redis.call('RPUSH', list, rid)
@@ -87,7 +87,7 @@ local function goes_on(v, now)
   return tonumber(redis.call('HGET', record, 'an') or 0) < ANEW
 end
 
--- Queues it again, behind all attempts that it had. Its failures go on counting.
+-- Queues the request again, with an attempt above all earlier ones. Its failures still count.
 local function go_on(attempt)
   read_counts(stats)
   redis.call('DEL', journal)
@@ -101,7 +101,7 @@ local function go_on(attempt)
   return { 'admitted' }
 end
 
--- What is said of a request that has ended.
+-- The reply for a request that has ended.
 local function after_end(v)
   local now = now_ms()
   if not goes_on(v, now) then
@@ -128,7 +128,7 @@ if state then
     redis.call('HSET', record, 'g', gateway, 'gs', v[4] == '' and former or v[4] .. ' ' .. former)
   end
   if not is_queued(KEYS[4 + tonumber(v[8])], v[8], rid, v[7], tenant) then
-    -- Its entry is lost: queue it again, for anybody. Whoever still runs it is fenced.
+    -- Its entry is lost: queue it again, for any engine. An engine that still runs it is fenced.
     read_counts(stats)
     redis.call('HSET', record, 'st', 'queued', 'o', '', 'q', ARGV[7], 'mid', queued(), 'pe', '')
     return { 'attached', '', v[6], former }

@@ -4,7 +4,7 @@
 -- another meanwhile would take it back.
 -- KEYS  1 queue hi, 2 queue n, 3 queue lo, then of each request its record and journal, then those of
 --       tenants.lua
--- ARGV  1 engine id, 2 ms to keep behind the deadline, then for each request: attempt, executing
+-- ARGV  1 engine id, 2 ms to keep after the deadline, then for each request: attempt, executing
 --       (0/1), number of choices, and for each of those: index of the first token, number of
 --       tokens, these (packed, and maybe sealed), how it ended ("" while it runs), their log
 --       probabilities ("" none)
@@ -22,7 +22,7 @@ local function lost(v, attempt)
   if ended(v[1]) then return 'stolen' end
 end
 
--- How many tokens of each choice a journal has.
+-- The numbers of tokens of each choice in a journal.
 local function journaled(journal, choices)
   if choices == 1 then return redis.call('HMGET', journal, '0') end
   local names = {}
@@ -40,7 +40,7 @@ local function write_journal(journal, at, expires, result)
     local tokens, ending, logprobs = ARGV[i + 2], ARGV[i + 3], ARGV[i + 4]
     local known = tonumber(count or 0)
     fresh = fresh and not count
-    -- Behind a gap (Redis lost its last second) nothing is written: the result says from where.
+    -- After a gap (Redis lost its last second) nothing is written: the result says where the gap begins.
     if index <= known then
       local length = index + more
       if more > 0 then

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
--- CANCEL: ends a request whose answer nobody wants. A waiting one is never run; the engine of a
+-- CANCEL: ends a request whose answer no client wants. A waiting one is never run; the engine of a
 -- running one must be told, and hears it with its next BEAT at the latest. One of which
--- nothing was decided does not go on any more.
+-- nothing was decided is not queued again.
 -- KEYS  1 record, 2 payload, 3 journal, 4 stats, 5 queue hi, 6 queue n, 7 queue lo, 8 that of
 --       placed.lua, then those of tenants.lua
 -- ARGV  1 ms to keep the record, 2 request id
@@ -11,7 +11,7 @@ local v = redis.call('HMGET', record, 'st', 'o', 'mid', 'q', 'tk', 'tn', 'pe', '
 if not v[1] then return { '', '' } end
 if ended(v[1]) then
   if not undecided(v[9]) then return { v[1], v[1] == 'cancelled' and v[2] or '' } end
-  redis.call('DEL', KEYS[2]) -- writes behind a first one that frees memory are allowed on Redis 6.2
+  redis.call('DEL', KEYS[2]) -- Redis 6.2 allows writes after a first one that frees memory
   redis.call('HSET', record, 'st', 'cancelled', 'why', 'cancelled', 'out', '')
   return { 'cancelled', '' }
 end

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- FINISH: ends a request and stores its outcome, if the engine still owns it. Works when Redis is
--- full: it is what frees memory. Redis 6.2 has no flags but allows all writes behind a first one,
+-- full: it is what frees memory. Redis 6.2 has no flags but allows all writes after a first one,
 -- so XACK comes first.
 -- KEYS  1 record, 2 payload, 3 journal, 4 stats, 5 dead letters, 6 queue hi, 7 queue n, 8 queue lo,
 --       then those of tenants.lua

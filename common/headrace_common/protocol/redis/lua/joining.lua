@@ -1,7 +1,7 @@
--- Helpers of the scripts that queue requests, put behind tenants.lua before them.
-local DEBT = 65536 -- the most that what was used before a tenant had to wait counts against it
+-- Helpers of the scripts that queue requests, inserted before them and after tenants.lua.
+local DEBT = 65536 -- the most tokens that a tenant's earlier use counts when it begins to wait
 
--- Whoever begins to wait starts with those that wait: neither idle time nor use before is kept.
+-- A tenant that begins to wait starts level with those that wait: neither idle time nor earlier use counts.
 local function begin_waiting(priority, tenant)
   local key = waiting_tenants(priority)
   local lowest = redis.call('ZRANGE', key, 0, 0, 'WITHSCORES')[2]

@@ -1,8 +1,8 @@
--- Helpers of the scripts by which requests cease to wait, put behind tenants.lua before them. They
--- change what was counted in memory: write_counts, at the script's end, writes it.
+-- Helpers of the scripts that end the waiting of requests, inserted before them and after tenants.lua. They
+-- change the counts in memory; write_counts, at the script's end, writes them to Redis.
 local left_by = {} -- how many requests of each tenant no longer wait
 
--- All at once: what has not changed costs little there.
+-- Writes all counts in one command; writing an unchanged one costs little.
 local function write_counts(stats)
   redis.call('HSET', stats, 'w', counts.w, 'wt', counts.wt, 'w1', counts.w1, 'w2', counts.w2,
     'w3', counts.w3, 'p1', counts.p1, 'p2', counts.p2, 'p3', counts.p3, 'cn', counts.cn, 'cl', counts.cl)
@@ -13,7 +13,7 @@ local function write_counts(stats)
   end
 end
 
--- Writes a waiting request to the stream, behind what is there; returns its entry's id.
+-- Appends a waiting request to the stream; returns the id of its entry.
 local function append(queue, rid, version, at)
   return redis.call('XADD', queue, '*', 'r', rid, 'v', version, 't', at or '')
 end
@@ -31,13 +31,13 @@ local function unpark(priority, tenant, rid)
   return removed > 0
 end
 
--- What TAKE must know of a waiting request.
+-- The fields of a waiting request that TAKE needs.
 local function look_up(rid)
   return redis.call('HMGET', RECORDS .. rid, 'st', 'mid', 'd', 'a', 'g', 'v', 'tk', 'pk', 'tn', 'pe', 'pu',
     't', 'ps')
 end
 
--- Takes the next blocked request out of its list: its id, and what is known of it; or nothing.
+-- Takes the next blocked request out of its list; returns its id and its fields, or nil.
 local function unpark_next(priority)
   local key, listed = waiting_tenants(priority), LISTED[priority]
   while true do
@@ -54,13 +54,13 @@ local function unpark_next(priority)
   end
 end
 
--- Whether something of a priority waits, and all of it in lists.
+-- Whether requests of a priority wait, and all of them in lists.
 local function all_listed(priority)
   local blocked = counts[LISTED[priority]]
   return blocked > 0 and counts[WAITING[priority]] <= blocked
 end
 
--- Sees to it that what wakes engines is there while something waits.
+-- Keeps an entry in the stream, which wakes engines, while requests of the priority wait.
 local function keep_head(queue, priority)
   if not all_listed(priority) then return end
   local rid, v = unpark_next(priority)

@@ -1,4 +1,4 @@
--- Helpers of the scripts that know of placement, put behind tenants.lua before them.
+-- Helpers of the scripts that handle placement, inserted before them and after tenants.lua.
 --
 -- A request keeps its place in the queue wherever it is placed: that only says which engine likely
 -- has the beginning of its prompt in its cache. For each engine and priority a list has the waiting

@@ -1,19 +1,19 @@
--- Helpers of TAKE, put behind leaving.lua and placed.lua before it: what an engine does with a next request that is
--- placed with another.
+-- Helpers of TAKE, inserted before it and after leaving.lua and placed.lua. They decide what an engine does if the
+-- next request in the queue is placed with another engine.
 --
--- It takes one of its own before that; else it leaves it to the other for as long as it is held; else
--- it takes it. What may go before is bounded three ways, so that the order between tenants and that of
--- arrival hold but for that much (relaxed as in Cao et al., "Locality-aware Fair Scheduling in LLM
+-- The engine takes a request that is placed with itself, if one may pass the next request. Otherwise it
+-- leaves the next request to the other engine while that request is held, and then takes it. Three bounds
+-- keep the order between tenants and that of arrival (Cao et al., "Locality-aware Fair Scheduling in LLM
 -- Serving", 2025).
-local PASSES = 16 -- the most requests that go before one
-local SLACK = 8192 -- the most tokens that the tenant of one that goes before has used more
-local WINDOW = 10 -- holds, within which one that goes before must have come
-local CHOICE = 4 -- how many of an engine's requests are looked at
-local TENANTS_SEEN = 16 -- tenants whose oldest waiting request is looked at
+local PASSES = 16 -- the most requests that may pass one request
+local SLACK = 8192 -- the most tokens by which the passing request's tenant may have used more
+local WINDOW = 10 -- a passing request must have come within this many hold times of the other
+local CHOICE = 4 -- the number of the engine's own requests that are considered
+local TENANTS_SEEN = 16 -- the number of tenants whose oldest waiting request is considered
 
 local used_by = {} -- counters of tenants, as they are now; TAKE writes them
 
--- Tokens that a tenant has used, as far as they count.
+-- Tokens that a tenant has used, by the fairness counters.
 local function used(tenant)
   if not used_by[tenant] then
     used_by[tenant] = tonumber(redis.call('HGET', COUNTERS, tenant) or 0)
@@ -29,7 +29,7 @@ local function may_pass(r, next_one, room, version)
     and (r[5] == next_one.tenant or used(r[5]) <= used(next_one.tenant) + SLACK)
 end
 
--- The request of this engine's own that goes before the next one, and its HMGET; or nothing.
+-- This engine's own request that may pass the next one, and its HMGET; nil if there is none.
 local function first_own(engine, next_one, room, version)
   if next_one.passes >= PASSES then return end
   local list = placed_with(next_one.priority, engine)
@@ -43,7 +43,7 @@ local function first_own(engine, next_one, room, version)
   end
 end
 
--- Writes an engine's own request to the stream, and the next one, whose entry is gone, behind it.
+-- Writes the engine's own request to the stream, and after it the next one, whose entry was removed.
 local function pass(queue, next_one, rid, r)
   unpark(next_one.priority, r[5], rid)
   enter(queue, rid, r[3], r[6])
@@ -51,8 +51,8 @@ local function pass(queue, next_one, rid, r)
   redis.call('HINCRBY', RECORDS .. next_one.rid, 'ps', 1)
 end
 
--- From when on (ms) anybody may take the next request: when it has waited for its engine for so long
--- as it is held, or another behind it has.
+-- The time (ms) from which any engine may take the next request: when it has waited for its hold time, or
+-- a request after it has.
 local function free_at(next_one)
   local at = next_one.at + next_one.hold
   local tenants = redis.call('ZRANGE', waiting_tenants(next_one.priority), 0, TENANTS_SEEN - 1)

@@ -1,11 +1,11 @@
 #!lua
 -- REPLAY: queues a request of a dead letter again, as it was admitted. Its attempts go on counting,
--- so that whoever ran it before is fenced, but its failures begin anew.
+-- so that an engine that ran it before is fenced, but its failures are counted from 0.
 -- KEYS  1 record, 2 payload, 3 journal, 4 stats, 5 dead letters, 6 queue hi, 7 queue n, 8 queue lo,
 --       then those of tenants.lua
 -- ARGV  1 request id, 2 id of its dead letter, 3 gateway id, 4 fingerprint, 5 ms until its deadline,
 --       6 tokens, 7 prompt tokens, 8 priority (1-3), 9 protocol version,
---       10 ms to keep behind the deadline, 11 payload, 12 ms to keep the record once it has ended,
+--       10 ms to keep after the deadline, 11 payload, 12 ms to keep the record once it has ended,
 --       13 tenant
 -- Result  1, or 0 where the letter is gone or the request is alive
 local record, payload, journal, stats, letters = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
@@ -22,7 +22,7 @@ local queue = KEYS[5 + tonumber(ARGV[8])]
 read_counts(stats)
 local mid = enqueue(stats, queue, tonumber(ARGV[8]), ARGV[1], ARGV[13], ARGV[6], ARGV[9])
 redis.call('DEL', record, journal)
--- The journal is nobody's and empty: whoever takes it reads there that the client has nothing.
+-- The journal has no owner and is empty: the engine that takes the request reads that the client has no tokens.
 redis.call('HSET', record, 'st', 'queued', 'q', ARGV[8], 'mid', mid, 'a', attempt, 'o', '',
   'g', ARGV[3], 'gs', '', 'je', ARGV[3] .. '/' .. attempt, 'f', 0, 'pn', 0, 'pt', 0, 'ph', 'w',
   'fp', ARGV[4], 'd', deadline, 'tk', ARGV[6], 'pk', ARGV[7], 'v', ARGV[9], 'kp', ARGV[12],

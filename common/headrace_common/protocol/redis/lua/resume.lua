@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- RESUME: sets the journal to exactly what the client has, before the engine makes a new token.
--- From here on the journal is this engine's: what others wrote is of another history.
+-- RESUME: sets the journal to exactly the tokens that the client has, before the engine makes a new token.
+-- From here on this engine owns the journal: tokens that others wrote belong to another history.
 -- KEYS  1 record, 2 journal
--- ARGV  1 engine id, 2 attempt, 3 ms to keep behind the deadline, then for each choice: number of
+-- ARGV  1 engine id, 2 attempt, 3 ms to keep after the deadline, then for each choice: number of
 --       tokens, these (packed, and maybe sealed), how it ended ("" while it runs), their log
 --       probabilities ("" none)
 -- Result  1, or 0 where the engine does not own the request

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- SETTLE: ends a request of an API key: gives back what was reserved and not used, or takes the rest.
--- Redis 6.2 has no flags but allows all writes behind a first one, so ZREM comes first.
+-- SETTLE: ends a request of an API key: gives back unused reserved tokens, or takes the missing ones.
+-- Redis 6.2 has no flags but allows all writes after a first one, so ZREM comes first.
 -- KEYS  1 usage, 2 leases
 -- ARGV  1 request id, 2 requests a minute, 3 tokens a minute (0: no limit), 4 tokens used less those
 --       reserved, 5 requests to give back, 6 ms that it ran, 7 ms to remember an idle key, 8 whether

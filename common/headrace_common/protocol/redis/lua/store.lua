@@ -1,5 +1,5 @@
 #!lua
--- STORE: keeps what any gateway needs to serve a request's answer, unless somebody was first.
+-- STORE: stores the data that any gateway needs to serve a request's answer, unless they exist.
 -- KEYS  1 stored request
 -- ARGV  1 name of this generation of it, 2 content, 3 Unix ms when it lapses, 4 name of the
 --       generation that it replaces ("" none)

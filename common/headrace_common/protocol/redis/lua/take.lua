@@ -21,7 +21,7 @@ local now = now_ms()
 local leases, endings, left = {}, {}, {}
 local charged, served = {}, nil -- tenants that were served, and which of them last
 
--- The id just below `id`: what the group must have read last for `id` to be next again.
+-- The id just below `id`; if the group has read it last, `id` is next again.
 local function before(id)
   local ms, seq = string.match(id, '^(%d+)-(%d+)$')
   if seq ~= '0' then return string.format('%s-%.0f', ms, tonumber(seq) - 1) end
@@ -53,7 +53,7 @@ end
 local function lease(priority, id, rid, v, payload)
   local record, attempt = KEYS[7] .. rid, tonumber(v[4])
   local fields = { 'st', 'running', 'o', engine, 'a', attempt + 1, 'ph', 'w', 'mid', id }
-  -- A first run writes the journal from its start; a later one only behind RESUME.
+  -- A first run writes the journal from its start; a later one only after RESUME.
   if attempt == 0 then fields[11], fields[12] = 'je', engine .. '/1' end
   redis.call('HSET', record, unpack(fields))
   local tenant, tokens = v[9] or 'default', tonumber(v[8])
@@ -87,7 +87,7 @@ local function give_way(queue, priority, id, rid, v)
   return true
 end
 
--- Deals with one entry just read. v: what is known of its request, if that was looked up.
+-- Handles one entry just read. v: the fields of its request, if they were looked up.
 local function deal(queue, priority, id, rid, v)
   v = v or rid and look_up(rid)
   if not v or not v[1] then
@@ -134,7 +134,7 @@ local function refill(queue, priority)
   return v[2], rid, v
 end
 
--- Reads the next entry of a class: its id, its request and, maybe, what is known of that; or nothing.
+-- Reads the next entry of a class; returns its id, its request and perhaps the request's fields, or nil.
 local function next_entry(queue, priority)
   local moved, rid, v
   if all_listed(priority) then moved, rid, v = refill(queue, priority) end
@@ -185,7 +185,7 @@ for priority = 1, 3 do
 end
 for priority = 1, 3 do keep_head(KEYS[3 + priority], priority) end
 if #leases > 0 then counts.cn, counts.cl = due[2], due[3] end
--- Nothing waits: whatever a foreign hand did to the streams, the counts are right again.
+-- No request waits: corrects the counts, even if another program changed the streams.
 if emptied == 3 then
   counts.w, counts.wt, left_by = 0, 0, {}
   redis.call('DEL', TENANTS, placed_with(1, engine), placed_with(2, engine), placed_with(3, engine))

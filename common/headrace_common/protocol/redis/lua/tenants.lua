@@ -33,7 +33,7 @@ local function list_of(priority, tenant)
   return LISTS .. priority .. ':' .. tenant
 end
 
--- Notes what a tenant has used where its place among those that wait depends on it.
+-- Writes a tenant's use where its position among the waiting tenants depends on it.
 local function set_score(tenant, value)
   for priority = 1, 3 do
     if counts[LISTED[priority]] > 0 then

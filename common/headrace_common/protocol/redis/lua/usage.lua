@@ -1,11 +1,11 @@
--- Helpers for what an API key has used, put before the scripts that change it. A rate's bucket is
--- kept as what was used of it and is not yet forgotten: it is forgotten evenly, all in a minute.
+-- Helpers for the usage of an API key, inserted before the scripts that change it. The usage of a rate limit
+-- decays evenly: the full limit within a minute.
 
 local MINUTE = 60000 -- ms
-local SLACK = 1e-6 -- what sums of fractions may be off by
+local SLACK = 1e-6 -- the rounding error of sums of fractions
 local USUAL = 0.2 -- weight of the last request in the usual duration
 
-local function forgotten(used, limit, ms)
+local function decayed(used, limit, ms)
   if limit <= 0 then return 0 end
   return math.max(0, used - limit * ms / MINUTE)
 end
@@ -14,11 +14,11 @@ end
 local function read_usage(usage, requests, tokens, now)
   local v = redis.call('HMGET', usage, 'r', 't', 'at', 'd')
   local ms = math.max(0, now - tonumber(v[3] or now))
-  return forgotten(tonumber(v[1] or 0), requests, ms), forgotten(tonumber(v[2] or 0), tokens, ms),
+  return decayed(tonumber(v[1] or 0), requests, ms), decayed(tonumber(v[2] or 0), tokens, ms),
     tonumber(v[4] or 0)
 end
 
--- The ms in which so much of a limit is forgotten.
+-- The ms in which this amount of a limit decays.
 local function time_of(amount, limit)
   return limit > 0 and math.max(0, amount) * MINUTE / limit or 0
 end
