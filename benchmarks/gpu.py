@@ -146,7 +146,8 @@ def tries(plan: Plan) -> Sequence[str]:
 
 
 def run_tries(plan: Plan, place: Place, deadline: float) -> str | None:
-    """What went wrong, if anything, with each try. What one has measured the next one leaves."""
+    """Returns the problem of each try, if any. A try does not repeat what earlier tries have
+    measured."""
     told: list[str] = []
     for kind in tries(plan):
         problem = run(plan, place, deadline - time.monotonic(), kind)

@@ -1,5 +1,5 @@
-"""What the host does for one decode step: planning, inputs, launches, results; in microseconds of
-its CPU time. The model is a recording whose replay costs nothing.
+"""Measures the host's work for one decode step: planning, inputs, launches, results; in
+microseconds of its CPU time. The model is a recording whose replay costs nothing.
 
     PYTHONPATH=engine:common:tests/support python benchmarks/host_steps.py [--batch 1 64 256]
         [--steps 200] [--profile]

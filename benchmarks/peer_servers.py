@@ -1,7 +1,7 @@
 """Servers in turns, for peers.py: Headrace's whole stack and vLLM's server, on the same cores.
 
-Each is started as its users start it and gets the same requests from serve.py; all processes of the
-one that is not at its turn are stopped.
+Each is started as its users start it and gets the same requests from serve.py; all processes of
+the other server are stopped meanwhile.
 """
 
 import argparse
@@ -170,7 +170,7 @@ def vllm_command(python: Path, model: Path) -> Callable[[int], Sequence[str]]:
 def uninterrupted() -> Iterator[None]:
     """Raises KeyboardInterrupt for SIGINT and SIGTERM only at its end.
 
-    A process that is being started has no owner yet who could end it. The signals are not masked,
+    No code could yet end a process that is just being started. The signals are not masked,
     as the process would inherit that.
     """
     caught: list[int] = []
@@ -210,7 +210,7 @@ def servers(
 
 
 def compete(options: argparse.Namespace, vllm_environment: Mapping[str, str]) -> list[ServerResult]:
-    """All rounds; the results, Headrace's first."""
+    """Runs all rounds; returns the results, Headrace's first."""
     python = options.peers / "vllm" / "bin" / "python"
     with servers(
         options.peers / "models" / "small", python, vllm_environment, options.verbose

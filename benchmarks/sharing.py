@@ -1,5 +1,5 @@
-"""What sharing of KV blocks saves: the most blocks that requests used, and what they would have
-used if each sequence had blocks of its own.
+"""Measures the savings by shared KV blocks: the most blocks that requests used, and what they would
+have used if each sequence had blocks of its own.
 
     python benchmarks/sharing.py [--model FOLDER_OR_ID] [--prompt 256] [--output 128]
 

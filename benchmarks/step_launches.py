@@ -1,4 +1,4 @@
-"""What one decode step launches on a GPU, counted without one: every kernel of ours and every
+"""Counts the launches of one decode step on a GPU, without a GPU: every kernel of ours and every
 operator of torch's, by a model without memory.
 
     PYTHONPATH=engine:common python benchmarks/step_launches.py [--shape 8b] [--adapters 4]

@@ -1,15 +1,15 @@
-"""Compiles every Triton kernel for GPUs that need not be there, and prints what each would take.
+"""Compiles every Triton kernel for GPUs, without a GPU, and prints the resources that each needs.
 
     PYTHONPATH=engine:common python benchmarks/triton_aot.py [--capability 80 89 90]
         [--shape 8b ...] [--only TEXT] [--brief] [--candidates] [--dependent]
         [--loops] [--json]
 
-Prints of each launch, with the arguments that the engine gives it: registers, spilled bytes, shared
-memory and programs that fit a multiprocessor. Then asynchronous copies by their bytes, and how many
-groups of them are under way while the kernel computes; other loads by their bytes; how it
-multiplies. With --loops also what an iteration of its loops costs.
-Exits with 1 where a kernel spills much in a loop or does not fit; not so for --candidates, which
-an engine would measure on such a device and refuse there.
+Each launch has the arguments that the engine gives it. Printed are its registers, spilled bytes,
+shared memory and the programs that fit a multiprocessor; asynchronous copies by size, and the
+number of groups of them in flight while the kernel computes; other loads by size; and the product
+instructions. With --loops also the cost of an iteration of its loops.
+Exits with 1 if a kernel spills much in a loop or does not fit, but not for --candidates, which an
+engine measures on the device and refuses there.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from compiled.recording import KernelLaunch
 from headrace_engine.checkpoints.config import ClampedSwiGLU, ExpertsConfig
 from headrace_engine.core.attention_backend import LayerParams
 
-# Where kernels may be launched before their turn.
+# The capability from which kernels may be launched early.
 DEPENDENT = 90
 POINTERS = {
     torch.float64: "*fp64",
@@ -133,7 +133,7 @@ class Compiled:
     """`spilled` bytes of a thread; `resident` programs of a multiprocessor; `products` as PTX names
     them. `copy_sizes` counts a thread's asynchronous copies by their bytes, and `in_flight` groups
     of them may be outstanding when a wait is over; `loads` counts the other global loads.
-    `dependent` may run before its turn, and `hazards` are what it must not do there, or lacks.
+    A `dependent` kernel may run before earlier kernels end; `hazards` are its errors then.
     `loops` are found where they were asked for, and where something is spilled."""
 
     kernel: str
@@ -276,8 +276,8 @@ def _loads(ptx: str) -> dict[int, int]:
 
 
 def brief_key(launch: KernelLaunch) -> str:
-    """The same key for launches that differ little; a norm in a product, or scaled weights, make
-    another."""
+    """A key that is equal for launches that differ little; a norm in a product, or scaled weights,
+    change it."""
     other = [one for one in ("ADD", "PARTS", "SCALED") if launch.bound.get(one)]
     return " ".join([launch.name, *other])
 
@@ -289,8 +289,8 @@ def _counts(sizes: Iterable[int]) -> dict[int, int]:
 def compile_launches(
     capability: int, launches: Iterable[KernelLaunch], wanted: argparse.Namespace
 ) -> Iterator[Compiled]:
-    """Each kernel once, however often it is launched with the same constants and options; with
-    `brief` once with any."""
+    """Compiles each kernel once for equal constants and options; with `brief`, only once for all
+    constants."""
     seen = set()
     for launch in launches:
         exact = str((launch.name, launch.options, *describe(launch)))
@@ -339,12 +339,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--brief", action="store_true", help="each kernel with one set of constants"
     )
     parser.add_argument(
-        "--candidates", action="store_true", help="what is measured at warm-up, beside the tables"
+        "--candidates", action="store_true", help="candidates that are measured at warm-up"
     )
     parser.add_argument(
-        "--dependent", action="store_true", help="what may be launched before its turn, on 90 only"
+        "--dependent", action="store_true", help="kernels that may be launched early, on 90 only"
     )
-    parser.add_argument("--loops", action="store_true", help="what their loops cost")
+    parser.add_argument("--loops", action="store_true", help="the cost of their loops")
     parser.add_argument("--json", action="store_true", help="an object for each kernel")
     wanted = parser.parse_args(arguments)
     if not wanted.json:

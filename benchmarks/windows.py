@@ -1,5 +1,5 @@
-"""What models with and without a sliding window in turn save by block tables for each kind of
-layers: KV memory of a long sequence, and how many of them a pool holds.
+"""Measures the savings of models that alternate layers with and without a sliding window, by block
+tables for each kind of layers: KV memory of a long sequence, and how many of them a pool holds.
 
     python benchmarks/windows.py [--context 32768] [--sequences 8]
 

@@ -104,5 +104,5 @@ def test_make_up_installs_only_runtime_packages_and_make_test_adds_the_rest(fold
 
 
 def lines(folder: Path) -> list[str]:
-    """What was installed and run, in order."""
+    """The installations and runs, in order."""
     return (folder / "log").read_text().splitlines()

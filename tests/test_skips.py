@@ -1,4 +1,4 @@
-"""What was skipped is told by reason at the end of a run, also by the workers of pytest-xdist."""
+"""Skipped tests are listed by reason at the end of a run, also with workers of pytest-xdist."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A release of the chart on the cluster that KUBECONFIG names, and what it must answer."""
+"""A release of the chart on the cluster that KUBECONFIG names, and its expected answers."""
 
 import os
 from collections.abc import Iterator

@@ -84,7 +84,7 @@ def test_the_policy_for_model_services_narrows_what_they_may_use(release: Releas
     }
 
     def refused(**fields: object) -> str:
-        """What a dry run says; nothing where it passes."""
+        """The errors of a dry run; none if it passes."""
         manifest = demo_service("narrow", engine={**engine, **fields})
         try:
             release.kubectl.apply(manifest, "--dry-run=server")

@@ -130,7 +130,7 @@ def urgent_pod(millicores: int) -> Manifest:
 
 
 def free_millicores() -> int:
-    """What the one node has beyond the requests of its pods."""
+    """The resources of the one node beyond the requests of its pods."""
     (node,) = json.loads(run("kubectl", "get", "nodes", "-o", "json"))["items"]
     pods = json.loads(run("kubectl", "get", "pods", "--all-namespaces", "-o", "json"))["items"]
     requests = [

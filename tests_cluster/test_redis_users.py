@@ -1,4 +1,4 @@
-"""What an engine's own Redis credentials open, in a cluster: its model, and nothing else."""
+"""An engine's own Redis credentials give access to its model only, in a cluster."""
 
 import base64
 from collections.abc import Iterator

@@ -65,7 +65,8 @@ def model_launches(capability: int, shape: ModelShape) -> list[KernelLaunch]:
 
 
 def candidate_launches(capability: int, shape: ModelShape) -> list[KernelLaunch]:
-    """What an engine that warms up on such a device may measure: some of it may not fit there."""
+    """The launches that an engine may measure at warm-up on such a device; some may not fit
+    there."""
 
     def run() -> None:
         _tune_attention(divmod(capability, 10), shape)

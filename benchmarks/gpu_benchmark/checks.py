@@ -1,5 +1,5 @@
-"""What gpu.py checks: tokens that must be equal, attention beside the reference, profiles kernel by
-kernel, and the project's own tests."""
+"""The checks of gpu.py: tokens that must be equal, attention beside the reference, profiles kernel
+by kernel, and the project's own tests."""
 
 import gc
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from .task import PROFILED, Report, Task
 
 
 def measure_deterministic(task: Task, report: Report) -> None:
-    """What `deterministic` costs, and whether it holds: some requests alone and among others."""
+    """Measures the cost of `deterministic` and checks it: some requests alone and among others."""
     bench = task.bench(deterministic=True)
     jobs = conversations(task.sizes.max_num_seqs, task.shape.vocab, task.sizes.longest // 4)
     together = in_order(bench.serve(jobs)[1])

@@ -172,8 +172,8 @@ def conversations(count: int, vocab: int, longest: int) -> list[Job]:
 def predicted_seconds(
     shape: Shape, roofs: Roofs, jobs: list[Job], max_num_seqs: int, budget: int
 ) -> float:
-    """What the roofs give for all jobs, batched continuously: a decode for each running sequence,
-    and prompts into what is left of each step's tokens."""
+    """The time that the rooflines allow for all jobs, batched continuously: a decode for each
+    running sequence, and prompts into what is left of each step's tokens."""
     waiting = [(len(job.prompt), job.output) for job in jobs][::-1]
     running: list[tuple[int, int]] = []  # (keys, tokens still to come)
     seconds, part = 0.0, 0

@@ -1,4 +1,4 @@
-"""What gpu.py measures of speed: the device's roofs, then single steps, adapters and whole
+"""The speed measurements of gpu.py: the device's rooflines, then single steps, adapters and whole
 workloads, each beside what the roofs allow."""
 
 import json

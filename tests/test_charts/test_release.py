@@ -29,7 +29,7 @@ def notes(name: str) -> str:
     return render_files(scenario(name))["templates/NOTES.txt"]
 
 
-def test_the_chart_installs_the_version_that_it_lies_beside() -> None:
+def test_the_chart_installs_the_version_of_its_repository() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
 
@@ -129,7 +129,7 @@ def test_annotations_of_the_user_win() -> None:
 
 
 @pytest.mark.parametrize("kind", ["Ingress", "HTTPRoute"])
-def test_ways_in_lead_to_the_service_of_the_api(kind: str) -> None:
+def test_ingress_and_route_lead_to_the_service_of_the_api(kind: str) -> None:
     objects = render(scenario("full-values"))
     service = named(objects, "Service", "headrace-gateway")
     route = str(named(objects, kind, "headrace-gateway")["spec"]["rules"])
@@ -220,7 +220,7 @@ def test_only_the_test_s_pod_is_a_hook() -> None:
     assert hooks == ["Pod"]
 
 
-def test_no_pod_of_a_service_is_the_test_s() -> None:
+def test_no_service_selects_the_test_pod() -> None:
     objects = render()
     pod = workload(objects, "headrace-test-api")
 

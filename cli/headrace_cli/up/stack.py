@@ -60,7 +60,8 @@ class UpConfig:
 
     @property
     def model_name(self) -> str:
-        """What clients call the model: by default the last part of its path or hub id."""
+        """The name that clients use for the model: by default the last part of its path or hub
+        id."""
         return self.served_model_name or default_name(self.model)
 
     @property

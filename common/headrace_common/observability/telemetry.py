@@ -114,7 +114,7 @@ class TelemetrySettings(BaseSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Telemetry:
-    """What a process records with. `registry` is None where no Prometheus endpoint is open.
+    """The instruments of a process. `registry` is None if no Prometheus endpoint is open.
 
     `tracing` and `measuring` say whether spans and metrics go anywhere, for callers who would
     otherwise prepare them in vain.

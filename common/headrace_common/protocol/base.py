@@ -154,7 +154,7 @@ class QueueDepth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatus:
-    """What an engine publishes about itself with every beat. It expires with the lease.
+    """The status that an engine publishes with every beat. It expires with the lease.
 
     `last_step_age` is the seconds since its last finished step; 0 while it is idle and healthy. The
     engine takes from the first `shards` shards of its model's queue, and may take from more.

@@ -18,8 +18,7 @@ def compile_together(
     runs: Iterable[Run], failures: tuple[type[Exception], ...] = (RuntimeError,)
 ) -> None:
     """Compiles everything that `runs` launch and that is not compiled yet. Nothing is launched, so
-    results are meaningless; a kernel that does not compile fails at its launch, as it would without
-    this."""
+    results are meaningless. A kernel that does not compile fails later, at its launch."""
     threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(threads) as pool:
         with triton.AsyncCompileMode(pool, ignore_errors=True), only_compiling() as launched:

@@ -1,6 +1,6 @@
 """Rank 0's side of the other ranks: it announces each action, and all ranks do it together.
 
-One thread at a time calls everything here, the runner's.
+Only the runner's thread may call this module.
 """
 
 import logging

@@ -63,8 +63,8 @@ class ModelSource:
 class ModelRegistration:
     """One model's entry in the registry, with the names of its LoRA `adapters`.
 
-    `files` is what was just read from `source`, for the first entry. `holds` is RegisteredModel's.
-    `clock` returns Unix seconds.
+    `files` were just read from `source`, and serve the first entry. For `holds` see
+    RegisteredModel. `clock` returns Unix seconds.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ TimedCount = tuple[float, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """What scaling has learned of one model, and what it has lately recommended and changed.
+    """Data that scaling has learned about one model, and its latest recommendations and changes.
 
     `starts` are the moments at which the starting replicas were requested, oldest first. Speeds are
     those of one engine at full load. `highest` and `lowest` are the recommendations that can still

@@ -52,9 +52,9 @@ class ModelServiceSpec(SpecSection):
     scaling: ScalingSpec = ScalingSpec()
     """How many engines run."""
     drain: DrainSpec = DrainSpec()
-    """What engines do with their work when they leave."""
+    """The handling of running requests when engines leave."""
     deletion: DeletionSpec = DeletionSpec()
-    """What becomes of the model's requests when the ModelService is deleted."""
+    """The handling of the model's requests when the ModelService is deleted."""
     canary: CanarySpec | None = None
     """Some engines of another revision beside the others."""
     queue: QueueSpec = QueueSpec()
@@ -62,7 +62,7 @@ class ModelServiceSpec(SpecSection):
     monitoring: MonitoringSpec = MonitoringSpec()
     """Who scrapes the engines."""
     network_policy: NetworkPolicySpec = NetworkPolicySpec()
-    """What engines may reach."""
+    """The network destinations that engines may reach."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

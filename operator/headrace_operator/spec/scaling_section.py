@@ -88,7 +88,7 @@ class ScalingSpec(SpecSection):
     cold_start_seconds: int = Field(120, ge=1, le=86400)
     """First guess of how long an engine takes to start, until it has been measured."""
     targets: TargetsSpec = TargetsSpec()
-    """What the number of engines should achieve."""
+    """The targets that decide the number of engines."""
     behavior: BehaviorSpec = BehaviorSpec()
     """How fast it may change, as in a HorizontalPodAutoscaler."""
     forecast: ForecastSpec = ForecastSpec()

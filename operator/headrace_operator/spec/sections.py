@@ -137,9 +137,9 @@ class GpuSpec(SpecSection):
 
 class ResourcesSpec(SpecSection):
     requests: dict[str, Quantity] = Field(default_factory=dict, max_length=32)
-    """What the scheduler sets aside."""
+    """The resources that the scheduler reserves."""
     limits: dict[str, Quantity] = Field(default_factory=dict, max_length=32)
-    """What the engine may use."""
+    """The most that the engine may use."""
 
 
 class EngineSettingsSpec(SpecSection):
@@ -347,7 +347,7 @@ class DrainSpec(SpecSection):
 
 class DeletionSpec(SpecSection):
     waiting_requests: Literal["Fail", "Hold"] = "Fail"
-    """What becomes of requests that wait when the ModelService is deleted: they are answered with
+    """The handling of requests that wait when the ModelService is deleted: they are answered with
     an error, or kept until their deadline for one that serves the same name. A change starts the
     engines anew."""
 

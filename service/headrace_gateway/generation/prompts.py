@@ -56,7 +56,7 @@ class PromptEncoder:
     ) -> list[int]:
         """Returns a chat's token ids. Refuses early what is surely longer than `context` tokens."""
         size = _chat_size(messages, options)
-        if not model.rendered_apart:
+        if not model.rendered_in_worker:
             return await self._work.run(size, partial(_chat, model, messages, options, context))
         template = _template(model)
         chat, size = await self._work.run(

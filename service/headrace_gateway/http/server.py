@@ -43,7 +43,7 @@ _LATE = ApiError(408, "The request's headers did not arrive in time.", code="hea
 
 
 class _Refused(Exception):
-    """Ignores all further input of this connection."""
+    """The connection is refused: no further input of it is read."""
 
 
 class BodyChannel:

@@ -37,7 +37,7 @@ class BodyBuffers:
 
 
 class BufferedBody:
-    """The count of one body."""
+    """Counts the bytes of one body."""
 
     __slots__ = ("_bodies", "_size", "_tenant")
 

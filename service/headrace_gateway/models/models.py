@@ -39,7 +39,7 @@ class ServedModel:
     registered: bool = False
 
     @property
-    def rendered_apart(self) -> bool:
+    def rendered_in_worker(self) -> bool:
         """Whether its template needs a process that can be killed."""
         return self.registered and self.chat_template is not None and not self.chat_template.bounded
 

@@ -62,13 +62,13 @@ class EmbeddingBatch:
         return bool(self._generations or self._found)
 
     async def begin(self) -> None:
-        """Queues the first missing input. Raises as the queue's client does."""
+        """Queues the first missing input. Raises the same errors as the queue's client."""
         for request in self._missing[:1]:
             self._first = await self._queue(request)
 
     async def all(self) -> list[bytes]:
-        """Returns the vectors in the order of their requests. Raises RequestFailed, and as the
-        client."""
+        """Returns the vectors in the order of their requests. Raises RequestFailed, and
+        the same errors as the queue's client."""
         tasks = [asyncio.create_task(self._embed(each)) for each in self._missing]
         try:
             await asyncio.gather(*tasks)
@@ -77,12 +77,12 @@ class EmbeddingBatch:
         return [self._found[each.request_id] for each in self._requests]
 
     async def cancel(self) -> None:
-        """Ends what is in the queue, even if the caller is cancelled in the meantime."""
+        """Ends the queued inputs, even if the caller is cancelled in the meantime."""
         if self._generations:
             await asyncio.shield(asyncio.gather(*(each.cancel() for each in self._generations)))
 
     def leave(self) -> None:
-        """Stops following what is in the queue; it goes on."""
+        """Stops following the queued inputs, which continue."""
         for generation in self._generations:
             generation.leave()
 

@@ -1,7 +1,7 @@
 """Requests that any gateway can serve: stored under an id, found, viewed, cancelled.
 
-Has no state of its own: requests are in the store, outputs in the queue's records, and what runs
-here in the sessions.
+It has no state of its own: requests are in the store, outputs in the queue's records, and running
+requests in the sessions.
 """
 
 import asyncio
@@ -83,7 +83,7 @@ class StoredRequests:
         self._clock = clock
 
     def close(self) -> None:
-        """Leaves what runs here to other gateways."""
+        """Stops the sessions of this gateway, so that other gateways continue their requests."""
         self._sessions.close()
 
     async def identify(self, resume: ResumeOptions, tenant: str) -> str:
@@ -110,7 +110,8 @@ class StoredRequests:
     async def keep(
         self, fresh: StoredRequest, resume: ResumeOptions, kind: ItemKind
     ) -> StoredRequest:
-        """Stores a request, unless one has its id; returns the stored one. It counts as `kind`."""
+        """Stores a request, or finds the one stored under its id, and returns it. Counts it as
+        `kind`."""
         known = None if resume.key is None else await self._store.get(fresh.request_id)
         if known is None:
             known = await self._put(fresh, kind)
@@ -124,14 +125,14 @@ class StoredRequests:
     async def _put(
         self, fresh: StoredRequest, kind: ItemKind, replaces: StoredRequest | None = None
     ) -> StoredRequest:
-        """Counts it, then stores it: requests that are sent at once must not fill Redis."""
+        """Counts the request before it stores it, so that concurrent requests cannot fill Redis."""
         tenant, item = fresh.requests[0].tenant, request_item(fresh, kind)
         await self._stores.occupy(tenant, item, later=most_output(fresh))
         return await self._store.put(fresh, replaces)
 
     async def _is_over_without_outcome(self, stored: StoredRequest) -> bool:
         statuses = await self._statuses(stored)
-        if None in statuses:  # not in the queue yet, unless that can no longer be
+        if None in statuses:  # not queued yet; after its deadline it never will be
             return stored.requests[0].deadline_ms <= self._clock() * 1000
         return any(
             request_status is not None
@@ -148,7 +149,7 @@ class StoredRequests:
         removed."""
         accepted: list[Accepted] = []
         try:
-            async with self._attending(stored):
+            async with self._reading(stored):
                 accepted = await self._sessions.open(stored, model.tokenizer, fresh=fresh)
         except BaseException as error:
             await cancel_all(accepted)
@@ -194,12 +195,12 @@ class StoredRequests:
             await self._request_directory.cancel(request.request_id, request.model)
 
     async def snapshot(self, stored: StoredRequest, model: ServedModel) -> RequestSnapshot:
-        """Returns its state, with its answer once it has ended."""
-        async with self._attending(stored):
+        """Returns the request's state, and its answer once it has ended."""
+        async with self._reading(stored):
             return await self._snapshot(stored, model)
 
     @asynccontextmanager
-    async def _attending(self, stored: StoredRequest) -> AsyncIterator[None]:
+    async def _reading(self, stored: StoredRequest) -> AsyncIterator[None]:
         """Notes that this gateway reads the stored request within the block.
 
         Raises ApiError if too many gateways have ended while they read it.
@@ -207,12 +208,12 @@ class StoredRequests:
         gateway_id = self._request_directory.gateway_id
         others = await self._store.begin_read(stored, gateway_id)
         try:
-            await self._check_innocent(others)
+            await self._check_ended_readers(others)
             yield
         finally:
             await self._store.end_read(stored, gateway_id)
 
-    async def _check_innocent(self, others: Sequence[str]) -> None:
+    async def _check_ended_readers(self, others: Sequence[str]) -> None:
         if len(others) < MAX_GATEWAYS:
             return
         alive = [await self._request_directory.gateway_alive(other) for other in others]
@@ -228,7 +229,7 @@ class StoredRequests:
     async def _snapshot(self, stored: StoredRequest, model: ServedModel) -> RequestSnapshot:
         statuses = await self._statuses(stored)
         if _status(statuses) == "completed":
-            statuses = await self._given(stored)
+            statuses = await self._deliver(stored)
         status = _status(statuses)
         outcomes = [
             request_status.outcome
@@ -247,19 +248,20 @@ class StoredRequests:
         return RequestSnapshot(stored=stored, status=status, result=result)
 
     async def _is_restored(self, stored: StoredRequest) -> bool:
-        """Whether a gateway has it, or had it just now, and queues it again if Redis lost it."""
+        """Whether a gateway serves the request, or did just now: it queues it again if Redis lost
+        it."""
         young = self._clock() - stored.created < LOST_RESERVED_S
         return young or await self._store.presence_left(stored.request_id) > 0
 
     async def forget(self, stored: StoredRequest) -> None:
-        """Removes its answer, which is stored elsewhere now."""
+        """Removes the request's answer, which is stored elsewhere now."""
         await self._request_directory.forget(
             [each.request_id for each in stored.requests], stored.queue
         )
         await self._remove(stored)
 
     async def delete(self, stored: StoredRequest) -> None:
-        """Ends it and removes it, with its output if it had ended."""
+        """Ends and removes the request, with its output if it had ended."""
         statuses = zip(stored.requests, await self._statuses(stored), strict=True)
         ended = [
             each.request_id
@@ -271,8 +273,8 @@ class StoredRequests:
             await self._request_directory.forget(ended, stored.queue)
         await self._remove(stored)
 
-    async def _given(self, stored: StoredRequest) -> list[RequestStatus | None]:
-        """Returns its standings for a client that gets its answer."""
+    async def _deliver(self, stored: StoredRequest) -> list[RequestStatus | None]:
+        """Returns the statuses, and notes that a client gets the answer."""
         return await asyncio.gather(
             *(
                 self._request_directory.deliver_outcome(each.request_id, each.model)

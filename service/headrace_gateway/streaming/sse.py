@@ -23,8 +23,8 @@ KEEP_ALIVE = b": keep-alive\n"
 RETRY = b"retry: 500\n"
 DONE = b"data: [DONE]\n\n"
 # The status is sent with the first event if that comes within this time. This saves a packet, and a
-# failure can still have a status of its own. No proxy gets an answer while it still sends the end
-# of the request: Go's reverse proxy breaks such streams.
+# failure can still have a status of its own. The delay also ensures that a proxy has sent the
+# whole request before it gets an answer: otherwise Go's reverse proxy breaks the stream.
 OPEN_AFTER_S = 1.0
 # Stands for a text. Its private-use characters make it differ from all else in an event.
 _TEXT = "\ue000text\ue001"

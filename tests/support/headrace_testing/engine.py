@@ -88,7 +88,7 @@ def limits_of(runner: FakeRunner) -> Limits:
 
 
 class Rig:
-    """A scheduler with its fake runner, and what came out of it so far."""
+    """A scheduler with its fake runner, and the outputs so far."""
 
     def __init__(
         self, runner: FakeRunner, config: EngineConfig, policy: Policy | None = None
@@ -153,7 +153,7 @@ def make_rig(
     prompt_seconds: float = 0.0,
     block_seconds: float = 0.0,
 ) -> Rig:
-    """`prompt_seconds` and `block_seconds`: what computing and copying take (see FakeRunner)."""
+    """Makes a Rig. For `prompt_seconds` and `block_seconds` see FakeRunner."""
     runner = FakeRunner(
         num_blocks=num_blocks,
         block_size=block_size,

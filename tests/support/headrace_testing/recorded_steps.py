@@ -8,7 +8,7 @@ from headrace_engine.cuda_graphs.cuda_graphs import Run
 
 
 class PaddedReference(ReferenceBackend):
-    """The reference, which skips padding as backends must whose steps are recorded."""
+    """The reference backend, but it skips padding, as backends of recorded steps must."""
 
     skips_padding = True
 

@@ -86,7 +86,7 @@ void add_work(Stream *stream, double microseconds);
 cudaError_t copy_async(void *to, const void *from, size_t size, Stream *stream);
 void complete_stream(Stream *stream);
 void complete_all(void);
-// Whether this thread may call what CUDA calls potentially unsafe, given the captures under way.
+// Checks a call that CUDA calls potentially unsafe: it may be forbidden during captures.
 cudaError_t unsafe_call(void);
 cudaError_t device_wide_call(void);
 cudaError_t invalidate(Capture *capture, cudaError_t error);

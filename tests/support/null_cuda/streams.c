@@ -253,7 +253,7 @@ EXPORT cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t on) {
     return cudaEventRecordWithFlags(handle, on, 0);
 }
 
-// Waits only for the earlier work of its own stream: that work waits for events of others.
+// Checks a call on an event: for one that was recorded in a capture, the call breaks the capture.
 static cudaError_t event_call(Event *event) {
     if (event->capture) {
         Capture *capture = capture_by_id(event->capture);

@@ -164,5 +164,5 @@ def test_writers_at_the_same_time_lose_nothing(file: Path) -> None:
         ("2027-02-01T10:00:00+02:00", datetime(2027, 2, 1, 8, tzinfo=UTC)),
     ],
 )
-def test_an_end_is_a_span_or_a_time(text: str, at: datetime) -> None:
+def test_an_expiry_is_a_duration_or_a_time(text: str, at: datetime) -> None:
     assert expiry(text, NOW) == at

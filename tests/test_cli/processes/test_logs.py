@@ -1,4 +1,4 @@
-"""Lines of children: formats, file, turning over."""
+"""Log lines of child processes: formats, the file and its rotation."""
 
 import json
 from pathlib import Path

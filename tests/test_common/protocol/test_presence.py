@@ -1,4 +1,4 @@
-"""A Redis that says nothing is found out by one task, and everybody hears of it."""
+"""One task detects a silent Redis, and fails all waiting commands."""
 
 import asyncio
 import itertools
@@ -63,7 +63,7 @@ async def test_a_first_connection_that_hangs_is_given_up_too() -> None:
                 await connection.attempt(lambda: connection.client.command("PING"))
 
 
-async def test_a_server_that_refuses_the_question_is_there(valkey_server: ValkeyServer) -> None:
+async def test_a_server_that_refuses_ping_counts_as_present(valkey_server: ValkeyServer) -> None:
     connection = Connection(ConnectionConfig(url=valkey_server.url))
     client = connection.reader()
     await connection.client.command("ACL", "SETUSER", "default", "-ping")
@@ -87,7 +87,7 @@ async def silent_server() -> AsyncIterator[Connection]:
             await connection.close()
 
 
-async def test_a_server_that_answers_others_is_there() -> None:
+async def test_a_server_that_answers_other_commands_counts_as_present() -> None:
     answers = itertools.count()
     async with silent_server() as connection:
         await answered(connection.reader(), PATIENCE * 8, lambda: next(answers))

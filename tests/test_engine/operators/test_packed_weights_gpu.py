@@ -1,6 +1,6 @@
-"""Weights in whole numbers of 4 or 8 bits on a GPU with the shapes that models have: products
-against those of what the weights stand for, all launches that may be chosen, experts, and recorded
-in a CUDA graph. Needs a CUDA device: `pytest -m gpu -rs`.
+"""Weights in integers of 4 or 8 bits on a GPU, in the shapes of real models: products compared with
+those of the dequantised weights, all possible launches, experts, and CUDA graphs. Needs a CUDA
+device: `pytest -m gpu -rs`.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 CUDA = torch.device("cuda")
-# 8B: QKV, and down; outputs and inputs.
+# (outputs, inputs) of layers of an 8B model, and an odd shape.
 SHAPES = {"QKV": (6144, 4096), "down": (4096, 14336), "odd": (1000, 1056)}
 BOUNDS = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 
@@ -125,7 +125,7 @@ def test_a_row_has_the_same_bits_in_every_batch_if_deterministic() -> None:
         assert torch.equal(linear(x[first:last]), whole[first:last])
 
 
-def test_rounding_to_8_bits_where_the_weight_lies() -> None:
+def test_weights_are_rounded_to_8_bits_on_their_device() -> None:
     whole = torch.randn(4096, 4096, device=CUDA)
     x = rows(8, 4096, torch.float16)
     assert error(layer(round_weight(whole))(x), x.double() @ whole.double().T) < 0.02

@@ -38,7 +38,7 @@ def uniform(count: int) -> torch.Tensor:
     return torch.from_numpy(numbers).to(DEVICE)
 
 
-def test_tokens_are_those_of_the_filters() -> None:
+def test_tokens_equal_those_of_the_filters_in_torch() -> None:
     """The vocabulary spans several blocks, and every other row has many ties."""
     scaled = scaled_logits(len(FILTERS), BLOCK + 5)
     scaled[::2] = scaled[::2].round(decimals=1)
@@ -47,8 +47,8 @@ def test_tokens_are_those_of_the_filters() -> None:
     assert sample_by_kernel(scaled, FILTERS, numbers).tolist() == expected.tolist()
 
 
-def test_the_ends_of_the_interval_give_tokens_that_are_kept() -> None:
-    """The third of three that tie is kept with the second."""
+def test_the_smallest_and_largest_random_numbers_give_kept_tokens() -> None:
+    """All three tokens of a tie are kept, although top_k is 2."""
     scaled = torch.full((3, BLOCK + 400), -0.5, device=DEVICE)
     scaled[:, [3, 500, BLOCK + 96]] = 0.0
     numbers = torch.tensor([0.0, 0.5, 1.0 - 2**-53], dtype=torch.float64, device=DEVICE)

@@ -151,7 +151,8 @@ def test_urgent_requests_preempt_for_blocks_the_latest_first_and_no_more_than_ne
 
 @pytest.mark.parametrize("tokens", [12, 14])
 def test_nothing_is_preempted_where_it_would_not_be_enough(tokens: int) -> None:
-    """12 tokens would fit beside what the more urgent one has, but not beside what it is to get."""
+    """12 tokens would fit beside the present blocks of the more urgent request, but not beside its
+    full length."""
     rig = make_rig(num_blocks=8, policy=Priority())
     rig.add(make_request("first", [1] * 20, params=params(6), priority=-2))
     rig.add(make_request("small", [2] * 2, params=params(6)))
@@ -441,7 +442,7 @@ class CountedRank(tuple[float, ...]):
     __hash__ = tuple.__hash__
 
 
-def looks_of_twenty_steps(name: str, waiting: int) -> int:
+def comparisons_in_twenty_steps(name: str, waiting: int) -> int:
     """Counts the comparisons of keys and the calls of the policy while `waiting` sequences wait."""
     policy = make_policy(name, clock=Time())
     rig = make_rig(make_config(max_num_seqs=2), policy=policy)
@@ -467,7 +468,7 @@ def looks_of_twenty_steps(name: str, waiting: int) -> int:
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_a_step_costs_hardly_more_when_ten_thousand_wait_instead_of_a_hundred(name: str) -> None:
-    few, many = (looks_of_twenty_steps(name, waiting) for waiting in (100, 10_000))
+    few, many = (comparisons_in_twenty_steps(name, waiting) for waiting in (100, 10_000))
     assert 0 < few and many < 4 * few + 100
 
 

@@ -1,8 +1,8 @@
 """The scheduler and its blocks under random arrivals, aborts, preemptions, drafts and policies.
 
 Hypothesis drives an engine with a pool so small that sequences preempt each other. The fake runner
-checks each step's KV; the invariants check the books between steps. Time is the machine's own. Not
-covered: the real runner.
+checks each step's KV; the invariants check the block counts between steps. Time is the machine's
+own. Not covered: the real runner.
 """
 
 from collections import Counter
@@ -32,7 +32,7 @@ from headrace_testing.fake_runner import ADAPTERS, FakeRunner, expected_scores
 SHARED = tuple(range(1, 25))
 SALTS = (b"", b"tenant-a", b"tenant-b")
 TENANTS = ("a", "b", "c")
-# Ages and margins of a few steps, so that all that a policy does happens within a run.
+# Short ages and margins, so that a run covers everything that a policy does.
 OPTIONS: dict[str, dict[str, object]] = {
     "priority": {"ageing": 4.0},
     "fair": {"weights": {"b": 3.0}},
@@ -224,7 +224,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not self.scheduler.has_work:
                 return
             self.one_step()
-            self.check_books()
+            self.check_block_counts()
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -260,7 +260,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
 
     def schedule(self) -> SchedulerOutput | None:
-        """The next step, a second later; None where the policy ended all that there was."""
+        """Schedules the next step, a second later; None if the policy ended all requests."""
         self.now += 1.0
         scheduler_output = self.scheduler.schedule(self.drafts())
         shed = self.scheduler.take_aborted_by_policy()
@@ -333,11 +333,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert late or "not begun" in output.reason, "ended before its time"
 
     @invariant()
-    def books_are_right(self) -> None:
+    def block_counts_are_right(self) -> None:
         if hasattr(self, "scheduler"):
-            self.check_books()
+            self.check_block_counts()
 
-    def check_books(self) -> None:
+    def check_block_counts(self) -> None:
         pool, size = self.scheduler.kv_cache.pool, self.scheduler.kv_cache.block_size
         running = list(self.scheduler.running())
         assert len(running) <= self.max_running
@@ -356,9 +356,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             rows = len(sequence.block_table) / self.runner.kv_groups.count
             assert rows <= sequence.num_computed_tokens // size + 1, "blocks beyond need"
         self.check_salts(running)
-        self.check_host_books()
+        self.check_host_block_counts()
 
-    def check_host_books(self) -> None:
+    def check_host_block_counts(self) -> None:
         host = self.scheduler.host_block_tables
         swapped = list(self.scheduler.swapped())
         assert host is not None or not swapped
@@ -387,7 +387,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not self.scheduler.has_work:
                 break
             self.one_step()
-            self.check_books()
+            self.check_block_counts()
         assert not self.scheduler.has_work, "it goes round in circles"
         if self.pipeline.busy:
             self.collect(self.pipeline.step())
@@ -401,7 +401,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 def searching(params: SamplingParams, search: str, number: int) -> SamplingParams:
-    """The parameters with more choices that run than are returned, by one way or the other."""
+    """The parameters with a search that runs more choices than it returns: best_of or beams."""
     n = min(params.n, 3)
     width = n + number % 3
     if search == "best_of":

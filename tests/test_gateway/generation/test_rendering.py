@@ -71,12 +71,14 @@ async def test_a_chat_is_the_same_wherever_it_is_rendered(
     assert model.tokenizer.decode(here) == "<user>Hi<assistant>Ho"
 
 
-def test_only_wild_templates_of_registered_models_are_rendered_apart(model: ServedModel) -> None:
+def test_only_unbounded_templates_of_registered_models_are_rendered_in_a_worker(
+    model: ServedModel,
+) -> None:
     unbounded, bounded = with_template(model, UNBOUNDED), with_template(model, BOUNDED)
 
-    assert unbounded.rendered_apart and not bounded.rendered_apart
-    assert not replace(unbounded, registered=False).rendered_apart
-    assert not replace(model, chat_template=None).rendered_apart
+    assert unbounded.rendered_in_worker and not bounded.rendered_in_worker
+    assert not replace(unbounded, registered=False).rendered_in_worker
+    assert not replace(model, chat_template=None).rendered_in_worker
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""gpt-oss's chat format: what of its messages is reasoning, text and calls,
-however the text is cut."""
+"""gpt-oss's chat format: its messages are separated into reasoning, text and calls, however the
+text is cut."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +24,7 @@ CALL = (
 KNOWN = ("get_weather", "python")
 WEATHER = ("get_weather", '{"location":"SF"}')
 
-# text, reasoning, text for the user, calls; as documented, and as models write it besides
+# text, reasoning, text for the user, calls: in documented and other forms that models write
 CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     (f"{ANALYSIS}Simple.{NEXT}{FINAL}2 + 2 = 4.<|return|>", "Simple.", "2 + 2 = 4.", []),
     (f"{ANALYSIS}Need to use it.{NEXT}{CALL}<|call|>", "Need to use it.", "", [WEATHER]),

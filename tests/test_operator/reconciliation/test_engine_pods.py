@@ -1,4 +1,4 @@
-"""What is read off pods."""
+"""Facts that are read from the status of pods."""
 
 from headrace_operator import names
 from headrace_operator.reconciliation import engine_pods

@@ -1,4 +1,4 @@
-"""What keeps pods from coming up has one word for each cause, and says what to do."""
+"""Each cause that keeps pods from starting has its own reason, with a remedy."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def engine_pod(**container: Any) -> dict[str, Any]:
 
 
 def ended(code: int, **more: Any) -> dict[str, Any]:
-    """Waits for its next start after such an end."""
+    """The status of a container that waits to be restarted after this exit."""
     return {
         "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}},
         "lastState": {"terminated": {"exitCode": code, **more}},

@@ -1,4 +1,4 @@
-"""What the operator exports, read from its metrics page."""
+"""The operator's metrics, read from its metrics page."""
 
 from collections.abc import Iterator
 from typing import Any

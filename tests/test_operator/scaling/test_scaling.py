@@ -1,4 +1,5 @@
-"""What each signal makes of `decide`, in numbers. What holds always is in the property tests."""
+"""The decision of `decide` for each signal, in numbers. General properties are in the property
+tests."""
 
 from dataclasses import replace
 
@@ -358,7 +359,7 @@ def test_an_invalid_history_is_refused() -> None:
 
 
 def test_a_backlog_before_full_engines_is_seen_at_the_first_look() -> None:
-    """What the engines ran before must not hide that they are full: 33 s went by like that."""
+    """The engines' earlier load must not hide that they are full: once it did so for 33 s."""
     policy = replace(POLICY, utilization=0.7, max_replicas=3, engine_requests_per_second=None)
     idle = EngineSignals(running=1, capacity=8, requests_per_second=0.4, tokens_per_second=20.0)
     full = EngineSignals(running=8, capacity=8, requests_per_second=3.2, tokens_per_second=160.0)

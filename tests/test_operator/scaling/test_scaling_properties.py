@@ -1,4 +1,4 @@
-"""What holds of `decide` whatever it sees: bounds, step limits, monotony, calm, frozen metrics.
+"""Properties of `decide` for all observations: bounds, step limits, monotony, calm, frozen metrics.
 
 Values of single signals are in test_scaling.py.
 """

@@ -1,4 +1,4 @@
-"""What the operator reads over HTTP: whole or not at all, from where it was sent, never shown."""
+"""HTTP answers are read whole or not at all, without redirects, and never shown."""
 
 import asyncio
 import socket
@@ -108,7 +108,7 @@ async def test_a_page_that_breaks_off_is_not_read_in_part() -> None:
 
 
 async def told(answer: Handler, *, trusted: bool = True) -> str:
-    """What a ModelService's status says of a Prometheus that answers so."""
+    """The message in a ModelService's status for a Prometheus that answers so."""
     async with server(answer) as port, fetch.session() as session:
         async with fetch.session(local=False) as remote:
             url = f"http://user:hunter2@localhost:{port}/prom"

@@ -1,4 +1,4 @@
-"""What belongs to the release itself is nothing for a ModelService to mount or to read."""
+"""A ModelService may not mount or read objects of the release itself."""
 
 from typing import Any
 

@@ -232,7 +232,8 @@ def test_printer_columns_and_subresources() -> None:
 
 
 def test_engine_settings_are_those_of_the_engine() -> None:
-    """What the operator sets itself is not in the section; all else is, under the same name."""
+    """The section has all settings of the engine, under the same names, except those that the
+    operator sets."""
     own = {"redis_url", "model", "revision", "served_model_name", "queue_shards", "drain_timeout"}
     own |= {"metrics_host", "metrics_port", "metrics_fd", "owner", "register_model"}
     own |= {"after_drain", "hold_waiting"}

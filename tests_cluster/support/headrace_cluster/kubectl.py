@@ -71,7 +71,7 @@ class Kubectl:
 
 
 class PodLog:
-    """What a pod logs while the block runs, to its end."""
+    """The log of a pod from the start of the block to the pod's end."""
 
     def __init__(self, kubectl: Kubectl, pod: str) -> None:
         self._lines: list[str] = []

@@ -210,7 +210,7 @@ def _passing(answer: httpx.Response) -> bool:
 
 
 def _problem(case: GreedyCase, pieces: Sequence[Choice]) -> str | None:
-    """What is wrong with an answer, whole or in pieces."""
+    """Returns the error in an answer, whole or in pieces."""
     got = tuple(token for piece in pieces for token in _tokens(piece))
     reason = next((piece["finish_reason"] for piece in pieces if piece.get("finish_reason")), None)
     if got != case.output:

@@ -53,7 +53,7 @@ class Release:
         return run("helm", verb, self.name, str(CHART), *values, *place, *image, *flags)
 
     def test(self) -> str:
-        """What `helm test` and its pod say. Raises CommandFailed."""
+        """The output of `helm test` and of its pod. Raises CommandFailed."""
         place = ("--namespace", self.namespace, "--timeout", "2m")
         return run("helm", "test", self.name, *place, both=True)
 
@@ -75,7 +75,7 @@ class Release:
         run("kubectl", "delete", "namespace", self.namespace, "--wait=true", "--timeout=120s")
 
     def models(self) -> list[str]:
-        """What the API lists; nothing while no gateway answers."""
+        """The models that the API lists; none while no gateway answers."""
         try:
             answer = httpx.get(f"{self.url}/v1/models", timeout=10)
         except httpx.TransportError:
@@ -189,7 +189,7 @@ class Service:
 
 
 def refusal(release: Release, manifest: Manifest) -> str:
-    """What the API server says to a manifest that it refuses."""
+    """The API server's message for a manifest that it refuses."""
     try:
         release.kubectl.apply(manifest, "--dry-run=server")
     except CommandFailed as refused:

@@ -1,4 +1,4 @@
-"""What the operator's simulator decides for a load that was recorded on the cluster."""
+"""The decisions of the operator's simulator for a load that was recorded on the cluster."""
 
 from collections.abc import Sequence
 from statistics import median

@@ -71,7 +71,7 @@ def _docker_answers() -> bool:
 
 
 def type_in(text: str, folder: Path, timeout: float, **environment: str) -> str:
-    """What the commands print; each must succeed."""
+    """The output of the commands; each must succeed."""
     known: Mapping[str, str] = {
         **os.environ,
         "PATH": f"{folder}:{os.environ['PATH']}",

@@ -276,7 +276,7 @@ async def _start(shard: ShardQueue) -> None:
 
 
 def _note_away(shard: ShardQueue, error: BackendUnavailable) -> None:
-    """What other shards have handed out must not be lost with it."""
+    """Logs that a shard is away: its failure must not lose the leases of the others."""
     extra = {"shard": shard.shard, "error": str(error)}
     logger.warning("a shard of the queue is unavailable; the others are used", extra=extra)
 

@@ -1,5 +1,5 @@
-"""8-bit floats: rounding and conversion by the device's instructions, or of e4m3 by integer
-arithmetic (BITS).
+"""Rounding and conversion of 8-bit floats: by the device's instructions or, with BITS, of e4m3 by
+integer arithmetic.
 
 GPUs before Ada (sm_89) have no instruction for e4m3, and Triton has no type for it there: such
 tensors are passed as bytes.
@@ -28,9 +28,12 @@ def widened(raw: tl.tensor, like: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
 
 @jit
 def exact_half(tile: tl.tensor) -> tl.tensor:
-    """(tile in float16, unit [rows]): the tile times a power of two for each row, so that numbers
-    of up to 11 bits, like bfloat16's, are exact unless 2^28 times smaller than the row's largest.
-    The hardware converts 8-bit floats to float16 only, in one instruction."""
+    """Returns the tile in float16, scaled by a power of two for each row, and these units [rows].
+
+    Numbers of up to 11 bits, like bfloat16's, stay exact, unless they are 2^28 times smaller than
+    the row's largest. float16 is the only type to which the hardware converts 8-bit floats in one
+    instruction.
+    """
     wide = tile.to(tl.float32)
     bits = tl.max(tl.abs(wide), 1).to(tl.uint32, bitcast=True) & 0x7F800000
     power = tl.maximum(bits.to(tl.float32, bitcast=True), 7.888609052210118e-31)  # 2^-100

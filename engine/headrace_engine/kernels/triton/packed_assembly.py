@@ -66,7 +66,7 @@ FLOATS_EARLY_BFLOAT16 = tl.constexpr(_filled(*_BFLOAT16_UNIT, *_EARLY, text=_FLO
 FLOATS_LATE_BFLOAT16 = tl.constexpr(_filled(*_BFLOAT16_UNIT, *_LATE, text=_FLOATS))
 FLOATS_EARLY_FLOAT16 = tl.constexpr(_filled(*_FLOAT16_UNIT, *_EARLY, text=_FLOATS))
 FLOATS_LATE_FLOAT16 = tl.constexpr(_filled(*_FLOAT16_UNIT, *_LATE, text=_FLOATS))
-# Both of two numbers.
+# For 8-bit numbers, of which a word has two: both at once.
 BYTES_FLOAT16 = tl.constexpr(
     """
 {

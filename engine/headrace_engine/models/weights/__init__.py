@@ -1,1 +1,1 @@
-"""A checkpoint's tensors by the native decoder's names."""
+"""Reads a checkpoint's tensors under the names of the native decoder."""

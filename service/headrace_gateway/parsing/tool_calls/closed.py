@@ -12,7 +12,7 @@ class ClosedBody:
         self.status = Status.OPEN
         self._inner = inner
         self._closing = closing
-        self._behind = ""
+        self._after_inner = ""
         self._closing_awaited = False
 
     @property
@@ -34,10 +34,10 @@ class ClosedBody:
         return self._close(rest) if self._closing_awaited and rest else rest
 
     def _close(self, text: str) -> str:
-        self._behind += text
-        marker = self._behind.lstrip(SPACE)
+        self._after_inner += text
+        marker = self._after_inner.lstrip(SPACE)
         if self._closing.startswith(marker) and marker != self._closing:
             return ""
         self.status = Status.DONE
         found = marker.startswith(self._closing)
-        return marker[len(self._closing) :] if found else self._behind
+        return marker[len(self._closing) :] if found else self._after_inner

@@ -40,7 +40,7 @@ async def poison(scene: Scene, *flags: str) -> None:
 
 
 async def poison_in_a_crowd(scene: Scene) -> None:
-    """Repeats the fault among many requests, so that heartbeats are late: leases must last."""
+    """A poisonous request among many others, so that heartbeats are late: leases must last."""
     await poison(scene, *_LONG_LEASE)
 
 

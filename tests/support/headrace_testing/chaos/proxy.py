@@ -75,7 +75,7 @@ class FaultProxy:
         self.port = await self._forwarder.listen()
 
     async def _close(self) -> None:
-        # A connection that is being accepted is accepted first: asyncio would lose it at the close.
+        # Waits until no connection is being accepted: asyncio would lose it at the close.
         while asyncio.all_tasks() - {asyncio.current_task()}:
             await self._forwarder.cut()
             await asyncio.sleep(0)

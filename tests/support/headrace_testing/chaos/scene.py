@@ -15,7 +15,7 @@ from .world import World
 T = TypeVar("T")
 Act = Callable[["Scene"], Awaitable[None]]
 
-# Later than that the streams may have ended before the fault is there.
+# The latest share of tokens for a fault; later, the streams may end before it acts.
 _LATEST = 0.8
 
 
@@ -23,8 +23,8 @@ _LATEST = 0.8
 class Fault:
     """A fault. `servers`: the kind of Redis. `survives`: whether clients that cannot come back
     are part of the crowd. `slow`: it takes too long for every run of the tests. `ready` runs before
-    the clients come. `crowd`: how many clients there are of each case. `lasting`: who has an answer
-    asks again until the fault is over. `spoils`: its world is not used again."""
+    the clients come. `crowd`: how many clients there are of each case. `lasting`: a client that has
+    its answer asks again until the fault is over. `spoils`: its world is not used again."""
 
     name: str
     title: str
@@ -100,7 +100,7 @@ class Scene:
         return self._ended
 
     async def visit_again(self) -> None:
-        """Every case once more; what is wrong with the answers is noted."""
+        """Runs every case once more, and notes wrong answers."""
         more = [self.client(client.case, client.manner) for client in self.clients]
         await asyncio.gather(*(client.run() for client in more))
         self.check(more)
@@ -119,11 +119,11 @@ class Scene:
             await self._moved.wait()
 
     async def pause(self, seconds: float) -> None:
-        """The duration of a fault."""
+        """Waits while a fault lasts."""
         await asyncio.sleep(seconds)
 
     async def aside(self, function: Callable[[], T]) -> T:
-        """Runs what blocks, while the clients go on."""
+        """Runs a blocking function in a thread, while the clients continue."""
         return await asyncio.to_thread(function)
 
     def expect(self, truth: bool, otherwise: str) -> None:

@@ -102,7 +102,7 @@ _LARGE = [name for name in MAKERS if MAKERS[name](b"1", 1) != MAKERS[name](b"1",
 
 
 def draw_value(dice: Dice, sample: Any) -> tuple[str, bytes]:
-    """Its description, and its JSON."""
+    """Returns the description of a value, and its JSON."""
     large = dice.rng("large").random() < 0.75
     name = dice.pick("value", _LARGE if large else list(MAKERS))
     size = dice.pick("size", SIZES)

@@ -23,9 +23,12 @@ MEMORY_PREFIX = "memory: "
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """`memory` is the most that each process held, in bytes; `stall` the longest that another
-    tenant waited, `work` for how long the gateway's event loop ran, in seconds; `violations` is
-    what must not have been."""
+    """The effects of an attack.
+
+    `memory` is the most bytes that each process used. In seconds, `stall` is the longest wait of
+    the other tenant, and `work` the time that the gateway's event loop ran. `violations` are the
+    broken limits.
+    """
 
     attack: Attack
     answer: Answer
@@ -36,7 +39,7 @@ class Result:
 
     @property
     def badness(self) -> tuple[float, ...]:
-        """The worst first."""
+        """A sort key: the larger, the worse."""
         stalled, slow = self.stall / STALL_LIMIT_S, self.answer.seconds / ANSWER_LIMIT_S
         return (len(self.violations), max(stalled, slow, self.memory.get("gateway", 0) / 2**30))
 
@@ -102,7 +105,7 @@ class Machine:
         return max(0.0, event.seconds - sum(self._lost(name, event.began, end) for name in names))
 
     def fair(self, event: Event) -> bool:
-        """Whether hardly any of its time was lost."""
+        """Whether the processes had a processor for nearly all of the event's time."""
         return self.own_seconds(event) >= 0.8 * event.seconds
 
     def _lost(self, name: str, began: float, end: float) -> float:
@@ -111,7 +114,7 @@ class Machine:
 
 
 def _at(times: Sequence[float], totals: Sequence[float], time: float) -> float:
-    """A total at a time between two that are known."""
+    """The total at a time, interpolated between known times."""
     after = bisect(times, time)
     if after in (0, len(times)):
         return totals[min(after, len(totals) - 1)] if totals else 0.0

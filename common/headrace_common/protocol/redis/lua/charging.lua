@@ -1,6 +1,6 @@
--- Helper of the scripts that count an engine's output, put before them. The last seven KEYS are those
+-- Helper of the scripts that count an engine's output, inserted before them. The last seven KEYS are those
 -- of tenants.lua.
-local OUTPUT = 2 -- an output token costs as much as so many prompt tokens
+local OUTPUT = 2 -- the cost of an output token in prompt tokens
 
 -- Counts tokens that a tenant has used.
 local function charge(tenant, tokens)

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- GIVEOUT: an ended request's outcome, for whoever asks for it. It is noted that somebody was given
--- it: from then on the outcome is final, even if the gateway's client has other tokens.
+-- GIVEOUT: returns an ended request's outcome, and notes that a client was given it: from then on the
+-- outcome is final, even if the gateway's client has other tokens.
 -- KEYS  1 record
 -- ARGV  none
 -- Result  {state, why, outcome, when its state was lost}, or {} where it is unknown

@@ -1,5 +1,5 @@
 #!lua
--- RENEW: these requests of an API key run still.
+-- RENEW: extends the leases of an API key's running requests.
 -- KEYS  1 leases
 -- ARGV  1 ms of a lease, 2.. request ids
 -- Result  1
