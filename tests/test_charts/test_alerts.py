@@ -14,6 +14,7 @@ import yaml
 from headrace_common.observability.metric_names import ALL_METRICS, MetricKind
 from headrace_common.wire.keys import GROUP, PRIORITIES, ShardKeys
 from headrace_dashboards import promql
+from headrace_testing.charts import of_kind, render
 from headrace_testing.prometheus import PROMTOOL, require_program
 from headrace_testing.valkey import ValkeyServer
 
@@ -22,7 +23,10 @@ RULES = ROOT / "charts" / "headrace" / "rules" / "alerts.yaml"
 UNIT_TESTS = sorted((Path(__file__).parent / "alerts").glob("*.yaml"))
 PAGE = ROOT / "docs" / "operations.md"
 RUNBOOK = "docs/operations.md#"
-OTHERS = {"redis_up", promql.REDIS_MEMORY_USED, promql.REDIS_MEMORY_MAX, "target_info"}
+OTHERS = {
+    *("redis_up", promql.REDIS_MEMORY_USED, promql.REDIS_MEMORY_MAX, "target_info"),
+    *("kube_statefulset_replicas", "kube_statefulset_status_replicas_ready"),
+}
 
 
 def rules() -> list[dict[str, Any]]:
@@ -79,7 +83,7 @@ def test_rules_ask_for_metrics_that_are_exported() -> None:
     for metric in ALL_METRICS:
         known |= {metric.prometheus_name + end for end in suffixes.get(metric.kind, ("",))}
     text = " ".join(str(rule["expr"]) for rule in rules())
-    asked = set(re.findall(r"\b(?:headrace|gen_ai_server|redis|target)[_:][\w:]+", text))
+    asked = set(re.findall(r"\b(?:headrace|gen_ai_server|redis|target|kube)[_:][\w:]+", text))
 
     assert asked
     assert asked <= known
@@ -91,6 +95,13 @@ def test_alerts_and_dashboards_agree_on_whose_fault_an_error_is() -> None:
     ]
 
     assert f'error_type!~"{promql.CLIENT_FAULTS}"' in failures["expr"]
+
+
+def test_the_stateful_set_of_the_bundled_redis_is_found_by_its_name() -> None:
+    (pattern,) = set(re.findall(r'statefulset=~"(.*?)"', RULES.read_text()))
+    (found,) = of_kind(render(), "StatefulSet")
+
+    assert re.fullmatch(pattern, found["metadata"]["name"])
 
 
 @pytest.fixture(scope="module")
