@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 import redis
@@ -16,7 +17,12 @@ from headrace_common.protocol.redis.client.connection import (
 )
 from headrace_common.protocol.redis.client.endpoint import Topology, parse_endpoint
 from headrace_operator.settings import OperatorSettings
-from headrace_testing.bundled_redis import VALUES, BundledPod, BundledPods
+from headrace_testing.bundled_redis import (
+    BundledPod,
+    BundledPods,
+    require_busybox,
+    sentinel_values,
+)
 from headrace_testing.charts import (
     Manifest,
     named,
@@ -27,19 +33,19 @@ from headrace_testing.charts import (
     workload,
 )
 
+# What Redis' configuration and a shell give a meaning.
+PASSWORD = """p"a'ss\\w $0 #x@:/%"""
+
 
 @pytest.fixture
 def pods(tmp_path: Path) -> Iterator[BundledPods]:
-    pods = BundledPods(tmp_path)
-    yield pods
-    pods.kill()
+    with BundledPods(tmp_path) as pods:
+        yield pods
 
 
 @pytest.fixture
 def started(pods: BundledPods) -> BundledPods:
-    pods.start()
-    pods.until_ready()
-    pods.until_master(pods.pods[0])
+    pods.begin()
     return pods
 
 
@@ -139,8 +145,49 @@ def test_a_restart_of_all_keeps_the_data_if_one_volume_is_lost(started: BundledP
     assert all("kept" in pod.keys() for pod in started.pods)
 
 
+def test_servers_without_volumes_keep_the_data_while_one_has_it(tmp_path: Path) -> None:
+    values = sentinel_values(persistence={"enabled": False}, usersByModel=False)
+    with BundledPods(tmp_path, values) as pods:
+        pods.begin()
+        old, *others = pods.pods
+        with old.connect() as client:
+            client.set("kept", 1)
+            client.execute_command("WAIT", 2, 0)
+        old.kill()
+        old.start()
+        pods.until_ready()
+        pods.until_master(*others)
+        assert all("kept" in pod.keys() for pod in pods.pods)
+
+        pods.kill()
+        for pod in pods.pods:
+            pod.lose_volume()
+        pods.begin()
+        assert "kept" not in old.keys()
+
+
+async def test_a_secret_of_one_s_own_works_with_the_tools_of_alpine(tmp_path: Path) -> None:
+    hosts = ",".join(f"headrace-redis-{number}.llm.svc:26379" for number in range(3))
+    url = f"redis+sentinel://:{quote(PASSWORD, safe='')}@{hosts}/headrace/0"
+    secrets = {"own": {"password": PASSWORD, "url": url}}
+    values = sentinel_values(existingSecret="own")
+    with BundledPods(tmp_path, values, secrets, busybox=require_busybox()) as pods:
+        await asyncio.to_thread(pods.begin)
+        connection = Connection(ConnectionConfig(url=pods.url))
+        await when_reachable(lambda: check_backend(connection), 30.0)
+        await connection.close()
+        old, *others = pods.pods
+        refuses_strangers(old)
+        await asyncio.to_thread(old.leave)
+
+        assert pods.master in others
+        old.start()
+        await asyncio.to_thread(pods.until_ready)
+        await asyncio.to_thread(pods.until_master, *others)
+
+
 def with_values(**bundled: object) -> list[Manifest]:
-    return render({"redis": {"bundled": {**VALUES["redis"]["bundled"], **bundled}}})
+    return render(sentinel_values(**bundled))
 
 
 def test_every_url_names_all_sentinels() -> None:

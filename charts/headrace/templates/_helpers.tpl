@@ -224,7 +224,7 @@ sh /etc/redis/sentinel.sh place
 mv /data/users.acl.new /data/users.acl
 unset REDIS_PASSWORD REDISCLI_AUTH GATEWAY_PASSWORD OPERATOR_PASSWORD
 {{- else }}
-printf 'requirepass "%s"\n' "$REDIS_PASSWORD" > /run/redis/auth.conf
+printf 'requirepass "%s"\n' "$(printf %s "$REDIS_PASSWORD" | sed 's/[\\"]/\\&/g')" > /run/redis/auth.conf
 unset REDIS_PASSWORD REDISCLI_AUTH
 {{- end }}
 {{- end }}

@@ -10,29 +10,58 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import redis
 
 from .charts import Manifest, named, plain_secrets, render, workload
+from .needs import missing
 from .processes import until
 from .redis_cli import __file__ as redis_cli
 from .valkey import require_server
 
-VALUES: Manifest = {"redis": {"bundled": {"sentinel": {"enabled": True}}}}
 PODS = 3
 PATIENCE_S = 240.0
+Secrets = dict[str, dict[str, str]]
+
+
+def sentinel_values(**bundled: object) -> Manifest:
+    """Values with Sentinels; `bundled` has more fields of `redis.bundled`."""
+    return {"redis": {"bundled": {"sentinel": {"enabled": True}, **bundled}}}
+
+
+def require_busybox() -> str:
+    """The shell and tools of Alpine's images; skips the test without them, or fails it in CI."""
+    if found := shutil.which("busybox"):
+        return found
+    missing("busybox: make system-packages")
 
 
 class BundledPods:
-    """Three pods, none of which runs yet."""
+    """Three pods, none of which runs yet.
 
-    def __init__(self, folder: Path, values: Manifest | None = None) -> None:
-        self.objects = render(values or VALUES)
+    `given` are Secrets beside those of the chart. With `busybox` the pods have its tools alone.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        values: Manifest | None = None,
+        given: Secrets | None = None,
+        busybox: str | None = None,
+    ) -> None:
+        self.objects = render(values or sentinel_values())
+        self.secrets = plain_secrets(self.objects) | (given or {})
+        self.busybox = busybox
         net = f"127.{1 + secrets.randbelow(250)}.{secrets.randbelow(250)}"
         self.addresses = [f"{net}.{10 + number}" for number in range(PODS)]
-        self.secret = plain_secrets(self.objects)["headrace-redis"]
         self.pods = [BundledPod(self, number, folder / str(number)) for number in range(PODS)]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def local(self, text: str) -> str:
         """A text of the chart, with addresses instead of names."""
@@ -43,11 +72,27 @@ class BundledPods:
     @property
     def url(self) -> str:
         """The URL that gateways use."""
-        return self.local(self.secret["gateway-url"])
+        gateway = workload(self.objects, "headrace-gateway").environment
+        return self.local(self.value(gateway["HEADRACE_GATEWAY_REDIS_URL"]))
+
+    @property
+    def password(self) -> str:
+        return self.value(workload(self.objects, "headrace-redis").environment["REDIS_PASSWORD"])
+
+    def value(self, variable: Manifest) -> str:
+        """Returns the value that a Secret gives a variable."""
+        reference = variable["valueFrom"]["secretKeyRef"]
+        return self.secrets[reference["name"]][reference["key"]]
 
     def start(self) -> None:
         for pod in self.pods:
             pod.start()
+
+    def begin(self) -> None:
+        """Starts a new set."""
+        self.start()
+        self.until_ready()
+        self.until_master(self.pods[0])
 
     def until_ready(self) -> None:
         """Every pod runs and has the data; Sentinels know each other."""
@@ -105,11 +150,14 @@ class BundledPod:
             cli = self.folder / "bin" / "valkey-cli"
             cli.write_text(f'#!/bin/sh\nexec {sys.executable} -S {redis_cli} "$@"\n')
             cli.chmod(0o755)
+            if self._pods.busybox is not None:
+                install = (self._pods.busybox, "--install", "-s", self.folder / "bin")
+                subprocess.run(install, check=True)
         for name in ("redis", "sentinel"):
             with (self.folder / f"{name}.log").open("ab") as log:
                 command = [self._moved(word) for word in self._containers[name]["command"]]
                 self._processes.append(
-                    subprocess.Popen(command, env=self._environment(), stdout=log, stderr=log)
+                    subprocess.Popen(command, env=self._environment(name), stdout=log, stderr=log)
                 )
 
     def _moved(self, text: str) -> str:
@@ -120,19 +168,18 @@ class BundledPod:
         text = text.replace("bind * -::*", f"bind {self.address}")
         return text.replace("127.0.0.1", self.address)
 
-    def _environment(self) -> dict[str, str]:
-        passwords = {
-            f"{role.upper()}_PASSWORD": self._pods.secret[f"{role}-password"]
-            for role in ("gateway", "operator")
+    def _environment(self, container: str) -> dict[str, str]:
+        values = {
+            each["name"]: self._pods.value(each)
+            for each in self._containers[container]["env"]
+            if "secretKeyRef" in each.get("valueFrom", ())
         }
-        password = self._pods.secret["password"]
+        tools = "" if self._pods.busybox is not None else f":{os.environ['PATH']}"
         return {
-            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
+            "PATH": f"{self.folder / 'bin'}{tools}",
             "SELF": self.address,
             "SERVERS": " ".join(self._pods.addresses),
-            "REDIS_PASSWORD": password,
-            "REDISCLI_AUTH": password,
-            **passwords,
+            **values,
         }
 
     def _hook(self, *place: str) -> bool:
@@ -141,7 +188,8 @@ class BundledPod:
         for key in place:
             found = found[key]
         command = [self._moved(word) for word in found["exec"]["command"]]
-        return subprocess.run(command, env=self._environment(), check=False).returncode == 0
+        environment = self._environment("redis")
+        return subprocess.run(command, env=environment, check=False).returncode == 0
 
     def ready(self) -> bool:
         return self._hook("readinessProbe")
@@ -172,7 +220,7 @@ class BundledPod:
             host=self.address,
             port=port,
             username=user,
-            password=self._pods.secret["password"],
+            password=self._pods.password,
             protocol=2,
             decode_responses=True,
         )

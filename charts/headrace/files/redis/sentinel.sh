@@ -4,6 +4,11 @@ set -eu
 state=/data/sentinel.conf
 cli=$(command -v valkey-cli || command -v redis-cli)
 
+# A word as configuration files have it.
+quoted() {
+  printf '"%s"' "$(printf %s "$1" | sed 's/[\\"]/\\&/g')"
+}
+
 server() { # HOST COMMAND...
   host=$1
   shift
@@ -75,7 +80,7 @@ place() {
   master=$(master)
   {
     echo "replica-announce-ip $SELF"
-    printf 'masterauth "%s"\n' "$REDIS_PASSWORD"
+    printf '%s\n' "masterauth $(quoted "$REDIS_PASSWORD")"
     test "$master" = "$SELF" || echo "replicaof $master 6379"
   } > /run/redis/place.conf
 }
@@ -86,14 +91,14 @@ watch() {
   {
     cat /etc/redis/sentinel.conf
     echo "sentinel announce-ip $SELF"
-    printf 'user headrace-sentinel on ~* &* +@all >%s\n' "$REDIS_PASSWORD"
-    printf 'sentinel sentinel-user headrace-sentinel\nsentinel sentinel-pass %s\n' "$REDIS_PASSWORD"
+    printf '%s\n' "user headrace-sentinel on ~* &* +@all $(quoted ">$REDIS_PASSWORD")"
+    printf '%s\n' "sentinel sentinel-user headrace-sentinel" "sentinel sentinel-pass $(quoted "$REDIS_PASSWORD")"
     if test -n "$(saved)"; then
       grep -E '^sentinel (myid|current-epoch|monitor|config-epoch|leader-epoch|known-replica|known-sentinel) ' $state
     else
       echo "sentinel monitor headrace $(master) 6379 2"
     fi
-    printf 'sentinel auth-pass headrace %s\n' "$REDIS_PASSWORD"
+    printf '%s\n' "sentinel auth-pass headrace $(quoted "$REDIS_PASSWORD")"
   } > $state.new
   mv $state.new $state
   unset REDIS_PASSWORD
