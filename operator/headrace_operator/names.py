@@ -39,6 +39,7 @@ METRICS_PORT = 9400
 # name, which has at most 63 characters.
 MAX_NAME_CHARS = 40
 REDIS_USER_SUFFIX = "-engine-redis"  # of the names of Secrets with engines' Redis users
+CACHE_SUFFIX = "-cache"  # of the names of claims for downloads and kernels
 
 
 def selector(name: str) -> dict[str, str]:
@@ -91,7 +92,7 @@ def service_monitor(name: str) -> str:
 
 
 def cache_claim(name: str) -> str:
-    return f"{name}-cache"
+    return f"{name}{CACHE_SUFFIX}"
 
 
 def redis_secret(name: str) -> str:

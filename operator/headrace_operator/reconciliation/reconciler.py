@@ -18,7 +18,7 @@ from ..desired.environment import SERVED_NAME
 from ..errors import ClusterError, InvalidSpec, NotFound, OperatorError, ServedNameTaken
 from ..spec.model_service import ModelService
 from ..spec.prometheus_urls import PrometheusUrls
-from ..spec.reserved import Reserved
+from ..spec.reserved import Reserved, check_cache, possible_caches
 from . import engine_pods, pod_problems
 from .recorder import Recorder
 from .registrations import Registrations, RegistrationStatus
@@ -98,6 +98,7 @@ class Reconciler:
             service = ModelService.parse(body)
             self._prometheus_urls.check(service)
             self._reserved.check(service)
+            await self._check_caches(service)
             registration = await self._registrations.of(service)
             current = await self._deployment(service)
             taken = _taken(service, registration)
@@ -110,6 +111,17 @@ class Reconciler:
             await self._tell(body, self._failed(body, error))
             return True
         return await self._reconcile(service, body, current, registration)
+
+    async def _check_caches(self, service: ModelService) -> None:
+        """Reads the claims, since a user's own may be called like a cache."""
+        for reference in possible_caches(service):
+            try:
+                claim = await self._cluster.get(
+                    "v1", "PersistentVolumeClaim", service.namespace, reference[1]
+                )
+            except NotFound:
+                claim = None
+            check_cache(reference, claim)
 
     async def _reconcile(
         self,

@@ -2,10 +2,10 @@
 
 The claim of the bundled Redis contains all clients' prompts, and the release's Secrets give access
 to it. Both are in the namespace of the ModelServices, where engines could mount them by name. So
-are the Secrets with the Redis users of other ModelServices.
+are the Secrets with the Redis users of other ModelServices, and the claims of their caches.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,31 @@ class Reserved:
         _refuse(_claims(service), self.claims, "PersistentVolumeClaim", "copy the checkpoint to")
         remedy = "leave the field out, since engines have their Redis URL anyway, or make"
         _refuse(_secrets(service), self.secrets, "Secret", remedy)
+
+
+def possible_caches(service: ModelService) -> Iterator[Reference]:
+    """References to claims that have the name of another ModelService's cache, if it has one."""
+    for field, name in _claims(service):
+        if name.endswith(names.CACHE_SUFFIX) and name != names.cache_claim(service.name):
+            yield field, name
+
+
+def check_cache(reference: Reference, claim: Mapping[str, Any] | None) -> None:
+    """Raises InvalidSpec if this claim is, or could become, the cache of another ModelService."""
+    field, name = reference
+    if claim is None:
+        owner = name.removesuffix(names.CACHE_SUFFIX)
+        raise InvalidSpec(
+            field,
+            f"{name} does not exist, and is what the cache of a ModelService {owner} would be "
+            "called; create the claim first, or give it another name",
+        )
+    if names.MODEL_SERVICE in claim["metadata"].get("labels", {}):
+        raise InvalidSpec(
+            field,
+            f"{name} is the cache of another ModelService, which has what that one downloaded; "
+            "copy the checkpoint to a PersistentVolumeClaim of its own",
+        )
 
 
 def _refuse(

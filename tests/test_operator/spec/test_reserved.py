@@ -20,6 +20,10 @@ RESERVED = Reserved(
 CLAIM = {"claimName": "data-headrace-redis-0"}
 
 
+def on_claim(name: str) -> dict[str, Any]:
+    return {"persistentVolumeClaim": {"claimName": name}}
+
+
 def variable(secret: str) -> dict[str, Any]:
     return {"name": "URL", "valueFrom": {"secretKeyRef": {"name": secret, "key": "url"}}}
 
@@ -99,3 +103,46 @@ async def test_no_engine_runs_with_the_release_s_own_volume(user: User, scene: S
         await eventually(told, seconds=10)
     assert user.server.find("deployments", "thief-engine") is None
     assert user.server.find("deployments", "honest-engine") is not None
+
+
+def own_claim(name: str) -> dict[str, Any]:
+    meta = {"name": name, "namespace": NAMESPACE}
+    return {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": meta, "spec": {}}
+
+
+async def until_there(user: User, plural: str, name: str) -> None:
+    async def there() -> bool:
+        return user.server.find(plural, name) is not None
+
+    await eventually(there, seconds=10)
+
+
+async def test_no_engine_runs_with_the_cache_of_another_model_service(
+    user: User, scene: Scene
+) -> None:
+    server = user.server
+    adapters = [{"name": "a", "persistentVolumeClaim": {"claimName": "other-cache"}}]
+    async with operator(user, scene):
+        await user.create(body("other", model=HUB, engine={"cache": {"persistent": True}}))
+        await until_there(user, "persistentvolumeclaims", "other-cache")
+        await user.create(body("thief", model=on_claim("other-cache")))
+        await user.create(body("adapters", model=HUB, lora={"adapters": adapters}))
+        await user.create(body("early", model=on_claim("later-cache")))
+        refused = {"thief", "adapters", "early"}
+
+        async def told() -> bool:
+            degraded = [server.conditions(name).get("Degraded", ("", ""))[1] for name in refused]
+            return degraded == ["InvalidSpec"] * 3
+
+        await eventually(told, seconds=10)
+        assert not [name for name in refused if server.find("deployments", f"{name}-engine")]
+
+
+async def test_a_claim_of_one_s_own_may_be_called_like_a_cache(user: User, scene: Scene) -> None:
+    async with operator(user, scene):
+        await user.create(own_claim("weights-cache"))
+        await user.create(body("honest", model=on_claim("weights-cache")))
+        own = body("qwen", model=on_claim("qwen-cache"), engine={"cache": {"persistent": True}})
+        await user.create(own)
+        for name in ("honest-engine", "qwen-engine"):
+            await until_there(user, "deployments", name)
