@@ -237,7 +237,7 @@ def main() -> None:
     parser.add_argument(
         "--pairs", type=int, default=6, help="gateways, and as many engines, in a process"
     )
-    parser.add_argument("--measure_idle_engine-seconds", type=float, default=15.0)
+    parser.add_argument("--idle-seconds", type=float, default=15.0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     results = {}

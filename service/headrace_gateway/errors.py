@@ -34,7 +34,7 @@ NO_RETRY: Mapping[str, str] = {"x-should-retry": "false"}
 REQUEST_NAME = "request_name"
 # The type of a validation fault whose value exists elsewhere but is not supported here.
 UNSUPPORTED_KIND = "unsupported"
-# AppDependencies of a fault's location that are branches of a union, not fields.
+# Parts of a fault's location that are branches of a union, not fields.
 _BRANCHES = frozenset({"str", "list", "dict", "allowed"})
 # The same, if they follow one of these fields or an item's number and precede a field.
 _UNIONS = frozenset({"response_format", "format", "thinking", "tool_choice"})
@@ -51,7 +51,7 @@ _KINDS = frozenset(
 class ApiError(Exception):
     """The error that a client gets instead of an answer. `retry_after` is in seconds.
 
-    AppDependencies of the request that it repeats are shortened.
+    Parts of the request that it repeats are shortened.
     """
 
     def __init__(

@@ -58,13 +58,13 @@ def text_of(url: str) -> str:
         return text.decode()
 
 
-def test_until_it_is_measured_it_is_the_machines_own(machine: Machine) -> None:
+def test_until_the_offset_is_measured_time_is_the_machines_own(machine: Machine) -> None:
     machine.redis += DAY
     assert (machine.clock.now(), machine.clock.measured) == (machine.wall, False)
 
 
 @pytest.mark.parametrize("offset", [-25 * 3600.0, 0.0, 700.0])
-async def test_it_is_known_to_half_a_round_trip(machine: Machine, offset: float) -> None:
+async def test_the_offset_is_known_to_half_a_round_trip(machine: Machine, offset: float) -> None:
     machine.redis += offset
     await machine.measure(there=0.02, back=0.0)
     assert machine.error <= 0.0101
@@ -100,7 +100,7 @@ async def test_another_master_with_another_clock_is_believed_at_once(machine: Ma
     assert machine.error <= 0.201
 
 
-async def test_a_large_offset_is_told_once_and_again_when_it_is_gone(
+async def test_a_large_offset_is_logged_once_and_so_is_its_end(
     machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "headrace_common.protocol.redis.clock")
@@ -119,7 +119,7 @@ async def test_a_large_offset_is_told_once_and_again_when_it_is_gone(
     assert caplog.messages == [DIFFER, AGREE]
 
 
-async def test_operators_see_it_as_a_metric_and_beside_readiness(machine: Machine) -> None:
+async def test_operators_see_the_offset_as_a_metric_and_beside_readiness(machine: Machine) -> None:
     telemetry = setup("test", metrics_port=0)
     assert telemetry.server is not None
     url, name = telemetry.server.url, names.REDIS_CLOCK_OFFSET.prometheus_name
@@ -139,7 +139,7 @@ async def test_operators_see_it_as_a_metric_and_beside_readiness(machine: Machin
 
 
 @pytest.mark.parametrize("ahead", [-25 * 3600.0, 25 * 3600.0])
-async def test_a_gateway_and_an_engine_know_it_once_they_have_started(
+async def test_a_started_gateway_and_engine_know_the_offset(
     valkey_server: ValkeyServer, ahead: float
 ) -> None:
     over = OverRedis(valkey_server.url)

@@ -12,7 +12,7 @@ _SEVERAL = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
 
 
 def bare(schema: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
-    """Returns the same schema, shorter. AppDependencies that are nested too deep to be used stay as
+    """Returns the same schema, shorter. Parts that are nested too deep to be used stay as
     they are."""
     if depth > MAX_DEPTH:
         return dict(schema)
