@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
+import headrace_engine
 from headrace_cli import machine
 from headrace_cli.doctor.checks import engine, environment, hardware, model, network
 from headrace_cli.doctor.checks.finding import Finding, Level
 from headrace_cli.errors import UsageError
+from headrace_engine.kernels.cpu.build import library_path
 
 
 def only(findings: Iterable[Finding]) -> Finding:
@@ -314,9 +316,10 @@ def test_a_cpu_without_avx2_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_missing_kernels_are_a_warning(
     built: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "kernels").mkdir()
+    library = tmp_path / library_path("avx2").relative_to(Path(headrace_engine.__file__).parent)
+    library.parent.mkdir(parents=True)
     if built:
-        (tmp_path / "kernels" / "libheadrace_avx2.so").touch()
+        library.touch()
     spec = ModuleSpec("headrace_engine", None, origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr(hardware, "find_spec", lambda _: spec)
 

@@ -44,7 +44,7 @@ def kernels() -> Iterator[Finding]:
     spec = find_spec("headrace_engine")
     if spec is None or spec.origin is None:
         return  # the check of the packages reports it
-    built = sorted(path.stem for path in Path(spec.origin).parent.glob("kernels/*.so"))
+    built = sorted(path.stem for path in Path(spec.origin).parent.glob("kernels/cpu/*.so"))
     if built:
         names = (name.removeprefix("libheadrace_") for name in built)
         yield ok("kernels", f"compiled for {', '.join(names)}")
