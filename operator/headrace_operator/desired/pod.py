@@ -167,9 +167,8 @@ def _mounts(service: ModelService, platform: Platform, found: Source) -> list[Ma
         mounts.append({"name": "queue-user", "mountPath": USER_DIR, "readOnly": True})
     if platform.queue_ca_secret is not None:
         mounts.append({"name": "queue-ca", "mountPath": CA_DIR, "readOnly": True})
-    if (
-        platform.sealing_secret is not None
-    ):  # as a folder, since a file never gets updates of its Secret
+    if platform.sealing_secret is not None:
+        # As a folder, since a single file never gets updates of its Secret.
         mounts.append({"name": "sealing", "mountPath": SEALING_DIR, "readOnly": True})
     return mounts
 
