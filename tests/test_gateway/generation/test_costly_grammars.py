@@ -101,7 +101,7 @@ async def test_other_clients_are_served_and_a_leaving_client_frees_its_process(
     group: GatewayGroup, http: httpx.AsyncClient
 ) -> None:
     unlimited = [
-        *("--grammar-timeout", "200", "--grammar-cpu-seconds", "200", "--grammar-memory", "64GiB"),
+        *("--grammar-timeout", "200", "--grammar-cpu-seconds", "200", "--grammar-memory", "8GiB"),
         *("--drain-timeout", "0"),
     ]
     with group.start("log", *unlimited) as gateway:
