@@ -17,9 +17,7 @@ def locked(file: Path) -> Iterator[None]:
         file.parent.mkdir(parents=True, exist_ok=True)
         lock = os.open(file.with_name(f".{file.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        raise UsageError(
-            f"{file} cannot be written", error.strerror or type(error).__name__
-        ) from error
+        raise _unwritten(file, error) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -39,9 +37,7 @@ def replace(file: Path, text: str) -> None:
         os.chmod(name, mode)
         os.replace(name, file)
     except OSError as error:
-        raise UsageError(
-            f"{file} cannot be written", error.strerror or type(error).__name__
-        ) from error
+        raise _unwritten(file, error) from error
 
 
 def _unwritten(file: Path, error: OSError) -> UsageError:

@@ -104,15 +104,6 @@ class BlockPool:
             self.hashes[block] = None
             del self._by_hash[block_hash]
 
-    def free_list(self) -> list[int]:
-        """The free blocks in the order in which they will be allocated; O(blocks)."""
-        order = []
-        block = self._next[self.num_blocks]
-        while block != self.num_blocks:
-            order.append(block)
-            block = self._next[block]
-        return order
-
     def _take(self, block: int) -> None:
         before, after = self._prev[block], self._next[block]
         self._next[before] = after

@@ -89,11 +89,8 @@ class Services:
 
 
 def services_of(request: Request) -> Services:
-    """Returns the services as the caller of this request may use them.
-
-    Routes call it: as a dependency of the framework's it would cost each request several times as
-    much.
-    """
+    """Returns the services as the caller of this request may use them."""
+    # Not a dependency of the framework's, which would cost each request several times as much.
     services = request.app.state.services
     assert isinstance(services, Services)
     state = request.scope["state"]

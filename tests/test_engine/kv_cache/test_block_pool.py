@@ -2,6 +2,7 @@ import pytest
 
 from headrace_engine.core.errors import ConfigError, OutOfBlocks
 from headrace_engine.kv_cache.block_pool import BlockPool
+from headrace_testing.free_blocks import free_blocks
 
 
 def block_counts(pool: BlockPool) -> tuple[int, int, int]:
@@ -55,7 +56,7 @@ def test_cached_blocks_are_allocated_last_and_least_recently_used_first() -> Non
     first, second = cached(pool, b"a", b"b")
     plain = pool.allocate()
     pool.release(plain)
-    order = pool.free_list()
+    order = free_blocks(pool)
     assert order[0] == plain
     assert order[2:] == [first, second]
 
@@ -66,9 +67,9 @@ def test_a_cached_block_is_revived_from_the_middle_of_the_free_list() -> None:
     pool.share(middle)
     assert block_counts(pool) == (1, 2, 0)
     assert pool.lookup(b"b") == middle
-    assert middle not in pool.free_list()
+    assert middle not in free_blocks(pool)
     pool.release(middle)
-    assert pool.free_list()[-1] == middle, "used again, so the last to be evicted"
+    assert free_blocks(pool)[-1] == middle, "used again, so the last to be evicted"
 
 
 def test_eviction_forgets_the_hash() -> None:

@@ -1,6 +1,7 @@
 from headrace_engine.core.request import Sequence
 from headrace_engine.kv_cache.kv_cache_manager import KVCacheManager
 from headrace_testing.engine import make_request
+from headrace_testing.free_blocks import free_blocks
 
 
 def sequence(length: int, salt: bytes = b"", request_id: str = "r") -> Sequence:
@@ -99,7 +100,7 @@ def test_the_tail_of_a_prefix_is_evicted_before_its_head() -> None:
     seq = computed(cache, 12)
     head, middle, tail = seq.block_table
     cache.free(seq)
-    assert cache.pool.free_list() == [tail, middle, head]
+    assert free_blocks(cache.pool) == [tail, middle, head]
 
 
 def test_a_shared_last_block_is_copied_by_all_writers_but_the_last() -> None:

@@ -28,6 +28,7 @@ from headrace_engine.scheduler.scheduler import Scheduler
 from headrace_testing.engine import limits_of
 from headrace_testing.fake_grammar import fake_grammar
 from headrace_testing.fake_runner import ADAPTERS, FakeRunner, expected_scores
+from headrace_testing.free_blocks import free_blocks
 
 SHARED = tuple(range(1, 25))
 SALTS = (b"", b"tenant-a", b"tenant-b")
@@ -346,7 +347,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         blocks_of = self.scheduler.kv_cache.blocks_of
         references = Counter(block for sequence in running for block in blocks_of(sequence))
         assert pool.ref_counts == [references[block] for block in range(pool.num_blocks)]
-        free = pool.free_list()
+        free = free_blocks(pool)
         assert sorted(free) == [b for b in range(pool.num_blocks) if not references[b]]
         assert pool.num_free == len(free)
         assert pool.num_cached == sum(pool.hashes[block] is not None for block in free)

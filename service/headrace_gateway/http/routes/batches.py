@@ -41,8 +41,7 @@ async def list_batches(
 @router.get("/v1/batches/{batch_id}")
 async def retrieve_batch(batch_id: str, request: Request) -> dict[str, Any]:
     """Returns a batch with its progress."""
-    services = services_of(request)
-    return batch_body(await _find(batch_id, services))
+    return batch_body(await _find(batch_id, services_of(request)))
 
 
 @router.post("/v1/batches/{batch_id}/cancel")

@@ -25,8 +25,7 @@ ANONYMOUS = "Not ready."
 @router.get("/health/live")
 async def live(request: Request) -> dict[str, str]:
     """Whether this process can go on; says nothing about the engines."""
-    services = services_of(request)
-    broken = services.liveness()
+    broken = services_of(request).liveness()
     if broken is not None:
         raise unavailable(f"Not live: {broken}.", code="not_live")
     return {"status": "ok"}
@@ -53,8 +52,7 @@ async def ready(request: Request, model: str | None = None) -> dict[str, str]:
 @router.head("/version", include_in_schema=False)
 @router.get("/version")
 async def version(request: Request) -> dict[str, str]:
-    services = services_of(request)
-    return {"version": services.version}
+    return {"version": services_of(request).version}
 
 
 async def _named(services: Services, model: str) -> str:

@@ -58,8 +58,7 @@ async def detokenize(request: Request) -> Response:
 @router.get("/tokenizer_info")
 async def tokenizer_info(request: Request, model: str | None = None) -> dict[str, Any]:
     """Returns special tokens by name, such as `eos_token`, and the chat template."""
-    services = services_of(request)
-    found = await services.models.find(model)
+    found = await services_of(request).models.find(model)
     template = found.chat_template
     return {
         **found.tokenizer.special_tokens,
