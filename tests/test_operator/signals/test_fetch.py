@@ -113,7 +113,7 @@ async def told(answer: Handler, *, trusted: bool = True) -> str:
         async with fetch.session(local=False) as remote:
             url = f"http://user:hunter2@localhost:{port}/prom"
             urls = PrometheusUrls(allowed=(f"http://localhost:{port}",) if trusted else ())
-            signals = PrometheusSignals(session, remote, urls, timeout=5)
+            signals = PrometheusSignals(session, remote, urls, timeout=30)
             with pytest.raises(SignalsUnavailable) as refusal:
                 await signals.read(service(scaling={"prometheusUrl": url}), ())
     text = str(refusal.value)
