@@ -66,6 +66,7 @@ def test_replicas_follow_the_load_as_simulated_and_every_answer_is_right(
             heavy.await_answers(many)
         with load(few) as last:
             until(lambda: recorder.last.desired < MOST, "engines to leave under load", PATIENCE_S)
+            last.await_answers(few)
         until_none(scaled)
     plot(recorder.samples, picture())
 
