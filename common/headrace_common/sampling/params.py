@@ -162,12 +162,12 @@ class SamplingParams:
         Checks nothing again: every request goes this way. The caller keeps `min_tokens` at most
         `max_tokens`.
         """
+        changed = {"seed": seed, "max_tokens": max_tokens, "min_tokens": min_tokens, "stop": ()}
         made = object.__new__(SamplingParams)
         for name in _FIELDS:
-            object.__setattr__(made, name, getattr(self, name))
-        changed = {"seed": seed, "max_tokens": max_tokens, "min_tokens": min_tokens, "stop": ()}
-        for name, value in changed.items():
-            object.__setattr__(made, name, value)
+            object.__setattr__(
+                made, name, changed[name] if name in changed else getattr(self, name)
+            )
         return made
 
     def check_vocabulary(self, vocab_size: int) -> None:

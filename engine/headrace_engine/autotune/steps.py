@@ -91,10 +91,8 @@ def _choose_overlap(
 
 def _choose_norms(tuner: Autotuner, benchmark: "StepBenchmark", overlap: str) -> StepLaunch:
     """`overlap` is the best one without fused norms. Fused norms round differently."""
-    separate, overlaps = (
-        StepLaunch(CANDIDATES[overlap]),
-        dict.fromkeys((*FUSED_CANDIDATES, overlap)),
-    )
+    separate = StepLaunch(CANDIDATES[overlap])
+    overlaps = dict.fromkeys((*FUSED_CANDIDATES, overlap))
     name = f"{benchmark.name}, fused norms"
     best = _choose_overlap(tuner, benchmark, name, overlaps, fused=True)
     if best in tuner.choices[-1].refused:

@@ -59,10 +59,9 @@ class WorkerConfig:
     """Configuration of a worker. Times are in seconds.
 
     `lookahead` requests are taken beyond those that can start, for the scheduling policy to choose
-    from. A gateway must answer within `resume_timeout`
-    which tokens its client has. If a gateway is gone, its
-    requests run for `orphan_timeout`, in case the clients return through another one. With
-    `stays_when_drained` a drained engine does not end: it waits until it is recalled or ended.
+    from. Within `resume_timeout` a gateway must tell which tokens its client has. If a gateway is
+    gone, its requests run for `orphan_timeout`, in case the clients return through another one.
+    With `stays_when_drained` a drained engine does not end: it waits until it is recalled or ended.
     """
 
     model: str

@@ -117,14 +117,6 @@ class Admission:
             for request_id, prompt in zip((job.request_id, *further), job.prompts, strict=True)
         ]
 
-    def in_time(self, headers: Mapping[str, str]) -> "_InTime":
-        """Limits the time until a request is queued: a context, with its creation time and its
-        deadline.
-
-        Raises ApiError for headers that are wrong; the context RequestFailed at the deadline.
-        """
-        return _InTime(*self.lifetime(headers))
-
     def lifetime(self, headers: Mapping[str, str]) -> tuple[int, int]:
         """Returns when a request with these headers begins and must end, in Unix ms of Redis."""
         now = self.clock()
@@ -206,18 +198,27 @@ def _check_length(prompt_tokens: int, max_tokens: int | None, context: int) -> N
         )
 
 
-class _InTime:
-    """A class, as a generator costs each request several times as much."""
+def time_to_queue(lifetime: tuple[int, int]) -> "TimeLimit":
+    """Limits the time until a request of this lifetime is queued."""
+    created_ms, deadline_ms = lifetime
+    message = "the deadline passed before the prompt was tokenised"
+    return TimeLimit((deadline_ms - created_ms) / 1000, message)
 
-    __slots__ = ("_lifetime", "_limit")
 
-    def __init__(self, created_ms: int, deadline_ms: int) -> None:
-        self._lifetime = created_ms, deadline_ms
-        self._limit = asyncio.timeout((deadline_ms - created_ms) / 1000)
+class TimeLimit:
+    """Ends its block after some seconds: raises RequestFailed with this message.
 
-    async def __aenter__(self) -> tuple[int, int]:
+    A class, as a generator costs each request several times as much.
+    """
+
+    __slots__ = ("_limit", "_message")
+
+    def __init__(self, seconds: float, message: str) -> None:
+        self._limit = asyncio.timeout(seconds)
+        self._message = message
+
+    async def __aenter__(self) -> None:
         await self._limit.__aenter__()
-        return self._lifetime
 
     async def __aexit__(
         self,
@@ -228,6 +229,4 @@ class _InTime:
         try:
             await self._limit.__aexit__(kind, error, trace)
         except TimeoutError as late:
-            raise RequestFailed(
-                FailureCode.DEADLINE, "the deadline passed before the prompt was tokenised"
-            ) from late
+            raise RequestFailed(FailureCode.DEADLINE, self._message) from late

@@ -22,7 +22,7 @@ from ..resumable.idempotency import RESUMABLE_HEADER, ResumeOptions, fingerprint
 from ..resumable.stored_embeddings import OPERATION, StoredEmbeddingRequest, bytes_of
 from ..streaming.disconnecting_response import answering
 from ..telemetry.observation import Observation
-from .admission import Job
+from .admission import Job, time_to_queue
 from .embeddings import (
     EmbeddingExchange,
     EmbeddingRequest,
@@ -82,7 +82,8 @@ async def embed(
         headers={"x-request-id": observation.request_name},
     )
     with observation.before_response():
-        async with pipeline.admission.in_time(headers) as lifetime:
+        lifetime = pipeline.admission.lifetime(headers)
+        async with time_to_queue(lifetime):
             job = await _job(call)
             requests = await _requests(call, job, lifetime)
         if resume is None:

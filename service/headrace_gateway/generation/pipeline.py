@@ -1,6 +1,5 @@
 """Takes a generation from its route to the queue, and returns the response that answers it."""
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace_common.config.api_keys import DEFAULT_TENANT
-from headrace_common.errors import BackendUnavailable, FailureCode, RequestFailed
+from headrace_common.errors import BackendUnavailable
 from headrace_common.protocol.accounts import ItemKind
 from headrace_common.sampling.params import SamplingParams
 from headrace_common.wire.keys import shard_of
@@ -31,7 +30,7 @@ from ..schemas.completions import GenerationBody
 from ..schemas.structured_fields import StructuredBody
 from ..streaming.disconnecting_response import Delivery, answering
 from ..telemetry.observation import Observation, Observer, RequestInfo
-from .admission import Admission, Job
+from .admission import Admission, Job, TimeLimit, time_to_queue
 from .constraints import Constraints
 from .generation_response import Exchange, GenerationResponse, queued
 from .operations import Call, Operation, measured_as
@@ -164,9 +163,11 @@ class Pipeline:
         if self.caller is not None and self.rate_limits is not None:
             grant = await self.rate_limits.reserve_tokenizing(self.caller)
         if grant is None or self.rate_limits is None:
-            return (await _in_time(read()))[0], {}
+            async with _tokenizing_limit():
+                return (await read())[0], {}
         try:
-            made, tokens = await _in_time(read())
+            async with _tokenizing_limit():
+                made, tokens = await read()
             grant.used = tokens
         finally:
             self.rate_limits.answered(grant, well=True)
@@ -201,7 +202,8 @@ class Pipeline:
         )
         with observation.before_response():
             await self._check_structure(request, body, call)  # it has a time limit of its own
-            async with self.admission.in_time(headers) as lifetime:
+            lifetime = self.admission.lifetime(headers)
+            async with time_to_queue(lifetime):
                 job = await _job(call, body, queue_id, observation.trace, self.caller)
                 requests = await self.admission.prepare(job, lifetime)
             limits = await self.reserve(job, requests, observation)
@@ -247,15 +249,9 @@ class Pipeline:
         await self.constraints.check(structured, field, self.tenant, request)
 
 
-async def _in_time(tokenizing: Awaitable[Result]) -> Result:
-    try:
-        async with asyncio.timeout(TOKENIZING_S):
-            return await tokenizing
-    except TimeoutError as late:
-        raise RequestFailed(
-            FailureCode.DEADLINE,
-            f"the tokens were not counted within {TOKENIZING_S:g} s; send less at once",
-        ) from late
+def _tokenizing_limit() -> TimeLimit:
+    message = f"the tokens were not counted within {TOKENIZING_S:g} s; send less at once"
+    return TimeLimit(TOKENIZING_S, message)
 
 
 def _check_prompt_echo(call: Call) -> None:

@@ -50,8 +50,9 @@ class WorkPool:
         return self._slots.tenants
 
     async def run(self, tenant: str, work: Callable[[], Result]) -> Result:
-        """Runs work in a thread, once one is free for the tenant. The thread
-        finishes the work even if the caller is cancelled."""
+        """Runs work in a thread, once one is free for the tenant. The thread finishes the work even
+        if the caller is cancelled.
+        """
         await self._slots.enter(tenant)
         loop = asyncio.get_running_loop()
         future = self._executor.submit(work)

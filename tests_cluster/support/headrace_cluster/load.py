@@ -201,7 +201,10 @@ def _words(error: httpx.HTTPError) -> str:
 
 
 def _passing(answer: httpx.Response) -> bool:
-    """Overload, or no gateway behind the ingress, for which some answer 404 without JSON."""
+    """Whether asking again can help: overload, or no gateway behind the ingress.
+
+    Some ingresses answer the latter with 404 without JSON.
+    """
     if answer.headers.get("x-should-retry") == "false":
         return False
     if answer.status_code == 404:
