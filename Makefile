@@ -29,7 +29,7 @@ MINUTES ?= 30
 SEED ?= $(shell date +%s)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev environment system-packages up test test-readme test-cpus test-pythons test-chaos soak test-sealed test-upgrade test-hostile hunt images push chart-push release-images test-cluster check dashboards pictures settings-page licenses-page locks sbom audit clean
+.PHONY: help install install-dev environment system-packages up test test-readme test-cpus test-pythons test-chaos soak test-sealed test-upgrade test-hostile hunt images push chart-push release-images test-cluster check dashboards pictures settings-page reference-pages licenses-page docs locks sbom audit clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -141,19 +141,27 @@ release-images: ## build the images of a release: PYTHON_IMAGE=python:3.11-slim-
 test-cluster: install-dev ## run the tests on the cluster of KUBECONFIG, which has the images and an ingress at INGRESS_URL
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests_cluster --timeout 900 $(ARGS)
 
-check: install-dev ## ruff, mypy strict, import-linter, English
+check: install-dev ## ruff, mypy strict, import-linter, English, the documentation site
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	PYTHONPATH=tests/support $(BIN)/python -m headrace_testing.import_layers
 	PYTHONPATH=tests/support $(BIN)/python -m headrace_testing.prose
+	$(MAKE) --no-print-directory docs
+
+# The theme would advertise its successor.
+docs: install-dev ## build the documentation site in build/site; HEADRACE_SOURCE_URL names where links to source lead
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 dashboards: install-dev ## write charts/headrace/dashboards from charts/generate
 	$(BIN)/python charts/generate/dashboards.py
 
 settings-page: install-dev ## write docs/settings.md
 	PYTHONPATH=tests/support $(BIN)/python -m headrace_testing.settings_page
+
+reference-pages: install-dev ## write docs/metrics.md, model-service.md, chart-values.md and decisions/README.md
+	PYTHONPATH=tests/support $(BIN)/python -m headrace_testing.reference_pages
 
 pictures: install-dev ## draw docs/dashboards from a loaded server (needs system-packages, three minutes)
 	PYTHONPATH=tests/support $(BIN)/python charts/generate/pictures.py
