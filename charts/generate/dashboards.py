@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from headrace_dashboards import engines, scaling, service
+from headrace_dashboards import engines, overview, scaling, service
 from headrace_dashboards.grafana import as_json
 from headrace_dashboards.panel import Dashboard
 
@@ -11,7 +11,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "headrace" / "dashboards"
 
 
 def dashboards() -> tuple[Dashboard, ...]:
-    return service.dashboard(), engines.dashboard(), scaling.dashboard()
+    return overview.dashboard(), service.dashboard(), engines.dashboard(), scaling.dashboard()
 
 
 def files() -> Mapping[str, str]:

@@ -119,11 +119,11 @@ def _place(panel: Panel, left: int, top: int, rows: int) -> tuple[float, float, 
 
 
 def _save(figure: Figure, file: Path) -> None:
-    """Saves the picture with few colours, which are enough for it."""
+    """Saves the picture with a palette: close colours stay apart, and the file is small."""
     drawn = BytesIO()
     figure.savefig(drawn, dpi=100, facecolor=_BACKGROUND)
     plt.close(figure)
-    Image.open(drawn).convert("RGB").quantize(64).save(file, optimize=True)
+    Image.open(drawn).convert("RGB").quantize(256).save(file, optimize=True)
 
 
 def _layout(dashboard: Dashboard) -> list[tuple[Panel, int, int]]:
@@ -193,10 +193,17 @@ def _heatmap(panel: Panel, found: list[tuple[str, Series]], span: Span, axes: Ax
     low, high = used[0], used[-1] + 1
     shown = np.ma.masked_less_equal(counts[low:high], 1e-9)
     times = span.times - span.start
-    axes.pcolormesh(times, np.arange(high - low), shown**0.5, cmap="inferno", shading="nearest")
+    heights = np.arange(high - low + 1) - 0.5
+    axes.pcolormesh(_edges(times), heights, shown**0.5, cmap="inferno")
     axes.xaxis.set_major_formatter("{x:.0f}s")
     ticks = range(0, high - low, max(1, (high - low) // 6))
     axes.set_yticks([*ticks], [_text(edges[low + tick], panel.unit) for tick in ticks])
+
+
+def _edges(centers: np.ndarray) -> np.ndarray:
+    """The edges of columns around evenly spaced centers."""
+    half = (centers[1] - centers[0]) / 2
+    return np.append(centers - half, centers[-1] + half)
 
 
 def _stat(panel: Panel, found: list[tuple[str, Series]], axes: Axes) -> None:

@@ -107,6 +107,19 @@ def test_namespace_and_model_can_be_chosen(name: str) -> None:
         assert variables[chosen]["allValue"] == ".*"
 
 
+def test_the_overview_has_ten_panels_that_link_to_rows_of_the_others() -> None:
+    overview = DASHBOARDS[0]
+    rows = {(each.name, row.title) for each in DASHBOARDS[1:] for row in each.rows}
+    details = [panel.details for panel in overview.panels if panel.details is not None]
+
+    assert len(details) == len(overview.panels) == 10
+    assert {(each.dashboard, each.row) for each in details} <= rows
+    for panel in panels_of("overview.json"):
+        if panel["type"] != "row":
+            (link,) = panel["links"]
+            assert f"{link['url'].removeprefix('/d/headrace-').partition('?')[0]}.json" in files()
+
+
 def test_heatmaps_show_buckets() -> None:
     heatmaps = [panel for _, panel in PANELS if panel.look is Look.HEATMAP]
 

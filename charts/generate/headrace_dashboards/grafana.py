@@ -13,7 +13,7 @@ from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models import heatmap as heatmap_models
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
-from .panel import Dashboard, Look, Panel, Query, Row, Variable
+from .panel import Dashboard, Details, Look, Panel, Query, Row, Variable
 
 _SOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 _ALL = models.VariableOption(text="All", value="$__all")
@@ -76,9 +76,18 @@ def _numbered(panel: Panel, number: int) -> Builder[models.Panel]:
     built = _panel(panel)
     built.id(number).title(panel.title).description(panel.description)
     built.datasource(_SOURCE).unit(panel.unit.value).span(panel.width).height(panel.height)
+    if panel.details is not None:
+        built.links([_details(panel.details)])
     for name, query in zip(ascii_uppercase, panel.queries, strict=False):
         built.with_target(_target(query, name, panel.look))
     return built
+
+
+def _details(details: Details) -> builders.DashboardLink:
+    """A link that keeps the chosen time, namespaces and models."""
+    url = f"/d/headrace-{details.dashboard}?${{__url_time_range}}&${{__all_variables}}"
+    title = f"{details.dashboard.capitalize()}: {details.row}"
+    return builders.DashboardLink(title).type(models.DashboardLinkType.LINK).url(url)
 
 
 def _panel(panel: Panel) -> _Built:

@@ -36,11 +36,20 @@ class Query:
     legend: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Details:
+    """A row of another dashboard that says more."""
+
+    dashboard: str
+    row: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
     """`width` in Grafana's 24 columns, `height` in its rows. `maximum` fixes the axis' end.
 
-    `warn` and `alarm` are values from which a stat turns yellow and red.
+    `warn` and `alarm` are values from which a stat turns yellow and red. The panel links to its
+    `details`.
     """
 
     title: str
@@ -53,6 +62,7 @@ class Panel:
     maximum: float | None = None
     warn: float | None = None
     alarm: float | None = None
+    details: Details | None = None
 
 
 @dataclass(frozen=True, slots=True)

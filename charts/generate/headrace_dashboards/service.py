@@ -7,8 +7,7 @@ from . import promql as q
 from .panel import Dashboard, Look, Panel, Query, Row, Unit, Variable
 
 PERCENTILES = (0.5, 0.9, 0.95, 0.99)
-_ANSWERED = f'{q.CODE}=""'
-_FAILED = f'{q.CODE}!="",{q.CODE}!~"{q.CLIENT_FAULTS}"'
+ANSWERED = f'{q.CODE}=""'
 
 
 def dashboard() -> Dashboard:
@@ -18,7 +17,6 @@ def dashboard() -> Dashboard:
         description="Requests, latencies and the queue, as clients and gateways see them.",
         variables=scope(names.QUEUE_DEPTH),
         rows=(
-            Row("Now", _now()),
             Row("Traffic", _traffic()),
             Row("Latency", _latency()),
             Row("Queue", _queue()),
@@ -47,64 +45,6 @@ def scope(metric: Metric) -> tuple[Variable, Variable]:
 def percentiles(metric: Metric, match: str = "") -> tuple[Query, ...]:
     return tuple(
         Query(q.quantile(share, metric, match), f"p{100 * share:.0f}") for share in PERCENTILES
-    )
-
-
-def _now() -> tuple[Panel, ...]:
-    ended = q.total(q.rate(names.REQUEST_DURATION, suffix="_count"))
-    failed = q.total(q.rate(names.REQUEST_DURATION, _FAILED, "_count"))
-    output = q.rate(names.TOKEN_USAGE, f'{q.TOKEN_TYPE}="output"', "_sum")
-    return (
-        _stat("Request rate", "Requests that ended, a second.", ended, Unit.PER_SECOND),
-        _stat(
-            "Failures",
-            "Share of requests that the service failed or refused; what clients did is left out.",
-            f"({failed} or vector(0)) / {ended}",
-            Unit.SHARE,
-            warn=0.001,
-            alarm=0.01,
-        ),
-        _stat(
-            "First token, p95",
-            "95th percentile of the time to first token.",
-            q.quantile(0.95, names.TIME_TO_FIRST_TOKEN),
-            Unit.SECONDS,
-        ),
-        _stat("Output", "Output tokens a second.", q.total(output), Unit.TOKENS_PER_SECOND),
-        _stat(
-            "Oldest waiting request",
-            "How long the first in the queue has waited.",
-            f"max({q.series(names.QUEUE_OLDEST_AGE)})",
-            Unit.SECONDS,
-            warn=30,
-            alarm=60,
-        ),
-        _stat(
-            "Engines",
-            "Engine processes that export metrics.",
-            f"count({q.series(names.ENGINE_KV_UTILIZATION)})",
-        ),
-    )
-
-
-def _stat(
-    title: str,
-    description: str,
-    expr: str,
-    unit: Unit = Unit.SHORT,
-    warn: float | None = None,
-    alarm: float | None = None,
-) -> Panel:
-    return Panel(
-        title=title,
-        description=description,
-        queries=(Query(expr),),
-        unit=unit,
-        look=Look.STAT,
-        width=4,
-        height=4,
-        warn=warn,
-        alarm=alarm,
     )
 
 
@@ -197,27 +137,18 @@ def _latency() -> tuple[Panel, ...]:
             "End to end",
             "From arrival to last byte, of requests without error; grows with output lengths.",
             names.REQUEST_DURATION,
-            _ANSWERED,
+            ANSWERED,
         ),
         spread("Time to first token, spread", names.TIME_TO_FIRST_TOKEN),
         spread("Time per output token, spread", names.TIME_PER_OUTPUT_TOKEN),
-        spread("End to end, spread", names.REQUEST_DURATION, _ANSWERED),
+        spread("End to end, spread", names.REQUEST_DURATION, ANSWERED),
     )
 
 
 def _queue() -> tuple[Panel, ...]:
     model, reason = f"{{{{{q.MODEL}}}}}", q.label(names.REASON)
     return (
-        Panel(
-            title="Waiting and running",
-            description="Requests that wait in the queue, and those that engines have taken.",
-            queries=(
-                Query(q.same_everywhere(names.QUEUE_DEPTH), f"waiting {model}"),
-                Query(q.same_everywhere(names.QUEUE_PENDING), f"running {model}"),
-            ),
-            look=Look.STACKED,
-            width=6,
-        ),
+        waiting_and_running(),
         Panel(
             title="Waiting tokens",
             description="Prompt plus maximal output tokens of the waiting requests.",
@@ -246,6 +177,20 @@ def _queue() -> tuple[Panel, ...]:
             unit=Unit.PER_SECOND,
             width=6,
         ),
+    )
+
+
+def waiting_and_running() -> Panel:
+    model = f"{{{{{q.MODEL}}}}}"
+    return Panel(
+        title="Waiting and running",
+        description="Requests that wait in the queue, and those that engines have taken.",
+        queries=(
+            Query(q.same_everywhere(names.QUEUE_DEPTH), f"waiting {model}"),
+            Query(q.same_everywhere(names.QUEUE_PENDING), f"running {model}"),
+        ),
+        look=Look.STACKED,
+        width=6,
     )
 
 
