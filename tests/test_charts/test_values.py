@@ -47,6 +47,13 @@ def test_values_are_short_enough_to_be_read() -> None:
     assert len((CHART / "values.yaml").read_text().splitlines()) < MAX_LINES
 
 
+@pytest.mark.parametrize("name", ["laptop-values", "production-values"])
+def test_values_of_the_examples_are_accepted(name: str) -> None:
+    values = yaml.safe_load((CHART / "examples" / f"{name}.yaml").read_text())
+
+    assert len(workload(render(values), "headrace-gateway").containers) == 1
+
+
 def test_every_value_is_documented() -> None:
     """Each key has a `# --` line right above it, unless it only groups others."""
     lines = (CHART / "values.yaml").read_text().splitlines()
