@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 
 def headrace(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -22,6 +23,19 @@ def test_a_small_trace_gives_a_table_with_a_line_for_each_policy() -> None:
     assert {"policy", "SLO", "GPU-hours", "share"} <= set(head.split())
     assert [line.split("  ")[0].strip() for line in lines] == ["fixed peak", "Headrace"]
     assert all("%" in line for line in lines)
+
+
+def test_it_says_where_it_wrote_its_files(tmp_path: Path) -> None:
+    files = {"results": tmp_path / "results.json", "picture": tmp_path / "autoscaling.png"}
+    done = headrace(
+        *("simulate", "--days", "0.01", "--policy", "peak"),
+        *("--json", str(files["results"]), "--plot", str(files["picture"])),
+    )
+
+    assert done.returncode == 0, done.stderr
+    for what, path in files.items():
+        assert path.stat().st_size > 0
+        assert f"{what}: {path}\n" in done.stderr
 
 
 def test_an_error_of_the_user_is_one_line() -> None:

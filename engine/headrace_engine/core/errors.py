@@ -2,6 +2,7 @@
 
 EngineError
 ├── ConfigError        a setting, or a field of a checkpoint's config.json, is not supported.
+│   └── ContextTooLong      max_model_len is above the longest context of the checkpoint.
 ├── CheckpointError    a file of a checkpoint is missing, broken or not allowed.
 │   └── CheckpointNotFound  the checkpoint does not exist.
 ├── RequestError       this engine cannot run a request (too long, token id out of range).
@@ -17,6 +18,10 @@ class EngineError(Exception):
 
 class ConfigError(EngineError):
     code = "config_invalid"
+
+
+class ContextTooLong(ConfigError):
+    """`max_model_len` is above the longest context of the checkpoint."""
 
 
 class CheckpointError(EngineError):

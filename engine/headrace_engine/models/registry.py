@@ -11,7 +11,7 @@ from ..checkpoints.architectures import ARCHITECTURES, MULTIMODAL
 from ..checkpoints.checkpoint import Checkpoint
 from ..core.attention_backend import AttentionBackend
 from ..core.config import EngineConfig, LoadFormat
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, ContextTooLong
 from ..operators.base import Ops
 from .base import CausalModel
 from .encoder.encoder_families import encoder_family
@@ -85,6 +85,8 @@ def load_model(config: EngineConfig, checkpoint: Checkpoint, options: LoadOption
         return _loader(ENCODER if encodes else TRANSFORMERS)(checkpoint, options)
     try:
         return _loader(NATIVE[name])(checkpoint, options)
+    except ContextTooLong:
+        raise
     except ConfigError as error:
         # transformers would refuse these too, with a less precise message.
         quantized = options.quantization != "none" or checkpoint.config.get("quantization_config")

@@ -154,8 +154,14 @@ def _compare(
     }
     if outputs.json is not None:
         write_json(outputs.json, inputs, results)
+        _tell("results", outputs.json)
     if outputs.plot is not None:
         write_plot(outputs.plot, title, results)
+        _tell("picture", outputs.plot)
+
+
+def _tell(what: str, path: Path) -> None:
+    Console(stderr=True).print(f"{what}: {path.absolute()}", markup=False, soft_wrap=True)
 
 
 def main() -> None:

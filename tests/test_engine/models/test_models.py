@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from headrace_common.sampling.params import SamplingParams
-from headrace_engine.core.errors import ConfigError
+from headrace_engine.core.errors import ConfigError, ContextTooLong
 from headrace_engine.engine.engine import Engine
 from headrace_engine.models.transformers.transformers_model import TransformersModel
 from headrace_testing.checkpoints import (
@@ -331,3 +331,15 @@ def test_models_that_cannot_be_served_exactly_are_refused(
 
 def test_every_shape_is_tested() -> None:
     assert set(NATIVE + FOREIGN) == set(SHAPES)
+
+
+def test_a_context_that_is_too_long_is_refused_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No implementation can serve it, so transformers is not tried."""
+    folder = save_checkpoint(tmp_path, "llama")
+
+    with pytest.raises(ContextTooLong, match="max_model_len 1000000 is above the longest context"):
+        make_runner(folder, max_model_len=1_000_000)
+
+    assert "transformers is used" not in caplog.text
