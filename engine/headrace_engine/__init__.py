@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .offline.engine_args import FlexibleArgumentParser as FlexibleArgumentParser
     from .offline.llm import LLM as LLM
     from .offline.llm_engine import LLMEngine as LLMEngine
+    from .offline.memory import cleanup_dist_env_and_memory as cleanup_dist_env_and_memory
     from .offline.metrics import Counter as Counter
     from .offline.metrics import Gauge as Gauge
     from .offline.metrics import Histogram as Histogram
@@ -52,6 +53,7 @@ _MODULES = {
     "TextPrompt": ".offline.prompts",
     "TokensPrompt": ".offline.prompts",
     "Vector": ".offline.metrics",
+    "cleanup_dist_env_and_memory": ".offline.memory",
 }
 
 __all__ = [
@@ -76,6 +78,7 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
     "Vector",
+    "cleanup_dist_env_and_memory",
 ]
 
 

@@ -46,7 +46,7 @@ _TASKS = {
 }
 _GRAPHS = "CUDA graphs need no settings; enforce_eager=True switches them off"
 _ONE_MACHINE = "use tensor_parallel_size, or several engines (headrace up --engines)"
-_ROPE = "change config.json in a copy of the checkpoint's folder"
+_ROPE = "use hf_overrides"
 
 VLLM_ARGUMENTS: Mapping[str, Meaning] = {
     "gpu_memory_utilization": Renamed("memory_utilization"),
@@ -87,7 +87,6 @@ VLLM_ARGUMENTS: Mapping[str, Meaning] = {
     "default_mm_loras": Fixed((None,), _NO_MEDIA),
     "calculate_kv_scales": Fixed(_OFF, "scales come from the checkpoint"),
     "convert": Fixed((None, "auto", "none"), "use task='embed'"),
-    "hf_overrides": Fixed((None,), _ROPE),
     "rope_scaling": Fixed((None,), _ROPE),
     "rope_theta": Fixed((None,), _ROPE),
     "hf_config_path": Fixed((None,), _ROPE),
@@ -138,7 +137,5 @@ UNSUPPORTED_METHODS: Mapping[str, str] = {
     "collective_rpc": "make a new LLM with other arguments",
     "apply_model": "the model's modules are not part of the API",
     "set_tokenizer": "pass tokenizer to LLM(...)",
-    "start_profile": "headrace engine records profiles: docs/operations.md",
-    "stop_profile": "headrace engine records profiles: docs/operations.md",
     "preprocess_chat": "use get_tokenizer().apply_chat_template",
 }

@@ -27,7 +27,8 @@ class OfflineOptions:
     `tokenizer` is a folder or hub id; default: the model's. With `skip_tokenizer_init` there is no
     tokenizer, and prompts must be token ids. No prompt may ask for more log probabilities than
     `max_logprobs`. Default sampling parameters come from the checkpoint's generation_config.json,
-    unless `generation_config` is "vllm", and from `override_generation_config`.
+    unless `generation_config` is "vllm", and from `override_generation_config`. `hf_overrides` are
+    fields that replace those of config.json.
     """
 
     tokenizer: str | None = None
@@ -36,6 +37,7 @@ class OfflineOptions:
     max_logprobs: int = MAX_LOGPROBS
     generation_config: Literal["auto", "vllm"] = "auto"
     override_generation_config: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
+    hf_overrides: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_logprobs <= MAX_LOGPROBS:
@@ -45,6 +47,8 @@ class OfflineOptions:
                 f"generation_config must be auto or vllm, not {self.generation_config!r:.60}: put "
                 "other values into override_generation_config"
             )
+        if not isinstance(self.hf_overrides, Mapping):
+            raise ConfigError("hf_overrides must be fields of config.json with their values")
 
 
 class EngineArgs:

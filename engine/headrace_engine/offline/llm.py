@@ -3,8 +3,10 @@
 Runs the engine in the caller's thread until all prompts are finished, without queue or server.
 """
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -12,7 +14,7 @@ from tqdm import tqdm
 from headrace_common.sampling import params as common
 from headrace_common.sampling.pooling import PoolingParams
 
-from ..core.errors import RequestError
+from ..core.errors import ConfigError, RequestError
 from ..lora.request import LoRARequest
 from .arguments import UNSUPPORTED_METHODS
 from .beams import BeamSearchOutput, BeamSearchParams, beam_output
@@ -35,6 +37,7 @@ from .prompts import TextPrompt as TextPrompt
 from .prompts import TokensPrompt as TokensPrompt
 from .sampling_params import RequestOutputKind, SamplingParams
 from .tokenizer import ChatTokenizer
+from .torch_profile import Profile
 
 Message = Mapping[str, Any]
 # One adapter for all prompts, or one for each.
@@ -57,6 +60,7 @@ class LLM:
         self.llm_engine = LLMEngine(EngineArgs(model, **options))
         self._model = self.llm_engine.model
         self._counter = 0
+        self._profile: Profile | None = None
 
     if not TYPE_CHECKING:
 
@@ -80,6 +84,23 @@ class LLM:
         """Later prompts find nothing in the prefix cache that earlier ones have left."""
         self._model.forget_prompts()
         return True
+
+    def start_profile(self, folder: str | None = None) -> None:
+        """Records what torch does until `stop_profile`.
+
+        Its trace goes into `folder`, else into the one that VLLM_TORCH_PROFILER_DIR names. Raises
+        ConfigError if neither is given.
+        """
+        chosen = folder or os.environ.get("VLLM_TORCH_PROFILER_DIR")
+        if chosen is None:
+            raise ConfigError("start_profile needs a folder for its trace: pass one")
+        self._profile = Profile(Path(chosen))
+
+    def stop_profile(self) -> None:
+        """Writes the trace, for chrome://tracing or Perfetto."""
+        if self._profile is not None:
+            self._profile.write()
+            self._profile = None
 
     def generate(
         self,

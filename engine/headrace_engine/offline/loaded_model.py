@@ -3,7 +3,7 @@
 import gc
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from headrace_common.sampling import params as common
@@ -19,6 +19,7 @@ from ..model_runner.model_runner import ModelRunner
 from ..scheduler.policies import make_policy
 from ..structured_output.compiler import GrammarCompiler
 from .engine_args import EngineArgs
+from .hf_overrides import OverriddenCheckpoint
 from .outputs import CompletionOutput, RequestOutput
 from .prompts import ReadPrompt
 from .request import RunningRequest
@@ -52,6 +53,12 @@ class LoadedModel:
     def __init__(self, args: EngineArgs) -> None:
         self.config, self._options = args.read()
         self._checkpoint = load_checkpoint(self.config.model, self.config.revision)
+        if self._options.hf_overrides:
+            found = self._checkpoint
+            self._overridden = OverriddenCheckpoint(
+                found.folder, found.config, self._options.hf_overrides
+            )
+            self.config = replace(self.config, model=str(self._overridden.path))
         self.tokenizer = self._load_tokenizer()
         policy = make_policy(self.config.policy, self.config.policy_options)
         self.runner = ModelRunner(self.config)
