@@ -4,7 +4,9 @@ The engine's steps run in their own thread; outputs come to the event loop of ea
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from itertools import count
 from math import inf
 from typing import Any
 
@@ -33,7 +35,10 @@ class AsyncLLM:
 
     def __init__(self, args: EngineArgs) -> None:
         self._model = LoadedModel(args)
+        # By the engine's ids of requests. A caller may use an id again before the engine has
+        # ended the request that had it.
         self._streams: dict[str, _Stream] = {}
+        self._numbers = count()
         self._failure: Exception | None = None
         self._loop = EngineLoop(
             self._model.engine,
@@ -57,7 +62,7 @@ class AsyncLLM:
         priority: int = 0,
         tenant: str = DEFAULT_TENANT,
         timeout: float = inf,  # noqa: ASYNC109  a field of the request, for the policy
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of a request as they come; `output_kind` says what each has.
 
         Leaving the iteration ends the request. Raises RequestError if it cannot run here, and the
@@ -65,13 +70,14 @@ class AsyncLLM:
         """
         if self._failure is not None or not self._loop.alive:
             raise EngineError("the engine has ended: make a new AsyncLLM") from self._failure
-        if request_id in self._streams:
+        if self._find(request_id) is not None:
             raise RequestError(f"request_id {request_id!r:.80} is running: give each its own")
         read = read_prompt(prompt, self._model.tokenizer)
         options = RequestOptions(priority, tenant, timeout, lora_request)
         request, running = self._model.prepare(request_id, read, sampling_params, options)
-        stream = self._streams[request_id] = _Stream(running)
-        self._loop.add(request)
+        number = str(next(self._numbers))
+        stream = self._streams[number] = _Stream(running)
+        self._loop.add(replace(request, request_id=number))
         try:
             while True:
                 output = await stream.next()
@@ -79,13 +85,13 @@ class AsyncLLM:
                 if output.finished:
                     return
         finally:
-            del self._streams[request_id]
+            del self._streams[number]
             if not running.output.finished:
-                self._loop.abort(request_id)
+                self._loop.abort(number)
 
     async def abort(self, request_id: str) -> None:
         """Ends a request; its iteration raises RequestError. Ignores unknown ones."""
-        stream = self._streams.get(request_id)
+        stream = self._find(request_id)
         if stream is not None:
             stream.fail(RequestError(f"{request_id!r:.80} was aborted"))
 
@@ -99,6 +105,11 @@ class AsyncLLM:
         self._loop.join(_STOP_SECONDS)
         for stream in list(self._streams.values()):
             stream.fail(EngineError("the engine was shut down"))
+
+    def _find(self, request_id: str) -> "_Stream | None":
+        """The stream of a caller's id."""
+        streams = self._streams.values()
+        return next((one for one in streams if one.running.output.request_id == request_id), None)
 
     def _on_step(self, outputs: list[SequenceOutput], _: SchedulerStats, __: float | None) -> None:
         touched: dict[str, _Stream] = {}
@@ -114,8 +125,8 @@ class AsyncLLM:
             if taken is not None:
                 stream.put(taken)
 
-    def _on_rejected(self, request_id: str, error: RequestError) -> None:
-        stream = self._streams.get(request_id)
+    def _on_rejected(self, number: str, error: RequestError) -> None:
+        stream = self._streams.get(number)
         if stream is not None:
             stream.fail(error)
 

@@ -17,9 +17,11 @@ from headrace_testing.adapters import save_adapter
 from headrace_testing.checkpoints import save_checkpoint
 from headrace_testing.embedders import save_embedder
 from headrace_testing.headrace_up import UpProcess
+from headrace_testing.tool_templates import CHATML_WITH_TOOLS
 from headrace_testing.vllm_examples import (
     ADAPTED,
     ADAPTER,
+    AGENT,
     DEMO,
     EMBEDDER,
     LONG,
@@ -33,6 +35,8 @@ from headrace_testing.vllm_examples import (
 )
 
 EXAMPLES = os.environ.get(VARIABLE)
+# The fixture of the server of each model; `served` has the others.
+SERVERS = {EMBEDDER: "served_embedder", AGENT: "served_agent"}
 pytestmark = pytest.mark.skipif(EXAMPLES is None, reason=f"{VARIABLE} names no folder")
 
 
@@ -69,6 +73,19 @@ def served_embedder(
         yield up.url
 
 
+@pytest.fixture(scope="module")
+def served_agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The demo model behind a chat template with tools; all that it writes is reasoning."""
+    folder = tmp_path_factory.mktemp("agent")
+    model = shutil.copytree(demo_folder(), folder / "model")
+    (model / "chat_template.jinja").write_text(CHATML_WITH_TOOLS)
+    arguments = ("--model", str(model), "--served-model-name", "headrace-demo")
+    parser = {"HEADRACE_GATEWAY_REASONING_PARSER": "deepseek_r1"}
+    with UpProcess(folder, *arguments, env=parser) as up:
+        up.until_served()
+        yield up.url
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("example", OFFLINE, ids=lambda each: each.path)
 def test_an_offline_example_runs(
@@ -86,8 +103,7 @@ def test_an_offline_example_runs(
 def test_an_example_of_a_client_runs(
     example: Example, models: Mapping[str, str], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    server = "served_embedder" if "embedding" in example.path else "served"
-    url: str = request.getfixturevalue(server)
+    url: str = request.getfixturevalue(SERVERS.get(example.model, "served"))
     text = (Path(str(EXAMPLES)) / "online_serving" / example.path).read_text()
 
     printed = run(online_text(text, url), example, models, tmp_path)

@@ -7,7 +7,7 @@ of vLLM's source distribution. Writes docs/vllm-examples.md.
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ _URL = re.compile(r"http://(localhost|127\.0\.0\.1):8000")
 _TIMEOUT_S = 300
 
 DEMO, LONG, EMBEDDER, ADAPTED, ADAPTER = "demo", "long", "embedder", "adapted", "adapter"
+AGENT = "agent"
 DRAFT = {"meta-llama/Llama-2-13b-chat-hf": DEMO, "ibm-ai-platform/llama-13b-accelerator": DEMO}
 OPT = {"facebook/opt-125m": DEMO}
 
@@ -28,7 +29,8 @@ class Example:
     """An example by its `path`; `{name}` in `arguments` is the folder of a model.
 
     `models` are the models in its text and the names of those in their place. `other` are further
-    replaced parts of its text. `shows` is a pattern of what it prints.
+    replaced parts of its text. `shows` is a pattern of what it prints. `model` is the one that the
+    server of a client has.
     """
 
     path: str
@@ -37,6 +39,7 @@ class Example:
     models: Mapping[str, str] | None = None
     other: Mapping[str, str] | None = None
     note: str = ""
+    model: str = DEMO
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,21 +111,36 @@ OFFLINE = (
 )
 ONLINE = (
     Example("openai_completion_client.py", r"(?s)Completion\(.*top_logprobs=\["),
-    Example("openai_completion_client.py", r"(?s)(Completion\(.*){9}", ("--stream",)),
+    Example("openai_completion_client.py", r"(?s)(Completion\(.*){3}", ("--stream",)),
     Example("openai_chat_completion_client.py", r"ChatCompletion\("),
     Example("openai_chat_completion_client.py", r"(?s)(ChatCompletionChunk\(.*){3}", ("--stream",)),
     Example(
         "openai_chat_completion_client_with_tools_required.py",
         r"ChatCompletionMessageFunctionToolCall\(",
+        model=AGENT,
     ),
-    Example("openai_chat_completion_client_with_tools_xlam.py", "All tests completed"),
-    Example("openai_chat_completion_client_with_tools_xlam_streaming.py", "All tests completed"),
-    Example("openai_chat_completion_with_reasoning.py", r"(?s)content for Round 2: "),
-    Example("openai_chat_completion_with_reasoning_streaming.py", "content:"),
+    Example("openai_chat_completion_client_with_tools_xlam.py", "All tests completed", model=AGENT),
+    Example(
+        "openai_chat_completion_client_with_tools_xlam_streaming.py",
+        "All tests completed",
+        model=AGENT,
+    ),
+    Example(
+        "openai_chat_completion_with_reasoning.py",
+        r"reasoning_content for Round 2: \w",
+        model=AGENT,
+    ),
+    Example(
+        "openai_chat_completion_with_reasoning_streaming.py", r"reasoning_content:\w", model=AGENT
+    ),
     Example("structured_outputs/structured_outputs.py", r"(?s)(Content: .*){5}", ("--reasoning",)),
     Example("structured_outputs/structured_outputs.py", r"(?s)(Content: .*){5}", ("--stream",)),
-    Example("pooling/openai_embedding_client.py", r"(?s)(\[-?[0-9.]+, .*){2}"),
-    Example("pooling/openai_embedding_matryoshka_fy.py", r"^\[(-?[0-9.e-]+, ){31}-?[0-9.e-]+\]$"),
+    Example("pooling/openai_embedding_client.py", r"(?s)(\[-?[0-9.]+, .*){2}", model=EMBEDDER),
+    Example(
+        "pooling/openai_embedding_matryoshka_fy.py",
+        r"^\[(-?[0-9.e-]+, ){31}-?[0-9.e-]+\]$",
+        model=EMBEDDER,
+    ),
 )
 REFUSED = (
     Refused(
@@ -176,6 +194,14 @@ REFUSED = (
 NOT_TRIED = (
     Refused(
         (
+            "online_serving/openai_cross_encoder_score.py",
+            "online_serving/pooling/jinaai_rerank_client.py",
+            "online_serving/pooling/cohere_rerank_client.py",
+        ),
+        "they need `/score` and `/rerank` with a cross-encoder",
+    ),
+    Refused(
+        (
             "online_serving/openai_chat_completion_client_with_tools.py",
             "online_serving/openai_chat_completion_tool_calls_with_reasoning.py",
         ),
@@ -199,7 +225,6 @@ NOT_TRIED = (
             "online_serving/gradio_openai_chatbot_webserver.py",
             "online_serving/streamlit_openai_chatbot_webserver.py",
             "online_serving/opentelemetry/dummy_client.py",
-            "online_serving/pooling/cohere_rerank_client.py",
         ),
         "they need packages that Headrace's tests do not install",
     ),
@@ -227,8 +252,9 @@ def run(text: str, example: Example, models: Mapping[str, str], folder: Path) ->
     """Runs an example in `folder`; returns what it printed. Raises AssertionError if it failed."""
     script = folder / Path(example.path).name
     script.write_text(text)
+    # Arguments in JSON have braces too.
     arguments = [
-        each if "matryoshka" in each else each.format_map(models) for each in example.arguments
+        each if each.startswith('{"') else each.format_map(models) for each in example.arguments
     ]
     done = subprocess.run(
         [sys.executable, str(script), *arguments],
@@ -240,3 +266,69 @@ def run(text: str, example: Example, models: Mapping[str, str], folder: Path) ->
     )
     assert done.returncode == 0, f"{example.path}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
+
+
+INTRODUCTION = f"""\
+# vLLM's examples
+
+The examples of vLLM {VERSION} that need neither images nor a GPU, from the folder `examples` of
+its source distribution. Each runs unchanged but for its import, model and URL: `from vllm...
+import` becomes `from headrace_engine import`, models become small ones, and
+`http://localhost:8000` becomes the server's address. `headrace-demo` is the bundled model; the
+other models have random weights. [Arguments and methods](offline-api.md) that Headrace refuses
+are listed by name.
+
+    export VLLM_EXAMPLES=/path/to/vllm-{VERSION}/examples
+    .venv/bin/python -m pytest -n 0 tests/test_e2e/test_vllm_examples.py
+
+runs them and writes nothing; `PYTHONPATH=tests/support .venv/bin/python -m
+headrace_testing.vllm_examples` writes this page.
+"""
+CLIENTS = """\
+Against `headrace up`. The demo model's own chat template shows it no tools, and it does not reason.
+So examples with tools and reasoning run with another chat template, and with a reasoning parser
+that takes all text for reasoning (`agent`).
+"""
+
+
+def page() -> str:
+    return "\n".join(
+        [
+            INTRODUCTION,
+            "## Without a server, run\n",
+            *_table("offline_inference", OFFLINE),
+            "## Clients, run\n",
+            CLIENTS,
+            *_table("online_serving", ONLINE),
+            "## Refused\n",
+            *_reasons(REFUSED),
+            "## Not run\n",
+            *_reasons(NOT_TRIED),
+        ]
+    )
+
+
+def _table(folder: str, examples: Sequence[Example]) -> Iterator[str]:
+    yield "| example | arguments and models | result |"
+    yield "| --- | --- | --- |"
+    for each in examples:
+        models = [f"`{old}`: {name}" for old, name in (each.models or {}).items()]
+        arguments = [f"`{' '.join(each.arguments)}`"] if each.arguments else []
+        server = [f"server: {each.model}"] if folder == "online_serving" else []
+        said = "; ".join([*arguments, *models, *server])
+        note = f", {each.note}" if each.note else ""
+        yield f"| `{folder}/{each.path}` | {said} | runs{note} |"
+    yield ""
+
+
+def _reasons(refused: Sequence[Refused]) -> Iterator[str]:
+    yield "| example | why |"
+    yield "| --- | --- |"
+    for each in refused:
+        for path in each.paths:
+            yield f"| `{path}` | {each.why} |"
+    yield ""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
