@@ -8,6 +8,7 @@ the unused slots divided by the used ones, over all steps: metric `headrace.engi
 """
 
 import argparse
+import math
 import random
 
 from headrace_common.sampling.params import SamplingParams
@@ -35,7 +36,7 @@ def waste(prompts: Lengths, outputs: Lengths, requests: int, block_size: int) ->
 
     def length(lengths: Lengths) -> int:
         low, high = lengths
-        return round(low * (high / low) ** draw.random())
+        return round(low * math.pow(high / low, draw.random()))
 
     scheduler = Scheduler(
         EngineConfig(model="none", max_num_seqs=32),

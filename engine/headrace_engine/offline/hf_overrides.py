@@ -1,9 +1,11 @@
 """A checkpoint with some fields of its config.json replaced: vLLM's `hf_overrides`."""
 
 import json
+import shutil
+import tempfile
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 _OLD_ROPE = ("rope_scaling", "rope_theta")
@@ -18,8 +20,8 @@ class OverriddenCheckpoint:
     def __init__(
         self, folder: Path, config: Mapping[str, Any], overrides: Mapping[str, Any]
     ) -> None:
-        self._folder = TemporaryDirectory(prefix="headrace-overrides-")
-        self.path = Path(self._folder.name)
+        self.path = Path(tempfile.mkdtemp(prefix="headrace-overrides-"))
+        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
         for file in folder.iterdir():
             if file.name != "config.json":
                 (self.path / file.name).symlink_to(file.resolve())

@@ -2,25 +2,25 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from ..core.errors import ConfigError, RequestError
 from .tokenizer import ChatTokenizer
 
 
-class TextPrompt(TypedDict, total=False):
+class TextPrompt(TypedDict):
     """A text; `cache_salt` parts its prefix cache from that of prompts with another one."""
 
     prompt: str
-    cache_salt: str
+    cache_salt: NotRequired[str]
 
 
-class TokensPrompt(TypedDict, total=False):
+class TokensPrompt(TypedDict):
     """Token ids; `prompt` may be their text, for the output. `cache_salt` as in TextPrompt."""
 
-    prompt_token_ids: Sequence[int]
-    prompt: str
-    cache_salt: str
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
 
 
 Prompt = str | TextPrompt | TokensPrompt

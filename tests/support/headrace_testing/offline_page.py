@@ -98,8 +98,8 @@ def _said(meaning: Meaning) -> str:
         case Ignored(why):
             return f"no effect: {why}"
         case Fixed(accepted, remedy):
-            values = ", ".join(f"`{each!r}`" for each in accepted)
-            return f"only {values}; else: {remedy}"
+            said = ", ".join(f"`{each!r}`" for each in accepted)
+            return f"only {said}; else: {remedy}"
 
 
 def _table(title: str, rows: Mapping[str, str]) -> Iterator[str]:

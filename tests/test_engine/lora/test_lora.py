@@ -247,7 +247,7 @@ def _distance(found: list[float], expected: list[float]) -> float:
 
 @cache
 def _shapes(checkpoint: Path) -> Any:
-    runner = LLM(str(checkpoint), skip_tokenizer_init=True, num_blocks=64)._runner
+    runner = LLM(str(checkpoint), skip_tokenizer_init=True, num_blocks=64).llm_engine.model.runner
     assert isinstance(runner.model, AdaptableModel)
     return runner.model.lora_shapes
 

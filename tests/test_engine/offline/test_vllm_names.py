@@ -1,7 +1,6 @@
 """What the offline API has of vLLM's beside `generate`, and how it refuses the rest by name."""
 
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 
 import headrace_engine
 from headrace_common.sampling.params import SamplingError
-from headrace_common.text.checkpoint import demo_folder
 from headrace_engine import (
     LLM,
     AsyncLLM,
@@ -79,8 +77,9 @@ def test_methods_that_are_not_there_say_what_to_use(name: str, llm: LLM) -> None
 
 @pytest.mark.parametrize("name", UNSUPPORTED_SAMPLING)
 def test_fields_of_sampling_parameters_say_what_to_use(name: str) -> None:
+    given: dict[str, Any] = {name: [len]}
     with pytest.raises(SamplingError, match=f"{name}: is not supported: "):
-        SamplingParams(**{name: [len]})
+        SamplingParams(**given)
 
 
 @pytest.mark.parametrize("name", VLLM_ARGUMENTS)
@@ -93,7 +92,8 @@ def test_each_argument_of_vllm_is_accepted_or_refused_by_name(name: str) -> None
                 EngineArgs(**{name: "another"})
             assert str(caught.value) == f"{name}='another' is not supported: {remedy}"
         case Ignored():
-            EngineArgs(**{name: object()})
+            given: dict[str, Any] = {name: object()}
+            EngineArgs(**given)
 
 
 def test_a_typing_mistake_is_pointed_out() -> None:
@@ -167,9 +167,8 @@ def test_defaults_of_generation() -> None:
 
 
 def test_sampling_parameters_change_and_stay_checked() -> None:
-    params = SamplingParams(
-        stop=None, logit_bias=None, bad_words=None, stop_token_ids=None, seed=-1
-    )
+    empty: dict[str, Any] = dict.fromkeys(("stop", "logit_bias", "bad_words", "stop_token_ids"))
+    params = SamplingParams(**empty, seed=-1)
     other = params.clone()
     changes: dict[str, Any] = {"max_tokens": 3, "stop": "x"}
     for name, value in changes.items():
