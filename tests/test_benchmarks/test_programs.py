@@ -101,6 +101,11 @@ def test_sharing(run: Run, model: str) -> None:
     assert len(said.splitlines()) > 3
 
 
+def test_kv_waste(run: Run) -> None:
+    said = run("kv_waste", "--requests", "20").splitlines()
+    assert len(said) == 2 + 4
+
+
 def test_windows(run: Run) -> None:
     said = run("windows", "--context", "2048", "--sequences", "1").splitlines()
     assert len(said) == 2 + 2 * 4

@@ -4,6 +4,7 @@ Every cost is bounded: sizes before anything is parsed, then by the library's ow
 no model's tokenizer, so that gateways can refuse requests that no engine could run.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -11,6 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from . import structural_tag
+from .ascii_classes import ascii_lark, ascii_regex, ascii_schema
 from .structural_grammar import tag_grammar
 from .structured import StructuredKind, StructuredOutputError, StructuredOutputsParams
 
@@ -44,16 +46,16 @@ def grammar_text(
             return LLMatcher.grammar_from_regex("|".join(map(_escaped, source)))
         case StructuredKind.REGEX:
             assert isinstance(source, str)
-            return LLMatcher.grammar_from_regex(source)
+            return LLMatcher.grammar_from_regex(ascii_regex(source))
         case StructuredKind.GRAMMAR:
             assert isinstance(source, str)
-            return LLMatcher.grammar_from_lark(_lark(source))
+            return LLMatcher.grammar_from_lark(ascii_lark(_lark(source)))
         case StructuredKind.STRUCTURAL_TAG:
             return tag_grammar(structural_tag.read(source), WHITESPACE, tokens)
         case StructuredKind.JSON | StructuredKind.JSON_OBJECT:
             assert isinstance(source, str)
             return LLMatcher.grammar_from_json_schema(
-                source or '{"type":"object"}', defaults={"whitespace_pattern": WHITESPACE}
+                _schema(source), defaults={"whitespace_pattern": WHITESPACE}
             )
 
 
@@ -118,6 +120,13 @@ def _reason(error: str) -> str:
     if "NoExtension" in error:
         return "no output can match it"
     return error_text(error)
+
+
+def _schema(source: str) -> str:
+    if "attern" not in source:  # as nearly always: no `pattern`, no `patternProperties`
+        return source or '{"type":"object"}'
+    schema = ascii_schema(json.loads(source))
+    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
 
 
 def _escaped(text: str) -> str:

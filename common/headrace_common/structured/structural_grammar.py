@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .ascii_classes import ascii_regex, ascii_schema
 from .structural_format import (
     Alternatives,
     AnyText,
@@ -166,7 +167,7 @@ class _Writer:
         )
 
     def _json(self, schema: Mapping[str, Any]) -> str:
-        guided = {**schema, "x-guidance": {"whitespace_pattern": self._whitespace}}
+        guided = {**ascii_schema(schema), "x-guidance": {"whitespace_pattern": self._whitespace}}
         return f"%json {_quoted(guided)}"
 
     def _text(self, *excluded: str) -> str:
@@ -257,11 +258,11 @@ def escaped(text: str) -> str:
 
 
 def _slashed(pattern: str) -> str:
-    """A regular expression escaped for use between slashes."""
+    """A regular expression with ASCII's classes, escaped for use between slashes."""
     return re.sub(
         r"(\\[^\n])|/|\n",
         lambda found: found[1] or ("\\n" if found[0] == "\n" else "\\/"),
-        pattern,
+        ascii_regex(pattern),
     )
 
 

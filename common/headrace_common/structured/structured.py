@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from . import structural_tag
+from .ascii_classes import DATA_KEYWORDS
 from .errors import SamplingError
 
 MAX_CHARS = 65_536
@@ -22,9 +23,6 @@ MAX_DEPTH = 128
 MAX_CHOICES = 1024
 # The maximal number of states of the automaton that checks a number's divisibility.
 MAX_MULTIPLE = 10_000
-
-# Keywords whose values are data and not schemas.
-_DATA = frozenset({"const", "enum", "default", "examples"})
 
 
 class StructuredKind(StrEnum):
@@ -214,7 +212,7 @@ def _nodes(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
             )
         if isinstance(node, dict):
             yield node
-            left += [(value, depth + 1) for key, value in node.items() if key not in _DATA]
+            left += [(value, depth + 1) for key, value in node.items() if key not in DATA_KEYWORDS]
         elif isinstance(node, list):
             left += [(value, depth + 1) for value in node]
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from headrace_common.text.checkpoint import local_source
+
 from .errors import ConfigError
 
 Method = Literal["ngram", "draft_model"]
@@ -49,6 +51,8 @@ class SpeculativeConfig:
         given = {name: value for name, value in values.items() if value is not None}
         given.setdefault("method", "draft_model" if "model" in given else "ngram")
         _check_types(given)
+        if "model" in given:
+            given["model"] = local_source(given["model"])
         most, least = given.get("prompt_lookup_max"), given.get("prompt_lookup_min")
         if most is None and least is not None:
             given["prompt_lookup_max"] = max(least, LOOKUP_MAX)

@@ -3,6 +3,9 @@
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import hypot
+from operator import mul
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -12,6 +15,9 @@ from headrace_common.sampling.pooling import PoolingParams
 from ..core.errors import RequestError
 from ..core.request import EngineRequest, FinishReason
 from ..engine.engine import Engine
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,41 @@ class EmbeddingRequestOutput:
     prompt_token_ids: list[int]
     outputs: EmbeddingOutput
     num_cached_tokens: int = 0
+    finished: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PoolingOutput:
+    """An embedding as a tensor."""
+
+    data: "torch.Tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingRequestOutput:
+    """A prompt and its embedding as a tensor."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: PoolingOutput
+    finished: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """A cosine, -1 to 1."""
+
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringRequestOutput:
+    """A pair of texts, with the tokens of both, and its score."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: ScoringOutput
+    finished: bool = True
 
 
 def embed(
@@ -61,6 +102,37 @@ def embed(
             if name not in found:
                 engine.abort(name)
     return [found[name] for name in names]
+
+
+def pooled(found: Sequence[EmbeddingRequestOutput]) -> list[PoolingRequestOutput]:
+    """The same embeddings as tensors."""
+    import torch
+
+    return [
+        PoolingRequestOutput(
+            one.request_id, one.prompt_token_ids, PoolingOutput(torch.tensor(one.outputs.embedding))
+        )
+        for one in found
+    ]
+
+
+def scored(
+    left: Sequence[EmbeddingRequestOutput], right: Sequence[EmbeddingRequestOutput]
+) -> list[ScoringRequestOutput]:
+    """The cosine of each pair."""
+    return [
+        ScoringRequestOutput(
+            f"{one.request_id}_{two.request_id}",
+            [*one.prompt_token_ids, *two.prompt_token_ids],
+            ScoringOutput(_cosine(one.outputs.embedding, two.outputs.embedding)),
+        )
+        for one, two in zip(left, right, strict=True)
+    ]
+
+
+def _cosine(one: Sequence[float], two: Sequence[float]) -> float:
+    product: float = sum(map(mul, one, two))
+    return product / (hypot(*one) * hypot(*two))
 
 
 def _request(name: str, prompt: Sequence[int], pooling: PoolingParams) -> EngineRequest:

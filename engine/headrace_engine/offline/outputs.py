@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from ..lora.request import LoRARequest
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
@@ -28,10 +30,25 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    lora_request: LoRARequest | None = None
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """The times of a request in seconds since 1970; None while they have not come.
+
+    `num_generation_tokens` counts the tokens of all choices.
+    """
+
+    arrival_time: float
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+    num_generation_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -48,7 +65,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-
-    @property
-    def finished(self) -> bool:
-        return all(output.finished for output in self.outputs)
+    metrics: RequestMetrics | None = None
+    lora_request: LoRARequest | None = None
+    # What DELTA leaves out may have been what ended the request.
+    finished: bool = False

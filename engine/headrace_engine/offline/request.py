@@ -1,28 +1,41 @@
 """A running prompt of the offline API: collects tokens, text and log probabilities."""
 
+import time
 from collections.abc import Iterable
+from dataclasses import replace
 
-from headrace_common.sampling.params import SamplingParams
 from headrace_common.text.detokenizer import ChoiceText
 from headrace_common.text.tokenizer import Tokenizer
 
 from ..core.outputs import SequenceOutput, TokenLogprobs
-from .outputs import CompletionOutput, Logprob, RequestOutput
+from .outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from .sampling_params import RequestOutputKind, SamplingParams
 
 
 class RunningRequest:
     """Builds the output of one request from the engine's steps; without a tokenizer no text."""
 
     def __init__(
-        self, output: RequestOutput, params: SamplingParams, tokenizer: Tokenizer | None
+        self,
+        output: RequestOutput,
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        kind: RequestOutputKind,
     ) -> None:
         self.output = output
+        self.metrics = output.metrics = RequestMetrics(time.time())
+        self._kind = kind
         self._tokenizer = tokenizer
         self._texts = [
-            None if tokenizer is None else ChoiceText(tokenizer, output.prompt_token_ids, params)
+            None
+            if tokenizer is None or not params.detokenize
+            else ChoiceText(tokenizer, output.prompt_token_ids, params)
             for _ in output.outputs
         ]
+        # Characters and tokens of each choice that `take` has returned as a delta.
+        self._taken = [(0, 0)] * len(output.outputs)
         for choice in output.outputs:
+            choice.lora_request = output.lora_request
             if params.logprobs is not None:
                 choice.logprobs, choice.cumulative_logprob = [], 0.0
 
@@ -48,7 +61,44 @@ class RunningRequest:
         choice.stop_reason = step.stop_token if stop is None else stop
         if step.reason is not None:
             choice.stop_reason = step.reason
+        self._note(count)
         return stop is not None and reason is None
+
+    def take(self) -> RequestOutput | None:
+        """What its kind of output returns after a step; None if that is nothing."""
+        match self._kind:
+            case RequestOutputKind.FINAL_ONLY:
+                return self.output if self.output.finished else None
+            case RequestOutputKind.CUMULATIVE:
+                return replace(self.output, outputs=[_copy(one) for one in self.output.outputs])
+            case RequestOutputKind.DELTA:
+                return replace(self.output, outputs=[*self._deltas()])
+
+    def _deltas(self) -> Iterable[CompletionOutput]:
+        """The new part of each choice that has one."""
+        for choice in self.output.outputs:
+            characters, tokens = self._taken[choice.index]
+            now = (len(choice.text), len(choice.token_ids))
+            if now == (characters, tokens) and not (choice.finished and self.output.finished):
+                continue
+            self._taken[choice.index] = now
+            delta = _copy(choice)
+            delta.text = choice.text[characters:]
+            delta.token_ids = choice.token_ids[tokens:]
+            if choice.logprobs is not None:
+                delta.logprobs = choice.logprobs[tokens:]
+            yield delta
+
+    def _note(self, tokens: int) -> None:
+        now = time.time()
+        if tokens:
+            self.metrics.num_generation_tokens += tokens
+            self.metrics.last_token_time = now
+            if self.metrics.first_token_time is None:
+                self.metrics.first_token_time = now
+        if all(choice.finished for choice in self.output.outputs):
+            self.output.finished = True
+            self.metrics.finished_time = now
 
     def _add_logprobs(self, choice: CompletionOutput, step: SequenceOutput, count: int) -> None:
         if choice.logprobs is None or step.logprobs is None:
@@ -75,3 +125,8 @@ class RunningRequest:
         if self._tokenizer is not None:
             text = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return Logprob(logprob, rank, text)
+
+
+def _copy(choice: CompletionOutput) -> CompletionOutput:
+    logprobs = None if choice.logprobs is None else list(choice.logprobs)
+    return replace(choice, token_ids=list(choice.token_ids), logprobs=logprobs)

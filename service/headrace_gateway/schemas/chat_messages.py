@@ -139,14 +139,20 @@ class Message(Body):
     @model_validator(mode="before")
     @classmethod
     def _null_is_absent(cls, value: Any) -> Any:
-        """Removes empty fields: SDKs send an answer's message back as it came, with all of them."""
-        if isinstance(value, dict):
-            return {
-                name: item
-                for name, item in value.items()
-                if item is not None and not (item == [] and name in _EMPTY_LISTS)
-            }
-        return value
+        """Removes empty fields: SDKs send an answer's message back as it came, with all of them.
+
+        Some scripts send only the content back, which is null if all of the answer was reasoning.
+        """
+        if not isinstance(value, dict):
+            return value
+        given = {
+            name: item
+            for name, item in value.items()
+            if item is not None and not (item == [] and name in _EMPTY_LISTS)
+        }
+        if given == {"role": "assistant"} and "content" in value:
+            return {**given, "content": ""}
+        return given
 
     @model_validator(mode="after")
     def _says_something(self) -> "Message":

@@ -160,8 +160,8 @@ class Scenes:
         """Decodes four sequences, greedy and sampled, always with CUDA graphs; then requests with
         other parameters, and beams."""
         llm = self.llm(max_num_seqs=4)
-        watched = self._steady(llm._engine)
-        drawn = self._steady(llm._engine, temperature=0.8, top_p=0.9, top_k=50)
+        watched = self._steady(llm.llm_engine.model.engine)
+        drawn = self._steady(llm.llm_engine.model.engine, temperature=0.8, top_p=0.9, top_k=50)
         ended = [self._generated(llm, **kind)["ended"] for kind in SAMPLED]
         found = llm.beam_search(_prompts(2), BeamSearchParams(beam_width=3, max_tokens=6))
         beams = [len(one.sequences) for one in found]
@@ -252,7 +252,11 @@ class Scenes:
         with self._device.watch() as watched:
             found = self._generated(llm, output=60)
         waits = [line for line in watched.waits if "DeviceSynchronize" in line]
-        return {**found, "swapped": llm._engine.stats().swap_out_bytes, "waits": waits}
+        return {
+            **found,
+            "swapped": llm.llm_engine.model.engine.stats().swap_out_bytes,
+            "waits": waits,
+        }
 
     def speculation(self) -> Facts:
         ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}

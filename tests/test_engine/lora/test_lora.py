@@ -109,7 +109,7 @@ def test_an_adapter_that_gave_way_is_read_again_and_one_in_host_memory_is_not(
     scene: AdapterScene,
 ) -> None:
     llm = scene.llm(max_loras=1, max_cpu_loras=2)
-    adapters = llm._runner.adapters
+    adapters = llm.llm_engine.model.runner.adapters
     assert adapters is not None
     for name, loads in (("all", 1), ("some", 2), ("all", 2), ("one", 3), ("all", 3), ("some", 4)):
         scene.run(llm, [name], count=1)
@@ -155,7 +155,7 @@ def test_preempted_requests_keep_their_adapters(scene: AdapterScene, swap_space:
 
     scene.run(llm, [None, "all", "some", "one"])
 
-    stats = llm._engine.stats()
+    stats = llm.llm_engine.model.engine.stats()
     assert stats.preemptions + stats.swaps > 0
 
 
@@ -247,7 +247,7 @@ def _distance(found: list[float], expected: list[float]) -> float:
 
 @cache
 def _shapes(checkpoint: Path) -> Any:
-    runner = LLM(str(checkpoint), skip_tokenizer_init=True, num_blocks=64)._runner
+    runner = LLM(str(checkpoint), skip_tokenizer_init=True, num_blocks=64).llm_engine.model.runner
     assert isinstance(runner.model, AdaptableModel)
     return runner.model.lora_shapes
 

@@ -202,14 +202,14 @@ def test_the_memory_of_recordings_of_both_kinds_is_kept_free(
     adapter_scene: AdapterScene, replays: Replays, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = adapter_scene.llm(attention_backend="auto", max_num_seqs=4)
-    left, runner = iter((1000, 900, 895, 887, 884)), llm._runner
+    left, runner = iter((1000, 900, 895, 887, 884)), llm.llm_engine.model.runner
     assert runner._lora is not None
     monkeypatch.setattr(cuda_graphs, "free_bytes", lambda _: next(left))
     model, caches, static = runner._placed.model, runner._caches, runner._lora.static
     found = measure_graphs(
-        DecodeRecorder(model, runner.attention, caches, llm._config, 256, static)
+        DecodeRecorder(model, runner.attention, caches, llm.llm_engine.model.config, 256, static)
     )
-    blocks = 256 // llm._config.block_size
+    blocks = 256 // llm.llm_engine.model.config.block_size
     assert found == StaticBatch(4, blocks, runner.device).num_bytes + 100 + 3 * 8
 
 

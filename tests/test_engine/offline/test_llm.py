@@ -198,8 +198,8 @@ def test_progress_is_shown(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_unknown_options_are_refused(checkpoint: CheckpointMaker) -> None:
-    with pytest.raises(ConfigError, match="unknown option pipeline_parallel_size; known are"):
-        LLM(str(checkpoint("llama")), pipeline_parallel_size=2)
+    with pytest.raises(ConfigError, match="unknown option colour; known are"):
+        LLM(str(checkpoint("llama")), colour=2)
 
 
 def test_vllms_name_of_the_memory_share_is_known(checkpoint: CheckpointMaker) -> None:

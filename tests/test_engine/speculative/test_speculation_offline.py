@@ -82,7 +82,7 @@ def test_answers_with_and_without_grammars_stay_the_same(
 ) -> None:
     found, llm = answers(speculation)
     assert found == plain
-    stats = llm._engine.stats().speculation
+    stats = llm.llm_engine.model.engine.stats().speculation
     assert stats is not None
     if not speculation.get("adaptive", True):
         assert stats.accepted_tokens > 20
@@ -91,7 +91,7 @@ def test_answers_with_and_without_grammars_stay_the_same(
 def test_a_draft_model_drafts_only_tokens_that_the_grammar_allows() -> None:
     """The draft model is the target: only stops and the ends of outputs make drafts void."""
     _, llm = answers({"model": str(demo_folder()), "num_speculative_tokens": 2, "adaptive": False})
-    stats = llm._engine.stats().speculation
+    stats = llm.llm_engine.model.engine.stats().speculation
     assert stats is not None and stats.accepted_tokens > 0.9 * stats.draft_tokens
 
 

@@ -172,6 +172,25 @@ def test_each_kind_of_constraint_holds(llm: LLM, temperature: float) -> None:
     assert re.fullmatch(r"\[[0-9]\]", found[4])
 
 
+def test_the_classes_of_expressions_are_those_of_ascii() -> None:
+    """In every kind of constraint. A model with random weights prefers no script."""
+    llm = LLM(str(demo_folder()), load_format="dummy", **OPTIONS)
+    pattern = r"\d{4}\w{6}\s[^\W\d]{4}\S"
+    kinds: list[dict[str, Any]] = [
+        {"regex": pattern},
+        {"grammar": f"start: T\nT: /{pattern}/"},
+        {"json": {"type": "string", "pattern": f"^{pattern}$"}},
+        {"structural_tag": {"format": {"type": "regex", "pattern": pattern}}},
+    ]
+
+    for kind in kinds:
+        outputs = llm.generate([PROMPT], params(1.0, **kind, n=32), use_tqdm=False)
+        texts = [choice.text for choice in outputs[0].outputs]
+        if "json" in kind:
+            texts = [json.loads(text) for text in texts]
+        assert [text for text in texts if not re.fullmatch(pattern, text, re.ASCII)] == []
+
+
 def test_structures_hold_from_their_trigger_on(llm: LLM) -> None:
     """Every e begins a structure, the last one perhaps cut off; much of the text is free."""
     outputs = llm.generate([PROMPT], params(1.0, **TAGGED, n=6), use_tqdm=False)

@@ -338,6 +338,12 @@ async def test_reasoning_that_never_ends_leaves_no_content(tools: Gateway) -> No
 
     assert (answer["content"], answer["reasoning_content"]) == (None, "on and on")
 
+    only_content = {"role": "assistant", "content": answer["content"]}
+    asked = {"role": "user", "content": "x"}
+    again = await message(await tools.chat(messages=[asked, only_content, asked]))
+
+    assert again["reasoning_content"] == "on and on"
+
 
 @pytest.mark.parametrize(
     ("fields", "param", "code"),
