@@ -16,6 +16,7 @@ import msgpack
 from ..errors import FailureCode, MessageError
 from ..sampling.params import SamplingError, SamplingParams
 from ..sampling.pooling import PoolingParams
+from ..sampling.thinking import ThinkingFormat
 from ..structured.structured import StructuredOutputsParams
 
 PROTOCOL_VERSION = 1
@@ -307,7 +308,7 @@ def unpack_tokens(data: bytes) -> tuple[int, ...]:
 
 def _plain(value: object) -> object:
     """Returns a request's value that msgpack does not know as one that it knows."""
-    if isinstance(value, StructuredOutputsParams):
+    if isinstance(value, StructuredOutputsParams | ThinkingFormat):
         return value.to_wire()
     if isinstance(value, Mapping):
         return dict(value)
@@ -397,6 +398,8 @@ def _sampling(raw: dict[Any, Any]) -> SamplingParams:
             known["structured_outputs"] = StructuredOutputsParams.from_wire(
                 raw["structured_outputs"]
             )
+        if known.get("thinking_format") is not None:
+            known["thinking_format"] = ThinkingFormat.from_wire(raw["thinking_format"])
         return SamplingParams(**known)
     except (SamplingError, TypeError) as error:
         raise MessageError(f"sampling: {error}") from error

@@ -25,11 +25,13 @@ from ..core.config import EngineConfig
 from ..core.errors import ConfigError, RequestError
 from ..core.request import EngineRequest
 from ..core.speculative_config import SpeculativeConfig
+from ..core.thinking import ThinkingBudget
 from ..engine.engine import Engine
 from ..lora.request import LoRARequest
 from ..model_runner.model_runner import ModelRunner
 from ..scheduler.policies import make_policy
 from ..structured_output.compiler import GrammarCompiler
+from ..structured_output.thinking_budgets import ThinkingBudgets
 from .beams import BeamSearchOutput, BeamSearchParams, beam_output
 from .embeddings import EmbeddingRequestOutput, embed
 from .outputs import CompletionOutput, RequestOutput
@@ -100,6 +102,7 @@ class LLM:
         self._random = random.Random(self._config.seed)  # noqa: S311  sampling, not secrets
         self._counter = 0
         self._grammars: GrammarCompiler | None = None
+        self._thinking: ThinkingBudgets | None = None
         # Present objects stay alive: the collector need not visit them between steps.
         gc.collect()
         gc.freeze()
@@ -275,12 +278,14 @@ class LLM:
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
         now = time.monotonic()
         grammar = self._compile(params)
+        thinking = self._limit_thinking(params)
         self._engine.add_request(
             EngineRequest(
                 request_id=request_id,
                 prompt_token_ids=tuple(prompt.token_ids),
                 params=self._spelled(params),
                 grammar=grammar,
+                thinking=thinking,
                 seed=seed,
                 arrival=now,
                 priority=options.priority,
@@ -302,6 +307,13 @@ class LLM:
                 self.get_tokenizer(), runner.vocab_size, runner.eos_token_ids
             )
         return self._grammars.compile(params.structured_outputs)
+
+    def _limit_thinking(self, params: SamplingParams) -> ThinkingBudget | None:
+        if params.thinking_token_budget is None:
+            return None
+        if self._thinking is None:
+            self._thinking = ThinkingBudgets(self.get_tokenizer())
+        return self._thinking.make(params)
 
     def _spelled(self, params: SamplingParams) -> SamplingParams:
         if not params.bad_words:

@@ -118,6 +118,8 @@ class ChatOutput:
         if template is None:
             return OutputForm(), sampling  # the prompt encoder refuses it
         form = OutputForm(reasoning=self._reasoning(template))
+        if form.reasoning is None and sampling.thinking_token_budget is not None:
+            raise _no_reasoning(model)
         if asked.callable:
             form, sampling = self._with_tools(model, template, form, sampling, asked)
         if form.reasoning is not None and form.calls != OPENAI:
@@ -125,6 +127,11 @@ class ChatOutput:
         if form.reasoning == OPENAI_GPTOSS:
             sampling = _ending_turns(model, sampling)
         return form, _showing_markers(model, form, sampling)
+
+    def reasons(self, model: ServedModel) -> bool:
+        """Whether the model's reasoning is recognised."""
+        template = model.chat_template
+        return template is not None and self._reasoning(template) is not None
 
     def _reasoning(self, template: ChatTemplate) -> str | None:
         if self._reasoning_parser == "auto":
@@ -164,6 +171,15 @@ class ChatOutput:
         if self._tool_parser == "auto":
             return detect_tool_parser(template.source)
         return None if self._tool_parser == "none" else self._tool_parser
+
+
+def _no_reasoning(model: ServedModel) -> ApiError:
+    return invalid(
+        f"thinking_token_budget: no markers of reasoning are known for {model.name}; leave it out, "
+        "or have the server's reasoning_parser set.",
+        param="thinking_token_budget",
+        code="unsupported_parameter",
+    )
 
 
 def _unsupported(reason: str) -> ApiError:

@@ -125,9 +125,7 @@ def at(held: StructuredOutputsParams, form: OutputForm, text: Tokenizer, prompt:
 @pytest.mark.parametrize("spelling", ["text", "added", "special"])
 @pytest.mark.parametrize("kind", CONSTRAINTS)
 @pytest.mark.parametrize("name", [*FAMILIES, HARMONY])
-def test_reasoning_is_free_and_what_follows_must_match(
-    name: str, kind: str, spelling: str
-) -> None:
+def test_reasoning_is_free_and_what_follows_must_match(name: str, kind: str, spelling: str) -> None:
     constraint, check = CONSTRAINTS[kind]
     form = OutputForm(reasoning=name)
     held = constrained_answer(constraint, form)
