@@ -241,7 +241,11 @@ def encode_request(request: GenerateRequest) -> bytes:
         "id": request.request_id,
         "model": request.model,
         "prompt": pack_tokens(request.prompt_token_ids),
-        "sampling": {name: getattr(sampling, name) for name in _SAMPLING_FIELDS},
+        "sampling": {
+            name: value
+            for name in _SAMPLING_FIELDS
+            if (value := getattr(sampling, name)) is not None or name not in _LEFT_OUT
+        },
         "created": request.created_ms,
         "deadline": request.deadline_ms,
         "tenant": request.tenant,
@@ -384,6 +388,8 @@ def _pooling(raw: dict[Any, Any]) -> PoolingParams:
 
 # Fields for texts that only gateways use.
 _NOT_SENT = frozenset({"stop", "bad_words"})
+# Fields that are left out if they are None: a stored request keeps its bytes.
+_LEFT_OUT = frozenset({"thinking_token_budget", "thinking_format"})
 _SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams) if f.name not in _NOT_SENT)
 
 

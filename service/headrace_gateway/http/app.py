@@ -31,6 +31,7 @@ from ..generation.metered_client import MeteredClient
 from ..generation.pipeline import Pipeline
 from ..generation.rendering import Rendering
 from ..generation.resumable_response import ResumableRequests
+from ..generation.scoring import RerankRequest, ScoreRequest
 from ..limits.api_keys import KeyFile
 from ..limits.rate_limits import RateLimits
 from ..limits.tenant_stores import StoreLimits, TenantStores
@@ -66,6 +67,7 @@ from .routes import (
     models,
     requests,
     responses,
+    scoring,
     tokens,
 )
 from .routes.documents import document_bodies, document_errors, document_keys
@@ -79,6 +81,7 @@ ROUTES = (
     responses,
     messages,
     embeddings,
+    scoring,
     batches,
     files,
     requests,
@@ -192,6 +195,8 @@ def create_app(settings: GatewaySettings, deps: AppDependencies) -> FastAPI:
             CompletionRequest,
             CreateBatch,
             EmbeddingRequest,
+            ScoreRequest,
+            RerankRequest,
             ResponsesRequest,
             MessagesRequest,
             CountTokensRequest,
