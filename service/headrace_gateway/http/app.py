@@ -70,7 +70,7 @@ from .routes import (
     scoring,
     tokens,
 )
-from .routes.documents import document_bodies, document_errors, document_keys
+from .routes.documents import document_bodies, document_errors, document_headers, document_keys
 from .services import Services
 from .unsent import DiscardUnsent
 
@@ -205,6 +205,7 @@ def create_app(settings: GatewaySettings, deps: AppDependencies) -> FastAPI:
         ),
     )
     document_errors(app)
+    document_headers(app)
     add_error_handlers(app)
     app.add_middleware(DiscardUnsent)
     app.add_middleware(
