@@ -77,12 +77,14 @@ def body_of(kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def _amend(app: FastAPI, amend: Callable[[dict[str, Any]], None]) -> None:
-    """Has `amend` change the application's OpenAPI document whenever it is made."""
+    """Has `amend` change the application's OpenAPI document when it is made, once."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
+        made = app.openapi_schema is not None
         document = generate()
-        amend(document)
+        if not made:
+            amend(document)
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
