@@ -13,6 +13,7 @@ from typing import Literal
 
 from ..structured.errors import SamplingError as SamplingError
 from ..structured.structured import StructuredOutputsParams
+from .thinking import ThinkingFormat
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
@@ -46,6 +47,9 @@ class SamplingParams:
     `bad_words_token_ids`, which the engine reads. `prompt_logprobs` None returns none, k those of
     each prompt token and of the k most likely tokens at its position.
 
+    `thinking_token_budget` is the most tokens of reasoning (None: any number): after that many the
+    reasoning is closed. `thinking_format` says how the model marks its reasoning.
+
     `best_of` choices run, and the `n` with the highest summed log probability are returned. With
     `use_beam_search` that many beams are searched instead, as transformers does. Then the score is
     divided by the output's length to the power of `length_penalty`. `early_stopping` True ends the
@@ -77,6 +81,8 @@ class SamplingParams:
     bad_words: Sequence[str] = ()
     bad_words_token_ids: Sequence[Sequence[int]] = ()
     prompt_logprobs: int | None = None
+    thinking_token_budget: int | None = None
+    thinking_format: ThinkingFormat | None = None
     best_of: int | None = None
     use_beam_search: bool = False
     length_penalty: float = 1.0
@@ -104,6 +110,8 @@ class SamplingParams:
         _check_bias(self.logit_bias)
         if self.prompt_logprobs is not None:
             _whole("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        if self.thinking_token_budget is not None:
+            _whole("thinking_token_budget", self.thinking_token_budget, 0, 2**31 - 1)
         _check_branches(self)
         _check_allowed(self.allowed_token_ids)
         _check_bad_words(self.bad_words, self.bad_words_token_ids)
@@ -153,6 +161,7 @@ class SamplingParams:
             or self.presence_penalty != 0.0
             or self.structured_outputs is not None
             or self.allowed_token_ids is not None
+            or self.thinking_token_budget is not None
             or bool(self.logit_bias or self.bad_words_token_ids)
         )
 
@@ -275,6 +284,7 @@ def _check_beams(params: SamplingParams) -> None:
         "min_tokens": 0,
         "structured_outputs": None,
         "allowed_token_ids": None,
+        "thinking_token_budget": None,
     }
     changed = [name for name, value in neutral.items() if getattr(params, name) != value]
     changed += [name for name in ("logit_bias", "stop", "bad_words") if getattr(params, name)]

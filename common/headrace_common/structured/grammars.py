@@ -5,7 +5,6 @@ no model's tokenizer, so that gateways can refuse requests that no engine could 
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from . import structural_tag
 from .ascii_classes import ascii_lark, ascii_regex, ascii_schema
+from .lark import lark
 from .structural_grammar import tag_grammar
 from .structured import StructuredKind, StructuredOutputError, StructuredOutputsParams
 
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
 # write blanks without end.
 WHITESPACE = " ?"
 _SPECIAL = frozenset(r"\.+*?()|[]{}^$")
-# Terminals that refer to terminals, and the conversion of GBNF, cost more than their length.
-MAX_TERMINALS = 128
-MAX_GBNF_CHARS = 16_384
-_TERMINAL = re.compile(r"(?m)^\s*_?[A-Z][A-Z0-9_]*(?:\.-?\d+)?(?:\[[^\]\n]*\])?\s*:")
 _END = 256
 
 
@@ -49,7 +45,7 @@ def grammar_text(
             return LLMatcher.grammar_from_regex(ascii_regex(source))
         case StructuredKind.GRAMMAR:
             assert isinstance(source, str)
-            return LLMatcher.grammar_from_lark(ascii_lark(_lark(source)))
+            return LLMatcher.grammar_from_lark(ascii_lark(lark(source)))
         case StructuredKind.STRUCTURAL_TAG:
             return tag_grammar(structural_tag.read(source), WHITESPACE, tokens)
         case StructuredKind.JSON | StructuredKind.JSON_OBJECT:
@@ -131,32 +127,3 @@ def _schema(source: str) -> str:
 
 def _escaped(text: str) -> str:
     return "".join("\\" + letter if letter in _SPECIAL else letter for letter in text)
-
-
-def _lark(source: str) -> str:
-    """The grammar in Lark's syntax; GBNF, which begins at `root`, is converted."""
-    from llguidance import gbnf_to_lark
-
-    if "%json" in source:
-        # Its schema would escape the checks that other schemas pass.
-        raise StructuredOutputError("grammar", "%json is not supported: send the schema as json")
-    if gbnf_to_lark.is_lark_syntax(source):
-        if len(_TERMINAL.findall(source)) > MAX_TERMINALS:
-            raise StructuredOutputError(
-                "grammar",
-                f"there are over {MAX_TERMINALS} terminals (names in capitals): make some of them "
-                "rules",
-            )
-        return source
-    if len(source) > MAX_GBNF_CHARS or source.count("::=") > MAX_TERMINALS:
-        raise StructuredOutputError(
-            "grammar",
-            f"GBNF may have at most {MAX_GBNF_CHARS} characters and {MAX_TERMINALS} rules: "
-            "write a larger one as Lark",
-        )
-    try:
-        return gbnf_to_lark.gbnf_to_lark(source)
-    except Exception as error:  # its parser raises plain ones
-        raise StructuredOutputError(
-            "grammar", f"is neither Lark (rule start) nor GBNF (rule root): {error!s:.200}"
-        ) from error

@@ -1,7 +1,7 @@
-"""Formats of structural tags: fixed texts, JSON, patterns, free text, and their combinations.
+"""Formats of structural tags: fixed texts, JSON, patterns, grammars, free text; combinations.
 
 Kinds and JSON names are those of xgrammar's structural tags as far as it has them. Sizes and shapes
-are checked here, the schemas are not.
+are checked here, schemas and grammars are not.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,6 +10,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar
 
 MAX_MARKER_CHARS = 1024
+MAX_CONTENT_CHARS = 65_536
 MAX_DEPTH = 32
 MAX_ELEMENTS = 1024
 
@@ -23,7 +24,7 @@ class Const:
     """A fixed text."""
 
     type: ClassVar[str] = "const_string"
-    value: str = _kind("text")
+    value: str = _kind("content")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +32,21 @@ class Pattern:
     """Text that a regular expression matches."""
 
     type: ClassVar[str] = "regex"
-    pattern: str = _kind("text")
+    pattern: str = _kind("content")
 
 
 @dataclass(frozen=True, slots=True)
 class Json:
     type: ClassVar[str] = "json_schema"
     json_schema: Mapping[str, Any] = _kind("schema")
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """Text that a grammar in Lark or GBNF (EBNF) describes."""
+
+    type: ClassVar[str] = "grammar"
+    grammar: str = _kind("content")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +166,7 @@ Format = (
     Const
     | Pattern
     | Json
+    | Grammar
     | AnyText
     | Until
     | Concatenation
@@ -174,6 +184,7 @@ _CLASSES: Mapping[str, type[Format]] = {
         Const,
         Pattern,
         Json,
+        Grammar,
         AnyText,
         Until,
         Concatenation,
@@ -249,10 +260,10 @@ def check_names(node: Format, known: AbstractSet[str] = frozenset()) -> None:
             raise ValueError("only the outermost format can have rules")
 
 
-def marker(text: object, name: str) -> str:
+def marker(text: object, name: str, limit: int = MAX_MARKER_CHARS) -> str:
     """Checks a text that marks a beginning. Raises ValueError."""
-    if not isinstance(text, str) or not 0 < len(text) <= MAX_MARKER_CHARS:
-        raise ValueError(f"{name} must be texts of 1 to {MAX_MARKER_CHARS} characters")
+    if not isinstance(text, str) or not 0 < len(text) <= limit:
+        raise ValueError(f"{name} must be texts of 1 to {limit} characters")
     return text
 
 
@@ -316,6 +327,7 @@ def _of(value: object, kind: type, name: str) -> Any:
 
 _READERS: Mapping[str, Callable[[object, str, int], Any]] = {
     "text": lambda value, name, _: marker(value, name),
+    "content": lambda value, name, _: marker(value, name, MAX_CONTENT_CHARS),
     "optional_text": _optional_text,
     "texts": _texts,
     "schema": lambda value, name, _: _of(value, Mapping, name),

@@ -10,12 +10,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .ascii_classes import ascii_regex, ascii_schema
+from .ascii_classes import ascii_lark, ascii_regex, ascii_schema
+from .lark import lark
 from .structural_format import (
     Alternatives,
     AnyText,
     Const,
     Format,
+    Grammar,
     Json,
     Listed,
     Pattern,
@@ -37,10 +39,18 @@ _BEFORE = r"[ \t\r\n]{0,4}"  # bounded, since a model with few other options wou
 
 
 def tag_grammar(tag: StructuralTag, whitespace: str, tokens: Mapping[str, int]) -> str:
-    """A tag as Lark for llguidance; `whitespace` is the pattern between tokens of JSON."""
+    """A tag in llguidance's form; `whitespace` is the pattern between tokens of JSON.
+
+    It is Lark, or JSON of several grammars in Lark if the tag has grammars of the user's. Raises
+    StructuredOutputError for one of these.
+    """
     writer = _Writer(whitespace, tokens)
     start = _start(writer, tag)
-    return "\n".join(["%llguidance {}", f"start: {start}", f"TEXT: /{_ANY}/", *writer.rules, ""])
+    text = "\n".join(["%llguidance {}", f"start: {start}", f"TEXT: /{_ANY}/", *writer.rules, ""])
+    if not writer.grammars:
+        return text
+    named = [{"name": name, "lark_grammar": each} for name, each in writer.grammars.items()]
+    return _quoted({"grammars": [{"lark_grammar": text}, *named]})
 
 
 def _start(writer: "_Writer", tag: StructuralTag) -> str:
@@ -92,10 +102,14 @@ class _Thought:
 
 
 class _Writer:
-    """Writes a grammar's rules. `used` are the tokens that they contain so far."""
+    """Writes a grammar's rules. `used` are the tokens that they contain so far.
+
+    `grammars` are the user's in Lark, by the names by which rules refer to them.
+    """
 
     def __init__(self, whitespace: str, tokens: Mapping[str, int]) -> None:
         self.rules: list[str] = []
+        self.grammars: dict[str, str] = {}
         self.tokens = tokens
         self.used: set[int] = set()
         self._named: dict[str, str] = {}
@@ -135,6 +149,8 @@ class _Writer:
                 return f"/{_slashed(node.pattern)}/"
             case Json():
                 return self._json(node.json_schema)
+            case Grammar():
+                return self._grammar(node.grammar)
             case AnyText():
                 return self._text(node.unless, unless)
             case Until():
@@ -169,6 +185,11 @@ class _Writer:
     def _json(self, schema: Mapping[str, Any]) -> str:
         guided = {**ascii_schema(schema), "x-guidance": {"whitespace_pattern": self._whitespace}}
         return f"%json {_quoted(guided)}"
+
+    def _grammar(self, source: str) -> str:
+        name = f"g{len(self.grammars)}"
+        self.grammars[name] = ascii_lark(lark(source))
+        return f"@{name}"
 
     def _text(self, *excluded: str) -> str:
         """Any text that does not begin with a match of one of the patterns."""

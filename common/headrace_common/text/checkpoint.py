@@ -154,3 +154,11 @@ def _sentence(error: Exception) -> str:
 def default_name(model: str) -> str:
     """A model's default name for clients: the folder's name or the hub id's last part."""
     return model.rstrip("/").rsplit("/", 1)[-1]
+
+
+def is_cross_encoder(config: Mapping[str, Any]) -> bool:
+    """Whether config.json describes a cross-encoder: a classifier of texts with a single label."""
+    names, labels = config.get("architectures"), config.get("id2label")
+    count = len(labels) if isinstance(labels, Mapping) else config.get("num_labels")
+    name = names[0] if isinstance(names, list) and names else None
+    return count == 1 and isinstance(name, str) and name.endswith("ForSequenceClassification")

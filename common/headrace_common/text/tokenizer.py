@@ -99,6 +99,11 @@ class Tokenizer:
         """
         return self._encode(self._backend, text, add_special_tokens, most)
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Token ids of two texts as cross-encoders read them, with the tokens between them."""
+        (encoded,) = self._backend.encode_batch_fast([(first, second)], add_special_tokens=True)
+        return list(encoded.ids)
+
     def protect(self, value: Any) -> Any:
         """A copy of JSON-like data whose special tokens are distinguishable from a template's."""
         if self._special_pattern is None:

@@ -16,6 +16,7 @@ import msgpack
 from ..errors import FailureCode, MessageError
 from ..sampling.params import SamplingError, SamplingParams
 from ..sampling.pooling import PoolingParams
+from ..sampling.thinking import ThinkingFormat
 from ..structured.structured import StructuredOutputsParams
 
 PROTOCOL_VERSION = 1
@@ -240,7 +241,11 @@ def encode_request(request: GenerateRequest) -> bytes:
         "id": request.request_id,
         "model": request.model,
         "prompt": pack_tokens(request.prompt_token_ids),
-        "sampling": {name: getattr(sampling, name) for name in _SAMPLING_FIELDS},
+        "sampling": {
+            name: value
+            for name in _SAMPLING_FIELDS
+            if (value := getattr(sampling, name)) is not None or name not in _LEFT_OUT
+        },
         "created": request.created_ms,
         "deadline": request.deadline_ms,
         "tenant": request.tenant,
@@ -307,7 +312,7 @@ def unpack_tokens(data: bytes) -> tuple[int, ...]:
 
 def _plain(value: object) -> object:
     """Returns a request's value that msgpack does not know as one that it knows."""
-    if isinstance(value, StructuredOutputsParams):
+    if isinstance(value, StructuredOutputsParams | ThinkingFormat):
         return value.to_wire()
     if isinstance(value, Mapping):
         return dict(value)
@@ -383,6 +388,8 @@ def _pooling(raw: dict[Any, Any]) -> PoolingParams:
 
 # Fields for texts that only gateways use.
 _NOT_SENT = frozenset({"stop", "bad_words"})
+# Fields that are left out if they are None: a stored request keeps its bytes.
+_LEFT_OUT = frozenset({"thinking_token_budget", "thinking_format"})
 _SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams) if f.name not in _NOT_SENT)
 
 
@@ -397,6 +404,8 @@ def _sampling(raw: dict[Any, Any]) -> SamplingParams:
             known["structured_outputs"] = StructuredOutputsParams.from_wire(
                 raw["structured_outputs"]
             )
+        if known.get("thinking_format") is not None:
+            known["thinking_format"] = ThinkingFormat.from_wire(raw["thinking_format"])
         return SamplingParams(**known)
     except (SamplingError, TypeError) as error:
         raise MessageError(f"sampling: {error}") from error

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace_common.text.checkpoint import is_cross_encoder
+
 from ..core.errors import CheckpointError, CheckpointNotFound, ConfigError
 
 JsonObject = Mapping[str, Any]
@@ -43,6 +45,11 @@ class Checkpoint:
         GPT-2's class with a head is named ...LMHeadModel.
         """
         return self.architecture.endswith("Model") and not self.architecture.endswith("LMHeadModel")
+
+    @property
+    def scores_pairs(self) -> bool:
+        """Whether the checkpoint is a cross-encoder: a classifier with a single label."""
+        return is_cross_encoder(self.config)
 
     @property
     def dtype_name(self) -> str | None:

@@ -13,6 +13,7 @@ from .errors import IllegalTransition
 
 if TYPE_CHECKING:
     from .compiled_grammar import CompiledGrammar, GrammarCursor
+    from .thinking import ThinkingBudget, ThinkingCursor
 
 
 # In `Sequence.token_ids`: the token that the step in flight is going to choose.
@@ -52,7 +53,8 @@ class EngineRequest:
     choice. They are not part of the prompt, so that penalties, length limits and random numbers
     continue correctly. Requests with different `cache_salt` share no prefix cache. A request with
     `pooling` returns the prompt's embedding and no tokens. `grammar` is
-    `params.structured_outputs`, compiled by the caller. The engine sets `candidates` for beams: how
+    `params.structured_outputs`, compiled by the caller; `thinking` is the limit of
+    `params.thinking_token_budget`, made by the caller. The engine sets `candidates` for beams: how
     many of the most likely tokens the search reads. `logprobs` is what the sampler reads:
     `candidates`, or the user's value. `lora` names the adapter to run with.
     `arrival` and `deadline` are seconds of the monotonic clock. `priority` 0 is normal; lower runs
@@ -71,6 +73,7 @@ class EngineRequest:
     resume: tuple[tuple[int, ...], ...] = ()
     pooling: PoolingParams | None = None
     grammar: "CompiledGrammar | None" = None
+    thinking: "ThinkingBudget | None" = None
     candidates: int | None = None
     lora: str | None = None
     logprobs: int | None = field(init=False)
@@ -118,6 +121,7 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)
     host_blocks: list[int] = field(default_factory=list)
     grammar_cursor: "GrammarCursor | None" = None
+    thinking_cursor: "ThinkingCursor | None" = None
     adjusted: bool = field(init=False)
 
     def __post_init__(self) -> None:

@@ -13,11 +13,13 @@ from ..checkpoints.checkpoint import load_checkpoint
 from ..core.compiled_grammar import CompiledGrammar
 from ..core.errors import ConfigError, RequestError
 from ..core.request import EngineRequest
+from ..core.thinking import ThinkingBudget
 from ..engine.engine import Engine
 from ..lora.request import LoRARequest
 from ..model_runner.model_runner import ModelRunner
 from ..scheduler.policies import make_policy
 from ..structured_output.compiler import GrammarCompiler
+from ..structured_output.thinking_budgets import ThinkingBudgets
 from .engine_args import EngineArgs
 from .hf_overrides import OverriddenCheckpoint
 from .outputs import CompletionOutput, RequestOutput
@@ -66,6 +68,7 @@ class LoadedModel:
         self.engine = Engine(self.config, self.runner, policy)
         self._random = random.Random(self.config.seed)  # noqa: S311  sampling, not secrets
         self._grammars: GrammarCompiler | None = None
+        self._thinking: ThinkingBudgets | None = None
         # Counts reset_prefix_cache: prompts of another epoch are not found.
         self._epoch = 0
         # Present objects stay alive: the collector need not visit them between steps.
@@ -114,6 +117,7 @@ class LoadedModel:
             prompt_token_ids=tuple(token_ids),
             params=self._spelled(held.for_request()),
             grammar=self._compile(held),
+            thinking=self._limit_thinking(held),
             seed=self._random.getrandbits(63) if held.seed is None else held.seed,
             arrival=now,
             priority=options.priority,
@@ -176,6 +180,13 @@ class LoadedModel:
                 self.need_tokenizer(), runner.vocab_size, runner.eos_token_ids
             )
         return self._grammars.compile(params.structured_outputs)
+
+    def _limit_thinking(self, params: SamplingParams) -> ThinkingBudget | None:
+        if params.thinking_token_budget is None:
+            return None
+        if self._thinking is None:
+            self._thinking = ThinkingBudgets(self.need_tokenizer())
+        return self._thinking.make(params)
 
     def _spelled(self, params: common.SamplingParams) -> common.SamplingParams:
         if not params.bad_words:

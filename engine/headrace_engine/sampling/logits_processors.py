@@ -1,7 +1,8 @@
 """Applies the sampling parameters that change logits, before a token is chosen.
 
 The order is vLLM's: grammar, allowed tokens, bad words, min_tokens, logit_bias, repetition penalty,
-frequency and presence penalties. Each change touches only entries of its own row.
+frequency and presence penalties, the end of reasoning. Each change touches only entries of its own
+row.
 """
 
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ import torch
 from headrace_common.sampling.params import SamplingParams
 
 from ..core.step_plan import SampleRow
+from ..core.thinking import ThinkingCursor
 from ..device.transfer import to_device
 from ..structured_output.masks import apply_grammars, has_grammar
 
@@ -27,6 +29,7 @@ def adjust(logits: torch.Tensor, rows: Rows[SampleRow], eos_token_ids: frozenset
     _add_bias(logits, rows)
     _penalise_repetition(logits, rows)
     _penalise_output(logits, rows)
+    _end_reasoning(logits, rows)
 
 
 def wants_adjusting(row: SampleRow) -> bool:
@@ -149,6 +152,35 @@ def _penalise_output(logits: torch.Tensor, rows: Rows[SampleRow]) -> None:
 
 def _penalises_output(params: SamplingParams) -> bool:
     return params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
+
+
+def _end_reasoning(logits: torch.Tensor, rows: Rows[SampleRow]) -> None:
+    """Leaves one token to a row whose reasoning is over its limit."""
+    entries = _Entries()
+    chosen: list[int] = []
+    for index, row in enumerate(rows):
+        token = _forced(row)
+        if token is not None:
+            chosen.append(index)
+            entries.add(index, _ids((token,)), 0.0)
+    if entries:
+        places, values = entries.tensors(logits.device)
+        logits[to_device(np.array(chosen), logits.device)] = -torch.inf
+        logits[places] = values
+
+
+def _forced(row: SampleRow) -> int | None:
+    """The only token that the limit of the row's reasoning allows; None if it allows any."""
+    sequence = row.sequence
+    thinking = sequence.request.thinking
+    if thinking is None:
+        return None
+    if sequence.grammar_cursor is not None and sequence.grammar_cursor.error is not None:
+        return None  # the output ends with this error
+    cursor = sequence.thinking_cursor
+    if cursor is None:
+        cursor = sequence.thinking_cursor = ThinkingCursor(thinking)
+    return cursor.forced(sequence.token_ids, sequence.prompt_length, row.known_length, row.ahead)
 
 
 def _ids(tokens: Iterable[int]) -> npt.NDArray[np.int64]:

@@ -49,7 +49,7 @@ def check_request(request: EngineRequest, limits: Limits) -> None:
     _check_prompt(request, limits)
     _check_capacity(request, limits)
     _check_resume(request, limits)
-    _check_grammar(request)
+    _check_tokenizer(request)
     _check_adapter(request, limits)
     try:
         request.params.check_vocabulary(limits.vocab_size)
@@ -69,10 +69,14 @@ def _check_task(request: EngineRequest, limits: Limits) -> None:
     limits.pooler.check(request.pooling.dimensions)
 
 
-def _check_grammar(request: EngineRequest) -> None:
+def _check_tokenizer(request: EngineRequest) -> None:
     if request.params.structured_outputs is not None and request.grammar is None:
         raise RequestError(
             "structured_outputs need a tokenizer, and this engine has none: leave them out"
+        )
+    if request.params.thinking_token_budget is not None and request.thinking is None:
+        raise RequestError(
+            "thinking_token_budget needs a tokenizer, and this engine has none: leave it out"
         )
 
 

@@ -38,7 +38,12 @@ class GrammarCompilation:
         self._executor = ThreadPoolExecutor(1, "grammar")
 
     async def complete(self, request: EngineRequest) -> EngineRequest:
-        """Returns the request with its compiled grammar. Raises RequestError."""
+        """Returns the request with its compiled grammar and its limit of reasoning.
+
+        Raises RequestError.
+        """
+        if self._compiler is not None and request.params.thinking_token_budget is not None:
+            request = replace(request, thinking=self._compiler.thinking.make(request.params))
         structured = request.params.structured_outputs
         if structured is None:
             return request

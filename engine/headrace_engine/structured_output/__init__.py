@@ -1,4 +1,4 @@
-"""Grammars compiled for a vocabulary, and masks of the tokens that they allow.
+"""Grammars compiled for a vocabulary, masks of the tokens that they allow, and limits of reasoning.
 
 Imports core and device.
 """

@@ -12,6 +12,7 @@ from headrace_common.structured.structured import StructuredOutputError, Structu
 
 from ..core.compiled_grammar import CompiledGrammar
 from ..core.errors import RequestError
+from .thinking_budgets import ThinkingBudgets
 
 if TYPE_CHECKING:
     from headrace_common.text.tokenizer import Tokenizer
@@ -24,7 +25,8 @@ class GrammarCompiler:
     """Compiles grammars and caches the most recently used ones. Thread-safe.
 
     Make it at start: for 128,000 tokens that takes about 0.7 s and 90 MB, and blocks all Python
-    threads. Raises RequestError if llguidance is not installed.
+    threads. Raises RequestError if llguidance is not installed. `thinking` makes limits on tokens
+    of reasoning for the same vocabulary.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class GrammarCompiler:
             ) from error
         size = max(vocab_size, tokenizer.vocab_size)
         self._words = -(-size // MASK_BITS)
+        self.thinking = ThinkingBudgets(tokenizer)
         self._can_end = bool(eos_token_ids)
         self._tokenizer = LLTokenizer(
             tokenizer.to_json(),

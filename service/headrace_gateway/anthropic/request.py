@@ -79,8 +79,11 @@ def omits_thinking(body: MessagesRequest) -> bool:
     return isinstance(body.thinking, ThinkingOn) and body.thinking.display == "omitted"
 
 
-def sampling_of(body: MessagesRequest) -> SamplingParams:
-    """Returns the request's sampling. Raises SamplingError and ApiError."""
+def sampling_of(body: MessagesRequest, *, reasons: bool) -> SamplingParams:
+    """Returns the request's sampling. Raises SamplingError and ApiError.
+
+    A model that does not reason has no use for a limit of thinking.
+    """
     names = ("temperature", "top_p", "top_k", "min_p", "seed")
     given = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
     return SamplingParams(
@@ -88,7 +91,12 @@ def sampling_of(body: MessagesRequest) -> SamplingParams:
         max_tokens=body.max_tokens,
         stop=tuple(body.stop_sequences or ()),
         structured_outputs=_structured(body),
+        thinking_token_budget=_budget(body) if reasons else None,
     )
+
+
+def _budget(body: MessagesRequest) -> int | None:
+    return body.thinking.budget_tokens if isinstance(body.thinking, ThinkingOn) else None
 
 
 def _structured(body: MessagesRequest) -> StructuredOutputsParams | None:

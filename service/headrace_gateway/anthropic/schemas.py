@@ -135,7 +135,7 @@ class ThinkingOff(Body):
 
 
 class ThinkingOn(Body):
-    """Reasoning is on. `budget_tokens` is a hint; only max_tokens is a limit.
+    """Reasoning is on, and ends after `budget_tokens` at the latest.
 
     `block_binding` has no effect: thinking that is sent back is not checked.
     """

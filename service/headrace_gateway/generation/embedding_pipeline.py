@@ -29,6 +29,7 @@ from .embeddings import (
     EmbeddingResponse,
     ResumableEmbeddingExchange,
     ResumableEmbeddingResponse,
+    content_of,
 )
 from .pipeline import Pipeline
 from .resumable_response import queue_id_of
@@ -64,6 +65,11 @@ async def embed(
     max_inputs: int,
 ) -> Response:
     """Queues a request's first input and returns the response. Raises what refuses it."""
+    if model.scores_pairs:
+        raise invalid(
+            f"{model.name} makes scores, not embeddings: use /v1/rerank or /v1/score.",
+            param="model",
+        )
     headers = request.headers
     resume = _resume_options(headers)
     if resume is None:
@@ -109,11 +115,16 @@ def _resume_options(headers: Mapping[str, str]) -> ResumeOptions | None:
 async def _response(call: EmbeddingCall, job: Job, requests: Sequence[GenerateRequest]) -> Response:
     pipeline = call.pipeline
     limits = await pipeline.reserve(job, requests, call.observation)
+    model, encoding = job.model.name, call.body.encoding_format
+
+    async def write(vectors: Sequence[bytes], tokens: int) -> bytes:
+        return await content_of(vectors, model, tokens, encoding)
+
     exchange = EmbeddingExchange(
         admission=pipeline.admission,
         job=job,
         requests=requests,
-        encoding=call.body.encoding_format,
+        write=write,
         observation=call.observation,
         headers={**call.headers, **limits},
     )

@@ -5,7 +5,7 @@ import base64
 import json
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -53,12 +53,15 @@ class EmbeddingRequest(Body):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingExchange:
-    """The data from which one answer is made. `headers` are those of the response."""
+    """The data from which one answer is made. `headers` are those of the response.
+
+    `write` makes its body from the vectors of all inputs and the number of their tokens.
+    """
 
     admission: Admission
     job: Job
     requests: Sequence[GenerateRequest]
-    encoding: Encoding
+    write: Callable[[Sequence[bytes], int], Awaitable[bytes]]
     observation: Observation
     headers: Mapping[str, str]
 
@@ -91,9 +94,7 @@ class EmbeddingResponse(DisconnectingResponse):
     async def _answer(self, writer: Writer) -> str | None:
         vectors = await self._batch.all()
         exchange = self._exchange
-        content = await content_of(
-            vectors, exchange.job.model.name, self._total.prompt_tokens, exchange.encoding
-        )
+        content = await exchange.write(vectors, self._total.prompt_tokens)
         await writer.whole(200, content, exchange.headers)
         return None
 

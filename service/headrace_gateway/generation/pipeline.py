@@ -22,6 +22,7 @@ from ..limits.work import Result, Work
 from ..models.models import ServedModel
 from ..openai.responses.truncation import fitting
 from ..parsing.strict_calls import at_prompt
+from ..parsing.thinking_budget import limit_thinking
 from ..queue_client.drain import Drain
 from ..resumable.answer_factory import make_answer
 from ..resumable.idempotency import fingerprint, resume_options
@@ -271,11 +272,12 @@ async def _job(
 ) -> Job:
     tenancy = tenancy_of(caller, body)  # refused before the prompts are encoded
     prompts = await call.encode()
+    sampling = at_prompt(call.sampling, call.form, call.model.tokenizer, prompts[0])
     return Job(
         request_id=request_id,
         model=call.model,
         prompts=prompts,
-        sampling=at_prompt(call.sampling, call.form, call.model.tokenizer, prompts[0]),
+        sampling=limit_thinking(sampling, call.form, call.model.tokenizer, prompts[0]),
         tenancy=tenancy,
         trace=trace,
     )

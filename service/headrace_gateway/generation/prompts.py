@@ -26,6 +26,8 @@ from .rendering import Rendering
 
 # The cost of a message, a part of one or a call, in characters.
 OBJECT_CHARS = 64
+# A query is tokenised again for each document, so this is more than the body has.
+MAX_PAIR_CHARS = 2**21
 RESERVED_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 )
@@ -91,6 +93,29 @@ class PromptEncoder:
             ]
 
         return await self._work.run(size, encode)
+
+    async def pairs(
+        self,
+        model: ServedModel,
+        pairs: Sequence[tuple[str, str]],
+        *,
+        context: int | None = None,
+        name: str,
+    ) -> list[list[int]]:
+        """Returns the ids of each pair for a cross-encoder; errors call the field `name`."""
+        sizes = [len(first) + len(second) for first, second in pairs]
+        for size, limit in ((max(sizes), PIECE_CHARS), (sum(sizes), MAX_PAIR_CHARS)):
+            if size > limit:
+                which = "one pair" if limit == PIECE_CHARS else "all pairs"
+                raise invalid(
+                    f"{name}: {size} characters in {which} are over the limit of {limit}; each "
+                    "pair has the whole query.",
+                    param=name,
+                )
+        _check_size(model, max(sizes), context)
+        return await self._work.run(
+            sum(sizes), lambda: [model.tokenizer.encode_pair(*pair) for pair in pairs]
+        )
 
     async def text(self, model: ServedModel, text: str, *, add_special_tokens: bool) -> list[int]:
         encode = partial(_text, model, text, "prompt", None, special=add_special_tokens)

@@ -31,6 +31,7 @@ from ..generation.metered_client import MeteredClient
 from ..generation.pipeline import Pipeline
 from ..generation.rendering import Rendering
 from ..generation.resumable_response import ResumableRequests
+from ..generation.scoring import RerankRequest, ScoreRequest
 from ..limits.api_keys import KeyFile
 from ..limits.rate_limits import RateLimits
 from ..limits.tenant_stores import StoreLimits, TenantStores
@@ -64,11 +65,13 @@ from .routes import (
     health,
     messages,
     models,
+    reference,
     requests,
     responses,
+    scoring,
     tokens,
 )
-from .routes.documents import document_bodies, document_errors, document_keys
+from .routes.documents import document_bodies, document_errors, document_headers, document_keys
 from .services import Services
 from .unsent import DiscardUnsent
 
@@ -79,8 +82,10 @@ ROUTES = (
     responses,
     messages,
     embeddings,
+    scoring,
     batches,
     files,
+    reference,
     requests,
     models,
     tokens,
@@ -192,6 +197,8 @@ def create_app(settings: GatewaySettings, deps: AppDependencies) -> FastAPI:
             CompletionRequest,
             CreateBatch,
             EmbeddingRequest,
+            ScoreRequest,
+            RerankRequest,
             ResponsesRequest,
             MessagesRequest,
             CountTokensRequest,
@@ -200,6 +207,7 @@ def create_app(settings: GatewaySettings, deps: AppDependencies) -> FastAPI:
         ),
     )
     document_errors(app)
+    document_headers(app)
     add_error_handlers(app)
     app.add_middleware(DiscardUnsent)
     app.add_middleware(

@@ -14,7 +14,7 @@ from ..errors import ApiError
 from ..limits.tenants import CALLER, Caller
 from .body import refusal
 
-OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/version"})
+OPEN_PATHS = frozenset({"/docs", "/health", "/health/live", "/health/ready", "/version"})
 # OpenAI's clients send the first, Anthropic's the second.
 AUTHORIZATION, API_KEY = b"authorization", b"x-api-key"
 _CREDENTIALS = frozenset({AUTHORIZATION, API_KEY})

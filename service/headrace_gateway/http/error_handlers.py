@@ -20,7 +20,7 @@ METHODS = ("GET", "HEAD", "POST", "DELETE")
 _API = "the API is under /v1, as /v1/models and /v1/chat/completions; /openapi.json describes it."
 _ELSEWHERE = {
     "/metrics": "metrics are on a port of their own (--metrics-port).",
-    **dict.fromkeys(("/", "/v1", "/v1/", "/docs", "/redoc"), _API),
+    **dict.fromkeys(("/", "/v1", "/v1/", "/redoc"), _API),
 }
 # Paths that other servers have.
 _ABSENT = ("audio", "images", "moderations", "pooling", "realtime", "rerank", "score", "videos")

@@ -9,7 +9,12 @@ from pathlib import Path
 from headrace_common.errors import SettingsError
 from headrace_common.protocol.registry import Files, RegisteredModel, digest_of
 from headrace_common.text.chat_template import ChatTemplateError, find_chat_template
-from headrace_common.text.checkpoint import CheckpointFiles, TokenizerError, read_files
+from headrace_common.text.checkpoint import (
+    CheckpointFiles,
+    TokenizerError,
+    is_cross_encoder,
+    read_files,
+)
 from headrace_common.text.tokenizer import Tokenizer
 
 from ..settings import GatewaySettings
@@ -46,6 +51,7 @@ def load_registered(
         usual_model_len=model.max_model_len,
         created=model.created,
         embedding_size=_hidden_size(files.json("config.json")),
+        scores_pairs=is_cross_encoder(files.json("config.json")),
         system_fingerprint=_fingerprint(files),
         registered=True,
     )
@@ -70,6 +76,7 @@ def _static(
         max_model_len=settings.max_model_len or _positions(config),
         created=int(time.time()),
         embedding_size=_hidden_size(config),
+        scores_pairs=is_cross_encoder(config),
         system_fingerprint=_fingerprint(files),
     )
 

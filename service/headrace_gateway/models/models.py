@@ -20,10 +20,11 @@ class ServedModel:
     """One model under the name that clients use. Lengths are in tokens of prompt plus output.
 
     `max_model_len` limits whatever the engines say, `usual_model_len` counts while no engine says
-    anything. `embedding_size` is the length of its vectors, as far as its files tell. `parent` is
-    the base model of a LoRA adapter, else None. `system_fingerprint` tells clients when the model
-    has changed. `alias_of` is the model's own name if it is listed under an alias. `registered`:
-    its files came from an engine, which may be a stranger's.
+    anything. `embedding_size` is the length of its vectors, as far as its files tell;
+    `scores_pairs` says that it is a cross-encoder. `parent` is the base model of a LoRA adapter,
+    else None. `system_fingerprint` tells clients when the model has changed. `alias_of` is the
+    model's own name if it is listed under an alias. `registered`: its files came from an engine,
+    which may be a stranger's.
     """
 
     name: str
@@ -33,6 +34,7 @@ class ServedModel:
     created: int
     usual_model_len: int | None = None
     embedding_size: int | None = None
+    scores_pairs: bool = False
     parent: str | None = None
     system_fingerprint: str | None = None
     alias_of: str | None = None

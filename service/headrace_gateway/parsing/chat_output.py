@@ -28,7 +28,7 @@ from .harmony.header import CALL, OPENAI, OPENAI_GPTOSS, RETURN
 from .harmony.header import MARKERS as HARMONY_MARKERS
 from .output import NAMED, REQUIRED, OutputForm, writes_short_ids
 from .reasoning.catalog import FAMILIES, detect_reasoning_parser
-from .strict_calls import constrained_answer, forced_calls, strict_calls
+from .strict_calls import constrained_answer, forced_calls, may_reason, strict_calls
 from .tool_calls.arguments import kinds
 from .tool_calls.catalog import MARKERS, detect_tool_parser
 from .tool_calls.constraint import answer_format
@@ -117,20 +117,21 @@ class ChatOutput:
         template = model.chat_template
         if template is None:
             return OutputForm(), sampling  # the prompt encoder refuses it
-        constrained = asked.forced or (
-            sampling.structured_outputs is not None and not asked.callable
-        )
-        reasoning = self._reasoning(template)
-        form = OutputForm(
-            reasoning=None if constrained and reasoning != OPENAI_GPTOSS else reasoning
-        )
+        form = OutputForm(reasoning=self._reasoning(template))
+        if form.reasoning is None and sampling.thinking_token_budget is not None:
+            raise _no_reasoning(model)
         if asked.callable:
             form, sampling = self._with_tools(model, template, form, sampling, asked)
-        if form.reasoning == OPENAI_GPTOSS and form.calls != OPENAI:
-            sampling = _constrain_answer(sampling)
+        if form.reasoning is not None and form.calls != OPENAI:
+            sampling = _constrain_answer(form, sampling)
         if form.reasoning == OPENAI_GPTOSS:
             sampling = _ending_turns(model, sampling)
         return form, _showing_markers(model, form, sampling)
+
+    def reasons(self, model: ServedModel) -> bool:
+        """Whether the model's reasoning is recognised."""
+        template = model.chat_template
+        return template is not None and self._reasoning(template) is not None
 
     def _reasoning(self, template: ChatTemplate) -> str | None:
         if self._reasoning_parser == "auto":
@@ -170,6 +171,15 @@ class ChatOutput:
         if self._tool_parser == "auto":
             return detect_tool_parser(template.source)
         return None if self._tool_parser == "none" else self._tool_parser
+
+
+def _no_reasoning(model: ServedModel) -> ApiError:
+    return invalid(
+        f"thinking_token_budget: no markers of reasoning are known for {model.name}; leave it out, "
+        "or have the server's reasoning_parser set.",
+        param="thinking_token_budget",
+        code="unsupported_parameter",
+    )
 
 
 def _unsupported(reason: str) -> ApiError:
@@ -222,21 +232,16 @@ def _strict(
 
 def _answer(constraint: StructuredOutputsParams | None) -> Format | None:
     """Returns what an answer must match if calls may come instead."""
-    if constraint is None:
-        return None
-    try:
-        return answer_format(constraint)
-    except StructuredOutputError as error:
-        raise refused(f"structured_outputs.{error.field}", error) from error
+    return None if constraint is None else answer_format(constraint)
 
 
-def _constrain_answer(sampling: SamplingParams) -> SamplingParams:
-    """Constrains only the answer among Harmony's messages."""
+def _constrain_answer(form: OutputForm, sampling: SamplingParams) -> SamplingParams:
+    """Constrains only what follows the reasoning."""
     constraint = sampling.structured_outputs
-    if constraint is None:
+    if constraint is None or may_reason(constraint):
         return sampling
     try:
-        return replace(sampling, structured_outputs=constrained_answer(constraint))
+        return replace(sampling, structured_outputs=constrained_answer(constraint, form))
     except StructuredOutputError as error:
         raise refused(f"structured_outputs.{error.field}", error) from error
 

@@ -83,15 +83,21 @@ def forced_calls(
         return None
     functions = tuple(_strict_function(each.function) for each in tools)
     constraint = CallConstraint(functions, forced=True, once=form.single_call, template=template)
-    return _params(StructuralTag(FORMATS[form.calls](constraint)))
+    reasoning = _reasoning(form, Begin.OPEN, closed=True)
+    return _params(StructuralTag(FORMATS[form.calls](constraint), reasoning))
 
 
-def constrained_answer(constraint: StructuredOutputsParams) -> StructuredOutputsParams:
-    """Returns what Harmony's messages must match if only their answer is constrained.
+def constrained_answer(
+    constraint: StructuredOutputsParams, form: OutputForm
+) -> StructuredOutputsParams:
+    """Returns what a text must match if only what follows its reasoning is constrained.
 
     Raises StructuredOutputError.
     """
-    return _params(StructuralTag(final_format(answer_format(constraint))))
+    content = answer_format(constraint)
+    if form.reasoning == harmony.OPENAI_GPTOSS:
+        return _params(StructuralTag(final_format(content)))
+    return _params(StructuralTag(content, _reasoning(form, Begin.OPEN, closed=True)))
 
 
 def at_prompt(

@@ -15,6 +15,7 @@ from .strict_calls import may_reason
 SWITCHES = ("enable_thinking", "thinking")
 EFFORT = "reasoning_effort"
 VERBOSITY = "verbosity"
+BUDGET = "thinking_budget"
 # Efforts that gpt-oss does not know, with the nearest one that it does.
 _GPTOSS_EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 
@@ -51,6 +52,17 @@ def with_verbosity(
     if verbosity is None or VERBOSITY not in _variables(model):
         return variables
     return {VERBOSITY: verbosity, **(variables or {})}
+
+
+def with_budget(
+    model: ServedModel, variables: Mapping[str, Any] | None, sampling: SamplingParams
+) -> Mapping[str, Any] | None:
+    """Returns the template's variables with the limit of reasoning, which few templates tell the
+    model."""
+    budget = sampling.thinking_token_budget
+    if budget is None or BUDGET not in _variables(model):
+        return variables
+    return {BUDGET: budget, **(variables or {})}
 
 
 def without_thinking(

@@ -44,6 +44,8 @@ _BUDGET = Budget()
 BodyType = TypeVar("BodyType", bound=BaseModel)
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+# -1 is vLLM's word for no limit.
+ThinkingTokens = Annotated[StrictInt, Field(ge=-1, lt=2**31)]
 Verbosity = Literal["low", "medium", "high"]
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(strict=True, max_length=512)]],
@@ -149,6 +151,7 @@ class ChatRequest(SamplingBody, PromptCacheBody):
     add_special_tokens: StrictBool = False
     chat_template_kwargs: FreeObject | None = None
     reasoning_effort: Name | None = None
+    thinking_token_budget: ThinkingTokens | None = None
     verbosity: Verbosity | None = None
     metadata: Metadata | None = None
     prediction: FreeObject | None = None
@@ -233,7 +236,7 @@ UNSUPPORTED: Refused = {
     "return_tokens_as_token_ids": ((False,), "use return_token_ids"),
     "request_id": ((), "send it in the header X-Request-Id"),
     "include_reasoning": ((True,), "the answer has it, where the model reasons"),
-    "thinking_token_budget": ((), "limit the whole answer with max_tokens"),
+    "thinking_token_budget": ((), "models reason in chats only"),
     "repetition_detection": ((), "use repetition_penalty"),
     "logits_processors": ((), "code of clients is not run"),
     "vllm_xargs": (({},), LEAVE_OUT),
@@ -297,6 +300,11 @@ def _other_tools(fields: Mapping[str, Any], error: ValidationError) -> list[Any]
 
 def _kind_of(tool: object) -> object:
     return tool.get("type") if isinstance(tool, dict) else None
+
+
+def thinking_limit(tokens: int | None) -> int | None:
+    """Returns the most tokens of reasoning; None if there is no limit."""
+    return None if tokens == -1 else tokens
 
 
 def check_prompt_logprobs(body: SamplingBody) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
+from tokenizers.processors import TemplateProcessing
 
 from headrace_common.sampling.params import SamplingParams
 from headrace_common.sampling.pooling import PoolingParams
@@ -85,6 +86,28 @@ def save_embedder(folder: Path, shape: str, mode: str | None, **changes: Any) ->
             json.dumps({f"pooling_mode_{mode}": True})
         )
     return folder
+
+
+def save_cross_encoder(folder: Path, shape: str, **changes: Any) -> Path:
+    """A classifier with one label, with a tokenizer that puts tokens around and between texts."""
+    torch.manual_seed(3)
+    build: Any = transformers.AutoModelForSequenceClassification
+    config = _encoder(shape, num_labels=1, **changes)
+    build.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    pair_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def pair_tokenizer() -> Any:
+    """Tokens as BERT puts them: [CLS] a [SEP] b [SEP], of two types."""
+    tokenizer = make_tokenizer()
+    first, separator = tokenizer.id_to_token(1), tokenizer.id_to_token(2)
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{first} $A {separator}",
+        pair=f"{first} $A {separator} $B:1 {separator}:1",
+        special_tokens=[(first, 1), (separator, 2)],
+    )
+    return tokenizer
 
 
 def _encoder(name: str, **changes: Any) -> transformers.PretrainedConfig:

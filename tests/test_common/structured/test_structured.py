@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from headrace_common.sampling.params import SamplingError, SamplingParams
-from headrace_common.structured.grammars import MAX_TERMINALS, GrammarChecker
+from headrace_common.structured.grammars import GrammarChecker
+from headrace_common.structured.lark import MAX_TERMINALS
 from headrace_common.structured.structured import (
     MAX_CHARS,
     MAX_CHOICES,

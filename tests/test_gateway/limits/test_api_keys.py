@@ -77,9 +77,10 @@ async def test_the_document_says_which_paths_need_a_key(gateway: Gateway) -> Non
     }
 
     assert document["components"]["securitySchemes"] == {
-        "apiKey": {"type": "http", "scheme": "bearer"}
+        "apiKey": {"type": "http", "scheme": "bearer"},
+        "xApiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
     }
-    assert document["security"] == [{"apiKey": []}]
+    assert document["security"] == [{"apiKey": []}, {"xApiKey": []}]
     assert open_to_all == OPEN_PATHS
 
 

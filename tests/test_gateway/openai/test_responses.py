@@ -12,6 +12,8 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 from openai.types.responses import FunctionToolParam, Response
 
+from headrace_common.structured import structural_tag
+from headrace_common.structured.structural_format import Json
 from headrace_testing.backends import MODEL
 from headrace_testing.gateway import Gateway, events
 from headrace_testing.kept_gateway import KeptGateway, serve_kept
@@ -170,7 +172,7 @@ async def test_json_schema_holds_the_output(client: AsyncOpenAI, kept: KeptGatew
     )
 
     held = kept.requests[-1].sampling.structured_outputs
-    assert held is not None and isinstance(held.json, str) and json.loads(held.json) == schema
+    assert held is not None and structural_tag.read(held.structural_tag).format == Json(schema)
     assert response.text is not None and response.text.format is not None
     assert response.text.format.type == "json_schema"
 

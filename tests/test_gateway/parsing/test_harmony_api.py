@@ -11,6 +11,7 @@ from headrace_common.structured.structural_format import (
     Alternatives,
     Const,
     Format,
+    Grammar,
     Json,
     Pattern,
     Rule,
@@ -191,6 +192,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
         ({"response_format": FORMAT}, Json(SCHEMA)),
         ({"response_format": {"type": "json_object"}}, Json({"type": "object"})),
         ({"guided_regex": "a+"}, Pattern("a+")),
+        ({"guided_grammar": 'start: "x"'}, Grammar('start: "x"')),
         ({"guided_choice": ["a", "b"]}, Alternatives((Const("a"), Const("b")))),
         ({"response_format": {"type": "structural_tag", "format": TEXT}}, Const("a")),
         ({"response_format": {"type": "structural_tag", "format": RULES}}, Rule("a")),
@@ -217,13 +219,6 @@ async def test_an_answer_after_reasoning_must_match_its_format(
     assert (message["reasoning_content"], message["content"]) == ("I look.", '{"a": 1}')
     assert Tag(FINAL, content) in parts(asked)
     assert content in parts(within) and Tag(FINAL, content) not in parts(within)
-
-
-async def test_a_grammar_behind_reasoning_is_refused(harmony: Gateway) -> None:
-    error = (await harmony.chat(guided_grammar='start: "x"')).json()["error"]
-
-    assert error["code"] == "invalid_structured_output"
-    assert "cannot be held beside calls or this model's reasoning" in error["message"]
 
 
 async def test_forced_calls_are_held_behind_reasoning(harmony: Gateway) -> None:

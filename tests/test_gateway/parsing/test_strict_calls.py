@@ -207,6 +207,19 @@ def test_whatever_is_said_no_call_in_it_is_invalid(name: str) -> None:
         check(calls_of(text, ids, form))
 
 
+@pytest.mark.parametrize("name", sorted(FORMATS.keys() - {"openai"}))
+def test_forced_calls_may_follow_reasoning_and_nothing_else(name: str) -> None:
+    form = form_of(name, once=True, reasoning="qwen3")
+    held = forced_calls(tools(), form, TEMPLATES.get(name, ("",))[-1])
+    assert held is not None
+    text, ids = said(held, "special", "<think>This {x}, or [so]?</think>", 7)
+    calls = calls_of(text, ids, form)
+
+    assert len(calls) == 1, text
+    check(calls)
+    assert not allowed(held, "special", [*tokenizer("special")[0].encode("<think>So"), 0])
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_forced_calls_are_valid_and_nothing_else(name: str) -> None:
     form = form_of(name, once=True)

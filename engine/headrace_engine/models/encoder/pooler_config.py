@@ -29,14 +29,24 @@ _MODULES = frozenset({"Transformer", "Pooling", "Normalize"})
 
 
 def is_embedding_model(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint was saved to embed: by sentence-transformers, or without a head."""
+    """Whether a checkpoint was saved to embed (by sentence-transformers, or without a head), or to
+    score pairs of texts."""
     modules = (checkpoint.folder / MODULES_FILE).is_file()
-    return modules or checkpoint.has_no_head
+    return modules or checkpoint.has_no_head or _scores(checkpoint)
+
+
+def _scores(checkpoint: Checkpoint) -> bool:
+    return checkpoint.scores_pairs and encoder_family(checkpoint) is not None
 
 
 def read_pooler_config(checkpoint: Checkpoint, overrides: Mapping[str, object]) -> PoolerConfig:
     """Reads a checkpoint's pooling; the setting `pooler_config` overrides it. Raises
     ConfigError."""
+    if _scores(checkpoint):
+        # The model returns a pair's score at each of its tokens.
+        return PoolerConfig(
+            size=1, pooling_type=PoolingType.CLS, normalize=False, bidirectional=True
+        )
     config = checkpoint.config
     encoder = encoder_family(checkpoint)
     if encoder is None:

@@ -1,4 +1,4 @@
-"""Encoders of transformers, whose hidden states become embeddings.
+"""Encoders of transformers, whose hidden states become embeddings, and cross-encoders.
 
 A step's prompts go through the library's model in padded batches of similar lengths, each prompt
 whole. There is no KV cache: nothing of a prompt is kept after its step.
@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
+
+from headrace_common.text.checkpoint import TokenizerError
+from headrace_common.text.tokenizer import Tokenizer
 
 from ...checkpoints.checkpoint import Checkpoint, read_json
 from ...core.attention_backend import LayerCache
@@ -56,8 +59,36 @@ class TransformersEncoder:
         ids = pad_sequence(prompts, batch_first=True, padding_value=self._padding)
         ends = torch.tensor(lengths, device=ids.device)
         real = torch.arange(ids.shape[1], device=ids.device) < ends[:, None]
-        hidden = self._model(input_ids=ids, attention_mask=real.long()).last_hidden_state
-        return torch.split(hidden[real], lengths)
+        return torch.split(self._states(ids, real)[real], lengths)
+
+    def _states(self, ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        """The states [prompts, length, H] of padded prompts."""
+        hidden: torch.Tensor = self._model(
+            input_ids=ids, attention_mask=real.long()
+        ).last_hidden_state
+        return hidden
+
+
+class CrossEncoder(TransformersEncoder):
+    """A classifier with one label: each token's state [R, 1] is the score of its pair of texts.
+
+    `separator` ends the first text, after which tokens are of the second type; None if the model
+    has one type. With `sigmoid` scores are between 0 and 1.
+    """
+
+    def __init__(self, model: Any, padding: int, separator: int | None, *, sigmoid: bool) -> None:
+        super().__init__(model, padding)
+        self._separator, self._sigmoid = separator, sigmoid
+
+    def _states(self, ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        inputs = {"input_ids": ids, "attention_mask": real.long()}
+        if self._separator is not None:
+            ends = (ids == self._separator).long()
+            inputs["token_type_ids"] = ((ends.cumsum(dim=1) - ends) > 0).long() * real
+        scores: torch.Tensor = self._model(**inputs).logits.float()
+        if self._sigmoid:
+            scores = scores.sigmoid()
+        return scores[:, None, :].expand(-1, ids.shape[1], -1)
 
 
 def group_by_length(lengths: Rows[int]) -> list[list[int]]:
@@ -74,7 +105,7 @@ def group_by_length(lengths: Rows[int]) -> list[list[int]]:
 
 def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
     """Loads an encoder. Raises ConfigError or CheckpointError with the reason."""
-    from transformers import AutoModel
+    from transformers import AutoModel, AutoModelForSequenceClassification
 
     family = encoder_family(checkpoint)
     assert family is not None, "only encoders are loaded here"
@@ -82,14 +113,37 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
     config = auto_config(checkpoint)
     length = _context(checkpoint, family, config, options.positions)
     scan(checkpoint.folder)  # safetensors only, with our messages
-    model, report = from_pretrained(AutoModel, checkpoint, options, config)
+    kind: Any = AutoModelForSequenceClassification if checkpoint.scores_pairs else AutoModel
+    model, report = from_pretrained(kind, checkpoint, options, config)
     # Only classifiers use the pooling layer; checkpoints may lack its weights.
     check_missing(checkpoint, report, lambda name: name.startswith("pooler."))
-    if getattr(model, "pooler", None) is not None:
+    if getattr(model, "pooler", None) is not None and not checkpoint.scores_pairs:
         model.pooler = None
     model = model.to(options.device).eval()
     pack(model, options)
-    return LoadedModel(TransformersEncoder(model, config.pad_token_id or 0), length)
+    padding = config.pad_token_id or 0
+    if not checkpoint.scores_pairs:
+        return LoadedModel(TransformersEncoder(model, padding), length)
+    separator = _separator(checkpoint) if getattr(config, "type_vocab_size", 1) > 1 else None
+    scored = CrossEncoder(model, padding, separator, sigmoid=_sigmoid(checkpoint))
+    return LoadedModel(scored, length)
+
+
+def _separator(checkpoint: Checkpoint) -> int:
+    """The token after each text of a pair."""
+    try:
+        ids = Tokenizer.load(checkpoint.folder).encode_pair("a", "b")
+    except TokenizerError as error:
+        raise refuse(checkpoint, f"its pairs cannot be read: {error}") from error
+    return ids[-1]
+
+
+def _sigmoid(checkpoint: Checkpoint) -> bool:
+    """Whether scores are made by a sigmoid, as sentence-transformers does unless told otherwise."""
+    own = checkpoint.config.get("sentence_transformers")
+    name = own.get("activation_fn") if isinstance(own, dict) else None
+    name = name or checkpoint.config.get("sbert_ce_default_activation_function")
+    return not str(name or "").endswith("Identity")
 
 
 def _context(checkpoint: Checkpoint, family: EncoderFamily, config: Any, wanted: int | None) -> int:

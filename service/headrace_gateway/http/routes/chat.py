@@ -13,8 +13,18 @@ from ...models.models import ServedModel
 from ...openai.prompt_echo_options import PromptEchoOptions
 from ...parsing.chat_output import tooling
 from ...parsing.output import OutputForm
-from ...parsing.template_variables import with_effort, with_verbosity, without_thinking
-from ...schemas.completions import ChatRequest, check_prompt_logprobs, check_stream_options
+from ...parsing.template_variables import (
+    with_budget,
+    with_effort,
+    with_verbosity,
+    without_thinking,
+)
+from ...schemas.completions import (
+    ChatRequest,
+    check_prompt_logprobs,
+    check_stream_options,
+    thinking_limit,
+)
 from ..services import Services, services_of
 from .documents import body_of
 
@@ -53,6 +63,7 @@ def _plan(
     form, sampling = services.chat_output.plan(model, _sampling(body), tools)
     variables = with_effort(model, body.chat_template_kwargs, body.reasoning_effort)
     variables = with_verbosity(model, variables, body.verbosity)
+    variables = with_budget(model, variables, sampling)
     options = ChatOptions(
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
@@ -76,4 +87,9 @@ def _sampling(body: ChatRequest) -> SamplingParams:
         raise invalid("Give max_completion_tokens or max_tokens, not both.", param="max_tokens")
     limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return body.sampling(max_tokens=limit, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
+    return body.sampling(
+        max_tokens=limit,
+        logprobs=logprobs,
+        prompt_logprobs=body.prompt_logprobs,
+        thinking_token_budget=thinking_limit(body.thinking_token_budget),
+    )

@@ -8,6 +8,7 @@ from pydantic import BaseModel
 
 _REF = "#/components/schemas/{model}"
 _TEXT = {"type": ["string", "null"]}
+_STRING = {"type": "string"}
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -76,12 +77,14 @@ def body_of(kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def _amend(app: FastAPI, amend: Callable[[dict[str, Any]], None]) -> None:
-    """Has `amend` change the application's OpenAPI document whenever it is made."""
+    """Has `amend` change the application's OpenAPI document when it is made, once."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
+        made = app.openapi_schema is not None
         document = generate()
-        amend(document)
+        if not made:
+            amend(document)
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
@@ -158,12 +161,80 @@ def _whole_or_events() -> dict[str, Any]:
     }
 
 
+def _header(name: str, meaning: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "in": "header",
+        "required": False,
+        "description": meaning,
+        "schema": schema,
+    }
+
+
+_NAME = _header("x-request-id", "Your name for the request, which the answer repeats.", _STRING)
+_LIFETIME = (
+    _header(
+        "x-request-timeout",
+        "Seconds until the request must have ended.",
+        {"type": "number", "exclusiveMinimum": 0},
+    ),
+    _header(
+        "x-request-deadline",
+        "When the request must have ended: Unix seconds, or a time with its zone.",
+        _STRING,
+    ),
+)
+_KEY = _header(
+    "Idempotency-Key",
+    "The same key and body again give the same answer; nothing is computed twice.",
+    {"type": "string", "minLength": 1, "maxLength": 255, "pattern": "^[ -~]+$"},
+)
+_RESUME = (
+    _header(
+        "x-resumable",
+        "Whether the request outlives its connection: true or false.",
+        {"type": "string", "pattern": "^([Tt][Rr][Uu][Ee]|[Ff][Aa][Ll][Ss][Ee])$"},
+    ),
+    _header(
+        "Last-Event-ID", "The last event that was received; the stream goes on after it.", _STRING
+    ),
+)
+_QUEUED = frozenset(
+    {*_GENERATING, "/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank"}
+)
+
+
+def document_headers(app: FastAPI) -> None:
+    """Adds the headers that the gateway reads, and where it is, to the OpenAPI document."""
+
+    def amend(document: dict[str, Any]) -> None:
+        document["servers"] = [{"url": "/", "description": "This gateway."}]
+        for path, operations in document["paths"].items():
+            for method, operation in operations.items():
+                headers = [_NAME, *_read_headers(path)] if method == "post" else [_NAME]
+                operation["parameters"] = [*operation.get("parameters", ()), *headers]
+
+    _amend(app, amend)
+
+
+def _read_headers(path: str) -> list[dict[str, Any]]:
+    """The headers that a route of requests reads."""
+    if path not in _QUEUED:
+        return []
+    if path in _GENERATING:
+        return [*_LIFETIME, _KEY, *_RESUME]
+    return [*_LIFETIME, _KEY] if path == "/v1/embeddings" else [*_LIFETIME]
+
+
 def document_keys(app: FastAPI, open_paths: Set[str]) -> None:
     """Adds to the OpenAPI document that all paths but the open ones need an API key."""
 
     def amend(document: dict[str, Any]) -> None:
-        _components(document, "securitySchemes")["apiKey"] = {"type": "http", "scheme": "bearer"}
-        document["security"] = [{"apiKey": []}]
+        _components(document, "securitySchemes").update(
+            apiKey={"type": "http", "scheme": "bearer"},
+            xApiKey={"type": "apiKey", "in": "header", "name": "x-api-key"},
+        )
+        document["security"] = [{"apiKey": []}, {"xApiKey": []}]
         for path in open_paths & document["paths"].keys():
             for operation in document["paths"][path].values():
                 operation["security"] = []

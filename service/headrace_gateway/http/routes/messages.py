@@ -34,7 +34,8 @@ async def create_message(request: Request) -> Response:
     body = await services.body(request, MessagesRequest, NOT_IN_MESSAGES)
     model = await services.models.find(body.model)
     messages, options = await services.pipeline.off_loop(request, partial(_prompt, body, model))
-    plan = partial(services.chat_output.plan, model, sampling_of(body))
+    sampling = sampling_of(body, reasons=services.chat_output.reasons(model))
+    plan = partial(services.chat_output.plan, model, sampling)
     form, sampling = await services.pipeline.off_loop(request, lambda: plan(tooling_of(body)))
     if omits_thinking(body):
         form = form.with_echo({OMITS_THINKING: True})

@@ -21,7 +21,12 @@ from ...openai.responses.schemas import NOT_IN_RESPONSES, SEALED_REASONING, Resp
 from ...openai.transcript import Transcript
 from ...parsing.chat_output import Tooling
 from ...parsing.output import OutputForm
-from ...parsing.template_variables import with_effort, with_verbosity, without_thinking
+from ...parsing.template_variables import (
+    with_budget,
+    with_effort,
+    with_verbosity,
+    without_thinking,
+)
 from ...resumable.event_ids import START, Position, parse_event_id
 from ...resumable.stored_requests import RequestSnapshot
 from ...schemas.chat_messages import Message
@@ -230,7 +235,8 @@ def _instructed(instructions: str | None, messages: list[Message]) -> list[Messa
 def _options(
     body: ResponsesRequest, model: ServedModel, sampling: SamplingParams, tools: Tooling
 ) -> ChatOptions:
-    variables = without_thinking(model, _variables(body, model), sampling)
+    variables = with_budget(model, _variables(body, model), sampling)
+    variables = without_thinking(model, variables, sampling)
     return ChatOptions(variables=variables, tools=tools.for_template())
 
 

@@ -16,6 +16,7 @@ from ...schemas.chat_messages import (
     function_tool,
     named_tool,
 )
+from ...schemas.completions import thinking_limit
 from ...schemas.structured_fields import refused
 from .schemas import (
     LOGPROBS,
@@ -41,6 +42,7 @@ def sampling_of(body: ResponsesRequest) -> SamplingParams:
         max_tokens=body.max_output_tokens,
         logprobs=(body.top_logprobs or 0) if shows_logprobs else None,
         structured_outputs=_structured(body),
+        thinking_token_budget=thinking_limit(body.thinking_token_budget),
     )
 
 

@@ -27,6 +27,7 @@ from ...schemas.completions import (
     GenerationBody,
     Metadata,
     PromptCacheBody,
+    ThinkingTokens,
     Verbosity,
 )
 
@@ -165,6 +166,7 @@ class ResponsesRequest(GenerationBody, PromptCacheBody):
     top_k: StrictInt | None = None
     min_p: _Number | None = None
     seed: StrictInt | None = None
+    thinking_token_budget: ThinkingTokens | None = None
     chat_template_kwargs: FreeObject | None = None
 
 

@@ -17,6 +17,7 @@ MARKERS = (CHANNEL, START, MESSAGE, END, RETURN, CALL, CONSTRAIN)
 # The markers that end a message.
 ENDS = (END, CALL, RETURN)
 NAMESPACE = "functions."
+MAX_HEADER_CHARS = 256
 # vLLM's names for this format.
 OPENAI, OPENAI_GPTOSS = "openai", "openai_gptoss"
 

@@ -7,9 +7,20 @@ from collections.abc import Callable, Collection
 
 from ..parts import Part, PartList
 from ..tool_calls.scanning import SPACE, JsonValueScanner, MarkerSearch, skip_space
-from .header import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, RETURN, START, Begin, Header, Purpose
+from .header import (
+    CALL,
+    CHANNEL,
+    CONSTRAIN,
+    END,
+    MAX_HEADER_CHARS,
+    MESSAGE,
+    RETURN,
+    START,
+    Begin,
+    Header,
+    Purpose,
+)
 
-MAX_HEADER_CHARS = 256
 # Inserted between two messages of the same purpose.
 _SEPARATOR = "\n\n"
 # The texts with which a header can begin: the first one, whose author is in the prompt, and later

@@ -15,6 +15,7 @@ from headrace_common.structured.structural_format import (
     Alternatives,
     Const,
     Format,
+    Grammar,
     Json,
     Pattern,
     Repeat,
@@ -22,11 +23,7 @@ from headrace_common.structured.structural_format import (
     TriggeredTags,
 )
 from headrace_common.structured.structural_format import Concatenation as Sequenced
-from headrace_common.structured.structured import (
-    StructuredKind,
-    StructuredOutputError,
-    StructuredOutputsParams,
-)
+from headrace_common.structured.structured import StructuredKind, StructuredOutputsParams
 
 ANY_OBJECT: Mapping[str, Any] = MappingProxyType({"type": "object"})
 
@@ -95,8 +92,7 @@ def call_object(function: Function, arguments: str = "arguments") -> Format:
 
 
 def answer_format(constraint: StructuredOutputsParams) -> Format:
-    """Returns the format of an answer's own constraint. Raises StructuredOutputError for
-    grammars."""
+    """Returns the format of an answer's own constraint."""
     source = constraint.source
     match constraint.kind:
         case StructuredKind.CHOICE:
@@ -105,11 +101,10 @@ def answer_format(constraint: StructuredOutputsParams) -> Format:
             return Pattern(str(source))
         case StructuredKind.STRUCTURAL_TAG:
             return structural_tag.read(source).format
+        case StructuredKind.GRAMMAR:
+            return Grammar(str(source))
         case StructuredKind.JSON | StructuredKind.JSON_OBJECT:
             return Json(json.loads(str(source)) if source else ANY_OBJECT)
-    raise StructuredOutputError(
-        constraint.kind, "cannot be held beside calls or this model's reasoning: send json or regex"
-    )
 
 
 def sequence(*elements: Format) -> Format:

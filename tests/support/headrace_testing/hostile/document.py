@@ -18,6 +18,13 @@ BASES: Mapping[str, dict[str, Any]] = {
     "/v1/chat/completions": _CHAT,
     "/v1/completions": {"model": MODEL, "prompt": "The mill", "max_tokens": 4},
     "/v1/embeddings": {"model": EMBEDDER, "input": "The mill"},
+    **dict.fromkeys(
+        ("/v1/rerank", "/v2/rerank", "/rerank"),
+        {"model": EMBEDDER, "query": "The mill", "documents": ["The river", {"text": "A wheel"}]},
+    ),
+    **dict.fromkeys(
+        ("/v1/score", "/score"), {"model": EMBEDDER, "text_1": "The mill", "text_2": ["A wheel"]}
+    ),
     "/v1/responses": {"model": MODEL, "input": "The mill", "max_output_tokens": 4},
     "/v1/responses/input_tokens": {"model": MODEL, "input": "The mill"},
     "/v1/messages": _CHAT,

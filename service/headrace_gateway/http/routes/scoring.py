@@ -1,0 +1,32 @@
+"""POST /v1/score and /v1/rerank."""
+
+from fastapi import APIRouter, Request, Response
+
+from ...generation.scoring import RerankRequest, ScoreRequest, score
+from ..services import services_of
+from .documents import body_of
+
+router = APIRouter()
+
+
+@router.post("/score", openapi_extra=body_of(ScoreRequest))
+@router.post("/v1/score", openapi_extra=body_of(ScoreRequest))
+async def create_score(request: Request) -> Response:
+    """Returns how well texts go together, in pairs."""
+    return await _scored(request, ScoreRequest)
+
+
+@router.post("/rerank", openapi_extra=body_of(RerankRequest))
+@router.post("/v1/rerank", openapi_extra=body_of(RerankRequest))
+@router.post("/v2/rerank", openapi_extra=body_of(RerankRequest))
+async def create_rerank(request: Request) -> Response:
+    """Returns documents in the order in which they answer a query."""
+    return await _scored(request, RerankRequest)
+
+
+async def _scored(request: Request, kind: type[ScoreRequest] | type[RerankRequest]) -> Response:
+    services = services_of(request)
+    body: ScoreRequest | RerankRequest = await services.body(request, kind)
+    model = await services.models.find(body.model)
+    most = services.settings.max_embedding_inputs
+    return await score(services.pipeline, request, body, model, most)
