@@ -97,6 +97,12 @@ def test_alerts_and_dashboards_agree_on_whose_fault_an_error_is() -> None:
     assert f'error_type!~"{promql.CLIENT_FAULTS}"' in failures["expr"]
 
 
+def test_the_page_lists_the_errors_that_clients_cause() -> None:
+    (listed,) = re.findall(r"because of the client do not count\s+\(([^)]*)\)", PAGE.read_text())
+
+    assert set(re.findall(r"`(\w+)`", listed)) == set(promql.CLIENT_FAULTS.split("|"))
+
+
 def test_the_stateful_set_of_the_bundled_redis_is_found_by_its_name() -> None:
     (pattern,) = set(re.findall(r'statefulset=~"(.*?)"', RULES.read_text()))
     (found,) = of_kind(render(), "StatefulSet")

@@ -168,7 +168,7 @@ class EngineSettingsSpec(SpecSection):
     num_blocks: int | None = Field(None, ge=1)
     """KV blocks, instead of bytes."""
     memory_utilization: float | None = Field(None, gt=0, le=1, strict=False)
-    """Share of the free memory that the KV cache may take."""
+    """Share of the GPU's total memory that may be in use; on CPUs of the available memory."""
     swap_space: float | None = Field(None, ge=0, strict=False)
     """GiB of host memory that KV may be swapped to."""
     max_num_seqs: int | None = Field(None, ge=1)

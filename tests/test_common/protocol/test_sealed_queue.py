@@ -13,7 +13,7 @@ from headrace_common.protocol.redis.client.connection import Connection
 from headrace_common.protocol.redis.engine import RedisEngineQueue
 from headrace_common.protocol.redis.files import RedisFiles
 from headrace_common.protocol.redis.gateway import RedisGatewayQueue
-from headrace_common.protocol.redis.sealing import SealingCheck
+from headrace_common.protocol.redis.sealing_check import SealingCheck
 from headrace_common.protocol.redis.store import RedisRequestStore
 from headrace_common.protocol.store import StoredRequest
 from headrace_common.sealing.aes import AesSealer

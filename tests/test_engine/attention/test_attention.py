@@ -209,7 +209,7 @@ def test_torchs_kernel_refuses_a_softcap() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("cuda", {}, "must be one of auto, reference, cpu, flash, triton"),
+        ("cuda", {}, f"must be one of auto, {', '.join(attention.BACKENDS)}"),
         ("triton", {}, "needs a cuda device"),
         ("flash", {}, "needs a cuda device"),
         ("cpu", {"device": torch.device("cuda")}, "needs a cpu device"),

@@ -1,5 +1,7 @@
 """Reading of ModelServices: every refusal names the field, and the schema has what is read."""
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,8 @@ import yaml
 from cel import evaluate
 from pydantic import BaseModel
 
+from headrace_engine.attention import BACKENDS
+from headrace_engine.scheduler.policies import POLICIES
 from headrace_engine.serving.settings import EngineSettings
 from headrace_operator.errors import InvalidSpec
 from headrace_operator.signals.signals import DEFAULT_CAPACITY
@@ -240,6 +244,15 @@ def test_engine_settings_are_those_of_the_engine() -> None:
     own |= {"tensor_parallel_size", "redis_credentials", "sealing_keys_file", "sealing_mode"}
     own |= {"enable_lora", "lora_modules", "max_loras", "max_lora_rank", "max_cpu_loras"}
     assert set(EngineSettingsSpec.model_fields) == set(EngineSettings.model_fields) - own
+
+
+@pytest.mark.parametrize(
+    ("field", "names"), [("attention_backend", BACKENDS), ("policy", POLICIES)]
+)
+def test_a_description_names_every_choice(field: str, names: Iterable[str]) -> None:
+    for settings in (EngineSettings, EngineSettingsSpec):
+        described = settings.model_fields[field].description or ""
+        assert set(names) <= set(re.findall(r"\w+", described)), settings
 
 
 def test_the_capacity_guess_is_the_engines_default() -> None:

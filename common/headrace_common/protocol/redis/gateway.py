@@ -48,7 +48,7 @@ from .client.connection import Connection, check_backend, translate
 from .depth import depth_of, rate_of
 from .journal import JournalReader
 from .queue_position import requests_ahead
-from .sealing import SealingCheck
+from .sealing_check import SealingCheck
 from .stream_reader import entries
 
 logger = logging.getLogger(__name__)
