@@ -31,7 +31,7 @@ def users(
         ),
     ] = None,
 ) -> None:
-    """Print users as lines of an ACL file, without passwords: add one to each, as >PASSWORD."""
+    """Print users as lines of an ACL file, without passwords: add >PASSWORD to each line."""
     from headrace_common.protocol.redis.users import ROLES, model_line, role_line
 
     for line in map(model_line, model) if model else map(role_line, ROLES):

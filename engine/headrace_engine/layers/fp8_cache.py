@@ -26,7 +26,7 @@ def is_fp8(dtype: torch.dtype) -> bool:
 
 
 def quantize_kv(x: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """x / `scale`, rounded to a cache's dtype; x itself if that is no 8-bit float."""
+    """x / `scale` if `dtype` is an 8-bit float, otherwise x; rounded to `dtype`."""
     if not is_fp8(dtype):
         return x.to(dtype)
     largest = torch.finfo(dtype).max

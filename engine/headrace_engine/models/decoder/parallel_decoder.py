@@ -1,7 +1,7 @@
 """One rank's part of a decoder, and where the ranks' results are joined: sums after the embedding,
 attention and MLP, and gathered logits."""
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -107,7 +107,7 @@ class GatheredHead:
         return torch.cat(_trimmed(parts, self.outputs), dim=1)
 
 
-def _trimmed(parts: Rows[torch.Tensor], outputs: int) -> list[torch.Tensor]:
+def _trimmed(parts: Sequence[torch.Tensor], outputs: int) -> list[torch.Tensor]:
     """The parts without the padding that made them equally wide."""
     ends = [(rank + 1) * outputs // len(parts) for rank in range(len(parts))]
     return [
