@@ -185,8 +185,11 @@ def _dependent_launches(model: CausalModel) -> DependentLaunches:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRecorder:
-    """The inputs for recording a model's pure decodes over `caches`, up to contexts of
-    `max_model_len`; `lora` None: none with adapters."""
+    """The inputs for recording a model's pure decodes over `caches`.
+
+    Contexts have up to `max_model_len` tokens. With `lora` None, no decodes with adapters are
+    recorded.
+    """
 
     model: CausalModel
     attention: AttentionBackend

@@ -69,7 +69,7 @@ def _defaults(shape: Float8Shape) -> Choices:
 
 
 class Float8Linear:
-    """Uses the launch in `tuned` for few rows; None there, and more rows: `many` computes them."""
+    """Uses `tuned`'s launch for few rows; if there is none, or for more rows, `many`."""
 
     def __init__(
         self,

@@ -62,7 +62,7 @@ class Answer(Protocol):
         """Returns what a stream sends after the last piece."""
 
     def failure(self, error: ApiError) -> Chunk:
-        """Returns what ends a stream that cannot go on."""
+        """Returns what ends a stream that cannot continue."""
 
     def add(self, piece: Piece) -> None: ...
 

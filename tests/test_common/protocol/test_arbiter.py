@@ -1,6 +1,6 @@
 """The gateway's rules for one request: whatever engines say, the client sees one history.
 
-The property tests play engines that really exist in failures: one that is cut off and goes on
+The property tests play engines that really exist in failures: one that is cut off and continues
 talking, one that takes over, one that starts from nothing under an old or the same attempt, with
 duplicates, losses and reordering between engines. Tokens carry a checksum of their history.
 """

@@ -162,7 +162,7 @@ def test_tokens_equal_those_of_synchronous_steps(
 
 
 def same(found: dict[Choice, Output], expected: dict[Choice, Output]) -> None:
-    """Equal tokens and ends; log probabilities but for how batches of other sizes round."""
+    """Asserts equal tokens and ends, and log probabilities that differ only by rounding."""
     assert found.keys() == expected.keys()
     for key, output in found.items():
         other = expected[key]

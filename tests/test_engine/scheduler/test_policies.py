@@ -383,10 +383,10 @@ def test_hopeless_work_is_not_begun() -> None:
     rig.add(make_request("hopeless", [2] * 10, params=params(20), deadline=clock.now + 15.0))
     rig.add(make_request("feasible", [3] * 10, params=params(5), deadline=clock.now + 15.0))
     rig.step()
-    shed = [out for out in rig.outputs if out.finish_reason is FinishReason.ABORT]
-    assert [out.request_id for out in shed] == ["hopeless"]
-    assert shed[0].reason is not None
-    assert "10 prompt tokens" in shed[0].reason and "15.00 s" in shed[0].reason
+    aborted = [out for out in rig.outputs if out.finish_reason is FinishReason.ABORT]
+    assert [out.request_id for out in aborted] == ["hopeless"]
+    assert aborted[0].reason is not None
+    assert "10 prompt tokens" in aborted[0].reason and "15.00 s" in aborted[0].reason
     assert [name for name, _, _ in rig.shape()] == ["first", "feasible"]
 
 

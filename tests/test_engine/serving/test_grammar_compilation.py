@@ -70,7 +70,7 @@ async def test_grammars_that_cannot_be_compiled_are_refused(checks: GrammarCheck
     await compilation.close()
 
 
-async def test_an_engine_without_a_compiler_says_so(checks: GrammarChecks) -> None:
+async def test_without_a_compiler_grammars_are_refused(checks: GrammarChecks) -> None:
     compilation = GrammarCompilation(None, checks, lambda _: None)
 
     with pytest.raises(RequestError, match="llguidance and a tokenizer"):

@@ -165,7 +165,7 @@ async def test_the_scheme_is_read_as_http_has_it(
 
 
 async def test_the_application_never_sees_a_key(book: KeyBook) -> None:
-    """Other headers, and only they, go on; the caller is in the request's state."""
+    """Only other headers are passed on; the caller is in the request's state."""
     keys = KeyFile(book.path)
     seen: list[Scope] = []
 

@@ -37,7 +37,7 @@ class CountingRegistry(MemoryModelRegistry):
 
 
 class World:
-    """A registry and a gateway's discovery of it. Time stands still but for `later`."""
+    """A registry and a gateway's discovery of it. Time passes only in `later`."""
 
     def __init__(self, files: Files) -> None:
         self.files = files

@@ -271,7 +271,7 @@ async def test_without_parallel_calls_only_the_first_counts(tools: Gateway) -> N
     assert len(answer["tool_calls"]) == 1
 
 
-async def test_a_call_that_is_cut_off_says_so(tools: Gateway) -> None:
+async def test_a_call_that_is_cut_off_has_finish_reason_length(tools: Gateway) -> None:
     say(tools, CALL)
     answer = await message(await tools.chat(tools=[WEATHER], max_tokens=60))
 

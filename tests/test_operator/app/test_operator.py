@@ -156,7 +156,7 @@ async def test_a_backlog_adds_engines_and_says_why(user: User, scene: Scene) -> 
         assert "ScaledUp" in user.server.events()
 
 
-async def test_missing_metrics_freeze_the_count_and_say_so(user: User, scene: Scene) -> None:
+async def test_missing_metrics_freeze_the_count_and_are_reported(user: User, scene: Scene) -> None:
     scene.waiting = None
     await register_model(scene, "qwen", "models/qwen")
     async with operator(user, scene):
@@ -169,7 +169,7 @@ async def test_missing_metrics_freeze_the_count_and_say_so(user: User, scene: Sc
         assert active["message"] == why
 
 
-async def test_stale_metrics_freeze_the_count_and_say_so(user: User, scene: Scene) -> None:
+async def test_stale_metrics_freeze_the_count_and_are_reported(user: User, scene: Scene) -> None:
     scene.waiting, scene.age = 900, 3600.0
     await register_model(scene, "qwen", "models/qwen")
     async with operator(user, scene):

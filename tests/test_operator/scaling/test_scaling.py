@@ -203,7 +203,7 @@ def test_bounds_that_changed_hold_at_once() -> None:
     assert (high.replicas, high.reason) == (20, Reason.BOUNDS)
 
 
-def test_the_most_replicas_limit_and_the_decision_says_so() -> None:
+def test_the_decision_names_the_limit_of_replicas() -> None:
     decision = first(see(15, share=1.0), replace(POLICY, scale_up=FREE))
 
     assert (decision.replicas, decision.wanted) == (20, 30)
