@@ -40,12 +40,12 @@ def by_layer(
 
 
 def packed_length(layer: LayerShapes, ranks: Sequence[int]) -> int:
-    return sum(prod(down) + prod(up) for _, _, (down, up) in _there(layer, ranks))
+    return sum(prod(down) + prod(up) for _, _, (down, up) in _present(layer, ranks))
 
 
 def pack(layer: LayerShapes, ranks: Sequence[int], weights: LayerWeights) -> torch.Tensor:
     """Packs a layer into [packed_length], on the host."""
-    factors = [weights[linear][name] for linear, name, _ in _there(layer, ranks)]
+    factors = [weights[linear][name] for linear, name, _ in _present(layer, ranks)]
     return torch.cat([part.reshape(-1) for each in factors for part in (each.down, each.up)])
 
 
@@ -53,7 +53,7 @@ def unpack(layer: LayerShapes, ranks: Sequence[int], packed: torch.Tensor) -> La
     """The matrices that `pack` wrote, as views."""
     found: dict[LinearName, dict[str, Factors]] = {}
     begin = 0
-    for linear, name, pair in _there(layer, ranks):
+    for linear, name, pair in _present(layer, ranks):
         parts = []
         for shape in pair:
             end = begin + prod(shape)
@@ -63,7 +63,7 @@ def unpack(layer: LayerShapes, ranks: Sequence[int], packed: torch.Tensor) -> La
     return found
 
 
-def _there(layer: LayerShapes, ranks: Sequence[int]) -> Iterator[tuple[LinearName, str, _Pair]]:
+def _present(layer: LayerShapes, ranks: Sequence[int]) -> Iterator[tuple[LinearName, str, _Pair]]:
     """The modules that an adapter has, with the shapes of their matrices."""
     for (linear, name, columns), rank in zip(_modules(layer), ranks, strict=True):
         shape = layer[linear]

@@ -236,7 +236,7 @@ def test_an_engine_that_needs_a_gpu_fails_without_one(monkeypatch: pytest.Monkey
     assert "built for CUDA 13.0" in found.detail
 
 
-def test_a_driver_is_needed_only_where_the_engine_is_told_to_use_a_gpu(
+def test_a_driver_is_needed_only_if_the_engine_must_use_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def absent(name: str) -> None:

@@ -139,7 +139,7 @@ def test_fused_norms_do_not_change_the_results_of_a_step(make: Maker, name: str)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "mixtral"])
-def test_models_with_other_norms_or_experts_are_left_as_they_are(make: Maker, name: str) -> None:
+def test_models_with_other_norms_or_experts_do_not_fuse_norms(make: Maker, name: str) -> None:
     assert not isinstance(make(name).model, NormFusingDecoder)
 
 

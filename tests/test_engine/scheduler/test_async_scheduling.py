@@ -181,7 +181,7 @@ def check_logprobs(found: list[TokenLogprobs], expected: list[TokenLogprobs]) ->
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "fair", "deadline"])
-def test_choices_that_are_aborted_in_flight_disturb_nobody(
+def test_choices_that_are_aborted_in_flight_do_not_change_others(
     policy: str, late_runner: Watched, requests: list[EngineRequest], expected: dict[Choice, Output]
 ) -> None:
     engine = Engine(EngineConfig(**OPTIONS, policy=policy), late_runner)

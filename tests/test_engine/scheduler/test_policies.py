@@ -478,7 +478,7 @@ def test_a_policy_is_made_by_name(name: str) -> None:
     assert make_policy(config.policy, config.policy_options).name == name
 
 
-def test_a_policy_of_ones_own_is_made_by_module_and_class() -> None:
+def test_a_custom_policy_is_made_by_module_and_class() -> None:
     policy = make_policy("headrace_engine.scheduler.policies.priority:Priority", {"ageing": 3})
     assert isinstance(policy, Priority)
 

@@ -1,4 +1,4 @@
-"""Grammars on their way into the engine: off the event loop, timed, refused by name."""
+"""Grammars are compiled off the event loop and timed; errors name the field."""
 
 import asyncio
 import threading
@@ -32,7 +32,7 @@ def checks() -> GrammarChecks:
 
 
 class SlowCompiler(GrammarCompiler):
-    """Compiles when it is told to."""
+    """Compiles once `go` is set."""
 
     def __init__(self) -> None:
         super().__init__(Tokenizer.load(demo_folder()), 2048, frozenset({0}))

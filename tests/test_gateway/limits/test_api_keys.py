@@ -56,7 +56,7 @@ def client_of(gateway: Gateway, key: str) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0)
 
 
-# Who gets in
+# Which requests need a key
 
 
 async def test_every_path_needs_a_key_but_health_and_version(gateway: Gateway) -> None:

@@ -219,14 +219,14 @@ async def test_an_answer_after_reasoning_must_match_its_format(
     assert content in parts(within) and Tag(FINAL, content) not in parts(within)
 
 
-async def test_a_grammar_behind_reasoning_is_refused(harmony: Gateway) -> None:
+async def test_a_grammar_after_reasoning_is_refused(harmony: Gateway) -> None:
     error = (await harmony.chat(guided_grammar='start: "x"')).json()["error"]
 
     assert error["code"] == "invalid_structured_output"
     assert "cannot be held beside calls or this model's reasoning" in error["message"]
 
 
-async def test_forced_calls_are_held_behind_reasoning(harmony: Gateway) -> None:
+async def test_forced_calls_are_constrained_after_reasoning(harmony: Gateway) -> None:
     say(harmony, f"{ANALYSIS}I look.{NEXT}{CALL}")
     (choice,) = (await body_of(await harmony.chat(tools=[TOOL], tool_choice="required")))["choices"]
 

@@ -161,7 +161,7 @@ async def test_calls_of_strict_tools_are_held_to_their_schemas(tools: Gateway) -
         ({"enable_thinking": False}, None),
     ],
 )
-async def test_strict_calls_are_held_behind_reasoning(
+async def test_strict_calls_are_constrained_after_reasoning(
     tools: Gateway, variables: dict[str, bool], begin: ReasoningBegin | None
 ) -> None:
     say(tools, "Hello.")

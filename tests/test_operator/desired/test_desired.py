@@ -507,7 +507,7 @@ def test_the_backlog_counts_running_requests_too() -> None:
     )
 
 
-def test_behavior_is_that_of_the_operator() -> None:
+def test_the_default_behavior_is_the_operators() -> None:
     rules = {"scaleDown": {"stabilizationWindowSeconds": 60, "policies": []}}
     found = autoscaler(service(scaling={"mode": "hpa", "behavior": rules}))
     assert found is not None

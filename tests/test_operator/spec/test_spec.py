@@ -158,7 +158,7 @@ def test_the_schema_has_exactly_the_fields_that_are_read() -> None:
     assert seen > 100
 
 
-def test_every_field_says_what_it_is() -> None:
+def test_every_field_has_a_description() -> None:
     """`kubectl explain` shows these descriptions."""
     root = yaml.safe_load(CRD.read_text())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     silent: list[str] = []
@@ -198,7 +198,7 @@ def test_rules_of_sections_are_rules_of_the_schema() -> None:
     assert len(ours) == 11
 
 
-def test_no_pattern_is_told_as_a_regular_expression() -> None:
+def test_no_error_shows_a_regular_expression() -> None:
     assert not [node for node in _walk(schema.spec_schema()) if "pattern" in node]
 
 
