@@ -348,8 +348,8 @@ class DrainSpec(SpecSection):
 class DeletionSpec(SpecSection):
     waiting_requests: Literal["Fail", "Hold"] = "Fail"
     """The handling of requests that wait when the ModelService is deleted: they are answered with
-    an error, or kept until their deadline for one that serves the same name. A change starts the
-    engines anew."""
+    an error, or kept until their deadline for one that serves the same name. A change restarts the
+    engines."""
 
 
 class CanarySpec(SpecSection):
