@@ -123,7 +123,9 @@ def test_a_missing_path_is_no_hub_id(path: str) -> None:
     assert "neither a folder nor a hub id" in found.detail
 
 
-@pytest.mark.parametrize(("name", "remedy"), [("tiny.gguf", "GGUF is not"), ("w.bin", "folder")])
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("tiny.gguf", "engines do not read GGUF"), ("w.bin", "folder")]
+)
 def test_a_file_is_no_model(
     name: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
