@@ -1,6 +1,6 @@
 """Build hook: compiles the engine's native kernels whenever the package is built or installed.
 
-Without a working compiler it warns and goes on: the engine then runs in plain torch, slower, and
+Without a working compiler it warns and continues: the engine then runs in plain torch, slower, and
 the wheel stays pure. Wheels with kernels hold every instruction set of their architecture, an
 editable installation those of this CPU.
 """

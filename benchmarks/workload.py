@@ -49,7 +49,7 @@ class Job:
         return isinstance(self.prompt, tuple) and isinstance(self.prompt[0], Mapping)
 
     def payload(self, model: str, extra: Mapping[str, object]) -> dict[str, object]:
-        """The request's body but for what all requests share in `extra`."""
+        """The request's body without the fields in `extra`, which all requests share."""
         prompt = "messages" if self.is_chat else "prompt"
         return {
             "model": model,

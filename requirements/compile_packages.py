@@ -2,8 +2,8 @@
 
     .venv/bin/python requirements/compile_packages.py [PID]
 
-uv leaves that to the first import. With the id of a process, goes on only while that runs, and only
-when nothing else wants a processor. Uses only the standard library.
+uv leaves that to the first import. With the id of a process, it works only while that process runs,
+and only when no other program needs the processors. Uses only the standard library.
 """
 
 import os

@@ -25,7 +25,7 @@ class Output:
             self.out.print(table)
 
     def tell(self, data: Any, note: str) -> None:
-        """The result of a change."""
+        """Prints the result of a command that changes something: data as JSON, or a note."""
         if self.as_json:
             self.json(data)
         else:

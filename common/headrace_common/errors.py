@@ -1,15 +1,15 @@
-"""Errors that cross a package or the wire.
+"""Errors that one package raises and another catches, or that are sent as messages.
 
-`code` is the stable word for programs, the message is for people.
+Programs compare `code`, which does not change; the message is for people.
 
     HeadraceError
     ├── SettingsError        a setting is wrong; the message says which and what to do
     ├── MessageError         bytes on the wire are not a message of this protocol
-    ├── BackendUnfit         the Redis at hand cannot keep the protocol's promises
+    ├── BackendUnfit         this Redis cannot give the guarantees of the protocol
     ├── BackendUnavailable   Redis cannot be reached or refuses writes now
-    ├── QueueFull            the queue took no more; carries when to retry
+    ├── QueueFull            the queue refused a request; has the time after which to retry
     ├── RequestConflict      the request id is in use for another request
-    └── RequestFailed        an accepted request ended without an answer; carries a FailureCode
+    └── RequestFailed        an accepted request ended without an answer; has a FailureCode
 """
 
 from enum import StrEnum
@@ -55,12 +55,13 @@ class FailureCode(StrEnum):
 
     DEADLINE = "deadline_exceeded"
     CANCELLED = "cancelled"
-    ABANDONED = "abandoned"  # no gateway asked its engine for it any more
+    ABANDONED = "abandoned"  # no gateway waits for its answer any more
     INVALID = "request_invalid"  # the engine refused it by a check that the gateway could not make
     MALFORMED = "message_malformed"
-    POISONED = "request_failed"  # it took down several engines that ran it
+    # Several engines that ran it died. The code equals that of RequestFailed.
+    POISONED = "request_failed"
     REMOVED = "model_removed"  # its model is no longer registered
-    LOST = "state_lost"  # Redis and the gateway's memory are both gone
+    LOST = "state_lost"  # neither Redis nor a gateway has its state any more
     SEALED = "seal_invalid"  # its stored data cannot be opened with the present keys
     INTERNAL = "internal_error"
 

@@ -1,4 +1,4 @@
-"""Compiles the kernels that engines launch on GPUs, before an engine starts:
+"""Compiles the kernels that engines launch on GPUs, before an engine starts.
 
     TRITON_CACHE_DIR=FOLDER python -m headrace_engine.compile_kernels MODEL ...
 

@@ -133,7 +133,7 @@ def test_kernels(
     assert found["results"] and found["roofs"]["products_by"] in said.splitlines()[0]
 
 
-def test_peers_that_are_not_there(run: Run, tmp_path: Path) -> None:
+def test_absent_peers(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     run("peers", "--only", "small-64", "--peers", str(tmp_path / "none"), "--json", str(file))
     assert json.loads(file.read_text())["results"] == []

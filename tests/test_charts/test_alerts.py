@@ -71,7 +71,7 @@ def test_an_alert_says_what_to_do(name: str) -> None:
     assert re.search(rf"^#+ {name}$", PAGE.read_text(), re.MULTILINE)
 
 
-def test_the_page_has_no_alert_that_is_not_there() -> None:
+def test_the_page_has_only_existing_alerts() -> None:
     described = re.findall(r"^#+ (Headrace[A-Z]\w+)$", PAGE.read_text(), re.MULTILINE)
 
     assert sorted(described) == sorted(ALERTS)
@@ -95,6 +95,12 @@ def test_alerts_and_dashboards_agree_on_whose_fault_an_error_is() -> None:
     ]
 
     assert f'error_type!~"{promql.CLIENT_FAULTS}"' in failures["expr"]
+
+
+def test_the_page_lists_the_errors_that_clients_cause() -> None:
+    (listed,) = re.findall(r"because of the client do not count\s+\(([^)]*)\)", PAGE.read_text())
+
+    assert set(re.findall(r"`(\w+)`", listed)) == set(promql.CLIENT_FAULTS.split("|"))
 
 
 def test_the_stateful_set_of_the_bundled_redis_is_found_by_its_name() -> None:

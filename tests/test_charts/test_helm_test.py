@@ -28,7 +28,7 @@ async def test_a_release_with_engines_answers(gateway: Gateway) -> None:
     assert f"{MODEL} answered with" in output
 
 
-async def test_a_release_without_engines_passes_and_says_so(gateway: Gateway) -> None:
+async def test_a_release_without_engines_passes_with_a_note(gateway: Gateway) -> None:
     gateway.engine.statuses = []
     gateway.forget_engines()
 
@@ -49,7 +49,7 @@ async def test_each_model_with_a_ready_engine_is_asked(tmp_path: Path) -> None:
     assert "asleep is not asked: " in output
 
 
-async def test_a_release_without_a_model_passes_and_says_so(gateway: Gateway) -> None:
+async def test_a_release_without_a_model_passes_with_a_note(gateway: Gateway) -> None:
     settings = GatewaySettings(port=0, drain_timeout=0)
     deps = AppDependencies(served=Models({}), client=gateway.engine, queue=gateway.engine)
     async with running(create_app(settings, deps), settings) as (_, port):

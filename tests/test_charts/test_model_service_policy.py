@@ -1,6 +1,6 @@
 """The ValidatingAdmissionPolicy for ModelServices: its CEL, evaluated on whole objects.
 
-An API server knows two more things: types and costs. tests_cluster asks one.
+An API server also checks types and costs: tests_cluster tests the policy with one.
 """
 
 from typing import Any
@@ -129,7 +129,7 @@ def test_a_draft_model_of_the_hub_needs_the_hub() -> None:
     assert refusals({**NARROW, "sources": ["local"]}, spec) == ["the model source hub"]
 
 
-def test_by_default_nothing_but_where_weights_come_from_may_be_chosen() -> None:
+def test_by_default_only_the_source_of_weights_may_be_chosen() -> None:
     values = {"enabled": True}
     for source in ("hub", "persistentVolumeClaim", "uri", "local"):
         assert refusals(values, {"model": {source: {}}}) == []
@@ -152,7 +152,7 @@ def test_a_star_allows_everything() -> None:
     assert refusals(values, spec) == []
 
 
-def test_an_object_from_before_is_refused_only_when_its_spec_changes() -> None:
+def test_an_existing_object_is_refused_only_when_its_spec_changes() -> None:
     old = {"model": LOCAL, "engine": {"image": "evil:1"}}
     assert refusals(NARROW, old, old) == []
     assert refusals(NARROW, {**old, "replicas": 2}, old) == ["the image evil:1"]

@@ -159,7 +159,7 @@ def test_by_default_exactly_the_needed_connections_pass() -> None:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_nobody_reads_cloud_credentials(name: str) -> None:
+def test_no_pod_reads_cloud_credentials(name: str) -> None:
     """Metadata services speak HTTP; gateways, which fetch from anywhere, get no port of them."""
     reached = connections(render(scenario(name)), (80, 443))
     pods = {source for source, target, port in reached if target == METADATA.name and port == 80}
@@ -185,7 +185,7 @@ def test_gateways_reach_a_hub_where_their_settings_name_one(
     assert (("gateway", "hub", 443) in passing) == fetches
 
 
-def test_redis_itself_calls_nobody() -> None:
+def test_redis_opens_no_connections() -> None:
     assert not {c for c in connections(render()) if c[0] == "redis"}
 
 
@@ -201,7 +201,7 @@ def test_servers_with_sentinels_reach_each_other_and_names() -> None:
     assert {c[0] for c in passing if c[1:] == ("redis", 26379)} == {"gateway", "operator", "engine"}
 
 
-def test_redis_answers_nobody_else() -> None:
+def test_redis_answers_no_other_pods() -> None:
     callers = {c[0] for c in connections(render()) if c[1] == "redis"}
 
     assert callers == {"gateway", "operator", "engine"}

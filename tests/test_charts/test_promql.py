@@ -200,7 +200,7 @@ def test_a_panel_has_data(prometheus: PrometheusServer, dashboard: Dashboard, pa
 
 
 @pytest.mark.parametrize(("dashboard", "panel"), PANELS, ids=title)
-def test_a_legend_names_labels_that_are_there(
+def test_a_legend_names_existing_labels(
     prometheus: PrometheusServer, dashboard: Dashboard, panel: Panel
 ) -> None:
     for query in panel.queries:

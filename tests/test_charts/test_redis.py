@@ -75,9 +75,7 @@ def _moved(text: str, folder: Path, port: int) -> str:
     return moved.replace("bind * -::*", "bind 127.0.0.1")
 
 
-async def test_the_bundled_server_keeps_the_queue_s_promises(
-    server: Connection, tmp_path: Path
-) -> None:
+async def test_the_bundled_server_is_fit_for_the_queue(server: Connection, tmp_path: Path) -> None:
     """check_backend has accepted it: version, memory policy, scripts."""
     answer = await server.client.command("CONFIG", "GET", "*")
     settings = dict(zip(answer[::2], answer[1::2], strict=True))
@@ -115,7 +113,7 @@ async def test_the_password_is_in_a_file_that_only_the_server_reads(
 async def test_roles_and_models_have_users_of_their_own(
     server: Connection, port: int, user: str, password: str
 ) -> None:
-    """Models' users are what the operator has saved before this start."""
+    """The operator has saved the models' users before this start."""
     connection = Connection(ConnectionConfig(url=f"redis://{user}:{password}@127.0.0.1:{port}/0"))
     assert await connection.client.command("PING")
     with pytest.raises(NoPermissionError):
@@ -125,7 +123,7 @@ async def test_roles_and_models_have_users_of_their_own(
     assert sorted(names) == ["default", model_user("chat"), "headrace-gateway", "headrace-operator"]
 
 
-def test_the_only_user_s_password_is_in_a_file_of_its_own() -> None:
+def test_the_password_of_a_single_user_is_in_a_separate_file() -> None:
     objects = render({"redis": {"bundled": {"usersByModel": False}}})
     data = named(objects, "ConfigMap", "headrace-redis")["data"]
 
@@ -155,7 +153,7 @@ def test_a_named_secret_replaces_the_generated_one() -> None:
     assert reference == {"name": "mine", "key": "password"}
 
 
-def test_an_external_redis_leaves_nothing_of_the_bundled_one() -> None:
+def test_with_an_external_redis_there_is_no_bundled_one() -> None:
     objects = render(scenario("external-redis-values"))
 
     assert of_kind(objects, "StatefulSet") == []
@@ -163,7 +161,7 @@ def test_an_external_redis_leaves_nothing_of_the_bundled_one() -> None:
     assert "headrace-redis" not in {m["metadata"]["name"] for m in objects}
 
 
-def test_a_ca_of_one_s_own_is_mounted_where_the_url_says() -> None:
+def test_a_custom_ca_is_mounted_at_the_path_in_the_url() -> None:
     objects = render(scenario("tls-values"))
     url = plain_secrets(objects)["headrace-redis"]["url"]
     mounts = workload(objects, "headrace-gateway").containers[0]["volumeMounts"]
@@ -172,14 +170,14 @@ def test_a_ca_of_one_s_own_is_mounted_where_the_url_says() -> None:
     assert "/etc/headrace/redis-ca" in {mount["mountPath"] for mount in mounts}
 
 
-def test_a_url_with_a_ca_is_one_that_the_client_takes() -> None:
+def test_the_client_accepts_a_url_with_a_ca() -> None:
     url = plain_secrets(render(scenario("tls-values")))["headrace-redis"]["url"]
 
     assert dict(parse_url(url))["ssl_ca_certs"] == "/etc/headrace/redis-ca/ca.crt"
 
 
 @pytest.mark.parametrize(("retain", "policy"), [(False, "Delete"), (True, "Retain")])
-def test_the_claim_goes_with_the_release_unless_retained(retain: bool, policy: str) -> None:
+def test_the_claim_is_deleted_with_the_release_unless_retained(retain: bool, policy: str) -> None:
     values = {"redis": {"bundled": {"persistence": {"retain": retain}}}}
     spec = named(render(values), "StatefulSet", "headrace-redis")["spec"]
 
@@ -206,13 +204,13 @@ def test_without_persistence_there_is_no_claim() -> None:
         "rediss+cluster://a",
     ],
 )
-def test_urls_of_sentinels_and_clusters_are_taken(url: str) -> None:
+def test_urls_of_sentinels_and_clusters_are_accepted(url: str) -> None:
     objects = render({"redis": {"mode": "external", "external": {"url": url}}})
 
     assert parse_endpoint(plain_secrets(objects)["headrace-redis"]["url"]) == parse_endpoint(url)
 
 
-def test_pods_may_reach_sentinels_and_what_they_lead_to() -> None:
+def test_pods_may_reach_sentinels_and_their_masters() -> None:
     objects = render(scenario("sentinel-values"))
     egress = named(objects, "NetworkPolicy", "headrace-gateway")["spec"]["egress"]
     ports = [{item["port"] for item in rule.get("ports", ())} for rule in egress]
@@ -260,7 +258,7 @@ def reserved(values: dict[str, Any], kind: str) -> list[str]:
     return found
 
 
-def test_the_operator_keeps_model_services_from_the_queue_s_volume_and_password() -> None:
+def test_the_queue_s_volume_and_password_are_reserved() -> None:
     stateful = named(render(), "StatefulSet", "headrace-redis")
     (template,) = stateful["spec"]["volumeClaimTemplates"]
     claim = f"{template['metadata']['name']}-{stateful['metadata']['name']}-0"
@@ -270,7 +268,7 @@ def test_the_operator_keeps_model_services_from_the_queue_s_volume_and_password(
     assert "sh.helm.release.v1.*" in reserved({}, "SECRETS")
 
 
-def test_secrets_that_the_values_name_are_kept_from_them_too() -> None:
+def test_secrets_that_the_values_name_are_reserved_too() -> None:
     values = {
         "gateway": {
             "apiKeys": {"enabled": True, "existingSecret": "keys", "testKeySecret": "test-key"},
@@ -282,7 +280,7 @@ def test_secrets_that_the_values_name_are_kept_from_them_too() -> None:
     assert reserved(values, "CLAIMS") == []
 
 
-def test_the_bundled_server_is_kept_from_evictions_unless_told_otherwise() -> None:
+def test_the_bundled_server_is_not_evicted_by_default() -> None:
     budget = named(render(), "PodDisruptionBudget", "headrace-redis")["spec"]
     server = workload(render(), "headrace-redis")
     assert budget["maxUnavailable"] == 0

@@ -240,7 +240,7 @@ def test_a_drain_takes_one_server_at_a_time(budget: dict[str, int], most: int) -
     assert found["spec"]["maxUnavailable"] == most
 
 
-def test_servers_prefer_different_nodes_unless_told_otherwise() -> None:
+def test_servers_prefer_different_nodes_by_default() -> None:
     own: Manifest = {"nodeAffinity": {}}
     preferred = workload(with_values(), "headrace-redis").spec["affinity"]["podAntiAffinity"]
 

@@ -187,7 +187,7 @@ def test_engines_are_scraped_by_the_labels_and_port_that_the_operator_gives_them
     assert [e["port"] for e in spec["podMetricsEndpoints"]] == [names.METRICS_PORT_NAME]
 
 
-def test_without_the_prometheus_operator_there_is_nothing_of_its_kinds() -> None:
+def test_without_the_prometheus_operator_there_are_no_objects_of_its_kinds() -> None:
     groups = {manifest["apiVersion"].partition("/")[0] for manifest in render()}
 
     assert "monitoring.coreos.com" not in groups

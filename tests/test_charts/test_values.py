@@ -286,7 +286,7 @@ def test_values_that_contradict_each_other_are_refused_with_a_remedy(
         render(values)
 
 
-def test_all_contradictions_are_told_at_once() -> None:
+def test_all_contradictions_are_in_one_error() -> None:
     values = {"redis": {"mode": "external"}, "httpRoute": {"enabled": True}}
 
     with pytest.raises(HelmError, match=r"(?s)redis\.external.*httpRoute"):

@@ -1,4 +1,4 @@
-"""A file that others change is followed, and a watch that ends by itself is seen."""
+"""Changes of a followed file are read, and a watch that fails is reported."""
 
 import asyncio
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ async def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     assert words.failed is None
 
 
-async def test_a_watch_that_ended_by_itself_says_so(tmp_path: Path) -> None:
+async def test_a_watch_that_has_failed_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "words"
     path.write_text("one two")
     words = Words(path, at_once)
@@ -52,7 +52,7 @@ async def test_a_watch_that_ended_by_itself_says_so(tmp_path: Path) -> None:
         return words.failed is not None
 
     words.start()
-    path.write_bytes(b"\xff")  # which `_parse` should have refused with an error of its own
+    path.write_bytes(b"\xff")  # not UTF-8, which `_parse` forgot to refuse
     await eventually(ended)
 
     assert words.failed == "the watch of the words has failed; the process must be restarted"

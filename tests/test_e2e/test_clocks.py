@@ -142,7 +142,7 @@ def test_both_engines_work_and_know_how_long_requests_waited(sides: Sides) -> No
         assert 0 <= engine.metric(waited, 'phase="queue"') < SOON_S
 
 
-def test_each_process_says_so(sides: Sides) -> None:
+def test_each_process_reports_the_offset(sides: Sides) -> None:
     for ahead, processes in sides.items():
         for process in processes:
             assert isinstance(process, HeadraceProcess)

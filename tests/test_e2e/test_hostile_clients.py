@@ -131,7 +131,7 @@ def slow_readers(single: SingleStack) -> int:
 
 @contextmanager
 def unread(single: SingleStack, sent: bytes) -> Iterator[bytes]:
-    """Sends a request and reads the first bytes of its answer, until it has been dropped."""
+    """Sends a request, reads only the first bytes of its answer, and waits until it is dropped."""
     before = slow_readers(single)
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -33,7 +33,7 @@ def spent(process: psutil.Process) -> Spent:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no /proc")
-def test_up_is_idle_while_nobody_asks(served: UpProcess) -> None:
+def test_up_is_idle_without_requests(served: UpProcess) -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}]}
     httpx.post(f"{served.url}/v1/chat/completions", json=body).raise_for_status()
     processes = [psutil.Process(served.pid), *served.children()]

@@ -117,7 +117,7 @@ def waits(stack: Stack) -> list[int]:
 
 
 def left_behind(stack: Stack) -> list[str]:
-    """Keys of the upper shards that have to do with requests, but for records that will lapse."""
+    """Keys of the upper shards that belong to requests, except records that will lapse."""
     found: list[str] = []
     with redis.Redis.from_url(stack.redis_url, decode_responses=True) as client:
         for names in upper_shards():

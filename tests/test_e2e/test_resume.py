@@ -1,4 +1,4 @@
-"""Streams outlive the gateway that began them: real gateways die, their clients go on elsewhere."""
+"""Streams outlive their gateway: real gateways die, and their clients continue at others."""
 
 import asyncio
 import json

@@ -24,7 +24,7 @@ from headrace_testing.stack import MODEL, Stack
 
 TOKENS = 64
 
-pytestmark = pytest.mark.skipif(wanted(), reason="with keys of their own, and without any")
+pytestmark = pytest.mark.skipif(wanted(), reason="some of them use their own keys, some none")
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +76,13 @@ def tokens(answer: httpx.Response) -> list[int]:
 
 
 def traces(case: GreedyCase) -> list[bytes]:
-    """A prompt and its answer as they could lie somewhere."""
+    """The forms in which parts of a prompt or its answer could be stored."""
     middle = case.output[TOKENS // 2 : TOKENS]
     return [*forms(case.prompt, 8), *forms(case.output, 8), *forms(middle, 8)]
 
 
 def server_of(stack: Stack) -> int:
-    """The pid of its queue server."""
+    """The pid of the stack's queue server."""
     (found,) = servers(os.getpid(), stack.valkey.folder)
     return found.pid
 
@@ -96,7 +96,7 @@ def long_cases(cases: list[GreedyCase]) -> list[GreedyCase]:
     return [case for case in cases if len(case.prompt) > 20]
 
 
-def test_nothing_of_prompts_and_answers_is_in_memory_or_in_the_append_only_file(
+def test_no_part_of_prompts_and_answers_is_in_memory_or_in_the_append_only_file(
     sealing: Stack, folder: Path, cases: list[GreedyCase]
 ) -> None:
     asked = long_cases(cases)[:6]
@@ -140,7 +140,7 @@ def test_nothing_of_prompts_and_answers_is_in_memory_or_in_the_append_only_file(
     words = [b"secret plans", b"name that nobody has", b"of which nobody knows", b"custom_id"]
     assert found_in(everywhere, [trace for case in asked for trace in traces(case)]) == []
     assert found_in(everywhere, words) == []
-    assert file["id"].encode() in everywhere  # it is the right server's
+    assert file["id"].encode() in everywhere  # so this is the memory of the right server
 
 
 def test_the_search_finds_unsealed_data(
@@ -217,10 +217,10 @@ def test_the_watch_says_what_it_found_and_where(
     assert plain == "not sealed: frame ('a',)"
 
 
-def test_keys_change_under_running_streams(
+def test_keys_can_be_changed_while_processes_run(
     sealing: Stack, keyring: Path, cases: list[GreedyCase]
 ) -> None:
-    """Added, used, and the old one removed, while clients stream: each gets its model's tokens."""
+    """A key is added, then used, then the old one is removed. Each client gets the right tokens."""
     processes = [*sealing.engines, *sealing.gateways]
     old, new = read_keyring(keyring.read_bytes()).first, new_key()
     for number, keys in enumerate(([old, new], [new, old], [new]), 1):

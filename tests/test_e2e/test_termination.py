@@ -168,7 +168,7 @@ def test_an_engine_that_is_recalled_serves_again(engine_stack: Stack) -> None:
     assert engine.wait() == 0
 
 
-def test_a_drained_engine_exits_where_nobody_else_ends_it(engine_stack: Stack) -> None:
+def test_a_drained_engine_exits_by_default(engine_stack: Stack) -> None:
     engine = engine_stack.add_engine()
     engine_stack.await_engines(1)
     tell(engine_stack, Drain())

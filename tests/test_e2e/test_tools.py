@@ -112,7 +112,7 @@ def test_a_message_with_a_forced_tool_is_streamed(gateway: GatewayProcess) -> No
     jsonschema.validate(use.input, SCHEMA)
 
 
-def test_a_response_is_kept_and_gone_on_with(gateway: GatewayProcess) -> None:
+def test_a_response_is_stored_and_continued(gateway: GatewayProcess) -> None:
     with OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
         with client.responses.stream(model=MODEL, input="Hello!", max_output_tokens=12) as stream:
             events = list(stream)

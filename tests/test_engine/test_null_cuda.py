@@ -56,9 +56,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Facts]:
 
 
 @pytest.mark.parametrize("name", (*ANSWERS, *FEATURES))
-def test_a_scene_breaks_no_rule_and_leaves_nothing_behind(
-    name: str, scenes: dict[str, Facts]
-) -> None:
+def test_a_scene_breaks_no_rule_and_leaks_nothing(name: str, scenes: dict[str, Facts]) -> None:
     facts = scenes[name]
     assert "raised" not in facts, facts["raised"]
     assert facts["complaints"] == []
@@ -103,7 +101,7 @@ def test_swapped_blocks_are_copied_without_a_wait(scenes: dict[str, Facts]) -> N
     assert scenes["swapped"]["waits"] == []
 
 
-def test_kernels_are_timed_also_behind_one_that_fails(scenes: dict[str, Facts]) -> None:
+def test_kernels_are_timed_even_after_one_that_fails(scenes: dict[str, Facts]) -> None:
     facts = scenes["timer"]
     assert "capture" in facts["refused"]
     assert 0 < facts["times"][0] < facts["times"][1], "of one kernel and of two"

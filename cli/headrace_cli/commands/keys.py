@@ -31,7 +31,10 @@ def create(
     key_id: Annotated[str, typer.Argument(metavar="ID", help="Name of the key.")],
     file: File = None,
     tenant: Annotated[
-        str, typer.Option(help="Whose it is: caches, fairness and metrics are by tenant.")
+        str,
+        typer.Option(
+            help="Tenant of the key; each tenant has its own cache, fair share and metrics."
+        ),
     ] = "default",
     model: Annotated[
         list[str] | None, typer.Option(help="A model that it may use, repeatable; default: all.")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="queue",
-    help="The queues of a running system: what waits, what was set aside, and what to do with it.",
+    help="The queues of a running system: show, replay and delete requests.",
     no_args_is_help=True,
 )
 
@@ -24,23 +24,23 @@ Url = Annotated[
         help="Redis or Valkey; default: that of a running `headrace up`, else this host's.",
     ),
 ]
-DataFolder = Annotated[Path, typer.Option("--data-dir", help="Of `headrace up`.")]
+DataFolder = Annotated[Path, typer.Option("--data-dir", help="Data folder of `headrace up`.")]
 Model = Annotated[
     str | None, typer.Option("--model", help="Name that clients use; default: the only one.")
 ]
 Models = Annotated[
-    list[str] | None, typer.Option("--model", help="Repeatable; default: all there are.")
+    list[str] | None, typer.Option("--model", help="Repeatable; default: all models.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Limit = Annotated[int, typer.Option(min=1, max=100_000, help="Most that are listed.")]
+Limit = Annotated[int, typer.Option(min=1, max=100_000, help="Largest number of lines.")]
 KeysFile = Annotated[
     Path | None,
     typer.Option(
         envvar="HEADRACE_GATEWAY_SEALING_KEYS_FILE",
-        help="Keys with which prompts are sealed, where they are.",
+        help="Keys with which prompts are sealed, if they are.",
     ),
 ]
-Ids = Annotated[list[str] | None, typer.Argument(metavar="ID...", help="Requests.")]
+Ids = Annotated[list[str] | None, typer.Argument(metavar="ID...", help="Ids of requests.")]
 DATA_DIR = Path(".headrace")
 
 
@@ -51,7 +51,7 @@ def status(
     data_dir: DataFolder = DATA_DIR,
     as_json: AsJson = False,
 ) -> None:
-    """Each model's queue and its engines."""
+    """Show each model's queue and its engines."""
     from ..queues.queues import show_status
 
     show_status(_session(redis, data_dir, as_json), model)
@@ -61,14 +61,15 @@ def status(
 def peek(
     model: Model = None,
     running: Annotated[
-        bool, typer.Option("--running", help="Those that engines have, not those that wait.")
+        bool,
+        typer.Option("--running", help="Show requests that engines have, not those that wait."),
     ] = False,
     limit: Limit = 20,
     redis: Url = None,
     data_dir: DataFolder = DATA_DIR,
     as_json: AsJson = False,
 ) -> None:
-    """The next requests of a queue; never their prompts."""
+    """Show the next requests of a queue; never their prompts."""
     from ..queues.queues import show_requests
 
     show_requests(_session(redis, data_dir, as_json), model, limit=limit, running=running)
@@ -82,7 +83,7 @@ def dead(
     data_dir: DataFolder = DATA_DIR,
     as_json: AsJson = False,
 ) -> None:
-    """Requests that were set aside: why, and whether they can be replayed."""
+    """Show dead letters: the reason, and whether they can be replayed."""
     from ..queues.queues import show_dead
 
     show_dead(_session(redis, data_dir, as_json), model, limit)
@@ -92,14 +93,18 @@ def dead(
 def replay(
     model: Model = None,
     request_ids: Ids = None,
-    every: Annotated[bool, typer.Option("--all", help="All that can be.")] = False,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that each may take.")] = 600.0,
+    every: Annotated[
+        bool, typer.Option("--all", help="All dead letters that can be replayed.")
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds until the deadline of each.")
+    ] = 600.0,
     sealing_keys_file: KeysFile = None,
     redis: Url = None,
     data_dir: DataFolder = DATA_DIR,
     as_json: AsJson = False,
 ) -> None:
-    """Queue dead letters' requests again, with their failures forgotten."""
+    """Queue the requests of dead letters again, with their failures reset."""
     from ..queues.queues import replay as run
 
     session = _session(redis, data_dir, as_json, sealing_keys_file)
@@ -112,14 +117,15 @@ def purge(
     request_ids: Ids = None,
     every: Annotated[bool, typer.Option("--all", help="All dead letters.")] = False,
     waiting: Annotated[
-        bool, typer.Option("--waiting", help="Cancel what waits instead; clients get an error.")
+        bool,
+        typer.Option("--waiting", help="Cancel waiting requests instead; clients get an error."),
     ] = False,
     sealing_keys_file: KeysFile = None,
     redis: Url = None,
     data_dir: DataFolder = DATA_DIR,
     as_json: AsJson = False,
 ) -> None:
-    """Forget dead letters with what was kept of their requests, or cancel what waits."""
+    """Delete dead letters with the stored data of their requests, or cancel waiting requests."""
     from ..queues.queues import cancel_waiting
     from ..queues.queues import purge as run
 
@@ -131,7 +137,7 @@ def purge(
 
 
 def _chosen(request_ids: list[str] | None, every: bool) -> list[str] | None:
-    """None for all."""
+    """The ids that were given; None for all requests."""
     from ..errors import UsageError
 
     if every == bool(request_ids):

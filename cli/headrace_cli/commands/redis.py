@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="redis",
-    help="Redis users: one for each role, and for the engines of one model alone.",
+    help="Redis users of roles, and of the engines of one model.",
     no_args_is_help=True,
 )
 
@@ -25,10 +25,13 @@ Owner = Annotated[str, typer.Option(help="namespace/name of its ModelService; de
 def users(
     model: Annotated[
         list[str] | None,
-        typer.Option("--model", help="Users for the engines of these; default: those of roles."),
+        typer.Option(
+            "--model",
+            help="Models whose engines get a user, repeatable; default: the users of the roles.",
+        ),
     ] = None,
 ) -> None:
-    """Print users as lines of an ACL file, without passwords: add one to each, as >PASSWORD."""
+    """Print users as lines of an ACL file, without passwords: add >PASSWORD to each line."""
     from headrace_common.protocol.redis.users import ROLES, model_line, role_line
 
     for line in map(model_line, model) if model else map(role_line, ROLES):
@@ -40,17 +43,18 @@ def grant(
     model: Name,
     owner: Owner = "",
     adapter: Annotated[
-        list[str] | None, typer.Option(help="A LoRA adapter that they may serve, repeatable.")
+        list[str] | None,
+        typer.Option(help="A LoRA adapter that the engines may serve, repeatable."),
     ] = None,
     redis: Url = None,
     data_dir: DataFolder = DATA_DIR,
 ) -> None:
-    """Let engines that have the model's own user register it."""
+    """Let engines with the Redis user of a model register it."""
     from headrace_common.protocol.registry import RegistrationGrant
 
-    from ..queues.grants import give
+    from ..queues import grants
 
-    give(
+    grants.grant(
         _session(redis, data_dir),
         model,
         RegistrationGrant(owner=owner, adapters=tuple(adapter or ())),
@@ -61,10 +65,10 @@ def grant(
 def revoke(
     model: Name, owner: Owner = "", redis: Url = None, data_dir: DataFolder = DATA_DIR
 ) -> None:
-    """Take that back, with what they have registered."""
-    from ..queues.grants import take
+    """Remove a model's grant and its registration."""
+    from ..queues import grants
 
-    take(_session(redis, data_dir), model, owner)
+    grants.revoke(_session(redis, data_dir), model, owner)
 
 
 def _session(url: str | None, data_dir: Path) -> "QueueSession":

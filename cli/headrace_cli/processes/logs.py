@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 MAX_LOG_BYTES = 32 * 2**20
-MAX_LINE_CHARS = 64 * 2**10
+MAX_LINE_BYTES = 64 * 2**10
 
 _VALKEY = re.compile(r"^\d+:[A-Z] \d{1,2} \w{3} \d{4} [\d:.]+ (?P<level>[.\-*#]) (?P<message>.*)$")
 _VALKEY_LEVELS = {".": "DEBUG", "-": "INFO", "*": "INFO", "#": "WARNING"}
@@ -64,7 +64,7 @@ def _json_object(text: str) -> dict[str, Any] | None:
 
 
 def _summary(fields: dict[str, Any]) -> str:
-    """`message key=value ...` on one line. A cause that the error already contains is left out."""
+    """`message key=value ...` on one line, without an exception that `error` already contains."""
     hidden = _HIDDEN
     if "error" in fields and str(fields.get("exception.message")) in str(fields["error"]):
         hidden |= {"exception.type", "exception.message"}
@@ -95,10 +95,11 @@ class LogFile:
         return self.path.open("ab", buffering=0)
 
     def write(self, line: LogLine) -> str | None:
-        """Writes a line; returns why lines are lost when that begins."""
+        """Writes a line. If it is the first one that cannot be written, returns the reason."""
         data = json.dumps(line.fields, ensure_ascii=False, default=str).encode() + b"\n"
         try:
-            self._append(b"\n" + data if self._losing else data)  # perhaps after half a line
+            # After a failed write, first ends the line that it may have begun.
+            self._append(b"\n" + data if self._losing else data)
         except OSError as error:
             begins, self._losing = not self._losing, True
             return f"{self.path}: {error.strerror or error}" if begins else None
@@ -119,14 +120,14 @@ class LogFile:
 
 
 class LineBuffer:
-    """Cuts a byte stream into lines; an endless line is cut at MAX_LINE_CHARS bytes."""
+    """Splits a byte stream into lines, and cuts lines that are longer than MAX_LINE_BYTES."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[str]:
         *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > MAX_LINE_CHARS:
+        if len(self._rest) > MAX_LINE_BYTES:
             lines.append(self._rest)
             self._rest = b""
         return [_text(line) for line in lines if line.strip()]
@@ -137,4 +138,4 @@ class LineBuffer:
 
 
 def _text(line: bytes) -> str:
-    return line[:MAX_LINE_CHARS].decode("utf-8", "replace").rstrip("\r")
+    return line[:MAX_LINE_BYTES].decode("utf-8", "replace").rstrip("\r")

@@ -8,21 +8,22 @@ from ..errors import UsageError
 from .queues import QueueSession
 
 
-def give(session: QueueSession, model: str, grant: RegistrationGrant) -> None:
-    """Raises CliError."""
+def grant(session: QueueSession, model: str, permission: RegistrationGrant) -> None:
+    """Allows engines with their own Redis user to register a model. Raises CliError."""
 
     async def write(connection: Connection) -> None:
-        await RedisModelRegistry(connection).grant(model, grant)
+        await RedisModelRegistry(connection).grant(model, permission)
 
     try:
         session.connect(write)
     except RegistryError as error:
         raise UsageError(f"model {model!r} cannot be granted", str(error)) from error
-    session.output.notes.print(f"engines with its user may register {model}", markup=False)
+    message = f"engines with the Redis user of {model} may register it"
+    session.output.notes.print(message, markup=False)
 
 
-def take(session: QueueSession, model: str, owner: str) -> None:
-    """Raises CliError."""
+def revoke(session: QueueSession, model: str, owner: str) -> None:
+    """Removes a model's grant and registration. Raises CliError."""
 
     async def remove(connection: Connection) -> bool:
         return await RedisModelRegistry(connection).remove(model, owner)

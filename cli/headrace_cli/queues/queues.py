@@ -12,7 +12,7 @@ from headrace_common.protocol.redis.admin import DeadLetter, QueueAdmin, QueueSt
 from headrace_common.protocol.redis.client.connection import Connection, ConnectionConfig
 from headrace_common.protocol.redis.client.endpoint import masked
 from headrace_common.protocol.redis.loads import MOST as MOST_LOADS
-from headrace_common.protocol.redis.sealing import SealingCheck
+from headrace_common.protocol.redis.sealing_check import SealingCheck
 from headrace_common.sealing.keyring import KeyringError, read_keyring
 from headrace_common.sealing.sealer import NULL_SEALER, Sealer, SealingError
 

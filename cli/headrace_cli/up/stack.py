@@ -15,20 +15,20 @@ from ..processes.child import ChildSpec
 from ..sockets import client_host
 
 _DRAIN_MARGIN = 15.0  # beyond the child's own budget, before it is killed
-_BEFORE = "give it to `headrace up` itself, before the two dashes"
-_CHOSEN = "`headrace up` chooses it for each process; see the log files in the data folder"
+_BEFORE_DASHES = "give it to `headrace up` itself, before the two dashes"
+_SET_BY_UP = "`headrace up` chooses it for each process; see the log files in the data folder"
 _OWN_FLAGS = {
-    "--model": _BEFORE,
-    "--served-model-name": _BEFORE,
-    "--drain-timeout": _BEFORE,
-    "--sealing-keys-file": _BEFORE,
+    "--model": _BEFORE_DASHES,
+    "--served-model-name": _BEFORE_DASHES,
+    "--drain-timeout": _BEFORE_DASHES,
+    "--sealing-keys-file": _BEFORE_DASHES,
     "--redis-url": "use --redis before the two dashes",
-    "--metrics-host": _CHOSEN,
-    "--metrics-port": _CHOSEN,
-    "--metrics-fd": _CHOSEN,
-    "--log-format": _CHOSEN,
+    "--metrics-host": _SET_BY_UP,
+    "--metrics-port": _SET_BY_UP,
+    "--metrics-fd": _SET_BY_UP,
+    "--log-format": _SET_BY_UP,
 }
-_SLIP = 0.8  # the similarity from which a flag counts as a misspelling
+_MISSPELLED = 0.8  # a flag that is this similar to another one counts as a misspelling
 _ADAPTERS = "--lora-modules"
 _THREADS = "HEADRACE_ENGINE_THREADS"
 _RANKS = "HEADRACE_ENGINE_TENSOR_PARALLEL_SIZE"
@@ -110,7 +110,7 @@ def checked_engine_args(args: Sequence[str], own: Iterable[str] = ()) -> tuple[s
         flag = arg.partition("=")[0]
         if flag in _OWN_FLAGS:
             raise UsageError(f"{flag} cannot be given to the engines", _OWN_FLAGS[flag])
-        close = difflib.get_close_matches(flag, own, n=1, cutoff=_SLIP)
+        close = difflib.get_close_matches(flag, own, n=1, cutoff=_MISSPELLED)
         if close and flag.startswith("--"):
             raise UsageError(f"there is no flag {flag}", f"did you mean {close[0]}?")
     return tuple(args)

@@ -281,7 +281,7 @@ def _parse(head: bytes) -> HttpRequest:
 def _safely(make: Callable[[], HttpResponse | DeferredResponse]) -> HttpResponse | DeferredResponse:
     try:
         return make()
-    except Exception:  # noqa: BLE001 - the thread's edge; the port goes on
+    except Exception:  # noqa: BLE001 - the thread's edge; the port stays open
         _log.exception("a page of the metrics port failed")
         return HttpResponse(HTTPStatus.INTERNAL_SERVER_ERROR)
 

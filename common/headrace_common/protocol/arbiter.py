@@ -361,7 +361,7 @@ class Arbiter:
         )
 
     def _nudge(self, sender: Sender, reason: str) -> Sequence[Action]:
-        """Tells an engine that goes on with another history to stop and ask."""
+        """Tells an engine that continues another history to stop and ask."""
         if not self._often(sender):
             return [Ignore(reason)]
         return [Send(sender[0], self._resume(sender[1], 0)), Ignore(reason)]
@@ -378,7 +378,7 @@ class Arbiter:
         return count % _ASK_AGAIN == 1
 
     def _after_end(self, sender: Sender, reply: Reply) -> Sequence[Action]:
-        """The client has all it gets; who asks how to go on is told what there is."""
+        """The client has all it gets; an engine that asks is told what the client has."""
         if isinstance(reply, Takeover) and self.failed is None and sender not in self._retired:
             return [Send(sender[0], self._resume(sender[1], reply.round))]
         return [Ignore("ended")]

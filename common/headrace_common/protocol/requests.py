@@ -1,4 +1,5 @@
-"""Values that both backends compute from a request when it is admitted."""
+"""Values that both queues, in Redis and in memory, compute when a request is admitted: its priority
+class, its cost in tokens, its fingerprint, and the Retry-After of a refusal."""
 
 import hashlib
 

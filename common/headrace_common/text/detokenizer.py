@@ -37,7 +37,7 @@ class Detokenizer:
         self._window = list(prompt_token_ids[-CONTEXT_TOKENS:])
         text = self._decode(self._window)
         self._sent = self._stable_length(text)
-        self._whole = 0 < self._sent == len(text)  # nothing is held back behind some text
+        self._whole = 0 < self._sent == len(text)  # there is text, and none of it is held back
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete; may be empty."""

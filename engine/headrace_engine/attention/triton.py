@@ -150,7 +150,7 @@ class TritonBackend:
             1.0 / params.key_scale, 1.0 / params.value_scale, key.stride(0), value.stride(0),
             KV_HEADS=kv_heads, HEAD_DIM=dim, BLOCK_SIZE=block_size,
             HEADS=power_of_two(kv_heads), DIM=power_of_two(dim),
-            BITS=stored.bits, LARGEST=stored.largest, num_warps=4,
+            BITS=stored.as_bytes, LARGEST=stored.largest, num_warps=4,
         )  # fmt: skip
 
     def attend(
@@ -253,7 +253,7 @@ def _constants(
         "SOFTCAP": params.softcap or 0.0,
         "DIM": tile_extent(dim),
         "EXACT": dot_precision(query.element_size()),
-        "BITS": stored.bits,
+        "BITS": stored.as_bytes,
         "HALF": stored.largest > 0.0 and query.dtype is torch.bfloat16,
         "SINKS": params.sinks is not None,
     }

@@ -1,7 +1,7 @@
 """Measures the LoRA products of decodes: the chunks into which inputs are split, and the outputs of
 one program. Uses layers of random adapters; rows use their slots in turn."""
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -28,7 +28,7 @@ class AdapterTuning:
     def __init__(
         self,
         ops: TritonOps,
-        shapes: Rows[LayerShapes],
+        shapes: Sequence[LayerShapes],
         slots: int,
         rank: int,
         like: torch.Tensor,
@@ -86,7 +86,7 @@ class AdapterTuning:
         products = TiledProducts(limits, self._move, measured=LoRALaunches(((rows, launch),)))
         return products.rows(np.arange(rows) % self._slots)
 
-    def _move(self, arrays: Rows[Array]) -> list[torch.Tensor]:
+    def _move(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
         return [torch.from_numpy(array).to(self._like.device) for array in arrays]
 
     def _read_bytes(self, rows: int) -> int:
@@ -94,7 +94,7 @@ class AdapterTuning:
         return round(used * sum(map(_bytes, self._linears)))
 
 
-def _run(inputs: Rows[LinearInputs], rows: TiledRows) -> torch.Tensor:
+def _run(inputs: Sequence[LinearInputs], rows: TiledRows) -> torch.Tensor:
     """Adds to all layers' results and returns the first one's."""
     inputs[0][2].zero_()
     for linear, x, y in inputs:

@@ -1,7 +1,6 @@
 """Helpers of all measurements of linear layers: the choice of layers, and names for the log."""
 
-from collections.abc import Callable
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Sequence
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -23,17 +22,17 @@ Layer = TypeVar("Layer", bound=HasWeightBytes)
 Arguments = ParamSpec("Arguments")
 
 
-def enough_layers(layers: Rows[Layer]) -> list[Layer]:
+def enough_layers(layers: Sequence[Layer]) -> list[Layer]:
     """Returns enough layers that none is still in the cache when it is computed again."""
     return list(layers[: -(-ROTATED_BYTES // layers[0].weight_bytes)])
 
 
-def read_bytes(layers: Rows[HasWeightBytes]) -> int:
+def read_bytes(layers: Sequence[HasWeightBytes]) -> int:
     return sum(layer.weight_bytes for layer in layers)
 
 
 def run_all(
-    layers: Rows[Layer],
+    layers: Sequence[Layer],
     compute: Callable[Concatenate[Layer, Arguments], torch.Tensor],
     *args: Arguments.args,
     **kwargs: Arguments.kwargs,

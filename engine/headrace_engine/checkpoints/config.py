@@ -50,13 +50,13 @@ class ExpertsConfig:
 class ModelConfig:
     """A decoder's shape.
 
-    `windows` has one entry a layer: the number of keys that a position sees, itself included, or
-    None for all. `local_rope` rotates layers with a window; `unrotated` layers are not rotated.
-    `scale` multiplies attention scores, `embedding_scale` embeddings, rounded to their dtype if
-    `rounds_embedding_scale`; logits are divided by `logits_divisor`. With `offset_norms` norms
-    multiply by 1 + weight; `input_norms` are before attention and MLP, `output_norms` after them;
-    with `wide_qk_norm` those of Q and K cover all heads together. With `sinks` each head's softmax
-    includes a sink logit. `kv_scales` has an entry a layer, read from the weights.
+    `windows` has one entry for each layer: the number of keys that a position sees, including its
+    own, or None if it sees all. `local_rope` rotates layers with a window; `unrotated` layers are
+    not rotated. `scale` multiplies attention scores, `embedding_scale` embeddings, rounded to their
+    dtype if `rounds_embedding_scale`; logits are divided by `logits_divisor`. With `offset_norms`
+    norms multiply by 1 + weight; `input_norms` are before attention and MLP, `output_norms` after
+    them; with `wide_qk_norm` those of Q and K cover all heads together. With `sinks` each head's
+    softmax includes a sink logit. `kv_scales` has an entry a layer, read from the weights.
     """
 
     vocab_size: int

@@ -79,7 +79,7 @@ class GrammarCursor:
 
     @property
     def failure(self) -> str:
-        """Tells the user why the output could not go on."""
+        """Tells the user why the output could not continue."""
         reason = "nothing is left that it and the other parameters allow"
         return f"structured_outputs: {reason if self.error is None else error_text(self.error)}"
 

@@ -38,13 +38,14 @@ class EngineConfig:
     Processes: `tensor_parallel_size` processes share the model, each with its own GPU (or a part of
     the cores). `kv_cache_bytes`, `swap_space` and `threads` are for each process.
 
-    KV cache: without `kv_cache_bytes` and `num_blocks` its size is measured: `memory_utilization`
-    times what is free after the weights and a profile run of the largest step. `kv_cache_dtype` fp8
-    (e4m3) or fp8_e5m2 stores keys and values in 8 bits, with the checkpoint's scales if it has any.
-    `watermark` is the share of blocks that starting sequences leave free, so that running ones can
-    grow without a preemption. `swap_space` is host memory in GiB for the KV of preempted sequences;
-    it is used if copying is cheaper than recomputing. Layers with and without a sliding window have
-    separate block tables, unless `disable_hybrid_kv_cache_manager`.
+    KV cache: without `kv_cache_bytes` and `num_blocks` its size is measured: on GPUs
+    `memory_utilization` of the total memory, on CPUs of the available memory, minus what the
+    weights and the largest step use. `kv_cache_dtype` fp8 (e4m3) or fp8_e5m2 stores keys and values
+    in 8 bits, with the checkpoint's scales if it has any. `watermark` is the share of blocks that
+    starting sequences leave free, so that running ones can grow without a preemption. `swap_space`
+    is host memory in GiB for the KV of preempted sequences; it is used if copying is cheaper than
+    recomputing. Layers with and without a sliding window have separate block tables, unless
+    `disable_hybrid_kv_cache_manager`.
 
     Steps: while sequences decode, prompts are cut to steps of at most `itl_target` seconds.
     `async_scheduling` schedules the next step while the device runs one; None: on GPUs only.

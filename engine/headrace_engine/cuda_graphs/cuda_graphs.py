@@ -8,8 +8,7 @@ other step without graphs.
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol
@@ -125,7 +124,7 @@ class GraphedModel:
     def __init__(
         self,
         model: CausalModel,
-        caches: Rows[LayerCache],
+        caches: Sequence[LayerCache],
         sizes: CaptureSizes,
         batch: StaticBatch,
         capture: Capture,
@@ -142,7 +141,7 @@ class GraphedModel:
             for adapted in batch.kinds
         }
 
-    def forward(self, batch: ForwardBatch, caches: Rows[LayerCache]) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
         size = self._sizes.batch_size(len(batch.input_ids))
         context = self._sizes.context(batch.metadata.max_seq_len)
         if size is None or context is None or not self._replays(batch, caches):
@@ -150,7 +149,7 @@ class GraphedModel:
         self._batch.fill(batch, size)
         return self._graphs[size, context, batch.lora is not None]()[: len(batch.input_ids)]
 
-    def _replays(self, batch: ForwardBatch, caches: Rows[LayerCache]) -> bool:
+    def _replays(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> bool:
         """Whether every sequence of the batch has one token, and its logits are wanted."""
         count, metadata = len(batch.input_ids), batch.metadata
         return (
@@ -186,12 +185,15 @@ def _dependent_launches(model: CausalModel) -> DependentLaunches:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRecorder:
-    """The inputs for recording a model's pure decodes over `caches`, up to contexts of
-    `max_model_len`; `lora` None: none with adapters."""
+    """The inputs for recording a model's pure decodes over `caches`.
+
+    Contexts have up to `max_model_len` tokens. With `lora` None, no decodes with adapters are
+    recorded.
+    """
 
     model: CausalModel
     attention: AttentionBackend
-    caches: Rows[LayerCache]
+    caches: Sequence[LayerCache]
     config: EngineConfig
     max_model_len: int
     lora: StaticLoRA | None = None

@@ -1,7 +1,6 @@
 """Rank 0's model: each forward pass is a forward pass of all ranks."""
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Rows
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -21,7 +20,7 @@ class RankZeroModel:
         # The other ranks have the same shapes.
         self.vocab_size, self.kv_shapes = part.vocab_size, part.kv_shapes
 
-    def forward(self, batch: ForwardBatch, caches: Rows[LayerCache]) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
         """Computes a step on all ranks. Raises RankFailed if another rank stopped."""
         with self._peers.step():
             self._peers.forward(batch, self._layout)

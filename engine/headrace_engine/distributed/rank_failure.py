@@ -29,12 +29,12 @@ class RankFailure:
             if self._expected or self._failure is not None:
                 return
             self._failure = RankFailed(f"rank {rank} of the engine {how}; its log says why")
-            told = self._on_failure
+            callback = self._on_failure
         logger.error("a rank of the engine ended", extra={"rank": rank, "how": how})
         self._abort()
         self._failed.set()
-        if told is not None:
-            told(self._failure)
+        if callback is not None:
+            callback(self._failure)
 
     def expect(self) -> None:
         """Ranks may end from now on."""

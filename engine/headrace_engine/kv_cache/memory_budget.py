@@ -37,7 +37,7 @@ def count_blocks(
     sequence: int,
     profile: Profile,
 ) -> int:
-    """The number of KV blocks that fit; `sequence` is the number of the longest sequence.
+    """The number of KV blocks that fit. The longest sequence needs `sequence` blocks.
 
     A model without KV (blocks of 0 bytes) gets as many blocks as its sequences can fill. Raises
     ConfigError if not even one block fits.

@@ -4,7 +4,7 @@ Reads them expert by expert, in the order of a checkpoint. Experts whose matrice
 (different groups of scales, different orders of inputs) get layers of their own.
 """
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -101,7 +101,7 @@ class MatrixReader(Protocol):
 
 
 def read_experts(
-    reader: MatrixReader, experts: Rows[tuple[Names, Names]], float8: bool
+    reader: MatrixReader, experts: Sequence[tuple[Names, Names]], float8: bool
 ) -> ExpertWeights | None:
     """Stacks experts, each given by its names of (gate and up, down). `float8`: 8-bit floats keep
     their dtype; otherwise they are converted to the reader's dtype. None if the matrices cannot be
@@ -114,7 +114,7 @@ def read_experts(
 
 
 def read_packed_weights(
-    reader: MatrixReader, experts: Rows[tuple[Names, Names]], quantize: bool
+    reader: MatrixReader, experts: Sequence[tuple[Names, Names]], quantize: bool
 ) -> ExpertWeights | None:
     """Like read_experts, for matrices quantised to integers; with `quantize` floats are rounded to
     8 bits."""

@@ -4,8 +4,7 @@ Tokens are sorted by expert, and each chosen expert computes all its tokens at o
 loops over tokens.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -103,7 +102,7 @@ class SparseMoe:
     """
 
     router: Linear
-    experts: Rows[GatedMLP]
+    experts: Sequence[GatedMLP]
     shared: SharedExpert | None
     config: ExpertsConfig
 

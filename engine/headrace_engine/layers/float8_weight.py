@@ -1,6 +1,6 @@
 """A matrix of 8-bit floats (e4m3) with scales, and how whole matrices are rounded to it."""
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -69,7 +69,7 @@ def round_weight(weight: torch.Tensor) -> Float8Weight:
     return Float8Weight(*round_rows(weight), group=weight.shape[1])
 
 
-def stack(parts: Rows[Float8Weight]) -> Float8Weight | None:
+def stack(parts: Sequence[Float8Weight]) -> Float8Weight | None:
     """Stacks the parts' outputs; None if their inputs are grouped in different ways."""
     first = parts[0]
     if any(part.group != first.group for part in parts):

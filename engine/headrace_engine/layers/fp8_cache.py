@@ -26,7 +26,7 @@ def is_fp8(dtype: torch.dtype) -> bool:
 
 
 def quantize_kv(x: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """x / `scale`, rounded to a cache's dtype; x itself if that is no 8-bit float."""
+    """x / `scale` if `dtype` is an 8-bit float, otherwise x; rounded to `dtype`."""
     if not is_fp8(dtype):
         return x.to(dtype)
     largest = torch.finfo(dtype).max
@@ -40,26 +40,32 @@ def dequantize_kv(x: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def raw(part: torch.Tensor) -> torch.Tensor:
-    """The same memory as bytes if it holds 8-bit floats, which torch cannot gather or scatter on
-    every device."""
+    """The same memory; as bytes if it holds 8-bit floats.
+
+    torch cannot gather or scatter 8-bit floats on every device.
+    """
     return part.view(torch.uint8) if is_fp8(part.dtype) else part
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """How kernels see a tensor: `bits` means as bytes; `largest` 0 means no 8-bit floats."""
+    """How kernels see a tensor.
 
-    bits: bool
+    With `as_bytes` they read its 8-bit floats as bytes. `largest` is the largest 8-bit float; 0 if
+    the tensor has another dtype.
+    """
+
+    as_bytes: bool
     largest: float
 
     def views(self, parts: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        return tuple(part.view(torch.uint8) if self.bits else part for part in parts)
+        return tuple(part.view(torch.uint8) if self.as_bytes else part for part in parts)
 
 
-WHOLE = Storage(bits=False, largest=0.0)
+NOT_FP8 = Storage(as_bytes=False, largest=0.0)
 
 
 def storage(dtype: torch.dtype, capability: tuple[int, int]) -> Storage:
     """The storage for Triton kernels on a device of this compute capability."""
     largest = torch.finfo(dtype).max if is_fp8(dtype) else 0.0
-    return Storage(bits=dtype is E4M3 and capability < ADA, largest=largest)
+    return Storage(as_bytes=dtype is E4M3 and capability < ADA, largest=largest)

@@ -1,7 +1,7 @@
 """A matrix of 4-bit floats (e2m1) that share a power of 2 in blocks: MXFP4 of the OCP Microscaling
 formats. Twice an e2m1 number is an integer, so integers represent it exactly."""
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,7 +65,7 @@ class MXFP4Weight:
         return self.quantized().dequantize()
 
 
-def stack(parts: Rows[MXFP4Weight]) -> MXFP4Weight:
+def stack(parts: Sequence[MXFP4Weight]) -> MXFP4Weight:
     """Stacks the parts' outputs."""
     return MXFP4Weight(
         torch.cat([part.blocks for part in parts]), torch.cat([part.scales for part in parts])

@@ -1,6 +1,6 @@
 """A matrix of small integers with a scale for each group of inputs, and how it is unpacked."""
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -69,7 +69,7 @@ class QuantizedWeight:
         return ((grouped - self.zeros[..., None]) * self.scales[..., None]).view(out, -1)
 
 
-def stack(parts: Rows[QuantizedWeight]) -> QuantizedWeight | None:
+def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     """Stacks the parts' outputs; None if their inputs are grouped in different ways."""
     first = parts[0]
     for part in parts[1:]:

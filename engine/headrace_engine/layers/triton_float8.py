@@ -67,6 +67,6 @@ class WeightOnlyFloat8Linear:
             self._scales.stride(0), INPUTS=inputs, OUTPUTS=outputs,
             BIAS=self._bias is not None, ROWS=height, COLUMNS=launch.columns,
             DEPTH=min(DEPTH, launch.depth), EXACT=dot_precision(rows.element_size()),
-            SCALED=True, GROUP=self._group, BITS=self._stored.bits,
+            SCALED=True, GROUP=self._group, BITS=self._stored.as_bytes,
             num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip

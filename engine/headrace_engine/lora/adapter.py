@@ -5,8 +5,7 @@ has changed. Pickled adapters are refused: loading one can run code.
 """
 
 import re
-from collections.abc import Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ DTYPES = ("F32", "F16", "BF16")
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 
 # By merged layer, then by module; one entry a decoder layer.
-AdapterWeights = Rows[Mapping[LinearName, Mapping[str, Factors]]]
+AdapterWeights = Sequence[Mapping[LinearName, Mapping[str, Factors]]]
 
 
 class AdapterFile:
@@ -35,7 +34,7 @@ class AdapterFile:
     Raises CheckpointError or ConfigError that name the file, and the tensor or field in it.
     """
 
-    def __init__(self, folder: Path, shapes: Rows[LayerShapes], max_rank: int) -> None:
+    def __init__(self, folder: Path, shapes: Sequence[LayerShapes], max_rank: int) -> None:
         self.folder = folder
         config = read_adapter_config(folder)
         self.path = folder / WEIGHTS_FILE

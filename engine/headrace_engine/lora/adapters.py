@@ -4,8 +4,7 @@ An adapter is checked when it is added and read when it is first needed.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -24,7 +23,7 @@ class Adapters(Mapping[str, Path]):
     """
 
     def __init__(
-        self, shapes: Rows[LayerShapes], max_rank: int, dtype: torch.dtype, capacity: int
+        self, shapes: Sequence[LayerShapes], max_rank: int, dtype: torch.dtype, capacity: int
     ) -> None:
         self._shapes, self._max_rank, self._dtype = shapes, max_rank, dtype
         self._takes_experts = True

@@ -4,8 +4,7 @@ A row's result is W x + scale * B (A x). The model's own product computes the fi
 rows; this module adds the second to rows that have an adapter.
 """
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, Protocol, runtime_checkable
@@ -26,7 +25,7 @@ BlockLinear = Literal["gate_up", "down"]
 _NO_EXPERTS: Mapping[LinearName, LoRAExperts] = MappingProxyType({})
 
 # Copies arrays of the host to the device: transfer.Transfer.
-Move = Callable[[Rows[Array]], list[torch.Tensor]]
+Move = Callable[[Sequence[Array]], list[torch.Tensor]]
 # The slot of each row's adapter, or NO_ADAPTER.
 RowSlots = npt.NDArray[np.int64]
 
@@ -57,9 +56,9 @@ class LoRAProducts(Protocol):
 
     def static(
         self,
-        layers: Rows[Mapping[LinearName, LoRALinear]],
+        layers: Sequence[Mapping[LinearName, LoRALinear]],
         device: torch.device,
-        experts: Rows[Mapping[LinearName, LoRAExperts]] = (),
+        experts: Sequence[Mapping[LinearName, LoRAExperts]] = (),
     ) -> "StaticLoRA | None":
         """Buffers for the rows of recorded steps; None if these products cannot be recorded."""
 
@@ -121,11 +120,11 @@ class LoRABatch:
     """A step's adapters. `tokens` are its T rows, `logits` the R rows that sample. `owners` None:
     only the device knows them."""
 
-    layers: Rows[Mapping[LinearName, LoRALinear]]
+    layers: Sequence[Mapping[LinearName, LoRALinear]]
     tokens: AdaptedRows
     logits: AdaptedRows
     owners: RowOwners | None = None
-    experts: Rows[Mapping[LinearName, LoRAExperts]] = ()
+    experts: Sequence[Mapping[LinearName, LoRAExperts]] = ()
 
     def of_tokens(self, index: int) -> LayerLoRA:
         """Layer `index` when it computes all rows."""

@@ -24,7 +24,7 @@ class LinearAdapters(Protocol):
 
 
 class LoRAExperts:
-    """Memory in each slot for any adapter's part in all experts of a layer.
+    """Memory for the adapters' matrices in all experts of a layer. Each adapter has a slot.
 
     down   [slots, experts, max_rank, in]    A, up to an adapter's rank
     up     [slots, experts, max_rank, out]   B transposed, likewise
@@ -53,8 +53,10 @@ class LoRAExperts:
         return _Expert(self, expert)
 
     def put(self, slot: int, factors: Factors | None) -> None:
-        """Copies this process's part of matrices [experts, rank, ...] into a slot, after all
-        earlier work of the device."""
+        """Copies this process's part of the matrices [experts, rank, ...] into a slot.
+
+        The device copies after all work that was launched before.
+        """
         rank = 0 if factors is None else factors.down.shape[1]
         if factors is not None:
             (columns,) = self.shape.parts.values()

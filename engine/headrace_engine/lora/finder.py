@@ -3,8 +3,7 @@
 Raises CheckpointError and ConfigError that name the file, and the tensor or field in it.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -52,7 +51,7 @@ class ModuleFinder:
         self,
         headers: TensorHeaders,
         config: AdapterConfig,
-        shapes: Rows[LayerShapes],
+        shapes: Sequence[LayerShapes],
         max_rank: int,
     ) -> None:
         self._headers, self._config = headers, config
@@ -102,7 +101,7 @@ class ModuleFinder:
             )
         return place
 
-    def _is_served(self, place: ModulePath, layers: Rows[LayerShapes]) -> bool:
+    def _is_served(self, place: ModulePath, layers: Sequence[LayerShapes]) -> bool:
         if place.expert >= 0:
             counts = [layer["experts_down"].experts for layer in layers if "experts_down" in layer]
             return place.name in _EXPERT_MATRICES and any(place.expert < count for count in counts)
@@ -146,7 +145,7 @@ class ModuleFinder:
         return FusedExpertsModule(place.layer, linear, name, pair, shape.experts, transposed)
 
     def _per_expert(
-        self, layer: int, linear: LinearName, pairs: Rows[tuple[int, int, LoRAPair]]
+        self, layer: int, linear: LinearName, pairs: Sequence[tuple[int, int, LoRAPair]]
     ) -> PerExpertModules:
         shape = self._shapes[layer][linear]
         (name,) = shape.parts
@@ -156,7 +155,7 @@ class ModuleFinder:
         ]
         return PerExpertModules(layer, linear, name, pairs, ranks, shape.experts, *_totals(shape))
 
-    def _check_duplicates(self, modules: Rows[Module]) -> None:
+    def _check_duplicates(self, modules: Sequence[Module]) -> None:
         """Refuses a module whose matrices are stored in two ways."""
         seen: set[tuple[int, str]] = set()
         for module in modules:
@@ -192,6 +191,6 @@ def _totals(shape: LinearShape) -> tuple[int, int]:
     return shape.local.total, columns.local.total
 
 
-def _served(shapes: Rows[LayerShapes]) -> str:
+def _served(shapes: Sequence[LayerShapes]) -> str:
     names = {name for layer in shapes for shape in layer.values() for name in shape.parts}
     return ", ".join(sorted({name.rpartition(".")[2] for name in names}))

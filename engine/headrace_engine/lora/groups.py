@@ -1,7 +1,6 @@
 """The adapters' products by torch on any device: the rows of one adapter at a time."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,9 +63,9 @@ class GroupedProducts:
 
     def static(
         self,
-        layers: Rows[Mapping[LinearName, LoRALinear]],
+        layers: Sequence[Mapping[LinearName, LoRALinear]],
         device: torch.device,
-        experts: Rows[Mapping[LinearName, LoRAExperts]] = (),
+        experts: Sequence[Mapping[LinearName, LoRAExperts]] = (),
     ) -> None:
         """Returns None: these products cannot be recorded, as only the host knows the rows."""
 

@@ -5,8 +5,7 @@ the model, as one module (`experts`, with `target_parameters`).
 """
 
 import re
-from collections.abc import Callable
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -120,8 +119,8 @@ class PerExpertModules:
     layer: int
     linear: LinearName
     name: str
-    pairs: Rows[tuple[int, int, LoRAPair]]
-    ranks: Rows[int]
+    pairs: Sequence[tuple[int, int, LoRAPair]]
+    ranks: Sequence[int]
     experts: int
     inputs: int
     outputs: int

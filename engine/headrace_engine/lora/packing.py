@@ -4,8 +4,7 @@ The model's shapes and the matrices' ranks define the tensor's layout. The ranks
 integers: 0 for a module that the adapter lacks.
 """
 
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 import torch
@@ -19,7 +18,7 @@ LayerWeights = Mapping[LinearName, Mapping[str, Factors]]
 _Pair = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def ranks_of(shapes: Rows[LayerShapes], weights: AdapterWeights) -> list[int]:
+def ranks_of(shapes: Sequence[LayerShapes], weights: AdapterWeights) -> list[int]:
     """The ranks of all modules of all layers."""
     found: list[int] = []
     for layer, own in zip(shapes, weights, strict=True):
@@ -30,8 +29,8 @@ def ranks_of(shapes: Rows[LayerShapes], weights: AdapterWeights) -> list[int]:
 
 
 def by_layer(
-    shapes: Rows[LayerShapes], ranks: Rows[int]
-) -> Iterator[tuple[LayerShapes, Rows[int]]]:
+    shapes: Sequence[LayerShapes], ranks: Sequence[int]
+) -> Iterator[tuple[LayerShapes, Sequence[int]]]:
     """Each layer with its modules' ranks."""
     begin = 0
     for layer in shapes:
@@ -40,21 +39,21 @@ def by_layer(
         begin = end
 
 
-def packed_length(layer: LayerShapes, ranks: Rows[int]) -> int:
-    return sum(prod(down) + prod(up) for _, _, (down, up) in _there(layer, ranks))
+def packed_length(layer: LayerShapes, ranks: Sequence[int]) -> int:
+    return sum(prod(down) + prod(up) for _, _, (down, up) in _present(layer, ranks))
 
 
-def pack(layer: LayerShapes, ranks: Rows[int], weights: LayerWeights) -> torch.Tensor:
+def pack(layer: LayerShapes, ranks: Sequence[int], weights: LayerWeights) -> torch.Tensor:
     """Packs a layer into [packed_length], on the host."""
-    factors = [weights[linear][name] for linear, name, _ in _there(layer, ranks)]
+    factors = [weights[linear][name] for linear, name, _ in _present(layer, ranks)]
     return torch.cat([part.reshape(-1) for each in factors for part in (each.down, each.up)])
 
 
-def unpack(layer: LayerShapes, ranks: Rows[int], packed: torch.Tensor) -> LayerWeights:
+def unpack(layer: LayerShapes, ranks: Sequence[int], packed: torch.Tensor) -> LayerWeights:
     """The matrices that `pack` wrote, as views."""
     found: dict[LinearName, dict[str, Factors]] = {}
     begin = 0
-    for linear, name, pair in _there(layer, ranks):
+    for linear, name, pair in _present(layer, ranks):
         parts = []
         for shape in pair:
             end = begin + prod(shape)
@@ -64,7 +63,7 @@ def unpack(layer: LayerShapes, ranks: Rows[int], packed: torch.Tensor) -> LayerW
     return found
 
 
-def _there(layer: LayerShapes, ranks: Rows[int]) -> Iterator[tuple[LinearName, str, _Pair]]:
+def _present(layer: LayerShapes, ranks: Sequence[int]) -> Iterator[tuple[LinearName, str, _Pair]]:
     """The modules that an adapter has, with the shapes of their matrices."""
     for (linear, name, columns), rank in zip(_modules(layer), ranks, strict=True):
         shape = layer[linear]

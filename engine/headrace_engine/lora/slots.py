@@ -4,8 +4,7 @@ adapter.
 The memory is taken once, before the KV cache is sized, so adapters that are loaded later take none.
 """
 
-from collections.abc import Collection, Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -25,7 +24,7 @@ class LoRASlots:
 
     def __init__(
         self,
-        shapes: Rows[LayerShapes],
+        shapes: Sequence[LayerShapes],
         slots: int,
         max_rank: int,
         dtype: torch.dtype,

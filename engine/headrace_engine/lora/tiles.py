@@ -4,8 +4,7 @@ The kernels read the rows on the device and nothing here waits for it, so a step
 be recorded.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -136,9 +135,9 @@ class TiledProducts:
 
     def static(
         self,
-        layers: Rows[Mapping[LinearName, LoRALinear]],
+        layers: Sequence[Mapping[LinearName, LoRALinear]],
         device: torch.device,
-        experts: Rows[Mapping[LinearName, LoRAExperts]] = (),
+        experts: Sequence[Mapping[LinearName, LoRAExperts]] = (),
     ) -> "StaticTiles":
         """Buffers for the rows of steps that may be recorded."""
         room = self.most_tiles(self._limits.steps)
@@ -161,10 +160,10 @@ class StaticTiles:
     """The `numbers` of TiledRows at a fixed address."""
 
     products: TiledProducts
-    layers: Rows[Mapping[LinearName, LoRALinear]]
+    layers: Sequence[Mapping[LinearName, LoRALinear]]
     numbers: torch.Tensor
     room: int
-    experts: Rows[Mapping[LinearName, LoRAExperts]] = ()
+    experts: Sequence[Mapping[LinearName, LoRAExperts]] = ()
 
     def fill(self, batch: LoRABatch, size: int) -> None:
         rows = batch.tokens

@@ -3,7 +3,7 @@
 The scheduler never schedules more adapters at once than there are slots.
 """
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,7 +75,7 @@ class LoRARuntime:
         logits = _row_slots(*_logit_counts(owners, scheduler_output.scheduled))
         return self._device.batch(RowOwners(tokens, logits))
 
-    def _place(self, names: Rows[str]) -> dict[str, int]:
+    def _place(self, names: Sequence[str]) -> dict[str, int]:
         """Loads adapters that one step needs into slots, and returns the slots.
 
         Raises CheckpointError if one cannot be read; then nothing has changed.
@@ -93,17 +93,17 @@ class LoRARuntime:
         self._device.slots.put(slot, weights)
 
 
-def _row_slots(owners: Rows[int], counts: Rows[int]) -> RowSlots:
+def _row_slots(owners: Sequence[int], counts: Sequence[int]) -> RowSlots:
     """The slot of each row: `counts[i]` rows belong to `owners[i]`."""
     return np.repeat(np.array(owners, dtype=np.int64), np.array(counts, dtype=np.int64))
 
 
-def _token_counts(scheduled: Rows[ScheduledSequence]) -> list[int]:
+def _token_counts(scheduled: Sequence[ScheduledSequence]) -> list[int]:
     return [item.length + len(item.drafts) for item in scheduled]
 
 
 def _logit_counts(
-    owners: Rows[int], scheduled: Rows[ScheduledSequence]
+    owners: Sequence[int], scheduled: Sequence[ScheduledSequence]
 ) -> tuple[list[int], list[int]]:
     """Owners and counts of logits rows, in the order of input_batch: sampled, then scored."""
     sampling = [1 + len(item.drafts) if item.samples else 0 for item in scheduled]

@@ -1,6 +1,6 @@
 """The interface between the runner and any implementation of a model, and a step's batch."""
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
@@ -43,7 +43,9 @@ def of_groups(metadata: AttentionMetadata, layout: KVLayout) -> list[AttentionMe
     return [replace(metadata, block_tables=tables, slots=slots) for tables, slots in places]
 
 
-def of_layers(groups: Rows[AttentionMetadata], layout: KVLayout) -> tuple[AttentionMetadata, ...]:
+def of_layers(
+    groups: Sequence[AttentionMetadata], layout: KVLayout
+) -> tuple[AttentionMetadata, ...]:
     """The `layers` of a ForwardBatch, from each group's metadata."""
     return tuple(groups[group] for group in layout.layers) if len(groups) > 1 else ()
 
@@ -66,7 +68,7 @@ class CausalModel(Protocol):
     def kv_shapes(self) -> tuple[KVShape, ...]:
         """One entry a layer."""
 
-    def forward(self, batch: ForwardBatch, caches: Rows[LayerCache]) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
         """Computes logits [R, vocab_size]; writes the keys and values of all T tokens into
         `caches`."""
 

@@ -5,8 +5,7 @@ decoder, native kernels included; compared with the layers it costs nothing. Che
 head, with the names of the bare model, are supported too.
 """
 
-from collections.abc import Callable, Collection, Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,7 +33,7 @@ class HiddenStates:
     def __init__(self, model: CausalModel, vocab_size: int) -> None:
         self._model, self.vocab_size, self.kv_shapes = model, vocab_size, model.kv_shapes
 
-    def forward(self, batch: ForwardBatch, caches: Rows[LayerCache]) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
         return self._model.forward(batch, caches)
 
 

@@ -30,9 +30,12 @@ _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Every `step`-th of rows [start, stop) of a stored tensor of `rows` rows; `rows` None: the
-    whole tensor. With `stacked` above 0 the rows are those of `stacked` experts' matrices, stored
-    as [experts, inputs, outputs], or of their biases [experts, outputs]."""
+    """Rows start, start + step, ... below `stop` of a stored tensor with `rows` rows.
+
+    `rows` None: the whole tensor. `stacked` above 0: the tensor has the matrices of that many
+    experts, as [experts, inputs, outputs], or their biases [experts, outputs]; rows are outputs,
+    counted through all experts.
+    """
 
     stored: str
     start: int = 0
@@ -108,7 +111,7 @@ class TensorLayout:
         stored = f"{found[1]}.{'gate_up_proj' if gated else 'down_proj'}"
         return Piece(
             stored if found[4] == "weight" else f"{stored}_bias",
-            # The last row belongs to an up.
+            # Gates and ups alternate; the last row is an up.
             start=first + (found[3] == "up_proj"),
             stop=first + outputs - (found[3] == "gate_proj"),
             rows=experts.count * outputs,

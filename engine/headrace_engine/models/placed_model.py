@@ -59,9 +59,12 @@ class PeerRanks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlacedModel:
-    """A loaded model. `layout` is that of the KV cache. `peers` have the other parts of the model;
-    None: this process has all of it. `cache_dtype` is the dtype of stored KV; None: `dtype`.
-    `lora_shapes` are the layers that adapters may change; None: none."""
+    """A loaded model. `layout` is that of the KV cache.
+
+    `peers` have the other parts of the model; None if this process has all of it. `cache_dtype` is
+    the dtype of stored KV; None means `dtype`. `lora_shapes` are the layers that adapters may
+    change; None if adapters are off.
+    """
 
     model: CausalModel
     attention: AttentionBackend

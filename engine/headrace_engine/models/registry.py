@@ -42,8 +42,11 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model and its properties. `windows` has one entry a layer: the keys that a position sees,
-    its own included, or None for all. It is empty for a model without KV."""
+    """A model and its properties.
+
+    `windows` has one entry for each layer: the number of keys that a position sees, including its
+    own, or None if it sees all. It is empty for a model without KV.
+    """
 
     model: CausalModel
     max_model_len: int

@@ -15,7 +15,7 @@ from ..kernels.triton.launch import LoRALaunches, power_of_two, row_warps
 from ..layers.expert_weights import MixtureParts
 from ..layers.feed_forward import FeedForward
 from ..layers.float8_weight import Float8Weight
-from ..layers.fp8_cache import WHOLE, Storage
+from ..layers.fp8_cache import NOT_FP8, Storage
 from ..layers.layers import Linear, make_linear
 from ..layers.packed_weights import pack_quantized
 from ..layers.quantized_weight import QuantizedWeight
@@ -42,7 +42,7 @@ class StoreTarget:
     key_cache: torch.Tensor
     value_cache: torch.Tensor
     slots: torch.Tensor
-    stored: Storage = WHOLE
+    stored: Storage = NOT_FP8
     key_scale: float = 1.0
     value_scale: float = 1.0
 
@@ -198,6 +198,6 @@ def _launch_rotation(
         WIDTH=rows.cos.shape[-1], BLOCK_SIZE=to.key_cache.shape[2] if to else 1,
         HEADS=ROTATED_HEADS, DIM=power_of_two(shape.head_dim), NORM=norm is not None,
         INTERLEAVED=shape.interleaved,
-        STORE=to is not None, BITS=to.stored.bits if to else False,
+        STORE=to is not None, BITS=to.stored.as_bytes if to else False,
         LARGEST=to.stored.largest if to else 0.0, **dependent_launches.small, num_warps=4,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from ..kernels.triton.launch import (
 from ..kernels.triton.packed_launch import packed_tile, packed_tiles
 from ..kernels.triton.routing import place_kernel, route_kernel
 from ..layers.expert_weights import GROUP_MULTIPLE, GroupedWeight, MixtureParts
-from ..layers.fp8_cache import WHOLE, Storage, is_fp8, storage
+from ..layers.fp8_cache import NOT_FP8, Storage, is_fp8, storage
 from ..layers.packed_weights import GroupedPackedWeight
 from ..layers.routing import Routing
 from ..lora.batch import LayerLoRA
@@ -199,7 +199,8 @@ class GroupedMoe:
             x.stride(0), capacity,
             PER_TOKEN=self._config.per_token, INPUTS=x.shape[1], OUTPUTS=outputs,
             GATED=gated, **self._gating, BIAS=weight.bias is not None,
-            SCALES=groups, GROUP=group, BITS=self._stored.bits, ROWS=launch.rows, COLUMNS=columns,
+            SCALES=groups, GROUP=group, BITS=self._stored.as_bytes, ROWS=launch.rows,
+            COLUMNS=columns,
             DEPTH=min(GROUP_MULTIPLE, launch.depth) if group else launch.depth,
             TOGETHER=EXPERT_TILES,
             EXACT=dot_precision(x.element_size()), **self._dependent_launches.product,
@@ -245,4 +246,4 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def _storage(dtype: torch.dtype, capability: tuple[int, int]) -> Storage:
-    return storage(dtype, capability) if is_fp8(dtype) else WHOLE
+    return storage(dtype, capability) if is_fp8(dtype) else NOT_FP8

@@ -69,7 +69,7 @@ def _defaults(shape: Float8Shape) -> Choices:
 
 
 class Float8Linear:
-    """Uses the launch in `tuned` for few rows; None there, and more rows: `many` computes them."""
+    """Uses `tuned`'s launch for few rows; if there is none, or for more rows, `many`."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Float8Linear:
             output, partial, arrived, rows, self._weight, self._scales, self._bias, len(rows),
             launch.splits, inputs, outputs, rows.stride(0), self._scales.stride(0), ahead,
             BIAS=self._bias is not None, SPLIT=launch.splits > 1, GROUP=self._group,
-            BITS=self._stored.bits, ROWS=height, COLUMNS=launch.columns, DEPTH=launch.depth,
+            BITS=self._stored.as_bytes, ROWS=height, COLUMNS=launch.columns, DEPTH=launch.depth,
             **self._dependent_launches.product, LINES=self._dependent_launches.lines,
             num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip

@@ -5,8 +5,7 @@ frequency and presence penalties, the end of reasoning. Each change touches only
 row.
 """
 
-from collections.abc import Iterable
-from collections.abc import Sequence as Rows
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +19,7 @@ from ..device.transfer import to_device
 from ..structured_output.masks import apply_grammars, has_grammar
 
 
-def adjust(logits: torch.Tensor, rows: Rows[SampleRow], eos_token_ids: frozenset[int]) -> None:
+def adjust(logits: torch.Tensor, rows: Sequence[SampleRow], eos_token_ids: frozenset[int]) -> None:
     """Changes `logits` float32 [R, V] in place."""
     apply_grammars(logits, rows, eos_token_ids)
     _keep_allowed(logits, rows)
@@ -64,7 +63,7 @@ class _Entries:
 
 
 def _mask_early_stops(
-    logits: torch.Tensor, rows: Rows[SampleRow], eos_token_ids: frozenset[int]
+    logits: torch.Tensor, rows: Sequence[SampleRow], eos_token_ids: frozenset[int]
 ) -> None:
     entries = _Entries()
     for index, row in enumerate(rows):
@@ -77,7 +76,7 @@ def _mask_early_stops(
         logits[places] = values
 
 
-def _keep_allowed(logits: torch.Tensor, rows: Rows[SampleRow]) -> None:
+def _keep_allowed(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
     for index, row in enumerate(rows):
         allowed = row.sequence.request.params.allowed_token_ids
         if allowed is not None:
@@ -87,7 +86,7 @@ def _keep_allowed(logits: torch.Tensor, rows: Rows[SampleRow]) -> None:
             logits[index, columns] = kept
 
 
-def _mask_bad_words(logits: torch.Tensor, rows: Rows[SampleRow]) -> None:
+def _mask_bad_words(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
     """Masks the last token of a bad word if the output ends with the tokens before it."""
     entries = _Entries()
     for index, row in enumerate(rows):
@@ -100,7 +99,7 @@ def _mask_bad_words(logits: torch.Tensor, rows: Rows[SampleRow]) -> None:
         logits[places] = values
 
 
-def _ends_with(row: SampleRow, ids: Rows[int]) -> bool:
+def _ends_with(row: SampleRow, ids: Sequence[int]) -> bool:
     """Whether the row's output ends with these tokens."""
     size = len(ids)
     if size > row.output_length:
@@ -111,7 +110,7 @@ def _ends_with(row: SampleRow, ids: Rows[int]) -> bool:
     return [*row.sequence.token_ids[end - missing : end], *ahead] == [*ids]
 
 
-def _add_bias(logits: torch.Tensor, rows: Rows[SampleRow]) -> None:
+def _add_bias(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
     entries = _Entries()
     for index, row in enumerate(rows):
         bias = row.sequence.request.params.logit_bias
@@ -122,7 +121,7 @@ def _add_bias(logits: torch.Tensor, rows: Rows[SampleRow]) -> None:
         logits[places] += values
 
 
-def _penalise_repetition(logits: torch.Tensor, rows: Rows[SampleRow]) -> None:
+def _penalise_repetition(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
     """Penalises tokens of prompt or output: divides positive logits by the penalty, multiplies
     others."""
     entries = _Entries()
@@ -136,7 +135,7 @@ def _penalise_repetition(logits: torch.Tensor, rows: Rows[SampleRow]) -> None:
         logits[places] = torch.where(found > 0, found / penalties, found * penalties)
 
 
-def _penalise_output(logits: torch.Tensor, rows: Rows[SampleRow]) -> None:
+def _penalise_output(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
     """Subtracts the penalties from output tokens only, as OpenAI defines them."""
     entries = _Entries()
     for index, row in enumerate(rows):

@@ -1,6 +1,6 @@
 """Log probabilities of sampled tokens and of prompts."""
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +36,7 @@ class LogprobEntries:
     ranks: torch.Tensor
     top_ids: torch.Tensor
     top_values: torch.Tensor
-    counts: Rows[int]
+    counts: Sequence[int]
 
     def to_host(self) -> "LogprobEntries":
         """Starts the copy to the host; `read` it when the device has finished."""
@@ -62,7 +62,7 @@ class LogprobEntries:
         ]
 
 
-def find_logprobs(raw: torch.Tensor, tokens: torch.Tensor, counts: Rows[int]) -> LogprobEntries:
+def find_logprobs(raw: torch.Tensor, tokens: torch.Tensor, counts: Sequence[int]) -> LogprobEntries:
     """Reads tokens [N] from log probabilities [N, V], each with its `counts` most likely tokens."""
     chosen = raw.gather(1, tokens[:, None])
     ranks = (raw > chosen).sum(-1) + 1
@@ -72,7 +72,7 @@ def find_logprobs(raw: torch.Tensor, tokens: torch.Tensor, counts: Rows[int]) ->
 
 
 def score_prompts(
-    logits: torch.Tensor, runs: Rows[ScheduledSequence]
+    logits: torch.Tensor, runs: Sequence[ScheduledSequence]
 ) -> tuple[tuple[TokenLogprobs, ...], ...]:
     """Log probabilities of the tokens that follow the first `scores` tokens of each run.
 

@@ -1,8 +1,7 @@
 """Samples tokens from scaled logits, with an implementation for each kind of device."""
 
 import logging
-from collections.abc import Callable
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 # (scaled logits [R, V] with a maximum of 0 in each row, parameters, uniform numbers [R]) to token
 # ids int64 [R]
-RandomSampler = Callable[[torch.Tensor, Rows[SamplingParams], torch.Tensor], torch.Tensor]
+RandomSampler = Callable[[torch.Tensor, Sequence[SamplingParams], torch.Tensor], torch.Tensor]
 
 # Elements of a row that a Triton program reads at once, and its warps.
 BLOCK, WARPS = 2048, 8
@@ -36,13 +35,13 @@ def make_random_sampler(device: torch.device, *, deterministic: bool) -> RandomS
 
 
 def sample_together(
-    scaled: torch.Tensor, params: Rows[SamplingParams], numbers: torch.Tensor
+    scaled: torch.Tensor, params: Sequence[SamplingParams], numbers: torch.Tensor
 ) -> torch.Tensor:
     return sample_tokens(scaled, thresholds(scaled, params), numbers)
 
 
 def sample_row_by_row(
-    scaled: torch.Tensor, params: Rows[SamplingParams], numbers: torch.Tensor
+    scaled: torch.Tensor, params: Sequence[SamplingParams], numbers: torch.Tensor
 ) -> torch.Tensor:
     """Samples row by row: on CUDA devices the rounding of a row's sum depends on the batch."""
     return torch.cat(
@@ -54,7 +53,7 @@ def sample_row_by_row(
 
 
 def sample_by_kernel(
-    scaled: torch.Tensor, params: Rows[SamplingParams], numbers: torch.Tensor
+    scaled: torch.Tensor, params: Sequence[SamplingParams], numbers: torch.Tensor
 ) -> torch.Tensor:
     """Samples all rows in one launch, without waiting for the device."""
     limits = to_device(_limits(params, scaled.shape[1]), scaled.device)
@@ -75,7 +74,7 @@ def launch_sample_kernel(
     return tokens
 
 
-def _limits(params: Rows[SamplingParams], width: int) -> npt.NDArray[np.float32]:
+def _limits(params: Sequence[SamplingParams], width: int) -> npt.NDArray[np.float32]:
     least = [least_logit(one) for one in params]
     most = [one.top_k if 0 < one.top_k < width else width for one in params]
     shares = [one.top_p for one in params]

@@ -4,7 +4,7 @@ A row's token depends only on its own logits, parameters and random number. Gree
 options cost one argmax.
 """
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -34,12 +34,12 @@ class Sampler:
         return Sampler(eos_token_ids, self._ops, self._random_sampler)
 
     def sample(
-        self, logits: torch.Tensor, rows: Rows[SampleRow]
+        self, logits: torch.Tensor, rows: Sequence[SampleRow]
     ) -> tuple[SampledToken | None, ...]:
         """One token for each row; None for a row with NaN or infinite logits. See `choose`."""
         return self.choose(logits, rows).read()
 
-    def choose(self, logits: torch.Tensor, rows: Rows[SampleRow]) -> SamplerOutput:
+    def choose(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> SamplerOutput:
         """One token for each row, on the device; does not wait for it.
 
         `logits` [R, V], of any float dtype, may be overwritten. Log probabilities are those before
@@ -60,7 +60,7 @@ def _replace_random(
     tokens: torch.Tensor,
     logits: torch.Tensor,
     best: torch.Tensor,
-    rows: Rows[SampleRow],
+    rows: Sequence[SampleRow],
     random_sampler: RandomSampler,
 ) -> None:
     """Replaces the greedy tokens of rows with a temperature by sampled ones."""
@@ -92,12 +92,12 @@ def _neutralise_broken(scaled: torch.Tensor, highest: torch.Tensor) -> None:
         scaled.masked_fill_(broken[:, None], 0.0)
 
 
-def _logprob_rows(rows: Rows[SampleRow]) -> list[int]:
+def _logprob_rows(rows: Sequence[SampleRow]) -> list[int]:
     return [index for index, row in enumerate(rows) if row.sequence.request.logprobs is not None]
 
 
 def _logprobs(
-    raw: torch.Tensor, tokens: torch.Tensor, rows: Rows[SampleRow], asked: list[int]
+    raw: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SampleRow], asked: list[int]
 ) -> LogprobEntries:
     """The entries of the rows `asked`, from their log probabilities [N, V] and tokens [N]."""
     counts = [rows[index].sequence.request.logprobs or 0 for index in asked]

@@ -6,7 +6,7 @@ a row's result depend neither on other rows nor on the number of threads.
 """
 
 import math
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -22,37 +22,37 @@ NUCLEUS_CANDIDATES = 256
 GROUP = 256
 
 
-def thresholds(scaled: torch.Tensor, params: Rows[SamplingParams]) -> torch.Tensor | None:
-    """The thresholds float32 [R] of scaled logits to keep; None if no row has a filter.
+def thresholds(scaled: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor | None:
+    """The smallest scaled logit that each row keeps, float32 [R]; None if no row has a filter.
 
-    `scaled` is float32 [R, V]: logits over temperature, with a maximum of 0 in each row.
+    `scaled` is float32 [R, V]: logits divided by the temperature, with a maximum of 0 in each row.
     """
-    lowest = np.array([least_logit(one) for one in params], dtype=np.float32)
+    least = np.array([least_logit(one) for one in params], dtype=np.float32)
     vocab = scaled.shape[1]
     ranked = [row for row, one in enumerate(params) if 0 < one.top_k < vocab or one.top_p < 1.0]
-    if not ranked and bool(np.isneginf(lowest).all()):
+    if not ranked and bool(np.isneginf(least).all()):
         return None
-    found = to_device(lowest, scaled.device)
+    threshold = to_device(least, scaled.device)
     narrow = [row for row in ranked if _candidates(params[row], vocab) < vocab]
     wide = [row for row in ranked if _candidates(params[row], vocab) >= vocab]
     if narrow:
         count = max(_candidates(params[row], vocab) for row in narrow)
-        wide += _rank(scaled, params, narrow, count, found)
+        wide += _rank(scaled, params, narrow, count, threshold)
     if wide:
-        _rank(scaled, params, wide, vocab, found)
-    return found
+        _rank(scaled, params, wide, vocab, threshold)
+    return threshold
 
 
 def sample_tokens(
-    scaled: torch.Tensor, lowest: torch.Tensor | None, uniforms: torch.Tensor
+    scaled: torch.Tensor, threshold: torch.Tensor | None, uniforms: torch.Tensor
 ) -> torch.Tensor:
     """Token ids int64 [R]: the inverse distribution function, in token order, at `uniforms`.
 
-    `uniforms` is float64 [R] in [0, 1). Tokens below their row's `lowest` are never sampled.
+    `uniforms` is float64 [R] in [0, 1). Tokens below their row's `threshold` are never sampled.
     """
     weights = _exp(scaled)
-    if lowest is not None:
-        weights = weights.masked_fill_(scaled < lowest[:, None], 0.0)
+    if threshold is not None:
+        weights = weights.masked_fill_(scaled < threshold[:, None], 0.0)
     weights = F.pad(weights, (0, -weights.shape[1] % GROUP))
     weights = weights.view(len(weights), -1, GROUP)
     groups = _sums(weights).cumsum(-1)
@@ -88,51 +88,54 @@ def _candidates(params: SamplingParams, vocab: int) -> int:
 
 def _rank(
     scaled: torch.Tensor,
-    params: Rows[SamplingParams],
+    params: Sequence[SamplingParams],
     rows: list[int],
     count: int,
-    found: torch.Tensor,
+    threshold: torch.Tensor,
 ) -> list[int]:
-    """Raises the thresholds `found` of `rows`, using their `count` largest values.
+    """Increases the `threshold` of `rows`, using the `count` largest values of each.
 
-    Returns the rows whose nucleus is larger than that.
+    Returns the rows whose nucleus has more than `count` tokens.
     """
     index = to_device(np.array(rows), scaled.device)
     block = scaled if len(rows) == len(scaled) else scaled.index_select(0, index)
-    lowest = found.index_select(0, index)
+    row_thresholds = threshold.index_select(0, index)
     top = _largest(block, count)
     vocab = scaled.shape[1]
     ks = to_device(np.array([_top_k(params[row], vocab) for row in rows]), scaled.device)
     kth = top.gather(1, (ks.clamp_max(count) - 1)[:, None]).squeeze(1)
-    lowest = torch.where(ks < vocab, torch.maximum(lowest, kth), lowest)
+    row_thresholds = torch.where(ks < vocab, torch.maximum(row_thresholds, kth), row_thresholds)
     top_ps = np.array([params[row].top_p for row in rows], dtype=np.float32)
     ps = to_device(top_ps, scaled.device)
-    nucleus, complete = _nucleus(block, top, lowest, ps.double(), ks)
+    nucleus, complete = _nucleus(block, top, row_thresholds, ps.double(), ks)
     complete |= count == vocab
     cut = complete & (ps < 1.0)
-    found.index_copy_(0, index, torch.where(cut, torch.maximum(lowest, nucleus), lowest))
-    if not any(_is_open(params[row], count, vocab) for row in rows):
+    threshold.index_copy_(
+        0, index, torch.where(cut, torch.maximum(row_thresholds, nucleus), row_thresholds)
+    )
+    if not any(_may_need_more(params[row], count, vocab) for row in rows):
         return []  # without waiting for the device
     missed = (~complete & (ps < 1.0)).tolist()
     return [row for row, again in zip(rows, missed, strict=True) if again]
 
 
-def _is_open(params: SamplingParams, count: int, vocab: int) -> bool:
+def _may_need_more(params: SamplingParams, count: int, vocab: int) -> bool:
     """Whether the nucleus may be larger than `count` tokens."""
-    return params.top_p < 1.0 and count < vocab == _top_k(params, vocab)
+    unlimited = _top_k(params, vocab) == vocab
+    return params.top_p < 1.0 and unlimited and count < vocab
 
 
 def _nucleus(
     block: torch.Tensor,
     top: torch.Tensor,
-    lowest: torch.Tensor,
+    threshold: torch.Tensor,
     ps: torch.Tensor,
     ks: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The smallest value of each row's nucleus, and whether `top` has the whole nucleus."""
-    kept = _exp(top).double().masked_fill_(top < lowest[:, None], 0.0)
+    kept = _exp(top).double().masked_fill_(top < threshold[:, None], 0.0)
     limited = ks < block.shape[1]
-    everything = _sums(_exp(block).masked_fill_(block < lowest[:, None], 0.0))
+    everything = _sums(_exp(block).masked_fill_(block < threshold[:, None], 0.0))
     cumulative = kept.cumsum(-1)
     total = torch.where(limited, cumulative[:, -1], everything)
     target = ps * total

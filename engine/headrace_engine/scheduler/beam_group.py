@@ -16,8 +16,8 @@ class BeamRun:
     """One beam search over sequences of the scheduler.
 
     The answer is the `count` best hypotheses, with the `logprobs` most likely tokens of each
-    position (None: none). The engine samples a token for each beam as for any sequence; the search
-    replaces it by its own choice.
+    position (none of them if `logprobs` is None). The engine samples a token for each beam as for
+    any sequence; the search replaces it by its own choice.
     """
 
     def __init__(

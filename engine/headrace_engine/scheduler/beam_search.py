@@ -5,7 +5,7 @@ conditions are the same, so the same log probabilities give the same sequences. 
 and tokens; its caller handles sequences and blocks.
 """
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
 from typing import Literal, NamedTuple
@@ -69,7 +69,7 @@ class BeamSearch:
         ends = len(self._rule.eos_token_ids | self._rule.stop_token_ids)
         return max(2, 1 + ends) * self.width
 
-    def advance(self, beams: Rows[Beam], offers: Rows[TokenLogprobs]) -> list[BeamStep]:
+    def advance(self, beams: Sequence[Beam], offers: Sequence[TokenLogprobs]) -> list[BeamStep]:
         """The continuations to keep, best first; empty once the search is over.
 
         `offers` has the most likely next tokens of each beam.
@@ -82,7 +82,9 @@ class BeamSearch:
         going = [step for step in steps if step.stop is None][: self.width]
         return [] if not going or self._is_over(going[0].score, length) else going
 
-    def _best(self, beams: Rows[Beam], offers: Rows[TokenLogprobs], length: int) -> list[BeamStep]:
+    def _best(
+        self, beams: Sequence[Beam], offers: Sequence[TokenLogprobs], length: int
+    ) -> list[BeamStep]:
         every = (
             BeamStep(
                 parent,

@@ -31,7 +31,7 @@ class Preemption:
     def make_room(self, *, preempting: bool = True) -> list[Sequence] | None:
         """Preempts until each decode can have its next row of blocks; returns those that need one.
 
-        Also preempts a later sequence if an earlier prefill has no row to go on with. If a
+        Also preempts a later sequence if an earlier prefill has no row to continue with. If a
         preemption is needed and `preempting` is False, returns None and changes nothing.
         """
         kv, state = self._kv, self._state

@@ -7,10 +7,10 @@ FADE = 0.95
 
 
 class SwapCosts:
-    """Compares the costs: `computing` estimates prefills, this class estimates copying a block."""
+    """Compares the cost of copying blocks, which it measures, with `step_costs` of prefills."""
 
-    def __init__(self, computing: PrefillDecodeCosts) -> None:
-        self._computing = computing
+    def __init__(self, step_costs: PrefillDecodeCosts) -> None:
+        self._step_costs = step_costs
         self._block = Rate()
 
     def observe(self, blocks: int, seconds: float) -> None:
@@ -23,7 +23,7 @@ class SwapCosts:
 
         True if no copy was timed yet, to try one; False if no prompt was timed yet.
         """
-        if self._block.of(2 * blocks) < self._computing.prompt(tokens):
+        if self._block.of(2 * blocks) < self._step_costs.prompt(tokens):
             return True
         self._block.scale(FADE)
         return False

@@ -13,7 +13,7 @@ from ..kv_cache.memory_budget import GIB
 logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 0.5
-# Bytes; memory is short below this, until twice as much is free again.
+# Memory is short from when less than this is free until twice as much is free.
 MIN_FREE_BYTES = GIB // 8
 
 

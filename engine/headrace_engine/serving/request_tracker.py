@@ -281,7 +281,7 @@ class RequestTracker:
         self._end(leased, Outcome(choices=leased.states, failed=failed))
 
     def _forget(self, leased: LeasedRequest) -> None:
-        """Stops and forgets a request. Without an outcome, another engine goes on with it."""
+        """Stops and forgets a request. Without an outcome, another engine continues it."""
         self._stop_run(leased)
         if self._owns(leased):
             del self._requests[leased.request_id]

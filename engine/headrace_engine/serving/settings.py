@@ -106,7 +106,11 @@ class EngineSettings(BaseSettings):
         None, ge=1, description="size of the KV cache in blocks; default: measured"
     )
     memory_utilization: float = Field(
-        0.9, gt=0, le=1, description="share of the free memory that the KV cache may take"
+        0.9,
+        gt=0,
+        le=1,
+        description="for a measured KV cache: the largest share of the GPU's total memory that may "
+        "be in use, on CPUs of the available memory; docs/memory.md",
     )
     swap_space: float = Field(
         0.0,

@@ -129,7 +129,7 @@ class DraftLengths:
         saved: float,
         proposer: ProposalCosts,
     ) -> None:
-        """Gives one draft to sequences that had none for long, if accepted drafts pay.
+        """Gives one draft to sequences that had none for a long time, if accepted drafts pay.
 
         Each accepted draft has `saved` that many seconds.
         """

@@ -4,7 +4,7 @@ The masks are computed on the host after the launch of the forward pass, so that
 meanwhile. Rows without a grammar are not touched.
 """
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ def has_grammar(row: SampleRow) -> bool:
 
 
 def apply_grammars(
-    logits: torch.Tensor, rows: Rows[SampleRow], eos_token_ids: frozenset[int]
+    logits: torch.Tensor, rows: Sequence[SampleRow], eos_token_ids: frozenset[int]
 ) -> None:
     """Changes `logits` float32 [R, V] in place.
 

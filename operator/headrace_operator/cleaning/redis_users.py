@@ -69,7 +69,7 @@ class RedisUsers(PeriodicTask):
         self._rules: dict[tuple[str, str], Sequence[str]] = {}  # of a run of a server, and a user
 
     async def run_once(self) -> None:
-        """One look. Where Redis or the API server does not answer, the next one makes up for it."""
+        """Checks once. If Redis or the API server does not answer, the next check does its work."""
         try:
             await self._run_once()
         except (BackendUnavailable, BackendUnfit, ClusterError) as error:

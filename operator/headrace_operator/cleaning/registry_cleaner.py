@@ -48,7 +48,7 @@ class RegistryCleaner(PeriodicTask):
         return min(interval, WAIT) if self._unclaimed_since else interval
 
     async def run_once(self) -> None:
-        """One look. Where Redis or the API server does not answer, the next one makes up for it."""
+        """Checks once. If Redis or the API server does not answer, the next check does its work."""
         try:
             await self._run_once()
         except (BackendUnavailable, ClusterError) as error:
@@ -56,7 +56,7 @@ class RegistryCleaner(PeriodicTask):
 
     async def _run_once(self) -> None:
         entries = (await self._registry.models()).values()
-        # Listed after the registry: each registered model had its ModelService before.
+        # Listed after the registry: the ModelService of a registered model existed before.
         unclaimed = await self._unclaimed(entries)
         now = self._clock()
         since = {entry: self._unclaimed_since.get(entry, now) for entry in unclaimed}

@@ -63,7 +63,7 @@ def _settings(service: ModelService, source: Source, track: str) -> Mapping[str,
     }
     if source.revision is not None:
         chosen["revision"] = source.revision
-    if track == names.CANARY:  # gateways go on with the stable revision's tokenizer and template
+    if track == names.CANARY:  # gateways continue with the stable revision's tokenizer and template
         chosen["register_model"] = False
     return {f"{PREFIX}{name.upper()}": _text(value) for name, value in chosen.items()}
 

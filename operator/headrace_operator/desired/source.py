@@ -89,7 +89,7 @@ def _mount(*, read_only: bool) -> Manifest:
 
 
 def _copier(uri: UriModel, image: str) -> Manifest:
-    """rclone, which compares checksums and goes on where a restarted pod's copy stopped."""
+    """rclone, which compares checksums and continues where a restarted pod's copy stopped."""
     scheme, _, path = uri.uri.partition("://")
     container: Manifest = {
         "name": "fetch-model",

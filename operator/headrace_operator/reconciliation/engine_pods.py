@@ -71,16 +71,16 @@ def engine_pods(
     statuses: Sequence[EngineStatus],
     cached: Mapping[str, float],
 ) -> list[EnginePod]:
-    """Pods with their engines' status; if a pod has two engines, of the one that does not drain."""
-    told: dict[str, EngineStatus] = {}
+    """Pods with their engines' status; if a pod has two, that of the one that does not drain."""
+    by_pod: dict[str, EngineStatus] = {}
     for status in sorted(statuses, key=lambda status: not status.draining):
-        told[names.pod_of_engine(status.engine_id)] = status
+        by_pod[names.pod_of_engine(status.engine_id)] = status
     return [
         EnginePod(
             name=pod["metadata"]["name"],
             ready=is_ready(pod),
             created=pod["metadata"].get("creationTimestamp", ""),
-            status=told.get(pod["metadata"]["name"]),
+            status=by_pod.get(pod["metadata"]["name"]),
             cached_blocks=cached.get(pod["metadata"]["name"], 0.0),
         )
         for pod in pods

@@ -107,7 +107,7 @@ def value_of(answer: bytes) -> float | None:
 
 
 def _signals(at: float, values: dict[str, float | None], capacity: int) -> Signals:
-    """`capacity` is the guess for one engine while none has told its own."""
+    """The values as signals. `capacity` is a guess for one engine until engines report it."""
 
     def number(name: str) -> float:
         return values[name] or 0.0

@@ -38,8 +38,8 @@ from .signals import (
 
 logger = logging.getLogger(__name__)
 
-PAGES_AT_ONCE = 8  # of one reading, since pages may be large and of untrusted pods
-MAX_SAMPLES = 10_000  # of one page, of one model
+PAGES_AT_ONCE = 8  # in one reading; pages may be large, and pods are not trusted
+MAX_SAMPLES = 10_000  # of one model in one page
 MIN_RATE_WINDOW = 5.0  # seconds; in a shorter window a few requests give an extreme rate
 
 Gateways = Callable[[], Awaitable[Sequence[PodAddress]]]

@@ -137,10 +137,10 @@ def engine_signals(
         return None
     running = [sum(_values(page, metrics.ENGINE_REQUESTS, state="running")) for page in pages]
     used = [value for page in pages for value in _values(page, metrics.ENGINE_KV_UTILIZATION)]
-    told = [_values(page, metrics.ENGINE_CAPACITY) for page in pages]
+    capacities = [_values(page, metrics.ENGINE_CAPACITY) for page in pages]
     return EngineSignals(
         running=int(sum(running)),
-        capacity=sum(int(values[0]) if values else capacity for values in told),
+        capacity=sum(int(values[0]) if values else capacity for values in capacities),
         kv_utilization=min(1.0, max(0.0, sum(used) / len(used))) if used else 0.0,
         requests_per_second=rates.get("requests"),
         tokens_per_second=rates.get("tokens"),

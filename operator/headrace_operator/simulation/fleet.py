@@ -1,7 +1,7 @@
 """The pods of a simulated fleet: their starts, service, drains and ends, and which takes a request.
 
-A pod costs from its creation to its end. Scaling down takes pods that still start first, the newest
-first, then those with the least running work, and lets that finish.
+A pod costs from its creation to its end. Scaling down first takes pods that are still starting, the
+newest first, then those with the fewest running requests, which finish.
 """
 
 from heapq import heappop, heappush
@@ -99,7 +99,7 @@ class Fleet:
             if engine is not None and engine.running == running:
                 if engine.has_room(prompt, output):
                     return engine
-            # Outdated, or full: a full one comes back with its next change of load.
+            # The entry is outdated, or the engine is full: its next change of load adds an entry.
             heappop(loads)
         return None
 

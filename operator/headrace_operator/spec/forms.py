@@ -52,8 +52,8 @@ class Form:
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
         value = "string(self)" if self.numbers else "self"  # string() is costly
-        told = f"{value} + ' is wrong: {self.message}'"
-        rules = [{"rule": self.rule, "message": self.message, "messageExpression": told}]
+        message = f"{value} + ' is wrong: {self.message}'"
+        rules = [{"rule": self.rule, "message": self.message, "messageExpression": message}]
         return {
             **handler(schema),
             "maxLength": self.max_length,

@@ -168,7 +168,7 @@ class EngineSettingsSpec(SpecSection):
     num_blocks: int | None = Field(None, ge=1)
     """KV blocks, instead of bytes."""
     memory_utilization: float | None = Field(None, gt=0, le=1, strict=False)
-    """Share of the free memory that the KV cache may take."""
+    """Share of the GPU's total memory that may be in use; on CPUs of the available memory."""
     swap_space: float | None = Field(None, ge=0, strict=False)
     """GiB of host memory that KV may be swapped to."""
     max_num_seqs: int | None = Field(None, ge=1)
@@ -348,8 +348,8 @@ class DrainSpec(SpecSection):
 class DeletionSpec(SpecSection):
     waiting_requests: Literal["Fail", "Hold"] = "Fail"
     """The handling of requests that wait when the ModelService is deleted: they are answered with
-    an error, or kept until their deadline for one that serves the same name. A change starts the
-    engines anew."""
+    an error, or kept until their deadline for one that serves the same name. A change restarts the
+    engines."""
 
 
 class CanarySpec(SpecSection):

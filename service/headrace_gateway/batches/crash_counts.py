@@ -16,7 +16,7 @@ from headrace_common.protocol.redis.batches import RedisBatches
 # without any other line of its gateway, so that only its own effects are counted.
 MAX_GATEWAYS = 3
 ALONE_FROM = 2
-# Stand for a line where the batch's own files are read or written; lines are numbered from 1.
+# Used like a line's number while the batch's own files are read or written; lines begin at 1.
 READING_INPUT, WRITING_RESULTS = 0, -1
 
 
@@ -51,8 +51,7 @@ class CrashCounts:
         self._started.discard(line)
 
     def starters(self, line: int) -> frozenset[str]:
-        """Returns the gateways with a note of this line; the notes go when the line has its
-        result."""
+        """Returns the gateways with a note of this line. Its result deletes the notes."""
         return self._found.get(line, frozenset()) | {self._leader}
 
     async def cleared(self, line: int) -> None:

@@ -81,7 +81,8 @@ class Job:
 class Admission:
     """Prepares requests and queues them.
 
-    Raises ApiError for what is refused, QueueFull and BackendUnavailable as the client does.
+    Raises ApiError for a request that is refused, and QueueFull and BackendUnavailable like the
+    client.
     `clock` gives Unix seconds of Redis.
     """
 
@@ -158,8 +159,10 @@ def _shortest(*lengths: int | None) -> int | None:
 
 
 def _for_engine(params: SamplingParams, prompt_tokens: int, context: int | None) -> SamplingParams:
-    """Removes stop strings, which the gateway finds, and sets the seed, which a moved request
-    keeps. Raises ApiError if the output cannot fit.
+    """Returns the parameters for the engine. Raises ApiError if the output cannot fit.
+
+    The gateway finds stop strings, so they are removed. A seed is set, so that another engine can
+    continue the request.
     """
     seed = secrets.randbits(63) if params.seed is None else params.seed
     max_tokens = params.max_tokens
@@ -208,7 +211,7 @@ def time_to_queue(lifetime: tuple[int, int]) -> "TimeLimit":
 class TimeLimit:
     """Ends its block after some seconds: raises RequestFailed with this message.
 
-    A class, as a generator costs each request several times as much.
+    It is a class, since a generator would cost each request several times as much.
     """
 
     __slots__ = ("_limit", "_message")

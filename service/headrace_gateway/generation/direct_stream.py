@@ -1,7 +1,7 @@
 """Writes one stream's events when their tokens arrive, without a task in between.
 
-Waking a task for each token, and passing the layers between it and the socket, would cost several
-times as much. The stream's task does what needs waiting: a slow client, the end, a failure.
+Waking a task for each token and sending through ASGI would cost several times as much. The stream's
+task handles what needs waiting: a slow client, the end, a failure.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from ..telemetry.observation import Observation
 
 @dataclass(slots=True, kw_only=True)
 class DirectStream:
-    """Writes events until it needs its task, which then calls `push` again.
+    """Writes events until the stream's task must act. After that, the task calls `push` again.
 
     Without `observation` its pieces are not counted.
     """
@@ -43,7 +43,7 @@ class DirectStream:
         await self.run.settle()
 
     def _write(self) -> None:
-        assert self._over is not None, "it listens only while it pushes"
+        assert self._over is not None, "it listens only during `push`"
         if self._over.done():
             return
         try:
@@ -55,7 +55,7 @@ class DirectStream:
                 self._over.set_result(None)
 
     def _write_all(self) -> bool:
-        """Writes what has arrived. Returns whether it can go on alone."""
+        """Writes what has arrived. Returns False if the stream's task must act."""
         events: list[bytes] = []
         going = self.stream.ready
         while going and (delta := self.generation.take()) is not None:
@@ -68,7 +68,7 @@ class DirectStream:
         return going and not self.generation.ended
 
     def _text(self, delta: Delta) -> bytes | None:
-        """Returns the event of a delta that holds only tokens; None if it may hold more."""
+        """Returns the event of a delta that has only text; None if it may have more."""
         make = self._text_event(delta.choice)
         new = None if make is None else self.run.text(delta)
         if make is None or new is None:

@@ -34,17 +34,17 @@ from .embeddings import (
 from .pipeline import Pipeline
 from .resumable_response import queue_id_of
 
-# An engine that does not know embeddings generates one token, which tells it apart.
+# An engine that does not know embeddings generates one token. From that the gateway knows it.
 SAMPLING = SamplingParams(max_tokens=1)
-# Other requests have a turn after this many inputs.
+# After this many inputs, the event loop can work for other requests.
 INPUTS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingCall:
-    """A checked request. `request_id` is the client's id of it, `max_inputs` its most inputs.
+    """A checked request. `request_id` is the id that its client knows.
 
-    Without `resume` it lives as long as its connection.
+    `max_inputs`: the most inputs that it may have. Without `resume` it ends with its connection.
     """
 
     pipeline: Pipeline
@@ -64,7 +64,7 @@ async def embed(
     model: ServedModel,
     max_inputs: int,
 ) -> Response:
-    """Queues a request's first input and returns the response. Raises what refuses it."""
+    """Queues a request's first input and returns the response. Raises an error if it is refused."""
     if model.scores_pairs:
         raise invalid(
             f"{model.name} makes scores, not embeddings: use /v1/rerank or /v1/score.",

@@ -123,7 +123,7 @@ class ResumableEmbeddingExchange:
 
 
 class ResumableEmbeddingResponse(DisconnectingResponse):
-    """Answers with the vectors of a request that goes on without this response."""
+    """Answers with the vectors of a request that continues without this response."""
 
     def __init__(
         self, exchange: ResumableEmbeddingExchange, delivery: Delivery, drain: Drain

@@ -26,7 +26,7 @@ from .direct_stream import DirectStream
 class Exchange:
     """The data from which one request's answer is made.
 
-    `resumable_id` is set for a request that goes on without this response; `events` numbers its
+    `resumable_id` is set for a request that continues without this response; `events` numbers its
     stream. `admits`: this response queued the request, and counts it.
     """
 

@@ -16,7 +16,7 @@ from ..resumable.stored_requests import RequestSnapshot, request_body
 _MEASURED_AS: Mapping[str, str] = {"responses": "chat", "messages": "chat"}
 
 
-def accepted(snapshot: RequestSnapshot) -> Response:
+def background_response(snapshot: RequestSnapshot) -> Response:
     """Returns the response to a request that runs in the background."""
     where = {"location": f"/v1/requests/{snapshot.stored.request_id}"}
     return JSONResponse(request_body(snapshot), 202, headers=where)
@@ -24,10 +24,10 @@ def accepted(snapshot: RequestSnapshot) -> Response:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """A kind of generation: its name, and what makes the response to one in the background."""
+    """A kind of generation. `accepted` makes the response to one that runs in the background."""
 
     name: str
-    accepted: Callable[[RequestSnapshot], Response] = accepted
+    accepted: Callable[[RequestSnapshot], Response] = background_response
 
 
 def measured_as(operation: str) -> str:
@@ -37,12 +37,12 @@ def measured_as(operation: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """An operation to run. `encode` makes the prompts' token ids; it takes time and may refuse
-    them.
+    """An operation to run.
 
-    `form` says how the output is read. `stored`: the request is stored even without a header that
-    asks for it. `shows_ids`: the answer has the token ids; `prompt_echo`: what else it shows of the
-    prompts.
+    `encode` makes the prompts' token ids; it takes time, and raises an error for a prompt that is
+    refused. `form` says how the output is read. `stored`: the request is stored even without a
+    header that asks for it. `shows_ids`: the answer has the token ids. `prompt_echo` says what else
+    of the prompts it has.
     """
 
     model: ServedModel

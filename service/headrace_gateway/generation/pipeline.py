@@ -149,7 +149,7 @@ class Pipeline:
             raise
         if grant is None:
             return {}
-        observation.on_end(lambda well: limits.answered(grant, well=well))
+        observation.on_end(lambda success: limits.answered(grant, success=success))
         return grant.headers
 
     async def charged(
@@ -171,7 +171,7 @@ class Pipeline:
                 made, tokens = await read()
             grant.used = tokens
         finally:
-            self.rate_limits.answered(grant, well=True)
+            self.rate_limits.answered(grant, success=True)
         return made, grant.headers
 
     async def count_tokens(

@@ -25,7 +25,7 @@ _MESSAGE = (
 
 
 class Authentication:
-    """ASGI middleware. `find` returns the key of a secret, `refused` is called for each refusal."""
+    """ASGI middleware. `find` returns the API key of a secret; each refusal calls `refused`."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Authentication:
         self._refused = refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        known = CALLER in scope.get("state", {})  # only code of this process can have set it
+        known = CALLER in scope.get("state", {})  # no client can set it
         if known or scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return

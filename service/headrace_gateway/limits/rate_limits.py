@@ -55,7 +55,7 @@ class Grant:
 
     `deadline` and `started` are in seconds of the clock. `waiting` are its requests that are not in
     the queue yet, `running` those that may still use tokens. `refused`: the queue refused one of
-    them, so that none runs, and has taken none since.
+    them, which cancels the others, and has accepted none since.
     """
 
     key_id: str
@@ -148,7 +148,7 @@ class RateLimits:
             waiting=set(request_ids),
             headers=_headers(reservation, rates),
         )
-        self._follow(grant)
+        self._track(grant)
         return grant
 
     def find(self, request_id: str) -> Grant | None:
@@ -161,11 +161,11 @@ class RateLimits:
         if not grant.running and not grant.waiting:
             self._settle(grant)
 
-    def answered(self, grant: Grant, *, well: bool) -> None:
-        """Notes that the HTTP request has ended: what it has not queued by now it never will."""
+    def answered(self, grant: Grant, *, success: bool) -> None:
+        """Notes that the HTTP request has ended, so that it queues nothing more."""
         grant.waiting.clear()
         if not grant.running:
-            self._settle(grant, counted=well or grant.submitted)
+            self._settle(grant, counted=success or grant.submitted)
 
     async def close(self) -> None:
         """Writes what is not yet written, as far as Redis allows."""
@@ -186,7 +186,7 @@ class RateLimits:
 
     # Leases
 
-    def _follow(self, grant: Grant) -> None:
+    def _track(self, grant: Grant) -> None:
         for request_id in grant.waiting:
             self._grants[request_id] = grant
         self._running.add(grant)

@@ -1,7 +1,7 @@
 """Limits what tenants may store in Redis: counted before it is written, refused if it is too much.
 
-Requests that are answered at once are not counted: they go on while a tenant's store is full, and
-while all stores together have used their share of Redis' memory.
+Requests that are answered at once are not counted: they continue while a tenant's store is full,
+and while all stores together have used their share of Redis' memory.
 """
 
 import asyncio

@@ -20,8 +20,8 @@ from .models import ServedModel
 logger = logging.getLogger(__name__)
 
 REFRESH_S = 2.0
-# Least seconds between two readings of the registry for names that clients ask for, however many
-# names they invent.
+# Least seconds between two readings of the registry because of names in requests. Clients can
+# invent many names.
 LOOKUP_S = 0.25
 # Seconds after Redis has lost its data, until the engines have registered everything again.
 LOST_S = 90.0
@@ -71,13 +71,13 @@ class Discovery:
         self._registered: Collection[str] = ()
         self._store = ""
         self._after_refresh = after_refresh
-        self._held: set[str] = set()
+        self._holding: set[str] = set()  # removed, but their waiting requests stay in the queue
         self.removed: set[str] = set()
         self._lost_until = -math.inf
         self._trouble: HeadraceError | None = None
         self._task: asyncio.Task[None] | None = None
         self.served: Mapping[str, ServedModel] = {}
-        # Adapters of all registered models, also of ignored ones, which are served, too.
+        # Adapters of all registered models. Ignored models are served too, so theirs are included.
         self.adapters: Mapping[str, str] = {}
 
     @property
@@ -113,13 +113,13 @@ class Discovery:
                 await self._after_refresh()
 
     def ended(self, model: str) -> bool:
-        """Whether a model is not registered and its waiting requests are to be answered."""
-        known = (self._ignored, self._registered, self._loaded, self._held)
+        """Whether a model has ended, so that its waiting requests get an error."""
+        known = (self._ignored, self._registered, self._loaded, self._holding)
         unclear = self._trouble is not None or self._clock() < self._lost_until
         return not unclear and not any(model in names for names in known)
 
     def forget(self, model: str) -> None:
-        """Forgets a removed model, of which nothing is left."""
+        """Removes a model from `removed`, after all its data was deleted."""
         self.removed.discard(model)
 
     def _tasks(self) -> list["asyncio.Task[None]"]:
@@ -131,10 +131,10 @@ class Discovery:
         An adapter's name loads its model. Raises BackendUnavailable if it is not known whether the
         model exists, and ApiError (503) if its files could not be loaded.
         """
-        came = self._clock()
+        asked_at = self._clock()
         async with self._read_lock:
-            if self._read_at < came:  # an earlier reading may be older than the model
-                if (early := self._read_at + LOOKUP_S - came) > 0:
+            if self._read_at < asked_at:  # an earlier reading may be older than the model
+                if (early := self._read_at + LOOKUP_S - asked_at) > 0:
                     await self._sleep(early)
                 await self._read()
         if self._trouble is not None:
@@ -203,7 +203,7 @@ class Discovery:
         if self._clock() >= self._lost_until:
             for name in self._loaded.keys() - entries.keys():
                 self._remove(name, self._loaded.pop(name).entry)
-        self._held -= entries.keys()
+        self._holding -= entries.keys()
         self.removed -= entries.keys()
         self._registered = entries.keys()
         for entry in entries.values():
@@ -213,7 +213,7 @@ class Discovery:
     def _remove(self, name: str, entry: RegisteredModel) -> None:
         self.removed.add(name)
         if entry.holds:
-            self._held.add(name)
+            self._holding.add(name)
         logger.info("model removed", extra={"model": name})
 
     def _want(self, entry: RegisteredModel) -> None:
@@ -255,7 +255,7 @@ class Discovery:
         logger.info("model loaded", extra={"model": entry.name, "digest": entry.digest})
 
     def _on_loaded(self, entry: RegisteredModel, task: "asyncio.Task[None]") -> None:
-        """Handles the end of a load; whatever broke it must not affect other models."""
+        """Handles the end of a load. A failure must not affect other models."""
         if self._loads.get(entry.name, (None, None))[1] is task:
             del self._loads[entry.name]
         error = None if task.cancelled() else task.exception()

@@ -45,7 +45,7 @@ class AnswerOptions:
 
 
 class Answer(Protocol):
-    """One answer in the making: either read in chunks, or added up and read once at the end.
+    """One answer while it is made: read in chunks, or added up and read once at the end.
 
     `named`: its stream's events have names. `numbered`: all its events are numbered in one
     sequence. `done` ends the stream.
@@ -56,13 +56,13 @@ class Answer(Protocol):
     done: bytes
 
     def chunks(self, piece: Piece) -> Iterator[Chunk]:
-        """Returns what a stream sends for this piece; nothing if there is nothing to show yet."""
+        """Returns the events for this piece, if there is something to show yet."""
 
     def closing(self, usage: Usage) -> Iterator[Chunk]:
-        """Returns what a stream sends after the last piece."""
+        """Returns the events after the last piece."""
 
     def failure(self, error: ApiError) -> Chunk:
-        """Returns what ends a stream that cannot go on."""
+        """Returns the event that ends a stream with an error."""
 
     def add(self, piece: Piece) -> None: ...
 
@@ -120,9 +120,9 @@ class OpenAIAnswer:
         }
 
     def text_event(self, choice: int) -> TextEvent | None:
-        """Returns what makes events for pieces that hold only text and tokens.
+        """Returns a maker of events for pieces that have only text and tokens.
 
-        None if `chunks` must make them.
+        None if `chunks` must make the events.
         """
         return None
 

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptEchoOptions:
-    """`echo`: the prompt's text before each choice's, and with log probabilities its tokens too.
+    """The options.
 
-    `only`: nothing but the prompt. `logprobs` None shows none for the prompt; k shows each token's
-    and the k likeliest ones. `counts`: each chunk of a stream has the number of tokens so far.
+    `echo`: the prompt's text comes before each choice's text, and with log probabilities its
+    tokens too. `only`: the answer has only the prompt. `logprobs`: the number of most likely tokens
+    to show at each position of the prompt; None shows no log probabilities. `counts`: each chunk of
+    a stream has the number of tokens so far.
     """
 
     echo: bool = False

@@ -125,7 +125,7 @@ class OutputParser:
 
 
 def call_id(form: OutputForm, answer_id: str, choice: int, index: int, prefix: str) -> str:
-    """Returns a call's id: the same whenever and wherever the answer is made again."""
+    """Returns a call's id. It is the same at every gateway that makes the answer again."""
     digest = hashlib.sha256(f"{answer_id}:{choice}:{index}".encode()).hexdigest()
     return digest[:9] if form.short_ids else f"{prefix}{digest[:24]}"
 

@@ -233,7 +233,7 @@ class GenerationClient:
             await self._dispute(generation, admission.attempt)
 
     async def _dispute(self, generation: Generation, attempt: int) -> None:
-        """Has a request go on after what its client has, if the outcome is of another history.
+        """Has a request continue after what its client has, if the outcome is of another history.
 
         Fails the request if other clients were given that outcome.
         """

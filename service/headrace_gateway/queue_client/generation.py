@@ -116,7 +116,7 @@ class Generation:
         self._listener = listener
 
     def notify(self) -> None:
-        """Calls the listener; the client does so once it has read the frames that have come."""
+        """Calls the listener, after the client has read all frames that have arrived."""
         self._announced = False
         if self._listener is not None:
             self._listener()

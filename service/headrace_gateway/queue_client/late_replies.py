@@ -54,7 +54,7 @@ class LateReplies:
         self._ended.note(request_id, now)
 
     def left(self, request_id: str, now: float) -> None:
-        """Notes that a request goes on without this gateway."""
+        """Notes that a request continues without this gateway."""
         self._left.note(request_id, now)
 
     def answer(self, engine_id: str, reply: Reply, now: float) -> Disown | None:

@@ -1,7 +1,7 @@
 """A monotonic clock that stops while this process does not run.
 
-An engine is not silent while the gateway was stopped, or busy for seconds. Not a clock for
-deadlines.
+While the gateway is stopped, or busy for seconds, it hears no engine. This time must not count as
+an engine's silence. Not a clock for deadlines.
 """
 
 import time

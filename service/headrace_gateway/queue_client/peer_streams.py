@@ -1,4 +1,4 @@
-"""Reads other gateways' reply streams, for their requests that have clients here as well.
+"""Reads other gateways' reply streams, for their requests that also have clients here.
 
 Only reads: the same replies in the same order give the same history here; the other gateway answers
 the engines.

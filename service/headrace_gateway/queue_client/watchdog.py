@@ -36,16 +36,17 @@ class ClientConfig:
 
 @dataclass(slots=True)
 class _Watch:
-    """When a generation is next asked about, and which engine is believed to have it.
+    """When the queue is next asked about a generation, and which engine has it, as far as is known.
 
-    `released`: the engine and attempt that it was taken from, until another has it. `lost`: an
-    engine ended it unnecessarily; it is asked about at once.
+    `silent_owner`: the engine and attempt that the queue named, if nothing was heard of it since
+    `silent_since`. `released`: the engine and attempt that the request was taken from, until
+    another has it. `lost`: an engine ended it unnecessarily; the queue is asked at once.
     """
 
     due: float
     pause: float
-    suspect: tuple[str, int] | None = None
-    suspected_at: float = 0.0
+    silent_owner: tuple[str, int] | None = None
+    silent_since: float = 0.0
     released: tuple[str, int] | None = None
     lost: bool = False
 
@@ -147,7 +148,7 @@ class Watchdog:
         watch = self._watches.get(generation.request_id)
         if watch is None:
             return
-        owner = generation.arbiter.owner or watch.suspect
+        owner = generation.arbiter.owner or watch.silent_owner
         if generation.holder is not None:
             owner = None  # its holder watches the engine
         if owner in (None, watch.released):
@@ -164,7 +165,7 @@ class Watchdog:
     def _is_silent(self, engine_id: str, generation: Generation, watch: _Watch) -> bool:
         """Whether an engine could have sent something and did not."""
         heard = self._heard_at(engine_id, generation.request.model)
-        since = max(heard, generation.heard_at, watch.suspected_at, self.unavailable_at)
+        since = max(heard, generation.heard_at, watch.silent_since, self.unavailable_at)
         return self._now() - since > self._config.silence
 
     async def _recheck(self, generation: Generation, watch: _Watch, now: float) -> None:
@@ -189,17 +190,17 @@ class Watchdog:
         if admission.state is AdmitState.ADMITTED:
             await self.note_queued_again(generation)
         if admission.state is not AdmitState.ATTACHED or admission.owner is None:
-            watch.suspect = None
+            watch.silent_owner = None
             return
-        await self._suspect(generation, watch, (admission.owner, admission.attempt), now)
+        await self._release_if_silent(generation, watch, (admission.owner, admission.attempt), now)
 
-    async def _suspect(
+    async def _release_if_silent(
         self, generation: Generation, watch: _Watch, owner: tuple[str, int], now: float
     ) -> None:
-        """Notes that `owner` has the request and nothing was heard of it."""
-        if owner not in (watch.suspect, generation.arbiter.owner):
-            # The owner is new: it gets the usual time.
-            watch.suspect, watch.suspected_at = owner, now
+        """Notes an owner of which nothing was heard; releases the request if it stays silent."""
+        if owner not in (watch.silent_owner, generation.arbiter.owner):
+            # A new owner gets the usual time.
+            watch.silent_owner, watch.silent_since = owner, now
         elif self._is_silent(owner[0], generation, watch):
             logger.warning(
                 "engine silent, request released",

@@ -1,5 +1,5 @@
 """Requests that outlive their connection: idempotency keys, stored answers, and where each client's
-stream goes on.
+stream continues.
 
 Imports openai, anthropic and queue_client.
 """

@@ -2,8 +2,8 @@
 
 An id is `<request id>:<events of choice 0>.<of choice 1>...-<checksum>`. The events of a choice
 follow from its tokens alone, so any gateway makes the same events again and leaves out those that
-the id counts. The checksum covers the tokens before: a client never gets the rest of another
-answer.
+the id counts. The checksum is over the tokens of these events. If it differs, the answer is another
+one now, and the client gets an error instead of its rest.
 """
 
 import re
@@ -29,8 +29,8 @@ Chunk = Mapping[str, Any]
 class Position:
     """Where a client's stream broke off: the number of events that it has of each choice.
 
-    `checksum` None: not checked, as for `starting_after`. Events after all choices count as those
-    of one more choice.
+    `checksum` None: not checked, as for `starting_after`. Events after the last choice's end are
+    counted like those of one more choice.
     """
 
     events: tuple[int, ...]
@@ -92,13 +92,17 @@ def request_of(event_id: str) -> str | None:
 
 
 class _Choice:
-    """One choice: the events made, and the events and their checksum that the client has."""
+    """One choice of an answer.
+
+    `made` counts the events made here, `shown` those that the client has. `tokens` is the checksum
+    of all tokens so far, `mark` that of the tokens of the events that the client has.
+    """
 
     __slots__ = ("made", "mark", "shown", "tokens", "weight")
 
     def __init__(self, number: int, had: int) -> None:
         self.weight = 2 * number + 1  # so that equal changes of two choices do not cancel out
-        self.tokens = 0  # their checksum so far
+        self.tokens = 0
         self.made = 0
         self.shown = had
         self.mark = 0
@@ -107,7 +111,8 @@ class _Choice:
 class ResumableEvents:
     """Makes a stream's events with their ids, and returns those that the client does not have.
 
-    `numbered`: the last events are counted with those of the last choice. `named` as for `event`.
+    `numbered`: events after the end of the last choice are counted as events of that choice.
+    `named`: as for `event`.
     """
 
     def __init__(
@@ -137,7 +142,7 @@ class ResumableEvents:
         return self._missing == 0
 
     def piece(self, piece: Piece, chunks: Iterable[Chunk]) -> bytes:
-        """Returns the events of one piece that are to be sent now. Raises ApiError
+        """Returns those events of a piece that the client does not have. Raises ApiError
         (stream_reset)."""
         choice = self._choices[piece.choice]
         if piece.token_ids:
@@ -145,7 +150,7 @@ class ResumableEvents:
         return b"".join([self._event(choice, chunk) for chunk in chunks])
 
     def closing(self, chunk: Chunk) -> bytes:
-        """Returns an event after the last choice's last one, if it is to be sent."""
+        """Returns an event that comes after all choices, or nothing if the client has it."""
         return self._event(self._choices[-1], chunk)
 
     def end(self) -> None:

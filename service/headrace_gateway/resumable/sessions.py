@@ -283,7 +283,7 @@ class Sessions:
             await opening.result().cancel()
 
     def close(self) -> None:
-        """Stops following all requests, which may go on at other gateways."""
+        """Stops following all requests, which may continue at other gateways."""
         for opening in list(self._sessions.values()):
             if opening.done() and not opening.cancelled() and opening.exception() is None:
                 opening.result().close()

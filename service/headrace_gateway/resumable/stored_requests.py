@@ -189,7 +189,7 @@ class StoredRequests:
         return await self.open(stored, model, fresh=False)
 
     async def cancel(self, stored: StoredRequest) -> None:
-        """Ends the request, wherever it waits or runs. Does nothing once it has ended."""
+        """Ends the request, whether it waits or runs. Does nothing if it has ended."""
         await self._sessions.cancel(stored)
         for request in stored.requests:
             await self._request_directory.cancel(request.request_id, request.model)

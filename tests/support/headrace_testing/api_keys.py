@@ -14,21 +14,21 @@ CREATED = datetime(2027, 1, 1, tzinfo=UTC)
 
 @dataclass(slots=True)
 class KeyBook:
-    """A file of keys, with the secrets of those that it was given."""
+    """A file of keys, and the secrets of the keys that `add` has made."""
 
     path: Path
     secrets: dict[str, str] = field(default_factory=dict)
     keys: dict[str, ApiKey] = field(default_factory=dict)
 
     def add(self, key_id: str, *, limits: dict[str, int] | None = None, **fields: Any) -> str:
-        """Writes the file with one more key, or another one under that id; returns it."""
+        """Adds a key to the file, or replaces the one with this id; returns its secret."""
         made = new_key(key_id, CREATED, limits=KeyLimits(**(limits or {})), **fields)
         self.secrets[key_id], self.keys[key_id] = made.secret, made.entry
         self.write()
         return made.secret
 
     def change(self, key_id: str, **fields: Any) -> None:
-        """The same key with other fields."""
+        """Changes fields of a key."""
         self.keys[key_id] = self.keys[key_id].model_copy(update=fields)
         self.write()
 
@@ -37,7 +37,7 @@ class KeyBook:
         self.write()
 
     def write(self, text: str | None = None) -> None:
-        """Replaces the file by another one in one step."""
+        """Replaces the file in one step, as `rename` does."""
         content = write_keys(list(self.keys.values())) if text is None else text
         new = self.path.with_suffix(".new")
         new.write_text(content)

@@ -109,13 +109,36 @@ TAKEOVER = (
     Stop(
         f"{_GATEWAY}/queue_client/watchdog.py",
         "_check",
-        "notices that the engine is silent, and releases the request (GIVEBACK)",
+        "notices that nothing is heard of the engine",
     ),
-    Stop(f"{_ENGINE}/serving/worker.py", "_reap", "another engine gets the request (REAP)"),
+    Stop(
+        f"{_GATEWAY}/queue_client/watchdog.py",
+        "_release_if_silent",
+        "releases the request (GIVEBACK), so that it can be reaped at once",
+    ),
+    Stop(
+        f"{_ENGINE}/serving/worker.py",
+        "_reap",
+        "another engine gets released requests, and those whose lease has expired (`reap.lua`)",
+    ),
     Stop(
         f"{_ENGINE}/serving/request_tracker.py",
         "_take_over",
         "asks what the client has, continues after it",
+    ),
+)
+STOP = (
+    Stop(f"{_ENGINE}/__main__.py", "serve", "calls `Worker.end` at SIGTERM"),
+    Stop(f"{_ENGINE}/serving/worker.py", "end", "takes no more requests"),
+    Stop(
+        f"{_ENGINE}/serving/worker.py",
+        "_finish_or_give_back",
+        "waits for running requests, at most for `drain_timeout`",
+    ),
+    Stop(
+        f"{_ENGINE}/serving/request_tracker.py",
+        "give_back",
+        "gives the others back to the queue (GIVEBACK)",
     ),
 )
 OTHER_DECISIONS = (
@@ -133,7 +156,13 @@ OTHER_DECISIONS = (
     Stop(
         f"{_GATEWAY}/errors.py",
         "headers",
-        "writes Retry-After; most other errors use `RETRY_SOON_S`",
+        "writes Retry-After; other retryable errors use `RETRY_SOON_S`",
+    ),
+    Stop(f"{_QUEUE}/gateway.py", "admit", "seals the request before Redis stores it"),
+    Stop(
+        f"{_ENGINE}/kv_cache/memory_budget.py",
+        "count_blocks",
+        "the number of KV blocks",
     ),
 )
 
@@ -171,6 +200,7 @@ def page(text: str) -> str:
     text = _replaced(text, "to the client", way(TO_THE_CLIENT))
     text = _replaced(text, "hang-up", way(HANG_UP))
     text = _replaced(text, "takeover", way(TAKEOVER))
+    text = _replaced(text, "stop", way(STOP))
     text = _replaced(text, "other decisions", way(OTHER_DECISIONS))
     return _replaced(text, "packages", tables())
 

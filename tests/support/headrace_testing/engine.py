@@ -104,10 +104,10 @@ class Rig:
     def step(self, count: int = 1) -> None:
         for _ in range(count):
             scheduler_output = self.scheduler.schedule()
-            shed = self.scheduler.take_aborted_by_policy()
-            self.outputs += shed
+            aborted_by_policy = self.scheduler.take_aborted_by_policy()
+            self.outputs += aborted_by_policy
             if scheduler_output is None:
-                assert shed, "there is nothing to do"
+                assert aborted_by_policy, "there is nothing to do"
                 return
             self.outputs += self.scheduler.update(
                 scheduler_output, self.runner.execute(scheduler_output)

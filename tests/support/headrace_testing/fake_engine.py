@@ -161,7 +161,7 @@ class FakeEngine:
     """An engine with `slots` requests at once and one step each `token_delay` seconds.
 
     `run()` serves until drained or killed (its task cancelled); `freeze()` stops every loop as
-    SIGSTOP would, `thaw()` lets them go on.
+    SIGSTOP would, `thaw()` lets them continue.
     """
 
     def __init__(

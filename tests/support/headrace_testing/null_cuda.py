@@ -39,7 +39,7 @@ FLAGS = (
 
 
 def refusal() -> str | None:
-    """Why there can be no such device here; None: there can."""
+    """The reason why this machine cannot have the device, or None."""
     cuda = torch.version.cuda
     if cuda is None or cuda.split(".")[0] != CUDA_MAJOR:
         return f"torch is built for CUDA {cuda}, the null device for CUDA {CUDA_MAJOR}"
@@ -57,9 +57,9 @@ def compiler() -> str | None:
 
 
 def build(folder: Path) -> Path:
-    """Compiles the library into `folder`. Raises RuntimeError with what the compiler said."""
+    """Compiles the library into `folder`. Raises RuntimeError with the compiler's messages."""
     target, command = folder / LIBRARY, compiler()
-    assert command is not None, "look for a refusal first"
+    assert command is not None, "call `refusal` first"
     sources = map(str, sorted(SOURCES.glob("*.c")))
     arguments = [
         *FLAGS,
@@ -77,8 +77,10 @@ def build(folder: Path) -> Path:
 
 
 def _headers() -> list[Path]:
-    """Of the runtime that torch was installed with; what it leaves out Triton has, which may be
-    another version's."""
+    """Folders with CUDA's headers: of the runtime that torch was installed with, then of Triton.
+
+    Triton's may be of another version, so they are used only for headers that the first lacks.
+    """
     found = importlib.util.find_spec("triton")
     assert found is not None and found.origin is not None
     return [

@@ -65,7 +65,7 @@ EXPERTS: dict[str, Any] = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
-# As large as products by kernels of ours are.
+# Large enough for products that our own kernels compute.
 WIDE: dict[str, Any] = {"hidden_size": 4096, "intermediate_size": 3072}
 SAMPLED: tuple[Mapping[str, Any], ...] = (
     {"temperature": 0.8, "top_p": 0.9, "top_k": 20},
@@ -145,8 +145,8 @@ class Scenes:
         early = torch.empty(64, dtype=torch.int64, pin_memory=True).copy_(moved, non_blocking=True)
         before = early.tolist()
         torch.cuda.synchronize()
-        told = [line for line in self._device.complaints() if "pinned memory changed" in line]
-        return {"before": before[0], "after": early.tolist()[0], "told": len(told)}
+        reported = [line for line in self._device.complaints() if "pinned memory changed" in line]
+        return {"before": before[0], "after": early.tolist()[0], "told": len(reported)}
 
     def full(self) -> Facts:
         free, total = torch.cuda.mem_get_info()
@@ -204,8 +204,10 @@ class Scenes:
         return {"times": times, "refused": refused, "kept": _kept_by_streams()}
 
     def tuned(self) -> Facts:
-        """With all kernels measured, then with the table that was made of it; not among the tests,
-        as it compiles for long."""
+        """Measures all kernels, then uses the table of the results.
+
+        No test runs this scene, since it compiles for minutes.
+        """
         tables = self._folder / "tables"
         options = {"tuned_config_folder": str(tables), "enable_autotuner": True}
         with self._device.watch() as first:
@@ -216,8 +218,7 @@ class Scenes:
         return {**found, "timed": timed, "timed_again": again}
 
     def fused_norms(self) -> Facts:
-        """Steps that are recorded as if norms within products, and kernels that overlap, had been
-        the fastest."""
+        """Records steps with fused norms and overlapping kernels, as if these were fastest."""
         model = self.checkpoint("wide", **WIDE)
 
         def choose(placed: PlacedModel, _: object) -> None:
@@ -231,7 +232,7 @@ class Scenes:
         return {**self._generated(llm), "counts": watched.counts}
 
     def eight_bits(self) -> Facts:
-        """Experts and all else, and the cache, in 8-bit floats."""
+        """All weights, those of experts too, and the cache are 8-bit floats."""
         model = self.checkpoint("experts", **EXPERTS)
         return self._generated(self.llm(model=model, quantization="fp8", kv_cache_dtype="fp8"))
 
@@ -270,7 +271,7 @@ class Scenes:
         return self._generated(self.llm(speculative_config=drafts))
 
     def grammar(self) -> Facts:
-        """All that comes from the device is the token that the expression allows."""
+        """The device answers every copy with the one token that the expression allows."""
         llm = self.llm(model=str(self.stored()), skip_tokenizer_init=False)
         token = llm.get_tokenizer().encode("a")[-1]
         self._device.answer(token)
@@ -308,7 +309,7 @@ def _fork(stream: Any, rows: torch.Tensor, join: bool = False) -> None:
 
 
 def _kept_by_streams() -> int:
-    """Bytes that stay reserved of tensors that were made on one stream and used on another."""
+    """Bytes that stay reserved after tensors were made on one stream and used on another."""
     make_stream: Any = torch.cuda.Stream
     side, before = make_stream(), torch.cuda.memory_reserved()
     for _ in range(50):

@@ -1,4 +1,4 @@
-"""The operator for tests: real but for its signals, its clock and the queue, which is in memory."""
+"""The operator for tests: real except for signals and clock, and with a queue in memory."""
 
 import asyncio
 import threading

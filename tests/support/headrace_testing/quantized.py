@@ -1,5 +1,6 @@
-"""Quantised checkpoints as quantisers write them, packed number by number as the formats are
-described, beside the whole weights that they stand for. Shares no code with the engine.
+"""Quantised checkpoints, and the same checkpoints with dequantised weights.
+
+Numbers are packed one by one, as the formats are described. Shares no code with the engine.
 """
 
 import json
@@ -37,7 +38,7 @@ class QuantizedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """`pack` gives a module's tensors by what follows its name; `round` the weight they hold."""
+    """A format. `round` quantises a weight; `pack` returns a module's tensors by their suffixes."""
 
     config: dict[str, Any]
     round: Callable[[torch.Tensor], QuantizedMatrix]
@@ -45,7 +46,10 @@ class Format:
 
 
 def save_quantized(folder: Path, name: str, form: Format, **changes: Any) -> tuple[Path, Path]:
-    """(a quantised checkpoint, the same with whole weights); routers and heads stay whole."""
+    """Returns the folders of a quantised checkpoint and of the same with dequantised weights.
+
+    Routers and heads are not quantised.
+    """
     whole = save_checkpoint(folder / "whole", name, **changes)
     tensors = load_file(whole / FILE)
     packed: Tensors = {}
@@ -73,7 +77,10 @@ def _save(folder: Path, whole: Path, packed: Tensors, quantization: dict[str, An
 def rounder(
     bits: int, size: int | None, symmetric: bool, shuffled: bool = False
 ) -> Callable[[torch.Tensor], QuantizedMatrix]:
-    """Rounds to the nearest integer; `size` None: one group. `shuffled`: groups as in desc_act."""
+    """Rounds to the nearest integer, in groups of `size` inputs (None: one group).
+
+    `shuffled`: inputs are assigned to groups at random, as with desc_act.
+    """
 
     def round_(weight: torch.Tensor) -> QuantizedMatrix:
         values = weight.numpy().astype(np.float64)
@@ -160,7 +167,7 @@ def awq(size: int = 32) -> Format:
 
 
 def compressed(bits: int, size: int | None, symmetric: bool = True, packed: bool = True) -> Format:
-    """pack-quantized, or int-quantized where not `packed`."""
+    """compressed-tensors' pack-quantized or, without `packed`, int-quantized."""
     middle = 2 ** (bits - 1)
 
     def pack(found: QuantizedMatrix) -> Tensors:
@@ -247,8 +254,10 @@ def save_fp8(
 
 
 def save_mxfp4(folder: Path, **changes: Any) -> tuple[Path, Path]:
-    """Saves gpt-oss like `save_quantized`, with experts of random codes, which transformers
-    dequantises."""
+    """Saves gpt-oss like `save_quantized`, with experts of random numbers.
+
+    transformers dequantises them.
+    """
     whole = save_checkpoint(folder / "whole", "gpt-oss", **changes)
     tensors, generator = load_file(whole / FILE), torch.Generator().manual_seed(1)
     packed: Tensors = dict(tensors)

@@ -28,7 +28,7 @@ def _until(condition: Callable[[], bool], what: str) -> None:
 
 
 def ask(port: int, *command: str | int) -> Any:
-    """One command to one server, answered as RESP2 has it."""
+    """Sends one command to one server; returns the reply in RESP2's form."""
     with redis.Redis(port=port, protocol=2, decode_responses=True) as client:
         return client.execute_command(*command)
 
@@ -82,7 +82,7 @@ class SentinelSet:
         ask(self.master.port, "REPLICAOF", "127.0.0.1", self.replica.port)
 
     def _begin_failover(self) -> bool:
-        """A Sentinel that has not heard from the replica lately refuses: NOGOODSLAVE."""
+        """Asks for a failover. A Sentinel that has not heard from the replica lately refuses it."""
         return bool(ask(self.port, "SENTINEL", "FAILOVER", MASTER) == "OK")
 
     def cut_replica_off(self) -> None:
@@ -106,8 +106,10 @@ class SentinelSet:
 
 
 class GuardedSentinelSet(SentinelSet):
-    """Masters that write only while they have a replica: with a second one, never promoted itself,
-    a new master has one."""
+    """Masters that accept writes only while they have a replica.
+
+    A second replica, which is never promoted, is the replica of a new master.
+    """
 
     def __init__(self, folder: Path, down_after_s: float = 1.0) -> None:
         super().__init__(folder, down_after_s)
@@ -132,7 +134,7 @@ class GuardedSentinelSet(SentinelSet):
 
 
 class ClusterSet:
-    """Three masters, and a replica of the first, or of each of the first `replicas`."""
+    """Three masters; each of the first `replicas` of them has a replica."""
 
     def __init__(self, folder: Path, replicas: int = 1) -> None:
         self._bus_ports = [free_port() for _ in range(3 + replicas)]
@@ -176,7 +178,7 @@ class ClusterSet:
         return bool(known and info["cluster_state"] == "ok")
 
     def _complete(self) -> bool:
-        """Every node knows every slot, and the replicas are such and have the data."""
+        """Whether every node knows all slots, and all replicas have their master's data."""
         links = [ask(replica.port, "INFO", "replication") for replica in self.replicas]
         return all(link.get("master_link_status") == "up" for link in links) and all(
             len(self.owners(node)) == 3 and self._replicas(node) == len(self.replicas)
@@ -204,11 +206,11 @@ class ClusterSet:
         )
 
     def until_whole(self) -> None:
-        """All nodes are there and know it."""
+        """Waits until all nodes see all others."""
         _until(lambda: all(map(self._knows_all, self.nodes)), "the cluster to be whole")
 
     def until_healed(self) -> None:
-        """The first master is back, as the replica of its successor."""
+        """Waits until the first master is back, as the replica of its successor."""
         back = self.masters[0]
 
         def healed() -> bool:

@@ -1,4 +1,4 @@
-"""Clients of resumable streams that come back, at any gateway, when their connection breaks."""
+"""Clients that continue a resumable stream at another gateway when their connection breaks."""
 
 import asyncio
 import json
@@ -66,7 +66,7 @@ async def read(
 
 
 class Returning:
-    """A client that knows several gateways and goes on at the next one, however often it breaks."""
+    """A client that knows several gateways. After each break it continues at the next gateway."""
 
     def __init__(
         self, client: httpx.AsyncClient, urls: Sequence[str], seen: Callable[[ReceivedStream], None]

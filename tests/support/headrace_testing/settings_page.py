@@ -26,9 +26,9 @@ INTRODUCTION = """\
 # Settings
 
 Each process reads its settings once, from flags and from the environment; flags win. The gateway's
-`max_connections` is `--max-connections` or `HEADRACE_GATEWAY_MAX_CONNECTIONS`. An invalid value
-stops the start and is named. A variable with this prefix that is no setting is logged. Lists and
-objects are JSON.
+`max_connections` is `--max-connections` or `HEADRACE_GATEWAY_MAX_CONNECTIONS`. A process with an
+invalid value does not start, and names it. It logs variables with its prefix that are no settings.
+Lists and objects are JSON.
 
 `make settings-page` writes this page from the settings' classes.
 """
@@ -73,7 +73,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _choices(annotation: Any) -> str:
-    """The values of a setting that has but a few."""
+    """The values of a setting whose type is a Literal."""
     if get_origin(annotation) is not Literal:
         return ""
     return f" ({', '.join(f'`{value}`' for value in get_args(annotation))})"

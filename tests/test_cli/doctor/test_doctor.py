@@ -123,7 +123,9 @@ def test_a_missing_path_is_no_hub_id(path: str) -> None:
     assert "neither a folder nor a hub id" in found.detail
 
 
-@pytest.mark.parametrize(("name", "remedy"), [("tiny.gguf", "GGUF is not"), ("w.bin", "folder")])
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("tiny.gguf", "engines do not read GGUF"), ("w.bin", "folder")]
+)
 def test_a_file_is_no_model(
     name: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,7 +238,7 @@ def test_an_engine_that_needs_a_gpu_fails_without_one(monkeypatch: pytest.Monkey
     assert "built for CUDA 13.0" in found.detail
 
 
-def test_a_driver_is_needed_only_where_the_engine_is_told_to_use_a_gpu(
+def test_a_driver_is_needed_only_if_the_engine_must_use_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def absent(name: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_cli.processes.logs import MAX_LINE_CHARS, LineBuffer, LogFile, parse_line
+from headrace_cli.processes.logs import MAX_LINE_BYTES, LineBuffer, LogFile, parse_line
 
 
 def test_a_json_line_keeps_its_fields_and_reads_as_one_line() -> None:
@@ -104,7 +104,7 @@ def test_bytes_are_cut_into_lines_wherever_they_are_split() -> None:
 def test_an_endless_line_takes_bounded_memory() -> None:
     buffer = LineBuffer()
 
-    lines = [line for _ in range(4) for line in buffer.feed(b"x" * MAX_LINE_CHARS)]
+    lines = [line for _ in range(4) for line in buffer.feed(b"x" * MAX_LINE_BYTES)]
 
     assert lines
-    assert all(len(line) <= MAX_LINE_CHARS for line in lines)
+    assert all(len(line) <= MAX_LINE_BYTES for line in lines)

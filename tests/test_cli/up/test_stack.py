@@ -127,7 +127,7 @@ def test_engines_of_several_ranks_get_as_many_gpus(
     assert engine_env(0, config, cores)["HEADRACE_ENGINE_THREADS"] == "2"
 
 
-def test_engines_on_the_cpu_share_its_cores_unless_told_otherwise() -> None:
+def test_engines_on_the_cpu_share_its_cores_by_default() -> None:
     threads = "HEADRACE_ENGINE_THREADS"
     two = UpConfig(engines=2)
 

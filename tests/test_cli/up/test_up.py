@@ -182,7 +182,9 @@ def test_a_second_ctrl_c_kills(tmp_path: Path, port: int) -> None:
     assert not any(alive(pid) for pid in children)
 
 
-def test_flags_of_the_engine_and_all_behind_two_dashes_go_to_it(tmp_path: Path, port: int) -> None:
+def test_engine_flags_and_all_flags_after_two_dashes_go_to_the_engine(
+    tmp_path: Path, port: int
+) -> None:
     process = UpProcess(tmp_path, port, "--dtype=auto", "--", "--max-num-seqs", "7")
     process.until_ready()
     process.popen.send_signal(signal.SIGTERM)

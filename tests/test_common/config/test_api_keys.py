@@ -126,7 +126,7 @@ def test_content_other_than_a_key_file_is_refused(content: bytes) -> None:
         read_keys(content)
 
 
-def test_no_keys_at_all_is_a_file_that_lets_nobody_in() -> None:
+def test_a_file_without_keys_refuses_every_client() -> None:
     assert read_keys(b"keys: []") == ()
 
 

@@ -77,7 +77,7 @@ def test_a_misspelt_variable_is_named_with_the_likely_spelling(
     assert {line["level"] for line in told} == {"WARNING"}
 
 
-def test_the_last_word_is_one_line_without_credentials(
+def test_the_termination_message_is_one_line_without_credentials(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = tmp_path / "termination-log"
@@ -89,7 +89,7 @@ def test_the_last_word_is_one_line_without_credentials(
     assert log.read_text() == "backend_unfit: redis://:[redacted]@queue:6379 is too old"
 
 
-def test_settings_that_cannot_be_used_are_the_last_word(
+def test_invalid_settings_are_the_termination_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = tmp_path / "termination-log"

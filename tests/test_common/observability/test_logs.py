@@ -150,7 +150,7 @@ def test_text_is_for_people_and_still_one_line() -> None:
     assert line.endswith("WARNING headrace_test  queue full  model=demo\\nforged line")
 
 
-def test_auto_is_json_where_nobody_watches() -> None:
+def test_auto_is_json_without_a_terminal() -> None:
     stream = io.StringIO()
     logs.configure("INFO", "auto", stream)
     log.info("hello")

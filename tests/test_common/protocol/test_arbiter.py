@@ -1,8 +1,8 @@
 """The gateway's rules for one request: whatever engines say, the client sees one history.
 
-The property tests play engines that really exist in failures: one that is cut off and goes on
-talking, one that takes over, one that starts from nothing under an old or the same attempt, with
-duplicates, losses and reordering between engines. Tokens carry a checksum of their history.
+The property tests play engines as failures leave them: one that is cut off and continues to send,
+one that takes over, one that starts from nothing under an old or the same attempt. Replies are
+duplicated, lost, and reordered between engines. Tokens carry a checksum of their history.
 """
 
 import random
@@ -114,7 +114,7 @@ def test_an_arbiter_adopts_the_tokens_of_a_dead_gateway() -> None:
     assert isinstance(resume, Resume) and resume.choices[0].token_ids == (7, 8, 9)
 
 
-def test_incomplete_log_probabilities_are_not_told_on() -> None:
+def test_incomplete_log_probabilities_are_not_passed_on() -> None:
     arbiter = Arbiter("r", 1)
     arbiter.handle("e", tokens(0, 7))
     more = Tokens(
@@ -153,7 +153,7 @@ def test_an_engine_that_takes_over_gets_the_tokens_that_the_client_has() -> None
     assert delivered(arbiter.handle("e2", tokens(2, 3, attempt=2))) == [(3,)]
 
 
-def test_a_zombie_is_told_that_it_is_one() -> None:
+def test_a_replaced_engine_is_notified() -> None:
     arbiter = Arbiter("r", 1)
     arbiter.handle("e1", tokens(0, 1))
     arbiter.handle("e2", takeover(2))
@@ -173,7 +173,7 @@ def test_an_engine_that_starts_over_after_a_rollback_must_ask_first() -> None:
     assert delivered(arbiter.handle("e2", tokens(2, 3))) == [(3,)]
 
 
-def test_a_replaced_engine_is_never_heard_again() -> None:
+def test_replies_of_a_replaced_engine_are_ignored() -> None:
     """It is not heard under the same attempt either, nor if a gateway reads its question again."""
     arbiter = Arbiter("r", 1)
     arbiter.handle("e1", takeover(1))

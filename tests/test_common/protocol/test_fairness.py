@@ -44,7 +44,7 @@ async def test_one_tenant_is_served_in_order_of_arrival(backend: Backend) -> Non
     assert [lease.request.request_id for lease in leases] == ids
 
 
-async def test_a_light_tenant_is_not_behind_a_heavy_one(backend: Backend) -> None:
+async def test_a_light_tenant_does_not_wait_for_a_heavy_one(backend: Backend) -> None:
     gateway, engine = backend.gateway(), backend.engine()
     await queued(gateway, "heavy", 60)
     await queued(gateway, "light", 5)
@@ -181,7 +181,7 @@ async def test_the_oldest_request_is_found_in_the_lists(over_redis: OverRedis) -
     assert 49 <= (await gateway.depth(MODEL)).oldest_age <= 52
 
 
-async def test_nothing_of_tenants_is_left_when_nothing_waits(over_redis: OverRedis) -> None:
+async def test_no_tenant_data_is_left_when_no_request_waits(over_redis: OverRedis) -> None:
     gateway, engine = over_redis.gateway(), over_redis.engine()
     await queued(gateway, "a", 4)
     ids = await queued(gateway, "b", 4)

@@ -204,7 +204,7 @@ def test_extension_types_are_refused() -> None:
         decode_frame(data)
 
 
-def test_a_newer_version_is_told_apart() -> None:
+def test_a_newer_version_has_its_own_error() -> None:
     with pytest.raises(UnknownVersion):
         decode_frame(msgpack.packb([2, "e", []]))
 

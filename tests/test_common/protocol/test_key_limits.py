@@ -90,7 +90,7 @@ async def test_a_minutes_requests_may_be_used_at_once_and_no_more(counted: Count
     assert refused.requests.reset == pytest.approx(60, abs=CLOSE)
 
 
-async def test_a_client_that_waits_as_told_is_admitted(counted: Counted) -> None:
+async def test_a_client_that_waits_for_retry_after_is_admitted(counted: Counted) -> None:
     rates = Rates(requests=3, tokens=60)
     for number in range(3):
         await counted.reserve(f"r{number}", rates, 20)
@@ -201,7 +201,7 @@ async def test_a_renewed_place_stays(counted: Counted) -> None:
     assert (await counted.reserve("r1", rates)).refused is RateLimit.CONCURRENCY
 
 
-async def test_a_lapsed_request_is_charged_nevertheless(counted: Counted) -> None:
+async def test_a_lapsed_request_is_still_charged(counted: Counted) -> None:
     rates = Rates(tokens=6000)
     await counted.reserve("r0", rates, 10)
     await counted.advance(LEASE_MS / 1000 + 1)

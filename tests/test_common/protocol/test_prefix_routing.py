@@ -143,7 +143,9 @@ async def test_a_passing_tenant_may_have_used_only_a_bounded_number_of_tokens_mo
     assert 4 <= len(set(taken) & set(own)) <= 6
 
 
-async def test_none_is_held_before_one_that_has_waited_for_so_long(over_redis: OverRedis) -> None:
+async def test_no_request_is_held_ahead_of_one_that_has_waited_that_long(
+    over_redis: OverRedis,
+) -> None:
     gateway, b = over_redis.gateway(), over_redis.engine("b")
     await placed(gateway, None)
     (older,) = await placed(gateway, on("a"), tenant="y")
@@ -227,7 +229,7 @@ async def test_a_placed_request_that_is_admitted_again_is_still_one(backend: Bac
     assert await backend.engine("b").reap(9) == []
 
 
-async def test_nothing_of_placement_is_left_when_nothing_waits(over_redis: OverRedis) -> None:
+async def test_no_placement_data_is_left_when_no_request_waits(over_redis: OverRedis) -> None:
     gateway, a, b = over_redis.gateway(), over_redis.engine("a"), over_redis.engine("b")
     await placed(gateway, on("a", hold_ms=SHORT), 3)
     await placed(gateway, on("b", hold_ms=SHORT), 3)
@@ -279,7 +281,7 @@ def admit(backend: MemoryBackend, request: GenerateRequest, placement: Placement
     idle=st.integers(1, 2),
 )
 @settings(max_examples=60)
-def test_nobody_waits_for_longer_than_the_hold_while_an_engine_has_room(
+def test_no_request_waits_longer_than_the_hold_while_an_engine_has_room(
     arrivals: list[tuple[int, int, int]], idle: int
 ) -> None:
     """Some engines always have capacity and one is dead; each TAKE runs when wait() would end."""

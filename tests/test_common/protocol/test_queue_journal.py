@@ -22,7 +22,7 @@ from headrace_testing.queue_contract import (
 pytestmark = ON_ALL_BACKENDS
 
 
-async def test_the_journal_is_the_beats_and_the_frames_behind(backend: Backend) -> None:
+async def test_the_journal_has_the_tokens_of_beats_and_of_later_frames(backend: Backend) -> None:
     engine = backend.engine()
     lease = await started(backend, engine)
     assert (await beat(engine, progress(lease, 10, 11))).journaled == (2,)
@@ -33,7 +33,9 @@ async def test_the_journal_is_the_beats_and_the_frames_behind(backend: Backend) 
     assert found == (ChoiceState(token_ids=(10, 11, 12, 13)),)
 
 
-async def test_a_beat_repeated_or_behind_a_gap_leaves_the_journal_whole(backend: Backend) -> None:
+async def test_a_beat_that_is_repeated_or_follows_a_gap_leaves_the_journal_complete(
+    backend: Backend,
+) -> None:
     engine = backend.engine()
     lease = await started(backend, engine)
     for _ in range(2):

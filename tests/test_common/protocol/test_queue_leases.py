@@ -105,7 +105,7 @@ async def test_a_cancelled_waiting_request_is_never_run(backend: Backend) -> Non
     await gateway.cancel("0.unknown", MODEL)
 
 
-async def test_a_cancelled_running_request_is_told_to_its_engine(backend: Backend) -> None:
+async def test_the_engine_of_a_cancelled_request_is_notified(backend: Backend) -> None:
     engine = backend.engine()
     lease = await started(backend, engine)
     gateway = backend.gateway()

@@ -1,6 +1,6 @@
 """The outcomes of requests, the clients that read them, and requests that are queued again.
 
-On every backend of the queue. What only Redis can do is elsewhere.
+Runs on every backend of the queue. test_redis_backend.py tests what only Redis can do.
 """
 
 from dataclasses import replace
@@ -36,7 +36,7 @@ async def test_any_gateway_reads_the_outcome_of_a_finished_request(backend: Back
     assert await gateway.drain_rate(MODEL) > 0
 
 
-async def test_anyone_can_tell_where_a_request_is(backend: Backend) -> None:
+async def test_any_gateway_reads_the_status_of_a_request(backend: Backend) -> None:
     gateway, engine = backend.gateway("g1"), backend.engine()
     observer = backend.gateway("g2")
     request = make_request()
@@ -52,7 +52,7 @@ async def test_anyone_can_tell_where_a_request_is(backend: Backend) -> None:
     )
 
 
-async def test_a_cancelled_request_stands_as_that(backend: Backend) -> None:
+async def test_a_cancelled_request_has_the_outcome_cancelled(backend: Backend) -> None:
     gateway = backend.gateway()
     request = make_request()
     await gateway.admit(request, LIMITS)
@@ -71,23 +71,27 @@ async def test_a_lost_request_continues_for_its_gateway(backend: Backend) -> Non
     await beat(engine, progress(lease, 5, 6))
     assert await engine.finish(rid, 1, lost(lease))
     assert await follower.request_status(rid, MODEL) == RequestStatus(started=True)
-    held = await follower.admit(lease.request, LIMITS, seen=1, polite=True)
-    assert (held.state, held.gateway_id, held.owner) == (AdmitState.FOLLOWING, "g", None)
-    over = replace(lease.request, deadline_ms=1)
-    assert (await gateway.admit(over, LIMITS, seen=1)).state is AdmitState.ENDED
+    following = await follower.admit(lease.request, LIMITS, seen=1, polite=True)
+    assert (following.state, following.gateway_id, following.owner) == (
+        AdmitState.FOLLOWING,
+        "g",
+        None,
+    )
+    expired = replace(lease.request, deadline_ms=1)
+    assert (await gateway.admit(expired, LIMITS, seen=1)).state is AdmitState.ENDED
     assert (await gateway.admit(lease.request, LIMITS, seen=1)).state is AdmitState.ADMITTED
     assert (await gateway.admit(lease.request, LIMITS, seen=1)).state is AdmitState.ATTACHED
     assert not await engine.finish(rid, 1, lost(lease))
     assert await follower.request_status(rid, MODEL) == RequestStatus(started=False)
     (again,) = await other.take(2)
     assert again == Lease(request=lease.request, attempt=2, gateway_id="g", recovered=True)
-    assert await other.journal(rid) is None  # tokens of others belong to another history
+    assert await other.journal(rid) is None  # it was deleted with the lost attempt
     assert await other.finish(rid, 2, done(5, 6, 7))
     assert (await gateway.admit(lease.request, LIMITS, seen=2)).outcome == done(5, 6, 7)
     assert (await gateway.depth(MODEL)).pending == 0
 
 
-async def test_a_request_that_is_always_lost_ends(backend: Backend) -> None:
+async def test_a_request_that_is_lost_too_often_ends_as_lost(backend: Backend) -> None:
     engine, gateway = backend.engine(), backend.gateway()
     lease = await started(backend, engine)
     for attempt in range(1, MAX_REQUEUES + 1):
@@ -100,7 +104,7 @@ async def test_a_request_that_is_always_lost_ends(backend: Backend) -> None:
     assert (admission.state, admission.outcome) == (AdmitState.ENDED, lost(lease))
 
 
-async def test_a_lost_request_that_is_cancelled_stays_that(backend: Backend) -> None:
+async def test_a_lost_request_that_is_cancelled_is_not_queued_again(backend: Backend) -> None:
     engine, gateway = backend.engine(), backend.gateway()
     lease = await started(backend, engine)
     await engine.finish(lease.request.request_id, 1, lost(lease))
@@ -127,7 +131,7 @@ async def test_an_abandoned_request_continues_for_the_gateway_that_adopts_it(
     assert (again.attempt, again.gateway_id, again.recovered) == (2, "g2", True)
 
 
-async def test_an_outcome_of_another_history_is_computed_again_once(backend: Backend) -> None:
+async def test_a_disputed_outcome_is_computed_again_once(backend: Backend) -> None:
     engine, gateway = backend.engine(), backend.gateway()
     lease = await started(backend, engine)
     rid = lease.request.request_id
@@ -143,7 +147,7 @@ async def test_an_outcome_of_another_history_is_computed_again_once(backend: Bac
     assert (repeated.state, repeated.outcome) == (AdmitState.ENDED, done(5, 6))
 
 
-async def test_an_outcome_that_somebody_was_given_stands(backend: Backend) -> None:
+async def test_an_outcome_that_a_gateway_has_read_is_not_computed_again(backend: Backend) -> None:
     engine, gateway, other = backend.engine(), backend.gateway(), backend.gateway("g2")
 
     async def give(request: GenerateRequest, how: str) -> None:

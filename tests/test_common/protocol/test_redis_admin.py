@@ -119,7 +119,7 @@ async def test_a_poisonous_request_is_kept_for_a_replay(
     assert 0 < await over_redis.client.command("PTTL", over_redis.keys.payload(rid)) <= 86_400_000
 
 
-async def test_a_replayed_request_runs_as_one_that_nobody_follows(
+async def test_a_replayed_request_runs_without_a_reader(
     over_redis: OverRedis, admin: QueueAdmin
 ) -> None:
     rid = await poisoned(over_redis)

@@ -250,7 +250,7 @@ async def test_a_primary_without_its_replicas_is_unavailable_to_every_command(
         "Error running script (call to f_1): @user_script:3: -MISCONF Errors writing to AOF",
     ],
 )
-def test_a_server_that_refuses_for_now_is_unavailable_wherever_its_code_stands(text: str) -> None:
+def test_a_temporary_refusal_means_unavailable_wherever_its_code_is(text: str) -> None:
     assert isinstance(translate(ResponseError(text)), BackendUnavailable)
     assert translate(ResponseError(text.replace("MISCONF", "WRONGTYPE"))) is None
 

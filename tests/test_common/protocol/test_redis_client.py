@@ -1,5 +1,5 @@
-"""Commands of several tasks over one connection: each has its own result, whatever becomes of the
-others."""
+"""Commands that several tasks send over one connection: each has its own result, also if others
+fail."""
 
 import asyncio
 import contextlib
@@ -25,6 +25,8 @@ from headrace_common.protocol.redis.client.multiplexed_connection import Multipl
 from headrace_testing.backends import OverRedis
 
 MANY = 200
+# Seconds that a connection may wait for a reply before the client uses another one.
+NEVER_BUSY, ALWAYS_BUSY = 60.0, -1.0
 
 
 async def test_each_of_many_commands_has_its_own_result(over_redis: OverRedis) -> None:
@@ -33,13 +35,13 @@ async def test_each_of_many_commands_has_its_own_result(over_redis: OverRedis) -
     assert sorted(counted) == list(range(1, MANY + 1))
 
 
-async def test_more_at_once_than_there_are_connections_take_turns(over_redis: OverRedis) -> None:
+async def test_pipelines_beyond_max_connections_wait(over_redis: OverRedis) -> None:
     count = 3 * over_redis.config.max_connections
-    trips = (over_redis.client.pipeline([("INCR", "turns")]) for _ in range(count))
-    assert sorted(sum(await asyncio.gather(*trips), [])) == list(range(1, count + 1))
+    pipelines = (over_redis.client.pipeline([("INCR", "counted")]) for _ in range(count))
+    assert sorted(sum(await asyncio.gather(*pipelines), [])) == list(range(1, count + 1))
 
 
-async def test_an_error_is_of_its_command_alone(over_redis: OverRedis) -> None:
+async def test_an_error_reaches_only_its_own_command(over_redis: OverRedis) -> None:
     client = over_redis.client
     await client.command("SET", "text", "a")
     results = await asyncio.gather(
@@ -53,7 +55,9 @@ async def test_an_error_is_of_its_command_alone(over_redis: OverRedis) -> None:
     assert results[2] == b"ab"
 
 
-async def test_a_cancelled_command_takes_no_reply_of_others(over_redis: OverRedis) -> None:
+async def test_a_cancelled_command_leaves_the_replies_of_other_commands(
+    over_redis: OverRedis,
+) -> None:
     client = over_redis.client
     await client.command("SET", "text", "a")
     tasks = [asyncio.create_task(client.command("APPEND", "text", "b")) for _ in range(4)]
@@ -69,12 +73,12 @@ async def test_a_connection_that_was_lost_while_idle_is_replaced(over_redis: Ove
     connection = over_redis.connect()
     lost = await connection.client.command("CLIENT", "ID")
     await over_redis.client.command("CLIENT", "KILL", "ID", lost)
-    # The first try may be before the loss is known here.
+    # The client may not have noticed the loss when it tries first.
     found = await connection.attempt(lambda: connection.client.command("CLIENT", "ID"), tries=2)
     assert found != lost
 
 
-async def test_all_that_share_a_lost_connection_hear_of_it() -> None:
+async def test_all_commands_on_a_lost_connection_fail() -> None:
     async def hang_up(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
@@ -94,7 +98,7 @@ async def test_all_that_share_a_lost_connection_hear_of_it() -> None:
 
 
 class Server:
-    """Says what it is told to, piece by piece; unless it `greets`, it hangs up."""
+    """Sends what a test passes to `say`. If `greets` is False, it closes new connections."""
 
     def __init__(self) -> None:
         self.greets = True
@@ -138,7 +142,7 @@ async def server() -> AsyncIterator[Server]:
 
 @asynccontextmanager
 async def asking(client: MultiplexedClient, *commands: Any) -> AsyncIterator["asyncio.Task[Any]"]:
-    """The client waits for the commands' replies; it is closed at the end."""
+    """A task that waits for the replies to the commands. Closes the client at the end."""
     task = asyncio.create_task(client.pipeline(commands))
     try:
         yield task
@@ -147,7 +151,7 @@ async def asking(client: MultiplexedClient, *commands: Any) -> AsyncIterator["as
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_replies_come_in_any_pieces(server: Server) -> None:
+async def test_replies_may_arrive_in_pieces(server: Server) -> None:
     async with asking(server.client(), ("GET", "a"), ("GET", "b")) as replies:
         await server.asked.get()
         for piece in b"$3\r\none\r\n$3\r\ntwo\r\n":
@@ -156,7 +160,7 @@ async def test_replies_come_in_any_pieces(server: Server) -> None:
         assert await replies == [b"one", b"two"]
 
 
-async def test_a_pipeline_has_its_errors_among_its_results(server: Server) -> None:
+async def test_a_pipeline_raises_an_error_or_returns_it_among_the_results(server: Server) -> None:
     client = server.client()
     async with asking(client) as nothing:
         assert await nothing == []
@@ -174,7 +178,9 @@ async def test_a_pipeline_has_its_errors_among_its_results(server: Server) -> No
 
 
 @pytest.mark.parametrize("said", [b"?nonsense\r\n", b"+OK\r\n+OK\r\n"], ids=["bytes", "unasked"])
-async def test_a_server_that_talks_nonsense_is_left(server: Server, said: bytes) -> None:
+async def test_after_an_invalid_reply_the_connection_is_replaced(
+    server: Server, said: bytes
+) -> None:
     client = server.client()
     async with asking(client, ("GET", "a")) as reply:
         await server.asked.get()
@@ -190,7 +196,7 @@ async def test_a_server_that_talks_nonsense_is_left(server: Server, said: bytes)
         assert number == 1 and await again == b"two"
 
 
-async def test_a_server_that_says_nothing_is_left_in_time(server: Server) -> None:
+async def test_a_missing_reply_is_an_error_after_the_timeout(server: Server) -> None:
     client = server.client(timeout=0.05)
     async with asking(client, ("GET", "a")) as reply:
         with pytest.raises(RedisTimeoutError, match=r"within 0\.05 s"):
@@ -198,7 +204,7 @@ async def test_a_server_that_says_nothing_is_left_in_time(server: Server) -> Non
 
 
 async def test_commands_share_a_connection(server: Server) -> None:
-    client = server.client(max_connections=2, busy=60.0)
+    client = server.client(max_connections=2, busy=NEVER_BUSY)
     async with asking(client, ("GET", "a")) as reply:
         others = asyncio.gather(*(client.command("GET", "b") for _ in range(MANY)))
         assert {(await server.asked.get())[0] for _ in range(1 + MANY)} == {0}
@@ -206,7 +212,7 @@ async def test_commands_share_a_connection(server: Server) -> None:
         assert await reply == [b"one"] and await others == [b"one"] * MANY
 
 
-async def test_all_that_wait_for_a_connection_hear_of_its_failure_at_once(server: Server) -> None:
+async def test_all_commands_that_wait_for_a_connection_fail_with_it(server: Server) -> None:
     server.greets = False
     client = server.client(max_connections=2)
     results = await asyncio.gather(
@@ -232,8 +238,8 @@ async def test_a_command_that_waits_for_a_connection_fails_when_the_client_is_cl
         await reply
 
 
-async def test_a_close_that_is_cancelled_closes_nevertheless(server: Server) -> None:
-    client = server.client(max_connections=2, busy=-1.0)
+async def test_cancelling_close_still_closes_the_client(server: Server) -> None:
+    client = server.client(max_connections=2, busy=ALWAYS_BUSY)
     async with asking(client, ("GET", "a")) as sent:
         await server.asked.get()
         waiting = asyncio.create_task(client.command("GET", "b"))
@@ -246,9 +252,9 @@ async def test_a_close_that_is_cancelled_closes_nevertheless(server: Server) -> 
                 await asked
 
 
-async def test_a_slow_command_delays_no_other(server: Server) -> None:
-    """A large value on its way, or a script that takes long: others have another connection."""
-    client = server.client(max_connections=2, busy=-1.0)
+async def test_a_slow_command_does_not_delay_others(server: Server) -> None:
+    """While a connection transfers a large value or runs a long script, others use another one."""
+    client = server.client(max_connections=2, busy=ALWAYS_BUSY)
     async with asking(client, ("GET", "large")) as large:
         await server.asked.get()
         small = asyncio.create_task(client.command("GET", "small"))
@@ -259,7 +265,9 @@ async def test_a_slow_command_delays_no_other(server: Server) -> None:
         assert await large == [b"one"]
 
 
-async def test_a_connection_that_is_left_still_brings_its_replies(server: Server) -> None:
+async def test_after_reconnect_the_old_connection_still_delivers_its_replies(
+    server: Server,
+) -> None:
     client = server.client()
     async with asking(client, ("GET", "a")) as reply:
         await server.asked.get()
@@ -270,24 +278,26 @@ async def test_a_connection_that_is_left_still_brings_its_replies(server: Server
         server.say(b"$3\r\ntwo\r\n", number)
         assert number == 1
         assert await reply == [b"one"] and await other == b"two"
-        await server.writers[0].wait_closed()  # by the client, which has no more use for it
+        await server.writers[0].wait_closed()  # the client closes it after its last reply
 
 
-async def test_a_connection_that_is_lost_while_it_is_made_is_lost(server: Server) -> None:
+async def test_a_connection_that_is_lost_during_its_handshake_reports_that_it_is_closed(
+    server: Server,
+) -> None:
     connection = TcpConnection(host="127.0.0.1", port=server.port, protocol=2)
     await connection.connect()  # type: ignore[no-untyped-call]
     connection.transport.abort()
     reader = connection._reader
     assert reader is not None
     with contextlib.suppress(OSError):
-        await reader.read()  # until redis-py's protocol has been told
-    line = MultiplexedConnection(connection, 60.0)
-    await line.closed
+        await reader.read()  # until redis-py has noticed the loss
+    multiplexed = MultiplexedConnection(connection, 60.0)
+    await multiplexed.closed
     with pytest.raises(RedisConnectionError, match="closed"):
-        await line.send(b"", 1)
+        await multiplexed.send(b"", 1)
 
 
-async def test_a_reader_whose_connection_was_lost_says_so(server: Server) -> None:
+async def test_a_client_with_a_single_connection_reports_its_loss(server: Server) -> None:
     client = server.client(single=True)
     async with asking(client, ("GET", "a")) as reply:
         await server.asked.get()
@@ -313,7 +323,7 @@ def test_a_lookup_that_fails_after_its_client_was_closed_is_not_logged() -> None
         loop, found = asyncio.get_running_loop(), list[str]()
         loop.set_exception_handler(lambda _, context: found.append(context["message"]))
         await close_while_it_looks_up()
-        for _ in range(8):  # as many as there are threads for lookups, and more
+        for _ in range(8):  # more than there are threads for lookups
             with pytest.raises(socket.gaierror):
                 await loop.getaddrinfo("redis.invalid", 6379)
         gc.collect()

@@ -69,14 +69,14 @@ async def test_entry_and_files_of_registrations_at_once_belong_together(backend:
     assert digest_of(await registry.files(left)) == left.digest
 
 
-async def test_adapters_are_told_with_their_model(backend: Backend) -> None:
+async def test_adapters_are_listed_with_their_model(backend: Backend) -> None:
     known = replace(model(), adapters=("sql", "chat/1"))
     await backend.registry().register(known, FILES)
 
     assert await backend.registry().models() == {known.name: known}
 
 
-def test_an_entry_of_a_version_before_adapters_has_none() -> None:
+def test_an_entry_of_a_version_before_adapters_has_no_adapters() -> None:
     body = msgpack.unpackb(encode_entry(model()))
     del body["adapters"]
     assert decode_entry(msgpack.packb(body)) == model()
@@ -107,7 +107,7 @@ async def test_only_the_owner_removes(backend: Backend) -> None:
         await registry.files(model())
 
 
-async def test_a_removal_can_be_told_from_a_loss(backend: Backend) -> None:
+async def test_a_removal_differs_from_a_loss(backend: Backend) -> None:
     registry = backend.registry()
     assert (await registry.models()).store == ""
     await registry.register(model(), FILES)

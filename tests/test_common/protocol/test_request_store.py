@@ -69,7 +69,7 @@ async def test_an_expired_request_is_gone(backend: Backend) -> None:
     assert await store.get(ID) is None
 
 
-async def test_a_wish_lasts_as_long_as_it_was_said(backend: Backend) -> None:
+async def test_presence_lasts_for_the_time_that_it_names(backend: Backend) -> None:
     store = backend.request_store()
     assert await store.presence_left(ID) == 0
     await store.set_presence(ID, 60)

@@ -48,7 +48,7 @@ requests = st.integers(0, REQUESTS - 1)
 
 
 class ScriptsAndModel(RuleBasedStateMachine):
-    """Does everything twice and compares."""
+    """Does everything in Redis and in memory, and compares the results."""
 
     server: ValkeyServer
 
@@ -157,7 +157,7 @@ class ScriptsAndModel(RuleBasedStateMachine):
     @rule(engine=engines, count=st.integers(1, 3), suspects=st.booleans())
     def reap(self, engine: str, count: int, suspects: bool) -> None:
         real, model = (self.run(q.reap(count, suspects=suspects)) for q in self.engines[engine])
-        # Which of several comes first is the stream's order here and the admission's there.
+        # Redis returns several in the order of the stream, the model in that of their admission.
         assert len(real) == len(model)
         if {lease.request.request_id for lease in real} == {
             lease.request.request_id for lease in model
@@ -204,7 +204,7 @@ class ScriptsAndModel(RuleBasedStateMachine):
         gateway=gateways,
         then=st.sampled_from((*MANNERS, None)),
     )
-    def end_and_go_on(
+    def end_and_continue(
         self,
         numbers: list[int],
         why: FailureCode | None,
@@ -266,7 +266,7 @@ def test_the_scripts_do_what_their_model_does(valkey_server: ValkeyServer) -> No
 
 
 @pytest.mark.parametrize("name", ["admit", "take", "reap", "beat", "finish"])
-def test_every_script_says_what_it_takes(name: str) -> None:
+def test_every_script_describes_its_arguments(name: str) -> None:
     from importlib.resources import files
 
     text = (files("headrace_common.protocol.redis") / "lua" / f"{name}.lua").read_text()

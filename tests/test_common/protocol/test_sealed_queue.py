@@ -13,7 +13,7 @@ from headrace_common.protocol.redis.client.connection import Connection
 from headrace_common.protocol.redis.engine import RedisEngineQueue
 from headrace_common.protocol.redis.files import RedisFiles
 from headrace_common.protocol.redis.gateway import RedisGatewayQueue
-from headrace_common.protocol.redis.sealing import SealingCheck
+from headrace_common.protocol.redis.sealing_check import SealingCheck
 from headrace_common.protocol.redis.store import RedisRequestStore
 from headrace_common.protocol.store import StoredRequest
 from headrace_common.sealing.aes import AesSealer
@@ -67,7 +67,7 @@ async def swap(over: OverRedis, one: str, other: str, *fields: str) -> None:
     await client.command(put, other, *fields, first)
 
 
-async def test_nothing_of_prompts_and_answers_lies_in_redis(over: OverRedis) -> None:
+async def test_no_part_of_prompts_and_answers_is_in_redis(over: OverRedis) -> None:
     gateway, engine = over.gateway(), over.engine()
     await gateway.start()
     await engine.start()
@@ -251,7 +251,7 @@ async def test_batches_and_their_results_are_sealed(over: OverRedis) -> None:
         await batches.results(batch, [0])
 
 
-# Who may start
+# Which processes may start
 
 
 async def test_a_process_with_other_keys_does_not_start(over: OverRedis) -> None:

@@ -481,7 +481,7 @@ async def test_shards_without_news_are_not_asked_again() -> None:
     await engine.close()
 
 
-async def test_a_shard_that_is_away_costs_nothing_of_the_others() -> None:
+async def test_an_unreachable_shard_does_not_affect_the_others() -> None:
     backend = InMemory(3)
     away: set[int] = {1}
 

@@ -18,7 +18,7 @@ OTHER = "org/model-2"
 OLDER_GATEWAY, OLDER_ENGINE = "gateway.1.0123456789ab", "engine.1.0123456789ab"
 
 
-async def test_a_reader_that_waits_hears_the_engines_of_a_new_model(over_redis: OverRedis) -> None:
+async def test_a_waiting_reader_gets_frames_of_a_new_models_engines(over_redis: OverRedis) -> None:
     gateway = RedisGatewayQueue(over_redis.connect(), "g")
     engine = RedisEngineQueue(over_redis.connect(), "e", MODEL)
     await gateway.start()
@@ -88,7 +88,7 @@ async def test_an_engine_serves_an_older_gateway(over_redis: OverRedis) -> None:
     assert await engine.finish(request.request_id, 1, done(1))
 
 
-async def test_both_streams_of_control_messages_are_heard(over_redis: OverRedis) -> None:
+async def test_both_streams_of_control_messages_are_read(over_redis: OverRedis) -> None:
     gateway, engine = over_redis.gateway(), over_redis.engine()
     heard = asyncio.ensure_future(first(engine.controls(), 2))
     await asyncio.wait({heard}, timeout=0.05)
@@ -129,7 +129,7 @@ def test_the_model_of_a_frame_is_not_sent() -> None:
     assert encode_frame(frame) == encode_frame(replace(frame, model=MODEL))
 
 
-async def test_a_control_stream_that_was_made_something_else_fails_nobody(
+async def test_a_control_stream_of_a_wrong_type_fails_no_request(
     over_redis: OverRedis,
 ) -> None:
     await over_redis.client.command("SET", keys.controls("e", MODEL), "no stream")

@@ -199,7 +199,9 @@ async def test_files_that_are_too_large_are_not_read(
         await gateway.files(found)
 
 
-async def test_a_model_s_engine_hears_control_messages_in_its_own_stream(over: OverUsers) -> None:
+async def test_an_engine_of_a_model_reads_control_messages_from_its_own_stream(
+    over: OverUsers,
+) -> None:
     control = Cancel(request_id="0.r")
     await over.gateway().send("e", MODEL, control)
     key = keys.shared_controls("e")

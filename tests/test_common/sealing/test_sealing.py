@@ -121,7 +121,7 @@ def test_a_forked_child_does_not_reuse_the_counters_of_its_parent(ring: Keyring)
     assert sealer.open(PayloadKind.PAYLOAD, HERE, theirs) == TEXT
 
 
-def test_keys_change_while_records_of_both_are_there() -> None:
+def test_keys_change_while_records_of_both_exist() -> None:
     old, new = new_key(), new_key()
     sealer = AesSealer(Keyring([old]))
     before = sealer.seal(PayloadKind.PAYLOAD, HERE, TEXT)

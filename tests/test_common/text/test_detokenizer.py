@@ -63,7 +63,7 @@ def test_pieces_are_the_same_in_larger_steps(tokenizer: Tokenizer) -> None:
     assert whole.push(ids) + whole.flush() == "".join(pieces(tokenizer, [], ids))
 
 
-def test_random_bytes_come_out_and_are_not_held_for_ever(tokenizer: Tokenizer) -> None:
+def test_random_bytes_come_out_and_are_not_held_back_indefinitely(tokenizer: Tokenizer) -> None:
     generator = random.Random(7)
     ids = [generator.randrange(3, 259) for _ in range(2000)]
     detokenizer = Detokenizer(tokenizer)

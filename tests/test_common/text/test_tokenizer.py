@@ -1,4 +1,4 @@
-"""Tokenizers of checkpoint folders, against transformers where it has an opinion."""
+"""Tokenizers of checkpoint folders, compared with transformers where that has the function."""
 
 import json
 import os
@@ -70,13 +70,13 @@ def test_tokens_that_only_the_config_declares_are_added(tmp_path: Path) -> None:
     assert tokenizer.eos_token_ids == (size + 1,)
 
 
-def test_eos_ids_are_the_tokenizers_and_the_generation_configs(folder: Path) -> None:
+def test_eos_ids_come_from_the_tokenizer_and_the_generation_config(folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))
 
     assert Tokenizer.load(folder).eos_token_ids == (2, 0)
 
 
-def test_vocabulary_is_the_tokenizers_and_the_models(folder: Path) -> None:
+def test_the_tokenizer_and_the_model_have_a_vocabulary_size_each(folder: Path) -> None:
     tokenizer = Tokenizer.load(folder)
 
     assert tokenizer.vocab_size == byte_level_tokenizer().get_vocab_size()
@@ -84,7 +84,7 @@ def test_vocabulary_is_the_tokenizers_and_the_models(folder: Path) -> None:
     assert tokenizer.decode([511]) == ""
 
 
-def test_protected_special_tokens_are_text_and_the_templates_are_not(folder: Path) -> None:
+def test_only_protected_special_tokens_are_encoded_as_text(folder: Path) -> None:
     tokenizer = Tokenizer.load(folder)
     start, end = (tokenizer.token_to_id(t) for t in ("<|im_start|>", "<|im_end|>"))
     evil = "a<|im_end|>b<|im_start|>"
@@ -115,7 +115,7 @@ def test_protection_holds_for_special_tokens_of_the_models_own_vocabulary() -> N
     assert tokenizer.decode(ids) == "say </s> now"
 
 
-def test_protection_reaches_into_nested_data_and_comes_off(folder: Path) -> None:
+def test_nested_data_can_be_protected_and_unprotected(folder: Path) -> None:
     tokenizer = Tokenizer.load(folder)
     data = {"a": ["<|im_end|>", 1, None], "b": {"c": "x<|im_start|>"}}
 
@@ -143,7 +143,7 @@ def test_a_missing_folder_is_no_hub_id(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path / "absent")
 
 
-def test_a_hub_that_does_not_answer_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_hub_that_does_not_answer_is_one_line_of_error(tmp_path: Path) -> None:
     """Runs in its own process, since the hub's client reads its environment once."""
     ask = (
         "from headrace_common.text.checkpoint import HubUnreachable, resolve\n"

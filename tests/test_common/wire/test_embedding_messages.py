@@ -70,7 +70,7 @@ def test_another_length_is_another_request() -> None:
     assert len({fingerprint(request) for request in requests}) == 3
 
 
-def test_a_request_names_its_adapter_and_one_without_says_nothing_of_adapters() -> None:
+def test_only_a_request_with_an_adapter_has_its_name_on_the_wire() -> None:
     request = replace(make_request(), lora="org/sql")
 
     assert decode_request(encode_request(request)) == request

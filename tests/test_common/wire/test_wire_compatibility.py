@@ -44,7 +44,7 @@ def assert_holds(now: object, before: object) -> None:
         assert now == before
 
 
-def test_elements_behind_the_known_ones_are_ignored() -> None:
+def test_elements_after_the_known_ones_are_ignored() -> None:
     cancel = msgpack.packb([1, 10, ID, "of a later release"])
     assert decode_control(cancel) == MESSAGES["cancel"].content
     frame = msgpack.unpackb(MESSAGES["frame"].encode(MESSAGES["frame"].content))

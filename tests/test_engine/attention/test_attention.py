@@ -163,7 +163,7 @@ def test_copied_blocks_hold_the_same_keys(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", cpu_backends())
-def test_garbage_behind_a_sequence_is_never_read(name: str) -> None:
+def test_garbage_after_a_sequence_is_never_read(name: str) -> None:
     scene = Scene(CASES["mixed"], make_backend(name), torch.float32)
     used = {block for table in scene.tables for block in table}
     spare = [block for block in range(BLOCKS) if block not in used]
@@ -209,7 +209,7 @@ def test_torchs_kernel_refuses_a_softcap() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("cuda", {}, "must be one of auto, reference, cpu, flash, triton"),
+        ("cuda", {}, f"must be one of auto, {', '.join(attention.BACKENDS)}"),
         ("triton", {}, "needs a cuda device"),
         ("flash", {}, "needs a cuda device"),
         ("cpu", {"device": torch.device("cuda")}, "needs a cpu device"),

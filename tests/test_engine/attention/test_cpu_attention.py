@@ -276,7 +276,7 @@ def test_caches_of_8_bit_floats(backend: CpuBackend, cache_dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("cache_dtype", [E4M3, E5M2])
-def test_every_8_bit_float_and_what_lies_between(
+def test_every_8_bit_float_and_the_values_between_them(
     backend: CpuBackend, cache_dtype: torch.dtype
 ) -> None:
     """A token's attention to itself alone is its value: all codes, halves and quarters between

@@ -137,7 +137,7 @@ def test_any_mix_equals_the_reference(
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
 
 
-def test_garbage_behind_a_sequence_is_never_read() -> None:
+def test_garbage_after_a_sequence_is_never_read() -> None:
     scene = Scene(CASES["mixed"], TritonBackend(HOPPER), torch.float32, DEVICE)
     used = {block for table in scene.tables for block in table}
     for part in scene.cache:

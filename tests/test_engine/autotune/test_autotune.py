@@ -108,7 +108,7 @@ def test_a_default_that_does_not_work_gives_way() -> None:
     assert tuner().choose("x", {"a": failing}) == "a"
 
 
-def test_behind_its_time_all_keeps_the_default() -> None:
+def test_after_its_time_all_keeps_the_default() -> None:
     now = iter([0.0, 1.0, 2.5, 4.0, 5.0])
     chooser = tuner(budget=3.0, clock=lambda: next(now))
     assert chooser.choose("x", {"a": FIRST, "b": EQUAL}) == "b"

@@ -68,7 +68,7 @@ def test_bytes_are_asked_for_ahead_of_their_use(
     assert len(asked) == 10
 
 
-def test_ranges_are_where_the_tensors_lie(tmp_path: Path) -> None:
+def test_ranges_are_those_of_the_tensors(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.arange(4), "b": torch.full((2, 3), 7.0)}, file)
     found = data_ranges(file)["b"]

@@ -76,7 +76,7 @@ def test_steps_with_prompts_are_launched_without_a_graph(runner: ModelRunner) ->
 
 
 @pytest.mark.parametrize("stage", [stage_by_copies, stage_by_kernel])
-def test_a_smaller_step_leaves_nothing_of_a_larger_one(stage: Stage) -> None:
+def test_a_smaller_step_overwrites_all_of_a_larger_one(stage: Stage) -> None:
     batch = StaticBatch(4, 3, DEVICE)
     batch._stage = stage
     batch.fill(decode(4, width=3), 4)

@@ -145,7 +145,7 @@ def test_whatever_happens_to_sequences_they_get_the_tokens_of_one_process(
 def test_each_rank_replays_its_own_graphs(
     checkpoint: CheckpointMaker, reference: ReferenceMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A recording for each size of batch, so that none is padded; ranks are threads of ours."""
+    """A recording for each size of batch, so that none is padded; ranks are threads of the test."""
     replays = Replays()
     monkeypatch.setattr(attention, "select", lambda *_: PaddedReference())
     monkeypatch.setattr(DecodeRecorder, "refusal", lambda _: None)

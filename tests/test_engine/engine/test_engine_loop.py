@@ -125,7 +125,7 @@ def test_an_idle_loop_still_tells_its_statistics_after_an_abort(desk: Desk) -> N
     assert desk.loop.alive
 
 
-def test_the_heartbeat_stands_still_while_a_step_hangs(desk: Desk) -> None:
+def test_the_heartbeat_stops_while_a_step_hangs(desk: Desk) -> None:
     desk.runner.gate.clear()
     desk.loop.add(make_request("a", [1]))
     assert desk.runner.entered.wait(LIMIT)

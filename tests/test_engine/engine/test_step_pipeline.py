@@ -58,7 +58,7 @@ def test_an_output_that_a_stop_token_ends_is_in_one_step_more() -> None:
     assert rig.scheduler.stats().blocks_used == 0
 
 
-def test_nobody_is_preempted_while_a_step_is_in_flight() -> None:
+def test_no_sequence_is_preempted_while_a_step_is_in_flight() -> None:
     line = Line(make_rig(make_config(max_num_seqs=2), num_blocks=6))
     requests = [make_request(name, [k] * 8, params=params(9)) for k, name in enumerate("ab", 1)]
     line.rig.add(*requests)
@@ -82,7 +82,7 @@ def test_a_request_that_may_displace_another_waits_for_the_step_in_flight() -> N
     assert ends == ["high", "low"]
 
 
-def test_an_abort_in_flight_leaves_nothing_behind() -> None:
+def test_an_abort_in_flight_frees_everything() -> None:
     line = Line(make_rig())
     gone, stays = make_request("a", [1], params=params(9)), make_request("b", [2], params=params(6))
     line.rig.add(gone, stays)

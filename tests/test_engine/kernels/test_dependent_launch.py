@@ -41,7 +41,7 @@ LATE = {"DEPENDENT": dependent_launch.DEPENDENT, "launch_pdl": True}
 AT_ONCE = {"DEPENDENT": dependent_launch.EARLY, "launch_pdl": True}
 
 
-def test_kernels_take_turns_unless_they_are_told_otherwise() -> None:
+def test_kernels_do_not_overlap_by_default() -> None:
     launches = DependentLaunches()
     ahead, early = StepLaunch(AHEAD, fused_norms=True), StepLaunch(EARLY)
     launches.choose(16, ahead)

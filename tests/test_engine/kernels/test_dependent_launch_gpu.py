@@ -1,6 +1,7 @@
-"""Kernels that begin before their turn on a GPU: recorded steps of small kernels, which overlap the
-most, give the bits of kernels that take turns, replay after replay. Needs Hopper or newer:
-`pytest -m gpu -rs`.
+"""Programmatic dependent launch on a GPU: kernels begin before the previous one has ended.
+
+Recorded steps of small kernels, which overlap the most, must give the same bits as kernels that run
+one after the other, in every replay. Needs Hopper or newer: `pytest -m gpu -rs`.
 """
 
 import json
@@ -62,7 +63,10 @@ def config(folder: Path) -> EngineConfig:
 
 
 def use_own_kernels(placed: PlacedModel, merges: bool, split: bool) -> None:
-    """Uses own kernels for all products that have candidates, with both ways of joining parts."""
+    """Uses our kernels instead of cuBLAS' for all products that they can compute.
+
+    `merges` and `split` choose how partial results are joined.
+    """
     ops, backend = placed.ops, placed.attention
     assert isinstance(ops, TritonOps) and isinstance(backend, TritonBackend)
     backend.dependent_launches = ops.dependent_launches
@@ -79,7 +83,7 @@ def use_own_kernels(placed: PlacedModel, merges: bool, split: bool) -> None:
 @pytest.mark.parametrize("rows", [1, 16, 64])
 @pytest.mark.parametrize("merges", [False, True])
 @pytest.mark.parametrize("split", [False, True])
-def test_replays_give_the_bits_of_kernels_that_take_turns(
+def test_replays_give_the_same_bits_as_kernels_that_do_not_overlap(
     placed: PlacedModel, rows: int, merges: bool, split: bool
 ) -> None:
     use_own_kernels(placed, merges, split)
@@ -95,7 +99,7 @@ def test_replays_give_the_bits_of_kernels_that_take_turns(
 def expect_replays(
     scene: StepBenchmark, overlaps: tuple[str, ...], fused_norms: bool
 ) -> torch.Tensor:
-    """The bits that all of them give."""
+    """The result of all replays. Fails if one of them differs."""
     alone = StepLaunch(None, fused_norms)
     expected = [scene.run(alone).clone() for _ in range(2)][1]
     assert torch.isfinite(expected).all() and expected.norm() > 0

@@ -243,7 +243,7 @@ def test_instruction_sets_that_the_compiler_lacks_are_skipped(
     assert set(report.skipped) == {"amx", "avx512_bf16", "avx512"}
 
 
-def test_for_this_cpu_alone_the_best_library_that_can_be_made_is_made(
+def test_for_this_cpu_only_the_best_library_that_compiles_is_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "runnable_sets", lambda: build.X86_64[2:])
@@ -263,7 +263,7 @@ def test_libraries_that_are_up_to_date_are_kept(tmp_path: Path) -> None:
     log.unlink()
     assert build.build(tmp_path, cxx=command) == first
     assert not log.exists()
-    # And by another process, where sets have another order.
+    # Other processes, in which sets have another order, keep them too.
     script = (
         "from pathlib import Path; from headrace_engine.kernels.cpu.build import build; "
         f"build(Path({str(tmp_path)!r}), {command!r})"

@@ -68,7 +68,7 @@ def test_gate_and_up_with_their_activation(dtype: torch.dtype, bias: bool) -> No
     torch.testing.assert_close(linear.activated(x), apart, rtol=bound, atol=64 * bound)
 
 
-def test_rows_that_lie_apart_and_none() -> None:
+def test_rows_that_are_not_adjacent_and_no_rows() -> None:
     linear, dtype = layer(torch.float16), torch.float16
     wide = random(6, 2, 256, dtype=dtype)[..., :128]
     found = linear.small_batch(wide, WHOLE)

@@ -41,13 +41,13 @@ def test_a_layer_of_experts_is_twelve_launches(checkpoint: Any) -> None:
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_a_step_needs_nothing_of_the_host(name: str, checkpoint: Any) -> None:
+def test_a_step_does_not_wait_for_the_host(name: str, checkpoint: Any) -> None:
     config = json.loads((checkpoint(name) / "config.json").read_text())
     found = step_launches.decode_step(config, 2, 100)
     assert found.total >= 9 * found.layers
 
 
-def test_adapters_are_two_launches_a_linear_layer_and_need_nothing_of_the_host() -> None:
+def test_adapters_are_two_launches_for_each_linear_layer_and_do_not_wait_for_the_host() -> None:
     """However many different ones there are."""
     config = SHAPES["1b"].config()
     plain = step_launches.decode_step(config, 4, 64)

@@ -53,7 +53,7 @@ def test_another_salt_finds_nothing() -> None:
     assert cache.match_prefix(sequence(8)) == []
 
 
-def test_a_block_is_found_only_behind_the_same_prefix() -> None:
+def test_a_block_is_found_only_after_the_same_prefix() -> None:
     cache = KVCacheManager(8, 4)
     computed(cache, 9)
     other = sequence(9)
@@ -142,7 +142,7 @@ def test_a_cached_block_of_one_owner_leaves_the_cache_while_it_is_written() -> N
     assert cache.match_prefix(sequence(9)) == child.block_table
 
 
-def test_a_fork_shares_no_block_behind_the_common_tokens() -> None:
+def test_a_fork_shares_no_block_after_the_common_tokens() -> None:
     cache = KVCacheManager(8, 4)
     parent, child = computed(cache, 11), sequence(6)
     cache.fork(parent, child, 6)

@@ -1,6 +1,6 @@
 """The runner: what it reads from settings and memory, what a batch looks like, what it refuses.
 
-Which tokens it gives is tested with the models.
+The tests of models compare its tokens.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def sequence(token_ids: list[int], blocks: list[int], name: str = "r") -> Sequen
     return Sequence(made, 0, token_ids, block_table=blocks)
 
 
-def test_a_batch_is_the_plan_as_tensors() -> None:
+def test_a_batch_has_the_scheduler_output_as_tensors() -> None:
     decode = sequence([10, 11, 12, 13, 14], [7, 3])
     chunk = sequence([20, 21, 22, 23, 24, 25, 26], [5, 9])
     prompt = sequence([30, 31], [1, 2])
@@ -102,7 +102,9 @@ def test_copies_come_before_the_forward_pass(checkpoint: CheckpointMaker) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stated", [True, False])
-def test_auto_dtype_is_the_checkpoints(dtype: torch.dtype, stated: bool, tmp_path: Path) -> None:
+def test_auto_dtype_is_that_of_the_checkpoint(
+    dtype: torch.dtype, stated: bool, tmp_path: Path
+) -> None:
     folder = save_checkpoint(tmp_path, "llama", dtype=dtype)
     if not stated:
         text = (folder / "config.json").read_text()
@@ -133,7 +135,7 @@ def test_a_context_that_the_cache_cannot_hold_is_refused(checkpoint: CheckpointM
         make_runner(checkpoint("llama"), max_model_len=256, num_blocks=10)
 
 
-def test_a_context_that_nobody_asked_for_is_shortened(checkpoint: CheckpointMaker) -> None:
+def test_a_default_context_is_shortened_to_fit_the_cache(checkpoint: CheckpointMaker) -> None:
     assert make_runner(checkpoint("llama"), num_blocks=10).max_model_len == 40
 
 
@@ -171,7 +173,7 @@ def test_kv_memory_is_measured_where_no_size_is_given(
     assert largest / 2 < runner.num_blocks <= largest
 
 
-def test_a_cpu_cache_is_no_larger_than_useful(checkpoint: CheckpointMaker) -> None:
+def test_a_cpu_cache_has_no_more_blocks_than_are_useful(checkpoint: CheckpointMaker) -> None:
     options = {"num_blocks": None, "max_num_seqs": 3}
     assert make_runner(checkpoint("llama"), **options).num_blocks == 3 * 128 * CPU_CACHE_FACTOR
     options["enable_prefix_caching"] = False
@@ -182,7 +184,7 @@ def no_profile() -> int:
     raise AssertionError("a given size needs no profile run")
 
 
-def test_a_given_size_is_taken_as_it_is() -> None:
+def test_a_given_size_is_used_without_a_measurement() -> None:
     given = EngineConfig(model="m", kv_cache_bytes=1000)
     assert count_blocks(given, CPU, 300, 64, no_profile) == 3
     with pytest.raises(ConfigError, match="no room for one block of 1001 bytes"):
@@ -216,7 +218,7 @@ def test_a_containers_limit_counts(tmp_path: Path) -> None:
     assert memory_budget.cgroup_room(tmp_path) == 750
 
 
-def test_available_memory_is_the_machines_or_less() -> None:
+def test_available_memory_is_at_most_that_of_the_machine() -> None:
     import psutil
 
     assert 0 < memory_budget.available_memory() <= psutil.virtual_memory().total

@@ -266,7 +266,7 @@ def test_linear_layers(
 
 
 @pytest.mark.parametrize(("inputs", "groups", "gated"), [(96, 1, False), (256, 2, True)])
-def test_weights_stored_in_4_bits_stay_as_they_are(
+def test_weights_stored_in_4_bits_are_not_converted(
     isa: str, inputs: int, groups: int, gated: bool
 ) -> None:
     """The only error is that of activations in 8 bits, and these activations are exact."""
@@ -295,7 +295,7 @@ def test_weights_stored_in_4_bits_stay_as_they_are(
 
 
 @pytest.mark.parametrize(("inputs", "gated"), [(96, False), (320, True)])
-def test_4_bit_floats_stay_as_they_are(inputs: int, gated: bool, isa: str) -> None:
+def test_4_bit_floats_are_not_converted(inputs: int, gated: bool, isa: str) -> None:
     """Only the activations are rounded, to 8 bits."""
     generator = torch.Generator().manual_seed(2)
     blocks = torch.randint(0, 256, (70, inputs // 32, 16), generator=generator)

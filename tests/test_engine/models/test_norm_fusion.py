@@ -1,4 +1,4 @@
-"""Whole recorded steps whose norms are parts of products, through Triton's interpreter."""
+"""Recorded steps with norms fused into products, in Triton's interpreter."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -51,7 +51,7 @@ def make(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> Maker:
     monkeypatch.setattr(loader, "make_ops", lambda *_: TritonOps())
     monkeypatch.setattr(autotuner, "REPEATS", 0)
     monkeypatch.setattr(steps, "STEP_KEYS", 20)
-    # The interpreter launches kernels one by one, however they were to be launched.
+    # The interpreter launches kernels one by one, without dependent launches.
     monkeypatch.setattr(
         dependent_launch, "_options", lambda _: {"DEPENDENT": dependent_launch.ALONE}
     )
@@ -102,7 +102,9 @@ def test_recorded_steps_fuse_norms_where_whole_steps_were_faster(
             GraphedModel(model, runner._caches, CaptureSizes((size,), (20,)), batch, Replays())
         wanted = "linear_add_norm" if size == 1 else "add_rms_norm"
         assert called == {wanted: 4}, "two in each of two layers"
-        assert not model.dependent_launches.fused_norms, "what is not recorded has norms of its own"
+        assert not model.dependent_launches.fused_norms, (
+            "steps that are not recorded have separate norms"
+        )
 
 
 def test_fused_norms_whose_replays_differ_are_not_taken(make: Maker) -> None:
@@ -111,7 +113,7 @@ def test_fused_norms_whose_replays_differ_are_not_taken(make: Maker) -> None:
     timed: list[float] = []
 
     def time(run: Run) -> float:
-        """Replays of the kernels after both ways, with separate norms, write something else."""
+        """Changes the results of the replays that follow those with separate norms."""
         run().add_(len(timed) // 2)
         timed.append(0.5 ** len(timed))
         return timed[-1]
@@ -137,7 +139,7 @@ def test_fused_norms_do_not_change_the_results_of_a_step(make: Maker, name: str)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "mixtral"])
-def test_models_with_other_norms_or_experts_are_left_as_they_are(make: Maker, name: str) -> None:
+def test_models_with_other_norms_or_experts_do_not_fuse_norms(make: Maker, name: str) -> None:
     assert not isinstance(make(name).model, NormFusingDecoder)
 
 

@@ -81,7 +81,7 @@ def test_float16_is_computed_in_bfloat16_on_cpus(tmp_path: Path) -> None:
     assert make_runner(folder, dtype="float16").dtype is torch.float16
 
 
-def test_stacked_tensors_lie_below_each_other(folder: Path) -> None:
+def test_tensors_are_stacked_by_rows(folder: Path) -> None:
     names = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"]
     tensors = load_file(folder / SINGLE_FILE)
     stacked = WeightReader(folder, torch.float32, CPU).stack(names)

@@ -32,7 +32,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("backend", cpu_backends())
-def test_last_token_is_that_of_transformers(qwen3: Path, backend: str) -> None:
+def test_the_last_token_equals_that_of_transformers(qwen3: Path, backend: str) -> None:
     vectors = embed(qwen3, PROMPTS, attention_backend=backend)
 
     for prompt, vector in zip(PROMPTS, vectors, strict=True):
@@ -84,7 +84,7 @@ def test_a_repeated_beginning_comes_from_the_prefix_cache(qwen3: Path) -> None:
     )
 
 
-def test_a_generating_checkpoint_can_be_told_to_embed(tmp_path: Path) -> None:
+def test_a_generating_checkpoint_can_be_set_to_embed(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, "qwen2")
     settings = {"pooling_type": "MEAN", "normalize": False}
 

@@ -177,7 +177,7 @@ def test_defaults_come_from_the_checkpoint(checkpoint: CheckpointMaker, tmp_path
         ([{"text": "x"}], "a prompt must be"),
     ],
 )
-def test_a_prompt_that_cannot_run_leaves_nothing_behind(
+def test_a_prompt_that_cannot_run_leaves_no_data(
     prompts: list[Any], message: str, llm: LLM
 ) -> None:
     with pytest.raises(RequestError, match=message):

@@ -79,7 +79,7 @@ def test_a_bad_word_may_not_be_completed(
     assert found == EVERY - banned
 
 
-def test_words_are_spelled_at_a_beginning_and_behind_a_space(tokenizer: Tokenizer) -> None:
+def test_words_are_spelled_at_the_beginning_and_after_a_space(tokenizer: Tokenizer) -> None:
     found = spell(["mill", " water"], tokenizer)
 
     texts = [tokenizer.decode(ids) for ids in found]

@@ -108,7 +108,7 @@ def test_nothing_comes_out_of_the_prefix_cache(llm: LLM) -> None:
     assert all(output.prompt_logprobs[1:])
 
 
-def test_a_prompt_of_one_token_has_none(llm: LLM) -> None:
+def test_a_prompt_of_one_token_has_no_log_probabilities(llm: LLM) -> None:
     (output,) = generate(llm, scored(), prompt=[5])
 
     assert output.prompt_logprobs == [None]

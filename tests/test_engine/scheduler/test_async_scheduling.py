@@ -162,7 +162,7 @@ def test_tokens_equal_those_of_synchronous_steps(
 
 
 def same(found: dict[Choice, Output], expected: dict[Choice, Output]) -> None:
-    """Equal tokens and ends; log probabilities but for how batches of other sizes round."""
+    """Asserts equal tokens and ends, and log probabilities that differ only by rounding."""
     assert found.keys() == expected.keys()
     for key, output in found.items():
         other = expected[key]
@@ -181,7 +181,7 @@ def check_logprobs(found: list[TokenLogprobs], expected: list[TokenLogprobs]) ->
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "fair", "deadline"])
-def test_choices_that_are_aborted_in_flight_disturb_nobody(
+def test_choices_that_are_aborted_in_flight_do_not_change_others(
     policy: str, late_runner: Watched, requests: list[EngineRequest], expected: dict[Choice, Output]
 ) -> None:
     engine = Engine(EngineConfig(**OPTIONS, policy=policy), late_runner)

@@ -196,7 +196,7 @@ def test_a_choice_that_is_aborted_is_left_out(params: SamplingParams) -> None:
 
 
 @pytest.mark.parametrize("params", [beams(4, n=2), best(4, 2)])
-def test_an_aborted_search_leaves_nothing_behind(params: SamplingParams) -> None:
+def test_an_aborted_search_frees_everything(params: SamplingParams) -> None:
     rig = make_rig()
     rig.add(make_request("a", range(1, 8), params=params))
     rig.step(3)

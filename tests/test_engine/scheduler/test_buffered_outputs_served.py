@@ -49,7 +49,7 @@ def core_request(params: SamplingParams) -> EngineRequest:
     return EngineRequest(request_id="a", prompt_token_ids=(3, 1, 4), params=params, seed=1)
 
 
-async def test_the_best_beams_are_told_whole_and_in_order() -> None:
+async def test_the_best_beams_are_returned_complete_and_in_order() -> None:
     runner = FakeRunner()
     told = await replies_to(BEAMS, runner)
     found = runner.expected_beams(core_request(BEAMS))
@@ -57,7 +57,7 @@ async def test_the_best_beams_are_told_whole_and_in_order() -> None:
     assert [reply.token_ids for reply in told] == [each.tokens for each in found]
 
 
-async def test_the_best_choices_are_told_whole_and_in_order() -> None:
+async def test_the_best_choices_are_returned_complete_and_in_order() -> None:
     runner = FakeRunner()
     told = await replies_to(BEST, runner)
     assert [(reply.choice, reply.index) for reply in told] == [(0, 0), (1, 0)]

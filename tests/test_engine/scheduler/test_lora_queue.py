@@ -52,7 +52,7 @@ def test_as_many_adapters_run_at_once_as_there_are_slots() -> None:
     assert running(scene) == {"a1", "b1", "b2"}
 
 
-def test_it_is_told_which_adapters_run_and_wait() -> None:
+def test_running_and_waiting_adapters_are_reported() -> None:
     scene = rig(max_loras=2)
     assert scene.scheduler.lora_stats() == LoRAStats(2)
     for number, lora in enumerate(("b", "a", "c", None, "c")):
@@ -106,7 +106,7 @@ def test_requests_without_adapter_start_while_adapters_wait_for_their_turn() -> 
     assert running(scene) == {"a0", "plain"}
 
 
-def test_a_request_that_lies_aside_can_be_aborted() -> None:
+def test_a_request_that_was_set_aside_can_be_aborted() -> None:
     scene = rig()
     first = request("a1", "a")
     scene.add(first, request("b1", "b"), request("c1", "c"))

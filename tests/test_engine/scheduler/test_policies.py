@@ -383,10 +383,10 @@ def test_hopeless_work_is_not_begun() -> None:
     rig.add(make_request("hopeless", [2] * 10, params=params(20), deadline=clock.now + 15.0))
     rig.add(make_request("feasible", [3] * 10, params=params(5), deadline=clock.now + 15.0))
     rig.step()
-    shed = [out for out in rig.outputs if out.finish_reason is FinishReason.ABORT]
-    assert [out.request_id for out in shed] == ["hopeless"]
-    assert shed[0].reason is not None
-    assert "10 prompt tokens" in shed[0].reason and "15.00 s" in shed[0].reason
+    aborted = [out for out in rig.outputs if out.finish_reason is FinishReason.ABORT]
+    assert [out.request_id for out in aborted] == ["hopeless"]
+    assert aborted[0].reason is not None
+    assert "10 prompt tokens" in aborted[0].reason and "15.00 s" in aborted[0].reason
     assert [name for name, _, _ in rig.shape()] == ["first", "feasible"]
 
 
@@ -478,7 +478,7 @@ def test_a_policy_is_made_by_name(name: str) -> None:
     assert make_policy(config.policy, config.policy_options).name == name
 
 
-def test_a_policy_of_ones_own_is_made_by_module_and_class() -> None:
+def test_a_custom_policy_is_made_by_module_and_class() -> None:
     policy = make_policy("headrace_engine.scheduler.policies.priority:Priority", {"ageing": 3})
     assert isinstance(policy, Priority)
 

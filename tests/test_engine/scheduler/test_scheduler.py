@@ -63,14 +63,14 @@ def test_no_more_than_max_num_seqs_run() -> None:
     assert rig.tokens() == rig.expected(*requests)
 
 
-def test_admission_leaves_the_watermark_free() -> None:
+def test_starting_sequences_leave_the_watermark_free() -> None:
     rig = make_rig(make_config(watermark=0.25), num_blocks=8)
     rig.add(make_request("a", [1] * 12), make_request("b", [2] * 13), make_request("c", [3]))
     rig.step()
     assert [name for name, _, _ in rig.shape()] == ["a"], "b takes 4 of 5 and c comes after it"
 
 
-def test_a_prefill_gets_all_its_blocks_before_others_are_admitted() -> None:
+def test_a_prefill_gets_all_its_blocks_before_others_start() -> None:
     rig = make_rig(make_config(max_num_batched_tokens=8), num_blocks=8)
     rig.add(make_request("a", range(1, 25)), make_request("b", range(25, 35)))
     rig.step(4)
@@ -78,7 +78,7 @@ def test_a_prefill_gets_all_its_blocks_before_others_are_admitted() -> None:
     assert rig.shape() == [("a", 24, 1)]
 
 
-def test_no_more_run_than_the_budget_gives_a_token_each() -> None:
+def test_at_most_as_many_sequences_run_as_the_budget_has_tokens() -> None:
     rig = make_rig(make_config(max_num_seqs=8, max_num_batched_tokens=2))
     requests = [make_request(name, [k]) for k, name in enumerate("abc", 1)]
     rig.add(*requests)
@@ -97,7 +97,7 @@ def test_a_lone_sequence_may_fill_the_whole_pool() -> None:
     assert rig.scheduler.stats().blocks_used == 0
 
 
-def test_without_max_tokens_a_sequence_ends_where_the_pool_does() -> None:
+def test_without_max_tokens_a_sequence_ends_when_the_pool_is_full() -> None:
     rig = make_rig(num_blocks=4)
     rig.add(make_request("a", [1] * 8, params=params(None)))
     rig.finish()
@@ -105,7 +105,7 @@ def test_without_max_tokens_a_sequence_ends_where_the_pool_does() -> None:
     assert len(rig.tokens()["a", 0]) == 8
 
 
-def test_the_latest_arrival_is_preempted_and_goes_back_before_newer_ones() -> None:
+def test_the_latest_arrival_is_preempted_and_resumes_before_newer_ones() -> None:
     rig = make_rig(make_config(max_num_seqs=2), num_blocks=6)
     requests = [make_request(name, [k] * 8, params=params(9)) for k, name in enumerate("abc", 1)]
     rig.add(*requests)
@@ -333,7 +333,7 @@ def test_aborting_an_unknown_request_does_nothing() -> None:
     assert len(rig.tokens()["a", 0]) == 4
 
 
-def test_a_token_sampled_for_an_aborted_choice_is_passed_over() -> None:
+def test_a_token_sampled_for_an_aborted_choice_is_dropped() -> None:
     rig = make_rig()
     a, b = make_request("a", [1]), make_request("b", [2])
     rig.add(a, b)
@@ -374,7 +374,7 @@ def test_requests_that_cannot_run_are_refused_with_the_reason() -> None:
     assert "stop_token_ids" in refused(rig, [1], SamplingParams(stop_token_ids=[50]))
 
 
-def test_a_resume_that_cannot_be_is_refused() -> None:
+def test_an_impossible_resume_is_refused() -> None:
     rig = make_rig()
     assert "n is 2" in refused(rig, [1], params(4, n=2), (1,))
     assert "resume[0] has 5 tokens" in refused(rig, [1], params(4), (1, 2, 3, 4, 5))

@@ -1,8 +1,8 @@
 """The scheduler and its blocks under random arrivals, aborts, preemptions, drafts and policies.
 
 Hypothesis drives an engine with a pool so small that sequences preempt each other. The fake runner
-checks each step's KV; the invariants check the block counts between steps. Time is the machine's
-own. Not covered: the real runner.
+checks each step's KV; the invariants check the block counts between steps. Time is simulated. Not
+covered: the real runner.
 """
 
 from collections import Counter
@@ -264,10 +264,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Schedules the next step, a second later; None if the policy ended all requests."""
         self.now += 1.0
         scheduler_output = self.scheduler.schedule(self.drafts())
-        shed = self.scheduler.take_aborted_by_policy()
-        assert scheduler_output is not None or shed, "there is work, but nothing is scheduled"
+        aborted_by_policy = self.scheduler.take_aborted_by_policy()
+        assert scheduler_output is not None or aborted_by_policy, (
+            "there is work, but nothing is scheduled"
+        )
         assert scheduler_output is not None or not self.scheduler.has_work
-        self.collect(shed)
+        self.collect(aborted_by_policy)
         return scheduler_output
 
     def drafts(self) -> dict[Sequence, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Grammars on their way into the engine: off the event loop, timed, refused by name."""
+"""Grammars are compiled off the event loop and timed; errors name the field."""
 
 import asyncio
 import threading
@@ -32,7 +32,7 @@ def checks() -> GrammarChecks:
 
 
 class SlowCompiler(GrammarCompiler):
-    """Compiles when it is told to."""
+    """Compiles once `go` is set."""
 
     def __init__(self) -> None:
         super().__init__(Tokenizer.load(demo_folder()), 2048, frozenset({0}))
@@ -70,7 +70,7 @@ async def test_grammars_that_cannot_be_compiled_are_refused(checks: GrammarCheck
     await compilation.close()
 
 
-async def test_an_engine_without_a_compiler_says_so(checks: GrammarChecks) -> None:
+async def test_without_a_compiler_grammars_are_refused(checks: GrammarChecks) -> None:
     compilation = GrammarCompilation(None, checks, lambda _: None)
 
     with pytest.raises(RequestError, match="llguidance and a tokenizer"):

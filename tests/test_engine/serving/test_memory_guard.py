@@ -31,7 +31,7 @@ def guard(machine: Machine) -> MemoryGuard:
     return MemoryGuard(machine.available, min_free=100, clock=lambda: machine.now)
 
 
-def test_little_memory_is_short_until_clearly_more_is_there(
+def test_memory_stays_short_until_clearly_more_is_free(
     machine: Machine, guard: MemoryGuard
 ) -> None:
     found = [machine.after(guard, free) for free in (500, 100, 99, 150, 199, 200, 150)]

@@ -43,7 +43,7 @@ class CountingRegistry(MemoryModelRegistry):
 
 
 class World:
-    """A registry and an engine's registration, whose sleeps a test ends."""
+    """A registry and an engine's registration. A test ends the registration's sleeps."""
 
     def __init__(self, folder: Path) -> None:
         self.backend = MemoryBackend()
@@ -80,7 +80,7 @@ class World:
         await self._ticks.get()
 
     async def tick(self) -> None:
-        """The next look at the registry, to its end."""
+        """Runs the next check of the registry."""
         if self.task is None:
             self.task = asyncio.create_task(self.registration.keep(lambda: self.draining))
             await self._sleeping.wait()
@@ -126,15 +126,15 @@ async def test_files_that_were_read_before_the_weights_are_not_read_again(
     world: World, folder: Path
 ) -> None:
     read = world.source.read().files
-    held = (folder / "tokenizer.json").read_bytes()
+    content = (folder / "tokenizer.json").read_bytes()
     (folder / "tokenizer.json").unlink()
     engine = world.registration = world.engine(files=read)
     await engine.announce()
     first = await world.entry()
     assert first is not None
-    assert (await world.registry.files(first))["tokenizer.json"] == held
+    assert (await world.registry.files(first))["tokenizer.json"] == content
 
-    (folder / "tokenizer.json").write_bytes(held + b" ")
+    (folder / "tokenizer.json").write_bytes(content + b" ")
     await world.registry.remove(NAME, first.owner)
     await world.tick()
     again = await world.entry()
@@ -142,7 +142,7 @@ async def test_files_that_were_read_before_the_weights_are_not_read_again(
     assert again is not None and again.digest != first.digest
 
 
-async def test_a_chat_template_of_the_settings_replaces_the_models(
+async def test_a_chat_template_in_the_settings_replaces_that_of_the_model(
     world: World, tmp_path: Path
 ) -> None:
     template = tmp_path / "template"
@@ -155,7 +155,7 @@ async def test_a_chat_template_of_the_settings_replaces_the_models(
     assert (await world.registry.files(entry))[CHAT_TEMPLATE_FILE] == b"mine"
 
 
-async def test_a_further_engine_of_the_model_writes_nothing(world: World) -> None:
+async def test_a_second_engine_of_the_model_writes_nothing(world: World) -> None:
     await world.registration.announce()
     world.now += 100
     await world.engine().announce()
@@ -163,7 +163,7 @@ async def test_a_further_engine_of_the_model_writes_nothing(world: World) -> Non
     assert world.registry.writes == 1
 
 
-async def test_an_engine_that_says_otherwise_replaces_the_entry(
+async def test_an_engine_with_other_values_replaces_the_entry(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     await world.registration.announce()
@@ -208,7 +208,7 @@ async def test_a_draining_engine_registers_nothing(world: World) -> None:
     assert await world.entry() is None
 
 
-async def test_without_redis_it_is_registered_as_soon_as_it_is_back(world: World) -> None:
+async def test_a_model_is_registered_as_soon_as_redis_is_back(world: World) -> None:
     world.backend.available = False
     await world.registration.announce()
     await world.tick()

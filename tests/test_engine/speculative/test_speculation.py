@@ -341,7 +341,7 @@ def decode(
 
 
 def same(found: dict[tuple[str, int], Output], expected: dict[tuple[str, int], Output]) -> None:
-    """Equal tokens and ends; log probabilities but for how batches of other sizes round."""
+    """Asserts equal tokens and ends, and log probabilities that differ only by rounding."""
     assert found.keys() == expected.keys()
     for key, output in found.items():
         other = expected[key]

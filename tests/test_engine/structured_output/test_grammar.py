@@ -424,7 +424,7 @@ def walk(compiled: CompiledGrammar, data: st.DataObject, length: int) -> Iterato
 )
 @given(data=st.data())
 @pytest.mark.parametrize("held", [{"json": PERSON}, {"structural_tag": TAG}], ids=[*"jt"])
-def test_a_cursor_that_is_rolled_back_stands_where_a_new_one_would(
+def test_a_cursor_that_is_rolled_back_equals_a_new_one(
     compiler: GrammarCompiler, data: st.DataObject, held: dict[str, Any]
 ) -> None:
     """Drafts are proposed, taken in part, and wrong as often as not."""
@@ -447,7 +447,7 @@ def test_a_cursor_that_is_rolled_back_stands_where_a_new_one_would(
     assert cursor.error is None
 
 
-def test_rows_behind_a_refused_draft_are_left_as_they_are(compiler: GrammarCompiler) -> None:
+def test_rows_after_a_refused_draft_are_not_changed(compiler: GrammarCompiler) -> None:
     compiled = compiler.compile(StructuredOutputsParams(regex="[a-c]+"))
     good, bad = sorted(_first(compiled) - set(EOS))[0], 1500
     one = Sequence(_bare(compiled), 0, [5, 6])

@@ -101,7 +101,7 @@ async def test_the_openai_sdk_runs_a_batch(client: BatchClient, engine: FakeEngi
     await sdk.close()
 
 
-async def test_batches_wait_behind_everybody_else(client: BatchClient, backend: OverRedis) -> None:
+async def test_batches_wait_for_all_other_requests(client: BatchClient, backend: OverRedis) -> None:
     lines = [line("a"), line("b", priority=-5), line("c", priority=2000)]
     await client.begin(lines)
 
@@ -291,7 +291,7 @@ async def test_another_tenants_ids_are_not_there_on_any_path(
     assert refused.json()["error"]["code"] == "previous_response_not_found"
 
 
-async def test_a_key_reads_nothing_of_models_that_it_may_not_use(
+async def test_a_key_reads_no_data_of_models_that_it_may_not_use(
     with_keys: tuple[httpx.AsyncClient, KeyFile], book: KeyBook, engine: FakeEngine
 ) -> None:
     book.add("limited", tenant="a", models=["another"])
@@ -323,7 +323,7 @@ async def test_a_key_reads_nothing_of_models_that_it_may_not_use(
     assert (await limited.post(f"/v1/batches/{batch['id']}/cancel")).status_code == 404
     assert (await limited.get("/v1/batches")).json()["data"] == []
     listed = (await limited.get("/v1/files")).json()["data"]
-    assert [file["purpose"] for file in listed] == ["batch"]  # whose models nobody has read
+    assert [file["purpose"] for file in listed] == ["batch"]  # not yet read, so without a model
     own = await same.ended(await same.begin(lines))
     assert own["status"] == "completed" and own["output_file_id"]
     assert (await limited.get(f"/v1/files/{own['output_file_id']}")).status_code == 404
@@ -498,7 +498,7 @@ async def test_a_file_deleted_before_its_batch_begins_fails_it(
     assert batch["errors"]["data"][0]["code"] == "file_not_found"
 
 
-async def test_nothing_of_an_ended_batch_is_left_but_its_files(
+async def test_only_the_files_of_an_ended_batch_are_left(
     client: BatchClient, engine: FakeEngine, backend: OverRedis
 ) -> None:
     batch_id = await client.begin([line("a")])

@@ -143,7 +143,7 @@ async def test_without_a_limit_a_chat_may_fill_the_context(gateway: Gateway) -> 
     assert request.sampling.max_tokens == MAX_MODEL_LEN - len(request.prompt_token_ids)
 
 
-async def test_completions_make_sixteen_tokens_unless_told(gateway: Gateway) -> None:
+async def test_completions_make_sixteen_tokens_by_default(gateway: Gateway) -> None:
     await gateway.complete()
 
     assert gateway.engine.submitted[0].sampling.max_tokens == 16

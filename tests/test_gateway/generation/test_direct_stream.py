@@ -255,7 +255,7 @@ async def test_pushed_streams_are_those_that_a_task_writes(
     assert engine.generations[-1].ended
 
 
-async def test_a_client_that_is_behind_is_written_to_by_a_task_until_it_has_caught_up(
+async def test_a_task_writes_to_a_slow_client_until_it_has_caught_up(
     engine: HandEngine, ask: Client
 ) -> None:
     connection = await ask(*BODIES["completion"])

@@ -105,7 +105,7 @@ async def test_a_stop_string_over_several_tokens(
     assert not gateway.engine.cancellations
 
 
-async def test_tokens_behind_a_stop_string_are_not_counted(gateway: Gateway) -> None:
+async def test_tokens_after_a_stop_string_are_not_counted(gateway: Gateway) -> None:
     ids = gateway.engine.tokenizer.encode(ANSWER)
 
     gateway.engine.script = lambda _: [delta(ids, "length")]

@@ -234,7 +234,7 @@ async def test_a_bad_chat_field_is_named(
         ("/rerank", "rerank is not served"),
     ],
 )
-async def test_a_wrong_base_url_is_told_from_the_path(
+async def test_a_wrong_base_url_is_recognised_by_the_path(
     gateway: Gateway, path: str, meant: str
 ) -> None:
     error = assert_error(await gateway.http.post(path, json={}), 404)
@@ -331,7 +331,7 @@ async def test_wrong_paths_and_methods(
     ("path", "methods"),
     [(CHAT, "POST"), ("/v1/files/f", "GET, DELETE"), ("/v1/models", "GET, HEAD")],
 )
-async def test_a_wrong_method_is_told_the_right_ones(
+async def test_the_answer_to_a_wrong_method_names_the_right_ones(
     gateway: Gateway, path: str, methods: str
 ) -> None:
     answer = await gateway.http.request("PATCH", path)

@@ -61,7 +61,7 @@ async def test_other_pages_may_not(asked: tuple[Gateway, str]) -> None:
     assert "access-control-allow-origin" not in unread.headers
 
 
-async def test_nobody_may_unless_it_is_said(gateway: Gateway) -> None:
+async def test_other_origins_are_refused_by_default(gateway: Gateway) -> None:
     refused = await gateway.http.options(CHAT, headers={"origin": PAGE, **PREFLIGHT})
 
     assert refused.status_code == 405

@@ -56,8 +56,10 @@ def test_a_request_without_engines_meets_its_deadline(
 def test_a_request_is_refused_soon_while_redis_says_nothing(
     checkpoint: Path, valkey: ValkeyServer, tmp_path: Path
 ) -> None:
-    """For example, its node is gone. Without the check each step of a request would wait for
-    seconds."""
+    """Redis says nothing if, for example, its node is gone.
+
+    Without the check, each step of a request would wait for seconds.
+    """
     with start(checkpoint, tmp_path / "log", "--redis-url", valkey.url) as process:
         address = process.await_log("gateway ready")["address"]
         valkey.pause()
@@ -76,7 +78,7 @@ def test_a_request_is_refused_soon_while_redis_says_nothing(
 def test_an_idle_gateway_costs_no_cpu(
     checkpoint: Path, valkey: ValkeyServer, tmp_path: Path
 ) -> None:
-    """Counts what it did, not how long that took: uvicorn alone wakes up ten times a second."""
+    """Counts context switches, not CPU time. uvicorn alone would cause ten a second."""
     with start(checkpoint, tmp_path / "log", "--redis-url", valkey.url) as process:
         process.await_log("gateway ready")
         address = process.await_log("gateway ready")["address"]
@@ -204,7 +206,7 @@ def test_without_a_model_it_waits_for_one(valkey: ValkeyServer, tmp_path: Path) 
 
 
 def test_it_waits_for_a_redis_that_starts_later(checkpoint: Path, tmp_path: Path) -> None:
-    """Meanwhile it lives, and is not ready: its starter can tell that from serving."""
+    """Until then the gateway is live but not ready."""
     server = ValkeyServer(tmp_path / "valkey")
     flags = ("--redis-url", server.url, "--metrics-port", "0")
     with start(checkpoint, tmp_path / "log", *flags) as process:

@@ -164,7 +164,7 @@ async def test_a_client_of_http_1_0_gets_a_body_that_the_close_ends(
         assert json.loads(content)["choices"]
 
 
-async def test_too_many_connections_are_told_to_come_back(checkpoint: Path) -> None:
+async def test_too_many_connections_get_retry_after(checkpoint: Path) -> None:
     async with serve(checkpoint, max_connections=1) as gateway, gateway.connect() as (_, writer):
         gateway.engine.gate.clear()
         body = json.dumps({"model": MODEL, "prompt": "one two", "max_tokens": 3}).encode()

@@ -56,7 +56,7 @@ def client_of(gateway: Gateway, key: str) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0)
 
 
-# Who gets in
+# Which requests need a key
 
 
 async def test_every_path_needs_a_key_but_health_and_version(gateway: Gateway) -> None:
@@ -166,7 +166,7 @@ async def test_the_scheme_is_read_as_http_has_it(
 
 
 async def test_the_application_never_sees_a_key(book: KeyBook) -> None:
-    """Other headers, and only they, go on; the caller is in the request's state."""
+    """Only other headers are passed on; the caller is in the request's state."""
     keys = KeyFile(book.path)
     seen: list[Scope] = []
 

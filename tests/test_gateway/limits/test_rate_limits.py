@@ -41,7 +41,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 @dataclass(slots=True)
 class Limited:
-    """A gateway whose keys' minutes pass only when a test says so."""
+    """A gateway with a virtual clock, which a test moves."""
 
     gateway: Gateway
     keys: KeyFile
@@ -201,7 +201,7 @@ async def test_the_sdk_sees_a_rate_limit_error(limited: Limited) -> None:
     assert headers["x-ratelimit-reset-requests"] == "1m0s"
 
 
-async def test_a_client_that_retries_when_told_is_served(limited: Limited) -> None:
+async def test_a_client_that_retries_after_retry_after_is_served(limited: Limited) -> None:
     key = limited.key(requests_per_minute=2)
     for _ in range(2):
         await limited.ask(key)
@@ -266,7 +266,7 @@ async def test_a_prompt_over_the_limit_never_fits(limited: Limited) -> None:
     assert "retry-after" not in answer.headers
 
 
-async def test_more_at_once_than_allowed_is_refused(limited: Limited) -> None:
+async def test_requests_beyond_the_concurrency_limit_are_refused(limited: Limited) -> None:
     key = limited.key(concurrency=2)
     limited.gateway.engine.gate.clear()
     running = [asyncio.create_task(limited.ask(key)) for _ in range(2)]
@@ -314,7 +314,7 @@ async def test_requests_refused_by_the_queue_cost_nothing(limited: Limited) -> N
     assert answer.headers["x-ratelimit-remaining-tokens"] == "85"
 
 
-async def test_where_one_prompt_of_several_is_refused_none_is_charged(limited: Limited) -> None:
+async def test_if_one_of_several_prompts_is_refused_none_is_charged(limited: Limited) -> None:
     key = limited.key(requests_per_minute=5, tokens_per_minute=100, concurrency=1)
     engine = limited.gateway.engine
     submit = engine.submit
@@ -393,7 +393,7 @@ async def test_limits_change_with_the_file(limited: Limited) -> None:
     assert (await limited.ask(key)).status_code == 200
 
 
-async def test_while_requests_cannot_be_counted_none_is_admitted(limited: Limited) -> None:
+async def test_without_redis_no_request_is_admitted(limited: Limited) -> None:
     counted, free = limited.key(requests_per_minute=5), limited.key()
     limited.usage.available = False
 
@@ -526,7 +526,7 @@ async def test_two_gateways_share_the_requests_of_a_minute(pair: Pair) -> None:
     assert all(0 < wait <= 6000 for wait in waits)
 
 
-async def test_two_gateways_share_places(pair: Pair) -> None:
+async def test_two_gateways_share_the_concurrency_limit(pair: Pair) -> None:
     streams = [asyncio.create_task(pair.ask(number, "two", max_tokens=400)) for number in range(2)]
     await pair.places("two", 2)
     refused = [await pair.ask(number, "two") for number in range(2)]

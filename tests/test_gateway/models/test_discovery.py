@@ -37,7 +37,7 @@ class CountingRegistry(MemoryModelRegistry):
 
 
 class World:
-    """A registry and a gateway's discovery of it. Time stands still but for `later`."""
+    """A registry and a gateway's discovery of it. Time passes only in `later`."""
 
     def __init__(self, files: Files) -> None:
         self.files = files
@@ -358,7 +358,7 @@ async def test_known_models_are_served_while_redis_is_away(
     assert (await world.models.find("b")).name == "b"
 
 
-async def test_a_start_without_redis_goes_on_when_it_is_there(world: World) -> None:
+async def test_a_start_without_redis_continues_when_redis_answers(world: World) -> None:
     await world.register("a")
     world.backend.available = False
     await world.discovery.start()

@@ -224,7 +224,7 @@ async def test_the_tokens_of_an_input_can_be_counted_first(kept: KeptGateway) ->
     assert counted.object == "response.input_tokens"
 
 
-async def test_a_server_can_be_set_to_leave_out_what_nobody_knows(
+async def test_a_server_can_be_set_to_ignore_unknown_fields(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """At any depth; what is known and not served is refused all the same.

@@ -100,7 +100,7 @@ async def test_echoed_tokens_have_log_probabilities_and_offsets(
     assert lists["text_offset"][len(ids) :][:1] == ([len(PROMPT)] if max_tokens else [])
 
 
-async def test_every_chunk_can_say_how_many_tokens_there_are(gateway: Gateway) -> None:
+async def test_every_chunk_can_have_the_number_of_tokens(gateway: Gateway) -> None:
     options = {"continuous_usage_stats": True, "include_usage": True}
 
     for ask in (gateway.chat, partial(gateway.complete, prompt=["a", "b b"], n=2)):

@@ -199,7 +199,9 @@ async def test_in_the_background(client: AsyncOpenAI, kept: KeptGateway) -> None
     assert done.background is True
 
 
-async def test_a_cancelled_response_says_so(client: AsyncOpenAI, kept: KeptGateway) -> None:
+async def test_a_cancelled_response_has_the_status_cancelled(
+    client: AsyncOpenAI, kept: KeptGateway
+) -> None:
     kept.engine.freeze()
     response = await client.responses.create(model=MODEL, input="Hi", background=True)
     await client.responses.cancel(response.id)

@@ -1,7 +1,7 @@
 """Every parameter of the SDKs' requests is served, or refused by its name with what to do.
 
-Parameters are read off the SDKs' types, so that a new version of them with new parameters fails
-here; so are the kinds of messages' parts, tools, formats and choices.
+Parameters, and the kinds of messages' parts, tools, formats and choices, are read from the SDKs'
+types. So a new version of an SDK with new ones fails here.
 """
 
 import json
@@ -65,7 +65,7 @@ APIS = {
     ),
     "batches": Api(batch_create_params.BatchCreateParams, CreateBatch, {}),
 }
-# As vLLM's documentation has them beside those of OpenAI.
+# The parameters that vLLM's documentation lists besides those of OpenAI.
 VLLM = """
     use_beam_search top_k min_p repetition_penalty length_penalty stop_token_ids ignore_eos
     include_stop_str_in_output min_tokens skip_special_tokens spaces_between_special_tokens
@@ -128,7 +128,7 @@ def _literals(annotation: Any) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where objects of several kinds are. `served` are the kinds that this server takes."""
+    """A field whose objects have several kinds. `served` are the kinds that this server accepts."""
 
     api: str
     annotation: Any
@@ -207,7 +207,7 @@ PLACES = {
 def test_kinds_that_are_not_served_are_refused_by_name(place: Place) -> None:
     api = APIS[place.api]
     others = set(kinds(place.annotation)) - set(place.served.split())
-    # There are parameters, and all served ones are among the SDK's own.
+    # The SDK knows at least one kind that is served.
     assert set(place.served.split()) & set(kinds(place.annotation))
     for kind in others:
         error = refusal(api.body, api.refused, place.put({"type": kind}))

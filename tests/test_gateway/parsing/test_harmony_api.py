@@ -221,7 +221,7 @@ async def test_an_answer_after_reasoning_must_match_its_format(
     assert content in parts(within) and Tag(FINAL, content) not in parts(within)
 
 
-async def test_forced_calls_are_held_behind_reasoning(harmony: Gateway) -> None:
+async def test_forced_calls_are_constrained_after_reasoning(harmony: Gateway) -> None:
     say(harmony, f"{ANALYSIS}I look.{NEXT}{CALL}")
     (choice,) = (await body_of(await harmony.chat(tools=[TOOL], tool_choice="required")))["choices"]
 

@@ -308,7 +308,7 @@ def test_one_call_at_most_where_calls_are_not_parallel(kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["hermes", "llama3_json", "pythonic", "qwen3_coder"])
 @pytest.mark.parametrize("kind", ["text", "special"])
-def test_behind_reasoning_calls_are_held_and_in_it_they_are_words(name: str, kind: str) -> None:
+def test_calls_are_constrained_after_reasoning_and_are_text_within_it(name: str, kind: str) -> None:
     form = form_of(name, reasoning="qwen3")
     held = strict_calls(tools(), form, "")
     assert held is not None
@@ -348,7 +348,7 @@ HARMONY: list[tuple[str, bool, bool]] = [
 
 
 @pytest.mark.parametrize("kind", ["text", "special"])
-def test_in_harmony_calls_are_held_behind_reasoning_and_what_is_said_before(kind: str) -> None:
+def test_in_harmony_calls_are_constrained_after_reasoning_and_text(kind: str) -> None:
     form = form_of("openai", reasoning="openai_gptoss")
     strict, forced = strict_calls(tools(), form, ""), forced_calls(tools(), form, "")
     assert strict is not None and forced is not None

@@ -161,7 +161,7 @@ async def test_calls_of_strict_tools_are_held_to_their_schemas(tools: Gateway) -
         ({"enable_thinking": False}, None),
     ],
 )
-async def test_strict_calls_are_held_behind_reasoning(
+async def test_strict_calls_are_constrained_after_reasoning(
     tools: Gateway, variables: dict[str, bool], begin: ReasoningBegin | None
 ) -> None:
     say(tools, "Hello.")
@@ -272,7 +272,7 @@ async def test_without_parallel_calls_only_the_first_counts(tools: Gateway) -> N
     assert len(answer["tool_calls"]) == 1
 
 
-async def test_a_call_that_is_cut_off_says_so(tools: Gateway) -> None:
+async def test_a_call_that_is_cut_off_has_finish_reason_length(tools: Gateway) -> None:
     say(tools, CALL)
     answer = await message(await tools.chat(tools=[WEATHER], max_tokens=60))
 

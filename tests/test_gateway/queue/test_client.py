@@ -92,9 +92,7 @@ def tokens(lease: Lease, index: int, *ids: int, end: str | None = None) -> Token
     )
 
 
-async def test_a_reader_that_falls_behind_gets_more_at_a_time(
-    memory: InMemory, client: GenerationClient
-) -> None:
+async def test_a_slow_reader_gets_larger_pieces(memory: InMemory, client: GenerationClient) -> None:
     engine = memory.engine()
     generation = await client.submit(make_request(n=2))
     lease = await leased(engine)
@@ -478,7 +476,7 @@ async def test_close_ends_requests_in_flight(memory: InMemory) -> None:
     assert client.failed is None
 
 
-async def test_engines_of_another_model_are_not_heard(
+async def test_frames_of_another_models_engines_are_not_read(
     memory: InMemory, client: GenerationClient
 ) -> None:
     generation = await client.submit(make_request())

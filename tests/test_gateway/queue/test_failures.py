@@ -214,7 +214,7 @@ async def test_a_drain_lets_answers_end(checkpoint: Path, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_drain_that_takes_too_long_says_so(checkpoint: Path, stream: bool) -> None:
+async def test_requests_that_outlast_the_drain_get_an_error(checkpoint: Path, stream: bool) -> None:
     async with serve(checkpoint, drain_timeout=0.01) as gateway:
         gateway.engine.gate.clear()
         asking = asyncio.create_task(gateway.complete(stream=stream))
@@ -231,7 +231,7 @@ async def test_a_drain_that_takes_too_long_says_so(checkpoint: Path, stream: boo
     assert len(gateway.engine.cancellations) == 1
 
 
-async def test_a_fault_of_ours_ends_the_connection_and_says_so(
+async def test_an_internal_fault_ends_the_connection_with_an_error(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The connection closes, so that its client sends no further request on it."""

@@ -37,7 +37,7 @@ async def test_prompts_that_begin_alike_are_taken_by_one_engine() -> None:
     await client.close()
 
 
-async def test_a_request_is_anybodys_where_the_gateway_knows_no_better() -> None:
+async def test_any_engine_may_take_a_request_if_the_gateway_knows_no_placement() -> None:
     memory = InMemory()
     placer = placer_of(memory)
     memory.store.available = False

@@ -26,7 +26,7 @@ BODY: dict[str, Any] = {"prompt": [5, 6], "max_tokens": 10, "return_token_ids": 
 
 @asynccontextmanager
 async def engine_of(backend: InMemory, shards: int, name: str) -> AsyncIterator[FakeEngine]:
-    """An engine that is set to so many shards, as gateways know."""
+    """An engine with `shards` shards; gateways know the number."""
     backend.shards = shards
     engine = FakeEngine(backend.engine(name), MODEL, token_delay=0.0, beat_interval=0.05)
     task = asyncio.create_task(engine.run())
@@ -103,6 +103,6 @@ class Away:
         raise BackendUnavailable("redis: connection refused")
 
 
-async def test_nobody_needs_redis_for_an_id() -> None:
+async def test_ids_need_no_redis() -> None:
     ids = RequestIds(EngineDirectory(Away()))
     assert shard_of(await ids.new(MODEL, "t")) == 0

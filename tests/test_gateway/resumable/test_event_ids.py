@@ -112,7 +112,7 @@ def cut(deltas: Sequence[Delta], sizes: Sequence[int]) -> list[Delta]:
 
 
 def interleaved(choices: Sequence[Sequence[Delta]], turns: Sequence[int]) -> list[Delta]:
-    """One piece after the other from the choices whose turn it is."""
+    """Merges the choices' pieces; `turns` has the number of the choice that is next."""
     rest = [list(deltas) for deltas in choices]
     merged: list[Delta] = []
     for turn in (*turns, *range(10_000)):
@@ -167,7 +167,7 @@ def stream(case: Case, model: ServedModel, deltas: Sequence[Delta], had: Positio
 
 
 def by_choice(events: Sequence[bytes]) -> dict[bytes, list[bytes]]:
-    """Contents of events by choice: how choices take turns is free."""
+    """Contents of events by choice. The order between choices is not tested."""
     found: dict[bytes, list[bytes]] = {}
     for event in events:
         _, data = event.split(b"\n", 1)
@@ -196,7 +196,7 @@ TURNS = st.lists(st.integers(0, 2), max_size=30)
 
 @settings(deadline=None, max_examples=60)
 @given(case=CASES, sizes=st.tuples(SIZES, SIZES), turns=st.tuples(TURNS, TURNS))
-def test_behind_every_event_come_exactly_the_others(
+def test_a_stream_resumed_after_any_event_has_exactly_the_others(
     model: ServedModel,
     case: Case,
     sizes: tuple[list[int], list[int]],
@@ -239,7 +239,7 @@ PARSED = st.builds(
 
 @settings(deadline=None, max_examples=40)
 @given(case=PARSED, sizes=st.tuples(SIZES, SIZES), places=st.tuples(*[st.integers(0, 400)] * 3))
-def test_answers_in_parts_are_gone_on_with_as_well(
+def test_answers_with_calls_or_reasoning_are_continued_too(
     model: ServedModel, case: Case, sizes: tuple[list[int], list[int]], places: tuple[int, ...]
 ) -> None:
     (deltas,) = outputs(case, model.tokenizer)
@@ -250,7 +250,7 @@ def test_answers_in_parts_are_gone_on_with_as_well(
         assert [*whole[:got], *rest] == whole
 
 
-def test_numbered_events_are_gone_on_with_by_their_number(model: ServedModel) -> None:
+def test_numbered_events_are_continued_by_their_number(model: ServedModel) -> None:
     case = Case(texts=("Hello world",), operation="responses")
     deltas = outputs(case, model.tokenizer)[0]
     whole = stream(case, model, deltas, START)
@@ -259,7 +259,7 @@ def test_numbered_events_are_gone_on_with_by_their_number(model: ServedModel) ->
         assert stream(case, model, deltas, Position((got,))) == whole[got:]
 
 
-def test_another_answer_is_not_gone_on_with(model: ServedModel) -> None:
+def test_a_different_answer_is_not_continued(model: ServedModel) -> None:
     case = Case(texts=("Hello world", "abc"))
     other = Case(texts=("Hello earth", "abc"))
     whole = stream(case, model, interleaved(outputs(case, model.tokenizer), ()), START)
@@ -278,7 +278,7 @@ def test_equal_choices_do_not_hide_each_other(model: ServedModel) -> None:
         stream(other, model, deltas, position(whole[-2]))
 
 
-def test_a_shorter_answer_is_not_gone_on_with(model: ServedModel) -> None:
+def test_a_shorter_answer_is_not_continued(model: ServedModel) -> None:
     case, other = Case(texts=("Hello world and more",)), Case(texts=("Hello",))
     whole = stream(case, model, outputs(case, model.tokenizer)[0], START)
 

@@ -11,7 +11,7 @@ from headrace_testing.valkey import ValkeyServer
 from headrace_testing.waiting import first
 
 
-async def test_an_engine_is_found_and_told_to_drain(tmp_path: Path) -> None:
+async def test_an_engine_is_found_and_gets_drain(tmp_path: Path) -> None:
     server = ValkeyServer(tmp_path, appendonly=False)
     server.start()
     connection = Connection(ConnectionConfig(url=server.url))

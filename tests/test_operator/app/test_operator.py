@@ -156,7 +156,7 @@ async def test_a_backlog_adds_engines_and_says_why(user: User, scene: Scene) -> 
         assert "ScaledUp" in user.server.events()
 
 
-async def test_missing_metrics_freeze_the_count_and_say_so(user: User, scene: Scene) -> None:
+async def test_missing_metrics_freeze_the_count_and_are_reported(user: User, scene: Scene) -> None:
     scene.waiting = None
     await register_model(scene, "qwen", "models/qwen")
     async with operator(user, scene):
@@ -169,7 +169,7 @@ async def test_missing_metrics_freeze_the_count_and_say_so(user: User, scene: Sc
         assert active["message"] == why
 
 
-async def test_stale_metrics_freeze_the_count_and_say_so(user: User, scene: Scene) -> None:
+async def test_stale_metrics_freeze_the_count_and_are_reported(user: User, scene: Scene) -> None:
     scene.waiting, scene.age = 900, 3600.0
     await register_model(scene, "qwen", "models/qwen")
     async with operator(user, scene):
@@ -245,9 +245,7 @@ async def test_an_engine_that_drains_without_having_to_go_is_recalled(
         assert replicas(user) == 2
 
 
-async def test_an_engine_that_has_missed_its_pods_end_is_told_to_drain(
-    user: User, scene: Scene
-) -> None:
+async def test_an_engine_whose_pod_is_deleted_gets_drain(user: User, scene: Scene) -> None:
     going = pod("going", "qwen")
     going["metadata"] |= {"deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": ["a/b"]}
     for manifest in (going, pod("stays", "qwen")):
@@ -422,7 +420,7 @@ async def test_engines_that_have_a_name_keep_it_when_another_registers_it(
         await until(lambda: replicas(user) == 3)
 
 
-async def test_a_name_that_nobody_claims_any_more_is_free(user: User, scene: Scene) -> None:
+async def test_a_name_without_a_claim_is_free(user: User, scene: Scene) -> None:
     await user.create(body("renamed", model={**HUB, "servedName": "new"}))
     await register_model(scene, "chat", "models/renamed")
     async with operator(user, scene):

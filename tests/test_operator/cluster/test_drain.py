@@ -49,7 +49,7 @@ def test_of_equals_the_youngest_goes() -> None:
     assert names_of(choose(pods, 1)) == ["new"]
 
 
-def test_a_victim_is_told_until_it_says_that_it_drains() -> None:
+def test_drain_is_sent_until_the_engine_reports_it() -> None:
     pods = [pod("a", running=2), pod("b", running=9)]
     first = plan(pods, (), surplus=1, now=100, timeout=60)
     assert [v.pod for v in first.start] == ["a"]

@@ -122,7 +122,7 @@ def test_a_drained_engine_waits_until_its_pod_ends() -> None:
     assert pod()["containers"][0]["lifecycle"] == {"preStop": {"sleep": {"seconds": 1}}}
 
 
-def test_requests_that_wait_for_a_deleted_model_are_held_if_the_spec_says_so() -> None:
+def test_requests_for_a_deleted_model_stay_queued_if_the_spec_asks_for_it() -> None:
     assert "HEADRACE_ENGINE_HOLD_WAITING" not in env()
     assert env(deletion={"waitingRequests": "Hold"})["HEADRACE_ENGINE_HOLD_WAITING"] == "true"
 
@@ -507,7 +507,7 @@ def test_the_backlog_counts_running_requests_too() -> None:
     )
 
 
-def test_behavior_is_that_of_the_operator() -> None:
+def test_the_default_behavior_is_the_operators() -> None:
     rules = {"scaleDown": {"stabilizationWindowSeconds": 60, "policies": []}}
     found = autoscaler(service(scaling={"mode": "hpa", "behavior": rules}))
     assert found is not None

@@ -13,7 +13,7 @@ def test_pods_that_leave_or_have_ended_do_not_count() -> None:
     assert engine_pods.live([leaving, failed, running]) == [running]
 
 
-def test_tracks_are_told_apart() -> None:
+def test_pods_are_selected_by_their_track() -> None:
     stable, canary = pod("a", "m"), pod("b", "m", track=names.CANARY)
     assert engine_pods.of_track([stable, canary], names.CANARY) == [canary]
 

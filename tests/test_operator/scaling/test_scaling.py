@@ -99,7 +99,7 @@ def test_a_backlog_that_the_engines_drain_in_time_adds_none() -> None:
     assert (decision.replicas, decision.reason) == (4, Reason.STEADY)
 
 
-def test_a_backlog_asks_for_engines_that_drain_it_once_they_are_there() -> None:
+def test_a_backlog_asks_for_enough_engines_to_drain_it() -> None:
     policy = replace(POLICY, cold_start=20.0, scale_up=FREE)
 
     decision = first(see(4, waiting=300, arrival_rate=2.0), policy)
@@ -203,7 +203,7 @@ def test_bounds_that_changed_hold_at_once() -> None:
     assert (high.replicas, high.reason) == (20, Reason.BOUNDS)
 
 
-def test_the_most_replicas_limit_and_the_decision_says_so() -> None:
+def test_the_decision_names_the_limit_of_replicas() -> None:
     decision = first(see(15, share=1.0), replace(POLICY, scale_up=FREE))
 
     assert (decision.replicas, decision.wanted) == (20, 30)
@@ -307,7 +307,7 @@ FROM_ZERO = replace(POLICY, min_replicas=0)
         replace(unknown(0, replicas=1), queue=None),
     ],
 )
-def test_a_model_that_nobody_knows_gets_one_engine(seen: ScalingObservation) -> None:
+def test_a_model_that_is_not_registered_gets_one_engine(seen: ScalingObservation) -> None:
     decision = decide(seen, FROM_ZERO, History(), 0.0)
 
     assert (decision.replicas, decision.reason) == (1, Reason.INITIAL_SCALE)

@@ -1,4 +1,5 @@
-"""Properties of `decide` for all observations: bounds, step limits, monotony, calm, frozen metrics.
+"""Properties of `decide` for all observations: bounds and step limits, more load never means fewer
+engines, a constant load a constant count, and missing metrics no change.
 
 Values of single signals are in test_scaling.py.
 """
@@ -129,7 +130,7 @@ def test_missing_metrics_freeze_the_count(seen: ScalingObservation, policy: Scal
 def test_a_constant_load_does_not_flap(
     load: float, speed: float, begin: int, cold_start: float, utilization: float
 ) -> None:
-    """For every load, engine speed and first count, the count finally stays the same."""
+    """For every load, engine speed and first count, the count stops changing."""
     policy = ScalingPolicy(max_replicas=200, utilization=utilization)
     counts = replay(policy, load, speed, begin, cold_start, seconds=7200)
     settled = counts[len(counts) // 2 :]
@@ -146,7 +147,7 @@ def test_a_constant_load_does_not_flap(
     st.integers(1, 120),
     st.sampled_from([15.0, 60.0, 120.0]),
 )
-def test_no_period_sees_more_than_its_step(
+def test_the_count_changes_by_at_most_one_step_in_a_period(
     waiting: list[int], kind: StepKind, value: int, period: float
 ) -> None:
     rules = ScalingRules(0.0, (StepLimit(kind, value, period),))
@@ -156,7 +157,7 @@ def test_no_period_sees_more_than_its_step(
     history, count, counts = History(), 5, [5]
     for step, each in enumerate(waiting):
         now = 15.0 * step
-        decision = decide(calm(now, count, waiting=each), policy, history, now)
+        decision = decide(without_load(now, count, waiting=each), policy, history, now)
         history, count = decision.history, decision.replicas
         counts.append(count)
 
@@ -169,7 +170,10 @@ def test_no_period_sees_more_than_its_step(
 
 
 def allowed(kind: StepKind, value: int, highest: int, begin: int) -> tuple[int, int]:
-    """The most and least after one period. Downs in it may widen what ups start from."""
+    """The highest and lowest count after one period that began with `begin`.
+
+    A count that was reached in the period, `highest`, may be reached again.
+    """
     if kind is StepKind.PODS:
         return max(highest, begin + value), begin - value
     return max(highest, ceil(begin * (1 + value / 100))), int(begin * (1 - value / 100)) - 1
@@ -194,7 +198,7 @@ def test_an_idle_model_goes_to_zero_and_not_before(begin: int, idle_time: float)
     history, count, emptied = History(), begin, None
     for step in range(400):
         now = 15.0 * step
-        decision = decide(calm(now, count), policy, history, now)
+        decision = decide(without_load(now, count), policy, history, now)
         history, count = decision.history, decision.replicas
         if count == 0 and emptied is None:
             emptied = now
@@ -219,7 +223,7 @@ def test_a_history_survives_a_restart(
 
 @quick
 @given(observations(), policies)
-def test_the_count_differs_from_the_wish_only_where_a_limit_says_so(
+def test_a_count_that_differs_from_the_wanted_one_names_its_limit(
     seen: ScalingObservation, policy: ScalingPolicy
 ) -> None:
     decision = decide(seen, policy, History(), seen.at)
@@ -227,8 +231,8 @@ def test_the_count_differs_from_the_wish_only_where_a_limit_says_so(
     assert (decision.replicas == decision.wanted) or isinstance(decision.limited, ScalingLimit)
 
 
-def calm(now: float, count: int, waiting: int = 0) -> ScalingObservation:
-    """Ready engines without load, but for what waits."""
+def without_load(now: float, count: int, waiting: int = 0) -> ScalingObservation:
+    """Ready engines without running requests; `waiting` requests are in the queue."""
     engines = EngineSignals(running=0, capacity=32 * count)
     return ScalingObservation(
         at=now,
@@ -242,7 +246,10 @@ def calm(now: float, count: int, waiting: int = 0) -> ScalingObservation:
 def replay(
     policy: ScalingPolicy, load: float, speed: float, begin: int, cold_start: float, seconds: int
 ) -> list[int]:
-    """Counts while `load` requests a second come, and engines do `speed` each at 32 sequences."""
+    """Counts while `load` requests a second arrive.
+
+    Each engine runs 32 sequences and finishes `speed` requests a second.
+    """
     history, counts, starts, backlog = History(), [begin], [0.0] * begin, 0.0
     for step in range(seconds // 15):
         now = 15.0 * step
@@ -278,6 +285,6 @@ def replay(
 
 
 def turns(counts: list[int]) -> int:
-    """How often the direction changes."""
+    """The number of changes from rising to falling or back."""
     signs = [b > a for a, b in zip(counts, counts[1:], strict=False) if a != b]
     return sum(a != b for a, b in zip(signs, signs[1:], strict=False))

@@ -153,7 +153,7 @@ async def test_pods_are_not_followed_elsewhere() -> None:
         (204, "OK", "the answer has HTTP status 204"),
     ],
 )
-async def test_nothing_of_an_answer_is_shown(status: int, reason: str, says: str) -> None:
+async def test_no_part_of_an_answer_is_shown(status: int, reason: str, says: str) -> None:
     async def answer(request: web.Request) -> web.StreamResponse:
         body = {"data": {"result": [SECRET]}} if status == 200 else None
         reply = web.json_response(body, status=status)
@@ -201,7 +201,7 @@ async def test_a_slow_answer_ends_in_time() -> None:
             await fetch.body(request, 1_000)
 
 
-async def test_a_closed_port_is_told_without_the_system_s_words() -> None:
+async def test_the_error_for_a_closed_port_is_our_own() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

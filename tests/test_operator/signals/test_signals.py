@@ -276,13 +276,13 @@ async def test_prometheus_gives_the_same_signals() -> None:
     assert found.engines.capacity == 32
 
 
-async def test_prometheus_without_the_queue_says_so() -> None:
+async def test_a_prometheus_without_metrics_of_the_queue_is_reported() -> None:
     async with prometheus({"running": 1}) as signals:
         with pytest.raises(SignalsUnavailable, match="does it scrape the gateways"):
             await signals.read(service(), ())
 
 
-async def test_an_absent_prometheus_says_so() -> None:
+async def test_an_absent_prometheus_is_reported() -> None:
     async with fetch.session() as session:
         urls = PrometheusUrls(own="http://127.0.0.1:1")
         signals = PrometheusSignals(session, session, urls, timeout=5)

@@ -1,5 +1,7 @@
 """Reading of ModelServices: every refusal names the field, and the schema has what is read."""
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,8 @@ import yaml
 from cel import evaluate
 from pydantic import BaseModel
 
+from headrace_engine.attention import BACKENDS
+from headrace_engine.scheduler.policies import POLICIES
 from headrace_engine.serving.settings import EngineSettings
 from headrace_operator.errors import InvalidSpec
 from headrace_operator.signals.signals import DEFAULT_CAPACITY
@@ -154,7 +158,7 @@ def test_the_schema_has_exactly_the_fields_that_are_read() -> None:
     assert seen > 100
 
 
-def test_every_field_says_what_it_is() -> None:
+def test_every_field_has_a_description() -> None:
     """`kubectl explain` shows these descriptions."""
     root = yaml.safe_load(CRD.read_text())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     silent: list[str] = []
@@ -194,7 +198,7 @@ def test_rules_of_sections_are_rules_of_the_schema() -> None:
     assert len(ours) == 11
 
 
-def test_no_pattern_is_told_as_a_regular_expression() -> None:
+def test_no_error_shows_a_regular_expression() -> None:
     assert not [node for node in _walk(schema.spec_schema()) if "pattern" in node]
 
 
@@ -240,6 +244,15 @@ def test_engine_settings_are_those_of_the_engine() -> None:
     own |= {"tensor_parallel_size", "redis_credentials", "sealing_keys_file", "sealing_mode"}
     own |= {"enable_lora", "lora_modules", "max_loras", "max_lora_rank", "max_cpu_loras"}
     assert set(EngineSettingsSpec.model_fields) == set(EngineSettings.model_fields) - own
+
+
+@pytest.mark.parametrize(
+    ("field", "names"), [("attention_backend", BACKENDS), ("policy", POLICIES)]
+)
+def test_a_description_names_every_choice(field: str, names: Iterable[str]) -> None:
+    for settings in (EngineSettings, EngineSettingsSpec):
+        described = settings.model_fields[field].description or ""
+        assert set(names) <= set(re.findall(r"\w+", described)), settings
 
 
 def test_the_capacity_guess_is_the_engines_default() -> None:

@@ -50,7 +50,7 @@ def driver(environ: Mapping[str, str]) -> Iterator[Finding]:
         if wants_gpu(environ):
             yield fail(
                 "driver",
-                "libcuda.so.1 is not here, and the engine is told to run on cuda",
+                "libcuda.so.1 is not here, and the engine is set to run on cuda",
                 "ask for a GPU (spec.engine.gpu) on nodes with NVIDIA's driver and its container "
                 "toolkit",
             )

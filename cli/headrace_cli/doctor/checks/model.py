@@ -15,12 +15,12 @@ from .finding import Finding, Level, fail, ok, warning
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_SECONDS = 5.0
-# safetensors: the longest header that its library reads, and the entry that is no tensor.
+# Of safetensors: the longest header that its library reads, and the entry that is no tensor.
 _HEADER_BYTES = 100_000_000
 _METADATA = "__metadata__"
-_NO_GGUF = "GGUF is not read: take the checkpoint with *.safetensors that it was made from"
+_NO_GGUF = "engines do not read GGUF: use the checkpoint with *.safetensors that it was made from"
 _TO_SAFETENSORS = "convert them to *.safetensors, or take another revision of the model"
-# Texts that can only be a folder.
+# Text that begins so can only be a folder.
 _PATHS = (".", "~", "/")
 
 

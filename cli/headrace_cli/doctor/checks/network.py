@@ -32,7 +32,7 @@ def clock(redis_url: str) -> Iterator[Finding]:
     except UsageError:
         return  # the check of the queue reports it
     if notice is None:
-        yield ok("clock", "that of Redis, within some seconds")
+        yield ok("clock", "agrees with that of Redis to within some seconds")
     else:
         yield warning("clock", notice, "let both machines follow one time server (NTP)")
 

@@ -9,7 +9,7 @@ from .client.connection import Connection
 TRIES = 3
 KINDS = tuple(ItemKind)
 ANY = Quota()
-# The arguments of OCCUPY by their numbers.
+# The limit that a request exceeded, by the number of OCCUPY's argument.
 _BOUNDS = {5: Bound.BYTES, 6: Bound.KIND_BYTES, 7: Bound.KIND_ITEMS}
 
 

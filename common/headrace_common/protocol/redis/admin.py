@@ -1,7 +1,7 @@
 """Shows and repairs queues over Redis Streams, for people who operate them.
 
-Reads records and never prompts. Changes go through the same scripts as everywhere else; gateways
-are told of them as by an engine.
+Reads records and never prompts. It makes changes with the queue's scripts, and sends gateways the
+same frames as engines do.
 """
 
 from collections.abc import Sequence

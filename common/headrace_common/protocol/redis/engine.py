@@ -46,7 +46,7 @@ from .client.client import Command, RedisClient, backoff
 from .client.connection import Connection, check_backend, translate
 from .framing import frames_of
 from .journal import JournalReader, entry_id
-from .sealing import SealingCheck
+from .sealing_check import SealingCheck
 from .stream_reader import entries
 
 logger = logging.getLogger(__name__)

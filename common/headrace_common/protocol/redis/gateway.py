@@ -48,7 +48,7 @@ from .client.connection import Connection, check_backend, translate
 from .depth import depth_of, rate_of
 from .journal import JournalReader
 from .queue_position import requests_ahead
-from .sealing import SealingCheck
+from .sealing_check import SealingCheck
 from .stream_reader import entries
 
 logger = logging.getLogger(__name__)
@@ -319,7 +319,7 @@ class RedisGatewayQueue:
     async def _outcome(
         self, request_id: str, model: str, why: bytes | None, stored: bytes | None
     ) -> Outcome:
-        """The stored outcome, or the one of a request that a script ended without storing one."""
+        """The stored outcome, or that of a request that a script ended without storing one."""
         if not stored:
             code = FailureCode(why.decode()) if why else FailureCode.INTERNAL
             return Outcome(failed=failed(request_id, 0, code))

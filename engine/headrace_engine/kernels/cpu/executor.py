@@ -5,7 +5,7 @@ Knows nothing of checkpoints or models; must not be used by two threads at once.
 
 import ctypes
 import weakref
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -111,7 +111,7 @@ class Executor:
         return -(-outputs // self._kernels.panel) * self._kernels.panel
 
     def pack(
-        self, parts: Rows[torch.Tensor], biases: Rows[torch.Tensor], quantize: bool
+        self, parts: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], quantize: bool
     ) -> PackedLinear:
         """Packs the stacked weights [out, in] of `parts` as one layer."""
         addresses = np.concatenate([row_addresses(part) for part in parts])
@@ -122,7 +122,7 @@ class Executor:
         self,
         gate: torch.Tensor,
         up: torch.Tensor,
-        biases: Rows[torch.Tensor],
+        biases: Sequence[torch.Tensor],
         quantize: bool,
     ) -> PackedLinear:
         """Packs gate and up [inner, in] interleaved by half panels, so that pairs meet in
@@ -136,7 +136,7 @@ class Executor:
         return self._pack(addresses, gate, bias, quantize)
 
     def pack_quantized(
-        self, weight: QuantizedMatrix, biases: Rows[torch.Tensor], gated: bool
+        self, weight: QuantizedMatrix, biases: Sequence[torch.Tensor], gated: bool
     ) -> PackedLinear:
         """Like `pack` for weights in 4 bits; like `pack_gated` if they are gates, then ups."""
         order = np.arange(len(weight.values))
@@ -170,7 +170,7 @@ class Executor:
         )
 
     def pack_floats(
-        self, weight: QuantizedMatrix, biases: Rows[torch.Tensor], gated: bool
+        self, weight: QuantizedMatrix, biases: Sequence[torch.Tensor], gated: bool
     ) -> PackedLinear:
         """Like `pack_quantized` for 4-bit floats (e2m1) in groups of 32, given by their codes."""
         packed = self.pack_quantized(weight, biases, gated)

@@ -4,7 +4,7 @@ QKV, and gate and up, are fused products. Only rows that sample get logits, and 
 layer's attention only those rows are computed.
 """
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 
 import torch
 from torch.nn import functional as F
@@ -67,7 +67,7 @@ class Decoder:
     def lora_shapes(self) -> tuple[LayerShapes, ...]:
         return lora_shapes(self._config)
 
-    def forward(self, batch: ForwardBatch, caches: Rows[LayerCache]) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
         lora, positions = batch.lora, self._positions.lookup(batch.positions)
         residual, every = self._embed(batch.input_ids), samples_every_row(batch)
         hidden = self._normed(residual, self._layers[0].input_norm)

@@ -3,7 +3,7 @@
 Computes nothing; tensors have Llama's names.
 """
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -51,7 +51,7 @@ class DecoderWeights:
     """All weights; `norm` comes before `lm_head`."""
 
     embedding: torch.Tensor
-    layers: Rows[DecoderLayer]
+    layers: Sequence[DecoderLayer]
     norm: torch.Tensor
     lm_head: Linear
 
@@ -79,7 +79,7 @@ class LinearSource(Protocol):
         self, weights: tuple[str, ...], biases: tuple[str, ...] = (), exact: bool = False
     ) -> Linear: ...
 
-    def experts(self, experts: Rows[tuple[Names, Names]]) -> ExpertWeights | None:
+    def experts(self, experts: Sequence[tuple[Names, Names]]) -> ExpertWeights | None:
         """Stacks a mixture's matrices, given each expert's names of (gate and up, down); None if
         they cannot be stacked."""
 
@@ -182,7 +182,7 @@ class _LayerReader:
         gelu, shared = self._config.activation == "gelu_tanh", self._shared(prefix, experts)
         return ops.mixture(MixtureParts(router, weights, shared, experts, gelu))
 
-    def _biases(self, experts: Rows[str], *matrices: str) -> torch.Tensor:
+    def _biases(self, experts: Sequence[str], *matrices: str) -> torch.Tensor:
         """The experts' biases, [E, out]."""
         names = [[f"{one}{matrix}.bias" for matrix in matrices] for one in experts]
         return torch.stack([torch.cat([self._reader.read(name) for name in own]) for own in names])

@@ -5,7 +5,7 @@ residual stream and the logits are float32.
 """
 
 import ctypes
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -52,7 +52,7 @@ class FusedDecoder:
         self.kv_shapes = (KVShape(config.num_kv_heads, config.head_dim),) * config.num_layers
         self._weights = FusedWeights(config, reader, ops.executor, positions, quantize)
         self._decoder = self._weights.describe()
-        self._caches: tuple[Rows[LayerCache], ctypes.Array[ctypes.c_void_p]] | None = None
+        self._caches: tuple[Sequence[LayerCache], ctypes.Array[ctypes.c_void_p]] | None = None
         self._logits = torch.empty(0, ops.executor.padded(config.vocab_size))
 
     @property
@@ -65,7 +65,7 @@ class FusedDecoder:
         weights = layered_weights(self._config, self._weights, self._ops)
         return Decoder(self._config, weights, self._positions, self._ops, self._attention)
 
-    def forward(self, batch: ForwardBatch, caches: Rows[LayerCache]) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
         if batch.lora is not None:
             return self._layered.forward(batch, caches)
         rows = batch.logits_rows.shape[0]
@@ -89,7 +89,7 @@ class FusedDecoder:
             self._logits = torch.empty(rows, self._logits.shape[1])
         return self._logits[:rows]
 
-    def _pointers(self, caches: Rows[LayerCache]) -> ctypes.Array[ctypes.c_void_p]:
+    def _pointers(self, caches: Sequence[LayerCache]) -> ctypes.Array[ctypes.c_void_p]:
         """Addresses of the layers' caches, computed again only if the caches have changed."""
         if self._caches is None or self._caches[0] is not caches:
             pointers = [cache[0].data_ptr() for cache in caches]

@@ -4,7 +4,7 @@ It uses the same packed weights, so it needs no more memory; it is slower, as ea
 separate call.
 """
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 
 import torch
 
@@ -53,7 +53,7 @@ class PackedLayers:
         inner = self._weights.linears[(weights[0].replace("gate_proj", "down_proj"),)].inputs
         return GatedLinear(linear, self._executor.padded(1) // 2, inner)
 
-    def experts(self, experts: Rows[tuple[Names, Names]]) -> ExpertWeights | None:
+    def experts(self, experts: Sequence[tuple[Names, Names]]) -> ExpertWeights | None:
         """Returns None: experts are packed one by one."""
         return None
 

@@ -2,7 +2,7 @@
 does so only in steps that ask for it (`DependentLaunches.fused_norms`); all other steps are those
 of Decoder."""
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -61,12 +61,12 @@ class NormFusingDecoder(Decoder):
         ops: TritonOps,
         attention: AttentionBackend,
         *,
-        blocks: Rows[_Block],
+        blocks: Sequence[_Block],
     ) -> None:
         super().__init__(config, weights, positions, ops, attention)
         self._blocks, self._launches = blocks, ops.dependent_launches
 
-    def forward(self, batch: ForwardBatch, caches: Rows[LayerCache]) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
         if self._launches.fused_norms and self._can_fuse(batch):
             return self._forward_fused(batch, caches)
         return super().forward(batch, caches)
@@ -75,7 +75,7 @@ class NormFusingDecoder(Decoder):
         few = 0 < len(batch.input_ids) <= ROW_BOUNDS[-1]
         return few and batch.lora is None and samples_every_row(batch)
 
-    def _forward_fused(self, batch: ForwardBatch, caches: Rows[LayerCache]) -> torch.Tensor:
+    def _forward_fused(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
         eps = self._config.rms_norm_eps
         positions = self._positions.lookup(batch.positions)
         residual, first = self._embed(batch.input_ids), self._layers[0]

@@ -1,7 +1,7 @@
 """One rank's part of a decoder, and where the ranks' results are joined: sums after the embedding,
 attention and MLP, and gathered logits."""
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -60,8 +60,10 @@ class ParallelDecoder(Decoder):
         return _sum(super()._project(layer, attended, lora), self._shard.collectives)
 
     def _norm_rows(self, qkv: torch.Tensor, norm: QKNorm) -> torch.Tensor:
-        """Normalises over the heads of all ranks. Every rank has equally many; KV heads that ranks
-        share are counted once for each of those ranks."""
+        """Normalises over the heads of all ranks, of which every rank has the same number.
+
+        A KV head that several ranks share is counted once for each of them.
+        """
         query, key, value = torch.split(qkv, list(self.heads.sizes), dim=-1)
         squares = torch.stack([part.float().square().mean(-1) for part in (query, key)])
         means = _sum(squares, self._shard.collectives) / self._shard.size
@@ -107,7 +109,7 @@ class GatheredHead:
         return torch.cat(_trimmed(parts, self.outputs), dim=1)
 
 
-def _trimmed(parts: Rows[torch.Tensor], outputs: int) -> list[torch.Tensor]:
+def _trimmed(parts: Sequence[torch.Tensor], outputs: int) -> list[torch.Tensor]:
     """The parts without the padding that made them equally wide."""
     ends = [(rank + 1) * outputs // len(parts) for rank in range(len(parts))]
     return [

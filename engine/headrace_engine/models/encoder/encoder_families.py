@@ -10,9 +10,11 @@ from ...checkpoints.checkpoint import Checkpoint
 
 @dataclass(frozen=True, slots=True)
 class EncoderFamily:
-    """One family. `size_field` of config.json has the length of hidden states. With
-    `counts_after_padding` positions begin after the padding token's id, so fewer are left for
-    tokens."""
+    """One family.
+
+    `size_field` of config.json has the length of hidden states. With `counts_after_padding` the
+    first position is the padding token's id + 1, so a text can have fewer tokens.
+    """
 
     size_field: str = "hidden_size"
     counts_after_padding: bool = False

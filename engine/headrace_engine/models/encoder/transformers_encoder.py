@@ -4,7 +4,7 @@ A step's prompts go through the library's model in padded batches of similar len
 whole. There is no KV cache: nothing of a prompt is kept after its step.
 """
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class TransformersEncoder:
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self.kv_shapes: tuple[KVShape, ...] = ()
 
-    def forward(self, batch: ForwardBatch, caches: Rows[LayerCache]) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
         lengths = batch.metadata.query_start.diff().tolist()
         prompts = torch.split(batch.input_ids, lengths)
         states: list[torch.Tensor] = list(prompts)
@@ -91,7 +91,7 @@ class CrossEncoder(TransformersEncoder):
         return scores[:, None, :].expand(-1, ids.shape[1], -1)
 
 
-def group_by_length(lengths: Rows[int]) -> list[list[int]]:
+def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
     """Groups indices so that padding to a group's longest adds little."""
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     groups: list[list[int]] = []

@@ -5,7 +5,7 @@ kernels, which unpack weights while they multiply. Elsewhere quantised matrices 
 each product, and all others use torch's own layers.
 """
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -158,7 +158,7 @@ class LinearMaker:
             return self._quantized(round_weight(whole), bias)
         return self._make_whole(whole, bias)
 
-    def experts(self, experts: Rows[tuple[Names, Names]]) -> ExpertWeights | None:
+    def experts(self, experts: Sequence[tuple[Names, Names]]) -> ExpertWeights | None:
         """Stacks a mixture's matrices, given each expert's names of (gate and up, down); None if no
         grouped product supports them."""
         if self._executor is not None:

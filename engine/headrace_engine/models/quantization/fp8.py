@@ -11,7 +11,8 @@ from ...checkpoints.tensor_files import Shape, TensorFiles
 from ...layers.float8_weight import Float8Weight
 from .base import FLOATS, TensorSpec
 
-# Names of the scale in checkpoints of different makers; all multiply.
+# Names of the scale in checkpoints of different makers. With either name, weights are multiplied
+# by it.
 SCALES = ("weight_scale_inv", "weight_scale")
 
 

@@ -10,8 +10,7 @@ the interface offers are refused (position biases, chunked or recurrent layers, 
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +37,7 @@ PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-
 @dataclass(frozen=True, slots=True)
 class _Step:
     batch: ForwardBatch
-    caches: Rows[LayerCache]
+    caches: Sequence[LayerCache]
 
 
 class PagedAttention:
@@ -99,7 +98,7 @@ class TransformersModel:
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
 
-    def forward(self, batch: ForwardBatch, caches: Rows[LayerCache]) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
         keeps = self._keeps_rows and not self._hidden_states
         rows = {"logits_to_keep": batch.logits_rows} if keeps else {}
         model = self._model.base_model if self._hidden_states else self._model

@@ -16,5 +16,5 @@ async def create_embedding(request: Request) -> Response:
     services = services_of(request)
     body = await services.body(request, EmbeddingRequest)
     model = await services.models.find(body.model)
-    most = services.settings.max_embedding_inputs
-    return await embed(services.pipeline, request, body, model, most)
+    max_inputs = services.settings.max_embedding_inputs
+    return await embed(services.pipeline, request, body, model, max_inputs)

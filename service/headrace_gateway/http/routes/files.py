@@ -86,7 +86,7 @@ async def retrieve_file(file_id: str, request: Request) -> dict[str, Any]:
 
 @router.delete("/v1/files/{file_id}")
 async def delete_file(file_id: str, request: Request) -> dict[str, Any]:
-    """Deletes a file. A batch that has begun with it goes on."""
+    """Deletes a file. A batch that has begun with it continues."""
     services = services_of(request)
     batches = services.batches
     file = await batches.file(file_id, services.read_access)

@@ -24,7 +24,7 @@ ANONYMOUS = "Not ready."
 @router.head("/health/live", include_in_schema=False)
 @router.get("/health/live")
 async def live(request: Request) -> dict[str, str]:
-    """Whether this process can go on; says nothing about the engines."""
+    """Whether this process can continue; says nothing about the engines."""
     broken = services_of(request).liveness()
     if broken is not None:
         raise unavailable(f"Not live: {broken}.", code="not_live")

@@ -21,7 +21,7 @@ async def retrieve_request(request_id: str, request: Request) -> Response:
 
 @router.delete("/v1/requests/{request_id}", response_model=dict[str, Any])
 async def cancel_request(request_id: str, request: Request) -> Response:
-    """Ends a request, wherever it waits or runs; one that has ended stays as it is."""
+    """Ends a request, whether it waits or runs. One that has ended is not changed."""
     services = services_of(request)
     return _present(await services.resumable.cancel(request_id, services.read_access))
 

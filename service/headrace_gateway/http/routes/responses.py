@@ -134,7 +134,7 @@ async def retrieve_response(
 
 @router.post("/v1/responses/{response_id}/cancel")
 async def cancel_response(response_id: str, request: Request) -> dict[str, Any]:
-    """Ends a response, wherever it waits or runs; one that has ended stays as it is."""
+    """Ends a response, whether it waits or runs. One that has ended is not changed."""
     services = services_of(request)
     snapshot = await _find(response_id, services)
     return present(

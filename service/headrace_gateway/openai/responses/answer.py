@@ -1,4 +1,4 @@
-"""The answer of /v1/responses: typed events, and the response object that they add up to."""
+"""The answer of /v1/responses: typed events, or the response object with their whole content."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ _ID_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 def response_object(
     echo: Mapping[str, Any], answer_id: str, created: int, model: str, **now: Any
 ) -> dict[str, Any]:
-    """Returns a response in this state; `echo` is what it repeats of its request."""
+    """Returns a response object. `echo` has fields of the request, `now` the present state."""
     return {
         "id": f"{ID_PREFIX}{answer_id}",
         "object": "response",
@@ -208,7 +208,7 @@ class ResponsesAnswer:
         return self._of_item(kind, content_index=0, **fields)
 
     def _take_logprobs(self, piece: Piece, parts: list[Part]) -> None:
-        """Collects the log probabilities of tokens that are, or may be, of a message's text."""
+        """Collects the log probabilities of tokens that may belong to a message's text."""
         options = self._options
         if options.logprobs is None or piece.logprobs is None or not piece.token_ids:
             return

@@ -136,8 +136,8 @@ MARKERS: Mapping[str, tuple[str, ...]] = {
     **{name: each.markers for name, each in ELEMENTS.items()},
 }
 
-# A template has the first of these forms whose texts it all contains. None: a form without a parser
-# whose template also contains the texts of a later form.
+# The first form of which a template contains all texts is the template's form. None is a form
+# without a parser; its templates also contain the texts of a later form.
 _TEMPLATE_SIGNS: tuple[tuple[str | None, tuple[str, ...]], ...] = (
     (DEEPSEEK_V32, (DSML, "function_calls>")),
     (DEEPSEEK_V4, (DSML, "tool_calls>")),

@@ -1,7 +1,7 @@
 """The format of calls whose arguments are elements.
 
-A text ends at the first marker that ends it, so that a pattern can enforce its schema; every other
-value is JSON.
+Arguments of type string are plain text up to a closing marker; a pattern enforces their schema. All
+other arguments are JSON.
 """
 
 import re
@@ -94,7 +94,7 @@ def _value(form: Elements, parameter: Parameter) -> Format:
 def _texts(
     form: Elements, schema: Mapping[str, Any], whole: Mapping[str, Any], kind: ValueKind
 ) -> Iterator[Format]:
-    """Returns the ways to write a text; null is a word among them. Raises ValueError."""
+    """Returns the ways to write a text; a null is the word `null`. Raises ValueError."""
     schema = target_of(schema, whole)
     for branch in schema.get("anyOf", ()):
         yield from _texts(form, branch, whole, kind)

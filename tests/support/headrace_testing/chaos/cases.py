@@ -1,4 +1,4 @@
-"""Requests and what each must be answered, whatever breaks meanwhile."""
+"""Requests, and the answer that each must get although something breaks meanwhile."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

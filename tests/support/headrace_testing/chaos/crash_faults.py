@@ -1,4 +1,4 @@
-"""Engines that crash at every moment of a request's life that differs from the others."""
+"""Engines that crash at each of the Moments in a request's life."""
 
 from functools import partial
 
@@ -11,7 +11,7 @@ _EARLY = (Moment.TAKEN, Moment.EXECUTING, Moment.PREFILL)
 
 
 async def crash(moment: Moment, scene: Scene) -> None:
-    """One engine, or with every second seed all of them, each replaced once it is dead."""
+    """Crashes all engines, or with odd seeds one of them. Each is replaced when it is dead."""
     if moment not in _EARLY:
         await scene.moment(latest=0.5)
     victims = list(scene.world.engines)
@@ -25,7 +25,7 @@ async def crash(moment: Moment, scene: Scene) -> None:
 
 
 async def _died(scene: Scene, engine: EngineProcess) -> None:
-    """The crowd may end before the engine has come to its moment."""
+    """Waits for the engine's end. If all clients end before its moment, runs them again."""
     while engine.alive:
         if scene.ended:
             await scene.visit_again()
@@ -34,7 +34,7 @@ async def _died(scene: Scene, engine: EngineProcess) -> None:
 
 
 async def crash_taking_over(scene: Scene) -> None:
-    """The engine that goes on with a dead one's requests dies as well, before it makes a token."""
+    """The engine that takes over a dead engine's requests dies too, before it makes a token."""
     await scene.moment(latest=0.5)
     first, *others = scene.world.engines
     for engine in others:

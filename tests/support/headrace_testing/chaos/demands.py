@@ -1,17 +1,18 @@
-"""Commands of tests to a process that is to fail, or to act like another version."""
+"""Commands with which tests make a process fail, or act like another version."""
 
 import signal
 from enum import Enum
 
-# A token that no other prompt holds, and signals.
+# A token that crashes the engine; no other prompt contains it.
 POISON = 3
+# Signals that make an engine hang, or raise an error.
 HANG, RAISE = signal.SIGUSR1, signal.SIGUSR2
-# In the environment of a process that speaks the protocol's next version.
+# A variable; a process that has it speaks the next version of the protocol.
 NEWER_PROTOCOL = "CHAOS_NEWER_PROTOCOL"
 
 
 class Moment(Enum):
-    """The moment at which an engine kills itself, on demand, when it next reaches it."""
+    """A place in the code. After the signal, an engine kills itself when it next reaches it."""
 
     TAKEN = "requests taken, not known to the engine"
     EXECUTING = "requests noted as running, none begun"

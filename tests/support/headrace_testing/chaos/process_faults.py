@@ -50,7 +50,7 @@ async def kill_frozen_engine(scene: Scene) -> None:
 
 
 async def freeze_engine(scene: Scene) -> None:
-    """Beyond its lease; it wakes while others go on with its requests, or after they have."""
+    """Beyond its lease; it wakes while others continue with its requests, or after they have."""
     await scene.moment()
     frozen = await scene.aside(partial(busiest, scene.world))
     frozen.signal(signal.SIGSTOP)
@@ -128,7 +128,7 @@ async def _drain(scene: Scene, way: str, engine: EngineProcess) -> None:
 
 
 async def kill_gateway(scene: Scene) -> None:
-    """Clients go on elsewhere, or with every second seed at the same address once it is back."""
+    """Clients continue elsewhere, or with every second seed at the same address once it is back."""
     await scene.moment()
     victim = scene.random.choice(scene.world.gateways)
     victim.kill()
@@ -157,7 +157,7 @@ async def kill_engine_of_frozen_gateway(scene: Scene) -> None:
 
 
 async def freeze_gateway(scene: Scene) -> None:
-    """For longer than it takes to give an engine up: it wakes and goes on where it was."""
+    """For longer than it takes to give an engine up: it wakes and continues where it was."""
     await scene.moment()
     gateway = scene.random.choice(scene.world.gateways)
     gateway.signal(signal.SIGSTOP)

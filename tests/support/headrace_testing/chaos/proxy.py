@@ -56,7 +56,7 @@ class FaultProxy:
         self._loop.close()
 
     def change(self, weather: Weather) -> None:
-        """From now on; what was held back goes on its way once it is not silent any more."""
+        """From now on; what was held back is sent once it is not silent any more."""
         self._call(self._change(weather))
 
     def cut(self) -> None:

@@ -12,7 +12,7 @@ _CHANGED = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Dice:
-    """`changes` are numbers: each changes some of the throws, but for those that are `fixed`.
+    """`changes` are numbers: each changes some of the throws, except those that are `fixed`.
 
     Written `SEED/NUMBER+CHANGE+CHANGE`.
     """

@@ -81,7 +81,7 @@ class Document:
         return sorted(path for path, found in self._paths.items() if "get" in found)
 
     def body(self, place: Place, value: bytes) -> bytes:
-        """A body that is well but for `value`, some JSON or not, at a place."""
+        """A valid body, except that `value`, which need not be JSON, is at one place of it."""
         text = value
         for depth in range(len(place.steps), 0, -1):
             step = place.steps[depth - 1]

@@ -1,4 +1,4 @@
-"""Requests whose HTTP is the attack: pieces, headers, counts and ends that no client sends."""
+"""Attacks through HTTP itself: odd headers, paths and chunks; slow, unfinished, reset requests."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -94,7 +94,7 @@ def _parts(path: str) -> list[str]:
 
 
 def _chunks(dice: Dice, paths: Sequence[str]) -> Attack:
-    """A body in chunks, with something between, after or before them."""
+    """A body in chunks that are too many, too long, malformed or never complete."""
     count = dice.size("chunks", 100, 1_000_000)
     letters = dice.size("letters", 1, 60_000)
     kinds: Mapping[str, Callable[[], bytes]] = {
@@ -104,7 +104,7 @@ def _chunks(dice: Dice, paths: Sequence[str]) -> Attack:
         ),
         "a trailer's name": lambda: b"0\r\n" + b"a" * count * 10,
         "trailers": lambda: b"0\r\n" + b"A: b\r\n" * count,
-        "digits of a size": lambda: b"0" * count * 5,
+        "a size with leading zeros": lambda: b"0" * count * 5,
         "too large a size": lambda: b"f" * letters,
         "empty lines": lambda: b"\r\n" * count,
         "a chunk without an end": lambda: b"ffffff\r\n" + b" " * count,
@@ -123,19 +123,19 @@ def _chunks(dice: Dice, paths: Sequence[str]) -> Attack:
 
 
 def _slow(dice: Dice, paths: Sequence[str]) -> Attack:
-    told, port = _port(dice)
+    port_name, port = _port(dice)
     count = dice.size("slow", 1, 64)
     beginnings = (b"", b"G", b"GET / HTTP/1.1\r\nX: ", b"POST /v1/files HTTP/1.1\r\n")
     beginning = dice.pick("beginning", beginnings)
     return Attack(
-        f"{count} slow connections to {told} from {beginning!r}",
+        f"{count} slow connections to {port_name} from {beginning!r}",
         "neighbour",
         lambda t: drip(port(t), count, beginning, _HELD_S),
     )
 
 
-def _half(dice: Dice, paths: Sequence[str]) -> Attack:
-    """Bodies that do not end; the gateway waits for them, and holds what has come."""
+def _unfinished_bodies(dice: Dice, paths: Sequence[str]) -> Attack:
+    """Bodies that do not end: the gateway waits, and keeps the bytes that have arrived."""
     size, count = dice.size("half", 1_000, 7_900_000), dice.pick("halves", (1, 4, 16))
     count = max(1, min(count, 64_000_000 // size))
     path = dice.pick("half path", [*BASES, "/v1/files"])
@@ -153,19 +153,19 @@ def _half(dice: Dice, paths: Sequence[str]) -> Attack:
 
 
 def _crowded(dice: Dice, paths: Sequence[str]) -> Attack:
-    told, port = _port(dice)
+    port_name, port = _port(dice)
     count = dice.size("crowd", 2, 240)
     beginning = dice.pick(
         "crowd sends", (b"", b"GET /metrics HTTP/1.1\r\nX: ", b"\r\n", b"\x16\x03")
     )
     return Attack(
-        f"{count} connections to {told} that send {beginning!r} and stay",
+        f"{count} connections to {port_name} that send {beginning!r} and stay",
         "neighbour",
         lambda t: crowd(port(t), count, beginning, _HELD_S),
     )
 
 
-def _left(dice: Dice, paths: Sequence[str]) -> Attack:
+def _reset_requests(dice: Dice, paths: Sequence[str]) -> Attack:
     path = dice.pick("left path", [CHAT, "/v1/completions", "/v1/responses", "/v1/embeddings"])
     count = dice.size("left", 1, 100)
     more = {} if path == "/v1/embeddings" else {"stream": True}
@@ -177,16 +177,16 @@ def _left(dice: Dice, paths: Sequence[str]) -> Attack:
     )
 
 
-def _unread(dice: Dice, paths: Sequence[str]) -> Attack:
+def _unread_answers(dice: Dice, paths: Sequence[str]) -> Attack:
     count = dice.size("unread", 1, 64)
     path = dice.pick("unread path", ["/openapi.json", "/v1/models", "/metrics"])
-    told, port = _port(dice)
+    port_name, port = _port(dice)
 
     def sent(target: Target) -> bytes:
         return (head(path, target.attacker, None, "GET") + b"\r\n") * count
 
     return Attack(
-        f"{count} answers of {path} of {told} that nobody reads",
+        f"{count} answers to {path} of {port_name} that no client reads",
         "tenant",
         lambda t: never_read(port(t), sent(t), _HELD_S),
     )
@@ -194,7 +194,7 @@ def _unread(dice: Dice, paths: Sequence[str]) -> Attack:
 
 def _lines(dice: Dice, paths: Sequence[str]) -> Attack:
     """Sends bytes that are not HTTP to any port."""
-    told, port = _port(dice)
+    port_name, port = _port(dice)
     size = dice.size("line", 10, 20_000_000)
     kinds: Mapping[str, Callable[[], bytes]] = {
         "a request line": lambda: b"GET /" + b"a" * size + b" HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -208,7 +208,7 @@ def _lines(dice: Dice, paths: Sequence[str]) -> Attack:
     }
     name = dice.pick("line kind", list(kinds))
     return Attack(
-        f"{name} of {size:,} bytes to {told}",
+        f"{name} of {size:,} bytes to {port_name}",
         "stranger",
         lambda t: exchange(port(t), [kinds[name]()]),
     )
@@ -219,9 +219,9 @@ _KINDS: Mapping[str, Callable[[Dice, Sequence[str]], Attack]] = {
     "query": _query,
     "chunks": _chunks,
     "slow": _slow,
-    "half": _half,
+    "half": _unfinished_bodies,
     "crowd": _crowded,
-    "left": _left,
-    "unread": _unread,
+    "left": _reset_requests,
+    "unread": _unread_answers,
     "lines": _lines,
 }

@@ -1,23 +1,23 @@
 """Limits for the processes under attack: memory, and the time of answers."""
 
 MIB = 2**20
-# The chart's limit of a gateway, and a small one of an engine: its CRD has no default.
+# Memory limits: that of gateways in the chart, and a small one for engines, whose CRD has none.
 GATEWAY_BYTES = 1024 * MIB
 ENGINE_BYTES = 2048 * MIB
-# The share of its limit that no process may exceed.
-SHARE = 0.5
+# The largest share of its memory limit that a process may use.
+MAX_MEMORY_SHARE = 0.5
 DESCRIPTORS = 256
 # The maxMemory of the chart's Redis.
 REDIS_MEMORY = "384mb"
-# Patience of the gateway with slow clients, so that each of them is answered in time.
+# Seconds that the gateway waits for a slow client; short, so that the attacks do not take long.
 PATIENCE_S = 5
 
 PROBE_INTERVAL_S = 0.5
 PROBE_LIMIT_S = 1.0
 ANSWER_LIMIT_S = 10.0
-# No single request of another tenant may wait longer than this for the event loop.
+# The longest time that the event loop may be blocked.
 STALL_LIMIT_S = 1.0
-# The other tenant's p99 under attack may be this many times the undisturbed one, or this much more,
-# as other programs take the processors too.
+# The other tenant's p99 latency under attack may be LATENCY_FACTOR times the undisturbed one, or
+# LATENCY_ALLOWANCE_S above it, whichever is more: other programs use the processors too.
 LATENCY_FACTOR = 2.0
-LATENCY_FLOOR_S = 0.25
+LATENCY_ALLOWANCE_S = 0.25

@@ -69,7 +69,7 @@ def _http() -> Iterator[Attack]:
         begun = head(CHAT, target.attacker) + b"Content-Length: 8000000\r\n\r\n" + b" " * 7_000_000
         return together(exchange(target.api, [begun]) for _ in range(half))
 
-    yield _attack(f"{half} bodies of 8 MB but for the end", "tenant", half_sent)
+    yield _attack(f"{half} bodies of 8 MB without their end", "tenant", half_sent)
     slow = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nX-Slow: "
     yield _attack("100 headers, a byte at a time", "stranger", lambda t: drip(t.api, 100, slow, 6))
     yield _attack("300 idle connections", "stranger", lambda t: crowd(t.api, 300, b"", HELD_S))

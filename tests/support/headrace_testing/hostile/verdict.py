@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from .attack import Answer, Attack
 from .limits import (
     ANSWER_LIMIT_S,
+    LATENCY_ALLOWANCE_S,
     LATENCY_FACTOR,
-    LATENCY_FLOOR_S,
+    MAX_MEMORY_SHARE,
     MIB,
     PROBE_LIMIT_S,
-    SHARE,
     STALL_LIMIT_S,
 )
 from .watch import Event
@@ -129,7 +129,7 @@ def _work(events: Sequence[Event]) -> float:
 
 def _too_much(memory: Mapping[str, int], watched: Iterable[Watched]) -> Iterable[str]:
     for each in watched:
-        allowed = int(each.limit * SHARE)
+        allowed = int(each.limit * MAX_MEMORY_SHARE)
         if memory[each.name] > allowed:
             yield f"{MEMORY_PREFIX}{each.name} {memory[each.name] // MIB} of {allowed // MIB} MiB"
 
@@ -179,7 +179,7 @@ class Latency:
             ("between tokens", self.gap, undisturbed.gap),
             ("until the first token", self.first, undisturbed.first),
         ):
-            allowed = LATENCY_FACTOR * before + LATENCY_FLOOR_S
+            allowed = LATENCY_FACTOR * before + LATENCY_ALLOWANCE_S
             if now > allowed:
                 found.append(
                     f"the other tenant's p99 {name} is {now * 1000:.0f} ms; undisturbed "

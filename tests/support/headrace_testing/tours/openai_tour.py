@@ -14,10 +14,10 @@ ENDED = ("completed", "failed", "expired", "cancelled")
 
 
 def chat(client: OpenAI) -> None:
-    asked: Any = {"model": CHAT, "messages": MESSAGES, "temperature": 0, "max_tokens": MAX_TOKENS}
-    whole = client.chat.completions.create(**asked)
+    options: Any = {"model": CHAT, "messages": MESSAGES, "temperature": 0, "max_tokens": MAX_TOKENS}
+    whole = client.chat.completions.create(**options)
     stream = client.chat.completions.create(
-        **asked, stream=True, stream_options={"include_usage": True}
+        **options, stream=True, stream_options={"include_usage": True}
     )
     chunks = list(stream)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
@@ -108,8 +108,8 @@ def batches(client: OpenAI) -> None:
 def main(url: str) -> None:
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         assert {CHAT, EMBEDDER} <= {model.id for model in client.models.list()}
-        for stop in (chat, tools, structured_output, responses, embeddings, batches):
-            stop(client)
+        for visit in (chat, tools, structured_output, responses, embeddings, batches):
+            visit(client)
 
 
 if __name__ == "__main__":
