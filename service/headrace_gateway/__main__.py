@@ -33,6 +33,7 @@ from headrace_common.protocol.redis.client.connection import (
 )
 from headrace_common.protocol.redis.gateway import RedisGatewayQueue
 from headrace_common.protocol.redis.limits import RedisKeyUsage
+from headrace_common.protocol.redis.live import RedisLiveStore
 from headrace_common.protocol.redis.loads import RedisModelLoads
 from headrace_common.protocol.redis.memory import RedisMemory
 from headrace_common.protocol.redis.refused import RedisRefusedGrammars
@@ -155,6 +156,7 @@ async def serve(
             ),
             refused_grammars=RedisRefusedGrammars(connection),
             storage=open_storage(connection, gateway_id),
+            live=RedisLiveStore(connection, queue.send),
             clock=connection.clock,
         )
         app = create_app(settings, deps)

@@ -150,6 +150,10 @@ class GatewaySettings(BaseSettings):
         '["https://chat.example.com"], or ["*"]; default: none',
     )
 
+    console: bool = Field(
+        True, description="serve the console, a page that shows the system, at / and /console/"
+    )
+
     strict_requests: bool = Field(
         True,
         description="refuse requests with unknown fields, or with tools that this server would "

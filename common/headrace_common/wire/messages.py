@@ -229,7 +229,14 @@ class Recall:
     """Take work again after Drain. An engine that received SIGTERM ignores it."""
 
 
-Control = Cancel | StopChoice | Resume | Resend | Reroute | Disown | Drain | Recall
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """A console shows the engine: write snapshots of the batch for this long, in milliseconds."""
+
+    duration_ms: int
+
+
+Control = Cancel | StopChoice | Resume | Resend | Reroute | Disown | Drain | Recall | Watch
 
 
 def encode_request(request: GenerateRequest) -> bytes:
