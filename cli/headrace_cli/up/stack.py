@@ -139,6 +139,7 @@ def engine_spec(
     index: int, config: UpConfig, *, redis_url: str, metrics_fd: int, resources: HostResources
 ) -> ChildSpec:
     """An engine's process. The listening socket `metrics_fd` outlives it, to keep its port."""
+    name = f"engine-{index}"
     env = {
         "HEADRACE_ENGINE_REDIS_URL": redis_url,
         "HEADRACE_ENGINE_MODEL": config.model,
@@ -149,11 +150,12 @@ def engine_spec(
         "HEADRACE_ENGINE_DEBUG_PAGES": "true",  # its metrics port is on loopback
         "HEADRACE_ENGINE_DRAIN_TIMEOUT": str(config.drain_timeout),
         "HEADRACE_ENGINE_LOG_FORMAT": "json",
+        "HEADRACE_ENGINE_DISPLAY_NAME": name,
         **_sealing("ENGINE", config),
         **resources.env(index, config),
     }
     argv = (sys.executable, "-m", "headrace_engine", *config.engine_args)
-    return _spec(f"engine-{index}", argv, env, config, fds=(metrics_fd,))
+    return _spec(name, argv, env, config, fds=(metrics_fd,))
 
 
 def gateway_spec(

@@ -33,7 +33,7 @@ class SequenceSnapshot:
     """One choice of a request in an engine. Numbers are tokens.
 
     `state` is one of STATES. `computed` positions have KV, `step_tokens` of them by the last step.
-    `waited` is the seconds since the engine took the request.
+    `age` is the seconds since the engine took the request.
     """
 
     request_id: str
@@ -45,7 +45,7 @@ class SequenceSnapshot:
     output: int
     max_output: int
     step_tokens: int
-    waited: float
+    age: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,9 +108,10 @@ class ModelSight:
 
 
 class SnapshotWriter(Protocol):
-    """Where an engine writes its snapshots. Raises BackendUnavailable."""
+    """Where an engine writes its snapshots."""
 
-    async def write(self, snapshot: EngineSnapshot) -> None: ...
+    async def write(self, snapshot: EngineSnapshot) -> None:
+        """Writes it with the time by Redis' clock. Raises BackendUnavailable."""
 
 
 class LiveStore(Protocol):
@@ -155,7 +156,7 @@ def encode_snapshot(snapshot: EngineSnapshot) -> bytes:
                     one.output,
                     one.max_output,
                     one.step_tokens,
-                    round(one.waited, 4),
+                    round(one.age, 4),
                 ]
                 for one in snapshot.sequences
             ],
@@ -216,7 +217,7 @@ def _sequence(item: object, tenants: list[str]) -> SequenceSnapshot:
         output=count(values[6]),
         max_output=count(values[7]),
         step_tokens=count(values[8]),
-        waited=_number(values[9]),
+        age=_number(values[9]),
     )
 
 

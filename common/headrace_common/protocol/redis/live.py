@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from redis.exceptions import ResponseError
@@ -46,7 +47,7 @@ class RedisSnapshotWriter:
         self._key = ShardKeys(model).snapshot(engine_id)
 
     async def write(self, snapshot: EngineSnapshot) -> None:
-        data = encode_snapshot(snapshot)
+        data = encode_snapshot(replace(snapshot, time=self._connection.clock.now()))
         await self._connection.attempt(
             lambda: self._connection.client.command("SET", self._key, data, "PX", SNAPSHOT_TTL_MS)
         )
