@@ -44,6 +44,7 @@ from headrace_common.sealing.keyring_file import KeyringFile
 from headrace_common.wire import keys
 
 from .batches.assembly import open_storage
+from .console.engine_supervisor import EngineSupervisor
 from .http.app import AppDependencies, DurableStores, create_app
 from .http.server import GatewayServer, listen, server_config
 from .limits.allocator import give_back_memory
@@ -107,6 +108,7 @@ async def serve(
         place=_place(settings, engines),
         shards=engines.shards,
     )
+    supervisor = _supervisor(settings)
     discovery = _discovery(settings, static, connection, gateway_id, client, engines)
     served = Models(static, discovery, aliases=settings.model_aliases)
     api_keys = (
@@ -156,6 +158,7 @@ async def serve(
             ),
             refused_grammars=RedisRefusedGrammars(connection),
             storage=open_storage(connection, gateway_id),
+            supervisor=supervisor,
             live=RedisLiveStore(connection, queue.send),
             clock=connection.clock,
         )
@@ -167,6 +170,8 @@ async def serve(
         )
         await server.serve(sockets=[listener])
     finally:
+        if supervisor is not None:
+            supervisor.close()
         await sealing.close()
         if api_keys is not None:
             await api_keys.close()
@@ -247,6 +252,17 @@ def _listen(settings: GatewaySettings) -> socket.socket:
         raise SettingsError(
             f"port: cannot listen on {settings.host}:{settings.port}: {error.strerror}; "
             "choose another with HEADRACE_GATEWAY_PORT"
+        ) from error
+
+
+def _supervisor(settings: GatewaySettings) -> EngineSupervisor | None:
+    if settings.supervisor_fd is None:
+        return None
+    try:
+        return EngineSupervisor.at(settings.supervisor_fd)
+    except OSError as error:
+        raise SettingsError(
+            f"supervisor_fd: {settings.supervisor_fd} is not a socket: {error}"
         ) from error
 
 

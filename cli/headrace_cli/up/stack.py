@@ -26,6 +26,7 @@ _OWN_FLAGS = {
     "--metrics-host": _CHOSEN,
     "--metrics-port": _CHOSEN,
     "--metrics-fd": _CHOSEN,
+    "--display-name": _CHOSEN,
     "--log-format": _CHOSEN,
 }
 _SLIP = 0.8  # the similarity from which a flag counts as a misspelling
@@ -159,9 +160,9 @@ def engine_spec(
 
 
 def gateway_spec(
-    index: int, config: UpConfig, *, redis_url: str, metrics_fd: int, fd: int
+    index: int, config: UpConfig, *, redis_url: str, metrics_fd: int, fd: int, supervisor_fd: int
 ) -> ChildSpec:
-    """A gateway's process. All gateways share the socket `fd`; `metrics_fd` is its own."""
+    """A gateway's process. All gateways share the socket `fd`; the others are its own."""
     env = {
         "HEADRACE_GATEWAY_REDIS_URL": redis_url,
         "HEADRACE_GATEWAY_MODEL": config.model,
@@ -171,12 +172,13 @@ def gateway_spec(
         "HEADRACE_GATEWAY_PORT": str(config.port),
         "HEADRACE_GATEWAY_FD": str(fd),
         "HEADRACE_GATEWAY_METRICS_FD": str(metrics_fd),
+        "HEADRACE_GATEWAY_SUPERVISOR_FD": str(supervisor_fd),
         "HEADRACE_GATEWAY_DRAIN_TIMEOUT": str(config.drain_timeout),
         "HEADRACE_GATEWAY_LOG_FORMAT": "json",
         **_sealing("GATEWAY", config),
     }
     argv = (sys.executable, "-m", "headrace_gateway")
-    return _spec(f"gateway-{index}", argv, env, config, fds=(fd, metrics_fd))
+    return _spec(f"gateway-{index}", argv, env, config, fds=(fd, metrics_fd, supervisor_fd))
 
 
 def _sealing(process: str, config: UpConfig) -> dict[str, str]:

@@ -21,8 +21,8 @@ MAX_REASON_CHARS = 64
 MAX_MESSAGE_CHARS = 1024
 # Milliseconds. An engine writes snapshots for as long as one Watch message says, at most this.
 MAX_WATCH_MS = 10_000
-# Longer than a step of a large model on CPUs, during which an engine writes none.
-SNAPSHOT_TTL_MS = 5_000
+# Longer than an engine's status lives, so that one that died is seen with its last batch.
+SNAPSHOT_TTL_MS = 15_000
 DECISION_TTL_MS = 120_000
 
 STATES = ("waiting", "prefill", "decode", "preempted", "swapped")

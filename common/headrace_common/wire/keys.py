@@ -254,7 +254,7 @@ class ShardKeys:
 
     def snapshot(self, engine_id: str) -> str:
         """String, an engine's msgpack EngineSnapshot, only in shard 0. Written while a gateway asks
-        for it. Lives 5 s."""
+        for it. Lives 15 s."""
         return f"ls:{self.tag}:{engine_id}"
 
     @property

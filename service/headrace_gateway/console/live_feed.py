@@ -64,7 +64,8 @@ class LiveFeed:
         self._view = LiveView(time=0.0)
         self._version = 0
         self._published = asyncio.Condition()
-        self._watched_at = 0.0
+        self._asked_at = 0.0
+        self._since = 0.0  # when watching began, by Redis' clock
 
     @property
     def tenants(self) -> Sequence[str]:
@@ -102,6 +103,7 @@ class LiveFeed:
 
     async def _read_on(self) -> None:
         published_at = -QUIET_S
+        self._since = self._sources.clock() - INTERVAL_S
         while True:
             begun = self._monotonic()
             view = await self._read()
@@ -156,14 +158,20 @@ class LiveFeed:
         store = self._sources.store
         if store is None:
             return ModelSight(engines=())
-        return await store.read(model, [status.engine_id for status in statuses])
+        sight = await store.read(model, [status.engine_id for status in statuses])
+        return replace(sight, engines=tuple(map(self._since_watched, sight.engines)))
+
+    def _since_watched(self, sight: EngineSight) -> EngineSight:
+        """Leaves out a snapshot for an earlier watcher: its age does not mean that it is the last."""
+        old = sight.snapshot is not None and sight.snapshot.time < self._since
+        return EngineSight(age=sight.age) if old else sight
 
     async def _ask_engines(self, engines: Sequence[EngineView]) -> None:
         """Asks the engines for snapshots, which they write for the next seconds."""
         store, now = self._sources.store, self._monotonic()
-        if store is None or now - self._watched_at < WATCH_EVERY_S:
+        if store is None or now - self._asked_at < WATCH_EVERY_S:
             return
-        self._watched_at = now
+        self._asked_at = now
         asked: dict[str, list[str]] = {}
         for engine in engines[:MAX_ENGINES]:
             if engine.status.shows_batch:

@@ -25,6 +25,7 @@ from ..anthropic.schemas import CountTokensRequest, MessagesRequest
 from ..batches.assembly import Storage, make_batch_context, make_batch_service
 from ..batches.batch_service import CreateBatch
 from ..batches.leader import BatchLeader
+from ..console.engine_supervisor import EngineSupervisor
 from ..console.live_feed import LiveFeed, LiveSources
 from ..console.page_files import PageFile, page_files, page_paths
 from ..generation.admission import Admission, Limits
@@ -142,6 +143,7 @@ class AppDependencies:
     refused_grammars: RefusedGrammars = field(default_factory=LocalRefusedGrammars)
     storage: Storage | None = None
     live: LiveStore | None = None
+    supervisor: EngineSupervisor | None = None
     clock: RedisClock = field(default_factory=RedisClock)
 
 
@@ -294,6 +296,7 @@ def _services(
                 clock=deps.clock.now,
             )
         ),
+        supervisor=deps.supervisor,
         keys_on=deps.keys is not None,
     )
 

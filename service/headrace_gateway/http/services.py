@@ -7,6 +7,7 @@ from functools import partial
 from fastapi import Request
 
 from ..batches.batch_service import BatchService
+from ..console.engine_supervisor import EngineSupervisor
 from ..console.live_feed import LiveFeed
 from ..console.page_files import PageFile
 from ..errors import invalid
@@ -40,6 +41,7 @@ class Services:
     chat_output: ChatOutput
     live_feed: LiveFeed
     page_files: Mapping[str, PageFile]
+    supervisor: EngineSupervisor | None = None
     keys_on: bool = False
     batch_service: BatchService | None = None
 

@@ -3,11 +3,12 @@
 from http import HTTPStatus
 from typing import Annotated, Any
 
-from fastapi import APIRouter, HTTPException, Query, Request, Response
+from fastapi import APIRouter, Header, HTTPException, Query, Request, Response
 
 from ...console.live_stream import LiveStream
 from ...console.live_view import LiveView, Watcher, live_content
 from ...console.page_files import INDEX
+from ...errors import ApiError, invalid
 from ..services import Services, services_of
 
 MAX_EVENTS = 1_000_000
@@ -60,7 +61,11 @@ async def live(
             limit_requests=settings.max_queued_requests,
             max_step_age=settings.max_step_age,
         )
-        console = {"version": services.version, "kill": False, "keys": services.keys_on}
+        console = {
+            "version": services.version,
+            "kill": services.supervisor is not None,
+            "keys": services.keys_on,
+        }
         return {"console": console, **found}
 
     return LiveStream(
@@ -73,10 +78,44 @@ async def live(
     )
 
 
+@router.post("/console/engines/{engine_id}/kill", status_code=HTTPStatus.ACCEPTED)
+async def kill_engine(
+    engine_id: str, request: Request, x_headrace_console: Annotated[str | None, Header()] = None
+) -> dict[str, str]:
+    """Kills an engine's process, where `headrace up` runs it and starts it again."""
+    services = services_of(request)
+    if x_headrace_console != "1":  # which other sites' pages cannot send
+        raise invalid(
+            "x-headrace-console: send this header with the value 1.",
+            param="x-headrace-console",
+            code="console_header_missing",
+        )
+    killed = None
+    if services.supervisor is not None and await _shown(services, engine_id):
+        killed = await services.supervisor.kill(engine_id)
+    if killed is None:
+        raise ApiError(
+            404,
+            f"No engine {engine_id[:100]!r} that this server could kill runs here.",
+            param="engine_id",
+            code="engine_not_found",
+        )
+    return {"killed": killed}
+
+
 @router.head("/console/{name}", include_in_schema=False)
 @router.get("/console/{name}", include_in_schema=False)
 async def page_file(name: str, request: Request) -> Response:
     return _file(request, name)
+
+
+async def _shown(services: Services, engine_id: str) -> bool:
+    """Whether an engine of a model that the caller may use has this id."""
+    for model in services.models.queues:
+        engines = await services.engines.engines(model)
+        if any(engine.engine_id == engine_id for engine in engines):
+            return True
+    return False
 
 
 def _watcher(services: Services) -> Watcher:
