@@ -33,7 +33,7 @@ from headrace_common.protocol.redis.client.connection import (
 )
 from headrace_common.protocol.redis.gateway import RedisGatewayQueue
 from headrace_common.protocol.redis.limits import RedisKeyUsage
-from headrace_common.protocol.redis.live import RedisLiveStore
+from headrace_common.protocol.redis.live import RedisLiveStore, RedisSharedRequests
 from headrace_common.protocol.redis.loads import RedisModelLoads
 from headrace_common.protocol.redis.memory import RedisMemory
 from headrace_common.protocol.redis.refused import RedisRefusedGrammars
@@ -56,6 +56,7 @@ from .models.models import Models, ServedModel
 from .queue_client.client import ClientConfig, GenerationClient, Place
 from .queue_client.engines import EngineDirectory
 from .queue_client.prefix_routing import PrefixRouter
+from .queue_client.request_history import RequestHistory
 from .queue_client.withdrawal import withdraw_removed
 from .settings import GatewaySettings
 from .version import package_version
@@ -100,6 +101,7 @@ async def serve(
     connection = Connection(config, sealing.sealer)
     queue = RedisGatewayQueue(connection, gateway_id, lease_ms=round(settings.lease * 1000))
     engines = EngineDirectory(queue)
+    history = RequestHistory(connection.clock.now) if settings.console else None
     client = GenerationClient(
         queue,
         settings.queue_limits,
@@ -107,6 +109,7 @@ async def serve(
         config=ClientConfig(beat_interval=BEATS * settings.lease),
         place=_place(settings, engines),
         shards=engines.shards,
+        history=history,
     )
     supervisor = _supervisor(settings)
     discovery = _discovery(settings, static, connection, gateway_id, client, engines)
@@ -159,6 +162,8 @@ async def serve(
             refused_grammars=RedisRefusedGrammars(connection),
             storage=open_storage(connection, gateway_id),
             supervisor=supervisor,
+            history=history,
+            shared_requests=RedisSharedRequests(connection, gateway_id),
             live=RedisLiveStore(connection, queue.send),
             clock=connection.clock,
         )

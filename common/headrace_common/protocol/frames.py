@@ -202,13 +202,16 @@ def _reply(reply: Reply) -> list[object]:
 def _tokens(t: Tokens) -> list[object]:
     """Packs new tokens, the most frequent reply; trailing default values are left out."""
     item: list[object] = [TOKENS, t.request_id, t.attempt, t.choice, t.index, t.token_ids]
-    more = t.prompt_logprobs is not None
+    timed = t.took_ms is not None
+    more = t.prompt_logprobs is not None or timed
     if t.finish_reason or t.logprobs is not None or t.cached_tokens or more:
         item += [t.finish_reason, t.stop_token, t.cached_tokens, _positions(t.logprobs)]
         if t.embedding is not None or more:
             item.append(t.embedding)
         if more:
             item.append(t.prompt_logprobs)
+        if timed:
+            item.append(t.took_ms)
     return item
 
 

@@ -20,6 +20,7 @@ from headrace_common.protocol.live import EngineSight, LiveStore, ModelSight
 from ..errors import ApiError
 from ..models.models import Models
 from ..queue_client.engines import EngineDirectory
+from ..queue_client.request_history import RequestHistory
 from .live_view import EngineView, LiveView, ModelView
 
 logger = logging.getLogger(__name__)
@@ -42,13 +43,17 @@ class Depths(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveSources:
-    """Where the data comes from. Without `store` there are only heartbeats. `clock` is Redis'."""
+    """Where the data comes from. Without `store` there are only heartbeats. `clock` is Redis'.
+
+    `history` is told what engines' snapshots say about this gateway's requests.
+    """
 
     models: Models
     engines: EngineDirectory
     depths: Depths
     store: LiveStore | None
     clock: Callable[[], float]
+    history: RequestHistory | None = None
 
 
 class LiveFeed:
@@ -159,10 +164,23 @@ class LiveFeed:
         if store is None:
             return ModelSight(engines=())
         sight = await store.read(model, [status.engine_id for status in statuses])
-        return replace(sight, engines=tuple(map(self._since_watched, sight.engines)))
+        engines = tuple(map(self._since_watched, sight.engines))
+        for status, engine in zip(statuses, engines, strict=True):
+            self._note(status.engine_id, engine)
+        return replace(sight, engines=engines)
+
+    def _note(self, engine_id: str, sight: EngineSight) -> None:
+        history = self._sources.history
+        if history is None or sight.snapshot is None or sight.age > INTERVAL_S * 2:
+            return
+        for sequence in sight.snapshot.sequences:
+            timeline = history.find(sequence.tenant, sequence.request_id)
+            if timeline is not None:
+                preempted = sequence.state in ("preempted", "swapped")
+                timeline.seen(engine_id, sequence.age, preempted=preempted)
 
     def _since_watched(self, sight: EngineSight) -> EngineSight:
-        """Leaves out a snapshot for an earlier watcher: its age does not mean that it is the last."""
+        """Leaves out a snapshot for an earlier watcher: its age says nothing about the engine."""
         old = sight.snapshot is not None and sight.snapshot.time < self._since
         return EngineSight(age=sight.age) if old else sight
 

@@ -28,6 +28,7 @@ from ..batches.leader import BatchLeader
 from ..console.engine_supervisor import EngineSupervisor
 from ..console.live_feed import LiveFeed, LiveSources
 from ..console.page_files import PageFile, page_files, page_paths
+from ..console.recent_requests import RecentRequests, SharedRequests
 from ..generation.admission import Admission, Limits
 from ..generation.constraints import Constraints
 from ..generation.embeddings import EmbeddingRequest
@@ -45,6 +46,7 @@ from ..parsing.chat_output import ChatOutput
 from ..queue_client.drain import Drain
 from ..queue_client.engines import EngineDirectory
 from ..queue_client.ports import Client, EngineList, QueuePositions, RequestDirectory
+from ..queue_client.request_history import RequestHistory
 from ..resumable.sessions import Sessions
 from ..resumable.stored_embeddings import StoredEmbeddings
 from ..resumable.stored_requests import Lifetimes, StoredRequests
@@ -144,6 +146,8 @@ class AppDependencies:
     storage: Storage | None = None
     live: LiveStore | None = None
     supervisor: EngineSupervisor | None = None
+    history: RequestHistory | None = None
+    shared_requests: SharedRequests | None = None
     clock: RedisClock = field(default_factory=RedisClock)
 
 
@@ -174,7 +178,10 @@ def create_app(settings: GatewaySettings, deps: AppDependencies) -> FastAPI:
                 services = replace(services, batch_service=batch_service)
                 leader.start()
             app.state.services = services
+            if settings.console:
+                services.recent_requests.start()
             yield
+            await services.recent_requests.close()
             if leader is not None:
                 await leader.close()
             services.pipeline.drain.close()
@@ -276,6 +283,7 @@ def _services(
         constraints=Constraints(grammars),
         rendering=rendering,
         rate_limits=rate_limits,
+        history=deps.history,
     )
     return Services(
         settings=settings,
@@ -294,7 +302,11 @@ def _services(
                 depths=deps.queue,
                 store=deps.live,
                 clock=deps.clock.now,
+                history=deps.history,
             )
+        ),
+        recent_requests=RecentRequests(
+            deps.history or RequestHistory(deps.clock.now), deps.shared_requests, deps.clock.now
         ),
         supervisor=deps.supervisor,
         keys_on=deps.keys is not None,

@@ -10,6 +10,7 @@ from ..batches.batch_service import BatchService
 from ..console.engine_supervisor import EngineSupervisor
 from ..console.live_feed import LiveFeed
 from ..console.page_files import PageFile
+from ..console.recent_requests import RecentRequests
 from ..errors import invalid
 from ..generation.admission import Admission
 from ..generation.pipeline import BODY_SIZE, Pipeline
@@ -40,6 +41,7 @@ class Services:
     version: str
     chat_output: ChatOutput
     live_feed: LiveFeed
+    recent_requests: RecentRequests
     page_files: Mapping[str, PageFile]
     supervisor: EngineSupervisor | None = None
     keys_on: bool = False

@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from redis.exceptions import ResponseError
 
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 TRIES = 2
 WATCH_MS = 3_000
+SHOWN_TTL_MS = 10_000
+MOST_SHOWN = 64  # tenants whose requests are shared at once
 MOST_WARNINGS = 1000
 
 Send = Callable[[str, str, Control], Awaitable[None]]
@@ -114,3 +116,46 @@ async def write_decision(connection: Connection, model: str, decision: ScalingDe
     await connection.attempt(
         lambda: connection.client.command("SET", key, data, "PX", DECISION_TTL_MS), tries=TRIES
     )
+
+
+class RedisSharedRequests:
+    """What the gateways share of requests that a console shows. Raises BackendUnavailable."""
+
+    def __init__(self, connection: Connection, gateway_id: str) -> None:
+        self._connection = connection
+        self.gateway_id = gateway_id
+
+    async def show(self, tenant: str, until: float) -> None:
+        """Tells all gateways that a console shows the tenant's requests until then."""
+        shown = keys.WATCHED_TENANTS
+        await self._pipeline(
+            ("ZADD", shown, "GT", int(until * 1000), tenant),
+            ("ZREMRANGEBYSCORE", shown, "-inf", self._connection.clock.now_ms()),
+            ("PEXPIRE", shown, SHOWN_TTL_MS),
+        )
+
+    async def shown(self) -> Sequence[str]:
+        """The tenants whose requests a console shows, at most MOST_SHOWN."""
+        now = self._connection.clock.now_ms()
+        (found,) = await self._pipeline(
+            ("ZRANGE", keys.WATCHED_TENANTS, now, "+inf", "BYSCORE", "LIMIT", 0, MOST_SHOWN)
+        )
+        return [tenant.decode() for tenant in found]
+
+    async def write(self, tenant: str, content: bytes) -> None:
+        name = keys.shown_requests(tenant)
+        await self._pipeline(
+            ("HSET", name, self.gateway_id, content), ("PEXPIRE", name, SHOWN_TTL_MS)
+        )
+
+    async def read(self, tenant: str) -> Mapping[str, bytes]:
+        """What each gateway wrote."""
+        (found,) = await self._pipeline(("HGETALL", keys.shown_requests(tenant)))
+        pairs = (
+            found.items() if isinstance(found, dict) else zip(found[::2], found[1::2], strict=True)
+        )
+        return {gateway.decode(): content for gateway, content in pairs}
+
+    async def _pipeline(self, *commands: Command) -> list[Any]:
+        client = self._connection.client
+        return await self._connection.attempt(lambda: client.pipeline(commands), tries=TRIES)

@@ -78,6 +78,14 @@ async def live(
     )
 
 
+@router.get("/console/requests")
+async def recent_requests(request: Request) -> dict[str, Any]:
+    """Returns the caller's last requests and what became of them, the newest first."""
+    services = services_of(request)
+    found = await services.recent_requests.of(services.pipeline.tenant, services.models.allows)
+    return {"requests": found}
+
+
 @router.post("/console/engines/{engine_id}/kill", status_code=HTTPStatus.ACCEPTED)
 async def kill_engine(
     engine_id: str, request: Request, x_headrace_console: Annotated[str | None, Header()] = None
