@@ -114,6 +114,13 @@ class SnapshotWriter(Protocol):
         """Writes it with the time by Redis' clock. Raises BackendUnavailable."""
 
 
+class DecisionWriter(Protocol):
+    """Where the operator writes its decisions."""
+
+    async def write(self, model: str, decision: ScalingDecision) -> None:
+        """Replaces the latest one. Raises BackendUnavailable."""
+
+
 class LiveStore(Protocol):
     """What gateways read for consoles. Raises BackendUnavailable."""
 

@@ -63,7 +63,7 @@ class SnapshotReporter:
         self._refused = False
 
     def watch(self, seconds: float) -> None:
-        """Writes snapshots for so many seconds from now on, at most MAX_WATCH_MS."""
+        """Writes snapshots for `seconds` from now on, at most MAX_WATCH_MS."""
         if self._refused:
             return
         self._until = max(self._until, time.monotonic() + min(seconds, MAX_WATCH_MS / 1000))

@@ -57,7 +57,7 @@ class LiveView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watcher:
-    """Who watches: the models it may see, and its tenant; None if API keys are off."""
+    """The models that a console may see, and its tenant; None if API keys are off."""
 
     models: frozenset[str]
     tenant: str | None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from headrace_common.errors import BackendUnavailable, HeadraceError
+from headrace_common.errors import HeadraceError
 
 from ..queue_client.request_history import MAX_REQUESTS, RequestHistory
 
@@ -97,7 +97,8 @@ class RecentRequests:
         try:
             await self._shared.show(tenant, now + SHOWN_S)
             written = await self._shared.read(tenant)
-        except BackendUnavailable:
+        except HeadraceError as error:
+            logger.debug("requests of other gateways not read", extra={"error": str(error)})
             return []
         own = self._shared.gateway_id
         requests = [

@@ -110,12 +110,17 @@ class RedisLiveStore:
             return None
 
 
-async def write_decision(connection: Connection, model: str, decision: ScalingDecision) -> None:
-    """Writes the operator's latest decision. Raises BackendUnavailable."""
-    data, key = encode_decision(decision), ShardKeys(model).decision
-    await connection.attempt(
-        lambda: connection.client.command("SET", key, data, "PX", DECISION_TTL_MS), tries=TRIES
-    )
+class RedisDecisionWriter:
+    """A DecisionWriter."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def write(self, model: str, decision: ScalingDecision) -> None:
+        data, key = encode_decision(decision), ShardKeys(model).decision
+        await self._connection.attempt(
+            lambda: self._connection.client.command("SET", key, data, "PX", DECISION_TTL_MS)
+        )
 
 
 class RedisSharedRequests:
@@ -135,7 +140,7 @@ class RedisSharedRequests:
         )
 
     async def shown(self) -> Sequence[str]:
-        """The tenants whose requests a console shows, at most MOST_SHOWN."""
+        """The tenants whose requests a console shows, up to a bound of them."""
         now = self._connection.clock.now_ms()
         (found,) = await self._pipeline(
             ("ZRANGE", keys.WATCHED_TENANTS, now, "+inf", "BYSCORE", "LIMIT", 0, MOST_SHOWN)
