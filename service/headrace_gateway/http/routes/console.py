@@ -83,7 +83,7 @@ async def recent_requests(request: Request) -> dict[str, Any]:
     """Returns the caller's last requests and what became of them, the newest first."""
     services = services_of(request)
     found = await services.recent_requests.of(services.pipeline.tenant, services.models.allows)
-    return {"requests": found}
+    return {"time": services.pipeline.admission.clock(), "requests": found}
 
 
 @router.post("/console/engines/{engine_id}/kill", status_code=HTTPStatus.ACCEPTED)
