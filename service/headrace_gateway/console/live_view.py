@@ -3,7 +3,7 @@
 Pure. A watcher sees the models that its key allows, and ids of requests of its own tenant only.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from headrace_common.protocol.base import EngineStatus, QueueDepth
@@ -101,7 +101,6 @@ def live_content(
 
 
 def _model(model: ModelView, limit_requests: int) -> dict[str, Any]:
-    scaling = model.scaling
     return {
         "name": model.name,
         "waiting": model.depth.waiting,
@@ -109,14 +108,7 @@ def _model(model: ModelView, limit_requests: int) -> dict[str, Any]:
         "oldest_wait": round(model.oldest_wait, _DIGITS),
         "waiting_tokens": model.depth.waiting_tokens,
         "limit_requests": limit_requests,
-        "scaling": None
-        if scaling is None
-        else {
-            "desired": scaling.desired,
-            "ready": scaling.ready,
-            "reason": scaling.reason,
-            "message": scaling.message,
-        },
+        "scaling": None if model.scaling is None else asdict(model.scaling),
     }
 
 
@@ -125,7 +117,6 @@ def _detail(engine: EngineView, watcher: Watcher, share: int) -> dict[str, Any]:
     if snapshot is None:
         return {"detail": False, "running": engine.status.running}
     shown = snapshot.sequences[:share]
-    kv = snapshot.kv
     return {
         "detail": True,
         "steps": snapshot.steps,
@@ -135,14 +126,7 @@ def _detail(engine: EngineView, watcher: Watcher, share: int) -> dict[str, Any]:
         "running": snapshot.running,
         "waiting": snapshot.waiting,
         "preemptions": snapshot.preemptions,
-        "kv": {
-            "total": kv.total,
-            "used": kv.used,
-            "shared": kv.shared,
-            "cached": kv.cached,
-            "free": kv.free,
-            "block_tokens": kv.block_tokens,
-        },
+        "kv": asdict(snapshot.kv),
         "sequences": [_sequence(sequence, watcher) for sequence in shown],
         "sequences_left_out": _left_out(snapshot, len(shown)),
     }

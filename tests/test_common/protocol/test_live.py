@@ -1,4 +1,4 @@
-"""What a console shows, on its way through Redis: whole, bounded, and believed by nobody unseen."""
+"""What a console shows, on its way through Redis: whole, bounded, and checked before it is used."""
 
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace

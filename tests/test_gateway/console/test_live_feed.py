@@ -1,4 +1,4 @@
-"""The feed reads only while somebody watches, and survives whatever it reads."""
+"""The feed reads only while a console watches, and survives whatever it reads."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

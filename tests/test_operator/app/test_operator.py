@@ -165,7 +165,8 @@ async def test_consoles_see_the_decision_and_its_reason(user: User, scene: Scene
         assert (scene.shown["qwen"].desired, scene.shown["qwen"].ready) == (1, 1)
         scene.now, scene.waiting, scene.running = scene.now + 120, 500, 64
         await until(lambda: scene.shown["qwen"].desired > 1)
-        assert scene.shown["qwen"].message == Reason(scene.shown["qwen"].reason).sentence
+        shown = scene.shown["qwen"]
+        assert (shown.reason, shown.message) == (Reason.BACKLOG, Reason.BACKLOG.sentence)
         scene.queue_down = True
         await until(lambda: reason(user, "Degraded") == "RedisUnreachable")
 
