@@ -30,6 +30,7 @@ from headrace_common.observability import telemetry
 from headrace_common.observability.clock_offset import show_clock_offset
 from headrace_common.protocol.redis.client.connection import Connection, ConnectionConfig
 from headrace_common.protocol.redis.engine import RedisEngineQueue
+from headrace_common.protocol.redis.live import RedisSnapshotWriter
 from headrace_common.protocol.redis.registry import RedisModelRegistry
 from headrace_common.protocol.redis.sharded_engine import ShardedEngineQueue
 from headrace_common.sealing.keyring_file import KeyringFile
@@ -151,7 +152,13 @@ async def serve(
         sealing.start()
         registration = _registration(settings, engine, connection, files)
         worker = Worker(
-            _worker_config(settings, engine), queue, engine, measures, registration, grammars
+            _worker_config(settings, engine),
+            queue,
+            engine,
+            measures,
+            registration,
+            grammars,
+            RedisSnapshotWriter(connection, engine_id, settings.name),
         )
         if peers is not None:
             peers.watch(worker.fail)
@@ -196,6 +203,7 @@ def _registration(
 def _worker_config(settings: EngineSettings, engine: Engine) -> WorkerConfig:
     return WorkerConfig(
         model=settings.name,
+        name=settings.display_name,
         max_model_len=engine.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         block_size=settings.block_size,

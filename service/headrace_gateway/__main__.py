@@ -33,6 +33,7 @@ from headrace_common.protocol.redis.client.connection import (
 )
 from headrace_common.protocol.redis.gateway import RedisGatewayQueue
 from headrace_common.protocol.redis.limits import RedisKeyUsage
+from headrace_common.protocol.redis.live import RedisLiveStore, RedisSharedRequests
 from headrace_common.protocol.redis.loads import RedisModelLoads
 from headrace_common.protocol.redis.memory import RedisMemory
 from headrace_common.protocol.redis.refused import RedisRefusedGrammars
@@ -43,6 +44,7 @@ from headrace_common.sealing.keyring_file import KeyringFile
 from headrace_common.wire import keys
 
 from .batches.assembly import open_storage
+from .console.engine_supervisor import EngineSupervisor
 from .http.app import AppDependencies, DurableStores, create_app
 from .http.server import GatewayServer, listen, server_config
 from .limits.allocator import give_back_memory
@@ -54,6 +56,7 @@ from .models.models import Models, ServedModel
 from .queue_client.client import ClientConfig, GenerationClient, Place
 from .queue_client.engines import EngineDirectory
 from .queue_client.prefix_routing import PrefixRouter
+from .queue_client.request_history import RequestHistory
 from .queue_client.withdrawal import withdraw_removed
 from .settings import GatewaySettings
 from .version import package_version
@@ -98,6 +101,7 @@ async def serve(
     connection = Connection(config, sealing.sealer)
     queue = RedisGatewayQueue(connection, gateway_id, lease_ms=round(settings.lease * 1000))
     engines = EngineDirectory(queue)
+    history = RequestHistory(connection.clock.now) if settings.console else None
     client = GenerationClient(
         queue,
         settings.queue_limits,
@@ -105,7 +109,9 @@ async def serve(
         config=ClientConfig(beat_interval=BEATS * settings.lease),
         place=_place(settings, engines),
         shards=engines.shards,
+        history=history,
     )
+    supervisor = _supervisor(settings)
     discovery = _discovery(settings, static, connection, gateway_id, client, engines)
     served = Models(static, discovery, aliases=settings.model_aliases)
     api_keys = (
@@ -155,6 +161,10 @@ async def serve(
             ),
             refused_grammars=RedisRefusedGrammars(connection),
             storage=open_storage(connection, gateway_id),
+            supervisor=supervisor,
+            history=history,
+            shared_requests=RedisSharedRequests(connection, gateway_id),
+            live=RedisLiveStore(connection, queue.send),
             clock=connection.clock,
         )
         app = create_app(settings, deps)
@@ -165,6 +175,8 @@ async def serve(
         )
         await server.serve(sockets=[listener])
     finally:
+        if supervisor is not None:
+            supervisor.close()
         await sealing.close()
         if api_keys is not None:
             await api_keys.close()
@@ -245,6 +257,17 @@ def _listen(settings: GatewaySettings) -> socket.socket:
         raise SettingsError(
             f"port: cannot listen on {settings.host}:{settings.port}: {error.strerror}; "
             "choose another with HEADRACE_GATEWAY_PORT"
+        ) from error
+
+
+def _supervisor(settings: GatewaySettings) -> EngineSupervisor | None:
+    if settings.supervisor_fd is None:
+        return None
+    try:
+        return EngineSupervisor.at(settings.supervisor_fd)
+    except OSError as error:
+        raise SettingsError(
+            f"supervisor_fd: {settings.supervisor_fd} is not a socket: {error}"
         ) from error
 
 

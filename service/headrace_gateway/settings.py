@@ -150,6 +150,16 @@ class GatewaySettings(BaseSettings):
         '["https://chat.example.com"], or ["*"]; default: none',
     )
 
+    supervisor_fd: int | None = Field(
+        None,
+        ge=0,
+        description="socket passed by the parent, which kills one of this machine's engines when a "
+        "console asks for it; default: none, and no console can",
+    )
+    console: bool = Field(
+        True, description="serve the console, a page that shows the system, at / and /console/"
+    )
+
     strict_requests: bool = Field(
         True,
         description="refuse requests with unknown fields, or with tools that this server would "

@@ -16,6 +16,7 @@ VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 # Ports are the chart's, and the URL comes from a Secret.
 GATEWAY_OWNED = {
     *("redis_url", "port", "metrics_port", "metrics_fd", "fd", "api_keys_file"),
+    "supervisor_fd",
     *("redis_credentials", "sealing_keys_file", "sealing_mode"),
 }
 # These follow from other values.

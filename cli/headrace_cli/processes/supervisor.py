@@ -99,6 +99,11 @@ class Service:
         self._killing = True
         self._signal_child()
 
+    def crash(self) -> None:
+        """Kills the current run, if there is one, as an accident would: another run follows."""
+        if self._child is not None:
+            self._child.kill()
+
     def _signal_child(self) -> None:
         if self._child is not None:
             if self._killing:

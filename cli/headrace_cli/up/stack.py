@@ -26,6 +26,7 @@ _OWN_FLAGS = {
     "--metrics-host": _SET_BY_UP,
     "--metrics-port": _SET_BY_UP,
     "--metrics-fd": _SET_BY_UP,
+    "--display-name": _SET_BY_UP,
     "--log-format": _SET_BY_UP,
 }
 _MISSPELLED = 0.8  # a flag that is this similar to another one counts as a misspelling
@@ -139,6 +140,7 @@ def engine_spec(
     index: int, config: UpConfig, *, redis_url: str, metrics_fd: int, resources: HostResources
 ) -> ChildSpec:
     """An engine's process. The listening socket `metrics_fd` outlives it, to keep its port."""
+    name = f"engine-{index}"
     env = {
         "HEADRACE_ENGINE_REDIS_URL": redis_url,
         "HEADRACE_ENGINE_MODEL": config.model,
@@ -149,17 +151,18 @@ def engine_spec(
         "HEADRACE_ENGINE_DEBUG_PAGES": "true",  # its metrics port is on loopback
         "HEADRACE_ENGINE_DRAIN_TIMEOUT": str(config.drain_timeout),
         "HEADRACE_ENGINE_LOG_FORMAT": "json",
+        "HEADRACE_ENGINE_DISPLAY_NAME": name,
         **_sealing("ENGINE", config),
         **resources.env(index, config),
     }
     argv = (sys.executable, "-m", "headrace_engine", *config.engine_args)
-    return _spec(f"engine-{index}", argv, env, config, fds=(metrics_fd,))
+    return _spec(name, argv, env, config, fds=(metrics_fd,))
 
 
 def gateway_spec(
-    index: int, config: UpConfig, *, redis_url: str, metrics_fd: int, fd: int
+    index: int, config: UpConfig, *, redis_url: str, metrics_fd: int, fd: int, supervisor_fd: int
 ) -> ChildSpec:
-    """A gateway's process. All gateways share the socket `fd`; `metrics_fd` is its own."""
+    """A gateway's process. All gateways share the socket `fd`; the others are its own."""
     env = {
         "HEADRACE_GATEWAY_REDIS_URL": redis_url,
         "HEADRACE_GATEWAY_MODEL": config.model,
@@ -169,12 +172,13 @@ def gateway_spec(
         "HEADRACE_GATEWAY_PORT": str(config.port),
         "HEADRACE_GATEWAY_FD": str(fd),
         "HEADRACE_GATEWAY_METRICS_FD": str(metrics_fd),
+        "HEADRACE_GATEWAY_SUPERVISOR_FD": str(supervisor_fd),
         "HEADRACE_GATEWAY_DRAIN_TIMEOUT": str(config.drain_timeout),
         "HEADRACE_GATEWAY_LOG_FORMAT": "json",
         **_sealing("GATEWAY", config),
     }
     argv = (sys.executable, "-m", "headrace_gateway")
-    return _spec(f"gateway-{index}", argv, env, config, fds=(fd, metrics_fd))
+    return _spec(f"gateway-{index}", argv, env, config, fds=(fd, metrics_fd, supervisor_fd))
 
 
 def _sealing(process: str, config: UpConfig) -> dict[str, str]:

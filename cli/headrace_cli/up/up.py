@@ -26,6 +26,7 @@ from ..processes.supervisor import RestartPolicy, Service, Supervisor
 from ..servers.queue_server import check_redis, until_answering
 from ..servers.valkey import find_server, remove_socket, server_spec, socket_path, socket_url
 from ..sockets import FIRST_METRICS_PORT, listen, listen_on_free_ports
+from .kill_switch import KillSwitch
 from .stack import HostResources, UpConfig, engine_spec, gateway_spec
 
 # Between two looks at a starting child's health.
@@ -53,6 +54,8 @@ class Up:
         self._groups: list[list[Service]] = []
         self._listener: socket.socket | None = None
         self._metrics: list[socket.socket] = []
+        self._kill_switch: KillSwitch | None = None
+        self._kills: asyncio.Task[None] | None = None
         self._socket: Path | None = None
         self.killed = False
 
@@ -107,8 +110,17 @@ class Up:
                 i, config, redis_url=redis_url, metrics_fd=sock.fileno(), resources=resources
             )
             engines.append(self._http_service(spec, sock))
+        switch = self._kill_switch = KillSwitch(config.gateways, engines, self._report)
+        self._kills = asyncio.create_task(switch.serve())
         for i, sock in enumerate(self._metrics[config.engines :]):
-            spec = gateway_spec(i, config, redis_url=redis_url, metrics_fd=sock.fileno(), fd=fd)
+            spec = gateway_spec(
+                i,
+                config,
+                redis_url=redis_url,
+                metrics_fd=sock.fileno(),
+                fd=fd,
+                supervisor_fd=switch.fds[i],
+            )
             gateways.append(self._http_service(spec, sock))
         self._launch(engines)
         self._launch(gateways)
@@ -158,6 +170,10 @@ class Up:
             await self._supervisor.stop(group)
         for sock in self._metrics:
             sock.close()
+        if self._kills is not None and self._kill_switch is not None:
+            self._kills.cancel()
+            await asyncio.gather(self._kills, return_exceptions=True)
+            self._kill_switch.close()
         if self._socket is not None:
             remove_socket(self._socket, self._data.queue)
 

@@ -152,6 +152,11 @@ class Arbiter:
     def states(self) -> tuple[ChoiceState, ...]:
         return tuple(choice.state() for choice in self._choices)
 
+    @property
+    def finish_reasons(self) -> Sequence[str | None]:
+        """How each choice ended; None while it runs."""
+        return [choice.finish_reason for choice in self._choices]
+
     def token_count(self, choice: int) -> int:
         return len(self._choices[choice].token_ids)
 
@@ -169,7 +174,7 @@ class Arbiter:
         """
         if self.owner != (engine_id, reply.attempt) or self._distrusted or self.failed is not None:
             return None
-        _, _, number, index, token_ids, logprobs, finish_reason, _, cached_tokens, _, prompt = reply
+        _, _, number, index, token_ids, logprobs, finish_reason, _, cached, _, prompt, _ = reply
         if finish_reason is not None or not token_ids or number >= len(self._choices):
             return None
         choice = self._choices[number]
@@ -178,7 +183,7 @@ class Arbiter:
         choice.add(token_ids, logprobs)
         choice.asked, choice.behind_gap = -1, 0
         known_prompt = prompt if index == 0 else None
-        return Deliver(number, token_ids, logprobs, None, None, cached_tokens, None, known_prompt)
+        return Deliver(number, token_ids, logprobs, None, None, cached, None, known_prompt)
 
     def handle(self, engine_id: str, reply: Reply) -> Sequence[Action]:
         """Handles one reply. Call it in the order of the gateway's stream."""

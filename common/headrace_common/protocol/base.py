@@ -158,6 +158,7 @@ class EngineStatus:
 
     `last_step_age` is the seconds since its last finished step; 0 while it is idle and healthy. The
     engine takes from the first `shards` shards of its model's queue, and may take from more.
+    `name` is for people, empty if it has none. `shows_batch`: it writes snapshots after a Watch.
     """
 
     engine_id: str
@@ -171,6 +172,8 @@ class EngineStatus:
     draining: bool
     version: str
     shards: int = 1
+    name: str = ""
+    shows_batch: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,13 +46,14 @@ from ..wire.messages import (
     Sync,
     Takeover,
     Tokens,
+    Watch,
     pack_message,
     pack_tokens,
 )
 from .base import Outcome
 
 # Kinds of control messages.
-CANCEL, STOP_CHOICE, RESUME, RESEND, REROUTE, DISOWN, DRAIN, RECALL = range(10, 18)
+CANCEL, STOP_CHOICE, RESUME, RESEND, REROUTE, DISOWN, DRAIN, RECALL, WATCH = range(10, 19)
 
 
 def encode_frame(frame: Frame) -> bytes:
@@ -106,6 +107,9 @@ def decode_control(data: bytes) -> Control:
     kind = body[1]
     if kind in (DRAIN, RECALL):
         return Drain() if kind == DRAIN else Recall()
+    if kind == WATCH:
+        at_least(body, 3)
+        return Watch(duration_ms=count(body[2]))
     reader = _CONTROLS.get(kind) if isinstance(kind, int) else None
     if reader is None:
         raise MessageError(f"control message of unknown kind {kind!r:.40}")
@@ -198,13 +202,16 @@ def _reply(reply: Reply) -> list[object]:
 def _tokens(t: Tokens) -> list[object]:
     """Packs new tokens, the most frequent reply; trailing default values are left out."""
     item: list[object] = [TOKENS, t.request_id, t.attempt, t.choice, t.index, t.token_ids]
-    more = t.prompt_logprobs is not None
+    timed = t.took_ms is not None
+    more = t.prompt_logprobs is not None or timed
     if t.finish_reason or t.logprobs is not None or t.cached_tokens or more:
         item += [t.finish_reason, t.stop_token, t.cached_tokens, _positions(t.logprobs)]
         if t.embedding is not None or more:
             item.append(t.embedding)
         if more:
             item.append(t.prompt_logprobs)
+        if timed:
+            item.append(t.took_ms)
     return item
 
 
@@ -225,6 +232,8 @@ def _control(control: Control) -> list[object]:
             return [DRAIN]
         case Recall():
             return [RECALL]
+        case Watch():
+            return [WATCH, control.duration_ms]
         case Cancel():
             return [CANCEL, control.request_id]
         case StopChoice():

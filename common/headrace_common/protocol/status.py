@@ -17,6 +17,9 @@ _KINDS: dict[Any, tuple[type, ...]] = {
     bool: (bool,),
 }
 MAX_STATUS_BYTES = 4096
+MAX_NAME_CHARS = 64
+# Fields that engines of older versions do not send, with what is true of those engines.
+_LATER = {"shards": 1, "name": "", "shows_batch": False}
 
 
 def encode_status(status: EngineStatus) -> bytes:
@@ -35,10 +38,12 @@ def decode_status(data: bytes) -> EngineStatus:
         raise MessageError(f"engine status: not msgpack: {error}") from error
     if not isinstance(body, dict):
         raise MessageError("engine status: must be a map")
-    body = {"shards": 1, **body}  # absent before there were several
+    body = {**_LATER, **body}
     for name, kind in _FIELDS.items():
         if not isinstance(body.get(name), _KINDS[kind]):
             raise MessageError(f"engine status: {name} is missing or of another type")
     if not 0 < body["shards"] <= MAX_SHARDS:
         raise MessageError(f"engine status: shards must be 1 to {MAX_SHARDS}")
+    if len(body["name"]) > MAX_NAME_CHARS:
+        raise MessageError(f"engine status: name has over {MAX_NAME_CHARS} characters")
     return EngineStatus(**{name: body[name] for name in _FIELDS})

@@ -149,6 +149,7 @@ def _to_tokens(item: list[Any], request_id: str, attempt: int) -> Tokens:
         logprobs=to_positions(item[9], len(ids)),
         embedding=_to_embedding(item[10]) if len(item) > 10 else None,
         prompt_logprobs=_to_bytes(item[11]) if len(item) > 11 else None,
+        took_ms=count(item[12]) if len(item) > 12 else None,
     )
 
 

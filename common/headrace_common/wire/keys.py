@@ -252,6 +252,16 @@ class ShardKeys:
         """String, an engine's msgpack EngineStatus. Lives for one lease."""
         return f"es:{self.tag}:{engine_id}"
 
+    def snapshot(self, engine_id: str) -> str:
+        """String, an engine's msgpack EngineSnapshot, only in shard 0. Written while a gateway asks
+        for it. Lives 15 s."""
+        return f"ls:{self.tag}:{engine_id}"
+
+    @property
+    def decision(self) -> str:
+        """String, the operator's latest msgpack ScalingDecision, only in shard 0. Lives 120 s."""
+        return f"sd:{self.tag}"
+
 
 def scratch_keys(model: str | None) -> list[str]:
     """A stream and another key to test a process's permissions, in any slot of a cluster.
@@ -439,6 +449,17 @@ def batch_lease(batch_id: str) -> str:
 def tenant_batches(tenant: str) -> str:
     """Sorted set, a tenant's batches: "<id>:0:<until>" by expiry. Lives as long as the last."""
     return f"bt:{_tag('t', tenant)}"
+
+
+# Sorted set, tenants whose requests a console shows, by until when (Unix ms). Lives as long as the
+# last.
+WATCHED_TENANTS = "lw:{lw}"
+
+
+def shown_requests(tenant: str) -> str:
+    """Hash <gateway>: what it knows of the tenant's last requests, JSON. Written while a console
+    shows them. Lives 10 s."""
+    return f"lr:{_tag('t', tenant)}"
 
 
 # Sorted set, batches of all tenants that have not ended: "<id>:0:<until>" by expiry. A member is

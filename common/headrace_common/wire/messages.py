@@ -85,7 +85,8 @@ class Tokens(NamedTuple):
     `finish_reason` is `stop` or `length` on the choice's last message; `stop_token` is the id of
     the stop token that ended it (None: the end-of-sequence token). `embedding` (little-endian
     float32) is the whole answer if the request asked for one. `prompt_logprobs` (packed) come with
-    a request's first tokens. A tuple, because one is made for every token.
+    a request's first tokens, and so does `took_ms`: for how long its engine had the request then.
+    A tuple, because one is made for every token.
     """
 
     request_id: str
@@ -99,6 +100,7 @@ class Tokens(NamedTuple):
     cached_tokens: int = 0
     embedding: bytes | None = None
     prompt_logprobs: bytes | None = None
+    took_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +232,14 @@ class Recall:
     """Take work again after Drain. An engine that received SIGTERM ignores it."""
 
 
-Control = Cancel | StopChoice | Resume | Resend | Reroute | Disown | Drain | Recall
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """A console shows the engine: write snapshots of the batch for this long, in milliseconds."""
+
+    duration_ms: int
+
+
+Control = Cancel | StopChoice | Resume | Resend | Reroute | Disown | Drain | Recall | Watch
 
 
 def encode_request(request: GenerateRequest) -> bytes:

@@ -9,6 +9,7 @@ from collections.abc import Container, Iterator
 from dataclasses import replace
 from typing import Protocol
 
+from ..core.batch_snapshot import BatchSnapshot
 from ..core.config import EngineConfig
 from ..core.kv_cache_groups import KVGroups
 from ..core.outputs import SequenceOutput
@@ -176,6 +177,10 @@ class Engine:
     def sequences(self) -> dict[str, tuple[SequenceView, ...]]:
         """The unfinished sequences by request. Callable from any thread, even if a step hangs."""
         return self._scheduler.sequences()
+
+    def snapshot(self, most: int) -> BatchSnapshot:
+        """At most `most` unfinished sequences, and the statistics, between two steps."""
+        return replace(self._scheduler.snapshot(most), stats=self.stats())
 
     def lora_stats(self) -> LoRAStats | None:
         """The LoRA adapters in use; None if LoRA is off. Callable from any thread."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from threading import Condition, Thread
 
+from ..core.batch_snapshot import BatchSnapshot
 from ..core.errors import RequestError
 from ..core.outputs import SequenceOutput
 from ..core.request import EngineRequest
@@ -29,8 +30,14 @@ class _Abort:
     choice: int | None
 
 
-# A request to add, or an abort.
-_Command = EngineRequest | _Abort
+@dataclass(frozen=True, slots=True)
+class _Capture:
+    most: int
+    on_captured: Callable[[BatchSnapshot], None]
+
+
+# A request to add, an abort, or a snapshot to take.
+_Command = EngineRequest | _Abort | _Capture
 
 
 class _Mode(Enum):
@@ -95,6 +102,13 @@ class EngineLoop:
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         self._post(_Abort(request_id, choice))
+
+    def capture(self, most: int, on_captured: Callable[[BatchSnapshot], None]) -> None:
+        """Has `on_captured` called, in the engine's thread, with a snapshot after the current step.
+
+        It is not called if the loop ends before.
+        """
+        self._post(_Capture(most, on_captured))
 
     def drain(self) -> None:
         """Refuses new requests, and ends the loop when the present ones are finished."""
@@ -164,6 +178,9 @@ class EngineLoop:
     def _handle(self, command: _Command) -> None:
         if isinstance(command, _Abort):
             self._engine.abort(command.request_id, command.choice)
+            return
+        if isinstance(command, _Capture):
+            command.on_captured(self._engine.snapshot(command.most))
             return
         try:
             self._engine.add_request(command)

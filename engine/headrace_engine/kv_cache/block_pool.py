@@ -30,6 +30,7 @@ class BlockPool:
         "num_blocks",
         "num_cached",
         "num_free",
+        "num_shared",
         "ref_counts",
     )
 
@@ -41,6 +42,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self.num_cached = 0
+        self.num_shared = 0  # blocks with several references
         self.ref_counts = [0] * num_blocks
         self.hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
@@ -66,8 +68,10 @@ class BlockPool:
 
     def share(self, block: int) -> None:
         """Adds a reference. A cached block leaves the free list and keeps its hash."""
-        if self.ref_counts[block] > 0:
-            self.ref_counts[block] += 1
+        count = self.ref_counts[block]
+        if count > 0:
+            self.ref_counts[block] = count + 1
+            self.num_shared += count == 1
         else:
             self._take(block)
 
@@ -77,6 +81,7 @@ class BlockPool:
         assert count >= 0, f"block {block} was freed twice"
         self.ref_counts[block] = count
         if count > 0:
+            self.num_shared -= count == 1
             return
         self.num_free += 1
         if self.hashes[block] is None:

@@ -10,7 +10,9 @@ policy defines the order. Scheduling a step costs O(running), however many seque
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain, islice
 
+from ..core.batch_snapshot import BatchSnapshot, SequenceProgress
 from ..core.config import EngineConfig
 from ..core.errors import RequestError
 from ..core.outputs import SampledToken, SequenceOutput, TokenLogprobs
@@ -84,6 +86,7 @@ class Scheduler:
         self._arrivals = 0
         self._step_prefill = 0
         self._step_decode = 0
+        self._last_step: SchedulerOutput | None = None
 
     @property
     def has_work(self) -> bool:
@@ -100,6 +103,46 @@ class Scheduler:
             group.request.request_id: tuple(map(SequenceView.of, list(group.sequences)))
             for group in list(self._state.groups.values())
         }
+
+    def snapshot(self, most: int) -> BatchSnapshot:
+        """At most `most` unfinished sequences, and the statistics."""
+        state = self._state
+        last = () if self._last_step is None else self._last_step.scheduled
+        computed = {run.sequence: run.length + len(run.drafts) for run in last}
+        others = (
+            sequence
+            for group in state.groups.values()
+            for sequence in group.sequences
+            if sequence.state is not State.RUNNING
+        )
+        shown = tuple(
+            self._progress(sequence, computed.get(sequence, 0))
+            for sequence in islice(chain(state.running(), others), most)
+        )
+        return BatchSnapshot(
+            stats=self.stats(),
+            blocks_shared=self.kv_cache.pool.num_shared,
+            sequences=shown,
+            left_out=state.unfinished - len(shown),
+        )
+
+    def _progress(self, sequence: Sequence, step_tokens: int) -> SequenceProgress:
+        request = sequence.request
+        phase: str = sequence.state
+        if sequence.state is State.RUNNING:
+            phase = "prefill" if sequence in self._state.prefilling else "decode"
+        room = self._limits.max_length - sequence.prompt_length
+        rule = self._state.group_of(sequence).rule
+        return SequenceProgress(
+            request_id=request.request_id,
+            choice=sequence.choice,
+            phase=phase,
+            prompt=sequence.prompt_length,
+            computed=sequence.num_computed_tokens,
+            output=sequence.output_length - (sequence.token_ids[-1] == PENDING),
+            max_output=min(room, rule.max_output, request.params.max_tokens or room),
+            step_tokens=step_tokens,
+        )
 
     def lora_stats(self) -> LoRAStats | None:
         """The LoRA adapters in use; None if LoRA is off. Callable from any thread."""
@@ -283,6 +326,7 @@ class Scheduler:
                     else self._append(group, sequence, tokens)
                 )
         self._policy.stepped(scheduler_output)
+        self._last_step = scheduler_output if self._state.groups else None
         return self._buffered.filter(outputs)
 
     def _learn(self, scheduler_output: SchedulerOutput, result: StepResult) -> None:

@@ -6,7 +6,7 @@ Turns the engine's outputs into the queue's messages; no I/O.
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from time import monotonic
+from time import monotonic, time_ns
 
 from headrace_common.errors import FailureCode
 from headrace_common.observability.tracing import carried_trace_id
@@ -224,7 +224,11 @@ class LeasedRequest:
             cached_tokens=0 if output.index and not choice.finish_reason else self.cached_tokens,
             embedding=output.embedding,
             prompt_logprobs=self._prompt_logprobs_at(output.index),
+            took_ms=None if output.index or output.choice else self._took_ms(),
         )
+
+    def _took_ms(self) -> int:
+        return max(0, time_ns() - self.times.taken_ns) // 1_000_000
 
     def tokens_from(self, number: int, index: int) -> Tokens:
         """The output of choice `number` from position `index` on, for a gateway that saw a gap."""

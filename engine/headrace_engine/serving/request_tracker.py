@@ -6,7 +6,7 @@ worker decides when to take requests, renew leases and drain; gateways know what
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from headrace_common.wire.messages import (
     Resume,
     StopChoice,
     Takeover,
+    Watch,
 )
 
 from ..core.errors import RequestError
@@ -46,7 +47,8 @@ class RequestTracker:
     the tracker. A gateway has `resume_timeout` seconds to tell what its client has; then it is
     checked whether the gateway is alive.
 
-    `requests` is a live view. `busy` is set while there are requests.
+    `requests` is a live view, `by_engine_key` one of those that run. `busy` is set while there are
+    requests.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class RequestTracker:
         self.busy = asyncio.Event()
         self._requests: dict[str, LeasedRequest] = {}
         self._by_engine_key: dict[str, LeasedRequest] = {}
+        self.by_engine_key: Mapping[str, LeasedRequest] = self._by_engine_key
         self.requests: Collection[LeasedRequest] = self._requests.values()
 
     @property
@@ -296,7 +299,7 @@ class RequestTracker:
     # Control messages
 
     def handle_control(self, control: Control) -> None:
-        assert not isinstance(control, Drain | Recall), "draining is the worker's business"
+        assert not isinstance(control, Drain | Recall | Watch), "these are the worker's business"
         leased = self._requests.get(control.request_id)
         if leased is None:
             return

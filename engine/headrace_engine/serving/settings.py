@@ -6,6 +6,7 @@ from typing import Any, Literal
 from pydantic import ByteSize, Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from headrace_common.protocol.status import MAX_NAME_CHARS
 from headrace_common.sealing import settings as sealing
 from headrace_common.structured import grammar_settings as grammar
 from headrace_common.structured.grammar_checks import CheckBounds
@@ -181,6 +182,10 @@ class EngineSettings(BaseSettings):
     async_scheduling: bool = Field(
         False,
         description="schedule the next step while the device runs one; default: on GPUs only",
+    )
+
+    display_name: str = Field(
+        "", max_length=MAX_NAME_CHARS, description="what people call the engine, in consoles"
     )
 
     lease: float = Field(

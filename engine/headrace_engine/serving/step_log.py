@@ -36,14 +36,24 @@ class StepRecord:
 
 
 class StepLog:
-    """A ring buffer of `size` records. `steps` counts all since the start."""
+    """A ring buffer of `size` records. `steps` and tokens count all since the start."""
 
     def __init__(self, size: int = MAX_RECORDS) -> None:
         self._records: deque[StepRecord] = deque(maxlen=size)
         self.steps = 0
+        self.prompt_tokens = 0
+        self.output_tokens = 0
 
-    def add(self, stats: SchedulerStats, seconds: float, ended: float) -> None:
+    @property
+    def last(self) -> StepRecord | None:
+        return self._records[-1] if self._records else None
+
+    def add(
+        self, stats: SchedulerStats, seconds: float, ended: float, output_tokens: int = 0
+    ) -> None:
         self.steps += 1
+        self.prompt_tokens += stats.step_prefill_tokens
+        self.output_tokens += output_tokens
         self._records.append(
             StepRecord(
                 step=self.steps,

@@ -18,9 +18,10 @@ from headrace_common.config.process import before
 from headrace_common.errors import BackendUnavailable
 from headrace_common.observability.telemetry import Telemetry
 from headrace_common.protocol.base import EngineQueue, EngineStatus, Lease
+from headrace_common.protocol.live import SnapshotWriter
 from headrace_common.structured.grammar_checks import CheckBounds, GrammarChecks
 from headrace_common.structured.refused_grammars import LocalRefusedGrammars
-from headrace_common.wire.messages import Drain, Recall
+from headrace_common.wire.messages import Drain, Recall, Watch
 
 from ..core.errors import EngineError, RequestError
 from ..core.outputs import SequenceOutput
@@ -36,6 +37,7 @@ from .metrics import EngineMetrics
 from .model_registration import ModelRegistration
 from .reply_writer import ReplyWriter, retry
 from .request_tracker import RequestTracker
+from .snapshot_reporter import SnapshotReporter
 from .step_log import StepLog
 
 logger = logging.getLogger(__name__)
@@ -62,9 +64,11 @@ class WorkerConfig:
     from. Within `resume_timeout` a gateway must tell which tokens its client has. If a gateway is
     gone, its requests run for `orphan_timeout`, in case the clients return through another one.
     With `stays_when_drained` a drained engine does not end: it waits until it is recalled or ended.
+    `name` is what people call the engine.
     """
 
     model: str
+    name: str = ""
     max_model_len: int
     max_num_seqs: int
     block_size: int
@@ -97,6 +101,7 @@ class Worker:
         telemetry: Telemetry,
         registration: ModelRegistration | None = None,
         grammars: GrammarCompiler | None = None,
+        snapshots: SnapshotWriter | None = None,
     ) -> None:
         self._config = config
         self._queue = queue
@@ -141,6 +146,13 @@ class Worker:
         self._throughput = _Throughput(config.throughput_window)
         self._memory = MemoryGuard(available_memory)
         self._steps = StepLog()
+        self._snapshots = (
+            None
+            if snapshots is None
+            else SnapshotReporter(
+                self._loop, self._steps, self._tracker.by_engine_key, snapshots, config.block_size
+            )
+        )
         if config.debug_pages:
             pages = DebugPages(
                 engine, self._steps, self._loop.profiler, self._tracker.requests, self.stalled_for
@@ -212,6 +224,8 @@ class Worker:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._tracker.close()
             await self._compilation.close()
+            if self._snapshots is not None:
+                await self._snapshots.close()
         self._loop.stop()
 
     async def _begin(self) -> None:
@@ -253,8 +267,9 @@ class Worker:
         self._stats = stats
         if seconds is not None:
             self._metrics.observe(stats, seconds, self._tracker.requests)
-            self._steps.add(stats, seconds, time.time())
         tokens = sum(map(self._tracker.on_output, outputs))
+        if seconds is not None:
+            self._steps.add(stats, seconds, time.time(), tokens)
         self._throughput.add(tokens, time.monotonic())
         self._changed.set()
 
@@ -332,6 +347,9 @@ class Worker:
                     self.drain()
                 case Recall():
                     self.recall()
+                case Watch():
+                    if self._snapshots is not None:
+                        self._snapshots.watch(control.duration_ms / 1000)
                 case _:
                     self._tracker.handle_control(control)
 
@@ -373,6 +391,8 @@ class Worker:
             last_step_age=self.stalled_for(),
             draining=self._draining.is_set(),
             version=self._config.version,
+            name=self._config.name,
+            shows_batch=self._snapshots is not None,
         )
 
     async def _keep_alive(self) -> None:

@@ -10,6 +10,7 @@ import kopf
 
 from headrace_common.observability.telemetry import Telemetry
 from headrace_common.protocol.redis.client.connection import Connection, ConnectionConfig
+from headrace_common.protocol.redis.live import RedisDecisionWriter
 from headrace_common.protocol.redis.registry import RedisModelRegistry
 
 from ..cleaning.redis_users import RedisUsers
@@ -87,6 +88,7 @@ async def build(
             recorder,
             prometheus_urls=urls,
             reserved=settings.reserved,
+            decisions=RedisDecisionWriter(connection),
         )
         cleaner = RegistryCleaner(cluster, registry, directory, namespace)
         controller = Controller(reconciler.reconcile, interval=settings.resync_interval)

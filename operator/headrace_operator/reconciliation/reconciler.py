@@ -9,6 +9,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from headrace_common.errors import HeadraceError
+from headrace_common.protocol.live import DecisionWriter
+
 from .. import names
 from ..cluster.cluster import Cluster
 from ..desired.children import canary_of, companions_of, unwanted
@@ -29,6 +32,7 @@ from .status import (
     counted,
     drains,
     failed_status,
+    shown_decision,
     status_of,
     transitions,
     why_scaled,
@@ -43,7 +47,10 @@ DRAIN_INTERVAL = 1.0  # seconds, so that a drained engine is removed soon
 
 
 class Reconciler:
-    """Reconciles all ModelServices; make one call at a time for each. `clock`: Unix seconds."""
+    """Reconciles all ModelServices; make one call at a time for each. `clock`: Unix seconds.
+
+    `decisions` shows the numbers of engines to consoles.
+    """
 
     def __init__(
         self,
@@ -56,9 +63,11 @@ class Reconciler:
         *,
         prometheus_urls: PrometheusUrls,
         reserved: Reserved,
+        decisions: DecisionWriter | None = None,
     ) -> None:
         self._prometheus_urls = prometheus_urls
         self._reserved = reserved
+        self._decisions = decisions
         self._cluster = cluster
         self._platform = platform
         self._scaler = scaler
@@ -152,6 +161,7 @@ class Reconciler:
         refused = await self._apply(service, scaled)
         seen = _seen(current, scaled, stable, pods, refused or _problem(service, registration))
         await self._announce(body, service, deployed, scaled)
+        await self._show(service, seen)
         await self._tell(body, status_of(service, seen, previous, now))
         self._recorder.record(service, seen)
         self._recorder.record_starts(service, pods)
@@ -215,6 +225,15 @@ class Reconciler:
         logger.info("scaled", extra={"model_service": service.name, "to": scaled.desired,
                                      "was": before, "why": why})  # fmt: skip
         await self._event(body, "Normal", reason, text)
+
+    async def _show(self, service: ModelService, seen: Observations) -> None:
+        """Writes the decision for consoles, best effort: the status contains the same."""
+        if self._decisions is None:
+            return
+        try:
+            await self._decisions.write(service.served_name, shown_decision(service, seen))
+        except HeadraceError as error:
+            logger.info("decision not shown to consoles", extra={"error": str(error)})
 
     def _failed(self, body: Manifest, error: OperatorError) -> Manifest:
         previous = body.get("status") or {}

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from headrace_common.protocol.live import ScalingDecision
+
 from .. import names
 from ..cluster.drain import Draining
 from ..errors import OperatorError
@@ -251,6 +253,14 @@ def why_scaled(service: ModelService, desired: int, decision: Decision | None) -
     if desired != given:
         return Reason.INITIAL_SCALE.sentence
     return f"spec.replicas is {given}."
+
+
+def shown_decision(service: ModelService, seen: Observations) -> ScalingDecision:
+    """The number of engines and the reason for it, as consoles show them."""
+    condition = _scaling_active(service, seen)
+    return ScalingDecision(
+        desired=seen.desired, ready=seen.ready, reason=condition.reason, message=condition.message
+    )
 
 
 def _scaling_limited(seen: Observations) -> Condition:

@@ -24,6 +24,7 @@ from ..openai.responses.truncation import fitting
 from ..parsing.strict_calls import at_prompt
 from ..parsing.thinking_budget import limit_thinking
 from ..queue_client.drain import Drain
+from ..queue_client.request_history import RequestHistory
 from ..resumable.answer_factory import make_answer
 from ..resumable.idempotency import fingerprint, resume_options
 from ..schemas.chat_messages import Message
@@ -51,7 +52,7 @@ class Pipeline:
     """Checks a call, counts it against its limits, queues it, and returns its response.
 
     `caller` and `rate_limits` are None if API keys are off. `batch` is the id of the batch that
-    runs the request, None for a client's own.
+    runs the request, None for a client's own. `history` notes by which paths requests came.
     """
 
     work: Work
@@ -63,6 +64,7 @@ class Pipeline:
     constraints: Constraints
     rendering: Rendering
     rate_limits: RateLimits | None = None
+    history: RequestHistory | None = None
     caller: Caller | None = None
     batch: str | None = None
 
@@ -237,6 +239,8 @@ class Pipeline:
                 )
                 accepted = await queued(self.admission.submit(job, requests), observation)
                 response = GenerationResponse(exchange, accepted, self.delivery, self.drain)
+        if self.history is not None:
+            self.history.came_by(request.url.path, requests)
         return answering(request.scope["state"], response)
 
     async def _check_structure(self, request: Request, body: GenerationBody, call: Call) -> None:

@@ -1,7 +1,7 @@
 """The gateway's application: collaborators in, ASGI out. Its lifespan starts everything."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -14,6 +14,7 @@ from headrace_common.config.api_keys import DEFAULT_TENANT
 from headrace_common.observability.telemetry import Telemetry, disabled
 from headrace_common.protocol.accounts import Accounts, StoreMemory
 from headrace_common.protocol.limits import KeyUsage
+from headrace_common.protocol.live import LiveStore
 from headrace_common.protocol.redis.clock import RedisClock
 from headrace_common.protocol.store import RequestStore
 from headrace_common.structured.grammar_checks import CheckBounds, GrammarChecks
@@ -24,6 +25,10 @@ from ..anthropic.schemas import CountTokensRequest, MessagesRequest
 from ..batches.assembly import Storage, make_batch_context, make_batch_service
 from ..batches.batch_service import CreateBatch
 from ..batches.leader import BatchLeader
+from ..console.engine_supervisor import EngineSupervisor
+from ..console.live_feed import LiveFeed, LiveSources
+from ..console.page_files import PageFile, page_files, page_paths
+from ..console.recent_requests import RecentRequests, SharedRequests
 from ..generation.admission import Admission, Limits
 from ..generation.constraints import Constraints
 from ..generation.embeddings import EmbeddingRequest
@@ -42,6 +47,7 @@ from ..parsing.chat_output import ChatOutput
 from ..queue_client.drain import Drain
 from ..queue_client.engines import EngineDirectory
 from ..queue_client.ports import Client, EngineList, QueuePositions, RequestDirectory
+from ..queue_client.request_history import RequestHistory
 from ..resumable.sessions import Sessions
 from ..resumable.stored_embeddings import StoredEmbeddings
 from ..resumable.stored_requests import Lifetimes, StoredRequests
@@ -60,6 +66,7 @@ from .routes import (
     batches,
     chat,
     completions,
+    console,
     embeddings,
     files,
     health,
@@ -128,8 +135,8 @@ class AppDependencies:
 
     The caller starts and closes the client and the keys, on the event loop that serves. With `keys`
     every request needs one; `usage` counts what keys with limits use. Without `durable` a request
-    lives no longer than its connection; without `storage` there are no files and no batches.
-    Requests' times are of `clock`.
+    lives no longer than its connection; without `storage` there are no files and no batches,
+    without `live` consoles see engines' heartbeats only. Requests' times are of `clock`.
     """
 
     served: Models
@@ -142,12 +149,17 @@ class AppDependencies:
     durable: DurableStores | None = None
     refused_grammars: RefusedGrammars = field(default_factory=LocalRefusedGrammars)
     storage: Storage | None = None
+    live: LiveStore | None = None
+    supervisor: EngineSupervisor | None = None
+    history: RequestHistory | None = None
+    shared_requests: SharedRequests | None = None
     clock: RedisClock = field(default_factory=RedisClock)
 
 
 def create_app(settings: GatewaySettings, deps: AppDependencies) -> FastAPI:
     """Returns the wired application."""
     metrics = GatewayMetrics(deps.telemetry.meter)
+    page = page_files() if settings.console else {}
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -156,7 +168,9 @@ def create_app(settings: GatewaySettings, deps: AppDependencies) -> FastAPI:
             _observe(metrics, deps, stores)
             grammars = _grammars(settings, deps, metrics)
             rendering = Rendering()
-            services = _services(settings, deps, executor, metrics, grammars, rendering, stores)
+            services = _services(
+                settings, deps, executor, metrics, grammars, rendering, stores, page
+            )
             leader: BatchLeader | None = None
             if deps.storage is not None and stores is not None:
                 context = make_batch_context(
@@ -169,7 +183,10 @@ def create_app(settings: GatewaySettings, deps: AppDependencies) -> FastAPI:
                 services = replace(services, batch_service=batch_service)
                 leader.start()
             app.state.services = services
+            if settings.console:
+                services.recent_requests.start()
             yield
+            await services.recent_requests.close()
             if leader is not None:
                 await leader.close()
             services.pipeline.drain.close()
@@ -179,12 +196,13 @@ def create_app(settings: GatewaySettings, deps: AppDependencies) -> FastAPI:
             await grammars.close()
             await rendering.close()
 
+    modules = (*ROUTES, console) if settings.console else ROUTES
     app = FastAPI(
         title="Headrace",
         version=package_version(),
         lifespan=lifespan,
         # Included routers would look for each request's route twice.
-        routes=[route for module in ROUTES for route in module.router.routes],
+        routes=[route for module in modules for route in module.router.routes],
         telemetry=UNUSED_TELEMETRY,
         redirect_slashes=False,
         docs_url=None,  # their pages load scripts from other sites
@@ -217,8 +235,14 @@ def create_app(settings: GatewaySettings, deps: AppDependencies) -> FastAPI:
         timeout=settings.body_timeout,
     )
     if deps.keys is not None:
-        document_keys(app, OPEN_PATHS)
-        app.add_middleware(Authentication, find=deps.keys.find, refused=metrics.unauthorized)
+        open_paths = OPEN_PATHS | (page_paths(page) if settings.console else frozenset())
+        document_keys(app, open_paths)
+        app.add_middleware(
+            Authentication,
+            find=deps.keys.find,
+            refused=metrics.unauthorized,
+            open_paths=open_paths,
+        )
     if (
         settings.allowed_origins
     ):  # outermost: browsers send preflights without a key, and read refusals
@@ -234,6 +258,7 @@ def _services(
     grammars: GrammarChecks,
     rendering: Rendering,
     stores: TenantStores | None,
+    page: Mapping[str, PageFile],
 ) -> Services:
     engines = EngineDirectory(deps.queue)
     limits = Limits(
@@ -266,6 +291,7 @@ def _services(
         constraints=Constraints(grammars),
         rendering=rendering,
         rate_limits=rate_limits,
+        history=deps.history,
     )
     return Services(
         settings=settings,
@@ -276,6 +302,21 @@ def _services(
         notice=deps.clock.notice,
         version=package_version(),
         chat_output=ChatOutput(settings),
+        page_files=page,
+        live_feed=LiveFeed(
+            LiveSources(
+                models=deps.served,
+                engines=engines,
+                depths=deps.queue,
+                store=deps.live,
+                clock=deps.clock.now,
+                history=deps.history,
+            )
+        ),
+        recent_requests=RecentRequests(
+            deps.history or RequestHistory(deps.clock.now), deps.shared_requests, deps.clock.now
+        ),
+        supervisor=deps.supervisor,
         keys_on=deps.keys is not None,
     )
 

@@ -4,7 +4,7 @@ Pure ASGI, before the body is read and outside of the framework, so that no rout
 Inner layers never see a key: this removes the headers that carry it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -25,7 +25,10 @@ _MESSAGE = (
 
 
 class Authentication:
-    """ASGI middleware. `find` returns the API key of a secret; each refusal calls `refused`."""
+    """ASGI middleware. `find` returns the API key of a secret; each refusal calls `refused`.
+
+    Paths in `open_paths` need no key.
+    """
 
     def __init__(
         self,
@@ -33,14 +36,16 @@ class Authentication:
         *,
         find: Callable[[bytes], ApiKey | None],
         refused: Callable[[], None],
+        open_paths: Set[str] = OPEN_PATHS,
     ) -> None:
         self._app = app
         self._find = find
         self._refused = refused
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         known = CALLER in scope.get("state", {})  # no client can set it
-        if known or scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if known or scope["type"] != "http" or scope["path"] in self._open_paths:
             await self._app(scope, receive, send)
             return
         sent = _credentials(scope)

@@ -1,12 +1,16 @@
 """The collaborators of routes: built once in create_app, given to each request."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 from fastapi import Request
 
 from ..batches.batch_service import BatchService
+from ..console.engine_supervisor import EngineSupervisor
+from ..console.live_feed import LiveFeed
+from ..console.page_files import PageFile
+from ..console.recent_requests import RecentRequests
 from ..errors import invalid
 from ..generation.admission import Admission
 from ..generation.pipeline import BODY_SIZE, Pipeline
@@ -36,6 +40,10 @@ class Services:
     notice: Callable[[], str | None]
     version: str
     chat_output: ChatOutput
+    live_feed: LiveFeed
+    recent_requests: RecentRequests
+    page_files: Mapping[str, PageFile]
+    supervisor: EngineSupervisor | None = None
     keys_on: bool = False
     batch_service: BatchService | None = None
 

@@ -28,6 +28,7 @@ from .generation import Delta, Generation, GenerationCallbacks
 from .late_replies import LateReplies
 from .listening_clock import ListeningClock
 from .peer_streams import PeerStreams
+from .request_history import RequestHistory
 from .watchdog import ClientConfig, Watchdog, isolated
 
 __all__ = ["ClientConfig", "Delta", "Generation", "GenerationClient"]
@@ -45,7 +46,8 @@ class GenerationClient:
 
     `clock` gives Unix seconds, for deadlines; `monotonic` seconds, for waiting. `place` says which
     engines suit a request best; without it any engine may take it. `shards` says how many shards a
-    model's queue has, each with its part of `limits`; without it one. Use from one event loop.
+    model's queue has, each with its part of `limits`; without it one. `history` notes what becomes
+    of requests. Use from one event loop.
     """
 
     def __init__(
@@ -57,9 +59,11 @@ class GenerationClient:
         place: Place | None = None,
         shards: CountShards | None = None,
         monotonic: Callable[[], float] = time.monotonic,
+        history: RequestHistory | None = None,
     ) -> None:
         self.queue = queue
         self._place = place
+        self._history = history
         self._shards = shards
         self.ignored: Counter[str] = Counter()  # replies dropped, by reason
         self._limits = limits
@@ -142,6 +146,8 @@ class GenerationClient:
         if request.request_id in self._active:
             raise RequestConflict(f"request {request.request_id} is in flight here already")
         generation = Generation(request, self._callbacks, self._now())
+        if self._history is not None:
+            generation.timeline = self._history.begin(request, generation.arbiter)
         self._late.begun(request.request_id)
         self._active[request.request_id] = (
             generation  # before the call: frames may come before its reply
@@ -155,6 +161,8 @@ class GenerationClient:
             )
         except (HeadraceError, asyncio.CancelledError) as error:
             self._active.pop(request.request_id, None)
+            if self._history is not None and generation.timeline is not None:
+                self._history.forget(request)
             unclear = not isinstance(error, HeadraceError) or isinstance(error, BackendUnavailable)
             if unclear and not generation.shared:
                 self._in_background(self._abandon(generation))  # perhaps only the reply was lost
@@ -204,6 +212,9 @@ class GenerationClient:
         self._late.ended(rid, self._now())
 
     def _leave(self, request_id: str) -> None:
+        generation = self._active.get(request_id)
+        if self._history is not None and generation is not None:
+            self._history.forget(generation.request)
         self._late.left(request_id, self._now())
 
     async def _abandon(self, generation: Generation) -> None:

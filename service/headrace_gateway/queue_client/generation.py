@@ -25,6 +25,8 @@ from headrace_common.wire.messages import (
     Tokens,
 )
 
+from .request_history import Timeline
+
 MOST_MERGED = 64  # tokens, so that one stream does not delay the others
 Delta = Deliver  # the client gets the tokens that the arbiter accepts
 
@@ -49,8 +51,8 @@ class Generation:
     that waits for the next delta does not cancel the request (waiting with a timeout is common);
     cancel() does.
 
-    `holder` is another gateway, whose replies this generation reads: that gateway answers the
-    engines.
+    `timeline` notes what happens for consoles. `holder` is another gateway, whose replies this
+    generation reads: that gateway answers the engines.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Generation:
         self.arbiter = Arbiter(request.request_id, request.sampling.n)
         self.heard_at = now  # monotonic seconds of an engine's last message about it
         self.holder: str | None = None
+        self.timeline: Timeline | None = None
         self._callbacks = callbacks
         self._deltas: deque[Delta] = deque()
         self._waiter: asyncio.Future[None] | None = (
@@ -202,6 +205,8 @@ class Generation:
         actions = self.arbiter.handle(engine_id, reply)
         if not any(isinstance(action, Ignore) for action in actions):
             self.heard_at = now
+        if self.timeline is not None:
+            self.timeline.answered(engine_id, reply, actions)
         self._carry_out(actions)
 
     def settle(self, outcome: Outcome) -> bool:
@@ -241,6 +246,8 @@ class Generation:
             return
         self.ended = True
         self._failure = failure
+        if self.timeline is not None:
+            self.timeline.end(failure)
         self._notify()
         self._callbacks.ended(self)
 

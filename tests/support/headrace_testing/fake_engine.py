@@ -40,6 +40,7 @@ from headrace_common.wire.messages import (
     Sync,
     Takeover,
     Tokens,
+    Watch,
     pack_tokens,
 )
 
@@ -473,7 +474,7 @@ class FakeEngine:
     async def _controls(self) -> None:
         async for control in self.queue.controls():
             await self._thawed.wait()
-            assert not isinstance(control, Recall), "only operators send it"
+            assert not isinstance(control, Recall | Watch), "for no fake engine"
             if isinstance(control, Drain):
                 self.drain()
             elif (request := self.active.get(control.request_id)) is not None:

@@ -14,9 +14,11 @@ from fastapi import FastAPI
 from headrace_common.errors import FailureCode, HeadraceError, RequestFailed
 from headrace_common.protocol.base import EngineStatus, QueueDepth, QueuePosition
 from headrace_common.protocol.limits import KeyUsage
+from headrace_common.protocol.live import LiveStore
 from headrace_common.protocol.redis.clock import RedisClock
 from headrace_common.text.tokenizer import Tokenizer
 from headrace_common.wire.messages import GenerateRequest, Logprobs
+from headrace_gateway.console.engine_supervisor import EngineSupervisor
 from headrace_gateway.http.app import AppDependencies, create_app
 from headrace_gateway.http.server import GatewayServer, listen, server_config
 from headrace_gateway.limits.api_keys import KeyFile
@@ -245,6 +247,8 @@ async def serve(
     keys: KeyFile | None = None,
     usage: KeyUsage | None = None,
     clock: RedisClock | None = None,
+    live: LiveStore | None = None,
+    supervisor: EngineSupervisor | None = None,
     **settings: Any,
 ) -> AsyncIterator[Gateway]:
     """The application of a checkpoint folder on a free port of loopback."""
@@ -259,6 +263,8 @@ async def serve(
         keys=keys,
         usage=usage,
         clock=clock or RedisClock(),
+        live=live,
+        supervisor=supervisor,
     )
     app = create_app(chosen, deps)
     async with running(app, chosen) as (server, port):

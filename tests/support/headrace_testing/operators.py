@@ -12,6 +12,7 @@ from kubernetes.aio.client import Configuration
 from headrace_common.errors import BackendUnavailable
 from headrace_common.observability import telemetry
 from headrace_common.protocol.base import EngineStatus
+from headrace_common.protocol.live import ScalingDecision
 from headrace_common.protocol.registry import RegisteredModel, digest_of
 from headrace_operator.app.controller import Controller
 from headrace_operator.app.handlers import configure, register
@@ -47,6 +48,7 @@ class Scene:
     statuses: list[EngineStatus] = field(default_factory=list)
     drained: list[str] = field(default_factory=list)
     recalled: list[str] = field(default_factory=list)
+    shown: dict[str, ScalingDecision] = field(default_factory=dict)
     backend: MemoryBackend = field(default_factory=MemoryBackend)
     prometheus_urls: PrometheusUrls = field(default_factory=PrometheusUrls)
     reserved: Reserved = Reserved(NAMESPACE)
@@ -72,6 +74,11 @@ class Scene:
         queue = QueueSignals(waiting=self.waiting, oldest_age=self.waiting / 10)
         engines = EngineSignals(running=self.running, capacity=64 * max(1, self.engines))
         return Signals(at=self.now - self.age, queue=queue, engines=engines)
+
+    async def write(self, model: str, decision: ScalingDecision) -> None:
+        if self.queue_down:
+            raise BackendUnavailable("redis: connection refused")
+        self.shown[model] = decision
 
     def forget(self, key: tuple[str, str]) -> None:
         """A scene remembers nothing of a ModelService."""
@@ -156,6 +163,7 @@ async def _operate(
         scene.clock,
         prometheus_urls=scene.prometheus_urls,
         reserved=scene.reserved,
+        decisions=scene,
     )
     cleaner = RegistryCleaner(cluster, scene.registry, directory, NAMESPACE, scene.clock)
     controller = _Watched(keys, reconciler.reconcile, interval=0.05, gap=0.01)

@@ -46,6 +46,7 @@ from headrace_common.wire.messages import (
     Sync,
     Takeover,
     Tokens,
+    Watch,
     decode_request,
     encode_request,
 )
@@ -118,6 +119,7 @@ CONTROLS: Mapping[str, Control] = {
     "reroute": Reroute(request_id=ID, gateway_id="g.1.abc"),
     "disown": Disown(request_id=ID, attempt=2, superseded=True),
     "drain": Drain(),
+    "watch": Watch(duration_ms=3000),
 }
 STATUS = EngineStatus(
     engine_id="pod.1.abc",

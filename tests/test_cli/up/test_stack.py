@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from headrace_cli.errors import UsageError
+from headrace_cli.processes.child import ChildSpec
 from headrace_cli.servers.valkey import (
     bundled_server,
     find_server,
@@ -29,6 +30,10 @@ from headrace_gateway.settings import GatewaySettings
 def engine_env(index: int, config: UpConfig, resources: HostResources) -> dict[str, str]:
     spec = engine_spec(index, config, redis_url="unix:///q", metrics_fd=8, resources=resources)
     return dict(spec.env)
+
+
+def gateway(index: int, config: UpConfig) -> ChildSpec:
+    return gateway_spec(index, config, redis_url="unix:///q", metrics_fd=8, fd=7, supervisor_fd=9)
 
 
 def test_without_a_model_the_bundled_one_is_served() -> None:
@@ -59,23 +64,24 @@ def test_a_name_that_requests_cannot_carry_is_refused() -> None:
 def test_gateway_and_engine_agree_on_queue_and_model() -> None:
     config = UpConfig(model="/models/m", served_model_name="name")
     engine = engine_env(0, config, HostResources())
-    gateway = gateway_spec(1, config, redis_url="unix:///q", metrics_fd=8, fd=7)
+    spec = gateway(1, config)
 
     for field in ("REDIS_URL", "MODEL", "SERVED_MODEL_NAME"):
-        assert engine[f"HEADRACE_ENGINE_{field}"] == gateway.env[f"HEADRACE_GATEWAY_{field}"]
-    assert gateway.pass_fds == (7, 8)
-    assert gateway.env["HEADRACE_GATEWAY_FD"] == "7"
-    assert gateway.name == "gateway-1"
+        assert engine[f"HEADRACE_ENGINE_{field}"] == spec.env[f"HEADRACE_GATEWAY_{field}"]
+    assert spec.pass_fds == (7, 8, 9)
+    assert spec.env["HEADRACE_GATEWAY_FD"] == "7"
+    assert spec.env["HEADRACE_GATEWAY_SUPERVISOR_FD"] == "9"
+    assert spec.name == "gateway-1"
 
 
 def test_gateway_and_engine_seal_with_the_same_keys() -> None:
     config = UpConfig(model="/models/m", sealing_keys_file=Path("keyring"))
     engine = engine_env(0, config, HostResources())
-    gateway = gateway_spec(1, config, redis_url="unix:///q", metrics_fd=8, fd=7)
+    spec = gateway(1, config)
 
     wanted = str(Path("keyring").absolute())
     assert engine["HEADRACE_ENGINE_SEALING_KEYS_FILE"] == wanted
-    assert gateway.env["HEADRACE_GATEWAY_SEALING_KEYS_FILE"] == wanted
+    assert spec.env["HEADRACE_GATEWAY_SEALING_KEYS_FILE"] == wanted
     assert "HEADRACE_ENGINE_SEALING_KEYS_FILE" not in engine_env(0, UpConfig(), HostResources())
 
 
@@ -95,9 +101,9 @@ def test_gateway_and_engine_seal_with_the_same_keys() -> None:
 )
 def test_gateways_know_the_adapters_of_the_engines(args: tuple[str, ...], names: str) -> None:
     config = UpConfig(engine_args=args)
-    gateway = gateway_spec(0, config, redis_url="unix:///q", metrics_fd=8, fd=7)
+    spec = gateway(0, config)
 
-    assert gateway.env["HEADRACE_GATEWAY_LORA_MODULES"] == names
+    assert spec.env["HEADRACE_GATEWAY_LORA_MODULES"] == names
 
 
 def test_engines_are_spread_over_the_gpus() -> None:

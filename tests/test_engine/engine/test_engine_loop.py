@@ -7,6 +7,7 @@ from threading import Event
 import pytest
 
 from headrace_common.sampling.params import SamplingParams
+from headrace_engine.core.batch_snapshot import BatchSnapshot
 from headrace_engine.core.errors import RequestError
 from headrace_engine.core.outputs import SequenceOutput
 from headrace_engine.core.request import FinishReason
@@ -134,6 +135,31 @@ def test_the_heartbeat_stops_while_a_step_hangs(desk: Desk) -> None:
     desk.runner.gate.set()
     desk.until_finished("a")
     assert desk.loop.last_step_at == 500.0
+
+
+def test_a_snapshot_is_taken_between_two_steps(desk: Desk) -> None:
+    captured: Queue[BatchSnapshot] = Queue()
+    desk.runner.gate.clear()
+    desk.loop.add(make_request("a", [1, 2, 3], params=long_params()))
+    desk.loop.add(make_request("b", [1], params=long_params()))
+    assert desk.runner.entered.wait(LIMIT)
+    desk.loop.capture(1, captured.put)
+    assert captured.empty(), "a step is in flight"
+    desk.runner.gate.set()
+    snapshot = captured.get(timeout=LIMIT)
+    (sequence,) = snapshot.sequences
+    assert (sequence.request_id, sequence.prompt, sequence.max_output) == ("a", 3, 100)
+    assert (sequence.phase, snapshot.left_out) == ("decode", 1)
+    assert sequence.output >= 1
+    assert snapshot.stats.running == 2
+
+
+def test_an_idle_loop_takes_a_snapshot_too(desk: Desk) -> None:
+    captured: Queue[BatchSnapshot] = Queue()
+    desk.loop.capture(8, captured.put)
+    snapshot = captured.get(timeout=LIMIT)
+    assert (snapshot.sequences, snapshot.left_out, snapshot.stats.running) == ((), 0, 0)
+    assert desk.steps.empty()
 
 
 def test_a_drain_finishes_running_requests_and_refuses_new_ones(desk: Desk) -> None:

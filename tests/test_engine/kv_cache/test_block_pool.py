@@ -37,8 +37,9 @@ def test_a_block_is_free_when_its_last_reference_goes() -> None:
     pool = BlockPool(2)
     block = pool.allocate()
     pool.share(block)
+    assert pool.num_shared == 1
     pool.release(block)
-    assert block_counts(pool) == (1, 0, 1)
+    assert (*block_counts(pool), pool.num_shared) == (1, 0, 1, 0)
     pool.release(block)
     assert block_counts(pool) == (0, 0, 2)
 

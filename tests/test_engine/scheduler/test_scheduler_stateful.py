@@ -349,6 +349,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         blocks_of = self.scheduler.kv_cache.blocks_of
         references = Counter(block for sequence in running for block in blocks_of(sequence))
         assert pool.ref_counts == [references[block] for block in range(pool.num_blocks)]
+        assert pool.num_shared == sum(count > 1 for count in references.values())
         free = free_blocks(pool)
         assert sorted(free) == [b for b in range(pool.num_blocks) if not references[b]]
         assert pool.num_free == len(free)
@@ -359,7 +360,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             rows = len(sequence.block_table) / self.runner.kv_groups.count
             assert rows <= sequence.num_computed_tokens // size + 1, "blocks beyond need"
         self.check_salts(running)
+        self.check_snapshot()
         self.check_host_block_counts()
+
+    def check_snapshot(self) -> None:
+        snapshot = self.scheduler.snapshot(3)
+        stats, shown = snapshot.stats, snapshot.sequences
+        assert len(shown) + snapshot.left_out == stats.running + stats.waiting + stats.swapped
+        assert len(shown) <= 3
+        running = [one for one in shown if one.phase in ("prefill", "decode")]
+        assert len(running) == min(3, stats.running), "running sequences come first"
+        for one in shown:
+            assert 0 <= one.output <= one.max_output
+            assert one.computed <= one.prompt + one.output + 1
 
     def check_host_block_counts(self) -> None:
         host = self.scheduler.host_block_tables

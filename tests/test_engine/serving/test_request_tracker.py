@@ -27,6 +27,7 @@ from headrace_engine.core.outputs import SequenceOutput
 from headrace_engine.core.request import EngineRequest, FinishReason
 from headrace_engine.engine.engine_loop import EngineLoop
 from headrace_engine.serving.grammar_compilation import GrammarCompilation
+from headrace_engine.serving.leased_request import RequestTimes
 from headrace_engine.serving.metrics import EngineMetrics
 from headrace_engine.serving.reply_writer import ReplyWriter
 from headrace_engine.serving.request_tracker import RequestTracker
@@ -46,6 +47,7 @@ class Rig:
         self.writer = Mock(spec=ReplyWriter)
         self.errors: list[BaseException] = []
         self.metrics = Mock(spec=EngineMetrics)
+        self.metrics.taken.return_value = RequestTimes(queued_ns=0, taken_ns=0, first_step=0)
         self.tracker = RequestTracker(
             queue=self.queue,
             loop=self.loop,

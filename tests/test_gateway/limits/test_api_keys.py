@@ -59,13 +59,15 @@ def client_of(gateway: Gateway, key: str) -> AsyncOpenAI:
 # Which requests need a key
 
 
-async def test_every_path_needs_a_key_but_health_and_version(gateway: Gateway) -> None:
+async def test_every_path_needs_a_key_but_health_version_and_the_page(gateway: Gateway) -> None:
     paths = [*gateway.app.openapi()["paths"], "/openapi.json"]
-    assert {"/v1/chat/completions", "/tokenize", *OPEN_PATHS} <= set(paths)
-    for path in [*paths, "/", "/nothing", "/v1/models/", "/health/live/", "//version"]:
+    assert {"/v1/chat/completions", "/tokenize", "/console/live", *OPEN_PATHS} <= set(paths)
+    open_paths = OPEN_PATHS | {"/", "/console/index.html"}
+    others = ["/nothing", "/v1/models/", "/health/live/", "//version", "/console/", "//"]
+    for path in [*paths, *open_paths, *others]:
         for method in ("GET", "POST", "OPTIONS", "DELETE"):
             status = (await gateway.http.request(method, gateway.url + path)).status_code
-            assert (status == 401) == (path not in OPEN_PATHS), (method, path, status)
+            assert (status == 401) == (path not in open_paths), (method, path, status)
 
 
 async def test_the_document_says_which_paths_need_a_key(gateway: Gateway) -> None:

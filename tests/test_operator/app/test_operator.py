@@ -7,6 +7,7 @@ out: who owns a field, and what real controllers do with the objects; those are 
 from typing import Any
 
 from headrace_operator import names
+from headrace_operator.scaling.reason import Reason
 from headrace_testing.kubernetes import User, pod
 from headrace_testing.model_services import HUB, body
 from headrace_testing.operators import Scene, engine_status, operator, register_model
@@ -154,6 +155,20 @@ async def test_a_backlog_adds_engines_and_says_why(user: User, scene: Scene) -> 
         assert status(user)["backlog"] == 500
         assert status(user)["lastDecision"]["replicas"] == replicas(user)
         assert "ScaledUp" in user.server.events()
+
+
+async def test_consoles_see_the_decision_and_its_reason(user: User, scene: Scene) -> None:
+    await user.create(pod("p0", "qwen"))
+    async with operator(user, scene):
+        await user.create(body(**CONTROLLED))
+        await until(lambda: "qwen" in scene.shown and scene.shown["qwen"].reason == "Steady")
+        assert (scene.shown["qwen"].desired, scene.shown["qwen"].ready) == (1, 1)
+        scene.now, scene.waiting, scene.running = scene.now + 120, 500, 64
+        await until(lambda: scene.shown["qwen"].desired > 1)
+        shown = scene.shown["qwen"]
+        assert (shown.reason, shown.message) == (Reason.BACKLOG, Reason.BACKLOG.sentence)
+        scene.queue_down = True
+        await until(lambda: reason(user, "Degraded") == "RedisUnreachable")
 
 
 async def test_missing_metrics_freeze_the_count_and_are_reported(user: User, scene: Scene) -> None:

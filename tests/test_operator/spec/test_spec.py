@@ -237,10 +237,10 @@ def test_printer_columns_and_subresources() -> None:
 
 def test_engine_settings_are_those_of_the_engine() -> None:
     """The section has all settings of the engine, under the same names, except those that the
-    operator sets."""
+    operator sets, or that differ between a model's engines."""
     own = {"redis_url", "model", "revision", "served_model_name", "queue_shards", "drain_timeout"}
     own |= {"metrics_host", "metrics_port", "metrics_fd", "owner", "register_model"}
-    own |= {"after_drain", "hold_waiting"}
+    own |= {"after_drain", "hold_waiting", "display_name"}
     own |= {"tensor_parallel_size", "redis_credentials", "sealing_keys_file", "sealing_mode"}
     own |= {"enable_lora", "lora_modules", "max_loras", "max_lora_rank", "max_cpu_loras"}
     assert set(EngineSettingsSpec.model_fields) == set(EngineSettings.model_fields) - own

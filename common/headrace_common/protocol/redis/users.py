@@ -62,6 +62,8 @@ KEYS = (
     *(KeyRule(prefix, KeyScope.SHARD, _QUEUE) for prefix in ("w", "dl")),
     KeyRule("eng", KeyScope.SHARD, _ALL),
     KeyRule("es", KeyScope.IN_SHARD, _ALL),
+    KeyRule("ls", KeyScope.IN_SHARD, _QUEUE),
+    KeyRule("sd", KeyScope.NOWHERE, (GATEWAY, OPERATOR)),
     KeyRule("o", KeyScope.OF_GATEWAY, _QUEUE),
     KeyRule("gw", KeyScope.OF_GATEWAY, _QUEUE),
     KeyRule("c", KeyScope.OF_ENGINE, _ALL),
@@ -79,6 +81,8 @@ KEYS = (
     ),
     KeyRule("sc", KeyScope.READ, _QUEUE, "{sc}"),
     KeyRule("bo", KeyScope.NOWHERE, _STORE, "{bo}"),
+    KeyRule("lr", KeyScope.NOWHERE, _STORE),
+    KeyRule("lw", KeyScope.NOWHERE, _STORE, "{lw}"),
     KeyRule("gr", KeyScope.NOWHERE, _STORE),
 )
 
@@ -95,7 +99,7 @@ COMMANDS = {
     "lpos lindex llen zincrby",
     ENGINE: f"{_EVERYBODY} {_IN_QUEUES} hget hgetall hsetnx exists sadd srem zadd zrange zrem "
     "zscore rpush lpop lrem lpos lindex lrange zincrby",
-    OPERATOR: f"{_EVERYBODY} hget hgetall hdel hset hsetnx hstrlen del get srandmember "
+    OPERATOR: f"{_EVERYBODY} hget hgetall hdel hset hsetnx hstrlen del get set srandmember "
     "getrange srem xadd pexpire",
 }
 

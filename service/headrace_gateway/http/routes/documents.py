@@ -132,6 +132,8 @@ def document_errors(app: FastAPI) -> None:
                 responses.update(_errors(path, writes=method in ("post", "delete")))
                 if path in _STREAMING and method == "get":
                     operation["responses"]["200"]["content"] = _whole_or_events()
+                if path == "/console/live":
+                    _document_live(responses)
                 if path in _GENERATING:
                     _document_answers(responses)
 
@@ -152,6 +154,11 @@ def _document_answers(responses: dict[str, Any]) -> None:
     responses["200"]["content"] = _whole_or_events()
     accepted = {"application/json": {"schema": {"type": "object"}}}
     responses["202"] = {"description": "The request runs in the background.", "content": accepted}
+
+
+def _document_live(responses: dict[str, Any]) -> None:
+    responses["200"]["content"] = {"text/event-stream": {"schema": _EVENT}}
+    responses["429"] = {**responses["503"], "description": "Too many consoles watch."}
 
 
 def _whole_or_events() -> dict[str, Any]:

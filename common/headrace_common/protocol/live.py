@@ -1,0 +1,265 @@
+"""What a console shows of a running system, as bytes in Redis: engines' batches and decisions.
+
+Engines and the operator write it, gateways read it as a stranger's: sizes, types and texts are
+checked before anything is used. It has no text or token of a request.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ..errors import MessageError
+from ..wire.decoding import at_least, count, identifier, items_of, versioned
+from ..wire.messages import PROTOCOL_VERSION, pack_message
+
+# Sequences of one engine in a snapshot; it says how many more there are.
+MAX_SEQUENCES = 128
+MAX_SNAPSHOT_BYTES = 96 * 1024
+MAX_DECISION_BYTES = 4096
+MAX_REASON_CHARS = 64
+MAX_MESSAGE_CHARS = 1024
+# Milliseconds. An engine writes snapshots for as long as one Watch message says, at most this.
+MAX_WATCH_MS = 10_000
+# Longer than an engine's status lives, so that one that died is seen with its last batch.
+SNAPSHOT_TTL_MS = 15_000
+DECISION_TTL_MS = 120_000
+
+STATES = ("waiting", "prefill", "decode", "preempted", "swapped")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceSnapshot:
+    """One choice of a request in an engine. Numbers are tokens.
+
+    `state` is one of STATES. `computed` positions have KV, `step_tokens` of them by the last step.
+    `age` is the seconds since the engine took the request.
+    """
+
+    request_id: str
+    tenant: str
+    choice: int
+    state: str
+    prompt: int
+    computed: int
+    output: int
+    max_output: int
+    step_tokens: int
+    age: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVBlocks:
+    """The blocks of a KV cache: used, cached and free ones are all, shared ones are used twice."""
+
+    total: int
+    used: int
+    shared: int
+    cached: int
+    free: int
+    block_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSnapshot:
+    """An engine's batch at one moment, `time` by Redis' clock in Unix seconds.
+
+    Rates are tokens per second. `sequences_left_out` counts those beyond MAX_SEQUENCES.
+    """
+
+    time: float = field(compare=False)
+    steps: int
+    step_seconds: float
+    output_rate: float
+    prompt_rate: float
+    running: int
+    waiting: int
+    preemptions: int
+    kv: KVBlocks
+    sequences: tuple[SequenceSnapshot, ...]
+    sequences_left_out: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingDecision:
+    """The operator's latest decision about a model: engines that should run, and those that do."""
+
+    desired: int
+    ready: int
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSight:
+    """What Redis has of an engine: seconds since its last word, and its latest snapshot."""
+
+    age: float = field(default=0.0, compare=False)
+    snapshot: EngineSnapshot | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSight:
+    """What Redis has of a model: one sight for each engine that was asked for, and the operator's
+    latest decision; None without an operator."""
+
+    engines: tuple[EngineSight, ...]
+    decision: ScalingDecision | None = None
+
+
+class SnapshotWriter(Protocol):
+    """Where an engine writes its snapshots."""
+
+    async def write(self, snapshot: EngineSnapshot) -> None:
+        """Writes it with the time by Redis' clock. Raises BackendUnavailable."""
+
+
+class DecisionWriter(Protocol):
+    """Where the operator writes its decisions."""
+
+    async def write(self, model: str, decision: ScalingDecision) -> None:
+        """Replaces the latest one. Raises BackendUnavailable."""
+
+
+class LiveStore(Protocol):
+    """What gateways read for consoles. Raises BackendUnavailable."""
+
+    async def read(self, model: str, engine_ids: Sequence[str]) -> ModelSight:
+        """What is known of a model and of these engines."""
+
+    async def watch(self, model: str, engine_ids: Sequence[str]) -> None:
+        """Asks these engines to write snapshots for the next seconds."""
+
+
+def encode_snapshot(snapshot: EngineSnapshot) -> bytes:
+    """Packs a snapshot; raises MessageError if it exceeds the size limit of messages."""
+    kv = snapshot.kv
+    tenants = list(dict.fromkeys(one.tenant for one in snapshot.sequences))
+    places = {tenant: place for place, tenant in enumerate(tenants)}
+    return pack_message(
+        [
+            PROTOCOL_VERSION,
+            [
+                snapshot.time,
+                snapshot.steps,
+                snapshot.step_seconds,
+                snapshot.output_rate,
+                snapshot.prompt_rate,
+                snapshot.running,
+                snapshot.waiting,
+                snapshot.preemptions,
+                snapshot.sequences_left_out,
+            ],
+            [kv.total, kv.used, kv.shared, kv.cached, kv.free, kv.block_tokens],
+            tenants,
+            [
+                [
+                    one.request_id,
+                    places[one.tenant],
+                    one.choice,
+                    STATES.index(one.state),
+                    one.prompt,
+                    one.computed,
+                    one.output,
+                    one.max_output,
+                    one.step_tokens,
+                    round(one.age, 4),
+                ]
+                for one in snapshot.sequences
+            ],
+        ]
+    )
+
+
+def decode_snapshot(data: bytes) -> EngineSnapshot:
+    """Unpacks and checks a snapshot. Raises MessageError."""
+    if len(data) > MAX_SNAPSHOT_BYTES:
+        raise MessageError(f"engine snapshot of over {MAX_SNAPSHOT_BYTES} bytes")
+    _, head, blocks, tenants, sequences, *_ = versioned(data, 5)
+    head, blocks = _list(head, 9), _list(blocks, 6)
+    if len(items_of(tenants)) > MAX_SEQUENCES or len(items_of(sequences)) > MAX_SEQUENCES:
+        raise MessageError(f"engine snapshot: over {MAX_SEQUENCES} sequences or tenants")
+    names = [identifier(tenant) for tenant in tenants]
+    return EngineSnapshot(
+        time=_number(head[0]),
+        steps=count(head[1]),
+        step_seconds=_number(head[2]),
+        output_rate=_number(head[3]),
+        prompt_rate=_number(head[4]),
+        running=count(head[5]),
+        waiting=count(head[6]),
+        preemptions=count(head[7]),
+        kv=_blocks([count(value) for value in blocks]),
+        sequences=tuple(_sequence(item, names) for item in sequences),
+        sequences_left_out=count(head[8]),
+    )
+
+
+def _blocks(values: list[int]) -> KVBlocks:
+    total, used, shared, cached, free, block_tokens = values[:6]
+    if used + cached + free != total or shared > used:
+        raise MessageError("engine snapshot: numbers of KV blocks that contradict each other")
+    return KVBlocks(
+        total=total,
+        used=used,
+        shared=shared,
+        cached=cached,
+        free=free,
+        block_tokens=block_tokens,
+    )
+
+
+def _sequence(item: object, tenants: list[str]) -> SequenceSnapshot:
+    values = _list(item, 10)
+    place, state = count(values[1]), count(values[3])
+    if place >= len(tenants) or state >= len(STATES):
+        raise MessageError("engine snapshot: a sequence of an unknown tenant or state")
+    return SequenceSnapshot(
+        request_id=identifier(values[0]),
+        tenant=tenants[place],
+        choice=count(values[2]),
+        state=STATES[state],
+        prompt=count(values[4]),
+        computed=count(values[5]),
+        output=count(values[6]),
+        max_output=count(values[7]),
+        step_tokens=count(values[8]),
+        age=_number(values[9]),
+    )
+
+
+def encode_decision(decision: ScalingDecision) -> bytes:
+    """Packs a decision, its texts within their bounds."""
+    reason, message = decision.reason[:MAX_REASON_CHARS], decision.message[:MAX_MESSAGE_CHARS]
+    return pack_message([PROTOCOL_VERSION, decision.desired, decision.ready, reason, message])
+
+
+def decode_decision(data: bytes) -> ScalingDecision:
+    """Unpacks and checks a decision. Raises MessageError."""
+    if len(data) > MAX_DECISION_BYTES:
+        raise MessageError(f"scaling decision of over {MAX_DECISION_BYTES} bytes")
+    _, desired, ready, reason, message, *_ = versioned(data, 5)
+    return ScalingDecision(
+        desired=count(desired),
+        ready=count(ready),
+        reason=_text(reason, MAX_REASON_CHARS),
+        message=_text(message, MAX_MESSAGE_CHARS),
+    )
+
+
+def _list(value: object, length: int) -> list[Any]:
+    items = items_of(value)
+    at_least(items, length)
+    return items
+
+
+def _number(value: object) -> float:
+    if type(value) not in (int, float) or not math.isfinite(float(value)) or float(value) < 0:  # type: ignore[arg-type]
+        raise MessageError(f"must be a finite number from 0 on, not {value!r:.40}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _text(value: object, most: int) -> str:
+    if not isinstance(value, str) or len(value) > most:
+        raise MessageError(f"must be a text of at most {most} characters")
+    return value

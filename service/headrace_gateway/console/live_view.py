@@ -1,0 +1,150 @@
+"""What a console shows of all models and engines at one moment, and its JSON for one watcher.
+
+Pure. A watcher sees the models that its key allows, and ids of requests of its own tenant only.
+"""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from headrace_common.protocol.base import EngineStatus, QueueDepth
+from headrace_common.protocol.live import (
+    EngineSight,
+    EngineSnapshot,
+    ScalingDecision,
+    SequenceSnapshot,
+)
+
+# Seconds without a word after which an engine counts as silent: while it writes snapshots, and
+# while it only sends heartbeats.
+SILENT_SNAPSHOTS_S, SILENT_BEATS_S = 2.0, 7.0
+# Sequences of all engines in one event, so that its size is bounded.
+MAX_SEQUENCES = 1024
+_DIGITS = 4  # of seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelView:
+    """One model's queue. `oldest_wait` is in seconds."""
+
+    name: str
+    depth: QueueDepth
+    oldest_wait: float = field(compare=False)
+    scaling: ScalingDecision | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineView:
+    """One engine: its heartbeat, and what Redis has of it."""
+
+    status: EngineStatus
+    sight: EngineSight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveView:
+    """All models and engines; equal to an earlier one if nothing has changed but ages.
+
+    `stale`: Redis was away, and this is what was known before. `engines_left_out` counts engines
+    beyond those that are shown.
+    """
+
+    time: float = field(compare=False)
+    models: tuple[ModelView, ...] = ()
+    engines: tuple[EngineView, ...] = ()
+    engines_left_out: int = 0
+    stale: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watcher:
+    """The models that a console may see, and its tenant; None if API keys are off."""
+
+    models: frozenset[str]
+    tenant: str | None
+
+
+def state_of(engine: EngineView, max_step_age: float) -> str:
+    """Returns the engine's state: ready, draining, hung or silent."""
+    detailed = engine.sight.snapshot is not None
+    if engine.sight.age > (SILENT_SNAPSHOTS_S if detailed else SILENT_BEATS_S):
+        return "silent"
+    if engine.status.draining:
+        return "draining"
+    return "hung" if engine.status.last_step_age > max_step_age else "ready"
+
+
+def live_content(
+    view: LiveView, watcher: Watcher, *, limit_requests: int, max_step_age: float
+) -> dict[str, Any]:
+    """Returns the models and engines that a watcher sees, as JSON's content."""
+    engines = [engine for engine in view.engines if engine.status.model in watcher.models]
+    share = MAX_SEQUENCES // max(1, sum(e.sight.snapshot is not None for e in engines))
+    return {
+        "time": round(view.time, _DIGITS),
+        "stale": view.stale,
+        "models": [
+            _model(model, limit_requests) for model in view.models if model.name in watcher.models
+        ],
+        "engines": [
+            {
+                "id": engine.status.engine_id,
+                "name": engine.status.name or None,
+                "model": engine.status.model,
+                "state": state_of(engine, max_step_age),
+                "age": round(engine.sight.age, 1),
+                **_detail(engine, watcher, share),
+            }
+            for engine in engines
+        ],
+        "engines_left_out": view.engines_left_out,
+    }
+
+
+def _model(model: ModelView, limit_requests: int) -> dict[str, Any]:
+    return {
+        "name": model.name,
+        "waiting": model.depth.waiting,
+        "running": model.depth.pending,
+        "oldest_wait": round(model.oldest_wait, _DIGITS),
+        "waiting_tokens": model.depth.waiting_tokens,
+        "limit_requests": limit_requests,
+        "scaling": None if model.scaling is None else asdict(model.scaling),
+    }
+
+
+def _detail(engine: EngineView, watcher: Watcher, share: int) -> dict[str, Any]:
+    snapshot = engine.sight.snapshot
+    if snapshot is None:
+        return {"detail": False, "running": engine.status.running}
+    shown = snapshot.sequences[:share]
+    return {
+        "detail": True,
+        "steps": snapshot.steps,
+        "step_seconds": round(snapshot.step_seconds, 6),
+        "output_tokens_per_s": round(snapshot.output_rate, 1),
+        "prompt_tokens_per_s": round(snapshot.prompt_rate, 1),
+        "running": snapshot.running,
+        "waiting": snapshot.waiting,
+        "preemptions": snapshot.preemptions,
+        "kv": asdict(snapshot.kv),
+        "sequences": [_sequence(sequence, watcher) for sequence in shown],
+        "sequences_left_out": _left_out(snapshot, len(shown)),
+    }
+
+
+def _left_out(snapshot: EngineSnapshot, shown: int) -> int:
+    return snapshot.sequences_left_out + len(snapshot.sequences) - shown
+
+
+def _sequence(sequence: SequenceSnapshot, watcher: Watcher) -> dict[str, Any]:
+    own = watcher.tenant in (None, sequence.tenant)
+    return {
+        "request": sequence.request_id if own else None,
+        "choice": sequence.choice,
+        "state": sequence.state,
+        "prompt": sequence.prompt,
+        "computed": sequence.computed,
+        "output": sequence.output,
+        "max_output": sequence.max_output,
+        "step_tokens": sequence.step_tokens,
+    }
