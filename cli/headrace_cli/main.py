@@ -15,6 +15,7 @@ from rich.console import Console
 
 from headrace_common.text.checkpoint import DEMO_MODEL
 
+from .commands import bench as bench_commands
 from .commands import debug as debug_commands
 from .commands import keys as keys_commands
 from .commands import queues as queue_commands
@@ -30,6 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+app.add_typer(bench_commands.app)
 app.add_typer(keys_commands.app)
 app.add_typer(queue_commands.app)
 app.add_typer(sealing_commands.app)

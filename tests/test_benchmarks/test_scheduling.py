@@ -15,7 +15,7 @@ from virtual_time.comparison import Comparison
 from virtual_time.jobs import exactly, mixed, plain
 from virtual_time.measures import jain, max_min, summary
 from virtual_time.run import VirtualEngine
-from workload import Range
+from headrace_cli.bench.workload import Range
 
 PROFILE = EngineProfile(
     name="test",
