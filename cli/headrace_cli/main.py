@@ -21,6 +21,7 @@ from .commands import keys as keys_commands
 from .commands import queues as queue_commands
 from .commands import redis as redis_commands
 from .commands import sealing as sealing_commands
+from .commands import top as top_commands
 from .errors import CliError, UsageError
 
 app = typer.Typer(
@@ -32,6 +33,7 @@ app = typer.Typer(
 )
 
 app.add_typer(bench_commands.app)
+app.add_typer(top_commands.app)
 app.add_typer(keys_commands.app)
 app.add_typer(queue_commands.app)
 app.add_typer(sealing_commands.app)

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Column, Table
 
 WIDEST = 1000  # columns
@@ -18,7 +18,7 @@ class Output:
     out: Console = field(default_factory=lambda: Console(width=WIDEST))
     notes: Console = field(default_factory=lambda: Console(width=WIDEST, stderr=True))
 
-    def show(self, data: Any, table: Table) -> None:
+    def show(self, data: Any, table: RenderableType) -> None:
         if self.as_json:
             self.json(data)
         else:

@@ -16,7 +16,7 @@ import httpx
 from rich.console import Console
 
 from ..errors import ChatError
-from .sse import ChatDelta, deltas, error_message
+from .deltas import ChatDelta, deltas, error_message
 
 # A model must not be able to move the cursor or recolour the terminal.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
