@@ -23,6 +23,7 @@ from .commands import redis as redis_commands
 from .commands import sealing as sealing_commands
 from .commands import top as top_commands
 from .errors import CliError, UsageError
+from .tables import without_controls
 
 app = typer.Typer(
     name="headrace",
@@ -60,7 +61,8 @@ def main() -> None:
         _check_command(sys.argv[1:])
         app()
     except CliError as error:
-        Console(stderr=True).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        text = without_controls(f"error: {error}")
+        Console(stderr=True).print(text, style="red", markup=False, soft_wrap=True)
         sys.exit(2 if isinstance(error, UsageError) else 1)
 
 

@@ -1,6 +1,7 @@
 """Prints the output of commands: tables with unwrapped rows, for use in scripts, or JSON."""
 
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +9,7 @@ from rich.console import Console, RenderableType
 from rich.table import Column, Table
 
 WIDEST = 1000  # columns
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,11 @@ class Output:
 
     def raw(self, text: str) -> None:
         self.out.file.write(text)
+
+
+def without_controls(text: str) -> str:
+    """The text of a server or model without what moves the cursor or recolours the terminal."""
+    return _CONTROL.sub("", text)
 
 
 def plain_table(*names: str) -> Table:

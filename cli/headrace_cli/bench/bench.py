@@ -14,7 +14,7 @@ import uvloop
 from rich.console import Console
 
 from ..errors import CliError, UsageError
-from ..tables import Output
+from ..tables import Output, without_controls
 from .arrivals import Arrivals, arrival_times, read_trace
 from .client import Client, RefusedError, Server
 from .load import Load, Target, find_model, find_target, measure_words, run_load
@@ -164,7 +164,8 @@ class Run:
             first, *spare = islice(jobs, load.warmup + 1)
             target = await find_target(client, model, first, load)
             taken = ", ".join(target.features) or "OpenAI's fields only"
-            self._notes.print(f"{model} takes: {taken}", markup=False, highlight=False)
+            note = without_controls(f"{model} takes: {taken}")
+            self._notes.print(note, markup=False, highlight=False)
             for job in spare:
                 await target.send(job, load.common_fields)
             measured = await self._measured(target, jobs)

@@ -6,7 +6,9 @@ from dataclasses import dataclass, fields
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from ..tables import without_controls
 from .client import Timeline
 
 PERCENTILES = (50, 90, 95, 99)
@@ -181,7 +183,8 @@ def end_to_end(timeline: Timeline) -> float:
 
 def show(result: Report, out: Console) -> None:
     """The report as tables."""
-    table = Table(title=f"{result.model}: {result.completed}/{result.requests} requests")
+    title = f"{result.model}: {result.completed}/{result.requests} requests"
+    table = Table(title=Text(without_controls(title)))
     table.add_column("milliseconds")
     for field in fields(Summary):
         table.add_column(field.name, justify="right")
@@ -193,7 +196,7 @@ def show(result: Report, out: Console) -> None:
     for line in _lines(result):
         out.print(line, markup=False, highlight=False, soft_wrap=True)
     for kind, count in result.errors.items():
-        out.print(f"{count} x {kind}", style="red", markup=False, highlight=False)
+        out.print(f"{count} x {without_controls(kind)}", style="red", markup=False, highlight=False)
 
 
 def _latencies(result: Report) -> Mapping[str, Summary | None]:

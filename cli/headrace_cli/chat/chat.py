@@ -4,7 +4,6 @@ The whole conversation is sent with every turn. Ctrl-C stops an answer, not the 
 """
 
 import asyncio
-import re
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -16,10 +15,9 @@ import httpx
 from rich.console import Console
 
 from ..errors import ChatError
+from ..tables import without_controls
 from .deltas import ChatDelta, deltas, error_message
 
-# A model must not be able to move the cursor or recolour the terminal.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _HELP = "/reset forgets the conversation, /exit (or Ctrl-D) ends, Ctrl-C stops an answer"
 _CONNECT_SECONDS = 10.0
 
@@ -134,12 +132,12 @@ class Chat:
 
     def _show(self, delta: ChatDelta) -> None:
         if delta.reasoning:
-            thought = _CONTROL.sub("", delta.reasoning)
+            thought = without_controls(delta.reasoning)
             self._out.print(
                 thought, end="", style="dim", markup=False, highlight=False, soft_wrap=True
             )
         # Written as it is: printing would wrap lines and expand tabs.
-        self._out.file.write(_CONTROL.sub("", delta.content))
+        self._out.file.write(without_controls(delta.content))
         self._out.file.flush()
 
 

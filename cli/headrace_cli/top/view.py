@@ -7,6 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..tables import without_controls
 from .snapshot import EngineRow, KvBlocks, ModelRow, Snapshot
 
 _BAR = 10
@@ -29,7 +30,7 @@ def draw(snapshot: Snapshot, note: str = "") -> RenderableType:
     if snapshot.stale:
         parts.append(Text("the gateway cannot reach Redis: these are its last data", style="red"))
     if note:
-        parts.append(Text(note, style="red"))
+        parts.append(_said(note, style="red"))
     parts += [Text(), _models(snapshot), Text(), _engines(snapshot)]
     if snapshot.engines_left_out:
         parts.append(Text(f"and {snapshot.engines_left_out} more engines", style="dim"))
@@ -40,7 +41,7 @@ def _models(snapshot: Snapshot) -> Table:
     table = _table("model", "waiting", "of", "tokens", "oldest", "running", "replicas", "why")
     for model in snapshot.models:
         table.add_row(
-            Text(model.name), _load(model), Text(str(model.limit_requests)),
+            _said(model.name), _load(model), Text(str(model.limit_requests)),
             Text(str(model.waiting_tokens)), Text(_seconds(model.oldest_wait)),
             Text(str(model.running)), *_scaling(model),
         )  # fmt: skip
@@ -57,7 +58,7 @@ def _scaling(model: ModelRow) -> tuple[Text, Text]:
         return _NOTHING, _NOTHING
     found = model.scaling
     style = "" if found.ready == found.desired else "yellow"
-    return Text(f"{found.ready}/{found.desired}", style=style), Text(found.reason)
+    return Text(f"{found.ready}/{found.desired}", style=style), _said(found.reason)
 
 
 def _engines(snapshot: Snapshot) -> Table:
@@ -70,7 +71,7 @@ def _engines(snapshot: Snapshot) -> Table:
     for engine in snapshot.engines:
         states = Counter(sequence.state for sequence in engine.sequences)
         table.add_row(
-            Text(engine.name or engine.id), *[Text(engine.model)][:several], _state(engine),
+            _said(engine.name or engine.id), *[_said(engine.model)][:several], _state(engine),
             _step(engine.step_seconds), _whole(engine.output_tokens_per_s),
             _whole(engine.prompt_tokens_per_s), *_batch(engine, states), _whole(engine.waiting),
             _whole(engine.preemptions), *_kv(engine.kv),
@@ -87,7 +88,7 @@ def _batch(engine: EngineRow, states: Counter[str]) -> tuple[Text, Text]:
 
 def _state(engine: EngineRow) -> Text:
     silent = "" if engine.state in _STATES else f" {_seconds(engine.age)}"
-    return Text(engine.state + silent, style=_STATES.get(engine.state, "red"))
+    return _said(engine.state + silent, style=_STATES.get(engine.state, "red"))
 
 
 def _kv(kv: KvBlocks | None) -> tuple[Text, Text]:
@@ -100,6 +101,11 @@ def _kv(kv: KvBlocks | None) -> tuple[Text, Text]:
         bar.append(mark * share, style=style)
         left -= share
     return bar, Text(f"{kv.used / kv.total:.0%}")
+
+
+def _said(text: str, style: str = "") -> Text:
+    """A text that came from elsewhere."""
+    return Text(without_controls(text), style=style)
 
 
 def _step(seconds: float | None) -> Text:
