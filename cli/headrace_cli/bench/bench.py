@@ -6,7 +6,6 @@ import random
 import signal
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from itertools import chain, islice
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from .client import Client, RefusedError, Server
 from .load import Load, Target, find_model, find_target, measure_words, run_load
 from .plot import check_plotting, write_plot
 from .progress import LoadProgress
-from .report import Measured, Report, Slo, report, show
+from .report import Measured, Report, Slo, record, report, show
 from .workload import (
     Job,
     Lengths,
@@ -89,7 +88,6 @@ def run_bench(config: BenchConfig, output: Output, files: Files) -> int:
     """Runs the load and shows its report; the exit code. Raises CliError."""
     if files.picture is not None:
         check_plotting()
-    started = datetime.now(UTC)
     try:
         run = Run(config, output.notes)
         result, measured = uvloop.run(run.measure())
@@ -99,12 +97,13 @@ def run_bench(config: BenchConfig, output: Output, files: Files) -> int:
         raise CliError(f"cannot load {config.url}: {error or type(error).__name__}") from error
     except ValueError as error:
         raise UsageError(str(error)) from error
-    document = {"url": config.url, "started": started.isoformat(), **asdict(result)}
+    document: dict[str, object] = {"url": config.url, **asdict(result)}
     if output.as_json:
         output.json(document)
     else:
         show(result, output.out)
     if files.report is not None:
+        document["timelines"] = [record(timeline, measured) for timeline in measured.timelines]
         _write(files.report, json.dumps(document, indent=2) + "\n")
     if files.picture is not None:
         write_plot(files.picture, result, measured)

@@ -1,5 +1,6 @@
 """What a load measured: percentiles, throughput and goodput, as data and as tables."""
 
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -105,10 +106,11 @@ class Report:
     `send_lag_s`: how late requests were sent, given arrivals: a busy client, or --concurrency in
     the way of them. `in_flight`: requests that ran at a time, on average. `client_cpu`: the cores
     that the client itself used. `short_outputs`: tokens that are missing where a server was asked
-    for exact lengths.
+    for exact lengths. `started`: seconds since 1970.
     """
 
     model: str
+    started: float
     requests: int
     completed: int
     errors: dict[str, int]
@@ -140,6 +142,7 @@ def report(model: str, measured: Measured, *, exact: bool, slo: Slo | None) -> R
     complete = exact and len(good) == len(everything)
     return Report(
         model=model,
+        started=time.time() - time.perf_counter() + measured.started,
         requests=len(everything),
         completed=len(good),
         errors=dict(errors.most_common()),
@@ -159,6 +162,19 @@ def report(model: str, measured: Measured, *, exact: bool, slo: Slo | None) -> R
         goodput=None if slo is None else _goodput(slo, good, measured),
         client_cpu=measured.cpu / duration,
     )
+
+
+def record(timeline: Timeline, measured: Measured) -> dict[str, object]:
+    """One request as data: seconds, `sent` from the start of the run."""
+    return {
+        "sent": timeline.started - measured.started,
+        "ttft_s": time_to_first_token(timeline),
+        "tpot_s": time_per_output_token(timeline),
+        "e2e_s": end_to_end(timeline),
+        "prompt_tokens": timeline.prompt_tokens,
+        "output_tokens": timeline.output_tokens,
+        "error": timeline.error,
+    }
 
 
 def _goodput(slo: Slo, good: Sequence[Timeline], measured: Measured) -> Goodput:

@@ -428,6 +428,8 @@ async def test_the_command_prints_a_table_and_writes_its_files(tmp_path: Path) -
     written = json.loads(report.read_text())
     assert (written["completed"], written["output_tokens"]) == (5, 20)
     assert written["send_lag_s"]["p99"] >= 0
+    assert [each["output_tokens"] for each in written["timelines"]] == [4] * 5
+    assert max(each["e2e_s"] for each in written["timelines"]) == written["e2e_s"]["max"]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
