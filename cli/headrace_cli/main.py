@@ -17,6 +17,7 @@ from headrace_common.text.checkpoint import DEMO_MODEL
 
 from .commands import bench as bench_commands
 from .commands import debug as debug_commands
+from .commands import demo as demo_commands
 from .commands import keys as keys_commands
 from .commands import queues as queue_commands
 from .commands import redis as redis_commands
@@ -35,6 +36,7 @@ app = typer.Typer(
 
 app.add_typer(bench_commands.app)
 app.add_typer(top_commands.app)
+app.add_typer(demo_commands.app)
 app.add_typer(keys_commands.app)
 app.add_typer(queue_commands.app)
 app.add_typer(sealing_commands.app)
@@ -194,10 +196,14 @@ def chat(
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy.")] = None,
+    history: Annotated[
+        bool, typer.Option(help="Keep what you type, for the arrow keys of later chats.")
+    ] = True,
 ) -> None:
     """Chat with a served model in the terminal."""
     _need("up", "httpx")
     from .chat.chat import ChatConfig, run_chat
+    from .chat.input import history_file
 
     config = ChatConfig(
         url=url.rstrip("/"),
@@ -207,7 +213,7 @@ def chat(
         max_tokens=max_tokens,
         temperature=temperature,
     )
-    run_chat(config, once)
+    run_chat(config, once, history_file() if history else None)
 
 
 @app.command()

@@ -5,10 +5,10 @@ The whole conversation is sent with every turn. Ctrl-C stops an answer, not the 
 
 import asyncio
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,9 +16,14 @@ from rich.console import Console
 
 from ..errors import ChatError
 from ..tables import without_controls
+from ..word_wrap import WordWrapper
 from .deltas import ChatDelta, deltas, error_message
+from .input import MessageReader
 
-_HELP = "/reset forgets the conversation, /exit (or Ctrl-D) ends, Ctrl-C stops an answer"
+_HELP = (
+    "/reset forgets the conversation, /exit (or Ctrl-D) ends, Ctrl-C stops an answer; "
+    'several lines: end each with \\, or put """ before the first and after the last'
+)
 _CONNECT_SECONDS = 10.0
 
 Message = dict[str, str]
@@ -106,6 +111,7 @@ class Chat:
         self._client = client
         self._model = model
         self._out = out
+        self._text = WordWrapper(out)
         self._opening: list[Message] = [{"role": "system", "content": system}] if system else []
         self.messages: list[Message] = list(self._opening)
 
@@ -124,6 +130,7 @@ class Chat:
                 self._show(delta)
                 said.append(delta.content)
         finally:
+            self._text.flush()
             self._out.print()
             if answer := "".join(said):
                 self.messages.append({"role": "assistant", "content": answer})
@@ -131,18 +138,15 @@ class Chat:
                 self.messages.pop()
 
     def _show(self, delta: ChatDelta) -> None:
-        if delta.reasoning:
-            thought = without_controls(delta.reasoning)
-            self._out.print(
-                thought, end="", style="dim", markup=False, highlight=False, soft_wrap=True
-            )
-        # Written as it is: printing would wrap lines and expand tabs.
-        self._out.file.write(without_controls(delta.content))
-        self._out.file.flush()
+        self._text.write(without_controls(delta.reasoning), style="dim")
+        self._text.write(without_controls(delta.content))
 
 
-def run_chat(config: ChatConfig, once: str | None) -> None:
-    """Runs a conversation until its end, or for one message. Raises ChatError."""
+def run_chat(config: ChatConfig, once: str | None, history: Path | None) -> None:
+    """Runs a conversation until its end, or for one message. Raises ChatError.
+
+    `history` is the file for what a person typed; None keeps nothing.
+    """
     out = Console()
     with asyncio.Runner() as runner:
         http = runner.run(_open(config))
@@ -152,7 +156,7 @@ def run_chat(config: ChatConfig, once: str | None) -> None:
             if once is not None:
                 runner.run(chat.say(once))
             else:
-                _converse(runner, chat, out)
+                _converse(runner, chat, MessageReader(history), out)
         finally:
             runner.run(http.aclose())
 
@@ -163,10 +167,9 @@ async def _open(config: ChatConfig) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=config.url, headers=headers, timeout=timeout)
 
 
-def _converse(runner: asyncio.Runner, chat: Chat, out: Console) -> None:
-    _use_line_editing()
+def _converse(runner: asyncio.Runner, chat: Chat, messages: MessageReader, out: Console) -> None:
     out.print(_HELP, style="dim", markup=False)
-    while (text := _read_line()) is not None:
+    while (text := messages.read()) is not None:
         if text in ("/exit", "/quit"):
             return
         if text == "/reset":
@@ -195,17 +198,3 @@ async def _interruptible(chat: Chat, text: str) -> None:
         loop.remove_signal_handler(signal.SIGINT)
     if not task.cancelled():
         task.result()
-
-
-def _read_line() -> str | None:
-    try:
-        return input("> " if sys.stdin.isatty() else "").strip()
-    except (EOFError, KeyboardInterrupt):
-        return None
-
-
-def _use_line_editing() -> None:
-    try:
-        import readline  # noqa: F401  (input() uses it once it is imported)
-    except ImportError:
-        return  # some builds of Python lack it; input() works without
