@@ -122,7 +122,7 @@ def common(ours: list[Sent], theirs: list[Sent]) -> tuple[list[Sent], list[Sent]
     """The requests that were sent while both ran, and the seconds of that time."""
     begin = max(min(each.at for each in sent) for sent in (ours, theirs))
     end = min(max(each.at for each in sent) for sent in (ours, theirs))
-    chosen = [[each for each in sent if begin <= each.at <= end] for sent in (ours, theirs)]
+    chosen = [[each for each in sent if begin <= each.at < end] for sent in (ours, theirs)]
     return chosen[0], chosen[1], end - begin
 
 

@@ -19,6 +19,7 @@ from .commands import bench as bench_commands
 from .commands import debug as debug_commands
 from .commands import demo as demo_commands
 from .commands import keys as keys_commands
+from .commands import models as models_commands
 from .commands import queues as queue_commands
 from .commands import redis as redis_commands
 from .commands import sealing as sealing_commands
@@ -37,6 +38,7 @@ app = typer.Typer(
 app.add_typer(bench_commands.app)
 app.add_typer(top_commands.app)
 app.add_typer(demo_commands.app)
+app.add_typer(models_commands.app)
 app.add_typer(keys_commands.app)
 app.add_typer(queue_commands.app)
 app.add_typer(sealing_commands.app)

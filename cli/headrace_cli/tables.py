@@ -33,6 +33,13 @@ class Output:
         else:
             self.notes.print(note, markup=False)
 
+    def show_line(self, data: Any, line: str) -> None:
+        """A result that is one line, for scripts."""
+        if self.as_json:
+            self.json(data)
+        else:
+            self.raw(line + "\n")
+
     def json(self, data: Any) -> None:
         self.raw(json.dumps(data, indent=2) + "\n")
 

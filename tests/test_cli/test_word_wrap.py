@@ -22,9 +22,9 @@ def wrapped(*pieces: str, width: int = 10, terminal: bool = True) -> str:
     [
         (("one two th", "ree"), "one two \nthree"),
         (("0123456789 ab",), "0123456789\nab"),
-        (("a 0123456", "789abcd e"), "a \n0123456789abcd e"),
+        (("a 0123456", "789abcd e"), "a \n0123456789\nabcd e"),
         (("a\n", "  b c"), "a\n  b c"),
-        (("a\tb c",), "a\tb\nc"),
+        (("a\tb c",), "a\tb \nc"),
         (("\u4f60\u597d" * 3,), "\u4f60\u597d" * 2 + "\u4f60\n\u597d"),
     ],
     ids=["words", "a full line", "a long word", "an indent", "a tab", "wide characters"],

@@ -20,10 +20,7 @@ from ..word_wrap import WordWrapper
 from .deltas import ChatDelta, deltas, error_message
 from .input import MessageReader
 
-_HELP = (
-    "/reset forgets the conversation, /exit (or Ctrl-D) ends, Ctrl-C stops an answer; "
-    'several lines: end each with \\, or put """ before the first and after the last'
-)
+_HELP = '/reset begins anew, /exit ends, Ctrl-C stops an answer; several lines: \\ or """'
 _CONNECT_SECONDS = 10.0
 
 Message = dict[str, str]
