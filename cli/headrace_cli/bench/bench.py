@@ -13,11 +13,12 @@ import uvloop
 from rich.console import Console
 
 from ..errors import CliError, UsageError
+from ..extras import need
 from ..tables import Output, without_controls
 from .arrivals import Arrivals, arrival_times, read_trace
 from .client import Client, RefusedError, Server
 from .load import Load, Target, find_model, find_target, measure_words, run_load
-from .plot import check_plotting, write_plot
+from .plot import write_plot
 from .progress import LoadProgress
 from .report import Measured, Report, Slo, record, report, show
 from .workload import (
@@ -87,7 +88,7 @@ class Files:
 def run_bench(config: BenchConfig, output: Output, files: Files) -> int:
     """Runs the load and shows its report; the exit code. Raises CliError."""
     if files.picture is not None:
-        check_plotting()
+        need("simulate", "matplotlib")
     try:
         run = Run(config, output.notes)
         result, measured = uvloop.run(run.measure())

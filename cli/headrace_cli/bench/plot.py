@@ -1,7 +1,6 @@
 """Draws a run: distributions of latencies, and how it went over time. Loads matplotlib to draw."""
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,12 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _BARS = 60
-
-
-def check_plotting() -> None:
-    """Raises UsageError if matplotlib is missing."""
-    if find_spec("matplotlib") is None:
-        raise UsageError("--png needs matplotlib", "pip install 'headrace[simulate]'")
 
 
 def write_plot(path: Path, result: Report, measured: Measured) -> None:

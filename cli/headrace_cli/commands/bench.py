@@ -10,6 +10,7 @@ import typer
 from ..bench.arrivals import Arrivals
 from ..bench.workload import MAX_REQUESTS
 from ..errors import UsageError
+from ..extras import need
 from ..tables import Output
 
 app = typer.Typer()
@@ -90,6 +91,7 @@ def bench(
 
     Nothing is retried. Exit code 1: requests failed; 2: wrong usage; 130: ended by Ctrl-C.
     """
+    need("up", "httptools")
     from ..bench.bench import BenchConfig, Files, Pace, Prompts, run_bench
     from ..bench.report import Slo
     from ..bench.workload import Prefixes, parse_lengths

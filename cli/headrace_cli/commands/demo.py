@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ..extras import need
 from ..tables import Output
 
 app = typer.Typer()
@@ -22,6 +23,7 @@ def demo(
     It starts a stack of its own and stops it. Exit code 0: every answer was byte for byte the
     undisturbed one.
     """
+    need("up", "httpx", "psutil", "torch", "fastapi")
     from ..demo.demo import run_demo
 
     same = run_demo(Output(as_json), Console(stderr=as_json), fast=fast)

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from ..extras import need
 from ..tables import Output
 
 app = typer.Typer(
@@ -26,6 +27,7 @@ def check(
     Weights are not read; of a hub id that is not here, only the small files are fetched. Exit code
     1: it cannot be served.
     """
+    need("up", "huggingface_hub", "torch", "fastapi")
     from ..models.check import run_check
 
     raise typer.Exit(0 if run_check(model, Output(as_json)) else 1)
@@ -41,6 +43,7 @@ def pull(
 
     A pull that was interrupted goes on where it stopped.
     """
+    need("gateway", "huggingface_hub")
     from ..models.pull import run_pull
 
     run_pull(model, revision, Output(as_json))

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ..extras import need
 from ..tables import Output
 
 app = typer.Typer()
@@ -28,6 +29,7 @@ def top(
 
     Without a terminal it prints one table. Ctrl-C ends it with exit code 0.
     """
+    need("up", "httpx")
     from ..top.live_stream import LiveStream
     from ..top.top import show_once, stream_json, watch
 

@@ -28,11 +28,7 @@ def run_check(model: str, output: Output) -> bool:
     table = plain_table("", "check", "found", "remedy")
     for each in found:
         table.add_row(each.level.value, each.subject, *map(_line, (each.detail, each.remedy)))
-    data = [
-        {"level": each.level.value, "check": each.subject, "found": each.detail,
-         "remedy": each.remedy}
-        for each in found
-    ]  # fmt: skip
+    data = [each.data for each in found]
     healthy = all(each.level is not Level.FAIL for each in found)
     output.show({"model": model, "servable": healthy, "findings": data}, table)
     return healthy
