@@ -2,16 +2,14 @@
 
 import hashlib
 import json
-import threading
 from collections.abc import Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
-from typing import Self
+
+from .threaded_server import ScriptedHandler, ThreadedServer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-class FakeHub:
+class FakeHub(ThreadedServer):
     """Serves `files` of `repository`. `cut_once`: the name of a file whose first answer ends in its
     middle. `ranges` and `fetched` hold what was asked for."""
 
@@ -23,39 +21,10 @@ class FakeHub:
         self.cut_once = cut_once
         self.fetched: list[str] = []
         self.ranges: list[str] = []
-        self._http = _Server(self)
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,))
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._http.server_port}"
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._http.shutdown()
-        self._thread.join()
-        self._http.server_close()
+        super().__init__(_Handler)
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self, hub: FakeHub) -> None:
-        self.hub = hub
-        super().__init__(("127.0.0.1", 0), _Handler)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
-
+class _Handler(ScriptedHandler[FakeHub]):
     def do_HEAD(self) -> None:
         self._answer(body=False)
 
@@ -63,7 +32,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(body=True)
 
     def _answer(self, *, body: bool) -> None:
-        hub = self.server.hub
+        hub = self.script
         path = self.path.partition("?")[0]
         if path.startswith(f"/api/models/{hub.repository}/tree/"):
             self._json(
@@ -86,7 +55,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
 
     def _file(self, name: str, *, body: bool) -> None:
-        hub = self.server.hub
+        hub = self.script
         content = hub.files[name]
         wanted, start = self.headers["Range"], 0
         if wanted:
@@ -117,9 +86,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Says nothing."""
 
 
 def _digest(content: bytes) -> str:

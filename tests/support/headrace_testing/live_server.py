@@ -3,9 +3,10 @@
 import json
 import threading
 from collections.abc import Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
+
+from .threaded_server import ScriptedHandler, ThreadedServer
 
 
 def model(**changes: Any) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def snapshot(*engines: dict[str, Any], **changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class LiveServer:
+class LiveServer(ThreadedServer):
     """Answers each GET /console/live with the next of `answers`: a status, or snapshots to send.
 
     After an answer's snapshots the stream stays open; after those of the last but one it ends.
@@ -56,16 +57,7 @@ class LiveServer:
         self.answers = list(answers)
         self.key = key
         self.stopping = threading.Event()
-        self._http = _Server(self)
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,))
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._http.server_port}"
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
+        super().__init__(_Handler)
 
     def __exit__(
         self,
@@ -74,24 +66,12 @@ class LiveServer:
         trace: TracebackType | None,
     ) -> None:
         self.stopping.set()
-        self._http.shutdown()
-        self._thread.join()
-        self._http.server_close()
+        super().__exit__(kind, error, trace)
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self, script: LiveServer) -> None:
-        self.script = script
-        super().__init__(("127.0.0.1", 0), _Handler)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
-
+class _Handler(ScriptedHandler[LiveServer]):
     def do_GET(self) -> None:
-        script = self.server.script
+        script = self.script
         if script.key and self.headers["Authorization"] != f"Bearer {script.key}":
             self._refuse(401)
             return
@@ -111,6 +91,3 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", "0")
         self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Says nothing."""

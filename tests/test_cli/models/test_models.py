@@ -27,7 +27,7 @@ def models(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def on_hub(hub: FakeHub | str, cache: Path) -> dict[str, str]:
-    url = hub if isinstance(hub, str) else hub.url
+    url = hub if isinstance(hub, str) else hub.address
     return {"HF_ENDPOINT": url, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "0"}
 
 

@@ -106,7 +106,7 @@ def test_what_is_left_out_or_old_is_said() -> None:
 
 def test_once_waits_until_engines_tell_of_their_batch() -> None:
     with LiveServer([snapshot(heartbeat()), snapshot(engine())]) as server:
-        done = top(f"{server.url}/v1", "--once")
+        done = top(f"{server.address}/v1", "--once")
 
     assert (done.returncode, done.stderr) == (0, "")
     assert "812" in done.stdout
@@ -114,7 +114,7 @@ def test_once_waits_until_engines_tell_of_their_batch() -> None:
 
 def test_once_does_without_details_that_do_not_come() -> None:
     with LiveServer([snapshot(heartbeat())] * 2) as server:
-        done = top(server.url, "--once")
+        done = top(server.address, "--once")
 
     assert done.returncode == 0
     assert "engine-0" in done.stdout
@@ -124,7 +124,7 @@ def test_json_is_a_line_for_each_snapshot() -> None:
     views = [snapshot(engine()), snapshot(heartbeat())]
     with LiveServer(views) as server:
         process = subprocess.Popen(
-            command(server.url, "--json"), stdout=subprocess.PIPE, text=True, env=environment()
+            command(server.address, "--json"), stdout=subprocess.PIPE, text=True, env=environment()
         )
         assert process.stdout is not None
         lines = [process.stdout.readline(), process.stdout.readline()]
@@ -137,15 +137,15 @@ def test_json_is_a_line_for_each_snapshot() -> None:
 
 def test_json_once_is_one_document() -> None:
     with LiveServer([snapshot(engine())]) as server:
-        done = top(server.url, "--once", "--json")
+        done = top(server.address, "--once", "--json")
 
     assert json.loads(done.stdout) == snapshot(engine())
 
 
 def test_a_key_is_asked_for_and_sent() -> None:
     with LiveServer([snapshot()], key="sk-1") as server:
-        refused = top(server.url, "--once")
-        done = top(server.url, "--once", "--api-key", "sk-1")
+        refused = top(server.address, "--once")
+        done = top(server.address, "--once", "--api-key", "sk-1")
 
     assert refused.returncode == 1
     assert "give it with --api-key or OPENAI_API_KEY" in refused.stderr
@@ -162,7 +162,7 @@ def test_a_key_is_asked_for_and_sent() -> None:
 )
 def test_a_refusal_is_one_message(status: int, message: str) -> None:
     with LiveServer(status) as server:
-        done = top(server.url)
+        done = top(server.address)
 
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
@@ -179,7 +179,7 @@ def test_an_unreachable_gateway_is_one_message() -> None:
 
 def test_other_data_than_snapshots_are_refused() -> None:
     with LiveServer([{"time": "soon"}]) as server:
-        done = top(server.url, "--once")
+        done = top(server.address, "--once")
 
     assert "speaks another version of the live data (time" in done.stderr
 
@@ -187,7 +187,7 @@ def test_other_data_than_snapshots_are_refused() -> None:
 def test_on_a_terminal_it_goes_on_after_an_interruption() -> None:
     with (
         LiveServer([snapshot(engine())], [snapshot(engine(name="engine-9"))]) as server,
-        TerminalProcess(command(server.url), columns=100, env=environment()) as terminal,
+        TerminalProcess(command(server.address), columns=100, env=environment()) as terminal,
     ):
         terminal.until("engine-0")
         terminal.until("trying again")
@@ -200,7 +200,7 @@ def test_no_color_is_respected() -> None:
     with (
         LiveServer([snapshot(engine(state="silent"))]) as server,
         TerminalProcess(
-            command(server.url), columns=100, env={**environment(), "NO_COLOR": "1"}
+            command(server.address), columns=100, env={**environment(), "NO_COLOR": "1"}
         ) as terminal,
     ):
         terminal.until("engine-0")
