@@ -84,11 +84,28 @@ class Files:
     report: Path | None = None
     picture: Path | None = None
 
+    def check(self) -> None:
+        """Raises UsageError for what could not be written; a run can take long."""
+        if self.picture is not None:
+            need("simulate", "matplotlib")
+        for path in (self.report, self.picture):
+            if path is not None and not path.absolute().parent.is_dir():
+                raise UsageError(
+                    f"the folder of {path} does not exist", "make it, or choose another"
+                )
+
+    def write(self, document: dict[str, object], result: Report, measured: Measured) -> None:
+        """Raises UsageError if a file cannot be written."""
+        if self.report is not None:
+            timelines = [record(timeline, measured) for timeline in measured.timelines]
+            _write(self.report, json.dumps({**document, "timelines": timelines}, indent=2) + "\n")
+        if self.picture is not None:
+            write_plot(self.picture, result, measured)
+
 
 def run_bench(config: BenchConfig, output: Output, files: Files) -> int:
     """Runs the load and shows its report; the exit code. Raises CliError."""
-    if files.picture is not None:
-        need("simulate", "matplotlib")
+    files.check()
     try:
         run = Run(config, output.notes)
         result, measured = uvloop.run(run.measure())
@@ -103,11 +120,7 @@ def run_bench(config: BenchConfig, output: Output, files: Files) -> int:
         output.json(document)
     else:
         show(result, output.out)
-    if files.report is not None:
-        document["timelines"] = [record(timeline, measured) for timeline in measured.timelines]
-        _write(files.report, json.dumps(document, indent=2) + "\n")
-    if files.picture is not None:
-        write_plot(files.picture, result, measured)
+    files.write(document, result, measured)
     if run.interrupted:
         return _INTERRUPTED
     return 1 if result.errors or not result.completed else 0

@@ -466,6 +466,7 @@ async def test_an_interrupted_run_reports_what_it_has() -> None:
         (["--rate=2", "--trace=x"], 2, "--trace and --rate exclude each other"),
         (["--dataset=x", "--prefixes=2"], 2, "--dataset and --prefixes exclude each other"),
         (["--trace=absent"], 2, "absent: cannot be read"),
+        (["--out=absent/report.json"], 2, "the folder of absent/report.json does not exist"),
         (["--extra-body=[]"], 2, "--extra-body must be a JSON object"),
     ],
 )
