@@ -1,7 +1,7 @@
 """Servers in turns, for peers.py: Headrace's whole stack and vLLM's server, on the same cores.
 
-Each is started as its users start it and gets the same requests from serve.py; all processes of
-the other server are stopped meanwhile.
+Each is started as its users start it and gets the same requests from `headrace bench`; all
+processes of the other server are stopped meanwhile.
 """
 
 import argparse
@@ -23,7 +23,6 @@ from statistics import median
 
 import psutil
 
-SERVE = Path(__file__).with_name("serve.py")
 START_TIMEOUT_S = 600.0
 CONCURRENCY, REQUESTS = 32, 128
 MAX_MODEL_LEN = 1024
@@ -84,7 +83,8 @@ class Server:
         self._await_ready()
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.json"
-            command = [sys.executable, str(SERVE), "--url", self._url, "--json", str(report)]
+            command = [sys.executable, "-m", "headrace_cli", "bench", "--url", self._url]
+            command += ["--out", str(report)]
             command += ["--requests", str(REQUESTS), "--concurrency", str(CONCURRENCY)]
             command += ["--vocab-size", str(VOCAB_SIZE), "--seed", str(number)]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

@@ -19,6 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from headrace_cli.bench.arrivals import poisson
 from headrace_common.protocol.base import EngineStatus, Placement, QueueLimits
 from headrace_common.protocol.prefix_routing import placement_of
 from headrace_common.sampling.params import SamplingParams
@@ -27,7 +28,6 @@ from headrace_operator.simulation.events import NEVER, EventQueue
 from headrace_testing.memory_queue.backend import MemoryBackend
 from headrace_testing.memory_queue.records import Taken
 from headrace_testing.memory_queue.shards import Shard
-from workload import arrivals
 
 MODEL = "m"
 LIMITS = QueueLimits(max_requests=10**9, max_tokens=10**12)
@@ -144,8 +144,8 @@ class Run:
         scene = self._scene
         weights = [1 / (rank + 1) ** scene.zipf for rank in range(scene.prefixes)]
         prefixes = self._random.choices(range(scene.prefixes), weights, k=scene.requests)
-        times = arrivals(self._random, scene.requests, scene.rate)
-        for at, prefix in zip(times, prefixes, strict=True):
+        times = poisson(self._random, scene.rate)
+        for prefix, at in zip(prefixes, times, strict=False):
             self._events.at(at, self._admit, prefix, rank=1)  # after ends at the same time
         while self._events.next_time < NEVER:
             self._events.run_next()

@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import Any
 
+from headrace_cli.bench.workload import Range
 from headrace_engine.scheduler.policies import POLICIES
 from headrace_operator.simulation.engine_profile import EngineProfile
-from workload import Range
 
 from .batching import Batched, Batching, Continuous
 from .jobs import Job, exactly, mixed, plain

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
+from headrace_cli.bench.arrivals import poisson
+from headrace_cli.bench.workload import Range
 from headrace_common.sampling.params import SamplingParams
 from headrace_engine.core.request import EngineRequest
-from workload import Range, arrivals
 
 EOS = 0
 TOKEN = 1
@@ -97,7 +98,7 @@ def plain(
             output=outputs.draw(rng),
             max_tokens=outputs.high,
         )
-        for number, at in enumerate(arrivals(rng, count, rate))
+        for number, at in zip(range(count), poisson(rng, rate), strict=False)
     ]
 
 
@@ -114,7 +115,7 @@ def mixed(count: int, *, rate: float, patience: float, seed: int = 0) -> list[Jo
     rng = random.Random(seed)
     shares = [tenant.share for tenant in TENANTS]
     jobs = []
-    for number, at in enumerate(arrivals(rng, count, rate)):
+    for number, at in zip(range(count), poisson(rng, rate), strict=False):
         index = rng.choices(range(len(TENANTS)), shares)[0]
         tenant = TENANTS[index]
         jobs.append(

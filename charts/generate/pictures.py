@@ -100,8 +100,8 @@ def begin_batch(url: str) -> None:
 
 
 def load(url: str, requests: str, rate: str, seed: str) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "serve.py"), "--url", url, "--warmup", "0"]
-    command += ["--requests", requests, "--request-rate", rate, "--seed", seed]
+    command = [sys.executable, "-m", "headrace_cli", "bench", "--url", url, "--warmup", "0"]
+    command += ["--requests", requests, "--rate", rate, "--seed", seed]
     command += ["--prompt-tokens", "16-400", "--output-tokens", "16-160"]
     subprocess.run(command, check=False)  # noqa: S603 - refused requests are wanted, and exit 1
 

@@ -20,7 +20,7 @@ class EngineInside:
     def __init__(self, url: str) -> None:
         if not url.startswith(("http://", "https://")):
             raise CliError(f"--url must begin with http:// or https://, not {url!r}")
-        self._url = url.rstrip("/")
+        self.url = url.rstrip("/")
 
     def steps(self) -> dict[str, Any]:
         return self._json("/debug/steps")
@@ -37,7 +37,7 @@ class EngineInside:
         return found
 
     def _ask(self, path: str, method: str, timeout: float) -> bytes:
-        request = urllib.request.Request(self._url + path, method=method)  # noqa: S310  http only
+        request = urllib.request.Request(self.url + path, method=method)  # noqa: S310  http only
         try:
             with urllib.request.urlopen(request, timeout=timeout) as answer:  # noqa: S310
                 body: bytes = answer.read()
@@ -47,7 +47,7 @@ class EngineInside:
                 raise CliError(_reason(error.code, error.read())) from error
         except OSError as error:
             raise CliError(
-                f"no engine answers at {self._url} ({error}): give its metrics port with --url"
+                f"no engine answers at {self.url} ({error}): give its metrics port with --url"
             ) from error
 
 

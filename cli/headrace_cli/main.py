@@ -6,7 +6,6 @@ Heavy imports stay inside the commands, so that `--help` and `--version` are ins
 import os
 import sys
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -15,21 +14,30 @@ from rich.console import Console
 
 from headrace_common.text.checkpoint import DEMO_MODEL
 
+from .commands import bench as bench_commands
 from .commands import debug as debug_commands
+from .commands import demo as demo_commands
 from .commands import keys as keys_commands
+from .commands import models as models_commands
 from .commands import queues as queue_commands
 from .commands import redis as redis_commands
 from .commands import sealing as sealing_commands
+from .commands import top as top_commands
 from .errors import CliError, UsageError
+from .extras import need
+from .tables import without_controls
 
 app = typer.Typer(
     name="headrace",
     help="Serves large language models: OpenAI API, durable queue, continuous batching.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
+app.add_typer(bench_commands.app)
+app.add_typer(top_commands.app)
+app.add_typer(demo_commands.app)
+app.add_typer(models_commands.app)
 app.add_typer(keys_commands.app)
 app.add_typer(queue_commands.app)
 app.add_typer(sealing_commands.app)
@@ -56,7 +64,8 @@ def main() -> None:
         _check_command(sys.argv[1:])
         app()
     except CliError as error:
-        Console(stderr=True).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        text = without_controls(f"error: {error}")
+        Console(stderr=True).print(text, style="red", markup=False, soft_wrap=True)
         sys.exit(2 if isinstance(error, UsageError) else 1)
 
 
@@ -81,7 +90,10 @@ def options(
     """Options before the command."""
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="Example: headrace up --model Qwen/Qwen3-0.6B --engines 2 --dtype bfloat16",
+)
 def up(
     context: typer.Context,
     model: Annotated[
@@ -111,9 +123,9 @@ def up(
     passed on to the engines."""
     import asyncio
 
-    _need("engine", "torch", "transformers")
-    _need("gateway", "fastapi", "uvicorn")
-    _need("up", "httpx")
+    need("engine", "torch", "transformers")
+    need("gateway", "fastapi", "uvicorn")
+    need("up", "httpx")
     from .datadir import DataDir
     from .doctor.checks.model import refuse_unusable
     from .processes.report import TerminalReport
@@ -145,35 +157,38 @@ def _flags_of(context: typer.Context) -> list[str]:
     return [flag for parameter in context.command.params for flag in parameter.opts]
 
 
-@app.command(context_settings=_PASS_THROUGH)
+@app.command(
+    context_settings=_PASS_THROUGH,
+    epilog="Example: headrace gateway --redis-url redis://queue:6379/0 --host 0.0.0.0",
+)
 def gateway(context: typer.Context) -> None:
     """Run one gateway; `headrace gateway --help` lists its settings."""
     _become("headrace_gateway", context.args, "gateway", "fastapi", "uvicorn")
 
 
-@app.command(context_settings=_PASS_THROUGH)
+@app.command(
+    context_settings=_PASS_THROUGH,
+    epilog="Example: headrace engine --redis-url redis://queue:6379/0 --model Qwen/Qwen3-0.6B",
+)
 def engine(context: typer.Context) -> None:
     """Run one engine; `headrace engine --help` lists its settings."""
     _become("headrace_engine", context.args, "engine", "torch", "transformers")
 
 
-@app.command(context_settings=_PASS_THROUGH)
+@app.command(
+    context_settings=_PASS_THROUGH, epilog="Example: headrace simulate --days 0.5 --plot day.png"
+)
 def simulate(context: typer.Context) -> None:
     """Try autoscaling on a trace in virtual time; `headrace simulate --help` lists its options."""
     _become("headrace_operator.simulation", context.args, "simulate", "numpy")
 
 
 def _become(module: str, args: list[str], extra: str, *packages: str) -> NoReturn:
-    _need(extra, *packages)
+    need(extra, *packages)
     os.execv(sys.executable, [sys.executable, "-m", module, *args])  # noqa: S606
 
 
-def _need(extra: str, *packages: str) -> None:
-    if any(find_spec(package) is None for package in packages):
-        raise UsageError("this command needs more packages", f"pip install 'headrace[{extra}]'")
-
-
-@app.command()
+@app.command(epilog="Example: headrace chat --model headrace-demo --once 'Tell me a story.'")
 def chat(
     url: Annotated[
         str, typer.Option(envvar="OPENAI_BASE_URL", help="OpenAI API to talk to.")
@@ -188,10 +203,14 @@ def chat(
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy.")] = None,
+    history: Annotated[
+        bool, typer.Option(help="Keep what you type, for the arrow keys of later chats.")
+    ] = True,
 ) -> None:
     """Chat with a served model in the terminal."""
-    _need("up", "httpx")
+    need("up", "httpx")
     from .chat.chat import ChatConfig, run_chat
+    from .chat.input import history_file
 
     config = ChatConfig(
         url=url.rstrip("/"),
@@ -201,10 +220,10 @@ def chat(
         max_tokens=max_tokens,
         temperature=temperature,
     )
-    run_chat(config, once)
+    run_chat(config, once, history_file() if history else None)
 
 
-@app.command()
+@app.command(epilog="Example: headrace doctor --model Qwen/Qwen3-0.6B")
 def doctor(
     model: Annotated[
         str, typer.Option(help="Folder, hub id, or the bundled demo model.")
@@ -218,6 +237,7 @@ def doctor(
     engine: Annotated[
         bool, typer.Option("--engine", help="Only what an engine needs, by its own variables.")
     ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check this machine and say what to do."""
     from .doctor.doctor import DoctorConfig, run_doctor
@@ -228,5 +248,5 @@ def doctor(
     config = DoctorConfig(
         model=model, host=host, port=port, redis_url=redis, data_dir=data_dir, engine=engine
     )
-    healthy = run_doctor(config, Console())
+    healthy = run_doctor(config, Console(), as_json=as_json)
     raise typer.Exit(0 if healthy else 1)

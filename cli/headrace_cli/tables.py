@@ -1,13 +1,15 @@
 """Prints the output of commands: tables with unwrapped rows, for use in scripts, or JSON."""
 
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Column, Table
 
 WIDEST = 1000  # columns
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +20,7 @@ class Output:
     out: Console = field(default_factory=lambda: Console(width=WIDEST))
     notes: Console = field(default_factory=lambda: Console(width=WIDEST, stderr=True))
 
-    def show(self, data: Any, table: Table) -> None:
+    def show(self, data: Any, table: RenderableType) -> None:
         if self.as_json:
             self.json(data)
         else:
@@ -31,11 +33,23 @@ class Output:
         else:
             self.notes.print(note, markup=False)
 
+    def show_line(self, data: Any, line: str) -> None:
+        """A result that is one line, for scripts."""
+        if self.as_json:
+            self.json(data)
+        else:
+            self.raw(line + "\n")
+
     def json(self, data: Any) -> None:
         self.raw(json.dumps(data, indent=2) + "\n")
 
     def raw(self, text: str) -> None:
         self.out.file.write(text)
+
+
+def without_controls(text: str) -> str:
+    """The text of a server or model without what moves the cursor or recolours the terminal."""
+    return _CONTROL.sub("", text)
 
 
 def plain_table(*names: str) -> Table:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import scheduling
+from headrace_cli.bench.workload import Range
 from headrace_engine.scheduler.policies import POLICIES
 from headrace_operator.simulation.engine_profile import EngineProfile, load_profile
 from virtual_time.batching import Batched, Continuous
@@ -15,7 +16,6 @@ from virtual_time.comparison import Comparison
 from virtual_time.jobs import exactly, mixed, plain
 from virtual_time.measures import jain, max_min, summary
 from virtual_time.run import VirtualEngine
-from workload import Range
 
 PROFILE = EngineProfile(
     name="test",

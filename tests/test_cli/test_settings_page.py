@@ -2,6 +2,7 @@
 
 import re
 
+from headrace_testing.cli_page import commands
 from headrace_testing.settings_page import PAGE, PROCESSES, page
 
 ROOT = PAGE.parent.parent
@@ -16,6 +17,12 @@ def test_variables_in_the_documents_are_settings() -> None:
         f"{settings.model_config['env_prefix']}{name.upper()}"
         for settings in PROCESSES.values()
         for name in settings.model_fields
+    }
+    known |= {
+        parameter.envvar
+        for _, command in commands()
+        for parameter in command.params
+        if isinstance(parameter.envvar, str)
     }
     documents = [ROOT / "README.md", ROOT / "Dockerfile", *ROOT.glob("docs/**/*.md")]
     documents += ROOT.glob("charts/**/*.md")

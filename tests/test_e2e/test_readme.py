@@ -60,6 +60,15 @@ def test_the_terminal_chat(served: UpProcess) -> None:
     assert len(printed.split()) >= 3
 
 
+def test_the_commands_that_load_and_watch(served: UpProcess) -> None:
+    """The third command, the demo, has a test of its own."""
+    lines = block("sh", "headrace bench").replace(".venv/bin/headrace", str(HEADRACE)).splitlines()
+    load, watch, demo = (line for line in lines if line)
+    assert "goodput" in run("bash", "-c", f"{load} --url {served.url}/v1")
+    assert "engine-0" in run("bash", "-c", f"{watch} --url {served.url}/v1")
+    assert demo == f"{HEADRACE} demo"
+
+
 def test_the_api_keys_example(tmp_path: Path) -> None:
     """Runs the printed commands in a new folder; the gateways' file contains the printed key."""
     export, create, up = (line for line in block("sh", "keys create").splitlines())

@@ -1,4 +1,4 @@
 """The terminal chat.
 
-Imports errors.
+Imports sse, word_wrap, tables and errors.
 """

@@ -4,23 +4,23 @@ The whole conversation is sent with every turn. Ctrl-C stops an answer, not the 
 """
 
 import asyncio
-import re
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 from rich.console import Console
 
 from ..errors import ChatError
-from .sse import ChatDelta, deltas, error_message
+from ..tables import without_controls
+from ..word_wrap import WordWrapper
+from .deltas import ChatDelta, deltas, error_message
+from .input import MessageReader
 
-# A model must not be able to move the cursor or recolour the terminal.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_HELP = "/reset forgets the conversation, /exit (or Ctrl-D) ends, Ctrl-C stops an answer"
+_HELP = '/reset begins anew, /exit ends, Ctrl-C stops an answer; several lines: \\ or """'
 _CONNECT_SECONDS = 10.0
 
 Message = dict[str, str]
@@ -108,6 +108,7 @@ class Chat:
         self._client = client
         self._model = model
         self._out = out
+        self._text = WordWrapper(out)
         self._opening: list[Message] = [{"role": "system", "content": system}] if system else []
         self.messages: list[Message] = list(self._opening)
 
@@ -126,6 +127,7 @@ class Chat:
                 self._show(delta)
                 said.append(delta.content)
         finally:
+            self._text.flush()
             self._out.print()
             if answer := "".join(said):
                 self.messages.append({"role": "assistant", "content": answer})
@@ -133,18 +135,15 @@ class Chat:
                 self.messages.pop()
 
     def _show(self, delta: ChatDelta) -> None:
-        if delta.reasoning:
-            thought = _CONTROL.sub("", delta.reasoning)
-            self._out.print(
-                thought, end="", style="dim", markup=False, highlight=False, soft_wrap=True
-            )
-        # Written as it is: printing would wrap lines and expand tabs.
-        self._out.file.write(_CONTROL.sub("", delta.content))
-        self._out.file.flush()
+        self._text.write(without_controls(delta.reasoning), style="dim")
+        self._text.write(without_controls(delta.content))
 
 
-def run_chat(config: ChatConfig, once: str | None) -> None:
-    """Runs a conversation until its end, or for one message. Raises ChatError."""
+def run_chat(config: ChatConfig, once: str | None, history: Path | None) -> None:
+    """Runs a conversation until its end, or for one message. Raises ChatError.
+
+    `history` is the file for what a person typed; None keeps nothing.
+    """
     out = Console()
     with asyncio.Runner() as runner:
         http = runner.run(_open(config))
@@ -154,7 +153,7 @@ def run_chat(config: ChatConfig, once: str | None) -> None:
             if once is not None:
                 runner.run(chat.say(once))
             else:
-                _converse(runner, chat, out)
+                _converse(runner, chat, MessageReader(history), out)
         finally:
             runner.run(http.aclose())
 
@@ -165,10 +164,9 @@ async def _open(config: ChatConfig) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=config.url, headers=headers, timeout=timeout)
 
 
-def _converse(runner: asyncio.Runner, chat: Chat, out: Console) -> None:
-    _use_line_editing()
+def _converse(runner: asyncio.Runner, chat: Chat, messages: MessageReader, out: Console) -> None:
     out.print(_HELP, style="dim", markup=False)
-    while (text := _read_line()) is not None:
+    while (text := messages.read()) is not None:
         if text in ("/exit", "/quit"):
             return
         if text == "/reset":
@@ -197,17 +195,3 @@ async def _interruptible(chat: Chat, text: str) -> None:
         loop.remove_signal_handler(signal.SIGINT)
     if not task.cancelled():
         task.result()
-
-
-def _read_line() -> str | None:
-    try:
-        return input("> " if sys.stdin.isatty() else "").strip()
-    except (EOFError, KeyboardInterrupt):
-        return None
-
-
-def _use_line_editing() -> None:
-    try:
-        import readline  # noqa: F401  (input() uses it once it is imported)
-    except ImportError:
-        return  # some builds of Python lack it; input() works without

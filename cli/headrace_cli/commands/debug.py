@@ -27,7 +27,7 @@ Url = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-@app.command()
+@app.command(epilog="Example: headrace debug steps --last 50")
 def steps(
     url: Url = DEFAULT_URL,
     last: Annotated[int, typer.Option(min=1, max=512, help="How many.")] = 20,
@@ -37,13 +37,13 @@ def steps(
     show_steps(EngineInside(url), Output(as_json), last)
 
 
-@app.command()
+@app.command(epilog="Example: headrace debug requests --json")
 def requests(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     """The requests that the engine has, and for how long nothing came of them."""
     show_requests(EngineInside(url), Output(as_json))
 
 
-@app.command()
+@app.command(epilog="Example: headrace debug profile trace.json --steps 50")
 def profile(
     file: Annotated[Path, typer.Argument(help="Where to write the Chrome trace.")],
     url: Url = DEFAULT_URL,

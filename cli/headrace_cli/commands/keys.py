@@ -26,7 +26,9 @@ Namespace = Annotated[str | None, typer.Option(help="Namespace of the Secret.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-@app.command()
+@app.command(
+    epilog="Example: headrace keys create alice --file keys.yaml --tenant team-a --expires 90d"
+)
 def create(
     key_id: Annotated[str, typer.Argument(metavar="ID", help="Name of the key.")],
     file: File = None,
@@ -78,7 +80,7 @@ def create(
     run(KeyRecords(storage), key_id, fields, Output(as_json), now)
 
 
-@app.command(name="list")
+@app.command(name="list", epilog="Example: headrace keys list --file keys.yaml")
 def list_keys(file: File = None, as_json: AsJson = False) -> None:
     """List the keys of a file."""
     from ..key_files.keys import KeyRecords, KeyStorage, show
@@ -86,7 +88,7 @@ def list_keys(file: File = None, as_json: AsJson = False) -> None:
     show(KeyRecords(KeyStorage(file=file)), Output(as_json), datetime.now(UTC))
 
 
-@app.command()
+@app.command(epilog="Example: headrace keys revoke alice --file keys.yaml")
 def revoke(
     key_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Names of keys.")],
     file: File = None,

@@ -44,7 +44,7 @@ Ids = Annotated[list[str] | None, typer.Argument(metavar="ID...", help="Ids of r
 DATA_DIR = Path(".headrace")
 
 
-@app.command()
+@app.command(epilog="Example: headrace queue status --json")
 def status(
     model: Models = None,
     redis: Url = None,
@@ -57,7 +57,7 @@ def status(
     show_status(_session(redis, data_dir, as_json), model)
 
 
-@app.command()
+@app.command(epilog="Example: headrace queue peek --running --limit 50")
 def peek(
     model: Model = None,
     running: Annotated[
@@ -75,7 +75,7 @@ def peek(
     show_requests(_session(redis, data_dir, as_json), model, limit=limit, running=running)
 
 
-@app.command()
+@app.command(epilog="Example: headrace queue dead --model headrace-demo")
 def dead(
     model: Model = None,
     limit: Limit = 20,
@@ -89,7 +89,7 @@ def dead(
     show_dead(_session(redis, data_dir, as_json), model, limit)
 
 
-@app.command()
+@app.command(epilog="Example: headrace queue replay --all")
 def replay(
     model: Model = None,
     request_ids: Ids = None,
@@ -111,7 +111,7 @@ def replay(
     run(session, model, _chosen(request_ids, every), timeout)
 
 
-@app.command()
+@app.command(epilog="Example: headrace queue purge --waiting --model headrace-demo")
 def purge(
     model: Model = None,
     request_ids: Ids = None,

@@ -21,7 +21,7 @@ Name = Annotated[str, typer.Argument(metavar="MODEL", help="Name that clients us
 Owner = Annotated[str, typer.Option(help="namespace/name of its ModelService; default: none.")]
 
 
-@app.command()
+@app.command(epilog="Example: headrace redis users --model headrace-demo")
 def users(
     model: Annotated[
         list[str] | None,
@@ -38,7 +38,7 @@ def users(
         typer.echo(line)
 
 
-@app.command()
+@app.command(epilog="Example: headrace redis grant headrace-demo --owner team-a/headrace-demo")
 def grant(
     model: Name,
     owner: Owner = "",
@@ -61,7 +61,7 @@ def grant(
     )
 
 
-@app.command()
+@app.command(epilog="Example: headrace redis revoke headrace-demo")
 def revoke(
     model: Name, owner: Owner = "", redis: Url = None, data_dir: DataFolder = DATA_DIR
 ) -> None:

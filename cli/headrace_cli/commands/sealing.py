@@ -24,37 +24,37 @@ KeyId = Annotated[str, typer.Argument(metavar="ID", help="Id of a key, see list.
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-@app.command()
+@app.command(epilog="Example: headrace sealing create --file sealing.json")
 def create(file: File, as_json: AsJson = False) -> None:
     """Make a file with one key."""
     _keyring(file, as_json).create()
 
 
-@app.command()
+@app.command(epilog="Example: headrace sealing add --file sealing.json")
 def add(file: File, as_json: AsJson = False) -> None:
     """Add a key that opens; it seals once it is used."""
     _keyring(file, as_json).add()
 
 
-@app.command()
+@app.command(epilog="Example: headrace sealing use 2026-11 --file sealing.json")
 def use(key_id: KeyId, file: File, as_json: AsJson = False) -> None:
     """Seal with a key of the file from now on."""
     _keyring(file, as_json).use(key_id)
 
 
-@app.command()
+@app.command(epilog="Example: headrace sealing remove 2026-10 --file sealing.json")
 def remove(key_id: KeyId, file: File, as_json: AsJson = False) -> None:
     """Remove a key: what it has sealed cannot be opened any more."""
     _keyring(file, as_json).remove(key_id)
 
 
-@app.command(name="list")
+@app.command(name="list", epilog="Example: headrace sealing list --file sealing.json")
 def list_keys(file: File, as_json: AsJson = False) -> None:
     """List the ids of the keys; never a key."""
     _keyring(file, as_json).show()
 
 
-@app.command()
+@app.command(epilog="Example: headrace sealing secret headrace-sealing --file sealing.json")
 def secret(
     name: Annotated[str, typer.Argument(help="Name of the Secret.")],
     file: File,

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from ..tables import Output
 from .checks import engine, environment, hardware, model, network
 from .checks.finding import Finding, Level
 
@@ -73,9 +74,13 @@ def _engine_checks(config: DoctorConfig) -> Checks:
     )
 
 
-def run_doctor(config: DoctorConfig, out: Console) -> bool:
-    """Prints the table; False if a check fails."""
+def run_doctor(config: DoctorConfig, out: Console, *, as_json: bool = False) -> bool:
+    """Prints the table, or JSON; False if a check fails."""
     found = list(findings(config))
+    healthy = all(finding.level is not Level.FAIL for finding in found)
+    if as_json:
+        Output(out=out).json({"healthy": healthy, "findings": [each.data for each in found]})
+        return healthy
     out.print(_table(found))
     for finding in found:
         if finding.remedy:
@@ -85,7 +90,7 @@ def run_doctor(config: DoctorConfig, out: Console) -> bool:
                 highlight=False,
                 soft_wrap=True,
             )
-    return all(finding.level is not Level.FAIL for finding in found)
+    return healthy
 
 
 def _table(found: list[Finding]) -> Table:

@@ -24,7 +24,9 @@ TOKENIZER_FILES = (
     CHAT_TEMPLATE_FILE,
     "chat_template.json",
 )
-# All of them together. The largest tokenizers of open models have 35 MB.
+# What engines read, and a download fetches: no pickles, no code.
+MODEL_FILES = ("*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt")
+# TOKENIZER_FILES together. The largest tokenizers of open models have 35 MB.
 MAX_FILES_BYTES = 128 * 2**20
 
 

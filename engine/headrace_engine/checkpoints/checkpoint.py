@@ -10,14 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace_common.text.checkpoint import is_cross_encoder
+from headrace_common.text.checkpoint import MODEL_FILES, is_cross_encoder
 
 from ..core.errors import CheckpointError, CheckpointNotFound, ConfigError
 
 JsonObject = Mapping[str, Any]
-
-# What a hub download may contain: no pickles, no code.
-ALLOWED_FILES = ("*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +129,7 @@ def _download(model: str, revision: str | None) -> Path:
             f"model {model!r} is not a folder, and a hub id needs the package huggingface_hub"
         ) from error
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=list(ALLOWED_FILES)))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=list(MODEL_FILES)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointNotFound(
             f"model {model!r} is neither a folder nor can it be fetched from the hub: {error}"

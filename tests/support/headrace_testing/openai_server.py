@@ -3,9 +3,9 @@
 import json
 import threading
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
+
+from .threaded_server import ScriptedHandler, ThreadedServer
 
 
 @dataclass(frozen=True)
@@ -27,59 +27,32 @@ class Recorded:
     hung_up: threading.Event = field(default_factory=threading.Event)
 
 
-class OpenAIServer:
+class OpenAIServer(ThreadedServer):
     """Answers POST /v1/chat/completions with `answers` in turn; `requests` holds what came."""
 
     def __init__(self, *answers: Answer, model: str = "scripted") -> None:
         self.answers = list(answers)
         self.requests: list[Recorded] = []
         self.model = model
-        self._http = _Server(self)
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,))
+        super().__init__(_Handler)
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._http.server_port}/v1"
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._http.shutdown()
-        self._thread.join()
-        self._http.server_close()
+        return f"{self.address}/v1"
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self, script: OpenAIServer) -> None:
-        self.script = script
-        super().__init__(("127.0.0.1", 0), _Handler)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
-
+class _Handler(ScriptedHandler[OpenAIServer]):
     def do_GET(self) -> None:
         if self.path != "/v1/models":
             self._json(404, {"error": {"message": "Invalid URL"}})
             return
-        self._json(
-            200, {"object": "list", "data": [{"id": self.server.script.model, "object": "model"}]}
-        )
+        self._json(200, {"object": "list", "data": [{"id": self.script.model, "object": "model"}]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         recorded = Recorded(body, self.headers.get("Authorization"))
-        self.server.script.requests.append(recorded)
-        answer = self.server.script.answers.pop(0)
+        self.script.requests.append(recorded)
+        answer = self.script.answers.pop(0)
         if answer.error:
             self._json(answer.status, {"error": {"message": answer.error, "type": "x"}})
             return
@@ -114,6 +87,3 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Says nothing."""

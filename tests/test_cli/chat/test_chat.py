@@ -5,11 +5,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from headrace_testing.openai_server import Answer, OpenAIServer
 from headrace_testing.processes import until
+from headrace_testing.terminals import TerminalProcess
 
 HELLO = Answer(pieces=("Good ", "day", "."))
 
@@ -143,6 +145,67 @@ def test_a_model_cannot_write_control_sequences_to_the_terminal() -> None:
         done = chat(server, "--once", "Hi")
 
     assert done.stdout == "hm a[2J1mb\n\tc[bold]x[/bold]\n"
+
+
+def on_a_terminal(
+    server: OpenAIServer, folder: Path, *args: str, columns: int = 80
+) -> TerminalProcess:
+    env = environment(XDG_STATE_HOME=str(folder))
+    return TerminalProcess(command(server.url, *args), columns=columns, env=env)
+
+
+def test_words_are_not_broken_at_the_edge(tmp_path: Path) -> None:
+    pieces = ("The quick br", "own fox", " jumps over the la", "zy dog,", " again\nand", " again.")
+    with (
+        OpenAIServer(Answer(pieces=pieces)) as server,
+        on_a_terminal(server, tmp_path, "--once", "Hi", columns=20) as terminal,
+    ):
+        assert terminal.wait() == 0
+    assert terminal.text == "The quick brown fox \njumps over the lazy \ndog, again\nand again.\n"
+
+
+def test_several_lines_are_one_message(tmp_path: Path) -> None:
+    with (
+        OpenAIServer(HELLO, HELLO) as server,
+        on_a_terminal(server, tmp_path) as terminal,
+    ):
+        terminal.until("> ")
+        terminal.enter('one \\\ntwo\n"""three\n  four\n"""\n')
+        until(lambda: len(server.requests) == 2, "both messages")
+        terminal.enter("/exit\n")
+        assert terminal.wait() == 0
+    assert contents(server, 1) == [
+        ("user", "one \ntwo"),
+        ("assistant", "Good day."),
+        ("user", "three\n  four"),
+    ]
+
+
+def test_the_arrow_keys_bring_back_what_was_typed_in_an_earlier_chat(tmp_path: Path) -> None:
+    history = tmp_path / "headrace" / "chat_history"
+    with OpenAIServer(HELLO, HELLO) as server:
+        for keys in ("Hello there\n", "\x1b[A\x1b[A\n"):  # in between is /exit
+            with on_a_terminal(server, tmp_path) as terminal:
+                terminal.until("> ")
+                terminal.enter(keys)
+                terminal.until("Good day.")
+                terminal.enter("/exit\n")
+                assert terminal.wait() == 0
+    assert contents(server, 1) == [("user", "Hello there")]
+    assert history.stat().st_mode & 0o077 == 0
+
+
+def test_without_history_nothing_is_kept(tmp_path: Path) -> None:
+    with (
+        OpenAIServer(HELLO) as server,
+        on_a_terminal(server, tmp_path, "--no-history") as terminal,
+    ):
+        terminal.until("> ")
+        terminal.enter("Hello there\n")
+        terminal.until("Good day.")
+        terminal.enter("/exit\n")
+        assert terminal.wait() == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture

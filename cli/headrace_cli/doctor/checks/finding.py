@@ -19,6 +19,16 @@ class Finding:
     detail: str
     remedy: str = ""
 
+    @property
+    def data(self) -> dict[str, str]:
+        """For JSON."""
+        return {
+            "level": self.level.value,
+            "check": self.subject,
+            "found": self.detail,
+            "remedy": self.remedy,
+        }
+
 
 def ok(subject: str, detail: str) -> Finding:
     return Finding(Level.OK, subject, detail)

@@ -134,7 +134,7 @@ def _whole_bytes(path: Path) -> int:
     return 8 + length + max(ends, default=0)
 
 
-def _transport_errors() -> tuple[type[Exception], ...]:
+def transport_errors() -> tuple[type[Exception], ...]:
     """The errors of the HTTP libraries that versions of huggingface-hub use."""
     found = (import_module(name) for name in ("httpx", "httpx2") if find_spec(name) is not None)
     return OSError, *(module.HTTPError for module in found)
@@ -173,7 +173,7 @@ def _hub_problem(model: str) -> str | None:
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
     except ImportError:
         return "huggingface-hub is not installed"
-    unreachable = _transport_errors()
+    unreachable = transport_errors()
     try:
         HfApi().model_info(model, timeout=_HUB_SECONDS)
     except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled) as error:

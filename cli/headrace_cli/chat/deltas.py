@@ -1,4 +1,4 @@
-"""Server-sent events of an OpenAI stream, parsed from lines of text."""
+"""The pieces of a chat answer, from the server-sent events of an OpenAI stream."""
 
 import json
 from collections.abc import AsyncIterator
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ChatError
+from ..sse import event_data
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,22 +19,10 @@ class ChatDelta:
 
 async def deltas(lines: AsyncIterator[str]) -> AsyncIterator[ChatDelta]:
     """The pieces of one chat answer until `[DONE]`. Raises ChatError at an error event."""
-    async for data in _events(lines):
+    async for data in event_data(lines):
         if data == "[DONE]":
             return
         yield _delta(_object(data))
-
-
-async def _events(lines: AsyncIterator[str]) -> AsyncIterator[str]:
-    data: list[str] = []
-    async for line in lines:
-        if line.startswith("data:"):
-            data.append(line[5:].removeprefix(" "))
-        elif not line and data:
-            yield "\n".join(data)
-            data.clear()
-    if data:
-        yield "\n".join(data)
 
 
 def _object(data: str) -> dict[str, Any]:

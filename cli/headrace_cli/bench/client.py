@@ -24,7 +24,7 @@ class Timeline:
     """The tokens of one request and their times. Times in seconds of `time.perf_counter`.
 
     `gaps` are the times between pieces of output that brought tokens. `error` is a short kind such
-    as `http 429`, None for success. `token_ids` holds them where the server sends them.
+    as `http 429`, None for success.
     """
 
     started: float
@@ -34,7 +34,6 @@ class Timeline:
     gaps: list[float] = field(default_factory=list)
     output_tokens: int = 0
     prompt_tokens: int | None = None
-    token_ids: list[int] = field(default_factory=list)
     error: str | None = None
     detail: str = ""
 
@@ -77,6 +76,14 @@ class Server:
         return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
+class RefusedError(ConnectionError):
+    """An answer with another status than 200."""
+
+    def __init__(self, path: str, status: int) -> None:
+        super().__init__(f"GET {path}: http {status}")
+        self.status = status
+
+
 class Client:
     """Connections to one server. `timeout` in seconds holds for each request as a whole."""
 
@@ -87,12 +94,12 @@ class Client:
         self._tls = ssl.create_default_context() if server.tls else None
 
     async def get(self, path: str) -> Any:
-        """A JSON document. Raises OSError or TimeoutError, ConnectionError for a bad status."""
+        """A JSON document. Raises OSError or TimeoutError, RefusedError for a bad status."""
         reader = _JsonReader()
         async with asyncio.timeout(self._timeout):
             await self._exchange(self._server.request("GET", path), reader)
         if reader.status != 200:
-            raise ConnectionError(f"GET {path}: http {reader.status}")
+            raise RefusedError(path, reader.status)
         return json.loads(reader.body)
 
     async def generate(self, path: str, payload: Mapping[str, object]) -> Timeline:
@@ -170,10 +177,7 @@ class _JsonReader(_ResponseReader):
     def finish(self) -> None:
         super().finish()
         if self.timeline.error is None:
-            answer = json.loads(self.body)
-            _take_usage(self.timeline, answer.get("usage"))
-            for choice in answer.get("choices", ()):
-                self.timeline.token_ids += choice.get("token_ids") or ()
+            _take_usage(self.timeline, json.loads(self.body).get("usage"))
 
 
 class _StreamReader(_ResponseReader):
@@ -207,21 +211,10 @@ class _StreamReader(_ResponseReader):
             self.timeline.error = f"error {_error_code(error)}"
             self.timeline.detail = str(error)[:500]
             return
-        tokens = sum(self._tokens(choice) for choice in event.get("choices", ()))
+        tokens = sum(_tokens(choice) for choice in event.get("choices", ()))
         if tokens:
             self._stamp(tokens, now)
         _take_usage(self.timeline, event.get("usage"))
-
-    def _tokens(self, choice: dict[str, Any]) -> int:
-        """Tokens that a piece brought: as counted by the server, else one where it has content."""
-        token_ids = choice.get("token_ids")
-        if token_ids is not None:
-            self.timeline.token_ids += token_ids
-            return len(token_ids)
-        delta = choice.get("delta")
-        if delta is None:
-            return 1 if choice.get("text") else 0
-        return 1 if any(value for key, value in delta.items() if key != "role") else 0
 
     def _stamp(self, tokens: int, now: float) -> None:
         timeline = self.timeline
@@ -287,6 +280,17 @@ class _Connection(asyncio.Protocol):
         self.reusable = False
         if self._done is not None and not self._done.done():
             self._done.set_exception(error)
+
+
+def _tokens(choice: dict[str, Any]) -> int:
+    """Tokens that a piece brought: as counted by the server, else one where it has content."""
+    token_ids = choice.get("token_ids")
+    if token_ids is not None:
+        return len(token_ids)
+    delta = choice.get("delta")
+    if delta is None:
+        return 1 if choice.get("text") else 0
+    return 1 if any(value for key, value in delta.items() if key != "role") else 0
 
 
 def _take_usage(timeline: Timeline, usage: Mapping[str, int] | None) -> None:

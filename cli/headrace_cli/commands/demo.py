@@ -1,0 +1,30 @@
+"""The arguments of `headrace demo`."""
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ..extras import need
+from ..tables import Output
+
+app = typer.Typer()
+
+
+@app.command(epilog="Example: headrace demo --fast")
+def demo(
+    fast: Annotated[bool, typer.Option("--fast", help="Without pauses for reading.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON; the story goes to standard error.")
+    ] = False,
+) -> None:
+    """A minute's tour: kill an engine in the middle of a stream, and lose nothing.
+
+    It starts a stack of its own and stops it. Exit code 0: every answer was byte for byte the
+    undisturbed one.
+    """
+    need("up", "httpx", "psutil", "torch", "fastapi")
+    from ..demo.demo import run_demo
+
+    same = run_demo(Output(as_json), Console(stderr=as_json), fast=fast)
+    raise typer.Exit(0 if same else 1)

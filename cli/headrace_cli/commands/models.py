@@ -1,0 +1,49 @@
+"""The arguments of `headrace models check|pull`."""
+
+from typing import Annotated
+
+import typer
+
+from ..extras import need
+from ..tables import Output
+
+app = typer.Typer(
+    name="models",
+    help="Checkpoints: what Headrace makes of one, and fetching one.",
+    no_args_is_help=True,
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command(epilog="Example: headrace models check Qwen/Qwen3-0.6B")
+def check(
+    model: Annotated[str, typer.Argument(help="Folder, hub id, or headrace-demo.")],
+    as_json: AsJson = False,
+) -> None:
+    """Say what engine and gateway make of a model: implementation, quantisation, context, memory,
+    tokenizer, chat template, formats of tool calls and reasoning.
+
+    Weights are not read; of a hub id that is not here, only the small files are fetched. Exit code
+    1: it cannot be served.
+    """
+    need("up", "huggingface_hub", "torch", "fastapi")
+    from ..models.check import run_check
+
+    raise typer.Exit(0 if run_check(model, Output(as_json)) else 1)
+
+
+@app.command(epilog="Example: headrace models pull Qwen/Qwen3-0.6B")
+def pull(
+    model: Annotated[str, typer.Argument(help="Hub id.")],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fetch a model from the hub into its cache, before a server needs it; prints the folder.
+
+    A pull that was interrupted goes on where it stopped.
+    """
+    need("gateway", "huggingface_hub")
+    from ..models.pull import run_pull
+
+    run_pull(model, revision, Output(as_json))

@@ -1,0 +1,43 @@
+"""The arguments of `headrace top`."""
+
+from contextlib import suppress
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ..extras import need
+from ..tables import Output
+
+app = typer.Typer()
+
+
+@app.command(epilog="Example: headrace top --url http://headrace.example.com --api-key sk-...")
+def top(
+    url: Annotated[
+        str, typer.Option(envvar="OPENAI_BASE_URL", help="API of a gateway.")
+    ] = "http://127.0.0.1:8000/v1",
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as bearer token.")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one table, then end.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a line of JSON for each snapshot.")
+    ] = False,
+) -> None:
+    """Watch queues, engines and KV caches of a deployment.
+
+    Without a terminal it prints one table. Ctrl-C ends it with exit code 0.
+    """
+    need("up", "httpx")
+    from ..top.live_stream import LiveStream
+    from ..top.top import show_once, stream_json, watch
+
+    stream, terminal = LiveStream(url, api_key), Console()
+    with suppress(KeyboardInterrupt):
+        if as_json and not once:
+            stream_json(stream)
+        elif once or not terminal.is_terminal:
+            show_once(stream, Output(as_json))
+        else:
+            watch(stream, terminal)

@@ -1,0 +1,82 @@
+"""What a gateway says of its deployment at one moment, as it comes from /console/live."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class _Part(BaseModel):
+    """Fields that this version does not know are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Scaling(_Part):
+    """The operator's latest decision for a model."""
+
+    desired: int
+    ready: int
+    reason: str
+    message: str = ""
+
+
+class ModelRow(_Part):
+    """A model's queue. `oldest_wait` is in seconds."""
+
+    name: str
+    waiting: int
+    running: int
+    oldest_wait: float
+    waiting_tokens: int
+    limit_requests: int
+    scaling: Scaling | None = None
+
+
+class KvBlocks(_Part):
+    """Blocks of a KV cache; `shared` ones are a part of those that are used."""
+
+    total: int
+    used: int
+    shared: int
+    cached: int
+    free: int
+
+
+class Sequence(_Part):
+    """A sequence in an engine's batch."""
+
+    state: Literal["waiting", "prefill", "decode", "preempted", "swapped"] | str
+
+
+class EngineRow(_Part):
+    """An engine. Without `detail` it has only what its heartbeats say."""
+
+    id: str
+    name: str | None = None
+    model: str
+    state: str
+    age: float
+    detail: bool = False
+    running: int | None = None
+    waiting: int | None = None
+    step_seconds: float | None = None
+    output_tokens_per_s: float | None = None
+    prompt_tokens_per_s: float | None = None
+    preemptions: int | None = None
+    kv: KvBlocks | None = None
+    sequences: tuple[Sequence, ...] = ()
+
+
+class Snapshot(_Part):
+    """One event of the stream. `stale`: the gateway cannot reach Redis and repeats itself."""
+
+    time: float
+    models: tuple[ModelRow, ...] = ()
+    engines: tuple[EngineRow, ...] = ()
+    engines_left_out: int = 0
+    stale: bool = False
+
+    @property
+    def detailed(self) -> bool:
+        """Whether every engine that answers has told of its batch."""
+        return all(engine.detail or engine.state != "ready" for engine in self.engines)

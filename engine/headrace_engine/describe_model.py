@@ -1,0 +1,89 @@
+"""Prints as JSON what an engine would make of a checkpoint, without its weights:
+
+    python -m headrace_engine.describe_model FOLDER
+
+`problem` is the reason why no engine serves it, else null. Whether a model without a native
+implementation is served at all is known only once transformers has loaded it.
+"""
+
+import json
+import sys
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from .checkpoints.checkpoint import Checkpoint, load_checkpoint
+from .checkpoints.config import ModelConfig
+from .core.errors import ConfigError, EngineError
+from .model_loader.loader import pick_device, pick_dtype
+from .models.context import pick_context
+from .models.encoder.encoder_families import encoder_family
+from .models.quantization.registry import find_format
+from .models.registry import NATIVE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """A checkpoint for an engine with default settings on this machine.
+
+    `implementation` is native, transformers, or encoder (embeddings alone). `kv_bytes_per_token` is
+    known for native models.
+    """
+
+    architecture: str
+    implementation: str
+    device: str
+    dtype: str
+    quantization: str | None = None
+    max_model_len: int | None = None
+    kv_bytes_per_token: int | None = None
+    note: str = ""
+
+
+def describe(checkpoint: Checkpoint) -> Description:
+    """Raises ConfigError or CheckpointError naming what cannot be served."""
+    device = pick_device("auto")
+    dtype = pick_dtype("auto", checkpoint, device)
+    quantized = find_format(checkpoint, "none", device) is not None
+    encodes = encoder_family(checkpoint) is not None
+    found = Description(
+        architecture=checkpoint.architecture,
+        implementation="encoder" if encodes else "transformers",
+        device=device.type,
+        dtype=str(dtype).removeprefix("torch."),
+        quantization=checkpoint.config["quantization_config"]["quant_method"]
+        if quantized
+        else None,
+    )
+    if checkpoint.architecture not in NATIVE:
+        return found
+    try:
+        config = ModelConfig.from_hf(checkpoint)
+    except ConfigError as error:
+        if quantized:
+            raise
+        return replace(found, note=str(error))
+    rope, positions = config.rope, config.max_position_embeddings
+    return replace(
+        found,
+        implementation="native",
+        max_model_len=pick_context(None, positions, rope.rope_type, rope.parameters),
+        kv_bytes_per_token=_kv_bytes(config, dtype),
+    )
+
+
+def _kv_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Of a token that all layers see; layers with a window keep only the last tokens."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+def main(folder: str) -> None:
+    try:
+        found = {**asdict(describe(load_checkpoint(folder))), "problem": None}
+    except EngineError as error:
+        found = {"problem": str(error)}
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

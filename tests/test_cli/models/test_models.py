@@ -1,0 +1,167 @@
+"""`headrace models` as a process: on folders, and against a small hub."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace_common.text.checkpoint import demo_folder
+from headrace_testing.checkpoints import save_checkpoint
+from headrace_testing.fake_hub import FakeHub
+
+REPOSITORY = "team/tiny"
+
+
+def models(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "headrace_cli", "models", *args],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "NO_PROXY": "127.0.0.1", **env},
+    )
+
+
+def on_hub(hub: FakeHub | str, cache: Path) -> dict[str, str]:
+    url = hub if isinstance(hub, str) else hub.address
+    return {"HF_ENDPOINT": url, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "0"}
+
+
+def checked(*args: str, **env: str) -> tuple[int, dict[str, tuple[str, str]]]:
+    """The exit code, and what each check found with its level."""
+    done = models("check", *args, "--json", **env)
+    found = json.loads(done.stdout)
+    assert found["servable"] is (done.returncode == 0)
+    assert done.stderr == ""
+    return done.returncode, {
+        each["check"]: (each["level"], each["found"]) for each in found["findings"]
+    }
+
+
+def changed(folder: Path, **fields: Any) -> Path:
+    """The checkpoint with other fields of config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    return folder
+
+
+def test_the_demo_model_is_native_and_chats() -> None:
+    code, found = checked("headrace-demo")
+
+    assert code == 0
+    assert found["engine"][1].startswith("LlamaForCausalLM: native, ")
+    assert found["context"] == ("ok", "2048 tokens")
+    assert found["quantisation"] == ("ok", "none")
+    assert found["chat template"] == ("ok", "found")
+    assert "KV 1.5 KiB a token, 3.0 MiB for a whole context" in found["size"][1]
+
+
+def test_formats_are_read_from_the_chat_template(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "model", "llama")
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% endfor %}<tool_call></tool_call><think></think>"
+    )
+    _, found = checked(str(folder))
+
+    assert found["tool calls"] == ("ok", "hermes")
+    assert found["reasoning"][1] != "none"
+
+
+def test_a_model_without_a_native_implementation_is_a_warning(tmp_path: Path) -> None:
+    folder = changed(save_checkpoint(tmp_path / "m", "llama"), architectures=["OtherForCausalLM"])
+    code, found = checked(str(folder))
+
+    assert code == 0
+    assert found["engine"][0] == "warning"
+    assert "OtherForCausalLM: not native, through transformers" in found["engine"][1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"quantization_config": {"quant_method": "secret"}}, "quant_method"),
+        ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
+    ],
+)
+def test_what_no_engine_serves_is_a_failure(
+    tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    code, found = checked(str(changed(save_checkpoint(tmp_path / "m", "llama"), **fields)))
+
+    assert code == 1
+    assert found["engine"][0] == "fail" and message in found["engine"][1]
+
+
+def test_a_table_has_a_row_for_each_check() -> None:
+    done = models("check", "headrace-demo")
+
+    assert done.returncode == 0
+    assert any(line.startswith("ok  tokenizer") for line in done.stdout.splitlines())
+
+
+def test_a_pull_fetches_what_engines_read_and_no_code(tmp_path: Path) -> None:
+    files = {path.name: path.read_bytes() for path in demo_folder().iterdir() if path.is_file()}
+    with FakeHub(REPOSITORY, {**files, "evil.py": b"x", "old.bin": b"x"}) as hub:
+        done = models("pull", REPOSITORY, **on_hub(hub, tmp_path))
+        asked = sorted(hub.fetched)
+        again = models("pull", REPOSITORY, "--json", **on_hub(hub, tmp_path))
+        code, found = checked(REPOSITORY, **on_hub(hub, tmp_path))
+
+    folder = Path(done.stdout.strip())
+    assert (done.returncode, done.stderr) == (0, "")
+    assert asked == sorted(path.name for path in folder.iterdir())
+    assert "model.safetensors" in asked and not {"evil.py", "old.bin"} & set(asked)
+    assert json.loads(again.stdout)["folder"] == str(folder)
+    assert json.loads(again.stdout)["bytes"] == sum(len(files[name]) for name in asked)
+    assert code == 0 and "native" in found["engine"][1]
+
+
+def test_a_pull_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    weights = bytes(range(256)) * 100_000  # the client writes pieces of 10 MB
+    files = {"config.json": b"{}", "model.safetensors": weights}
+    with FakeHub(REPOSITORY, files, cut_once="model.safetensors") as hub:
+        for _ in range(2):
+            done = models("pull", REPOSITORY, **on_hub(hub, tmp_path))
+        ranges = hub.ranges
+
+    assert done.returncode == 0
+    assert (Path(done.stdout.strip()) / "model.safetensors").read_bytes() == weights
+    assert [each for each in ranges if each.startswith("model.safetensors bytes=")]
+
+
+def test_a_check_of_the_hub_fetches_no_weights(tmp_path: Path) -> None:
+    files = {path.name: path.read_bytes() for path in demo_folder().iterdir() if path.is_file()}
+    with FakeHub(REPOSITORY, files) as hub:
+        code, found = checked(REPOSITORY, **on_hub(hub, tmp_path))
+        fetched = hub.fetched
+
+    assert code == 0
+    assert found["model"][0] == "warning" and "weights 5.3 MiB" in found["size"][1]
+    assert "config.json" in fetched and "model.safetensors" not in fetched
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "message"),
+    [
+        ("team/tiny", 1, "team/tiny: the hub cannot be reached (ConnectionRefusedError)"),
+        ("a/b/c", 2, "'a/b/c' is no hub id"),
+        (".", 2, ". is a folder on this machine"),
+    ],
+)
+def test_a_failed_pull_is_one_line(tmp_path: Path, model: str, code: int, message: str) -> None:
+    done = models("pull", model, **on_hub("http://127.0.0.1:1", tmp_path))
+
+    assert (done.returncode, done.stdout) == (code, "")
+    assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_an_unknown_repository_is_one_line(tmp_path: Path) -> None:
+    with FakeHub(REPOSITORY, {}) as hub:
+        done = models("pull", "team/other", **on_hub(hub, tmp_path))
+
+    assert done.returncode == 1
+    assert done.stderr == "error: the hub has no team/other, or HF_TOKEN may not read it\n"

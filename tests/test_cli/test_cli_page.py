@@ -1,0 +1,60 @@
+"""docs/cli.md has every command as it is; each has an example; shells complete them."""
+
+import os
+import shlex
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from headrace_testing.cli_page import PAGE, commands, example, page
+
+COMMANDS = dict(commands())
+
+
+def test_the_page_matches_the_commands() -> None:
+    assert PAGE.read_text() == page(), "`make cli-page` writes it anew"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_has_an_example_that_it_accepts(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = COMMANDS[name]
+    words = shlex.split(example(command))
+    own = name.split()
+    assert words[: len(own)] == own
+    command.make_context(name, words[len(own) :])
+
+
+def test_every_option_says_what_it_does() -> None:
+    unexplained = [
+        f"{name} {parameter.name}"
+        for name, command in COMMANDS.items()
+        for parameter in command.params
+        if not parameter.help and not _is_a_limit_of_keys(name, parameter)
+    ]
+    assert unexplained == []
+
+
+def _is_a_limit_of_keys(name: str, parameter: Any) -> bool:
+    """Its name says it."""
+    return name == "headrace keys create" and parameter.name == "requests_per_minute"
+
+
+def test_the_shell_completes_commands_and_options() -> None:
+    def completed(words: str) -> set[str]:
+        env = {
+            **os.environ,
+            "_HEADRACE_COMPLETE": "complete_bash",
+            "COMP_WORDS": words,
+            "COMP_CWORD": str(len(words.split()) - 1),
+        }
+        headrace = os.path.join(os.path.dirname(sys.executable), "headrace")
+        done = subprocess.run([headrace], capture_output=True, text=True, timeout=60, env=env)
+        return set(done.stdout.split())
+
+    assert completed("headrace de") == {"debug", "demo"}
+    assert completed("headrace bench --pr") == {"--prompt-tokens", "--prefixes", "--prefix-tokens"}
+    assert completed("headrace models pu") == {"pull"}

@@ -1,0 +1,209 @@
+"""`headrace top` as a process against a scripted gateway, and what it draws."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from io import StringIO
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from headrace_cli.top.snapshot import Snapshot
+from headrace_cli.top.view import draw
+from headrace_testing.live_server import LiveServer, engine, heartbeat, model, snapshot
+from headrace_testing.terminals import TerminalProcess
+
+
+def command(url: str, *args: str) -> list[str]:
+    return [sys.executable, "-m", "headrace_cli", "top", "--url", url, *args]
+
+
+def environment() -> dict[str, str]:
+    ours = ("OPENAI_BASE_URL", "OPENAI_API_KEY")
+    return {name: value for name, value in os.environ.items() if name not in ours}
+
+
+def top(url: str, *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(url, *args), capture_output=True, text=True, timeout=60, env=environment()
+    )
+
+
+def drawn(*engines: dict[str, Any], width: int = 80, **changes: Any) -> list[str]:
+    out = StringIO()
+    Console(width=width, file=out).print(
+        draw(Snapshot.model_validate(snapshot(*engines, **changes)))
+    )
+    return out.getvalue().splitlines()
+
+
+def words(lines: list[str], first: str) -> list[str]:
+    """The cells of the row that begins with this word."""
+    (found,) = [line for line in lines if line.startswith(f"{first} ")]
+    return found.split()
+
+
+def test_a_row_says_what_an_engine_does() -> None:
+    row = words(drawn(engine()), "engine-0")
+
+    assert row == [
+        "engine-0",
+        "ready",
+        "12.0",
+        "ms",
+        "812",
+        "77",
+        "1",
+        "2",
+        "1",
+        "5",
+        "██▒▒▒▒▒···",
+        "25%",
+    ]
+
+
+def test_a_row_says_what_waits_and_why_replicas_change() -> None:
+    scaling = {"desired": 2, "ready": 1, "reason": "Backlog", "message": "1,024 tokens wait"}
+    row = words(drawn(models=[model(scaling=scaling)]), "headrace-demo")
+
+    assert row == ["headrace-demo", "3", "1024", "900", "0.4", "s", "16", "1/2", "Backlog"]
+
+
+def test_an_engine_without_details_shows_its_heartbeat() -> None:
+    row = words(drawn(heartbeat(state="silent", age=12.34)), "engine-0")
+
+    assert row == ["engine-0", "silent", "12.3", "s", "-", "-", "-", "-", "3", "-", "-", "-", "-"]
+
+
+def test_everything_fits_on_eighty_columns() -> None:
+    lines = drawn(engine(), engine(name="engine-1", state="draining"))
+
+    assert all(len(line) <= 80 and "…" not in line for line in lines)
+
+
+def test_engines_of_several_models_name_them() -> None:
+    models = [model(), model(name="other")]
+    lines = drawn(engine(model="other"), models=models, width=120)
+
+    assert words(lines, "engine-0")[1] == "other"
+
+
+def test_a_name_cannot_write_to_the_terminal() -> None:
+    lines = drawn(engine(name="[red]\x1b[2Jx"))
+
+    assert any(line.startswith("[red][2Jx ") for line in lines)
+
+
+def test_what_is_left_out_or_old_is_said() -> None:
+    text = "\n".join(drawn(engine(), stale=True, engines_left_out=7))
+
+    assert "and 7 more engines" in text
+    assert "cannot reach Redis" in text
+
+
+def test_once_waits_until_engines_tell_of_their_batch() -> None:
+    with LiveServer([snapshot(heartbeat()), snapshot(engine())]) as server:
+        done = top(f"{server.address}/v1", "--once")
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "812" in done.stdout
+
+
+def test_once_does_without_details_that_do_not_come() -> None:
+    with LiveServer([snapshot(heartbeat())] * 2) as server:
+        done = top(server.address, "--once")
+
+    assert done.returncode == 0
+    assert "engine-0" in done.stdout
+
+
+def test_json_is_a_line_for_each_snapshot() -> None:
+    views = [snapshot(engine()), snapshot(heartbeat())]
+    with LiveServer(views) as server:
+        process = subprocess.Popen(
+            command(server.address, "--json"), stdout=subprocess.PIPE, text=True, env=environment()
+        )
+        assert process.stdout is not None
+        lines = [process.stdout.readline(), process.stdout.readline()]
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+
+    assert [json.loads(line) for line in lines] == views
+    assert process.returncode == 0
+
+
+def test_json_once_is_one_document() -> None:
+    with LiveServer([snapshot(engine())]) as server:
+        done = top(server.address, "--once", "--json")
+
+    assert json.loads(done.stdout) == snapshot(engine())
+
+
+def test_a_key_is_asked_for_and_sent() -> None:
+    with LiveServer([snapshot()], key="sk-1") as server:
+        refused = top(server.address, "--once")
+        done = top(server.address, "--once", "--api-key", "sk-1")
+
+    assert refused.returncode == 1
+    assert "give it with --api-key or OPENAI_API_KEY" in refused.stderr
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        (404, "its setting `console` is off"),
+        (429, "has as many watchers as it takes"),
+        (503, "HTTP 503"),
+    ],
+)
+def test_a_refusal_is_one_message(status: int, message: str) -> None:
+    with LiveServer(status) as server:
+        done = top(server.address)
+
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert message in done.stderr
+
+
+def test_an_unreachable_gateway_is_one_message() -> None:
+    done = top("http://127.0.0.1:1", "--once")
+
+    assert done.returncode == 1
+    assert "cannot reach http://127.0.0.1:1" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_other_data_than_snapshots_are_refused() -> None:
+    with LiveServer([{"time": "soon"}]) as server:
+        done = top(server.address, "--once")
+
+    assert "speaks another version of the live data (time" in done.stderr
+
+
+def test_on_a_terminal_it_goes_on_after_an_interruption() -> None:
+    with (
+        LiveServer([snapshot(engine())], [snapshot(engine(name="engine-9"))]) as server,
+        TerminalProcess(command(server.address), columns=100, env=environment()) as terminal,
+    ):
+        terminal.until("engine-0")
+        terminal.until("trying again")
+        terminal.until("engine-9")
+        terminal.interrupt()
+        assert terminal.wait() == 0
+
+
+def test_no_color_is_respected() -> None:
+    with (
+        LiveServer([snapshot(engine(state="silent"))]) as server,
+        TerminalProcess(
+            command(server.address), columns=100, env={**environment(), "NO_COLOR": "1"}
+        ) as terminal,
+    ):
+        terminal.until("engine-0")
+        terminal.interrupt()
+        terminal.wait()
+        assert "\x1b[31m" not in terminal.raw

@@ -1,0 +1,57 @@
+"""The commands that watch and load a running system, against a real one."""
+
+import json
+import subprocess
+from collections.abc import Callable
+
+from headrace_testing.headrace_up import HEADRACE, MODEL, UpProcess
+from headrace_testing.processes import until
+
+
+def headrace(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(HEADRACE), *args], capture_output=True, text=True, timeout=200)
+
+
+def test_top_shows_what_engines_do_while_bench_loads_them(served: UpProcess) -> None:
+    load = subprocess.Popen(
+        [str(HEADRACE), "bench", "--url", served.url, "--json", "--concurrency", "8",
+         "--duration", "60", "--output-tokens", "256"],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    try:
+        until(_sees(served, lambda found: found["sequences"]), "sequences of the load")
+        shown = headrace("top", "--url", served.url, "--once")
+    finally:
+        load.send_signal(2)
+        out, _ = load.communicate(timeout=120)
+
+    row = next(line for line in shown.stdout.splitlines() if line.startswith("engine-0 "))
+    assert "ready" in row and " ms " in row
+    report = json.loads(out)
+    assert (load.returncode, report["model"]) == (130, MODEL)
+    assert set(report["errors"]) <= {"unfinished"}
+
+
+def _sees(
+    served: UpProcess, condition: Callable[[dict[str, object]], object]
+) -> Callable[[], bool]:
+    def sees() -> bool:
+        done = headrace("top", "--url", served.url, "--once", "--json")
+        assert done.returncode == 0, done.stderr
+        return any(condition(engine) for engine in json.loads(done.stdout)["engines"])
+
+    return sees
+
+
+def test_bench_measures_chats_with_shared_beginnings(served: UpProcess) -> None:
+    done = headrace(
+        *("bench", "--url", served.url, "--chat", "--requests", "8", "--prompt-tokens", "200"),
+        *("--output-tokens", "12", "--prefixes", "2", "--prefix-tokens", "100", "--json"),
+        *("--slo", "e2e:300s"),
+    )
+
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["completed"], report["output_tokens"], report["short_outputs"]) == (8, 96, 0)
+    assert 0.8 < report["prompt_tokens"] / (8 * 300) < 1.2
+    assert report["goodput"]["share"] == 1.0
