@@ -29,7 +29,7 @@ MINUTES ?= 30
 SEED ?= $(shell date +%s)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev environment system-packages up test test-readme test-cpus test-pythons test-chaos soak test-sealed test-upgrade test-hostile hunt images push chart-push release-images test-cluster check dashboards pictures settings-page cli-page reference-pages licenses-page docs locks sbom audit clean
+.PHONY: help install install-dev environment system-packages up test test-readme test-cpus test-pythons test-chaos soak test-sealed test-upgrade test-hostile hunt images push chart-push release-images test-cluster check dashboards pictures console-pictures settings-page cli-page reference-pages licenses-page docs locks sbom audit clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -68,10 +68,10 @@ $(VENV)/.installed: requirements/dev.txt $(DECLARED)
 	@touch $(VENV)/.installed-up $@
 
 # Tests skip what is missing here, but not in CI.
-system-packages: ## install the Debian packages that tests use (as root): prometheus, redis exporter, faketime, nginx, docker-registry, busybox
-	@command -v apt-get >/dev/null || { echo "no apt-get here: install prometheus (with promtool), prometheus-redis-exporter, faketime, nginx, docker-registry and busybox"; exit 1; }
+system-packages: ## install the Debian packages that tests use (as root): prometheus, redis exporter, faketime, nginx, docker-registry, busybox, chromium
+	@command -v apt-get >/dev/null || { echo "no apt-get here: install prometheus (with promtool), prometheus-redis-exporter, faketime, nginx, docker-registry, busybox and chromium"; exit 1; }
 	apt-get update -qq
-	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends prometheus prometheus-redis-exporter faketime nginx-light docker-registry busybox
+	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends prometheus prometheus-redis-exporter faketime nginx-light docker-registry busybox chromium
 
 # What the first start did not import is compiled meanwhile, while nothing else wants a processor.
 up: install ## serve the bundled model on http://localhost:8000
@@ -156,6 +156,9 @@ docs: install-dev ## build the documentation site in build/site; HEADRACE_SOURCE
 
 dashboards: install-dev ## write charts/headrace/dashboards from charts/generate
 	$(BIN)/python charts/generate/dashboards.py
+
+console-pictures: install-dev ## write docs/console: pictures of the console, and of a stream that goes on after a kill (needs system-packages)
+	CONSOLE_PICTURES=docs/console $(BIN)/python -m pytest tests/test_e2e/test_console_pictures.py -n 0 $(ARGS)
 
 settings-page: install-dev ## write docs/settings.md
 	PYTHONPATH=tests/support $(BIN)/python -m headrace_testing.settings_page

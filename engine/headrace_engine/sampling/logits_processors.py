@@ -153,7 +153,7 @@ def _penalises_output(params: SamplingParams) -> bool:
     return params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
 
 
-def _end_reasoning(logits: torch.Tensor, rows: Rows[SampleRow]) -> None:
+def _end_reasoning(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
     """Leaves one token to a row whose reasoning is over its limit."""
     entries = _Entries()
     chosen: list[int] = []

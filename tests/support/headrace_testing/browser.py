@@ -1,0 +1,61 @@
+"""A real browser for tests: Debian's Chromium, driven by Playwright."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
+
+from .needs import missing
+
+CHROMIUM = "chromium"
+# No sandbox, since tests may run as root; nothing of the browser's own uses the network.
+_ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+# Milliseconds; generous, since machines that run tests are busy.
+TIMEOUT_MS = 120_000
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """Chromium without a window; skips the test where it is not installed."""
+    path = shutil.which(CHROMIUM)
+    if path is None:
+        missing(f"{CHROMIUM}: make system-packages")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=_ARGUMENTS)
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+class WatchedPage:
+    """A page in a context of its own, with all that its console said."""
+
+    def __init__(self, browser: Browser, **context: Any) -> None:
+        self._context = browser.new_context(**context)
+        self._context.set_default_timeout(TIMEOUT_MS)
+        self.page: Page = self._context.new_page()
+        self.faults: list[str] = []
+        self.page.on("console", self._said)
+        self.page.on("pageerror", lambda error: self.faults.append(str(error)))
+
+    def another(self) -> Page:
+        """One more page of the same context, whose console is not watched."""
+        return self._context.new_page()
+
+    def close(self) -> None:
+        self._context.close()
+
+    def _said(self, message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            self.faults.append(f"{message.type}: {message.text} ({message.location.get('url')})")

@@ -1,0 +1,442 @@
+"""The console in a real browser, against real gateways and engines."""
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page, Request, Route, expect
+
+from headrace_testing.api_keys import KeyBook
+from headrace_testing.browser import TIMEOUT_MS, WatchedPage, chromium
+from headrace_testing.console import (
+    STORY,
+    UP_FLAGS,
+    Console,
+    idle,
+    requests,
+    snapshot,
+    undisturbed,
+    until_calm,
+)
+from headrace_testing.headrace_up import UpProcess
+from headrace_testing.processes import until
+
+VIEWS = ("chat", "live", "requests")
+LONG = 1900
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def up(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
+    with UpProcess(tmp_path_factory.mktemp("up"), *UP_FLAGS) as up:
+        up.until_served()
+        yield up
+
+
+@pytest.fixture
+def watched(browser: Browser) -> Iterator[WatchedPage]:
+    """A page whose console must stay empty."""
+    watched = WatchedPage(browser)
+    yield watched
+    watched.close()
+    assert watched.faults == []
+
+
+@pytest.fixture
+def console(watched: WatchedPage, up: UpProcess) -> Iterator[Console]:
+    until_calm(up.url)
+    yield Console(watched.page, up.url)
+
+
+# Chat
+
+
+def test_a_chat_streams_the_answer_of_the_api(console: Console, up: UpProcess) -> None:
+    console.open()
+    body = console.long_story(LONG)
+    console.send(STORY)
+    console.until_streaming()
+    console.until_answered()
+    assert console.text == undisturbed(up.url, body) != ""
+    assert re.match(
+        r"first token after [\d.]+ m?s · [\d.,]+ tokens/s · 1,900 tokens · prompt 16",
+        console.figures,
+    )
+
+
+def test_stop_ends_the_request_in_its_engine(console: Console, up: UpProcess) -> None:
+    console.open()
+    console.long_story(LONG)
+    console.send(STORY)
+    console.until_streaming()
+    console.page.click("#stop")
+    console.until_answered()
+    assert "stopped" in console.figures
+    until(lambda: idle(up.url), "the engine to stop")
+    newest = requests(up.url)[0]
+    assert newest["state"] == "cancelled"
+    assert newest["output_tokens"] < LONG
+
+
+def test_a_stream_goes_on_after_its_gateway_was_killed(
+    browser: Browser, console: Console, watched: WatchedPage, up: UpProcess
+) -> None:
+    console.open()
+    body = console.long_story(LONG)
+    expected = undisturbed(up.url, body)
+    console.send(STORY)
+    console.until_streaming(characters=200)
+    up.child("headrace_gateway").send_signal(signal.SIGKILL)
+    console.until_answered()
+    assert console.text == expected
+    watched.faults[:] = [fault for fault in watched.faults if "Failed to load" not in fault]
+
+
+def test_an_answer_is_regenerated_and_the_last_message_edited(console: Console) -> None:
+    console.open()
+    console.set(temperature=0)
+    first = console.ask("Hello!")
+    console.page.get_by_role("button", name="Regenerate").click()
+    console.until_answered()
+    assert console.text == first
+    console.page.get_by_role("button", name="Edit").click()
+    editor = console.page.get_by_label("Your message")
+    editor.fill(STORY)
+    editor.press("Enter")
+    expect(console.page.locator(".turn.user .text")).to_have_text([STORY])
+    console.until_answered()
+    assert console.text not in ("", first)
+    assert console.page.locator(".answer").count() == 1
+
+
+def test_the_chosen_choice_is_part_of_the_next_request(console: Console) -> None:
+    console.open()
+    console.set(n=3, temperature=1, seed=1, max_tokens=20)
+    console.ask(STORY)
+    choices = console.page.locator(".choice")
+    expect(choices).to_have_count(3)
+    texts = choices.locator(".text:not(.reasoning-text)").all_text_contents()
+    assert all(texts)
+    choices.nth(1).get_by_label("Go on with this one").check()
+    console.set(n=1)
+    with console.page.expect_request("**/v1/chat/completions") as sent:
+        console.send("Hello!")
+    messages = body_of(sent.value)["messages"]
+    assert [message["content"] for message in messages] == [STORY, texts[1], "Hello!"]
+    console.until_answered()
+
+
+def test_token_probabilities_are_shown(console: Console) -> None:
+    console.open()
+    console.set(temperature=0, top_logprobs=3)
+    console.page.check("#p-logprobs")
+    text = console.ask(STORY)
+    tokens = console.page.locator(".token")
+    assert "".join(tokens.all_text_contents()) == text
+    tokens.nth(4).hover()
+    tip = console.page.locator("#tooltip")
+    expect(tip.locator("tr")).to_have_count(3)
+    expect(tip.locator(".chosen code")).to_have_text(tokens.nth(4).text_content() or "")
+    tokens.first.focus()
+    console.page.keyboard.press("ArrowRight")
+    expect(tip.locator(".chosen code")).to_have_text(tokens.nth(1).text_content() or "")
+
+
+def test_a_chat_is_copied_as_code_without_the_key(console: Console, up: UpProcess) -> None:
+    console.open()
+    console.set(max_tokens=5, extra='{"ignore_eos": true}')
+    console.page.fill("#message", "It's me.")
+    console.page.get_by_role("button", name="Copy as code").click()
+    code = console.page.locator("#code-text")
+    assert f"curl -N {up.url}/v1/chat/completions" in code.input_value()
+    assert "It'\\''s me." in code.input_value()
+    console.page.get_by_label("Python").check()
+    compiled = compile(code.input_value(), "copied", "exec")
+    assert 'extra_body={"ignore_eos": True}' in code.input_value()
+    assert "OpenAI" in compiled.co_names
+
+
+def test_a_field_that_is_no_json_is_refused_before_anything_is_sent(console: Console) -> None:
+    console.open()
+    console.set(tools="[")
+    console.send("Hello!")
+    expect(console.page.locator("#e-tools")).to_contain_text("This is not JSON")
+    assert console.focused() == "p-tools"
+    assert console.page.locator(".turn").count() == 0
+
+
+def test_tool_calls_and_reasoning_are_shown_and_a_result_is_sent(console: Console) -> None:
+    """The demo model has neither, so the browser gets the events of one that has."""
+    call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": ""}}
+    deltas: list[dict[str, Any]] = [
+        {"role": "assistant", "reasoning_content": "The city "},
+        {"reasoning_content": "is Ulm."},
+        {"tool_calls": [{"index": 0, **call}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '{"city": '}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '"Ulm"}'}}]},
+    ]
+    console.open()
+    console.page.route("**/v1/chat/completions", lambda route: answer_with(route, deltas))
+    console.page.locator("#more-parameters").evaluate("part => { part.open = true; }")
+    console.page.get_by_role("button", name="Insert an example tool").click()
+    console.ask("How is the weather in Ulm?")
+    answer = console.answer
+    expect(answer.locator(".reasoning-text")).to_be_hidden()
+    answer.locator(".reasoning summary").click()
+    expect(answer.locator(".reasoning-text")).to_have_text("The city is Ulm.")
+    expect(answer.locator(".call")).to_contain_text("get_weather")
+    expect(answer.locator(".call pre")).to_have_text('{\n  "city": "Ulm"\n}')
+    console.page.unroute("**/v1/chat/completions")
+    sunny: list[dict[str, Any]] = [{"content": "Sunny."}]
+    console.page.route("**/v1/chat/completions", lambda route: answer_with(route, sunny))
+    answer.get_by_label("Result of get_weather").fill("sunny")
+    with console.page.expect_request("**/v1/chat/completions") as sent:
+        answer.get_by_role("button", name="Send result").click()
+    body = body_of(sent.value)
+    assert body["tools"][0]["function"]["name"] == "get_weather"
+    assert body["messages"][-1] == {"role": "tool", "tool_call_id": "c1", "content": "sunny"}
+    assert body["messages"][-2]["tool_calls"][0]["function"]["arguments"] == '{"city": "Ulm"}'
+    expect(console.answer.locator(".text:not(.reasoning-text)")).to_have_text("Sunny.")
+
+
+def body_of(request: Request) -> dict[str, Any]:
+    body: dict[str, Any] = json.loads(request.post_data or "")
+    return body
+
+
+def answer_with(route: Route, deltas: list[dict[str, Any]]) -> None:
+    """Answers a request with the events of a stream."""
+    finish = "tool_calls" if "tool_calls" in deltas[-1] else "stop"
+    choices: list[dict[str, Any]] = [
+        {"index": 0, "delta": delta, "finish_reason": None} for delta in deltas
+    ]
+    choices.append({"index": 0, "delta": {}, "finish_reason": finish})
+    events = [f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in choices]
+    body = "".join([*events, "data: [DONE]\n\n"])
+    route.fulfill(status=200, content_type="text/event-stream", body=body)
+
+
+# Live and Requests
+
+
+def test_live_shows_a_requests_way_while_sixteen_run(console: Console, up: UpProcess) -> None:
+    page = console.page
+    console.open("live")
+    expect(page.locator(".engine")).to_have_count(2)
+    for summary in page.locator(".sequences summary").all():
+        summary.click()
+    page.fill("#load-count", "16")
+    page.click("#load-send")
+    rows = page.locator(".sequences tbody tr")
+    expect(rows).to_have_count(16, timeout=TIMEOUT_MS)
+    expect(page.locator(".model dd").nth(1)).to_have_text("16")
+    states = set(rows.locator("td:nth-child(2)").all_text_contents())
+    assert states <= {"waiting", "prefill", "decode", "preempted", "swapped"}
+    name = rows.first.locator("td").first.text_content() or ""
+    row = rows.filter(has_text=name)
+    expect(row.locator("td:nth-child(2)")).to_have_text("decode", timeout=TIMEOUT_MS)
+    before = int(row.locator("td:nth-child(5)").text_content() or "")
+    until(lambda: int(row.locator("td:nth-child(5)").text_content() or "") > before, "its tokens")
+    expect(row).to_have_count(0, timeout=TIMEOUT_MS)
+
+    page.get_by_role("link", name="Requests").click()
+    line = page.locator("#request-rows tr").filter(has_text=name)
+    expect(line.locator(".badge")).to_have_text("length", timeout=TIMEOUT_MS)
+    timeline = line.locator(".timeline").get_attribute("aria-label") or ""
+    assert re.search(r"prefill .*decode ", timeline)
+    line.get_by_role("button").click()
+    expect(page.locator(".event-list li").first).to_have_text("0 ms: accepted")
+    expect(page.locator(".event-list li").last).to_contain_text("ended")
+    until(lambda: idle(up.url), "the sample requests to end")
+
+
+def test_sample_requests_are_cancelled(console: Console, up: UpProcess) -> None:
+    console.open("live")
+    console.page.fill("#load-count", "4")
+    console.page.click("#load-send")
+    console.page.get_by_role("button", name="Cancel them").click()
+    until(lambda: idle(up.url), "the sample requests to be cancelled")
+    assert {request["state"] for request in requests(up.url)[:4]} == {"cancelled"}
+
+
+def test_the_moving_picture_moves_and_pauses(console: Console, up: UpProcess) -> None:
+    page = console.page
+    console.open("live")
+    page.fill("#load-count", "8")
+    page.click("#load-send")
+    expect(page.locator(".model dd").nth(1)).to_have_text("8", timeout=TIMEOUT_MS)
+    drawn = pixels(page)
+    until(lambda: pixels(page) != drawn, "the picture to move")
+    page.get_by_role("button", name="Pause the picture").click()
+    drawn = pixels(page)
+    before = steps(up)
+    until(lambda: steps(up) > before + 20 or idle(up.url), "some steps of the engines")
+    assert pixels(page) == drawn
+    page.click("#load-stop")
+
+
+def pixels(page: Page) -> list[str]:
+    return [
+        str(canvas.evaluate("canvas => canvas.toDataURL()"))
+        for canvas in page.locator(".picture canvas").all()
+    ]
+
+
+def steps(up: UpProcess) -> int:
+    return sum(int(engine.get("steps") or 0) for engine in snapshot(up.url)["engines"])
+
+
+def test_a_stream_of_a_killed_engine_ends_with_the_same_bytes(
+    console: Console, up: UpProcess
+) -> None:
+    """Only with the keyboard: the person writes, sends, kills the engine and confirms."""
+    console.open()
+    body = console.long_story(LONG)
+    expected = undisturbed(up.url, body)
+    page = console.page
+    page.locator("#message").focus()
+    page.keyboard.type(STORY)
+    page.keyboard.press("Enter")
+    kill = page.locator(".whereabouts button")
+    expect(kill).to_be_visible(timeout=TIMEOUT_MS)
+    name = (kill.text_content() or "").removeprefix("Kill ")
+    page.keyboard.press("Shift+Tab")
+    while console.focused() != f"Kill {name}":
+        page.keyboard.press("Shift+Tab")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("button", name="Cancel", exact=True)).to_be_focused()
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    console.until_answered()
+    assert console.text == expected
+    assert f"{name} was killed" in console.figures and "no token was lost" in console.figures
+    events = [event["what"] for event in requests(up.url)[0]["events"]]
+    assert "moved" in events
+
+
+def test_a_kill_that_is_not_confirmed_kills_nothing(console: Console, up: UpProcess) -> None:
+    console.open("live")
+    before = {engine["id"] for engine in snapshot(up.url)["engines"]}
+    button = console.page.get_by_role("button", name="Kill engine-0")
+    button.click()
+    console.page.keyboard.press("Escape")
+    expect(button).to_be_focused()
+    assert {engine["id"] for engine in snapshot(up.url)["engines"]} == before
+
+
+# For all people
+
+
+def test_all_views_are_reached_with_the_keyboard(console: Console) -> None:
+    console.open()
+    page = console.page
+    page.keyboard.press("Tab")
+    assert console.focused() == "Skip to content"
+    for view in ("Live", "Requests", "Chat"):
+        page.locator("body").evaluate("() => document.activeElement.blur()")
+        console.tab_to(view)
+        page.keyboard.press("Enter")
+        expect(page.locator(f"#view-{view.lower()}")).to_be_visible()
+        expect(page).to_have_title(f"{view} – Headrace")
+    console.tab_to("message")
+    page.keyboard.type("Hello!")
+    console.tab_to("send")
+    page.keyboard.press("Enter")
+    expect(console.answer).to_be_visible()
+    console.until_answered()
+    assert console.text
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_axe_finds_no_violation(console: Console, view: str, scheme: Any) -> None:
+    page = console.page
+    page.emulate_media(color_scheme=scheme)
+    console.open()
+    expect(page.locator("html")).to_have_attribute("data-theme", scheme)
+    page.check("#p-logprobs")
+    console.set(n=2, max_tokens=30, extra="{}")
+    console.ask(STORY)
+    console.open(view)
+    if view == "live":
+        expect(page.locator(".engine")).to_have_count(2)
+        for summary in page.locator(".sequences summary").all():
+            summary.click()
+    if view == "requests":
+        page.locator("#request-rows button").first.click()
+    found = Axe().run(page)
+    assert found.violations_count == 0, found.generate_report()
+
+
+def test_the_theme_is_switched_and_kept(console: Console) -> None:
+    console.page.emulate_media(color_scheme="light")
+    console.open()
+    console.page.get_by_role("button", name="Dark").click()
+    console.page.reload()
+    expect(console.page.locator("html")).to_have_attribute("data-theme", "dark")
+
+
+def test_less_motion_is_respected(console: Console) -> None:
+    console.page.emulate_media(reduced_motion="reduce")
+    console.page.add_init_script(
+        "window.frames_asked = 0; const ask = requestAnimationFrame;"
+        "window.requestAnimationFrame = (f) => { window.frames_asked++; return ask(f); };"
+    )
+    console.open("live")
+    expect(console.page.locator(".engine")).to_have_count(2)
+    assert console.page.evaluate("window.frames_asked") == 0
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> KeyBook:
+    return KeyBook(tmp_path_factory.mktemp("keys") / "keys.yaml")
+
+
+def test_the_key_is_asked_for_and_kept_in_the_tab_only(
+    browser: Browser, keys: KeyBook, tmp_path: Path
+) -> None:
+    secret = keys.add("alice", tenant="team-a")
+    environment = {"HEADRACE_GATEWAY_API_KEYS_FILE": str(keys.path)}
+    watched = WatchedPage(browser)
+    with UpProcess(tmp_path, env=environment) as up:
+        up.until_served()
+        page = watched.page
+        page.goto(up.url)
+        field = page.get_by_role("textbox", name="API key")
+        field.fill("wrong")
+        field.press("Enter")
+        expect(page.locator("#key-error")).to_contain_text("refused this key")
+        field.fill(secret)
+        field.press("Enter")
+        console = Console(page, up.url)
+        expect(page.locator("#p-model")).not_to_be_empty()
+        assert console.ask("Hello!")
+        stored = page.evaluate("[JSON.stringify(localStorage), document.cookie]")
+        assert secret not in "".join(stored)
+        assert page.evaluate("Object.values(sessionStorage)") == [secret]
+        page.get_by_role("button", name="Forget key").click()
+        assert page.evaluate("Object.values(sessionStorage)") == []
+    watched.close()
+    assert all("401" in fault for fault in watched.faults)
+
+
+def test_the_page_loads_nothing_from_elsewhere(watched: WatchedPage, up: UpProcess) -> None:
+    loaded: list[str] = []
+    watched.page.on("request", lambda request: loaded.append(request.url))
+    console = Console(watched.page, up.url)
+    for view in VIEWS:
+        console.open(view)
+    assert loaded and all(url.startswith(up.url) for url in loaded)
+    policy = httpx.get(up.url).headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy
