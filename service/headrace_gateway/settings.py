@@ -231,7 +231,7 @@ class GatewaySettings(BaseSettings):
     )
     max_prompts: int = Field(64, ge=1, description="prompts in one completions request")
     max_embedding_inputs: int = Field(
-        2048, ge=1, description="inputs in one request for embeddings"
+        2048, ge=1, description="inputs of one request for embeddings, pairs of one for scores"
     )
     max_kept_embedding_bytes: ByteSize = Field(
         ByteSize(32 * 2**20),

@@ -30,8 +30,8 @@ _CLIENT_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 class RequestInfo:
     """The data of a request at its start. `headers` have lower-case names.
 
-    `operation` is `chat`, `text_completion` or `embeddings`. `request_id` is the queue's. `caller`
-    is None if API keys are off.
+    `operation` is `chat`, `text_completion`, `embeddings` or `score`. `request_id` is the
+    queue's. `caller` is None if API keys are off.
     """
 
     request_id: str
