@@ -24,14 +24,17 @@ from render import Source, Span, render
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "docs" / "dashboards"
-LOCAL = ("service", "engines")
+LOCAL = ("overview", "service", "engines")
 LAST_SECONDS = 15 * 60
-# Requests, a second, seed. The same seed again: its prompts are in the prefix cache.
+# Requests of each tenant, a second, seed. The same seed again: its prompts are in the prefix cache.
 PHASES = (
-    *(("70", "4", "1"), ("70", "4", "1"), ("300", "9", "2")),
-    *(("600", "60", "3"), ("200", "8", "4")),
+    *(("40", "3", "1"), ("40", "3", "1"), ("150", "6", "2")),
+    *(("300", "30", "3"), ("100", "5", "4")),
 )
 BATCH_REQUESTS = 1500
+TENANTS = ("team-a", "team-b")
+# The phase in which an engine is killed.
+KILLED_IN = 2
 # So few that the fourth phase is refused in part.
 QUEUE_BOUND = "100"
 
@@ -56,7 +59,7 @@ def chosen(wanted: tuple[str, ...]) -> list[Dashboard]:
 
 
 def local(folder: Path) -> None:
-    """Two engines and a gateway on this machine, loaded phase by phase."""
+    """Two engines and a gateway on this machine, loaded phase by phase by two tenants."""
     os.environ["HEADRACE_GATEWAY_MAX_QUEUED_REQUESTS"] = QUEUE_BOUND
     with ExitStack() as running:
         valkey = ValkeyServer(folder / "valkey", "--maxmemory", "256mb")
@@ -64,19 +67,35 @@ def local(folder: Path) -> None:
         running.callback(valkey.stop)
         exporter = RedisExporter(valkey.url, folder)
         running.callback(exporter.close)
+        keys = folder / "keys.yaml"
+        secrets = [create_key(keys, tenant) for tenant in TENANTS]
         engines = ("--engines", "2", "--redis", valkey.url)
-        limits = ("--", "--num-blocks", "1024", "--max-num-seqs", "16")
-        up = running.enter_context(UpProcess(folder, *engines, *limits))
+        limits = ("--", "--num-blocks", "1024", "--max-num-seqs", "16", "--lease", "3")
+        environment = {"HEADRACE_GATEWAY_API_KEYS_FILE": str(keys)}
+        up = running.enter_context(UpProcess(folder, *engines, *limits, env=environment))
         up.until_served()
         targets = [*scraped(up), Target(exporter.port, {"namespace": "demo", "pod": "redis"})]
         prometheus = PrometheusServer(folder, targets)
         running.callback(prometheus.close)
         prometheus.await_ready()
         start = time.time()
-        begin_batch(up.url)
-        for phase in PHASES:
-            load(up.url, *phase)
+        with httpx.Client(base_url=up.url, timeout=60) as http:
+            begin_batch(http, secrets[0])
+            for number, phase in enumerate(PHASES):
+                loads = [begin_load(up.url, secret, *phase) for secret in secrets]
+                refused(http, secrets[1])
+                if number == KILLED_IN:
+                    up.child("headrace_engine").kill()
+                for one in loads:
+                    one.wait()
         draw(f"http://127.0.0.1:{prometheus.port}", Span(start, time.time()), LOCAL)
+
+
+def create_key(file: Path, tenant: str) -> str:
+    command = [sys.executable, "-m", "headrace_cli", "keys", "create", tenant]
+    command += ["--file", str(file), "--tenant", tenant]
+    made = subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603
+    return made.stdout.split()[0]
 
 
 def scraped(up: UpProcess) -> list[Target]:
@@ -87,23 +106,35 @@ def scraped(up: UpProcess) -> list[Target]:
     ]
 
 
-def begin_batch(url: str) -> None:
+def begin_batch(http: httpx.Client, key: str) -> None:
     """Draws the load of all phases in the background."""
     body = {"prompt": "Once upon a time", "max_tokens": 64, "temperature": 1.0}
     line = {"method": "POST", "url": "/v1/completions", "body": body}
     lines = [json.dumps({"custom_id": str(number), **line}) for number in range(BATCH_REQUESTS)]
-    with httpx.Client(base_url=url) as http:
-        form = {"file": ("batch.jsonl", "\n".join(lines).encode())}
-        uploaded = http.post("/v1/files", files=form, data={"purpose": "batch"})
-        batch = {"input_file_id": uploaded.json()["id"], "endpoint": "/v1/completions"}
-        http.post("/v1/batches", json={**batch, "completion_window": "24h"}).raise_for_status()
+    form = {"file": ("batch.jsonl", "\n".join(lines).encode())}
+    headers = {"Authorization": f"Bearer {key}"}
+    uploaded = http.post("/v1/files", files=form, data={"purpose": "batch"}, headers=headers)
+    batch = {"input_file_id": uploaded.json()["id"], "endpoint": "/v1/completions"}
+    window = {**batch, "completion_window": "24h"}
+    http.post("/v1/batches", json=window, headers=headers).raise_for_status()
 
 
-def load(url: str, requests: str, rate: str, seed: str) -> None:
+def begin_load(url: str, key: str, requests: str, rate: str, seed: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "headrace_cli", "bench", "--url", url, "--warmup", "0"]
-    command += ["--requests", requests, "--rate", rate, "--seed", seed]
+    command += ["--requests", requests, "--rate", rate, "--seed", seed, "--api-key", key]
     command += ["--prompt-tokens", "16-400", "--output-tokens", "16-160"]
-    subprocess.run(command, check=False)  # noqa: S603 - refused requests are wanted, and exit 1
+    return subprocess.Popen(command)  # noqa: S603 - refused requests are wanted, and exit 1
+
+
+def refused(http: httpx.Client, key: str) -> None:
+    """Requests that show as errors: long prompts, a wrong key, a client that leaves."""
+    headers = {"Authorization": f"Bearer {key}"}
+    for _ in range(10):
+        http.post("/v1/completions", json={"prompt": "long " * 4000}, headers=headers)
+        http.post("/v1/completions", json={"prompt": "Hi"}, headers={"Authorization": "Bearer no"})
+    body = {"prompt": "Once upon a time", "max_tokens": 400, "stream": True}
+    with http.stream("POST", "/v1/completions", json=body, headers=headers) as stream:
+        next(stream.iter_lines())
 
 
 if __name__ == "__main__":

@@ -25,6 +25,10 @@ from ..queue_client.ports import Client
 from ..queue_client.request_ids import RequestIds
 from ..queue_client.run import Accepted, cancel_all
 
+# Seconds in which texts become tokens that no context bounds: to count them, or to embed them. The
+# longest body takes about four; several at once wait for one another.
+TOKENIZING_S = 6.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -206,6 +210,12 @@ def time_to_queue(lifetime: tuple[int, int]) -> "TimeLimit":
     created_ms, deadline_ms = lifetime
     message = "the deadline passed before the prompt was tokenised"
     return TimeLimit((deadline_ms - created_ms) / 1000, message)
+
+
+def tokenizing_limit() -> "TimeLimit":
+    """Limits the time in which a request's texts become tokens, where no context bounds them."""
+    message = f"the tokens were not counted within {TOKENIZING_S:g} s; send less at once"
+    return TimeLimit(TOKENIZING_S, message)
 
 
 class TimeLimit:

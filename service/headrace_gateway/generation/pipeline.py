@@ -32,7 +32,7 @@ from ..schemas.completions import GenerationBody
 from ..schemas.structured_fields import StructuredBody
 from ..streaming.disconnecting_response import Delivery, answering
 from ..telemetry.observation import Observation, Observer, RequestInfo
-from .admission import Admission, Job, TimeLimit, time_to_queue
+from .admission import Admission, Job, time_to_queue, tokenizing_limit
 from .constraints import Constraints
 from .generation_response import Exchange, GenerationResponse, queued
 from .operations import Call, Operation, measured_as
@@ -40,9 +40,6 @@ from .prompts import ChatOptions, PromptEncoder
 from .rendering import Rendering
 from .resumable_response import ResumableCall, ResumableRequests, queue_id_of
 
-# Seconds in which the tokens of a request are counted that generates nothing. The longest body
-# takes about four; several at once wait for one another.
-TOKENIZING_S = 6.0
 # Where a request's state has the size of its body.
 BODY_SIZE = "headrace.body_size"
 
@@ -160,16 +157,16 @@ class Pipeline:
         """Runs `read` for a request that generates nothing, and counts the tokens that it read.
 
         `read` returns a result and its tokens; this returns the result and the answer's headers.
-        Raises RateLimited, BackendUnavailable, and RequestFailed after TOKENIZING_S.
+        Raises RateLimited, BackendUnavailable, and RequestFailed after some seconds.
         """
         grant = None
         if self.caller is not None and self.rate_limits is not None:
             grant = await self.rate_limits.reserve_tokenizing(self.caller)
         if grant is None or self.rate_limits is None:
-            async with _tokenizing_limit():
+            async with tokenizing_limit():
                 return (await read())[0], {}
         try:
-            async with _tokenizing_limit():
+            async with tokenizing_limit():
                 made, tokens = await read()
             grant.used = tokens
         finally:
@@ -252,11 +249,6 @@ class Pipeline:
         if field is None and call.form.calls is not None:
             field = "tools"
         await self.constraints.check(structured, field, self.tenant, request)
-
-
-def _tokenizing_limit() -> TimeLimit:
-    message = f"the tokens were not counted within {TOKENIZING_S:g} s; send less at once"
-    return TimeLimit(TOKENIZING_S, message)
 
 
 def _check_prompt_echo(call: Call) -> None:

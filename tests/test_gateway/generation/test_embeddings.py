@@ -69,6 +69,17 @@ async def test_numbers_are_exactly_those_of_the_engine(embedder: Gateway) -> Non
     assert struct.pack(f"<{len(numbers)}f", *numbers) == packed
 
 
+async def test_texts_are_tokenised_in_bounded_time(
+    embedder: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace_gateway.generation.admission.TOKENIZING_S", 0.0)
+    monkeypatch.setattr("headrace_gateway.limits.work.INLINE_SIZE", 0)
+
+    answer = await ask(embedder, input=["Hello", "world"])
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+
+
 async def test_a_large_answer_is_whole(embedder: Gateway) -> None:
     answer = await ask(embedder, input=[[1]] * 20, dimensions=1024)
 

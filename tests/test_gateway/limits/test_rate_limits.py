@@ -158,7 +158,7 @@ async def test_a_request_without_output_is_counted_and_charged(
 async def test_a_request_without_output_ends_in_time(
     limited: Limited, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace_gateway.generation.pipeline.TOKENIZING_S", 0.0)
+    monkeypatch.setattr("headrace_gateway.generation.admission.TOKENIZING_S", 0.0)
     monkeypatch.setattr("headrace_gateway.limits.work.INLINE_SIZE", 0)
     headers = limited.book.headers(limited.key())
 
