@@ -23,6 +23,7 @@ from .commands import queues as queue_commands
 from .commands import redis as redis_commands
 from .commands import sealing as sealing_commands
 from .commands import top as top_commands
+from .commands.up_command import UpCommand, passed_on
 from .errors import CliError, UsageError
 from .extras import need
 from .tables import without_controls
@@ -46,7 +47,6 @@ app.add_typer(debug_commands.app)
 
 _UP = "`headrace up --model MODEL` serves a model"
 _ELSEWHERE = {
-    "serve": _UP,
     "run": _UP,
     "start": _UP,
     "operator": "`python -m headrace_operator` runs the operator",
@@ -91,6 +91,7 @@ def options(
 
 
 @app.command(
+    cls=UpCommand,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     epilog="Example: headrace up --model Qwen/Qwen3-0.6B --engines 2 --dtype bfloat16",
 )
@@ -119,17 +120,19 @@ def up(
         float, typer.Option(min=0, help="Seconds that running requests get at the end.")
     ] = 30.0,
 ) -> None:
-    """Serve a model on this machine: queue, engines and gateways. Flags of `headrace engine` are
-    passed on to the engines."""
+    """Serve a model on this machine: queue, engines and gateways. Flags of `headrace engine` and
+    `headrace gateway` go to the processes that have them."""
     import asyncio
+    from dataclasses import replace
 
     need("engine", "torch", "transformers")
     need("gateway", "fastapi", "uvicorn")
     need("up", "httpx")
     from .datadir import DataDir
     from .doctor.checks.model import refuse_unusable
+    from .flags.assignment import assigned
     from .processes.report import TerminalReport
-    from .up.stack import UpConfig, checked_engine_args
+    from .up.stack import UpConfig
     from .up.up import Up, run_up
 
     config = UpConfig(
@@ -141,8 +144,8 @@ def up(
         gateways=gateways,
         sealing_keys_file=sealing_keys_file,
         drain_timeout=drain_timeout,
-        engine_args=checked_engine_args(context.args, _flags_of(context)),
     )
+    config = replace(config, arguments=assigned(passed_on(context), config.flags))
     refuse_unusable(model)
 
     async def run(report: TerminalReport, data: DataDir) -> int:
@@ -151,10 +154,6 @@ def up(
     with DataDir(data_dir) as data, TerminalReport(Console()) as report:
         code = asyncio.run(run(report, data))
     raise typer.Exit(code)
-
-
-def _flags_of(context: typer.Context) -> list[str]:
-    return [flag for parameter in context.command.params for flag in parameter.opts]
 
 
 @app.command(

@@ -1,38 +1,22 @@
 """The processes that `up` runs, and their settings. Pure: nothing is started or read here."""
 
-import difflib
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from headrace_common.text.checkpoint import DEMO_MODEL, default_name
 from headrace_common.wire.messages import MAX_ID_CHARS
 
 from ..errors import UsageError
+from ..flags.assignment import ProcessArguments
+from ..flags.flag import Flag, option
 from ..processes.child import ChildSpec
 from ..sockets import client_host
 
 _DRAIN_MARGIN = 15.0  # beyond the child's own budget, before it is killed
-_BEFORE_DASHES = "give it to `headrace up` itself, before the two dashes"
-_SET_BY_UP = "`headrace up` chooses it for each process; see the log files in the data folder"
-_OWN_FLAGS = {
-    "--model": _BEFORE_DASHES,
-    "--served-model-name": _BEFORE_DASHES,
-    "--drain-timeout": _BEFORE_DASHES,
-    "--sealing-keys-file": _BEFORE_DASHES,
-    "--redis-url": "use --redis before the two dashes",
-    "--metrics-host": _SET_BY_UP,
-    "--metrics-port": _SET_BY_UP,
-    "--metrics-fd": _SET_BY_UP,
-    "--display-name": _SET_BY_UP,
-    "--log-format": _SET_BY_UP,
-}
-_MISSPELLED = 0.8  # a flag that is this similar to another one counts as a misspelling
-_ADAPTERS = "--lora-modules"
 _THREADS = "HEADRACE_ENGINE_THREADS"
-_RANKS = "HEADRACE_ENGINE_TENSOR_PARALLEL_SIZE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +34,7 @@ class UpConfig:
     gateways: int = 1
     sealing_keys_file: Path | None = None
     drain_timeout: float = 30.0
-    engine_args: tuple[str, ...] = ()
+    arguments: ProcessArguments = ProcessArguments()
 
     def __post_init__(self) -> None:
         if len(self.model_name) > MAX_ID_CHARS:
@@ -66,6 +50,21 @@ class UpConfig:
         return self.served_model_name or default_name(self.model)
 
     @property
+    def flags(self) -> list[Flag]:
+        """The options that engines and gateways get as settings."""
+        values = {
+            "model": self.model,
+            "served_model_name": self.model_name,
+            "drain_timeout": self.drain_timeout,
+            "sealing_keys_file": self.sealing_keys_file,
+        }
+        return [
+            Flag(name, str(value), option(name))
+            for name, value in values.items()
+            if value is not None
+        ]
+
+    @property
     def url(self) -> str:
         return f"http://{client_host(self.host)}:{self.port}"
 
@@ -76,64 +75,18 @@ class HostResources:
 
     gpus: Sequence[str] = ()
     cores: int = 1
-    environ: Mapping[str, str] = field(default_factory=dict)
 
     def env(self, index: int, config: UpConfig) -> dict[str, str]:
         """Variables that divide the resources among several engines; one engine gets all."""
         if config.engines == 1:
             return {}
-        ranks = self._ranks(config.engine_args)
+        ranks = config.arguments.tensor_parallel_size
         if self.gpus:
             first = index % max(1, len(self.gpus) // ranks) * ranks
             return {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus[first : first + ranks])}
-        if _THREADS in self.environ or any(a.startswith("--threads") for a in config.engine_args):
+        if config.arguments.threads is not None:
             return {}
         return {_THREADS: str(max(1, self.cores // (config.engines * ranks)))}
-
-    def _ranks(self, engine_args: Sequence[str]) -> int:
-        """The processes of one engine, each with a GPU. The engine refuses an invalid number."""
-        words = " ".join(engine_args).replace("=", " ").split()
-        found = self.environ.get(_RANKS, "1")
-        for flag, value in zip(words, words[1:], strict=False):
-            found = value if flag == "--tensor-parallel-size" else found
-        return max(1, int(found)) if found.isdecimal() else 1
-
-
-def checked_engine_args(args: Sequence[str], own: Iterable[str] = ()) -> tuple[str, ...]:
-    """The flags for the engines; `own` are the flags of `up` itself.
-
-    Raises UsageError for flags that `up` must set itself, and for misspellings of its own flags.
-    The engines refuse other unknown flags.
-    """
-    if args and not args[0].startswith("-"):
-        raise UsageError(f"unexpected argument {args[0]!r}", "a model is given with --model")
-    for arg in args:
-        flag = arg.partition("=")[0]
-        if flag in _OWN_FLAGS:
-            raise UsageError(f"{flag} cannot be given to the engines", _OWN_FLAGS[flag])
-        close = difflib.get_close_matches(flag, own, n=1, cutoff=_MISSPELLED)
-        if close and flag.startswith("--"):
-            raise UsageError(f"there is no flag {flag}", f"did you mean {close[0]}?")
-    return tuple(args)
-
-
-def adapter_names(engine_args: Sequence[str]) -> list[str]:
-    """The LoRA adapters in these flags of engines; engines refuse malformed ones."""
-    names: dict[str, None] = {}
-    for flag, value in zip(engine_args, [*engine_args[1:], ""], strict=False):
-        name, equals, own = flag.partition("=")
-        if name == _ADAPTERS:
-            names |= dict.fromkeys(filter(None, _names(own if equals else value)))
-    return list(names)
-
-
-def _names(modules: str) -> list[str]:
-    """The names in name=folder,name=folder or in a JSON object."""
-    try:
-        found = json.loads(modules)
-    except ValueError:
-        found = [pair.partition("=")[0] for pair in modules.split(",")]
-    return [str(name) for name in found] if isinstance(found, dict | list) else []
 
 
 def engine_spec(
@@ -155,7 +108,7 @@ def engine_spec(
         **_sealing("ENGINE", config),
         **resources.env(index, config),
     }
-    argv = (sys.executable, "-m", "headrace_engine", *config.engine_args)
+    argv = (sys.executable, "-m", "headrace_engine", *config.arguments.engine)
     return _spec(name, argv, env, config, fds=(metrics_fd,))
 
 
@@ -167,7 +120,7 @@ def gateway_spec(
         "HEADRACE_GATEWAY_REDIS_URL": redis_url,
         "HEADRACE_GATEWAY_MODEL": config.model,
         "HEADRACE_GATEWAY_SERVED_MODEL_NAME": config.model_name,
-        "HEADRACE_GATEWAY_LORA_MODULES": json.dumps(adapter_names(config.engine_args)),
+        "HEADRACE_GATEWAY_LORA_MODULES": json.dumps(config.arguments.adapters),
         "HEADRACE_GATEWAY_HOST": config.host,
         "HEADRACE_GATEWAY_PORT": str(config.port),
         "HEADRACE_GATEWAY_FD": str(fd),
@@ -177,7 +130,7 @@ def gateway_spec(
         "HEADRACE_GATEWAY_LOG_FORMAT": "json",
         **_sealing("GATEWAY", config),
     }
-    argv = (sys.executable, "-m", "headrace_gateway")
+    argv = (sys.executable, "-m", "headrace_gateway", *config.arguments.gateway)
     return _spec(f"gateway-{index}", argv, env, config, fds=(fd, metrics_fd, supervisor_fd))
 
 

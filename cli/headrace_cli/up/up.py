@@ -101,9 +101,7 @@ class Up:
         config = self._config
         count = config.engines + config.gateways
         self._metrics = listen_on_free_ports(count, host="127.0.0.1", start=FIRST_METRICS_PORT)
-        resources = HostResources(
-            gpus=visible_gpus(os.environ), cores=usable_cores(), environ=os.environ
-        )
+        resources = HostResources(gpus=visible_gpus(os.environ), cores=usable_cores())
         engines, gateways = [], []
         for i, sock in enumerate(self._metrics[: config.engines]):
             spec = engine_spec(

@@ -5,8 +5,9 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -47,6 +48,37 @@ class LoggedSettings(Protocol):
 S = TypeVar("S", bound=LoggedSettings)
 
 
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is wrong, and with which setting; without one, it is the command line."""
+
+    problem: str
+    setting: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.setting}: {self.problem}" if self.setting else self.problem
+
+
+class InvalidSettings(SettingsError):
+    """Flags or variables that are no valid settings."""
+
+    def __init__(self, faults: Iterable[Fault]) -> None:
+        self.faults = tuple(faults)
+        super().__init__("; ".join(map(str, self.faults)))
+
+
+def parse_settings(kind: type[S], program: str, arguments: list[str] | None) -> S:
+    """The settings that flags and the environment give. Raises InvalidSettings."""
+    try:
+        settings: S = CliApp.run(kind, cli_args=arguments, cli_exit_on_error=False)
+    except ValidationError as error:
+        faults = (Fault(problem["msg"], _path(problem["loc"])) for problem in error.errors())
+        raise InvalidSettings(faults) from error
+    except (SettingsError, SettingsSourceError) as error:
+        raise InvalidSettings([Fault(_plain(str(error), program))]) from error
+    return settings
+
+
 def read_settings(kind: type[S], program: str, arguments: list[str] | None) -> S | None:
     """Reads settings from flags and the environment, and configures logs accordingly.
 
@@ -55,12 +87,12 @@ def read_settings(kind: type[S], program: str, arguments: list[str] | None) -> S
     is logged, since it has no effect.
     """
     try:
-        settings: S = CliApp.run(kind, cli_args=arguments, cli_exit_on_error=False)
+        settings = parse_settings(kind, program, arguments)
         logs.configure(settings.log_level, settings.log_format)
-    except ValidationError as error:
-        problems = [f"{_path(problem['loc'])}: {problem['msg']}" for problem in error.errors()]
-    except (SettingsError, SettingsSourceError) as error:
-        problems = [_plain(str(error), program)]
+    except InvalidSettings as error:
+        problems = [str(fault) for fault in error.faults]
+    except SettingsError as error:
+        problems = [str(error)]
     else:
         for variable, meant in _no_settings(kind, os.environ):
             _log.warning(

@@ -5,6 +5,7 @@ request (STAND_IN_FAIL=engine: it does not start; STAND_IN_STUCK=engine: it does
 they say goes to their log as JSON lines.
 """
 
+from importlib import import_module
 from pathlib import Path
 
 _COMMON = """
@@ -60,6 +61,8 @@ def write_stand_ins(folder: Path) -> Path:
     """Writes both packages; the folder goes first on the children's PYTHONPATH."""
     for package, program in {"headrace_engine": _ENGINE, "headrace_gateway": _GATEWAY}.items():
         (folder / package).mkdir(parents=True)
-        (folder / package / "__init__.py").touch()
+        # The real package's settings, which `up` reads, stay importable.
+        real = list(import_module(package).__path__)
+        (folder / package / "__init__.py").write_text(f"__path__ += {real!r}\n")
         (folder / package / "__main__.py").write_text(program)
     return folder

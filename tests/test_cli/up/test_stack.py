@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from headrace_cli.errors import UsageError
+from headrace_cli.flags.assignment import ProcessArguments
 from headrace_cli.processes.child import ChildSpec
 from headrace_cli.servers.valkey import (
     bundled_server,
@@ -18,7 +19,6 @@ from headrace_cli.sockets import client_host, listen, listen_on_free_ports
 from headrace_cli.up.stack import (
     HostResources,
     UpConfig,
-    checked_engine_args,
     engine_spec,
     gateway_spec,
 )
@@ -85,25 +85,17 @@ def test_gateway_and_engine_seal_with_the_same_keys() -> None:
     assert "HEADRACE_ENGINE_SEALING_KEYS_FILE" not in engine_env(0, UpConfig(), HostResources())
 
 
-@pytest.mark.parametrize(
-    ("args", "names"),
-    [
-        ((), "[]"),
-        (("--enable-lora", "--lora-modules", "sql=/a/sql"), '["sql"]'),
-        (
-            ("--lora-modules=a=/x,b=/y", "--lora-modules", "c=/z", "--threads", "2"),
-            '["a", "b", "c"]',
-        ),
-        (("--lora-modules", '{"org/a": "/x", "b": "/y"}'), '["org/a", "b"]'),
-        (("--lora-modules", "7"), "[]"),
-        (("--lora-modules",), "[]"),
-    ],
-)
-def test_gateways_know_the_adapters_of_the_engines(args: tuple[str, ...], names: str) -> None:
-    config = UpConfig(engine_args=args)
+def test_processes_get_their_arguments_and_gateways_the_adapters() -> None:
+    arguments = ProcessArguments(
+        engine=("--max-num-seqs=7",), gateway=("--no-strict-requests",), adapters=("a", "b")
+    )
+    config = UpConfig(arguments=arguments)
     spec = gateway(0, config)
+    engine = engine_spec(0, config, redis_url="unix:///q", metrics_fd=8, resources=HostResources())
 
-    assert spec.env["HEADRACE_GATEWAY_LORA_MODULES"] == names
+    assert spec.env["HEADRACE_GATEWAY_LORA_MODULES"] == '["a", "b"]'
+    assert spec.argv[-1] == "--no-strict-requests"
+    assert engine.argv[-1] == "--max-num-seqs=7"
 
 
 def test_engines_are_spread_over_the_gpus() -> None:
@@ -114,52 +106,21 @@ def test_engines_are_spread_over_the_gpus() -> None:
     assert devices == ["GPU-a", "GPU-b", "GPU-a"]
 
 
-@pytest.mark.parametrize(
-    ("args", "environ"),
-    [
-        (("--tensor-parallel-size", "2"), {"HEADRACE_ENGINE_TENSOR_PARALLEL_SIZE": "4"}),
-        (("--tensor-parallel-size=2",), {}),
-        ((), {"HEADRACE_ENGINE_TENSOR_PARALLEL_SIZE": "2"}),
-    ],
-)
-def test_engines_of_several_ranks_get_as_many_gpus(
-    args: tuple[str, ...], environ: dict[str, str]
-) -> None:
-    config = UpConfig(engines=3, engine_args=args)
-    gpus = HostResources(gpus=tuple("abcde"), environ=environ)
+def test_engines_of_several_ranks_get_as_many_gpus() -> None:
+    config = UpConfig(engines=3, arguments=ProcessArguments(tensor_parallel_size=2))
+    gpus = HostResources(gpus=tuple("abcde"))
     devices = [engine_env(i, config, gpus)["CUDA_VISIBLE_DEVICES"] for i in range(3)]
     assert devices == ["a,b", "c,d", "a,b"]
-    cores = HostResources(cores=12, environ=environ)
-    assert engine_env(0, config, cores)["HEADRACE_ENGINE_THREADS"] == "2"
+    assert engine_env(0, config, HostResources(cores=12))["HEADRACE_ENGINE_THREADS"] == "2"
 
 
 def test_engines_on_the_cpu_share_its_cores_by_default() -> None:
     threads = "HEADRACE_ENGINE_THREADS"
-    two = UpConfig(engines=2)
 
-    assert engine_env(0, two, HostResources(cores=8))[threads] == "4"
+    assert engine_env(0, UpConfig(engines=2), HostResources(cores=8))[threads] == "4"
     assert threads not in engine_env(0, UpConfig(), HostResources(cores=8))
-    told = UpConfig(engines=2, engine_args=("--threads=3",))
+    told = UpConfig(engines=2, arguments=ProcessArguments(threads=3))
     assert threads not in engine_env(0, told, HostResources(cores=8))
-    assert threads not in engine_env(0, two, HostResources(cores=8, environ={threads: "1"}))
-
-
-def test_arguments_for_the_engines_are_passed_on() -> None:
-    assert checked_engine_args(["--dtype", "bfloat16"]) == ("--dtype", "bfloat16")
-
-
-@pytest.mark.parametrize(
-    ("args", "told"),
-    [
-        (["tiny"], "--model"),
-        (["--metrics-port=9500"], "--metrics-port cannot be given"),
-        (["--dtype", "auto", "--model", "m"], "before the two dashes"),
-        (["--gateway", "2"], "did you mean --gateways?"),
-    ],
-)
-def test_engine_arguments_that_up_decides_are_refused(args: list[str], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
-        checked_engine_args(args, ["--model", "--gateways"])
 
 
 @pytest.mark.parametrize(

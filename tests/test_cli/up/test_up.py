@@ -182,15 +182,24 @@ def test_a_second_ctrl_c_kills(tmp_path: Path, port: int) -> None:
     assert not any(alive(pid) for pid in children)
 
 
-def test_engine_flags_and_all_flags_after_two_dashes_go_to_the_engine(
-    tmp_path: Path, port: int
-) -> None:
-    process = UpProcess(tmp_path, port, "--dtype=auto", "--", "--max-num-seqs", "7")
+def test_flags_go_to_the_process_that_has_them(tmp_path: Path, port: int) -> None:
+    process = UpProcess(
+        tmp_path, port, "--dtype=auto", "--no-strict-requests", "--", "--max-num-seqs", "7"
+    )
     process.until_ready()
     process.popen.send_signal(signal.SIGTERM)
 
     assert process.wait() == 0
-    assert '"args": ["--dtype=auto", "--max-num-seqs", "7"]' in process.log("engine-0")
+    assert '"args": ["--dtype=auto", "--max-num-seqs=7"]' in process.log("engine-0")
+    assert '"args": ["--no-strict-requests"]' in process.log("gateway-0")
+
+
+def test_a_wrong_flag_is_named_and_nothing_is_started(tmp_path: Path, port: int) -> None:
+    process = UpProcess(tmp_path, port, "--chat-template", "absent.jinja")
+
+    assert process.wait() == 2
+    assert "--chat-template: absent.jinja is no file here" in process.printed
+    assert not process.data.exists()
 
 
 def test_a_data_folder_serves_one_up_at_a_time(started: UpProcess, tmp_path: Path) -> None:
