@@ -19,13 +19,31 @@ class DataDir:
     def queue(self) -> Path:
         return self.path / "valkey"
 
+    @property
+    def _lock_file(self) -> Path:
+        return self.path / "lock"
+
+    def in_use(self) -> bool:
+        """Whether an `up` runs with this folder."""
+        try:
+            lock = os.open(self._lock_file, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(lock)
+        return False
+
     def log(self, name: str) -> Path:
         return self.path / "logs" / f"{name}.log"
 
     def __enter__(self) -> "DataDir":
         try:
             self.queue.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._lock = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise UsageError(
                 f"cannot write to {self.path} ({error.strerror})", "choose another --data-dir"

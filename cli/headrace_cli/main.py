@@ -23,9 +23,11 @@ from .commands import queues as queue_commands
 from .commands import redis as redis_commands
 from .commands import sealing as sealing_commands
 from .commands import top as top_commands
+from .commands.running_options import DATA_DIR, ApiUrl, DataFolder
 from .commands.up_command import UpCommand, passed_on
 from .errors import CliError, UsageError
 from .extras import need
+from .running import api_url
 from .tables import without_controls
 
 app = typer.Typer(
@@ -111,7 +113,7 @@ def up(
         str | None,
         typer.Option(envvar="REDIS_URL", help="Redis or Valkey to use instead of an own one."),
     ] = None,
-    data_dir: Annotated[Path, typer.Option(help="Queue data and logs.")] = Path(".headrace"),
+    data_dir: Annotated[Path, typer.Option(help="Queue data and logs.")] = DATA_DIR,
     sealing_keys_file: Annotated[
         Path | None,
         typer.Option(help="Keys with which prompts and answers are sealed in the queue's data."),
@@ -189,9 +191,8 @@ def _become(module: str, args: list[str], extra: str, *packages: str) -> NoRetur
 
 @app.command(epilog="Example: headrace chat --model headrace-demo --once 'Tell me a story.'")
 def chat(
-    url: Annotated[
-        str, typer.Option(envvar="OPENAI_BASE_URL", help="OpenAI API to talk to.")
-    ] = "http://127.0.0.1:8000/v1",
+    url: ApiUrl = None,
+    data_dir: DataFolder = DATA_DIR,
     model: Annotated[str | None, typer.Option(help="Default: the first that is served.")] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     api_key: Annotated[
@@ -212,7 +213,7 @@ def chat(
     from .chat.input import history_file
 
     config = ChatConfig(
-        url=url.rstrip("/"),
+        url=api_url(url, data_dir).rstrip("/"),
         model=model,
         system=system,
         api_key=api_key,
@@ -232,7 +233,7 @@ def doctor(
     redis: Annotated[
         str | None, typer.Option(envvar="REDIS_URL", help="Redis or Valkey to be used.")
     ] = None,
-    data_dir: Annotated[Path, typer.Option(help="Queue data and logs.")] = Path(".headrace"),
+    data_dir: Annotated[Path, typer.Option(help="Queue data and logs.")] = DATA_DIR,
     engine: Annotated[
         bool, typer.Option("--engine", help="Only what an engine needs, by its own variables.")
     ] = False,

@@ -38,6 +38,11 @@ class ChatConfig:
     temperature: float | None = None
 
 
+_KEY = (
+    "Give a key with --api-key or OPENAI_API_KEY; `headrace keys create NAME --file FILE` makes one"
+)
+
+
 class ChatClient:
     """The two HTTP calls of a chat. Raises ChatError if they fail."""
 
@@ -98,6 +103,8 @@ async def _check(response: httpx.Response) -> None:
         message = error_message(response.json())
     except ValueError:
         message = response.text[:500] or response.reason_phrase
+    if response.status_code == httpx.codes.UNAUTHORIZED:
+        message += f". {_KEY}"
     raise ChatError(f"HTTP {response.status_code}: {message}")
 
 

@@ -11,7 +11,9 @@ from ..bench.arrivals import Arrivals
 from ..bench.workload import MAX_REQUESTS
 from ..errors import UsageError
 from ..extras import need
+from ..running import api_url
 from ..tables import Output
+from .running_options import DATA_DIR, ApiUrl, DataFolder
 
 app = typer.Typer()
 Value = TypeVar("Value")
@@ -22,9 +24,8 @@ _REQUESTS = 64
 
 @app.command(epilog="Example: headrace bench --concurrency 32 --requests 256 --chat")
 def bench(
-    url: Annotated[
-        str, typer.Option(envvar="OPENAI_BASE_URL", help="OpenAI API to load.")
-    ] = "http://127.0.0.1:8000/v1",
+    url: ApiUrl = None,
+    data_dir: DataFolder = DATA_DIR,
     model: Annotated[str | None, typer.Option(help="Default: the first that is served.")] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as bearer token.")
@@ -121,7 +122,7 @@ def bench(
     )
     fields = {"temperature": temperature, "seed": seed}
     config = BenchConfig(
-        url=url,
+        url=api_url(url, data_dir),
         model=model,
         api_key=api_key,
         prompts=prompts,

@@ -8,7 +8,9 @@ from rich.console import Console
 
 from ..engine_inside import DEFAULT_URL, EngineInside, show_requests, show_steps
 from ..errors import UsageError
+from ..running import engine_url
 from ..tables import Output
+from .running_options import DATA_DIR, DataFolder
 
 app = typer.Typer(
     name="debug",
@@ -17,41 +19,53 @@ app = typer.Typer(
 )
 
 Url = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--url",
         envvar="HEADRACE_ENGINE_METRICS_URL",
-        help="The engine's metrics port; default: the first one of `headrace up`.",
+        help="The engine's metrics port; default: of a running `headrace up`.",
     ),
+]
+Engine = Annotated[
+    str | None, typer.Option("--engine", help="Such as engine-1; default: the first.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command(epilog="Example: headrace debug steps --last 50")
 def steps(
-    url: Url = DEFAULT_URL,
+    url: Url = None,
+    data_dir: DataFolder = DATA_DIR,
+    engine: Engine = None,
     last: Annotated[int, typer.Option(min=1, max=512, help="How many.")] = 20,
     as_json: AsJson = False,
 ) -> None:
     """The last steps: what each computed, how long it took, what was left over."""
-    show_steps(EngineInside(url), Output(as_json), last)
+    show_steps(_inside(url, data_dir, engine), Output(as_json), last)
 
 
 @app.command(epilog="Example: headrace debug requests --json")
-def requests(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+def requests(
+    url: Url = None,
+    data_dir: DataFolder = DATA_DIR,
+    engine: Engine = None,
+    as_json: AsJson = False,
+) -> None:
     """The requests that the engine has, and for how long nothing came of them."""
-    show_requests(EngineInside(url), Output(as_json))
+    show_requests(_inside(url, data_dir, engine), Output(as_json))
 
 
 @app.command(epilog="Example: headrace debug profile trace.json --steps 50")
 def profile(
     file: Annotated[Path, typer.Argument(help="Where to write the Chrome trace.")],
-    url: Url = DEFAULT_URL,
+    url: Url = None,
+    data_dir: DataFolder = DATA_DIR,
+    engine: Engine = None,
     steps: Annotated[int, typer.Option(min=1, max=1000, help="How many to record.")] = 20,
     timeout: Annotated[int, typer.Option(min=1, max=300, help="Seconds to wait for them.")] = 60,
 ) -> None:
     """Record the next steps; open the file with chrome://tracing or Perfetto."""
-    trace = EngineInside(url).profile(steps, timeout)
+    trace = _inside(url, data_dir, engine).profile(steps, timeout)
     try:
         file.write_bytes(trace)
     except OSError as error:
@@ -59,3 +73,7 @@ def profile(
             f"cannot write {file} ({error.strerror})", "choose another file"
         ) from error
     Console(stderr=True).print(f"{file}: {steps} steps, {len(trace)} bytes", markup=False)
+
+
+def _inside(url: str | None, data_dir: Path, engine: str | None) -> EngineInside:
+    return EngineInside(engine_url(url, data_dir, engine) or DEFAULT_URL)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..tables import Output
+from .running_options import DATA_DIR, DataFolder
 
 if TYPE_CHECKING:
     from ..queues.queues import QueueSession
@@ -24,7 +25,6 @@ Url = Annotated[
         help="Redis or Valkey; default: that of a running `headrace up`, else this host's.",
     ),
 ]
-DataFolder = Annotated[Path, typer.Option("--data-dir", help="Data folder of `headrace up`.")]
 Model = Annotated[
     str | None, typer.Option("--model", help="Name that clients use; default: the only one.")
 ]
@@ -41,7 +41,6 @@ KeysFile = Annotated[
     ),
 ]
 Ids = Annotated[list[str] | None, typer.Argument(metavar="ID...", help="Ids of requests.")]
-DATA_DIR = Path(".headrace")
 
 
 @app.command(epilog="Example: headrace queue status --json")

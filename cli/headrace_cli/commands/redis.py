@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..tables import Output
-from .queues import DATA_DIR, DataFolder, Url
+from .queues import Url
+from .running_options import DATA_DIR, DataFolder
 
 if TYPE_CHECKING:
     from ..queues.queues import QueueSession

@@ -7,16 +7,17 @@ import typer
 from rich.console import Console
 
 from ..extras import need
+from ..running import api_url
 from ..tables import Output
+from .running_options import DATA_DIR, ApiUrl, DataFolder
 
 app = typer.Typer()
 
 
 @app.command(epilog="Example: headrace top --url http://headrace.example.com --api-key sk-...")
 def top(
-    url: Annotated[
-        str, typer.Option(envvar="OPENAI_BASE_URL", help="API of a gateway.")
-    ] = "http://127.0.0.1:8000/v1",
+    url: ApiUrl = None,
+    data_dir: DataFolder = DATA_DIR,
     api_key: Annotated[
         str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as bearer token.")
     ] = None,
@@ -33,7 +34,7 @@ def top(
     from ..top.live_stream import LiveStream
     from ..top.top import show_once, stream_json, watch
 
-    stream, terminal = LiveStream(url, api_key), Console()
+    stream, terminal = LiveStream(api_url(url, data_dir), api_key), Console()
     with suppress(KeyboardInterrupt):
         if as_json and not once:
             stream_json(stream)

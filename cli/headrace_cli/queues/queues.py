@@ -18,6 +18,7 @@ from headrace_common.sealing.sealer import NULL_SEALER, Sealer, SealingError
 
 from ..datadir import DataDir
 from ..errors import CliError, UsageError
+from ..running import find_running
 from ..servers.valkey import socket_url
 from ..tables import Output, plain_table
 
@@ -74,6 +75,9 @@ def queue_url(given: str | None, data_dir: Path) -> str:
     """The given URL, else that of a `headrace up` that runs with this folder."""
     if given is not None:
         return given
+    if running := find_running(data_dir):
+        return running.redis
+    # One that has not started all processes yet.
     socket = DataDir(data_dir).queue / SOCKET
     return socket_url(socket) if socket.exists() else DEFAULT_URL
 

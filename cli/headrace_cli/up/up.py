@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..processes.child import ChildSpec
 from ..processes.logs import LogFile
 from ..processes.report import Report
 from ..processes.supervisor import RestartPolicy, Service, Supervisor
+from ..running import RunningProcess, RunningSystem, described
 from ..servers.queue_server import check_redis, until_answering
 from ..servers.valkey import find_server, remove_socket, server_spec, socket_path, socket_url
 from ..sockets import FIRST_METRICS_PORT, listen, listen_on_free_ports
@@ -57,6 +58,7 @@ class Up:
         self._kill_switch: KillSwitch | None = None
         self._kills: asyncio.Task[None] | None = None
         self._socket: Path | None = None
+        self._described = ExitStack()
         self.killed = False
 
     def interrupt(self) -> None:
@@ -86,7 +88,23 @@ class Up:
             await self._or_stop(service.ready.wait())
         async with _client() as client:
             await self._or_stop(until_healthy(client, f"{self._config.url}/health/ready"))
-        self._report.block(welcome(self._config))
+        system = self._system(redis_url)
+        self._described.enter_context(described(system, self._data))
+        self._report.block(welcome(self._config, system))
+
+    def _system(self, redis_url: str) -> RunningSystem:
+        config = self._config
+        urls = [f"http://127.0.0.1:{sock.getsockname()[1]}" for sock in self._metrics]
+        engines, gateways = urls[: config.engines], urls[config.engines :]
+        return RunningSystem(
+            pid=os.getpid(),
+            url=config.url,
+            model=config.model_name,
+            api_keys=config.arguments.api_keys,
+            redis=redis_url,
+            engines=_processes("engine", engines),
+            gateways=_processes("gateway", gateways),
+        )
 
     async def _start_queue(self) -> str:
         path = self._socket = socket_path(self._data.queue)
@@ -161,6 +179,7 @@ class Up:
     async def _drain(self) -> None:
         """Stops in reverse order of the start; closes the API's socket with the gateways."""
         self._stop.set()
+        self._described.close()
         if self._listener is not None:
             self._listener.close()
         for group in reversed(self._groups):
@@ -207,20 +226,33 @@ async def until_healthy(client: httpx.AsyncClient, url: str) -> None:
         await asyncio.sleep(_PROBE_SECONDS)
 
 
-def welcome(config: UpConfig) -> str:
+def welcome(config: UpConfig, system: RunningSystem) -> str:
     """The text that shows how to use the running service."""
     url = config.url
     message = {"role": "user", "content": "Hello!"}
     body = json.dumps({"model": config.model_name, "messages": [message]})
     chat = "headrace chat" if config.port == 8000 else f"headrace chat --url {url}/v1"
-    return "\n".join(
-        [
-            f"{config.model_name} is served at {url}/v1 (OpenAI API)",
-            "",
-            f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\",
-            f"    -d '{body}'",
-            f"  {chat}",
-            "",
-            "Ctrl-C drains and stops.",
+    lines = [f"{config.model_name} is served at {url}/v1 (OpenAI API)", ""]
+    key = []
+    if system.api_keys:
+        lines += [
+            "Requests need an API key; `headrace keys create NAME --file FILE` makes one:",
+            "  export OPENAI_API_KEY=...",
         ]
-    )
+        key = ['    -H "Authorization: Bearer $OPENAI_API_KEY" \\']
+    lines += [
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\",
+        *key,
+        f"    -d '{body}'",
+        f"  {chat}",
+        "",
+        *(f"{one.name}: {one.metrics}/metrics, /debug/steps" for one in system.engines),
+        *(f"{one.name}: {one.metrics}/metrics" for one in system.gateways),
+        "",
+        "Ctrl-C drains and stops.",
+    ]
+    return "\n".join(lines)
+
+
+def _processes(kind: str, urls: Sequence[str]) -> tuple[RunningProcess, ...]:
+    return tuple(RunningProcess(f"{kind}-{i}", url) for i, url in enumerate(urls))

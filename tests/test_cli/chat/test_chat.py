@@ -114,6 +114,14 @@ def test_once_fails_where_the_server_fails() -> None:
     assert done.stderr == "error: HTTP 400: too long\n"
 
 
+def test_a_missing_key_is_explained() -> None:
+    with OpenAIServer(Answer(status=401, error="no key")) as server:
+        done = chat(server, "--once", "Hi")
+
+    assert "HTTP 401: no key. Give a key with --api-key or OPENAI_API_KEY" in done.stderr
+    assert "headrace keys create" in done.stderr
+
+
 def test_a_url_without_its_last_part_is_reported() -> None:
     with OpenAIServer() as server:
         url = server.url.removesuffix("/v1")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace_cli.running import find_running
 from headrace_testing.pids import alive
 from headrace_testing.processes import until
 from headrace_testing.stand_ins import write_stand_ins
@@ -118,6 +119,11 @@ def test_it_says_where_it_serves_and_drains_on_ctrl_c(started: UpProcess) -> Non
     assert f"headrace chat --url http://127.0.0.1:{started.port}/v1" in started.printed
     children = started.child_pids()
     assert len(children) == 5
+    running = find_running(started.data)
+    assert running is not None
+    assert (running.pid, running.model) == (started.popen.pid, "tiny")
+    assert [one.name for one in running.engines] == ["engine-0", "engine-1"]
+    assert all(f"{one.metrics}/metrics" in started.printed for one in running.gateways)
 
     started.popen.send_signal(signal.SIGINT)
 
@@ -127,6 +133,7 @@ def test_it_says_where_it_serves_and_drains_on_ctrl_c(started: UpProcess) -> Non
     order = re.findall(r"stopping (\w+)", started.printed)
     assert order == ["gateway", "engine", "valkey"]
     assert not any(alive(pid) for pid in children)
+    assert not (started.data / "running.json").exists()
 
 
 def test_a_gateway_that_is_killed_comes_back_on_the_same_port(started: UpProcess) -> None:

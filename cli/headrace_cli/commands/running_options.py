@@ -1,0 +1,19 @@
+"""Options with which commands find the running system."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..running import DEFAULT_URL
+
+DATA_DIR = Path(".headrace")
+DataFolder = Annotated[Path, typer.Option("--data-dir", help="Of `headrace up`.")]
+ApiUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--url",
+        envvar="OPENAI_BASE_URL",
+        help=f"OpenAI API; default: of a running `headrace up`, else {DEFAULT_URL}/v1.",
+    ),
+]
