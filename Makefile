@@ -29,7 +29,7 @@ MINUTES ?= 30
 SEED ?= $(shell date +%s)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev environment system-packages up test test-readme test-cpus test-pythons test-chaos soak test-sealed test-upgrade test-hostile hunt images push chart-push release-images test-cluster check dashboards pictures console-pictures settings-page cli-page reference-pages licenses-page docs locks sbom audit clean
+.PHONY: help install install-dev environment system-packages up test test-readme test-cpus test-pythons test-chaos soak test-sealed test-upgrade test-hostile hunt images push chart-push release-images test-cluster check dashboards pictures console-pictures settings-page cli-page vllm-page reference-pages licenses-page docs locks sbom audit clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -171,6 +171,9 @@ pictures: install-dev ## draw docs/dashboards from a loaded server (needs system
 
 cli-page: install-dev ## write docs/cli.md
 	PYTHONPATH=tests/support $(BIN)/python -m headrace_testing.cli_page
+
+vllm-page: install-dev ## write docs/coming-from-vllm.md
+	PYTHONPATH=tests/support $(BIN)/python -m headrace_testing.vllm_page
 
 licenses-page: install-dev ## write docs/licenses.md
 	PYTHONPATH=tests/support $(BIN)/python -m headrace_testing.licenses_page

@@ -24,7 +24,7 @@ from .commands import redis as redis_commands
 from .commands import sealing as sealing_commands
 from .commands import top as top_commands
 from .commands.running_options import DATA_DIR, ApiUrl, DataFolder
-from .commands.up_command import UpCommand, passed_on
+from .commands.up_command import UpCommand, passed_on, process_words
 from .errors import CliError, UsageError
 from .extras import need
 from .running import api_url
@@ -47,12 +47,13 @@ app.add_typer(sealing_commands.app)
 app.add_typer(redis_commands.app)
 app.add_typer(debug_commands.app)
 
-_UP = "`headrace up --model MODEL` serves a model"
+_SERVES = "`headrace up --model MODEL` serves a model"
 _ELSEWHERE = {
-    "run": _UP,
-    "start": _UP,
+    "run": _SERVES,
+    "start": _SERVES,
     "operator": "`python -m headrace_operator` runs the operator",
 }
+_UP = {"allow_extra_args": True, "ignore_unknown_options": True}
 _PASS_THROUGH = {
     "allow_extra_args": True,
     "ignore_unknown_options": True,
@@ -94,7 +95,7 @@ def options(
 
 @app.command(
     cls=UpCommand,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    context_settings=_UP,
     epilog="Example: headrace up --model Qwen/Qwen3-0.6B --engines 2 --dtype bfloat16",
 )
 def up(
@@ -121,9 +122,13 @@ def up(
     drain_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds that running requests get at the end.")
     ] = 30.0,
+    config_file: Annotated[  # UpCommand reads it
+        Path | None,
+        typer.Option("--config", help="YAML file of flags without their dashes, as vLLM's."),
+    ] = None,
 ) -> None:
     """Serve a model on this machine: queue, engines and gateways. Flags of `headrace engine` and
-    `headrace gateway` go to the processes that have them."""
+    `headrace gateway`, and vLLM's, go to the processes that have them."""
     import asyncio
     from dataclasses import replace
 
@@ -158,13 +163,24 @@ def up(
     raise typer.Exit(code)
 
 
+app.command(
+    "serve",
+    cls=UpCommand,
+    context_settings=_UP,
+    help="The same as `headrace up`; the model is named first, as in vLLM.",
+    epilog="Example: headrace serve Qwen/Qwen3-0.6B --max-model-len 4k",
+)(up)
+
+
 @app.command(
     context_settings=_PASS_THROUGH,
     epilog="Example: headrace gateway --redis-url redis://queue:6379/0 --host 0.0.0.0",
 )
 def gateway(context: typer.Context) -> None:
     """Run one gateway; `headrace gateway --help` lists its settings."""
-    _become("headrace_gateway", context.args, "gateway", "fastapi", "uvicorn")
+    _become(
+        "headrace_gateway", process_words("gateway", context.args), "gateway", "fastapi", "uvicorn"
+    )
 
 
 @app.command(
@@ -173,7 +189,9 @@ def gateway(context: typer.Context) -> None:
 )
 def engine(context: typer.Context) -> None:
     """Run one engine; `headrace engine --help` lists its settings."""
-    _become("headrace_engine", context.args, "engine", "torch", "transformers")
+    _become(
+        "headrace_engine", process_words("engine", context.args), "engine", "torch", "transformers"
+    )
 
 
 @app.command(

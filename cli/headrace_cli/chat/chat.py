@@ -104,7 +104,7 @@ async def _check(response: httpx.Response) -> None:
     except ValueError:
         message = response.text[:500] or response.reason_phrase
     if response.status_code == httpx.codes.UNAUTHORIZED:
-        message += f". {_KEY}"
+        message = f"{message.rstrip('.')}. {_KEY}"
     raise ChatError(f"HTTP {response.status_code}: {message}")
 
 

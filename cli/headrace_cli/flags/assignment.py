@@ -47,6 +47,12 @@ def known_flags() -> dict[str, Arity]:
     return {**GATEWAY.arities, **ENGINE.arities}
 
 
+def owner(name: str) -> str:
+    """The command that has the flag of this setting."""
+    found = (process.program for process in (ENGINE, GATEWAY) if name in process.names)
+    return next(found, "headrace up")
+
+
 def assigned(flags: Sequence[Flag], own: Sequence[Flag]) -> ProcessArguments:
     """The arguments of each process. `own` are flags of `up` itself that it passes to both.
 
