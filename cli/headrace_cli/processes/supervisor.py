@@ -58,6 +58,7 @@ class Service:
         self._over = asyncio.Event()
         self._killing = False
         self._serving = False
+        self._reported = ""  # the last line that the report got as an alarm
         self._failures = 0
         self.starts = 0
         self.ready = asyncio.Event()
@@ -148,8 +149,11 @@ class Service:
             await asyncio.wait_for(self._stopping.wait(), delay)
 
     def _obituary(self, ended: Exit, verb: str) -> str:
-        lines = "".join(f"\n  {line}" for line in ended.tail)
+        """What happened; with the last lines, unless the report has just shown the reason."""
         head = f"{self.spec.name} {verb} ({ended.reason})"
+        if ended.tail and ended.tail[-1] == self._reported:
+            return f"{head}, as it says above; all its lines are in {self._log.path}"
+        lines = "".join(f"\n  {line}" for line in ended.tail)
         return f"{head}; its last lines (all in {self._log.path}):{lines}" if lines else head
 
     def _on_line(self, line: LogLine) -> None:
@@ -158,6 +162,7 @@ class Service:
         if self.spec.quiet and (not self._serving or self._stopping.is_set()):
             return
         if line.alarming:
+            self._reported = line.summary
             self._report.alarm(self.spec.name, line.summary)
         elif line.structured and line.level == "INFO" and not self._serving:
             self._report.status(self.spec.name, line.summary)

@@ -117,6 +117,18 @@ async def test_a_child_that_refuses_its_settings_is_given_up_at_once(tmp_path: P
         assert made.service.starts == 1
 
 
+async def test_a_reason_that_was_shown_is_not_repeated(tmp_path: Path) -> None:
+    line = '{"level": "ERROR", "message": "no such model"}'
+    program = f"import sys; print({line!r}, file=sys.stderr); sys.exit(2)"
+    async with bench(tmp_path, spec(program)) as made:
+        with pytest.raises(StartFailed) as failed:
+            await made.supervisor.failed
+
+        assert made.report.alarms == [("child", "no such model")]
+        assert "no such model" not in str(failed.value)
+        assert "as it says above" in str(failed.value)
+
+
 async def test_a_child_that_never_gets_ready_is_given_up_after_some_starts(tmp_path: Path) -> None:
     async with bench(tmp_path, spec("raise SystemExit(1)")) as made:
         with pytest.raises(StartFailed, match="exit code 1"):

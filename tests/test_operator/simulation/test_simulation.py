@@ -276,7 +276,10 @@ def test_the_command_prints_a_table_and_writes_json_and_a_picture(
     names = [each["name"] for each in json.loads(results.read_text())["results"]]
     assert names == ["fixed peak", "fixed mean", "HPA", "Headrace"]
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert all(name in capsys.readouterr().out for name in ("GPU-hours",))
+    printed = capsys.readouterr()
+    assert "GPU-hours" in printed.out
+    assert f"wrote {results}" in printed.err
+    assert f"wrote {picture}" in printed.err
 
 
 def test_the_command_says_what_is_wrong_in_one_line(
