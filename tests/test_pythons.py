@@ -66,7 +66,7 @@ def test_it_fails_unless_all_that_were_found_pass(
     assert pythons.main([]) == status
 
 
-def test_its_tests_are_there() -> None:
+def test_the_tests_of_each_python_exist() -> None:
     assert all((pythons.ROOT / "tests" / name).exists() for name in pythons.TESTS)
 
 

@@ -55,7 +55,7 @@ def test_make_builds_for_the_registry_what_the_release_scans_and_signs() -> None
         ("", REGISTRY, "name the tag"),
     ],
 )
-def test_a_release_that_cannot_be_is_refused(tag: str, registry: str, said: str) -> None:
+def test_an_invalid_release_version_is_refused(tag: str, registry: str, said: str) -> None:
     done = dry_run(tag, registry)
     assert done.returncode != 0
     assert said in done.stderr

@@ -11,7 +11,7 @@ from placement import WAYS, Scene, compare
 SCENE = Scene(engines=4, slots=8, prefixes=40, cached=12, zipf=0.6, requests=500, load=0.6)
 
 
-def test_placement_finds_cached_prompts_without_making_anyone_wait() -> None:
+def test_placement_finds_cached_prompts_without_delaying_requests() -> None:
     figures = compare(SCENE)
     shared, strict, both = (figures[WAYS[index].name] for index in (0, 1, 4))
     assert both["hit_rate"] > shared["hit_rate"] + 0.2

@@ -59,13 +59,13 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("module", [*MODULES, *OTHERS])
-def test_it_can_be_imported(module: str) -> None:
+def test_each_program_can_be_imported(module: str) -> None:
     """Every program can be imported without a device, peers and network."""
     import_module(module)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_it_tells_how_it_is_used(
+def test_each_program_prints_its_usage(
     program: str, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:

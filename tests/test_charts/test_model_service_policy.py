@@ -172,7 +172,7 @@ def test_every_source_is_known_to_the_policy() -> None:
         assert f'variables.spec.model.{field}) ? ["{field}"]' in sources["expression"]
 
 
-def test_it_is_off_by_default() -> None:
+def test_the_policy_is_off_by_default() -> None:
     assert of_kind(render(), "ValidatingAdmissionPolicy") == []
     assert of_kind(render(), "ValidatingAdmissionPolicyBinding") == []
 
@@ -188,7 +188,7 @@ def test_it_is_off_by_default() -> None:
         ),
     ],
 )
-def test_it_holds_where_the_operator_watches(
+def test_the_policy_applies_where_the_operator_watches(
     values: dict[str, Any], selector: Manifest | None
 ) -> None:
     own = {**values.get("modelServicePolicy", {}), "enabled": True}

@@ -95,7 +95,7 @@ def busiest(console: Console) -> dict[str, Any]:
     return max(console.engines, key=lambda engine: len(engine.get("sequences", ())))
 
 
-def test_a_person_sees_each_request_on_its_way_and_an_engine_s_death_costs_no_stream(
+def test_the_console_shows_each_request_and_a_killed_engine_loses_no_stream(
     up: UpProcess, console: Console
 ) -> None:
     with ThreadPoolExecutor(STREAMS) as pool:

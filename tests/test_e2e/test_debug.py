@@ -76,7 +76,7 @@ def work(served: UpProcess) -> Iterator[None]:
         thread.join()
 
 
-def test_a_running_request_is_shown_with_its_state_and_never_its_words(
+def test_a_running_request_is_shown_with_its_state_but_not_its_text(
     served: UpProcess, engine: str
 ) -> None:
     seen: list[str] = []

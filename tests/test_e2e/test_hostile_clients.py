@@ -109,7 +109,7 @@ def test_chunks_beyond_the_limit_are_cut_off(single: SingleStack) -> None:
     assert (status, error["code"]) == (413, "request_too_large")
 
 
-def test_idle_connections_give_way_and_are_closed(single: SingleStack) -> None:
+def test_idle_connections_are_closed_when_new_ones_come(single: SingleStack) -> None:
     idle = [single.connect() for _ in range(MAX_CONNECTIONS)]
     assert single.complete().status_code == 200
     given_way, *others = idle
@@ -175,7 +175,7 @@ def test_a_client_that_resets_its_stream_is_dropped(single: SingleStack) -> None
     assert single.output_tokens() - before < LONG / 2
 
 
-def test_a_crowd_that_opens_and_leaves_at_once_holds_nothing(
+def test_many_clients_that_disconnect_at_once_leave_nothing_open(
     single: SingleStack, redis: Redis
 ) -> None:
     answered: list[int] = []

@@ -88,7 +88,7 @@ def all_tokens(client: OpenAI, work: list[tuple[str, GreedyPath]]) -> list[tuple
         return list(pool.map(complete, work))
 
 
-def test_adapters_are_models_beside_the_one_that_they_change(url: str, expected: Paths) -> None:
+def test_adapters_are_listed_as_models_with_their_base_model(url: str, expected: Paths) -> None:
     client = OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=120)
     work = [(name, expected[name][index]) for index in range(2) for name in expected]
 

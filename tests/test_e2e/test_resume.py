@@ -158,7 +158,7 @@ def test_another_body_under_a_used_key_is_refused(
     assert refused.json()["error"]["code"] == "idempotency_key_reused"
 
 
-def test_a_client_that_vanishes_has_its_window_and_no_more(
+def test_a_client_that_does_not_return_within_its_window_loses_its_request(
     stack: Stack, gateways: list[GatewayProcess], cases: list[GreedyCase]
 ) -> None:
     body = {

@@ -169,7 +169,7 @@ def test_the_search_finds_unsealed_data(
         stack.close()
 
 
-def test_the_watch_of_a_suite_searches_all_data_that_the_suite_wrote(
+def test_a_suites_check_searches_all_data_that_the_suite_wrote(
     checkpoint: Path, cases: list[GreedyCase], tmp_path: Path, start: Starter
 ) -> None:
     findings = Findings()
@@ -190,7 +190,7 @@ def test_the_watch_of_a_suite_searches_all_data_that_the_suite_wrote(
     assert findings.opened > 10 and findings.needles > 20 and findings.files >= 1
 
 
-def test_the_watch_says_what_it_found_and_where(
+def test_the_check_reports_the_text_it_found_and_its_place(
     checkpoint: Path, cases: list[GreedyCase], tmp_path: Path, start: Starter,
     keyring: Path, flags: tuple[str, str],
 ) -> None:  # fmt: skip

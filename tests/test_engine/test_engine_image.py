@@ -58,7 +58,7 @@ def engine(tmp_path: Path) -> Iterator[dict[str, str]]:
     server.kill()
 
 
-def test_the_doctor_finds_nothing_to_mend_in_the_image(engine: dict[str, str]) -> None:
+def test_the_doctor_finds_no_problem_in_the_image(engine: dict[str, str]) -> None:
     done = run(DOCTOR, **engine)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "NVIDIA H100" in done.stdout and "FAIL" not in done.stdout

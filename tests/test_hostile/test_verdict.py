@@ -67,7 +67,7 @@ def test_harm_is_reported(seen: Result, told: str) -> None:
     assert len(seen.violations) == 1 and told in seen.violations[0]
 
 
-def test_time_without_a_processor_is_not_the_attacks() -> None:
+def test_time_without_a_processor_is_not_counted_as_harm() -> None:
     waited = [Event("waited", "gateway", at, value=total) for at, total in ((1.0, 0), (3.0, 10**9))]
     seen = verdict(*waited, Event("light", "models", 1.0, 2.0))
     assert seen.violations == () and seen.stall == pytest.approx(1.0)

@@ -28,7 +28,7 @@ def kubeconfig(folder: Path, url: str) -> Path:
     return path
 
 
-async def test_it_leads_works_and_leaves_in_order(user: User, tmp_path: Path) -> None:
+async def test_the_operator_leads_works_and_stops_in_order(user: User, tmp_path: Path) -> None:
     environment = {
         **{name: value for name, value in os.environ.items() if "KUBERNETES" not in name},
         "KUBECONFIG": str(kubeconfig(tmp_path, user.url)),

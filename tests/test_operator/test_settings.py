@@ -23,7 +23,7 @@ def test_the_platform_follows_the_settings() -> None:
     assert found.metrics_namespaces == ("mon",)
 
 
-def test_an_operator_of_all_namespaces_may_scrape_from_its_own() -> None:
+def test_an_operator_of_all_namespaces_may_scrape_from_its_own_namespace() -> None:
     found = settings(namespace="headrace", watch_all_namespaces=True).platform
     assert found.metrics_namespaces == ("headrace",)
 

@@ -107,14 +107,14 @@ def test_too_many_slow_connections_close_the_oldest(
         assert received(slow[-1]).startswith(b"HTTP/1.0 200 ")
 
 
-def test_a_head_that_stays_incomplete_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_with_an_incomplete_head_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_port, "HEAD_TIMEOUT_S", 0.05)
     with serving() as server, connect(server) as slow:
         slow.sendall(PROBE[:-2])
         assert received(slow) == b""
 
 
-def test_an_answer_that_is_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_whose_answer_is_not_read_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_port, "RESPONSE_TIMEOUT_S", 0.0)
     size = 64 << 20  # more than the buffers of both sockets hold
     pages = {"/large": Page("GET", lambda _: (HTTPStatus.OK, "text/plain", b"x" * size))}
@@ -164,7 +164,7 @@ def test_probes_do_not_wait_for_scrapes_and_scrapes_are_bounded() -> None:
             collector.release.set()
 
 
-def test_pages_are_bounded_and_take_no_place_of_probes_and_scrapes() -> None:
+def test_pages_are_bounded_and_do_not_block_probes_and_scrapes() -> None:
     page = BlockedPage()
     pages = {"/debug/x": Page("GET", page.answer)}
     request = b"GET /debug/x HTTP/1.1\r\n\r\n"
@@ -180,7 +180,7 @@ def test_pages_are_bounded_and_take_no_place_of_probes_and_scrapes() -> None:
         assert [each.result() for each in running] == [200] * MAX_PAGES
 
 
-def test_a_page_has_the_time_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_page_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_port, "RESPONSE_TIMEOUT_S", 0.0)
     page = BlockedPage()
     with (
@@ -193,7 +193,7 @@ def test_a_page_has_the_time_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> N
         assert received(client).endswith(b"done")
 
 
-def test_a_page_that_fails_is_an_error_of_its_own() -> None:
+def test_a_page_that_fails_does_not_affect_other_pages() -> None:
     def fail(_query: Mapping[str, str]) -> PageAnswer:
         raise RuntimeError("broken page")
 

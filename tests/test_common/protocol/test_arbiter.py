@@ -240,7 +240,7 @@ def test_an_engine_that_lost_its_state_ends_nothing() -> None:
     assert arbiter.settle(Outcome(failed=lost)) == [Fail(lost)]  # the queue has said so
 
 
-def test_an_outcome_that_ends_not_all_changes_nothing() -> None:
+def test_an_outcome_that_does_not_end_all_choices_changes_nothing() -> None:
     arbiter = Arbiter("r", 2)
     arbiter.handle("e", tokens(0, 1))
     begun = ChoiceState(token_ids=(1, 2))
@@ -382,7 +382,7 @@ class Play:
 
 
 @given(seed=st.integers(0, 2**32), choices=st.integers(1, 3), steps=st.integers(20, 120))
-def test_whatever_engines_say_the_client_sees_one_history(
+def test_the_client_sees_one_history_for_any_replies_of_engines(
     seed: int, choices: int, steps: int
 ) -> None:
     play = Play(choices, seed)

@@ -132,7 +132,7 @@ async def test_tokens_are_charged_as_used(counted: Counted) -> None:
     assert after.tokens.remaining == pytest.approx(700, abs=20)
 
 
-async def test_more_than_reserved_overdraws_and_is_made_up_for(counted: Counted) -> None:
+async def test_use_above_the_reservation_overdraws_and_is_repaid_later(counted: Counted) -> None:
     rates = Rates(tokens=60)
     await counted.reserve("r0", rates, 10)
     await counted.settle("r0", rates, reserved=10, used=180)
@@ -201,7 +201,7 @@ async def test_a_renewed_place_stays(counted: Counted) -> None:
     assert (await counted.reserve("r1", rates)).refused is RateLimit.CONCURRENCY
 
 
-async def test_a_lapsed_request_is_still_charged(counted: Counted) -> None:
+async def test_an_expired_request_is_still_charged(counted: Counted) -> None:
     rates = Rates(tokens=6000)
     await counted.reserve("r0", rates, 10)
     await counted.advance(LEASE_MS / 1000 + 1)
@@ -217,7 +217,7 @@ async def test_a_limit_that_was_lowered_holds_at_once(counted: Counted) -> None:
     assert (await counted.reserve("r5", Rates(requests=5))).refused is RateLimit.REQUESTS
 
 
-async def test_the_settlement_is_done_once_though_its_reply_is_lost(over_redis: OverRedis) -> None:
+async def test_a_settlement_whose_reply_is_lost_is_done_once(over_redis: OverRedis) -> None:
     rates = Rates(tokens=60_000)
     connection = over_redis.connect()
     usage = RedisKeyUsage(connection)

@@ -159,7 +159,7 @@ async def test_gateways_share_requests_of_tenants_that_a_console_shows(over: Ove
     assert await one.read("u") == {}
 
 
-async def test_what_is_unreadable_is_left_out(over: OverUsers) -> None:
+async def test_unreadable_entries_are_left_out(over: OverUsers) -> None:
     shard = ShardKeys(MODEL)
     engine = over.connect("engine").client
     await engine.command("SET", shard.snapshot("e"), b"\xc1")

@@ -60,7 +60,7 @@ async def test_a_gateway_lives_while_it_beats(backend: Backend) -> None:
     assert await engine.gateway_alive("g9")
 
 
-async def test_a_polite_admission_leaves_a_request_with_its_gateway(backend: Backend) -> None:
+async def test_a_conditional_admission_leaves_a_request_with_its_gateway(backend: Backend) -> None:
     engine = backend.engine()
     lease = await started(backend, engine)
     other = backend.gateway("g2")

@@ -48,7 +48,7 @@ async def test_registering_again_changes_nothing(backend: Backend) -> None:
     assert await registry.models() == {model().name: model()}
 
 
-async def test_the_last_registration_of_a_name_counts(backend: Backend) -> None:
+async def test_the_last_registration_of_a_name_is_used(backend: Backend) -> None:
     registry = backend.registry()
     new = replace(model(files=OTHERS), owner="ns/other")
     await registry.register(model(), FILES)
@@ -149,7 +149,7 @@ def test_the_digest_is_of_names_and_contents() -> None:
     assert len(digests) == 1 + len(others)
 
 
-def test_an_entry_is_as_old_as_the_one_before_of_the_same_files_and_owner() -> None:
+def test_an_entry_keeps_its_creation_time_if_files_and_owner_are_the_same() -> None:
     old, new = model(), replace(model(), created=1_800_000_000)
 
     assert new.since(old) == old
@@ -190,7 +190,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("data", BROKEN)
-async def test_an_entry_that_cannot_be_read_costs_no_other(
+async def test_an_unreadable_entry_does_not_affect_other_entries(
     over_redis: OverRedis, data: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     registry = over_redis.registry()
@@ -248,7 +248,7 @@ async def test_files_are_compressed_at_rest(over_redis: OverRedis) -> None:
     assert size < sum(map(len, FILES.values())) / 4
 
 
-async def test_a_full_server_refuses_models_but_lets_go_of_them(tmp_path: Path) -> None:
+async def test_a_full_server_refuses_new_models_but_allows_removals(tmp_path: Path) -> None:
     server = ValkeyServer(tmp_path)
     server.start()
     over = OverRedis(server.url)

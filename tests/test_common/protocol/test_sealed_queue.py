@@ -163,7 +163,7 @@ async def test_a_frame_to_another_gateway_is_left_out(over: OverRedis) -> None:
     assert heard.replies == (Tokens("0.s", 1, 0, 0, (6,)),)
 
 
-async def test_an_operator_without_keys_can_drain_and_recall_an_engine_and_say_nothing_else(
+async def test_an_operator_without_keys_can_only_drain_and_recall_an_engine(
     over: OverRedis,
 ) -> None:
     engine, operator = over.engine(), gateway_of(over, NULL_SEALER)
@@ -273,7 +273,7 @@ async def test_a_process_without_keys_does_not_start_where_others_seal(over: Ove
         await engine_of(over, NULL_SEALER).start()
 
 
-async def test_a_process_that_only_opens_starts_first(over: OverRedis) -> None:
+async def test_processes_that_only_decrypt_may_start_first(over: OverRedis) -> None:
     assert over.ring is not None
     await gateway_of(over, AesSealer(over.ring, "open")).start()
     await gateway_of(over, NULL_SEALER).start()
@@ -353,7 +353,7 @@ async def test_a_gateway_of_the_next_step_attaches_to_a_request(over: OverRedis)
             await gateway_of(over, other).admit(replace(request, tenant="x"), LIMITS)
 
 
-async def test_redis_cannot_tell_a_prompt_by_its_digest(over: OverRedis) -> None:
+async def test_redis_cannot_recognise_a_prompt_by_its_digest(over: OverRedis) -> None:
     """Otherwise a thief of the dump could compare guessed prompts with the fingerprints."""
     request, client = make_request(), over.client
     prints = set()

@@ -31,7 +31,7 @@ async def test_a_waiting_reader_gets_frames_of_a_new_models_engines(over_redis: 
     await engine.close()
 
 
-async def test_a_frame_says_whose_engines_could_write_it(over_redis: OverRedis) -> None:
+async def test_a_frame_names_the_model_whose_engines_may_write_it(over_redis: OverRedis) -> None:
     gateway = RedisGatewayQueue(over_redis.connect(), "g", models=[MODEL, OTHER])
     for engine_id, model in (("e", MODEL), ("e", OTHER), (OLDER_ENGINE, MODEL)):
         engine = RedisEngineQueue(over_redis.connect(), engine_id, model)
@@ -99,7 +99,7 @@ async def test_both_streams_of_control_messages_are_read(over_redis: OverRedis) 
     assert set(await heard) == {resend, cancel}
 
 
-async def test_a_stream_that_was_made_something_else_costs_no_other_one(
+async def test_a_stream_key_of_another_type_does_not_affect_other_streams(
     over_redis: OverRedis,
 ) -> None:
     gateway = RedisGatewayQueue(over_redis.connect(), "g", models=[MODEL, OTHER])

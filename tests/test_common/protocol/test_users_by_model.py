@@ -93,7 +93,7 @@ async def test_every_command_on_every_key_of_others_is_refused_to_scripts(
     assert allowed == []
 
 
-async def test_a_model_s_own_keys_are_its_engines_to_use(over: OverUsers) -> None:
+async def test_a_models_keys_can_be_used_by_its_engines(over: OverUsers) -> None:
     client = over.connect("engine").client
     for rule in KEYS:
         if rule.place not in (KeyScope.NOWHERE, KeyScope.READ):

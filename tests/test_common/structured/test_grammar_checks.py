@@ -132,7 +132,7 @@ async def test_a_grammar_that_cannot_be_compiled_is_refused_with_the_compilers_r
     assert counted == {CheckResult.INVALID: 1}
 
 
-async def test_a_timeout_alone_does_not_condemn_a_grammar(make: Make, counted: Counted) -> None:
+async def test_a_single_timeout_does_not_block_a_grammar(make: Make, counted: Counted) -> None:
     """The machine may be the cause: the client may try again, but only a few times."""
     checks = make(TaskLimits(timeout=0.3, cpu_seconds=200, memory_bytes=2**40))
     for _ in range(2):

@@ -218,7 +218,7 @@ def test_hard_but_bounded_grammars_are_accepted(
     ],
     ids=str,
 )
-def test_it_crosses_the_wire(fields: dict[str, Any]) -> None:
+def test_structured_outputs_survive_encoding(fields: dict[str, Any]) -> None:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(**fields), seed=1)
     request = GenerateRequest(
         request_id=new_request_id(),

@@ -122,7 +122,7 @@ def test_users_cannot_write_special_tokens(folder: Path) -> None:
     assert evil in tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def test_the_templates_own_complaint_is_the_message() -> None:
+def test_the_templates_own_error_is_the_message() -> None:
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}")
 
     with pytest.raises(ChatTemplateError, match="roles must alternate"):
@@ -202,12 +202,12 @@ def test_a_loop_that_doubles_a_text_is_stopped_at_the_limit(source: str) -> None
         ChatTemplate(source, max_chars=1000).render([])
 
 
-def test_concatenation_is_otherwise_as_ever() -> None:
+def test_other_concatenation_is_unchanged() -> None:
     source = "{{ 'a' ~ 1 ~ none }} {{ 20000000 + 1 }} {{ ['a'] + ['b'] }}"
 
     assert ChatTemplate(source, max_chars=1000).render([]) == "a1None 20000001 ['a', 'b']"
 
 
-def test_there_is_no_maker_of_endless_texts() -> None:
+def test_no_template_function_makes_endless_texts() -> None:
     with pytest.raises(ChatTemplateError, match="'lipsum' is undefined"):
         ChatTemplate("{{ lipsum(n=1000000) }}").render([])

@@ -17,7 +17,7 @@ from headrace_common.text.tokenizer import Tokenizer
 from headrace_testing.tokenizers import byte_level_tokenizer, write_checkpoint
 
 
-def test_the_demo_model_is_found_by_name_whatever_the_folder(
+def test_the_demo_model_is_found_by_name_from_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / DEMO_MODEL).mkdir()

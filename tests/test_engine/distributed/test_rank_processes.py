@@ -56,7 +56,7 @@ def pid_of(runner: ModelRunner) -> int:
     return handle.pid
 
 
-def test_an_engine_lives_with_its_ranks(
+def test_an_engine_and_its_ranks_start_and_end_together(
     checkpoint: CheckpointMaker, reference: ReferenceMaker, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = reference("llama").clear_paths(1, LENGTH)[0]
@@ -85,7 +85,7 @@ def test_an_engine_lives_with_its_ranks(
     assert "a rank of the engine ended" in caplog.messages
 
 
-def test_a_rank_s_record_keeps_its_fields_and_the_traceback(
+def test_a_ranks_log_record_keeps_its_fields_and_the_traceback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     received, sent = Pipe()

@@ -112,7 +112,7 @@ def all_outputs(engine: Engine) -> dict[tuple[str, int], Output]:
 
 
 @pytest.mark.parametrize("speculation", ["ngram", "draft_model", None])
-def test_whatever_happens_to_sequences_they_get_the_tokens_of_one_process(
+def test_sequences_get_the_tokens_of_one_process_after_any_events(
     speculation: Literal["ngram", "draft_model"] | None, checkpoint: CheckpointMaker
 ) -> None:
     """Preemption, swaps, prefix hits, forks and log probabilities at once, with drafts, or with

@@ -103,7 +103,7 @@ def measure(runner: ModelRunner, config: Any, bound: int, chooser: Autotuner) ->
         steps.tune_steps(chooser, runner._placed, config, bound, 1 << 20)
 
 
-def test_recorded_steps_are_launched_as_whole_steps_were_fastest(
+def test_recorded_steps_use_the_launch_mode_with_the_fastest_whole_steps(
     runner: ModelRunner, told: list[int]
 ) -> None:
     config = engine_config(Path(runner._config.model), max_num_seqs=3)
@@ -130,7 +130,7 @@ def test_recorded_steps_are_launched_as_whole_steps_were_fastest(
         assert model.dependent_launches.small == ALONE, "what is not recorded goes one by one"
 
 
-def test_a_way_that_changes_bits_is_not_taken(
+def test_a_launch_mode_that_changes_bits_is_not_used(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Simulates a kernel that reads data before it is written."""
@@ -168,7 +168,7 @@ def test_whole_steps_are_measured_from_hopper_on_and_in_one_process(
     assert measured == [1, 16, 64]
 
 
-def test_a_way_whose_replays_differ_is_not_taken() -> None:
+def test_a_launch_mode_whose_replays_differ_is_not_used() -> None:
     """Launched by the host kernels hardly overlap: a race shows when they are replayed."""
 
     class Recording:
@@ -205,7 +205,7 @@ def kernels() -> dict[str, ast.FunctionDef]:
 
 
 @pytest.mark.parametrize("name", kernels())
-def test_a_kernel_waits_before_it_reaches_memory_and_whatever_it_is_to_do(name: str) -> None:
+def test_a_kernel_always_waits_before_it_accesses_memory(name: str) -> None:
     """The compiled code is checked in test_triton_compile, for fewer kernels."""
     body = kernels()[name].body
     wait = [ast.unparse(one) for one in body].index("await_earlier(DEPENDENT)")

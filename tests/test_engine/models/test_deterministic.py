@@ -84,7 +84,7 @@ def bits(results: Results) -> dict[str, Bits]:
 @pytest.mark.parametrize(
     ("dtype", "quantization"), [("bfloat16", "none"), ("float32", "none"), ("bfloat16", "int8")]
 )
-def test_a_request_has_the_same_bits_whatever_else_runs(
+def test_a_request_has_the_same_bits_in_any_batch(
     dtype: str, quantization: str, tmp_path: Path
 ) -> None:
     folder = save_checkpoint(tmp_path, "qwen2", max_position_embeddings=2048)

@@ -222,7 +222,7 @@ def test_outputs_have_their_times(llm: LLM) -> None:
     assert metrics.arrival_time <= metrics.first_token_time <= metrics.finished_time
 
 
-def test_tenants_salts_and_a_reset_part_the_prefix_cache(llm: LLM) -> None:
+def test_prefix_caches_are_separated_by_tenant_salt_and_reset(llm: LLM) -> None:
     def cached(tenant: str = "default", **salt: Any) -> int:
         prompt: Any = {"prompt_token_ids": [77, *IDS], **salt}
         return llm.generate(prompt, greedy(), False, tenant=tenant)[0].num_cached_tokens

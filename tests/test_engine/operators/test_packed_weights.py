@@ -187,7 +187,7 @@ def test_a_row_has_the_same_bits_in_every_batch_if_deterministic() -> None:
         assert torch.equal(linear(x[first:last]), found[first:last])
 
 
-def test_rounding_to_8_bits_errs_by_half_a_step() -> None:
+def test_errors_of_rounding_to_8_bits_are_at_most_half_a_step() -> None:
     weight = random(30, 64) * torch.logspace(-9, 4, 30)[:, None]
     weight[7] = 0.0
     rounded = round_weight(weight)

@@ -137,7 +137,7 @@ async def test_a_stream_adds_up_to_the_message(client: AsyncAnthropic, tools: Ga
     assert len([event for event in seen if event.type == "input_json"]) > 2
 
 
-async def test_the_conversation_goes_on_with_the_tools_results(
+async def test_the_conversation_continues_with_tool_results(
     client: AsyncAnthropic, tools: Gateway
 ) -> None:
     say(tools, EVERYTHING)
@@ -171,7 +171,7 @@ async def test_the_conversation_goes_on_with_the_tools_results(
     assert "<|im_start|>tool\nrain<|im_end|>\n<|im_start|>user\nSo?<|im_end|>" in prompt
 
 
-async def test_the_beginning_of_the_answer_can_be_given(
+async def test_the_beginning_of_the_answer_can_be_prefilled(
     client: AsyncAnthropic, tools: Gateway
 ) -> None:
     await client.messages.create(

@@ -130,13 +130,13 @@ async def test_the_stream_tells_of_models_and_engines(gateway: Gateway) -> None:
     assert (engine["detail"], engine["running"]) == (False, 3)
 
 
-async def test_without_a_change_an_event_comes_all_the_same(gateway: Gateway) -> None:
+async def test_events_come_regularly_even_without_changes(gateway: Gateway) -> None:
     first, second = await snapshots(gateway.http, 2)
     assert second["time"] > first["time"]
     assert {**first, "time": 0} == {**second, "time": 0}
 
 
-async def test_a_tenant_and_a_gateway_have_only_so_many_streams(
+async def test_streams_are_limited_for_each_tenant_and_gateway(
     guarded: Gateway, book: KeyBook
 ) -> None:
     feed = guarded.app.state.services.live_feed

@@ -138,7 +138,7 @@ async def test_comments_keep_a_silent_stream_alive(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(("eta", "said"), [(11.2, " eta=12s"), (None, "")])
-async def test_comments_say_where_a_waiting_request_is(
+async def test_comments_report_the_queue_position_of_a_waiting_request(
     checkpoint: Path, eta: float | None, said: str
 ) -> None:
     async with serve(checkpoint, keep_alive_interval=0.02) as gateway:

@@ -50,7 +50,7 @@ async def test_a_browser_may_ask_for_an_allowed_page(asked: tuple[Gateway, str])
     assert "x-request-id" in answer.headers["access-control-expose-headers"]
 
 
-async def test_other_pages_may_not(asked: tuple[Gateway, str]) -> None:
+async def test_pages_of_other_origins_are_refused(asked: tuple[Gateway, str]) -> None:
     gateway, secret = asked
     headers = {"origin": "https://evil.example.com", "authorization": f"Bearer {secret}"}
 

@@ -77,7 +77,7 @@ async def raw_answer(reader: asyncio.StreamReader) -> tuple[bytes, dict[str, Any
     ],
     ids=["silence", "half of the headers", "half of the body"],
 )
-async def test_dawdling_clients_are_dropped(
+async def test_slow_clients_are_dropped(
     checkpoint: Path, settings: dict[str, Any], raw: bytes, code: str
 ) -> None:
     async with serve(checkpoint, **settings) as gateway:
@@ -192,7 +192,7 @@ def submitted(gateway: Gateway) -> Callable[[], Awaitable[bool]]:
     ],
     ids=["silence", "half of the headers", "half of the body"],
 )
-async def test_a_connection_without_a_whole_request_gives_way_to_a_new_one(
+async def test_a_connection_without_a_complete_request_is_closed_for_a_new_one(
     checkpoint: Path, sent: bytes, answered: bytes
 ) -> None:
     async with serve(checkpoint, max_connections=2) as gateway, asyncio.timeout(30):
@@ -206,7 +206,7 @@ async def test_a_connection_without_a_whole_request_gives_way_to_a_new_one(
     assert end.startswith(answered) and (end == b"") == (sent == b"")
 
 
-async def test_the_connection_that_was_answered_last_gives_way_last(checkpoint: Path) -> None:
+async def test_the_most_recently_answered_connection_is_closed_last(checkpoint: Path) -> None:
     async with serve(checkpoint, max_connections=2) as gateway, asyncio.timeout(30):
         async with gateway.connect() as (first, writer), gateway.connect() as (second, _):
             for _ in range(2):

@@ -123,7 +123,7 @@ async def raw(gateway: Gateway, *lines: bytes) -> tuple[int, bytes]:
     return int(answer.split(b" ", 2)[1]), answer.partition(b"\r\n\r\n")[2]
 
 
-async def test_whatever_is_wrong_the_answer_is_the_same(gateway: Gateway, book: KeyBook) -> None:
+async def test_all_wrong_keys_get_the_same_answer(gateway: Gateway, book: KeyBook) -> None:
     right = book.secrets["alice"].encode()
     bearer = b"Authorization: Bearer " + right
     hostile: list[list[bytes]] = [
@@ -160,7 +160,7 @@ async def test_bytes_that_no_header_may_have_end_the_connection(
 
 
 @pytest.mark.parametrize("form", [b"Bearer %s", b"bearer %s", b"BEARER   %s  "])
-async def test_the_scheme_is_read_as_http_has_it(
+async def test_the_authorization_scheme_is_case_insensitive(
     gateway: Gateway, book: KeyBook, form: bytes
 ) -> None:
     line = b"Authorization: " + form % book.secrets["alice"].encode()
@@ -221,7 +221,7 @@ async def test_anthropics_header_works_too(gateway: Gateway, book: KeyBook) -> N
     assert (await gateway.http.get("/v1/models", headers=both)).status_code == 200
 
 
-async def test_a_body_is_not_read_from_strangers(gateway: Gateway) -> None:
+async def test_the_body_of_an_unauthenticated_request_is_not_read(gateway: Gateway) -> None:
     """A length over the limit would be 413 for anyone who may ask."""
     async with asyncio.timeout(60), gateway.connect() as (reader, writer):
         writer.write(
@@ -272,7 +272,7 @@ async def test_a_forbidden_model_is_not_found(gateway: Gateway, book: KeyBook) -
     assert gateway.engine.submitted == []
 
 
-async def test_health_tells_strangers_no_names(gateway: Gateway) -> None:
+async def test_health_shows_no_names_without_a_key(gateway: Gateway) -> None:
     unknown = await gateway.http.get("/health/ready", params={"model": "x"})
     gateway.engine.statuses = []
     gateway.forget_engines()

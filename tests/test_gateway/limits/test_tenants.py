@@ -42,13 +42,13 @@ def url_of(telemetry: Telemetry) -> str:
 @example(one=("a", None), other=("a", ""))
 @example(one=("a", "b"), other=("a:b", None))
 @given(one=st.tuples(st.text(min_size=1), salts), other=st.tuples(st.text(min_size=1), salts))
-def test_two_callers_never_share_a_salt_by_chance_or_by_choice(
+def test_two_callers_never_share_a_salt(
     one: tuple[str, str | None], other: tuple[str, str | None]
 ) -> None:
     assert (tenant_salt(*one) == tenant_salt(*other)) == (one == other)
 
 
-def test_no_salt_without_a_tenant_is_one_with() -> None:
+def test_salts_with_and_without_a_tenant_differ() -> None:
     """Gateways without keys send the text as it is: never bytes that begin so."""
     assert tenant_salt("a", None)[0] == 0xFF
     with pytest.raises(UnicodeDecodeError):
@@ -93,7 +93,7 @@ def labelled(telemetry: Telemetry) -> set[str]:
     }
 
 
-def test_exactly_the_metrics_that_say_so_have_the_label(telemetry: Telemetry) -> None:
+def test_only_metrics_declared_with_the_tenant_label_have_it(telemetry: Telemetry) -> None:
     exercise(GatewayMetrics(telemetry.meter), "a")
 
     wanted = {metric.prometheus_name.removesuffix("_total") for metric in names.TENANT_METRICS}

@@ -89,7 +89,7 @@ async def test_an_agent_of_responses_sends_more_than_is_needed(kept: KeptGateway
     assert "One." in kept.prompt and '"name": "shell", "arguments": {}' in kept.prompt
 
 
-async def test_a_chat_takes_what_others_servers_answers_had(kept: KeptGateway) -> None:
+async def test_a_chat_accepts_messages_from_other_servers_answers(kept: KeptGateway) -> None:
     part = {"type": "text", "text": "Hi", "prompt_cache_breakpoint": {"mode": "explicit"}}
     async with AsyncOpenAI(base_url=f"{kept.url}/v1", api_key="none", max_retries=0) as client:
         messages: Any = [

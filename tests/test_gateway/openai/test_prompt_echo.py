@@ -63,9 +63,7 @@ async def test_echo_puts_each_prompt_before_its_choices(gateway: Gateway, stream
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_only_the_prompt_is_there_with_no_tokens_to_make(
-    gateway: Gateway, stream: bool
-) -> None:
+async def test_with_max_tokens_0_only_the_prompt_is_echoed(gateway: Gateway, stream: bool) -> None:
     options = {"stream_options": {"include_usage": True}} if stream else {}
 
     answer = await gateway.complete(echo=True, max_tokens=0, stream=stream, **options)
@@ -156,7 +154,7 @@ async def test_a_chat_returns_prompt_logprobs_beside_its_choices(gateway: Gatewa
 
 
 @pytest.mark.parametrize("fields", [{"echo": True}, {"prompt_logprobs": 1}])
-async def test_they_are_not_for_requests_that_are_kept(
+async def test_prompt_logprobs_are_refused_for_stored_requests(
     gateway: Gateway, fields: dict[str, Any]
 ) -> None:
     headers = {"Idempotency-Key": "k"}
@@ -168,7 +166,7 @@ async def test_they_are_not_for_requests_that_are_kept(
     assert not gateway.engine.submitted
 
 
-async def test_they_cross_the_wire_packed() -> None:
+async def test_prompt_logprobs_are_packed_on_the_wire() -> None:
     said = (
         Logprobs(-0.25, 3, ((5, -0.125), (9, -math.inf))),
         Logprobs(-8.5, 70_000, ((1, 0.0),) * 2),

@@ -119,7 +119,7 @@ async def test_a_stream_adds_up_to_the_response(client: AsyncOpenAI, kept: KeptG
     assert retrieved.output_text == "Wait."
 
 
-async def test_a_conversation_goes_on(client: AsyncOpenAI, kept: KeptGateway) -> None:
+async def test_a_conversation_continues(client: AsyncOpenAI, kept: KeptGateway) -> None:
     kept.say(EVERYTHING, "It rains.", "Yes.")
     first = await client.responses.create(
         model=MODEL, input="Weather?", tools=[WEATHER], instructions="Once."
@@ -162,7 +162,7 @@ async def test_output_items_can_be_sent_back_as_input(
     assert "<think>I look.</think>Wait.<tool_call>" in kept.prompt
 
 
-async def test_json_schema_holds_the_output(client: AsyncOpenAI, kept: KeptGateway) -> None:
+async def test_json_schema_constrains_the_output(client: AsyncOpenAI, kept: KeptGateway) -> None:
     kept.say('{"a": 1}')
     schema: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
     response = await client.responses.create(
@@ -186,7 +186,7 @@ async def test_the_output_can_end_too_early(client: AsyncOpenAI) -> None:
     assert response.output[0].status == "incomplete"  # type: ignore[union-attr]
 
 
-async def test_in_the_background(client: AsyncOpenAI, kept: KeptGateway) -> None:
+async def test_a_background_response_is_read_later(client: AsyncOpenAI, kept: KeptGateway) -> None:
     kept.engine.freeze()
     response = await client.responses.create(model=MODEL, input="Hi", background=True)
     assert response.status in ("queued", "in_progress")

@@ -128,7 +128,7 @@ async def test_log_probabilities_of_an_answer_are_of_no_other_message(harmony: G
     assert (content["text"], "".join(tokens)) == ("Yes.", "Yes.<|return|>")
 
 
-async def test_a_call_ends_the_turn_whatever_the_checkpoint_ends_with(harmony: Gateway) -> None:
+async def test_a_call_ends_the_turn_for_any_end_tokens_of_the_checkpoint(harmony: Gateway) -> None:
     await body_of(await harmony.chat(stop_token_ids=[5]))
 
     call = harmony.engine.tokenizer.token_to_id("<|call|>")

@@ -196,7 +196,7 @@ def test_random_choices_make_valid_calls(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_whatever_is_said_no_call_in_it_is_invalid(name: str) -> None:
+def test_no_output_contains_an_invalid_call(name: str) -> None:
     form = form_of(name, reasoning="qwen3")
     held = strict_calls(tools(), form, "")
     assert held is not None
@@ -235,7 +235,7 @@ def test_forced_calls_are_valid_and_nothing_else(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_an_output_is_calls_or_an_answer_that_is_held_itself(name: str) -> None:
+def test_an_output_is_calls_or_an_answer_in_its_format(name: str) -> None:
     kind = "special"
     form = form_of(name, reasoning="openai_gptoss" if name == "openai" else "qwen3")
     held = strict_calls(tools(), form, TEMPLATES.get(name, ("",))[-1], Json(PLACE))
@@ -260,7 +260,7 @@ def test_an_output_is_calls_or_an_answer_that_is_held_itself(name: str) -> None:
     check(calls_of(called, ids, form))
 
 
-def test_rules_of_an_answer_stand_beside_those_of_tools() -> None:
+def test_constraints_of_answers_and_tools_work_together() -> None:
     for name in ("hermes", "qwen3_coder", "openai"):
         held = strict_calls(
             tools(strict=False), form_of(name), "", Rules({"yes": Const("Yes")}, Rule("yes"))
@@ -274,7 +274,7 @@ def test_rules_of_an_answer_stand_beside_those_of_tools() -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_free_text_stays_free_and_calls_are_not_made_by_spelling_them(name: str) -> None:
+def test_text_is_unconstrained_and_spelled_markers_are_not_calls(name: str) -> None:
     held = strict_calls(tools(), form_of(name), "")
     assert held is not None
     words = "Grüße, 1 < 2. It is [so] or {so}."
@@ -370,7 +370,7 @@ def test_in_harmony_calls_are_constrained_after_reasoning_and_text(kind: str) ->
         assert allowed(within, "special", tokenizer("special")[0].encode(answer))
 
 
-def test_tools_that_are_not_strict_stay_free_beside_strict_ones() -> None:
+def test_non_strict_tools_stay_unconstrained_with_strict_ones() -> None:
     mixed = [*tools()[:1], *tools(strict=False)[1:]]
     examples = {
         "hermes": '<tool_call>\n{"name": "now", "arguments": {"a": [1]}}\n</tool_call>',
@@ -386,7 +386,7 @@ def test_tools_that_are_not_strict_stay_free_beside_strict_ones() -> None:
 
 
 @pytest.mark.parametrize("kind", ["text", "special"])
-def test_a_text_has_its_length_before_the_first_marker_that_ends_it(kind: str) -> None:
+def test_a_texts_length_ends_at_its_first_end_marker(kind: str) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "minLength": 4}}}
     definition = FunctionDefinition(name="f", parameters=schema, strict=True)
     for name, opening, closing in (
@@ -479,7 +479,7 @@ def test_descriptions_and_titles_do_not_count_as_schema_size() -> None:
 
 
 @pytest.mark.parametrize("name", ["hermes", "pythonic", "qwen3_coder"])
-def test_schemas_that_are_nested_without_end_are_refused(name: str) -> None:
+def test_schemas_with_endless_nesting_are_refused(name: str) -> None:
     schema: dict[str, Any] = {"type": "integer"}
     for _ in range(3_000):
         schema = {"type": "object", "properties": {"a": schema}}

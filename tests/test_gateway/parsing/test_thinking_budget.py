@@ -49,7 +49,7 @@ async def test_each_api_has_a_field_for_it(tools: Gateway) -> None:
         assert sampling.thinking_format == ThinkingFormat(opening="<think>", closing="</think>")
 
 
-async def test_the_prompt_says_where_reasoning_stands(tools: Gateway) -> None:
+async def test_the_prompt_tells_whether_reasoning_is_open(tools: Gateway) -> None:
     path = "/v1/chat/completions"
     fields: dict[str, Any] = {"messages": HI, "thinking_token_budget": 0}
     opened = await asked(tools, path, **fields, chat_template_kwargs={"open_thinking": True})
@@ -98,7 +98,7 @@ async def test_every_form_of_reasoning_has_a_limit(name: str) -> None:
         )
 
 
-async def test_harmony_goes_on_with_its_answer_or_decides_on_a_call() -> None:
+async def test_harmony_continues_with_an_answer_or_a_call() -> None:
     tokenizer = Tokenizer(harmony_tokenizer(), special_tokens={}, eos_token_ids=[0])
     sampling = SamplingParams(thinking_token_budget=5)
     prompt = tokenizer.encode("<|start|>assistant<|channel|>analysis<|message|>So")

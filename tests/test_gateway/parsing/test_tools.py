@@ -137,7 +137,7 @@ def asked(gateway: Gateway) -> StructuralTag | None:
     return None if held is None else read(held.structural_tag)
 
 
-async def test_calls_of_strict_tools_are_held_to_their_schemas(tools: Gateway) -> None:
+async def test_calls_of_strict_tools_match_their_schemas(tools: Gateway) -> None:
     say(tools, CALL)
     answer = await message(await tools.chat(tools=[strict(), TIME]))
     tag = asked(tools)
@@ -172,7 +172,7 @@ async def test_strict_calls_are_constrained_after_reasoning(
     assert (None if tag.reasoning is None else tag.reasoning.begin) == begin
 
 
-async def test_a_strict_schema_that_cannot_be_held_is_refused(tools: Gateway) -> None:
+async def test_a_strict_schema_that_cannot_be_enforced_is_refused(tools: Gateway) -> None:
     unknown = {"type": "object", "properties": {"x": {"type": "thing"}}}
     for schema in (unknown, {"$ref": "#"}):
         error = (await tools.chat(tools=[strict(parameters=schema)])).json()["error"]
@@ -186,7 +186,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}
 @pytest.mark.parametrize(
     "text", [CALL, '{"name": "Paris"}', '<think>Hm.</think>\n\n{"name": "Paris"}']
 )
-async def test_beside_tools_an_answer_with_a_format_may_be_calls(tools: Gateway, text: str) -> None:
+async def test_with_tools_an_answer_with_a_format_may_be_calls(tools: Gateway, text: str) -> None:
     say(tools, text)
     answer = await message(await tools.chat(tools=[WEATHER], response_format=FORMAT))
     tag = asked(tools)
@@ -199,7 +199,7 @@ async def test_beside_tools_an_answer_with_a_format_may_be_calls(tools: Gateway,
         assert (answer["content"], answer["finish_reason"]) == ('{"name": "Paris"}', "stop")
 
 
-async def test_forced_calls_leave_no_answer_to_hold(tools: Gateway) -> None:
+async def test_with_forced_calls_the_answer_format_is_not_used(tools: Gateway) -> None:
     say(tools, CALL)
     named = {"type": "function", "function": {"name": "weather"}}
     for choice in ("required", named):
@@ -229,7 +229,7 @@ async def test_the_sdk_reads_a_streamed_call(tools: Gateway) -> None:
 TWO_CALLS = f'<tool_call>\n{{"name": "time", "arguments": {{}}}}\n</tool_call>\n{CALL}'
 
 
-async def test_required_holds_the_output_to_calls(tools: Gateway) -> None:
+async def test_required_constrains_the_output_to_calls(tools: Gateway) -> None:
     say(tools, f"<think>Both.</think>\n\n{TWO_CALLS}")
     answer = await message(await tools.chat(tools=[WEATHER, TIME], tool_choice="required"))
     tag = asked(tools)
@@ -245,7 +245,7 @@ async def test_required_holds_the_output_to_calls(tools: Gateway) -> None:
     assert once is not None and isinstance(once.format, Tag)
 
 
-async def test_a_named_tool_holds_the_output_to_one_call_of_it(tools: Gateway) -> None:
+async def test_a_named_tool_constrains_the_output_to_one_call_of_it(tools: Gateway) -> None:
     say(tools, CALL)
     choice = {"type": "function", "function": {"name": "weather"}}
     answer = await message(await tools.chat(tools=[WEATHER, TIME], tool_choice=choice))

@@ -56,7 +56,7 @@ def test_an_early_tick_loses_nothing() -> None:
 
 
 @pytest.mark.parametrize("stood_still", [True, False])
-async def test_an_engine_keeps_its_request_while_its_gateway_stands_still(
+async def test_an_engine_keeps_its_request_while_its_gateway_is_paused(
     monkeypatch: pytest.MonkeyPatch, stood_still: bool
 ) -> None:
     memory, clock = InMemory(), ManualClock()

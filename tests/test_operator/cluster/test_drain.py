@@ -76,7 +76,7 @@ def test_an_engine_that_is_gone_or_new_in_its_pod_has_ended() -> None:
     assert plan([pod("a")], [other], surplus=1, now=1, timeout=60).ended == (other,)
 
 
-def test_a_drain_has_an_end() -> None:
+def test_a_drain_ends_after_its_grace_period() -> None:
     pods = [pod("a", running=3, draining=True)]
     assert not plan(pods, [victim("a")], surplus=1, now=59, timeout=60).ended
     assert plan(pods, [victim("a")], surplus=1, now=60, timeout=60).ended

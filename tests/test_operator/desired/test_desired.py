@@ -224,7 +224,7 @@ def test_a_hub_token_comes_from_its_secret() -> None:
     assert "HEADRACE_ENGINE_REVISION" not in values
 
 
-def test_a_local_model_needs_no_volume_and_no_way_out() -> None:
+def test_a_local_model_needs_no_volume_and_no_egress() -> None:
     owner: dict[str, Any] = {"model": {"local": {"path": "headrace-demo"}}}
     assert env(**owner)["HEADRACE_ENGINE_MODEL"] == "headrace-demo"
     assert {volume["name"] for volume in pod(**owner)["volumes"]} == {"tmp", "shm", "cache"}
@@ -303,7 +303,7 @@ def test_a_doctor_has_the_environment_of_the_engine() -> None:
     assert "initContainers" not in pod()
 
 
-def test_the_users_variables_and_flags_win() -> None:
+def test_the_users_variables_and_flags_take_precedence() -> None:
     own = [{"name": "HEADRACE_ENGINE_DEVICE", "value": "cuda:1"}, {"name": "X", "value": "1"}]
     found = container(engine={"env": own, "extraArgs": ["--threads", "4"]})
     named = [variable["name"] for variable in found["env"]]

@@ -294,7 +294,7 @@ async def test_an_absent_prometheus_is_reported() -> None:
     "answer",
     [b'{"data": {"result": [{}]}}', b"[]", b"secret", b"[" * 100_000, _answer("one"), b"\xff"],
 )
-def test_an_answer_of_another_shape_is_refused_without_showing_it(answer: bytes) -> None:
+def test_an_answer_of_another_form_is_refused_without_quoting_it(answer: bytes) -> None:
     with pytest.raises(SignalsUnavailable) as refusal:
         value_of(answer)
     assert str(refusal.value) == "the answer is not one to a query"

@@ -112,7 +112,7 @@ def test_a_wrong_spec_names_field_and_problem(spec: dict[str, Any], field: str, 
 
 
 @pytest.mark.parametrize("name", ["x" * 41, "a.b"])
-def test_a_name_that_pods_cannot_bear_is_refused(name: str) -> None:
+def test_a_name_that_is_invalid_for_pods_is_refused(name: str) -> None:
     with pytest.raises(InvalidSpec, match=r"metadata\.name"):
         ModelService.parse(body(name))
 
