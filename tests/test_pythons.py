@@ -1,4 +1,4 @@
-"""Every Python that is installed is found, and what its tests came to is told."""
+"""Every installed Python is found, and the results of its tests are reported."""
 
 import tomllib
 from pathlib import Path

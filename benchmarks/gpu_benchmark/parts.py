@@ -31,7 +31,7 @@ PARTS: Mapping[str, Callable[[Task, Report], None]] = {
     "tests": checks.measure_tests,
     "compiled": checks.measure_compiled_tests,
 }
-# Options of all engines by the kind of try: all features; no autotuning; neither CUDA graphs nor async
+# Engine options by the kind of try: all features; no autotuning; neither CUDA graphs nor async
 # scheduling.
 WHOLE, UNTUNED, SAFE = "whole", "untuned", "safe"
 TRIES: Mapping[str, Mapping[str, Any]] = {

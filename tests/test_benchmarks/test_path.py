@@ -27,10 +27,10 @@ def test_a_small_run_loses_nothing_and_writes_its_figures(
 
 
 def test_the_start_is_reported_once_after_all_processes_started() -> None:
-    said: list[str] = []
-    started = Started(2, lambda: said.append("all"))
+    reports: list[str] = []
+    started = Started(2, lambda: reports.append("all"))
     started()
-    assert said == []
+    assert reports == []
     started()
     started()
-    assert said == ["all"]
+    assert reports == ["all"]

@@ -51,10 +51,10 @@ def test_every_panel_has_a_description(dashboard: Dashboard, panel: Panel) -> No
 @pytest.mark.parametrize(("dashboard", "panel"), PANELS, ids=title)
 def test_panels_use_only_exported_metrics(dashboard: Dashboard, panel: Panel) -> None:
     for query in panel.queries:
-        asked = set(re.findall(r"([a-z_:]+)\{", query.expr))
+        queried = set(re.findall(r"([a-z_:]+)\{", query.expr))
 
-        assert asked
-        assert asked <= EXPORTED | OTHERS
+        assert queried
+        assert queried <= EXPORTED | OTHERS
 
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=title)

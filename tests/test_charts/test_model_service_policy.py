@@ -79,7 +79,7 @@ def reference(name: str) -> Manifest:
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "refusal"),
     [
         ({"engine": {"image": "registry.example.com/base/engine:2"}},
          "the image registry.example.com/base/engine:2"),
@@ -104,10 +104,10 @@ def reference(name: str) -> Manifest:
         ({"engine": {"extraArgs": ["--model=/other"]}}, "engine.extraArgs"),
     ],
 )  # fmt: skip
-def test_forbidden_fields_are_refused_by_name(spec: Manifest, said: str) -> None:
+def test_forbidden_fields_are_refused_by_name(spec: Manifest, refusal: str) -> None:
     spec = {"model": LOCAL, **spec}
     ModelService.parse(body(**spec))
-    assert said in refusals(NARROW, spec)
+    assert refusal in refusals(NARROW, spec)
 
 
 def test_all_errors_are_reported() -> None:

@@ -86,10 +86,10 @@ def test_probes_use_ports_of_their_container(pods: list[Workload]) -> None:
     for container in (c for each in pods for c in each.containers):
         ports = {port["name"] for port in container.get("ports", ())}
         probes = [container[name] for name in container if name.endswith("Probe")]
-        asked = {
+        probed = {
             (probe.get("httpGet") or probe.get("tcpSocket") or {}).get("port") for probe in probes
         }
-        assert asked - {None} <= ports
+        assert probed - {None} <= ports
 
 
 @pytest.mark.parametrize("component", PROCESSES)

@@ -60,7 +60,7 @@ def test_the_notes_have_a_command_for_an_ingress_without_a_host() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "text"),
     [
         ({}, "engines that continue without an operator and without their Redis. Delete"),
         ({}, "kubectl -n llm delete modelservices --all"),
@@ -75,9 +75,9 @@ def test_the_notes_have_a_command_for_an_ingress_without_a_host() -> None:
     ],
 )
 def test_the_notes_list_the_objects_that_remain_after_an_uninstall(
-    values: dict[str, Any], told: str
+    values: dict[str, Any], text: str
 ) -> None:
-    assert told in render_files({**scenario("default-values"), **values})["templates/NOTES.txt"]
+    assert text in render_files({**scenario("default-values"), **values})["templates/NOTES.txt"]
 
 
 def test_a_job_deletes_the_modelservices_before_the_operator_goes() -> None:

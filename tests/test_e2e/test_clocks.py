@@ -112,8 +112,12 @@ def test_a_batch_runs_to_its_end(api: httpx.Client) -> None:
     files = {"file": ("in.jsonl", jsonl([line(f"r{n}", model=MODEL) for n in range(3)]))}
     file = api.post("/v1/files", files=files, data={"purpose": "batch"}).json()
     assert abs(file["created_at"] - time.time()) < SOON_S
-    asked = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "10m"}
-    batch = api.post("/v1/batches", json=asked).json()
+    batch_request = {
+        "input_file_id": file["id"],
+        "endpoint": "/v1/completions",
+        "completion_window": "10m",
+    }
+    batch = api.post("/v1/batches", json=batch_request).json()
 
     def ended() -> bool:
         found = api.get(f"/v1/batches/{batch['id']}").json()

@@ -82,7 +82,7 @@ def stream(up: UpProcess, number: int, salt: str) -> str:
 
 
 def phases(console: Console) -> dict[tuple[str, str], list[tuple[str, int]]]:
-    """What was seen of each request in each engine: its phase and computed tokens, in order."""
+    """The observed phases and computed tokens of each request in each engine, in order."""
     found = defaultdict(list)
     for snapshot in console.snapshots:
         for engine in snapshot["engines"]:

@@ -119,7 +119,7 @@ def test_two_processes_share_a_model_with_adapters(
         up.until_served()
         assert up.child("headrace_engine.distributed").is_running()
         with OpenAI(base_url=f"{up.url}/v1", api_key="x", max_retries=0, timeout=120) as client:
-            asked = [(UP_MODEL if name == MODEL else name, path) for name, path in work]
-            found = all_tokens(client, asked)
+            renamed = [(UP_MODEL if name == MODEL else name, path) for name, path in work]
+            found = all_tokens(client, renamed)
 
-    assert found == [(name, path.output) for name, path in asked]
+    assert found == [(name, path.output) for name, path in renamed]

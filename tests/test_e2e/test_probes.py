@@ -1,4 +1,4 @@
-"""Probes of real processes are answered whatever else is open on any of their ports."""
+"""Probes of real processes are answered in spite of other connections to any of their ports."""
 
 import resource
 import socket
@@ -20,7 +20,7 @@ DESCRIPTORS = 128
 
 
 def live(port: int) -> bool:
-    """Whether liveness is answered well within the kubelet's patience."""
+    """Whether liveness is answered within the kubelet's timeout."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/health/live", timeout=20) as answer:
         return bool(answer.status == 200)
 

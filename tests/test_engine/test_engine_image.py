@@ -51,7 +51,7 @@ def test_without_what_was_compiled_ahead_the_image_cannot_run_on_a_gpu() -> None
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """The variables of an engine that is told to run on a GPU, and its Redis."""
+    """The environment of an engine that is set to run on a GPU, and its Redis."""
     server = ValkeyServer(tmp_path / "redis")
     server.start()
     yield {"HEADRACE_ENGINE_DEVICE": "cuda", "HEADRACE_ENGINE_REDIS_URL": server.url}

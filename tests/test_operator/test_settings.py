@@ -46,9 +46,9 @@ def test_a_wrong_setting_stops_the_start_and_is_named(
 ) -> None:
     monkeypatch.delenv("HEADRACE_OPERATOR_ENGINE_IMAGE", raising=False)
     assert main(["--resync-interval", "0"]) == EXIT_CONFIG
-    told = capsys.readouterr().err
-    assert "engine_image" in told
-    assert "resync_interval" in told
+    output = capsys.readouterr().err
+    assert "engine_image" in output
+    assert "resync_interval" in output
 
 
 def test_the_policy_has_the_specs_values() -> None:

@@ -66,17 +66,19 @@ async def counted(request: pytest.FixtureRequest) -> AsyncIterator[Counted]:
         yield Counted(usage, usage, pass_by)
         return
     server: ValkeyServer | ClusterSet = request.getfixturevalue(SERVERS[request.param])
-    over = OverRedis(server.url)
-    await over.wipe()
+    redis_backend = OverRedis(server.url)
+    await redis_backend.wipe()
 
     async def age(seconds: float) -> None:
         ms = int(seconds * 1000)
-        await over.client.command("HINCRBY", keys.key_usage(KEY), "at", -ms)
-        for lease in await over.client.command("ZRANGE", keys.key_leases(KEY), 0, -1):
-            await over.client.command("ZINCRBY", keys.key_leases(KEY), -ms, lease)
+        await redis_backend.client.command("HINCRBY", keys.key_usage(KEY), "at", -ms)
+        for lease in await redis_backend.client.command("ZRANGE", keys.key_leases(KEY), 0, -1):
+            await redis_backend.client.command("ZINCRBY", keys.key_leases(KEY), -ms, lease)
 
-    yield Counted(RedisKeyUsage(over.connect()), RedisKeyUsage(over.connect()), age)
-    await over.close()
+    yield Counted(
+        RedisKeyUsage(redis_backend.connect()), RedisKeyUsage(redis_backend.connect()), age
+    )
+    await redis_backend.close()
 
 
 async def test_a_minutes_requests_may_be_used_at_once_and_no_more(counted: Counted) -> None:
@@ -110,9 +112,9 @@ async def test_the_count_is_one_over_all_gateways(counted: Counted) -> None:
         return (await usage.reserve(KEY, f"r{number}", rates, 0)).refused is None
 
     both = (counted.usage, counted.other)
-    got = await asyncio.gather(*(ask(both[number % 2], number) for number in range(40)))
+    accepted = await asyncio.gather(*(ask(both[number % 2], number) for number in range(40)))
 
-    assert sum(got) == 10
+    assert sum(accepted) == 10
 
 
 async def test_keys_are_counted_apart(counted: Counted) -> None:

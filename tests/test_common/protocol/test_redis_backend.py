@@ -1,5 +1,4 @@
-"""Behaviour that only a real server shows: lost replies, full memory, lost scripts, foreign
-entries."""
+"""Behaviour that needs a real server: lost replies, full memory, lost scripts, invalid entries."""
 
 import asyncio
 import logging
@@ -38,10 +37,10 @@ async def own_server(tmp_path: Path) -> AsyncIterator[ValkeyServer]:
 
 @pytest.fixture
 async def own(own_server: ValkeyServer) -> AsyncIterator[OverRedis]:
-    """A backend on a server of this test's own."""
-    over = OverRedis(own_server.url)
-    yield over
-    await over.close()
+    """A backend on a server that only this test uses."""
+    redis_backend = OverRedis(own_server.url)
+    yield redis_backend
+    await redis_backend.close()
 
 
 async def test_nothing_is_left_when_all_requests_have_ended(over_redis: OverRedis) -> None:
@@ -110,7 +109,9 @@ async def test_a_newer_protocols_request_is_left_for_others(over_redis: OverRedi
     await over_redis.client.command("HSET", record, "v", 2)
     assert await engine.take(4) == []
     assert await engine.reap(4) == []
-    await over_redis.client.command("HSET", record, "v", 1)  # as an engine that reads 2
+    await over_redis.client.command(
+        "HSET", record, "v", 1
+    )  # stands for an engine that reads version 2
     assert [lease.request for lease in await over_redis.engine("e2").reap(4)] == [request]
 
 

@@ -33,9 +33,9 @@ class Machine:
     def ask(self, there: float, back: float) -> Callable[[], Awaitable[tuple[int, int]]]:
         async def time_command() -> tuple[int, int]:
             self.sleep(there)
-            said = self.redis
+            reading = self.redis
             self.sleep(back)
-            return int(said), int(said % 1 * 1e6)
+            return int(reading), int(reading % 1 * 1e6)
 
         return time_command
 
@@ -142,12 +142,12 @@ async def test_the_offset_is_a_metric_and_part_of_the_readiness_answer(machine: 
 async def test_a_started_gateway_and_engine_know_the_offset(
     valkey_server: ValkeyServer, ahead: float
 ) -> None:
-    over = OverRedis(valkey_server.url)
-    connection = over.connect()
+    redis_backend = OverRedis(valkey_server.url)
+    connection = redis_backend.connect()
     connection.clock = RedisClock(lambda: time.time() + ahead)
     try:
         await connection.measure_clock("any")
         assert connection.clock.now() == pytest.approx(time.time(), abs=60)
         assert connection.clock.offset == pytest.approx(-ahead, abs=60)
     finally:
-        await over.close()
+        await redis_backend.close()

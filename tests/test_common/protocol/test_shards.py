@@ -441,18 +441,18 @@ class Counted(MemoryEngineQueue):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.asked: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
 
     async def take(self, count: int, prompt_tokens: int | None = None) -> Sequence[Lease]:
-        self.asked["take"] += 1
+        self.calls["take"] += 1
         return await super().take(count, prompt_tokens)
 
     async def reap(self, count: int, *, suspects: bool = True) -> Sequence[Lease]:
-        self.asked["reap"] += 1
+        self.calls["reap"] += 1
         return await super().reap(count, suspects=suspects)
 
     async def beat(self, progress: Sequence[Progress], status: EngineStatus) -> Mapping[str, Beat]:
-        self.asked["status"] += 1
+        self.calls["status"] += 1
         return await super().beat(progress, status)
 
 
@@ -470,14 +470,14 @@ async def test_shards_without_changes_are_not_read_again() -> None:
         await engine.take(9)
         await engine.reap(9)
         await engine.beat((), make_status())
-    assert [queue.asked["take"] for queue in queues] == [1, 1, 1]
+    assert [queue.calls["take"] for queue in queues] == [1, 1, 1]
     (rid,) = await admit(backend, 1)
     await asyncio.wait_for(engine.wait(), 60)
     assert [lease.request.request_id for lease in await engine.take(9)] == [rid]
     await engine.reap(9)
-    assert [queue.asked["take"] for queue in queues] == [1, 2, 1]
-    assert [queue.asked["reap"] for queue in queues] == [1, 2, 1]
-    assert [queue.asked["status"] for queue in queues][1:] == [0, 0]
+    assert [queue.calls["take"] for queue in queues] == [1, 2, 1]
+    assert [queue.calls["reap"] for queue in queues] == [1, 2, 1]
+    assert [queue.calls["status"] for queue in queues][1:] == [0, 0]
     await engine.close()
 
 

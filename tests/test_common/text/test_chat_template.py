@@ -1,4 +1,4 @@
-"""Chat templates: the same text as transformers', bounded, and safe against what users write."""
+"""Chat templates: the same text as transformers', bounded, and safe against hostile messages."""
 
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,7 @@ def test_the_template_of_the_tokenizer_config_is_found(folder: Path) -> None:
     assert load(folder)[1].source == CHATML
 
 
-def test_of_named_templates_the_default_is_taken(tmp_path: Path) -> None:
+def test_the_default_of_several_named_templates_is_used(tmp_path: Path) -> None:
     named: Any = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     folder = write_checkpoint(tmp_path, byte_level_tokenizer(), chat_template=named)
 
@@ -172,7 +172,7 @@ def test_a_final_message_without_text_cannot_be_continued() -> None:
         ChatTemplate(CHATML).render([], continue_final_message=True)
 
 
-def test_the_variables_are_those_that_can_be_given() -> None:
+def test_variables_are_the_names_that_a_request_can_set() -> None:
     source = (
         "{% if not tools is defined %}{% set tools = none %}{% endif %}{% set own = 1 %}"
         "{% macro one(x) %}{{ x }}{% if reasoning_effort %}!{% endif %}{% endmacro %}"

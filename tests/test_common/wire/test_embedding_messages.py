@@ -64,8 +64,8 @@ def test_a_request_for_an_impossible_vector_is_refused(raw: object) -> None:
 
 
 def test_a_different_vector_length_is_a_different_request() -> None:
-    asked = (None, PoolingParams(), PoolingParams(dimensions=2))
-    requests = [replace(make_request(), pooling=pooling) for pooling in asked]
+    poolings = (None, PoolingParams(), PoolingParams(dimensions=2))
+    requests = [replace(make_request(), pooling=pooling) for pooling in poolings]
 
     assert len({fingerprint(request) for request in requests}) == 3
 

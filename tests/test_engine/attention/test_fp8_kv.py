@@ -40,8 +40,8 @@ def engine_of(folder: Path, **options: Any) -> Engine:
 
 
 def outputs(folder: Path, **options: Any) -> list[tuple[int, ...]]:
-    asked = [request(str(row), prompt, greedy(LENGTH)) for row, prompt in enumerate(PROMPTS)]
-    found = run(engine_of(folder, **options), asked)
+    requests = [request(str(row), prompt, greedy(LENGTH)) for row, prompt in enumerate(PROMPTS)]
+    found = run(engine_of(folder, **options), requests)
     return [tuple(found[str(row), 0].token_ids) for row in range(len(PROMPTS))]
 
 

@@ -47,7 +47,7 @@ VERSIONS = {"torch": "2.11", "triton": "3.6"}
 
 
 class Stopwatch:
-    """Says what it is told of each run that it is asked about."""
+    """Returns the given time for each measured run."""
 
     def __init__(self, seconds: Mapping[Run, float]) -> None:
         self._seconds = seconds

@@ -63,8 +63,8 @@ def test_an_engine_and_its_ranks_start_and_end_together(
     config = engine_config(checkpoint("llama"), tensor_parallel_size=2, threads=1)
     with caplog.at_level(logging.INFO):
         runner = ModelRunner(config)
-    told = [record.message for record in caplog.records if getattr(record, "rank", None) == 1]
-    assert "weights loaded" in told, "its progress is in rank 0's log"
+    logged = [record.message for record in caplog.records if getattr(record, "rank", None) == 1]
+    assert "weights loaded" in logged, "its progress is in rank 0's log"
 
     engine, pid = Engine(config, runner), pid_of(runner)
     for number in (signal.SIGINT, signal.SIGTERM):  # as a terminal sends to a whole group

@@ -65,13 +65,13 @@ class Bench:
         """All prompts of these adapters at once give transformers' tokens of merged weights."""
         self.count += 1
         paths = {name: self.scene.paths(name, count) for name in names}
-        asked = [
+        requests = [
             replace(request(f"{self.count}-{index}-{name}", path.prompt, greedy(LENGTH)), lora=name)
             for name in names
             for index, path in enumerate(paths[name])
         ]
-        outputs = run(self.engine, asked)
-        found = [tuple(outputs[one.request_id, 0].token_ids) for one in asked]
+        outputs = run(self.engine, requests)
+        found = [tuple(outputs[one.request_id, 0].token_ids) for one in requests]
         assert found == [path.output for name in names for path in paths[name]]
 
 

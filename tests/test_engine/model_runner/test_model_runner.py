@@ -75,10 +75,10 @@ def test_the_runner_reports_the_values_that_the_scheduler_needs(
 def test_warming_up_changes_no_token(checkpoint: CheckpointMaker) -> None:
     folder = checkpoint("llama")
     runner = make_runner(folder)
-    asked = [request("r", tuple(range(30, 50)), greedy(6))]
-    before = run(Engine(engine_config(folder), runner), asked)
+    requests = [request("r", tuple(range(30, 50)), greedy(6))]
+    before = run(Engine(engine_config(folder), runner), requests)
     runner.warm_up()
-    assert run(Engine(engine_config(folder), runner), asked) == before
+    assert run(Engine(engine_config(folder), runner), requests) == before
 
 
 def test_a_step_that_samples_nothing_gives_nothing(checkpoint: CheckpointMaker) -> None:

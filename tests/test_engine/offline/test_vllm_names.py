@@ -1,4 +1,4 @@
-"""What the offline API has of vLLM's beside `generate`, and how it refuses the rest by name."""
+"""vLLM's offline API besides `generate`: the supported part, and refusals of the rest by name."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -155,9 +155,12 @@ def test_fields_of_config_json_are_overridden() -> None:
 
 
 def test_defaults_of_generation() -> None:
-    asked = {"temperature": 0.3, "max_new_tokens": 5}
+    generation_overrides = {"temperature": 0.3, "max_new_tokens": 5}
     llm = LLM(
-        "headrace-demo", generation_config="vllm", override_generation_config=asked, **OPTIONS
+        "headrace-demo",
+        generation_config="vllm",
+        override_generation_config=generation_overrides,
+        **OPTIONS,
     )
 
     assert llm.get_default_sampling_params() == SamplingParams(temperature=0.3, max_tokens=5)

@@ -218,7 +218,7 @@ def test_packed_weights_are_as_small_as_in_the_checkpoint() -> None:
 def test_the_assembly_widens_every_word(
     code: Any, bits: int, first: int, base: int, dtype: torch.dtype
 ) -> None:
-    """Exactly, whatever the zero points: two words a register, in any place."""
+    """Is exact for any zero points: two words of a register, in any place."""
     words = np.arange(2**16, dtype=np.uint16)
     pairs = np.ascontiguousarray(np.stack([words, words[::-1]], 1)).view(np.uint32)[:, 0]
     for zeros in ((0, 2**bits - 1), (2 ** (bits - 1), 5)):

@@ -165,8 +165,8 @@ def test_a_preempted_prompt_is_scored_once(runner: ModelRunner) -> None:
 
     for index, lone in enumerate(alone):
         name = f"r{index}"
-        said = [o.prompt_logprobs for s in found for o in s if o.request_id == name]
-        (scores,) = [one for one in said if one is not None]
+        found_scores = [o.prompt_logprobs for s in found for o in s if o.request_id == name]
+        (scores,) = [one for one in found_scores if one is not None]
         (expected,) = [o.prompt_logprobs for s in lone for o in s if o.prompt_logprobs is not None]
         assert [one.rank for one in scores] == [one.rank for one in expected]
 

@@ -1,4 +1,4 @@
-"""Beam search and best_of in the scheduler: what comes out, and when, under whatever pressure.
+"""Beam search and best_of in the scheduler: which outputs come and when, also with little memory.
 
 The fake runner checks each step's blocks. That the search finds what transformers finds is tested
 with a real model in test_beam_search.py.

@@ -242,8 +242,8 @@ def test_a_sequence_without_drafts_is_tried_again_now_and_then() -> None:
     chooser = lengths(costs((1, 1.0), (6, 2.0)))
     for _ in range(30):
         chooser.add(bad, 5, 0)
-    asked = [chooser.choose([(bad, 99)], 0, FREE) for _ in range(2 * PROBE_INTERVAL)]
-    assert [at for at, found in enumerate(asked, start=1) if found] == [
+    choices = [chooser.choose([(bad, 99)], 0, FREE) for _ in range(2 * PROBE_INTERVAL)]
+    assert [at for at, found in enumerate(choices, start=1) if found] == [
         PROBE_INTERVAL,
         2 * PROBE_INTERVAL,
     ]

@@ -328,7 +328,7 @@ async def test_models_are_listed_as_anthropics_clients_list_them(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({"stop_sequences": ["x"] * 99}, "stop_sequences: "),
         (
@@ -339,10 +339,10 @@ async def test_models_are_listed_as_anthropics_clients_list_them(tmp_path: Path)
     ],
 )
 async def test_errors_have_the_names_of_anthropics_fields(
-    tools: Gateway, fields: dict[str, Any], told: str
+    tools: Gateway, fields: dict[str, Any], message: str
 ) -> None:
     body = {"max_tokens": 5, "messages": [{"role": "user", "content": "x"}], **fields}
     answer = await tools.http.post("/v1/messages", json=body)
 
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith(told)
+    assert answer.json()["error"]["message"].startswith(message)

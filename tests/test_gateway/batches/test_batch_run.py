@@ -66,7 +66,7 @@ class Counted:
 
 
 class Stand:
-    """One batch of so many lines, to be led by gateway `leader`."""
+    """One batch with this number of lines, to be led by gateway `leader`."""
 
     def __init__(self, over: OverRedis, api: ScriptedApi) -> None:
         unused: Any = None

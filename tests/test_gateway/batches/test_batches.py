@@ -271,8 +271,8 @@ async def test_another_tenants_ids_are_not_there_on_any_path(
     http = with_keys[0]
     anna, bert = (BatchClient(http, **book.headers(name)) for name in ("anna", "bert"))
     batch = await anna.ended(await anna.begin([line("a")]))
-    asked: dict[str, Any] = {"model": MODEL, "input": "x", "max_output_tokens": 3}
-    response = await anna.post("/v1/responses", asked)
+    response_request: dict[str, Any] = {"model": MODEL, "input": "x", "max_output_tokens": 3}
+    response = await anna.post("/v1/responses", response_request)
     ids = {"batch_id": batch["id"], "file_id": batch["input_file_id"]}
     ids["response_id"] = response.json()["id"]
     ids["request_id"] = ids["response_id"].removeprefix("resp_")
@@ -286,8 +286,8 @@ async def test_another_tenants_ids_are_not_there_on_any_path(
             for name, status in (("bert", 404), *([("anna", 200)] if method == "get" else [])):
                 answer = await http.request(method, url, headers=book.headers(name))
                 assert answer.status_code == status, (method, path, name, answer.text)
-    asked["previous_response_id"] = ids["response_id"]
-    refused = await bert.post("/v1/responses", asked)
+    response_request["previous_response_id"] = ids["response_id"]
+    refused = await bert.post("/v1/responses", response_request)
     assert refused.json()["error"]["code"] == "previous_response_not_found"
 
 

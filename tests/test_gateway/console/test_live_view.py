@@ -1,4 +1,4 @@
-"""What one watcher sees: states, bounds, and nothing of other tenants' requests."""
+"""The view of one watcher: states, bounds, and nothing of other tenants' requests."""
 
 import json
 from typing import Any

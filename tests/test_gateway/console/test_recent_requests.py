@@ -27,7 +27,7 @@ class Clock:
 
 @dataclass(slots=True)
 class Shared:
-    """What gateways share, in memory; of one gateway."""
+    """The shared requests of gateways, in memory, as one gateway sees them."""
 
     gateway_id: str
     written: dict[str, dict[str, bytes]]

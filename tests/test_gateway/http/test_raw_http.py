@@ -149,8 +149,8 @@ async def test_requests_sent_ahead_are_answered_in_their_order(gateway: Gateway)
 async def test_a_client_of_http_1_0_gets_a_body_that_the_close_ends(
     gateway: Gateway, stream: bool
 ) -> None:
-    asked = {"model": MODEL, "prompt": "one two", "max_tokens": 3, "stream": stream}
-    body = json.dumps(asked).encode()
+    request_body = {"model": MODEL, "prompt": "one two", "max_tokens": 3, "stream": stream}
+    body = json.dumps(request_body).encode()
     head = HEAD.replace(b"HTTP/1.1", b"HTTP/1.0") + b"connection: keep-alive\r\n"
     async with asyncio.timeout(60), gateway.connect() as (reader, writer):
         writer.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
@@ -177,10 +177,10 @@ async def test_too_many_connections_get_retry_after(checkpoint: Path) -> None:
 
 
 def submitted(gateway: Gateway) -> Callable[[], Awaitable[bool]]:
-    async def asked() -> bool:
+    async def has_arrived() -> bool:
         return bool(gateway.engine.submitted)
 
-    return asked
+    return has_arrived
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ async def test_the_application_never_sees_a_key(book: KeyBook) -> None:
     keys = KeyFile(book.path)
     seen: list[Scope] = []
 
-    async def behind(scope: Scope, receive: Receive, send: Send) -> None:
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
         seen.append(scope)
 
     async def nothing(*_: object) -> Any:
@@ -181,7 +181,7 @@ async def test_the_application_never_sees_a_key(book: KeyBook) -> None:
     secret = book.secrets["alice"].encode()
     headers = [(b"authorization", b"Bearer " + secret), (b"x-api-key", secret), (b"host", b"x")]
     scope = {"type": "http", "path": "/v1/models", "headers": headers, "state": {}}
-    guard = Authentication(behind, find=keys.find, refused=lambda: None)
+    guard = Authentication(application, find=keys.find, refused=lambda: None)
     await guard(scope, nothing, nothing)
 
     (passed,) = seen
@@ -299,8 +299,8 @@ async def test_prefix_caches_are_apart_by_tenant_and_by_salt(
 ) -> None:
     """Tenants share no cache even with equal salts: 5 callers have 5 caches, and the same ones
     again."""
-    asked = [("alice", None), ("bob", None), ("alice", "b"), ("bob", "b"), ("alice", "x")]
-    for name, salt in [*asked, *asked, ("batch", None)]:
+    requested = [("alice", None), ("bob", None), ("alice", "b"), ("bob", "b"), ("alice", "x")]
+    for name, salt in [*requested, *requested, ("batch", None)]:
         body = {"prompt": "Hi"} if salt is None else {"prompt": "Hi", "cache_salt": salt}
         await gateway.http.post("/v1/completions", json=body, headers=book.headers(name))
 
@@ -320,13 +320,13 @@ async def test_a_priority_over_the_ceiling_is_refused(gateway: Gateway, book: Ke
 
 
 @pytest.mark.parametrize(
-    ("name", "asked", "given"),
+    ("name", "requested", "given"),
     [("alice", None, 0), ("alice", 5, 5), ("batch", None, 7), ("batch", 9, 9)],
 )
 async def test_a_key_without_a_priority_gets_its_ceiling(
-    gateway: Gateway, book: KeyBook, name: str, asked: int | None, given: int
+    gateway: Gateway, book: KeyBook, name: str, requested: int | None, given: int
 ) -> None:
-    body = {"prompt": "Hi"} if asked is None else {"prompt": "Hi", "priority": asked}
+    body = {"prompt": "Hi"} if requested is None else {"prompt": "Hi", "priority": requested}
     await gateway.http.post("/v1/completions", json=body, headers=book.headers(name))
 
     assert gateway.engine.submitted[0].priority == given
@@ -435,8 +435,8 @@ async def test_a_broken_file_keeps_the_keys_and_is_reported_once(
 
     assert keys.find(secret.encode()) is not None
     assert keys.failing
-    told = [r for r in caplog.records if "those known stay" in r.getMessage()]
-    assert [record.levelno for record in told] == [logging.ERROR]
+    warnings = [r for r in caplog.records if "those known stay" in r.getMessage()]
+    assert [record.levelno for record in warnings] == [logging.ERROR]
 
     other = own.add("b").encode()
     await keys.refresh()

@@ -49,7 +49,7 @@ def test_two_callers_never_share_a_salt(
 
 
 def test_salts_with_and_without_a_tenant_differ() -> None:
-    """Gateways without keys send the text as it is: never bytes that begin so."""
+    """Without keys a salt is plain UTF-8 text, which never begins with this byte."""
     assert tenant_salt("a", None)[0] == 0xFF
     with pytest.raises(UnicodeDecodeError):
         tenant_salt("a", None).decode()
@@ -58,13 +58,13 @@ def test_salts_with_and_without_a_tenant_differ() -> None:
 def test_labels_are_bounded() -> None:
     labels = TenantLabels(most=2)
 
-    got = [labels.label(tenant) for tenant in ("a", "b", "c", "d", "a", "b")]
+    labelled_as = [labels.label(tenant) for tenant in ("a", "b", "c", "d", "a", "b")]
 
-    assert got == ["a", "b", names.OTHER_TENANTS, names.OTHER_TENANTS, "a", "b"]
+    assert labelled_as == ["a", "b", names.OTHER_TENANTS, names.OTHER_TENANTS, "a", "b"]
 
 
 def exercise(metrics: GatewayMetrics, tenant: str | None) -> None:
-    """Everything that one request can record."""
+    """Records every metric that one request can record."""
     metrics.admitted("demo", tenant)
     metrics.rejected("demo", RejectReason.RATE_LIMIT, tenant)
     metrics.started("demo", stream=True, tenant=tenant)

@@ -125,9 +125,11 @@ async def test_prompt_logprobs_are_vllms(gateway: Gateway) -> None:
         text = PROMPT if choice["index"] < 2 else "a b c"
         ids, found = tokenizer.encode(text), choice["prompt_logprobs"]
         assert found[0] is None and len(found) == len(ids)
-        for token, position, said in zip(ids[1:], found[1:], scores(gateway, text), strict=True):
-            assert position[str(token)]["logprob"] == said.logprob
-            assert position[str(token)]["rank"] == said.rank
+        for token, position, expected in zip(
+            ids[1:], found[1:], scores(gateway, text), strict=True
+        ):
+            assert position[str(token)]["logprob"] == expected.logprob
+            assert position[str(token)]["rank"] == expected.rank
             assert position["7"] == {
                 "logprob": -1.0,
                 "rank": 1,
@@ -142,8 +144,8 @@ async def test_a_chat_returns_prompt_logprobs_beside_its_choices(gateway: Gatewa
 
     def script(request: GenerateRequest) -> Sequence[Delta]:
         first, *rest = plain(request)
-        said = [Logprobs(-0.5, 1, ())] * (len(request.prompt_token_ids) - 1)
-        return [first._replace(prompt_logprobs=pack_prompt_logprobs(said)), *rest]
+        expected = [Logprobs(-0.5, 1, ())] * (len(request.prompt_token_ids) - 1)
+        return [first._replace(prompt_logprobs=pack_prompt_logprobs(expected)), *rest]
 
     gateway.engine.script = script
     body = (await gateway.chat(prompt_logprobs=0)).json()
@@ -167,17 +169,17 @@ async def test_prompt_logprobs_are_refused_for_stored_requests(
 
 
 async def test_prompt_logprobs_are_packed_on_the_wire() -> None:
-    said = (
+    expected = (
         Logprobs(-0.25, 3, ((5, -0.125), (9, -math.inf))),
         Logprobs(-8.5, 70_000, ((1, 0.0),) * 2),
     )
-    packed = pack_prompt_logprobs(said)
+    packed = pack_prompt_logprobs(expected)
     tokens = Tokens("r", 1, 0, 0, (4,), prompt_logprobs=packed)
 
     (reply,) = decode_frame(encode_frame(Frame("e", (tokens,)))).replies
 
     assert reply == tokens
-    assert unpack_prompt_logprobs(packed) == said
+    assert unpack_prompt_logprobs(packed) == expected
     assert unpack_prompt_logprobs(pack_prompt_logprobs(())) == ()
 
 

@@ -29,7 +29,7 @@ CASES = [
     (Begin.INSIDE, False, "\nWell. < b\n\n</think>\n\nYes", "Well. < b", "Yes"),
     (Begin.INSIDE, False, "<think>\nWell.</think>Yes", "Well.", "Yes"),
     (Begin.INSIDE, False, "never over\n</thi", "never over\n</thi", ""),
-    (Begin.BEHIND, True, "Yes </think> <think>", "", "Yes </think> <think>"),
+    (Begin.CLOSED, True, "Yes </think> <think>", "", "Yes </think> <think>"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Parsers of tool calls separate calls from text, in the same way however the text is cut."""
+"""Parsers of tool calls separate calls from text, however the text is split."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -520,9 +520,9 @@ def test_gemmas_notation_becomes_json(arguments: dict[str, object], places: list
 
 @pytest.mark.parametrize("name", ["hermes", "mistral", "llama3_json"])
 def test_arguments_are_passed_on_before_they_are_complete(name: str) -> None:
-    begun = '{"name": "add", "parameters": {"text": "once upon'
+    incomplete = '{"name": "add", "parameters": {"text": "once upon'
     before = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS][", "llama3_json": ""}[name]
-    parts = parser_of(name, PartList()).push(before + begun)
+    parts = parser_of(name, PartList()).push(before + incomplete)
 
     assert parts == [CallStart(0, "add"), CallArguments(0, '{"text": "once upon')]
 

@@ -89,7 +89,7 @@ async def test_a_request_from_its_acceptance_to_its_end(
 ) -> None:
     request = make_request()
     generation = await client.submit(request)
-    history.came_by("/v1/chat/completions", [request])
+    history.note_path("/v1/chat/completions", [request])
     assert only(history)["state"] == "running"
     assert only(history)["times"]["started"] is None
 

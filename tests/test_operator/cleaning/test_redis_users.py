@@ -74,7 +74,7 @@ async def may_connect(server: ValkeyServer, tmp_path: Path, word: str) -> bool:
     connection = Connection(ConnectionConfig(url=server.url, credentials=tmp_path))
     try:
         return bool(await connection.client.command("PING"))
-    except Exception as error:  # noqa: BLE001 - told apart below
+    except Exception as error:  # noqa: BLE001 - distinguished below
         assert "username-password" in str(error)
         return False
     finally:

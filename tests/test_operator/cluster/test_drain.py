@@ -57,8 +57,10 @@ def test_drain_is_sent_until_the_engine_reports_it() -> None:
     again = plan(pods, first.start, surplus=1, now=110, timeout=60)
     assert (again.start, again.ended) == ((), ())
     assert again.engines_to_drain(pods) == ("a.1.abc",)
-    heard = [pod("a", running=2, draining=True), pods[1]]
-    assert plan(heard, first.start, surplus=1, now=110, timeout=60).engines_to_drain(heard) == ()
+    reported = [pod("a", running=2, draining=True), pods[1]]
+    assert (
+        plan(reported, first.start, surplus=1, now=110, timeout=60).engines_to_drain(reported) == ()
+    )
 
 
 def test_an_idle_engine_has_not_ended_before_it_takes_no_more_work() -> None:

@@ -40,7 +40,7 @@ def test_a_crash_is_reported_with_its_exit_code() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "reason", "said"),
+    ("message", "reason", "text"),
     [
         (
             "model_not_found: /models/x: no such folder",
@@ -65,10 +65,10 @@ def test_a_crash_is_reported_with_its_exit_code() -> None:
     ],
 )
 def test_the_termination_message_of_an_engine_is_the_reason(
-    message: str, reason: str, said: str
+    message: str, reason: str, text: str
 ) -> None:
-    told = problem([engine_pod(**ended(70, message=message))])
-    assert told == (reason, f"pod a: container engine ended with exit code 70: {said}")
+    found = problem([engine_pod(**ended(70, message=message))])
+    assert found == (reason, f"pod a: container engine ended with exit code 70: {text}")
 
 
 def test_too_little_memory_is_reported_with_the_limit_and_a_remedy() -> None:

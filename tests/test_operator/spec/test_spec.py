@@ -217,8 +217,8 @@ def test_the_api_server_and_the_operator_take_the_same_quantities(value: str | i
         service(engine={"resources": {"limits": {"memory": value}}})
     except InvalidSpec as refusal:
         assert not taken
-        said = evaluate(rule["messageExpression"], {"self": value}) if fits else ""
-        assert said in str(refusal)
+        message = evaluate(rule["messageExpression"], {"self": value}) if fits else ""
+        assert message in str(refusal)
     else:
         assert taken
 
