@@ -2,9 +2,8 @@
 
     python benchmarks/agreement.py --url http://127.0.0.1:8000 --guidellm VENV/bin/guidellm
 
-Both clients send chats of the same lengths at the same constant rate, and both do it at once, so
-that a noise of the machine is in the figures of both. Those requests are compared that were sent
-while both ran.
+Both clients send chats of the same lengths at the same constant rate and at the same time, so that
+noise of the machine affects both. Only requests that were sent while both ran are compared.
 """
 
 import argparse
@@ -156,7 +155,7 @@ def main() -> None:
     )
     parser.add_argument("--url", required=True, help="a running server, without /v1")
     parser.add_argument("--model", default="headrace-demo")
-    parser.add_argument("--guidellm", type=Path, required=True, help="its program")
+    parser.add_argument("--guidellm", type=Path, required=True, help="GuideLLM's program")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rate", type=float, default=4.0, help="requests a second of each client")
     parser.add_argument("--requests", type=int, default=120, help="of GuideLLM in a round")

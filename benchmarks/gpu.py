@@ -110,7 +110,7 @@ class Place:
 
 
 def run(plan: Plan, place: Place, left: float, kind: str = TRIES[0]) -> str | None:
-    """Runs a part in a process of its own; what went wrong, if anything."""
+    """Runs a part in its own process; returns the problem, or None."""
     full = place.sizes == "full"
     limit = min(plan.limit if full else TINY_LIMIT, left)
     if limit < LEAST:
@@ -148,15 +148,15 @@ def tries(plan: Plan) -> Sequence[str]:
 def run_tries(plan: Plan, place: Place, deadline: float) -> str | None:
     """Returns the problem of each try, if any. A try does not repeat what earlier tries have
     measured."""
-    told: list[str] = []
+    reports: list[str] = []
     for kind in tries(plan):
         problem = run(plan, place, deadline - time.monotonic(), kind)
-        told.append(f"{kind}: {problem or 'came to its end'}")
+        reports.append(f"{kind}: {problem or 'came to its end'}")
         if problem is not None:
-            print(f"{plan.name}: {told[-1]}", flush=True)
+            print(f"{plan.name}: {reports[-1]}", flush=True)
         if problem is None or not problem.startswith((FAILED, SILENT)):
             break
-    return "; ".join(told) if problem is not None or len(told) > 1 else None
+    return "; ".join(reports) if problem is not None or len(reports) > 1 else None
 
 
 def measure(

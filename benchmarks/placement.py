@@ -1,10 +1,10 @@
-"""Placement of requests against the shared queue alone: the queue's own rules in virtual time.
+"""Compares placement of requests with a plain shared queue, by the queue's rules in virtual time.
 
     python benchmarks/placement.py [--engines 16] [--slots 32] [--load 0.85] [--json FILE]
 
-The queue is MemoryBackend, which a test compares with the scripts, and the placement the gateway's.
-Engines are slots with a cache of prompts' beginnings: the least recently used one goes. Prompts
-begin in one of some ways, a few of which are asked for most (Zipf). A run is the same every time.
+The queue is MemoryBackend, which a test compares with the scripts; the placement is the gateway's.
+Engines are slots with an LRU cache of prompt prefixes. The prefix of each prompt is drawn from a
+Zipf distribution. A run is deterministic.
 """
 
 import argparse
@@ -33,15 +33,16 @@ MODEL = "m"
 LIMITS = QueueLimits(max_requests=10**9, max_tokens=10**12)
 NEVER_MS = 10**12
 PREFIX_TOKENS = 128
-FOR_EVER = 1e6
+UNLIMITED = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """`load` is of the capacity that engines have when every prompt is cached.
+    """The engines and the load of a simulation.
 
-    Seconds: `decode` on average (exponential), `prefill` of a beginning that is not cached.
-    `cached`: how many beginnings an engine's cache holds.
+    `load` is a share of the engines' capacity when every prompt is cached. `decode` is the mean of
+    an exponential distribution, `prefill` the time of a prefix that is not cached, in seconds.
+    `cached` is the number of prefixes in an engine's cache.
     """
 
     engines: int = 16
@@ -63,8 +64,8 @@ class Scene:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """How requests are placed, where they are, and for how many seconds they are held."""
+class Method:
+    """A method of placement. `hold` is how many seconds a request waits for its engine."""
 
     name: str
     placed: bool = True
@@ -72,18 +73,18 @@ class Way:
     hold: float = 0.1
 
 
-WAYS = (
-    Way("shared queue alone", placed=False),
-    Way("strict", bounded=False, hold=FOR_EVER),
-    Way("bounded load", hold=FOR_EVER),
-    Way("stealing", bounded=False),
-    Way("bounded load and stealing"),
+METHODS = (
+    Method("shared queue alone", placed=False),
+    Method("strict", bounded=False, hold=UNLIMITED),
+    Method("bounded load", hold=UNLIMITED),
+    Method("stealing", bounded=False),
+    Method("bounded load and stealing"),
 )
 
 
 @dataclass(slots=True)
 class Engine:
-    """Slots and a cache of prompts' beginnings."""
+    """Slots and an LRU cache of prompt prefixes."""
 
     name: str
     slots: int
@@ -97,7 +98,7 @@ class Engine:
         return self.slots - self.running
 
     def hit(self, prefix: int) -> bool:
-        """Whether a beginning is cached; from now on it is."""
+        """Whether a prefix was cached; puts it into the cache."""
         known = prefix in self.cache
         self.cache[prefix] = None
         self.cache.move_to_end(prefix)
@@ -122,11 +123,11 @@ class Engine:
 
 
 class Run:
-    """One way through one scene."""
+    """One simulation: a method of placement with a scene."""
 
-    def __init__(self, scene: Scene, way: Way) -> None:
+    def __init__(self, scene: Scene, method: Method) -> None:
         self._events = EventQueue()
-        self._scene, self._way = scene, way
+        self._scene, self._method = scene, method
         self._random = random.Random(scene.seed)
         self._backend = MemoryBackend(lambda: self._events.now)
         self._shard: Shard = self._backend.shard(MODEL)
@@ -134,7 +135,7 @@ class Run:
             Engine(f"engine-{n}", scene.slots, scene.cached) for n in range(scene.engines)
         ]
         self._statuses = [engine.status for engine in self._engines]
-        self._came: dict[str, tuple[float, int]] = {}
+        self._arrivals: dict[str, tuple[float, int]] = {}
         self._hits: list[bool] = []
         self._waits: list[float] = []
         self._placed: Counter[bool | None] = Counter()
@@ -154,10 +155,10 @@ class Run:
     def _end(self, engine: Engine, request_id: str) -> None:
         engine.running -= 1
         del self._shard.records[request_id]
-        self._look(engine)
+        self._take(engine)
 
     def _admit(self, prefix: int) -> None:
-        number = len(self._came)
+        number = len(self._arrivals)
         request = GenerateRequest(
             request_id=f"0.{number}",
             model=MODEL,
@@ -167,45 +168,45 @@ class Run:
             deadline_ms=NEVER_MS,
             tenant=f"t{prefix % self._scene.tenants}",
         )
-        self._came[request.request_id] = (self._events.now, prefix)
+        self._arrivals[request.request_id] = (self._events.now, prefix)
         self._backend.admit(
             request, "g", LIMITS, None, False, self._placement(request), left=math.inf
         )
         # All engines that have room are woken; any of them may be the quickest.
         for engine in self._random.sample(self._engines, len(self._engines)):
-            self._look(engine)
+            self._take(engine)
 
     def _placement(self, request: GenerateRequest) -> Placement | None:
-        if not self._way.placed:
+        if not self._method.placed:
             return None
         placement = placement_of(
             request,
             self._statuses,
             prefix_tokens=PREFIX_TOKENS,
             load_factor=1.25,
-            hold_ms=int(self._way.hold * 1000),
+            hold_ms=int(self._method.hold * 1000),
         )
-        if self._way.bounded or placement is None:
+        if self._method.bounded or placement is None:
             return placement
-        # As if all of the work were this engine's share.
+        # Without a bound, this engine may take all of the work.
         (best, *_) = placement.candidates
         return replace(placement, candidates=(replace(best, capacity=10**9),), capacity=1)
 
-    def _look(self, engine: Engine) -> None:
+    def _take(self, engine: Engine) -> None:
         if not engine.room or not any(len(queue) for queue in self._shard.waiting.values()):
             return
         turn = self._backend.take(self._shard, engine.name, engine.room, None)
         for one in turn.taken:
             self._start(engine, one)
-        if turn.free_at < FOR_EVER and turn.free_at != engine.woken_at:
+        if turn.free_at < UNLIMITED and turn.free_at != engine.woken_at:
             engine.woken_at = turn.free_at
-            self._events.at(turn.free_at, self._look, engine)
+            self._events.at(turn.free_at, self._take, engine)
 
     def _start(self, engine: Engine, one: Taken) -> None:
-        came, prefix = self._came[one.request_id]
+        arrived, prefix = self._arrivals[one.request_id]
         hit = engine.hit(prefix)
         self._hits.append(hit)
-        self._waits.append(self._events.now - came)
+        self._waits.append(self._events.now - arrived)
         self._placed[one.placed] += 1
         engine.running += 1
         seconds = self._random.expovariate(1 / self._scene.decode)
@@ -226,9 +227,9 @@ class Run:
         }
 
 
-def compare(scene: Scene, ways: Sequence[Way] = WAYS) -> dict[str, dict[str, float]]:
-    """Figures of each way by its name."""
-    return {way.name: Run(scene, way)() for way in ways}
+def compare(scene: Scene, methods: Sequence[Method] = METHODS) -> dict[str, dict[str, float]]:
+    """Figures of each method by its name."""
+    return {method.name: Run(scene, method)() for method in methods}
 
 
 def table(scene: Scene, figures: dict[str, dict[str, float]]) -> Table:

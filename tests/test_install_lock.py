@@ -92,7 +92,7 @@ def test_uv_installs_from_the_index_that_pip_uses(pip: Path) -> None:
     ]
 
 
-def test_pip_installs_and_says_so_where_uv_cannot(
+def test_pip_is_used_and_reported_where_uv_does_not_work(
     pip: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("UV", "1")
@@ -124,7 +124,7 @@ def test_all_packages_are_compiled_once(environment: Path) -> None:
     assert compiled(environment) == []
 
 
-def test_compiling_beside_a_process_ends_with_it(environment: Path) -> None:
+def test_compiling_ends_with_the_process_that_started_it(environment: Path) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
     assert beside(ended.pid, environment) == 1

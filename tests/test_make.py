@@ -78,7 +78,7 @@ def test_an_environment_stays_while_no_other_python_is_named(folder: Path) -> No
     assert "(3, 12, 1)" in (folder / ".venv/bin/python").read_text()
 
 
-def test_an_environment_that_could_not_be_made_is_not_left_half(folder: Path) -> None:
+def test_a_failed_environment_is_removed(folder: Path) -> None:
     """Simulates Debian's python3 without the package python3-venv."""
     done = make(folder, "install", f"PYTHON={python(folder / 'bare', 13, venv=1)}")
     assert done.returncode != 0

@@ -51,7 +51,7 @@ def found(path: Path, text: str, rules: Rules) -> list[tuple[int, str]]:
     )
 
 
-def test_documents_are_checked_but_for_code_and_titles(root: Path) -> None:
+def test_documents_are_checked_except_code_and_titles(root: Path) -> None:
     assert found(root / "page.md", DOCUMENT, prose.rules()) == [
         (3, "archaism"),
         (3, "for_ever"),

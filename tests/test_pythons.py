@@ -1,4 +1,4 @@
-"""Every Python that is installed is found, and what its tests came to is told."""
+"""Every installed Python is found, and the results of its tests are reported."""
 
 import tomllib
 from pathlib import Path
@@ -66,7 +66,7 @@ def test_it_fails_unless_all_that_were_found_pass(
     assert pythons.main([]) == status
 
 
-def test_its_tests_are_there() -> None:
+def test_the_tests_of_each_python_exist() -> None:
     assert all((pythons.ROOT / "tests" / name).exists() for name in pythons.TESTS)
 
 

@@ -48,17 +48,17 @@ def test_make_builds_for_the_registry_what_the_release_scans_and_signs() -> None
 
 
 @pytest.mark.parametrize(
-    ("tag", "registry", "said"),
+    ("tag", "registry", "message"),
     [
         ("v9.9.9", REGISTRY, 'the tag is v9.9.9, and pyproject.toml has no line version = "9.9.9"'),
         (f"v{VERSION}", "", "REGISTRY is empty"),
         ("", REGISTRY, "name the tag"),
     ],
 )
-def test_a_release_that_cannot_be_is_refused(tag: str, registry: str, said: str) -> None:
+def test_an_invalid_release_version_is_refused(tag: str, registry: str, message: str) -> None:
     done = dry_run(tag, registry)
     assert done.returncode != 0
-    assert said in done.stderr
+    assert message in done.stderr
     assert done.stdout == ""
 
 

@@ -83,10 +83,10 @@ def test_a_lock_contains_the_declared_dependencies(lock: str, extras: tuple[str,
 
 def test_the_extra_flash_attn_is_locked() -> None:
     """Its lock is installed into an environment that has the engine's packages."""
-    (asked,) = (Requirement(line) for line in PROJECT["optional-dependencies"]["flash-attn"])
+    (requirement,) = (Requirement(line) for line in PROJECT["optional-dependencies"]["flash-attn"])
     locked = pins("flash-attn")
 
-    assert asked.specifier.contains(locked[asked.name].version)
+    assert requirement.specifier.contains(locked[requirement.name].version)
     assert locked.keys().isdisjoint(pins("up")), "two locks would each install their own version"
 
 

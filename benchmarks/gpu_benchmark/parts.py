@@ -31,8 +31,8 @@ PARTS: Mapping[str, Callable[[Task, Report], None]] = {
     "tests": checks.measure_tests,
     "compiled": checks.measure_compiled_tests,
 }
-# Options of all engines by the kind of try: with everything; with the kernels that are used without
-# measuring; with steps as they were before graphs and steps ahead.
+# Engine options by the kind of try: all features; no autotuning; neither CUDA graphs nor async
+# scheduling.
 WHOLE, UNTUNED, SAFE = "whole", "untuned", "safe"
 TRIES: Mapping[str, Mapping[str, Any]] = {
     WHOLE: {},
@@ -43,7 +43,7 @@ TRIES: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Part:
-    """`out` is for results, `work` for all else."""
+    """A part and its folders: results go to `out`, all other files to `work`."""
 
     name: str
     model: str
@@ -53,7 +53,7 @@ class Part:
 
 
 class Fields(logging.Formatter):
-    """A message with what was given besides."""
+    """Formats a log record: time, message, and the fields of its `extra`."""
 
     _known = frozenset(vars(logging.makeLogRecord({})))
 
@@ -76,7 +76,7 @@ def run_part(part: Part, sizes: str) -> None:
     """Runs a part in this process, which ends with it."""
     log_to_stderr()
     faulthandler.enable()
-    # Tests catch what goes to the usual place.
+    # A copy of stderr, since pytest captures what is written to sys.stderr.
     faulthandler.register(WHERE, os.fdopen(os.dup(2), "w"), all_threads=True)
     if sizes == "tiny":
         torch.set_num_threads(1)
@@ -85,7 +85,7 @@ def run_part(part: Part, sizes: str) -> None:
 
 
 def measure_part(part: Part, sizes: Sizes) -> None:
-    """Runs a part; each thing that it reports is a line of the results at once."""
+    """Runs a part; each report is appended to the results at once."""
     found, engine = part.work / ROOFS, TRIES.get(part.kind, {})
     roofs = Roofs(**json.loads(found.read_text())) if found.exists() else None
     done = frozenset(

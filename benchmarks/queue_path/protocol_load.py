@@ -34,7 +34,7 @@ BATCH = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """`frames`: steps of which each request's answer is told; `beats` during its life."""
+    """The load. Each request has this number of `frames` in its answer and of heartbeats (`beats`)."""
 
     redis_url: str
     model: str

@@ -17,7 +17,7 @@ from .run import BLOCK_SIZE, VirtualEngine
 STATIC_EXAMPLE = (50, 200, 30, 150)
 PROMPTS, OUTPUTS = Range(16, 1024), Range(50, 500)
 DYNAMIC_WAIT_STEPS = 20
-"""Dynamic batching waits so many steps of a full batch for others."""
+"""The number of steps of a full batch that dynamic batching waits for further requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ VOCABULARY = 32_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One request. The engine is told `max_tokens`; that it ends after `output` it finds out."""
+    """One request. The engine knows `max_tokens`, but not that it ends after `output` tokens."""
 
     name: str
     arrival: float

@@ -118,9 +118,9 @@ class VirtualEngine:
         for item in scheduler_output.scheduled:
             sequence = item.sequence
             prompt = max(0, min(ends_at[sequence], sequence.prompt_length) - item.start)
-            got = INPUT_WEIGHT * prompt + OUTPUT_WEIGHT * item.samples
+            tokens = INPUT_WEIGHT * prompt + OUTPUT_WEIGHT * item.samples
             tenant = sequence.request.tenant
-            self.log.service[tenant] = self.log.service.get(tenant, 0.0) + got
+            self.log.service[tenant] = self.log.service.get(tenant, 0.0) + tokens
 
     def _book(self, outputs: Sequence[SequenceOutput]) -> None:
         for output in outputs:

@@ -73,7 +73,7 @@ def describe(checkpoint: Checkpoint) -> Description:
 
 
 def _kv_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Of a token that all layers see; layers with a window keep only the last tokens."""
+    """KV bytes of a token in all layers; layers with a window keep only the last tokens."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 

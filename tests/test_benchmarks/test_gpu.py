@@ -99,7 +99,7 @@ def check_what_comes_back(place: gpu.Place) -> None:
         assert wanted in text
 
 
-def test_results_beside_an_earlier_run() -> None:
+def test_results_are_compared_with_an_earlier_run() -> None:
     line = {**WHERE, "what": "decode", "value": 4.0, "unit": "ms"}
     before = gpu_table.by_key([line, {**line, "value": 5.0}, {**WHERE, "what": "start"}])
     assert gpu_table.row(line, before).endswith("was 5.00 (-20.0 %)")
@@ -119,7 +119,7 @@ def test_parts_by_name() -> None:
     assert sum(plan.limit for plan in gpu.PLANS[:4]) < 450
 
 
-def test_a_part_that_fails_is_tried_again_and_the_others_go_on(
+def test_a_failed_part_is_retried_and_the_other_parts_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tried: list[tuple[str, str]] = []
@@ -173,7 +173,7 @@ in_a_kernel()
 """
 
 
-def test_a_part_that_hangs_is_ended_and_says_where(
+def test_a_part_that_hangs_is_ended_with_a_stack_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log, numbers = tmp_path / "log", iter(range(1 << 30))
@@ -197,7 +197,7 @@ def test_a_part_that_hangs_is_ended_and_says_where(
     assert late == "cut short after 0 s"
 
 
-def test_the_least_time_of_a_step() -> None:
+def test_the_minimum_time_of_a_step() -> None:
     shape = SHAPES["8b"]
     assert shape.step_bytes() == pytest.approx(15.0e9, rel=0.01)
     assert shape.kv_bytes == 131_072
@@ -209,7 +209,7 @@ def test_the_least_time_of_a_step() -> None:
     assert attention_operations(shape, 4, 8) == 4 * 32 * 32 * 128 * pairs
 
 
-def test_a_mixture_reads_the_experts_that_are_taken() -> None:
+def test_a_mixture_of_experts_reads_only_the_chosen_experts() -> None:
     shape = SHAPES["moe"]
     expert = 3 * 2048 * 768 * 2  # bytes
     alone, crowd = shape.step_bytes(1), shape.step_bytes(10_000)
@@ -218,7 +218,7 @@ def test_a_mixture_reads_the_experts_that_are_taken() -> None:
     assert shape.layer_weights * 2 == alone - 2 * shape.vocab * shape.hidden
 
 
-def test_the_least_time_of_a_workload() -> None:
+def test_the_minimum_time_of_a_workload() -> None:
     shape = SHAPES["tiny"]
     one = predicted_seconds(shape, ROOFS, [Job([1] * 6, 3)], 4, 64)
     runs = [[(6, 6)], [(1, 7)], [(1, 8)]]
@@ -251,7 +251,7 @@ def test_goals_leave_a_share_of_the_time_for_launches(monkeypatch: pytest.Monkey
     )
 
 
-def test_kinds_of_kernels_beside_what_they_take_at_least() -> None:
+def test_kinds_of_kernels_are_compared_with_their_minimum_time() -> None:
     names = ("decode_kernel", "nvjet_tst_64x8", "small_batch_kernel", "rms_norm_kernel", "argmax")
     events = [(10.0 * place, 10.0 * place + 8.0, name) for place, name in enumerate(names)]
     found = gpu_engine.by_kind(events, 2)
@@ -283,7 +283,7 @@ def test_chosen_kernels_are_lines_with_their_share_of_the_roof(tmp_path: Path) -
     assert gpu_table.row(line).endswith("80.0 % of the roof  64x128; cuBLAS: 20.00")
 
 
-def test_the_tests_of_a_device_tell_each_that_did_not_pass(tmp_path: Path) -> None:
+def test_device_tests_report_each_test_that_did_not_pass(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
         "import pytest\n"
         "def test_right(): pass\n"

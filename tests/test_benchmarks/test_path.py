@@ -26,11 +26,11 @@ def test_a_small_run_loses_nothing_and_writes_its_figures(
     assert results["shard"]["redis_us_per_request"] > 0
 
 
-def test_started_is_said_once_when_all_have() -> None:
-    said: list[str] = []
-    started = Started(2, lambda: said.append("all"))
+def test_the_start_is_reported_once_after_all_processes_started() -> None:
+    reports: list[str] = []
+    started = Started(2, lambda: reports.append("all"))
     started()
-    assert said == []
+    assert reports == []
     started()
     started()
-    assert said == ["all"]
+    assert reports == ["all"]

@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 
 import placement
-from placement import WAYS, Scene, compare
+from placement import METHODS, Scene, compare
 
 SCENE = Scene(engines=4, slots=8, prefixes=40, cached=12, zipf=0.6, requests=500, load=0.6)
 
 
-def test_placement_finds_cached_prompts_without_making_anyone_wait() -> None:
+def test_placement_finds_cached_prompts_without_delaying_requests() -> None:
     figures = compare(SCENE)
-    shared, strict, both = (figures[WAYS[index].name] for index in (0, 1, 4))
+    shared, strict, both = (figures[METHODS[index].name] for index in (0, 1, 4))
     assert both["hit_rate"] > shared["hit_rate"] + 0.2
     assert both["wait_ms_p99"] <= 100 < shared["wait_ms_p99"]
     assert strict["wait_ms_p99"] > 10 * both["wait_ms_p99"]
-    assert compare(SCENE, WAYS[4:]) == {WAYS[4].name: both}
+    assert compare(SCENE, METHODS[4:]) == {METHODS[4].name: both}
 
 
 def test_the_figures_are_printed_and_written(
@@ -25,5 +25,5 @@ def test_the_figures_are_printed_and_written(
 ) -> None:
     file = tmp_path / "figures.json"
     placement.main(["--requests", "50", "--load", "0.5", "--json", str(file)])
-    assert set(json.loads(file.read_text())["0.5"]) == {way.name for way in WAYS}
+    assert set(json.loads(file.read_text())["0.5"]) == {method.name for method in METHODS}
     assert "hit rate" in capsys.readouterr().out

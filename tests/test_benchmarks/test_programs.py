@@ -59,13 +59,13 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("module", [*MODULES, *OTHERS])
-def test_it_can_be_imported(module: str) -> None:
+def test_each_program_can_be_imported(module: str) -> None:
     """Every program can be imported without a device, peers and network."""
     import_module(module)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_it_tells_how_it_is_used(
+def test_each_program_prints_its_usage(
     program: str, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -91,24 +91,24 @@ def test_equality(run: Run, model: str) -> None:
 
 
 def test_accuracy(run: Run, model: str) -> None:
-    said = run("accuracy", "--model", model, "--tokens", "24").splitlines()
-    assert len(said) == 9
-    assert "logit error 0.0000" in said[0] and "logit error 0.0000" not in said[1]
+    printed = run("accuracy", "--model", model, "--tokens", "24").splitlines()
+    assert len(printed) == 9
+    assert "logit error 0.0000" in printed[0] and "logit error 0.0000" not in printed[1]
 
 
 def test_sharing(run: Run, model: str) -> None:
-    said = run("sharing", "--model", model, "--prompt", "48", "--output", "8")
-    assert len(said.splitlines()) > 3
+    printed = run("sharing", "--model", model, "--prompt", "48", "--output", "8")
+    assert len(printed.splitlines()) > 3
 
 
 def test_kv_waste(run: Run) -> None:
-    said = run("kv_waste", "--requests", "20").splitlines()
-    assert len(said) == 2 + 4
+    printed = run("kv_waste", "--requests", "20").splitlines()
+    assert len(printed) == 2 + 4
 
 
 def test_windows(run: Run) -> None:
-    said = run("windows", "--context", "2048", "--sequences", "1").splitlines()
-    assert len(said) == 2 + 2 * 4
+    printed = run("windows", "--context", "2048", "--sequences", "1").splitlines()
+    assert len(printed) == 2 + 2 * 4
 
 
 def test_calibration(run: Run, model: str, tmp_path: Path) -> None:
@@ -129,8 +129,8 @@ def test_kernels(
         monkeypatch.setattr(import_module("kernels"), "packs", lambda dtype: dtype is torch.float32)
     file = tmp_path / "kernels.json"
     small = ["--rounds", "1", "--threads", "1", "--only", "rms_norm", "--json", str(file)]
-    said, found = run("kernels", *small), json.loads(file.read_text())
-    assert found["results"] and found["roofs"]["products_by"] in said.splitlines()[0]
+    printed, found = run("kernels", *small), json.loads(file.read_text())
+    assert found["results"] and found["roofs"]["products_by"] in printed.splitlines()[0]
 
 
 def test_absent_peers(run: Run, tmp_path: Path) -> None:

@@ -31,7 +31,9 @@ PROFILE = EngineProfile(
 @pytest.mark.parametrize(
     ("outputs", "waste"), [((50, 200, 30, 150), 370 / 800), ((10, 10), 0.0), ((1, 9), 8 / 18)]
 )
-def test_a_static_batch_wastes_what_arithmetic_says(outputs: list[int], waste: float) -> None:
+def test_a_static_batch_wastes_the_computed_number_of_slots(
+    outputs: list[int], waste: float
+) -> None:
     assert Comparison(profile=PROFILE).static_waste(outputs) == pytest.approx(waste)
 
 
@@ -69,7 +71,7 @@ def test_a_static_batch_reserves_the_longest_of_everything() -> None:
     assert log.reserved_seconds / log.seconds == pytest.approx(2 * (1 + 8))
 
 
-def test_the_tokens_that_a_run_counts_are_those_that_were_asked_for() -> None:
+def test_a_run_counts_the_requested_tokens() -> None:
     jobs = mixed(40, rate=20.0, patience=1e9, seed=3)
     profile = replace(PROFILE, max_num_batched_tokens=64, kv_tokens=2048)
     for policy in POLICIES:
@@ -85,7 +87,7 @@ def test_jains_index() -> None:
     assert jain([3.0, 0.0, 0.0]) == pytest.approx(1 / 3)
 
 
-def test_the_fair_allocation_gives_no_one_more_than_they_ask() -> None:
+def test_the_fair_allocation_never_exceeds_a_demand() -> None:
     assert max_min({"small": 2.0, "big": 100.0, "huge": 100.0}, 12.0) == {
         "small": 2.0,
         "big": 5.0,
@@ -98,7 +100,7 @@ def test_the_fair_allocation_gives_no_one_more_than_they_ask() -> None:
     assert all(given[tenant] <= demands[tenant] for tenant in demands)
 
 
-def test_the_bundled_profile_is_one_that_can_be_read() -> None:
+def test_the_bundled_profile_is_readable() -> None:
     assert load_profile(scheduling.PROFILE).prefill_tokens_per_second > 0
 
 

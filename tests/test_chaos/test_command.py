@@ -26,13 +26,13 @@ def test_every_fault_is_listed() -> None:
     assert names == [*FAULTS, *ELSEWHERE]
 
 
-def test_of_three_seeds_each_has_another_number_of_shards() -> None:
+def test_three_seeds_have_three_numbers_of_shards() -> None:
     drawn = [drawn_shards(seed) for seed in range(1, 31)]
 
     assert [sorted(drawn[at : at + 3]) for at in range(0, 30, 3)] == 10 * [[1, 2, 3]]
 
 
-def test_faults_that_are_tested_elsewhere_are() -> None:
+def test_faults_listed_as_tested_elsewhere_have_tests() -> None:
     files = [file.partition(":")[0] for _, files in ELSEWHERE.values() for file in files]
 
     assert [file for file in files if not (ROOT / "tests" / file).exists()] == []
@@ -47,7 +47,7 @@ def test_an_answer_must_be_the_undisturbed_one() -> None:
     assert problem(CASE, answer((7, 8, 9))) is None
 
 
-def test_lost_repeated_and_changed_tokens_are_seen() -> None:
+def test_lost_repeated_and_changed_tokens_are_detected() -> None:
     wrong = [
         answer((7, 8)),
         answer((7, 8, 8, 9)),

@@ -14,7 +14,7 @@ EACH = [
 ]
 
 
-@pytest.mark.timeout(600)  # the first one waits for processes of all, on any machine
+@pytest.mark.timeout(600)  # the first test starts the processes of all
 @pytest.mark.parametrize("fault", EACH)
 def test_clients_get_their_answers(fault: Fault, worlds_by_seed: dict[int, Worlds]) -> None:
     shards = {seed: drawn_shards(seed) for seed in worlds_by_seed}
@@ -24,5 +24,7 @@ def test_clients_get_their_answers(fault: Fault, worlds_by_seed: dict[int, World
             for seed, worlds in worlds_by_seed.items()
         }
     failed = {seed: mistakes for seed, run in running.items() if (mistakes := run.result())}
-    told = ["\n  ".join([repeat(fault.name, seed, shards[seed]), *failed[seed]]) for seed in failed]
-    assert failed == {}, "\n".join(["", *told])
+    reports = [
+        "\n  ".join([repeat(fault.name, seed, shards[seed]), *failed[seed]]) for seed in failed
+    ]
+    assert failed == {}, "\n".join(["", *reports])

@@ -55,7 +55,7 @@ def test_alerts_fire_when_they_should(file: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ALERTS)
-def test_an_alert_is_seen_to_fire(name: str) -> None:
+def test_every_alert_fires_in_a_unit_test(name: str) -> None:
     text = " ".join(file.read_text() for file in UNIT_TESTS)
 
     assert re.search(rf'ALERTS\{{alertname="{name}",alertstate="firing",[^}}]+\}}\'\n', text)
@@ -77,19 +77,19 @@ def test_the_page_has_only_existing_alerts() -> None:
     assert sorted(described) == sorted(ALERTS)
 
 
-def test_rules_ask_for_metrics_that_are_exported() -> None:
+def test_rules_use_only_exported_metrics() -> None:
     suffixes = {MetricKind.HISTOGRAM: ("_bucket", "_sum", "_count")}
     known = OTHERS | {str(rule["record"]) for rule in rules() if "record" in rule}
     for metric in ALL_METRICS:
         known |= {metric.prometheus_name + end for end in suffixes.get(metric.kind, ("",))}
     text = " ".join(str(rule["expr"]) for rule in rules())
-    asked = set(re.findall(r"\b(?:headrace|gen_ai_server|redis|target|kube)[_:][\w:]+", text))
+    queried = set(re.findall(r"\b(?:headrace|gen_ai_server|redis|target|kube)[_:][\w:]+", text))
 
-    assert asked
-    assert asked <= known
+    assert queried
+    assert queried <= known
 
 
-def test_alerts_and_dashboards_agree_on_whose_fault_an_error_is() -> None:
+def test_alerts_and_dashboards_agree_on_which_errors_clients_cause() -> None:
     (failures,) = [
         rule for rule in rules() if rule.get("record") == "headrace:request_failures:rate5m"
     ]

@@ -103,7 +103,7 @@ async def test_a_release_with_keys_answers_with_one(gateway: Gateway, book: KeyB
     assert book.secrets["tester"] not in output
 
 
-async def test_without_a_key_only_health_is_tested_and_that_is_said(gateway: Gateway) -> None:
+async def test_without_a_key_only_health_is_tested_and_the_output_says_so(gateway: Gateway) -> None:
     status, output = await helm_test(gateway.url)
 
     assert status == 0, output

@@ -43,18 +43,18 @@ def test_there_is_no_other_file() -> None:
 
 
 @pytest.mark.parametrize(("dashboard", "panel"), PANELS, ids=title)
-def test_a_panel_says_what_it_shows(dashboard: Dashboard, panel: Panel) -> None:
+def test_every_panel_has_a_description(dashboard: Dashboard, panel: Panel) -> None:
     assert panel.queries
     assert panel.description.endswith(".")
 
 
 @pytest.mark.parametrize(("dashboard", "panel"), PANELS, ids=title)
-def test_a_panel_asks_for_metrics_that_are_exported(dashboard: Dashboard, panel: Panel) -> None:
+def test_panels_use_only_exported_metrics(dashboard: Dashboard, panel: Panel) -> None:
     for query in panel.queries:
-        asked = set(re.findall(r"([a-z_:]+)\{", query.expr))
+        queried = set(re.findall(r"([a-z_:]+)\{", query.expr))
 
-        assert asked
-        assert asked <= EXPORTED | OTHERS
+        assert queried
+        assert queried <= EXPORTED | OTHERS
 
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=title)

@@ -79,7 +79,7 @@ def reference(name: str) -> Manifest:
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "refusal"),
     [
         ({"engine": {"image": "registry.example.com/base/engine:2"}},
          "the image registry.example.com/base/engine:2"),
@@ -104,10 +104,10 @@ def reference(name: str) -> Manifest:
         ({"engine": {"extraArgs": ["--model=/other"]}}, "engine.extraArgs"),
     ],
 )  # fmt: skip
-def test_forbidden_fields_are_refused_by_name(spec: Manifest, said: str) -> None:
+def test_forbidden_fields_are_refused_by_name(spec: Manifest, refusal: str) -> None:
     spec = {"model": LOCAL, **spec}
     ModelService.parse(body(**spec))
-    assert said in refusals(NARROW, spec)
+    assert refusal in refusals(NARROW, spec)
 
 
 def test_all_errors_are_reported() -> None:
@@ -172,7 +172,7 @@ def test_every_source_is_known_to_the_policy() -> None:
         assert f'variables.spec.model.{field}) ? ["{field}"]' in sources["expression"]
 
 
-def test_it_is_off_by_default() -> None:
+def test_the_policy_is_off_by_default() -> None:
     assert of_kind(render(), "ValidatingAdmissionPolicy") == []
     assert of_kind(render(), "ValidatingAdmissionPolicyBinding") == []
 
@@ -188,7 +188,7 @@ def test_it_is_off_by_default() -> None:
         ),
     ],
 )
-def test_it_holds_where_the_operator_watches(
+def test_the_policy_applies_where_the_operator_watches(
     values: dict[str, Any], selector: Manifest | None
 ) -> None:
     own = {**values.get("modelServicePolicy", {}), "enabled": True}

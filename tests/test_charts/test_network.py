@@ -177,7 +177,7 @@ def test_no_pod_reads_cloud_credentials(name: str) -> None:
         ({"model": "headrace-demo"}, False),
     ],
 )
-def test_gateways_reach_a_hub_where_their_settings_name_one(
+def test_gateways_reach_the_hub_that_their_settings_name(
     settings: dict[str, Any], fetches: bool
 ) -> None:
     passing = connections(render({"gateway": {"settings": settings}}))
@@ -215,7 +215,7 @@ def test_engines_of_every_namespace_reach_redis_where_the_operator_watches_all()
     assert ("far engine", "otel-collector", 4318) in passing
 
 
-def test_the_api_can_be_kept_to_the_ingress_and_the_test() -> None:
+def test_the_api_can_be_limited_to_the_ingress_and_the_test_pod() -> None:
     ingress = Place("ingress", {}, namespace="ingress-nginx")
     objects = render(scenario("full-values"))
     policies = of_kind(objects, "NetworkPolicy")
@@ -243,7 +243,7 @@ def test_the_kubernetes_api_can_be_named() -> None:
     assert ("operator", "cloud metadata", 443) not in passing
 
 
-def test_the_operator_reaches_the_ports_of_prometheus_servers_that_it_may_be_named() -> None:
+def test_the_operator_reaches_the_ports_of_allowed_prometheus_servers() -> None:
     objects = render(scenario("full-values"))
     policies = of_kind(objects, "NetworkPolicy")
     (operator,) = (place for place in own_places(objects) if place.name == "operator")
@@ -253,7 +253,7 @@ def test_the_operator_reaches_the_ports_of_prometheus_servers_that_it_may_be_nam
     assert not allowed(policies, operator, METADATA, 9091)
 
 
-def test_without_policies_there_is_none() -> None:
+def test_without_policies_no_network_policy_is_rendered() -> None:
     assert of_kind(render({"networkPolicy": {"enabled": False}}), "NetworkPolicy") == []
 
 

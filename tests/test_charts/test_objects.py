@@ -105,7 +105,7 @@ def test_objects_are_valid_for_kubernetes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_objects_have_names_of_their_own_in_the_release_s_namespace(name: str) -> None:
+def test_objects_have_unique_names_in_the_releases_namespace(name: str) -> None:
     objects = render(scenario(name))
     seen = Counter((m["kind"], m["metadata"]["name"]) for m in objects)
 
@@ -150,7 +150,7 @@ def test_selectors_select_their_pods_and_have_no_version(name: str) -> None:
         assert not unstable & _selector(manifest).keys()
 
 
-def test_an_upgrade_of_the_chart_alone_restarts_no_pod() -> None:
+def test_an_upgrade_of_only_the_chart_restarts_no_pod() -> None:
     for each in workloads(render(scenario("full-values"))):
         if each.manifest["kind"] != "Pod":
             assert "headrace-0.1.0" not in str(each.pod["metadata"])

@@ -82,14 +82,14 @@ def test_mounts_have_their_volumes(pods: list[Workload]) -> None:
         assert mounted == volumes
 
 
-def test_probes_ask_ports_that_the_container_has(pods: list[Workload]) -> None:
+def test_probes_use_ports_of_their_container(pods: list[Workload]) -> None:
     for container in (c for each in pods for c in each.containers):
         ports = {port["name"] for port in container.get("ports", ())}
         probes = [container[name] for name in container if name.endswith("Probe")]
-        asked = {
+        probed = {
             (probe.get("httpGet") or probe.get("tcpSocket") or {}).get("port") for probe in probes
         }
-        assert asked - {None} <= ports
+        assert probed - {None} <= ports
 
 
 @pytest.mark.parametrize("component", PROCESSES)
@@ -121,7 +121,9 @@ def test_telemetry_settings_are_accepted(component: str, monkeypatch: pytest.Mon
     assert telemetry.metrics == frozenset()
 
 
-def test_the_operator_gives_engines_what_the_release_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_operator_passes_the_releases_settings_to_engines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     values = scenario("external-redis-values")
     for key, variable in workload(render(values), "headrace-operator").environment.items():
         monkeypatch.setenv(key, variable.get("value", "rediss://redis:6380/0"))
@@ -161,7 +163,7 @@ def test_the_operator_finds_the_gateways_of_its_release(monkeypatch: pytest.Monk
     assert found == ["headrace-gateway"]
 
 
-def test_a_gateway_has_time_to_leave_the_service_and_end_its_streams() -> None:
+def test_a_gateway_has_time_to_leave_the_service_and_finish_its_streams() -> None:
     values = {"gateway": {"settings": {"drain_timeout": 90}, "preStopSleepSeconds": 7}}
     gateway = workload(render(values), "headrace-gateway")
     sleep = gateway.containers[0]["lifecycle"]["preStop"]["sleep"]["seconds"]
@@ -184,19 +186,19 @@ def test_a_full_gateway_is_not_killed() -> None:
     assert container["livenessProbe"]["httpGet"]["port"] == "metrics"
 
 
-def test_an_update_of_gateways_keeps_all_until_new_ones_are_ready() -> None:
+def test_a_rollout_keeps_all_gateways_until_new_ones_are_ready() -> None:
     strategy = workload(render(), "headrace-gateway").manifest["spec"]["strategy"]
 
     assert strategy["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
 
 
-def test_an_autoscaled_gateway_has_no_replicas_of_its_own() -> None:
+def test_an_autoscaled_gateway_sets_no_replicas() -> None:
     values = {"gateway": {"autoscaling": {"enabled": True}}}
 
     assert "replicas" not in workload(render(values), "headrace-gateway").manifest["spec"]
 
 
-def test_gateways_have_no_model_of_their_own_by_default() -> None:
+def test_gateways_have_no_configured_model_by_default() -> None:
     """Engines register theirs."""
     variables = workload(render(), "headrace-gateway").environment
 

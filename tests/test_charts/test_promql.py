@@ -222,7 +222,7 @@ def test_a_variable_has_values(prometheus: PrometheusServer, variable: Variable)
 
 
 @pytest.mark.parametrize("name", EXPRESSIONS)
-def test_a_rule_asks_for_series_that_exist(prometheus: PrometheusServer, name: str) -> None:
+def test_rules_use_only_existing_series(prometheus: PrometheusServer, name: str) -> None:
     """An alert is silent when all is well, but each of its series must be there."""
     selectors = [
         metric + matchers

@@ -91,7 +91,7 @@ def test_the_operator_may_store_its_history_in_configmaps(granted: set[Rule]) ->
     }
 
 
-def test_the_operator_may_read_no_secret_and_take_no_rights(granted: set[Rule]) -> None:
+def test_the_operator_may_not_read_secrets_or_extend_its_rights(granted: set[Rule]) -> None:
     resources = {resource for _, resource, _ in granted}
 
     assert not {("", "secrets", verb) for verb in ("get", "list", "watch", "patch", "*")} & granted
@@ -100,7 +100,7 @@ def test_the_operator_may_read_no_secret_and_take_no_rights(granted: set[Rule]) 
     assert not {("", "pods", verb) for verb in ("create", "delete")} & granted
 
 
-def test_the_operator_may_hold_its_lease_and_no_other() -> None:
+def test_the_operator_may_change_only_its_own_lease() -> None:
     role = named(render(), "Role", "headrace-operator-leader")
     by_verb = {verb: rule for rule in role["rules"] for verb in rule["verbs"]}
 
@@ -140,13 +140,13 @@ def test_without_the_operator_there_are_no_rules() -> None:
         assert of_kind(objects, kind) == []
 
 
-def test_two_releases_have_cluster_roles_of_their_own() -> None:
+def test_two_releases_have_separate_cluster_roles() -> None:
     (role,) = of_kind(render({"operator": {"watchAllNamespaces": True}}), "ClusterRole")
 
     assert role["metadata"]["name"] == "llm-headrace-operator"
 
 
-def test_definitions_are_upgraded_with_the_release_and_kept_without_it() -> None:
+def test_definitions_are_upgraded_with_the_release_and_survive_its_removal() -> None:
     """They are not in Helm's folder crds/, which Helm never upgrades."""
     kept = of_kind(render(), "CustomResourceDefinition")[0]["metadata"]["annotations"]
     loose = of_kind(render({"crds": {"keep": False}}), "CustomResourceDefinition")[0]

@@ -110,7 +110,7 @@ async def test_the_password_is_in_a_file_that_only_the_server_reads(
     ("user", "password"),
     [("headrace-gateway", "g"), ("headrace-operator", "o"), (model_user("chat"), "c")],
 )
-async def test_roles_and_models_have_users_of_their_own(
+async def test_each_role_and_model_has_its_own_user(
     server: Connection, port: int, user: str, password: str
 ) -> None:
     """The operator has saved the models' users before this start."""
@@ -220,7 +220,7 @@ def test_pods_may_reach_sentinels_and_their_masters() -> None:
     assert operator["HEADRACE_OPERATOR_ENGINE_REDIS_PORTS"]["value"] == "[26380,6380]"
 
 
-def test_each_role_may_have_a_url_of_its_own() -> None:
+def test_each_role_may_have_its_own_url() -> None:
     objects = render(scenario("sentinel-values"))
     pods = {
         role: workload(objects, f"headrace-{role}").environment for role in ("gateway", "operator")
@@ -296,7 +296,7 @@ def test_the_bundled_server_has_the_priority_that_the_values_name() -> None:
     assert workload(objects, "headrace-redis").spec["priorityClassName"] == "important"
 
 
-def test_an_image_that_never_starts_can_be_replaced() -> None:
+def test_an_image_that_never_started_can_be_replaced() -> None:
     """With OrderedReady the StatefulSet would wait indefinitely for the broken pod."""
     stateful = named(render(), "StatefulSet", "headrace-redis")
     assert stateful["spec"]["podManagementPolicy"] == "Parallel"

@@ -166,7 +166,7 @@ def test_servers_without_volumes_keep_the_data_while_one_has_it(tmp_path: Path) 
         assert "kept" not in old.keys()
 
 
-async def test_a_secret_of_one_s_own_works_with_the_tools_of_alpine(tmp_path: Path) -> None:
+async def test_a_user_provided_secret_works_with_alpines_tools(tmp_path: Path) -> None:
     hosts = ",".join(f"headrace-redis-{number}.llm.svc:26379" for number in range(3))
     url = f"redis+sentinel://:{quote(PASSWORD, safe='')}@{hosts}/headrace/0"
     secrets = {"own": {"password": PASSWORD, "url": url}}

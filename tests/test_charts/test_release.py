@@ -47,12 +47,12 @@ def test_the_notes_hold_a_modelservice_that_the_operator_understands(name: str) 
     assert Path(local_source(service.spec.model.local.path), "config.json").is_file()
 
 
-def test_the_notes_tell_the_next_command() -> None:
+def test_the_notes_show_the_next_command() -> None:
     assert "kubectl -n llm port-forward service/headrace-gateway 8000:80" in notes("default-values")
     assert "curl https://llm.example.com/v1/models" in notes("tls-values")
 
 
-def test_the_notes_ask_an_ingress_that_takes_any_host() -> None:
+def test_the_notes_have_a_command_for_an_ingress_without_a_host() -> None:
     text = notes("small-values")
     assert "kubectl -n llm get ingress headrace-gateway" in text
     assert "curl http://ADDRESS/v1/models" in text
@@ -60,7 +60,7 @@ def test_the_notes_ask_an_ingress_that_takes_any_host() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "text"),
     [
         ({}, "engines that continue without an operator and without their Redis. Delete"),
         ({}, "kubectl -n llm delete modelservices --all"),
@@ -74,8 +74,10 @@ def test_the_notes_ask_an_ingress_that_takes_any_host() -> None:
         ),
     ],
 )
-def test_the_notes_tell_what_an_uninstall_leaves(values: dict[str, Any], told: str) -> None:
-    assert told in render_files({**scenario("default-values"), **values})["templates/NOTES.txt"]
+def test_the_notes_list_the_objects_that_remain_after_an_uninstall(
+    values: dict[str, Any], text: str
+) -> None:
+    assert text in render_files({**scenario("default-values"), **values})["templates/NOTES.txt"]
 
 
 def test_a_job_deletes_the_modelservices_before_the_operator_goes() -> None:
@@ -121,7 +123,7 @@ def test_the_ingress_streams_through_nginx() -> None:
     ]
 
 
-def test_annotations_of_the_user_win() -> None:
+def test_the_users_annotations_take_precedence() -> None:
     ingress = named(render(scenario("full-values")), "Ingress", "headrace-gateway")
 
     size = ingress["metadata"]["annotations"]["nginx.ingress.kubernetes.io/proxy-body-size"]

@@ -76,16 +76,16 @@ async def backend(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
         return
     if name == "sealed":
         url = request.getfixturevalue("valkey_server").url
-        over: OverRedis = OverRedis(url, shards=shards, ring=Keyring([new_key()]))
+        redis_backend: OverRedis = OverRedis(url, shards=shards, ring=Keyring([new_key()]))
     elif name.startswith("users"):
         engine = "engine" if name == "users" else MODEL
-        over = OverUsers(request.getfixturevalue("user_server"), engine=engine)
+        redis_backend = OverUsers(request.getfixturevalue("user_server"), engine=engine)
     else:
         url = request.getfixturevalue(_SERVERS[name]).url
-        over = OverRedis(url, shards=shards)
-    await over.wipe()
-    yield over
-    await over.close()
+        redis_backend = OverRedis(url, shards=shards)
+    await redis_backend.wipe()
+    yield redis_backend
+    await redis_backend.close()
 
 
 @pytest.fixture

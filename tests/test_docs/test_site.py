@@ -70,7 +70,7 @@ def test_links_to_source_lead_to_the_named_place_or_are_only_text(
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
-def test_generated_pages_are_as_the_code(page: Path) -> None:
+def test_generated_pages_match_the_code(page: Path) -> None:
     assert page.read_text() == pages()[page], "`make reference-pages` writes it anew"
 
 

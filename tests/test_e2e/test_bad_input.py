@@ -91,7 +91,7 @@ def test_bad_input_is_refused(single: SingleStack, body: BadBody) -> None:
     ],
     ids=["nested repetition", "overlapping repetition", "loop", "recursion"],
 )
-def test_constraints_that_are_costly_elsewhere_are_not_here(
+def test_constraints_that_are_costly_in_other_servers_are_cheap(
     single: SingleStack, constraint: dict[str, Any]
 ) -> None:
     """Such requests are either refused or run like others."""
@@ -121,7 +121,7 @@ def test_a_body_in_very_many_chunks(single: SingleStack) -> None:
         refused(client.send(request))
 
 
-def test_repeating_it_all_takes_no_more_memory(single: SingleStack) -> None:
+def test_repeated_bad_input_takes_no_more_memory(single: SingleStack) -> None:
     def everything() -> None:
         for body in BODIES:
             refused(single.post(body.path, body.content, dict(body.headers)))

@@ -80,7 +80,7 @@ def test_requests_are_answered_within_their_time(
     ],
     ids=["timeout", "deadline"],
 )
-def test_a_time_that_is_over_ends_a_request(
+def test_an_expired_timeout_ends_a_request(
     api: httpx.Client, header: Callable[[], dict[str, str]]
 ) -> None:
     answer = api.post("/v1/completions", json=body(max_tokens=500), headers=header())
@@ -98,7 +98,7 @@ def test_a_background_request_is_found_at_the_gateway_with_the_other_clock(
         until(lambda url=url: httpx.get(url).json()["status"] == "completed", "its answer")  # type: ignore[misc]
 
 
-def test_a_key_is_one_answer_at_both_gateways(api: httpx.Client, sides: Sides) -> None:
+def test_a_key_has_the_same_answer_at_both_gateways(api: httpx.Client, sides: Sides) -> None:
     headers = {"Idempotency-Key": f"clock {api.base_url}"}
     answers = [
         httpx.post(f"{gateway.url}/v1/completions", json=body(), headers=headers, timeout=60)
@@ -112,8 +112,12 @@ def test_a_batch_runs_to_its_end(api: httpx.Client) -> None:
     files = {"file": ("in.jsonl", jsonl([line(f"r{n}", model=MODEL) for n in range(3)]))}
     file = api.post("/v1/files", files=files, data={"purpose": "batch"}).json()
     assert abs(file["created_at"] - time.time()) < SOON_S
-    asked = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "10m"}
-    batch = api.post("/v1/batches", json=asked).json()
+    batch_request = {
+        "input_file_id": file["id"],
+        "endpoint": "/v1/completions",
+        "completion_window": "10m",
+    }
+    batch = api.post("/v1/batches", json=batch_request).json()
 
     def ended() -> bool:
         found = api.get(f"/v1/batches/{batch['id']}").json()

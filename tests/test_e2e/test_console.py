@@ -82,7 +82,7 @@ def stream(up: UpProcess, number: int, salt: str) -> str:
 
 
 def phases(console: Console) -> dict[tuple[str, str], list[tuple[str, int]]]:
-    """What was seen of each request in each engine: its phase and computed tokens, in order."""
+    """The observed phases and computed tokens of each request in each engine, in order."""
     found = defaultdict(list)
     for snapshot in console.snapshots:
         for engine in snapshot["engines"]:
@@ -95,7 +95,7 @@ def busiest(console: Console) -> dict[str, Any]:
     return max(console.engines, key=lambda engine: len(engine.get("sequences", ())))
 
 
-def test_a_person_sees_each_request_on_its_way_and_an_engine_s_death_costs_no_stream(
+def test_the_console_shows_each_request_and_a_killed_engine_loses_no_stream(
     up: UpProcess, console: Console
 ) -> None:
     with ThreadPoolExecutor(STREAMS) as pool:

@@ -89,7 +89,7 @@ def test_stop_ends_the_request_in_its_engine(console: Console, up: UpProcess) ->
     assert newest["output_tokens"] < LONG
 
 
-def test_a_stream_goes_on_after_its_gateway_was_killed(
+def test_a_stream_continues_after_its_gateway_was_killed(
     browser: Browser, console: Console, watched: WatchedPage, up: UpProcess
 ) -> None:
     console.open()
@@ -230,7 +230,9 @@ def answer_with(route: Route, deltas: list[dict[str, Any]]) -> None:
 # Live and Requests
 
 
-def test_live_shows_a_requests_way_while_sixteen_run(console: Console, up: UpProcess) -> None:
+def test_live_shows_the_states_of_a_request_while_sixteen_run(
+    console: Console, up: UpProcess
+) -> None:
     page = console.page
     console.open("live")
     expect(page.locator(".engine")).to_have_count(2)
@@ -270,7 +272,7 @@ def test_sample_requests_are_cancelled(console: Console, up: UpProcess) -> None:
     assert {request["state"] for request in requests(up.url)[:4]} == {"cancelled"}
 
 
-def test_the_moving_picture_moves_and_pauses(console: Console, up: UpProcess) -> None:
+def test_the_animation_runs_and_pauses(console: Console, up: UpProcess) -> None:
     page = console.page
     console.open("live")
     page.fill("#load-count", "8")
@@ -379,7 +381,7 @@ def test_axe_finds_no_violation(console: Console, view: str, scheme: Any) -> Non
     assert found.violations_count == 0, found.generate_report()
 
 
-def test_the_theme_is_switched_and_kept(console: Console) -> None:
+def test_the_theme_is_switched_and_remembered(console: Console) -> None:
     console.page.emulate_media(color_scheme="light")
     console.open()
     console.page.get_by_role("button", name="Dark").click()
@@ -387,7 +389,7 @@ def test_the_theme_is_switched_and_kept(console: Console) -> None:
     expect(console.page.locator("html")).to_have_attribute("data-theme", "dark")
 
 
-def test_less_motion_is_respected(console: Console) -> None:
+def test_reduced_motion_is_respected(console: Console) -> None:
     console.page.emulate_media(reduced_motion="reduce")
     console.page.add_init_script(
         "window.frames_asked = 0; const ask = requestAnimationFrame;"
@@ -403,7 +405,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> KeyBook:
     return KeyBook(tmp_path_factory.mktemp("keys") / "keys.yaml")
 
 
-def test_the_key_is_asked_for_and_kept_in_the_tab_only(
+def test_the_api_key_is_requested_and_stored_in_the_tab_only(
     browser: Browser, keys: KeyBook, tmp_path: Path
 ) -> None:
     secret = keys.add("alice", tenant="team-a")

@@ -193,7 +193,7 @@ class Film:
         )
 
     def _frame(self, moment: float) -> Image.Image:
-        """What both pages showed at a moment."""
+        """The contents of both pages at one moment."""
         pictures = []
         for shots in self._shots:
             content = next(data for at, data in reversed(shots) if at <= moment)

@@ -76,7 +76,7 @@ def work(served: UpProcess) -> Iterator[None]:
         thread.join()
 
 
-def test_a_running_request_is_shown_with_its_state_and_never_its_words(
+def test_a_running_request_is_shown_with_its_state_but_not_its_text(
     served: UpProcess, engine: str
 ) -> None:
     seen: list[str] = []
@@ -119,13 +119,13 @@ def test_an_idle_engine_refuses_a_profile_with_the_reason(engine: str, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("query", "said"), [("steps=0", "steps must be"), ("steps=5&timeout=x", "timeout must be")]
+    ("query", "message"), [("steps=0", "steps must be"), ("steps=5&timeout=x", "timeout must be")]
 )
-def test_a_bad_query_is_refused_by_field(engine: str, query: str, said: str) -> None:
+def test_a_bad_query_is_refused_by_field(engine: str, query: str, message: str) -> None:
     answer = httpx.post(f"{engine}/debug/profile?{query}")
 
     assert answer.status_code == 400
-    assert said in answer.json()["error"]
+    assert message in answer.json()["error"]
 
 
 def test_a_wrong_method_and_a_wrong_port_are_reported(served: UpProcess, engine: str) -> None:

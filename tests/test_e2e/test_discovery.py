@@ -94,8 +94,8 @@ def test_a_registered_model_is_served_without_configuration(
 
             assert not remove(valkey, "someone/else")
             assert remove(valkey, OWNER)
-            said = "".join(queued.iter_text())
-    error = json.loads(said.rsplit("data: ", 1)[1])["error"]
+            stream = "".join(queued.iter_text())
+    error = json.loads(stream.rsplit("data: ", 1)[1])["error"]
     assert error["code"] == "model_removed"
     until(lambda: waiting(gateway) == 0, "the request to have left the queue")
     until(lambda: list(client.models.list()) == [], "the model to be gone")

@@ -1,6 +1,6 @@
-"""Connections that dawdle, never read, break off or come in crowds; and bytes put into Redis.
+"""Slow, unread, broken and very many connections; and malformed bytes that are written to Redis.
 
-Each leaves the same engine serving, with no sequence, block or queue entry held.
+After each, the same engine serves, and no sequence, block or queue entry is left.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ CROWD = 1000
 
 
 @pytest.fixture(autouse=True)
-def _survives(single: SingleStack) -> Iterator[None]:
+def _stays_healthy(single: SingleStack) -> Iterator[None]:
     yield
     assert single.engine.alive and single.gateway.alive
     single.until_clean()
@@ -44,14 +44,14 @@ def redis(single: SingleStack) -> Iterator[Redis]:
 
 
 def request(*, head: bytes = HEAD, **fields: object) -> bytes:
-    """The bytes of a streaming completion that would take long."""
+    """The bytes of a request for a long streamed completion."""
     body = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": LONG, "ignore_eos": True}
     content = json.dumps({**body, "stream": True, **fields}).encode()
     return head + b"Content-Length: %d\r\n\r\n" % len(content) + content
 
 
 def answer(connection: socket.socket) -> tuple[int, dict[str, str]]:
-    """Status and error object of what the server says before it closes."""
+    """The status and error object that the server sends before it closes the connection."""
     received = b""
     while chunk := connection.recv(65536):
         received += chunk
@@ -85,8 +85,8 @@ def reset(connection: socket.socket) -> None:
 def test_broken_http_is_refused(single: SingleStack, sent: bytes, status: int) -> None:
     with single.connect() as connection:
         connection.sendall(sent)
-        got, error = answer(connection)
-    assert got == status
+        received, error = answer(connection)
+    assert received == status
     assert error["type"] == "invalid_request_error" and error["message"]
 
 
@@ -109,18 +109,18 @@ def test_chunks_beyond_the_limit_are_cut_off(single: SingleStack) -> None:
     assert (status, error["code"]) == (413, "request_too_large")
 
 
-def test_idle_connections_give_way_and_are_closed(single: SingleStack) -> None:
+def test_idle_connections_are_closed_when_new_ones_come(single: SingleStack) -> None:
     idle = [single.connect() for _ in range(MAX_CONNECTIONS)]
     assert single.complete().status_code == 200
-    given_way, *others = idle
-    with given_way:
-        assert given_way.recv(1) == b""
+    closed, *others = idle
+    with closed:
+        assert closed.recv(1) == b""
     for connection in others:
         with connection:
             assert answer(connection)[0] == 408
 
 
-# Clients that go
+# Clients that disconnect
 
 
 def slow_readers(single: SingleStack) -> int:
@@ -175,7 +175,7 @@ def test_a_client_that_resets_its_stream_is_dropped(single: SingleStack) -> None
     assert single.output_tokens() - before < LONG / 2
 
 
-def test_a_crowd_that_opens_and_leaves_at_once_holds_nothing(
+def test_many_clients_that_disconnect_at_once_leave_nothing_open(
     single: SingleStack, redis: Redis
 ) -> None:
     answered: list[int] = []
@@ -197,7 +197,7 @@ def test_a_crowd_that_opens_and_leaves_at_once_holds_nothing(
 
     before = single.output_tokens()
     asyncio.run(crowd())
-    assert len(answered) > CROWD / 2, "hardly any client got far enough to leave early"
+    assert len(answered) > CROWD / 2, "too few clients disconnected in the middle of an answer"
     single.until_clean()
     assert single.output_tokens() - before < CROWD * LONG / 12
     assert [redis.xlen(queue) for queue in KEYS.queues] == [0, 0, 0]

@@ -88,7 +88,7 @@ def all_tokens(client: OpenAI, work: list[tuple[str, GreedyPath]]) -> list[tuple
         return list(pool.map(complete, work))
 
 
-def test_adapters_are_models_beside_the_one_that_they_change(url: str, expected: Paths) -> None:
+def test_adapters_are_listed_as_models_with_their_base_model(url: str, expected: Paths) -> None:
     client = OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=120)
     work = [(name, expected[name][index]) for index in range(2) for name in expected]
 
@@ -119,7 +119,7 @@ def test_two_processes_share_a_model_with_adapters(
         up.until_served()
         assert up.child("headrace_engine.distributed").is_running()
         with OpenAI(base_url=f"{up.url}/v1", api_key="x", max_retries=0, timeout=120) as client:
-            asked = [(UP_MODEL if name == MODEL else name, path) for name, path in work]
-            found = all_tokens(client, asked)
+            renamed = [(UP_MODEL if name == MODEL else name, path) for name, path in work]
+            found = all_tokens(client, renamed)
 
-    assert found == [(name, path.output) for name, path in asked]
+    assert found == [(name, path.output) for name, path in renamed]

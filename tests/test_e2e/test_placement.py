@@ -1,4 +1,4 @@
-"""Prompts that begin alike go to one engine, and to another where that one does not take them."""
+"""Prompts with the same beginning go to one engine, or to another one if it does not take them."""
 
 import signal
 from collections.abc import Iterator
@@ -10,14 +10,14 @@ import pytest
 from headrace_testing.processes import Starter
 from headrace_testing.stack import MODEL, EngineProcess, Stack
 
-SALTS = 20  # so that both engines get some
+SALTS = 20  # enough for both engines to get some
 PROMPT = list(range(3, 163))
 CACHED = 144  # whole blocks before the last token
 
 
 @pytest.fixture
 def stack(checkpoint: Path, tmp_path: Path, start: Starter) -> Iterator[Stack]:
-    """Two engines; the first gateway leaves requests to their engine, the second not for long."""
+    """Two engines. The first gateway always waits for a request's engine, the second only 10 ms."""
     stack = Stack(checkpoint, tmp_path, start=start)
     try:
         for _ in range(2):
@@ -30,8 +30,8 @@ def stack(checkpoint: Path, tmp_path: Path, start: Starter) -> Iterator[Stack]:
         stack.close()
 
 
-def ask_all(url: str) -> list[int]:
-    """Asks for a token with the prompt as each tenant would; how many of its tokens were cached."""
+def cached_tokens(url: str) -> list[int]:
+    """Sends the prompt with each tenant's salt; returns the number of cached tokens of each."""
     cached = []
     with httpx.Client(base_url=url, timeout=120) as client:
         for salt in range(SALTS):
@@ -47,13 +47,13 @@ def taken(engine: EngineProcess, result: str) -> float:
 
 def test_each_tenants_prompts_are_cached_by_one_engine(stack: Stack) -> None:
     first, second = stack.gateways
-    assert ask_all(first.url) == [0] * SALTS
-    assert ask_all(first.url) == [CACHED] * SALTS
+    assert cached_tokens(first.url) == [0] * SALTS
+    assert cached_tokens(first.url) == [CACHED] * SALTS
     counts = [int(taken(engine, "placed")) for engine in stack.engines]
     assert sum(counts) == 2 * SALTS and min(counts) > 0
 
     frozen, other = stack.engines
     frozen.signal(signal.SIGSTOP)
-    cached = ask_all(second.url)
+    cached = cached_tokens(second.url)
     assert sorted(cached) == [0] * (counts[0] // 2) + [CACHED] * (counts[1] // 2)
     assert taken(other, "stolen") == counts[0] // 2

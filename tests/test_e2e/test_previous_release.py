@@ -73,8 +73,8 @@ def bodies(cases: list[GreedyCase]) -> Bodies:
 
 
 def assert_right(streams: list[ReceivedStream], cases: list[GreedyCase]) -> None:
-    for got, case in zip(streams, cases, strict=True):
-        (events,) = by_choice(got)
+    for received, case in zip(streams, cases, strict=True):
+        (events,) = by_choice(received)
         tokens = [t for event in events for t in event["choices"][0]["token_ids"]]
         assert tuple(tokens) == case.output[:TOKENS]
 
@@ -154,12 +154,12 @@ def test_a_batch_that_one_gateway_began_is_ended_by_the_other(
     old, new = both.old.gateway, both.new.gateway
     with httpx.Client(timeout=60) as client:
         file = client.post(f"{old.url}/v1/files", files=files, data={"purpose": "batch"})
-        asked = {
+        batch_request = {
             "input_file_id": file.raise_for_status().json()["id"],
             "endpoint": "/v1/completions",
             "completion_window": "24h",
         }
-        batch = client.post(f"{old.url}/v1/batches", json=asked).raise_for_status().json()
+        batch = client.post(f"{old.url}/v1/batches", json=batch_request).raise_for_status().json()
         old.kill()
 
         def read() -> dict[str, Any]:

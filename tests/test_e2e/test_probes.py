@@ -1,4 +1,4 @@
-"""Probes of real processes are answered whatever else is open on any of their ports."""
+"""Probes of real processes are answered in spite of other connections to any of their ports."""
 
 import resource
 import socket
@@ -20,7 +20,7 @@ DESCRIPTORS = 128
 
 
 def live(port: int) -> bool:
-    """Whether liveness is answered well within the kubelet's patience."""
+    """Whether liveness is answered within the kubelet's timeout."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/health/live", timeout=20) as answer:
         return bool(answer.status == 200)
 
@@ -66,7 +66,7 @@ def test_idle_connections_to_the_api_leave_descriptors_for_probes(
             assert all(live(gateway.metrics_port) for _ in range(PROBES))
 
 
-def test_an_engine_shows_no_debug_pages_unasked(single: SingleStack) -> None:
+def test_an_engine_has_no_debug_pages_by_default(single: SingleStack) -> None:
     url = f"http://127.0.0.1:{single.engine.metrics_port}"
     assert httpx.get(f"{url}/debug/requests").status_code == 404
     assert httpx.post(f"{url}/debug/profile").status_code == 405

@@ -41,8 +41,8 @@ def test_the_resumed_stream_is_the_whole_answer(served: UpProcess) -> None:
     example = here(block("sh", "Last-Event-ID"), served)
     printed = run("bash", "-c", example)
     (body,) = re.findall(r"-d '(.*)'", example)
-    asked = {**json.loads(body), "stream": False}
-    whole = httpx.post(f"{served.url}/v1/completions", json=asked, timeout=60).json()
+    request = {**json.loads(body), "stream": False}
+    whole = httpx.post(f"{served.url}/v1/completions", json=request, timeout=60).json()
 
     assert printed.rstrip().endswith("data: [DONE]")
     chunks = [json.loads(line) for line in re.findall(r"^data: ({.*})$", printed, re.MULTILINE)]

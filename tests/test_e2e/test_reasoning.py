@@ -54,24 +54,24 @@ def stack(tmp_path_factory: pytest.TempPathFactory, start: Starter) -> Iterator[
 def test_an_engine_may_die_in_reasoning_and_in_the_answer(stack: Stack, part: str) -> None:
     url = f"{stack.gateways[0].url}/v1/chat/completions"
     undisturbed = httpx.post(url, json=BODY, timeout=120).json()
-    said = {"reasoning_content": "", "content": ""}
+    received = {"reasoning_content": "", "content": ""}
     killed = False
     with httpx.stream("POST", url, json={**BODY, "stream": True}, timeout=120) as answer:
         for line in answer.iter_lines():
             if not line.startswith("data: {"):
                 continue
             delta = json.loads(line[6:])["choices"][0]["delta"]
-            for name in said:
-                said[name] += delta.get(name) or ""
-            if not killed and len(said[part]) > 20:
+            for name in received:
+                received[name] += delta.get(name) or ""
+            if not killed and len(received[part]) > 20:
                 killed = True
                 engine = next(e for e in stack.engines if e.metric("headrace_engine_requests"))
                 engine.kill()
                 stack.engines.remove(engine)
 
     message = undisturbed["choices"][0]["message"]
-    assert killed and said == {name: message[name] for name in said}
-    assert re.fullmatch(WORDS, said["content"])
+    assert killed and received == {name: message[name] for name in received}
+    assert re.fullmatch(WORDS, received["content"])
     details = undisturbed["usage"]["completion_tokens_details"]
     assert details["reasoning_tokens"] >= BUDGET
     until(stack.queue_is_empty, "the queue to be empty")

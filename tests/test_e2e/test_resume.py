@@ -62,9 +62,9 @@ def test_streams_of_a_killed_gateway_continue_at_another_one(
     wanted = [(path, dict(body)) for path, body in wanted]
     resumed = asyncio.run(stream_all([dying.url, other.url], wanted, dying.kill))
 
-    assert [got.returned for got in undisturbed] == [0] * STREAMS
-    assert sum(got.returned for got in resumed) > 0
-    assert max(got.returned for got in resumed) == 1
+    assert [received.returned for received in undisturbed] == [0] * STREAMS
+    assert sum(received.returned for received in resumed) > 0
+    assert max(received.returned for received in resumed) == 1
     for before, after, case in zip(undisturbed, resumed, cases, strict=False):
         assert by_choice(after) == by_choice(before)
         tokens = [t for e in by_choice(after)[1] for t in e["choices"][0]["token_ids"]]
@@ -83,8 +83,8 @@ def test_engine_and_gateway_killed_at_once(
 
     resumed = asyncio.run(stream_all([dying.url, other.url], wanted, disturb))
 
-    for got, case in zip(resumed, cases, strict=False):
-        usage, *choices = by_choice(got)
+    for received, case in zip(resumed, cases, strict=False):
+        usage, *choices = by_choice(received)
         assert usage[0]["usage"]["completion_tokens"] == len(choices) * len(case.output)
         for events in choices:
             tokens = [t for e in events for t in e["choices"][0]["token_ids"]]
@@ -158,7 +158,7 @@ def test_another_body_under_a_used_key_is_refused(
     assert refused.json()["error"]["code"] == "idempotency_key_reused"
 
 
-def test_a_client_that_vanishes_has_its_window_and_no_more(
+def test_a_client_that_does_not_return_within_its_window_loses_its_request(
     stack: Stack, gateways: list[GatewayProcess], cases: list[GreedyCase]
 ) -> None:
     body = {

@@ -122,7 +122,7 @@ def test_text_from_a_model_that_embeds_is_refused(url: str) -> None:
     assert "use /v1/embeddings" in error["message"]
 
 
-def test_an_encoder_embeds_what_it_has_positions_for(url: str, encoder: Path) -> None:
+def test_an_encoder_embeds_prompts_up_to_its_number_of_positions(url: str, encoder: Path) -> None:
     prompts = [[7, 8, 9], [5] * POSITIONS]
 
     def ask(inputs: list[list[int]]) -> httpx.Response:
@@ -139,9 +139,7 @@ def test_an_encoder_embeds_what_it_has_positions_for(url: str, encoder: Path) ->
     )
 
 
-def test_vectors_are_those_of_transformers_though_an_engine_dies(
-    stack: Stack, embedder: Path
-) -> None:
+def test_vectors_equal_transformers_after_an_engine_dies(stack: Stack, embedder: Path) -> None:
     stack.add_engine(*flags_of(embedder)).await_log("engine ready")
     first = stack.engines[1]
 

@@ -99,8 +99,8 @@ def long_cases(cases: list[GreedyCase]) -> list[GreedyCase]:
 def test_no_part_of_prompts_and_answers_is_in_memory_or_in_the_append_only_file(
     sealing: Stack, folder: Path, cases: list[GreedyCase]
 ) -> None:
-    asked = long_cases(cases)[:6]
-    for number, case in enumerate(asked):
+    chosen = long_cases(cases)[:6]
+    for number, case in enumerate(chosen):
         headers = {"Idempotency-Key": f"k{number}"} if number % 2 else {}
         answer = ask(sealing, "/v1/completions", completion(case), **headers)
         assert tuple(tokens(answer)) == case.output[:TOKENS]
@@ -109,7 +109,7 @@ def test_no_part_of_prompts_and_answers_is_in_memory_or_in_the_append_only_file(
             "custom_id": f"c{number}", "method": "POST", "url": "/v1/completions",
             "body": completion(case, user="a name that nobody has"),
         })
-        for number, case in enumerate(asked)
+        for number, case in enumerate(chosen)
     ]  # fmt: skip
     url = sealing.gateways[0].url
     file = httpx.post(
@@ -132,13 +132,13 @@ def test_no_part_of_prompts_and_answers_is_in_memory_or_in_the_append_only_file(
     until(ended, "the batch to be completed")
     found = httpx.get(f"{url}/v1/batches/{batch['id']}", timeout=60).json()
     results = httpx.get(f"{url}/v1/files/{found['output_file_id']}/content", timeout=60).text
-    assert results.count("custom_id") == len(asked)
+    assert results.count("custom_id") == len(chosen)
 
     server = server_of(sealing)
     until(lambda: bool(append_only_files(folder)), "the append-only file")
     everywhere = everything(folder, [server])
     words = [b"secret plans", b"name that nobody has", b"of which nobody knows", b"custom_id"]
-    assert found_in(everywhere, [trace for case in asked for trace in traces(case)]) == []
+    assert found_in(everywhere, [trace for case in chosen for trace in traces(case)]) == []
     assert found_in(everywhere, words) == []
     assert file["id"].encode() in everywhere  # so this is the memory of the right server
 
@@ -169,7 +169,7 @@ def test_the_search_finds_unsealed_data(
         stack.close()
 
 
-def test_the_watch_of_a_suite_searches_all_data_that_the_suite_wrote(
+def test_a_suites_check_searches_all_data_that_the_suite_wrote(
     checkpoint: Path, cases: list[GreedyCase], tmp_path: Path, start: Starter
 ) -> None:
     findings = Findings()
@@ -190,7 +190,7 @@ def test_the_watch_of_a_suite_searches_all_data_that_the_suite_wrote(
     assert findings.opened > 10 and findings.needles > 20 and findings.files >= 1
 
 
-def test_the_watch_says_what_it_found_and_where(
+def test_the_check_reports_the_text_it_found_and_its_place(
     checkpoint: Path, cases: list[GreedyCase], tmp_path: Path, start: Starter,
     keyring: Path, flags: tuple[str, str],
 ) -> None:  # fmt: skip
@@ -255,5 +255,5 @@ def test_a_process_without_the_keys_does_not_start(
     for refused in (gateway, engine):
         assert refused.wait() == EXIT_CONFIG
         text = refused.log.read_text()
-        said = "is not in sealing_keys_file" if flags else "set sealing_keys_file"
-        assert said in text and '"code": "backend_unfit"' in text
+        message = "is not in sealing_keys_file" if flags else "set sealing_keys_file"
+        assert message in text and '"code": "backend_unfit"' in text

@@ -139,7 +139,7 @@ def engine_stack(checkpoint: Path, tmp_path: Path) -> Iterator[Stack]:
         stack.close()
 
 
-def test_a_drained_engine_that_is_to_wait_stays_until_sigterm(engine_stack: Stack) -> None:
+def test_a_drained_engine_set_to_wait_runs_until_sigterm(engine_stack: Stack) -> None:
     engine = engine_stack.add_engine("--after-drain", "wait")
     engine_stack.await_engines(1)
 

@@ -68,7 +68,7 @@ def test_forced_calls_match_their_schema(gateway: GatewayProcess, choice: Any) -
         assert one.finish_reason == "tool_calls"
 
 
-def test_beside_tools_an_answer_matches_its_format_or_is_calls(gateway: GatewayProcess) -> None:
+def test_with_tools_an_answer_matches_its_format_or_is_calls(gateway: GatewayProcess) -> None:
     parameters = {**SCHEMA, "required": ["city"]}
     tool: Any = {"name": "weather", "parameters": parameters, "strict": True}
     form: Any = {"type": "json_schema", "json_schema": {"name": "days", "schema": SCHEMA}}

@@ -36,13 +36,13 @@ def client(served: UpProcess) -> Iterator[OpenAI]:
 
 def story(client: OpenAI, **fields: Any) -> Any:
     """The beginning of the model's greedy story, as the SDK's object."""
-    asked = {"max_tokens": 24, "temperature": 0, **fields}
-    return client.chat.completions.create(model=MODEL, messages=STORY, **asked)
+    arguments = {"max_tokens": 24, "temperature": 0, **fields}
+    return client.chat.completions.create(model=MODEL, messages=STORY, **arguments)
 
 
 def continuation(client: OpenAI, **fields: Any) -> Any:
-    asked = {"max_tokens": 16, "temperature": 0, **fields}
-    return client.completions.create(model=MODEL, prompt=PROMPT, **asked)
+    arguments = {"max_tokens": 16, "temperature": 0, **fields}
+    return client.completions.create(model=MODEL, prompt=PROMPT, **arguments)
 
 
 def vocabulary() -> set[str]:
@@ -97,12 +97,12 @@ def test_a_completion_has_the_same_answer_streamed_and_whole(client: OpenAI) -> 
 async def test_async_clients_get_the_same(client: OpenAI, served: UpProcess) -> None:
     expected = await asyncio.to_thread(lambda: story(client).choices[0].message.content)
     async with AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as other:
-        asked: Any = {"model": MODEL, "max_tokens": 24, "temperature": 0}
-        whole = await other.chat.completions.create(messages=STORY, **asked)
-        stream: Any = await other.chat.completions.create(messages=STORY, stream=True, **asked)
+        arguments: Any = {"model": MODEL, "max_tokens": 24, "temperature": 0}
+        whole = await other.chat.completions.create(messages=STORY, **arguments)
+        stream: Any = await other.chat.completions.create(messages=STORY, stream=True, **arguments)
         parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
-        text = await other.completions.create(prompt=PROMPT, **asked)
-        text_stream: Any = await other.completions.create(prompt=PROMPT, stream=True, **asked)
+        text = await other.completions.create(prompt=PROMPT, **arguments)
+        text_stream: Any = await other.completions.create(prompt=PROMPT, stream=True, **arguments)
         texts = [chunk.choices[0].text async for chunk in text_stream]
     assert whole.choices[0].message.content == "".join(parts) == expected
     assert text.choices[0].text == "".join(texts) != ""
@@ -223,7 +223,7 @@ def fragile(tmp_path: Path) -> Iterator[UpProcess]:
 
 
 def test_killed_children_come_back_and_an_interrupt_drains(fragile: UpProcess) -> None:
-    asked: Any = {
+    arguments: Any = {
         "model": MODEL,
         "messages": STORY,
         "temperature": 0,
@@ -231,22 +231,24 @@ def test_killed_children_come_back_and_an_interrupt_drains(fragile: UpProcess) -
         "extra_body": {"ignore_eos": True},
     }
     with OpenAI(base_url=f"{fragile.url}/v1", api_key="none", max_retries=0) as client:
-        expected = client.chat.completions.create(**asked).choices[0].message.content
-        assert streamed_while(client, asked, lambda: kill(fragile, "headrace_engine")) == expected
+        expected = client.chat.completions.create(**arguments).choices[0].message.content
+        assert (
+            streamed_while(client, arguments, lambda: kill(fragile, "headrace_engine")) == expected
+        )
     kill(fragile, "headrace_gateway")
     until(lambda: ready(fragile), "the gateway to be back")
     children = fragile.children()
     with OpenAI(base_url=f"{fragile.url}/v1", api_key="none", max_retries=0) as client:
-        assert streamed_while(client, asked, fragile.interrupt) == expected
+        assert streamed_while(client, arguments, fragile.interrupt) == expected
     assert fragile.wait() == 0
     assert gone(children)
     assert "draining" in fragile.printed
 
 
-def streamed_while(client: OpenAI, asked: Any, disturb: Callable[[], None]) -> str:
+def streamed_while(client: OpenAI, arguments: Any, disturb: Callable[[], None]) -> str:
     """The text of a stream that is disturbed once it has begun."""
     text, disturbed = "", False
-    for chunk in client.chat.completions.create(stream=True, **asked):
+    for chunk in client.chat.completions.create(stream=True, **arguments):
         text += chunk.choices[0].delta.content or ""
         if text and not disturbed:
             disturb()

@@ -51,14 +51,14 @@ def test_without_what_was_compiled_ahead_the_image_cannot_run_on_a_gpu() -> None
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """The variables of an engine that is told to run on a GPU, and its Redis."""
+    """The environment of an engine that is set to run on a GPU, and its Redis."""
     server = ValkeyServer(tmp_path / "redis")
     server.start()
     yield {"HEADRACE_ENGINE_DEVICE": "cuda", "HEADRACE_ENGINE_REDIS_URL": server.url}
     server.kill()
 
 
-def test_the_doctor_finds_nothing_to_mend_in_the_image(engine: dict[str, str]) -> None:
+def test_the_doctor_finds_no_problem_in_the_image(engine: dict[str, str]) -> None:
     done = run(DOCTOR, **engine)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "NVIDIA H100" in done.stdout and "FAIL" not in done.stdout

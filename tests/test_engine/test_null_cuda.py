@@ -115,7 +115,7 @@ def test_other_configurations_finish_too(scenes: dict[str, Facts]) -> None:
     assert scenes["embeddings"]["sizes"] == [256] * 5
 
 
-def test_the_device_holds_to_cudas_rules(scenes: dict[str, Facts]) -> None:
+def test_the_null_device_enforces_cudas_rules(scenes: dict[str, Facts]) -> None:
     """Without these rules the other tests would prove nothing."""
     rules = scenes["capture_rules"]
     assert all(rules["refused"].values()), rules["refused"]

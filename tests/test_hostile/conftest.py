@@ -37,8 +37,8 @@ def attacks(
     with campaign(folder) as made:
         found = Attacks(made)
         yield found
-        told = summary(found.results, made.undisturbed, found.latency, folder)
-        pytestconfig.stash[TABLE] = list(told)
+        lines = summary(found.results, made.undisturbed, found.latency, folder)
+        pytestconfig.stash[TABLE] = list(lines)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

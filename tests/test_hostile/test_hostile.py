@@ -33,5 +33,5 @@ def test_generated_attacks_do_no_harm(first: int, attacks: Attacks) -> None:
     assert list(violations(results)) == []
 
 
-def test_the_other_tenant_had_its_latency_all_the_time(attacks: Attacks) -> None:
+def test_the_other_tenants_latency_stayed_within_bounds(attacks: Attacks) -> None:
     assert attacks.latency.violations(attacks.campaign.undisturbed) == []

@@ -49,7 +49,7 @@ def test_an_attack_that_is_answered_and_costs_little_does_no_harm() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seen", "told"),
+    ("seen", "violation"),
     [
         (verdict(dead=("gateway-1",)), "gateway-1 died"),
         (verdict(Event("memory", "gateway", 1.0, value=513 * MIB)), "gateway 513 of 512 MiB"),
@@ -63,11 +63,11 @@ def test_an_attack_that_is_answered_and_costs_little_does_no_harm() -> None:
         (verdict(answer=Answer("500", 0.1)), "an answer of 500"),
     ],
 )
-def test_harm_is_reported(seen: Result, told: str) -> None:
-    assert len(seen.violations) == 1 and told in seen.violations[0]
+def test_harm_is_reported(seen: Result, violation: str) -> None:
+    assert len(seen.violations) == 1 and violation in seen.violations[0]
 
 
-def test_time_without_a_processor_is_not_the_attacks() -> None:
+def test_time_without_a_processor_is_not_counted_as_harm() -> None:
     waited = [Event("waited", "gateway", at, value=total) for at, total in ((1.0, 0), (3.0, 10**9))]
     seen = verdict(*waited, Event("light", "models", 1.0, 2.0))
     assert seen.violations == () and seen.stall == pytest.approx(1.0)

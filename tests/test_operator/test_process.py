@@ -28,7 +28,7 @@ def kubeconfig(folder: Path, url: str) -> Path:
     return path
 
 
-async def test_it_leads_works_and_leaves_in_order(user: User, tmp_path: Path) -> None:
+async def test_the_operator_leads_works_and_stops_in_order(user: User, tmp_path: Path) -> None:
     environment = {
         **{name: value for name, value in os.environ.items() if "KUBERNETES" not in name},
         "KUBECONFIG": str(kubeconfig(tmp_path, user.url)),
@@ -54,11 +54,11 @@ async def test_it_leads_works_and_leaves_in_order(user: User, tmp_path: Path) ->
         await eventually(deployed)
         assert holder() == "first"
         process.send_signal(signal.SIGTERM)
-        _, told = await asyncio.wait_for(process.communicate(), 30)
+        _, output = await asyncio.wait_for(process.communicate(), 30)
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    assert process.returncode == 0, told.decode()
+    assert process.returncode == 0, output.decode()
     assert holder() == "", "the next one need not wait"
-    assert "Traceback" not in told.decode()
+    assert "Traceback" not in output.decode()

@@ -23,7 +23,7 @@ def test_the_platform_follows_the_settings() -> None:
     assert found.metrics_namespaces == ("mon",)
 
 
-def test_an_operator_of_all_namespaces_may_scrape_from_its_own() -> None:
+def test_an_operator_of_all_namespaces_may_scrape_from_its_own_namespace() -> None:
     found = settings(namespace="headrace", watch_all_namespaces=True).platform
     assert found.metrics_namespaces == ("headrace",)
 
@@ -46,9 +46,9 @@ def test_a_wrong_setting_stops_the_start_and_is_named(
 ) -> None:
     monkeypatch.delenv("HEADRACE_OPERATOR_ENGINE_IMAGE", raising=False)
     assert main(["--resync-interval", "0"]) == EXIT_CONFIG
-    told = capsys.readouterr().err
-    assert "engine_image" in told
-    assert "resync_interval" in told
+    output = capsys.readouterr().err
+    assert "engine_image" in output
+    assert "resync_interval" in output
 
 
 def test_the_policy_has_the_specs_values() -> None:

@@ -37,7 +37,7 @@ _INTERRUPTED = 130
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
-    """What requests ask. With `dataset` only `outputs` and `chat` apply besides it."""
+    """The prompts and lengths of requests. With `dataset` only `outputs` and `chat` apply too."""
 
     dataset: Path | None = None
     prompts: Lengths
@@ -79,13 +79,13 @@ class BenchConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Files:
-    """Where results are written beside the terminal."""
+    """The files to which results are written."""
 
     report: Path | None = None
     picture: Path | None = None
 
     def check(self) -> None:
-        """Raises UsageError for what could not be written; a run can take long."""
+        """Raises UsageError if a file could not be written after the run, which can take long."""
         if self.picture is not None:
             need("simulate", "matplotlib")
         for path in (self.report, self.picture):
@@ -104,7 +104,7 @@ class Files:
 
 
 def run_bench(config: BenchConfig, output: Output, files: Files) -> int:
-    """Runs the load and shows its report; the exit code. Raises CliError."""
+    """Runs the load, shows its report and returns the exit code. Raises CliError."""
     files.check()
     try:
         run = Run(config, output.notes)
@@ -167,7 +167,7 @@ class Run:
     async def measure(self) -> tuple[Report, Measured]:
         """Probes the server, warms it up, then measures until the end or Ctrl-C.
 
-        Raises OSError if the server does not answer, ValueError for what it cannot be asked.
+        Raises OSError if the server does not answer, ValueError for what it does not support.
         """
         load = self._load
         client = Client(self._server, timeout=self._config.timeout)

@@ -48,14 +48,14 @@ class Load:
 
     @property
     def common_fields(self) -> Mapping[str, object]:
-        """What all bodies share."""
+        """The fields of all request bodies."""
         if not self.stream:
             return self.fields
         return {"stream": True, "stream_options": {"include_usage": True}, **self.fields}
 
 
 class Watch(Protocol):
-    """Sees a run go on. `ended` gets the request's timeline."""
+    """Follows the progress of a run. `ended` gets the request's timeline."""
 
     def begun(self) -> None: ...
 

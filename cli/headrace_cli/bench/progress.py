@@ -1,4 +1,4 @@
-"""Shows how a load goes on: a live line on a terminal, a plain line now and then elsewhere."""
+"""Shows the progress of a load: a live line on a terminal, else a plain line every few seconds."""
 
 import time
 from types import TracebackType
@@ -14,7 +14,7 @@ _LINE_SECONDS = 10.0
 
 
 class LoadProgress:
-    """What a run has done so far. `total` is None where only its duration is known."""
+    """Counts and shows the requests of a run. `total` is None if only its duration is known."""
 
     def __init__(self, console: Console, total: int | None) -> None:
         self._console = console

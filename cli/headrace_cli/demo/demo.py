@@ -31,7 +31,7 @@ _READING_SECONDS = 2.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What the tour showed. `same`: every answer has the bytes of the undisturbed one."""
+    """The result of the tour. `same`: every answer has the same bytes as the undisturbed one."""
 
     same: bool
     killed_pid: int
@@ -129,7 +129,7 @@ class Tour:
         self._out.print(f"   {text}", style="dim", markup=False, highlight=False, soft_wrap=True)
 
     def _on_line(self, line: LogLine) -> None:
-        """Of what `headrace up` prints, a restart belongs to the story."""
+        """Notes a restart; other log lines of `headrace up` are not part of the tour."""
         self._restarted |= "restarting in" in line.summary
 
 

@@ -78,5 +78,5 @@ class Snapshot(_Part):
 
     @property
     def detailed(self) -> bool:
-        """Whether every engine that answers has told of its batch."""
+        """Whether every engine that answers has reported its batch."""
         return all(engine.detail or engine.state != "ready" for engine in self.engines)

@@ -372,7 +372,7 @@ class Arbiter:
         return [Send(sender[0], self._resume(sender[1], 0)), Ignore(reason)]
 
     def _refuse(self, sender: Sender, reply: Reply, reason: str) -> Sequence[Action]:
-        """Ignores a reply; tells its engine, at once if it asked, else now and then."""
+        """Ignores a reply, and notifies its engine: at once if it asked, else only sometimes."""
         if not isinstance(reply, Takeover | Sync) and not self._often(sender):
             return [Ignore(reason)]
         disown = Disown(request_id=self.request_id, attempt=sender[1], superseded=True)
@@ -383,7 +383,7 @@ class Arbiter:
         return count % _ASK_AGAIN == 1
 
     def _after_end(self, sender: Sender, reply: Reply) -> Sequence[Action]:
-        """The client has all it gets; an engine that asks is told what the client has."""
+        """The client has its whole answer; an engine that asks gets the client's tokens."""
         if isinstance(reply, Takeover) and self.failed is None and sender not in self._retired:
             return [Send(sender[0], self._resume(sender[1], reply.round))]
         return [Ignore("ended")]

@@ -33,10 +33,10 @@ class _Choice:
         self.token_ids += token_ids[known - index :]
         return True
 
-    def end(self, said: Tokens | ChoiceState) -> None:
-        if said.finish_reason is not None:
-            self.reason, self.stop = said.finish_reason, said.stop_token
-            self.embedding = said.embedding
+    def end(self, reply: Tokens | ChoiceState) -> None:
+        if reply.finish_reason is not None:
+            self.reason, self.stop = reply.finish_reason, reply.stop_token
+            self.embedding = reply.embedding
 
     def state(self) -> ChoiceState:
         known = self.logprobs and len(self.logprobs) == len(self.token_ids)
@@ -72,16 +72,16 @@ def rebuild_from(
 ) -> tuple[ChoiceState, ...]:
     """Like `rebuild`, from a journal that has been read."""
     known = [_Choice(state) for state in journal]
-    said = sorted(_said(request_id, writer, frames), key=lambda item: item[0])
-    takeovers = [at for at, reply in said if isinstance(reply, Takeover)]
+    replies = sorted(_replies_of(request_id, writer, frames), key=lambda item: item[0])
+    takeovers = [at for at, reply in replies if isinstance(reply, Takeover)]
     since = max(takeovers, default=(0, 0))
-    for at, reply in said:
+    for at, reply in replies:
         if at > since:
             _apply(known, reply)
     return tuple(choice.state() for choice in known)
 
 
-def _said(
+def _replies_of(
     request_id: str, writer: str, frames: Iterable[tuple[EntryId, Frame]]
 ) -> Iterable[tuple[EntryId, Tokens | Sync | Takeover]]:
     for at, frame in frames:

@@ -1,4 +1,4 @@
-"""What a console shows of a running system, as bytes in Redis: engines' batches and decisions.
+"""The state of a running system that consoles show, as bytes in Redis: batches and decisions.
 
 Engines and the operator write it, gateways read it as a stranger's: sizes, types and texts are
 checked before anything is used. It has no text or token of a request.
@@ -92,7 +92,7 @@ class ScalingDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSight:
-    """What Redis has of an engine: seconds since its last word, and its latest snapshot."""
+    """An engine in Redis: seconds since its last sign of life, and its latest snapshot."""
 
     age: float = field(default=0.0, compare=False)
     snapshot: EngineSnapshot | None = None
@@ -100,7 +100,7 @@ class EngineSight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSight:
-    """What Redis has of a model: one sight for each engine that was asked for, and the operator's
+    """A model in Redis: one sight for each engine that was asked for, and the operator's
     latest decision; None without an operator."""
 
     engines: tuple[EngineSight, ...]
@@ -122,10 +122,10 @@ class DecisionWriter(Protocol):
 
 
 class LiveStore(Protocol):
-    """What gateways read for consoles. Raises BackendUnavailable."""
+    """Reads the data of consoles for gateways. Raises BackendUnavailable."""
 
     async def read(self, model: str, engine_ids: Sequence[str]) -> ModelSight:
-        """What is known of a model and of these engines."""
+        """The known state of a model and of these engines."""
 
     async def watch(self, model: str, engine_ids: Sequence[str]) -> None:
         """Asks these engines to write snapshots for the next seconds."""

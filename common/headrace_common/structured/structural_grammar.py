@@ -57,8 +57,8 @@ def _start(writer: "_Writer", tag: StructuralTag) -> str:
     content = writer.defined(tag.format)
     if tag.reasoning is None:
         return writer.written(content)
-    behind = writer.rule(writer.written(content))
-    thought = _Thought(writer, tag.reasoning).written(behind)
+    following = writer.rule(writer.written(content))
+    thought = _Thought(writer, tag.reasoning).written(following)
     if tag.reasoning.begin is ReasoningBegin.INSIDE:
         return thought
     opening = tag.reasoning.opening
@@ -79,7 +79,7 @@ class _Thought:
         self._writer = writer
         self._reasoning = reasoning
 
-    def written(self, behind: str) -> str:
+    def written(self, following: str) -> str:
         writer, closing = self._writer, self._reasoning.closing
         pattern = escaped(closing)
         ends = [writer.rule(f"TEXT {json.dumps(closing, ensure_ascii=False)}", lazy=True)]
@@ -87,9 +87,9 @@ class _Thought:
             ends.append(f"TEXT {writer.token(closing)}")
         closed = " | ".join(ends)
         if self._reasoning.closed:
-            return f"{self._words()} ({closed}) /\\n{{0,2}}/ {behind}"
+            return f"{self._words()} ({closed}) /\\n{{0,2}}/ {following}"
         unclosed = writer.terminal(f"TEXT & ~/{_ANY}{pattern}{_ANY}/")
-        return f"{self._words()} (({closed}) {behind} | {unclosed})"
+        return f"{self._words()} (({closed}) {following} | {unclosed})"
 
     def _words(self) -> str:
         """The rule for texts that end with a marker's token."""
@@ -227,15 +227,15 @@ class _Writer:
         """The first present element, then the later ones."""
         separator = _quoted(node.separator)
         firsts: list[str] = []
-        behind, empty = "", True
+        following, empty = "", True
         for number in range(len(node.elements) - 1, -1, -1):
             content = self.rule(self.written(node.elements[number]))
             needed = number in node.required
             if needed:
                 firsts, empty = [], False
-            firsts.append(f"{content} {behind}".strip())
+            firsts.append(f"{content} {following}".strip())
             one = f"{separator} {content}"
-            behind = self.rule(f"{one if needed else f'({one})?'} {behind}".strip())
+            following = self.rule(f"{one if needed else f'({one})?'} {following}".strip())
         return f"({' | '.join(firsts)}){'?' if empty else ''}"
 
     def _triggered(self, node: TriggeredTags, unless: str) -> str:

@@ -60,10 +60,10 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         given = [one.name for one in fields(self) if getattr(self, one.name) not in (None, False)]
         if len(given) != 1:
-            said = f"not {' and '.join(given)}" if given else "none is given"
+            found = f"not {' and '.join(given)}" if given else "none is given"
             names = ", ".join(one.name for one in fields(self))
             raise StructuredOutputError(
-                given[0] if given else "json", f"give exactly one of {names}; {said}"
+                given[0] if given else "json", f"give exactly one of {names}; {found}"
             )
         match self.kind:
             case StructuredKind.JSON:

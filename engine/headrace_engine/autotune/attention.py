@@ -28,8 +28,10 @@ DECODE_CONTEXT, PREFILL_TOKENS = 1024, 4096
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """A layer's attention. No more sequences, keys and prompt tokens than these are measured, with
-    `pool_bytes` of KV."""
+    """A layer's attention, and the largest numbers of sequences, keys and prompt tokens to measure.
+
+    `pool_bytes` is the size of the KV that is measured with.
+    """
 
     num_heads: int
     spec: KVSpec

@@ -30,8 +30,8 @@ class RankHandle(Protocol):
     commands: Connection
 
     def end(self, timeout: float) -> None:
-        """Waits up to `timeout` seconds for the rank to end by itself, then kills it; also a
-        stopped one."""
+        """Waits up to `timeout` seconds for the rank to end, then kills it, even if it is stopped
+        by SIGSTOP."""
 
 
 class Launcher(Protocol):

@@ -62,11 +62,11 @@ class KVCacheManager:
     def blocks_of(self, sequence: Sequence) -> list[int]:
         """The blocks that the sequence has a reference to, first rows first."""
         table, count, full = sequence.block_table, self.groups.count, self.groups.full
-        behind = sequence.released * count
-        if not behind:
+        released = sequence.released * count
+        if not released:
             return table
-        kept = [table[row + group] for row in range(0, behind, count) for group in range(full)]
-        return kept + table[behind:]
+        kept = [table[row + group] for row in range(0, released, count) for group in range(full)]
+        return kept + table[released:]
 
     def match_prefix(self, sequence: Sequence) -> list[int]:
         """The cached blocks of the sequence's first tokens, as a table. Takes no reference.
@@ -83,11 +83,11 @@ class KVCacheManager:
             rows = min(rows, sequence.prompt_length // self.block_size)
         kept: list[int] = []
         if groups.full:
-            kept = self._leading(sequence, rows)
+            kept = self._leading_full(sequence, rows)
             rows = len(kept) // groups.full
-        return kept if groups.window is None else self._beside(sequence, kept, rows)
+        return kept if groups.window is None else self._with_sliding(sequence, kept, rows)
 
-    def _leading(self, sequence: Sequence, rows: int) -> list[int]:
+    def _leading_full(self, sequence: Sequence, rows: int) -> list[int]:
         """The cached blocks of groups that keep all positions, in the first `rows` rows.
 
         Ends before the first row that is not cached completely.
@@ -101,7 +101,7 @@ class KVCacheManager:
             blocks += cached
         return blocks
 
-    def _beside(self, sequence: Sequence, kept: list[int], rows: int) -> list[int]:
+    def _with_sliding(self, sequence: Sequence, kept: list[int], rows: int) -> list[int]:
         """The longest table, up to `rows` rows, whose last window of sliding blocks is cached.
 
         `kept` are the cached blocks of the groups that keep all positions.

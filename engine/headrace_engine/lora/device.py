@@ -1,5 +1,7 @@
-"""Adapters on one device: their memory, and the rows of a step that use it. Every rank has one. It
-knows which slot a row needs, but not which adapter is in the slot."""
+"""Adapters on one device: their memory, and the rows of a step that use it.
+
+Every rank has one DeviceLoRA. It knows which slot a row needs, but not which adapter is in it.
+"""
 
 from collections.abc import Sequence
 
@@ -15,8 +17,10 @@ from .slots import LoRASlots
 
 
 class DeviceLoRA:
-    """The adapters' memory and products: the operators' own, or torch's. Without `experts` there is
-    no memory for changes to the experts of mixtures."""
+    """The adapters' memory and their matrix products, by the operators' own kernels or by torch.
+
+    Without `experts` there is no memory for changes to the experts of mixtures.
+    """
 
     def __init__(
         self,

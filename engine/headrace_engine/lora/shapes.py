@@ -1,7 +1,8 @@
 """The matrices of a decoder that adapters may change, and their places in our merged layers.
 
 Query, key and value are one layer here, and so are gate and up; adapters name them one by one, or
-merged if the checkpoint merges them. A rank has a part of each matrix, as of the model's.
+merged if the checkpoint merges them. A rank has a part of each adapter matrix, as it has of each
+weight of the model.
 """
 
 from collections.abc import Callable, Iterable, Mapping

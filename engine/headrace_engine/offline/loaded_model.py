@@ -33,7 +33,7 @@ DEFAULT_TENANT = "default"
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What the scheduling policy reads of a request, and its adapter; `timeout` is in seconds.
+    """The fields of a request for the scheduling policy, and its adapter; `timeout` is in seconds.
 
     Tenants share no prefix cache.
     """

@@ -65,7 +65,7 @@ class RunningRequest:
         return stop is not None and reason is None
 
     def take(self) -> RequestOutput | None:
-        """What its kind of output returns after a step; None if that is nothing."""
+        """The output of its kind after a step; None if there is none."""
         match self._kind:
             case RequestOutputKind.FINAL_ONLY:
                 return self.output if self.output.finished else None

@@ -1,4 +1,4 @@
-"""Operators for CUDA devices that give a row the same bits whatever the other rows are.
+"""Operators for CUDA devices that give a row the same bits in any batch.
 
 The element-wise kernels do so in any case, as each row has its own program; linear layers use one
 tile size for every number of rows. `determinism` refuses models that need other kernels.

@@ -89,8 +89,8 @@ def score_prompts(
 def _score(logits: torch.Tensor, run: ScheduledSequence) -> list[TokenLogprobs]:
     sequence = run.sequence
     count = sequence.request.params.prompt_logprobs or 0
-    behind = sequence.token_ids[run.start + 1 : run.start + 1 + run.scores]
-    tokens = torch.tensor(behind, device=logits.device)
+    next_tokens = sequence.token_ids[run.start + 1 : run.start + 1 + run.scores]
+    tokens = torch.tensor(next_tokens, device=logits.device)
     found: list[TokenLogprobs] = []
     for begin in range(0, run.scores, SLICE):
         read = tokens[begin : begin + SLICE]

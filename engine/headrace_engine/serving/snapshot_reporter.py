@@ -42,7 +42,7 @@ class _Tokens(NamedTuple):
 
 
 class SnapshotReporter:
-    """Takes and writes snapshots for as long as it is told to. `requests` are those that run."""
+    """Takes and writes snapshots while consoles watch. `requests` are those that run."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class SnapshotReporter:
         return (last.prompt - first.prompt) / seconds, (last.output - first.output) / seconds
 
     def _sequence(self, progress: SequenceProgress) -> SequenceSnapshot | None:
-        """None if the request has ended meanwhile."""
+        """None if the request has already ended."""
         leased = self._requests.get(progress.request_id)
         if leased is None:
             return None

@@ -30,7 +30,7 @@ class Speculator:
         self._accepted = [0] * config.num_speculative_tokens
 
     def propose(self, decoding: list[tuple[Sequence, int]]) -> Drafts:
-        """Drafts for some of the decoding sequences, which come with the most each can use."""
+        """Drafts for some of the decoding sequences, each given with the most drafts it can use."""
         if self._largest_batch is not None and len(decoding) > self._largest_batch:
             return NO_DRAFTS
         return self._proposer.propose(

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Platform:
-    """Defaults of engines. `queue_secret` is a Secret's (name, key) beside each ModelService.
+    """Defaults of engines. Secrets are in the namespace of each ModelService.
 
-    With `queue_users` the engines of each ModelService have a Redis user of their own, in a Secret
-    that the operator makes, and `queue_url` names none. `queue_ca_secret` names a Secret with
-    `ca.crt` for a rediss:// server, `sealing_secret` one with the keyring, beside each ModelService
-    too. `metrics_namespaces` may scrape engines, apart from the ModelService's own.
+    `queue_secret` is the (name, key) of the Secret with the queue's URL. With `queue_users` the
+    engines of each ModelService have their own Redis user, in a Secret that the operator makes, and
+    `queue_url` has no user. `queue_ca_secret` names a Secret with `ca.crt` for a rediss:// server,
+    `sealing_secret` one with the keyring. `metrics_namespaces` may scrape engines, as may the
+    ModelService's own.
     """
 
     engine_image: str

@@ -106,10 +106,10 @@ def _end(container: Manifest, ended: Manifest, text: str) -> str:
     name = container.get("name")
     if not ended:
         return f"container {name} ends again and again"
-    said = f"container {name} ended with exit code {ended.get('exitCode')}"
+    ending = f"container {name} ended with exit code {ended.get('exitCode')}"
     if ended.get("reason") not in (None, "Error"):
-        said += f" ({ended['reason']})"
-    return f"{said}: {text}" if text else said
+        ending += f" ({ended['reason']})"
+    return f"{ending}: {text}" if text else ending
 
 
 def _last_word(message: str) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from .workload import Trace
 PEAK_WINDOW = 300.0
 """The fixed peak fleet is sized for the busiest window of this many seconds."""
 START_WINDOW = 1800.0
-"""Scaled fleets start with the engines that the first seconds of the trace, this many, need."""
+"""Scaled fleets start with the engines that this many first seconds of the trace need."""
 MOST_ENGINES = 1000
 
 POLICIES = ("peak", "mean", "hpa", "headrace")

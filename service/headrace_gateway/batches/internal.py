@@ -66,7 +66,7 @@ class _Exchange:
 
     @property
     def begun(self) -> bool:
-        """Whether the application has answered, whatever failed after that."""
+        """Whether the application has answered, even if something failed after that."""
         return bool(self._start["headers"])
 
     @property

@@ -1,6 +1,7 @@
-"""What a console shows of all models and engines at one moment, and its JSON for one watcher.
+"""The state of all models and engines that a console shows, and its JSON for one watcher.
 
-Pure. A watcher sees the models that its key allows, and ids of requests of its own tenant only.
+Has no side effects. A watcher sees the models that its key allows, and request ids of its own
+tenant only.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -14,8 +15,8 @@ from headrace_common.protocol.live import (
     SequenceSnapshot,
 )
 
-# Seconds without a word after which an engine counts as silent: while it writes snapshots, and
-# while it only sends heartbeats.
+# Seconds after which an engine counts as silent: without a snapshot, or without a heartbeat if it
+# writes no snapshots.
 SILENT_SNAPSHOTS_S, SILENT_BEATS_S = 2.0, 7.0
 # Sequences of all engines in one event, so that its size is bounded.
 MAX_SEQUENCES = 1024
@@ -34,7 +35,7 @@ class ModelView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineView:
-    """One engine: its heartbeat, and what Redis has of it."""
+    """One engine: its heartbeat, and its latest snapshot in Redis."""
 
     status: EngineStatus
     sight: EngineSight
@@ -44,8 +45,8 @@ class EngineView:
 class LiveView:
     """All models and engines; equal to an earlier one if nothing has changed but ages.
 
-    `stale`: Redis was away, and this is what was known before. `engines_left_out` counts engines
-    beyond those that are shown.
+    `stale`: Redis is unreachable, and this is the last known state. `engines_left_out` is the
+    number of engines that are not shown.
     """
 
     time: float = field(compare=False)

@@ -43,7 +43,7 @@ class SharedRequests(Protocol):
         """Writes what this gateway knows of the tenant's requests."""
 
     async def read(self, tenant: str) -> Mapping[str, bytes]:
-        """What each gateway wrote."""
+        """The recent requests by gateway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class RecentRequests:
 
 
 def _read(data: bytes, now: float) -> list[Content]:
-    """What another gateway wrote; nothing if it is too old, or of a form of another version."""
+    """Another gateway's requests; empty if they are too old or have another version's format."""
     try:
         body = json.loads(data)
         if now - body["at"] > STALE_S:
@@ -152,6 +152,6 @@ def _accepted(content: Content) -> float:
 
 
 def _progress(content: Content) -> int:
-    """Of two gateways that followed a request, the one that knows more is believed."""
+    """Chooses, of two gateways that followed a request, the entry of the one that knows more."""
     ended = content["state"] != "running"
     return len(content["events"]) + (1000 if ended else 0)

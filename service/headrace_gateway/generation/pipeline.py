@@ -237,7 +237,7 @@ class Pipeline:
                 accepted = await queued(self.admission.submit(job, requests), observation)
                 response = GenerationResponse(exchange, accepted, self.delivery, self.drain)
         if self.history is not None:
-            self.history.came_by(request.url.path, requests)
+            self.history.note_path(request.url.path, requests)
         return answering(request.scope["state"], response)
 
     async def _check_structure(self, request: Request, body: GenerationBody, call: Call) -> None:

@@ -173,9 +173,9 @@ def _protected(
         plain, tools = writable(plain), described(tools)
     size = sum(len(message["content"] or "") for message in plain)
     _check_size(model, size, context)
-    said = {"messages": plain, "tools": tools, "variables": options.variables}
+    inputs = {"messages": plain, "tools": tools, "variables": options.variables}
     chat = {
-        **{name: model.tokenizer.protect(value) for name, value in said.items()},
+        **{name: model.tokenizer.protect(value) for name, value in inputs.items()},
         "add_generation_prompt": options.add_generation_prompt,
         "continue_final_message": options.continue_final_message,
     }

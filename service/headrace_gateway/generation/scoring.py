@@ -70,7 +70,7 @@ class RerankRequest(ScoringBody):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The texts of a request, and which pairs of them are scored. Errors call them `field`."""
+    """The texts of a request and the pairs to score. `field` names the texts in errors."""
 
     texts: Sequence[str]
     pairs: Sequence[Pair]
@@ -103,7 +103,7 @@ def _listed(texts: str | Sequence[str]) -> list[str]:
 
 
 def score_answer(request_id: str, model: str) -> Answer:
-    """Returns what makes the body of /v1/score."""
+    """Returns the function that makes the body of /v1/score from scores."""
 
     def answer(scores: Sequence[float], tokens: int) -> Mapping[str, Any]:
         return {
@@ -122,7 +122,7 @@ def score_answer(request_id: str, model: str) -> Answer:
 
 
 def rerank_answer(request_id: str, model: str, body: RerankRequest) -> Answer:
-    """Returns what makes the body of /v1/rerank: the best documents first."""
+    """Returns the function that makes the body of /v1/rerank, with the best documents first."""
 
     def answer(scores: Sequence[float], tokens: int) -> Mapping[str, Any]:
         order = sorted(range(len(scores)), key=lambda index: -scores[index])

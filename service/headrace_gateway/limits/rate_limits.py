@@ -181,7 +181,7 @@ class RateLimits:
             logger.warning("usage of API keys not written in time")
 
     async def flush(self) -> None:
-        """Returns when the requests that have ended by now are written, as far as possible."""
+        """Waits until the use of all ended requests is written, or has failed to be written."""
         await asyncio.gather(*self._background)
 
     # Leases
@@ -254,9 +254,9 @@ def _rates(limits: KeyLimits) -> Rates:
 
 def _estimate(request: GenerateRequest, sampling: SamplingParams) -> int:
     """Returns prompt plus output tokens; an unbounded request is not charged the whole context."""
-    asked = ASSUMED_OUTPUT if sampling.max_tokens is None else sampling.max_tokens
+    requested = ASSUMED_OUTPUT if sampling.max_tokens is None else sampling.max_tokens
     most = request.sampling.max_tokens
-    output = asked if most is None else min(asked, most)
+    output = requested if most is None else min(requested, most)
     return len(request.prompt_token_ids) + sampling.branches * output
 
 

@@ -19,8 +19,8 @@ from ..errors import ApiError, invalid, unavailable
 class ServedModel:
     """One model under the name that clients use. Lengths are in tokens of prompt plus output.
 
-    `max_model_len` limits whatever the engines say, `usual_model_len` counts while no engine says
-    anything. `embedding_size` is the length of its vectors, as far as its files tell;
+    `max_model_len` is an upper limit of the engines' lengths; `usual_model_len` is used while no
+    engine reports one. `embedding_size` is the length of its vectors, as far as its files tell;
     `scores_pairs` says that it is a cross-encoder. `parent` is the base model of a LoRA adapter,
     else None. `system_fingerprint` tells clients when the model has changed. `alias_of` is the
     model's own name if it is listed under an alias. `registered`: its files came from an engine,
@@ -72,7 +72,7 @@ _NONE: Mapping[str, str] = MappingProxyType({})
 
 
 class Discovered(Protocol):
-    """Models that the registry tells of."""
+    """Models that are found in the registry."""
 
     @property
     def served(self) -> Mapping[str, ServedModel]: ...
@@ -82,7 +82,7 @@ class Discovered(Protocol):
         """Models that are no longer registered, whose queues may not be empty."""
 
     def forget(self, model: str) -> None:
-        """Forgets a removed model, of which nothing is left."""
+        """Forgets a removed model whose queue is empty."""
 
     @property
     def adapters(self) -> Mapping[str, str]:

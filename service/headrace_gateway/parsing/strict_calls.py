@@ -1,7 +1,7 @@
 """Constrains calls to their tools' schemas, in every form of calls that is read.
 
-Calls that a model may make, for tools with `strict`; calls that it must make; and calls that may
-come instead of an answer that is constrained itself. Reasoning is never constrained.
+There are three cases: optional calls of tools with `strict`; forced calls; and either calls or an
+answer in a given format. Reasoning is never constrained.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,8 @@ def strict_calls(
 ) -> StructuredOutputsParams | None:
     """Returns what text with calls of these tools must match; None if nothing is constrained.
 
-    With `answer` a text is calls and nothing else, or that. Raises StructuredOutputError.
+    With `answer` a text is either only calls or an answer in this format. Raises
+    StructuredOutputError.
     """
     strict = any(tool.function.strict for tool in tools)
     if form.calls is None or not (strict or answer):
@@ -75,9 +76,9 @@ def _either(constraint: CallConstraint, answer: Format, calls: str) -> Format:
 def forced_calls(
     tools: Sequence[Tool], form: OutputForm, template: str
 ) -> StructuredOutputsParams | None:
-    """Returns the constraint to calls of these tools only; None if the form has none.
+    """Returns the constraint that allows only calls of these tools; None if the form has no calls.
 
-    Raises StructuredOutputError if a tool is the reason.
+    Raises StructuredOutputError for a tool that cannot be constrained.
     """
     if form.calls is None:
         return None
@@ -142,7 +143,7 @@ def _strict_function(function: FunctionDefinition) -> Function:
 
 def _reasoning(form: OutputForm, begin: Begin, *, closed: bool) -> ReasoningFormat | None:
     family = FAMILIES.get(form.reasoning or "")
-    if family is None or begin is Begin.BEHIND:
+    if family is None or begin is Begin.CLOSED:
         return None
     inside = begin is Begin.INSIDE or family.otherwise_inside
     where = structural_tag.ReasoningBegin.INSIDE if inside else structural_tag.ReasoningBegin.OPEN

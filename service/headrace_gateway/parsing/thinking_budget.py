@@ -24,7 +24,7 @@ def limit_thinking(
         return replace(sampling, thinking_format=_harmony(form, tokenizer, prompt))
     family = FAMILIES[form.reasoning]
     begin = begin_of(form.reasoning, tokenizer, prompt)
-    if begin is Begin.BEHIND:
+    if begin is Begin.CLOSED:
         return replace(sampling, thinking_token_budget=None)
     inside = begin is Begin.INSIDE or family.otherwise_inside
     where = ThinkingBegin.INSIDE if inside else ThinkingBegin.OPEN

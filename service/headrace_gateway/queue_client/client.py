@@ -42,7 +42,7 @@ CountShards = Callable[[str], Awaitable[int]]
 
 
 class GenerationClient:
-    """Submits requests and follows them to their end, whatever fails on the way.
+    """Submits requests and follows them to their end, in spite of failures on the way.
 
     `clock` gives Unix seconds, for deadlines; `monotonic` seconds, for waiting. `place` says which
     engines suit a request best; without it any engine may take it. `shards` says how many shards a

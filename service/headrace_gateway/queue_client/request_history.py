@@ -1,6 +1,6 @@
-"""What became of the last requests of this gateway, in memory: their times, engines and ends.
+"""The history of the last requests of this gateway, in memory: their times, engines and ends.
 
-It has no text of a request. It is bounded in requests of a tenant, in tenants, and in events.
+It holds no prompt or output. Requests of a tenant, tenants and events are limited in number.
 """
 
 from collections import OrderedDict
@@ -60,7 +60,7 @@ class Timeline:
         return self._request.lora or self._request.model
 
     def answered(self, engine_id: str, reply: Reply, actions: Sequence[Action]) -> None:
-        """Notes what is new in a reply that the arbiter took to be of the engine."""
+        """Notes the news of a reply that the arbiter has accepted from the engine."""
         owner, now = self._arbiter.owner, self._clock()
         if owner is not None and owner[0] == engine_id and engine_id not in self._engines[-1:]:
             self._taken(engine_id, reply, now)
@@ -84,7 +84,7 @@ class Timeline:
             self._engines[-1] = engine_id
 
     def seen(self, engine_id: str, age: float, *, preempted: bool) -> None:
-        """Notes what an engine's snapshot says; it had the request for `age` seconds then."""
+        """Notes an engine's snapshot, in which the request was `age` seconds old."""
         if self._ended is not None:
             return
         now = self._clock()
@@ -97,7 +97,7 @@ class Timeline:
         self._preempted = preempted
 
     def end(self, failure: Failed | None) -> None:
-        """Called once."""
+        """Notes the end of the request. Must be called only once."""
         self._ended = self._clock()
         self._error = None if failure is None else failure.failure.value
         self._note("ended", self._ended, self._engines[-1] if self._engines else None)
@@ -138,7 +138,7 @@ class Timeline:
         return "cancelled" if self._error in _CANCELLED else "failed"
 
     def _note(self, what: str, at: float, engine_id: str | None = None) -> None:
-        """Further events replace the last, so that the end is always there."""
+        """Adds an event; at MAX_EVENTS it replaces the last one, so that the end is kept."""
         if len(self._events) == MAX_EVENTS:
             self._events.pop()
         self._events.append((at, what, engine_id))
@@ -172,7 +172,7 @@ class RequestHistory:
         known = self._tenants.get(tenant)
         return None if known is None else known.get(request_id)
 
-    def came_by(self, path: str, requests: Sequence[GenerateRequest]) -> None:
+    def note_path(self, path: str, requests: Sequence[GenerateRequest]) -> None:
         """Notes the path of the HTTP request that sent these."""
         for request in requests:
             timeline = self.find(request.tenant, request.request_id)

@@ -109,8 +109,8 @@ class Run:
         return new
 
     def read(self, delta: Delta) -> Piece | None:
-        """Reads any delta; returns None for tokens that were made before the engine heard of a
-        stop.
+        """Reads any delta; returns None for tokens that the engine made before it knew
+        of a stop.
 
         The caller then calls `settle`.
         """

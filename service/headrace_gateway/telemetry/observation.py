@@ -86,7 +86,7 @@ class _ChoiceTimes:
 
 
 class Observation:
-    """Follows one request; `end` is called once, whatever happened."""
+    """Follows one request; `end` is called exactly once, also after a failure."""
 
     def __init__(
         self, info: RequestInfo, metrics: GatewayMetrics, span: Span, clock: Clock

@@ -30,8 +30,11 @@ def save_adapter(
     experts: ExpertForm | None = None,
     **config: Any,
 ) -> Path:
-    """An adapter of the checkpoint's modules of these names, and of its `experts`, one by one or
-    together; `config` are further PEFT fields."""
+    """Saves an adapter of the checkpoint's modules with these names, and of its experts.
+
+    `experts` says whether each expert has its own matrices or all have joined ones; None leaves
+    experts as they are. `config` are further PEFT fields.
+    """
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in _model(checkpoint).state_dict().items():
@@ -76,7 +79,7 @@ def _joined(path: str, weight: torch.Tensor, rank: int, seed: torch.Generator) -
 def _apart(
     path: str, weight: torch.Tensor, usual: int, ranks: dict[str, int], seed: torch.Generator
 ) -> Tensors:
-    """All experts but the first, with gate and up, or down."""
+    """Adapters of all experts except the first, for gate and up, or for down."""
     count, outputs, inputs = weight.shape
     block, _, parameter = path.rpartition(".")
     gated = parameter == "gate_up_proj"
@@ -133,7 +136,7 @@ def save_merged(folder: Path, checkpoint: Path, adapter: Path) -> Path:
 
 
 def _merge(weights: dict[str, Any], path: str, up: torch.Tensor, down: torch.Tensor) -> None:
-    """Adds B A to the weight of a module, or to those of the experts that it is of."""
+    """Adds B A to the weight of a module, or to the weights of its experts."""
     block, experts, rest = path.partition(".mlp.experts")
     if not experts:
         weights[f"{path}.weight"] += up @ down

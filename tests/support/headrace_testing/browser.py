@@ -39,7 +39,7 @@ def chromium() -> Iterator[Browser]:
 
 
 class WatchedPage:
-    """A page in a context of its own, with all that its console said."""
+    """A page in its own browser context, with all messages of its console."""
 
     def __init__(self, browser: Browser, **context: Any) -> None:
         self._context = browser.new_context(**context)

@@ -114,8 +114,8 @@ class BundledPods:
         wanted = {pod.address for pod in pods}
 
         def agreed() -> bool:
-            said = {pod.sees() for pod in self.pods if pod.running}
-            return len(said) == 1 and said <= wanted and self.by_address(*said).writes()
+            masters = {pod.sees() for pod in self.pods if pod.running}
+            return len(masters) == 1 and masters <= wanted and self.by_address(*masters).writes()
 
         until(agreed, f"one of {sorted(wanted)} to be master", PATIENCE_S)
 

@@ -76,7 +76,7 @@ class Console:
         return self.text
 
     def focused(self) -> str:
-        """What has the focus: its id, else its text."""
+        """The focused element: its id, or else its text."""
         found = self.page.evaluate(
             "(document.activeElement.id || document.activeElement.textContent).trim()"
         )
@@ -110,7 +110,7 @@ def undisturbed(url: str, body: Mapping[str, Any]) -> str:
 
 
 def snapshot(url: str) -> dict[str, Any]:
-    """What the server does now."""
+    """The current state of the server, as its console gets it."""
     text = httpx.get(f"{url}/console/live?events=1", timeout=60).text
     (data,) = [line for line in text.splitlines() if line.startswith("data: ")]
     content: dict[str, Any] = json.loads(data.removeprefix("data: "))

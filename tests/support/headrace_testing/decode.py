@@ -1,4 +1,4 @@
-"""A decode step of the demo model on whatever device there is, as JSON: the tokens that came."""
+"""Runs a decode step of the demo model on the available device; prints its tokens as JSON."""
 
 import json
 import sys

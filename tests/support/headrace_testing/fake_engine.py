@@ -141,7 +141,7 @@ class FakeRequest:
             choice.finish_reason = "stop"
 
     def progress(self) -> Progress:
-        behind = [
+        states = [
             ChoiceState(token_ids=tuple(c.token_ids[c.journaled :]), finish_reason=c.finish_reason)
             for c in self.choices
         ]
@@ -149,7 +149,7 @@ class FakeRequest:
             request_id=self.rid,
             attempt=self.lease.attempt,
             journaled=tuple(c.journaled for c in self.choices),
-            choices=tuple(behind),
+            choices=tuple(states),
             executing=self.running,
         )
 

@@ -171,10 +171,10 @@ class FakeRunner:
         limit = min(self.max_model_len, self.capacity) - len(prompt)
         rule = StopRule.of(params, self.eos_token_ids, limit)
         search = BeamSearch(params.branches, rule, params.length_penalty, params.early_stopping)
-        asked = replace(request, candidates=search.candidates)
+        widened = replace(request, candidates=search.candidates)
         beams = [Beam()]
         while True:
-            offers = [self.token_logprobs(asked, (*prompt, *beam.tokens, 0)) for beam in beams]
+            offers = [self.token_logprobs(widened, (*prompt, *beam.tokens, 0)) for beam in beams]
             steps = search.advance(beams, offers)
             if not steps:
                 return search.finished[: params.n]
@@ -190,17 +190,17 @@ class FakeRunner:
     def expected_best(self, request: EngineRequest) -> list[tuple[int, ...]]:
         """The outputs that `best_of` chooses, best first."""
         params = request.params
-        asked = replace(request, params=replace(params, n=params.branches, logprobs=0))
+        widened = replace(request, params=replace(params, n=params.branches, logprobs=0))
 
         def score(choice: int) -> float:
-            known, output = request.prompt_token_ids, self.expected(asked, choice)[0]
+            known, output = request.prompt_token_ids, self.expected(widened, choice)[0]
             return sum(
-                self.token_logprobs(asked, (*known, *output[: end + 1])).logprob
+                self.token_logprobs(widened, (*known, *output[: end + 1])).logprob
                 for end in range(len(output))
             )
 
         ranked = sorted(range(params.branches), key=lambda choice: -score(choice))
-        return [self.expected(asked, choice)[0] for choice in ranked[: params.n]]
+        return [self.expected(widened, choice)[0] for choice in ranked[: params.n]]
 
     def next_token(self, sequence: Sequence) -> int:
         return self.token_after(sequence.request, sequence.choice, sequence.token_ids)

@@ -1,4 +1,4 @@
-"""Connections that are passed on to a server: whatever ends one side ends both, and leaves nothing.
+"""Connections that are forwarded to a server: the end of one side ends both, and leaves nothing.
 
 For proxies, which say how bytes are copied. Knows nothing of what the bytes are.
 """

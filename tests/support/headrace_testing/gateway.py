@@ -38,7 +38,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class ScriptedEngine:
-    """The queue and an engine in one: says `ANSWER`, or what `script` makes of a request.
+    """The queue and an engine in one: answers `ANSWER`, or what `script` returns.
 
     Before each delta it waits for `gate`, so that a test can hold an answer where it wants.
     """
@@ -63,7 +63,10 @@ class ScriptedEngine:
         self.waiting_at: QueuePosition | None = None
 
     def say(self, text: str, *, eos: bool = True) -> Script:
-        """One token a delta, choices in turn; an end-of-sequence token unless it gets too long."""
+        """A script that answers `text`: one token in each delta, choices in turn.
+
+        The answer ends with an end-of-sequence token, or at max_tokens.
+        """
 
         def script(request: GenerateRequest) -> list[Delta]:
             ids = self.tokenizer.encode(text)
@@ -221,12 +224,12 @@ class Gateway:
 
 
 def say(gateway: Gateway, text: str) -> None:
-    """Makes the engine answer so."""
+    """Makes the engine answer `text` to each request."""
     gateway.engine.script = gateway.engine.say(text)
 
 
 def prompt_of(gateway: Gateway) -> str:
-    """The prompt that the engine has had last, special tokens too."""
+    """The prompt that the engine received last, with its special tokens."""
     ids = gateway.engine.submitted[-1].prompt_token_ids
     return gateway.engine.tokenizer.decode(ids, skip_special_tokens=False)
 

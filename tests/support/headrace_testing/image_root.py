@@ -25,7 +25,7 @@ from .null_cuda import LIBRARY, build
 from .valkey import ValkeyServer, free_port
 
 CACHE = "var/cache/headrace"
-# In namespaces of their own, so that nothing stays mounted.
+# Runs in its own namespaces, so that nothing stays mounted.
 ENTER = """
 set -e
 root=$1 given=$2 hidden=$3; shift 3
@@ -63,8 +63,10 @@ def inside(
     variables: Mapping[str, str],
     hidden: str = "",
 ) -> list[str]:
-    """The command that runs `command` there. `given` is at /tmp/given; the folder `hidden` is
-    empty."""
+    """Returns the command that runs `command` inside `root`.
+
+    `given` is mounted at /tmp/given; the folder `hidden` appears empty.
+    """
     pairs = [f"{name}={value}" for name, value in variables.items()]
     enter = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "bash", "-c", ENTER, "enter"]
     return [*enter, str(root), str(given), hidden, *pairs, *command]
@@ -72,7 +74,7 @@ def inside(
 
 @contextmanager
 def device() -> Iterator[Path]:
-    """A folder with the library, readable by the image's user."""
+    """A folder with the null CUDA library, readable by the image's user."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)
@@ -83,7 +85,7 @@ def device() -> Iterator[Path]:
 
 
 def size(root: Path) -> int:
-    """Bytes of its files."""
+    """Bytes of the files of a root filesystem."""
     done = subprocess.run(["du", "-sxb", str(root)], capture_output=True, text=True, check=True)
     return int(done.stdout.split()[0])
 

@@ -1,4 +1,4 @@
-"""A gateway that keeps requests, over a queue in memory and an engine that says what it is told."""
+"""A gateway that stores requests, over a queue in memory and a scripted engine."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence

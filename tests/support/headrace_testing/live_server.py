@@ -34,7 +34,7 @@ def engine(**changes: Any) -> dict[str, Any]:
 
 
 def heartbeat(**changes: Any) -> dict[str, Any]:
-    """An engine that has not yet told of its batch."""
+    """An engine that has not yet reported its batch."""
     known = ("id", "name", "model", "state", "age", "running")
     return {name: engine()[name] for name in known} | {"detail": False, **changes}
 

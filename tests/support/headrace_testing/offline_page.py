@@ -93,13 +93,13 @@ def _said(meaning: Meaning) -> str:
     match meaning:
         case Renamed(to, values):
             named = {name: value for name, value in (values or {}).items() if name is not None}
-            said = ", ".join(f"`{name}` is `{value}`" for name, value in named.items())
-            return f"`{to}`" + (f": {said}" if said else "")
+            accepted_text = ", ".join(f"`{name}` is `{value}`" for name, value in named.items())
+            return f"`{to}`" + (f": {accepted_text}" if accepted_text else "")
         case Ignored(why):
             return f"no effect: {why}"
         case Fixed(accepted, remedy):
-            said = ", ".join(f"`{each!r}`" for each in accepted)
-            return f"only {said}; else: {remedy}"
+            accepted_text = ", ".join(f"`{each!r}`" for each in accepted)
+            return f"only {accepted_text}; else: {remedy}"
 
 
 def _table(title: str, rows: Mapping[str, str]) -> Iterator[str]:

@@ -100,9 +100,9 @@ def by_number(path: Path) -> list[int]:
 
 def is_version(python: Path, version: str) -> bool:
     """Whether a program runs as this version; pyenv's shims may refuse to."""
-    asked = [str(python), "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+    command = [str(python), "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
     try:
-        done = subprocess.run(asked, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True)
     except OSError:
         return False
     return done.stdout == f"{version}\n"

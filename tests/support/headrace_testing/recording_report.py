@@ -1,4 +1,4 @@
-"""A report of `up` that keeps what it is told, for tests."""
+"""A report of `up` that records all events, for tests."""
 
 
 class RecordingReport:

@@ -1,4 +1,4 @@
-"""All bytes that lie in a Redis, and a search in them for what clients and models said."""
+"""All bytes that lie in a Redis, and a search in them for prompts and answers."""
 
 import re
 from array import array
@@ -20,17 +20,17 @@ class Dump:
 
     contents: Sequence[tuple[str, bytes]]
 
-    def finds(self, said: str | Sequence[int]) -> list[str]:
+    def finds(self, content: str | Sequence[int]) -> list[str]:
         """Where a text, or a row of token ids, is."""
-        wanted = forms(said)
+        wanted = forms(content)
         return [where for where, data in self.contents if any(form in data for form in wanted)]
 
 
-def forms(said: str | Sequence[int], length: int = WINDOW) -> list[bytes]:
+def forms(content: str | Sequence[int], length: int = WINDOW) -> list[bytes]:
     """A text or the first `length` token ids, as they could lie somewhere."""
-    if isinstance(said, str):
-        return [said.encode(), repr(said)[1:-1].encode()]
-    row = list(said[:length])
+    if isinstance(content, str):
+        return [content.encode(), repr(content)[1:-1].encode()]
+    row = list(content[:length])
     packed = msgpack.packb(row)[1:]
     listed = re.sub(r"[\[\]]", "", str(row))
     wide = array("q", row).tobytes()

@@ -78,28 +78,28 @@ class Returning:
     async def stream(
         self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
     ) -> ReceivedStream:
-        got = ReceivedStream()
+        received = ReceivedStream()
         request = {"method": "POST", "url": self._urls[0] + path, "json": body, "headers": headers}
-        while not got.done:
+        while not received.done:
             try:
                 async with self._client.stream(**request) as answer:  # type: ignore[arg-type]
-                    await read(answer, got, self._seen)
+                    await read(answer, received, self._seen)
             except httpx.TransportError:
                 pass
-            if got.done:
+            if received.done:
                 break
-            got.returned += 1
-            assert got.returned < 20, "the stream breaks again and again"
-            url = self._urls[got.returned % len(self._urls)]
-            if got.last_id is None:
+            received.returned += 1
+            assert received.returned < 20, "the stream breaks again and again"
+            url = self._urls[received.returned % len(self._urls)]
+            if received.last_id is None:
                 request["url"] = url + path
                 continue
             request = {
                 "method": "GET",
-                "url": f"{url}/v1/requests/{got.request_id}/events",
-                "headers": {"last-event-id": got.last_id},
+                "url": f"{url}/v1/requests/{received.request_id}/events",
+                "headers": {"last-event-id": received.last_id},
             }
-        return got
+        return received
 
 
 async def stream_all(
@@ -130,10 +130,10 @@ async def stream_all(
         return await asyncio.gather(*streams)
 
 
-def by_choice(got: ReceivedStream) -> list[list[Mapping[str, Any]]]:
+def by_choice(received: ReceivedStream) -> list[list[Mapping[str, Any]]]:
     """A stream's events choice by choice: their order between choices is free."""
     events: dict[int, list[Mapping[str, Any]]] = {}
-    for event in got.events:
+    for event in received.events:
         assert "error" not in event, event
         number = event["choices"][0]["index"] if event["choices"] else -1
         events.setdefault(number, []).append(event)

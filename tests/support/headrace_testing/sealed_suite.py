@@ -1,7 +1,7 @@
-"""Tests with sealing on: HEADRACE_TEST_SEALED=1 has every gateway and engine of a suite seal.
+"""Runs tests with sealing: with HEADRACE_TEST_SEALED=1 every gateway and engine of a suite seals.
 
-While it runs, the memory of its queue servers is searched for what was said so far, and at its end
-their append-only files are (`sealed_watch`).
+During the suite, the memory of its queue servers is searched for plain prompts and answers, and at
+its end their append-only files (`sealed_watch`).
 """
 
 import json
@@ -24,7 +24,7 @@ _SETTINGS = ("HEADRACE_GATEWAY_SEALING_KEYS_FILE", "HEADRACE_ENGINE_SEALING_KEYS
 
 
 def wanted() -> bool:
-    """Whether this run seals."""
+    """Whether the environment asks for sealing."""
     return os.environ.get(VARIABLE) == "1"
 
 
@@ -52,7 +52,7 @@ def suite(request: pytest.FixtureRequest, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def sealed(folder: Path, findings: Findings) -> Iterator[None]:
-    """Programs that are started within seal; what is below `folder` is searched at the end."""
+    """Programs that are started in this block seal; `folder` is searched when it ends."""
     path = folder / "keyring"
     path.write_text(write_keyring([new_key()]))
     with _environment(dict.fromkeys(_SETTINGS, str(path))):
@@ -66,9 +66,9 @@ def sealed(folder: Path, findings: Findings) -> Iterator[None]:
         try:
             yield
         finally:
-            said, _ = watch.communicate()
+            output, _ = watch.communicate()
     assert watch.returncode == 0, "the watch of the suite failed: its error is above"
-    for name, value in json.loads(said).items():
+    for name, value in json.loads(output).items():
         setattr(findings, name, value)
 
 

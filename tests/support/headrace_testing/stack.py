@@ -57,7 +57,7 @@ class EngineProcess(HeadraceProcess):
 
 
 class GatewayProcess(HeadraceProcess):
-    """`python -m headrace_gateway` on a port of its own; `checkpoint` None finds its models."""
+    """`python -m headrace_gateway` on a free port; without `checkpoint` for registered models."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ class Stack:
         return asyncio.run(ask())
 
     def retire(self, engine: EngineProcess) -> None:
-        """Ends an engine for good."""
+        """Kills an engine and removes it from the stack."""
         engine.kill()
         self.engines.remove(engine)
 

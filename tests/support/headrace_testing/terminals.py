@@ -44,7 +44,7 @@ class TerminalProcess:
 
     @property
     def text(self) -> str:
-        """What was written, without escape sequences and with plain line ends."""
+        """The written text, without escape sequences and with plain line ends."""
         return _ESCAPES.sub("", self.raw).replace("\r\n", "\n")
 
     def enter(self, keys: str) -> None:

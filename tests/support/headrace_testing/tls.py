@@ -48,9 +48,9 @@ class Authority:
         self, file: str, name: str, extensions: tuple[str, ...], *signer: str | Path
     ) -> KeyPair:
         pair = KeyPair(self._folder / f"{file}.crt", self._folder / f"{file}.key")
-        said = [word for extension in extensions for word in ("-addext", extension)]
+        extension_flags = [word for extension in extensions for word in ("-addext", extension)]
         files: list[str | Path] = ["-keyout", pair.key, "-out", pair.certificate]
-        _openssl("req", *_KEY, "-subj", f"/CN={name}", *said, *signer, *files)
+        _openssl("req", *_KEY, "-subj", f"/CN={name}", *extension_flags, *signer, *files)
         return pair
 
 

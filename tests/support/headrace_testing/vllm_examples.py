@@ -315,9 +315,9 @@ def _table(folder: str, examples: Sequence[Example]) -> Iterator[str]:
         models = [f"`{old}`: {name}" for old, name in (each.models or {}).items()]
         arguments = [f"`{' '.join(each.arguments)}`"] if each.arguments else []
         server = [f"server: {each.model}"] if folder == "online_serving" else []
-        said = "; ".join([*arguments, *models, *server])
+        given_options = "; ".join([*arguments, *models, *server])
         note = f", {each.note}" if each.note else ""
-        yield f"| `{folder}/{each.path}` | {said} | runs{note} |"
+        yield f"| `{folder}/{each.path}` | {given_options} | runs{note} |"
     yield ""
 
 

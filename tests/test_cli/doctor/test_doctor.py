@@ -52,22 +52,22 @@ def test_a_whole_checkpoint_is_fine(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("absent", "told"),
+    ("absent", "message"),
     [
         ("config.json", "no config.json"),
         ("tokenizer.json", "no tokenizer.json"),
         ("model.safetensors", "no *.safetensors"),
     ],
 )
-def test_a_checkpoint_without_a_file_names_it(checkpoint: Path, absent: str, told: str) -> None:
+def test_a_checkpoint_without_a_file_names_it(checkpoint: Path, absent: str, message: str) -> None:
     (checkpoint / absent).unlink()
 
     found = only(model.check(str(checkpoint)))
 
     assert found.level is Level.FAIL
-    assert told in found.detail
+    assert message in found.detail
     assert found.remedy
-    with pytest.raises(UsageError, match=told.replace("*", r"\*")):
+    with pytest.raises(UsageError, match=message.replace("*", r"\*")):
         model.refuse_unusable(str(checkpoint))
 
 
@@ -79,7 +79,7 @@ def test_a_missing_shard_is_named(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (safetensors(2**20)[:-1], "bytes of model.safetensors"),
         (safetensors(5)[:20], "an unreadable model.safetensors"),
@@ -89,13 +89,13 @@ def test_a_missing_shard_is_named(checkpoint: Path) -> None:
     ],
 )
 def test_weights_that_are_not_whole_are_reported(
-    checkpoint: Path, content: bytes, told: str
+    checkpoint: Path, content: bytes, message: str
 ) -> None:
     (checkpoint / "model.safetensors").write_bytes(content)
 
     found = only(model.check(str(checkpoint)))
 
-    assert found.level is Level.FAIL and told in found.detail
+    assert found.level is Level.FAIL and message in found.detail
     assert "again, whole" in found.remedy
 
 

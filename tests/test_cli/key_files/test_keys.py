@@ -109,7 +109,7 @@ def test_a_secret_needs_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["create", "alice"], "no place for the keys is given"),
         (["create", "a b", "--file", "F"], "id: "),
@@ -124,14 +124,14 @@ def test_a_secret_needs_no_file(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_arguments_are_refused_and_change_no_file(
-    file: Path, arguments: list[str], told: str
+    file: Path, arguments: list[str], message: str
 ) -> None:
     keys("create", "known", "--file", file)
     before = file.read_bytes()
     done = keys(*(file if argument == "F" else argument for argument in arguments))
 
     assert isinstance(done.exception, UsageError)
-    assert told in str(done.exception)
+    assert message in str(done.exception)
     assert file.read_bytes() == before
 
 

@@ -35,11 +35,11 @@ def test_a_cause_that_the_error_tells_is_not_repeated() -> None:
 
 def test_a_line_of_valkey_has_its_level() -> None:
     warned = parse_line("12:M 21 Nov 2026 01:29:17.402 # Can't save: disk full", "stdout")
-    told = parse_line("12:M 21 Nov 2026 01:29:17.402 * Ready to accept connections", "stdout")
+    line = parse_line("12:M 21 Nov 2026 01:29:17.402 * Ready to accept connections", "stdout")
 
     assert (warned.level, warned.summary) == ("WARNING", "Can't save: disk full")
     assert warned.alarming
-    assert not told.alarming
+    assert not line.alarming
 
 
 @pytest.mark.parametrize(
@@ -83,10 +83,10 @@ def test_a_deleted_log_file_is_created_again(tmp_path: Path) -> None:
     log = LogFile(tmp_path / "logs" / "engine-0.log", max_bytes=200)
     log.write(parse_line("before", "stdout"))
     log.path.unlink()
-    told = [log.write(parse_line(f"line {number}", "stdout")) for number in range(8)]
+    reports = [log.write(parse_line(f"line {number}", "stdout")) for number in range(8)]
     log.close()
 
-    assert told == [None] * 8
+    assert reports == [None] * 8
     assert "line 7" in log.path.read_text()
 
 

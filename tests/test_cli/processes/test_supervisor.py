@@ -92,9 +92,9 @@ async def test_a_child_that_dies_is_started_again_and_the_reason_is_reported(
         second = await made.until_pid_other_than(first)
 
         assert second != first
-        told = "\n".join(made.report.events)
-        assert "child died (killed by SIGKILL" in told
-        assert "restarting in 0.01 s" in told
+        events = "\n".join(made.report.events)
+        assert "child died (killed by SIGKILL" in events
+        assert "restarting in 0.01 s" in events
 
 
 async def test_the_last_output_of_a_dying_child_is_reported(tmp_path: Path) -> None:

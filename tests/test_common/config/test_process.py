@@ -38,7 +38,7 @@ def test_good_settings_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environment", "told"),
+    ("arguments", "environment", "message"),
     [
         (["--seats", "0"], {}, "trial: seats: Input should be greater than or equal to 1"),
         (["--log-level", "LOUD"], {}, "trial: log level: must be one of DEBUG,"),
@@ -49,14 +49,14 @@ def test_good_settings_are_read() -> None:
 def test_bad_settings_are_named(
     arguments: list[str],
     environment: dict[str, str],
-    told: str,
+    message: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert read_settings(Settings, "trial", arguments) is None
-    assert capsys.readouterr().err.startswith(told)
+    assert capsys.readouterr().err.startswith(message)
 
 
 def test_a_misspelt_variable_is_named_with_the_likely_spelling(
@@ -69,12 +69,12 @@ def test_a_misspelt_variable_is_named_with_the_likely_spelling(
 
     assert read_settings(Settings, "trial", []) is not None
 
-    told = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
-    assert [(line["variable"], line["meant"]) for line in told] == [
+    warnings = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [(line["variable"], line["meant"]) for line in warnings] == [
         ("TRIAL_COLOUR", None),
         ("TRIAL_SEAT", "TRIAL_SEATS"),
     ]
-    assert {line["level"] for line in told} == {"WARNING"}
+    assert {line["level"] for line in warnings} == {"WARNING"}
 
 
 def test_the_termination_message_is_one_line_without_credentials(

@@ -108,7 +108,7 @@ def test_a_url_without_a_password_is_kept(lines: Lines) -> None:
     assert lines()[0]["url"] == "http://127.0.0.1:8000/v1?to=a@b"
 
 
-def test_the_level_decides(lines: Lines) -> None:
+def test_lines_below_the_level_are_dropped(lines: Lines) -> None:
     log.debug("detail")
     assert lines() == []
 
@@ -118,7 +118,7 @@ def test_an_unknown_level_is_refused() -> None:
         logs.configure("LOUD")
 
 
-def test_uvicorns_lines_go_the_same_way(lines: Lines) -> None:
+def test_uvicorns_log_lines_have_the_same_format(lines: Lines) -> None:
     async def app(scope: object, receive: object, send: object) -> None:
         """Never called."""
 

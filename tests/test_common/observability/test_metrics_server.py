@@ -58,7 +58,7 @@ def received(connection: socket.socket) -> bytes:
     return found
 
 
-def asked(server: MetricsServer, request: bytes) -> int:
+def status_of(server: MetricsServer, request: bytes) -> int:
     """The status of the answer, 0 where there is none."""
     with connect(server) as connection:
         connection.sendall(request)
@@ -101,20 +101,20 @@ def test_too_many_slow_connections_close_the_oldest(
             if number >= 2 * MAX_CONNECTIONS + 1:
                 connection.sendall(b"G")
 
-        assert [asked(server, PROBE) for _ in range(12)] == [200] * 12
+        assert [status_of(server, PROBE) for _ in range(12)] == [200] * 12
         assert received(slow[0]) == b""
         slow[-1].sendall(PROBE[1:])
         assert received(slow[-1]).startswith(b"HTTP/1.0 200 ")
 
 
-def test_a_head_that_stays_incomplete_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_with_an_incomplete_head_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_port, "HEAD_TIMEOUT_S", 0.05)
     with serving() as server, connect(server) as slow:
         slow.sendall(PROBE[:-2])
         assert received(slow) == b""
 
 
-def test_an_answer_that_is_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_whose_answer_is_not_read_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_port, "RESPONSE_TIMEOUT_S", 0.0)
     size = 64 << 20  # more than the buffers of both sockets hold
     pages = {"/large": Page("GET", lambda _: (HTTPStatus.OK, "text/plain", b"x" * size))}
@@ -140,15 +140,15 @@ def test_an_answer_that_is_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch)
 )
 def test_heads_are_bounded_and_checked(request_: bytes, status: int) -> None:
     with serving() as server:
-        assert asked(server, request_) == status
-        assert asked(server, PROBE) == 200
+        assert status_of(server, request_) == status
+        assert status_of(server, PROBE) == 200
 
 
 def test_probes_do_not_wait_for_scrapes_and_scrapes_are_bounded() -> None:
     collector = BlockedCollector()
     with serving(collector) as server, ThreadPoolExecutor(MAX_SCRAPES) as pool:
         try:
-            first = pool.submit(asked, server, SCRAPE)
+            first = pool.submit(status_of, server, SCRAPE)
             assert collector.entered.wait(PATIENCE_S)
             with ExitStack() as opened:
                 waiting = [opened.enter_context(connect(server)) for _ in range(MAX_SCRAPES)]
@@ -156,7 +156,7 @@ def test_probes_do_not_wait_for_scrapes_and_scrapes_are_bounded() -> None:
                     connection.sendall(SCRAPE)
                 statuses = received(waiting[-1]).split()[1]
                 assert statuses == b"503"
-                assert asked(server, PROBE) == 200
+                assert status_of(server, PROBE) == 200
                 collector.release.set()
                 assert first.result() == 200
                 assert [received(each).split()[1] for each in waiting[:-1]] == [b"200"] * 7
@@ -164,23 +164,23 @@ def test_probes_do_not_wait_for_scrapes_and_scrapes_are_bounded() -> None:
             collector.release.set()
 
 
-def test_pages_are_bounded_and_take_no_place_of_probes_and_scrapes() -> None:
+def test_pages_are_bounded_and_do_not_block_probes_and_scrapes() -> None:
     page = BlockedPage()
     pages = {"/debug/x": Page("GET", page.answer)}
     request = b"GET /debug/x HTTP/1.1\r\n\r\n"
     with serving(pages=pages) as server, ThreadPoolExecutor(MAX_PAGES) as pool:
         try:
-            running = [pool.submit(asked, server, request) for _ in range(MAX_PAGES)]
+            running = [pool.submit(status_of, server, request) for _ in range(MAX_PAGES)]
             for _ in running:
                 assert page.entered.acquire(timeout=PATIENCE_S)
-            assert asked(server, request) == 503
-            assert asked(server, PROBE) == asked(server, SCRAPE) == 200
+            assert status_of(server, request) == 503
+            assert status_of(server, PROBE) == status_of(server, SCRAPE) == 200
         finally:
             page.release.set()
         assert [each.result() for each in running] == [200] * MAX_PAGES
 
 
-def test_a_page_has_the_time_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_page_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_port, "RESPONSE_TIMEOUT_S", 0.0)
     page = BlockedPage()
     with (
@@ -193,13 +193,13 @@ def test_a_page_has_the_time_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> N
         assert received(client).endswith(b"done")
 
 
-def test_a_page_that_fails_is_an_error_of_its_own() -> None:
+def test_a_page_that_fails_does_not_affect_other_pages() -> None:
     def fail(_query: Mapping[str, str]) -> PageAnswer:
         raise RuntimeError("broken page")
 
     with serving(pages={"/broken": Page("GET", fail)}) as server:
-        assert asked(server, b"GET /broken HTTP/1.1\r\n\r\n") == 500
-        assert asked(server, PROBE) == 200
+        assert status_of(server, b"GET /broken HTTP/1.1\r\n\r\n") == 500
+        assert status_of(server, PROBE) == 200
 
 
 _WITHOUT_DESCRIPTORS = """

@@ -215,7 +215,7 @@ def test_shutdown_does_not_wait_for_a_collector_that_hangs(
             thread.join()
 
 
-def test_one_signal_alone_and_its_own_endpoint() -> None:
+def test_a_single_signal_can_be_exported_to_its_own_endpoint() -> None:
     with otlp_collector() as collector:
         settings = TelemetrySettings(
             exporter_otlp_traces_endpoint=f"{collector.url}/traces-only", metrics_exporter=("none",)
@@ -227,7 +227,7 @@ def test_one_signal_alone_and_its_own_endpoint() -> None:
     assert list(collector.bodies) == ["/traces-only"]
 
 
-def test_service_name_of_the_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environments_service_name_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
     with on_a_port() as (telemetry, url):
         counter(telemetry.meter, names.QUEUE_ADMITTED).add(1)
@@ -237,7 +237,7 @@ def test_service_name_of_the_environment_wins(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("sampler", "sampled"), [("always_on", True), ("always_off", False), ("traceidratio", False)]
 )
-def test_the_sampler_decides(sampler: str, sampled: bool) -> None:
+def test_the_sampler_chooses_the_exported_traces(sampler: str, sampled: bool) -> None:
     with otlp_collector() as collector:
         settings = TelemetrySettings.model_validate(
             {

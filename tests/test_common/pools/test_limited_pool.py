@@ -66,7 +66,7 @@ async def test_a_task_that_ends_its_process_costs_one_error(
         (TaskLimits(timeout=200, cpu_seconds=1), pool_tasks.spin, KillReason.CPU),
     ],
 )
-async def test_time_is_limited_and_its_process_ended(
+async def test_a_task_over_its_time_is_ended_with_its_process(
     tmp_path: Path, limits: TaskLimits, task: Callable[[str], None], reason: KillReason
 ) -> None:
     pool, marker = LimitedPool(1, limits, PRELOAD), tmp_path / "pid"
@@ -138,7 +138,9 @@ async def test_processes_without_work_end() -> None:
     await pool.close()
 
 
-async def test_its_processes_come_last_and_end_with_it(pool: LimitedPool, tmp_path: Path) -> None:
+async def test_workers_are_the_first_victims_of_memory_shortage_and_end_with_their_parent(
+    pool: LimitedPool, tmp_path: Path
+) -> None:
     marker = tmp_path / "pid"
     task = asyncio.create_task(pool.run(pool_tasks.spin, str(marker)))
     pid = await pid_in(marker)

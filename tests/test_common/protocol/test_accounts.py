@@ -41,7 +41,7 @@ async def test_an_account_holds_no_more_than_it_may(backend: Backend) -> None:
     assert await one.used("t") == only(file=100)
 
 
-async def test_a_kind_has_bounds_of_its_own(backend: Backend) -> None:
+async def test_each_kind_has_its_own_bounds(backend: Backend) -> None:
     accounts = backend.accounts()
     most = Quota(max_bytes=1000, kind_bytes=100, kind_items=2)
     assert await accounts.occupy("t", item("a", 40), most) is None

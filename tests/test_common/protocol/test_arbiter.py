@@ -174,7 +174,7 @@ def test_an_engine_that_starts_over_after_a_rollback_must_ask_first() -> None:
 
 
 def test_replies_of_a_replaced_engine_are_ignored() -> None:
-    """It is not heard under the same attempt either, nor if a gateway reads its question again."""
+    """Its replies under the same attempt are ignored too, even if its question is read again."""
     arbiter = Arbiter("r", 1)
     arbiter.handle("e1", takeover(1))
     arbiter.handle("e1", tokens(0, 1, 2))
@@ -237,10 +237,10 @@ def test_an_engine_that_lost_its_state_ends_nothing() -> None:
     assert not arbiter.ended
     (resume,) = sent(arbiter.handle("e4", takeover(4)))
     assert isinstance(resume, Resume) and resume.choices[0].token_ids == (1,)
-    assert arbiter.settle(Outcome(failed=lost)) == [Fail(lost)]  # the queue has said so
+    assert arbiter.settle(Outcome(failed=lost)) == [Fail(lost)]  # as the queue reported
 
 
-def test_an_outcome_that_ends_not_all_changes_nothing() -> None:
+def test_an_outcome_that_does_not_end_all_choices_changes_nothing() -> None:
     arbiter = Arbiter("r", 2)
     arbiter.handle("e", tokens(0, 1))
     begun = ChoiceState(token_ids=(1, 2))
@@ -287,9 +287,9 @@ class PlayedEngine:
         for choice, history in enumerate(self.history):
             if len(history) < most:
                 history.append(next_token(choice, history, self.rng))
-                self.frames.append(self.said(choice, len(history) - 1, most))
+                self.frames.append(self.reply(choice, len(history) - 1, most))
 
-    def said(self, choice: int, index: int, most: int) -> Tokens:
+    def reply(self, choice: int, index: int, most: int) -> Tokens:
         history = self.history[choice]
         end = "length" if len(history) == most else None
         return tokens(index, *history[index:], attempt=self.attempt, choice=choice, end=end)
@@ -298,7 +298,7 @@ class PlayedEngine:
         if isinstance(control, Disown):
             self.alive = False
         elif isinstance(control, Resend) and not self.asking:
-            self.frames.append(self.said(control.choice, control.index, most))
+            self.frames.append(self.reply(control.choice, control.index, most))
         elif isinstance(control, Resume) and control.round == 0 and not self.asking:
             self.ask()
         elif isinstance(control, Resume) and control.round == self.round and self.asking:
@@ -316,11 +316,11 @@ class Play:
         self.twin = Arbiter("r", choices)  # is asked in one look first
         self.engines: list[PlayedEngine] = []
         self.past: list[tuple[PlayedEngine, Reply]] = []
-        self.got: list[list[int]] = [[] for _ in range(choices)]
+        self.received: list[list[int]] = [[] for _ in range(choices)]
 
     def start(self, *, attempt: int, ask: bool) -> None:
         name = f"e{len(self.engines)}"
-        engine = PlayedEngine(name, attempt, len(self.got), self.rng)
+        engine = PlayedEngine(name, attempt, len(self.received), self.rng)
         if ask:
             engine.ask()
         self.engines.append(engine)
@@ -336,13 +336,13 @@ class Play:
         assert self.arbiter.states() == self.twin.states()
         for action in actions:
             self.carry_out(action)
-        for choice, got in enumerate(self.got):
-            assert is_one_history(choice, got)
-            assert self.arbiter.states()[choice].token_ids == tuple(got)
+        for choice, received in enumerate(self.received):
+            assert is_one_history(choice, received)
+            assert self.arbiter.states()[choice].token_ids == tuple(received)
 
     def carry_out(self, action: Action) -> None:
         if isinstance(action, Deliver):
-            self.got[action.choice] += action.token_ids
+            self.received[action.choice] += action.token_ids
         elif isinstance(action, Send) and self.rng.random() > 0.1:
             engine = next(e for e in self.engines if e.name == action.engine_id)
             engine.hear(action.control, self.most)
@@ -382,7 +382,7 @@ class Play:
 
 
 @given(seed=st.integers(0, 2**32), choices=st.integers(1, 3), steps=st.integers(20, 120))
-def test_whatever_engines_say_the_client_sees_one_history(
+def test_the_client_sees_one_history_for_any_replies_of_engines(
     seed: int, choices: int, steps: int
 ) -> None:
     play = Play(choices, seed)
@@ -400,4 +400,4 @@ def test_whatever_engines_say_the_client_sees_one_history(
         elif last.asking:
             last.ask()
     assert play.arbiter.complete
-    assert all(len(got) == play.most for got in play.got)
+    assert all(len(received) == play.most for received in play.received)

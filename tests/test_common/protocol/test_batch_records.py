@@ -48,7 +48,7 @@ def test_a_record_is_read_as_it_was_written(
     assert decode_record(type(record), encode_record(record)) == record
 
 
-def test_fields_that_are_unknown_or_absent_do_no_harm() -> None:
+def test_unknown_fields_are_ignored_and_absent_fields_have_defaults() -> None:
     assert decode_record(BatchProgress, b'{"of_a_later_version": 1}') == BatchProgress()
 
 

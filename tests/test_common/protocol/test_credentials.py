@@ -27,7 +27,7 @@ def write(folder: Path, password: str) -> None:
 
 
 @pytest.fixture
-async def over(over_redis: OverRedis) -> AsyncIterator[OverRedis]:
+async def redis_backend(over_redis: OverRedis) -> AsyncIterator[OverRedis]:
     yield over_redis
     await over_redis.client.command("ACL DELUSER", USER)
 
@@ -38,44 +38,44 @@ def connect(server: ValkeyServer, folder: Path) -> Connection:
 
 
 async def test_a_password_is_rotated_while_an_engine_works(
-    over: OverRedis,
+    redis_backend: OverRedis,
     valkey_server: ValkeyServer,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    await over.client.command("ACL SETUSER", USER, "on", ">first", *RULES)
+    await redis_backend.client.command("ACL SETUSER", USER, "on", ">first", *RULES)
     write(tmp_path, "first")
     connection = connect(valkey_server, tmp_path)
     engine = RedisEngineQueue(connection, "e", MODEL)
     await engine.start()
-    await over.gateway().admit(make_request(), LIMITS)
+    await redis_backend.gateway().admit(make_request(), LIMITS)
     assert len(await engine.take(1)) == 1
-    await over.client.command("ACL SETUSER", USER, ">second")
+    await redis_backend.client.command("ACL SETUSER", USER, ">second")
     write(tmp_path, "second")
-    await over.client.command("ACL SETUSER", USER, "<first")
+    await redis_backend.client.command("ACL SETUSER", USER, "<first")
     await engine.beat([], make_status())
-    await over.client.command("CLIENT KILL", "USER", USER)
+    await redis_backend.client.command("CLIENT KILL", "USER", USER)
     await engine.beat([], make_status())
-    await over.gateway().send("e", MODEL, Cancel(request_id="0.r"))
+    await redis_backend.gateway().send("e", MODEL, Cancel(request_id="0.r"))
     assert await first(engine.controls(), 1) == [Cancel(request_id="0.r")]
-    assert await over.client.command("EXISTS", ShardKeys(MODEL).status("e")) == 1
+    assert await redis_backend.client.command("EXISTS", ShardKeys(MODEL).status("e")) == 1
     await engine.close()
     assert [line for line in caplog.messages if "backward compatibility" in line] == []
 
 
-@pytest.mark.parametrize("said", ["WRONGPASS", "username"])
+@pytest.mark.parametrize("error", ["WRONGPASS", "username"])
 async def test_credentials_that_are_wrong_or_missing_can_be_mended(
-    over: OverRedis, valkey_server: ValkeyServer, tmp_path: Path, said: str
+    redis_backend: OverRedis, valkey_server: ValkeyServer, tmp_path: Path, error: str
 ) -> None:
-    await over.client.command("ACL SETUSER", USER, "on", ">right", *RULES)
+    await redis_backend.client.command("ACL SETUSER", USER, "on", ">right", *RULES)
     connection = connect(valkey_server, tmp_path)
-    if said == "WRONGPASS":
+    if error == "WRONGPASS":
         write(tmp_path, "wrong")
 
     async def ask() -> object:
         return await connection.client.command("EXISTS", keys.granted_model(MODEL))
 
-    with pytest.raises(BackendUnavailable, match="(?i)" + said.replace("WRONGPASS", "username")):
+    with pytest.raises(BackendUnavailable, match="(?i)" + error.replace("WRONGPASS", "username")):
         await connection.attempt(ask)
     write(tmp_path, "right")
     assert await connection.attempt(ask) == 0

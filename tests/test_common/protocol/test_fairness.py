@@ -53,7 +53,7 @@ async def test_a_light_tenant_does_not_wait_for_a_heavy_one(backend: Backend) ->
     assert max(index for index, name in enumerate(order) if name == "light") <= 11
 
 
-async def test_shares_are_of_tokens_and_not_of_requests(backend: Backend) -> None:
+async def test_shares_count_tokens_and_not_requests(backend: Backend) -> None:
     gateway, engine = backend.gateway(), backend.engine()
     await queued(gateway, "long", 30, prompt=9)
     await queued(gateway, "short", 60, prompt=3)

@@ -66,17 +66,19 @@ async def counted(request: pytest.FixtureRequest) -> AsyncIterator[Counted]:
         yield Counted(usage, usage, pass_by)
         return
     server: ValkeyServer | ClusterSet = request.getfixturevalue(SERVERS[request.param])
-    over = OverRedis(server.url)
-    await over.wipe()
+    redis_backend = OverRedis(server.url)
+    await redis_backend.wipe()
 
     async def age(seconds: float) -> None:
         ms = int(seconds * 1000)
-        await over.client.command("HINCRBY", keys.key_usage(KEY), "at", -ms)
-        for lease in await over.client.command("ZRANGE", keys.key_leases(KEY), 0, -1):
-            await over.client.command("ZINCRBY", keys.key_leases(KEY), -ms, lease)
+        await redis_backend.client.command("HINCRBY", keys.key_usage(KEY), "at", -ms)
+        for lease in await redis_backend.client.command("ZRANGE", keys.key_leases(KEY), 0, -1):
+            await redis_backend.client.command("ZINCRBY", keys.key_leases(KEY), -ms, lease)
 
-    yield Counted(RedisKeyUsage(over.connect()), RedisKeyUsage(over.connect()), age)
-    await over.close()
+    yield Counted(
+        RedisKeyUsage(redis_backend.connect()), RedisKeyUsage(redis_backend.connect()), age
+    )
+    await redis_backend.close()
 
 
 async def test_a_minutes_requests_may_be_used_at_once_and_no_more(counted: Counted) -> None:
@@ -110,9 +112,9 @@ async def test_the_count_is_one_over_all_gateways(counted: Counted) -> None:
         return (await usage.reserve(KEY, f"r{number}", rates, 0)).refused is None
 
     both = (counted.usage, counted.other)
-    got = await asyncio.gather(*(ask(both[number % 2], number) for number in range(40)))
+    accepted = await asyncio.gather(*(ask(both[number % 2], number) for number in range(40)))
 
-    assert sum(got) == 10
+    assert sum(accepted) == 10
 
 
 async def test_keys_are_counted_apart(counted: Counted) -> None:
@@ -132,7 +134,7 @@ async def test_tokens_are_charged_as_used(counted: Counted) -> None:
     assert after.tokens.remaining == pytest.approx(700, abs=20)
 
 
-async def test_more_than_reserved_overdraws_and_is_made_up_for(counted: Counted) -> None:
+async def test_use_above_the_reservation_overdraws_and_is_repaid_later(counted: Counted) -> None:
     rates = Rates(tokens=60)
     await counted.reserve("r0", rates, 10)
     await counted.settle("r0", rates, reserved=10, used=180)
@@ -201,7 +203,7 @@ async def test_a_renewed_place_stays(counted: Counted) -> None:
     assert (await counted.reserve("r1", rates)).refused is RateLimit.CONCURRENCY
 
 
-async def test_a_lapsed_request_is_still_charged(counted: Counted) -> None:
+async def test_an_expired_request_is_still_charged(counted: Counted) -> None:
     rates = Rates(tokens=6000)
     await counted.reserve("r0", rates, 10)
     await counted.advance(LEASE_MS / 1000 + 1)
@@ -217,7 +219,7 @@ async def test_a_limit_that_was_lowered_holds_at_once(counted: Counted) -> None:
     assert (await counted.reserve("r5", Rates(requests=5))).refused is RateLimit.REQUESTS
 
 
-async def test_the_settlement_is_done_once_though_its_reply_is_lost(over_redis: OverRedis) -> None:
+async def test_a_settlement_whose_reply_is_lost_is_done_once(over_redis: OverRedis) -> None:
     rates = Rates(tokens=60_000)
     connection = over_redis.connect()
     usage = RedisKeyUsage(connection)

@@ -1,4 +1,4 @@
-"""What a console shows, on its way through Redis: whole, bounded, and checked before it is used."""
+"""The data of consoles in Redis: complete, bounded, and checked before use."""
 
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -38,11 +38,11 @@ DECISION = ScalingDecision(desired=2, ready=1, reason="Backlog", message="Reques
 
 
 @pytest.fixture
-async def over(user_server: ValkeyServer) -> AsyncIterator[OverUsers]:
-    over = OverUsers(user_server, engine=MODEL)
-    await over.wipe()
-    yield over
-    await over.close()
+async def redis_backend(user_server: ValkeyServer) -> AsyncIterator[OverUsers]:
+    redis_backend = OverUsers(user_server, engine=MODEL)
+    await redis_backend.wipe()
+    yield redis_backend
+    await redis_backend.close()
 
 
 async def unsent(_engine_id: str, _model: str, _control: Control) -> None:
@@ -132,12 +132,12 @@ def test_a_hostile_decision_is_refused(place: int) -> None:
         decode_decision(msgpack.packb(body))
 
 
-async def test_each_role_writes_and_reads_what_it_should(over: OverUsers) -> None:
-    engine, gateway = over.connect("engine"), over.connect("gateway")
-    await over.engine("e").beat((), make_status(engine_id="e"))
+async def test_each_role_writes_and_reads_what_it_should(redis_backend: OverUsers) -> None:
+    engine, gateway = redis_backend.connect("engine"), redis_backend.connect("gateway")
+    await redis_backend.engine("e").beat((), make_status(engine_id="e"))
     snapshot = make_snapshot(make_sequence())
     await RedisSnapshotWriter(engine, "e", MODEL).write(snapshot)
-    await RedisDecisionWriter(over.connect("operator")).write(MODEL, DECISION)
+    await RedisDecisionWriter(redis_backend.connect("operator")).write(MODEL, DECISION)
     store = RedisLiveStore(gateway, unsent)
 
     found = await store.read(MODEL, ["e", "unknown"])
@@ -148,9 +148,11 @@ async def test_each_role_writes_and_reads_what_it_should(over: OverUsers) -> Non
     assert (await store.read(OTHER, [])).decision is None
 
 
-async def test_gateways_share_requests_of_tenants_that_a_console_shows(over: OverUsers) -> None:
-    one = RedisSharedRequests(over.connect("gateway"), "g1")
-    other = RedisSharedRequests(over.connect("gateway"), "g2")
+async def test_gateways_share_requests_of_tenants_that_a_console_shows(
+    redis_backend: OverUsers,
+) -> None:
+    one = RedisSharedRequests(redis_backend.connect("gateway"), "g1")
+    other = RedisSharedRequests(redis_backend.connect("gateway"), "g2")
     await one.show("t", until=4_000_000_000.0)
     await one.show("gone", until=1.0)
     assert await other.shown() == ["t"]
@@ -159,22 +161,26 @@ async def test_gateways_share_requests_of_tenants_that_a_console_shows(over: Ove
     assert await one.read("u") == {}
 
 
-async def test_what_is_unreadable_is_left_out(over: OverUsers) -> None:
+async def test_unreadable_entries_are_left_out(redis_backend: OverUsers) -> None:
     shard = ShardKeys(MODEL)
-    engine = over.connect("engine").client
+    engine = redis_backend.connect("engine").client
     await engine.command("SET", shard.snapshot("e"), b"\xc1")
     await engine.command("HSET", shard.snapshot("f"), "another", "type")
-    await RedisSnapshotWriter(over.connect("engine"), "g", MODEL).write(make_snapshot())
-    await over.client.command("SET", shard.decision, b"{}")
+    await RedisSnapshotWriter(redis_backend.connect("engine"), "g", MODEL).write(make_snapshot())
+    await redis_backend.client.command("SET", shard.decision, b"{}")
 
-    found = await RedisLiveStore(over.connect("gateway"), unsent).read(MODEL, ["e", "f", "g"])
+    found = await RedisLiveStore(redis_backend.connect("gateway"), unsent).read(
+        MODEL, ["e", "f", "g"]
+    )
 
     assert [sight.snapshot is None for sight in found.engines] == [True, True, False]
     assert found.decision is None
 
 
-async def test_a_model_s_engines_touch_no_others_snapshots_or_decisions(over: OverUsers) -> None:
-    stranger = over.connect("engine")
+async def test_a_model_s_engines_touch_no_others_snapshots_or_decisions(
+    redis_backend: OverUsers,
+) -> None:
+    stranger = redis_backend.connect("engine")
     with pytest.raises(BackendUnfit):
         await RedisSnapshotWriter(stranger, "e", OTHER).write(make_snapshot())
     for model in (MODEL, OTHER):
@@ -182,12 +188,12 @@ async def test_a_model_s_engines_touch_no_others_snapshots_or_decisions(over: Ov
             await stranger.client.command("SET", ShardKeys(model).decision, b"x")
 
 
-async def test_engines_are_asked_for_snapshots(over: OverUsers) -> None:
-    engine, gateway = over.engine("e"), over.gateway("g")
-    await RedisLiveStore(over.connect("gateway"), gateway.send).watch(MODEL, ["e"])
-    (asked,) = await first(engine.controls(), 1)
-    assert isinstance(asked, Watch)
-    assert 0 < asked.duration_ms <= live.MAX_WATCH_MS
+async def test_engines_are_asked_for_snapshots(redis_backend: OverUsers) -> None:
+    engine, gateway = redis_backend.engine("e"), redis_backend.gateway("g")
+    await RedisLiveStore(redis_backend.connect("gateway"), gateway.send).watch(MODEL, ["e"])
+    (control,) = await first(engine.controls(), 1)
+    assert isinstance(control, Watch)
+    assert 0 < control.duration_ms <= live.MAX_WATCH_MS
 
 
 def test_equal_batches_are_equal_whenever_they_were_taken() -> None:

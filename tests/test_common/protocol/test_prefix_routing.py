@@ -121,7 +121,7 @@ async def test_the_requests_that_pass_one_request_are_limited(backend: Backend) 
     assert ids(await b.take(99)) == own[PASSES:]
 
 
-async def test_one_that_came_much_later_does_not_go_before(backend: Backend) -> None:
+async def test_a_much_later_request_does_not_overtake(backend: Backend) -> None:
     gateway, b = backend.gateway(), backend.engine("b")
     (held,) = await placed(gateway, on("a", hold_ms=SHORT))
     began = time.time()
@@ -157,7 +157,7 @@ async def test_no_request_is_held_ahead_of_one_that_has_waited_that_long(
     assert not (await gateway.request_status(older, MODEL)).started  # type: ignore[union-attr]
 
 
-async def test_priorities_hold_whatever_is_placed(backend: Backend) -> None:
+async def test_priorities_are_respected_with_placement(backend: Backend) -> None:
     gateway, a, b = backend.gateway(), backend.engine("a"), backend.engine("b")
     (low,) = await placed(gateway, on("b"), priority=0)
     (high,) = await placed(gateway, on("a"), priority=-1)

@@ -95,10 +95,10 @@ async def test_a_server_that_answers_other_commands_counts_as_present() -> None:
 
 async def test_a_busy_machine_is_not_taken_for_a_silent_server() -> None:
     async with silent_server() as connection:
-        asked = asyncio.create_task(answered(connection.reader(), PATIENCE, lambda: 0))
+        answering = asyncio.create_task(answered(connection.reader(), PATIENCE, lambda: 0))
         for _ in range(20):
             time.sleep(PATIENCE / 4)  # noqa: ASYNC251 - the loop is held up, as on such a machine
             await asyncio.sleep(0)
-        assert not asked.done()
+        assert not answering.done()
         with pytest.raises(RedisTimeoutError):
-            await asked
+            await answering

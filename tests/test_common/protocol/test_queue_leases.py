@@ -53,7 +53,7 @@ async def test_an_expired_request_is_answered_and_not_run(backend: Backend) -> N
 
 
 @WRONG_CLOCKS
-async def test_a_time_out_is_what_is_left_of_it_whatever_the_gateways_clock_says(
+async def test_a_remaining_timeout_does_not_depend_on_the_gateways_clock(
     backend: Backend, ahead: float
 ) -> None:
     gateway, engine, other = backend.gateway(ahead=ahead), backend.engine("e1"), backend.engine()
@@ -69,7 +69,7 @@ async def test_a_time_out_is_what_is_left_of_it_whatever_the_gateways_clock_says
 
 
 @WRONG_CLOCKS
-async def test_a_time_out_that_is_over_ends_whatever_the_gateways_clock_says(
+async def test_an_expired_timeout_does_not_depend_on_the_gateways_clock(
     backend: Backend, ahead: float
 ) -> None:
     gateway = backend.gateway(ahead=ahead)
@@ -175,7 +175,7 @@ async def test_poison_becomes_a_dead_letter(backend: Backend) -> None:
     assert ended.outcome.failed.failure is FailureCode.POISONED
 
 
-async def test_a_suspect_is_left_where_it_is_not_wanted(backend: Backend) -> None:
+async def test_an_engine_that_takes_no_suspects_leaves_them_in_the_queue(backend: Backend) -> None:
     engines = [backend.engine(f"e{number}") for number in range(4)]
     lease = await started(backend, engines[0])
     for old, new in zip(engines, engines[1:2], strict=False):
@@ -187,7 +187,7 @@ async def test_a_suspect_is_left_where_it_is_not_wanted(backend: Backend) -> Non
     assert [item.suspect for item in await engines[2].reap(4)] == [True]
 
 
-async def test_innocents_are_not_counted(backend: Backend) -> None:
+async def test_requests_that_did_not_cause_a_crash_are_not_counted(backend: Backend) -> None:
     """Requests that made tokens, only waited or were given back are not counted."""
     engines = [backend.engine(f"e{number}") for number in range(14)]
     lease = await started(backend, engines[0])

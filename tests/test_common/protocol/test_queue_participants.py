@@ -26,13 +26,13 @@ pytestmark = ON_ALL_BACKENDS
 async def test_frames_come_in_order_and_again_from_the_start(backend: Backend) -> None:
     engine = backend.engine()
     lease = await started(backend, engine)
-    said: Sequence[Tokens] = [tokens(lease, index, index) for index in range(5)]
-    for item in said:
+    sent: Sequence[Tokens] = [tokens(lease, index, index) for index in range(5)]
+    for item in sent:
         await engine.publish({"g": [item]})
     gateway = backend.gateway()
     for _ in range(2):
         frames = await first(gateway.frames(), 5)
-        assert [frame.replies[0] for frame in frames] == list(said)
+        assert [frame.replies[0] for frame in frames] == list(sent)
         assert {frame.engine_id for frame in frames} == {"e"}
 
 
@@ -60,7 +60,7 @@ async def test_a_gateway_lives_while_it_beats(backend: Backend) -> None:
     assert await engine.gateway_alive("g9")
 
 
-async def test_a_polite_admission_leaves_a_request_with_its_gateway(backend: Backend) -> None:
+async def test_a_conditional_admission_leaves_a_request_with_its_gateway(backend: Backend) -> None:
     engine = backend.engine()
     lease = await started(backend, engine)
     other = backend.gateway("g2")

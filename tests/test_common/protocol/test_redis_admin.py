@@ -182,11 +182,11 @@ async def test_a_purge_of_a_queue_cancels_waiting_requests_and_tells_their_clien
     taken = [lease.request.request_id for lease in await engine.take(2)]
     assert await admin.purge_waiting(MODEL) == 5
     frames = await first(gateway.frames(), 5)
-    told = {reply.request_id: reply for frame in frames for reply in frame.replies}
-    assert set(told) == {r.request_id for r in requests} - set(taken)
+    replies = {reply.request_id: reply for frame in frames for reply in frame.replies}
+    assert set(replies) == {r.request_id for r in requests} - set(taken)
     assert all(
         isinstance(reply, Failed) and reply.failure is FailureCode.CANCELLED
-        for reply in told.values()
+        for reply in replies.values()
     )
     depth = await gateway.depth(MODEL)
     assert (depth.waiting, depth.waiting_tokens, depth.pending) == (0, 0, 2)

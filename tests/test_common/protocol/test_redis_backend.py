@@ -1,5 +1,4 @@
-"""Behaviour that only a real server shows: lost replies, full memory, lost scripts, foreign
-entries."""
+"""Behaviour that needs a real server: lost replies, full memory, lost scripts, invalid entries."""
 
 import asyncio
 import logging
@@ -38,10 +37,10 @@ async def own_server(tmp_path: Path) -> AsyncIterator[ValkeyServer]:
 
 @pytest.fixture
 async def own(own_server: ValkeyServer) -> AsyncIterator[OverRedis]:
-    """A backend on a server of this test's own."""
-    over = OverRedis(own_server.url)
-    yield over
-    await over.close()
+    """A backend on a server that only this test uses."""
+    redis_backend = OverRedis(own_server.url)
+    yield redis_backend
+    await redis_backend.close()
 
 
 async def test_nothing_is_left_when_all_requests_have_ended(over_redis: OverRedis) -> None:
@@ -110,11 +109,15 @@ async def test_a_newer_protocols_request_is_left_for_others(over_redis: OverRedi
     await over_redis.client.command("HSET", record, "v", 2)
     assert await engine.take(4) == []
     assert await engine.reap(4) == []
-    await over_redis.client.command("HSET", record, "v", 1)  # as an engine that reads 2
+    await over_redis.client.command(
+        "HSET", record, "v", 1
+    )  # stands for an engine that reads version 2
     assert [lease.request for lease in await over_redis.engine("e2").reap(4)] == [request]
 
 
-async def test_a_take_whose_reply_was_lost_is_handed_out_again(over_redis: OverRedis) -> None:
+async def test_a_request_is_leased_again_if_the_reply_of_its_take_was_lost(
+    over_redis: OverRedis,
+) -> None:
     gateway, other = over_redis.gateway(), over_redis.engine("e2", lease_ms=1)
     request = make_request()
     await gateway.admit(request, LIMITS)
@@ -128,7 +131,7 @@ async def test_a_take_whose_reply_was_lost_is_handed_out_again(over_redis: OverR
     await eventually(reaped)
 
 
-async def test_a_beat_of_many_requests_tells_each_its_own(over_redis: OverRedis) -> None:
+async def test_a_beat_of_many_requests_returns_the_verdict_of_each(over_redis: OverRedis) -> None:
     gateway, engine = over_redis.gateway(), over_redis.engine()
     requests = [make_request(priority=number % 3 - 1) for number in range(2 * MOST_BEATS + 3)]
     for request in requests:
@@ -250,7 +253,7 @@ async def test_a_primary_without_its_replicas_is_unavailable_to_every_command(
         "Error running script (call to f_1): @user_script:3: -MISCONF Errors writing to AOF",
     ],
 )
-def test_a_temporary_refusal_means_unavailable_wherever_its_code_is(text: str) -> None:
+def test_a_temporary_error_code_anywhere_in_a_reply_means_unavailable(text: str) -> None:
     assert isinstance(translate(ResponseError(text)), BackendUnavailable)
     assert translate(ResponseError(text.replace("MISCONF", "WRONGTYPE"))) is None
 
@@ -300,7 +303,9 @@ async def test_a_wait_that_is_cancelled_keeps_its_connection(over_redis: OverRed
     await asyncio.wait_for(engine.wait(), 30)
 
 
-async def test_an_admission_outlives_a_restart(own_server: ValkeyServer, own: OverRedis) -> None:
+async def test_an_admitted_request_survives_a_restart(
+    own_server: ValkeyServer, own: OverRedis
+) -> None:
     gateway, engine = own.gateway(), own.engine()
     await gateway.start()
     own_server.kill()
@@ -376,7 +381,7 @@ async def test_a_gateway_lives_for_its_own_lease(over_redis: OverRedis) -> None:
     assert 4_000_000 < left <= 5_000_000
 
 
-async def test_an_engine_leaves_no_trace_of_itself(over_redis: OverRedis) -> None:
+async def test_a_stopped_engine_leaves_no_keys(over_redis: OverRedis) -> None:
     engine = RedisEngineQueue(over_redis.connect(), "e7", MODEL)
     await engine.start()
     await engine.beat([], make_status("e7"))

@@ -102,7 +102,7 @@ class Server:
 
     def __init__(self) -> None:
         self.greets = True
-        self.asked: asyncio.Queue[tuple[int, Sequence[bytes]]] = asyncio.Queue()
+        self.received: asyncio.Queue[tuple[int, Sequence[bytes]]] = asyncio.Queue()
         self.writers: list[asyncio.StreamWriter] = []
         self.port = 0
 
@@ -118,7 +118,7 @@ class Server:
                     if command[:2] == [b"CLIENT", b"SETINFO"]:
                         writer.write(b"+OK\r\n")
                     else:
-                        self.asked.put_nowait((number, command))
+                        self.received.put_nowait((number, command))
 
     def say(self, reply: bytes, connection: int = 0) -> None:
         self.writers[connection].write(reply)
@@ -153,7 +153,7 @@ async def asking(client: MultiplexedClient, *commands: Any) -> AsyncIterator["as
 
 async def test_replies_may_arrive_in_pieces(server: Server) -> None:
     async with asking(server.client(), ("GET", "a"), ("GET", "b")) as replies:
-        await server.asked.get()
+        await server.received.get()
         for piece in b"$3\r\none\r\n$3\r\ntwo\r\n":
             server.say(bytes([piece]))
             await asyncio.sleep(0)
@@ -167,7 +167,7 @@ async def test_a_pipeline_raises_an_error_or_returns_it_among_the_results(server
         for raised in (True, False):
             commands = [("EVALSHA", "x", 0), ("GET", "a")]
             replies = asyncio.create_task(client.pipeline(commands, raise_on_error=raised))
-            await server.asked.get()
+            await server.received.get()
             server.say(b"-NOSCRIPT not here\r\n$3\r\none\r\n")
             if raised:
                 with pytest.raises(NoScriptError, match="not here"):
@@ -177,21 +177,23 @@ async def test_a_pipeline_raises_an_error_or_returns_it_among_the_results(server
                 assert isinstance(error, NoScriptError) and found == b"one"
 
 
-@pytest.mark.parametrize("said", [b"?nonsense\r\n", b"+OK\r\n+OK\r\n"], ids=["bytes", "unasked"])
+@pytest.mark.parametrize(
+    "response", [b"?nonsense\r\n", b"+OK\r\n+OK\r\n"], ids=["bytes", "unasked"]
+)
 async def test_after_an_invalid_reply_the_connection_is_replaced(
-    server: Server, said: bytes
+    server: Server, response: bytes
 ) -> None:
     client = server.client()
     async with asking(client, ("GET", "a")) as reply:
-        await server.asked.get()
-        server.say(said)
-        if said.startswith(b"?"):
+        await server.received.get()
+        server.say(response)
+        if response.startswith(b"?"):
             with pytest.raises(InvalidResponse):
                 await reply
         else:
             assert await reply == [b"OK"]
         again = asyncio.create_task(client.command("GET", "b"))
-        number, _ = await server.asked.get()
+        number, _ = await server.received.get()
         server.say(b"$3\r\ntwo\r\n", number)
         assert number == 1 and await again == b"two"
 
@@ -207,7 +209,7 @@ async def test_commands_share_a_connection(server: Server) -> None:
     client = server.client(max_connections=2, busy=NEVER_BUSY)
     async with asking(client, ("GET", "a")) as reply:
         others = asyncio.gather(*(client.command("GET", "b") for _ in range(MANY)))
-        assert {(await server.asked.get())[0] for _ in range(1 + MANY)} == {0}
+        assert {(await server.received.get())[0] for _ in range(1 + MANY)} == {0}
         server.say(b"$3\r\none\r\n" * (1 + MANY))
         assert await reply == [b"one"] and await others == [b"one"] * MANY
 
@@ -222,7 +224,7 @@ async def test_all_commands_that_wait_for_a_connection_fail_with_it(server: Serv
     assert len(server.writers) == 1
     server.greets = True
     async with asking(client, ("GET", "a")) as reply:
-        number, _ = await server.asked.get()
+        number, _ = await server.received.get()
         server.say(b"$3\r\none\r\n", number)
         assert await reply == [b"one"]
 
@@ -241,24 +243,24 @@ async def test_a_command_that_waits_for_a_connection_fails_when_the_client_is_cl
 async def test_cancelling_close_still_closes_the_client(server: Server) -> None:
     client = server.client(max_connections=2, busy=ALWAYS_BUSY)
     async with asking(client, ("GET", "a")) as sent:
-        await server.asked.get()
+        await server.received.get()
         waiting = asyncio.create_task(client.command("GET", "b"))
         await asyncio.sleep(0)
         closing = asyncio.create_task(client.close())
         await asyncio.sleep(0)
         closing.cancel()
-        for asked in (sent, waiting):
+        for task in (sent, waiting):
             with pytest.raises(RedisConnectionError, match="was closed"):
-                await asked
+                await task
 
 
 async def test_a_slow_command_does_not_delay_others(server: Server) -> None:
     """While a connection transfers a large value or runs a long script, others use another one."""
     client = server.client(max_connections=2, busy=ALWAYS_BUSY)
     async with asking(client, ("GET", "large")) as large:
-        await server.asked.get()
+        await server.received.get()
         small = asyncio.create_task(client.command("GET", "small"))
-        assert (await server.asked.get())[0] == 1
+        assert (await server.received.get())[0] == 1
         server.say(b"$3\r\ntwo\r\n", 1)
         assert await small == b"two" and not large.done()
         server.say(b"$3\r\none\r\n")
@@ -270,10 +272,10 @@ async def test_after_reconnect_the_old_connection_still_delivers_its_replies(
 ) -> None:
     client = server.client()
     async with asking(client, ("GET", "a")) as reply:
-        await server.asked.get()
+        await server.received.get()
         await client.reconnect()
         other = asyncio.create_task(client.command("GET", "b"))
-        number, _ = await server.asked.get()
+        number, _ = await server.received.get()
         server.say(b"$3\r\none\r\n", 0)
         server.say(b"$3\r\ntwo\r\n", number)
         assert number == 1
@@ -300,11 +302,11 @@ async def test_a_connection_that_is_lost_during_its_handshake_reports_that_it_is
 async def test_a_client_with_a_single_connection_reports_its_loss(server: Server) -> None:
     client = server.client(single=True)
     async with asking(client, ("GET", "a")) as reply:
-        await server.asked.get()
+        await server.received.get()
         server.writers[0].close()
-        for asked in (reply, client.command("GET", "b")):
+        for task in (reply, client.command("GET", "b")):
             with pytest.raises(RedisConnectionError, match="lost"):
-                await asked
+                await task
     assert len(server.writers) == 1
 
 
@@ -312,11 +314,11 @@ def test_a_lookup_that_fails_after_its_client_was_closed_is_not_logged() -> None
     async def close_while_it_looks_up() -> None:
         pool = ConnectionPool(TcpConnection, socket_connect_timeout=30, host="redis.invalid")
         client = MultiplexedClient(pool, 30.0)
-        asked = asyncio.create_task(client.command("PING"))
+        ping = asyncio.create_task(client.command("PING"))
         for _ in range(10):
             await asyncio.sleep(0)  # until the lookup has begun
         await client.close()
-        await asyncio.gather(asked, return_exceptions=True)
+        await asyncio.gather(ping, return_exceptions=True)
 
     async def logged() -> list[str]:
         """The errors that the event loop has reported."""

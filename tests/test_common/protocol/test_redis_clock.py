@@ -33,9 +33,9 @@ class Machine:
     def ask(self, there: float, back: float) -> Callable[[], Awaitable[tuple[int, int]]]:
         async def time_command() -> tuple[int, int]:
             self.sleep(there)
-            said = self.redis
+            reading = self.redis
             self.sleep(back)
-            return int(said), int(said % 1 * 1e6)
+            return int(reading), int(reading % 1 * 1e6)
 
         return time_command
 
@@ -58,7 +58,7 @@ def text_of(url: str) -> str:
         return text.decode()
 
 
-def test_until_the_offset_is_measured_time_is_the_machines_own(machine: Machine) -> None:
+def test_before_the_first_measurement_the_machines_clock_is_used(machine: Machine) -> None:
     machine.redis += DAY
     assert (machine.clock.now(), machine.clock.measured) == (machine.wall, False)
 
@@ -100,7 +100,7 @@ async def test_another_master_with_another_clock_is_believed_at_once(machine: Ma
     assert machine.error <= 0.201
 
 
-async def test_a_large_offset_is_logged_once_and_so_is_its_end(
+async def test_a_large_offset_and_its_end_are_each_logged_once(
     machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "headrace_common.protocol.redis.clock")
@@ -119,7 +119,7 @@ async def test_a_large_offset_is_logged_once_and_so_is_its_end(
     assert caplog.messages == [DIFFER, AGREE]
 
 
-async def test_operators_see_the_offset_as_a_metric_and_beside_readiness(machine: Machine) -> None:
+async def test_the_offset_is_a_metric_and_part_of_the_readiness_answer(machine: Machine) -> None:
     telemetry = setup("test", metrics_port=0)
     assert telemetry.server is not None
     url, name = telemetry.server.url, names.REDIS_CLOCK_OFFSET.prometheus_name
@@ -142,12 +142,12 @@ async def test_operators_see_the_offset_as_a_metric_and_beside_readiness(machine
 async def test_a_started_gateway_and_engine_know_the_offset(
     valkey_server: ValkeyServer, ahead: float
 ) -> None:
-    over = OverRedis(valkey_server.url)
-    connection = over.connect()
+    redis_backend = OverRedis(valkey_server.url)
+    connection = redis_backend.connect()
     connection.clock = RedisClock(lambda: time.time() + ahead)
     try:
         await connection.measure_clock("any")
         assert connection.clock.now() == pytest.approx(time.time(), abs=60)
         assert connection.clock.offset == pytest.approx(-ahead, abs=60)
     finally:
-        await over.close()
+        await redis_backend.close()

@@ -38,11 +38,11 @@ LOADED_SCRIPTS = frozenset(NAMES)
 
 
 @pytest.fixture
-async def over(cluster_set: ClusterSet) -> AsyncIterator[OverRedis]:
-    over = OverRedis(cluster_set.url)
-    await over.wipe()
-    yield over
-    await over.close()
+async def redis_backend(cluster_set: ClusterSet) -> AsyncIterator[OverRedis]:
+    redis_backend = OverRedis(cluster_set.url)
+    await redis_backend.wipe()
+    yield redis_backend
+    await redis_backend.close()
 
 
 @pytest.fixture
@@ -70,16 +70,16 @@ def gateway_at(servers: ClusterSet, node: int) -> str:
     )
 
 
-async def use_everything(over: OverRedis) -> None:
+async def use_everything(redis_backend: OverRedis) -> None:
     """Runs every script, with the calls that gateways, engines and the operator make."""
-    gateway, engine = over.gateway(), over.engine(lease_ms=1)
+    gateway, engine = redis_backend.gateway(), redis_backend.engine(lease_ms=1)
     await gateway.start()
     await engine.start()
     request, other = make_request(), make_request()
     for item in (request, other):
         await gateway.admit(item, LIMITS)
     assert (await gateway.queue_position(other.request_id, MODEL)) is not None
-    await replay(QueueAdmin(over.connection), other.request_id)
+    await replay(QueueAdmin(redis_backend.connection), other.request_id)
     (lease, _) = await engine.take(2)
     rid = lease.request.request_id
     await engine.resume(rid, 1, (ChoiceState(token_ids=(1,)),))
@@ -101,7 +101,7 @@ async def use_everything(over: OverRedis) -> None:
     await gateway.engines(MODEL)
     await gateway.drain_rate(MODEL)
     await gateway.release(rid, MODEL, "e", 1)
-    await use_stores(over)
+    await use_stores(redis_backend)
 
 
 async def replay(admin: QueueAdmin, request_id: str) -> None:
@@ -120,8 +120,8 @@ async def replay(admin: QueueAdmin, request_id: str) -> None:
     assert not await admin.replay(MODEL, letter, seconds=60)
 
 
-async def use_stores(over: OverRedis) -> None:
-    registry, store = over.registry(), over.request_store()
+async def use_stores(redis_backend: OverRedis) -> None:
+    registry, store = redis_backend.registry(), redis_backend.request_store()
     files = {"config.json": b"{}"}
     known = RegisteredModel(
         name="m", digest=digest_of(files), max_model_len=8, created=1, owner="ns/m"
@@ -130,7 +130,7 @@ async def use_stores(over: OverRedis) -> None:
     await registry.grant("m", RegistrationGrant(owner="ns/m"))
     await registry.models()
     await registry.remove("m", "ns/m")
-    loads = RedisModelLoads(over.connect(), "g")
+    loads = RedisModelLoads(redis_backend.connect(), "g")
     assert await loads.begin(known.digest) is None
     await loads.end(known.digest)
     stored = make_stored()
@@ -139,11 +139,11 @@ async def use_stores(over: OverRedis) -> None:
     await store.set_presence(stored.request_id, 60)
     assert await store.presence_left(stored.request_id) > 0
     await store.remove(stored)
-    accounts, item = over.accounts(), Item(ItemKind.REQUEST, "one", 9, stored.expires_ms)
+    accounts, item = redis_backend.accounts(), Item(ItemKind.REQUEST, "one", 9, stored.expires_ms)
     assert await accounts.occupy("t", item, Quota(max_bytes=9)) is None
     assert (await accounts.used("t"))[ItemKind.REQUEST] == 9
     await accounts.vacate("t", [(ItemKind.REQUEST, "one")])
-    usage = RedisKeyUsage(over.connect())
+    usage = RedisKeyUsage(redis_backend.connect())
     await usage.reserve("k", "r", Rates(requests=3), 1)
     await usage.renew("k", ["r"])
     await usage.settle("k", "r", Rates(requests=3), Settlement(reserved=1, used=1, duration_ms=1))
@@ -190,28 +190,28 @@ async def test_each_script_has_keys_of_one_slot(
     assert ran.keys() == LOADED_SCRIPTS
 
 
-async def test_everything_runs_on_a_cluster(over: OverRedis) -> None:
+async def test_everything_runs_on_a_cluster(redis_backend: OverRedis) -> None:
     """The servers refuse commands and scripts with keys of several slots."""
-    await use_everything(over)
+    await use_everything(redis_backend)
 
 
 async def test_frames_for_gateways_on_all_nodes_arrive(
-    over: OverRedis, cluster_set: ClusterSet
+    redis_backend: OverRedis, cluster_set: ClusterSet
 ) -> None:
     names = [gateway_at(cluster_set, node) for node in range(3)]
-    await over.engine().publish(
+    await redis_backend.engine().publish(
         {name: [tokens("0.r", number)] for number, name in enumerate(names)}
     )
     for number, name in enumerate(names):
-        (frame,) = await first(over.gateway(name).frames(), 1)
+        (frame,) = await first(redis_backend.gateway(name).frames(), 1)
         assert frame.replies == (tokens("0.r", number),)
 
 
 async def test_a_lost_master_is_replaced_by_its_replica(own_set: ClusterSet) -> None:
     """Frames that are blocked for and a queue on the other masters, and back again."""
-    over = OverRedis(own_set.url)
+    redis_backend = OverRedis(own_set.url)
     name = gateway_at(own_set, 0)
-    gateway, engine = over.gateway(name), over.engine()
+    gateway, engine = redis_backend.gateway(name), redis_backend.engine()
     await gateway.start()
     await engine.start()
     frames = gateway.frames()
@@ -232,7 +232,7 @@ async def test_a_lost_master_is_replaced_by_its_replica(own_set: ClusterSet) -> 
     await asyncio.to_thread(own_set.until_healed)
     await gateway.beat()
     await frames.aclose()  # type: ignore[attr-defined]
-    await over.close()
+    await redis_backend.close()
 
 
 async def test_a_process_started_while_a_node_is_away_serves_the_other_shards(
@@ -244,10 +244,10 @@ async def test_a_process_started_while_a_node_is_away_serves_the_other_shards(
     # One that has neither the first shard nor a replica.
     gone = next(shard for shard in (1, 2) if owners[shard] is not cluster_set.masters[0])
     nodes = ",".join(f"127.0.0.1:{node.port}" for node in cluster_set.masters)
-    over = OverRedis(f"redis+cluster://{nodes}", shards=3)
-    await over.wipe()
+    redis_backend = OverRedis(f"redis+cluster://{nodes}", shards=3)
+    await redis_backend.wipe()
     name = gateway_at(cluster_set, cluster_set.masters.index(owners[0]))
-    gateway, engine = over.gateway(name), over.engine()
+    gateway, engine = redis_backend.gateway(name), redis_backend.engine()
     there = [shard for shard in range(3) if shard != gone]
     owners[gone].kill()
     try:
@@ -270,7 +270,7 @@ async def test_a_process_started_while_a_node_is_away_serves_the_other_shards(
 
     await eventually(served)
     assert found == [gone]
-    await over.close()
+    await redis_backend.close()
 
 
 async def taken(engine: EngineQueue) -> list[int]:
@@ -290,17 +290,22 @@ async def done(action: Callable[[], Awaitable[object]]) -> None:
     await eventually(once)
 
 
-async def test_a_slot_that_moves_is_followed(over: OverRedis, cluster_set: ClusterSet) -> None:
+async def test_a_slot_that_moves_is_followed(
+    redis_backend: OverRedis, cluster_set: ClusterSet
+) -> None:
     """ASK while it moves, MOVED after that, by commands and by a read that is blocked."""
     name = gateway_at(cluster_set, 2)
     slot = key_slot(keys.frames(name, MODEL).encode())
     here, there = cluster_set.owner(slot), cluster_set.masters[1]
-    engine, frames = over.engine(), over.gateway(name).frames()
+    engine, frames = redis_backend.engine(), redis_backend.gateway(name).frames()
     await engine.publish({name: [tokens("0.r", 1)]})
     await anext(frames)
     blocked = asyncio.ensure_future(anext(frames))
     await asyncio.wait({blocked}, timeout=0.05)
-    reader, read = over.connection.reader(), ("XREAD", "STREAMS", keys.frames(name, MODEL), "0-0")
+    reader, read = (
+        redis_backend.connection.reader(),
+        ("XREAD", "STREAMS", keys.frames(name, MODEL), "0-0"),
+    )
     assert len((await reader.command(*read))[0][1]) == 1
     ids = {node: ask(node.port, "CLUSTER", "MYID") for node in (here, there)}
     ask(there.port, "CLUSTER", "SETSLOT", slot, "IMPORTING", ids[here])
@@ -308,14 +313,14 @@ async def test_a_slot_that_moves_is_followed(over: OverRedis, cluster_set: Clust
     ask(here.port, "MIGRATE", "127.0.0.1", there.port, keys.frames(name, MODEL), 0, 5000)
     await engine.publish({name: [tokens("0.r", 1, 2)]})
     assert ask(there.port, "CLUSTER", "COUNTKEYSINSLOT", slot) == 1
-    assert await over.client.command("XLEN", keys.frames(name, MODEL)) == 2
-    later = over.gateway(name).frames()
+    assert await redis_backend.client.command("XLEN", keys.frames(name, MODEL)) == 2
+    later = redis_backend.gateway(name).frames()
     assert (await anext(later)).replies == (tokens("0.r", 1),)
     assert (await anext(later)).replies == (tokens("0.r", 1, 2),)
     for node in (there, here, *cluster_set.masters):
         ask(node.port, "CLUSTER", "SETSLOT", slot, "NODE", ids[there])
     await engine.publish({name: [tokens("0.r", 1, 2, 3)]})
-    assert await over.client.command("XLEN", keys.frames(name, MODEL)) == 3
+    assert await redis_backend.client.command("XLEN", keys.frames(name, MODEL)) == 3
     with pytest.raises(MovedError):
         await reader.command(*read)
     await reader.close()
@@ -329,22 +334,22 @@ async def test_a_slot_that_moves_is_followed(over: OverRedis, cluster_set: Clust
         await stream.aclose()  # type: ignore[attr-defined]
 
 
-async def test_every_master_is_checked(over: OverRedis, cluster_set: ClusterSet) -> None:
+async def test_every_master_is_checked(redis_backend: OverRedis, cluster_set: ClusterSet) -> None:
     port = cluster_set.masters[2].port
     ask(port, "CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
     try:
         with pytest.raises(BackendUnfit, match="set maxmemory-policy noeviction"):
-            await check_backend(over.connection)
+            await check_backend(redis_backend.connection)
     finally:
         ask(port, "CONFIG", "SET", "maxmemory-policy", "noeviction")
-    await check_backend(over.connection)
+    await check_backend(redis_backend.connection)
 
 
-async def test_scripts_come_back_after_every_master_forgot_them(over: OverRedis) -> None:
-    await use_everything(over)
-    await over.client.each("SCRIPT FLUSH")
-    await over.wipe()
-    await use_everything(over)
+async def test_scripts_come_back_after_every_master_forgot_them(redis_backend: OverRedis) -> None:
+    await use_everything(redis_backend)
+    await redis_backend.client.each("SCRIPT FLUSH")
+    await redis_backend.wipe()
+    await use_everything(redis_backend)
 
 
 @pytest.mark.parametrize(

@@ -38,10 +38,10 @@ async def servers(tmp_path: Path) -> AsyncIterator[SentinelSet]:
 
 
 @pytest.fixture
-async def over(servers: SentinelSet) -> AsyncIterator[OverRedis]:
-    over = OverRedis(servers.url)
-    yield over
-    await over.close()
+async def redis_backend(servers: SentinelSet) -> AsyncIterator[OverRedis]:
+    redis_backend = OverRedis(servers.url)
+    yield redis_backend
+    await redis_backend.close()
 
 
 async def done(action: Callable[[], Awaitable[object]]) -> None:
@@ -63,9 +63,9 @@ def tokens(request_id: str, *token_ids: int) -> Tokens:
 
 @pytest.mark.parametrize("killed", [True, False], ids=["killed", "demoted"])
 async def test_blocked_reads_and_writes_continue_at_the_new_master(
-    servers: SentinelSet, over: OverRedis, killed: bool
+    servers: SentinelSet, redis_backend: OverRedis, killed: bool
 ) -> None:
-    gateway, engine = over.gateway(), over.engine()
+    gateway, engine = redis_backend.gateway(), redis_backend.engine()
     await gateway.start()
     await engine.start()
     request = make_request()
@@ -74,7 +74,7 @@ async def test_blocked_reads_and_writes_continue_at_the_new_master(
     frames = gateway.frames()
     await engine.publish({"g": [tokens(request.request_id, 1)]})
     await anext(frames)
-    await over.client.command("WAIT", 1, 0)
+    await redis_backend.client.command("WAIT", 1, 0)
     frame = asyncio.ensure_future(anext(frames))
     waiting = asyncio.create_task(engine.wait())
     await asyncio.wait({frame, waiting}, timeout=0.05)
@@ -94,9 +94,9 @@ async def test_blocked_reads_and_writes_continue_at_the_new_master(
 
 
 async def test_a_request_that_a_failover_lost_is_admitted_again(
-    servers: SentinelSet, over: OverRedis
+    servers: SentinelSet, redis_backend: OverRedis
 ) -> None:
-    gateway, engine = over.gateway(), over.engine()
+    gateway, engine = redis_backend.gateway(), redis_backend.engine()
     await gateway.start()
     servers.cut_replica_off()
     request = make_request()
@@ -111,16 +111,16 @@ async def test_a_request_that_a_failover_lost_is_admitted_again(
 
 async def test_a_replica_is_not_taken_for_a_master(sentinel_set: SentinelSet) -> None:
     """A Sentinel may have old information: this one returns the address of the replica."""
-    over = OverRedis(sentinel_set.url)
-    pool = over.client._pool  # type: ignore[attr-defined]
+    redis_backend = OverRedis(sentinel_set.url)
+    pool = redis_backend.client._pool  # type: ignore[attr-defined]
 
-    async def behind() -> Address:
+    async def located() -> Address:
         return "127.0.0.1", sentinel_set.replica.port
 
-    pool.connection_kwargs["locate"] = behind
+    pool.connection_kwargs["locate"] = located
     with pytest.raises(BackendUnavailable, match="is slave and not the master"):
-        await check_backend(over.connection)
-    await over.close()
+        await check_backend(redis_backend.connection)
+    await redis_backend.close()
 
 
 async def test_an_unknown_master_is_unavailable(sentinel_set: SentinelSet) -> None:

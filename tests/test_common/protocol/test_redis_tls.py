@@ -40,10 +40,10 @@ async def proxy(valkey_server: ValkeyServer, authority: Authority) -> AsyncItera
 
 @pytest.fixture
 async def over_tls(proxy: TlsProxy, authority: Authority) -> AsyncIterator[OverRedis]:
-    over = OverRedis(url_of(proxy, authority))
-    await over.wipe()
-    yield over
-    await over.close()
+    redis_backend = OverRedis(url_of(proxy, authority))
+    await redis_backend.wipe()
+    yield redis_backend
+    await redis_backend.close()
 
 
 def url_of(proxy: TlsProxy, authority: Authority) -> str:

@@ -28,20 +28,22 @@ TAKE = ("XREADGROUP", "GROUP", "e", "x", "STREAMS", "q:{m.0}:n", ">")
 
 
 @pytest.fixture
-async def over(user_server: ValkeyServer) -> AsyncIterator[OverUsers]:
-    over = OverUsers(user_server)
-    await over.wipe()
-    yield over
-    await over.close()
+async def redis_backend(user_server: ValkeyServer) -> AsyncIterator[OverUsers]:
+    redis_backend = OverUsers(user_server)
+    await redis_backend.wipe()
+    yield redis_backend
+    await redis_backend.close()
 
 
 @pytest.mark.parametrize("role", ["gateway", "engine"])
-async def test_a_role_passes_the_check_at_start(over: OverUsers, role: str) -> None:
-    await check_backend(over.connect(role))
+async def test_a_role_passes_the_check_at_start(redis_backend: OverUsers, role: str) -> None:
+    await check_backend(redis_backend.connect(role))
 
 
-async def test_a_model_is_registered_read_and_removed_by_its_roles(over: OverUsers) -> None:
-    as_role = {role: RedisModelRegistry(over.connect(role)) for role in ROLES}
+async def test_a_model_is_registered_read_and_removed_by_its_roles(
+    redis_backend: OverUsers,
+) -> None:
+    as_role = {role: RedisModelRegistry(redis_backend.connect(role)) for role in ROLES}
     await as_role["engine"].register(KNOWN, FILES)
     assert await as_role["gateway"].models() == {MODEL: KNOWN}
     assert await as_role["gateway"].files(KNOWN) == FILES
@@ -49,8 +51,11 @@ async def test_a_model_is_registered_read_and_removed_by_its_roles(over: OverUse
     assert await as_role["gateway"].models() == {}
 
 
-async def test_the_operator_sees_engines_and_drains_one(over: OverUsers) -> None:
-    engine, operator = over.engine(), RedisGatewayQueue(over.connect("operator"), "operator")
+async def test_the_operator_sees_engines_and_drains_one(redis_backend: OverUsers) -> None:
+    engine, operator = (
+        redis_backend.engine(),
+        RedisGatewayQueue(redis_backend.connect("operator"), "operator"),
+    )
     await engine.beat([], make_status())
     assert await operator.engines(MODEL) == [make_status()]
     await operator.send("e", MODEL, Drain())
@@ -59,8 +64,8 @@ async def test_the_operator_sees_engines_and_drains_one(over: OverUsers) -> None
     assert await operator.engines(MODEL) == []
 
 
-async def test_lines_of_batches_are_started_and_ended_by_gateways(over: OverUsers) -> None:
-    batches = RedisBatches(over.connect("gateway"))
+async def test_lines_of_batches_are_started_and_ended_by_gateways(redis_backend: OverUsers) -> None:
+    batches = RedisBatches(redis_backend.connect("gateway"))
     batch = await batches.create(
         BatchRequest(
             id="b",
@@ -82,8 +87,8 @@ async def test_lines_of_batches_are_started_and_ended_by_gateways(over: OverUser
     assert await batches.close(batch)
 
 
-async def test_limits_of_api_keys_are_kept_by_gateways(over: OverUsers) -> None:
-    usage = RedisKeyUsage(over.connect("gateway"))
+async def test_limits_of_api_keys_are_kept_by_gateways(redis_backend: OverUsers) -> None:
+    usage = RedisKeyUsage(redis_backend.connect("gateway"))
     rates = Rates(requests=2, concurrency=1)
     assert (await usage.reserve("k", "r", rates, 1)).refused is None
     await usage.renew("k", ["r"])
@@ -111,9 +116,9 @@ async def test_limits_of_api_keys_are_kept_by_gateways(over: OverUsers) -> None:
     ids=lambda command: " ".join(map(str, command)),
 )
 async def test_commands_that_no_role_may_run_are_refused(
-    over: OverUsers, role: str, command: tuple[str | int, ...]
+    redis_backend: OverUsers, role: str, command: tuple[str | int, ...]
 ) -> None:
-    client = over.connect(role).client
+    client = redis_backend.connect(role).client
     with pytest.raises(ResponseError, match="(?i)no permission|ACL failure|NOPERM"):
         await client.command(*command)
 
@@ -133,8 +138,8 @@ async def test_commands_that_no_role_may_run_are_refused(
     ],
 )
 async def test_a_role_may_not_touch_the_keys_of_another(
-    over: OverUsers, role: str, command: tuple[str, ...]
+    redis_backend: OverUsers, role: str, command: tuple[str, ...]
 ) -> None:
-    await over.gateway().admit(make_request(), QueueLimits())
+    await redis_backend.gateway().admit(make_request(), QueueLimits())
     with pytest.raises(NoPermissionError):
-        await over.connect(role).client.command(*command)
+        await redis_backend.connect(role).client.command(*command)

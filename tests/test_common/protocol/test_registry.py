@@ -48,7 +48,7 @@ async def test_registering_again_changes_nothing(backend: Backend) -> None:
     assert await registry.models() == {model().name: model()}
 
 
-async def test_the_last_registration_of_a_name_counts(backend: Backend) -> None:
+async def test_the_last_registration_of_a_name_is_used(backend: Backend) -> None:
     registry = backend.registry()
     new = replace(model(files=OTHERS), owner="ns/other")
     await registry.register(model(), FILES)
@@ -149,7 +149,7 @@ def test_the_digest_is_of_names_and_contents() -> None:
     assert len(digests) == 1 + len(others)
 
 
-def test_an_entry_is_as_old_as_the_one_before_of_the_same_files_and_owner() -> None:
+def test_an_entry_keeps_its_creation_time_if_files_and_owner_are_the_same() -> None:
     old, new = model(), replace(model(), created=1_800_000_000)
 
     assert new.since(old) == old
@@ -190,7 +190,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("data", BROKEN)
-async def test_an_entry_that_cannot_be_read_costs_no_other(
+async def test_an_unreadable_entry_does_not_affect_other_entries(
     over_redis: OverRedis, data: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     registry = over_redis.registry()
@@ -212,23 +212,23 @@ def test_unknown_fields_of_an_entry_are_ignored() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         (b"not compressed", "damaged"),
         (zlib.compress(msgpack.packb(FILES))[:-5], "cut short"),
-        (zlib.compress(bytes(MAX_FILES_BYTES + 10_000)), "over"),
+        (zlib.compress(bytes(MAX_FILES_BYTES + 10_000)), "redis_backend"),
         (zlib.compress(b"\xc1"), "not msgpack"),
         (zlib.compress(msgpack.packb([1])), "map"),
         (zlib.compress(msgpack.packb({"a": 1})), "not bytes"),
         (zlib.compress(msgpack.packb({"tokenizer.json": b""})), "not those of its entry"),
     ],
 )
-async def test_damaged_files_are_reported(over_redis: OverRedis, data: bytes, said: str) -> None:
+async def test_damaged_files_are_reported(over_redis: OverRedis, data: bytes, message: str) -> None:
     registry = over_redis.registry()
     await registry.register(model(), FILES)
     await over_redis.client.command("SET", keys.model_files(model().name), data)
 
-    with pytest.raises(RegistryError, match=said):
+    with pytest.raises(RegistryError, match=message):
         await registry.files(model())
 
 
@@ -248,34 +248,34 @@ async def test_files_are_compressed_at_rest(over_redis: OverRedis) -> None:
     assert size < sum(map(len, FILES.values())) / 4
 
 
-async def test_a_full_server_refuses_models_but_lets_go_of_them(tmp_path: Path) -> None:
+async def test_a_full_server_refuses_new_models_but_allows_removals(tmp_path: Path) -> None:
     server = ValkeyServer(tmp_path)
     server.start()
-    over = OverRedis(server.url)
+    redis_backend = OverRedis(server.url)
     try:
-        registry = over.registry()
+        registry = redis_backend.registry()
         await registry.register(model(), FILES)
-        await over.client.command("CONFIG SET", "maxmemory", "1")
+        await redis_backend.client.command("CONFIG SET", "maxmemory", "1")
         with pytest.raises(BackendUnavailable):
             await registry.register(model("second"), FILES)
         assert await registry.remove(model().name, "ns/m")
     finally:
-        await over.close()
+        await redis_backend.close()
         server.stop()
 
 
 async def test_a_user_without_the_keys_is_reported(tmp_path: Path) -> None:
     server = ValkeyServer(tmp_path)
     server.start()
-    over = OverRedis(server.url)
+    redis_backend = OverRedis(server.url)
     narrow = "~q:* ~r:*"
     rights = ("on", ">p", "+@read", "+@write", "+@scripting", "+@connection", "+info")
     try:
-        await over.client.command("ACL", "SETUSER", "u", *rights, *narrow.split())
+        await redis_backend.client.command("ACL", "SETUSER", "u", *rights, *narrow.split())
         poor = OverRedis(server.url.replace("://", "://u:p@"))
         with pytest.raises(BackendUnfit, match="permission"):
             await poor.registry().models()
         await poor.close()
     finally:
-        await over.close()
+        await redis_backend.close()
         server.stop()

@@ -29,7 +29,7 @@ def stored(body: bytes = b"one", *, seconds: float = 600.0) -> StoredRequest:
     )
 
 
-async def test_the_first_one_stays(backend: Backend) -> None:
+async def test_the_first_stored_request_is_kept(backend: Backend) -> None:
     store, other = backend.request_store(), backend.request_store()
     one, two = stored(), stored(b"two")
     assert await store.get(ID) is None
@@ -39,13 +39,13 @@ async def test_the_first_one_stays(backend: Backend) -> None:
     assert await other.get(ID) == one
 
 
-async def test_of_many_at_once_one_wins(backend: Backend) -> None:
+async def test_one_of_many_concurrent_stores_succeeds(backend: Backend) -> None:
     stores = [backend.request_store() for _ in range(8)]
     kept = await asyncio.gather(*(store.put(stored()) for store in stores))
     assert len({each.name for each in kept}) == 1
 
 
-async def test_only_the_one_that_was_seen_is_replaced(backend: Backend) -> None:
+async def test_only_the_request_that_was_read_is_replaced(backend: Backend) -> None:
     store = backend.request_store()
     one, two, three = stored(), stored(), stored()
     await store.put(one)
@@ -53,7 +53,7 @@ async def test_only_the_one_that_was_seen_is_replaced(backend: Backend) -> None:
     assert await store.put(three, replaces=one) == two
 
 
-async def test_only_the_very_same_is_removed(backend: Backend) -> None:
+async def test_only_the_identical_request_is_removed(backend: Backend) -> None:
     store = backend.request_store()
     one = stored()
     await store.put(one)
@@ -112,7 +112,7 @@ def test_unknown_fields_are_ignored() -> None:
     assert decode_stored(msgpack.packb({**body, "new": 1})) == one
 
 
-def test_one_that_is_too_large_is_refused() -> None:
+def test_a_request_that_is_too_large_is_refused() -> None:
     request = replace(make_request(), prompt_token_ids=tuple(range(2**20)))
     with pytest.raises(MessageError):
         encode_stored(replace(stored(), requests=(request,) * 5))

@@ -256,7 +256,7 @@ class ScriptsAndModel(RuleBasedStateMachine):
         )
 
 
-def test_the_scripts_do_what_their_model_does(valkey_server: ValkeyServer) -> None:
+def test_the_scripts_behave_like_their_model(valkey_server: ValkeyServer) -> None:
     class Machine(ScriptsAndModel):
         server = valkey_server
 

@@ -30,23 +30,23 @@ OUTPUT = tuple(range(8_000_001, 8_000_033))
 
 
 @pytest.fixture
-async def over(over_redis: OverRedis) -> OverRedis:
+async def redis_backend(over_redis: OverRedis) -> OverRedis:
     over_redis.ring = Keyring([new_key()])
     return over_redis
 
 
-def connect(over: OverRedis, sealer: Sealer) -> Connection:
-    connection = over.connect()
+def connect(redis_backend: OverRedis, sealer: Sealer) -> Connection:
+    connection = redis_backend.connect()
     connection.sealer = sealer
     return connection
 
 
-def gateway_of(over: OverRedis, sealer: Sealer, name: str = "g") -> RedisGatewayQueue:
-    return RedisGatewayQueue(connect(over, sealer), name)
+def gateway_of(redis_backend: OverRedis, sealer: Sealer, name: str = "g") -> RedisGatewayQueue:
+    return RedisGatewayQueue(connect(redis_backend, sealer), name)
 
 
-def engine_of(over: OverRedis, sealer: Sealer, name: str = "e") -> RedisEngineQueue:
-    return RedisEngineQueue(connect(over, sealer), name, MODEL)
+def engine_of(redis_backend: OverRedis, sealer: Sealer, name: str = "e") -> RedisEngineQueue:
+    return RedisEngineQueue(connect(redis_backend, sealer), name, MODEL)
 
 
 def progress(request_id: str, attempt: int, *tokens: int, at: int = 0) -> Progress:
@@ -54,9 +54,9 @@ def progress(request_id: str, attempt: int, *tokens: int, at: int = 0) -> Progre
     return Progress(request_id=request_id, attempt=attempt, journaled=(at,), choices=(made,))
 
 
-async def swap(over: OverRedis, one: str, other: str, *fields: str) -> None:
+async def swap(redis_backend: OverRedis, one: str, other: str, *fields: str) -> None:
     """Values change places, of strings or of fields of hashes."""
-    client: Any = over.client
+    client: Any = redis_backend.client
     get, put = ("HGET", "HSET") if fields else ("GET", "SET")
     first, second = (
         await client.command(get, one, *fields),
@@ -67,8 +67,8 @@ async def swap(over: OverRedis, one: str, other: str, *fields: str) -> None:
     await client.command(put, other, *fields, first)
 
 
-async def test_no_part_of_prompts_and_answers_is_in_redis(over: OverRedis) -> None:
-    gateway, engine = over.gateway(), over.engine()
+async def test_no_part_of_prompts_and_answers_is_in_redis(redis_backend: OverRedis) -> None:
+    gateway, engine = redis_backend.gateway(), redis_backend.engine()
     await gateway.start()
     await engine.start()
     request = make_request(prompt=PROMPT)
@@ -83,27 +83,29 @@ async def test_no_part_of_prompts_and_answers_is_in_redis(over: OverRedis) -> No
     assert await engine.journal(rid) == (ChoiceState(token_ids=OUTPUT),)
     state = ChoiceState(token_ids=OUTPUT)
     await gateway.send("e", MODEL, Resume(request_id=rid, attempt=1, choices=(state,)))
-    during = await dump(over.client)
+    during = await dump(redis_backend.client)
     await engine.finish(rid, 1, Outcome(choices=(replace(state, finish_reason="stop"),)))
     request_status = await gateway.request_status(rid, MODEL)
     assert request_status is not None and request_status.outcome is not None
     assert request_status.outcome.choices[0].token_ids == OUTPUT
 
     assert during.finds(PROMPT) == during.finds(OUTPUT) == []
-    after = await dump(over.client)
+    after = await dump(redis_backend.client)
     assert after.finds(PROMPT) == after.finds(OUTPUT) == []
-    over.ring = None
-    await over.wipe()
-    await over.gateway().admit(request, LIMITS)
-    assert (await dump(over.client)).finds(PROMPT) != []  # it would have been found
+    redis_backend.ring = None
+    await redis_backend.wipe()
+    await redis_backend.gateway().admit(request, LIMITS)
+    assert (await dump(redis_backend.client)).finds(PROMPT) != []  # it would have been found
 
 
-async def test_a_prompt_in_the_place_of_another_ends_with_an_error(over: OverRedis) -> None:
-    gateway, engine, shard = over.gateway(), over.engine(), over.keys
+async def test_a_prompt_in_the_place_of_another_ends_with_an_error(
+    redis_backend: OverRedis,
+) -> None:
+    gateway, engine, shard = redis_backend.gateway(), redis_backend.engine(), redis_backend.keys
     first, second = make_request(), make_request(prompt=(7, 8))
     for request in (first, second):
         await gateway.admit(request, LIMITS)
-    await swap(over, shard.payload(first.request_id), shard.payload(second.request_id))
+    await swap(redis_backend, shard.payload(first.request_id), shard.payload(second.request_id))
 
     assert await engine.take(2) == []
     for request in (first, second):
@@ -113,8 +115,8 @@ async def test_a_prompt_in_the_place_of_another_ends_with_an_error(over: OverRed
         assert request_status.outcome.failed.failure is FailureCode.SEALED
 
 
-async def test_an_answer_in_the_place_of_another_is_an_error(over: OverRedis) -> None:
-    gateway, engine, shard = over.gateway(), over.engine(), over.keys
+async def test_an_answer_in_the_place_of_another_is_an_error(redis_backend: OverRedis) -> None:
+    gateway, engine, shard = redis_backend.gateway(), redis_backend.engine(), redis_backend.keys
     rids = []
     for token in (5, 6):
         request = make_request()
@@ -123,7 +125,7 @@ async def test_an_answer_in_the_place_of_another_is_an_error(over: OverRedis) ->
         state = ChoiceState(token_ids=(token,), finish_reason="stop")
         await engine.finish(request.request_id, 1, Outcome(choices=(state,)))
         rids.append(request.request_id)
-    await swap(over, shard.record(rids[0]), shard.record(rids[1]), "out")
+    await swap(redis_backend, shard.record(rids[0]), shard.record(rids[1]), "out")
 
     for rid in rids:
         for request_status in (
@@ -135,8 +137,8 @@ async def test_an_answer_in_the_place_of_another_is_an_error(over: OverRedis) ->
             assert request_status.outcome.failed.failure is FailureCode.SEALED
 
 
-async def test_a_journal_s_pieces_in_another_order_are_not_used(over: OverRedis) -> None:
-    gateway, engine, shard = over.gateway(), over.engine(), over.keys
+async def test_a_journal_s_pieces_in_another_order_are_not_used(redis_backend: OverRedis) -> None:
+    gateway, engine, shard = redis_backend.gateway(), redis_backend.engine(), redis_backend.keys
     request = make_request()
     rid = request.request_id
     await gateway.admit(request, LIMITS)
@@ -144,29 +146,29 @@ async def test_a_journal_s_pieces_in_another_order_are_not_used(over: OverRedis)
     await engine.beat([progress(rid, 1, 5, 6)], make_status())
     await engine.beat([progress(rid, 1, 7, 8, at=2)], make_status())
     assert await engine.journal(rid) == (ChoiceState(token_ids=(5, 6, 7, 8)),)
-    client: Any = over.client
+    client: Any = redis_backend.client
     first = await client.command("HGET", shard.journal(rid), "0:0")
     await client.command("HSET", shard.journal(rid), "0:2", first)
 
     assert await engine.journal(rid) is None
 
 
-async def test_a_frame_to_another_gateway_is_left_out(over: OverRedis) -> None:
-    gateway, engine = over.gateway("other"), over.engine()
+async def test_a_frame_to_another_gateway_is_left_out(redis_backend: OverRedis) -> None:
+    gateway, engine = redis_backend.gateway("other"), redis_backend.engine()
     await engine.publish({"g": [Tokens("0.r", 1, 0, 0, (5,))]})
-    client: Any = over.client
+    client: Any = redis_backend.client
     ((_, fields),) = await client.command("XRANGE", keys.frames("g", MODEL), "-", "+")
     await client.command("XADD", keys.frames("other", MODEL), "*", "f", fields[b"f"])
     await engine.publish({"other": [Tokens("0.s", 1, 0, 0, (6,))]})
 
-    heard = await anext(gateway.frames())
-    assert heard.replies == (Tokens("0.s", 1, 0, 0, (6,)),)
+    frame = await anext(gateway.frames())
+    assert frame.replies == (Tokens("0.s", 1, 0, 0, (6,)),)
 
 
-async def test_an_operator_without_keys_can_drain_and_recall_an_engine_and_say_nothing_else(
-    over: OverRedis,
+async def test_an_operator_without_keys_can_only_drain_and_recall_an_engine(
+    redis_backend: OverRedis,
 ) -> None:
-    engine, operator = over.engine(), gateway_of(over, NULL_SEALER)
+    engine, operator = redis_backend.engine(), gateway_of(redis_backend, NULL_SEALER)
     await operator.send("e", MODEL, Resume(request_id="0.r", attempt=1, choices=()))
     await operator.send("e", MODEL, Drain())
     await operator.send("e", MODEL, Recall())
@@ -190,21 +192,23 @@ def stored(request_id: str, text: str) -> StoredRequest:
     )
 
 
-async def test_a_stored_request_in_the_place_of_another_is_refused(over: OverRedis) -> None:
-    store = RedisRequestStore(over.connect())
+async def test_a_stored_request_in_the_place_of_another_is_refused(
+    redis_backend: OverRedis,
+) -> None:
+    store = RedisRequestStore(redis_backend.connect())
     for name, text in (("a", "said by one tenant"), ("b", "said by another one")):
         kept = stored(name, text)
         assert await store.put(kept) == kept == await store.get(name)
-    found = await dump(over.client)
+    found = await dump(redis_backend.client)
     assert found.finds("said by one tenant") == found.finds("said by another one") == []
-    await swap(over, keys.stored_request("a"), keys.stored_request("b"), "b")
+    await swap(redis_backend, keys.stored_request("a"), keys.stored_request("b"), "b")
 
     with pytest.raises(SealingError):
         await store.get("a")
 
 
-async def test_files_are_sealed_piece_by_piece(over: OverRedis) -> None:
-    files = RedisFiles(over.connect())
+async def test_files_are_sealed_piece_by_piece(redis_backend: OverRedis) -> None:
+    files = RedisFiles(redis_backend.connect())
     file = StoredFile(
         id="f1", tenant="t", filename="secret plans.jsonl", purpose="batch", bytes=36, chunks=2,
         created_at=1, expires_at=make_request().deadline_ms // 1000,
@@ -215,18 +219,18 @@ async def test_files_are_sealed_piece_by_piece(over: OverRedis) -> None:
 
     assert await files.get("f1", "t") == file
     assert await files.content(file) == b"what the first saysthe second piece."
-    found = await dump(over.client)
-    for said in ("secret plans", "what the first says", "the second piece"):
-        assert found.finds(said) == []
-    client: Any = over.client
+    found = await dump(redis_backend.client)
+    for text in ("secret plans", "what the first says", "the second piece"):
+        assert found.finds(text) == []
+    client: Any = redis_backend.client
     piece = await client.command("HGET", keys.stored_file("f1"), "1")
     await client.command("HSET", keys.stored_file("f1"), "0", piece)
     with pytest.raises(SealingError):
         await files.content(file)
 
 
-async def test_batches_and_their_results_are_sealed(over: OverRedis) -> None:
-    batches = RedisBatches(over.connect())
+async def test_batches_and_their_results_are_sealed(redis_backend: OverRedis) -> None:
+    batches = RedisBatches(redis_backend.connect())
     batch = await batches.create(
         BatchRequest(
             id="b1", tenant="t", key_id="", endpoint="/v1/completions", input_file_id="f1",
@@ -241,10 +245,10 @@ async def test_batches_and_their_results_are_sealed(over: OverRedis) -> None:
     assert (await batches.get("b1")).progress.errors == ({"message": "quotes the input"},)
     assert [one.request for one in await batches.all_open()] == [batch.request]
     assert await batches.results(batch, [0, 1]) == [b"the first answer", b"the second answer"]
-    found = await dump(over.client)
-    for said in ("top secret", "quotes the input", "first answer", "second answer"):
-        assert found.finds(said) == []
-    client: Any = over.client
+    found = await dump(redis_backend.client)
+    for secret in ("top secret", "quotes the input", "first answer", "second answer"):
+        assert found.finds(secret) == []
+    client: Any = redis_backend.client
     second = await client.command("HGET", keys.batch_results("b1"), "1")
     await client.command("HSET", keys.batch_results("b1"), "0", second)
     with pytest.raises(SealingError):
@@ -254,66 +258,68 @@ async def test_batches_and_their_results_are_sealed(over: OverRedis) -> None:
 # Which processes may start
 
 
-async def test_a_process_with_other_keys_does_not_start(over: OverRedis) -> None:
-    await over.gateway().start()
+async def test_a_process_with_other_keys_does_not_start(redis_backend: OverRedis) -> None:
+    await redis_backend.gateway().start()
     other = AesSealer(Keyring([new_key()]))
 
     with pytest.raises(BackendUnfit, match="which is not in sealing_keys_file: add it"):
-        await gateway_of(over, other).start()
+        await gateway_of(redis_backend, other).start()
     with pytest.raises(BackendUnfit, match="which is not in sealing_keys_file: add it"):
-        await engine_of(over, other).start()
+        await engine_of(redis_backend, other).start()
 
 
-async def test_a_process_without_keys_does_not_start_where_others_seal(over: OverRedis) -> None:
-    await over.gateway().start()
+async def test_a_process_without_keys_does_not_start_where_others_seal(
+    redis_backend: OverRedis,
+) -> None:
+    await redis_backend.gateway().start()
 
     with pytest.raises(BackendUnfit, match="set sealing_keys_file to the keys of the other"):
-        await gateway_of(over, NULL_SEALER).start()
+        await gateway_of(redis_backend, NULL_SEALER).start()
     with pytest.raises(BackendUnfit, match="set sealing_keys_file to the keys of the other"):
-        await engine_of(over, NULL_SEALER).start()
+        await engine_of(redis_backend, NULL_SEALER).start()
 
 
-async def test_a_process_that_only_opens_starts_first(over: OverRedis) -> None:
-    assert over.ring is not None
-    await gateway_of(over, AesSealer(over.ring, "open")).start()
-    await gateway_of(over, NULL_SEALER).start()
+async def test_processes_that_only_decrypt_may_start_first(redis_backend: OverRedis) -> None:
+    assert redis_backend.ring is not None
+    await gateway_of(redis_backend, AesSealer(redis_backend.ring, "open")).start()
+    await gateway_of(redis_backend, NULL_SEALER).start()
 
-    await gateway_of(over, AesSealer(over.ring, "accept")).start()
+    await gateway_of(redis_backend, AesSealer(redis_backend.ring, "accept")).start()
 
 
-async def key_of_the_check(over: OverRedis) -> bytes:
-    client: Any = over.client
+async def key_of_the_check(redis_backend: OverRedis) -> bytes:
+    client: Any = redis_backend.client
     return bytes((await client.command("GET", keys.SEALING_CHECK))[4:12])
 
 
 async def test_the_check_is_sealed_again_after_a_key_change_or_a_loss_in_redis(
-    over: OverRedis,
+    redis_backend: OverRedis,
 ) -> None:
     old, new = new_key(), new_key()
     sealer = AesSealer(Keyring([old]))
-    gateway = gateway_of(over, sealer)
+    gateway = gateway_of(redis_backend, sealer)
     await gateway.start()
     digests = sealer.digests(b"d" * 16)
-    assert await key_of_the_check(over) == old.id
+    assert await key_of_the_check(redis_backend) == old.id
     sealer.replace(Keyring([new, old]))
     await gateway.beat()
-    assert await key_of_the_check(over) == new.id
-    await over.wipe()
+    assert await key_of_the_check(redis_backend) == new.id
+    await redis_backend.wipe()
     await gateway.beat()
-    await gateway_of(over, another := AesSealer(Keyring([new]))).start()
+    await gateway_of(redis_backend, another := AesSealer(Keyring([new]))).start()
 
     assert another.digests(b"d" * 16) == digests
 
 
 async def test_gateways_agree_on_the_first_secret_in_an_emptied_redis(
-    over: OverRedis,
+    redis_backend: OverRedis,
 ) -> None:
-    assert over.ring is not None
-    one, other = AesSealer(over.ring), AesSealer(over.ring)
-    gateway = gateway_of(over, one)
+    assert redis_backend.ring is not None
+    one, other = AesSealer(redis_backend.ring), AesSealer(redis_backend.ring)
+    gateway = gateway_of(redis_backend, one)
     await gateway.start()
-    await over.wipe()
-    await gateway_of(over, other).start()
+    await redis_backend.wipe()
+    await gateway_of(redis_backend, other).start()
     assert one.digests(b"d" * 16) != other.digests(b"d" * 16)
     await gateway.beat()
 
@@ -328,41 +334,43 @@ def modes(key: SealingKey) -> tuple[Sealer, Sealer, Sealer]:
     return AesSealer(ring, "open"), AesSealer(ring, "accept"), AesSealer(ring)
 
 
-async def test_processes_of_each_step_understand_those_of_the_next(over: OverRedis) -> None:
+async def test_processes_of_each_step_understand_those_of_the_next(
+    redis_backend: OverRedis,
+) -> None:
     only_opens, accepts, requires = modes(new_key())
     for one, other in ((NULL_SEALER, only_opens), (only_opens, accepts), (accepts, requires)):
         for here, there in ((one, other), (other, one)):
-            await over.wipe()
-            gateway, engine = gateway_of(over, here), engine_of(over, there)
+            await redis_backend.wipe()
+            gateway, engine = gateway_of(redis_backend, here), engine_of(redis_backend, there)
             request = make_request(prompt=PROMPT)
             await gateway.admit(request, LIMITS)
             (lease,) = await engine.take(1)
             assert lease.request.prompt_token_ids == PROMPT
 
 
-async def test_a_gateway_of_the_next_step_attaches_to_a_request(over: OverRedis) -> None:
+async def test_a_gateway_of_the_next_step_attaches_to_a_request(redis_backend: OverRedis) -> None:
     only_opens, accepts, _ = modes(new_key())
-    await SealingCheck(connect(over, accepts)).start()
-    await SealingCheck(connect(over, only_opens)).start()
+    await SealingCheck(connect(redis_backend, accepts)).start()
+    await SealingCheck(connect(redis_backend, only_opens)).start()
     for one, other in ((only_opens, accepts), (accepts, only_opens)):
         request = make_request()
-        await gateway_of(over, one).admit(request, LIMITS)
-        admission = await gateway_of(over, other, "other").admit(request, LIMITS, seen=0)
+        await gateway_of(redis_backend, one).admit(request, LIMITS)
+        admission = await gateway_of(redis_backend, other, "other").admit(request, LIMITS, seen=0)
         assert admission.state is AdmitState.ATTACHED
         with pytest.raises(RequestConflict):
-            await gateway_of(over, other).admit(replace(request, tenant="x"), LIMITS)
+            await gateway_of(redis_backend, other).admit(replace(request, tenant="x"), LIMITS)
 
 
-async def test_redis_cannot_tell_a_prompt_by_its_digest(over: OverRedis) -> None:
+async def test_redis_cannot_recognise_a_prompt_by_its_digest(redis_backend: OverRedis) -> None:
     """Otherwise a thief of the dump could compare guessed prompts with the fingerprints."""
-    request, client = make_request(), over.client
+    request, client = make_request(), redis_backend.client
     prints = set()
     for ring in (Keyring([new_key()]), Keyring([new_key()])):
-        await over.wipe()
-        gateway = gateway_of(over, AesSealer(ring))
+        await redis_backend.wipe()
+        gateway = gateway_of(redis_backend, AesSealer(ring))
         await gateway.start()
         await gateway.admit(request, LIMITS)
-        record = over.keys.record(request.request_id)
+        record = redis_backend.keys.record(request.request_id)
         prints.add(await client.command("HGET", record, "fp"))
 
     assert len(prints) == 2

@@ -72,7 +72,7 @@ def test_shards_are_evenly_apart_in_a_cluster(count: int) -> None:
         assert max(abs(gap - SLOTS / count) for gap in gaps) <= 18
 
 
-def test_the_first_shard_is_where_it_was() -> None:
+def test_the_first_shards_keys_are_those_of_older_releases() -> None:
     assert ShardKeys("org/m.1").queues == [
         "q:{org/m.1.0}:hi",
         "q:{org/m.1.0}:n",
@@ -80,7 +80,7 @@ def test_the_first_shard_is_where_it_was() -> None:
     ]
 
 
-async def test_no_models_shard_is_anothers(over_redis: OverRedis) -> None:
+async def test_no_two_models_share_a_shard(over_redis: OverRedis) -> None:
     models = ("m", "m.1", "m.1:7", "a/b c")
     queue = over_redis.gateway()
     for model in models:
@@ -115,13 +115,13 @@ def test_a_tenants_requests_are_dealt_evenly() -> None:
         assigner = ShardAssigner(random.Random(8))
 
 
-def test_tenants_that_take_turns_do_not_part_the_shards_among_them() -> None:
+def test_alternating_tenants_use_all_shards() -> None:
     assigner = ShardAssigner(random.Random(7))
     assigned = [(assigner.assign("m", "a", 2), assigner.assign("m", "b", 2)) for _ in range(64)]
     assert len(set(assigned)) == 4
 
 
-def test_another_count_is_dealt_to_at_once() -> None:
+def test_a_new_shard_count_is_used_at_once() -> None:
     assigner = ShardAssigner(random.Random(7))
     assert {assigner.assign("m", "a", 6) for _ in range(5)} <= set(range(6))
     assert {assigner.assign("m", "a", 2) for _ in range(4)} == {0, 1}
@@ -172,7 +172,7 @@ async def test_a_shard_has_its_part_of_the_engines_room(backend: Backend) -> Non
 
 
 @sharded
-async def test_all_shards_are_taken_from(backend: Backend) -> None:
+async def test_an_engine_takes_from_all_shards(backend: Backend) -> None:
     engine = backend.engine()
     await engine.start()
     ids = await admit(backend, 0, 0, 1, 2, 2, 2)
@@ -192,7 +192,7 @@ async def test_room_is_shared_by_shards_that_wait(backend: Backend) -> None:
     assert Counter(shards_in(await engine.take(99))) == {0: 2, 1: 5, 2: 2}
 
 
-async def test_turns_go_round_whatever_is_asked_between() -> None:
+async def test_turns_rotate_in_spite_of_other_queries() -> None:
     backend = InMemory(2)
     engine = backend.engine()
     await engine.start()
@@ -235,7 +235,7 @@ async def test_waiting_ends_with_something_new_in_any_shard(backend: Backend) ->
 
 
 @sharded
-async def test_small_prompts_of_other_shards_do_not_keep_a_large_one_out(backend: Backend) -> None:
+async def test_small_prompts_of_other_shards_do_not_block_a_large_one(backend: Backend) -> None:
     engine = backend.engine()
     await engine.start()
     (large,) = await admit(backend, 1, prompt_token_ids=(7,) * 40)
@@ -264,7 +264,7 @@ class Fallible(MemoryEngineQueue):
         return await super().take(count, prompt_tokens)
 
 
-async def test_a_prompt_too_large_keeps_nothing_out_while_its_shard_is_away() -> None:
+async def test_an_oversized_prompt_blocks_nothing_while_its_shard_is_unreachable() -> None:
     backend, queues = InMemory(3), list[Fallible]()
 
     def make(number: int) -> Fallible:
@@ -288,7 +288,7 @@ async def refuse_writes(backend: OverRedis, *, refuse: bool) -> None:
     await backend.client.command("CONFIG SET", "min-replicas-to-write", int(refuse))
 
 
-async def test_shards_that_fail_are_left_alone_for_a_while(over_redis: OverRedis) -> None:
+async def test_failed_shards_are_skipped_for_a_while(over_redis: OverRedis) -> None:
     """Such shards can be read, and their waiting requests would end each wait immediately."""
     backend = OverRedis(over_redis.config.url, block=600, shards=3)
     engine = backend.engine()
@@ -441,22 +441,22 @@ class Counted(MemoryEngineQueue):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.asked: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
 
     async def take(self, count: int, prompt_tokens: int | None = None) -> Sequence[Lease]:
-        self.asked["take"] += 1
+        self.calls["take"] += 1
         return await super().take(count, prompt_tokens)
 
     async def reap(self, count: int, *, suspects: bool = True) -> Sequence[Lease]:
-        self.asked["reap"] += 1
+        self.calls["reap"] += 1
         return await super().reap(count, suspects=suspects)
 
     async def beat(self, progress: Sequence[Progress], status: EngineStatus) -> Mapping[str, Beat]:
-        self.asked["status"] += 1
+        self.calls["status"] += 1
         return await super().beat(progress, status)
 
 
-async def test_shards_without_news_are_not_asked_again() -> None:
+async def test_shards_without_changes_are_not_read_again() -> None:
     """A busy engine looks for work at each step, which must not ask each shard."""
     backend, queues = InMemory(3), list[Counted]()
 
@@ -470,14 +470,14 @@ async def test_shards_without_news_are_not_asked_again() -> None:
         await engine.take(9)
         await engine.reap(9)
         await engine.beat((), make_status())
-    assert [queue.asked["take"] for queue in queues] == [1, 1, 1]
+    assert [queue.calls["take"] for queue in queues] == [1, 1, 1]
     (rid,) = await admit(backend, 1)
     await asyncio.wait_for(engine.wait(), 60)
     assert [lease.request.request_id for lease in await engine.take(9)] == [rid]
     await engine.reap(9)
-    assert [queue.asked["take"] for queue in queues] == [1, 2, 1]
-    assert [queue.asked["reap"] for queue in queues] == [1, 2, 1]
-    assert [queue.asked["status"] for queue in queues][1:] == [0, 0]
+    assert [queue.calls["take"] for queue in queues] == [1, 2, 1]
+    assert [queue.calls["reap"] for queue in queues] == [1, 2, 1]
+    assert [queue.calls["status"] for queue in queues][1:] == [0, 0]
     await engine.close()
 
 

@@ -22,16 +22,16 @@ async def test_a_waiting_reader_gets_frames_of_a_new_models_engines(over_redis: 
     gateway = RedisGatewayQueue(over_redis.connect(), "g")
     engine = RedisEngineQueue(over_redis.connect(), "e", MODEL)
     await gateway.start()
-    heard = asyncio.ensure_future(first(gateway.frames(), 1))
-    await asyncio.wait({heard}, timeout=0.05)
+    received = asyncio.ensure_future(first(gateway.frames(), 1))
+    await asyncio.wait({received}, timeout=0.05)
     await gateway.admit(make_request(), LIMITS)
     (lease,) = await engine.take(1)
     await engine.publish({"g": [tokens(lease, 0, 1)]})
-    assert await heard == [Frame("e", (tokens(lease, 0, 1),), MODEL)]
+    assert await received == [Frame("e", (tokens(lease, 0, 1),), MODEL)]
     await engine.close()
 
 
-async def test_a_frame_says_whose_engines_could_write_it(over_redis: OverRedis) -> None:
+async def test_a_frame_names_the_model_whose_engines_may_write_it(over_redis: OverRedis) -> None:
     gateway = RedisGatewayQueue(over_redis.connect(), "g", models=[MODEL, OTHER])
     for engine_id, model in (("e", MODEL), ("e", OTHER), (OLDER_ENGINE, MODEL)):
         engine = RedisEngineQueue(over_redis.connect(), engine_id, model)
@@ -90,16 +90,16 @@ async def test_an_engine_serves_an_older_gateway(over_redis: OverRedis) -> None:
 
 async def test_both_streams_of_control_messages_are_read(over_redis: OverRedis) -> None:
     gateway, engine = over_redis.gateway(), over_redis.engine()
-    heard = asyncio.ensure_future(first(engine.controls(), 2))
-    await asyncio.wait({heard}, timeout=0.05)
+    received = asyncio.ensure_future(first(engine.controls(), 2))
+    await asyncio.wait({received}, timeout=0.05)
     resend, cancel = Resend(request_id="0.r", choice=0, index=0), Cancel(request_id="0.r")
     await gateway.send("e", MODEL, resend)
     key = keys.shared_controls("e")
     await over_redis.client.command("XADD", key, "*", "c", encode_control(cancel))
-    assert set(await heard) == {resend, cancel}
+    assert set(await received) == {resend, cancel}
 
 
-async def test_a_stream_that_was_made_something_else_costs_no_other_one(
+async def test_a_stream_key_of_another_type_does_not_affect_other_streams(
     over_redis: OverRedis,
 ) -> None:
     gateway = RedisGatewayQueue(over_redis.connect(), "g", models=[MODEL, OTHER])

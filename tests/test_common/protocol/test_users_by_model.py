@@ -50,22 +50,22 @@ def model(name: str = MODEL, **more: Any) -> RegisteredModel:
 
 
 @pytest.fixture
-async def over(user_server: ValkeyServer) -> AsyncIterator[OverUsers]:
-    over = OverUsers(user_server, engine=MODEL)
-    await over.wipe()
-    yield over
-    await over.close()
+async def redis_backend(user_server: ValkeyServer) -> AsyncIterator[OverUsers]:
+    redis_backend = OverUsers(user_server, engine=MODEL)
+    await redis_backend.wipe()
+    yield redis_backend
+    await redis_backend.close()
 
 
 async def test_every_command_on_every_key_of_others_is_refused(
-    over: OverUsers, user_server: ValkeyServer
+    redis_backend: OverUsers, user_server: ValkeyServer
 ) -> None:
     with redis.Redis(port=user_server.port, protocol=2) as client:
         found = commands(client)
     others = keys_of(OTHER)
     alike = [key for name in ALIKE for key in keys_of(name)]
     tries = all_tries(found, others) + all_tries([("get", "KEY")], alike)
-    results = await over.connect("engine").client.pipeline(tries, raise_on_error=False)
+    results = await redis_backend.connect("engine").client.pipeline(tries, raise_on_error=False)
     allowed = [
         (command, result)
         for command, result in zip(tries, results, strict=True)
@@ -76,14 +76,14 @@ async def test_every_command_on_every_key_of_others_is_refused(
 
 
 async def test_every_command_on_every_key_of_others_is_refused_to_scripts(
-    over: OverUsers, user_server: ValkeyServer
+    redis_backend: OverUsers, user_server: ValkeyServer
 ) -> None:
     with redis.Redis(port=user_server.port, protocol=2) as client:
         found = commands(client)
     names = keys_of(OTHER)
     script = "return redis.call(unpack(ARGV))"
     tries: list[Command] = [("EVAL", script, 0, *each) for each in all_tries(found, names)]
-    results = await over.connect("engine").client.pipeline(tries, raise_on_error=False)
+    results = await redis_backend.connect("engine").client.pipeline(tries, raise_on_error=False)
     refusal = re.compile("(?i)NOPERM|no permission|ACL failure|not allowed from script|unknown")
     allowed = [
         (command, result)
@@ -93,17 +93,17 @@ async def test_every_command_on_every_key_of_others_is_refused_to_scripts(
     assert allowed == []
 
 
-async def test_a_model_s_own_keys_are_its_engines_to_use(over: OverUsers) -> None:
-    client = over.connect("engine").client
+async def test_a_models_keys_can_be_used_by_its_engines(redis_backend: OverUsers) -> None:
+    client = redis_backend.connect("engine").client
     for rule in KEYS:
         if rule.place not in (KeyScope.NOWHERE, KeyScope.READ):
             *_, own = names_of(rule, MODEL)
             await client.command("DEL", own)
 
 
-async def test_shared_keys_can_be_read_but_not_written(over: OverUsers) -> None:
-    await over.client.command("SET", keys.SEALING_CHECK, "sealed")
-    client = over.connect("engine").client
+async def test_shared_keys_can_be_read_but_not_written(redis_backend: OverUsers) -> None:
+    await redis_backend.client.command("SET", keys.SEALING_CHECK, "sealed")
+    client = redis_backend.connect("engine").client
     assert await client.command("GET", keys.SEALING_CHECK) == b"sealed"
     for command in (("SET", keys.SEALING_CHECK, "x"), ("DEL", keys.SEALING_CHECK)):
         with pytest.raises(NoPermissionError):
@@ -111,7 +111,7 @@ async def test_shared_keys_can_be_read_but_not_written(over: OverUsers) -> None:
 
 
 async def test_an_engine_with_its_own_user_serves_sealed_requests(
-    user_server: ValkeyServer, over: OverUsers
+    user_server: ValkeyServer, redis_backend: OverUsers
 ) -> None:
     sealed = OverUsers(user_server, engine=MODEL, ring=Keyring([new_key()]))
     engine, gateway = sealed.engine(), sealed.gateway()
@@ -136,10 +136,10 @@ def test_the_charts_files_are_made_from_the_table(role: str) -> None:
     assert (ACL / f"{role}.acl").read_text() == role_line(role) + "\n"
 
 
-async def test_an_engine_registers_only_the_model_it_was_granted(over: OverUsers) -> None:
-    gateway = RedisModelRegistry(over.connect("gateway"))
-    engine = RedisModelRegistry(over.connect("engine"))
-    operator = RedisModelRegistry(over.connect("operator"))
+async def test_an_engine_registers_only_the_model_it_was_granted(redis_backend: OverUsers) -> None:
+    gateway = RedisModelRegistry(redis_backend.connect("gateway"))
+    engine = RedisModelRegistry(redis_backend.connect("engine"))
+    operator = RedisModelRegistry(redis_backend.connect("operator"))
     await engine.register(model(adapters=("a",)), FILES)
     assert await gateway.models() == {}
     await operator.grant(MODEL, RegistrationGrant(owner="ns/m", adapters=("a",)))
@@ -150,21 +150,21 @@ async def test_an_engine_registers_only_the_model_it_was_granted(over: OverUsers
     assert not await operator.remove(MODEL, "ns/another")
     assert await operator.remove(MODEL, "ns/m")
     assert await gateway.models() == {}
-    assert await over.client.command("KEYS", "m*") == [keys.GRANTS.encode()]
+    assert await redis_backend.client.command("KEYS", "m*") == [keys.GRANTS.encode()]
 
 
-async def test_grants_survive_the_loss_of_redis_data(over: OverUsers) -> None:
-    gateway = RedisModelRegistry(over.connect("gateway"))
+async def test_grants_survive_the_loss_of_redis_data(redis_backend: OverUsers) -> None:
+    gateway = RedisModelRegistry(redis_backend.connect("gateway"))
     await gateway.grant(MODEL, RegistrationGrant(owner="ns/m"))
     store = (await gateway.models()).store
-    await over.wipe()
-    await RedisModelRegistry(over.connect("engine")).register(model(), FILES)
+    await redis_backend.wipe()
+    await RedisModelRegistry(redis_backend.connect("engine")).register(model(), FILES)
     found = await gateway.models()
     assert found == {MODEL: model(owner="ns/m")} and found.store not in (store, "")
 
 
 @pytest.mark.parametrize(
-    ("said", "field", "value"),
+    ("message", "field", "value"),
     [
         ("another model's", "name", OTHER),
         ("not granted", "adapters", [OTHER]),
@@ -176,21 +176,30 @@ async def test_grants_survive_the_loss_of_redis_data(over: OverUsers) -> None:
     ],
 )
 async def test_registrations_of_engines_are_checked_as_untrusted_input(
-    over: OverUsers, caplog: pytest.LogCaptureFixture, said: str, field: str, value: object
+    redis_backend: OverUsers,
+    caplog: pytest.LogCaptureFixture,
+    message: str,
+    field: str,
+    value: object,
 ) -> None:
-    gateway, client = RedisModelRegistry(over.connect("gateway")), over.connect("engine").client
+    gateway, client = (
+        RedisModelRegistry(redis_backend.connect("gateway")),
+        redis_backend.connect("engine").client,
+    )
     await gateway.grant(MODEL, RegistrationGrant(owner="ns/m"))
     entry = {"name": MODEL, "digest": digest_of(FILES), "max_model_len": 8, "created": 1}
     data = msgpack.packb({**entry, "owner": "", "adapters": [], field: value})
     await client.command("HSET", keys.granted_model(MODEL), "e", data)
     assert await gateway.models() == {}
-    assert said in caplog.records[-1].__dict__["error"]
+    assert message in caplog.records[-1].__dict__["error"]
 
 
 async def test_files_that_are_too_large_are_not_read(
-    over: OverUsers, monkeypatch: pytest.MonkeyPatch
+    redis_backend: OverUsers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gateway, engine = (RedisModelRegistry(over.connect(role)) for role in ("gateway", "engine"))
+    gateway, engine = (
+        RedisModelRegistry(redis_backend.connect(role)) for role in ("gateway", "engine")
+    )
     await gateway.grant(MODEL, RegistrationGrant(owner="ns/m"))
     await engine.register(model(), FILES)
     monkeypatch.setattr("headrace_common.protocol.redis.registry.MAX_PACKED_BYTES", 3)
@@ -200,13 +209,15 @@ async def test_files_that_are_too_large_are_not_read(
 
 
 async def test_an_engine_of_a_model_reads_control_messages_from_its_own_stream(
-    over: OverUsers,
+    redis_backend: OverUsers,
 ) -> None:
     control = Cancel(request_id="0.r")
-    await over.gateway().send("e", MODEL, control)
+    await redis_backend.gateway().send("e", MODEL, control)
     key = keys.shared_controls("e")
-    await over.client.command("XADD", key, "*", "c", encode_control(Cancel(request_id="0.x")))
-    assert await first(over.engine().controls(), 1) == [control]
+    await redis_backend.client.command(
+        "XADD", key, "*", "c", encode_control(Cancel(request_id="0.x"))
+    )
+    assert await first(redis_backend.engine().controls(), 1) == [control]
 
 
 SPOILT: list[Command] = [
@@ -220,8 +231,10 @@ SPOILT: list[Command] = [
 
 
 @pytest.mark.parametrize("command", SPOILT)
-async def test_the_size_of_an_engines_status_is_limited(over: OverUsers, command: Command) -> None:
-    gateway, engine = over.gateway(), over.connect("engine").client
+async def test_the_size_of_an_engines_status_is_limited(
+    redis_backend: OverUsers, command: Command
+) -> None:
+    gateway, engine = redis_backend.gateway(), redis_backend.connect("engine").client
     await engine.command("SADD", ShardKeys(MODEL).engines, "e")
     if command[1] == ShardKeys(MODEL).engines:
         await engine.command("DEL", ShardKeys(MODEL).engines)

@@ -50,7 +50,7 @@ def test_another_process_with_the_keys_opens_sealed_data(ring: Keyring) -> None:
     assert TEXT not in record and len(record) == len(TEXT) + OVERHEAD_BYTES
 
 
-def test_two_records_of_the_same_text_have_nothing_in_common(ring: Keyring) -> None:
+def test_two_records_of_the_same_text_share_no_bytes(ring: Keyring) -> None:
     sealer = AesSealer(ring)
     records = [sealer.seal(PayloadKind.PAYLOAD, HERE, TEXT) for _ in range(1000)]
     records += [AesSealer(ring).seal(PayloadKind.PAYLOAD, HERE, TEXT) for _ in range(1000)]
@@ -69,7 +69,9 @@ def test_two_records_of_the_same_text_have_nothing_in_common(ring: Keyring) -> N
         (PayloadKind.PAYLOAD, ("model",)),
     ],
 )
-def test_a_record_opens_as_nothing_else(ring: Keyring, kind: PayloadKind, binding: Binding) -> None:
+def test_a_record_opens_only_in_its_own_place(
+    ring: Keyring, kind: PayloadKind, binding: Binding
+) -> None:
     sealer = AesSealer(ring)
     record = sealer.seal(PayloadKind.PAYLOAD, HERE, TEXT)
 
@@ -92,7 +94,7 @@ def test_pieces_cannot_change_places(ring: Keyring) -> None:
             sealer.open(PayloadKind.JOURNAL, other, sealer.seal(PayloadKind.JOURNAL, one, TEXT))
 
 
-def test_every_changed_byte_is_seen(ring: Keyring) -> None:
+def test_every_changed_byte_is_detected(ring: Keyring) -> None:
     sealer = AesSealer(ring)
     record = sealer.seal(PayloadKind.PAYLOAD, HERE, TEXT)
 
@@ -220,7 +222,9 @@ def test_a_file_has_a_key_a_line_and_comments() -> None:
         (b"x" * 70_000, "more than 65536 bytes"),
     ],
 )
-def test_a_wrong_file_says_where_and_not_what(data: bytes, wrong: str) -> None:
+def test_the_error_of_a_wrong_file_names_the_line_and_not_its_content(
+    data: bytes, wrong: str
+) -> None:
     with pytest.raises(KeyringError, match=wrong) as caught:
         read_keyring(data)
     assert "c2hvcnQ" not in str(caught.value)

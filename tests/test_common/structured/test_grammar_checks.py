@@ -54,7 +54,7 @@ async def make(counted: Counted, refused: LocalRefusedGrammars) -> AsyncIterator
 
 
 @pytest.mark.parametrize(
-    ("limits", "said"),
+    ("limits", "message"),
     [
         (TaskLimits(timeout=200, memory_bytes=32 * MIB), "takes over 32 MiB to compile"),
         (
@@ -64,11 +64,11 @@ async def make(counted: Counted, refused: LocalRefusedGrammars) -> AsyncIterator
     ],
 )
 async def test_a_costly_schema_is_refused_with_what_to_change_and_not_tried_again(
-    make: Make, counted: Counted, limits: TaskLimits, said: str
+    make: Make, counted: Counted, limits: TaskLimits, message: str
 ) -> None:
     checks = make(limits)
     for tenant in ("a", "b"):
-        with pytest.raises(StructuredOutputError, match=said) as caught:
+        with pytest.raises(StructuredOutputError, match=message) as caught:
             await checks.check(COSTLY, tenant)
         assert caught.value.field == "json"
         assert caught.value.message.endswith(": have less of allOf, anyOf, pattern")
@@ -132,7 +132,7 @@ async def test_a_grammar_that_cannot_be_compiled_is_refused_with_the_compilers_r
     assert counted == {CheckResult.INVALID: 1}
 
 
-async def test_a_timeout_alone_does_not_condemn_a_grammar(make: Make, counted: Counted) -> None:
+async def test_a_single_timeout_does_not_block_a_grammar(make: Make, counted: Counted) -> None:
     """The machine may be the cause: the client may try again, but only a few times."""
     checks = make(TaskLimits(timeout=0.3, cpu_seconds=200, memory_bytes=2**40))
     for _ in range(2):

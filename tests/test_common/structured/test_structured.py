@@ -121,11 +121,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "said"), REFUSED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("fields", "message"), REFUSED, ids=lambda value: str(value)[:40])
 def test_too_large_grammars_are_refused_before_compilation(
-    fields: dict[str, Any], said: str
+    fields: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(SamplingError, match=said):
+    with pytest.raises(SamplingError, match=message):
         StructuredOutputsParams(**fields)
 
 
@@ -172,13 +172,13 @@ NOT_COMPILED: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("fields", "said"), NOT_COMPILED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("fields", "message"), NOT_COMPILED, ids=lambda value: str(value)[:40])
 def test_grammars_that_cannot_be_compiled_are_refused_with_the_reason(
-    checker: GrammarChecker, fields: dict[str, Any], said: str
+    checker: GrammarChecker, fields: dict[str, Any], message: str
 ) -> None:
     structured = StructuredOutputsParams(**fields)
 
-    with pytest.raises(StructuredOutputError, match=said) as caught:
+    with pytest.raises(StructuredOutputError, match=message) as caught:
         checker.check(structured)
     assert caught.value.field == structured.kind
 
@@ -218,7 +218,7 @@ def test_hard_but_bounded_grammars_are_accepted(
     ],
     ids=str,
 )
-def test_it_crosses_the_wire(fields: dict[str, Any]) -> None:
+def test_structured_outputs_survive_encoding(fields: dict[str, Any]) -> None:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(**fields), seed=1)
     request = GenerateRequest(
         request_id=new_request_id(),

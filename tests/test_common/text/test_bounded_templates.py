@@ -74,5 +74,5 @@ def test_common_chat_templates_are_bounded(source: str) -> None:
 
 
 @pytest.mark.parametrize("source", UNBOUNDED.values(), ids=UNBOUNDED)
-def test_templates_that_can_make_much_of_little_are_unbounded(source: str) -> None:
+def test_templates_that_can_multiply_their_input_are_unbounded(source: str) -> None:
     assert not ChatTemplate(source).bounded

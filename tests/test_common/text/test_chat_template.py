@@ -1,4 +1,4 @@
-"""Chat templates: the same text as transformers', bounded, and safe against what users write."""
+"""Chat templates: the same text as transformers', bounded, and safe against hostile messages."""
 
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,7 @@ def test_the_template_of_the_tokenizer_config_is_found(folder: Path) -> None:
     assert load(folder)[1].source == CHATML
 
 
-def test_of_named_templates_the_default_is_taken(tmp_path: Path) -> None:
+def test_the_default_of_several_named_templates_is_used(tmp_path: Path) -> None:
     named: Any = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     folder = write_checkpoint(tmp_path, byte_level_tokenizer(), chat_template=named)
 
@@ -122,7 +122,7 @@ def test_users_cannot_write_special_tokens(folder: Path) -> None:
     assert evil in tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def test_the_templates_own_complaint_is_the_message() -> None:
+def test_the_templates_own_error_is_the_message() -> None:
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}")
 
     with pytest.raises(ChatTemplateError, match="roles must alternate"):
@@ -172,7 +172,7 @@ def test_a_final_message_without_text_cannot_be_continued() -> None:
         ChatTemplate(CHATML).render([], continue_final_message=True)
 
 
-def test_the_variables_are_those_that_can_be_given() -> None:
+def test_variables_are_the_names_that_a_request_can_set() -> None:
     source = (
         "{% if not tools is defined %}{% set tools = none %}{% endif %}{% set own = 1 %}"
         "{% macro one(x) %}{{ x }}{% if reasoning_effort %}!{% endif %}{% endmacro %}"
@@ -202,12 +202,12 @@ def test_a_loop_that_doubles_a_text_is_stopped_at_the_limit(source: str) -> None
         ChatTemplate(source, max_chars=1000).render([])
 
 
-def test_concatenation_is_otherwise_as_ever() -> None:
+def test_other_concatenation_is_unchanged() -> None:
     source = "{{ 'a' ~ 1 ~ none }} {{ 20000000 + 1 }} {{ ['a'] + ['b'] }}"
 
     assert ChatTemplate(source, max_chars=1000).render([]) == "a1None 20000001 ['a', 'b']"
 
 
-def test_there_is_no_maker_of_endless_texts() -> None:
+def test_no_template_function_makes_endless_texts() -> None:
     with pytest.raises(ChatTemplateError, match="'lipsum' is undefined"):
         ChatTemplate("{{ lipsum(n=1000000) }}").render([])

@@ -17,7 +17,7 @@ from headrace_common.text.tokenizer import Tokenizer
 from headrace_testing.tokenizers import byte_level_tokenizer, write_checkpoint
 
 
-def test_the_demo_model_is_found_by_name_whatever_the_folder(
+def test_the_demo_model_is_found_by_name_from_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / DEMO_MODEL).mkdir()
@@ -53,11 +53,11 @@ def test_too_many_bytes_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [(b"{", "x/config.json: "), (b"[]", "must hold a JSON object, not list"), (b"\xff", "utf-8")],
 )
-def test_a_file_that_cannot_be_read_is_named(content: bytes, said: str) -> None:
-    with pytest.raises(TokenizerError, match=said):
+def test_a_file_that_cannot_be_read_is_named(content: bytes, message: str) -> None:
+    with pytest.raises(TokenizerError, match=message):
         CheckpointFiles("x", {"config.json": content}).json("config.json")
 
 

@@ -90,7 +90,7 @@ class Decoding(Tokenizer):
 
 
 @pytest.mark.parametrize("skip", [True, False])
-def test_texts_that_are_known_alone_are_those_of_decoding(tokenizer: Tokenizer, skip: bool) -> None:
+def test_cached_texts_of_single_tokens_equal_decoding(tokenizer: Tokenizer, skip: bool) -> None:
     whole = Decoding(
         tokenizer._backend,
         special_tokens=tokenizer.special_tokens,
@@ -109,7 +109,7 @@ def test_texts_that_are_known_alone_are_those_of_decoding(tokenizer: Tokenizer, 
         assert fast.flush() == slow.flush()
 
 
-def test_a_token_is_known_alone_only_where_its_neighbours_change_nothing(
+def test_a_tokens_text_is_cached_only_if_neighbours_do_not_change_it(
     tokenizer: Tokenizer,
 ) -> None:
     hello, part = tokenizer.encode("Hello")[-1], tokenizer.encode("🎈")[-1]
@@ -166,7 +166,7 @@ def test_a_stop_string_that_repeats_itself_is_found() -> None:
     assert scan(["aab"], list("aaab")) == ("a", "aab")
 
 
-def test_stop_matching_does_not_depend_on_the_cuts() -> None:
+def test_stop_matching_does_not_depend_on_how_text_is_split() -> None:
     generator = random.Random(3)
     for _ in range(500):
         stops = [

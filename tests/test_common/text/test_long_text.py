@@ -21,11 +21,11 @@ WORDS = [*" ".join(CORPUS).split(), *SPECIALS, "isn't", "\n", "\n\n  ", "\t", "a
 
 
 def text_of(seed: int, chars: int) -> str:
-    drawn = random.Random(seed)
+    rng = random.Random(seed)
     text = ""
     while len(text) < chars:
-        words = drawn.choices(WORDS, k=100)
-        text += "".join(word + drawn.choice([" ", " ", "", ", ", "  "]) for word in words)
+        words = rng.choices(WORDS, k=100)
+        text += "".join(word + rng.choice([" ", " ", "", ", ", "  "]) for word in words)
     return text
 
 
@@ -76,7 +76,7 @@ def test_a_text_over_the_limit_is_not_read_to_its_end() -> None:
     assert 10 < len(ids) < len(tokenizer.encode(text)) / 2
 
 
-def test_a_word_without_an_end_is_refused() -> None:
+def test_a_word_of_unlimited_length_is_refused() -> None:
     tokenizer = Tokenizer(byte_level_tokenizer(), special_tokens={}, eos_token_ids=())
     with pytest.raises(NoCut, match="blanks"):
         tokenizer.encode("a" * (MOST_CHARS + 1))

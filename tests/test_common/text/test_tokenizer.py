@@ -153,8 +153,8 @@ def test_a_hub_that_does_not_answer_is_one_line_of_error(tmp_path: Path) -> None
     environment = {"HF_ENDPOINT": "http://127.0.0.1:1", "HF_HOME": str(tmp_path)}
     command = [sys.executable, "-c", ask]
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGINGFACE_"))}
-    told = subprocess.run(
+    printed = subprocess.run(
         command, env=kept | environment, capture_output=True, text=True, check=True
     ).stdout
-    (line,) = told.splitlines()
+    (line,) = printed.splitlines()
     assert line.startswith("hub_unreachable nobody/nothing: no folder here, and the hub could not")

@@ -63,9 +63,9 @@ def test_a_request_for_an_impossible_vector_is_refused(raw: object) -> None:
         decode_request(pack_message({**body, "pooling": raw}))
 
 
-def test_another_length_is_another_request() -> None:
-    asked = (None, PoolingParams(), PoolingParams(dimensions=2))
-    requests = [replace(make_request(), pooling=pooling) for pooling in asked]
+def test_a_different_vector_length_is_a_different_request() -> None:
+    poolings = (None, PoolingParams(), PoolingParams(dimensions=2))
+    requests = [replace(make_request(), pooling=pooling) for pooling in poolings]
 
     assert len({fingerprint(request) for request in requests}) == 3
 
@@ -112,7 +112,7 @@ def test_a_client_gets_the_vector_once() -> None:
     assert arbiter.states() == (ChoiceState(finish_reason="stop", embedding=VECTOR),)
 
 
-def test_an_outcome_or_a_sync_brings_a_vector_whose_frame_was_lost() -> None:
+def test_a_lost_vector_arrives_with_the_outcome_or_a_sync() -> None:
     state = ChoiceState(finish_reason="stop", embedding=VECTOR)
     settled = Arbiter("r", 1).settle(Outcome(choices=(state,)))
     synced = Arbiter("r", 1).handle("e", Sync(request_id="r", attempt=1, choices=(state,)))

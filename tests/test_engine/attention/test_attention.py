@@ -28,8 +28,10 @@ from headrace_testing.engines import cpu_backends
 def dense_with_sums(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: LayerParams
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention, and the logarithms of the softmax's sums [Hq, n]: what a sink of 0 leaves of
-    values of 1 is sum / (sum + 1)."""
+    """Attention, and the logarithms of the softmax's sums [Hq, n].
+
+    With a sink of 0 and values of 1, attention returns sum / (sum + 1), whose logit is log(sum).
+    """
     attended = dense(query, keys, values, params).to(query.dtype)
     open_sinks = replace(params, sinks=torch.zeros(query.shape[1]))
     shares = dense(query, keys, torch.ones_like(values), open_sinks)[..., 0]

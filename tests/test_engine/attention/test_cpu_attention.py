@@ -206,7 +206,7 @@ def test_stale_nan_in_unused_slots_reaches_no_output(
     assert scene.run(backend, cache).isfinite().all()
 
 
-def test_nan_of_a_sequence_shows_in_its_output_alone(backend: CpuBackend) -> None:
+def test_nan_in_a_sequence_reaches_only_its_own_output(backend: CpuBackend) -> None:
     scene = Scene(Case(((1, 37), (1, 40), (2, 600))), torch.float32)
     scene.query[1] = torch.nan
     output = scene.run(backend, backend.allocate(scene.num_blocks, scene.spec))
@@ -229,7 +229,7 @@ def test_copied_blocks_serve_like_their_sources(backend: CpuBackend, block_size:
     assert torch.equal(scene.step(backend, cache), expected)
 
 
-def test_a_sequence_does_not_feel_its_neighbours(backend: CpuBackend) -> None:
+def test_a_sequences_output_does_not_depend_on_its_neighbours(backend: CpuBackend) -> None:
     scene = Scene(Case(DECODES, block_size=16), torch.bfloat16)
     cache = backend.allocate(scene.num_blocks, scene.spec)
     together = scene.run(backend, cache)
@@ -254,7 +254,7 @@ def test_any_number_of_threads_gives_the_same(backend: CpuBackend, threads: int)
     assert torch.equal(found, expected)
 
 
-def test_each_step_goes_by_its_own_metadata(backend: CpuBackend) -> None:
+def test_each_step_uses_its_own_metadata(backend: CpuBackend) -> None:
     """The backend keeps what it made of the last step's metadata for that step's other layers."""
     scene, shorter = (Scene(Case(((1, length),)), torch.float32) for length in (20, 1))
     cache = backend.allocate(scene.num_blocks, scene.spec)

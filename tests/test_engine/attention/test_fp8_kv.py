@@ -40,8 +40,8 @@ def engine_of(folder: Path, **options: Any) -> Engine:
 
 
 def outputs(folder: Path, **options: Any) -> list[tuple[int, ...]]:
-    asked = [request(str(row), prompt, greedy(LENGTH)) for row, prompt in enumerate(PROMPTS)]
-    found = run(engine_of(folder, **options), asked)
+    requests = [request(str(row), prompt, greedy(LENGTH)) for row, prompt in enumerate(PROMPTS)]
+    found = run(engine_of(folder, **options), requests)
     return [tuple(found[str(row), 0].token_ids) for row in range(len(PROMPTS))]
 
 
@@ -80,7 +80,7 @@ def test_native_steps_round_as_the_reference_does(
     assert distance(native, reference) < 0.2 * distance(reference, exact)
 
 
-def test_models_of_transformers_keep_their_kv_so_too(folder: Path) -> None:
+def test_transformers_models_store_fp8_kv_too(folder: Path) -> None:
     exact, native = logits(folder), logits(folder, kv_cache_dtype="fp8")
     found = logits(folder, kv_cache_dtype="fp8", model_implementation="transformers")
     assert distance(found, native) < 0.2 * distance(native, exact)
@@ -105,7 +105,7 @@ def test_a_prefix_is_found_in_the_cache_again(folder: Path) -> None:
     assert len(second.token_ids) == LENGTH
 
 
-def test_twice_as_many_blocks_as_in_bfloat16(folder: Path) -> None:
+def test_fp8_caches_have_twice_as_many_blocks_as_bfloat16(folder: Path) -> None:
     options: dict[str, Any] = {"dtype": "bfloat16", "num_blocks": None, "kv_cache_bytes": 10**6}
     whole, half = (
         make_runner(folder, kv_cache_dtype=name, **options) for name in ("auto", "fp8_e5m2")

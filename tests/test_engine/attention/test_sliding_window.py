@@ -96,6 +96,6 @@ def test_released_blocks_are_computed_again_after_a_preemption(
     assert engine.stats().preemptions > 0
 
 
-def test_transformers_tells_the_window_too(checkpoint: CheckpointMaker) -> None:
+def test_the_transformers_implementation_reports_its_window(checkpoint: CheckpointMaker) -> None:
     runner = make_runner(checkpoint("mistral"), model_implementation="transformers")
     assert runner.kv_groups == KVGroups.alike(12)

@@ -210,7 +210,7 @@ def test_a_sequences_bits_do_not_depend_on_its_neighbours(small_parts: None) -> 
 
 
 @pytest.mark.parametrize("name", ["mixed", "window", "softcap", "odd head"])
-def test_e4m3_by_its_bits_is_what_torch_rounds_to(name: str) -> None:
+def test_e4m3_from_bits_equals_torchs_rounding(name: str) -> None:
     """As devices before Ada compute it. Both read the same numbers, so sums of float32 are all that
     differs; numbers from subnormals to beyond the largest are among them."""
     case = replace(CASES[name], params=replace(CASES[name].params, key_scale=0.4, value_scale=2e-3))

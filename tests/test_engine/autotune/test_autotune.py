@@ -47,7 +47,7 @@ VERSIONS = {"torch": "2.11", "triton": "3.6"}
 
 
 class Stopwatch:
-    """Says what it is told of each run that it is asked about."""
+    """Returns the given time for each measured run."""
 
     def __init__(self, seconds: Mapping[Run, float]) -> None:
         self._seconds = seconds
@@ -103,12 +103,12 @@ def test_a_candidate_that_is_hardly_faster_is_not_chosen() -> None:
     assert tuner({FIRST: 1.0, nothing: 0.1}).choose("x", {"a": FIRST, "b": nothing}) == "a"
 
 
-def test_a_default_that_does_not_work_gives_way() -> None:
+def test_a_default_that_does_not_work_is_replaced() -> None:
     assert tuner().choose("x", {"a": failing, "b": EQUAL}) == "b"
     assert tuner().choose("x", {"a": failing}) == "a"
 
 
-def test_after_its_time_all_keeps_the_default() -> None:
+def test_after_the_time_limit_defaults_are_used() -> None:
     now = iter([0.0, 1.0, 2.5, 4.0, 5.0])
     chooser = tuner(budget=3.0, clock=lambda: next(now))
     assert chooser.choose("x", {"a": FIRST, "b": EQUAL}) == "b"

@@ -22,7 +22,7 @@ class Clock:
         return self.now
 
 
-def test_without_a_terminal_progress_is_a_line_now_and_then(
+def test_without_a_terminal_progress_is_a_line_every_ten_seconds(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     clock = Clock()
@@ -51,24 +51,22 @@ def test_a_failed_load_is_not_reported_as_done(caplog: pytest.LogCaptureFixture)
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="no posix_fadvise")
-def test_bytes_are_asked_for_ahead_of_their_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[int, int]] = []
+def test_bytes_are_read_ahead_of_their_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    advised: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        os, "posix_fadvise", lambda _, start, length, advice: asked.append((start, length))
+        os, "posix_fadvise", lambda _, start, length, advice: advised.append((start, length))
     )
     file = tmp_path / "weights"
     file.write_bytes(bytes(100))
     ahead = ReadAhead([FileRange(file, at, at + 10) for at in range(0, 100, 10)], ahead=25)
-    assert asked == [(0, 10), (10, 10), (20, 10)]
+    assert advised == [(0, 10), (10, 10), (20, 10)]
     ahead.advance(10)
-    assert asked[3:] == [(30, 10)]
+    assert advised[3:] == [(30, 10)]
     ahead.advance(90)
-    assert len(asked) == 10
+    assert len(advised) == 10
 
 
-def test_ranges_are_those_of_the_tensors(tmp_path: Path) -> None:
+def test_data_ranges_match_the_stored_tensors(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.arange(4), "b": torch.full((2, 3), 7.0)}, file)
     found = data_ranges(file)["b"]

@@ -117,7 +117,7 @@ def decode(count: int, width: int) -> ForwardBatch:
 
 
 @given(st.integers(1, 2000), st.integers(1, 200_000))
-def test_the_ladder_takes_every_batch_and_pads_little(seqs: int, length: int) -> None:
+def test_every_batch_size_has_a_graph_with_little_padding(seqs: int, length: int) -> None:
     sizes = CaptureSizes.up_to(seqs, length)
     assert (
         list(sizes.batch_sizes) == sorted(set(sizes.batch_sizes)) and sizes.batch_sizes[-1] == seqs

@@ -28,7 +28,7 @@ ARRAYS: tuple[npt.NDArray[Any], ...] = (
 )
 
 
-def test_packed_arrays_come_out_as_they_went_in() -> None:
+def test_packed_arrays_are_unpacked_unchanged() -> None:
     packed = torch.empty(packed_size(ARRAYS), dtype=torch.uint8)
     pack(ARRAYS, packed)
     for array, tensor in zip(ARRAYS, unpack(packed, ARRAYS), strict=True):

@@ -56,15 +56,15 @@ def pid_of(runner: ModelRunner) -> int:
     return handle.pid
 
 
-def test_an_engine_lives_with_its_ranks(
+def test_an_engine_and_its_ranks_start_and_end_together(
     checkpoint: CheckpointMaker, reference: ReferenceMaker, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = reference("llama").clear_paths(1, LENGTH)[0]
     config = engine_config(checkpoint("llama"), tensor_parallel_size=2, threads=1)
     with caplog.at_level(logging.INFO):
         runner = ModelRunner(config)
-    told = [record.message for record in caplog.records if getattr(record, "rank", None) == 1]
-    assert "weights loaded" in told, "its progress is in rank 0's log"
+    logged = [record.message for record in caplog.records if getattr(record, "rank", None) == 1]
+    assert "weights loaded" in logged, "its progress is in rank 0's log"
 
     engine, pid = Engine(config, runner), pid_of(runner)
     for number in (signal.SIGINT, signal.SIGTERM):  # as a terminal sends to a whole group
@@ -85,7 +85,7 @@ def test_an_engine_lives_with_its_ranks(
     assert "a rank of the engine ended" in caplog.messages
 
 
-def test_a_rank_s_record_keeps_its_fields_and_the_traceback(
+def test_a_ranks_log_record_keeps_its_fields_and_the_traceback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     received, sent = Pipe()

@@ -65,13 +65,13 @@ class Bench:
         """All prompts of these adapters at once give transformers' tokens of merged weights."""
         self.count += 1
         paths = {name: self.scene.paths(name, count) for name in names}
-        asked = [
+        requests = [
             replace(request(f"{self.count}-{index}-{name}", path.prompt, greedy(LENGTH)), lora=name)
             for name in names
             for index, path in enumerate(paths[name])
         ]
-        outputs = run(self.engine, asked)
-        found = [tuple(outputs[one.request_id, 0].token_ids) for one in asked]
+        outputs = run(self.engine, requests)
+        found = [tuple(outputs[one.request_id, 0].token_ids) for one in requests]
         assert found == [path.output for name in names for path in paths[name]]
 
 
@@ -108,7 +108,7 @@ def test_a_mixed_batch_gives_the_tokens_of_merged_weights(
     ],
     ids=["turns", "pressure"],
 )
-def test_slots_change_hands_on_all_ranks(
+def test_slots_get_new_adapters_on_all_ranks(
     adapter_scene: AdapterScene, options: dict[str, Any]
 ) -> None:
     """Three adapters, of which one or two fit: an evicted one is written again, over modules that
@@ -119,7 +119,7 @@ def test_slots_change_hands_on_all_ranks(
             bench.serve([name], count=1)
 
 
-def test_an_adapter_that_becomes_known_later_needs_its_files_on_rank_0_only(
+def test_an_adapter_added_later_needs_its_files_on_rank_0_only(
     adapter_scene: AdapterScene, tmp_path: Path
 ) -> None:
     folder = save_adapter(tmp_path / "late", adapter_scene.checkpoint, **ADAPTERS["all"])

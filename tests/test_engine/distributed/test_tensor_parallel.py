@@ -1,5 +1,5 @@
-"""Several ranks give the tokens of one: over architectures, numbers of ranks, and whatever else the
-engine does to sequences.
+"""Several ranks give the tokens of one: for all architectures, numbers of ranks, and everything that
+the engine does to sequences.
 
 Most ranks here are threads with real gloo collectives; one test has them as processes. Left out:
 GPUs and NCCL, which need more than one device.
@@ -112,7 +112,7 @@ def all_outputs(engine: Engine) -> dict[tuple[str, int], Output]:
 
 
 @pytest.mark.parametrize("speculation", ["ngram", "draft_model", None])
-def test_whatever_happens_to_sequences_they_get_the_tokens_of_one_process(
+def test_sequences_get_the_tokens_of_one_process_after_any_events(
     speculation: Literal["ngram", "draft_model"] | None, checkpoint: CheckpointMaker
 ) -> None:
     """Preemption, swaps, prefix hits, forks and log probabilities at once, with drafts, or with

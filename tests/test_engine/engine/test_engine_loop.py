@@ -116,7 +116,7 @@ def test_an_aborted_request_gives_no_more_outputs(desk: Desk) -> None:
     assert (stats.running, stats.blocks_used) == (0, 0), "the last word says that all is free"
 
 
-def test_an_idle_loop_still_tells_its_statistics_after_an_abort(desk: Desk) -> None:
+def test_an_idle_loop_reports_its_statistics_after_an_abort(desk: Desk) -> None:
     desk.loop.add(make_request("a", [1]))
     desk.until_finished("a")
     desk.loop.abort("unknown")
@@ -215,7 +215,7 @@ def test_a_step_that_raises_is_reported_once_and_ends_the_loop(desk: Desk) -> No
     assert desk.failures.empty()
 
 
-def test_the_engine_hands_out_the_end_of_a_finished_resume() -> None:
+def test_the_engine_returns_the_end_of_a_finished_resume() -> None:
     engine = Engine(make_config(), FakeRunner())
     engine.add_request(make_request("a", [1], resume=((5, 6, 7, 8),)))
     assert engine.has_work
@@ -225,7 +225,7 @@ def test_the_engine_hands_out_the_end_of_a_finished_resume() -> None:
     assert engine.step() == []
 
 
-def test_the_engine_does_not_hand_out_the_end_of_an_aborted_resume() -> None:
+def test_the_engine_does_not_return_the_end_of_an_aborted_resume() -> None:
     engine = Engine(make_config(), FakeRunner())
     engine.add_request(make_request("a", [1], resume=((5, 6, 7, 8),)))
     engine.abort("a")

@@ -69,7 +69,7 @@ def test_no_sequence_is_preempted_while_a_step_is_in_flight() -> None:
     assert 2 <= waited < len(line.rig.runner.steps) / 2
 
 
-def test_a_request_that_may_displace_another_waits_for_the_step_in_flight() -> None:
+def test_a_request_that_may_preempt_another_waits_for_the_step_in_flight() -> None:
     line = Line(make_rig(make_config(max_num_seqs=1), policy=Priority()))
     low = make_request("low", [1, 2], params=params(8))
     high = make_request("high", [3, 4], params=params(3), priority=-1)

@@ -72,16 +72,16 @@ def test_prefetched_bytes_fit_the_cache_and_the_rows(rows: int) -> None:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def launch_modes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Records how kernels should be launched; the interpreter launches them one by one anyway."""
-    ways: list[int] = []
+    modes: list[int] = []
 
     def options(how: int) -> dict[str, int]:
-        ways.append(how)
+        modes.append(how)
         return ALONE
 
     monkeypatch.setattr(dependent_launch, "_options", options)
-    return ways
+    return modes
 
 
 @pytest.fixture
@@ -91,8 +91,8 @@ def runner(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelRu
     monkeypatch.setattr(loader, "make_ops", lambda *_: TritonOps())
     monkeypatch.setattr(autotuner, "REPEATS", 1)
     monkeypatch.setattr(steps, "STEP_KEYS", 20)
-    ways = {steps.ONE_BY_ONE: None, "ahead": AHEAD, "early": EARLY}
-    monkeypatch.setattr(steps, "CANDIDATES", ways)
+    candidates = {steps.ONE_BY_ONE: None, "ahead": AHEAD, "early": EARLY}
+    monkeypatch.setattr(steps, "CANDIDATES", candidates)
     folder = checkpoint("qwen3")
     options = {"dtype": "bfloat16", "attention_backend": "auto", "num_blocks": 32}
     yield make_runner(folder, **options)
@@ -103,8 +103,8 @@ def measure(runner: ModelRunner, config: Any, bound: int, chooser: Autotuner) ->
         steps.tune_steps(chooser, runner._placed, config, bound, 1 << 20)
 
 
-def test_recorded_steps_are_launched_as_whole_steps_were_fastest(
-    runner: ModelRunner, told: list[int]
+def test_recorded_steps_use_the_launch_mode_with_the_fastest_whole_steps(
+    runner: ModelRunner, launch_modes: list[int]
 ) -> None:
     config = engine_config(Path(runner._config.model), max_num_seqs=3)
     assert steps.can_tune_steps(runner._placed)
@@ -113,24 +113,30 @@ def test_recorded_steps_are_launched_as_whole_steps_were_fastest(
     (choice,) = chooser.choices
     assert choice.kernel.startswith("step, rows 1, keys 20, 2 layers, ")
     assert choice.chosen == "early" and not choice.refused and choice.read_bytes > 0
-    assert set(told) == {dependent_launch.ALONE, dependent_launch.DEPENDENT, dependent_launch.EARLY}
+    assert set(launch_modes) == {
+        dependent_launch.ALONE,
+        dependent_launch.DEPENDENT,
+        dependent_launch.EARLY,
+    }
     model = runner.model
     assert isinstance(model, Decoder) and model.dependent_launches is not None
     assert model.dependent_launches.chosen(1) == StepLaunch(EARLY)
     assert model.dependent_launches.chosen(2) is PLAIN_STEP
-    for size, ways in (
+    for size, expected_modes in (
         (1, {dependent_launch.DEPENDENT, dependent_launch.EARLY}),
         (2, {dependent_launch.ALONE}),
     ):
-        told.clear()
+        launch_modes.clear()
         batch = StaticBatch(size, 8, runner.device)
         with torch.inference_mode():
             GraphedModel(model, runner._caches, CaptureSizes((size,), (20,)), batch, Replays())
-        assert set(told) == ways
-        assert model.dependent_launches.small == ALONE, "what is not recorded goes one by one"
+        assert set(launch_modes) == expected_modes
+        assert model.dependent_launches.small == ALONE, (
+            "steps without a recording use plain launches"
+        )
 
 
-def test_a_way_that_changes_bits_is_not_taken(
+def test_a_launch_mode_that_changes_bits_is_not_used(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Simulates a kernel that reads data before it is written."""
@@ -168,7 +174,7 @@ def test_whole_steps_are_measured_from_hopper_on_and_in_one_process(
     assert measured == [1, 16, 64]
 
 
-def test_a_way_whose_replays_differ_is_not_taken() -> None:
+def test_a_launch_mode_whose_replays_differ_is_not_used() -> None:
     """Launched by the host kernels hardly overlap: a race shows when they are replayed."""
 
     class Recording:
@@ -183,11 +189,11 @@ def test_a_way_whose_replays_differ_is_not_taken() -> None:
             return 1.0 / self.timed
 
     chooser = Autotuner(Recording())
-    ways = {name: lambda: torch.ones(2) for name in ("one by one", "dependent")}
-    assert chooser.choose("step", ways, tolerance=0.0) == "one by one"
+    candidates = {name: lambda: torch.ones(2) for name in ("one by one", "dependent")}
+    assert chooser.choose("step", candidates, tolerance=0.0) == "one by one"
     refused = {"dependent": "its result differs when it is replayed"}
     assert chooser.choices[0].refused == refused
-    assert chooser.choose("product", ways) == "dependent", "whose parts are rounded otherwise"
+    assert chooser.choose("product", candidates) == "dependent", "whose parts are rounded otherwise"
 
 
 def kernels() -> dict[str, ast.FunctionDef]:
@@ -205,12 +211,12 @@ def kernels() -> dict[str, ast.FunctionDef]:
 
 
 @pytest.mark.parametrize("name", kernels())
-def test_a_kernel_waits_before_it_reaches_memory_and_whatever_it_is_to_do(name: str) -> None:
+def test_a_kernel_always_waits_before_it_accesses_memory(name: str) -> None:
     """The compiled code is checked in test_triton_compile, for fewer kernels."""
     body = kernels()[name].body
     wait = [ast.unparse(one) for one in body].index("await_earlier(DEPENDENT)")
     for statement in body[:wait]:
-        told = ast.unparse(statement)
-        prefetches = told.startswith("if DEPENDENT > 0:") and "prefetch" in told
-        assert prefetches or isinstance(statement, ast.Assign | ast.Expr | ast.AnnAssign), told
-        assert "tl.load" not in told and "tl.store" not in told and "atomic" not in told
+        source = ast.unparse(statement)
+        prefetches = source.startswith("if DEPENDENT > 0:") and "prefetch" in source
+        assert prefetches or isinstance(statement, ast.Assign | ast.Expr | ast.AnnAssign), source
+        assert "tl.load" not in source and "tl.store" not in source and "atomic" not in source

@@ -155,7 +155,7 @@ class Miscalculating(library.Kernels):
         return code
 
 
-def test_every_library_multiplies_rightly(ops: NativeOps) -> None:
+def test_every_library_multiplies_correctly(ops: NativeOps) -> None:
     assert multiplies_rightly(ops._kernels)
 
 
@@ -208,7 +208,7 @@ def test_a_missing_compiler_is_named(tmp_path: Path) -> None:
         build.build(tmp_path, cxx="no-such-compiler -O3")
 
 
-def test_an_empty_path_tells_what_to_install(
+def test_without_a_compiler_the_error_names_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -227,7 +227,7 @@ def compiler(path: Path, refused: str) -> str:
     return str(path)
 
 
-def test_a_compiler_that_always_fails_is_an_error_with_its_words(tmp_path: Path) -> None:
+def test_the_error_of_a_failing_compiler_quotes_its_output(tmp_path: Path) -> None:
     with pytest.raises(build.BuildError, match="no"):
         build.build(tmp_path, cxx=compiler(tmp_path / "cxx", refused=""))
     assert list(tmp_path.glob("*.so")) == []

@@ -74,7 +74,9 @@ def test_every_kernel_compiles_and_fits(name: str, compiled: Compiler) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_tensor_cores_multiply_while_the_next_keys_come(name: str, compiled: Compiler) -> None:
+def test_tensor_cores_multiply_while_the_next_keys_are_loaded(
+    name: str, compiled: Compiler
+) -> None:
     using = {one["kernel"]: one for one in compiled(name) if one["products"]}
     assert all(using.pop(kernel)["in_flight"] == 0 for kernel in SINGLE & using.keys())
     assert set(using) == PRODUCTS | MORE[name][0]
@@ -109,11 +111,11 @@ def test_loops_leave_multiprocessors_time_to_wait_for_memory(compiled: Compiler)
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_kernels_that_take_turns_wait_for_nothing(name: str, compiled: Compiler) -> None:
+def test_kernels_without_dependent_launch_do_not_wait(name: str, compiled: Compiler) -> None:
     assert not any(one["dependent"] or one["hazards"] for one in compiled(name))
 
 
-def test_before_their_turn_kernels_only_prefetch_weights(compiled: Compiler) -> None:
+def test_before_they_wait_kernels_only_prefetch_weights(compiled: Compiler) -> None:
     """Else they would read what is not written yet, or write what is still read."""
     found = compiled(OVERLAPPING)
     assert all(one["dependent"] for one in found)

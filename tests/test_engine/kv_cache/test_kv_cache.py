@@ -46,7 +46,7 @@ def test_the_last_token_is_never_taken_from_the_cache() -> None:
     assert cache.match_prefix(sequence(8)) == first.block_table[:1]
 
 
-def test_another_salt_finds_nothing() -> None:
+def test_a_prefix_with_another_salt_is_not_found() -> None:
     cache = KVCacheManager(8, 4)
     computed(cache, 8, b"a")
     assert cache.match_prefix(sequence(8, b"b")) == []
@@ -149,7 +149,7 @@ def test_a_fork_shares_no_block_after_the_common_tokens() -> None:
     assert child.block_table == parent.block_table[:2]
 
 
-def test_fit_says_how_far_a_run_may_go() -> None:
+def test_fit_returns_the_end_of_the_longest_run_that_fits() -> None:
     cache = KVCacheManager(3, 4)
     seq = sequence(20)
     assert cache.fit(seq, 20) == 12

@@ -175,7 +175,7 @@ def test_recorded_steps_read_each_groups_block_table(
 @pytest.mark.parametrize(
     "options", [{"swap_space": 0.001}, {"disable_hybrid_kv_cache_manager": True}]
 )
-def test_one_table_is_kept_where_that_is_asked_for_or_blocks_are_swapped(
+def test_one_group_is_used_if_requested_or_if_blocks_are_swapped(
     options: dict[str, Any], checkpoint: CheckpointMaker
 ) -> None:
     assert make_runner(checkpoint("gemma3"), num_blocks=32, **options).kv_groups == KVGroups()

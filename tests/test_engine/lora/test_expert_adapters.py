@@ -164,7 +164,7 @@ def test_padding_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize(("version", "turned"), [(None, True), ("0.18.1", True), ("0.21.2", False)])
-def test_which_of_two_square_matrices_is_a_goes_by_pefts_version(
+def test_pefts_version_decides_which_of_two_square_matrices_is_a(
     version: str | None, turned: bool, tmp_path: Path
 ) -> None:
     """Gate and up together have as many outputs as inputs. Others are told by their shapes."""

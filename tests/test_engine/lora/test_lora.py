@@ -1,4 +1,4 @@
-"""LoRA adapters: tokens as of the merged weights, several in one batch, slots, caches, refusals.
+"""LoRA adapters: the same tokens as merged weights, several in a batch, slots, caches, refusals.
 
 The reference is transformers on W + scale * B A in float32. Not covered here: gateway and queue.
 """
@@ -39,7 +39,7 @@ def llm(scene: AdapterScene) -> LLM:
     return scene.llm()
 
 
-def test_adapters_and_none_in_one_batch_give_the_tokens_of_merged_weights(
+def test_a_batch_with_and_without_adapters_gives_the_tokens_of_merged_weights(
     scene: AdapterScene, llm: LLM
 ) -> None:
     scene.run(llm, [None, "all", "some", "one"])
@@ -73,7 +73,8 @@ def test_every_kind_of_native_decoder_takes_adapters(
 def test_adapters_change_the_experts_of_mixtures(
     shape: str, backend: str, checkpoint: CheckpointMaker, tmp_path: Path
 ) -> None:
-    """One by one or together; also shared ones and their gates, and attention alone beside them."""
+    """Adapters change single, joined and shared experts and their gates, in a batch with an adapter
+    of attention only."""
     modules = (*ALL_MODULES, "shared_expert_gate")
     kinds: dict[str, dict[str, Any]] = {
         "apart": {
@@ -91,10 +92,10 @@ def test_adapters_change_the_experts_of_mixtures(
     llm = scene.llm(attention_backend=backend, lora_modules=known)
     scene.run(llm, [None, "apart", "joined", "attention"], count=2)
     scene.run(llm, ["apart"], count=1)
-    late = scene.llm(attention_backend=backend)
-    scene.run(late, ["attention"], count=1)
+    attention_first = scene.llm(attention_backend=backend)
+    scene.run(attention_first, ["attention"], count=1)
     with pytest.raises(CheckpointError, match="changes experts, for which room is taken only"):
-        scene.run(late, ["apart"], count=1)
+        scene.run(attention_first, ["apart"], count=1)
 
 
 def test_adapters_take_turns_where_there_is_one_slot(scene: AdapterScene) -> None:
@@ -105,7 +106,7 @@ def test_adapters_take_turns_where_there_is_one_slot(scene: AdapterScene) -> Non
         scene.run(llm, [name], count=1)
 
 
-def test_an_adapter_that_gave_way_is_read_again_and_one_in_host_memory_is_not(
+def test_an_evicted_adapter_is_read_again_but_one_in_host_memory_is_not(
     scene: AdapterScene,
 ) -> None:
     llm = scene.llm(max_loras=1, max_cpu_loras=2)
@@ -116,7 +117,7 @@ def test_an_adapter_that_gave_way_is_read_again_and_one_in_host_memory_is_not(
         assert adapters.loads == loads
 
 
-def test_the_adapter_that_was_used_longest_ago_gives_up_its_slot() -> None:
+def test_the_least_recently_used_adapter_loses_its_slot() -> None:
     slots = LoRASlots((), 2, 4, torch.float32, torch.device("cpu"))
     for name in ("a", "b", "a"):
         slots.use([name])
@@ -128,9 +129,7 @@ def test_the_adapter_that_was_used_longest_ago_gives_up_its_slot() -> None:
     assert len(set(places.values())) == 2
 
 
-def test_an_adapter_that_is_known_runs_on_without_its_folder(
-    scene: AdapterScene, tmp_path: Path
-) -> None:
+def test_a_loaded_adapter_does_not_need_its_folder(scene: AdapterScene, tmp_path: Path) -> None:
     folder = save_adapter(tmp_path / "gone", scene.checkpoint, **ADAPTERS["all"])
     llm = scene.llm(lora_modules={"all": str(folder)})
     for file in folder.iterdir():
@@ -169,7 +168,7 @@ def test_preempted_requests_keep_their_adapters(scene: AdapterScene, swap_space:
     ],
     ids=["ngram", "draft", "async", "chunked"],
 )
-def test_adapters_go_with_other_features(scene: AdapterScene, options: dict[str, Any]) -> None:
+def test_adapters_work_with_other_features(scene: AdapterScene, options: dict[str, Any]) -> None:
     speculation = options.get("speculative_config", {})
     if speculation.get("method") == "draft_model":
         speculation = {**speculation, "model": str(scene.checkpoint)}
@@ -192,7 +191,7 @@ def test_adapters_share_no_cached_prefixes(scene: AdapterScene) -> None:
     assert [cached(name) for name in names] == [36, 36, 36]
 
 
-def test_samples_beams_and_prompt_logprobs_are_those_of_merged_weights(
+def test_samples_beams_and_prompt_logprobs_equal_merged_weights(
     scene: AdapterScene, llm: LLM, tmp_path: Path
 ) -> None:
     folder = save_merged(tmp_path, scene.checkpoint, scene.folders["all"])
@@ -215,7 +214,7 @@ def test_samples_beams_and_prompt_logprobs_are_those_of_merged_weights(
 @pytest.mark.parametrize(
     "options", [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "quantization": "int8"}]
 )
-def test_fewer_bits_are_close_to_merged_weights(
+def test_bfloat16_and_int8_are_close_to_merged_weights(
     scene: AdapterScene, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     folder = save_merged(tmp_path, scene.checkpoint, scene.folders["all"])
@@ -276,7 +275,7 @@ def adapter(scene: AdapterScene, tmp_path: Path) -> Path:
         ({"r": 5}, r"has shape \[4, .*ask for \[5, "),
     ],
 )
-def test_an_adapter_that_asks_for_more_is_refused_by_its_field(
+def test_an_unsupported_adapter_config_is_refused_by_field(
     scene: AdapterScene, adapter: Path, fields: dict[str, Any], message: str
 ) -> None:
     write_config(adapter, **{"r": 4, "lora_alpha": 8, **fields})

@@ -93,7 +93,7 @@ def test_a_row_has_the_same_bits_in_every_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_recorded_graph_reads_the_rows_and_adapters_of_now(name: str) -> None:
+def test_a_recorded_graph_reads_the_current_rows_and_adapters(name: str) -> None:
     layer = Layer(name, 16)
     static = layer.products.static([{"o": layer.linear}], CUDA)
     recorded = static.view(64).tokens

@@ -112,7 +112,7 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
         assert torch.equal(made(rows), found[rows])
 
 
-def test_a_recorded_step_reads_the_rows_of_now() -> None:
+def test_a_recorded_step_reads_the_current_rows() -> None:
     """One place for steps of all sizes: a smaller one leaves nothing of the one before, and an
     adapter that comes into a slot is there at once."""
     made, layer = products(torch.float32), Layer(torch.float32)
@@ -185,7 +185,7 @@ def test_steps_with_adapters_are_replayed_and_give_the_tokens_of_merged_weights(
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_adapters_that_are_launched_step_by_step_give_them_too(
+def test_adapters_without_recorded_steps_give_the_same_tokens(
     adapter_scene: AdapterScene, monkeypatch: pytest.MonkeyPatch, deterministic: bool
 ) -> None:
     """Holds if the other layers are deterministic, as on a GPU."""

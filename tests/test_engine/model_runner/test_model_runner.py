@@ -64,7 +64,9 @@ def test_a_batch_has_the_scheduler_output_as_tensors() -> None:
     assert all(tensor.dtype is torch.int32 for tensor in kinds)
 
 
-def test_runner_tells_what_the_scheduler_needs(checkpoint: CheckpointMaker) -> None:
+def test_the_runner_reports_the_values_that_the_scheduler_needs(
+    checkpoint: CheckpointMaker,
+) -> None:
     runner = make_runner(checkpoint("llama"), num_blocks=200, block_size=8)
     assert (runner.num_blocks, runner.block_size, runner.vocab_size) == (200, 8, 256)
     assert (runner.max_model_len, runner.eos_token_ids) == (512, frozenset({2}))
@@ -73,10 +75,10 @@ def test_runner_tells_what_the_scheduler_needs(checkpoint: CheckpointMaker) -> N
 def test_warming_up_changes_no_token(checkpoint: CheckpointMaker) -> None:
     folder = checkpoint("llama")
     runner = make_runner(folder)
-    asked = [request("r", tuple(range(30, 50)), greedy(6))]
-    before = run(Engine(engine_config(folder), runner), asked)
+    requests = [request("r", tuple(range(30, 50)), greedy(6))]
+    before = run(Engine(engine_config(folder), runner), requests)
     runner.warm_up()
-    assert run(Engine(engine_config(folder), runner), asked) == before
+    assert run(Engine(engine_config(folder), runner), requests) == before
 
 
 def test_a_step_that_samples_nothing_gives_nothing(checkpoint: CheckpointMaker) -> None:
@@ -146,7 +148,7 @@ def test_unknown_devices_are_refused(checkpoint: CheckpointMaker) -> None:
         make_runner(checkpoint("llama"), device="meta")
 
 
-def test_a_request_whose_logits_break_ends_alone(tmp_path: Path) -> None:
+def test_non_finite_logits_end_only_their_own_request(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, "llama")
     file = folder / "model.safetensors"
     tensors = load_file(file)
@@ -207,7 +209,7 @@ def test_a_gpus_cache_leaves_room_for_a_step_and_for_graphs(
     )
 
 
-def test_a_containers_limit_counts(tmp_path: Path) -> None:
+def test_a_containers_memory_limit_is_respected(tmp_path: Path) -> None:
     assert memory_budget.cgroup_room(tmp_path) is None
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("300\n")

@@ -1,4 +1,4 @@
-"""Cross-encoders: each pair's score is that of transformers, whatever else is in the batch."""
+"""Cross-encoders: each pair's score equals transformers', in any batch."""
 
 import json
 from pathlib import Path

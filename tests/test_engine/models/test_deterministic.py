@@ -1,5 +1,5 @@
-"""In deterministic mode a request has the same bits, tokens and log probabilities: alone, in a
-crowd, in other chunks, over cached prefixes, after a preemption, resumed on another engine.
+"""In deterministic mode a request has the same tokens and log probabilities, bit by bit: alone, in
+a large batch, in other chunks, with cached prefixes, after a preemption, resumed on another engine.
 """
 
 import random
@@ -23,7 +23,7 @@ from headrace_testing.checkpoints import VOCAB, save_checkpoint
 from headrace_testing.engines import Output, cpu_backends, engine_config, request, run
 
 OUTPUT = 4
-# Keys are taken in ranges of 512: some prompts have several, and end in the middle of one.
+# Attention reads keys in ranges of 512; some prompts need several, and end within one.
 LENGTHS = (1, 5, 17, 40, 63, 64, 90, 33, 2, 50, 21, 530, 8, 12, 70, 1030)
 SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -84,7 +84,7 @@ def bits(results: Results) -> dict[str, Bits]:
 @pytest.mark.parametrize(
     ("dtype", "quantization"), [("bfloat16", "none"), ("float32", "none"), ("bfloat16", "int8")]
 )
-def test_a_request_has_the_same_bits_whatever_else_runs(
+def test_a_request_has_the_same_bits_in_any_batch(
     dtype: str, quantization: str, tmp_path: Path
 ) -> None:
     folder = save_checkpoint(tmp_path, "qwen2", max_position_embeddings=2048)
@@ -101,14 +101,14 @@ def test_a_request_has_the_same_bits_whatever_else_runs(
     assert any(one.cached_tokens for one in cached.values())
     assert {name: bits(cached)[name] for name in expected} == expected
     assert {name: bits(cached)[f"{name} again"] for name in expected} == expected
-    # Another engine, with other threads and blocks, and too few of these for all at once.
-    few = {"block_size": 4, "num_blocks": 300, "watermark": 0.0}
-    other = ModelRunner(config(folder, threads=3, **few, **options))
-    crowded = Engine(config(folder, **few), other)
+    # Another engine, with another number of threads, and not enough blocks for all requests.
+    few_blocks = {"block_size": 4, "num_blocks": 300, "watermark": 0.0}
+    other = ModelRunner(config(folder, threads=3, **few_blocks, **options))
+    crowded = Engine(config(folder, **few_blocks), other)
     assert bits({name: one for (name, _), one in run(crowded, work).items()}) == expected
     assert crowded.stats().preemptions > 0
-    begun = [replace(one, resume=half(expected, one)) for one in work]
-    resumed = serve(other, folder, begun, **few)
+    half_done = [replace(one, resume=half(expected, one)) for one in work]
+    resumed = serve(other, folder, half_done, **few_blocks)
     for name, (tokens, logprobs) in bits(resumed).items():
         assert [*half_of(expected, name), *tokens] == expected[name][0]
         assert logprobs == expected[name][1][OUTPUT // 2 :]
@@ -139,6 +139,6 @@ def test_models_without_a_deterministic_path_are_refused(
         ModelRunner(config(folder, attention_backend="reference"))
 
 
-def test_it_is_a_setting_of_the_engine() -> None:
+def test_deterministic_mode_is_a_setting_of_the_engine() -> None:
     assert EngineSettings(model="m", deterministic=True).engine_config().deterministic
     assert not EngineSettings(model="m").engine_config().deterministic

@@ -52,7 +52,7 @@ def grouped(outputs: int, inputs: int, group: int) -> Float8Weight:
     return Float8Weight(random(outputs, inputs, seed=3).to(FLOAT8), scales, group)
 
 
-def test_rounding_errs_by_half_a_step() -> None:
+def test_rounding_errors_are_at_most_half_a_step() -> None:
     """2^-4 of a number, or half of the smallest subnormal, 2^-10, times the scale."""
     x = random(40, 300) * torch.logspace(-12, 6, 40)[:, None]
     values, scales = round_rows(x)

@@ -174,9 +174,7 @@ def test_all_families_give_the_logits_of_plain_torch_in_one_call_and_layer_by_la
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mixtral"])
-def test_bfloat16_logits_err_no_more_than_those_of_plain_torch(
-    name: str, isa: str, plain: Plain
-) -> None:
+def test_bfloat16_logits_are_as_exact_as_plain_torch(name: str, isa: str, plain: Plain) -> None:
     exact = plain.logits(name, PREFILL, "bfloat16", "float32")
     rounded = plain.logits(name, PREFILL, "bfloat16", "bfloat16")
     folder = plain.folder(name, "bfloat16")
@@ -186,7 +184,7 @@ def test_bfloat16_logits_err_no_more_than_those_of_plain_torch(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["llama", "llama3-rope", "gemma2"])
-def test_weights_in_8_bits_err_little(name: str, dtype: str, isa: str, plain: Plain) -> None:
+def test_weights_in_8_bits_have_small_errors(name: str, dtype: str, isa: str, plain: Plain) -> None:
     options = {"attention_backend": "cpu", "quantization": "int8"}
     found = logits_of(make_runner(plain.folder(name, dtype), dtype=dtype, **options), MIXED)
     assert error(found, plain.logits(name, MIXED, dtype)) < 0.07
@@ -229,7 +227,7 @@ def test_broken_weights_give_broken_logits(quantization: str, isa: str, tmp_path
     assert not bool(logits_of(runner).isfinite().any())
 
 
-def test_8_bits_are_refused_where_they_cannot_be_had(tmp_path: Path) -> None:
+def test_8_bits_are_refused_where_unsupported(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, "llama")
     with pytest.raises(ConfigError, match="quantization int8 needs"):
         make_runner(folder, attention_backend="reference", quantization="int8")
@@ -313,7 +311,9 @@ def test_4_bit_floats_are_not_converted(inputs: int, gated: bool, isa: str) -> N
     torch.testing.assert_close(linear(x).double(), expected, rtol=1e-5, atol=1e-4)
 
 
-def test_a_mixture_stored_in_4_bits_errs_by_its_activations_alone(isa: str, tmp_path: Path) -> None:
+def test_a_mixture_stored_in_4_bits_has_only_the_rounding_errors_of_activations(
+    isa: str, tmp_path: Path
+) -> None:
     packed, whole = save_quantized(tmp_path, "qwen3-moe", gptq(size=64), moe_intermediate_size=64)
     exact = logits_of(make_runner(whole), MIXED)
     runner = make_runner(packed, attention_backend="cpu")

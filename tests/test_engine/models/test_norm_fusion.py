@@ -107,7 +107,7 @@ def test_recorded_steps_fuse_norms_where_whole_steps_were_faster(
         )
 
 
-def test_fused_norms_whose_replays_differ_are_not_taken(make: Maker) -> None:
+def test_fused_norms_whose_replays_differ_are_not_used(make: Maker) -> None:
     runner = make("qwen2")
     config = engine_config(Path(runner._config.model), max_num_seqs=1)
     timed: list[float] = []

@@ -61,7 +61,7 @@ def test_every_text_survives_the_tokenizer(text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_the_chat_template_marks_who_speaks() -> None:
+def test_the_chat_template_marks_the_roles() -> None:
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     chat = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello!"}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
@@ -93,7 +93,7 @@ def test_sums_in_the_training_text_are_right() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "reply"), ANSWERS)
-def test_the_model_answers_and_ends_by_itself(talker: Talker, prompt: str, reply: str) -> None:
+def test_the_model_answers_and_ends_its_reply(talker: Talker, prompt: str, reply: str) -> None:
     assert talker.replies([[{"role": "user", "content": prompt}]]) == [reply]
 
 

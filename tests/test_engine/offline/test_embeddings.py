@@ -32,7 +32,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("backend", cpu_backends())
-def test_the_last_token_equals_that_of_transformers(qwen3: Path, backend: str) -> None:
+def test_last_token_pooling_equals_transformers(qwen3: Path, backend: str) -> None:
     vectors = embed(qwen3, PROMPTS, attention_backend=backend)
 
     for prompt, vector in zip(PROMPTS, vectors, strict=True):
@@ -115,7 +115,9 @@ def test_lengths_that_the_model_was_not_trained_for_are_refused(
         embed(qwen3, [[4]], dimensions=65, pooler_config={"matryoshka_dimensions": "any"})
 
 
-def test_requests_for_the_other_task_are_refused(qwen3: Path, tmp_path: Path) -> None:
+def test_requests_for_a_task_that_the_model_does_not_have_are_refused(
+    qwen3: Path, tmp_path: Path
+) -> None:
     embedder = Engine(engine_config(qwen3), make_runner(qwen3))
     with pytest.raises(RequestError, match="makes embeddings"):
         embedder.add_request(request("a", [4], SamplingParams()))
@@ -143,14 +145,14 @@ def test_a_prompt_may_fill_the_whole_context(qwen3: Path) -> None:
         ({"pooler_config": {"matryoshka_dimensions": [0]}}, "numbers from 1 to 64"),
     ],
 )
-def test_settings_that_mean_nothing_stop_the_start(
+def test_invalid_pooler_settings_are_refused_at_start(
     qwen3: Path, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         make_runner(qwen3, **change)
 
 
-def test_modules_that_are_not_known_stop_the_start(tmp_path: Path) -> None:
+def test_unknown_modules_are_refused_at_start(tmp_path: Path) -> None:
     folder = save_embedder(tmp_path, "qwen3", "lasttoken")
     write_modules(folder, ("Transformer", "Pooling", "Dense"))
     with pytest.raises(ConfigError, match="module 'Dense' is not supported"):
@@ -161,19 +163,19 @@ def test_modules_that_are_not_known_stop_the_start(tmp_path: Path) -> None:
         make_runner(folder)
 
 
-def test_a_pooling_mode_that_is_not_known_stops_the_start(tmp_path: Path) -> None:
+def test_an_unknown_pooling_mode_is_refused_at_start(tmp_path: Path) -> None:
     folder = save_embedder(tmp_path, "qwen3", "max_tokens")
     with pytest.raises(ConfigError, match="pooling_mode_max_tokens"):
         make_runner(folder)
 
 
-def test_a_model_that_looks_both_ways_is_refused(tmp_path: Path) -> None:
+def test_a_model_with_bidirectional_attention_is_refused(tmp_path: Path) -> None:
     folder = save_embedder(tmp_path, "qwen3", "lasttoken", is_causal=False)
     with pytest.raises(ConfigError, match="attends in both directions"):
         make_runner(folder)
 
 
-def test_vocabulary_is_that_of_the_checkpoint(qwen3: Path) -> None:
+def test_the_vocabulary_size_comes_from_the_checkpoint(qwen3: Path) -> None:
     assert make_runner(qwen3).vocab_size == VOCAB
 
 

@@ -1,4 +1,4 @@
-"""What the offline API has of vLLM's beside `generate`, and how it refuses the rest by name."""
+"""vLLM's offline API besides `generate`: the supported part, and refusals of the rest by name."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -155,9 +155,12 @@ def test_fields_of_config_json_are_overridden() -> None:
 
 
 def test_defaults_of_generation() -> None:
-    asked = {"temperature": 0.3, "max_new_tokens": 5}
+    generation_overrides = {"temperature": 0.3, "max_new_tokens": 5}
     llm = LLM(
-        "headrace-demo", generation_config="vllm", override_generation_config=asked, **OPTIONS
+        "headrace-demo",
+        generation_config="vllm",
+        override_generation_config=generation_overrides,
+        **OPTIONS,
     )
 
     assert llm.get_default_sampling_params() == SamplingParams(temperature=0.3, max_tokens=5)
@@ -222,7 +225,7 @@ def test_outputs_have_their_times(llm: LLM) -> None:
     assert metrics.arrival_time <= metrics.first_token_time <= metrics.finished_time
 
 
-def test_tenants_salts_and_a_reset_part_the_prefix_cache(llm: LLM) -> None:
+def test_prefix_caches_are_separated_by_tenant_salt_and_reset(llm: LLM) -> None:
     def cached(tenant: str = "default", **salt: Any) -> int:
         prompt: Any = {"prompt_token_ids": [77, *IDS], **salt}
         return llm.generate(prompt, greedy(), False, tenant=tenant)[0].num_cached_tokens

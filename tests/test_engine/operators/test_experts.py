@@ -59,7 +59,7 @@ def test_numbers_equal_those_of_separate_experts(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_dtypes_round_where_experts_of_their_own_do(dtype: torch.dtype) -> None:
+def test_narrow_dtypes_round_where_separate_experts_round(dtype: torch.dtype) -> None:
     mixture = Mixture(experts=6, per_token=2, hidden=48, inner=40, shared=24, dtype=dtype)
     x = mixture.rows(19, DEVICE)
     found, expected = grouped(mixture.parts(DEVICE))(x), mixture.one_by_one(DEVICE)(x)
@@ -107,7 +107,7 @@ def test_padding_is_computed_by_no_expert(tokens: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
-def test_rows_that_are_no_numbers_stay_so_and_spoil_no_others() -> None:
+def test_nan_rows_stay_nan_and_do_not_change_other_rows() -> None:
     mixture = Mixture(experts=4, per_token=3, hidden=16, inner=8)
     moe, x = grouped(mixture.parts(DEVICE)), mixture.rows(5, DEVICE)
     expected = moe(x)
@@ -150,7 +150,7 @@ def test_weights_of_8_bit_floats(hidden: int, group: int) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_scales_of_odd_groups_are_left_to_layers_of_their_own() -> None:
+def test_scales_of_odd_groups_use_separate_layers() -> None:
     matrices = Matrices(Mixture(experts=2, per_token=1, hidden=128, inner=64), DEVICE, 32)
     assert read_experts(matrices, expert_names(2), float8=True) is None
 

@@ -187,7 +187,7 @@ def test_a_row_has_the_same_bits_in_every_batch_if_deterministic() -> None:
         assert torch.equal(linear(x[first:last]), found[first:last])
 
 
-def test_rounding_to_8_bits_errs_by_half_a_step() -> None:
+def test_errors_of_rounding_to_8_bits_are_at_most_half_a_step() -> None:
     weight = random(30, 64) * torch.logspace(-9, 4, 30)[:, None]
     weight[7] = 0.0
     rounded = round_weight(weight)
@@ -218,7 +218,7 @@ def test_packed_weights_are_as_small_as_in_the_checkpoint() -> None:
 def test_the_assembly_widens_every_word(
     code: Any, bits: int, first: int, base: int, dtype: torch.dtype
 ) -> None:
-    """Exactly, whatever the zero points: two words a register, in any place."""
+    """Is exact for any zero points: two words of a register, in any place."""
     words = np.arange(2**16, dtype=np.uint16)
     pairs = np.ascontiguousarray(np.stack([words, words[::-1]], 1)).view(np.uint32)[:, 0]
     for zeros in ((0, 2**bits - 1), (2 ** (bits - 1), 5)):

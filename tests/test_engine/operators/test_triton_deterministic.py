@@ -69,7 +69,7 @@ def test_a_token_has_the_same_bits_in_a_chunk_and_as_a_decode(params: LayerParam
     assert torch.equal(*outputs)
 
 
-def test_a_model_of_them_gives_the_same_bits_alone_and_among_others(
+def test_a_model_gives_the_same_bits_alone_and_in_a_batch(
     checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every step through Triton, as on a CUDA device."""

@@ -89,7 +89,7 @@ def test_twenty_alternatives_of_outputs_are_exact(llm: LLM, reference: Reference
         assert [one.logprob for _, one in ranked] == pytest.approx(best.values.tolist(), abs=2e-4)
 
 
-def test_other_requests_get_the_same_tokens_and_none_of_it(llm: LLM) -> None:
+def test_other_requests_get_the_same_tokens_and_no_prompt_logprobs(llm: LLM) -> None:
     plain = SamplingParams(temperature=0.0, max_tokens=8)
     (alone,) = generate(llm, plain)
 
@@ -99,7 +99,7 @@ def test_other_requests_get_the_same_tokens_and_none_of_it(llm: LLM) -> None:
     assert [one.prompt_logprobs is None for one in outputs] == [True, False, True, False]
 
 
-def test_nothing_comes_out_of_the_prefix_cache(llm: LLM) -> None:
+def test_prompt_logprobs_do_not_use_the_prefix_cache(llm: LLM) -> None:
     generate(llm, SamplingParams(max_tokens=1))
 
     (output,) = generate(llm, scored())
@@ -165,8 +165,8 @@ def test_a_preempted_prompt_is_scored_once(runner: ModelRunner) -> None:
 
     for index, lone in enumerate(alone):
         name = f"r{index}"
-        said = [o.prompt_logprobs for s in found for o in s if o.request_id == name]
-        (scores,) = [one for one in said if one is not None]
+        found_scores = [o.prompt_logprobs for s in found for o in s if o.request_id == name]
+        (scores,) = [one for one in found_scores if one is not None]
         (expected,) = [o.prompt_logprobs for s in lone for o in s if o.prompt_logprobs is not None]
         assert [one.rank for one in scores] == [one.rank for one in expected]
 

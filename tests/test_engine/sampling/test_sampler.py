@@ -148,7 +148,7 @@ def test_greedy_takes_the_most_likely_adjusted_token(name: str) -> None:
     assert found == [int(adjusted(one.double().numpy(), row).argmax()) for one in logits]
 
 
-def test_rows_of_one_batch_do_not_touch_each_other() -> None:
+def test_rows_of_one_batch_are_independent() -> None:
     logits = random_logits(2 * len(OPTIONS), seed=1)
     params = [make_params(name, **more) for name in OPTIONS for more in ({}, {"temperature": 0.0})]
     rows = [
@@ -171,7 +171,7 @@ def test_a_nucleus_beyond_the_sorted_candidates_is_found() -> None:
     assert abs(kept[0] - vocab // 2) <= 1 and kept[1] <= 2
 
 
-def test_no_filter_costs_no_sorting() -> None:
+def test_without_filters_nothing_is_sorted() -> None:
     assert thresholds(random_logits(2), [SamplingParams(), SamplingParams(top_k=600)]) is None
 
 
@@ -191,7 +191,7 @@ def test_the_ends_of_the_interval_give_tokens_that_are_kept(number: float) -> No
     assert token == {0.0: 3, 0.5: 500}.get(number, 996)
 
 
-def test_a_number_depends_on_seed_choice_and_position_alone() -> None:
+def test_a_random_number_depends_only_on_seed_choice_and_position() -> None:
     seeds, choices, positions = [5, 5, 5, 6, -5], [0, 1, 0, 0, 0], [0, 0, 1, 0, 0]
     numbers = uniforms(seeds, choices, positions)
     assert len(set(numbers.tolist())) == 5

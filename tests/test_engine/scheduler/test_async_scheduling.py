@@ -1,7 +1,7 @@
-"""Steps planned ahead of each other give what steps that wait for each other give.
+"""Async scheduling gives the same outputs as synchronous steps.
 
-The demo model in float32 runs here, with a thread in the place of a device and with launches that
-are read late, as a GPU's are. Not covered: a GPU's own streams and events.
+The demo model in float32 runs on a thread that stands in for a device, and results are read late,
+as on a GPU. Not covered: a GPU's own streams and events.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -107,14 +107,14 @@ def run(
     engine: Engine, requests: Iterable[EngineRequest], until: Mapping[str, int] | None = None
 ) -> dict[Choice, Output]:
     """Adds a request each second step; those in `until` are aborted after that many tokens."""
-    coming = list(requests)
-    resumed = {one.request_id: len(one.resume[0]) for one in coming if one.resume}
+    remaining = list(requests)
+    resumed = {one.request_id: len(one.resume[0]) for one in remaining if one.resume}
     outputs: dict[Choice, Output] = {}
-    late = 0
-    while coming or engine.has_work:
-        if coming and late % 2 == 0:
-            engine.add_request(coming.pop(0))
-        late += 1
+    steps = 0
+    while remaining or engine.has_work:
+        if remaining and steps % 2 == 0:
+            engine.add_request(remaining.pop(0))
+        steps += 1
         for step in engine.step():
             output = outputs.setdefault((step.request_id, step.choice), Output())
             assert output.finish_reason is None, "an output after the end"
@@ -207,8 +207,9 @@ def test_unset_async_scheduling_depends_on_the_device() -> None:
     assert not on_cpu.async_scheduling
 
 
-def test_speculation_waits_for_each_step(requests: list[EngineRequest]) -> None:
-    """Drafts follow tokens that are known; asking for both is no error."""
+def test_speculation_runs_synchronous_steps(requests: list[EngineRequest]) -> None:
+    """Drafts need the tokens before them. Both settings together are no error, but steps are
+    synchronous."""
     speculation = SpeculativeConfig(method="ngram", prompt_lookup_min=1, adaptive=False)
     config = EngineConfig(**OPTIONS, async_scheduling=True, speculative_config=speculation)
     runner = Watched(config)
@@ -223,7 +224,7 @@ def test_speculation_waits_for_each_step(requests: list[EngineRequest]) -> None:
     assert runner.ahead == 0
 
 
-def test_a_step_that_raises_is_the_engines_error_and_the_next_request_runs(
+def test_the_engine_raises_a_steps_error_and_runs_the_next_request(
     late_runner: Watched, requests: list[EngineRequest], expected: dict[Choice, Output]
 ) -> None:
     engine = Engine(EngineConfig(**OPTIONS), late_runner)
@@ -244,8 +245,8 @@ def test_a_step_that_raises_is_the_engines_error_and_the_next_request_runs(
 def test_a_broken_row_ends_its_own_request_and_no_other(
     late_runner: Watched, requests: list[EngineRequest], expected: dict[Choice, Output]
 ) -> None:
-    """Output that its grammar refuses leaves no logits, which is known only when the next step is
-    on its way."""
+    """A grammar that refuses the output masks all logits. This is known only after the launch of
+    the next step."""
     engine = Engine(EngineConfig(**OPTIONS), late_runner)
     digits = tuple(Tokenizer.load(demo_folder()).encode("77"))
 

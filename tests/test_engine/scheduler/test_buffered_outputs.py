@@ -1,4 +1,4 @@
-"""Beam search and best_of in the scheduler: what comes out, and when, under whatever pressure.
+"""Beam search and best_of in the scheduler: which outputs come and when, also with little memory.
 
 The fake runner checks each step's blocks. That the search finds what transformers finds is tested
 with a real model in test_beam_search.py.
@@ -74,7 +74,7 @@ def test_a_beam_is_copied_only_when_it_is_written() -> None:
     assert len(rig.runner.steps[-1].copies) == 2
 
 
-def test_nothing_is_said_before_the_end() -> None:
+def test_no_output_is_sent_before_the_end() -> None:
     rig = make_rig()
     rig.add(make_request("a", range(1, 8), params=beams(3, n=2, ignore_eos=True)))
     rig.add(make_request("b", range(9, 14), params=best(3, 2)))
@@ -84,7 +84,7 @@ def test_nothing_is_said_before_the_end() -> None:
     assert Counter(output.request_id for output in rig.outputs) == {"a": 2, "b": 2}
 
 
-def test_beams_under_memory_pressure_find_the_same() -> None:
+def test_beams_under_memory_pressure_give_the_same_result() -> None:
     rig = make_rig(make_config(enable_prefix_caching=False), num_blocks=12)
     early = make_request("early", [9] * 8, params=SamplingParams(max_tokens=30, ignore_eos=True))
     params = beams(3, n=3, max_tokens=12, ignore_eos=True)
@@ -124,7 +124,7 @@ def test_beams_run_under_every_policy(policy: str) -> None:
             assert tokens == rig.runner.expected_best(request)
 
 
-def test_a_beam_whose_siblings_are_late_waits_for_them() -> None:
+def test_a_beam_waits_for_slower_beams_of_its_request() -> None:
     config = make_config(max_num_batched_tokens=6, enable_prefix_caching=False)
     rig = make_rig(config, num_blocks=14)
     early = make_request("early", [9] * 8, params=SamplingParams(max_tokens=30, ignore_eos=True))

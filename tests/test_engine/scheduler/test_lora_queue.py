@@ -72,7 +72,7 @@ def test_the_slot_goes_to_the_request_that_waited_longest() -> None:
     assert running(scene) == {"b1"}
 
 
-def test_an_adapter_that_is_asked_for_without_end_starves_no_other() -> None:
+def test_an_adapter_under_constant_load_does_not_starve_others() -> None:
     scene = rig(max_num_seqs=2)
     scene.add(request("a0", "a", max_tokens=3), request("b", "b"))
     passed = 0
@@ -106,7 +106,7 @@ def test_requests_without_adapter_start_while_adapters_wait_for_their_turn() -> 
     assert running(scene) == {"a0", "plain"}
 
 
-def test_a_request_that_was_set_aside_can_be_aborted() -> None:
+def test_a_request_that_waits_for_a_slot_can_be_aborted() -> None:
     scene = rig()
     first = request("a1", "a")
     scene.add(first, request("b1", "b"), request("c1", "c"))

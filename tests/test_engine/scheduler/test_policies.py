@@ -450,12 +450,12 @@ def comparisons_in_twenty_steps(name: str, waiting: int) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policy, "key", lambda *given: CountedRank(make_key(*given)))
         rig.add(*(make_request(f"{i}", [1], tenant=str(i % 7)) for i in range(waiting)))
-        CountedRank.compared = asked = 0
+        CountedRank.compared = calls = 0
 
         def counting(method: Callable[..., Any]) -> Callable[..., Any]:
             def count(*given: Any) -> Any:
-                nonlocal asked
-                asked += 1
+                nonlocal calls
+                calls += 1
                 return method(*given)
 
             return count
@@ -463,7 +463,7 @@ def comparisons_in_twenty_steps(name: str, waiting: int) -> int:
         for method in ("rank", "outranks", "refusal"):
             patch.setattr(policy, method, counting(getattr(policy, method)))
         rig.step(20)
-    return asked + CountedRank.compared
+    return calls + CountedRank.compared
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))

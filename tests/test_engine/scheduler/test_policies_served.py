@@ -1,4 +1,4 @@
-"""Policies behind a queue: what the worker takes for them, and what clients are told of their ends.
+"""Policies with a queue: which requests the worker takes, and how clients learn of their end.
 
 The queue is in memory, the runner a fake one that waits at a gate before each step.
 """
@@ -47,7 +47,7 @@ class GatedRunner(FakeRunner):
 
 
 class Service:
-    """A worker that runs, one gateway, and all that the gateway was told."""
+    """A running worker, one gateway, and all replies to the gateway."""
 
     def __init__(self, policy: Policy, *, lookahead: int) -> None:
         self.backend = InMemory()
@@ -179,9 +179,9 @@ async def test_running_work_ends_at_its_deadline_with_its_partial_output() -> No
         clock += 700.0
         service.runner.gate.release(1)
         await service.ended(1)
-        said = [reply for reply in service.replies if isinstance(reply, Tokens)]
-        assert [reply.index for reply in said] == [0, 1, 2, 3, 4]
-        assert (said[-1].finish_reason, said[-1].token_ids) == ("length", ())
+        replies = [reply for reply in service.replies if isinstance(reply, Tokens)]
+        assert [reply.index for reply in replies] == [0, 1, 2, 3, 4]
+        assert (replies[-1].finish_reason, replies[-1].token_ids) == ("length", ())
         assert not [reply for reply in service.replies if isinstance(reply, Failed)]
 
 

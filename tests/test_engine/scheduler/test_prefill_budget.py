@@ -39,17 +39,17 @@ def test_prompts_progress_even_if_decodes_alone_exceed_the_target() -> None:
 
 
 @pytest.mark.parametrize("prefill_budget", [paced(inf, decode_s=0.02, token_s=1.0), paced(0.1)])
-def test_without_a_target_or_a_timed_prompt_nothing_is_held_back(
+def test_without_a_target_or_a_timed_prompt_prompts_are_not_limited(
     prefill_budget: PrefillBudget,
 ) -> None:
     assert prefill_budget.prompt_tokens(2048, 8) == 2048
 
 
-def test_where_nothing_decodes_nothing_is_held_back() -> None:
+def test_without_decodes_prompts_are_not_limited() -> None:
     assert paced(0.1, decode_s=0.02, token_s=1.0).prompt_tokens(2048, 0) == 2048
 
 
-def test_steps_that_were_not_timed_teach_nothing() -> None:
+def test_steps_without_a_measured_time_do_not_change_the_estimate() -> None:
     costs = learned(decode_s=0.02, token_s=0.0001)
     prefill_budget = PrefillBudget(0.1, costs)
     before = prefill_budget.prompt_tokens(2048, 8)
@@ -60,7 +60,7 @@ def test_steps_that_were_not_timed_teach_nothing() -> None:
     assert prefill_budget.prompt_tokens(2048, 8) == before
 
 
-def test_it_follows_a_machine_that_becomes_slower() -> None:
+def test_the_budget_adapts_to_a_machine_that_becomes_slower() -> None:
     costs = learned(token_s=0.0001)
     prefill_budget = PrefillBudget(0.1, costs)
     for _ in range(50):

@@ -10,7 +10,7 @@ def sequences(count: int) -> list[Sequence]:
     return [Sequence(request, choice, [1]) for choice in range(count)]
 
 
-def test_the_smallest_key_leaves_first_whenever_it_came() -> None:
+def test_the_smallest_key_leaves_first_regardless_of_arrival() -> None:
     queue, (one, two, three) = WaitingQueue(), sequences(3)
     queue.push(((2.0,), 0), two)
     queue.push(((3.0,), 0), three)
@@ -69,7 +69,7 @@ class Scene:
         return self.queue.pop().request.request_id
 
 
-def test_the_tenant_with_the_smallest_counter_is_next_and_sinks_when_it_rises() -> None:
+def test_the_tenant_with_the_smallest_counter_is_next() -> None:
     scene = Scene()
     for tenant in "aabbc":
         scene.push(tenant)

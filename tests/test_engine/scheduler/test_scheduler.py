@@ -45,7 +45,7 @@ def test_a_token_is_sampled_only_when_all_known_ones_are_computed() -> None:
     assert [(out.index, len(out.token_ids)) for out in rig.outputs] == [(0, 1)]
 
 
-def test_the_earlier_arrival_runs_first_whenever_it_was_added() -> None:
+def test_the_earlier_arrival_runs_first_in_any_order_of_addition() -> None:
     rig = make_rig(make_config(max_num_seqs=1))
     rig.add(make_request("late", [1, 2], arrival=2.0), make_request("early", [3, 4], arrival=1.0))
     rig.step()

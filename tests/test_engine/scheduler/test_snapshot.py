@@ -53,7 +53,7 @@ def test_choices_share_blocks_of_their_prompt() -> None:
     assert 0 < snapshot.blocks_shared < snapshot.stats.blocks_used
 
 
-def test_only_so_many_are_shown_running_ones_first() -> None:
+def test_a_snapshot_has_a_limited_number_of_sequences_running_ones_first() -> None:
     rig = make_rig(make_config(max_num_seqs=2))
     rig.add(*(make_request(name, [k] * 3, params=params(9)) for k, name in enumerate("abcd", 1)))
     rig.step()

@@ -48,7 +48,7 @@ def test_max_tokens_ends_by_length() -> None:
     assert rule(params).check(9, 2) == Stop(FinishReason.LENGTH)
 
 
-def test_the_context_ends_by_length_whatever_max_tokens_says() -> None:
+def test_a_full_context_ends_by_length_for_any_max_tokens() -> None:
     assert rule(SamplingParams(max_tokens=None), 3).check(9, 3) == Stop(FinishReason.LENGTH)
     assert rule(SamplingParams(max_tokens=8), 3).check(9, 3) == Stop(FinishReason.LENGTH)
     assert rule(SamplingParams(max_tokens=None), 3).check(9, 2) is None

@@ -229,7 +229,7 @@ def test_costs_follow_the_observed_times() -> None:
     assert costs.swap_is_cheaper(7, 200)
 
 
-def test_a_dear_swap_is_tried_again_in_time() -> None:
+def test_an_expensive_swap_is_tried_again_later() -> None:
     costs = costs_after(PROMPT, COPIES)
     tried = [costs.swap_is_cheaper(7, 100) for _ in range(10)]
     assert tried[0] is False and tried[-1] is True

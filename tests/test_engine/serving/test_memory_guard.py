@@ -52,7 +52,9 @@ def test_each_change_is_reported_once(
     ]
 
 
-def test_it_looks_now_and_then_and_not_each_time(machine: Machine, guard: MemoryGuard) -> None:
+def test_memory_is_checked_periodically_and_not_at_each_call(
+    machine: Machine, guard: MemoryGuard
+) -> None:
     for _ in range(50):
         assert guard.short is False
 

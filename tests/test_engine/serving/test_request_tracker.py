@@ -135,7 +135,7 @@ async def test_the_queue_knows_that_a_request_runs_before_it_runs(rig: Rig) -> N
     assert len(rig.runs) == 1 and rig.tracker.busy.is_set()
 
 
-async def test_without_redis_a_request_runs_and_the_next_beat_tells_it(rig: Rig) -> None:
+async def test_without_redis_a_request_runs_and_the_next_beat_reports_it(rig: Rig) -> None:
     rig.queue.beat.side_effect = BackendUnavailable("away")
 
     await rig.begin(lease("a"))

@@ -93,7 +93,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(snapshot_reporter, name, 0.001)
 
 
-async def test_nothing_is_taken_while_nobody_watches() -> None:
+async def test_no_snapshot_is_taken_while_no_console_watches() -> None:
     rig = Rig()
     await rig.reporter.close()
     assert rig.captured == 0
@@ -128,7 +128,7 @@ async def test_rates_are_of_the_last_snapshots() -> None:
     assert any(one.output_rate > one.prompt_rate > 0 for one in after)
 
 
-async def test_it_ends_by_itself() -> None:
+async def test_snapshots_end_when_consoles_stop_watching() -> None:
     rig = Rig()
     rig.reporter.watch(0.001)
 
@@ -161,7 +161,7 @@ async def test_while_a_step_takes_long_the_last_snapshot_is_repeated() -> None:
     assert rig.captured == captured, "the engine's thread is asked once"
 
 
-async def test_it_goes_on_after_redis_was_away() -> None:
+async def test_snapshots_continue_after_an_outage_of_redis() -> None:
     rig = Rig()
     rig.failure = BackendUnavailable("redis: away")
     rig.reporter.watch(60)
@@ -170,7 +170,7 @@ async def test_it_goes_on_after_redis_was_away() -> None:
 
 
 @pytest.mark.parametrize("failure", [BackendUnfit("redis: not allowed"), ValueError("a bug")])
-async def test_a_fault_of_consoles_is_none_of_the_engine_s(failure: Exception) -> None:
+async def test_a_fault_in_snapshots_does_not_affect_the_engine(failure: Exception) -> None:
     rig = Rig()
     rig.failure = failure
     rig.reporter.watch(60)

@@ -251,7 +251,7 @@ def test_a_shared_prompt_is_prefilled_once() -> None:
     assert drafter.lengths[-1] == [2]
 
 
-def test_one_that_was_preempted_meanwhile_is_asked_again() -> None:
+def test_a_sequence_preempted_during_drafting_is_drafted_again() -> None:
     prompt = list(range(1, 9))
     first, second = sequence(prompt.copy()), sequence(prompt.copy())
     given = proposer(FakeDrafter())

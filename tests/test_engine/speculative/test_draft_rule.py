@@ -127,7 +127,7 @@ def ratio(count: int, chance: float, share: float, rounds: int = 1) -> float:
 
 @pytest.mark.parametrize("count", [8, 32])
 @pytest.mark.parametrize("chance", [0.0, 0.7])
-def test_where_nothing_is_to_be_gained_only_the_trial_is_lost(count: int, chance: float) -> None:
+def test_without_a_gain_only_the_trial_costs_time(count: int, chance: float) -> None:
     assert ratio(count, chance, share=0.5) < 1.05
     assert ratio(count, chance, share=0.5, rounds=4) < 1.02
 

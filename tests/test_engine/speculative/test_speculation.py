@@ -120,14 +120,14 @@ def chosen(*tokens: int | None) -> tuple[SampledToken | None, ...]:
         ((5, 6), (5, None, 7), [5]),
     ],
 )
-def test_drafts_hold_until_the_first_that_was_not_sampled(
+def test_drafts_are_accepted_up_to_the_first_mismatch(
     drafts: tuple[int, ...], found: tuple[int | None, ...], kept: list[int]
 ) -> None:
     tokens = accept(drafts, chosen(*found))
     assert tokens is not None and [token.token_id for token in tokens] == kept
 
 
-def test_a_broken_first_row_leaves_nothing() -> None:
+def test_non_finite_logits_in_the_first_row_accept_no_drafts() -> None:
     assert accept((5,), chosen(None, 5)) is None
 
 
@@ -199,7 +199,7 @@ def test_costs_are_learned_before_anything_is_proposed() -> None:
     assert lengths(costs((1, 1.0))).choose([(one, 99)], 0, FREE) == [(one, 5)]
 
 
-def test_a_dear_draft_model_shortens_drafts() -> None:
+def test_an_expensive_draft_model_shortens_drafts() -> None:
     one = sequence([1, 1])
     chooser = lengths(costs(*MEMORY_BOUND))
     found = [
@@ -227,7 +227,7 @@ def len_of(found: list[tuple[Sequence, int]]) -> int:
     return found[0][1] if found else 0
 
 
-def test_a_sequence_whose_drafts_fail_gets_shorter_ones_and_the_others_do_not() -> None:
+def test_only_a_sequence_with_rejected_drafts_gets_shorter_ones() -> None:
     good, bad = sequence([1, 1], "good"), sequence([1, 1], "bad")
     chooser = lengths(costs((2, 1.0), (12, 2.6)))
     for _ in range(30):
@@ -242,14 +242,14 @@ def test_a_sequence_without_drafts_is_tried_again_now_and_then() -> None:
     chooser = lengths(costs((1, 1.0), (6, 2.0)))
     for _ in range(30):
         chooser.add(bad, 5, 0)
-    asked = [chooser.choose([(bad, 99)], 0, FREE) for _ in range(2 * PROBE_INTERVAL)]
-    assert [at for at, found in enumerate(asked, start=1) if found] == [
+    choices = [chooser.choose([(bad, 99)], 0, FREE) for _ in range(2 * PROBE_INTERVAL)]
+    assert [at for at, found in enumerate(choices, start=1) if found] == [
         PROBE_INTERVAL,
         2 * PROBE_INTERVAL,
     ]
 
 
-def test_costs_follow_the_samples_but_no_accident() -> None:
+def test_costs_follow_the_samples_but_not_outliers() -> None:
     found = costs((4, 1.0))
     found.observe(4, 90.0)
     assert found.seconds(4) == pytest.approx(1.05)

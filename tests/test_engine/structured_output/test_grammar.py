@@ -1,7 +1,7 @@
 """Structured output in the engine: what grammars allow, on the demo model and on bare cursors.
 
-The judge of JSON is jsonschema, of a regular expression `re`. Left out: the library's own parsing
-of schemas and grammars, and the checks at the gateway's door.
+JSON is checked with jsonschema, regular expressions with `re`. Not covered: the library's parsing
+of schemas and grammars, and the gateway's checks.
 """
 
 import json
@@ -55,7 +55,7 @@ TAG = {
     "structures": [{"begin": "e[", "schema": {"enum": ["x", "y"]}, "end": "]"}],
     "triggers": ["e"],
 }
-# Without an end of its own.
+# This grammar never ends the output; the end-of-sequence tokens are made unlikely.
 TAGGED: dict[str, Any] = {"structural_tag": TAG, "logit_bias": {0: -100.0, 2: -100.0}}
 STRUCTURE = r'e\["[xy]"\]'
 PROMPT = "Tell me of a miller."
@@ -98,7 +98,7 @@ def params(temperature: float = 0.0, **options: Any) -> SamplingParams:
 
 
 def answers(llm: LLM, *each: SamplingParams, prompt: str = PROMPT) -> list[str]:
-    """The texts, each of which its grammar has ended."""
+    """Returns the texts, and checks that the grammar ended each of them."""
     outputs = llm.generate([prompt] * len(each), list(each), use_tqdm=False)
     choices = [choice for output in outputs for choice in output.outputs]
     assert {choice.finish_reason for choice in choices} == {"stop"}
@@ -172,8 +172,8 @@ def test_each_kind_of_constraint_holds(llm: LLM, temperature: float) -> None:
     assert re.fullmatch(r"\[[0-9]\]", found[4])
 
 
-def test_the_classes_of_expressions_are_those_of_ascii() -> None:
-    """In every kind of constraint. A model with random weights prefers no script."""
+def test_character_classes_match_ascii_only() -> None:
+    """Holds in every kind of constraint. A model with random weights prefers no alphabet."""
     llm = LLM(str(demo_folder()), load_format="dummy", **OPTIONS)
     pattern = r"\d{4}\w{6}\s[^\W\d]{4}\S"
     kinds: list[dict[str, Any]] = [
@@ -191,7 +191,7 @@ def test_the_classes_of_expressions_are_those_of_ascii() -> None:
         assert [text for text in texts if not re.fullmatch(pattern, text, re.ASCII)] == []
 
 
-def test_structures_hold_from_their_trigger_on(llm: LLM) -> None:
+def test_a_structure_is_enforced_after_its_trigger(llm: LLM) -> None:
     """Every e begins a structure, the last one perhaps cut off; much of the text is free."""
     outputs = llm.generate([PROMPT], params(1.0, **TAGGED, n=6), use_tqdm=False)
     found = [choice.text for choice in outputs[0].outputs]
@@ -202,7 +202,7 @@ def test_structures_hold_from_their_trigger_on(llm: LLM) -> None:
     assert sum(len(re.sub(STRUCTURE, "", text)) for text in found) > 20
 
 
-def test_any_json_object_is_an_object(llm: LLM) -> None:
+def test_json_object_mode_returns_an_object(llm: LLM) -> None:
     prompt = 'Answer with {"ok": true} and nothing else. {"ok": true} is the answer:'
     text = (
         llm.generate([prompt], params(json_object=True, logit_bias={6: 5.0}), use_tqdm=False)[0]
@@ -213,7 +213,7 @@ def test_any_json_object_is_an_object(llm: LLM) -> None:
     assert text.startswith("{")
 
 
-def test_all_choices_of_one_request_are_held_to_it(llm: LLM) -> None:
+def test_a_grammar_constrains_all_choices_of_a_request(llm: LLM) -> None:
     found = answers(llm, params(1.0, json=PERSON, n=5))
 
     for text in found:
@@ -221,7 +221,7 @@ def test_all_choices_of_one_request_are_held_to_it(llm: LLM) -> None:
     assert len(set(found)) > 1
 
 
-def test_other_requests_of_a_batch_are_not_touched(llm: LLM) -> None:
+def test_a_grammar_does_not_change_other_requests_of_the_batch(llm: LLM) -> None:
     plain = SamplingParams(temperature=1.0, seed=3, max_tokens=30)
     mixed = [plain, params(1.0, json=PERSON), plain, params(choice=["yes", "no"]), plain]
     alone = [llm.generate([PROMPT], one, use_tqdm=False)[0] for one in mixed]
@@ -248,7 +248,7 @@ def test_a_grammar_that_is_complete_ends_the_output(llm: LLM, options: dict[str,
     assert re.fullmatch("[a-f]{4}", found)
 
 
-def test_min_tokens_holds_while_the_grammar_can_continue(llm: LLM) -> None:
+def test_min_tokens_is_respected_while_the_grammar_can_continue(llm: LLM) -> None:
     each = params(1.0, regex="[a-z ]+", min_tokens=25, max_tokens=40)
 
     output = llm.generate([PROMPT], each, use_tqdm=False)[0].outputs[0]
@@ -258,13 +258,15 @@ def test_min_tokens_holds_while_the_grammar_can_continue(llm: LLM) -> None:
 
 def test_log_probabilities_are_the_models_own(llm: LLM) -> None:
     free = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=1, logprobs=3))
-    held = llm.generate([PROMPT], params(regex="[0-9]+", max_tokens=1, logprobs=3), use_tqdm=False)
-    first, second = (output.outputs[0].logprobs for output in (free[0], held[0]))
+    constrained = llm.generate(
+        [PROMPT], params(regex="[0-9]+", max_tokens=1, logprobs=3), use_tqdm=False
+    )
+    first, second = (output.outputs[0].logprobs for output in (free[0], constrained[0]))
 
     assert first is not None and second is not None
     best = {token for token, one in first[0].items() if one.rank <= 3}
     assert best <= second[0].keys()
-    chosen = held[0].outputs[0].token_ids[0]
+    chosen = constrained[0].outputs[0].token_ids[0]
     assert chosen not in best and second[0][chosen].rank > 3
 
 
@@ -311,12 +313,12 @@ def tokens(outputs: list[SequenceOutput]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
 
-@pytest.mark.parametrize("held", [{"json": PERSON}, TAGGED], ids=[*"jt"])
+@pytest.mark.parametrize("constraint", [{"json": PERSON}, TAGGED], ids=[*"jt"])
 @pytest.mark.parametrize("cut", [1, 5, 17])
 def test_a_resumed_output_continues_where_it_was(
-    runner: ModelRunner, compiler: GrammarCompiler, cut: int, held: dict[str, Any]
+    runner: ModelRunner, compiler: GrammarCompiler, cut: int, constraint: dict[str, Any]
 ) -> None:
-    one = params(1.0, **held)
+    one = params(1.0, **constraint)
     whole = tokens(run(runner, request(compiler, "r", one))["r"])
 
     rest = tokens(run(runner, request(compiler, "r", one, tuple(whole[:cut])))["r"])
@@ -324,7 +326,7 @@ def test_a_resumed_output_continues_where_it_was(
     assert whole[:cut] + rest == whole and len(rest) > 1
 
 
-def test_preempted_outputs_are_those_of_an_undisturbed_run(
+def test_preempted_outputs_equal_those_of_an_undisturbed_run(
     runner: ModelRunner, small_runner: ModelRunner, compiler: GrammarCompiler
 ) -> None:
     one = params(1.0, regex="([a-z]{2,5} ){25}[a-z]{1,4}[.]", max_tokens=100)
@@ -342,7 +344,7 @@ def test_preempted_outputs_are_those_of_an_undisturbed_run(
     assert found == undisturbed
 
 
-def test_output_that_does_not_match_ends_with_the_reason(
+def test_resumed_output_that_does_not_match_ends_with_the_reason(
     runner: ModelRunner, compiler: GrammarCompiler
 ) -> None:
     other = run(runner, request(compiler, "ok", params(regex="[a-c]{3}")))["ok"]
@@ -369,7 +371,7 @@ def test_a_grammar_over_its_limits_ends_its_own_output_only(
     assert found["light"][-1].finish_reason is FinishReason.STOP
 
 
-def test_parameters_that_leave_nothing_end_the_output_with_the_reason(
+def test_parameters_that_allow_no_token_end_the_output_with_the_reason(
     runner: ModelRunner, compiler: GrammarCompiler
 ) -> None:
     beginnings = _first(compiler.compile(StructuredOutputsParams(choice=["yes", "no"])))
@@ -423,12 +425,12 @@ def walk(compiled: CompiledGrammar, data: st.DataObject, length: int) -> Iterato
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
-@pytest.mark.parametrize("held", [{"json": PERSON}, {"structural_tag": TAG}], ids=[*"jt"])
+@pytest.mark.parametrize("constraint", [{"json": PERSON}, {"structural_tag": TAG}], ids=[*"jt"])
 def test_a_cursor_that_is_rolled_back_equals_a_new_one(
-    compiler: GrammarCompiler, data: st.DataObject, held: dict[str, Any]
+    compiler: GrammarCompiler, data: st.DataObject, constraint: dict[str, Any]
 ) -> None:
-    """Drafts are proposed, taken in part, and wrong as often as not."""
-    compiled = compiler.compile(StructuredOutputsParams(**held))
+    """Half of the drafts are wrong, and only some are accepted."""
+    compiled = compiler.compile(StructuredOutputsParams(**constraint))
     path = list(walk(compiled, data, 20))
     known, cursor, prompt = [1, 5], compiled.cursor(), 2
     while len(known) - prompt < len(path):
@@ -462,7 +464,7 @@ def test_rows_after_a_refused_draft_are_not_changed(compiler: GrammarCompiler) -
 
 
 def test_masks_are_the_same_on_a_device_as_on_the_host() -> None:
-    """The device's way runs on the host too; a vocabulary that does not fill its last word."""
+    """The device's code also runs on the host. The vocabulary does not fill its last mask word."""
     words = np.random.default_rng(1).integers(-(2**31), 2**31, (3, 65)).astype(np.int32)
     host = torch.zeros(5, 2050)
     device = host.clone()
@@ -491,7 +493,7 @@ def _bare(compiled: CompiledGrammar) -> EngineRequest:
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "message"),
     [
         ({"regex": "(a"}, "regex: unclosed group"),
         ({"regex": r"(a)\1"}, "regex: backreferences"),
@@ -502,14 +504,14 @@ def _bare(compiled: CompiledGrammar) -> EngineRequest:
     ],
 )
 def test_grammars_that_cannot_be_compiled_are_refused(
-    compiler: GrammarCompiler, kind: dict[str, Any], said: str
+    compiler: GrammarCompiler, kind: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(RequestError, match="structured_outputs") as caught:
         compiler.compile(StructuredOutputsParams(**kind))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_grammars_are_kept_by_content_up_to_a_number() -> None:
+def test_compiled_grammars_are_cached_by_content_up_to_a_number() -> None:
     compiler = GrammarCompiler(Tokenizer.load(demo_folder()), 2048, frozenset(EOS), cache_size=2)
     first = compiler.compile(StructuredOutputsParams(json={"type": "integer"}))
     assert compiler.compile(StructuredOutputsParams(json='{ "type":"integer" }')) is first
@@ -520,7 +522,7 @@ def test_grammars_are_kept_by_content_up_to_a_number() -> None:
     assert compiler.compile(StructuredOutputsParams(json={"type": "integer"})) is not first
 
 
-def test_a_model_without_an_end_cannot_be_constrained() -> None:
+def test_a_model_without_an_end_of_sequence_token_cannot_be_constrained() -> None:
     compiler = GrammarCompiler(Tokenizer.load(demo_folder()), 2048, frozenset())
 
     with pytest.raises(RequestError, match="end-of-sequence"):

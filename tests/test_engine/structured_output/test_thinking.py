@@ -120,7 +120,7 @@ def test_reasoning_is_closed_when_its_tokens_are_used_up(
     budget=st.integers(0, 12),
     data=st.data(),
 )
-def test_the_state_is_a_function_of_the_tokens_whatever_was_drafted(
+def test_the_state_depends_on_the_tokens_and_not_on_drafts(
     text: Sequence[str], form: ThinkingFormat, budget: int, data: st.DataObject
 ) -> None:
     limit = letters(budget, form)

@@ -137,7 +137,7 @@ async def test_a_stream_adds_up_to_the_message(client: AsyncAnthropic, tools: Ga
     assert len([event for event in seen if event.type == "input_json"]) > 2
 
 
-async def test_the_conversation_goes_on_with_the_tools_results(
+async def test_the_conversation_continues_with_tool_results(
     client: AsyncAnthropic, tools: Gateway
 ) -> None:
     say(tools, EVERYTHING)
@@ -171,7 +171,7 @@ async def test_the_conversation_goes_on_with_the_tools_results(
     assert "<|im_start|>tool\nrain<|im_end|>\n<|im_start|>user\nSo?<|im_end|>" in prompt
 
 
-async def test_the_beginning_of_the_answer_can_be_given(
+async def test_the_beginning_of_the_answer_can_be_prefilled(
     client: AsyncAnthropic, tools: Gateway
 ) -> None:
     await client.messages.create(
@@ -328,7 +328,7 @@ async def test_models_are_listed_as_anthropics_clients_list_them(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({"stop_sequences": ["x"] * 99}, "stop_sequences: "),
         (
@@ -339,10 +339,10 @@ async def test_models_are_listed_as_anthropics_clients_list_them(tmp_path: Path)
     ],
 )
 async def test_errors_have_the_names_of_anthropics_fields(
-    tools: Gateway, fields: dict[str, Any], told: str
+    tools: Gateway, fields: dict[str, Any], message: str
 ) -> None:
     body = {"max_tokens": 5, "messages": [{"role": "user", "content": "x"}], **fields}
     answer = await tools.http.post("/v1/messages", json=body)
 
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith(told)
+    assert answer.json()["error"]["message"].startswith(message)

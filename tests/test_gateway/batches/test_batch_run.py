@@ -66,7 +66,7 @@ class Counted:
 
 
 class Stand:
-    """One batch of so many lines, to be led by gateway `leader`."""
+    """One batch with this number of lines, to be led by gateway `leader`."""
 
     def __init__(self, over: OverRedis, api: ScriptedApi) -> None:
         unused: Any = None
@@ -250,7 +250,7 @@ def test_large_results_are_not_read_together() -> None:
     assert list(pages_of(sizes)) == [[1, 2], [3], [4], [5]]
 
 
-async def test_usage_goes_on_where_another_leader_stopped(over: OverRedis) -> None:
+async def test_usage_continues_from_the_previous_leaders_count(over: OverRedis) -> None:
     stand = Stand(over, ScriptedApi((200, {})))
     known = b'{"custom_id":"a"}'
     await over.client.command("HSET", keys.batch_results("batch_1"), 1, known)

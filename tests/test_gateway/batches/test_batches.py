@@ -172,7 +172,7 @@ async def test_a_batch_past_its_window_ends_with_what_it_has(
     assert {one["error"]["code"] for one in errors.values()} == {"batch_expired"}
 
 
-async def test_another_gateway_goes_on_where_one_has_stopped(
+async def test_another_gateway_continues_a_stopped_gateways_batch(
     backend: OverRedis, served: Models
 ) -> None:
     engine = FakeEngine(backend.engine(), MODEL, token_delay=0.02, slots=4)
@@ -243,7 +243,7 @@ async def with_keys(
         yield http, file
 
 
-async def test_tenants_see_only_their_own(
+async def test_tenants_see_only_their_own_files_and_batches(
     with_keys: tuple[httpx.AsyncClient, KeyFile], book: KeyBook, engine: FakeEngine
 ) -> None:
     anna, bert = (BatchClient(with_keys[0], **book.headers(name)) for name in ("anna", "bert"))
@@ -271,8 +271,8 @@ async def test_another_tenants_ids_are_not_there_on_any_path(
     http = with_keys[0]
     anna, bert = (BatchClient(http, **book.headers(name)) for name in ("anna", "bert"))
     batch = await anna.ended(await anna.begin([line("a")]))
-    asked: dict[str, Any] = {"model": MODEL, "input": "x", "max_output_tokens": 3}
-    response = await anna.post("/v1/responses", asked)
+    response_request: dict[str, Any] = {"model": MODEL, "input": "x", "max_output_tokens": 3}
+    response = await anna.post("/v1/responses", response_request)
     ids = {"batch_id": batch["id"], "file_id": batch["input_file_id"]}
     ids["response_id"] = response.json()["id"]
     ids["request_id"] = ids["response_id"].removeprefix("resp_")
@@ -286,8 +286,8 @@ async def test_another_tenants_ids_are_not_there_on_any_path(
             for name, status in (("bert", 404), *([("anna", 200)] if method == "get" else [])):
                 answer = await http.request(method, url, headers=book.headers(name))
                 assert answer.status_code == status, (method, path, name, answer.text)
-    asked["previous_response_id"] = ids["response_id"]
-    refused = await bert.post("/v1/responses", asked)
+    response_request["previous_response_id"] = ids["response_id"]
+    refused = await bert.post("/v1/responses", response_request)
     assert refused.json()["error"]["code"] == "previous_response_not_found"
 
 
@@ -366,7 +366,7 @@ async def test_the_queue_of_no_key_is_refused(
         ({"whatever": 1}, "whatever"),
     ],
 )
-async def test_a_batch_that_cannot_be_is_refused_by_name(
+async def test_an_invalid_batch_is_refused_by_field(
     client: BatchClient, fields: dict[str, Any], param: str | None
 ) -> None:
     file = (await client.upload(jsonl([line("a")]))).json()
@@ -393,7 +393,7 @@ async def test_a_batch_that_cannot_be_is_refused_by_name(
         (b"x", {"colour": "red"}, "colour"),
     ],
 )
-async def test_a_file_that_cannot_be_is_refused_by_name(
+async def test_an_invalid_file_is_refused_by_field(
     client: BatchClient, content: bytes, fields: dict[str, str], param: str
 ) -> None:
     answer = await client.upload(content, **fields)

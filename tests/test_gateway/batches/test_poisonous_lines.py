@@ -85,7 +85,7 @@ class Leaders:
         return await self.starts()
 
 
-async def test_a_line_takes_three_gateways_down_and_no_innocent_with_it(
+async def test_a_poisonous_line_fails_after_three_crashes_and_other_lines_succeed(
     over: OverRedis, checkpoint: Path, tmp_path: Path
 ) -> None:
     leaders = Leaders(over, checkpoint, tmp_path)
@@ -119,7 +119,7 @@ async def test_a_line_takes_three_gateways_down_and_no_innocent_with_it(
 
 
 @pytest.mark.parametrize("work", [READING_INPUT, WRITING_RESULTS])
-async def test_a_batch_whose_files_take_gateways_down_fails(
+async def test_a_batch_whose_files_crash_gateways_fails(
     over: OverRedis, served: Models, work: int
 ) -> None:
     async with batch_gateway(over, served, "g1", max_running_batches=1) as http:

@@ -130,13 +130,13 @@ async def test_the_stream_tells_of_models_and_engines(gateway: Gateway) -> None:
     assert (engine["detail"], engine["running"]) == (False, 3)
 
 
-async def test_without_a_change_an_event_comes_all_the_same(gateway: Gateway) -> None:
+async def test_events_come_regularly_even_without_changes(gateway: Gateway) -> None:
     first, second = await snapshots(gateway.http, 2)
     assert second["time"] > first["time"]
     assert {**first, "time": 0} == {**second, "time": 0}
 
 
-async def test_a_tenant_and_a_gateway_have_only_so_many_streams(
+async def test_streams_are_limited_for_each_tenant_and_gateway(
     guarded: Gateway, book: KeyBook
 ) -> None:
     feed = guarded.app.state.services.live_feed
@@ -185,7 +185,7 @@ class Supervised:
     """A gateway with a supervisor that runs the engine e.1, and the ids that it was sent."""
 
     gateway: Gateway
-    asked: list[str]
+    kill_requests: list[str]
 
     async def kill(self, engine_id: str, **headers: str) -> httpx.Response:
         return await self.gateway.http.post(f"/console/engines/{engine_id}/kill", headers=headers)
@@ -193,14 +193,14 @@ class Supervised:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def supervised(checkpoint: Path) -> AsyncIterator[Supervised]:
-    asked: list[str] = []
+    kill_requests: list[str] = []
     ours, theirs = socket_pair()
 
     async def answer() -> None:
         loop = asyncio.get_running_loop()
         while True:
             request = decode_request(await loop.sock_recv(ours, 2048))
-            asked.append(request.engine_id)
+            kill_requests.append(request.engine_id)
             stale = KillAnswer(request.number - 1, "of an earlier process")
             await loop.sock_sendall(ours, encode(stale))
             killed = "engine-0" if request.engine_id == "e.1" else None
@@ -209,7 +209,7 @@ async def supervised(checkpoint: Path) -> AsyncIterator[Supervised]:
     with ours, theirs:
         task = asyncio.create_task(answer())
         async with serve(checkpoint, supervisor=EngineSupervisor(theirs)) as running:
-            yield Supervised(running, asked)
+            yield Supervised(running, kill_requests)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
@@ -219,27 +219,27 @@ async def test_an_engine_is_killed_by_its_supervisor(supervised: Supervised) -> 
     assert found["console"]["kill"] is True
     answer = await supervised.kill("e.1", **KILL)
     assert (answer.status_code, answer.json()) == (202, {"killed": "engine-0"})
-    assert supervised.asked == ["e.1"]
+    assert supervised.kill_requests == ["e.1"]
 
 
 async def test_a_page_of_another_site_kills_nothing(supervised: Supervised) -> None:
     answer = await supervised.kill("e.1")
     assert (answer.status_code, code(answer)) == (400, "console_header_missing")
-    assert supervised.asked == []
+    assert supervised.kill_requests == []
 
 
 async def test_only_an_engine_that_is_shown_is_killed(supervised: Supervised) -> None:
     for engine_id in ("e.2", "x" * 5000):
         answer = await supervised.kill(engine_id, **KILL)
         assert (answer.status_code, code(answer)) == (404, "engine_not_found")
-    assert supervised.asked == []
+    assert supervised.kill_requests == []
 
 
 async def test_an_engine_of_another_machine_is_not_killed(supervised: Supervised) -> None:
     supervised.gateway.engine.statuses = [engine_status(engine_id="elsewhere.1")]
     answer = await supervised.kill("elsewhere.1", **KILL)
     assert (answer.status_code, code(answer)) == (404, "engine_not_found")
-    assert supervised.asked == ["elsewhere.1"]
+    assert supervised.kill_requests == ["elsewhere.1"]
 
 
 async def test_without_a_supervisor_nothing_is_killed(gateway: Gateway) -> None:

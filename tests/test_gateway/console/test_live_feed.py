@@ -1,4 +1,4 @@
-"""The feed reads only while a console watches, and survives whatever it reads."""
+"""The feed reads only while a console watches, and survives invalid data."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ class Fleet:
     models: Models
     statuses: list[EngineStatus] = field(default_factory=lambda: [engine_status(shows_batch=True)])
     snapshots: dict[str, EngineSnapshot] = field(default_factory=dict)
-    asked: list[str] = field(default_factory=list)
+    watched: list[str] = field(default_factory=list)
     reads: int = 0
     failure: Exception | None = None
 
@@ -41,7 +41,7 @@ class Fleet:
         return ModelSight(engines=tuple(found))
 
     async def watch(self, model: str, engine_ids: Sequence[str]) -> None:
-        self.asked += engine_ids
+        self.watched += engine_ids
 
     def feed(self) -> LiveFeed:
         return LiveFeed(
@@ -65,7 +65,7 @@ async def latest(feed: LiveFeed, version: int = 0) -> tuple[int, LiveView]:
         return await feed.after(version)
 
 
-async def test_nothing_is_read_while_nobody_watches(fleet: Fleet) -> None:
+async def test_nothing_is_read_while_no_client_watches(fleet: Fleet) -> None:
     feed = fleet.feed()
     assert fleet.reads == 0
     await latest(feed)
@@ -73,7 +73,7 @@ async def test_nothing_is_read_while_nobody_watches(fleet: Fleet) -> None:
     assert feed.tenants == []
 
 
-async def test_each_watcher_begins_with_what_is_true_now(fleet: Fleet) -> None:
+async def test_each_watcher_starts_with_the_current_state(fleet: Fleet) -> None:
     feed = fleet.feed()
     _, before = await latest(feed)
     fleet.statuses = [engine_status(engine_id="e.2")]
@@ -86,7 +86,7 @@ async def test_each_watcher_begins_with_what_is_true_now(fleet: Fleet) -> None:
 async def test_only_engines_that_can_are_asked_for_snapshots(fleet: Fleet) -> None:
     fleet.statuses.append(engine_status(engine_id="older"))
     await latest(fleet.feed())
-    assert fleet.asked == ["e.1"]
+    assert fleet.watched == ["e.1"]
 
 
 async def test_snapshots_for_an_earlier_watcher_are_not_shown(fleet: Fleet) -> None:
@@ -113,7 +113,7 @@ async def test_what_was_known_is_shown_while_redis_is_away(
         assert not view.stale
 
 
-async def test_a_fleet_is_shown_in_part(fleet: Fleet) -> None:
+async def test_only_a_part_of_a_large_fleet_is_shown(fleet: Fleet) -> None:
     fleet.statuses = [engine_status(engine_id=f"e.{n}") for n in range(MAX_ENGINES + 5)]
     _, view = await latest(fleet.feed())
     assert (len(view.engines), view.engines_left_out) == (MAX_ENGINES, 5)

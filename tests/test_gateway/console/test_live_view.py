@@ -1,4 +1,4 @@
-"""What one watcher sees: states, bounds, and nothing of other tenants' requests."""
+"""The view of one watcher: states, bounds, and nothing of other tenants' requests."""
 
 import json
 from typing import Any
@@ -73,7 +73,7 @@ def test_ids_of_requests_are_shown_to_their_tenant_only() -> None:
     }
 
 
-def test_tenants_are_named_to_nobody() -> None:
+def test_tenants_are_never_named() -> None:
     found = engine(sequences=(make_sequence(tenant="secret tenant"),))
     assert "secret tenant" not in json.dumps(shown(found))
 

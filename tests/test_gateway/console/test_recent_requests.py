@@ -27,7 +27,7 @@ class Clock:
 
 @dataclass(slots=True)
 class Shared:
-    """What gateways share, in memory; of one gateway."""
+    """The shared requests of gateways, in memory, as one gateway sees them."""
 
     gateway_id: str
     written: dict[str, dict[str, bytes]]
@@ -134,7 +134,7 @@ async def test_many_consoles_cost_one_read(gateways: Gateways) -> None:
     assert shared.reads == 1
 
 
-async def test_of_two_gateways_the_one_that_knows_the_end_is_believed(gateways: Gateways) -> None:
+async def test_the_gateway_that_knows_a_requests_end_takes_precedence(gateways: Gateways) -> None:
     history, _, recent = gateways.add("one")
     request = begin(history)
     (content,) = await recent.of("t", any_model)
@@ -150,14 +150,14 @@ async def test_of_two_gateways_the_one_that_knows_the_end_is_believed(gateways: 
     "data",
     [b"", b"x", b"[]", b"{}", b'{"at": "x", "requests": []}', b'{"at": 2e9, "requests": [{}]}'],
 )
-async def test_what_is_unreadable_is_left_out(gateways: Gateways, data: bytes) -> None:
+async def test_unreadable_entries_are_left_out(gateways: Gateways, data: bytes) -> None:
     history, _, recent = gateways.add("one")
     own = begin(history)
     gateways.written["t"] = {"other": data}
     assert await ids(recent) == [own.request_id]
 
 
-async def test_what_a_gateway_wrote_before_it_died_is_forgotten(gateways: Gateways) -> None:
+async def test_entries_of_a_dead_gateway_expire(gateways: Gateways) -> None:
     other, _, others = gateways.add("other")
     begin(other)
     _, _, recent = gateways.add("one")

@@ -241,7 +241,7 @@ async def test_best_of_and_beam_search_reach_the_engine(gateway: Gateway) -> Non
     assert (beams.length_penalty, beams.early_stopping) == (0.5, "never")
 
 
-async def test_fields_that_change_nothing_are_taken(gateway: Gateway) -> None:
+async def test_fields_without_effect_are_accepted(gateway: Gateway) -> None:
     answer = await gateway.chat(
         tools=None,
         tool_choice="none",

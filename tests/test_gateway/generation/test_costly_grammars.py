@@ -24,8 +24,8 @@ from headrace_testing.processes import HeadraceProcess, until
 from headrace_testing.valkey import ValkeyServer
 
 MIB = 2**20
-# No engine is there: what passes the door meets its deadline.
-PASSED = (504, "deadline_exceeded")
+# There is no engine, so a request that is accepted waits until its deadline.
+ACCEPTED = (504, "deadline_exceeded")
 
 
 class GatewayGroup:
@@ -72,12 +72,12 @@ def outcome(answer: httpx.Response) -> tuple[int, str]:
 
 
 def workers(gateway: HeadraceProcess) -> list[psutil.Process]:
-    """The processes that check grammars: the server that forks them has none of its own."""
+    """The processes that check grammars, without the fork server that starts them."""
     children = psutil.Process(gateway.pid).children(recursive=True)
     return [each for each in children if each.ppid() != gateway.pid]
 
 
-async def test_it_is_refused_within_limits_and_by_the_next_gateway_at_once(
+async def test_a_costly_schema_is_refused_within_limits_and_by_the_next_gateway_at_once(
     group: GatewayGroup, http: httpx.AsyncClient
 ) -> None:
     schema, patient = costly_schema(45), ("--grammar-timeout", "100")
@@ -114,7 +114,7 @@ async def test_other_clients_are_served_and_a_leaving_client_frees_its_process(
         for number in range(3):
             regex = f"other{number}"
             answer = await http.post(**request(gateway, group, "other", regex=regex))
-            assert outcome(answer) == PASSED
+            assert outcome(answer) == ACCEPTED
         # One is being compiled; the other waits, and is refused as busy after a while.
         assert not all(task.done() for task in costly)
 
@@ -122,7 +122,7 @@ async def test_other_clients_are_served_and_a_leaving_client_frees_its_process(
         for task in costly:
             task.cancel()
         answer = await http.post(**request(gateway, group, "hostile", regex="hostile"))
-        assert outcome(answer) == PASSED
+        assert outcome(answer) == ACCEPTED
         until(
             lambda: len(busy & {each.pid for each in workers(gateway)}) < 2,
             "the process of the client that left to end",
@@ -132,15 +132,15 @@ async def test_other_clients_are_served_and_a_leaving_client_frees_its_process(
             http.post(**request(gateway, group, "hostile", json=costly_schema(48)))
         )
         await asyncio.sleep(0.2)
-        family = workers(gateway)
+        checkers = workers(gateway)
         gateway.signal(signal.SIGTERM)
         assert gateway.wait() == 0
-        until(lambda: not any(each.is_running() for each in family), "its processes to end")
+        until(lambda: not any(each.is_running() for each in checkers), "its processes to end")
         last.cancel()
         await asyncio.gather(*costly, last, return_exceptions=True)
 
 
-async def test_the_memory_of_refused_grammars_is_shared_and_lapses(valkey: ValkeyServer) -> None:
+async def test_refused_grammars_are_shared_and_expire(valkey: ValkeyServer) -> None:
     connection = Connection(ConnectionConfig(url=valkey.url))
     one, two = RedisRefusedGrammars(connection), RedisRefusedGrammars(connection)
     assert await two.find("digest") is None

@@ -199,7 +199,7 @@ async def test_a_refusal_by_the_engine_is_a_client_error(embedder: Gateway) -> N
     assert "makes text" in answer.json()["error"]["message"]
 
 
-async def test_an_engine_without_embeddings_is_found_out(embedder: Gateway) -> None:
+async def test_an_engine_without_embeddings_is_detected(embedder: Gateway) -> None:
     embedder.engine.script = embedder.engine.say("x")
 
     answer = await ask(embedder, input="x")

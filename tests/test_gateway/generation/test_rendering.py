@@ -84,7 +84,7 @@ def test_only_unbounded_templates_of_registered_models_are_rendered_in_a_worker(
 @pytest.mark.parametrize(
     ("source", "reason"), [(ENDLESS, "exceeded its limit: (cpu|timeout)"), (HUGE, "MemoryError")]
 )
-async def test_a_template_that_takes_too_much_costs_its_chat_and_nothing_else(
+async def test_a_too_expensive_template_fails_only_its_own_chat(
     model: ServedModel, rendering: Rendering, work: Work, source: str, reason: str
 ) -> None:
     prompts = PromptEncoder(work, rendering)

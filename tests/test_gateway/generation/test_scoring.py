@@ -133,7 +133,7 @@ async def test_the_best_documents_come_first(cross: Gateway, path: str) -> None:
         ("/v1/rerank", {"query": "a", "documents": ["b"], "rank_fields": []}, "rank_fields"),
     ],
 )
-async def test_what_cannot_be_scored_is_refused_by_name(
+async def test_inputs_that_cannot_be_scored_are_refused_by_field(
     cross: Gateway, path: str, fields: dict[str, Any], param: str
 ) -> None:
     answer = await ask(cross, path, **fields)

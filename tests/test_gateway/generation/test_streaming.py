@@ -137,9 +137,9 @@ async def test_comments_keep_a_silent_stream_alive(checkpoint: Path) -> None:
     assert rest[-2] == "data: [DONE]"
 
 
-@pytest.mark.parametrize(("eta", "said"), [(11.2, " eta=12s"), (None, "")])
-async def test_comments_say_where_a_waiting_request_is(
-    checkpoint: Path, eta: float | None, said: str
+@pytest.mark.parametrize(("eta", "comment"), [(11.2, " eta=12s"), (None, "")])
+async def test_comments_report_the_queue_position_of_a_waiting_request(
+    checkpoint: Path, eta: float | None, comment: str
 ) -> None:
     async with serve(checkpoint, keep_alive_interval=0.02) as gateway:
         gateway.engine.gate.clear()
@@ -155,7 +155,7 @@ async def test_comments_say_where_a_waiting_request_is(
             gateway.engine.gate.set()
             rest = [line async for line in lines]
 
-    assert waiting == [f": queued position=3{said}", ""]
+    assert waiting == [f": queued position=3{comment}", ""]
     assert rest[-2] == "data: [DONE]"
 
 

@@ -54,7 +54,7 @@ async def test_text_is_not_constrained(gateway: Gateway, fields: dict[str, Any])
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "said"),
+    ("fields", "param", "message"),
     [
         ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
         ({"guided_grammar": "hello"}, "guided_grammar", "neither Lark"),
@@ -69,13 +69,13 @@ async def test_text_is_not_constrained(gateway: Gateway, fields: dict[str, Any])
     ],
 )
 async def test_grammars_that_no_engine_can_compile_are_refused_with_field_and_reason(
-    gateway: Gateway, fields: dict[str, Any], param: str, said: str
+    gateway: Gateway, fields: dict[str, Any], param: str, message: str
 ) -> None:
     answer = await gateway.chat(**fields)
 
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param)
-    assert error["code"] == "invalid_structured_output" and said in error["message"]
+    assert error["code"] == "invalid_structured_output" and message in error["message"]
     assert error["message"].startswith(f"{param}: ")
     assert not gateway.engine.submitted
 

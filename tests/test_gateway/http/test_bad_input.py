@@ -257,7 +257,7 @@ async def test_a_refused_field_comes_with_a_remedy(gateway: Gateway) -> None:
     assert error["message"] == "suffix is not supported: this server does not fill in the middle."
 
 
-async def test_a_byte_order_mark_before_a_body_says_nothing(gateway: Gateway) -> None:
+async def test_a_byte_order_mark_before_a_body_is_ignored(gateway: Gateway) -> None:
     """PowerShell and .NET write one unless they are told not to."""
     body = b"\xef\xbb\xbf" + json.dumps({"prompt": "x"}).encode()
     answer = await gateway.http.post(COMPLETIONS, content=body)
@@ -302,7 +302,7 @@ async def test_a_bad_deadline_is_refused(gateway: Gateway, value: str) -> None:
 @pytest.mark.parametrize(
     "value", ["soon", "nan", "inf", "9e99", "2999-01-01T00:00:00Z", "2026-01-31T12:00:00", ""]
 )
-async def test_a_deadline_that_cannot_be_is_refused(gateway: Gateway, value: str) -> None:
+async def test_an_impossible_deadline_is_refused(gateway: Gateway, value: str) -> None:
     answer = await gateway.http.post(
         COMPLETIONS, json={"prompt": "x"}, headers={"x-request-deadline": value}
     )

@@ -23,7 +23,7 @@ PREFLIGHT = {
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def asked(checkpoint: Path, tmp_path: Path) -> AsyncIterator[tuple[Gateway, str]]:
+async def guarded(checkpoint: Path, tmp_path: Path) -> AsyncIterator[tuple[Gateway, str]]:
     """A gateway with keys that a page may ask, and a secret."""
     book = KeyBook(tmp_path / "keys.yaml")
     secret = book.add("one")
@@ -32,8 +32,8 @@ async def asked(checkpoint: Path, tmp_path: Path) -> AsyncIterator[tuple[Gateway
         yield gateway, secret
 
 
-async def test_a_browser_may_ask_for_an_allowed_page(asked: tuple[Gateway, str]) -> None:
-    gateway, secret = asked
+async def test_a_browser_may_ask_for_an_allowed_page(guarded: tuple[Gateway, str]) -> None:
+    gateway, secret = guarded
 
     allowed = await gateway.http.options(CHAT, headers={"origin": PAGE, **PREFLIGHT})
     headers = {"origin": PAGE, "authorization": f"Bearer {secret}"}
@@ -50,8 +50,8 @@ async def test_a_browser_may_ask_for_an_allowed_page(asked: tuple[Gateway, str])
     assert "x-request-id" in answer.headers["access-control-expose-headers"]
 
 
-async def test_other_pages_may_not(asked: tuple[Gateway, str]) -> None:
-    gateway, secret = asked
+async def test_pages_of_other_origins_are_refused(guarded: tuple[Gateway, str]) -> None:
+    gateway, secret = guarded
     headers = {"origin": "https://evil.example.com", "authorization": f"Bearer {secret}"}
 
     refused = await gateway.http.options(CHAT, headers={**headers, **PREFLIGHT})

@@ -128,7 +128,7 @@ async def test_a_clock_that_differs_from_redis_is_a_warning(checkpoint: Path) ->
     await clock.measure(an_hour_later)
     async with serve(checkpoint, clock=clock) as gateway:
         answer = await gateway.http.get("/health/ready")
-        asked = await gateway.http.post(
+        completion = await gateway.http.post(
             "/v1/completions",
             json={"model": MODEL, "prompt": "Hello"},
             headers={"x-request-deadline": f"{clock.now() + 60:.3f}"},
@@ -136,6 +136,6 @@ async def test_a_clock_that_differs_from_redis_is_a_warning(checkpoint: Path) ->
 
     assert answer.json()["status"] == "ok"
     assert "s behind Redis'" in answer.json()["warning"]
-    assert asked.status_code == 200
+    assert completion.status_code == 200
     (request,) = gateway.engine.submitted
     assert request.deadline_ms / 1000 == pytest.approx(clock.now() + 60, abs=60)

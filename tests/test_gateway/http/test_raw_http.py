@@ -77,7 +77,7 @@ async def raw_answer(reader: asyncio.StreamReader) -> tuple[bytes, dict[str, Any
     ],
     ids=["silence", "half of the headers", "half of the body"],
 )
-async def test_dawdling_clients_are_dropped(
+async def test_slow_clients_are_dropped(
     checkpoint: Path, settings: dict[str, Any], raw: bytes, code: str
 ) -> None:
     async with serve(checkpoint, **settings) as gateway:
@@ -149,8 +149,8 @@ async def test_requests_sent_ahead_are_answered_in_their_order(gateway: Gateway)
 async def test_a_client_of_http_1_0_gets_a_body_that_the_close_ends(
     gateway: Gateway, stream: bool
 ) -> None:
-    asked = {"model": MODEL, "prompt": "one two", "max_tokens": 3, "stream": stream}
-    body = json.dumps(asked).encode()
+    request_body = {"model": MODEL, "prompt": "one two", "max_tokens": 3, "stream": stream}
+    body = json.dumps(request_body).encode()
     head = HEAD.replace(b"HTTP/1.1", b"HTTP/1.0") + b"connection: keep-alive\r\n"
     async with asyncio.timeout(60), gateway.connect() as (reader, writer):
         writer.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
@@ -177,10 +177,10 @@ async def test_too_many_connections_get_retry_after(checkpoint: Path) -> None:
 
 
 def submitted(gateway: Gateway) -> Callable[[], Awaitable[bool]]:
-    async def asked() -> bool:
+    async def has_arrived() -> bool:
         return bool(gateway.engine.submitted)
 
-    return asked
+    return has_arrived
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def submitted(gateway: Gateway) -> Callable[[], Awaitable[bool]]:
     ],
     ids=["silence", "half of the headers", "half of the body"],
 )
-async def test_a_connection_without_a_whole_request_gives_way_to_a_new_one(
+async def test_a_connection_without_a_complete_request_is_closed_for_a_new_one(
     checkpoint: Path, sent: bytes, answered: bytes
 ) -> None:
     async with serve(checkpoint, max_connections=2) as gateway, asyncio.timeout(30):
@@ -206,7 +206,7 @@ async def test_a_connection_without_a_whole_request_gives_way_to_a_new_one(
     assert end.startswith(answered) and (end == b"") == (sent == b"")
 
 
-async def test_the_connection_that_was_answered_last_gives_way_last(checkpoint: Path) -> None:
+async def test_the_most_recently_answered_connection_is_closed_last(checkpoint: Path) -> None:
     async with serve(checkpoint, max_connections=2) as gateway, asyncio.timeout(30):
         async with gateway.connect() as (first, writer), gateway.connect() as (second, _):
             for _ in range(2):

@@ -123,7 +123,7 @@ async def raw(gateway: Gateway, *lines: bytes) -> tuple[int, bytes]:
     return int(answer.split(b" ", 2)[1]), answer.partition(b"\r\n\r\n")[2]
 
 
-async def test_whatever_is_wrong_the_answer_is_the_same(gateway: Gateway, book: KeyBook) -> None:
+async def test_all_wrong_keys_get_the_same_answer(gateway: Gateway, book: KeyBook) -> None:
     right = book.secrets["alice"].encode()
     bearer = b"Authorization: Bearer " + right
     hostile: list[list[bytes]] = [
@@ -160,7 +160,7 @@ async def test_bytes_that_no_header_may_have_end_the_connection(
 
 
 @pytest.mark.parametrize("form", [b"Bearer %s", b"bearer %s", b"BEARER   %s  "])
-async def test_the_scheme_is_read_as_http_has_it(
+async def test_the_authorization_scheme_is_case_insensitive(
     gateway: Gateway, book: KeyBook, form: bytes
 ) -> None:
     line = b"Authorization: " + form % book.secrets["alice"].encode()
@@ -172,7 +172,7 @@ async def test_the_application_never_sees_a_key(book: KeyBook) -> None:
     keys = KeyFile(book.path)
     seen: list[Scope] = []
 
-    async def behind(scope: Scope, receive: Receive, send: Send) -> None:
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
         seen.append(scope)
 
     async def nothing(*_: object) -> Any:
@@ -181,7 +181,7 @@ async def test_the_application_never_sees_a_key(book: KeyBook) -> None:
     secret = book.secrets["alice"].encode()
     headers = [(b"authorization", b"Bearer " + secret), (b"x-api-key", secret), (b"host", b"x")]
     scope = {"type": "http", "path": "/v1/models", "headers": headers, "state": {}}
-    guard = Authentication(behind, find=keys.find, refused=lambda: None)
+    guard = Authentication(application, find=keys.find, refused=lambda: None)
     await guard(scope, nothing, nothing)
 
     (passed,) = seen
@@ -221,7 +221,7 @@ async def test_anthropics_header_works_too(gateway: Gateway, book: KeyBook) -> N
     assert (await gateway.http.get("/v1/models", headers=both)).status_code == 200
 
 
-async def test_a_body_is_not_read_from_strangers(gateway: Gateway) -> None:
+async def test_the_body_of_an_unauthenticated_request_is_not_read(gateway: Gateway) -> None:
     """A length over the limit would be 413 for anyone who may ask."""
     async with asyncio.timeout(60), gateway.connect() as (reader, writer):
         writer.write(
@@ -272,7 +272,7 @@ async def test_a_forbidden_model_is_not_found(gateway: Gateway, book: KeyBook) -
     assert gateway.engine.submitted == []
 
 
-async def test_health_tells_strangers_no_names(gateway: Gateway) -> None:
+async def test_health_shows_no_names_without_a_key(gateway: Gateway) -> None:
     unknown = await gateway.http.get("/health/ready", params={"model": "x"})
     gateway.engine.statuses = []
     gateway.forget_engines()
@@ -299,8 +299,8 @@ async def test_prefix_caches_are_apart_by_tenant_and_by_salt(
 ) -> None:
     """Tenants share no cache even with equal salts: 5 callers have 5 caches, and the same ones
     again."""
-    asked = [("alice", None), ("bob", None), ("alice", "b"), ("bob", "b"), ("alice", "x")]
-    for name, salt in [*asked, *asked, ("batch", None)]:
+    requested = [("alice", None), ("bob", None), ("alice", "b"), ("bob", "b"), ("alice", "x")]
+    for name, salt in [*requested, *requested, ("batch", None)]:
         body = {"prompt": "Hi"} if salt is None else {"prompt": "Hi", "cache_salt": salt}
         await gateway.http.post("/v1/completions", json=body, headers=book.headers(name))
 
@@ -320,13 +320,13 @@ async def test_a_priority_over_the_ceiling_is_refused(gateway: Gateway, book: Ke
 
 
 @pytest.mark.parametrize(
-    ("name", "asked", "given"),
+    ("name", "requested", "given"),
     [("alice", None, 0), ("alice", 5, 5), ("batch", None, 7), ("batch", 9, 9)],
 )
 async def test_a_key_without_a_priority_gets_its_ceiling(
-    gateway: Gateway, book: KeyBook, name: str, asked: int | None, given: int
+    gateway: Gateway, book: KeyBook, name: str, requested: int | None, given: int
 ) -> None:
-    body = {"prompt": "Hi"} if asked is None else {"prompt": "Hi", "priority": asked}
+    body = {"prompt": "Hi"} if requested is None else {"prompt": "Hi", "priority": requested}
     await gateway.http.post("/v1/completions", json=body, headers=book.headers(name))
 
     assert gateway.engine.submitted[0].priority == given
@@ -435,8 +435,8 @@ async def test_a_broken_file_keeps_the_keys_and_is_reported_once(
 
     assert keys.find(secret.encode()) is not None
     assert keys.failing
-    told = [r for r in caplog.records if "those known stay" in r.getMessage()]
-    assert [record.levelno for record in told] == [logging.ERROR]
+    warnings = [r for r in caplog.records if "those known stay" in r.getMessage()]
+    assert [record.levelno for record in warnings] == [logging.ERROR]
 
     other = own.add("b").encode()
     await keys.refresh()

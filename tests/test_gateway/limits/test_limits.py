@@ -131,14 +131,14 @@ def test_typical_bodies_are_within_the_budget(body: dict[str, Any]) -> None:
 
 
 def holds(condition: Callable[[], bool]) -> Callable[[], Awaitable[bool]]:
-    async def asked() -> bool:
+    async def requesting() -> bool:
         return condition()
 
-    return asked
+    return requesting
 
 
 async def test_a_tenant_never_has_all_threads() -> None:
-    """It never has all, whatever it requests and however often it disconnects."""
+    """It never has all threads, even if it requests much and disconnects often."""
     go = threading.Event()
     running: list[str] = []
 
@@ -149,12 +149,12 @@ async def test_a_tenant_never_has_all_threads() -> None:
     with ThreadPoolExecutor(3) as executor:
         pool = WorkPool(executor, 3)
         hostile, other = pool.of("hostile"), pool.of("other")
-        asked = [
+        requesting = [
             asyncio.create_task(hostile.run(LARGE, partial(wait, f"hostile {number}")))
             for number in range(9)
         ]
         await eventually(holds(lambda: len(running) == 2))
-        for task in asked:
+        for task in requesting:
             task.cancel()  # its threads continue
         again = asyncio.create_task(hostile.run(LARGE, partial(wait, "again")))
         answer = await other.run(LARGE, lambda: "in time")
@@ -220,12 +220,12 @@ async def test_half_sent_bodies_do_not_fill_the_memory(checkpoint: Path) -> None
             writer.write(head + b" " * 7_900_000)
             await writer.drain()
             readers.append(reader)
-        told = await first_told(readers)
+        refusal = await first_refusal(readers)
 
-    assert told.startswith(b"HTTP/1.1 503 ") and b"too_many_bodies" in told
+    assert refusal.startswith(b"HTTP/1.1 503 ") and b"too_many_bodies" in refusal
 
 
-async def first_told(readers: Sequence[asyncio.StreamReader]) -> bytes:
+async def first_refusal(readers: Sequence[asyncio.StreamReader]) -> bytes:
     """The first answer on any of these connections."""
     tasks = [asyncio.create_task(reader.read(2000)) for reader in readers]
     done, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -289,7 +289,7 @@ async def small_redis(tmp_path: Path) -> AsyncIterator[OverRedis]:
 async def test_other_tenants_are_answered_while_one_tenant_fills_redis(
     small_redis: OverRedis, served: Models, tmp_path: Path, quota: int
 ) -> None:
-    """The tenant keeps uploading meanwhile. Without a quota, the limit on Redis' memory stops
+    """The tenant keeps uploading during the test. Without a quota, the limit on Redis' memory stops
     it."""
     book = KeyBook(tmp_path / "keys.yaml")
     for name in ("greedy", "other"):

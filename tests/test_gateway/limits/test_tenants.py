@@ -42,14 +42,14 @@ def url_of(telemetry: Telemetry) -> str:
 @example(one=("a", None), other=("a", ""))
 @example(one=("a", "b"), other=("a:b", None))
 @given(one=st.tuples(st.text(min_size=1), salts), other=st.tuples(st.text(min_size=1), salts))
-def test_two_callers_never_share_a_salt_by_chance_or_by_choice(
+def test_two_callers_never_share_a_salt(
     one: tuple[str, str | None], other: tuple[str, str | None]
 ) -> None:
     assert (tenant_salt(*one) == tenant_salt(*other)) == (one == other)
 
 
-def test_no_salt_without_a_tenant_is_one_with() -> None:
-    """Gateways without keys send the text as it is: never bytes that begin so."""
+def test_salts_with_and_without_a_tenant_differ() -> None:
+    """Without keys a salt is plain UTF-8 text, which never begins with this byte."""
     assert tenant_salt("a", None)[0] == 0xFF
     with pytest.raises(UnicodeDecodeError):
         tenant_salt("a", None).decode()
@@ -58,13 +58,13 @@ def test_no_salt_without_a_tenant_is_one_with() -> None:
 def test_labels_are_bounded() -> None:
     labels = TenantLabels(most=2)
 
-    got = [labels.label(tenant) for tenant in ("a", "b", "c", "d", "a", "b")]
+    labelled_as = [labels.label(tenant) for tenant in ("a", "b", "c", "d", "a", "b")]
 
-    assert got == ["a", "b", names.OTHER_TENANTS, names.OTHER_TENANTS, "a", "b"]
+    assert labelled_as == ["a", "b", names.OTHER_TENANTS, names.OTHER_TENANTS, "a", "b"]
 
 
 def exercise(metrics: GatewayMetrics, tenant: str | None) -> None:
-    """Everything that one request can record."""
+    """Records every metric that one request can record."""
     metrics.admitted("demo", tenant)
     metrics.rejected("demo", RejectReason.RATE_LIMIT, tenant)
     metrics.started("demo", stream=True, tenant=tenant)
@@ -93,7 +93,7 @@ def labelled(telemetry: Telemetry) -> set[str]:
     }
 
 
-def test_exactly_the_metrics_that_say_so_have_the_label(telemetry: Telemetry) -> None:
+def test_only_metrics_declared_with_the_tenant_label_have_it(telemetry: Telemetry) -> None:
     exercise(GatewayMetrics(telemetry.meter), "a")
 
     wanted = {metric.prometheus_name.removesuffix("_total") for metric in names.TENANT_METRICS}

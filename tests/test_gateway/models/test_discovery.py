@@ -176,7 +176,7 @@ async def test_a_model_registered_right_after_a_look_is_found(world: World) -> N
     assert (await world.models.find("new")).name == "new"
 
 
-async def test_made_up_names_cost_few_reads(world: World) -> None:
+async def test_unknown_names_cause_few_reads(world: World) -> None:
     await world.discovery.start()
     world.now += LOOKUP_S
     reads = world.registry.reads
@@ -284,7 +284,7 @@ async def test_a_model_that_is_removed_while_it_loads_is_not_served(world: World
 
 
 @pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
-async def test_a_broken_model_costs_no_other_and_is_tried_again_later(
+async def test_a_broken_model_does_not_affect_others_and_is_retried_later(
     world: World, broken: Files, caplog: pytest.LogCaptureFixture
 ) -> None:
     await world.register("broken", broken)
@@ -390,7 +390,7 @@ async def test_models_that_redis_has_lost_stay_until_engines_had_time_to_come_ba
     assert world.names() == ()
 
 
-async def test_models_of_the_settings_win(world: World, files: Files) -> None:
+async def test_models_of_the_settings_take_precedence(world: World, files: Files) -> None:
     await world.register("a")
     await world.discovery.start()
     static = replace(world.models.get("a"), name="static", created=1)
@@ -403,7 +403,7 @@ async def test_models_of_the_settings_win(world: World, files: Files) -> None:
     assert world.loads == ["a"]
 
 
-async def test_adapters_are_models_of_their_own_that_their_models_engines_serve(
+async def test_adapters_are_listed_as_models_and_served_by_their_base_models_engines(
     world: World,
 ) -> None:
     await world.register("base", adapters=("sql", "chat"))
@@ -460,7 +460,7 @@ async def test_models_of_the_settings_have_the_adapters_of_their_engines(world: 
     assert list(models.names) == ["static"]
 
 
-async def test_the_registered_length_counts_while_no_engine_says_another(world: World) -> None:
+async def test_the_registered_length_is_used_while_no_engine_reports_another(world: World) -> None:
     await world.register("a", max_model_len=300)
     await world.discovery.start()
     model = world.models.get("a")

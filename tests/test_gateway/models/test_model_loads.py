@@ -31,7 +31,7 @@ async def connection(valkey: ValkeyServer) -> AsyncIterator[Connection]:
     await connection.close()
 
 
-async def test_a_deadly_model_is_set_aside_after_three_processes(
+async def test_a_model_that_crashed_three_processes_is_not_loaded_again(
     checkpoint: Path, valkey: ValkeyServer, connection: Connection, tmp_path: Path
 ) -> None:
     files = read_files(checkpoint).contents
@@ -61,7 +61,7 @@ async def test_a_deadly_model_is_set_aside_after_three_processes(
     assert "set aside: 3 gateways died while they loaded its files" in notes.getvalue()
 
 
-async def test_loads_that_end_count_no_more(connection: Connection) -> None:
+async def test_finished_loads_are_not_counted(connection: Connection) -> None:
     gateways = [RedisModelLoads(connection, f"g{number}") for number in range(4)]
     for one in gateways[:3]:
         assert await one.begin("d") is None
@@ -89,7 +89,7 @@ class Scripted:
         self.ended += 1
 
 
-async def test_it_waits_for_those_that_load_and_not_for_the_dead() -> None:
+async def test_a_load_waits_for_live_processes_and_not_for_dead_ones() -> None:
     slept: list[float] = []
 
     async def sleep(seconds: float) -> None:

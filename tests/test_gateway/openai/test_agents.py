@@ -56,14 +56,14 @@ async def kept(serving: KeptGateway) -> KeptGateway:
 async def test_an_agent_of_responses_sends_more_than_is_needed(kept: KeptGateway) -> None:
     kept.say(f"Wait.{CALL}")
     call = {"type": "function_call", "call_id": "c1", "name": "shell", "arguments": "{}"}
-    said: dict[str, Any] = {"type": "output_text", "text": "One.", "annotations": []}
+    text_part: dict[str, Any] = {"type": "output_text", "text": "One.", "annotations": []}
     answer = await kept.http.post(
         "/v1/responses",
         json={
             "model": MODEL,
             "input": [
                 {"type": "message", "role": "user", "content": "Hi"},
-                {"role": "assistant", "phase": "commentary", "content": [said]},
+                {"role": "assistant", "phase": "commentary", "content": [text_part]},
                 {**call, "namespace": None, "caller": {"type": "direct"}, "async": False},
                 {"type": "function_call_output", "call_id": "c1", "name": "shell", "output": "x"},
             ],
@@ -89,7 +89,7 @@ async def test_an_agent_of_responses_sends_more_than_is_needed(kept: KeptGateway
     assert "One." in kept.prompt and '"name": "shell", "arguments": {}' in kept.prompt
 
 
-async def test_a_chat_takes_what_others_servers_answers_had(kept: KeptGateway) -> None:
+async def test_a_chat_accepts_messages_from_other_servers_answers(kept: KeptGateway) -> None:
     part = {"type": "text", "text": "Hi", "prompt_cache_breakpoint": {"mode": "explicit"}}
     async with AsyncOpenAI(base_url=f"{kept.url}/v1", api_key="none", max_retries=0) as client:
         messages: Any = [
@@ -113,7 +113,7 @@ async def test_a_chat_takes_what_others_servers_answers_had(kept: KeptGateway) -
 
 async def test_an_agent_of_messages_sends_more_than_is_needed(kept: KeptGateway) -> None:
     kept.say(f"<think>I look.</think>Wait.{CALL}")
-    asked: Any = {
+    arguments: Any = {
         "model": MODEL,
         "max_tokens": 200,
         "tools": [TOOL],
@@ -124,13 +124,13 @@ async def test_an_agent_of_messages_sends_more_than_is_needed(kept: KeptGateway)
     }
     hi: Any = {"role": "user", "content": "Hi"}
     async with AsyncAnthropic(base_url=kept.url, api_key="none", max_retries=0) as client:
-        whole = await client.messages.create(messages=[hi], **asked)
-        async with client.messages.stream(messages=[hi], **asked) as stream:
+        whole = await client.messages.create(messages=[hi], **arguments)
+        async with client.messages.stream(messages=[hi], **arguments) as stream:
             seen = [event async for event in stream]
             streamed = await stream.get_final_message()
         assert '"examples": [{"command": "pwd"}]' in kept.prompt
         again: Any = [hi, {"role": "assistant", "content": whole.content}, hi]
-        await client.messages.create(messages=again, **asked)
+        await client.messages.create(messages=again, **arguments)
 
     assert [block.type for block in whole.content] == ["thinking", "text", "tool_use"]
     thought = whole.content[0]
@@ -214,10 +214,10 @@ async def test_a_conversation_that_is_too_long_loses_its_first_turns(kept: KeptG
 
 async def test_the_tokens_of_an_input_can_be_counted_first(kept: KeptGateway) -> None:
     async with AsyncOpenAI(base_url=f"{kept.url}/v1", api_key="none", max_retries=0) as client:
-        asked: Any = {"model": MODEL, "input": "Hi", "instructions": "Be brief."}
+        arguments: Any = {"model": MODEL, "input": "Hi", "instructions": "Be brief."}
         tool: Any = FUNCTION
-        counted = await client.responses.input_tokens.count(**asked, tools=[tool])
-        response = await client.responses.create(**asked, tools=[tool])
+        counted = await client.responses.input_tokens.count(**arguments, tools=[tool])
+        response = await client.responses.create(**arguments, tools=[tool])
 
     assert response.usage is not None
     assert counted.input_tokens == response.usage.input_tokens

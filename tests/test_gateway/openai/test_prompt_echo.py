@@ -63,9 +63,7 @@ async def test_echo_puts_each_prompt_before_its_choices(gateway: Gateway, stream
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_only_the_prompt_is_there_with_no_tokens_to_make(
-    gateway: Gateway, stream: bool
-) -> None:
+async def test_with_max_tokens_0_only_the_prompt_is_echoed(gateway: Gateway, stream: bool) -> None:
     options = {"stream_options": {"include_usage": True}} if stream else {}
 
     answer = await gateway.complete(echo=True, max_tokens=0, stream=stream, **options)
@@ -127,9 +125,11 @@ async def test_prompt_logprobs_are_vllms(gateway: Gateway) -> None:
         text = PROMPT if choice["index"] < 2 else "a b c"
         ids, found = tokenizer.encode(text), choice["prompt_logprobs"]
         assert found[0] is None and len(found) == len(ids)
-        for token, position, said in zip(ids[1:], found[1:], scores(gateway, text), strict=True):
-            assert position[str(token)]["logprob"] == said.logprob
-            assert position[str(token)]["rank"] == said.rank
+        for token, position, expected in zip(
+            ids[1:], found[1:], scores(gateway, text), strict=True
+        ):
+            assert position[str(token)]["logprob"] == expected.logprob
+            assert position[str(token)]["rank"] == expected.rank
             assert position["7"] == {
                 "logprob": -1.0,
                 "rank": 1,
@@ -144,8 +144,8 @@ async def test_a_chat_returns_prompt_logprobs_beside_its_choices(gateway: Gatewa
 
     def script(request: GenerateRequest) -> Sequence[Delta]:
         first, *rest = plain(request)
-        said = [Logprobs(-0.5, 1, ())] * (len(request.prompt_token_ids) - 1)
-        return [first._replace(prompt_logprobs=pack_prompt_logprobs(said)), *rest]
+        expected = [Logprobs(-0.5, 1, ())] * (len(request.prompt_token_ids) - 1)
+        return [first._replace(prompt_logprobs=pack_prompt_logprobs(expected)), *rest]
 
     gateway.engine.script = script
     body = (await gateway.chat(prompt_logprobs=0)).json()
@@ -156,7 +156,7 @@ async def test_a_chat_returns_prompt_logprobs_beside_its_choices(gateway: Gatewa
 
 
 @pytest.mark.parametrize("fields", [{"echo": True}, {"prompt_logprobs": 1}])
-async def test_they_are_not_for_requests_that_are_kept(
+async def test_prompt_logprobs_are_refused_for_stored_requests(
     gateway: Gateway, fields: dict[str, Any]
 ) -> None:
     headers = {"Idempotency-Key": "k"}
@@ -168,18 +168,18 @@ async def test_they_are_not_for_requests_that_are_kept(
     assert not gateway.engine.submitted
 
 
-async def test_they_cross_the_wire_packed() -> None:
-    said = (
+async def test_prompt_logprobs_are_packed_on_the_wire() -> None:
+    expected = (
         Logprobs(-0.25, 3, ((5, -0.125), (9, -math.inf))),
         Logprobs(-8.5, 70_000, ((1, 0.0),) * 2),
     )
-    packed = pack_prompt_logprobs(said)
+    packed = pack_prompt_logprobs(expected)
     tokens = Tokens("r", 1, 0, 0, (4,), prompt_logprobs=packed)
 
     (reply,) = decode_frame(encode_frame(Frame("e", (tokens,)))).replies
 
     assert reply == tokens
-    assert unpack_prompt_logprobs(packed) == said
+    assert unpack_prompt_logprobs(packed) == expected
     assert unpack_prompt_logprobs(pack_prompt_logprobs(())) == ()
 
 

@@ -119,7 +119,7 @@ async def test_a_stream_adds_up_to_the_response(client: AsyncOpenAI, kept: KeptG
     assert retrieved.output_text == "Wait."
 
 
-async def test_a_conversation_goes_on(client: AsyncOpenAI, kept: KeptGateway) -> None:
+async def test_a_conversation_continues(client: AsyncOpenAI, kept: KeptGateway) -> None:
     kept.say(EVERYTHING, "It rains.", "Yes.")
     first = await client.responses.create(
         model=MODEL, input="Weather?", tools=[WEATHER], instructions="Once."
@@ -135,8 +135,8 @@ async def test_a_conversation_goes_on(client: AsyncOpenAI, kept: KeptGateway) ->
 
     assert second.output_text == "It rains."
     assert "Once." not in kept.prompt
-    said = [part.split("\n", 1) for part in kept.prompt.split("<|im_start|>")[1:]]
-    assert [role for role, _ in said] == [
+    messages = [part.split("\n", 1) for part in kept.prompt.split("<|im_start|>")[1:]]
+    assert [role for role, _ in messages] == [
         "user",
         "assistant",
         "tool",
@@ -144,8 +144,12 @@ async def test_a_conversation_goes_on(client: AsyncOpenAI, kept: KeptGateway) ->
         "user",
         "assistant",
     ]
-    assert said[1][1].startswith("<think>I look.</think>Wait.<tool_call>")
-    assert [text.split("<|im_end|>")[0] for _, text in said[2:5]] == ["rain", "It rains.", "Sure?"]
+    assert messages[1][1].startswith("<think>I look.</think>Wait.<tool_call>")
+    assert [text.split("<|im_end|>")[0] for _, text in messages[2:5]] == [
+        "rain",
+        "It rains.",
+        "Sure?",
+    ]
 
 
 async def test_output_items_can_be_sent_back_as_input(
@@ -162,7 +166,7 @@ async def test_output_items_can_be_sent_back_as_input(
     assert "<think>I look.</think>Wait.<tool_call>" in kept.prompt
 
 
-async def test_json_schema_holds_the_output(client: AsyncOpenAI, kept: KeptGateway) -> None:
+async def test_json_schema_constrains_the_output(client: AsyncOpenAI, kept: KeptGateway) -> None:
     kept.say('{"a": 1}')
     schema: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
     response = await client.responses.create(
@@ -186,7 +190,7 @@ async def test_the_output_can_end_too_early(client: AsyncOpenAI) -> None:
     assert response.output[0].status == "incomplete"  # type: ignore[union-attr]
 
 
-async def test_in_the_background(client: AsyncOpenAI, kept: KeptGateway) -> None:
+async def test_a_background_response_is_read_later(client: AsyncOpenAI, kept: KeptGateway) -> None:
     kept.engine.freeze()
     response = await client.responses.create(model=MODEL, input="Hi", background=True)
     assert response.status in ("queued", "in_progress")
@@ -260,8 +264,8 @@ async def test_sealed_reasoning_comes_back_as_the_models_own(
 ) -> None:
     """A request like Codex's: nothing is stored, so reasoning comes back only in this form."""
     kept.say("<think>I löök.</think>Hello.")
-    asked: Any = {"model": MODEL, "store": False, "include": ["reasoning.encrypted_content"]}
-    stream = await client.responses.create(input="Hi", stream=True, **asked)
+    common: Any = {"model": MODEL, "store": False, "include": ["reasoning.encrypted_content"]}
+    stream = await client.responses.create(input="Hi", stream=True, **common)
     *_, last = [event async for event in stream]
     assert last.type == "response.completed"
     reasoning, message = last.response.output
@@ -269,9 +273,9 @@ async def test_sealed_reasoning_comes_back_as_the_models_own(
     assert "look" not in reasoning.encrypted_content
 
     sealed: Any = {**reasoning.to_dict(), "content": None}
-    said: Any = {"role": "user", "content": "Hi"}
-    again = [said, sealed, message.to_dict(), said]
-    response = await client.responses.create(input=again, **asked)
+    message_item: Any = {"role": "user", "content": "Hi"}
+    again = [message_item, sealed, message.to_dict(), message_item]
+    response = await client.responses.create(input=again, **common)
 
     assert response.output_text == "Hello."
     assert "<think>I löök.</think>Hello." in kept.prompt

@@ -149,9 +149,9 @@ async def test_the_fingerprint_is_that_of_the_model_and_the_server(gateway: Gate
         chunks = await client.chat.completions.create(model=MODEL, messages=messages, stream=True)
         streamed = {chunk.system_fingerprint async for chunk in chunks}
 
-    told = chat.system_fingerprint
-    assert told is not None and re.fullmatch("fp_[0-9a-f]{10}", told)
-    assert {text.system_fingerprint} == streamed == {told}
+    fingerprint = chat.system_fingerprint
+    assert fingerprint is not None and re.fullmatch("fp_[0-9a-f]{10}", fingerprint)
+    assert {text.system_fingerprint} == streamed == {fingerprint}
 
 
 async def test_another_tokenizer_has_another_fingerprint(tmp_path: Path) -> None:

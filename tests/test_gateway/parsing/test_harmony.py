@@ -95,7 +95,7 @@ def read(pieces: Sequence[str], begin: Begin | None = None) -> Any:
 
 
 @pytest.mark.parametrize(("text", "reasoning", "shown", "calls"), CASES)
-def test_each_message_is_read_as_its_header_says(
+def test_each_message_is_parsed_according_to_its_header(
     text: str, reasoning: str, shown: str, calls: list[tuple[str, str]]
 ) -> None:
     assert read([text]) == (reasoning, shown, calls)
@@ -124,7 +124,7 @@ SHARDS = (
     pieces=st.lists(st.sampled_from(SHARDS), max_size=16),
     begin=st.sampled_from([Begin(), Begin("assistant<|channel|>analysis", inside=True)]),
 )
-def test_however_the_text_is_cut_the_parts_are_the_same(pieces: list[str], begin: Begin) -> None:
+def test_the_parts_do_not_depend_on_how_the_text_is_split(pieces: list[str], begin: Begin) -> None:
     whole = read(["".join(pieces)], begin)
 
     assert read(pieces, begin) == whole
@@ -172,9 +172,7 @@ def test_an_answer_begins_where_its_prompt_ends(
 
 @settings(deadline=None)
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4))
-def test_tokens_of_reasoning_are_counted_however_they_come(
-    tokenizer: Tokenizer, sizes: list[int]
-) -> None:
+def test_reasoning_tokens_are_counted_for_any_split(tokenizer: Tokenizer, sizes: list[int]) -> None:
     prompt = tokenizer.encode("<|start|>assistant")
     thoughts = [f"{ANALYSIS}Well, 你.<|end|>", f"<|start|>assistant{ANALYSIS}So.<|end|>"]
     others = [f"<|start|>assistant<|channel|>commentary<|message|>I look.{NEXT}", f"{FINAL}Yes."]

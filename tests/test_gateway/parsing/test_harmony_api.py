@@ -105,8 +105,8 @@ async def test_responses_and_messages_have_the_same_parts(harmony: Gateway) -> N
         json={"model": MODEL, "input": "Hi", "tools": [{"type": "function", **function}]},
     )
     tool = {"name": function["name"], "input_schema": function["parameters"]}
-    asked = {"model": MODEL, "max_tokens": 200, "messages": HI, "tools": [tool]}
-    messages = await harmony.http.post("/v1/messages", json=asked)
+    grammar = {"model": MODEL, "max_tokens": 200, "messages": HI, "tools": [tool]}
+    messages = await harmony.http.post("/v1/messages", json=grammar)
 
     items = (await body_of(responses))["output"]
     assert [each["type"] for each in items] == ["reasoning", "message", "function_call"]
@@ -128,7 +128,7 @@ async def test_log_probabilities_of_an_answer_are_of_no_other_message(harmony: G
     assert (content["text"], "".join(tokens)) == ("Yes.", "Yes.<|return|>")
 
 
-async def test_a_call_ends_the_turn_whatever_the_checkpoint_ends_with(harmony: Gateway) -> None:
+async def test_a_call_ends_the_turn_for_any_end_tokens_of_the_checkpoint(harmony: Gateway) -> None:
     await body_of(await harmony.chat(stop_token_ids=[5]))
 
     call = harmony.engine.tokenizer.token_to_id("<|call|>")
@@ -203,7 +203,7 @@ async def test_an_answer_after_reasoning_must_match_its_format(
 ) -> None:
     say(harmony, f'{ANALYSIS}I look.{NEXT}{FINAL}{{"a": 1}}')
     (choice,) = (await body_of(await harmony.chat(**fields)))["choices"]
-    asked = held(harmony)
+    grammar = held(harmony)
     begun = {"role": "assistant", "content": '{"a'}
     await body_of(
         await harmony.chat(
@@ -217,7 +217,7 @@ async def test_an_answer_after_reasoning_must_match_its_format(
 
     message = choice["message"]
     assert (message["reasoning_content"], message["content"]) == ("I look.", '{"a": 1}')
-    assert Tag(FINAL, content) in parts(asked)
+    assert Tag(FINAL, content) in parts(grammar)
     assert content in parts(within) and Tag(FINAL, content) not in parts(within)
 
 

@@ -29,7 +29,7 @@ CASES = [
     (Begin.INSIDE, False, "\nWell. < b\n\n</think>\n\nYes", "Well. < b", "Yes"),
     (Begin.INSIDE, False, "<think>\nWell.</think>Yes", "Well.", "Yes"),
     (Begin.INSIDE, False, "never over\n</thi", "never over\n</thi", ""),
-    (Begin.BEHIND, True, "Yes </think> <think>", "", "Yes </think> <think>"),
+    (Begin.CLOSED, True, "Yes </think> <think>", "", "Yes </think> <think>"),
 ]
 
 
@@ -80,7 +80,7 @@ SHARDS = ("<think>", "</think>", "\n", " ", "word", "<", "think>", "/")
     missing=st.booleans(),
     pieces=st.lists(st.sampled_from(SHARDS), max_size=12),
 )
-def test_however_the_text_is_cut_the_split_is_the_same(
+def test_reasoning_does_not_depend_on_how_the_text_is_split(
     begin: Begin, missing: bool, pieces: list[str]
 ) -> None:
     text = "".join(pieces)
@@ -108,12 +108,12 @@ def test_reasoning_is_passed_on_as_it_comes() -> None:
         ("{{ messages }}", None),
     ],
 )
-def test_the_template_tells_the_markers(template: str, name: str | None) -> None:
+def test_the_markers_are_found_in_the_template(template: str, name: str | None) -> None:
     assert detect_reasoning_parser(template) == name
 
 
 @given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4))
-def test_its_tokens_are_counted_however_they_come(sizes: list[int]) -> None:
+def test_reasoning_tokens_are_counted_for_any_split(sizes: list[int]) -> None:
     backend = byte_level_tokenizer(300)
     backend.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
     tokenizer = Tokenizer(backend, special_tokens={}, eos_token_ids=())

@@ -143,15 +143,17 @@ def test_reasoning_is_free_and_what_follows_must_match(name: str, kind: str, spe
     for opened in (True, False):
         begin = start if opened or name == HARMONY else prompt + start
         before = text.encode(f"Go:{prompt}" if opened else "Go:")
-        asked = at(held, form, text, before)
+        constrained = at(held, form, text, before)
         words = text.encode(begin)
         vocab = text.vocab_size
         for seed in range(2):
-            ids = finished(matcher_of(asked, spelling), text.encode(begin + answer), vocab, seed)
-            reasoning, said = read(form, text, before, ids)
+            ids = finished(
+                matcher_of(constrained, spelling), text.encode(begin + answer), vocab, seed
+            )
+            reasoning, answer = read(form, text, before, ids)
             assert reasoning == thought
-            check(said)
-        matcher = matcher_of(asked, spelling)
+            check(answer)
+        matcher = matcher_of(constrained, spelling)
         assert matcher.validate_tokens([*words, 0]) == len(words)  # reasoning is no answer
         wrong = text.encode(f"{begin}{answer}~")
         assert matcher.validate_tokens(wrong) < len(wrong)

@@ -44,8 +44,8 @@ def pieces(text: str, *, whole: bool) -> list[Piece]:
 @pytest.mark.parametrize("api", ["chat", "responses", "messages"])
 @pytest.mark.parametrize("name", PARSERS)
 def test_a_streamed_answer_adds_up_to_the_whole_one(name: str, api: str) -> None:
-    said = "Well.\n" if name in MARKED else ""
-    text = f"<think>\nI look.\n</think>\n\n{said}{EXAMPLES[name]}"
+    content = "Well.\n" if name in MARKED else ""
+    text = f"<think>\nI look.\n</think>\n\n{content}{EXAMPLES[name]}"
     added = answer_of(api, name)
     for piece in pieces(text, whole=True):
         added.add(piece)
@@ -53,11 +53,11 @@ def test_a_streamed_answer_adds_up_to_the_whole_one(name: str, api: str) -> None
         streamed = answer_of(api, name)
         events = [chunk for piece in pieces(text, whole=whole) for chunk in streamed.chunks(piece)]
         events += streamed.closing(USAGE)
-        assert READERS[api](events) == CONTENTS[api](added.whole(USAGE)) == expected(said)
+        assert READERS[api](events) == CONTENTS[api](added.whole(USAGE)) == expected(content)
 
 
-def expected(said: str) -> list[tuple[str, Any]]:
-    text = [("text", said.strip())] if said else []
+def expected(content: str) -> list[tuple[str, Any]]:
+    text = [("text", content.strip())] if content else []
     return [("reasoning", "I look."), *text, ("weather", WEATHER), ("now", {})]
 
 

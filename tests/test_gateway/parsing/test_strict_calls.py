@@ -1,4 +1,4 @@
-"""Calls of strict tools are valid in every form, whatever the model would write.
+"""Calls of strict tools are valid in every format, with random choices of the model.
 
 A model of random choices is held to the grammar, token by token; its text is read by the form's
 parser, and the calls' arguments are checked against the schemas.
@@ -123,7 +123,7 @@ def matcher_of(held: StructuredOutputsParams, kind: str) -> LLMatcher:
     return matcher
 
 
-def said(
+def sampled(
     held: StructuredOutputsParams,
     kind: str,
     opening: str,
@@ -189,21 +189,21 @@ def test_random_choices_make_valid_calls(name: str, kind: str) -> None:
         held = strict_calls(tools(), form, template)
         assert held is not None
         for seed in range(2):
-            text, ids = said(held, kind, OPENINGS[name], 10 * number + seed)
+            text, ids = sampled(held, kind, OPENINGS[name], 10 * number + seed)
             calls = calls_of(text, ids, form)
             assert calls, text
             check(calls)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_whatever_is_said_no_call_in_it_is_invalid(name: str) -> None:
+def test_no_output_contains_an_invalid_call(name: str) -> None:
     form = form_of(name, reasoning="qwen3")
     held = strict_calls(tools(), form, "")
     assert held is not None
     example = EXAMPLES[name]
     words = [example[place : place + 9] for place in range(0, len(example), 9)]
     for seed in range(3):
-        text, ids = said(held, "special", "", seed, [*CLOSERS, *MARKERS[name], *words, example])
+        text, ids = sampled(held, "special", "", seed, [*CLOSERS, *MARKERS[name], *words, example])
         check(calls_of(text, ids, form))
 
 
@@ -212,7 +212,7 @@ def test_forced_calls_may_follow_reasoning_and_nothing_else(name: str) -> None:
     form = form_of(name, once=True, reasoning="qwen3")
     held = forced_calls(tools(), form, TEMPLATES.get(name, ("",))[-1])
     assert held is not None
-    text, ids = said(held, "special", "<think>This {x}, or [so]?</think>", 7)
+    text, ids = sampled(held, "special", "<think>This {x}, or [so]?</think>", 7)
     calls = calls_of(text, ids, form)
 
     assert len(calls) == 1, text
@@ -226,7 +226,7 @@ def test_forced_calls_are_valid_and_nothing_else(name: str) -> None:
     held = forced_calls(tools(), form, TEMPLATES.get(name, ("",))[-1])
     assert held is not None
     GrammarChecker().check(held)
-    text, ids = said(held, "special", "", 7)
+    text, ids = sampled(held, "special", "", 7)
     calls = calls_of(text, ids, form)
 
     assert len(calls) == 1, text
@@ -235,7 +235,7 @@ def test_forced_calls_are_valid_and_nothing_else(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_an_output_is_calls_or_an_answer_that_is_held_itself(name: str) -> None:
+def test_an_output_is_calls_or_an_answer_in_its_format(name: str) -> None:
     kind = "special"
     form = form_of(name, reasoning="openai_gptoss" if name == "openai" else "qwen3")
     held = strict_calls(tools(), form, TEMPLATES.get(name, ("",))[-1], Json(PLACE))
@@ -243,24 +243,24 @@ def test_an_output_is_calls_or_an_answer_that_is_held_itself(name: str) -> None:
     GrammarChecker().check(held)
     text, _ = tokenizer(kind)
     begin = "<|channel|>final<|message|>" if name == "openai" else ""
-    behind = "" if name == "openai" else "<think>Is it {x}?</think>\n\n"
+    reasoning = "" if name == "openai" else "<think>Is it {x}?</think>\n\n"
     answer = begin + '{"x": 1, "in": "a"}'
 
-    for said_before in ("", behind):
-        assert allowed(held, kind, text.encode(said_before + answer))
-        assert not allowed(held, kind, text.encode(f"{said_before}{begin}It is"))
-        assert not allowed(held, kind, text.encode(f'{said_before}{begin}{{"x": "'))
-        assert not allowed(held, kind, text.encode(f"{said_before}{answer} and"))
-        assert not allowed(held, kind, text.encode(said_before + "\n" * 5))
-    assert not allowed(held, kind, [*text.encode(behind[:12]), 0])  # reasoning is no answer
+    for written_before in ("", reasoning):
+        assert allowed(held, kind, text.encode(written_before + answer))
+        assert not allowed(held, kind, text.encode(f"{written_before}{begin}It is"))
+        assert not allowed(held, kind, text.encode(f'{written_before}{begin}{{"x": "'))
+        assert not allowed(held, kind, text.encode(f"{written_before}{answer} and"))
+        assert not allowed(held, kind, text.encode(written_before + "\n" * 5))
+    assert not allowed(held, kind, [*text.encode(reasoning[:12]), 0])  # reasoning is no answer
     assert calls_of(answer, text.encode(answer), form) == []
     opening = "[weather(" if name.endswith("pythonic") else OPENINGS[name]
-    called, ids = said(held, kind, behind + opening, 5)
+    called, ids = sampled(held, kind, reasoning + opening, 5)
     assert calls_of(called, ids, form), called
     check(calls_of(called, ids, form))
 
 
-def test_rules_of_an_answer_stand_beside_those_of_tools() -> None:
+def test_constraints_of_answers_and_tools_work_together() -> None:
     for name in ("hermes", "qwen3_coder", "openai"):
         held = strict_calls(
             tools(strict=False), form_of(name), "", Rules({"yes": Const("Yes")}, Rule("yes"))
@@ -274,7 +274,7 @@ def test_rules_of_an_answer_stand_beside_those_of_tools() -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_free_text_stays_free_and_calls_are_not_made_by_spelling_them(name: str) -> None:
+def test_text_is_unconstrained_and_spelled_markers_are_not_calls(name: str) -> None:
     held = strict_calls(tools(), form_of(name), "")
     assert held is not None
     words = "Grüße, 1 < 2. It is [so] or {so}."
@@ -318,7 +318,7 @@ def test_calls_are_constrained_after_reasoning_and_are_text_within_it(name: str,
     assert allowed(held, kind, text.encode(thought))
     assert not allowed(held, kind, text.encode(f"{thought}</think>\n\n{OPENINGS[name]}\nx("))
 
-    answer, ids = said(held, kind, f"{thought}</think>\n\n{OPENINGS[name]}", 3)
+    answer, ids = sampled(held, kind, f"{thought}</think>\n\n{OPENINGS[name]}", 3)
     calls = calls_of(answer, ids, form)
     assert calls, answer
     check(calls)
@@ -353,12 +353,12 @@ def test_in_harmony_calls_are_constrained_after_reasoning_and_text(kind: str) ->
     strict, forced = strict_calls(tools(), form, ""), forced_calls(tools(), form, "")
     assert strict is not None and forced is not None
     text, _ = tokenizer(kind)
-    for said, when_strict, when_forced in HARMONY:
-        ids = text.encode(said)
+    for output, when_strict, when_forced in HARMONY:
+        ids = text.encode(output)
         assert (allowed(strict, kind, ids), allowed(forced, kind, ids)) == (
             when_strict,
             when_forced,
-        ), said
+        ), output
     assert not allowed(strict, kind, tokenizer("text")[0].encode(f"{ANALYSIS}a<|call|>"))
 
     prompt = tokenizer("special")[0].encode("<|start|>assistant<|channel|>final<|message|>So")
@@ -370,7 +370,7 @@ def test_in_harmony_calls_are_constrained_after_reasoning_and_text(kind: str) ->
         assert allowed(within, "special", tokenizer("special")[0].encode(answer))
 
 
-def test_tools_that_are_not_strict_stay_free_beside_strict_ones() -> None:
+def test_non_strict_tools_stay_unconstrained_with_strict_ones() -> None:
     mixed = [*tools()[:1], *tools(strict=False)[1:]]
     examples = {
         "hermes": '<tool_call>\n{"name": "now", "arguments": {"a": [1]}}\n</tool_call>',
@@ -386,7 +386,7 @@ def test_tools_that_are_not_strict_stay_free_beside_strict_ones() -> None:
 
 
 @pytest.mark.parametrize("kind", ["text", "special"])
-def test_a_text_has_its_length_before_the_first_marker_that_ends_it(kind: str) -> None:
+def test_a_texts_length_ends_at_its_first_end_marker(kind: str) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "minLength": 4}}}
     definition = FunctionDefinition(name="f", parameters=schema, strict=True)
     for name, opening, closing in (
@@ -465,11 +465,14 @@ def test_schemas_that_a_form_cannot_express_are_refused_by_name(
 
 
 def test_descriptions_and_titles_do_not_count_as_schema_size() -> None:
-    said = {"description": "x" * 70_000, "default": 1, "title": "t"}
+    annotations = {"description": "x" * 70_000, "default": 1, "title": "t"}
     schema = {
         "type": "object",
-        **said,
-        "properties": {"title": {"type": "string", **said}, "b": {"items": {"anyOf": [{**said}]}}},
+        **annotations,
+        "properties": {
+            "title": {"type": "string", **annotations},
+            "b": {"items": {"anyOf": [{**annotations}]}},
+        },
     }
     definition = FunctionDefinition(name="f", parameters=schema, strict=True)
     held = strict_calls([Tool(type="function", function=definition)], form_of("hermes"), "")
@@ -479,7 +482,7 @@ def test_descriptions_and_titles_do_not_count_as_schema_size() -> None:
 
 
 @pytest.mark.parametrize("name", ["hermes", "pythonic", "qwen3_coder"])
-def test_schemas_that_are_nested_without_end_are_refused(name: str) -> None:
+def test_schemas_with_endless_nesting_are_refused(name: str) -> None:
     schema: dict[str, Any] = {"type": "integer"}
     for _ in range(3_000):
         schema = {"type": "object", "properties": {"a": schema}}

@@ -31,7 +31,7 @@ async def tools(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gatew
         yield running
 
 
-async def asked(gateway: Gateway, path: str, **fields: Any) -> SamplingParams:
+async def sampling_of(gateway: Gateway, path: str, **fields: Any) -> SamplingParams:
     answer = await gateway.http.post(path, json={"model": MODEL, **fields})
     assert answer.status_code == 200, answer.text
     return gateway.engine.submitted[-1].sampling
@@ -44,20 +44,22 @@ async def test_each_api_has_a_field_for_it(tools: Gateway) -> None:
         ("/v1/responses", {"input": "Hi", "thinking_token_budget": 5}),
         ("/v1/messages", {"messages": HI, "max_tokens": 9, "thinking": thinking}),
     ):
-        sampling = await asked(tools, path, **fields)
+        sampling = await sampling_of(tools, path, **fields)
         assert sampling.thinking_token_budget == 5
         assert sampling.thinking_format == ThinkingFormat(opening="<think>", closing="</think>")
 
 
-async def test_the_prompt_says_where_reasoning_stands(tools: Gateway) -> None:
+async def test_the_prompt_tells_whether_reasoning_is_open(tools: Gateway) -> None:
     path = "/v1/chat/completions"
     fields: dict[str, Any] = {"messages": HI, "thinking_token_budget": 0}
-    opened = await asked(tools, path, **fields, chat_template_kwargs={"open_thinking": True})
+    opened = await sampling_of(tools, path, **fields, chat_template_kwargs={"open_thinking": True})
     assert opened.thinking_format is not None
     assert opened.thinking_format.begin is ThinkingBegin.INSIDE
-    closed = await asked(tools, path, **fields, chat_template_kwargs={"enable_thinking": False})
+    closed = await sampling_of(
+        tools, path, **fields, chat_template_kwargs={"enable_thinking": False}
+    )
     assert prompt_of(tools).endswith("</think>\n\n") and closed.thinking_token_budget is None
-    free = await asked(tools, path, messages=HI, thinking_token_budget=-1)
+    free = await sampling_of(tools, path, messages=HI, thinking_token_budget=-1)
     assert free.thinking_token_budget is None
 
 
@@ -98,7 +100,7 @@ async def test_every_form_of_reasoning_has_a_limit(name: str) -> None:
         )
 
 
-async def test_harmony_goes_on_with_its_answer_or_decides_on_a_call() -> None:
+async def test_harmony_continues_with_an_answer_or_a_call() -> None:
     tokenizer = Tokenizer(harmony_tokenizer(), special_tokens={}, eos_token_ids=[0])
     sampling = SamplingParams(thinking_token_budget=5)
     prompt = tokenizer.encode("<|start|>assistant<|channel|>analysis<|message|>So")

@@ -1,4 +1,4 @@
-"""Parsers of tool calls separate calls from text, in the same way however the text is cut."""
+"""Parsers of tool calls separate calls from text, however the text is split."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -447,7 +447,7 @@ SHARDS = (
     shards=st.lists(st.sampled_from(SHARDS), max_size=12),
     places=st.lists(st.integers(0, 400), max_size=12),
 )
-def test_however_the_text_is_cut_the_parts_are_the_same(
+def test_the_parts_do_not_depend_on_how_the_text_is_split(
     name: str, shards: list[str], places: list[int]
 ) -> None:
     text = "".join(shards)
@@ -471,7 +471,7 @@ def test_however_the_text_is_cut_the_parts_are_the_same(
     indent=st.sampled_from((None, 2)),
     places=st.lists(st.integers(0, 400), max_size=8),
 )
-def test_any_arguments_come_through_as_they_were_written(
+def test_arguments_are_passed_on_unchanged(
     arguments: dict[str, object], name: str, indent: int | None, places: list[int]
 ) -> None:
     written = json.dumps(arguments, indent=indent)
@@ -520,9 +520,9 @@ def test_gemmas_notation_becomes_json(arguments: dict[str, object], places: list
 
 @pytest.mark.parametrize("name", ["hermes", "mistral", "llama3_json"])
 def test_arguments_are_passed_on_before_they_are_complete(name: str) -> None:
-    begun = '{"name": "add", "parameters": {"text": "once upon'
+    incomplete = '{"name": "add", "parameters": {"text": "once upon'
     before = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS][", "llama3_json": ""}[name]
-    parts = parser_of(name, PartList()).push(before + begun)
+    parts = parser_of(name, PartList()).push(before + incomplete)
 
     assert parts == [CallStart(0, "add"), CallArguments(0, '{"text": "once upon')]
 
@@ -541,7 +541,7 @@ def test_a_call_whose_name_comes_too_late_is_text() -> None:
     assert added_up(read("hermes", cut(text, range(0, len(text), 1000)))) == (text, [])
 
 
-def test_a_certain_call_may_be_long() -> None:
+def test_a_recognised_call_may_be_long() -> None:
     arguments = '{"a": "' + "b" * MAX_UNCERTAIN_CHARS + '"}'
     text = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
 
@@ -584,5 +584,5 @@ def test_with_a_limit_further_calls_are_left_out() -> None:
         ("{{ messages }}", None),
     ],
 )
-def test_the_template_tells_the_format(template: str, name: str | None) -> None:
+def test_the_format_is_found_in_the_template(template: str, name: str | None) -> None:
     assert detect_tool_parser(template) == name

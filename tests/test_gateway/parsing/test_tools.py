@@ -131,18 +131,18 @@ def strict(**fields: Any) -> dict[str, Any]:
     return {**WEATHER, "function": {**WEATHER["function"], "strict": True, **fields}}
 
 
-def asked(gateway: Gateway) -> StructuralTag | None:
+def structured_tag(gateway: Gateway) -> StructuralTag | None:
     """The structured output that the last request asked the engine for."""
     held = gateway.engine.submitted[-1].sampling.structured_outputs
     return None if held is None else read(held.structural_tag)
 
 
-async def test_calls_of_strict_tools_are_held_to_their_schemas(tools: Gateway) -> None:
+async def test_calls_of_strict_tools_match_their_schemas(tools: Gateway) -> None:
     say(tools, CALL)
     answer = await message(await tools.chat(tools=[strict(), TIME]))
-    tag = asked(tools)
+    tag = structured_tag(tools)
     await tools.chat(tools=[WEATHER, TIME])
-    loose = asked(tools)
+    loose = structured_tag(tools)
 
     assert answer["tool_calls"][0]["function"]["name"] == "weather"
     assert loose is None and tag is not None
@@ -166,13 +166,13 @@ async def test_strict_calls_are_constrained_after_reasoning(
 ) -> None:
     say(tools, "Hello.")
     answer = await tools.chat(tools=[strict()], chat_template_kwargs=variables)
-    tag = asked(tools)
+    tag = structured_tag(tools)
 
     assert answer.status_code == 200 and tag is not None
     assert (None if tag.reasoning is None else tag.reasoning.begin) == begin
 
 
-async def test_a_strict_schema_that_cannot_be_held_is_refused(tools: Gateway) -> None:
+async def test_a_strict_schema_that_cannot_be_enforced_is_refused(tools: Gateway) -> None:
     unknown = {"type": "object", "properties": {"x": {"type": "thing"}}}
     for schema in (unknown, {"$ref": "#"}):
         error = (await tools.chat(tools=[strict(parameters=schema)])).json()["error"]
@@ -186,10 +186,10 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}
 @pytest.mark.parametrize(
     "text", [CALL, '{"name": "Paris"}', '<think>Hm.</think>\n\n{"name": "Paris"}']
 )
-async def test_beside_tools_an_answer_with_a_format_may_be_calls(tools: Gateway, text: str) -> None:
+async def test_with_tools_an_answer_with_a_format_may_be_calls(tools: Gateway, text: str) -> None:
     say(tools, text)
     answer = await message(await tools.chat(tools=[WEATHER], response_format=FORMAT))
-    tag = asked(tools)
+    tag = structured_tag(tools)
 
     assert tag is not None and tag.reasoning is not None
     assert isinstance(tag.format, Alternatives) and Json(CITY) in tag.format.elements
@@ -199,15 +199,15 @@ async def test_beside_tools_an_answer_with_a_format_may_be_calls(tools: Gateway,
         assert (answer["content"], answer["finish_reason"]) == ('{"name": "Paris"}', "stop")
 
 
-async def test_forced_calls_leave_no_answer_to_hold(tools: Gateway) -> None:
+async def test_with_forced_calls_the_answer_format_is_not_used(tools: Gateway) -> None:
     say(tools, CALL)
     named = {"type": "function", "function": {"name": "weather"}}
     for choice in ("required", named):
         asking = {"tools": [WEATHER], "tool_choice": choice}
         await message(await tools.chat(**asking, response_format=FORMAT))
-        held = asked(tools)
+        held = structured_tag(tools)
         await message(await tools.chat(**asking))
-        assert held is not None and asked(tools) == held
+        assert held is not None and structured_tag(tools) == held
 
 
 async def test_the_sdk_reads_a_streamed_call(tools: Gateway) -> None:
@@ -229,12 +229,12 @@ async def test_the_sdk_reads_a_streamed_call(tools: Gateway) -> None:
 TWO_CALLS = f'<tool_call>\n{{"name": "time", "arguments": {{}}}}\n</tool_call>\n{CALL}'
 
 
-async def test_required_holds_the_output_to_calls(tools: Gateway) -> None:
+async def test_required_constrains_the_output_to_calls(tools: Gateway) -> None:
     say(tools, f"<think>Both.</think>\n\n{TWO_CALLS}")
     answer = await message(await tools.chat(tools=[WEATHER, TIME], tool_choice="required"))
-    tag = asked(tools)
+    tag = structured_tag(tools)
     await tools.chat(tools=[TIME], tool_choice="required", parallel_tool_calls=False)
-    once = asked(tools)
+    once = structured_tag(tools)
 
     names = [call["function"]["name"] for call in answer["tool_calls"]]
     assert names == ["time", "weather"] and answer["finish_reason"] == "tool_calls"
@@ -245,11 +245,11 @@ async def test_required_holds_the_output_to_calls(tools: Gateway) -> None:
     assert once is not None and isinstance(once.format, Tag)
 
 
-async def test_a_named_tool_holds_the_output_to_one_call_of_it(tools: Gateway) -> None:
+async def test_a_named_tool_constrains_the_output_to_one_call_of_it(tools: Gateway) -> None:
     say(tools, CALL)
     choice = {"type": "function", "function": {"name": "weather"}}
     answer = await message(await tools.chat(tools=[WEATHER, TIME], tool_choice=choice))
-    tag = asked(tools)
+    tag = structured_tag(tools)
 
     (call,) = answer["tool_calls"]
     assert call["function"] == {"name": "weather", "arguments": '{"city": "Paris"}'}
@@ -340,8 +340,8 @@ async def test_reasoning_that_never_ends_leaves_no_content(tools: Gateway) -> No
     assert (answer["content"], answer["reasoning_content"]) == (None, "on and on")
 
     only_content = {"role": "assistant", "content": answer["content"]}
-    asked = {"role": "user", "content": "x"}
-    again = await message(await tools.chat(messages=[asked, only_content, asked]))
+    structured_tag = {"role": "user", "content": "x"}
+    again = await message(await tools.chat(messages=[structured_tag, only_content, structured_tag]))
 
     assert again["reasoning_content"] == "on and on"
 

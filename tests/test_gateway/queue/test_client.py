@@ -124,7 +124,7 @@ def test_merging_keeps_log_probabilities_with_their_tokens() -> None:
     assert merged(waiting) == Delta(0, (3, 3))
 
 
-def test_one_stream_does_not_hold_up_the_others() -> None:
+def test_one_stream_does_not_delay_others() -> None:
     waiting = deque(Delta(0, (number,)) for number in range(100))
     sizes = [len(merged(waiting).token_ids) for _ in range(2)]
     assert sizes == [64, 36]
@@ -145,7 +145,7 @@ async def test_a_generation_yields_every_choice_to_its_end(
     assert client.active == 0
 
 
-async def test_a_generation_says_whether_an_engine_has_begun(
+async def test_a_generation_reports_whether_an_engine_has_started(
     client: GenerationClient, memory: InMemory
 ) -> None:
     generation = await client.submit(make_request())
@@ -257,7 +257,7 @@ async def test_a_silent_engine_loses_its_request(
     assert [t for d in await collect(generation) for t in d.token_ids] == [5, 6, 7]
 
 
-async def test_requests_of_a_silent_engine_are_rechecked_ever_less_often(
+async def test_requests_of_a_silent_engine_are_rechecked_less_and_less_often(
     memory: InMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There may be no other engine, and thousands of such requests."""
@@ -453,7 +453,9 @@ async def test_an_engine_that_runs_an_unknown_request_is_reported(
     assert client.ignored["unknown_request"] == 1
 
 
-async def test_an_outage_is_survived(client: GenerationClient, memory: InMemory) -> None:
+async def test_requests_survive_an_outage_of_redis(
+    client: GenerationClient, memory: InMemory
+) -> None:
     generation = await client.submit(make_request())
     memory.store.available = False
     await asyncio.sleep(3 * CONFIG.silence)

@@ -1,4 +1,4 @@
-"""The gateway's client with fake engines over a real Valkey, while things die.
+"""The gateway's client with fake engines over a real Valkey, while engines and servers fail.
 
 Tokens carry a checksum of all tokens before them, so that one lost, repeated or foreign token
 fails the test. Faults are seeded; times are short so that leases lapse within the test. Real
@@ -25,30 +25,30 @@ from headrace_testing.waiting import eventually
 CONFIG = ClientConfig(beat_interval=0.3, silence=0.5, recheck=0.5, longest_recheck=1.0)
 
 
-class Alone:
-    """An engine's queue without gateways, until it finds back."""
+class IsolatedQueue:
+    """An engine's queue that reaches no gateway until `reconnect`."""
 
     def __init__(self, queue: EngineQueue) -> None:
         self._queue = queue
-        self._alone = True
+        self._isolated = True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
 
-    def find_back(self) -> None:
-        self._alone = False
+    def reconnect(self) -> None:
+        self._isolated = False
 
     async def publish(self, replies: Mapping[str, Sequence[Reply]]) -> None:
-        if not self._alone:
+        if not self._isolated:
             await self._queue.publish(replies)
 
     async def gateway_alive(self, gateway_id: str) -> bool:
-        return not self._alone and await self._queue.gateway_alive(gateway_id)
+        return not self._isolated and await self._queue.gateway_alive(gateway_id)
 
     async def journal(self, request_id: str) -> tuple[ChoiceState, ...] | None:
         """Returns the journal without its last half."""
         states = await self._queue.journal(request_id)
-        if states is None or not self._alone:
+        if states is None or not self._isolated:
             return states
         return tuple(ChoiceState(token_ids=s.token_ids[: len(s.token_ids) // 2]) for s in states)
 
@@ -67,7 +67,7 @@ class ChaosSystem:
         self.engines: dict[FakeEngine, asyncio.Task[None]] = {}
         self.drained: list[asyncio.Task[None]] = []
         self.slots = 8  # of each engine
-        self._born = 0
+        self._started = 0
 
     async def start(self, engines: int) -> None:
         for client in self.clients:
@@ -76,10 +76,10 @@ class ChaosSystem:
             self.spawn()
 
     def spawn(self) -> FakeEngine:
-        self._born += 1
-        queue = self.backend.engine(f"e{self._born}", lease_ms=1000)
+        self._started += 1
+        queue = self.backend.engine(f"e{self._started}", lease_ms=1000)
         engine = FakeEngine(
-            queue, MODEL, slots=self.slots, token_delay=0.01, beat_interval=0.2, seed=self._born
+            queue, MODEL, slots=self.slots, token_delay=0.01, beat_interval=0.2, seed=self._started
         )
         self.engines[engine] = asyncio.create_task(engine.run())
         return engine
@@ -114,23 +114,25 @@ class ChaosSystem:
                 self.server.roll_back(folder / "snapshot")
 
     def stray(self) -> None:
-        """All engines are as with another master for a while: no gateway hears them, and they
-        believe every gateway to be gone."""
+        """Isolates all engines for a while, as if they used another master.
+
+        Gateways get no replies, and the engines find no gateway alive.
+        """
         for engine in self.engines:
-            alone = Alone(engine.queue)
-            engine.queue = cast(EngineQueue, alone)
-            asyncio.get_running_loop().call_later(2.0, alone.find_back)
+            isolated = IsolatedQueue(engine.queue)
+            engine.queue = cast(EngineQueue, isolated)
+            asyncio.get_running_loop().call_later(2.0, isolated.reconnect)
 
     async def answer(self, request: GenerateRequest) -> list[list[int]]:
-        """The tokens of each choice, checked to be one whole history."""
-        got: list[list[int]] = [[] for _ in range(request.sampling.n)]
+        """Returns the tokens of each choice, and checks that none is lost or repeated."""
+        tokens_by_choice: list[list[int]] = [[] for _ in range(request.sampling.n)]
         generation = await self.rng.choice(self.clients).submit(request)
         async for delta in generation:
-            got[delta.choice] += delta.token_ids
-        for choice, tokens in enumerate(got):
+            tokens_by_choice[delta.choice] += delta.token_ids
+        for choice, tokens in enumerate(tokens_by_choice):
             assert is_one_history(choice, tokens)
             assert len(tokens) == request.sampling.max_tokens
-        return got
+        return tokens_by_choice
 
     async def is_empty(self) -> bool:
         depth = await self.clients[0].queue.depth(MODEL)
@@ -192,8 +194,8 @@ async def test_every_stream_completes_whole(
     await eventually(system.is_empty)
 
 
-async def test_one_poison_request_takes_no_other_down(system: ChaosSystem) -> None:
-    async def replace_the_dead() -> None:
+async def test_a_poison_request_does_not_fail_other_requests(system: ChaosSystem) -> None:
+    async def replace_dead_engines() -> None:
         while True:
             done, _ = await asyncio.wait(
                 system.engines.values(), return_when=asyncio.FIRST_COMPLETED
@@ -202,13 +204,13 @@ async def test_one_poison_request_takes_no_other_down(system: ChaosSystem) -> No
                 assert isinstance(system.engines.pop(engine).exception(), EngineDied)
                 system.spawn()
 
-    nurse = asyncio.create_task(replace_the_dead())
+    replacing = asyncio.create_task(replace_dead_engines())
     poison = asyncio.create_task(system.answer(make_request(prompt=(1, POISON_TOKEN))))
     others = [asyncio.create_task(system.answer(make_request(max_tokens=30))) for _ in range(10)]
     async with asyncio.timeout(60):
         await asyncio.gather(*others)
         with pytest.raises(Exception, match="failed on several engines"):
             await poison
-    nurse.cancel()
+    replacing.cancel()
     assert [why for _, why in await system.backend.dead_letters()] == ["poisoned"]
     await eventually(system.is_empty)

@@ -16,14 +16,14 @@ CONFIG = ClientConfig(beat_interval=60.0, silence=0.08, recheck=0.08, longest_re
 
 
 class ManualClock:
-    """Moves only when it is told to; counts how often it was asked."""
+    """A clock that moves only when a test sets it; counts its readings."""
 
     def __init__(self) -> None:
         self.now = 1000.0
-        self.asked = 0
+        self.readings = 0
 
     def __call__(self) -> float:
-        self.asked += 1
+        self.readings += 1
         return self.now
 
 
@@ -56,7 +56,7 @@ def test_an_early_tick_loses_nothing() -> None:
 
 
 @pytest.mark.parametrize("stood_still", [True, False])
-async def test_an_engine_keeps_its_request_while_its_gateway_stands_still(
+async def test_an_engine_keeps_its_request_while_its_gateway_is_paused(
     monkeypatch: pytest.MonkeyPatch, stood_still: bool
 ) -> None:
     memory, clock = InMemory(), ManualClock()
@@ -78,10 +78,10 @@ async def test_an_engine_keeps_its_request_while_its_gateway_stands_still(
         await anext(aiter(generation))
 
     async def looked_again() -> bool:
-        return clock.asked > asked + 100
+        return clock.readings > readings + 100
 
     if stood_still:
-        asked = clock.asked
+        readings = clock.readings
         clock.now += 1000 * CONFIG.silence
         await eventually(looked_again)
         assert not released.is_set()

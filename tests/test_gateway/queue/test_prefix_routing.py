@@ -1,4 +1,4 @@
-"""The gateway's part of placement: it names the engines that have told of themselves lately."""
+"""The gateway's part of placement: it names engines with a recent heartbeat."""
 
 from dataclasses import replace
 

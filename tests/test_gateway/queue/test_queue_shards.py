@@ -49,7 +49,7 @@ def spread(backend: InMemory) -> Counter[int]:
 
 
 @pytest.mark.parametrize("counts", [(1, 3), (3, 1), (6, 3)])
-async def test_one_key_is_one_generation_whatever_the_count_becomes(
+async def test_one_key_is_one_generation_when_the_shard_count_changes(
     served: Models, counts: tuple[int, int]
 ) -> None:
     backend = InMemory()

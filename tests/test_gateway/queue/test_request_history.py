@@ -89,7 +89,7 @@ async def test_a_request_from_its_acceptance_to_its_end(
 ) -> None:
     request = make_request()
     generation = await client.submit(request)
-    history.came_by("/v1/chat/completions", [request])
+    history.note_path("/v1/chat/completions", [request])
     assert only(history)["state"] == "running"
     assert only(history)["times"]["started"] is None
 
@@ -163,7 +163,7 @@ async def test_a_request_that_fails(history: RequestHistory, client: GenerationC
     assert only(history)["error"] == "deadline_exceeded"
 
 
-async def test_a_refused_request_is_not_there(
+async def test_a_refused_request_is_not_in_the_history(
     history: RequestHistory, client: GenerationClient
 ) -> None:
     for _ in range(2):
@@ -175,7 +175,9 @@ async def test_a_refused_request_is_not_there(
     assert len(history.of("default")) == 2
 
 
-async def test_what_a_snapshot_says(history: RequestHistory, client: GenerationClient) -> None:
+async def test_a_snapshot_has_the_requests_times_and_engines(
+    history: RequestHistory, client: GenerationClient
+) -> None:
     request = make_request()
     await client.submit(request)
     timeline = history.find("default", request.request_id)

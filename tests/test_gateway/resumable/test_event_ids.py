@@ -208,10 +208,10 @@ def test_a_stream_resumed_after_any_event_has_exactly_the_others(
 
     whole = stream(case, model, first, START)
 
-    for got in range(1, len(whole) + 1):
-        rest = stream(case, model, again, position(whole[got - 1]))
-        assert by_choice(whole) == by_choice([*whole[:got], *rest])
-        ids = [event.split(b"\n")[0] for event in (*whole[:got], *rest)]
+    for count in range(1, len(whole) + 1):
+        rest = stream(case, model, again, position(whole[count - 1]))
+        assert by_choice(whole) == by_choice([*whole[:count], *rest])
+        ids = [event.split(b"\n")[0] for event in (*whole[:count], *rest)]
         assert ids[-1] == whole[-1].split(b"\n")[0]
         assert len(set(ids)) == len(ids)
 
@@ -245,9 +245,9 @@ def test_answers_with_calls_or_reasoning_are_continued_too(
     (deltas,) = outputs(case, model.tokenizer)
     whole = stream(case, model, cut(deltas, sizes[0]), START)
 
-    for got in {1 + place % len(whole) for place in places}:
-        rest = stream(case, model, cut(deltas, sizes[1]), position(whole[got - 1]))
-        assert [*whole[:got], *rest] == whole
+    for count in {1 + place % len(whole) for place in places}:
+        rest = stream(case, model, cut(deltas, sizes[1]), position(whole[count - 1]))
+        assert [*whole[:count], *rest] == whole
 
 
 def test_numbered_events_are_continued_by_their_number(model: ServedModel) -> None:
@@ -255,8 +255,8 @@ def test_numbered_events_are_continued_by_their_number(model: ServedModel) -> No
     deltas = outputs(case, model.tokenizer)[0]
     whole = stream(case, model, deltas, START)
 
-    for got in range(1, len(whole) + 1):
-        assert stream(case, model, deltas, Position((got,))) == whole[got:]
+    for count in range(1, len(whole) + 1):
+        assert stream(case, model, deltas, Position((count,))) == whole[count:]
 
 
 def test_a_different_answer_is_not_continued(model: ServedModel) -> None:

@@ -58,7 +58,7 @@ async def break_stream_after(
     http: httpx.AsyncClient, headers: Mapping[str, str], count: int, **fields: Any
 ) -> ReceivedStream:
     """Reads a stream as a client that disconnects after `count` events."""
-    got = ReceivedStream()
+    received = ReceivedStream()
     gone = asyncio.Event()
 
     def seen(stream: ReceivedStream) -> None:
@@ -68,27 +68,27 @@ async def break_stream_after(
     async def listen() -> None:
         body = {**LONG, "stream": True, **fields}
         async with http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
-            await read(answer, got, seen)
+            await read(answer, received, seen)
 
     listening = asyncio.create_task(listen())
     await gone.wait()
     listening.cancel()
     await asyncio.gather(listening, return_exceptions=True)
-    return got
+    return received
 
 
-async def read_rest(http: httpx.AsyncClient, got: ReceivedStream) -> ReceivedStream:
-    assert got.last_id is not None
-    url = f"/v1/requests/{got.request_id}/events"
-    answer = await http.get(url, headers={"last-event-id": got.last_id})
+async def read_rest(http: httpx.AsyncClient, received: ReceivedStream) -> ReceivedStream:
+    assert received.last_id is not None
+    url = f"/v1/requests/{received.request_id}/events"
+    answer = await http.get(url, headers={"last-event-id": received.last_id})
     assert answer.status_code == 200, answer.text
     for block in answer.text.split("\n\n"):
-        got.take(block)
-    return got
+        received.take(block)
+    return received
 
 
-def tokens_of(got: ReceivedStream, choice: int = 0) -> list[int]:
-    chosen = [c for e in got.events for c in e["choices"] if c["index"] == choice]
+def tokens_of(received: ReceivedStream, choice: int = 0) -> list[int]:
+    chosen = [c for e in received.events for c in e["choices"] if c["index"] == choice]
     return [token for each in chosen for token in each["token_ids"]]
 
 
@@ -97,9 +97,9 @@ def tokens_of(got: ReceivedStream, choice: int = 0) -> list[int]:
 async def test_a_broken_stream_continues_at_any_gateway(
     gateways: list[httpx.AsyncClient], engine: FakeEngine, where: int, n: int
 ) -> None:
-    got = await break_stream_after(gateways[0], RESUMABLE, 20, n=n)
+    received = await break_stream_after(gateways[0], RESUMABLE, 20, n=n)
 
-    whole = await read_rest(gateways[where], got)
+    whole = await read_rest(gateways[where], received)
 
     assert whole.done
     for choice in range(n):
@@ -142,18 +142,20 @@ async def test_large_bodies_are_compared_off_the_event_loop(
 async def test_the_same_post_with_its_key_continues_the_stream(
     gateways: list[httpx.AsyncClient], engine: FakeEngine
 ) -> None:
-    got = await break_stream_after(gateways[0], KEY, 20)
+    received = await break_stream_after(gateways[0], KEY, 20)
 
-    assert got.last_id is not None
+    assert received.last_id is not None
     answer = await gateways[1].post(
         "/v1/completions",
         json={**LONG, "stream": True},
-        headers={**KEY, "last-event-id": got.last_id},
+        headers={**KEY, "last-event-id": received.last_id},
     )
     for block in answer.text.split("\n\n"):
-        got.take(block)
+        received.take(block)
 
-    assert got.done and len(tokens_of(got)) == 100 and is_one_history(0, tokens_of(got))
+    assert (
+        received.done and len(tokens_of(received)) == 100 and is_one_history(0, tokens_of(received))
+    )
 
 
 async def test_a_whole_stream_can_be_read_again_after_its_end(
@@ -183,10 +185,11 @@ def without_comments(text: str) -> list[str]:
 async def test_a_client_that_saw_the_last_event_gets_only_done(
     gateways: list[httpx.AsyncClient], engine: FakeEngine
 ) -> None:
-    got = await break_stream_after(gateways[0], RESUMABLE, 5, max_tokens=5)
+    received = await break_stream_after(gateways[0], RESUMABLE, 5, max_tokens=5)
 
     answer = await gateways[1].get(
-        f"/v1/requests/{got.request_id}/events", headers={"last-event-id": got.last_id or ""}
+        f"/v1/requests/{received.request_id}/events",
+        headers={"last-event-id": received.last_id or ""},
     )
 
     assert answer.text == "data: [DONE]\n\n"
@@ -212,15 +215,17 @@ async def test_a_following_gateway_takes_over_when_the_first_one_is_gone(
     engine.token_delay = 0.005
     async with group.gateway("g2") as other:
         async with group.gateway("g1") as first:
-            got = await break_stream_after(first, RESUMABLE, 20, max_tokens=300)
-            following = asyncio.create_task(read_rest_by_events(other, got))
+            received = await break_stream_after(first, RESUMABLE, 20, max_tokens=300)
+            following = asyncio.create_task(read_rest_by_events(other, received))
 
             async def followed() -> bool:
-                return len(got.events) > 40
+                return len(received.events) > 40
 
             await eventually(followed)
         await following
-    assert got.done and len(tokens_of(got)) == 300 and is_one_history(0, tokens_of(got))
+    assert (
+        received.done and len(tokens_of(received)) == 300 and is_one_history(0, tokens_of(received))
+    )
 
 
 async def test_a_stream_survives_the_loss_of_engine_and_gateway_at_once(
@@ -230,14 +235,14 @@ async def test_a_stream_survives_the_loss_of_engine_and_gateway_at_once(
     engine.token_delay = 0.005
     async with group.gateway("g2") as other:
         async with group.gateway("g1") as first:
-            got = await break_stream_after(first, RESUMABLE, 30, n=2)
+            received = await break_stream_after(first, RESUMABLE, 30, n=2)
             engine_task.cancel()
             await asyncio.gather(engine_task, return_exceptions=True)
         heir = FakeEngine(
             backend.engine("e2", lease_ms=200), MODEL, token_delay=0.001, beat_interval=0.1, seed=1
         )
         serving = asyncio.create_task(heir.run())
-        whole = await read_rest(other, got)
+        whole = await read_rest(other, received)
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
     for choice in range(2):
@@ -245,12 +250,12 @@ async def test_a_stream_survives_the_loss_of_engine_and_gateway_at_once(
         assert len(tokens) == 100 and is_one_history(choice, tokens)
 
 
-async def read_rest_by_events(http: httpx.AsyncClient, got: ReceivedStream) -> None:
+async def read_rest_by_events(http: httpx.AsyncClient, received: ReceivedStream) -> None:
     """Reads the rest like `read_rest`, but event by event."""
-    assert got.last_id is not None
-    url, headers = f"/v1/requests/{got.request_id}/events", {"last-event-id": got.last_id}
+    assert received.last_id is not None
+    url, headers = f"/v1/requests/{received.request_id}/events", {"last-event-id": received.last_id}
     async with http.stream("GET", url, headers=headers) as answer:
-        await read(answer, got, lambda _: None)
+        await read(answer, received, lambda _: None)
 
 
 async def test_eight_clients_with_one_key_make_one_generation(
@@ -271,9 +276,9 @@ async def test_several_prompts_are_one_request(
     gateways: list[httpx.AsyncClient], engine: FakeEngine
 ) -> None:
     fields = {"prompt": [[1], [2], [3]], "max_tokens": 60}
-    got = await break_stream_after(gateways[0], RESUMABLE, 10, **fields)
+    received = await break_stream_after(gateways[0], RESUMABLE, 10, **fields)
 
-    whole = await read_rest(gateways[1], got)
+    whole = await read_rest(gateways[1], received)
 
     for choice in range(3):
         assert len(tokens_of(whole, choice)) == 60 and is_one_history(0, tokens_of(whole, choice))
@@ -304,12 +309,12 @@ async def test_a_request_whose_client_does_not_return_is_cancelled(
     gateways: list[httpx.AsyncClient], group: GatewayGroup, engine: FakeEngine
 ) -> None:
     engine.token_delay = 0.02
-    got = await break_stream_after(gateways[0], KEY, 2, max_tokens=400)
+    received = await break_stream_after(gateways[0], KEY, 2, max_tokens=400)
 
     await eventually(group.is_idle)
 
     engine.token_delay = 0.001
-    body = (await gateways[1].get(f"/v1/requests/{got.request_id}")).json()
+    body = (await gateways[1].get(f"/v1/requests/{received.request_id}")).json()
     assert (body["status"], body["error"]["code"]) == ("cancelled", "cancelled")
     again = await gateways[1].post(
         "/v1/completions", json={**LONG, "stream": True, "max_tokens": 400}, headers=KEY
@@ -318,10 +323,10 @@ async def test_a_request_whose_client_does_not_return_is_cancelled(
 
 
 async def parse_stream(answer: httpx.Response) -> ReceivedStream:
-    got = ReceivedStream()
+    received = ReceivedStream()
     for block in answer.text.split("\n\n"):
-        got.take(block)
-    return got
+        received.take(block)
+    return received
 
 
 @pytest.mark.parametrize("window", [2.0])
@@ -331,9 +336,9 @@ async def test_a_client_at_another_gateway_keeps_a_request_running(
     """The first gateway has no client for more than two windows. The windows are long enough for
     the client to come back on a busy machine."""
     engine.token_delay = 0.035
-    got = await break_stream_after(gateways[0], RESUMABLE, 2, max_tokens=150)
+    received = await break_stream_after(gateways[0], RESUMABLE, 2, max_tokens=150)
 
-    whole = await read_rest(gateways[1], got)
+    whole = await read_rest(gateways[1], received)
 
     assert whole.done and len(tokens_of(whole)) == 150
 
@@ -342,13 +347,13 @@ async def test_delete_cancels_at_any_gateway(
     gateways: list[httpx.AsyncClient], group: GatewayGroup, engine: FakeEngine
 ) -> None:
     engine.token_delay = 0.02
-    got = await break_stream_after(gateways[0], RESUMABLE, 2, max_tokens=4000)
+    received = await break_stream_after(gateways[0], RESUMABLE, 2, max_tokens=4000)
 
-    deleted = await gateways[1].delete(f"/v1/requests/{got.request_id}")
+    deleted = await gateways[1].delete(f"/v1/requests/{received.request_id}")
 
     assert (deleted.status_code, deleted.json()["status"]) == (200, "cancelled")
     await eventually(group.is_idle)
-    again = await gateways[0].delete(f"/v1/requests/{got.request_id}")
+    again = await gateways[0].delete(f"/v1/requests/{received.request_id}")
     assert again.json()["status"] == "cancelled"
 
 
@@ -429,7 +434,7 @@ async def test_a_refused_request_leaves_its_key_free(backend: Backend, served: M
 async def test_a_key_whose_request_never_reached_the_queue_can_be_used_again(
     gateways: list[httpx.AsyncClient], backend: Backend
 ) -> None:
-    """The gateway died between storing it and queueing it; its deadline has passed meanwhile."""
+    """The gateway died after it stored and before it queued the request, whose deadline has passed."""
     stored = await gateways[0].post("/v1/completions", json=LONG, headers=KEY)
     store = backend.request_store()
     kept = await store.get(stored.headers["content-location"].rpartition("/")[2])
@@ -447,14 +452,14 @@ async def test_a_request_that_its_engine_lost_is_one_generation(
     gateways: list[httpx.AsyncClient], engine: FakeEngine, group: GatewayGroup
 ) -> None:
     engine.token_delay = 0.01
-    got = await break_stream_after(gateways[0], KEY, 20)
+    received = await break_stream_after(gateways[0], KEY, 20)
     engine.lose()
 
-    view = (await gateways[1].get(f"/v1/requests/{got.request_id}")).json()
+    view = (await gateways[1].get(f"/v1/requests/{received.request_id}")).json()
     again, body = ReceivedStream(), {**LONG, "stream": True}
     async with gateways[1].stream("POST", "/v1/completions", json=body, headers=KEY) as answer:
         await read(answer, again, lambda _: None)
-    whole = await read_rest(gateways[0], got)
+    whole = await read_rest(gateways[0], received)
 
     # The request is queued again at once, so an engine may not have taken it yet.
     assert view["status"] in ("queued", "in_progress") and view["error"] is None

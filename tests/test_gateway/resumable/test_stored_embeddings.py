@@ -179,7 +179,7 @@ async def finished(group: GatewayGroup, ids: set[str]) -> set[str]:
 
 
 @in_memory
-async def test_delete_ends_it_at_any_gateway(
+async def test_delete_ends_a_request_at_any_gateway(
     gateways: list[httpx.AsyncClient], group: GatewayGroup, runs: Runs
 ) -> None:
     runs.most = 30

@@ -55,7 +55,7 @@ async def test_a_new_model_service_gets_all_its_objects(user: User, scene: Scene
         assert (owner["kind"], owner["name"], owner["controller"]) == ("ModelService", "qwen", True)
 
 
-async def test_one_that_was_there_before_the_operator_is_served_too(
+async def test_a_model_service_created_before_the_operator_starts_is_served(
     user: User, scene: Scene
 ) -> None:
     await user.create(body())
@@ -89,7 +89,7 @@ async def test_a_deleted_model_service_is_left_alone(user: User, scene: Scene) -
         await until(lambda: replicas(user, "other-engine") == 1)
 
 
-async def test_nothing_keeps_a_model_service_from_being_deleted(user: User, scene: Scene) -> None:
+async def test_a_model_service_can_always_be_deleted(user: User, scene: Scene) -> None:
     async with operator(user, scene):
         await user.create(body())
         await until(lambda: status(user).get("conditions"))
@@ -352,7 +352,7 @@ async def test_a_pod_that_cannot_start_degrades_with_its_reason(user: User, scen
     assert user.server.events().count("ImagePullBackOff") == 1
 
 
-async def test_a_new_model_is_no_cause_for_alarm(user: User, scene: Scene) -> None:
+async def test_a_new_model_causes_no_warning_event(user: User, scene: Scene) -> None:
     scene.waiting = None
     async with operator(user, scene):
         await user.create(body(**CONTROLLED))

@@ -74,7 +74,7 @@ async def may_connect(server: ValkeyServer, tmp_path: Path, word: str) -> bool:
     connection = Connection(ConnectionConfig(url=server.url, credentials=tmp_path))
     try:
         return bool(await connection.client.command("PING"))
-    except Exception as error:  # noqa: BLE001 - told apart below
+    except Exception as error:  # noqa: BLE001 - distinguished below
         assert "username-password" in str(error)
         return False
     finally:
@@ -86,7 +86,7 @@ async def passwords(over: OverRedis) -> int:
     return 0 if found is None else len(found["passwords"])
 
 
-async def test_a_model_service_gets_a_user_that_is_its_model_s(
+async def test_a_model_service_gets_its_models_redis_user(
     user: User, users: RedisUsers, over: OverRedis, server: ValkeyServer, tmp_path: Path
 ) -> None:
     await user.create(body(model=CHAT))
@@ -105,7 +105,7 @@ async def test_a_model_service_gets_a_user_that_is_its_model_s(
     assert password(user) == first and await passwords(over) == 1
 
 
-async def test_a_changed_password_holds_beside_the_old_one_for_a_while(
+async def test_old_and_new_passwords_both_work_for_a_while(
     user: User,
     users: RedisUsers,
     over: OverRedis,
@@ -156,7 +156,7 @@ async def test_users_are_kept_over_a_restart_of_redis(
     assert await passwords(over) == 1
 
 
-async def test_users_hold_on_a_replica_that_becomes_master(
+async def test_users_exist_on_a_replica_that_becomes_master(
     user: User,
     users: RedisUsers,
     over: OverRedis,
@@ -255,7 +255,7 @@ def test_an_engine_s_pod_mounts_its_user() -> None:
     assert volumes["queue-user"]["secret"]["secretName"] == SECRET
 
 
-def test_a_url_of_engines_with_users_names_none() -> None:
+def test_invalid_settings_for_engine_users_are_refused() -> None:
     with pytest.raises(ValueError, match="engine_redis_url must be set"):
         OperatorSettings(
             engine_image="e", redis_url="redis://:p@q:1", redis_admin_url=f"redis://:{'p' * 16}@q:1"

@@ -57,8 +57,10 @@ def test_drain_is_sent_until_the_engine_reports_it() -> None:
     again = plan(pods, first.start, surplus=1, now=110, timeout=60)
     assert (again.start, again.ended) == ((), ())
     assert again.engines_to_drain(pods) == ("a.1.abc",)
-    heard = [pod("a", running=2, draining=True), pods[1]]
-    assert plan(heard, first.start, surplus=1, now=110, timeout=60).engines_to_drain(heard) == ()
+    reported = [pod("a", running=2, draining=True), pods[1]]
+    assert (
+        plan(reported, first.start, surplus=1, now=110, timeout=60).engines_to_drain(reported) == ()
+    )
 
 
 def test_an_idle_engine_has_not_ended_before_it_takes_no_more_work() -> None:
@@ -76,7 +78,7 @@ def test_an_engine_that_is_gone_or_new_in_its_pod_has_ended() -> None:
     assert plan([pod("a")], [other], surplus=1, now=1, timeout=60).ended == (other,)
 
 
-def test_a_drain_has_an_end() -> None:
+def test_a_drain_ends_after_its_grace_period() -> None:
     pods = [pod("a", running=3, draining=True)]
     assert not plan(pods, [victim("a")], surplus=1, now=59, timeout=60).ended
     assert plan(pods, [victim("a")], surplus=1, now=60, timeout=60).ended

@@ -57,13 +57,13 @@ def test_every_engine_variable_is_a_setting_of_the_engine(
         "speculativeConfig": {"method": "ngram"},
     }
     values = env(engine={"settings": settings}, queue={"shards": 3})
-    ours = {
+    variables = {
         name.removeprefix(PREFIX).lower(): value
         for name, value in values.items()
         if name.startswith(PREFIX)
     }
-    assert set(ours) <= set(EngineSettings.model_fields)
-    for name, value in ours.items():
+    assert set(variables) <= set(EngineSettings.model_fields)
+    for name, value in variables.items():
         monkeypatch.setenv(f"{PREFIX}{name.upper()}", value)
     read = EngineSettings()
     assert (read.model, read.revision, read.name) == ("Qwen/Qwen3-8B", "abc123", "qwen")
@@ -127,7 +127,7 @@ def test_requests_for_a_deleted_model_stay_queued_if_the_spec_asks_for_it() -> N
     assert env(deletion={"waitingRequests": "Hold"})["HEADRACE_ENGINE_HOLD_WAITING"] == "true"
 
 
-def test_a_gpu_is_asked_for_by_type_and_used() -> None:
+def test_a_gpu_is_requested_by_type_and_used() -> None:
     gpu = {"count": 1, "product": "NVIDIA-H100-80GB-HBM3"}
     found = pod(engine={"gpu": gpu, "nodeSelector": {"pool": "a"}})
     assert found["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "1"}
@@ -176,7 +176,7 @@ def test_pods_are_restricted() -> None:
         }
 
 
-def test_probes_ask_the_metrics_port() -> None:
+def test_probes_use_the_metrics_port() -> None:
     found = container(engine={"startupTimeoutSeconds": 95})
     paths = {
         probe: found[probe]["httpGet"]["path"]
@@ -224,7 +224,7 @@ def test_a_hub_token_comes_from_its_secret() -> None:
     assert "HEADRACE_ENGINE_REVISION" not in values
 
 
-def test_a_local_model_needs_no_volume_and_no_way_out() -> None:
+def test_a_local_model_needs_no_volume_and_no_egress() -> None:
     owner: dict[str, Any] = {"model": {"local": {"path": "headrace-demo"}}}
     assert env(**owner)["HEADRACE_ENGINE_MODEL"] == "headrace-demo"
     assert {volume["name"] for volume in pod(**owner)["volumes"]} == {"tmp", "shm", "cache"}
@@ -303,7 +303,7 @@ def test_a_doctor_has_the_environment_of_the_engine() -> None:
     assert "initContainers" not in pod()
 
 
-def test_the_users_variables_and_flags_win() -> None:
+def test_the_users_variables_and_flags_take_precedence() -> None:
     own = [{"name": "HEADRACE_ENGINE_DEVICE", "value": "cuda:1"}, {"name": "X", "value": "1"}]
     found = container(engine={"env": own, "extraArgs": ["--threads", "4"]})
     named = [variable["name"] for variable in found["env"]]
@@ -312,7 +312,7 @@ def test_the_users_variables_and_flags_win() -> None:
     assert found["args"] == ["--threads", "4"]
 
 
-def test_the_queue_comes_from_a_secret_where_there_is_one() -> None:
+def test_the_queue_url_comes_from_a_secret_if_there_is_one() -> None:
     platform = replace(PLATFORM, queue_secret=("redis", "url"), queue_ca_secret="ca")
     found = spec_of(deployment(service(), platform, replicas=1))
     (variable,) = [
@@ -368,7 +368,7 @@ def test_scheduling_fields_are_passed_on() -> None:
     assert found["imagePullSecrets"] == [{"name": "pull"}]
 
 
-def test_a_canary_differs_in_image_and_revision_alone() -> None:
+def test_a_canary_differs_only_in_image_and_revision() -> None:
     owner = service(canary={"revision": "def", "image": "engine:2", "replicas": 2})
     found = canary_of(owner, PLATFORM)
     assert found is not None
@@ -386,7 +386,7 @@ def test_a_canary_differs_in_image_and_revision_alone() -> None:
     assert canary_of(service(), PLATFORM) is None
 
 
-def test_companions_are_those_asked_for() -> None:
+def test_only_the_companions_of_the_spec_are_made() -> None:
     kinds = [found["kind"] for found in companions_of(service(), PLATFORM)]
     assert kinds == [
         "ServiceAccount",
@@ -410,7 +410,7 @@ def test_companions_are_those_asked_for() -> None:
         "HorizontalPodAutoscaler",
     ]
     found = {manifest["metadata"]["name"] for manifest in companions_of(more, PLATFORM)}
-    assert more.name not in found, "it may be the name of an object of the release"
+    assert more.name not in found, "an object of the release may have this name"
     gone = {(child.kind, child.optional) for child in unwanted(more)}
     assert gone == {("Deployment", False), ("NetworkPolicy", False), ("ScaledObject", True)}
 
@@ -459,7 +459,7 @@ def test_engines_may_reach_what_they_need() -> None:
     local = network_policy(service(model={"image": {"reference": "r/m:1"}}), PLATFORM)
     assert local is not None
     ports = {port["port"] for rule in local["spec"]["egress"] for port in rule["ports"]}
-    assert ports == {53, 6379}, "a model from a volume needs no way out"
+    assert ports == {53, 6379}, "a model from a volume needs no egress"
 
 
 def test_extra_egress_is_added() -> None:

@@ -40,7 +40,7 @@ def test_a_crash_is_reported_with_its_exit_code() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "reason", "said"),
+    ("message", "reason", "text"),
     [
         (
             "model_not_found: /models/x: no such folder",
@@ -64,9 +64,11 @@ def test_a_crash_is_reported_with_its_exit_code() -> None:
         ),
     ],
 )
-def test_the_last_word_of_an_engine_is_the_reason(message: str, reason: str, said: str) -> None:
-    told = problem([engine_pod(**ended(70, message=message))])
-    assert told == (reason, f"pod a: container engine ended with exit code 70: {said}")
+def test_the_termination_message_of_an_engine_is_the_reason(
+    message: str, reason: str, text: str
+) -> None:
+    found = problem([engine_pod(**ended(70, message=message))])
+    assert found == (reason, f"pod a: container engine ended with exit code 70: {text}")
 
 
 def test_too_little_memory_is_reported_with_the_limit_and_a_remedy() -> None:
@@ -91,7 +93,7 @@ def test_problems_that_a_restart_cannot_fix_are_reported_at_the_first_exit(
     assert problem([once_more]) == found
 
 
-def test_one_crash_of_another_kind_is_no_trouble_yet() -> None:
+def test_a_single_crash_of_another_kind_is_not_reported() -> None:
     crashed = {"terminated": {"exitCode": 70, "message": "rank_failed: rank 1 ended"}}
     assert problem([engine_pod(state={"running": {}}, restartCount=1, lastState=crashed)]) is None
     found = problem([engine_pod(state={"running": {}}, restartCount=2, lastState=crashed)])

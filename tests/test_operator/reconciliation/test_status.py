@@ -122,9 +122,9 @@ def test_other_scaling_modes_name_the_scaler() -> None:
     ],
 )
 def test_the_status_has_the_most_important_reason(found: Observations, reason: str) -> None:
-    told = status.status_of(service(), found, {}, NOW)
-    assert told["reason"] == reason
-    assert told["message"] in {condition["message"] for condition in told["conditions"]}
+    written = status.status_of(service(), found, {}, NOW)
+    assert written["reason"] == reason
+    assert written["message"] in {condition["message"] for condition in written["conditions"]}
 
 
 def test_a_saturated_service_says_how_many_requests_wait_and_why() -> None:
@@ -195,19 +195,19 @@ def test_the_loss_of_the_last_engine_is_an_alarm_and_a_start_from_zero_is_none()
     for before in (seen(), seen(ready=0, desired=0)):
         old = status.status_of(service(), before, {}, NOW)["conditions"]
         new = status.status_of(service(), seen(ready=0), {"conditions": old}, NOW)["conditions"]
-        told = {c.reason: c.kind for c in status.transitions(old, new)}
-        kinds.append(told["NoEngineReady"])
+        reported = {c.reason: c.kind for c in status.transitions(old, new)}
+        kinds.append(reported["NoEngineReady"])
     assert kinds == ["Warning", "Normal"]
 
 
 def test_only_the_upper_limit_gives_an_event() -> None:
     free = status.status_of(service(), seen(decision=decision()), {}, NOW)["conditions"]
-    told = {}
+    reported = {}
     for limit in ScalingLimit:
         held = seen(decision=decision(limited=limit))
         now = status.status_of(service(), held, {"conditions": free}, NOW)["conditions"]
-        told[limit] = [c.reason for c in status.transitions(free, now)]
-    assert told == {limit: [] for limit in ScalingLimit} | {
+        reported[limit] = [c.reason for c in status.transitions(free, now)]
+    assert reported == {limit: [] for limit in ScalingLimit} | {
         ScalingLimit.MAX_REPLICAS: ["TooManyReplicas"]
     }
 
@@ -231,10 +231,10 @@ def test_a_cause_that_lasts_is_one_event_and_its_end_no_alarm() -> None:
     new = status.status_of(service(), seen(ready=0), {}, NOW)["conditions"]
     broken = seen(ready=0, problem=("OOMKilled", "pod p"))
     first = status.status_of(service(), broken, {"conditions": new}, NOW)["conditions"]
-    told = [(c.kind, c.reason) for c in status.transitions(new, first)]
-    assert told == [("Warning", "OOMKilled")]
+    reported = [(c.kind, c.reason) for c in status.transitions(new, first)]
+    assert reported == [("Warning", "OOMKilled")]
     again = status.status_of(service(), broken, {"conditions": first}, NOW)["conditions"]
     assert status.transitions(first, again) == []
     mended = status.status_of(service(), seen(ready=0), {"conditions": again}, NOW)["conditions"]
-    told = [(c.kind, c.reason) for c in status.transitions(again, mended)]
-    assert told == [("Normal", "AsExpected")]
+    reported = [(c.kind, c.reason) for c in status.transitions(again, mended)]
+    assert reported == [("Normal", "AsExpected")]

@@ -240,7 +240,7 @@ def test_the_idle_time_restarts_after_a_gap_in_the_metrics() -> None:
     assert decide(see(1, at=1030.0), policy, back.history, 1030.0).replicas == 1
 
 
-def test_work_that_came_and_went_between_two_looks_keeps_the_engine() -> None:
+def test_work_between_two_readings_keeps_the_engine() -> None:
     policy = replace(POLICY, min_replicas=0, idle_time=300.0)
     decision = first(see(1), policy)
     counts = {}
@@ -252,7 +252,7 @@ def test_work_that_came_and_went_between_two_looks_keeps_the_engine() -> None:
     assert min(now for now, count in counts.items() if count == 0) == 450
 
 
-def test_load_of_the_day_before_is_met_before_it_comes() -> None:
+def test_the_load_of_the_day_before_is_predicted() -> None:
     policy = replace(POLICY, forecast=Forecast(), cold_start=600.0)
     history = History()
     for step in range(2 * 288):
@@ -279,7 +279,7 @@ def test_estimates_name_value_and_target() -> None:
     assert running.replicas == pytest.approx(6.4)
 
 
-def test_a_rate_of_next_to_nothing_teaches_nothing() -> None:
+def test_a_rate_near_zero_does_not_change_the_estimate() -> None:
     decision = first(
         see(1, share=0.5, rate=5e-324), replace(POLICY, engine_requests_per_second=None)
     )

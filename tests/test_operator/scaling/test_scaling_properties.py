@@ -80,7 +80,7 @@ def test_the_count_stays_within_its_bounds(
 
 @quick
 @given(observations(), policies, st.integers(1, 2000), st.integers(0, 2_000_000))
-def test_more_backlog_never_means_fewer_engines(
+def test_more_backlog_never_gives_fewer_engines(
     seen: ScalingObservation, policy: ScalingPolicy, requests: int, tokens: int
 ) -> None:
     queue = seen.queue

@@ -107,7 +107,7 @@ async def test_a_page_that_breaks_off_is_not_read_in_part() -> None:
             await scraped(listener.sockets[0].getsockname()[1])
 
 
-async def told(answer: Handler, *, trusted: bool = True) -> str:
+async def error_of(answer: Handler, *, trusted: bool = True) -> str:
     """The message in a ModelService's status for a Prometheus that answers so."""
     async with server(answer) as port, fetch.session() as session:
         async with fetch.session(local=False) as remote:
@@ -124,14 +124,14 @@ async def told(answer: Handler, *, trusted: bool = True) -> str:
 
 
 async def test_redirects_are_not_followed() -> None:
-    asked: list[str] = []
+    paths: list[str] = []
 
     async def answer(request: web.Request) -> web.StreamResponse:
-        asked.append(request.path)
+        paths.append(request.path)
         return web.Response(status=302, headers={"Location": "/latest/meta-data"}, text=SECRET)
 
-    assert await told(answer) == "the answer has HTTP status 302"
-    assert set(asked) == {"/prom/api/v1/query"}
+    assert await error_of(answer) == "the answer has HTTP status 302"
+    assert set(paths) == {"/prom/api/v1/query"}
 
 
 async def test_pods_are_not_followed_elsewhere() -> None:
@@ -160,11 +160,11 @@ async def test_no_part_of_an_answer_is_shown(status: int, reason: str, says: str
         reply.set_status(status, reason)
         return reply
 
-    assert await told(answer) == says
+    assert await error_of(answer) == says
 
 
 async def test_a_long_answer_to_a_query_is_not_read() -> None:
-    assert "more than 1048576 bytes" in await told(in_pieces(SECRET.encode() * 100_000))
+    assert "more than 1048576 bytes" in await error_of(in_pieces(SECRET.encode() * 100_000))
 
 
 async def test_answers_that_are_not_http_are_not_shown() -> None:
@@ -185,7 +185,7 @@ async def test_a_name_that_leads_to_the_node_is_not_connected_to() -> None:
     async def answer(request: web.Request) -> web.StreamResponse:
         raise AssertionError("it was asked")
 
-    assert "leads to the node or to a metadata service" in await told(answer, trusted=False)
+    assert "leads to the node or to a metadata service" in await error_of(answer, trusted=False)
 
 
 async def test_a_slow_answer_ends_in_time() -> None:

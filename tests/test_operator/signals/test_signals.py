@@ -75,7 +75,7 @@ async def pods() -> AsyncIterator[Pods]:
 
 @asynccontextmanager
 async def serving() -> AsyncIterator[Pods]:
-    """One server for all pods, told apart by the host name that is asked for."""
+    """One server for all pods, which it distinguishes by the host name of requests."""
     holder: list[Pods] = []
 
     async def page(request: web.Request) -> web.Response:
@@ -150,8 +150,8 @@ async def test_the_capacity_is_the_one_of_the_settings(pods: Pods) -> None:
 
 
 async def test_the_capacity_is_the_one_that_engines_report(pods: Pods) -> None:
-    told = f"# TYPE headrace_engine_capacity gauge\nheadrace_engine_capacity{{{MODEL}}} 16\n"
-    pods.pages = {"g1": gateway_page(0), "e1": engine_page(1), "e2": engine_page(1, capacity=told)}
+    page = f"# TYPE headrace_engine_capacity gauge\nheadrace_engine_capacity{{{MODEL}}} 16\n"
+    pods.pages = {"g1": gateway_page(0), "e1": engine_page(1), "e2": engine_page(1, capacity=page)}
     engines = [pods.address("e1"), pods.address("e2")]
     found = await source(pods, "g1").read(service(), engines)
     assert found.engines is not None
@@ -247,8 +247,8 @@ async def prometheus(values: dict[str, float]) -> AsyncIterator[PrometheusSignal
     texts = {text: name for name, text in queries("qwen").items()}
 
     async def answer(request: web.Request) -> web.Response:
-        asked = texts[str((await request.post())["query"])]
-        found = [{"value": [0, str(values[asked])]}] if asked in values else []
+        query = texts[str((await request.post())["query"])]
+        found = [{"value": [0, str(values[query])]}] if query in values else []
         return web.json_response({"status": "success", "data": {"result": found}})
 
     app = web.Application()
@@ -294,7 +294,7 @@ async def test_an_absent_prometheus_is_reported() -> None:
     "answer",
     [b'{"data": {"result": [{}]}}', b"[]", b"secret", b"[" * 100_000, _answer("one"), b"\xff"],
 )
-def test_an_answer_of_another_shape_is_refused_without_showing_it(answer: bytes) -> None:
+def test_an_answer_of_another_form_is_refused_without_quoting_it(answer: bytes) -> None:
     with pytest.raises(SignalsUnavailable) as refusal:
         value_of(answer)
     assert str(refusal.value) == "the answer is not one to a query"

@@ -247,7 +247,7 @@ def test_a_csv_that_cannot_be_read_is_refused_by_line(
     "change",
     [{"gpus": 0}, {"decode_step": {}}, {"decode_step": {"0": 1.0}}, {"speed": 3}, {"gpus": None}],
 )
-def test_a_profile_that_cannot_be_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
+def test_an_invalid_profile_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
     values = {name: getattr(PROFILE, name) for name in PROFILE.__dataclass_fields__}
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(values | change))

@@ -60,11 +60,11 @@ def variable(secret: str) -> dict[str, Any]:
     ],
 )
 def test_objects_of_the_release_are_refused_by_field(spec: dict[str, Any], field: str) -> None:
-    asked = service(**spec)
+    requested = service(**spec)
     with pytest.raises(InvalidSpec, match="of the release itself") as caught:
-        RESERVED.check(asked)
+        RESERVED.check(requested)
     assert caught.value.field == field
-    Reserved("elsewhere", RESERVED.secrets, RESERVED.claims).check(asked)
+    Reserved("elsewhere", RESERVED.secrets, RESERVED.claims).check(requested)
 
 
 @pytest.mark.parametrize(
@@ -81,26 +81,26 @@ def test_objects_of_the_user_pass(spec: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("namespace", [NAMESPACE, "elsewhere"])
-def test_the_redis_user_of_another_model_s_engines_is_refused(namespace: str) -> None:
+def test_the_redis_user_of_another_models_engines_is_refused(namespace: str) -> None:
     other = redis_secret("other")
     for spec in ({"queue": {"urlSecret": {"name": other}}}, {"engine": {"env": [variable(other)]}}):
         with pytest.raises(InvalidSpec, match="other-engine-redis has the name of a Secret with"):
             Reserved(namespace).check(service(**spec))
 
 
-async def test_no_engine_runs_with_the_release_s_own_volume(user: User, scene: Scene) -> None:
+async def test_no_engine_runs_with_the_releases_volume(user: User, scene: Scene) -> None:
     scene.reserved = RESERVED
     async with operator(user, scene):
         await user.create(body("thief", model={"persistentVolumeClaim": CLAIM}))
         await user.create(body("honest", model=HUB))
 
-        async def told() -> bool:
+        async def conditions_written() -> bool:
             seen = user.server.conditions
             return seen("thief").get("Degraded", ("", ""))[1] == "InvalidSpec" and bool(
                 seen("honest")
             )
 
-        await eventually(told, seconds=10)
+        await eventually(conditions_written, seconds=10)
     assert user.server.find("deployments", "thief-engine") is None
     assert user.server.find("deployments", "honest-engine") is not None
 
@@ -130,15 +130,15 @@ async def test_no_engine_runs_with_the_cache_of_another_model_service(
         await user.create(body("early", model=on_claim("later-cache")))
         refused = {"thief", "adapters", "early"}
 
-        async def told() -> bool:
+        async def conditions_written() -> bool:
             degraded = [server.conditions(name).get("Degraded", ("", ""))[1] for name in refused]
             return degraded == ["InvalidSpec"] * 3
 
-        await eventually(told, seconds=10)
+        await eventually(conditions_written, seconds=10)
         assert not [name for name in refused if server.find("deployments", f"{name}-engine")]
 
 
-async def test_a_claim_of_one_s_own_may_be_called_like_a_cache(user: User, scene: Scene) -> None:
+async def test_a_users_own_claim_may_have_a_caches_name(user: User, scene: Scene) -> None:
     async with operator(user, scene):
         await user.create(own_claim("weights-cache"))
         await user.create(body("honest", model=on_claim("weights-cache")))

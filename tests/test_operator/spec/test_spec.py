@@ -112,7 +112,7 @@ def test_a_wrong_spec_names_field_and_problem(spec: dict[str, Any], field: str, 
 
 
 @pytest.mark.parametrize("name", ["x" * 41, "a.b"])
-def test_a_name_that_pods_cannot_bear_is_refused(name: str) -> None:
+def test_a_name_that_is_invalid_for_pods_is_refused(name: str) -> None:
     with pytest.raises(InvalidSpec, match=r"metadata\.name"):
         ModelService.parse(body(name))
 
@@ -217,8 +217,8 @@ def test_the_api_server_and_the_operator_take_the_same_quantities(value: str | i
         service(engine={"resources": {"limits": {"memory": value}}})
     except InvalidSpec as refusal:
         assert not taken
-        said = evaluate(rule["messageExpression"], {"self": value}) if fits else ""
-        assert said in str(refusal)
+        message = evaluate(rule["messageExpression"], {"self": value}) if fits else ""
+        assert message in str(refusal)
     else:
         assert taken
 

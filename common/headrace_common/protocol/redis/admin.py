@@ -231,8 +231,8 @@ class QueueAdmin:
         try:
             await self._connection.measure_clock(shard.stats)
             now = self._connection.clock.now_ms()
-            said = await opened(sealer, PayloadKind.PAYLOAD, binding, payload)
-            request = _renewed(decode_request(said), now, seconds)
+            plain = await opened(sealer, PayloadKind.PAYLOAD, binding, payload)
+            request = _renewed(decode_request(plain), now, seconds)
         except SealingError:
             raise
         except MessageError:

@@ -334,8 +334,8 @@ class RedisEngineQueue:
         now = time.monotonic()
         for gateway_id, items in replies.items():
             for part in frames_of(items):
-                said = encode_frame(Frame(self.engine_id, tuple(part)))
-                frame = await sealed(self._sealer, PayloadKind.FRAME, (gateway_id,), said)
+                plain = encode_frame(Frame(self.engine_id, tuple(part)))
+                frame = await sealed(self._sealer, PayloadKind.FRAME, (gateway_id,), plain)
                 key = keys.frames_between(gateway_id, self.engine_id, self._model)
                 commands += self._frame_commands(key, frame, now)
         if commands:
@@ -410,14 +410,14 @@ class RedisEngineQueue:
     async def _end(self, rid: str, attempt: int, outcome: Outcome, letter: str) -> bool:
         shard = self._keys
         names = [shard.record(rid), shard.payload(rid), shard.journal(rid)]
-        said = encode_outcome(outcome)
+        plain = encode_outcome(outcome)
         args = [
             rid,
             self.engine_id,
             attempt,
             ended_state(outcome),
             outcome.failed.failure.value if outcome.failed else "",
-            await sealed(self._sealer, PayloadKind.OUTCOME, (self._model, rid), said),
+            await sealed(self._sealer, PayloadKind.OUTCOME, (self._model, rid), plain),
             keys.ENDED_TTL_MS,
             letter,
             sum(len(choice.token_ids) for choice in outcome.choices),

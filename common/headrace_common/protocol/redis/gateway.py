@@ -121,8 +121,8 @@ class RedisGatewayQueue:
         """Announces the gateway to the engines of a model before its first request for it."""
         if self._models.setdefault(model, False):
             return
-        said = encode_frame(Frame(self.gateway_id, ()))
-        awake = await sealed(self._sealer, PayloadKind.FRAME, (self.gateway_id,), said)
+        plain = encode_frame(Frame(self.gateway_id, ()))
+        awake = await sealed(self._sealer, PayloadKind.FRAME, (self.gateway_id,), plain)
         await self._pipeline(*self._beat_to(model), self._frame(awake))
         self._models[model] = True
 

@@ -56,8 +56,8 @@ class JournalReader:
 
     def _pieces(self, journal: Mapping[bytes, bytes], binding: Binding) -> dict[bytes, bytes]:
         return {
-            name: data if (said := journal_piece(name)) is None
-            else self._sealer.open(said[0], (*binding, *said[1]), data)
+            name: data if (piece := journal_piece(name)) is None
+            else self._sealer.open(piece[0], (*binding, *piece[1]), data)
             for name, data in journal.items()
         }  # fmt: skip
 

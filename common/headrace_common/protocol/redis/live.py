@@ -1,4 +1,4 @@
-"""What a console shows, over Redis: snapshots of engines' batches and decisions of the operator."""
+"""The data of consoles over Redis: snapshots of engines' batches and decisions of the operator."""
 
 import asyncio
 import logging
@@ -124,7 +124,7 @@ class RedisDecisionWriter:
 
 
 class RedisSharedRequests:
-    """What the gateways share of requests that a console shows. Raises BackendUnavailable."""
+    """The recent requests that gateways share for consoles. Raises BackendUnavailable."""
 
     def __init__(self, connection: Connection, gateway_id: str) -> None:
         self._connection = connection
@@ -154,7 +154,7 @@ class RedisSharedRequests:
         )
 
     async def read(self, tenant: str) -> Mapping[str, bytes]:
-        """What each gateway wrote."""
+        """The recent requests by gateway."""
         (found,) = await self._pipeline(("HGETALL", keys.shown_requests(tenant)))
         pairs = (
             found.items() if isinstance(found, dict) else zip(found[::2], found[1::2], strict=True)

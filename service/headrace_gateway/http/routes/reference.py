@@ -52,8 +52,8 @@ def _page(document: Mapping[str, Any]) -> Iterator[str]:
 def _operation(
     document: Mapping[str, Any], name: str, operation: Mapping[str, Any]
 ) -> Iterator[str]:
-    said = escape(operation.get("description", ""))
-    yield f"<details><summary><code>{escape(name)}</code></summary><p>{said}</p>"
+    description = escape(operation.get("description", ""))
+    yield f"<details><summary><code>{escape(name)}</code></summary><p>{description}</p>"
     rows = [
         (each["name"], each["in"], each["schema"], each.get("required", False), each)
         for each in operation.get("parameters", ())

@@ -12,7 +12,7 @@ router = APIRouter()
 @router.post("/score", openapi_extra=body_of(ScoreRequest))
 @router.post("/v1/score", openapi_extra=body_of(ScoreRequest))
 async def create_score(request: Request) -> Response:
-    """Returns how well texts go together, in pairs."""
+    """Returns the similarity of each pair of texts."""
     return await _scored(request, ScoreRequest)
 
 

@@ -51,8 +51,8 @@ def _single_calls(messages: Sequence[Message]) -> Iterator[Message]:
         results = [*takewhile(lambda each: each["role"] == "tool", left)]
         del left[: len(results)]
         for number, (call, mine) in enumerate(_answered(calls, results)):
-            said = {} if number else message
-            yield {"content": "", **said, "role": "assistant", "tool_calls": [call]}
+            fields = {} if number else message
+            yield {"content": "", **fields, "role": "assistant", "tool_calls": [call]}
             yield from mine
 
 

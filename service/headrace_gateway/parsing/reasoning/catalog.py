@@ -76,4 +76,4 @@ def begin_of(name: str, tokenizer: Tokenizer, prompt: Sequence[int]) -> Begin:
     tail = tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False).rstrip()
     if tail.endswith((family.opening, family.opening + family.label)):
         return Begin.INSIDE
-    return Begin.BEHIND if tail.endswith(family.closing) else Begin.OPEN
+    return Begin.CLOSED if tail.endswith(family.closing) else Begin.OPEN

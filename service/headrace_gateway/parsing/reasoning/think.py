@@ -15,7 +15,7 @@ class Begin(Enum):
     """Where a text begins: in reasoning, after it, or wherever its own first words say."""
 
     INSIDE = "inside"
-    BEHIND = "behind"
+    CLOSED = "behind"
     OPEN = "open"
 
 
@@ -35,11 +35,11 @@ class ThinkParser:
         label: str = "",
     ) -> None:
         self.seen = begin is Begin.INSIDE
-        self.over = begin is Begin.BEHIND
+        self.over = begin is Begin.CLOSED
         self._opening = opening
         self._otherwise_inside = otherwise_inside
         self._search = MarkerSearch(closing, "\n")
-        self._start: str | None = None if begin is Begin.BEHIND else ""
+        self._start: str | None = None if begin is Begin.CLOSED else ""
         self._begin = begin
         self._fresh = False  # only line breaks since the last marker
         self._label = label  # until it has been found, or not
@@ -93,12 +93,12 @@ class ThinkParser:
         if self._fresh:
             text = text.lstrip("\n")
             self._fresh = not text
-        shown, behind = self._search.push(text)
+        shown, after = self._search.push(text)
         parts: list[Part] = [Reasoning(shown)] if shown else []
-        if behind is not None:
+        if after is not None:
             self._search.flush()
             self.over = self._fresh = True
-            parts += self._answer(behind)
+            parts += self._answer(after)
         return parts
 
     def _answer(self, text: str) -> list[Part]:

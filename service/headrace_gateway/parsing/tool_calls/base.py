@@ -98,11 +98,11 @@ class MarkedParser:
         return self._parts.take()
 
     def _find(self, text: str) -> str | None:
-        shown, behind = self._search.push(text)
+        shown, after = self._search.push(text)
         self._parts.text(shown)
-        if behind is not None:
+        if after is not None:
             self._body = self._new_body(self._parts, self._search.marker)
-        return behind
+        return after
 
     def _read(self, body: Body, text: str) -> str:
         rest = body.push(text)

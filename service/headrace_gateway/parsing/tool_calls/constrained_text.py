@@ -30,5 +30,5 @@ def _unanchored(pattern: str) -> str:
         raise ValueError("put the alternatives of its pattern in parentheses")
     before = "" if pattern.startswith("^") else r"(.|\n)*"
     ends = pattern.endswith("$") and not pattern.endswith(r"\$")
-    behind = "" if ends else r"(.|\n)*"
-    return f"{before}({pattern.removeprefix('^').removesuffix('$' if ends else '')}){behind}"
+    after = "" if ends else r"(.|\n)*"
+    return f"{before}({pattern.removeprefix('^').removesuffix('$' if ends else '')}){after}"

@@ -77,12 +77,12 @@ class CallConstraint:
         line = Repeat(Const("\n"), optional=True, once=True)
         return self.calls(tags[0] if len(tags) == 1 else Alternatives(tuple(tags)), line)
 
-    def block(self, trigger: str, content: Format, end: str = "", *, behind: str = "") -> Format:
+    def block(self, trigger: str, content: Format, end: str = "", *, prefix: str = "") -> Format:
         """Returns the format of text that may end with a block of calls.
 
-        `behind` follows the trigger, at the beginning of the block.
+        `prefix` follows the trigger, at the beginning of the block.
         """
-        tag = Tag(trigger + behind, content, end)
+        tag = Tag(trigger + prefix, content, end)
         return tag if self.forced else TriggeredTags((trigger,), (tag,), stop_after_first=True)
 
 

@@ -39,7 +39,7 @@ def element_format(constraint: CallConstraint, form: Elements) -> Format:
 def _calls(constraint: CallConstraint, form: Elements) -> Format:
     if form.several:
         call = constraint.each(lambda each: Tag(_begin(form, each), Rule(each.name), form.end))
-        return constraint.block(form.opening, constraint.calls(call), form.closing, behind="\n")
+        return constraint.block(form.opening, constraint.calls(call), form.closing, prefix="\n")
     tags = [
         Tag(form.opening + _begin(form, each), Rule(each.name), form.end + form.closing)
         for each in constraint.functions
@@ -65,8 +65,8 @@ def _arguments(form: Elements, function: Function) -> Format:
 
 
 def _any_element(form: Elements) -> Format:
-    before, behind = form.parameter.replace("{string}", "true").split("{name}")
-    key = sequence(Const(before), Pattern(r"\w{1,64}"), Const(behind))
+    before, after = form.parameter.replace("{string}", "true").split("{name}")
+    key = sequence(Const(before), Pattern(r"\w{1,64}"), Const(after))
     return sequence(key, Until(form.value_end), *_const(form.after))
 
 
@@ -77,8 +77,8 @@ def _element(form: Elements, function: Function, parameter: Parameter) -> Format
         value = _value(form, parameter)
     except ValueError as error:
         raise cannot_hold(function.name, parameter.name, str(error)) from error
-    said = "true" if parameter.kind is ValueKind.TEXT else "false"
-    begin = form.parameter.format(name=parameter.name, string=said)
+    is_text = "true" if parameter.kind is ValueKind.TEXT else "false"
+    begin = form.parameter.format(name=parameter.name, string=is_text)
     element = Tag(begin, value, form.after)
     return element if parameter.required else Repeat(element, optional=True, once=True)
 

@@ -98,8 +98,8 @@ class ElementBody(BufferedBody):
             return False
         self._buffer = seen[found.end() :]
         self._kind = self._kinds.get(found[1], ValueKind.JSON)
-        if said := found.groupdict().get("string"):
-            self._kind = ValueKind.TEXT if said == "true" else ValueKind.JSON
+        if marked := found.groupdict().get("string"):
+            self._kind = ValueKind.TEXT if marked == "true" else ValueKind.JSON
         prefix = ", " if self._argument_count else "{"
         self._argument_count += 1
         self._parts.arguments(f"{prefix}{quoted(found[1])}: ")

@@ -46,7 +46,7 @@ class _Values(BufferedBody):
         self._first = True  # in what is open
         self._comma = False  # before the next key or value
         self._state: Callable[[], bool] = self._value
-        self._behind_text: Callable[[], bool] = self._behind
+        self._after_text: Callable[[], bool] = self._behind
 
     def _step(self) -> bool:
         return self._state()
@@ -110,12 +110,12 @@ class _Values(BufferedBody):
         self._buffer, self._state = self._buffer[end.start() :], self._behind
         return True
 
-    def _quoted(self, behind: Callable[[], bool]) -> bool:
+    def _quoted(self, after: Callable[[], bool]) -> bool:
         if len(self._buffer) < len(QUOTE):
             return False
         self._write('"')
         self._buffer = self._buffer[len(QUOTE) :]
-        self._state, self._behind_text = self._text, behind
+        self._state, self._after_text = self._text, after
         return True
 
     def _text(self) -> bool:
@@ -126,7 +126,7 @@ class _Values(BufferedBody):
         if at < 0:
             return False
         self._parts.arguments('"')
-        self._buffer, self._state = self._buffer[len(QUOTE) :], self._behind_text
+        self._buffer, self._state = self._buffer[len(QUOTE) :], self._after_text
         return True
 
     def _behind(self) -> bool:

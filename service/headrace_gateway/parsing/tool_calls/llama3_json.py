@@ -104,14 +104,14 @@ def llama3_json_format(constraint: CallConstraint) -> Format:
         return Tag(begin, Rule(function.name), "}")
 
     one = constraint.each(call)
-    behind: tuple[Format, ...] = ()
+    further_calls: tuple[Format, ...] = ()
     if not constraint.once:
         again = Alternatives((one, sequence(Const(_TYPE), one)))
-        behind = (Repeat(sequence(Pattern(r"(; ?|\n)?\{"), again), optional=True),)
+        further_calls = (Repeat(sequence(Pattern(r"(; ?|\n)?\{"), again), optional=True),)
     rules = {function.name: function.arguments for function in constraint.functions}
     if constraint.forced:
-        return Rules(rules, sequence(Const("{"), one, *behind))
-    calls = sequence(one, *behind)
+        return Rules(rules, sequence(Const("{"), one, *further_calls))
+    calls = sequence(one, *further_calls)
     return Rules(
         rules,
         Alternatives(

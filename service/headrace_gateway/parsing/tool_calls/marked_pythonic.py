@@ -22,13 +22,13 @@ LFM2, OLMO3 = "lfm2", "olmo3"
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The texts `before`, `between` and `behind` the calls."""
+    """The texts `before`, `between` and `after` the calls."""
 
     opening: str
     closing: str
     before: str
     between: str
-    behind: str
+    after: str
 
 
 BLOCKS: Mapping[str, Block] = {
@@ -41,7 +41,7 @@ class BlockBody(BufferedBody):
     def __init__(self, parts: PartList, block: Block) -> None:
         super().__init__(parts)
         self._block = block
-        self._passed = SPACE + "".join({block.before, block.between, block.behind})
+        self._passed = SPACE + "".join({block.before, block.between, block.after})
         self._end: CallEnd | None = None
 
     @property
@@ -82,5 +82,5 @@ class BlockBody(BufferedBody):
 
 def marked_pythonic_format(constraint: CallConstraint, block: Block) -> Format:
     calls = constraint.calls(constraint.each(call_format), Const(block.between))
-    content = sequence(Const(block.before), calls, Const(block.behind))
+    content = sequence(Const(block.before), calls, Const(block.after))
     return Rules(call_rules(constraint), constraint.block(block.opening, content, block.closing))

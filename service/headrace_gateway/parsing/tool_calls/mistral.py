@@ -61,7 +61,7 @@ def mistral_format(constraint: CallConstraint) -> Format:
     def tag(function: Function) -> Tag:
         if CALL_ID not in constraint.template:
             return Tag(f"{MARKER}{function.name}{ARGS}", function.arguments)
-        behind = sequence(Pattern("[A-Za-z0-9]{9}"), Const(ARGS), function.arguments)
-        return Tag(f"{MARKER}{function.name}{CALL_ID}", behind)
+        after_id = sequence(Pattern("[A-Za-z0-9]{9}"), Const(ARGS), function.arguments)
+        return Tag(f"{MARKER}{function.name}{CALL_ID}", after_id)
 
     return constraint.tagged(MARKER, [*map(tag, constraint.functions)])

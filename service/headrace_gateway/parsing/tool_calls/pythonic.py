@@ -55,7 +55,7 @@ class PythonicParser:
         """Reads one element of the buffered text; returns False if it needs more text."""
         if not self._opened:
             return self._open()
-        return self._behind_list() if self._closed else self._call()
+        return self._after_list() if self._closed else self._call()
 
     def _open(self) -> bool:
         position = skip_space(self._buffer, 0)
@@ -80,19 +80,19 @@ class PythonicParser:
         call = parsed_call(self._buffer[begin:end].strip())
         if call is None or call[0] not in self._known:
             return self._give_up()
-        behind = skip_space(self._buffer, end)
-        if behind == len(self._buffer):
+        after = skip_space(self._buffer, end)
+        if after == len(self._buffer):
             return False
-        if self._buffer[behind] not in ",]":
+        if self._buffer[after] not in ",]":
             return self._give_up()
         self._parts.start(call[0])
         self._parts.arguments(call[1])
-        self._closed = self._buffer[behind] == "]"
-        self._buffer = self._buffer[behind + 1 :]
+        self._closed = self._buffer[after] == "]"
+        self._buffer = self._buffer[after + 1 :]
         self._end = CallEnd()
         return True
 
-    def _behind_list(self) -> bool:
+    def _after_list(self) -> bool:
         rest = self._buffer.lstrip()
         if rest.startswith(END):
             self._buffer = rest[len(END) :]
@@ -111,21 +111,21 @@ def pythonic_format(constraint: CallConstraint) -> Format:
     """Returns the format: a list of calls, or text that begins no such list."""
     return Rules(
         call_rules(constraint),
-        sequence(Const("["), constraint.each(call_format), *_behind_first(constraint), Const("]"))
+        sequence(Const("["), constraint.each(call_format), *_after_first(constraint), Const("]"))
         if constraint.forced
         else _calls_or_text(constraint),
     )
 
 
 def _calls_or_text(constraint: CallConstraint) -> Format:
-    calls = sequence(constraint.each(_first), *_behind_first(constraint), Const("]"))
+    calls = sequence(constraint.each(_first), *_after_first(constraint), Const("]"))
     names = "|".join(escaped(function.name) for function in constraint.functions)
     marker, space = escaped(START), r"[ \t\r\n]*"
     text = AnyText(rf"{space}{marker}|{space}\[{space}({names}){space}\(")
     if START not in constraint.template:
         return Alternatives((calls, text))
-    behind = _behind_first(constraint)
-    marked = sequence(Const(f"{START}["), constraint.each(call_format), *behind, Const(f"]{END}"))
+    after = _after_first(constraint)
+    marked = sequence(Const(f"{START}["), constraint.each(call_format), *after, Const(f"]{END}"))
     return Alternatives((calls, marked, text))
 
 
@@ -134,7 +134,7 @@ def _first(function: Function) -> Format:
     return sequence(head, Rule(function.name), Const(")"))
 
 
-def _behind_first(constraint: CallConstraint) -> tuple[Format, ...]:
+def _after_first(constraint: CallConstraint) -> tuple[Format, ...]:
     if constraint.once:
         return ()
     return (Repeat(sequence(Const(", "), constraint.each(call_format)), optional=True),)

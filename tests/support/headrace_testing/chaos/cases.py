@@ -1,4 +1,4 @@
-"""Requests, and the answer that each must get although something breaks meanwhile."""
+"""Requests, and the answer that each must get in spite of faults."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -15,12 +15,12 @@ from .scene import Fault, Scene
 from .world import World
 
 _VISITORS = 8
-_PATIENCE_S = 0.7
+_TIMEOUT_S = 0.7
 _LONG_LEASE = ("--lease", "10")
 
 
 async def poison(scene: Scene, *flags: str) -> None:
-    """A request that kills whichever engine runs it ends as a dead letter; the others do not."""
+    """A request that kills the engines that run it becomes a dead letter; others finish."""
     known = await scene.aside(scene.world.dead_letters)
     await scene.moment(latest=0.5)
     case = scene.random.choice(scene.workload.cases)
@@ -53,7 +53,7 @@ def four_engines(world: World) -> None:
 
 
 async def cancel(scene: Scene) -> None:
-    """Clients leave at any time; requests in the background are cancelled, twice."""
+    """Clients disconnect at any time; background requests are cancelled twice."""
     await scene.moment(latest=0.3)
     visits = [
         asyncio.ensure_future(
@@ -67,10 +67,10 @@ async def cancel(scene: Scene) -> None:
         visit.cancel()
     for url in background:
         await scene.pause(scene.random.uniform(0, 0.1))
-        said = [(await scene.http.delete(url)).json()["status"] for _ in range(2)]
-        said.append((await scene.http.get(url)).json()["status"])
+        states = [(await scene.http.delete(url)).json()["status"] for _ in range(2)]
+        states.append((await scene.http.get(url)).json()["status"])
         final = {"cancelled", "completed"}
-        scene.expect(len(set(said)) == 1 and set(said) < final, f"cancelled twice: {said}")
+        scene.expect(len(set(states)) == 1 and set(states) < final, f"cancelled twice: {states}")
     await asyncio.gather(*visits, return_exceptions=True)
 
 
@@ -84,26 +84,26 @@ async def _begin(scene: Scene) -> str:
 
 
 async def deadlines(scene: Scene) -> None:
-    """Engines freeze for longer than some clients have: those are told so, and never served."""
+    """Engines freeze for longer than some requests' timeouts; these fail and are never run."""
     await scene.moment(latest=0.6)
     for engine in scene.world.engines:
         engine.signal(signal.SIGSTOP)
-    asked = [
-        asyncio.ensure_future(_ask_in_a_hurry(scene, client))
+    asking = [
+        asyncio.ensure_future(_ask_with_timeout(scene, client))
         for client in scene.clients[:_VISITORS]
     ]
-    answers = await asyncio.gather(*asked)
+    answers = await asyncio.gather(*asking)
     for engine in scene.world.engines:
         engine.signal(signal.SIGCONT)
     for answer in answers:
         code = answer.json()["error"]["code"]
-        told = (answer.status_code, code)
-        scene.expect(told == (504, "deadline_exceeded"), f"a late request was answered {told}")
+        result = (answer.status_code, code)
+        scene.expect(result == (504, "deadline_exceeded"), f"a late request was answered {result}")
 
 
-async def _ask_in_a_hurry(scene: Scene, client: Client) -> httpx.Response:
+async def _ask_with_timeout(scene: Scene, client: Client) -> httpx.Response:
     url = scene.random.choice(scene.world.urls)
-    headers = {TIMEOUT_HEADER: f"{scene.random.uniform(0.5, 1) * _PATIENCE_S:.3f}"}
+    headers = {TIMEOUT_HEADER: f"{scene.random.uniform(0.5, 1) * _TIMEOUT_S:.3f}"}
     return await scene.http.post(f"{url}/v1/completions", json=client.case.body, headers=headers)
 
 

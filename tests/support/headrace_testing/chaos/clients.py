@@ -1,4 +1,4 @@
-"""Clients that want one answer each, whatever breaks, and compare it with what it must be.
+"""Clients that each retry until they have their answer, and compare it with the expected one.
 
 A `plain` client streams and has one connection; a `resumable` one comes back to its stream with its
 key; a `whole` one wants no stream and asks again with its key. All ask again after 429 and 503.
@@ -33,11 +33,11 @@ class Choice:
     finish_reason: str | None = None
     logprobs: int = 0
 
-    def take(self, said: Mapping[str, Any]) -> None:
-        self.token_ids += said.get("token_ids") or []
-        self.text += said.get("text") or ""
-        self.finish_reason = said.get("finish_reason") or self.finish_reason
-        self.logprobs += len((said.get("logprobs") or {}).get("token_logprobs") or ())
+    def take(self, content: Mapping[str, Any]) -> None:
+        self.token_ids += content.get("token_ids") or []
+        self.text += content.get("text") or ""
+        self.finish_reason = content.get("finish_reason") or self.finish_reason
+        self.logprobs += len((content.get("logprobs") or {}).get("token_logprobs") or ())
 
 
 @dataclass(slots=True)
@@ -53,21 +53,21 @@ class Answer:
     returned: int = 0
     last_id: str | None = None
 
-    def take(self, said: Mapping[str, Any]) -> int:
+    def take(self, content: Mapping[str, Any]) -> int:
         """One event, or a whole answer; how many tokens it has."""
-        if "error" in said:
-            self.error = json.dumps(said["error"])
-        if said.get("usage"):
-            self.completion_tokens = said["usage"]["completion_tokens"]
+        if "error" in content:
+            self.error = json.dumps(content["error"])
+        if content.get("usage"):
+            self.completion_tokens = content["usage"]["completion_tokens"]
         tokens = 0
-        for choice in said.get("choices") or ():
+        for choice in content.get("choices") or ():
             self.choices.setdefault(choice["index"], Choice()).take(choice)
             tokens += len(choice.get("token_ids") or ())
         return tokens
 
 
 class Client:
-    """One request at one of several gateways. `seen` is told of each event's new tokens."""
+    """One request at one of several gateways. `seen` is called with each event's new tokens."""
 
     def __init__(
         self,
@@ -169,16 +169,16 @@ def problem(case: Case, answer: Answer) -> str | None:
     return None
 
 
-def _difference(expected: Expected, got: Choice, logprobs: bool) -> str | None:
+def _difference(expected: Expected, received: Choice, logprobs: bool) -> str | None:
     wanted = expected.token_ids
-    if tuple(got.token_ids) != wanted:
-        pairs = zip(got.token_ids, wanted, strict=False)
+    if tuple(received.token_ids) != wanted:
+        pairs = zip(received.token_ids, wanted, strict=False)
         right = next((n for n, (ours, theirs) in enumerate(pairs) if ours != theirs), "all")
-        return f"{len(got.token_ids)} of {len(wanted)} tokens, right up to {right}"
-    if got.text != expected.text:
-        return f"text {got.text!r} instead of {expected.text!r}"
-    if got.finish_reason != expected.finish_reason:
-        return f"ended with {got.finish_reason} instead of {expected.finish_reason}"
-    if got.logprobs != (len(wanted) if logprobs else 0):
-        return f"{got.logprobs} log probabilities of {len(wanted)} tokens"
+        return f"{len(received.token_ids)} of {len(wanted)} tokens, right up to {right}"
+    if received.text != expected.text:
+        return f"text {received.text!r} instead of {expected.text!r}"
+    if received.finish_reason != expected.finish_reason:
+        return f"ended with {received.finish_reason} instead of {expected.finish_reason}"
+    if received.logprobs != (len(wanted) if logprobs else 0):
+        return f"{received.logprobs} log probabilities of {len(wanted)} tokens"
     return None

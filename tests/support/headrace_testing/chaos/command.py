@@ -173,8 +173,8 @@ def _parser() -> argparse.ArgumentParser:
     drawn = "draw faults and seeds for so long, instead of taking each in turn"
     length.add_argument("--minutes", type=float, help=drawn)
     numbers = range(1, MAX_SHARDS + 1)
-    told = "of the queue, instead of what the seed draws"
-    parser.add_argument("--shards", type=int, choices=numbers, metavar="N", help=told)
+    shards_help = "of the queue, instead of what the seed draws"
+    parser.add_argument("--shards", type=int, choices=numbers, metavar="N", help=shards_help)
     return parser
 
 

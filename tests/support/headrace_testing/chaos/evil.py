@@ -14,6 +14,6 @@ def install(module: str) -> None:
     if module == "headrace_engine":
         from . import evil_runner, fate
 
-        doom = fate.Fate()
-        fate.install(doom)
-        evil_runner.install(doom)
+        engine_fate = fate.Fate()
+        fate.install(engine_fate)
+        evil_runner.install(engine_fate)

@@ -72,9 +72,9 @@ def _is_unsaid(replies: Mapping[str, Sequence[Reply]]) -> Moment | None:
 
 
 def _is_said(replies: Mapping[str, Sequence[Reply]], _result: None) -> Moment | None:
-    said = _tokens(replies)
-    ended = any(tokens.finish_reason for tokens in said)
-    return Moment.LAST_FRAME if ended else Moment.TOLD if said else None
+    replied = _tokens(replies)
+    ended = any(tokens.finish_reason for tokens in replied)
+    return Moment.LAST_FRAME if ended else Moment.TOLD if replied else None
 
 
 def _is_noted(progress: Sequence[Progress], _result: object) -> Moment | None:

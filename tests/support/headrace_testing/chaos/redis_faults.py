@@ -43,8 +43,8 @@ async def empty(scene: Scene) -> None:
     unknown = f"{scene.random.getrandbits(128):032x}"
     for url in scene.world.urls:
         answer = await scene.http.get(f"{url}/v1/requests/{unknown}")
-        told = (answer.status_code, answer.json()["error"]["code"])
-        scene.expect(told == (404, "request_not_found"), f"an unknown id was answered {told}")
+        result = (answer.status_code, answer.json()["error"]["code"])
+        scene.expect(result == (404, "request_not_found"), f"an unknown id was answered {result}")
 
 
 async def fill(scene: Scene) -> None:
@@ -150,7 +150,7 @@ async def long_black_hole(scene: Scene) -> None:
 
 
 async def half_open(scene: Scene) -> None:
-    """All connections lead nowhere from now on, and neither side is told."""
+    """Drops all packets of all connections from now on, without closing them."""
     await scene.moment()
     scene.world.proxy.strand()
 

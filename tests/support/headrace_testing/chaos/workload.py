@@ -1,4 +1,4 @@
-"""Finds requests of every kind that has a state of its own, with their undisturbed answers.
+"""Finds requests of every kind that has its own state, with their undisturbed answers.
 
 A fault must not change a token, so a case is only used where rounding cannot either: engines of
 weights that are off by PERTURBATION, far more than rounding, choose the same tokens.

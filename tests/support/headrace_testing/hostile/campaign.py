@@ -92,11 +92,11 @@ def _without_noise(first: Result, alone: Result) -> Result:
     """Returns the result with only its violations of memory, which earlier attacks may have
     caused; other violations did not occur again, so they are dropped."""
     left = tuple(each for each in first.violations if each.startswith(MEMORY_PREFIX))
-    told = tuple(
+    violations = tuple(
         f"{each} (not when the attack runs alone: earlier attacks used this memory)"
         for each in left
     )
-    return replace(first if left else alone, violations=told)
+    return replace(first if left else alone, violations=violations)
 
 
 @contextmanager

@@ -42,30 +42,30 @@ class Generator:
 
     def _field(self, dice: Dice) -> Attack:
         place = dice.pick("place", self._places)
-        told, value = draw_value(dice, self._document.sample(place.schema))
+        description, value = draw_value(dice, self._document.sample(place.schema))
         body = self._document.body(place, value)
-        return _asked(dice, f"{place}: {told}", place.path, body)
+        return _asked(dice, f"{place}: {description}", place.path, body)
 
     def _http(self, dice: Dice) -> Attack:
         return http_attacks.draw(dice, self._document.reads)
 
     def _lines(self, dice: Dice) -> Attack:
         """Uploads a batch file whose lines are no requests."""
-        told, value = draw_value(dice, "x")
+        description, value = draw_value(dice, "x")
         line = b'{"custom_id":"a","method":"POST","url":"%b","body":%b}\n' % (CHAT.encode(), value)
         lines = {"a line": value, "a body": line, "lines": (value[:500] + b"\n") * 20_000}
         name = dice.pick("lines", list(lines))
         body, headers = form(lines[name])
         return Attack(
-            f"a file with {name} of {told}",
+            f"a file with {name} of {description}",
             "tenant",
             lambda target: many(target.api, [post("/v1/files", body, target.attacker, headers)]),
         )
 
 
-def _asked(dice: Dice, told: str, path: str, body: bytes) -> Attack:
+def _asked(dice: Dice, description: str, path: str, body: bytes) -> Attack:
     copies = min(dice.pick("copies", _COPIES), max(1, MOST_BYTES // max(1, len(body))))
-    name = f"{told}, {copies} at once" if copies > 1 else told
+    name = f"{description}, {copies} at once" if copies > 1 else description
     return Attack(name, "tenant", ask(path, body, copies))
 
 
@@ -187,5 +187,5 @@ def _counts(dice: Dice) -> Attack:
         more["use_beam_search"] = True
     biases = dice.size("biases", 1, 1_500)
     more["logit_bias"] = {str(i): dice.pick("bias", [1, -100, 1e9]) for i in range(biases)}
-    told = ", ".join(f"{name} {more[name]}" for name in names if name in more)
-    return _asked(dice, f"counts: {told}, {biases} biases", CHAT, fields(CHAT, **more))
+    description = ", ".join(f"{name} {more[name]}" for name in names if name in more)
+    return _asked(dice, f"counts: {description}, {biases} biases", CHAT, fields(CHAT, **more))

@@ -81,11 +81,11 @@ def _query(dice: Dice, paths: Sequence[str]) -> Attack:
     )
     filled = "".join(text if "}" in part else part for part in _parts(path))
     names = ("limit", "after", "order", "model", "starting_after", "stream", "after_id", "purpose")
-    asked = "&".join(f"{name}={text[:20_000]}" for name in dice.rng("query").sample(names, 3))
+    query = "&".join(f"{name}={text[:20_000]}" for name in dice.rng("query").sample(names, 3))
     return Attack(
         f"GET {path} with {text[:12]!r}, {len(text)} letters",
         "tenant",
-        lambda t: exchange(t.api, [head(f"{filled}?{asked}", t.attacker, None, "GET") + b"\r\n"]),
+        lambda t: exchange(t.api, [head(f"{filled}?{query}", t.attacker, None, "GET") + b"\r\n"]),
     )
 
 

@@ -105,7 +105,7 @@ def _bodies() -> Iterator[Attack]:
 
 
 async def _loop(target: Target) -> Answer:
-    """Another tenant's chat of the model must be answered meanwhile."""
+    """During the attack another tenant's chat with the model must be answered."""
 
     def chat(key: str, loops: int) -> bytes:
         return post(CHAT, fields(CHAT, model=LOOPING, chat_template_kwargs={"loops": loops}), key)
@@ -165,7 +165,7 @@ def _grammars() -> Iterator[Attack]:
 
 
 async def _hung_up(target: Target) -> Answer:
-    """Others' schemas, and their long prompts, must be answered meanwhile."""
+    """During the attack other tenants' schemas and long prompts must be answered."""
     costly = fields(CHAT, response_format=as_format(product(40)))
     leaving = [asyncio.create_task(_leave(target, costly)) for _ in range(2)]
     await asyncio.wait(leaving)
@@ -210,8 +210,8 @@ def _scrapers(name: str, port: Callable[[Target], int]) -> Iterator[Attack]:
         "64 readings at once of": lambda t: many(port(t), [whole] * 64),
         "an endless header to": lambda t: exchange(port(t), [begun + b"A" * 20_000_000]),
     }
-    for told, play in plays.items():
-        yield _attack(f"{told} the {name}'s metrics", "neighbour", play)
+    for description, play in plays.items():
+        yield _attack(f"{description} the {name}'s metrics", "neighbour", play)
 
 
 def _stores() -> Iterator[Attack]:
@@ -221,7 +221,7 @@ def _stores() -> Iterator[Attack]:
 
 
 async def _stored(target: Target) -> Answer:
-    """Of `user`, and of what the gateway may keep unread."""
+    """Stores requests with a very long `user`, which the gateway keeps without using it."""
     began = time.monotonic()
     for number in range(65):
         headers = {"x-resumable": "true", "Idempotency-Key": f"hostile-{number}"}
@@ -265,8 +265,8 @@ async def _poisoned(target: Target) -> Answer:
     status, answer = await whole(target, "/v1/files", *form(content))
     if status != 200:
         return Answer(str(status), 0.0)
-    asked = {"input_file_id": answer["id"], "endpoint": CHAT, "completion_window": "24h"}
-    status, answer = await whole(target, "/v1/batches", json.dumps(asked).encode(), {})
+    batch = {"input_file_id": answer["id"], "endpoint": CHAT, "completion_window": "24h"}
+    status, answer = await whole(target, "/v1/batches", json.dumps(batch).encode(), {})
     began = time.monotonic()
     while status == 200 and time.monotonic() < began + 8:
         await asyncio.sleep(0.2)

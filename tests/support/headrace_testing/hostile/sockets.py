@@ -15,7 +15,7 @@ _TCP_INFO = 11
 
 
 async def many(port: int, requests: Sequence[bytes]) -> Answer:
-    """Each on a connection of its own, at the same time."""
+    """Sends all of them at the same time, each on its own connection."""
     return await together(exchange(port, [request]) for request in requests)
 
 

@@ -57,8 +57,8 @@ def judge(
         for each in watched
     }
     machine = Machine(events)
-    asked = [event for event in events if event.kind in ("light", "gap", "first")]
-    stall = max((machine.own_seconds(event) for event in asked), default=0.0)
+    probes = [event for event in events if event.kind in ("light", "gap", "first")]
+    stall = max((machine.own_seconds(event) for event in probes), default=0.0)
     return Result(
         attack,
         answer,

@@ -223,7 +223,7 @@ async def _probe(name: str, port: int, path: str, tell: Tell) -> None:
 
 
 async def _get(port: int, path: str, headers: str = "") -> int:
-    """The status of an answer, of a connection of its own."""
+    """The status of an answer on a new connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(

@@ -98,13 +98,13 @@ class Record:
 
 def _extended(known: ChoiceState, index: int, new: ChoiceState) -> ChoiceState:
     """The journal's state of a choice, extended by new tokens that begin at `index`."""
-    behind = len(known.token_ids) - index
+    known_count = len(known.token_ids) - index
     logprobs = None
     if new.logprobs is not None and (known.logprobs is not None or not known.token_ids):
-        logprobs = (known.logprobs or ()) + new.logprobs[behind:]
+        logprobs = (known.logprobs or ()) + new.logprobs[known_count:]
     ended = known if new.finish_reason is None else new
     return ChoiceState(
-        token_ids=known.token_ids + new.token_ids[behind:],
+        token_ids=known.token_ids + new.token_ids[known_count:],
         finish_reason=ended.finish_reason,
         stop_token=ended.stop_token,
         logprobs=logprobs,

@@ -14,20 +14,20 @@ from .shared import CHAT, EMBEDDER, HELLO, MAX_TOKENS, SCHEMA, check_place
 
 def main(url: str) -> None:
     where: dict[str, Any] = {"api_base": f"{url}/v1", "api_key": "none", "timeout": 60}
-    asked = {
+    request = {
         **where,
         "model": f"openai/{CHAT}",  # its hosted_vllm takes additionalProperties away
         "messages": [{"role": "user", "content": HELLO}],
         "max_tokens": MAX_TOKENS,
         "temperature": 0,
     }
-    whole: Any = litellm.completion(**asked)
-    chunks: Any = litellm.completion(**asked, stream=True)
+    whole: Any = litellm.completion(**request)
+    chunks: Any = litellm.completion(**request, stream=True)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert text and text == whole.choices[0].message.content
 
     tool = {"type": "function", "function": {"name": "travel", "parameters": SCHEMA}}
-    long = asked | {"max_tokens": 200}
+    long = request | {"max_tokens": 200}
     called: Any = litellm.completion(**long, tools=[tool], tool_choice="required")
     arguments = called.choices[0].message.tool_calls[0].function.arguments
     check_place(json.loads(arguments))
