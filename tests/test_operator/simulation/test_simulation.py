@@ -278,8 +278,8 @@ def test_the_command_prints_a_table_and_writes_json_and_a_picture(
     assert picture.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr()
     assert "GPU-hours" in printed.out
-    assert f"wrote {results}" in printed.err
-    assert f"wrote {picture}" in printed.err
+    assert f"results: {results}" in printed.err
+    assert f"picture: {picture}" in printed.err
 
 
 def test_the_command_says_what_is_wrong_in_one_line(
