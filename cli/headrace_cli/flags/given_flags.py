@@ -22,9 +22,6 @@ class GivenFlags:
     words: tuple[str, ...]
     notes: tuple[str, ...]
 
-    def named(self, name: str) -> list[Flag]:
-        return [flag for flag in self.flags if flag.name == name]
-
 
 def given_flags(words: Sequence[str], known: Mapping[str, Arity]) -> GivenFlags:
     """Reads the words; those of the command line win over the file. Raises UsageError.
