@@ -150,9 +150,9 @@ def test_reasoning_is_free_and_what_follows_must_match(name: str, kind: str, spe
             ids = finished(
                 matcher_of(constrained, spelling), text.encode(begin + answer), vocab, seed
             )
-            reasoning, answer = read(form, text, before, ids)
+            reasoning, final = read(form, text, before, ids)
             assert reasoning == thought
-            check(answer)
+            check(final)
         matcher = matcher_of(constrained, spelling)
         assert matcher.validate_tokens([*words, 0]) == len(words)  # reasoning is no answer
         wrong = text.encode(f"{begin}{answer}~")
