@@ -34,7 +34,7 @@ BATCH = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The load. Each request has this number of `frames` in its answer and of heartbeats (`beats`)."""
+    """The load. `frames` and `beats` are the frames and heartbeats of each request."""
 
     redis_url: str
     model: str

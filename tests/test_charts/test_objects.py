@@ -175,7 +175,7 @@ def test_ports_of_services_are_ports_of_containers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_one_object_a_file(name: str) -> None:
+def test_each_template_file_renders_one_object(name: str) -> None:
     """Exceptions: files from folders, and a Service for each pod."""
     for path, text in render_files(scenario(name)).items():
         if not path.startswith(MANY):

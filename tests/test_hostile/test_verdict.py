@@ -85,7 +85,7 @@ def test_a_seed_and_a_number_always_give_the_same_attack() -> None:
     assert names[0] == names[1] and len(set(names[0])) == 40
 
 
-def test_a_change_of_an_attack_is_of_the_same_kind_and_can_be_named() -> None:
+def test_a_changed_attack_keeps_its_kind_and_has_a_name() -> None:
     changed = Dice(7, 3, (5, 9))
     assert Dice.read(str(changed)) == changed
     drawn = [Dice(7, 3, (change,)) for change in range(20)]

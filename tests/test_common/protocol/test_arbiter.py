@@ -316,11 +316,11 @@ class Play:
         self.twin = Arbiter("r", choices)  # is asked in one look first
         self.engines: list[PlayedEngine] = []
         self.past: list[tuple[PlayedEngine, Reply]] = []
-        self.received: list[list[int]] = [[] for _ in range(choices)]
+        self.got: list[list[int]] = [[] for _ in range(choices)]
 
     def start(self, *, attempt: int, ask: bool) -> None:
         name = f"e{len(self.engines)}"
-        engine = PlayedEngine(name, attempt, len(self.received), self.rng)
+        engine = PlayedEngine(name, attempt, len(self.got), self.rng)
         if ask:
             engine.ask()
         self.engines.append(engine)
@@ -336,13 +336,13 @@ class Play:
         assert self.arbiter.states() == self.twin.states()
         for action in actions:
             self.carry_out(action)
-        for choice, received in enumerate(self.received):
-            assert is_one_history(choice, received)
-            assert self.arbiter.states()[choice].token_ids == tuple(received)
+        for choice, got in enumerate(self.got):
+            assert is_one_history(choice, got)
+            assert self.arbiter.states()[choice].token_ids == tuple(got)
 
     def carry_out(self, action: Action) -> None:
         if isinstance(action, Deliver):
-            self.received[action.choice] += action.token_ids
+            self.got[action.choice] += action.token_ids
         elif isinstance(action, Send) and self.rng.random() > 0.1:
             engine = next(e for e in self.engines if e.name == action.engine_id)
             engine.hear(action.control, self.most)
@@ -382,7 +382,7 @@ class Play:
 
 
 @given(seed=st.integers(0, 2**32), choices=st.integers(1, 3), steps=st.integers(20, 120))
-def test_the_client_sees_one_history_for_any_replies_of_engines(
+def test_whatever_engines_say_the_client_sees_one_history(
     seed: int, choices: int, steps: int
 ) -> None:
     play = Play(choices, seed)
@@ -400,4 +400,4 @@ def test_the_client_sees_one_history_for_any_replies_of_engines(
         elif last.asking:
             last.ask()
     assert play.arbiter.complete
-    assert all(len(received) == play.most for received in play.received)
+    assert all(len(got) == play.most for got in play.got)

@@ -177,7 +177,7 @@ async def test_unreadable_entries_are_left_out(redis_backend: OverUsers) -> None
     assert found.decision is None
 
 
-async def test_a_model_s_engines_touch_no_others_snapshots_or_decisions(
+async def test_engines_cannot_write_another_models_snapshots_or_decisions(
     redis_backend: OverUsers,
 ) -> None:
     stranger = redis_backend.connect("engine")
@@ -196,6 +196,6 @@ async def test_engines_are_asked_for_snapshots(redis_backend: OverUsers) -> None
     assert 0 < control.duration_ms <= live.MAX_WATCH_MS
 
 
-def test_equal_batches_are_equal_whenever_they_were_taken() -> None:
+def test_the_time_of_a_snapshot_does_not_count_in_comparisons() -> None:
     snapshot: EngineSnapshot = make_snapshot()
     assert replace(snapshot, time=snapshot.time + 1) == snapshot

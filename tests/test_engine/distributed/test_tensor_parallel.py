@@ -1,5 +1,5 @@
-"""Several ranks give the tokens of one: for all architectures, numbers of ranks, and everything that
-the engine does to sequences.
+"""Several ranks give the tokens of one: for all architectures, numbers of ranks, and all operations
+of the engine on sequences.
 
 Most ranks here are threads with real gloo collectives; one test has them as processes. Left out:
 GPUs and NCCL, which need more than one device.

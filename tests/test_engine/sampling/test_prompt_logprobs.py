@@ -157,7 +157,7 @@ def test_a_step_scores_no_more_than_its_limit_and_lets_others_pass(runner: Model
 
 
 def test_a_preempted_prompt_is_scored_once(runner: ModelRunner) -> None:
-    """Three prompts of 19 blocks in 40: they come and go, each says its scores once."""
+    """Three prompts of 19 blocks share 40 blocks, so they are preempted; each is scored once."""
     params = [scored(2, max_tokens=40, ignore_eos=True, n=2, seed=one) for one in range(3)]
     alone = [steps(runner, request("r", one)) for one in params]
 

@@ -36,7 +36,7 @@ FAR = 4_000_000_000
 
 
 class ScriptedApi:
-    """An application that answers each request with the next of `answers`, the last for ever."""
+    """Answers each request with the next of `answers`, and then always with the last one."""
 
     def __init__(self, *answers: tuple[int, dict[str, str]]) -> None:
         self._answers = list(answers)

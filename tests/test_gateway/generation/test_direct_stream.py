@@ -1,4 +1,4 @@
-"""Streams that are written as tokens come in are byte by byte those that a task writes."""
+"""Streams that are written directly when tokens arrive have the same bytes as streams of a task."""
 
 import asyncio
 import json
@@ -48,7 +48,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 VARYING = re.compile(r'"(?:created|created_at)":\d+|[0-9a-f.]{32,}|call_[0-9a-f]+')
 
 
-class Unheard:
+class WithoutCallbacks:
     """A generation that can only be iterated."""
 
     def __init__(self, generation: Generation) -> None:
@@ -61,11 +61,11 @@ class Unheard:
 
 
 class HandEngine(ScriptedEngine):
-    """Its generations are real ones of a gateway; the test sends their messages by hand."""
+    """An engine with real generations of a gateway, whose replies the test sends itself."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
-        self.heard = True
+        self.direct = True
         self.port = 0
         self.generations: list[Generation] = []
         self.sent: list[Control] = []
@@ -84,7 +84,7 @@ class HandEngine(ScriptedEngine):
         )
         generation = Generation(request, callbacks, 0.0)
         self.generations.append(generation)
-        return generation if self.heard else Unheard(generation)
+        return generation if self.direct else WithoutCallbacks(generation)
 
     async def _abandon(self, generation: Generation) -> None:
         self.abandoned.append(generation.request_id)
@@ -171,8 +171,8 @@ async def ask(engine: HandEngine, hand_engine: tuple[HandEngine, FastAPI]) -> As
     _, app = hand_engine
     tasks: list[asyncio.Task[None]] = []
 
-    async def ask(path: str, body: dict[str, Any], *, heard: bool = True) -> FakeConnection:
-        connection, engine.heard = FakeConnection(), heard
+    async def ask(path: str, body: dict[str, Any], *, direct: bool = True) -> FakeConnection:
+        connection, engine.direct = FakeConnection(), direct
         limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
         content = [json.dumps({"model": MODEL, limit: 200, "stream": True, **body}).encode()]
 
@@ -213,13 +213,13 @@ def scope(path: str, connection: FakeConnection) -> dict[str, Any]:
 
 
 async def quiet() -> None:
-    """Everything that is to be done without a socket has been done."""
+    """Lets all tasks run that do not wait for a socket."""
     for _ in range(30):
         await asyncio.sleep(0)
 
 
 async def play(engine: HandEngine, connection: FakeConnection, number: int = -1) -> str:
-    """Says TEXT to all choices, in pieces of one, two and three tokens."""
+    """Sends TEXT to all choices, in pieces of one, two and three tokens."""
     ids = engine.tokenizer.encode(TEXT)
     choices = engine.generations[number].request.sampling.n
     for index in range(0, len(ids), 3):
@@ -236,12 +236,12 @@ async def play(engine: HandEngine, connection: FakeConnection, number: int = -1)
 
 
 @pytest.mark.parametrize("name", BODIES)
-async def test_pushed_streams_are_those_that_a_task_writes(
+async def test_direct_streams_have_the_same_bytes_as_those_of_a_task(
     engine: HandEngine, ask: Client, name: str
 ) -> None:
     path, body = BODIES[name]
 
-    pulled = await ask(path, body, heard=False)
+    pulled = await ask(path, body, direct=False)
     expected, stops = await play(engine, pulled), list(engine.sent)
     pushed = await ask(path, body)
     text = await play(engine, pushed)
@@ -319,7 +319,7 @@ async def test_a_fault_in_one_stream_ends_that_stream_alone(
 async def test_each_of_a_connections_requests_is_written_in_its_own_answer(
     engine: HandEngine,
 ) -> None:
-    engine.heard = True
+    engine.direct = True
     (token,) = engine.tokenizer.encode("a")
     content = json.dumps({"prompt": "x", "stream": True, "max_tokens": 9}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"

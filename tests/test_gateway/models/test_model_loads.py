@@ -1,4 +1,4 @@
-"""Files of a registered model that take gateways down: three processes, and no further one."""
+"""Files of a registered model that crash gateways end at most three processes."""
 
 import asyncio
 import io

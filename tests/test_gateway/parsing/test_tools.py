@@ -340,8 +340,8 @@ async def test_reasoning_that_never_ends_leaves_no_content(tools: Gateway) -> No
     assert (answer["content"], answer["reasoning_content"]) == (None, "on and on")
 
     only_content = {"role": "assistant", "content": answer["content"]}
-    structured_tag = {"role": "user", "content": "x"}
-    again = await message(await tools.chat(messages=[structured_tag, only_content, structured_tag]))
+    question = {"role": "user", "content": "x"}
+    again = await message(await tools.chat(messages=[question, only_content, question]))
 
     assert again["reasoning_content"] == "on and on"
 

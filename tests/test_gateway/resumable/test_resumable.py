@@ -434,7 +434,7 @@ async def test_a_refused_request_leaves_its_key_free(backend: Backend, served: M
 async def test_a_key_whose_request_never_reached_the_queue_can_be_used_again(
     gateways: list[httpx.AsyncClient], backend: Backend
 ) -> None:
-    """The gateway died after it stored and before it queued the request, whose deadline has passed."""
+    """The gateway died after storing and before queueing the request; its deadline has passed."""
     stored = await gateways[0].post("/v1/completions", json=LONG, headers=KEY)
     store = backend.request_store()
     kept = await store.get(stored.headers["content-location"].rpartition("/")[2])

@@ -166,7 +166,7 @@ async def test_a_request_whose_client_does_not_return_is_cancelled_and_keeps_its
 
 
 async def finished(group: GatewayGroup, ids: set[str]) -> set[str]:
-    """Those of these requests that have a vector."""
+    """The ids of the requests that have a vector."""
     queue = group.backend.gateway("observer")
     found = {rid: await queue.request_status(rid, MODEL) for rid in ids}
     return {

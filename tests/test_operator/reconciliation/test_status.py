@@ -190,7 +190,7 @@ def test_events_are_made_of_transitions_alone() -> None:
     assert changes == {"EnginesReady": "Normal", "Complete": "Normal"}
 
 
-def test_the_loss_of_the_last_engine_is_an_alarm_and_a_start_from_zero_is_none() -> None:
+def test_the_loss_of_the_last_engine_is_a_warning_but_a_start_from_zero_is_not() -> None:
     kinds = []
     for before in (seen(), seen(ready=0, desired=0)):
         old = status.status_of(service(), before, {}, NOW)["conditions"]
@@ -226,7 +226,7 @@ def test_a_new_problem_is_a_new_event() -> None:
     assert [(c.kind, c.reason) for c in status.transitions(one, two)] == [("Warning", "B")]
 
 
-def test_a_cause_that_lasts_is_one_event_and_its_end_no_alarm() -> None:
+def test_a_lasting_cause_is_one_warning_and_its_end_a_normal_event() -> None:
     """Ready and Degraded have one cause: its beginning and its end are each reported once."""
     new = status.status_of(service(), seen(ready=0), {}, NOW)["conditions"]
     broken = seen(ready=0, problem=("OOMKilled", "pod p"))
