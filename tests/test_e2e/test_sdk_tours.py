@@ -67,7 +67,7 @@ def stack(
         stack.add_engine()
         stack.add_engine(*flags_of(embedder))
         stack.add_engine("--model", str(encoder), "--served-model-name", ENCODER)
-        gateway = stack.add_gateway("--chat-template", str(template))
+        gateway = stack.add_gateway("--chat-template", str(template), "--reasoning-parser", "none")
         stack.await_engines(1)
         until(lambda: {EMBEDDER, ENCODER} <= _models(gateway.url), "all models")
         yield stack

@@ -36,7 +36,12 @@ def gateway(tmp_path_factory: pytest.TempPathFactory, start: Starter) -> Iterato
     try:
         stack.add_engine()
         gateway = stack.add_gateway(
-            "--chat-template", str(template), "--tool-call-parser", "qwen3_coder"
+            "--chat-template",
+            str(template),
+            "--tool-call-parser",
+            "qwen3_coder",
+            "--reasoning-parser",
+            "none",
         )
         stack.await_engines(1)
         yield gateway

@@ -48,7 +48,7 @@ def _findings(model: str) -> Iterator[Finding]:
     except TokenizerError as error:
         yield fail("model", str(error), "check the id, your network and HF_TOKEN")
         return
-    engine = _ask("headrace_engine.describe_model", folder)
+    engine = _ask("headrace_engine.model_loader.describe_model", folder)
     weights = files.weight_bytes(model) or hub_bytes(model)
     yield from _engine(engine, weights)
     yield from _gateway(_ask("headrace_gateway.describe_model", folder))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import hypot
 from operator import mul
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, StrictBool, StrictInt
 from starlette.requests import Request
@@ -34,6 +34,8 @@ from .embeddings import EmbeddingExchange, EmbeddingResponse
 from .pipeline import Pipeline
 
 OPERATION = "score"
+# Of one list, whatever the setting max_embedding_inputs permits.
+MAX_TEXTS = 65_536
 Pair = tuple[int, int]
 Answer = Callable[[Sequence[float], int], Mapping[str, Any]]
 
@@ -51,8 +53,8 @@ class ScoringBody(Body):
 class ScoreRequest(ScoringBody):
     """vLLM's fields. One text is compared with each of the other list, or two lists in pairs."""
 
-    text_1: Text | Items[Text]
-    text_2: Text | Items[Text]
+    text_1: Text | Annotated[Items[Text], Field(max_length=MAX_TEXTS)]
+    text_2: Text | Annotated[Items[Text], Field(max_length=MAX_TEXTS)]
 
 
 class RerankDocument(Body):
@@ -63,7 +65,7 @@ class RerankRequest(ScoringBody):
     """The fields of Jina and Cohere. `top_n` None or 0: all documents."""
 
     query: Text
-    documents: Items[Text | RerankDocument]
+    documents: Items[Text | RerankDocument] = Field(max_length=MAX_TEXTS)
     top_n: StrictInt | None = Field(None, ge=0)
     return_documents: StrictBool = True
 

@@ -231,7 +231,6 @@ async def test_a_bad_chat_field_is_named(
         ("/metrics", "metrics are on a port of their own"),
         ("/v1", "the API is under /v1"),
         ("/v1/audio/speech", "audio is not served; text and embeddings are."),
-        ("/rerank", "rerank is not served"),
     ],
 )
 async def test_a_wrong_base_url_is_recognised_by_the_path(

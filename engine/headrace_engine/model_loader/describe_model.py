@@ -1,6 +1,6 @@
 """Prints as JSON what an engine would make of a checkpoint, without its weights:
 
-    python -m headrace_engine.describe_model FOLDER
+    python -m headrace_engine.model_loader.describe_model FOLDER
 
 `problem` is the reason why no engine serves it, else null. Whether a model without a native
 implementation is served at all is known only once transformers has loaded it.
@@ -12,14 +12,14 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from .checkpoints.checkpoint import Checkpoint, load_checkpoint
-from .checkpoints.config import ModelConfig
-from .core.errors import ConfigError, EngineError
-from .model_loader.loader import pick_device, pick_dtype
-from .models.context import pick_context
-from .models.encoder.encoder_families import encoder_family
-from .models.quantization.registry import find_format
-from .models.registry import NATIVE
+from ..checkpoints.checkpoint import Checkpoint, load_checkpoint
+from ..checkpoints.config import ModelConfig
+from ..core.errors import ConfigError, EngineError
+from ..models.context import pick_context
+from ..models.encoder.encoder_families import encoder_family
+from ..models.quantization.registry import find_format
+from ..models.registry import NATIVE
+from .loader import pick_device, pick_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
