@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
+import psutil
 
 from dashboards import dashboards
 from headrace_dashboards.panel import Dashboard
@@ -85,10 +86,15 @@ def local(folder: Path) -> None:
                 loads = [begin_load(up.url, secret, *phase) for secret in secrets]
                 refused(http, secrets[1])
                 if number == KILLED_IN:
-                    up.child("headrace_engine").kill()
+                    engine_of(up).kill()
                 for one in loads:
                     one.wait()
         draw(f"http://127.0.0.1:{prometheus.port}", Span(start, time.time()), LOCAL)
+
+
+def engine_of(up: UpProcess) -> psutil.Process:
+    """One of the engines."""
+    return next(child for child in up.children() if "headrace_engine" in child.cmdline())
 
 
 def create_key(file: Path, tenant: str) -> str:
