@@ -222,8 +222,11 @@ async def test_an_engine_is_killed_by_its_supervisor(supervised: Supervised) -> 
     assert supervised.kill_requests == ["e.1"]
 
 
-async def test_a_page_of_another_site_kills_nothing(supervised: Supervised) -> None:
-    answer = await supervised.kill("e.1")
+@pytest.mark.parametrize("headers", [{}, {**KILL, "origin": "https://elsewhere.example"}])
+async def test_a_page_of_another_site_kills_nothing(
+    supervised: Supervised, headers: dict[str, str]
+) -> None:
+    answer = await supervised.kill("e.1", **headers)
     assert (answer.status_code, code(answer)) == (400, "console_header_missing")
     assert supervised.kill_requests == []
 

@@ -2,6 +2,7 @@
 
 from http import HTTPStatus
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Header, HTTPException, Query, Request, Response
 
@@ -92,9 +93,10 @@ async def kill_engine(
 ) -> dict[str, str]:
     """Kills an engine's process, where `headrace up` runs it and starts it again."""
     services = services_of(request)
-    if x_headrace_console != "1":  # which other sites' pages cannot send
+    # Pages of other sites cannot send the header, unless CORS lets them.
+    if x_headrace_console != "1" or not _same_site(request):
         raise invalid(
-            "x-headrace-console: send this header with the value 1.",
+            "x-headrace-console: send this header with the value 1, from the console's own page.",
             param="x-headrace-console",
             code="console_header_missing",
         )
@@ -115,6 +117,12 @@ async def kill_engine(
 @router.get("/console/{name}", include_in_schema=False)
 async def page_file(name: str, request: Request) -> Response:
     return _file(request, name)
+
+
+def _same_site(request: Request) -> bool:
+    """Whether the request is of no web page, or of one of this server."""
+    origin = request.headers.get("origin")
+    return origin is None or urlsplit(origin).netloc == request.headers.get("host")
 
 
 async def _shown(services: Services, engine_id: str) -> bool:
