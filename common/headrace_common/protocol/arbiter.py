@@ -130,6 +130,7 @@ class Arbiter:
         self.owner: Sender | None = None
         self.failed: Failed | None = None
         self._distrusted = False  # the owner sent other tokens than before: it must ask first
+        self._round = 0  # of the owner's last Takeover: its tokens of earlier rounds are not valid
         self._choices = [_Choice() for _ in range(choices)]
         self._open = choices  # how many have not ended
         self._retired: set[Sender] = set()
@@ -174,11 +175,12 @@ class Arbiter:
         """
         if self.owner != (engine_id, reply.attempt) or self._distrusted or self.failed is not None:
             return None
-        _, _, number, index, token_ids, logprobs, finish_reason, _, cached, _, prompt, _ = reply
-        if finish_reason is not None or not token_ids or number >= len(self._choices):
+        _, _, number, index, token_ids, logprobs, reason, _, cached, _, prompt, _, asked = reply
+        if reason is not None or not token_ids or number >= len(self._choices):
             return None
         choice = self._choices[number]
-        if choice.finish_reason is not None or index != len(choice.token_ids):
+        ended = choice.finish_reason is not None
+        if ended or asked < self._round or index != len(choice.token_ids):
             return None
         choice.add(token_ids, logprobs)
         choice.asked, choice.behind_gap = -1, 0
@@ -241,6 +243,9 @@ class Arbiter:
         choice = self._choices[reply.choice]
         if choice.finish_reason is not None:
             return [Ignore("choice_ended")]
+        if reply.round < self._round:
+            # Read again from before its Takeover: of a run with other tokens than the client's.
+            return self._nudge(sender, "earlier_round")
         known = len(choice.token_ids)
         if self._distrusted or self._contradicts(choice, reply):
             self._distrusted = True
@@ -290,6 +295,8 @@ class Arbiter:
         if sender[1] < self.attempt:
             return self._refuse(sender, reply, "older_attempt")
         self._own(sender)
+        if reply.rounds_in_tokens:
+            self._round = max(self._round, reply.round)
         return [Send(sender[0], self._resume(sender[1], reply.round))]
 
     def _sync(self, sender: Sender, reply: Sync) -> Sequence[Action]:
@@ -320,6 +327,7 @@ class Arbiter:
         """Accepts messages of `sender` from now on, and never again those of earlier senders."""
         if self.owner is not None and self.owner != sender:
             self._retired.add(self.owner)
+            self._round = 0
         self.owner = sender
         self._distrusted = False
         for choice in self._choices:

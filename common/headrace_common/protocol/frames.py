@@ -192,7 +192,7 @@ def _reply(reply: Reply) -> list[object]:
     head = [reply.request_id, reply.attempt]
     match reply:
         case Takeover():
-            return [TAKEOVER, *head, reply.round]
+            return [TAKEOVER, *head, reply.round, reply.rounds_in_tokens]
         case Sync():
             return [SYNC, *head, [_state(choice) for choice in reply.choices], reply.cached_tokens]
         case Failed():
@@ -202,16 +202,14 @@ def _reply(reply: Reply) -> list[object]:
 def _tokens(t: Tokens) -> list[object]:
     """Packs new tokens, the most frequent reply; trailing default values are left out."""
     item: list[object] = [TOKENS, t.request_id, t.attempt, t.choice, t.index, t.token_ids]
-    timed = t.took_ms is not None
-    more = t.prompt_logprobs is not None or timed
-    if t.finish_reason or t.logprobs is not None or t.cached_tokens or more:
-        item += [t.finish_reason, t.stop_token, t.cached_tokens, _positions(t.logprobs)]
-        if t.embedding is not None or more:
-            item.append(t.embedding)
-        if more:
-            item.append(t.prompt_logprobs)
-        if timed:
-            item.append(t.took_ms)
+    rest = (t.embedding, t.prompt_logprobs, t.took_ms)
+    more = t.logprobs is not None or rest != (None, None, None)
+    if not (t.finish_reason or t.cached_tokens or more):
+        return [*item, t.round] if t.round else item
+    item += [t.finish_reason, t.stop_token, t.cached_tokens, _positions(t.logprobs)]
+    item += [*rest, t.round or None]
+    while item[-1] is None and len(item) > 10:
+        item.pop()
     return item
 
 

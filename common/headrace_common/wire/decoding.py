@@ -121,7 +121,12 @@ def _to_any(item: list[Any]) -> Reply:
     if kind == TOKENS:
         return _to_tokens(item, request_id, attempt)
     if kind == TAKEOVER:
-        return Takeover(request_id=request_id, attempt=attempt, round=count(item[3]))
+        return Takeover(
+            request_id=request_id,
+            attempt=attempt,
+            round=count(item[3]),
+            rounds_in_tokens=len(item) > 4 and item[4] is True,
+        )
     if kind == SYNC:
         cached = count(item[4]) if len(item) > 4 else 0
         choices = to_states(item[3])
@@ -136,7 +141,8 @@ def _to_tokens(item: list[Any], request_id: str, attempt: int) -> Tokens:
     ids = _token_ids(items_of(item[5]))
     choice, index = count(item[3], MAX_CHOICES - 1), count(item[4])
     if len(item) < 10:
-        return Tokens(request_id, attempt, choice, index, ids)
+        number = count(item[6]) if len(item) > 6 else 0
+        return Tokens(request_id, attempt, choice, index, ids, round=number)
     return Tokens(
         request_id=request_id,
         attempt=attempt,
@@ -149,7 +155,8 @@ def _to_tokens(item: list[Any], request_id: str, attempt: int) -> Tokens:
         logprobs=to_positions(item[9], len(ids)),
         embedding=_to_embedding(item[10]) if len(item) > 10 else None,
         prompt_logprobs=_to_bytes(item[11]) if len(item) > 11 else None,
-        took_ms=count(item[12]) if len(item) > 12 else None,
+        took_ms=None if len(item) < 13 or item[12] is None else count(item[12]),
+        round=count(item[13]) if len(item) > 13 else 0,
     )
 
 

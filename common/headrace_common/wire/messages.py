@@ -86,6 +86,7 @@ class Tokens(NamedTuple):
     the stop token that ended it (None: the end-of-sequence token). `embedding` (little-endian
     float32) is the whole answer if the request asked for one. `prompt_logprobs` (packed) come with
     a request's first tokens, and so does `took_ms`: for how long its engine had the request then.
+    `round` is that of the Takeover before the run that made the tokens; 0 if there was none.
     A tuple, because one is made for every token.
     """
 
@@ -101,6 +102,7 @@ class Tokens(NamedTuple):
     embedding: bytes | None = None
     prompt_logprobs: bytes | None = None
     took_ms: int | None = None
+    round: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,12 +125,14 @@ class Takeover:
     """An engine took the request over and asks its gateway which tokens the client has.
 
     `round` counts this engine's questions, so that a late answer to an earlier one is recognised.
-    Until the answer comes, the engine sends no tokens of the request.
+    Until the answer comes, the engine sends no tokens of the request. With `rounds_in_tokens` its
+    tokens name their round; those of an engine of version 0.1.0 do not.
     """
 
     request_id: str
     attempt: int
     round: int = 1
+    rounds_in_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,9 +93,9 @@ class LeasedRequest:
         "prompt_logprobs",
         "recovered",
         "request",
+        "round",
         "runs",
         "suspect",
-        "takeovers",
         "tasks",
         "times",
     )
@@ -112,7 +112,7 @@ class LeasedRequest:
         self.last_output_at = now
         self.tasks: set[asyncio.Task[None]] = set()
         self.answer: asyncio.Future[Resume] | None = None
-        self.takeovers = 0  # number of Takeover messages to the gateway
+        self.round = 0  # of the last Takeover; 0 before the first
         self.runs = 0
         self.cached_tokens = 0
         self.prompt_logprobs: bytes | None = None
@@ -225,6 +225,7 @@ class LeasedRequest:
             embedding=output.embedding,
             prompt_logprobs=self._prompt_logprobs_at(output.index),
             took_ms=None if output.index or output.choice else self._took_ms(),
+            round=self.round,
         )
 
     def _took_ms(self) -> int:
@@ -246,6 +247,7 @@ class LeasedRequest:
             cached_tokens=self.cached_tokens,
             embedding=choice.embedding,
             prompt_logprobs=self._prompt_logprobs_at(index),
+            round=self.round,
         )
 
     def _prompt_logprobs_at(self, index: int) -> bytes | None:

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 from headrace_common.errors import BackendUnavailable, FailureCode
@@ -37,6 +38,8 @@ from .metrics import EngineMetrics
 from .reply_writer import ReplyWriter, retry
 
 logger = logging.getLogger(__name__)
+
+_REMEMBERED = 10_000  # requests whose attempts an engine remembers
 
 
 class RequestTracker:
@@ -73,8 +76,10 @@ class RequestTracker:
         self._on_room = on_room
         self._on_error = on_error
         self._resume_timeout = resume_timeout
+        self._rounds = count(1)  # of all requests: a request that is leased again starts no lower
         self.busy = asyncio.Event()
         self._requests: dict[str, LeasedRequest] = {}
+        self._attempts: dict[str, int] = {}  # the last one of each request, the newest at the end
         self._by_engine_key: dict[str, LeasedRequest] = {}
         self.by_engine_key: Mapping[str, LeasedRequest] = self._by_engine_key
         self.requests: Collection[LeasedRequest] = self._requests.values()
@@ -105,13 +110,18 @@ class RequestTracker:
                     self._run(leased)
 
     def _register(self, lease: Lease) -> LeasedRequest:
-        earlier = self._requests.get(lease.request.request_id)
+        request_id = lease.request.request_id
         leased = LeasedRequest(lease, self._metrics.taken(lease))
-        if earlier is not None:
-            # Redis lost and regained it while it ran here: the gateway tells what its client has.
+        if (earlier := self._requests.get(request_id)) is not None:
             self._forget(earlier)
+        if earlier is not None or lease.attempt <= self._attempts.get(request_id, 0):
+            # Redis lost and regained it after it ran here: the gateway tells what its client has.
             leased.recovered = True
-        self._requests[leased.request_id] = leased
+        self._attempts.pop(request_id, None)
+        self._attempts[request_id] = lease.attempt
+        if len(self._attempts) > _REMEMBERED:
+            del self._attempts[next(iter(self._attempts))]
+        self._requests[request_id] = leased
         self.busy.set()
         return leased
 
@@ -122,7 +132,11 @@ class RequestTracker:
             self._recover(next(iter(self.requests)))
 
     def _has_begun(self, leased: LeasedRequest) -> bool:
-        return bool(leased.tasks) or leased.engine_key in self._by_engine_key
+        return bool(leased.tasks) or self._runs(leased)
+
+    def _runs(self, leased: LeasedRequest) -> bool:
+        """Whether the engine's core has the request; not while a takeover waits for its answer."""
+        return leased.engine_key in self._by_engine_key
 
     # Runs in the engine's core
 
@@ -202,10 +216,15 @@ class RequestTracker:
     async def _ask_gateway(self, leased: LeasedRequest) -> Resume | None:
         """Asks what the client has; None if the gateway does not answer in time."""
         leased.answer = asyncio.get_running_loop().create_future()
-        leased.takeovers += 1
+        leased.round = next(self._rounds)
         self._reply_writer.put(
             leased.gateway_id,
-            Takeover(request_id=leased.request_id, attempt=leased.attempt, round=leased.takeovers),
+            Takeover(
+                request_id=leased.request_id,
+                attempt=leased.attempt,
+                round=leased.round,
+                rounds_in_tokens=True,
+            ),
         )
         try:
             async with asyncio.timeout(self._resume_timeout):
@@ -315,18 +334,17 @@ class RequestTracker:
                 self._fail(leased, FailureCode.CANCELLED, "the request was cancelled")
             case StopChoice():
                 self._stop_choice(leased, control.choice)
-            case Resend():
-                if control.choice < len(leased.choices):
-                    tokens = leased.tokens_from(control.choice, control.index)
-                    self._reply_writer.put(leased.gateway_id, tokens)
+            case Resend() if control.choice < len(leased.choices) and self._runs(leased):
+                tokens = leased.tokens_from(control.choice, control.index)
+                self._reply_writer.put(leased.gateway_id, tokens)
             case Reroute():
                 self._reroute(leased, control.gateway_id)
 
     def _handle_resume(self, leased: LeasedRequest, resume: Resume) -> None:
         if leased.answer is not None:
-            if resume.round == leased.takeovers and not leased.answer.done():
+            if resume.round == leased.round and not leased.answer.done():
                 leased.answer.set_result(resume)
-        elif resume.round == 0 and leased.engine_key in self._by_engine_key:
+        elif resume.round == 0 and self._runs(leased):
             # Not an answer: the gateway has other tokens than this run, so the run starts again.
             self._stop_run(leased)
             leased.executing = False

@@ -6,6 +6,7 @@ gateway (Takeover) where others may have run it, RESUME, run, publish, beat, FIN
 """
 
 import asyncio
+import itertools
 import random
 import struct
 import zlib
@@ -112,6 +113,7 @@ class FakeRequest:
             token_ids=tuple(choice.token_ids[index:]),
             finish_reason=choice.finish_reason,
             embedding=choice.embedding,
+            round=self.round,
         )
 
     def step(self, rng: random.Random) -> list[Reply]:
@@ -185,6 +187,7 @@ class FakeEngine:
         self._beat_interval = beat_interval
         self._resume_timeout = resume_timeout
         self._rng = random.Random(seed)
+        self._rounds = itertools.count(1)
         self._outbox: defaultdict[str, list[Reply]] = defaultdict(list)
         self._endings: list[tuple[FakeRequest, Outcome]] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -311,12 +314,15 @@ class FakeEngine:
 
     async def _said_so_far(self, request: FakeRequest) -> Sequence[ChoiceState] | None:
         while self.active.get(request.rid) is request:
-            request.round += 1
+            request.round = next(self._rounds)
             request.answer = asyncio.get_running_loop().create_future()
             self._put(
                 request.gateway_id,
                 Takeover(
-                    request_id=request.rid, attempt=request.lease.attempt, round=request.round
+                    request_id=request.rid,
+                    attempt=request.lease.attempt,
+                    round=request.round,
+                    rounds_in_tokens=True,
                 ),
             )
             try:

@@ -30,7 +30,12 @@ from headrace_testing.fake_engine import is_one_history, next_token
 
 
 def tokens(
-    index: int, *ids: int, attempt: int = 1, choice: int = 0, end: str | None = None
+    index: int,
+    *ids: int,
+    attempt: int = 1,
+    choice: int = 0,
+    end: str | None = None,
+    number: int = 0,
 ) -> Tokens:
     return Tokens(
         request_id="r",
@@ -39,11 +44,12 @@ def tokens(
         index=index,
         token_ids=ids,
         finish_reason=end,
+        round=number,
     )
 
 
 def takeover(attempt: int, number: int = 1) -> Takeover:
-    return Takeover(request_id="r", attempt=attempt, round=number)
+    return Takeover(request_id="r", attempt=attempt, round=number, rounds_in_tokens=True)
 
 
 def delivered(actions: object) -> list[tuple[int, ...]]:
@@ -150,7 +156,8 @@ def test_an_engine_that_takes_over_gets_the_tokens_that_the_client_has() -> None
     )
     assert resume == Resume(request_id="r", attempt=2, choices=states, round=3)
     assert delivered(arbiter.handle("e1", tokens(2, 666))) == []
-    assert delivered(arbiter.handle("e2", tokens(2, 3, attempt=2))) == [(3,)]
+    more = tokens(2, 3, attempt=2, number=3)
+    assert delivered(arbiter.handle("e2", more)) == [(3,)]
 
 
 def test_a_replaced_engine_is_notified() -> None:
@@ -170,20 +177,20 @@ def test_an_engine_that_starts_over_after_a_rollback_must_ask_first() -> None:
     assert isinstance(nudge, Resume) and nudge.round == 0
     assert delivered(arbiter.handle("e2", tokens(2, 9))) == []
     assert len(sent(arbiter.handle("e2", takeover(1)))) == 1
-    assert delivered(arbiter.handle("e2", tokens(2, 3))) == [(3,)]
+    assert delivered(arbiter.handle("e2", tokens(2, 3, number=1))) == [(3,)]
 
 
 def test_replies_of_a_replaced_engine_are_ignored() -> None:
     """Its replies under the same attempt are ignored too, even if its question is read again."""
     arbiter = Arbiter("r", 1)
     arbiter.handle("e1", takeover(1))
-    arbiter.handle("e1", tokens(0, 1, 2))
+    arbiter.handle("e1", tokens(0, 1, 2, number=1))
     arbiter.handle("e2", takeover(1))
     disown = Disown(request_id="r", attempt=1, superseded=True)
     assert sent(arbiter.handle("e1", takeover(1))) == [disown]
     assert delivered(arbiter.handle("e1", tokens(2, 9))) == []
     assert arbiter.owner == ("e2", 1)
-    assert delivered(arbiter.handle("e2", tokens(2, 3))) == [(3,)]
+    assert delivered(arbiter.handle("e2", tokens(2, 3, number=1))) == [(3,)]
 
 
 def test_an_owner_that_contradicts_itself_must_ask_first() -> None:
@@ -193,7 +200,24 @@ def test_an_owner_that_contradicts_itself_must_ask_first() -> None:
     assert isinstance(nudge, Resume) and nudge.round == 0
     assert delivered(arbiter.handle("e", tokens(2, 9))) == []
     arbiter.handle("e", takeover(1, 2))
-    assert delivered(arbiter.handle("e", tokens(2, 3))) == [(3,)]
+    assert delivered(arbiter.handle("e", tokens(2, 3, number=2))) == [(3,)]
+
+
+@pytest.mark.parametrize("rounds", [True, False])
+def test_tokens_that_a_sender_wrote_before_its_takeover_are_not_delivered(rounds: bool) -> None:
+    """A gateway that reads its stream again finds them; only engines of 0.1.0 name no rounds."""
+    arbiter = Arbiter("r", 1)
+    arbiter.handle("e1", tokens(0, 1, 2))
+    early = tokens(2, 9)
+    arbiter.handle("e2", early)
+    asks = Takeover(request_id="r", attempt=1, round=5, rounds_in_tokens=rounds)
+    arbiter.handle("e2", asks)
+    again = arbiter.handle("e2", early)
+    assert delivered(again) == ([] if rounds else [(9,)])
+    if rounds:
+        assert Ignore("earlier_round") in again
+        assert arbiter.follow("e2", early) is None
+        assert arbiter.follow("e2", tokens(2, 3, number=5)) == Deliver(choice=0, token_ids=(3,))
 
 
 def test_a_sync_must_extend_the_tokens_that_the_client_has() -> None:
@@ -270,7 +294,8 @@ class PlayedEngine:
         self.name = name
         self.attempt = attempt
         self.rng = rng
-        self.round = 0
+        self.round = 0  # of the last question
+        self.run_round = 0
         self.history: list[list[int]] = [[] for _ in range(choices)]
         self.frames: list[Reply] = []
         self.alive = True
@@ -292,7 +317,15 @@ class PlayedEngine:
     def reply(self, choice: int, index: int, most: int) -> Tokens:
         history = self.history[choice]
         end = "length" if len(history) == most else None
-        return tokens(index, *history[index:], attempt=self.attempt, choice=choice, end=end)
+        ids = history[index:]
+        return tokens(
+            index, *ids, attempt=self.attempt, choice=choice, end=end, number=self.run_round
+        )
+
+    def start_over(self) -> None:
+        """Redis forgot that the engine had the request, and gives it the request once more."""
+        self.history = [[] for _ in self.history]
+        self.ask()
 
     def hear(self, control: object, most: int) -> None:
         if isinstance(control, Disown):
@@ -303,6 +336,7 @@ class PlayedEngine:
             self.ask()
         elif isinstance(control, Resume) and control.round == self.round and self.asking:
             self.asking = False
+            self.run_round = self.round
             self.history = [list(state.token_ids) for state in control.choices]
 
 
@@ -347,8 +381,11 @@ class Play:
             engine = next(e for e in self.engines if e.name == action.engine_id)
             engine.hear(action.control, self.most)
 
-    def lose(self, engine: PlayedEngine) -> None:
-        """An engine says that it does not know what the client has."""
+    def forget(self, engine: PlayedEngine) -> None:
+        """An engine starts over, or says that it does not know what the client has."""
+        if self.rng.random() < 0.3:
+            engine.start_over()
+            return
         failed = Failed(
             request_id="r", attempt=engine.attempt, failure=FailureCode.LOST, message=""
         )
@@ -374,7 +411,7 @@ class Play:
             case 5 if engine.asking:
                 engine.ask()
             case 12:
-                self.lose(engine)
+                self.forget(engine)
             case _ if engine.frames and self.rng.random() < 0.7:
                 self.deliver(engine, engine.frames.pop(0))
             case _:

@@ -82,6 +82,8 @@ def token_messages(draw: st.DrawFn) -> Tokens:
         logprobs=draw(st.none() | st.lists(logprobs, min_size=size, max_size=size).map(tuple)),
         finish_reason=draw(reasons),
         cached_tokens=draw(counts),
+        took_ms=draw(st.none() | counts),
+        round=draw(counts),
     )
 
 
@@ -94,7 +96,9 @@ failures = st.builds(
 )
 replies: st.SearchStrategy[Reply] = (
     token_messages()
-    | st.builds(Takeover, request_id=ids, attempt=counts, round=counts)
+    | st.builds(
+        Takeover, request_id=ids, attempt=counts, round=counts, rounds_in_tokens=st.booleans()
+    )
     | st.builds(Sync, request_id=ids, attempt=counts, choices=choices, cached_tokens=counts)
     | failures
 )

@@ -18,6 +18,7 @@ from headrace_common.wire.messages import (
     Disown,
     Failed,
     Reply,
+    Resend,
     Resume,
     Sync,
     Takeover,
@@ -206,6 +207,29 @@ async def test_a_request_that_is_leased_again_asks_its_gateway(rig: Rig) -> None
 
     assert rig.takeovers == ["a"] and len(rig.tracker.requests) == 1
     assert call(rig.runs[0].request_id) in rig.loop.abort.mock_calls
+
+
+async def test_a_request_whose_attempt_was_here_before_asks_its_gateway(rig: Rig) -> None:
+    """Redis forgot that the engine gave it back. A later attempt is begun as the queue says."""
+    for attempt, takeovers in ((1, []), (1, ["a"]), (2, ["a"])):
+        await rig.begin(lease("a", attempt=attempt))
+        assert rig.takeovers == takeovers
+        await rig.tracker.give_back()
+
+
+async def test_rounds_of_all_requests_are_counted_together(rig: Rig) -> None:
+    await rig.begin(lease("a", recovered=True), lease("b", recovered=True))
+    assert [leased.round for leased in rig.tracker.requests] == [1, 2]
+
+
+async def test_tokens_are_not_sent_again_while_a_takeover_waits(rig: Rig) -> None:
+    """They may be others than those that the client has."""
+    await rig.begin(lease("a"))
+    rig.tracker.on_output(token(rig.runs[0], 0, None))
+    await rig.answer("a", round=0)
+    written = list(rig.replies)
+    rig.tracker.handle_control(Resend(request_id="a", choice=0, index=0))
+    assert rig.replies == written
 
 
 async def test_a_takeover_ends_with_its_request(rig: Rig) -> None:
