@@ -2,6 +2,8 @@
 time, and every kernel is still among them.
 """
 
+from unittest.mock import patch
+
 from headrace_engine import compile_kernels
 from headrace_engine.autotune import steps
 from headrace_engine.kernels.triton import launch
@@ -10,8 +12,10 @@ OVERLAPS = (steps.ONE_BY_ONE, "dependent")
 
 
 def main(models: list[str]) -> int:
-    launch.DECODE_TILES = launch.DECODE_TILES[:1]
-    launch.PREFILL_TILES = launch.PREFILL_TILES[:1]
-    steps.CANDIDATES = {name: steps.CANDIDATES[name] for name in OVERLAPS}
-    steps.FUSED_CANDIDATES = OVERLAPS
-    return compile_kernels.main(models)
+    tiles = {name: getattr(launch, name)[:1] for name in ("DECODE_TILES", "PREFILL_TILES")}
+    overlaps = {name: steps.CANDIDATES[name] for name in OVERLAPS}
+    with (
+        patch.multiple(launch, **tiles),
+        patch.multiple(steps, CANDIDATES=overlaps, FUSED_CANDIDATES=OVERLAPS),
+    ):
+        return compile_kernels.main(models)

@@ -67,9 +67,10 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found: Compiled = {}
+    kernels: list[dict[str, Any]] = []
     for line in map(json.loads, done.stdout.splitlines()):
         if "run" in line:
-            kernels = found[line["run"]] = []
+            kernels = found.setdefault(line["run"], [])
         else:
             kernels.append(line)
     return found
