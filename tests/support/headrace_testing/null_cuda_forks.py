@@ -1,5 +1,5 @@
-"""Programs on the null CUDA device that are forked from one process, which has imported them: that
-takes longer than most of them run.
+"""Programs on the null CUDA device that are forked from one process, which has imported torch: that
+takes longer than some of them run.
 """
 
 import importlib

@@ -42,7 +42,7 @@ MORE = {
 }
 
 Compiled = dict[str, list[dict[str, Any]]]
-# One process for all runs: to import torch takes longer than to compile some of them.
+# One process for all runs, as importing torch takes seconds.
 PROGRAM = """
 import json, sys, triton_aot
 for name, arguments in json.loads(sys.argv[1]).items():
