@@ -109,10 +109,11 @@ class Scene:
         return made.to(self.spec.device, self.spec.dtype)
 
     def write(self, starts: list[int], ends: list[int]) -> None:
-        """Runs a step and ignores its output."""
+        """Runs a step and ignores its output, which Triton's interpreter would need long for."""
         some = [index for index, end in enumerate(ends) if end > starts[index]]
         if some:
-            self.forward(some, [starts[i] for i in some], [ends[i] for i in some])
+            attends = self.backend.name != "triton"
+            self.forward(some, [starts[i] for i in some], [ends[i] for i in some], attends)
 
     def step(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the backend's output for the new tokens and the exact one, both on the CPU."""
@@ -127,8 +128,18 @@ class Scene:
         return output.cpu(), torch.cat(exact)
 
     def forward(
-        self, which: list[int], starts: list[int], ends: list[int]
+        self, which: list[int], starts: list[int], ends: list[int], attends: bool = True
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Without `attends` the step has tokens to write, but no sequence that reads them."""
+        metadata = self.metadata(which, starts, ends)
+        if not attends:
+            metadata = replace(
+                metadata,
+                query_start=metadata.query_start[:1],
+                seq_lens=metadata.seq_lens[:0],
+                block_tables=metadata.block_tables[:0],
+                num_decodes=0,
+            )
         lengths = [end - start for start, end in zip(starts, ends, strict=True)]
         queries = [self.random(length, self.case.heads) for length in lengths]
         spans = list(zip(which, starts, ends, strict=True))
@@ -137,7 +148,7 @@ class Scene:
             torch.cat([self.keys[i][start:end] for i, start, end in spans]),
             torch.cat([self.values[i][start:end] for i, start, end in spans]),
             self.cache,
-            self.metadata(which, starts, ends),
+            metadata,
             self.case.params,
         )
         return output, queries

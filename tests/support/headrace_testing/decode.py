@@ -2,13 +2,14 @@
 
 import json
 import sys
+from collections.abc import Sequence
 
 from headrace_engine import LLM, SamplingParams
 
 PROMPTS = ["What is Headrace?", "Once upon a time", "Hello"]
 
 
-def main() -> None:
+def main(_: Sequence[str] = ()) -> None:
     # Not measured: which kernel is chosen is the device's affair.
     llm = LLM("headrace-demo", enable_autotuner=False)
     kinds = [SamplingParams(max_tokens=6, temperature=heat, ignore_eos=True) for heat in (0.0, 0.8)]

@@ -7,14 +7,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.timeout(900)  # one test of each run waits for all kernels to compile
+pytestmark = pytest.mark.timeout(900)  # the first test waits for all kernels to compile
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 # 89 has the least shared memory of a program: 99 KiB.
 RUNS = {"Hopper": (90, "mixtral"), "Ada, fp8": (89, "gemma2-fp8")}
@@ -43,30 +41,44 @@ MORE = {
     "Ada, fp8": ({"small_batch_float8_kernel"}, {"round_rows_kernel"}),
 }
 
-Compiler = Callable[[str], list[dict[str, Any]]]
+Compiled = dict[str, list[dict[str, Any]]]
+# One process for all runs, as importing torch takes seconds.
+PROGRAM = """
+import json, sys, triton_aot
+for name, arguments in json.loads(sys.argv[1]).items():
+    print(json.dumps({"run": name}))
+    assert triton_aot.main(arguments) == 0, name
+"""
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
-    @cache
-    def run(name: str) -> list[dict[str, Any]]:
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    """The kernels of each run."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    environment["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS), *sys.path])
+    runs = {}
+    for name in (*RUNS, OVERLAPPING):
         capability, shape = RUNS.get(name, (90, "8b"))
-        environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-        environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-        environment["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS), *sys.path])
-        command = [sys.executable, str(BENCHMARKS / "triton_aot.py"), "--json", "--brief"]
-        command += ["--capability", str(capability), "--shape", shape]
-        command += {"Hopper": ["--loops"], OVERLAPPING: [OVERLAPPING]}.get(name, [])
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-        return [json.loads(line) for line in done.stdout.splitlines()]
-
-    return run
+        more = {"Hopper": ["--loops"], OVERLAPPING: [OVERLAPPING]}.get(name, [])
+        wanted = ["--capability", str(capability), "--shape", shape]
+        runs[name] = ["--json", "--brief", *wanted, *more]
+    command = [sys.executable, "-c", PROGRAM, json.dumps(runs)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    found: Compiled = {}
+    kernels: list[dict[str, Any]] = []
+    for line in map(json.loads, done.stdout.splitlines()):
+        if "run" in line:
+            kernels = found.setdefault(line["run"], [])
+        else:
+            kernels.append(line)
+    return found
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_kernel_compiles_and_fits(name: str, compiled: Compiler) -> None:
-    found = compiled(name)
+def test_every_kernel_compiles_and_fits(name: str, compiled: Compiled) -> None:
+    found = compiled[name]
     assert {one["kernel"] for one in found} == KERNELS.union(*MORE[name])
     for one in found:
         assert one["target"].startswith(f"sm_{RUNS[name][0]}")
@@ -75,9 +87,9 @@ def test_every_kernel_compiles_and_fits(name: str, compiled: Compiler) -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_tensor_cores_multiply_while_the_next_keys_are_loaded(
-    name: str, compiled: Compiler
+    name: str, compiled: Compiled
 ) -> None:
-    using = {one["kernel"]: one for one in compiled(name) if one["products"]}
+    using = {one["kernel"]: one for one in compiled[name] if one["products"]}
     assert all(using.pop(kernel)["in_flight"] == 0 for kernel in SINGLE & using.keys())
     assert set(using) == PRODUCTS | MORE[name][0]
     assert all(one["in_flight"] > 0 for one in using.values())
@@ -86,13 +98,13 @@ def test_tensor_cores_multiply_while_the_next_keys_are_loaded(
     assert set(using["prefill_kernel"]["copy_sizes"]) <= {"4", "8", "16"}
 
 
-def test_loops_leave_multiprocessors_time_to_wait_for_memory(compiled: Compiler) -> None:
+def test_loops_leave_multiprocessors_time_to_wait_for_memory(compiled: Compiled) -> None:
     """Counted, for the bandwidth of an H200; beyond half of it something would be waited for."""
     from compiled.loops import Loop
 
     found = {
         one["kernel"]: [loop for loop in (Loop(**fields) for fields in one["loops"]) if loop.tensor]
-        for one in compiled("Hopper")
+        for one in compiled["Hopper"]
     }
     for kernel in (
         "decode_kernel",
@@ -111,13 +123,13 @@ def test_loops_leave_multiprocessors_time_to_wait_for_memory(compiled: Compiler)
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_kernels_without_dependent_launch_do_not_wait(name: str, compiled: Compiler) -> None:
-    assert not any(one["dependent"] or one["hazards"] for one in compiled(name))
+def test_kernels_without_dependent_launch_do_not_wait(name: str, compiled: Compiled) -> None:
+    assert not any(one["dependent"] or one["hazards"] for one in compiled[name])
 
 
-def test_before_they_wait_kernels_only_prefetch_weights(compiled: Compiler) -> None:
+def test_before_they_wait_kernels_only_prefetch_weights(compiled: Compiled) -> None:
     """Else they would read what is not written yet, or write what is still read."""
-    found = compiled(OVERLAPPING)
+    found = compiled[OVERLAPPING]
     assert all(one["dependent"] for one in found)
     assert not any(one["hazards"] or one["spilled"] for one in found), "wait in time"
     assert TAKING_TURNS.isdisjoint(one["kernel"] for one in found)

@@ -1,6 +1,7 @@
 """Speculation through the offline API, on the demo model: text, grammars, and how it is set up."""
 
 import json
+from functools import cache
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from headrace_common.text.checkpoint import demo_folder
 from headrace_engine import LLM, SamplingParams, StructuredOutputsParams
 from headrace_engine.core.errors import ConfigError
 from headrace_engine.core.speculative_config import SpeculativeConfig
+from headrace_engine.core.speculative_stats import SpeculationStats
 from headrace_engine.serving.settings import EngineSettings
 
 OPTIONS: dict[str, Any] = {
@@ -56,42 +58,34 @@ PARAMS = [
 ]
 
 
-def answers(speculation: dict[str, Any] | None, tokens: int = 256) -> tuple[list[str], LLM]:
-    options = {**OPTIONS, "max_num_batched_tokens": tokens}
-    llm = LLM(str(demo_folder()), speculative_config=speculation, **options)
+SPECULATIONS: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    "ngram": {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False},
+    "draft model": {"model": str(demo_folder()), "num_speculative_tokens": 2, "adaptive": False},
+    "adaptive": {"method": "ngram"},
+}
+
+
+@cache
+def answers(name: str) -> tuple[list[str], SpeculationStats | None]:
+    llm = LLM(str(demo_folder()), speculative_config=SPECULATIONS[name], **OPTIONS)
     outputs = llm.generate([PROMPT] * len(PARAMS), PARAMS, use_tqdm=False)
-    return [choice.text for output in outputs for choice in output.outputs], llm
+    texts = [choice.text for output in outputs for choice in output.outputs]
+    return texts, llm.llm_engine.model.engine.stats().speculation
 
 
-@pytest.fixture(scope="module")
-def plain() -> list[str]:
-    return answers(None)[0]
-
-
-@pytest.mark.parametrize(
-    "speculation",
-    [
-        {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False},
-        {"model": str(demo_folder()), "num_speculative_tokens": 3, "adaptive": False},
-        {"method": "ngram"},
-    ],
-    ids=["ngram", "draft model", "adaptive"],
-)
-def test_answers_with_and_without_grammars_stay_the_same(
-    plain: list[str], speculation: dict[str, Any]
-) -> None:
-    found, llm = answers(speculation)
+@pytest.mark.parametrize("name", ["ngram", "draft model", "adaptive"])
+def test_answers_with_and_without_grammars_stay_the_same(name: str) -> None:
+    (found, stats), (plain, _) = answers(name), answers("none")
     assert found == plain
-    stats = llm.llm_engine.model.engine.stats().speculation
     assert stats is not None
-    if not speculation.get("adaptive", True):
+    if name != "adaptive":
         assert stats.accepted_tokens > 20
 
 
 def test_a_draft_model_drafts_only_tokens_that_the_grammar_allows() -> None:
     """The draft model is the target: only stops and the ends of outputs make drafts void."""
-    _, llm = answers({"model": str(demo_folder()), "num_speculative_tokens": 2, "adaptive": False})
-    stats = llm.llm_engine.model.engine.stats().speculation
+    _, stats = answers("draft model")
     assert stats is not None and stats.accepted_tokens > 0.9 * stats.draft_tokens
 
 

@@ -1,0 +1,21 @@
+"""`headrace_engine.compile_kernels` with few candidates for each launch: tests compile in less
+time, and every kernel is still among them.
+"""
+
+from unittest.mock import patch
+
+from headrace_engine import compile_kernels
+from headrace_engine.autotune import steps
+from headrace_engine.kernels.triton import launch
+
+OVERLAPS = (steps.ONE_BY_ONE, "dependent")
+
+
+def main(models: list[str]) -> int:
+    tiles = {name: getattr(launch, name)[:1] for name in ("DECODE_TILES", "PREFILL_TILES")}
+    overlaps = {name: steps.CANDIDATES[name] for name in OVERLAPS}
+    with (
+        patch.multiple(launch, **tiles),
+        patch.multiple(steps, CANDIDATES=overlaps, FUSED_CANDIDATES=OVERLAPS),
+    ):
+        return compile_kernels.main(models)
