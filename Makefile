@@ -29,7 +29,7 @@ MINUTES ?= 30
 SEED ?= $(shell date +%s)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev environment system-packages up test test-readme test-cpus test-pythons test-chaos soak test-sealed test-upgrade test-hostile hunt images push chart-push release-images test-cluster check dashboards pictures console-pictures settings-page cli-page vllm-page reference-pages licenses-page docs locks sbom audit clean
+.PHONY: help install install-dev environment system-packages up test test-readme test-cpus test-pythons test-chaos soak test-sealed test-upgrade test-hostile hunt images push chart-push release-images test-cluster check types structure dashboards pictures console-pictures settings-page cli-page vllm-page reference-pages licenses-page docs locks sbom audit clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -144,7 +144,13 @@ test-cluster: install-dev ## run the tests on the cluster of KUBECONFIG, which h
 check: install-dev ## ruff, mypy strict, import-linter, English, the documentation site
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	@$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=target types structure
+
+# mypy has a processor to itself for minutes; the other takes the rest of `check` meanwhile.
+types: install-dev
 	$(BIN)/mypy
+
+structure: install-dev
 	$(BIN)/lint-imports
 	PYTHONPATH=tests/support $(BIN)/python -m headrace_testing.import_layers
 	PYTHONPATH=tests/support $(BIN)/python -m headrace_testing.prose

@@ -1,5 +1,5 @@
 """`make install` with a Python that is too old, gone, or another one than before; what `make up`
-and `make test` install."""
+and `make test` install; `make check` with a check that fails."""
 
 import shutil
 import subprocess
@@ -15,6 +15,7 @@ PYTHON = """#!/bin/sh
 case "$1$2" in
   -mvenv) mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; exit {venv} ;;
   -mpytest) echo tested >> log ;;
+  -mheadrace_testing.*) echo "$2" >> log ;;
   requirements/*) echo "$@" >> log; printf '#!/bin/sh\necho served >> log' > .venv/bin/headrace
     chmod +x .venv/bin/headrace ;;
   *) exec {real} -c "import sys; sys.version_info = {version}; $2" ;;
@@ -101,6 +102,21 @@ def test_make_up_installs_only_runtime_packages_and_make_test_adds_the_rest(fold
     assert lines(folder) == rest
     assert make(folder, "test", new).returncode == 0
     assert lines(folder) == [*rest, "tested"]
+
+
+@pytest.mark.parametrize("broken", ["", "mypy", "mkdocs"])
+def test_check_fails_with_the_check_that_fails(folder: Path, broken: str) -> None:
+    programs = folder / ".venv/bin"
+    python(programs / "python", 13)
+    for name in ("ruff", "mypy", "lint-imports", "mkdocs"):
+        status = int(name == broken)
+        (programs / name).write_text(f"#!/bin/sh\necho {name} >> log\nexit {status}\n")
+        (programs / name).chmod(0o755)
+    for name in (".installed-up", ".installed"):
+        (folder / ".venv" / name).touch()
+
+    assert (make(folder, "check").returncode == 0) is (not broken)
+    assert {"mypy", "lint-imports", "headrace_testing.prose", "mkdocs"} <= set(lines(folder))
 
 
 def lines(folder: Path) -> list[str]:

@@ -5,7 +5,6 @@ Heavy imports stay inside the commands, so that `--help` and `--version` are ins
 
 import os
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -80,6 +79,8 @@ def _check_command(arguments: list[str]) -> None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import version
+
         typer.echo(f"headrace {version('headrace')}")
         raise typer.Exit
 

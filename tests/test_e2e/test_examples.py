@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,13 +25,6 @@ PRINTED = {
     "batch": "sum-7 7 + 1 = 8.",
     "offline": "1 + 2 = 3.",
 }
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
-    with UpProcess(tmp_path_factory.mktemp("examples")) as up:
-        up.until_served()
-        yield up
 
 
 def run(name: str, up: UpProcess) -> str:

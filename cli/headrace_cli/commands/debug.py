@@ -1,16 +1,18 @@
 """The arguments of `headrace debug steps|requests|profile`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from ..engine_inside import DEFAULT_URL, EngineInside, show_requests, show_steps
 from ..errors import UsageError
 from ..running import engine_url
 from ..tables import Output
 from .running_options import DATA_DIR, DataFolder
+
+if TYPE_CHECKING:
+    from ..engine_inside import EngineInside
 
 app = typer.Typer(
     name="debug",
@@ -41,6 +43,8 @@ def steps(
     as_json: AsJson = False,
 ) -> None:
     """The last steps: what each computed, how long it took, what was left over."""
+    from ..engine_inside import show_steps
+
     show_steps(_inside(url, data_dir, engine), Output(as_json), last)
 
 
@@ -52,6 +56,8 @@ def requests(
     as_json: AsJson = False,
 ) -> None:
     """The requests that the engine has, and for how long nothing came of them."""
+    from ..engine_inside import show_requests
+
     show_requests(_inside(url, data_dir, engine), Output(as_json))
 
 
@@ -75,5 +81,7 @@ def profile(
     Console(stderr=True).print(f"{file}: {steps} steps, {len(trace)} bytes", markup=False)
 
 
-def _inside(url: str | None, data_dir: Path, engine: str | None) -> EngineInside:
+def _inside(url: str | None, data_dir: Path, engine: str | None) -> "EngineInside":
+    from ..engine_inside import DEFAULT_URL, EngineInside
+
     return EngineInside(engine_url(url, data_dir, engine) or DEFAULT_URL)

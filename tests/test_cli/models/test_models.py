@@ -1,14 +1,24 @@
-"""`headrace models` as a process: on folders, and against a small hub."""
+"""`headrace models` as a process: on folders, and against a small hub.
 
+Findings that only depend on the folder come from the same code in this process, which has imported
+torch; `ask_here` replaces the two child processes.
+"""
+
+import io
 import json
 import os
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from headrace_cli.main import app
+from headrace_cli.models import check
 from headrace_common.text.checkpoint import demo_folder
 from headrace_testing.checkpoints import save_checkpoint
 from headrace_testing.fake_hub import FakeHub
@@ -34,12 +44,34 @@ def on_hub(hub: FakeHub | str, cache: Path) -> dict[str, str]:
 def checked(*args: str, **env: str) -> tuple[int, dict[str, tuple[str, str]]]:
     """The exit code, and what each check found with its level."""
     done = models("check", *args, "--json", **env)
-    found = json.loads(done.stdout)
-    assert found["servable"] is (done.returncode == 0)
     assert done.stderr == ""
-    return done.returncode, {
-        each["check"]: (each["level"], each["found"]) for each in found["findings"]
-    }
+    return done.returncode, found_of(done.stdout, done.returncode)
+
+
+def found_of(printed: str, code: int) -> dict[str, tuple[str, str]]:
+    """What each check found with its level, as the command printed it before it ended so."""
+    found = json.loads(printed)
+    assert found["servable"] is (code == 0)
+    return {each["check"]: (each["level"], each["found"]) for each in found["findings"]}
+
+
+@pytest.fixture
+def ask_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The programs that describe a checkpoint run in this process."""
+
+    def ask(module: str, folder: Path) -> dict[str, Any]:
+        with redirect_stdout(io.StringIO()) as printed:
+            import_module(module).main(str(folder))
+        found: dict[str, Any] = json.loads(printed.getvalue())
+        return found
+
+    monkeypatch.setattr(check, "_ask", ask)
+
+
+def checked_here(folder: Path) -> tuple[int, dict[str, tuple[str, str]]]:
+    """As `checked`, without a process for the command."""
+    done = CliRunner().invoke(app, ["models", "check", str(folder), "--json"])
+    return done.exit_code, found_of(done.stdout, done.exit_code)
 
 
 def changed(folder: Path, **fields: Any) -> Path:
@@ -60,20 +92,22 @@ def test_the_demo_model_is_native_and_chats() -> None:
     assert "KV 1.5 KiB a token, 3.0 MiB for a whole context" in found["size"][1]
 
 
+@pytest.mark.usefixtures("ask_here")
 def test_formats_are_read_from_the_chat_template(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "model", "llama")
     (folder / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.content }}{% endfor %}<tool_call></tool_call><think></think>"
     )
-    _, found = checked(str(folder))
+    _, found = checked_here(folder)
 
     assert found["tool calls"] == ("ok", "hermes")
     assert found["reasoning"][1] != "none"
 
 
+@pytest.mark.usefixtures("ask_here")
 def test_a_model_without_a_native_implementation_is_a_warning(tmp_path: Path) -> None:
     folder = changed(save_checkpoint(tmp_path / "m", "llama"), architectures=["OtherForCausalLM"])
-    code, found = checked(str(folder))
+    code, found = checked_here(folder)
 
     assert code == 0
     assert found["engine"][0] == "warning"
@@ -87,19 +121,22 @@ def test_a_model_without_a_native_implementation_is_a_warning(tmp_path: Path) ->
         ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
     ],
 )
+@pytest.mark.usefixtures("ask_here")
 def test_what_no_engine_serves_is_a_failure(
     tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
-    code, found = checked(str(changed(save_checkpoint(tmp_path / "m", "llama"), **fields)))
+    folder = changed(save_checkpoint(tmp_path / "m", "llama"), **fields)
+    code, found = checked_here(folder)
 
     assert code == 1
     assert found["engine"][0] == "fail" and message in found["engine"][1]
 
 
+@pytest.mark.usefixtures("ask_here")
 def test_a_table_has_a_row_for_each_check() -> None:
-    done = models("check", "headrace-demo")
+    done = CliRunner().invoke(app, ["models", "check", "headrace-demo"])
 
-    assert done.returncode == 0
+    assert done.exit_code == 0
     assert any(line.startswith("ok  tokenizer") for line in done.stdout.splitlines())
 
 
