@@ -6,19 +6,57 @@ names no difference, it is like Llama.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 # Which layers have a sliding window: none; all; all if use_sliding_window is set (switched). With
 # that switch: the layers of layer_types or max_window_layers (layers), or of layer_types alone
-# (named). Without it: the layers of layer_types (typed), or else all but every n-th (interleaved).
-Windows = Literal["none", "all", "switched", "layers", "named", "typed", "interleaved"]
+# (named). Without it: the layers of layer_types (typed), or else all but every n-th (interleaved),
+# or else those from max_window_layers on (late).
+Windows = Literal["none", "all", "switched", "layers", "named", "typed", "interleaved", "late"]
 # Where a layer has norms: before attention and MLP, before and after them, or only after them.
 Norms = Literal["before", "around", "after"]
 # Which layers are not rotated: none; those with a 0 in no_rope_layers, or every n-th (listed);
 # those without a window if other layers have one (global).
 Unrotated = Literal["none", "listed", "global"]
 # How a checkpoint names and splits its matrices.
-TensorLayout = Literal["llama", "phi3", "mixtral", "glm", "glm4", "gptoss"]
+TensorLayout = Literal["llama", "phi3", "mixtral", "glm", "glm4", "gptoss", "deepseek", "ernie"]
+# Which layers have an MLP instead of a mixture: none; the first first_k_dense_replace (first);
+# those that mlp_layer_types calls dense (typed); those outside moe_layer_start_index to
+# moe_layer_end_index, in steps of moe_layer_interval (ranged).
+Dense = Literal["none", "first", "typed", "ranged"]
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """How one family's mixtures of experts differ from a softmax over all experts.
+
+    `count`, `per_token` and `inner` replace absent fields, which `count_field` and so on name.
+    `scoring` makes scores of the router's logits. With `correction` experts are chosen by their
+    scores plus a stored bias, and weighted by the scores. With `grouped` (n_group, topk_group) only
+    the best groups of experts are chosen from; a group's score is the sum of its `group_best` best
+    scores. `renormalise` None follows norm_topk_prob, `renormalised` if it is absent. `scaled`:
+    weights are multiplied by routed_scaling_factor. `shared_field` names the number of experts that
+    compute every token, `shared` if it is absent. `dense_layers` is the default of
+    first_k_dense_replace.
+    """
+
+    count: int | None = None
+    per_token: int | None = None
+    inner: int | None = None
+    count_field: str = "n_routed_experts"
+    chosen_field: str = "num_experts_per_tok"
+    inner_field: str = "moe_intermediate_size"
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    correction: bool = False
+    grouped: bool = False
+    group_best: int = 1
+    renormalise: bool | None = None
+    renormalised: bool = False
+    scaled: bool = False
+    shared_field: str | None = None
+    shared: int = 0
+    dense: Dense = "none"
+    dense_layers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +70,10 @@ class Architecture:
     that is rotated if config.json has none; None: always all of it. `interleaved` rotation pairs
     neighbours. `scaled_queries`: scaled by position, as in llama_4_scaling_beta. `multipliers`:
     Granite's four fields. `global_every` n: every n-th layer sees all keys if config.json does not
-    say. `vocab_size`, `num_heads` and `num_kv_heads` replace absent fields.
+    say. `vocab_size`, `num_heads` and `num_kv_heads` replace absent fields. `qk_norm_field` names
+    the switch of `qk_norm`. `mixture` replaces `experts`. `draft_layers` is the default of
+    num_nextn_predict_layers. `required` has fields that must be absent
+    or have one of these values.
     """
 
     qkv_bias: bool | None = None
@@ -41,6 +82,7 @@ class Architecture:
     o_bias_field: str | None = None
     mlp_bias_field: str = "mlp_bias"
     qk_norm: bool = False
+    qk_norm_field: str | None = None
     wide_qk_norm: bool = False
     windows: Windows = "none"
     head_dim: int | None = None
@@ -65,6 +107,9 @@ class Architecture:
     experts: Literal["none", "mixtral", "qwen", "gptoss"] = "none"
     sinks: bool = False
     shared_expert: bool = False
+    mixture: Mixture | None = None
+    draft_layers: int = 0
+    required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     vocab_size: int | None = None
     num_heads: int | None = None
     num_kv_heads: int | None = None
@@ -99,6 +144,28 @@ _GLM = Architecture(
     partial_rotary=0.5,
     interleaved=True,
     rms_norm_eps=0.00000015625,
+)
+# DeepSeek-V3's routing.
+_SIGMOID = Mixture(
+    scoring="sigmoid",
+    correction=True,
+    grouped=True,
+    group_best=2,
+    renormalised=True,
+    scaled=True,
+    shared_field="n_shared_experts",
+    shared=1,
+)
+_GLM4_MOE = Architecture(
+    o_bias=False,
+    qk_norm_field="use_qk_norm",
+    num_kv_heads=8,
+    max_position_embeddings=131072,
+    layout="deepseek",
+    partial_rotary=0.5,
+    rms_norm_eps=1e-5,
+    mixture=replace(_SIGMOID, count=128, per_token=8, inner=1408, dense="first", dense_layers=1),
+    draft_layers=1,
 )
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -255,4 +322,83 @@ ARCHITECTURES: dict[str, Architecture] = {
         sinks=True,
     ),
     "Qwen3MoeForCausalLM": Architecture(qk_norm=True, experts="qwen", windows="switched"),
+    "Glm4MoeForCausalLM": _GLM4_MOE,
+    "SolarOpenForCausalLM": replace(
+        _GLM4_MOE,
+        qk_norm_field=None,
+        head_dim=128,
+        partial_rotary=1.0,
+        rope_theta=1_000_000.0,
+        mixture=replace(_SIGMOID, count=128, per_token=8, inner=1280),
+        draft_layers=0,
+    ),
+    "Dots1ForCausalLM": Architecture(
+        qk_norm=True,
+        windows="late",
+        sliding_window=4096,
+        max_position_embeddings=2048,
+        layout="deepseek",
+        num_kv_heads=32,
+        mixture=replace(_SIGMOID, inner=1408, renormalised=False, shared=0, dense="first"),
+    ),
+    "MiniMaxM2ForCausalLM": Architecture(
+        qkv_bias=False,
+        o_bias=False,
+        qk_norm=True,
+        wide_qk_norm=True,
+        head_dim=128,
+        num_kv_heads=8,
+        max_position_embeddings=196608,
+        layout="mixtral",
+        rope_theta=5_000_000.0,
+        partial_rotary=1.0,
+        mixture=Mixture(
+            count=256,
+            per_token=8,
+            count_field="num_local_experts",
+            inner_field="intermediate_size",
+            scoring="sigmoid",
+            correction=True,
+            renormalise=True,
+        ),
+        required={
+            "scoring_func": ("sigmoid",),
+            "use_routing_bias": (True,),
+            "shared_intermediate_size": (0,),
+        },
+    ),
+    "OlmoeForCausalLM": Architecture(
+        qk_norm=True,
+        wide_qk_norm=True,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        mixture=Mixture(
+            count=64, per_token=8, count_field="num_experts", inner_field="intermediate_size"
+        ),
+        required={"clip_qkv": (None,)},
+    ),
+    "Ernie4_5_MoeForCausalLM": Architecture(
+        qkv_bias=False,
+        o_bias=False,
+        num_kv_heads=4,
+        max_position_embeddings=131072,
+        layout="ernie",
+        interleaved=True,
+        rope_theta=500_000.0,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        mixture=Mixture(
+            count=64,
+            per_token=6,
+            inner=1536,
+            count_field="moe_num_experts",
+            chosen_field="moe_k",
+            correction=True,
+            renormalise=True,
+            shared_field="moe_num_shared_experts",
+            shared=2,
+            dense="ranged",
+        ),
+        required={"use_bias": (False,)},
+    ),
 }

@@ -7,7 +7,14 @@ decoder does not support raises ConfigError with file and field; it is never ign
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from .architectures import ARCHITECTURES, MULTIMODAL, TEXT_PART, Architecture, TensorLayout
+from .architectures import (
+    ARCHITECTURES,
+    MULTIMODAL,
+    TEXT_PART,
+    Architecture,
+    Mixture,
+    TensorLayout,
+)
 from .checkpoint import Checkpoint
 from .fields import Fields
 from .rope import QueryScaling, RopeConfig, read_local_rope, read_query_scaling, read_rope
@@ -15,6 +22,8 @@ from .rope import QueryScaling, RopeConfig, read_local_rope, read_query_scaling,
 __all__ = ["ARCHITECTURES", "ExpertsConfig", "ModelConfig", "RopeConfig"]
 
 Activation = Literal["silu", "gelu_tanh"]
+# The native kernels keep the scores of this many groups of experts.
+MAX_EXPERT_GROUPS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +39,13 @@ class ClampedSwiGLU:
 class ExpertsConfig:
     """A mixture of experts instead of the MLP, in the layers whose entry of `sparse` is true.
 
-    `per_token` experts of `count` compute each token; their weights are the softmax over all,
-    divided by their sum if `renormalise`. `shared_size` is the inner size of an expert that
-    computes every token, or None. With `bias` router and experts have biases; `swiglu` is their
-    activation if it differs from the model's.
+    `per_token` experts of `count` compute each token. Their weights are the softmax over all, or
+    with `sigmoid` each logit's logistic function; divided by their sum if `renormalise`, and times
+    `factor`. With `correction` a stored bias is added to the scores that choose. Only the
+    `kept_groups` best of `groups` groups are chosen from; a group's score is the sum of its
+    `group_best` best ones. `shared_size` is the inner size of an expert that computes every token,
+    or None; `shared_gate`: a stored vector gates it. With `bias` router and experts have biases;
+    `swiglu` is their activation if it differs from the model's.
     """
 
     count: int
@@ -44,6 +56,18 @@ class ExpertsConfig:
     sparse: tuple[bool, ...]
     bias: bool = False
     swiglu: ClampedSwiGLU | None = None
+    sigmoid: bool = False
+    correction: bool = False
+    groups: int = 1
+    kept_groups: int = 1
+    group_best: int = 1
+    factor: float = 1.0
+    shared_gate: bool = True
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether experts are chosen and weighted by the softmax of their logits alone."""
+        return not (self.sigmoid or self.correction or self.groups > 1 or self.factor != 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +80,8 @@ class ModelConfig:
     dtype if `rounds_embedding_scale`; logits are divided by `logits_divisor`. With `offset_norms`
     norms multiply by 1 + weight; `input_norms` are before attention and MLP, `output_norms` after
     them; with `wide_qk_norm` those of Q and K cover all heads together. With `sinks` each head's
-    softmax includes a sink logit. `kv_scales` has an entry a layer, read from the weights.
+    softmax includes a sink logit. `kv_scales` has an entry a layer, read from the weights. The
+    checkpoint has `draft_layers` more layers, which are not read.
     """
 
     vocab_size: int
@@ -95,6 +120,7 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     sinks: bool = False
     kv_scales: tuple[tuple[float, float], ...] | None = None
+    draft_layers: int = 0
 
     def kv_scale(self, layer: int) -> tuple[float, float]:
         """The divisor of a layer's keys and values in a cache of 8-bit floats."""
@@ -144,11 +170,14 @@ def _read(fields: Fields, family: Architecture) -> ModelConfig:
         raise fields.error("head_dim", "even")
     positions = fields.integer("max_position_embeddings", default=family.max_position_embeddings)
     windows = _windows(fields, family)
+    for name, allowed in family.required.items():
+        fields.require(name, allowed, default=allowed[0])
+    experts = _experts(fields, family)
     residual = fields.number("residual_multiplier", 1.0) if family.multipliers else 1.0
     return ModelConfig(
         vocab_size=fields.integer("vocab_size", family.vocab_size),
         hidden_size=hidden,
-        intermediate_size=fields.integer("intermediate_size"),
+        intermediate_size=_intermediate_size(fields, family, experts),
         num_layers=fields.integer("num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -163,7 +192,9 @@ def _read(fields: Fields, family: Architecture) -> ModelConfig:
         qkv_bias=_bias(fields, family.qkv_bias, family.qkv_bias_field),
         o_bias=_bias(fields, family.o_bias, family.o_bias_field),
         mlp_bias=fields.flag(family.mlp_bias_field),
-        qk_norm=family.qk_norm,
+        qk_norm=family.qk_norm
+        if family.qk_norm_field is None
+        else fields.flag(family.qk_norm_field),
         wide_qk_norm=family.wide_qk_norm,
         windows=windows,
         unrotated=_unrotated(fields, family, windows),
@@ -184,8 +215,9 @@ def _read(fields: Fields, family: Architecture) -> ModelConfig:
             else None
         ),
         logits_divisor=fields.number("logits_scaling", 1.0) if family.multipliers else None,
-        experts=_experts(fields, family),
+        experts=experts,
         sinks=family.sinks,
+        draft_layers=fields.count("num_nextn_predict_layers", family.draft_layers),
     )
 
 
@@ -198,6 +230,13 @@ def _bias(fields: Fields, fixed: bool | None, name: str | None) -> bool:
 def _has_gemma_fields(family: Architecture) -> bool:
     """Whether the family has the fields that came with Gemma 2."""
     return family.gemma and family.norms == "around"
+
+
+def _intermediate_size(fields: Fields, family: Architecture, experts: ExpertsConfig | None) -> int:
+    """The inner size of MLPs; that of experts if there are no MLPs."""
+    if family.mixture is not None and experts is not None and all(experts.sparse):
+        return experts.intermediate_size
+    return fields.integer("intermediate_size")
 
 
 def _scale(fields: Fields, family: Architecture, head_dim: int) -> float:
@@ -258,6 +297,10 @@ def _windows(fields: Fields, family: Architecture) -> tuple[int | None, ...]:
         if window is not None:
             _require_layer_types(fields, layers)
         return _named(fields, window, [False] * layers)
+    if family.windows == "late":
+        first = fields.count("max_window_layers", layers)
+        sliding = [index >= first for index in range(layers)]
+        return _named(fields, fields.window("sliding_window", family.sliding_window), sliding)
     if family.windows == "interleaved":
         window = fields.window("sliding_window", family.sliding_window)
         if window is None and family.local_rope_theta is not None:
@@ -295,6 +338,8 @@ def _named(fields: Fields, window: int | None, sliding: list[bool]) -> tuple[int
 
 
 def _experts(fields: Fields, family: Architecture) -> ExpertsConfig | None:
+    if family.mixture is not None:
+        return _checked(fields, _mixture(fields, family.mixture))
     if family.experts == "none":
         return None
     if family.experts == "mixtral":
@@ -324,6 +369,71 @@ def _experts(fields: Fields, family: Architecture) -> ExpertsConfig | None:
             sparse=_sparse(fields),
         ),
     )
+
+
+def _mixture(fields: Fields, family: Mixture) -> ExpertsConfig:
+    inner = fields.integer(family.inner_field, family.inner)
+    shared = 0 if family.shared_field is None else fields.count(family.shared_field, family.shared)
+    renormalise = family.renormalise
+    found = ExpertsConfig(
+        count=fields.integer(family.count_field, family.count),
+        per_token=fields.integer(family.chosen_field, family.per_token),
+        intermediate_size=inner,
+        renormalise=fields.flag("norm_topk_prob", family.renormalised)
+        if renormalise is None
+        else renormalise,
+        shared_size=shared * inner or None,
+        sparse=_mixture_layers(fields, family),
+        sigmoid=family.scoring == "sigmoid",
+        correction=family.correction,
+        groups=fields.integer("n_group", 1) if family.grouped else 1,
+        kept_groups=fields.integer("topk_group", 1) if family.grouped else 1,
+        group_best=family.group_best,
+        factor=fields.number("routed_scaling_factor", 1.0) if family.scaled else 1.0,
+        shared_gate=False,
+    )
+    groups, kept = found.groups, found.kept_groups
+    if (
+        groups > MAX_EXPERT_GROUPS
+        or found.count % groups
+        or found.count // groups < family.group_best
+    ):
+        raise fields.error(
+            "n_group",
+            f"a divisor of the number of experts {found.count}, at most {MAX_EXPERT_GROUPS}, with "
+            f"groups of at least {family.group_best}",
+        )
+    if kept > groups or kept * (found.count // groups) < found.per_token:
+        raise fields.error(
+            "topk_group",
+            f"at most n_group ({groups}), with at least {found.per_token} experts in these groups",
+        )
+    # One group is no choice.
+    return replace(found, groups=1, kept_groups=1) if kept == groups else found
+
+
+def _mixture_layers(fields: Fields, family: Mixture) -> tuple[bool, ...]:
+    """Which layers have a mixture."""
+    layers = range(fields.integer("num_hidden_layers"))
+    if family.dense == "none":
+        return (True,) * len(layers)
+    if family.dense == "first":
+        first = fields.count("first_k_dense_replace", family.dense_layers)
+        return tuple(index >= first for index in layers)
+    if family.dense == "typed":
+        kinds = fields.get("mlp_layer_types", ["dense", *["sparse"] * (len(layers) - 1)])
+        if not isinstance(kinds, list) or len(kinds) != len(layers):
+            raise fields.error("mlp_layer_types", f"a list of {len(layers)} names")
+        if not set(kinds) <= {"dense", "sparse"}:
+            raise fields.error("mlp_layer_types", "made of dense and sparse")
+        return tuple(kind == "sparse" for kind in kinds)
+    step = fields.integer("moe_layer_interval", 1)
+    start = fields.count("moe_layer_start_index", 1)
+    end = fields.get("moe_layer_end_index", -1)
+    if isinstance(end, bool) or not isinstance(end, int) or end < -1:
+        raise fields.error("moe_layer_end_index", "a layer, or -1 for the last")
+    last = len(layers) - 1 if end == -1 else end
+    return tuple(start <= index <= last and (index + 1) % step == 0 for index in layers)
 
 
 def _every_layer(fields: Fields, count: int, per_token: int) -> ExpertsConfig:

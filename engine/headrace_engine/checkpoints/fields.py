@@ -38,6 +38,12 @@ class Fields:
             raise self.error(name, "a whole number above 0")
         return value
 
+    def count(self, name: str, default: int) -> int:
+        value = self.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+            raise self.error(name, "a whole number, 0 or above")
+        return value
+
     def number(self, name: str, default: float | None = None) -> float:
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:

@@ -102,7 +102,7 @@ def _read(
         kind = "longrope"
     if kind not in ROPE_TYPES:
         raise rope.error("rope_type", f"one of {', '.join(ROPE_TYPES)}")
-    partial = _partial(fields, rope, family)
+    partial = _partial(fields, rope, family, head_dim)
     merged = _with_original(fields, parameters, positions)
     checked = Fields(fields.path, merged, prefix=f"{name}.")
     _check_scaling(checked, kind)
@@ -116,12 +116,15 @@ def _read(
     return RopeConfig(kind, found.theta, {**merged, **factors}, partial)
 
 
-def _partial(fields: Fields, rope: Fields, family: Architecture) -> float:
+def _partial(fields: Fields, rope: Fields, family: Architecture, head_dim: int) -> float:
     if family.partial_rotary is None:
         for source in (rope, fields):
             source.require("partial_rotary_factor", (1, 1.0), default=1.0)
         return 1.0
-    outside = fields.number("partial_rotary_factor", family.partial_rotary)
+    default = family.partial_rotary
+    if fields.get("rotary_dim", None) is not None:  # MiniMax-M2's checkpoints
+        default = fields.integer("rotary_dim") / head_dim
+    outside = fields.number("partial_rotary_factor", default)
     partial = rope.number("partial_rotary_factor", outside)
     if partial > 1.0:
         raise rope.error("partial_rotary_factor", "a number above 0 and at most 1")

@@ -56,6 +56,7 @@ def parse(path: str) -> ModulePath | None:
     if found is None:
         return None
     layer, name = int(found[1]), found[2].replace("block_sparse_moe.gate", "mlp.gate")
+    name = name.replace("mlp.shared_experts.", "mlp.shared_expert.")
     expert = _EXPERT.fullmatch(name)
     if expert is None:
         return ModulePath(layer, name)

@@ -127,7 +127,8 @@ def mixture_shapes(
         gated = {"gate_proj": shared, "up_proj": shared}
         shapes["shared_gate_up"] = _linear(hidden, gated, block, cut)
         shapes["shared_down"] = _linear(shared, {"down_proj": hidden}, block, cut)
-        shapes["shared_gate"] = _linear(hidden, {"shared_expert_gate": 1}, "mlp", cut)
+        if experts.shared_gate:
+            shapes["shared_gate"] = _linear(hidden, {"shared_expert_gate": 1}, "mlp", cut)
     return shapes
 
 

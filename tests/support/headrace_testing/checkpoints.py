@@ -45,6 +45,19 @@ _EXPERTS: dict[str, Any] = {
     "mlp_only_layers": [0],
     "num_hidden_layers": 3,
 }
+_ROUTED: dict[str, Any] = {
+    **_GROUPED,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.7,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 3,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +249,35 @@ SHAPES: dict[str, Shape] = {
         },
     ),
     "qwen2-moe": Shape("Qwen2MoeConfig", {**_GROUPED, **_EXPERTS, "norm_topk_prob": True}),
+    "glm4-moe": Shape(
+        "Glm4MoeConfig", {**_ROUTED, "head_dim": 32, "use_qk_norm": True, "attention_bias": True}
+    ),
+    "solar-open": Shape("SolarOpenConfig", {**_ROUTED, "head_dim": 32, "n_shared_experts": 2}),
+    "dots1": Shape(
+        "Dots1Config",
+        {**_ROUTED, "head_dim": 32, "sliding_window": 10, "max_window_layers": 2},
+    ),
+    "minimax-m2": Shape(
+        "MiniMaxM2Config",
+        {
+            **_GROUPED,
+            "head_dim": 32,
+            "rotary_dim": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "olmoe": Shape("OlmoeConfig", {**_GROUPED, "num_experts": 6, "num_experts_per_tok": 2}),
+    "ernie4_5-moe": Shape(
+        "Ernie4_5_MoeConfig",
+        {
+            **_GROUPED,
+            "num_hidden_layers": 3,
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_intermediate_size": 48,
+        },
+    ),
     "qwen3-moe": Shape("Qwen3MoeConfig", {**_GROUPED, **_EXPERTS, "head_dim": 32}),
 }
 
@@ -266,6 +308,9 @@ def make_model(name: str, seed: int = 0, **changes: Any) -> Any:
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
                 _initialise(parameter_name, parameter)
+            for buffer_name, buffer in model.named_buffers():
+                if buffer_name.endswith("e_score_correction_bias"):
+                    buffer.copy_(0.3 * torch.randn_like(buffer))
     return model.eval()
 
 

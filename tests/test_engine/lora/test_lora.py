@@ -69,7 +69,7 @@ def test_every_kind_of_native_decoder_takes_adapters(
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("shape", ["qwen2-moe", "mixtral"])
+@pytest.mark.parametrize("shape", ["qwen2-moe", "mixtral", "glm4-moe"])
 def test_adapters_change_the_experts_of_mixtures(
     shape: str, backend: str, checkpoint: CheckpointMaker, tmp_path: Path
 ) -> None:

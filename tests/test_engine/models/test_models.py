@@ -66,13 +66,19 @@ NATIVE = [
     "qwen2-moe",
     "qwen3-moe",
     "gpt-oss",
+    "glm4-moe",
+    "solar-open",
+    "dots1",
+    "minimax-m2",
+    "olmoe",
+    "ernie4_5-moe",
 ]
 FOREIGN = ["gpt_neox", "gpt2"]
 MANY = ("llama", "mistral", "gemma2", "gpt_neox")
 # Small variations of others.
 FEW = (
     "smollm3", "olmo2", "olmo3", "granite", "ministral3", "mistral3-multimodal", "glm",
-    "glm4", "exaone4", "ernie4_5", "seed_oss",
+    "glm4", "exaone4", "ernie4_5", "seed_oss", "solar-open", "olmoe",
 )  # fmt: skip
 
 CheckpointMaker = Callable[[str], Path]
@@ -131,7 +137,9 @@ def test_float32_logits_equal_transformers(
     assert max(abs(value - float(exact[token])) for token, value in found.logprobs[0].top) < 1e-3
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2-window", "gemma3", "mixtral", "gpt-oss"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2-window", "gemma3", "mixtral", "gpt-oss", "glm4-moe"]
+)
 def test_preempted_sequences_continue_with_the_same_tokens(
     name: str, backend: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
 ) -> None:
@@ -146,7 +154,7 @@ def test_preempted_sequences_continue_with_the_same_tokens(
     assert engine.stats().preemptions > 0
 
 
-@pytest.mark.parametrize("name", ["qwen3", "phi3", "gemma2", "qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize("name", ["qwen3", "phi3", "gemma2", "qwen3-moe", "gpt-oss", "minimax-m2"])
 def test_prefix_hits_change_no_token(
     name: str, backend: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
 ) -> None:

@@ -54,18 +54,22 @@ def _layer_tensors(config: ModelConfig, index: int) -> dict[str, Shape]:
     if config.sinks:
         found["self_attn.sinks"] = (config.num_heads,)
     if config.experts is not None and config.experts.sparse[index]:
-        return found | _moe_tensors(config.experts, hidden)
+        return found | _moe_tensors(config, config.experts)
     return found | _mlp_tensors("mlp", hidden, config.intermediate_size, config.mlp_bias)
 
 
-def _moe_tensors(experts: ExpertsConfig, hidden: int) -> dict[str, Shape]:
-    inner, bias = experts.intermediate_size, experts.bias
+def _moe_tensors(config: ModelConfig, experts: ExpertsConfig) -> dict[str, Shape]:
+    hidden, inner, bias = config.hidden_size, experts.intermediate_size, experts.bias
     found = _matrix("mlp.gate", experts.count, hidden, bias)
+    if experts.correction:
+        row = (experts.count,)  # of which ERNIE stores a matrix
+        found["mlp.gate.e_score_correction_bias"] = (1, *row) if config.layout == "ernie" else row
     for index in range(experts.count):
         found |= _mlp_tensors(f"mlp.experts.{index}", hidden, inner, bias)
     if experts.shared_size is not None:
         found |= _mlp_tensors("mlp.shared_expert", hidden, experts.shared_size)
-        found["mlp.shared_expert_gate.weight"] = (1, hidden)
+        if experts.shared_gate:
+            found["mlp.shared_expert_gate.weight"] = (1, hidden)
     return found
 
 
@@ -83,5 +87,11 @@ def _matrix(name: str, rows: int, columns: int, bias: bool) -> dict[str, Shape]:
 
 
 def ignored_tensors(config: ModelConfig) -> tuple[str, ...]:
-    """Names that are not read: a tied output matrix may be stored a second time."""
-    return ("lm_head.weight",) if config.tie_word_embeddings else ()
+    """Names that are not read, and prefixes of such names, which end in a dot.
+
+    A tied output matrix may be stored a second time; layers that predict further tokens follow the
+    decoder's own.
+    """
+    drafts = range(config.num_layers, config.num_layers + config.draft_layers)
+    ignored = tuple(f"model.layers.{index}." for index in drafts)
+    return ("lm_head.weight", *ignored) if config.tie_word_embeddings else ignored

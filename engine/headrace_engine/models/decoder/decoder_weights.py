@@ -71,6 +71,8 @@ class TensorSource(Protocol):
 
     def read(self, name: str) -> torch.Tensor: ...
 
+    def read_float32(self, name: str) -> torch.Tensor: ...
+
 
 class LinearSource(Protocol):
     """Makes layers by the names of the matrices that are stacked in them."""
@@ -152,7 +154,8 @@ class _LayerReader:
         if experts is None or not experts.sparse[index]:
             return self._mlp(prefix, self._config.mlp_bias)
         router = self._linear(prefix, ("gate",), experts.bias, exact=True)
-        grouped = self._grouped(prefix, router, experts)
+        correction = self._correction(prefix) if experts.correction else None
+        grouped = self._grouped(prefix, router, experts, correction)
         if grouped is not None:
             return grouped
         return SparseMoe(
@@ -163,9 +166,19 @@ class _LayerReader:
             ],
             shared=self._shared(prefix, experts),
             config=experts,
+            correction=correction,
         )
 
-    def _grouped(self, prefix: str, router: Linear, experts: ExpertsConfig) -> FeedForward | None:
+    def _correction(self, prefix: str) -> torch.Tensor:
+        return self._reader.read_float32(f"{prefix}gate.e_score_correction_bias").flatten()
+
+    def _grouped(
+        self,
+        prefix: str,
+        router: Linear,
+        experts: ExpertsConfig,
+        correction: torch.Tensor | None,
+    ) -> FeedForward | None:
         """The experts as one mixture, if the operators support grouped products of such weights."""
         ops, found = self._ops, [f"{prefix}experts.{one}." for one in range(experts.count)]
         if not isinstance(ops, MixtureOps):
@@ -180,7 +193,7 @@ class _LayerReader:
                 self._biases(found, "gate_proj", "up_proj"), self._biases(found, "down_proj")
             )
         gelu, shared = self._config.activation == "gelu_tanh", self._shared(prefix, experts)
-        return ops.mixture(MixtureParts(router, weights, shared, experts, gelu))
+        return ops.mixture(MixtureParts(router, weights, shared, experts, gelu, correction))
 
     def _biases(self, experts: Sequence[str], *matrices: str) -> torch.Tensor:
         """The experts' biases, [E, out]."""
@@ -190,10 +203,10 @@ class _LayerReader:
     def _shared(self, prefix: str, experts: ExpertsConfig) -> SharedExpert | None:
         if experts.shared_size is None:
             return None
-        return SharedExpert(
-            mlp=self._mlp(f"{prefix}shared_expert."),
-            gate=self._linears.make((f"{prefix}shared_expert_gate.weight",), exact=True),
-        )
+        mlp, gate = self._mlp(f"{prefix}shared_expert."), None
+        if experts.shared_gate:
+            gate = self._linears.make((f"{prefix}shared_expert_gate.weight",), exact=True)
+        return SharedExpert(mlp, gate)
 
     def _mlp(
         self, prefix: str, bias: bool = False, swiglu: ClampedSwiGLU | None = None
