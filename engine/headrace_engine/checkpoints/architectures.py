@@ -32,12 +32,13 @@ class Mixture:
 
     `count`, `per_token` and `inner` replace absent fields, which `count_field` and so on name.
     `scoring` makes scores of the router's logits. With `correction` experts are chosen by their
-    scores plus a stored bias, and weighted by the scores. With `grouped` (n_group, topk_group) only
-    the best groups of experts are chosen from; a group's score is the sum of its `group_best` best
-    scores. `renormalise` None follows norm_topk_prob, `renormalised` if it is absent. `scaled`:
-    weights are multiplied by routed_scaling_factor. `shared_field` names the number of experts that
-    compute every token, `shared` if it is absent. `dense_layers` is the default of
-    first_k_dense_replace.
+    scores plus a stored bias, and weighted by the scores. With `grouped` (always, or where
+    topk_method is group_limited_greedy) only the best groups of experts are chosen from: topk_group
+    of n_group, with the defaults `groups`; a group's score is the sum of its `group_best` best
+    scores. `renormalise` None follows norm_topk_prob, `renormalised` if it is absent. `factor` is
+    the default of routed_scaling_factor, which multiplies weights; None: nothing does.
+    `shared_field` names the number of experts that compute every token, `shared` if it is absent.
+    `dense_layers` is the default of first_k_dense_replace.
     """
 
     count: int | None = None
@@ -48,15 +49,25 @@ class Mixture:
     inner_field: str = "moe_intermediate_size"
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     correction: bool = False
-    grouped: bool = False
+    grouped: Literal["never", "always", "named"] = "never"
+    groups: tuple[int, int] = (1, 1)
     group_best: int = 1
     renormalise: bool | None = None
     renormalised: bool = False
-    scaled: bool = False
+    factor: float | None = None
     shared_field: str | None = None
     shared: int = 0
     dense: Dense = "none"
     dense_layers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Latents:
+    """Attention over latents (MLA): defaults of q_lora_rank, qk_nope_head_dim and v_head_dim."""
+
+    query_rank: int = 1536
+    plain: int = 128
+    value: int = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +82,9 @@ class Architecture:
     neighbours. `scaled_queries`: scaled by position, as in llama_4_scaling_beta. `multipliers`:
     Granite's four fields. `global_every` n: every n-th layer sees all keys if config.json does not
     say. `vocab_size`, `num_heads` and `num_kv_heads` replace absent fields. `qk_norm_field` names
-    the switch of `qk_norm`. `mixture` replaces `experts`. `draft_layers` is the default of
-    num_nextn_predict_layers. `required` has fields that must be absent
-    or have one of these values.
+    the switch of `qk_norm`. `mixture` replaces `experts`. `latents`: attention is over latents.
+    `draft_layers` is the default of num_nextn_predict_layers. `required` has fields that must be
+    absent or have one of these values.
     """
 
     qkv_bias: bool | None = None
@@ -108,6 +119,7 @@ class Architecture:
     sinks: bool = False
     shared_expert: bool = False
     mixture: Mixture | None = None
+    latents: Latents | None = None
     draft_layers: int = 0
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     vocab_size: int | None = None
@@ -149,10 +161,10 @@ _GLM = Architecture(
 _SIGMOID = Mixture(
     scoring="sigmoid",
     correction=True,
-    grouped=True,
+    grouped="always",
     group_best=2,
     renormalised=True,
-    scaled=True,
+    factor=1.0,
     shared_field="n_shared_experts",
     shared=1,
 )
@@ -166,6 +178,20 @@ _GLM4_MOE = Architecture(
     rms_norm_eps=1e-5,
     mixture=replace(_SIGMOID, count=128, per_token=8, inner=1408, dense="first", dense_layers=1),
     draft_layers=1,
+)
+_LATENT = Architecture(
+    qkv_bias=False,
+    o_bias=False,
+    layout="deepseek",
+    interleaved=True,
+    latents=Latents(),
+    required={
+        "attention_bias": (False,),
+        "rope_interleave": (True,),
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+        "moe_layer_freq": (1,),
+    },
 )
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -401,4 +427,52 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         required={"use_bias": (False,)},
     ),
+    "DeepseekV2ForCausalLM": replace(
+        _LATENT,
+        max_position_embeddings=2048,
+        mixture=Mixture(
+            count=64,
+            inner=1407,
+            grouped="named",
+            renormalise=False,
+            factor=1.0,
+            shared_field="n_shared_experts",
+            shared=2,
+            dense="first",
+        ),
+        required={
+            "attention_bias": (False,),
+            "scoring_func": ("softmax",),
+            "topk_method": ("greedy", "group_limited_greedy"),
+            "norm_topk_prob": (False,),
+            "moe_layer_freq": (1,),
+        },
+    ),
+    "DeepseekV3ForCausalLM": replace(
+        _LATENT,
+        max_position_embeddings=4096,
+        mixture=replace(
+            _SIGMOID,
+            count=256,
+            per_token=8,
+            inner=2048,
+            groups=(8, 4),
+            factor=2.5,
+            dense="first",
+            dense_layers=3,
+        ),
+        draft_layers=1,
+    ),
+    "Glm4MoeLiteForCausalLM": replace(
+        _LATENT,
+        max_position_embeddings=202752,
+        rms_norm_eps=1e-5,
+        latents=Latents(query_rank=768, plain=192, value=256),
+        mixture=replace(_SIGMOID, count=64, per_token=4, inner=1536, factor=1.8, dense="typed"),
+    ),
 }
+
+
+def keeps_latents(architecture: str) -> bool:
+    """Whether the native implementation of an architecture attends to latents."""
+    return architecture in ARCHITECTURES and ARCHITECTURES[architecture].latents is not None

@@ -12,12 +12,20 @@ from .architectures import (
     MULTIMODAL,
     TEXT_PART,
     Architecture,
+    Latents,
     Mixture,
     TensorLayout,
 )
 from .checkpoint import Checkpoint
 from .fields import Fields
-from .rope import QueryScaling, RopeConfig, read_local_rope, read_query_scaling, read_rope
+from .rope import (
+    QueryScaling,
+    RopeConfig,
+    read_local_rope,
+    read_query_scaling,
+    read_rope,
+    yarn_mscale,
+)
 
 __all__ = ["ARCHITECTURES", "ExpertsConfig", "ModelConfig", "RopeConfig"]
 
@@ -70,6 +78,33 @@ class ExpertsConfig:
         return not (self.sigmoid or self.correction or self.groups > 1 or self.factor != 1.0)
 
 
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Attention over latents: MLA (DeepSeek-V2, https://arxiv.org/abs/2405.04434).
+
+    The cache has a latent of `rank` elements for each position, from which the keys and values of
+    all heads are made, and a rotated key of `rotary` elements that all heads share. A head's query
+    and key have `plain` elements more, its values have `value`. Queries are made from `query_rank`
+    elements, or from the hidden state.
+    """
+
+    rank: int
+    rotary: int
+    plain: int
+    value: int
+    query_rank: int | None
+
+    @property
+    def width(self) -> int:
+        """Elements of a position in the cache."""
+        return self.rank + self.rotary
+
+    @property
+    def query_width(self) -> int:
+        """Elements of a head's query."""
+        return self.plain + self.rotary
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A decoder's shape.
@@ -80,7 +115,8 @@ class ModelConfig:
     dtype if `rounds_embedding_scale`; logits are divided by `logits_divisor`. With `offset_norms`
     norms multiply by 1 + weight; `input_norms` are before attention and MLP, `output_norms` after
     them; with `wide_qk_norm` those of Q and K cover all heads together. With `sinks` each head's
-    softmax includes a sink logit. `kv_scales` has an entry a layer, read from the weights. The
+    softmax includes a sink logit. With `latent` one KV head of that width is cached, of which
+    values are the first elements. `kv_scales` has an entry a layer, read from the weights. The
     checkpoint has `draft_layers` more layers, which are not read.
     """
 
@@ -121,6 +157,19 @@ class ModelConfig:
     sinks: bool = False
     kv_scales: tuple[tuple[float, float], ...] | None = None
     draft_layers: int = 0
+    latent: LatentConfig | None = None
+
+    @property
+    def rotary_dim(self) -> int:
+        """The elements of a head that a rotary embedding is made for."""
+        return self.head_dim if self.latent is None else self.latent.rotary
+
+    @property
+    def cached_elements(self) -> int:
+        """Elements that a layer caches for a position."""
+        if self.latent is not None:
+            return self.latent.width
+        return 2 * self.num_kv_heads * self.head_dim
 
     def kv_scale(self, layer: int) -> tuple[float, float]:
         """The divisor of a layer's keys and values in a cache of 8-bit floats."""
@@ -162,8 +211,13 @@ class ModelConfig:
 def _read(fields: Fields, family: Architecture) -> ModelConfig:
     hidden = fields.integer("hidden_size")
     heads = fields.integer("num_attention_heads", family.num_heads)
-    head_dim = fields.integer("head_dim", default=family.head_dim or hidden // heads)
-    kv_heads = fields.integer("num_key_value_heads", default=family.num_kv_heads or heads)
+    latent = None if family.latents is None else _latent(fields, family.latents)
+    if latent is None:
+        head_dim = fields.integer("head_dim", default=family.head_dim or hidden // heads)
+        kv_heads = fields.integer("num_key_value_heads", default=family.num_kv_heads or heads)
+    else:
+        head_dim, kv_heads = latent.width, 1
+    rotary = head_dim if latent is None else latent.rotary
     if heads % kv_heads:
         raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
     if head_dim % 2:
@@ -173,6 +227,7 @@ def _read(fields: Fields, family: Architecture) -> ModelConfig:
     for name, allowed in family.required.items():
         fields.require(name, allowed, default=allowed[0])
     experts = _experts(fields, family)
+    rope = read_rope(fields, family, rotary, positions)
     residual = fields.number("residual_multiplier", 1.0) if family.multipliers else 1.0
     return ModelConfig(
         vocab_size=fields.integer("vocab_size", family.vocab_size),
@@ -186,7 +241,7 @@ def _read(fields: Fields, family: Architecture) -> ModelConfig:
         # is scaled too, norms give the same results, and no step needs extra work.
         rms_norm_eps=fields.number("rms_norm_eps", family.rms_norm_eps) / residual**2,
         max_position_embeddings=positions,
-        rope=read_rope(fields, family, head_dim, positions),
+        rope=rope,
         local_rope=read_local_rope(fields, family, head_dim, positions),
         tie_word_embeddings=fields.flag("tie_word_embeddings", family.tie_word_embeddings),
         qkv_bias=_bias(fields, family.qkv_bias, family.qkv_bias_field),
@@ -200,7 +255,7 @@ def _read(fields: Fields, family: Architecture) -> ModelConfig:
         unrotated=_unrotated(fields, family, windows),
         interleaved=family.interleaved,
         query_scaling=read_query_scaling(fields) if family.scaled_queries else None,
-        scale=_scale(fields, family, head_dim),
+        scale=_scale(fields, family, head_dim) if latent is None else _latent_scale(latent, rope),
         layout=family.layout,
         activation=_activation(fields, family),
         embedding_scale=_embedding_scale(fields, family, residual),
@@ -216,6 +271,7 @@ def _read(fields: Fields, family: Architecture) -> ModelConfig:
         ),
         logits_divisor=fields.number("logits_scaling", 1.0) if family.multipliers else None,
         experts=experts,
+        latent=latent,
         sinks=family.sinks,
         draft_layers=fields.count("num_nextn_predict_layers", family.draft_layers),
     )
@@ -245,6 +301,25 @@ def _scale(fields: Fields, family: Architecture, head_dim: int) -> float:
     if not _has_gemma_fields(family):
         return float(head_dim**-0.5)
     return float(fields.number("query_pre_attn_scalar", 256.0) ** -0.5)
+
+
+def _latent(fields: Fields, family: Latents) -> LatentConfig:
+    return LatentConfig(
+        rank=fields.integer("kv_lora_rank", 512),
+        rotary=fields.integer("qk_rope_head_dim", 64),
+        plain=fields.integer("qk_nope_head_dim", family.plain),
+        value=fields.integer("v_head_dim", family.value),
+        query_rank=fields.optional_integer("q_lora_rank", family.query_rank),
+    )
+
+
+def _latent_scale(latent: LatentConfig, rope: RopeConfig) -> float:
+    """With YaRN's second factor, which is not part of cos and sin."""
+    weight = rope.parameters.get("mscale_all_dim")
+    scale = float(latent.query_width**-0.5)
+    if rope.rope_type == "default" or not weight:
+        return scale
+    return scale * yarn_mscale(rope.parameters["factor"], weight) ** 2
 
 
 def _embedding_scale(fields: Fields, family: Architecture, residual: float) -> float | None:
@@ -291,23 +366,25 @@ def _windows(fields: Fields, family: Architecture) -> tuple[int | None, ...]:
     if family.windows == "none":
         return (None,) * layers
     if family.windows == "all":
-        return (fields.window("sliding_window", family.sliding_window),) * layers
+        return (fields.optional_integer("sliding_window", family.sliding_window),) * layers
     if family.windows == "typed":
-        window = fields.window("sliding_window", family.sliding_window)
+        window = fields.optional_integer("sliding_window", family.sliding_window)
         if window is not None:
             _require_layer_types(fields, layers)
         return _named(fields, window, [False] * layers)
     if family.windows == "late":
         first = fields.count("max_window_layers", layers)
         sliding = [index >= first for index in range(layers)]
-        return _named(fields, fields.window("sliding_window", family.sliding_window), sliding)
+        return _named(
+            fields, fields.optional_integer("sliding_window", family.sliding_window), sliding
+        )
     if family.windows == "interleaved":
-        window = fields.window("sliding_window", family.sliding_window)
+        window = fields.optional_integer("sliding_window", family.sliding_window)
         if window is None and family.local_rope_theta is not None:
             raise fields.error("sliding_window", "a whole number above 0")
         return _named(fields, window, _interleaved(fields, family, layers))
     used = fields.flag("use_sliding_window")
-    window = fields.window("sliding_window", 4096) if used else None
+    window = fields.optional_integer("sliding_window", 4096) if used else None
     if family.windows == "switched":
         return (window,) * layers
     if window is not None and family.windows == "named":
@@ -375,6 +452,10 @@ def _mixture(fields: Fields, family: Mixture) -> ExpertsConfig:
     inner = fields.integer(family.inner_field, family.inner)
     shared = 0 if family.shared_field is None else fields.count(family.shared_field, family.shared)
     renormalise = family.renormalise
+    method = fields.get("topk_method", None)
+    grouped = family.grouped == "always" or (
+        family.grouped == "named" and method == "group_limited_greedy"
+    )
     found = ExpertsConfig(
         count=fields.integer(family.count_field, family.count),
         per_token=fields.integer(family.chosen_field, family.per_token),
@@ -386,10 +467,12 @@ def _mixture(fields: Fields, family: Mixture) -> ExpertsConfig:
         sparse=_mixture_layers(fields, family),
         sigmoid=family.scoring == "sigmoid",
         correction=family.correction,
-        groups=fields.integer("n_group", 1) if family.grouped else 1,
-        kept_groups=fields.integer("topk_group", 1) if family.grouped else 1,
+        groups=fields.integer("n_group", family.groups[0]) if grouped else 1,
+        kept_groups=fields.integer("topk_group", family.groups[1]) if grouped else 1,
         group_best=family.group_best,
-        factor=fields.number("routed_scaling_factor", 1.0) if family.scaled else 1.0,
+        factor=1.0
+        if family.factor is None
+        else fields.number("routed_scaling_factor", family.factor),
         shared_gate=False,
     )
     groups, kept = found.groups, found.kept_groups

@@ -72,8 +72,8 @@ class Fields:
             raise self.error(name, "true or false")
         return value
 
-    def window(self, name: str, default: int | None) -> int | None:
-        """A window size; null means no window, and only an absent field takes the default."""
+    def optional_integer(self, name: str, default: int | None) -> int | None:
+        """A whole number, or None; null means None, and only an absent field takes the default."""
         if name not in self._content:
             return default
         return None if self._content[name] is None else self.integer(name)

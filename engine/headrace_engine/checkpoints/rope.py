@@ -4,6 +4,7 @@ Supports the new form (rope_parameters; Gemma-3 has one object for each kind of 
 one (rope_scaling beside rope_theta). Raises ConfigError for scaling that is not supported.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,11 @@ class QueryScaling:
 
     beta: float
     context: int
+
+
+def yarn_mscale(scale: float, weight: float) -> float:
+    """YaRN's factor of attention scores' temperature, https://arxiv.org/abs/2309.00071."""
+    return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
 
 
 def read_query_scaling(fields: Fields) -> QueryScaling:

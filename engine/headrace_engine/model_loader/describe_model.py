@@ -75,7 +75,7 @@ def describe(checkpoint: Checkpoint) -> Description:
 
 def _kv_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """KV bytes of a token in all layers; layers with a window keep only the last tokens."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    return config.num_layers * config.cached_elements * dtype.itemsize
 
 
 def main(folder: str) -> None:

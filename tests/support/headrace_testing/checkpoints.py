@@ -58,6 +58,14 @@ _ROUTED: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "num_hidden_layers": 3,
 }
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 20,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +265,23 @@ SHAPES: dict[str, Shape] = {
         "Dots1Config",
         {**_ROUTED, "head_dim": 32, "sliding_window": 10, "max_window_layers": 2},
     ),
+    "deepseek-v2": Shape(
+        "DeepseekV2Config",
+        {**_ROUTED, **_LATENT, "topk_method": "group_limited_greedy", "norm_topk_prob": False},
+    ),
+    "deepseek-v2-lite": Shape(
+        "DeepseekV2Config",
+        {**_ROUTED, **_LATENT, "q_lora_rank": None, "norm_topk_prob": False},
+    ),
+    "deepseek-v3": Shape(
+        "DeepseekV3Config",
+        {
+            **_ROUTED,
+            **_LATENT,
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
+        },
+    ),
+    "glm4-moe-lite": Shape("Glm4MoeLiteConfig", {**_ROUTED, **_LATENT}),
     "minimax-m2": Shape(
         "MiniMaxM2Config",
         {

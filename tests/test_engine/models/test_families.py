@@ -25,6 +25,7 @@ SIZES: dict[str, Any] = {
 }
 # Families that some fields have no default for.
 NEEDED: dict[str, dict[str, Any]] = {
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2},
     "Exaone4ForCausalLM": {"layer_types": ["sliding_attention", "full_attention"] * 4},
     "Ministral3ForCausalLM": {

@@ -72,6 +72,10 @@ NATIVE = [
     "minimax-m2",
     "olmoe",
     "ernie4_5-moe",
+    "deepseek-v2",
+    "deepseek-v2-lite",
+    "deepseek-v3",
+    "glm4-moe-lite",
 ]
 FOREIGN = ["gpt_neox", "gpt2"]
 MANY = ("llama", "mistral", "gemma2", "gpt_neox")
@@ -79,6 +83,7 @@ MANY = ("llama", "mistral", "gemma2", "gpt_neox")
 FEW = (
     "smollm3", "olmo2", "olmo3", "granite", "ministral3", "mistral3-multimodal", "glm",
     "glm4", "exaone4", "ernie4_5", "seed_oss", "solar-open", "olmoe",
+    "deepseek-v2-lite", "glm4-moe-lite",
 )  # fmt: skip
 
 CheckpointMaker = Callable[[str], Path]

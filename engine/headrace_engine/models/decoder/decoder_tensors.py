@@ -2,7 +2,7 @@
 
 from dataclasses import astuple, dataclass
 
-from ...checkpoints.config import ExpertsConfig, ModelConfig
+from ...checkpoints.config import ExpertsConfig, LatentConfig, ModelConfig
 from ...checkpoints.tensor_files import Shape
 
 
@@ -44,10 +44,13 @@ def _layer_tensors(config: ModelConfig, index: int) -> dict[str, Shape]:
     q, kv = config.num_heads * dim, config.num_kv_heads * dim
     norms = astuple(NormNames.of(config))
     found: dict[str, Shape] = {name: (hidden,) for name in norms if name is not None}
-    found |= _matrix("self_attn.q_proj", q, hidden, config.qkv_bias)
-    found |= _matrix("self_attn.k_proj", kv, hidden, config.qkv_bias)
-    found |= _matrix("self_attn.v_proj", kv, hidden, config.qkv_bias)
-    found |= _matrix("self_attn.o_proj", hidden, q, config.o_bias)
+    if config.latent is None:
+        found |= _matrix("self_attn.q_proj", q, hidden, config.qkv_bias)
+        found |= _matrix("self_attn.k_proj", kv, hidden, config.qkv_bias)
+        found |= _matrix("self_attn.v_proj", kv, hidden, config.qkv_bias)
+        found |= _matrix("self_attn.o_proj", hidden, q, config.o_bias)
+    else:
+        found |= _latent_tensors(config.latent, config.num_heads, hidden)
     if config.qk_norm:
         widths = (q, kv) if config.wide_qk_norm else (dim, dim)
         found["self_attn.q_norm.weight"], found["self_attn.k_norm.weight"] = zip(widths)
@@ -56,6 +59,23 @@ def _layer_tensors(config: ModelConfig, index: int) -> dict[str, Shape]:
     if config.experts is not None and config.experts.sparse[index]:
         return found | _moe_tensors(config, config.experts)
     return found | _mlp_tensors("mlp", hidden, config.intermediate_size, config.mlp_bias)
+
+
+def _latent_tensors(latent: LatentConfig, heads: int, hidden: int) -> dict[str, Shape]:
+    queries, found = heads * latent.query_width, dict[str, Shape]()
+    if latent.query_rank is None:
+        found["self_attn.q_proj.weight"] = (queries, hidden)
+    else:
+        found["self_attn.q_a_proj.weight"] = (latent.query_rank, hidden)
+        found["self_attn.q_a_layernorm.weight"] = (latent.query_rank,)
+        found["self_attn.q_b_proj.weight"] = (queries, latent.query_rank)
+    expanded = heads * (latent.plain + latent.value)
+    return found | {
+        "self_attn.kv_a_proj_with_mqa.weight": (latent.width, hidden),
+        "self_attn.kv_a_layernorm.weight": (latent.rank,),
+        "self_attn.kv_b_proj.weight": (expanded, latent.rank),
+        "self_attn.o_proj.weight": (hidden, heads * latent.value),
+    }
 
 
 def _moe_tensors(config: ModelConfig, experts: ExpertsConfig) -> dict[str, Shape]:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from ...checkpoints.config import ClampedSwiGLU, ExpertsConfig, ModelConfig
+from ...checkpoints.config import ClampedSwiGLU, ExpertsConfig, LatentConfig, ModelConfig
 from ...core.attention_backend import LayerParams
 from ...layers.expert_weights import ExpertWeights, MixtureOps, MixtureParts, Names
 from ...layers.feed_forward import (
@@ -26,13 +26,15 @@ from ...operators.base import Ops, QKNorm, gelu_tanh_mul
 from ..linear.linear_maker import LinearMaker
 from ..weights.weights import WeightReader
 from .decoder_tensors import NormNames, expected_tensors, ignored_tensors
+from .latent import LatentWeights
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """One layer's weights. `input_norm` and `mlp_norm` come after the residual sums, None for OLMo;
     `attention_output_norm` and `mlp_output_norm` before them (Gemma, OLMo). `wide_qk_norm` has the
-    weights of all heads together."""
+    weights of all heads together. With `latent` `qkv` makes (queries or what they are made from,
+    latent, rotated key)."""
 
     input_norm: torch.Tensor | None
     mlp_norm: torch.Tensor | None
@@ -44,6 +46,7 @@ class DecoderLayer:
     o: Linear
     mlp: FeedForward
     params: LayerParams
+    latent: LatentWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,8 @@ class _LayerReader:
             mlp_norm=self._norm_of(prefix, norms.before_mlp),
             attention_output_norm=self._norm_of(prefix, norms.after_attention),
             mlp_output_norm=self._norm_of(prefix, norms.after_mlp),
-            qkv=self._linear(attention, ("q_proj", "k_proj", "v_proj"), config.qkv_bias),
+            qkv=self._linear(attention, _first_product(config), config.qkv_bias),
+            latent=None if config.latent is None else self._latent(attention, config.latent),
             qk_norm=None if config.wide_qk_norm else qk_norm,
             wide_qk_norm=qk_norm if config.wide_qk_norm else None,
             o=self._linear(attention, ("o_proj",), config.o_bias),
@@ -147,6 +151,19 @@ class _LayerReader:
     def _qk_norm(self, prefix: str) -> QKNorm:
         return QKNorm(
             query=self.norm(f"{prefix}q_norm.weight"), key=self.norm(f"{prefix}k_norm.weight")
+        )
+
+    def _latent(self, prefix: str, latent: LatentConfig) -> LatentWeights:
+        expanded = self._reader.read(f"{prefix}kv_b_proj.weight")
+        heads = expanded.view(-1, latent.plain + latent.value, latent.rank)
+        has_query = latent.query_rank is not None
+        return LatentWeights(
+            config=latent,
+            query=self._linear(prefix, ("q_b_proj",), False) if has_query else None,
+            query_norm=self.norm(f"{prefix}q_a_layernorm.weight") if has_query else None,
+            norm=self.norm(f"{prefix}kv_a_layernorm.weight"),
+            keys=heads[:, : latent.plain].contiguous(),
+            values=heads[:, latent.plain :].transpose(1, 2).contiguous(),
         )
 
     def _feed_forward(self, prefix: str, index: int) -> FeedForward:
@@ -231,6 +248,14 @@ class _LayerReader:
             tuple(f"{prefix}{name}.bias" for name in names) if bias else (),
             exact,
         )
+
+
+def _first_product(config: ModelConfig) -> tuple[str, ...]:
+    """The matrices of a layer's first product, which are stacked."""
+    if config.latent is None:
+        return ("q_proj", "k_proj", "v_proj")
+    query = "q_proj" if config.latent.query_rank is None else "q_a_proj"
+    return (query, "kv_a_proj_with_mqa")
 
 
 def _names(prefix: str, *matrices: str) -> Names:
