@@ -143,7 +143,7 @@ def test_float32_logits_equal_transformers(
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen2-window", "gemma3", "mixtral", "gpt-oss", "glm4-moe"]
+    "name", ["llama", "qwen2-window", "gemma3", "mixtral", "gpt-oss", "glm4-moe", "deepseek-v3"]
 )
 def test_preempted_sequences_continue_with_the_same_tokens(
     name: str, backend: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
@@ -159,7 +159,9 @@ def test_preempted_sequences_continue_with_the_same_tokens(
     assert engine.stats().preemptions > 0
 
 
-@pytest.mark.parametrize("name", ["qwen3", "phi3", "gemma2", "qwen3-moe", "gpt-oss", "minimax-m2"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "phi3", "gemma2", "qwen3-moe", "gpt-oss", "minimax-m2", "deepseek-v2"]
+)
 def test_prefix_hits_change_no_token(
     name: str, backend: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
 ) -> None:
@@ -173,7 +175,7 @@ def test_prefix_hits_change_no_token(
     assert engine.stats().prefix_hit_tokens >= 5 * 28
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "glm4-moe-lite"])
 def test_forked_choices_share_blocks_and_give_the_same_tokens(
     name: str, backend: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
 ) -> None:
@@ -219,6 +221,7 @@ def test_sampled_tokens_depend_on_seed_and_choice_only(
         "granite",
         "mixtral",
         "gpt-oss",
+        "deepseek-v3",
     ],
 )
 def test_bfloat16_logits_are_as_close_as_those_of_transformers(
