@@ -25,6 +25,8 @@ from headrace_engine.layers.fp8_cache import E4M3
 from headrace_testing.attention_scenes import BLOCKS, CPU, Case, Scene
 
 Backend = ReferenceBackend | CpuBackend | TritonBackend
+# The interpreter's own conversion to e4m3, which newer devices would use, does not round.
+AMPERE = (8, 0)
 RANK, ROTARY = 48, 8
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MIXED = Case(((21, 1), (3, 1), (18, 5), (0, 19)), 6, 1, RANK + ROTARY, 4, LayerParams(0.1))
@@ -85,7 +87,7 @@ def backends() -> dict[str, tuple[Backend, torch.device]]:
     return {
         "reference": (ReferenceBackend(), CPU),
         "cpu": (CpuBackend(), CPU),
-        "triton": (TritonBackend((9, 0)), DEVICE),
+        "triton": (TritonBackend(AMPERE), DEVICE),
     }
 
 
@@ -118,7 +120,7 @@ def test_a_block_has_latents_alone(backend: str) -> None:
 
 
 def test_padding_is_not_written_and_attends_to_nothing() -> None:
-    backend, spec = TritonBackend((9, 0)), KVSpec(1, RANK + ROTARY, 4, torch.float32, DEVICE)
+    backend, spec = TritonBackend(AMPERE), KVSpec(1, RANK + ROTARY, 4, torch.float32, DEVICE)
     cache = backend.allocate(2, replace(spec, latent=RANK))
     metadata = AttentionMetadata(
         query_start=torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE),
