@@ -19,10 +19,12 @@ Norms = Literal["before", "around", "after"]
 # those without a window if other layers have one (global).
 Unrotated = Literal["none", "listed", "global"]
 # How a checkpoint names and splits its matrices.
-TensorLayout = Literal["llama", "phi3", "mixtral", "glm", "glm4", "gptoss", "deepseek", "ernie"]
-# Which layers have an MLP instead of a mixture: none; the first first_k_dense_replace (first);
-# those that mlp_layer_types calls dense (typed); those outside moe_layer_start_index to
-# moe_layer_end_index, in steps of moe_layer_interval (ranged).
+TensorLayout = Literal[
+    "llama", "phi3", "mixtral", "glm", "glm4", "gptoss", "deepseek", "ernie", "hunyuan"
+]
+# Which layers have an MLP instead of a mixture: none; as many as first_k_dense_replace, from layer
+# 0 on (first); those that mlp_layer_types calls dense (typed); those outside
+# moe_layer_start_index to moe_layer_end_index, in steps of moe_layer_interval (ranged).
 Dense = Literal["none", "first", "typed", "ranged"]
 
 
@@ -37,8 +39,8 @@ class Mixture:
     of n_group, with the defaults `groups`; a group's score is the sum of its `group_best` best
     scores. `renormalise` None follows norm_topk_prob, `renormalised` if it is absent. `factor` is
     the default of routed_scaling_factor, which multiplies weights; None: nothing does.
-    `shared_field` names the number of experts that compute every token, `shared` if it is absent.
-    `dense_layers` is the default of first_k_dense_replace.
+    `shared_field` names the number of experts that compute every token, `shared` if it is absent or
+    there is no such field. `dense_layers` is the default of first_k_dense_replace.
     """
 
     count: int | None = None
@@ -77,14 +79,14 @@ class Architecture:
     `qkv_bias`, `o_bias` None follow config.json's attention_bias; `qkv_bias_field`, `o_bias_field`
     name fields of their own. `gemma` stands for what all Gemmas share: norms times (1 + weight),
     scaled embeddings, a tanh GELU, and query_pre_attn_scalar if there are norms before and after.
-    `wide_qk_norm`: Q and K norms cover all heads together. `partial_rotary` is the share of a head
-    that is rotated if config.json has none; None: always all of it. `interleaved` rotation pairs
-    neighbours. `scaled_queries`: scaled by position, as in llama_4_scaling_beta. `multipliers`:
-    Granite's four fields. `global_every` n: every n-th layer sees all keys if config.json does not
-    say. `vocab_size`, `num_heads` and `num_kv_heads` replace absent fields. `qk_norm_field` names
-    the switch of `qk_norm`. `mixture` replaces `experts`. `latents`: attention is over latents.
-    `draft_layers` is the default of num_nextn_predict_layers. `required` has fields that must be
-    absent or have one of these values.
+    `wide_qk_norm`: Q and K norms cover all heads together; `rotated_qk_norm`: they come after the
+    rotation. `partial_rotary` is the share of a head that is rotated if config.json has none; None:
+    always all of it. `interleaved` rotation pairs neighbours. `scaled_queries`: scaled by position,
+    as in llama_4_scaling_beta. `multipliers`: Granite's four fields. `global_every` n: every n-th
+    layer sees all keys if config.json does not say. `vocab_size`, `num_heads` and `num_kv_heads`
+    replace absent fields. `qk_norm_field` names the switch of `qk_norm`. `mixture` replaces
+    `experts`. `latents`: attention is over latents. `draft_layers` is the default of
+    num_nextn_predict_layers. `required` has fields that must be absent or have one of these values.
     """
 
     qkv_bias: bool | None = None
@@ -95,6 +97,7 @@ class Architecture:
     qk_norm: bool = False
     qk_norm_field: str | None = None
     wide_qk_norm: bool = False
+    rotated_qk_norm: bool = False
     windows: Windows = "none"
     head_dim: int | None = None
     max_position_embeddings: int = 32768
@@ -178,6 +181,13 @@ _GLM4_MOE = Architecture(
     rms_norm_eps=1e-5,
     mixture=replace(_SIGMOID, count=128, per_token=8, inner=1408, dense="first", dense_layers=1),
     draft_layers=1,
+)
+_HUNYUAN = Architecture(
+    qk_norm=True,
+    rotated_qk_norm=True,
+    max_position_embeddings=2048,
+    layout="hunyuan",
+    rms_norm_eps=1e-5,
 )
 _LATENT = Architecture(
     qkv_bias=False,
@@ -426,6 +436,19 @@ ARCHITECTURES: dict[str, Architecture] = {
             dense="ranged",
         ),
         required={"use_bias": (False,)},
+    ),
+    "HunYuanDenseV1ForCausalLM": _HUNYUAN,
+    "HunYuanMoEV1ForCausalLM": replace(
+        _HUNYUAN,
+        mixture=Mixture(
+            count=1,
+            per_token=1,
+            count_field="num_experts",
+            chosen_field="moe_topk",
+            inner_field="intermediate_size",
+            renormalise=True,
+            shared=1,
+        ),
     ),
     "DeepseekV2ForCausalLM": replace(
         _LATENT,

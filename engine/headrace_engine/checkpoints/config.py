@@ -114,10 +114,11 @@ class ModelConfig:
     not rotated. `scale` multiplies attention scores, `embedding_scale` embeddings, rounded to their
     dtype if `rounds_embedding_scale`; logits are divided by `logits_divisor`. With `offset_norms`
     norms multiply by 1 + weight; `input_norms` are before attention and MLP, `output_norms` after
-    them; with `wide_qk_norm` those of Q and K cover all heads together. With `sinks` each head's
-    softmax includes a sink logit. With `latent` one KV head of that width is cached, of which
-    values are the first elements. `kv_scales` has an entry a layer, read from the weights. The
-    checkpoint has `draft_layers` more layers, which are not read.
+    them; with `wide_qk_norm` those of Q and K cover all heads together; with `rotated_qk_norm`
+    those come after the rotation. With `sinks` each head's softmax includes a sink logit. With
+    `latent` one KV head of that width is cached, of which values are the first elements.
+    `kv_scales` has an entry a layer, read from the weights. The checkpoint has `draft_layers` more
+    layers, which are not read.
     """
 
     vocab_size: int
@@ -150,6 +151,7 @@ class ModelConfig:
     input_norms: bool = True
     output_norms: bool = False
     wide_qk_norm: bool = False
+    rotated_qk_norm: bool = False
     attention_softcap: float | None = None
     logits_softcap: float | None = None
     logits_divisor: float | None = None
@@ -251,6 +253,7 @@ def _read(fields: Fields, family: Architecture) -> ModelConfig:
         if family.qk_norm_field is None
         else fields.flag(family.qk_norm_field),
         wide_qk_norm=family.wide_qk_norm,
+        rotated_qk_norm=family.rotated_qk_norm,
         windows=windows,
         unrotated=_unrotated(fields, family, windows),
         interleaved=family.interleaved,
@@ -450,15 +453,17 @@ def _experts(fields: Fields, family: Architecture) -> ExpertsConfig | None:
 
 def _mixture(fields: Fields, family: Mixture) -> ExpertsConfig:
     inner = fields.integer(family.inner_field, family.inner)
-    shared = 0 if family.shared_field is None else fields.count(family.shared_field, family.shared)
+    shared = family.shared
+    if family.shared_field is not None:
+        shared = fields.count(family.shared_field, family.shared)
     renormalise = family.renormalise
     method = fields.get("topk_method", None)
     grouped = family.grouped == "always" or (
         family.grouped == "named" and method == "group_limited_greedy"
     )
     found = ExpertsConfig(
-        count=fields.integer(family.count_field, family.count),
-        per_token=fields.integer(family.chosen_field, family.per_token),
+        count=fields.same_integer(family.count_field, family.count),
+        per_token=fields.same_integer(family.chosen_field, family.per_token),
         intermediate_size=inner,
         renormalise=fields.flag("norm_topk_prob", family.renormalised)
         if renormalise is None
@@ -496,7 +501,7 @@ def _mixture(fields: Fields, family: Mixture) -> ExpertsConfig:
 
 
 def _mixture_layers(fields: Fields, family: Mixture) -> tuple[bool, ...]:
-    """Which layers have a mixture."""
+    """Whether each layer has a mixture."""
     layers = range(fields.integer("num_hidden_layers"))
     if family.dense == "none":
         return (True,) * len(layers)

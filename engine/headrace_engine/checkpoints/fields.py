@@ -38,6 +38,15 @@ class Fields:
             raise self.error(name, "a whole number above 0")
         return value
 
+    def same_integer(self, name: str, default: int | None) -> int:
+        """A whole number, which may be repeated in a list: once for each layer."""
+        values = self.get(name, None)
+        if isinstance(values, list) and values:
+            if values != values[:1] * len(values):
+                raise self.error(name, "the same number for all layers")
+            return Fields(self.path, {name: values[0]}, self._prefix).integer(name)
+        return self.integer(name, default)
+
     def count(self, name: str, default: int) -> int:
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:

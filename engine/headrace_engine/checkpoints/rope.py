@@ -108,11 +108,15 @@ def _read(
         kind = "longrope"
     if kind not in ROPE_TYPES:
         raise rope.error("rope_type", f"one of {', '.join(ROPE_TYPES)}")
+    theta = rope.number("rope_theta", theta)
+    if kind == "dynamic" and rope.get("alpha", None) is not None:
+        # Hunyuan's: the same for all lengths.
+        kind, theta = "default", theta * rope.number("alpha") ** (head_dim / (head_dim - 2))
     partial = _partial(fields, rope, family, head_dim)
     merged = _with_original(fields, parameters, positions)
     checked = Fields(fields.path, merged, prefix=f"{name}.")
     _check_scaling(checked, kind)
-    found = RopeConfig(kind, rope.number("rope_theta", theta), merged, partial)
+    found = RopeConfig(kind, theta, merged, partial)
     rotated = found.rotated(head_dim)
     if rotated % 2:
         raise rope.error("partial_rotary_factor", "such that an even number of elements is rotated")

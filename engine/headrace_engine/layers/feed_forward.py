@@ -123,11 +123,11 @@ def choose_experts(
 
 def _of_best_groups(config: ExpertsConfig, ranked: torch.Tensor) -> torch.Tensor:
     """The scores [T, E] with -inf outside the best groups of adjacent experts."""
-    grouped = ranked.unflatten(-1, (config.groups, -1))
+    grouped = ranked.view(len(ranked), config.groups, -1)
     totals = grouped.topk(config.group_best, dim=-1).values.sum(-1)
     kept = totals.topk(config.kept_groups, dim=-1).indices
     dropped = torch.ones_like(totals, dtype=torch.bool).scatter_(-1, kept, False)
-    return grouped.masked_fill(dropped[..., None], -torch.inf).flatten(-2)
+    return grouped.masked_fill(dropped[..., None], -torch.inf).flatten(1)
 
 
 @dataclass(frozen=True, slots=True)

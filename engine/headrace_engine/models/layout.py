@@ -1,7 +1,7 @@
 """Where a checkpoint stores a tensor, given Llama's name for it.
 
-Phi-3 and GLM store Q, K, V as one matrix, and gate and up as one; Mixtral has other names for
-experts, GLM-4 for norms, and DeepSeek and ERNIE for the parts of a mixture; gpt-oss stores all
+Phi-3 and GLM store Q, K, V as one matrix, and gate and up as one. Mixtral, DeepSeek, ERNIE and
+Hunyuan have other names for parts of mixtures, GLM-4 and Hunyuan for norms. gpt-oss stores all
 experts of a layer as one tensor, with gates and ups interleaved.
 """
 
@@ -34,6 +34,12 @@ _SHARED = (".mlp.shared_expert.", ".mlp.shared_experts.")
 _CORRECTION = ("e_score_correction_bias", "moe_statics.e_score_correction_bias")
 _RENAMED = {
     "deepseek": dict([_SHARED]),
+    "hunyuan": {
+        ".mlp.shared_expert.": ".mlp.shared_mlp.",
+        ".mlp.gate.weight": ".mlp.gate.wg.weight",
+        ".q_norm.": ".query_layernorm.",
+        ".k_norm.": ".key_layernorm.",
+    },
     "ernie": dict([_SHARED, (f".mlp.gate.{_CORRECTION[0]}", f".mlp.{_CORRECTION[1]}")]),
 }
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.(weight|bias)$")

@@ -74,10 +74,10 @@ def check_code(checkpoint: Checkpoint) -> None:
     code = checkpoint.config.get("auto_map")
     if not code or checkpoint.architecture in NATIVE:
         return
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = checkpoint.config.get("model_type")
-    if kind not in CONFIG_MAPPING_NAMES:
+    if kind not in CONFIG_MAPPING:
         raise ConfigError(
             f"{checkpoint.folder / 'config.json'}: {checkpoint.architecture} (model_type {kind!r}) "
             "is known neither here nor to the installed transformers, and auto_map names code of "

@@ -265,6 +265,22 @@ SHAPES: dict[str, Shape] = {
         "Dots1Config",
         {**_ROUTED, "head_dim": 32, "sliding_window": 10, "max_window_layers": 2},
     ),
+    "hunyuan": Shape(
+        "HunYuanDenseV1Config",
+        {
+            **_GROUPED,
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 10000.0,
+                "factor": 1.0,
+                "alpha": 50.0,
+            },
+        },
+    ),
+    "hunyuan-moe": Shape(
+        "HunYuanMoEV1Config", {**_GROUPED, "head_dim": 32, "num_experts": 6, "moe_topk": 2}
+    ),
     "deepseek-v2": Shape(
         "DeepseekV2Config",
         {**_ROUTED, **_LATENT, "topk_method": "group_limited_greedy", "norm_topk_prob": False},

@@ -76,6 +76,8 @@ NATIVE = [
     "deepseek-v2-lite",
     "deepseek-v3",
     "glm4-moe-lite",
+    "hunyuan",
+    "hunyuan-moe",
 ]
 FOREIGN = ["gpt_neox", "gpt2"]
 MANY = ("llama", "mistral", "gemma2", "gpt_neox")
@@ -83,7 +85,7 @@ MANY = ("llama", "mistral", "gemma2", "gpt_neox")
 FEW = (
     "smollm3", "olmo2", "olmo3", "granite", "ministral3", "mistral3-multimodal", "glm",
     "glm4", "exaone4", "ernie4_5", "seed_oss", "solar-open", "olmoe",
-    "deepseek-v2-lite", "glm4-moe-lite",
+    "deepseek-v2-lite", "glm4-moe-lite", "hunyuan", "hunyuan-moe",
 )  # fmt: skip
 
 CheckpointMaker = Callable[[str], Path]

@@ -374,7 +374,7 @@ def split_keys(sequences: int, tile: int) -> int:
 
 
 def latent_launch(element_bytes: int, heads: int) -> Launch:
-    """The launch for attention to latents with so many heads."""
+    """The launch for attention of `heads` heads to latents."""
     table = LATENT[element_bytes == 4]
     return replace(table, rows=min(table.rows, tile_extent(heads)))
 

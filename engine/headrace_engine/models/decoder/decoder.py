@@ -170,12 +170,15 @@ class Decoder:
         if at.query_scale is not None:
             qkv[:, : self.heads.sizes[0]] *= at.query_scale
         rows = QKVRows(qkv, at.cos, at.sin, self.heads, layer.qk_norm)
-        if self._qkv_attention is not None:
+        if self._qkv_attention is not None and layer.rotated_qk_norm is None:
             attended = self._qkv_attention.forward_qkv(rows, cache, metadata, layer.params)
             return attended.reshape(attended.shape[0], -1)
         query, key, value = self._ops.rotate_qkv(
             rows.qkv, rows.cos, rows.sin, rows.shape, rows.norm
         )
+        if layer.rotated_qk_norm is not None:
+            query = self._normed(query, layer.rotated_qk_norm.query)
+            key = self._normed(key, layer.rotated_qk_norm.key)
         attended = self._attention.forward(query, key, value, cache, metadata, layer.params)
         return attended.reshape(attended.shape[0], -1)
 

@@ -33,8 +33,8 @@ from .latent import LatentWeights
 class DecoderLayer:
     """One layer's weights. `input_norm` and `mlp_norm` come after the residual sums, None for OLMo;
     `attention_output_norm` and `mlp_output_norm` before them (Gemma, OLMo). `wide_qk_norm` has the
-    weights of all heads together. With `latent` `qkv` makes (queries or what they are made from,
-    latent, rotated key)."""
+    weights of all heads together; `rotated_qk_norm` comes after the rotation. With `latent` `qkv`
+    makes (queries or what they are made from, latent, rotated key)."""
 
     input_norm: torch.Tensor | None
     mlp_norm: torch.Tensor | None
@@ -46,6 +46,7 @@ class DecoderLayer:
     o: Linear
     mlp: FeedForward
     params: LayerParams
+    rotated_qk_norm: QKNorm | None = None
     latent: LatentWeights | None = None
 
 
@@ -126,8 +127,9 @@ class _LayerReader:
             mlp_output_norm=self._norm_of(prefix, norms.after_mlp),
             qkv=self._linear(attention, _first_product(config), config.qkv_bias),
             latent=None if config.latent is None else self._latent(attention, config.latent),
-            qk_norm=None if config.wide_qk_norm else qk_norm,
+            qk_norm=None if config.wide_qk_norm or config.rotated_qk_norm else qk_norm,
             wide_qk_norm=qk_norm if config.wide_qk_norm else None,
+            rotated_qk_norm=qk_norm if config.rotated_qk_norm else None,
             o=self._linear(attention, ("o_proj",), config.o_bias),
             mlp=self._feed_forward(f"{prefix}mlp.", index),
             params=LayerParams(

@@ -104,5 +104,9 @@ def fits(config: ModelConfig, attention: CpuBackend, dtype: torch.dtype) -> bool
     widths = [config.hidden_size, config.intermediate_size]
     if config.experts is not None:
         widths += [config.experts.intermediate_size, config.experts.shared_size or 0]
-    native = config.latent is None and attention.is_native(dtype, config.head_dim)
-    return native and not any(width % LANES for width in widths)
+    usual = config.latent is None and not config.rotated_qk_norm
+    return (
+        usual
+        and attention.is_native(dtype, config.head_dim)
+        and not any(width % LANES for width in widths)
+    )

@@ -59,9 +59,9 @@ class LatentAttention:
         """Attends for the first product's rows [T, queries + rank + rotary]: [T, H * value]."""
         config, tokens = weights.config, len(rows)
         width = rows.shape[1] - config.width
-        asked, latent, key = rows.split([width, config.rank, config.rotary], dim=-1)
+        asked, latent, key = torch.split(rows, [width, config.rank, config.rotary], dim=-1)
         queries = self._queries(weights, asked, lora).view(tokens, -1, config.query_width)
-        plain, rotated = queries.split([config.plain, config.rotary], dim=-1)
+        plain, rotated = torch.split(queries, [config.plain, config.rotary], dim=-1)
         absorbed = torch.bmm(plain.transpose(0, 1), weights.keys).transpose(0, 1)
         rotated = rotate_heads(rotated, at.cos, at.sin, interleaved=self.interleaved)
         shared = rotate_heads(key[:, None], at.cos, at.sin, interleaved=self.interleaved)[:, 0]
