@@ -8,7 +8,7 @@ import logging
 
 import torch
 
-from ..core.attention_backend import AttentionBackend, ReadsSomeBlocks
+from ..core.attention_backend import AttentionBackend, LatentBackend, ReadsSomeBlocks
 from ..core.errors import ConfigError
 from ..layers.fp8_cache import is_fp8
 
@@ -35,11 +35,12 @@ def select(
     block_size: int = 16,
     deterministic: bool = False,
     cache_dtype: torch.dtype | None = None,
+    latents: bool = False,
 ) -> AttentionBackend:
     """Returns the backend called `name`; `auto` takes the fastest that works here and logs why.
 
     A `deterministic` backend adds up a token's keys in the same order in every batch. `cache_dtype`
-    is the dtype of stored KV; None means `dtype`.
+    is the dtype of stored KV; None means `dtype`. `latents` says that a model attends to those.
 
     `auto` passes over a backend that cannot read blocks of `block_size` tokens in place. Raises
     ConfigError for an unknown name, or if the named backend cannot run on the device.
@@ -47,17 +48,23 @@ def select(
     if deterministic:
         return _deterministic(name, device, dtype)
     if name == "auto":
-        return _automatic(device, dtype, block_size, cache_dtype)
+        return _automatic(device, dtype, block_size, cache_dtype, latents)
     if name not in BACKENDS:
         raise ConfigError(
             f"attention_backend must be one of auto, {', '.join(BACKENDS)}, not {name!r}"
         )
     _check_cache(name, cache_dtype)
-    return _make(name, device, dtype)
+    backend = _make(name, device, dtype)
+    _check_latents(backend, latents)
+    return backend
 
 
 def _automatic(
-    device: torch.device, dtype: torch.dtype, block_size: int, cache_dtype: torch.dtype | None
+    device: torch.device,
+    dtype: torch.dtype,
+    block_size: int,
+    cache_dtype: torch.dtype | None,
+    latents: bool,
 ) -> AttentionBackend:
     refused: list[str] = []
     for name in PREFERRED.get(device.type, ()):
@@ -65,6 +72,7 @@ def _automatic(
             _check_cache(name, cache_dtype)
             backend = _make(name, device, dtype)
             _check_blocks(backend, block_size)
+            _check_latents(backend, latents)
         except ConfigError as error:
             refused.append(str(error))
             continue
@@ -91,6 +99,14 @@ def _check_cache(name: str, cache_dtype: torch.dtype | None) -> None:
         raise ConfigError(
             "attention_backend flash reads no KV cache in fp8: use attention_backend triton, or "
             "kv_cache_dtype auto"
+        )
+
+
+def _check_latents(backend: AttentionBackend, latents: bool) -> None:
+    if latents and not isinstance(backend, LatentBackend):
+        raise ConfigError(
+            f"attention_backend {backend.name} does not attend to latents (MLA): use "
+            "attention_backend auto"
         )
 
 

@@ -1,7 +1,8 @@
 """Paged attention on CPUs, through the native kernels.
 
 The kernels define the layout of the cache (kernels/cpu/cache.h). The reference backend computes
-everything that the native kernels do not support: other dtypes, other head sizes, other machines.
+everything that the native kernels do not support: other dtypes, other head sizes, latents, other
+machines.
 """
 
 import ctypes
@@ -44,7 +45,7 @@ class CpuBackend:
         self._layers: dict[_LayerKey, tuple[LayerParams, structs.Layer]] = {}
 
     def allocate(self, num_blocks: int, spec: KVSpec) -> LayerCache:
-        if not self.is_native(spec.dtype, spec.head_dim):
+        if spec.latent or not self.is_native(spec.dtype, spec.head_dim):
             return self._reference.allocate(num_blocks, spec)
         tiles = -(-spec.block_size // TILE)
         shape = (num_blocks, tiles, spec.num_kv_heads, 2, TILE * spec.head_dim)
@@ -52,7 +53,7 @@ class CpuBackend:
         return zeros(shape, spec.stored, spec.device), holder
 
     def block_bytes(self, spec: KVSpec) -> int:
-        if not self.is_native(spec.dtype, spec.head_dim):
+        if spec.latent or not self.is_native(spec.dtype, spec.head_dim):
             return self._reference.block_bytes(spec)
         tiles = -(-spec.block_size // TILE)
         return 2 * tiles * TILE * spec.num_kv_heads * spec.head_dim * spec.stored.itemsize
@@ -88,6 +89,17 @@ class CpuBackend:
         if failed:
             raise MemoryError("no memory for the work list of paged attention")
         return output
+
+    def forward_latent(
+        self,
+        query: torch.Tensor,
+        latents: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        params: LayerParams,
+        rank: int,
+    ) -> torch.Tensor:
+        return self._reference.forward_latent(query, latents, cache, metadata, params, rank)
 
     def is_native(self, dtype: torch.dtype, head_dim: int) -> bool:
         """Whether the native kernels support such heads; the reference backend computes the

@@ -20,10 +20,13 @@ class ReferenceBackend:
 
     def allocate(self, num_blocks: int, spec: KVSpec) -> LayerCache:
         shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        if spec.latent:
+            return (zeros(shape, spec.stored, spec.device),)
         return zeros(shape, spec.stored, spec.device), zeros(shape, spec.stored, spec.device)
 
     def block_bytes(self, spec: KVSpec) -> int:
-        return 2 * spec.block_size * spec.num_kv_heads * spec.head_dim * spec.stored.itemsize
+        parts = 1 if spec.latent else 2
+        return parts * spec.block_size * spec.num_kv_heads * spec.head_dim * spec.stored.itemsize
 
     def copy_blocks(self, cache: LayerCache, copies: torch.Tensor) -> None:
         for part in map(raw, cache):
@@ -40,8 +43,7 @@ class ReferenceBackend:
     ) -> torch.Tensor:
         scales = (params.key_scale, params.value_scale)
         for part, new, scale in zip(cache, (key, value), scales, strict=True):
-            made = raw(quantize_kv(new, part.dtype, scale))
-            raw(part).flatten(0, 1).index_copy_(0, metadata.slots, made)
+            _store(new, part, metadata.slots, scale)
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         starts = metadata.query_start.tolist()
         for index, length in enumerate(metadata.seq_lens.tolist()):
@@ -52,6 +54,31 @@ class ReferenceBackend:
             )
             output[rows] = attend(query[rows], keys, values, params)
         return output
+
+    def forward_latent(
+        self,
+        query: torch.Tensor,
+        latents: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        params: LayerParams,
+        rank: int,
+    ) -> torch.Tensor:
+        (part,), scale = cache, params.key_scale
+        _store(latents[:, None], part, metadata.slots, scale)
+        output = query.new_empty(*query.shape[:2], rank)
+        starts = metadata.query_start.tolist()
+        for index, length in enumerate(metadata.seq_lens.tolist()):
+            rows = slice(starts[index], starts[index + 1])
+            keys = dequantize_kv(_gather(part, metadata.block_tables[index], length), scale)
+            output[rows] = attend(query[rows], keys, keys[..., :rank], params)
+        return output
+
+
+def _store(new: torch.Tensor, part: torch.Tensor, slots: torch.Tensor, scale: float) -> None:
+    """Writes keys or values [T, Hkv, D] to their slots."""
+    made = raw(quantize_kv(new, part.dtype, scale))
+    raw(part).flatten(0, 1).index_copy_(0, slots, made)
 
 
 def _gather(part: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:

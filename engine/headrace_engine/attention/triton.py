@@ -15,6 +15,7 @@ from ..device.scratch import Scratch
 from ..kernels.triton.cache import store_kernel
 from ..kernels.triton.decode import decode_kernel, merge_kernel
 from ..kernels.triton.dependent_launch import DependentLaunches
+from ..kernels.triton.latent import latent_kernel, merge_latent_kernel, store_latent_kernel
 from ..kernels.triton.launch import (
     AMPERE,
     LARGEST_HEAD,
@@ -24,6 +25,8 @@ from ..kernels.triton.launch import (
     Launch,
     decode_launch,
     dot_precision,
+    latent_launch,
+    latent_splits,
     merge_warps,
     power_of_two,
     prefill_launch,
@@ -39,7 +42,8 @@ from .memory import zeros
 
 
 class TritonBackend:
-    """Triton attention. Its cache is keys and values, each [blocks, Hkv, block_size, D].
+    """Triton attention. Its cache is keys and values, each [blocks, Hkv, block_size, D], or latents
+    [blocks, block_size, D].
 
     `capability` is the device's; None asks torch. `deterministic` computes decodes like chunks of
     prompts and always masks tiles of keys, so a token's output has the same bits in every batch.
@@ -84,6 +88,9 @@ class TritonBackend:
         return DecodeLaunch(tile, split_keys(sequences, tile.keys))
 
     def allocate(self, num_blocks: int, spec: KVSpec) -> LayerCache:
+        if spec.latent:
+            latents = (num_blocks, spec.block_size, spec.head_dim)
+            return (zeros(latents, spec.stored, spec.device),)
         if spec.head_dim > LARGEST_HEAD:
             raise ConfigError(
                 f"attention_backend triton takes head sizes up to {LARGEST_HEAD}, not "
@@ -94,7 +101,7 @@ class TritonBackend:
 
     def block_bytes(self, spec: KVSpec) -> int:
         elements = spec.block_size * spec.num_kv_heads * spec.head_dim
-        return 2 * elements * spec.stored.itemsize
+        return (1 if spec.latent else 2) * elements * spec.stored.itemsize
 
     def copy_blocks(self, cache: LayerCache, copies: torch.Tensor) -> None:
         for part in map(raw, cache):
@@ -133,6 +140,54 @@ class TritonBackend:
         )
         query = rotate_and_store(rows, target, self.dependent_launches)
         return self.attend(query, cache, metadata, params)
+
+    def forward_latent(
+        self,
+        query: torch.Tensor,
+        latents: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        params: LayerParams,
+        rank: int,
+    ) -> torch.Tensor:
+        (tokens, heads, width), query = query.shape, _dense_heads(query)
+        latents = latents if latents.stride(1) == 1 else latents.contiguous()
+        output = query.new_empty(tokens, heads, rank)
+        if not tokens:
+            return output
+        stored = storage(cache[0].dtype, self._capability)
+        (part,) = stored.views(cache)
+        store_latent_kernel[(tokens,)](
+            latents, part, metadata.slots, 1.0 / params.key_scale, latents.stride(0),
+            WIDTH=width, BLOCK=power_of_two(width), BITS=stored.as_bytes, LARGEST=stored.largest,
+            num_warps=4,
+        )  # fmt: skip
+        launch = latent_launch(query.element_size(), heads)
+        least_part = split_keys(tokens, launch.keys)
+        splits = latent_splits(tokens, metadata.max_seq_len, least_part)
+        parts, sums = None, None
+        if splits > 1:
+            parts = self._scratch.take("parts", tokens * heads * splits * rank, query.device)
+            sums = self._scratch.take("sums", tokens * heads * splits, query.device)
+        runs = len(metadata.seq_lens)
+        constants = {
+            "HEADS": heads, "RANK": rank, "SPLITS": splits, "KEYS": launch.keys,
+            "DIM": tile_extent(rank),
+        }  # fmt: skip
+        latent_kernel[(tokens, -(-heads // launch.rows), splits)](
+            output, parts, sums, query, part, metadata.block_tables, metadata.query_start,
+            metadata.seq_lens, runs, params.scale * params.key_scale, params.key_scale,
+            query.stride(0), query.stride(1), metadata.block_tables.stride(0), least_part,
+            **constants, ROTARY=width - rank, BLOCK_SIZE=part.shape[1], ROWS=launch.rows,
+            ROTARY_DIM=tile_extent(width - rank), EXACT=dot_precision(query.element_size()),
+            BITS=stored.as_bytes, num_warps=launch.warps, num_stages=launch.stages,
+        )  # fmt: skip
+        if splits > 1:
+            merge_latent_kernel[(tokens, heads)](
+                output, parts, sums, metadata.query_start, metadata.seq_lens, runs, least_part,
+                **constants, num_warps=merge_warps(tokens, rank),
+            )  # fmt: skip
+        return output
 
     def _store(
         self,

@@ -65,9 +65,9 @@ def tune_with(tuner: Autotuner, placed: PlacedModel, config: EngineConfig) -> No
     """Measures the most valuable first: choices that the tuner has no time for keep the default."""
     _tune_experts(tuner, placed, EXPERT_BOUNDS[0])
     _tune_products(tuner, placed, ROW_BOUNDS[0])
-    if isinstance(placed.attention, TritonBackend) and isinstance(placed.model, Decoder):
-        shape = _attention_shape(placed, placed.model, config)
-        tune_attention(tuner, placed.attention, shape)
+    model, latents = placed.model, any(shape.latent for shape in placed.model.kv_shapes)
+    if isinstance(placed.attention, TritonBackend) and isinstance(model, Decoder) and not latents:
+        tune_attention(tuner, placed.attention, _attention_shape(placed, model, config))
     _tune_steps(tuner, placed, config, STEP_BOUNDS[0])
     adapters = _adapters(placed, config)
     for rows in ADAPTED_ROWS:

@@ -6,19 +6,70 @@ names no difference, it is like Llama.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 # Which layers have a sliding window: none; all; all if use_sliding_window is set (switched). With
 # that switch: the layers of layer_types or max_window_layers (layers), or of layer_types alone
-# (named). Without it: the layers of layer_types (typed), or else all but every n-th (interleaved).
-Windows = Literal["none", "all", "switched", "layers", "named", "typed", "interleaved"]
+# (named). Without it: the layers of layer_types (typed), or else all but every n-th (interleaved),
+# or else those from max_window_layers on (late).
+Windows = Literal["none", "all", "switched", "layers", "named", "typed", "interleaved", "late"]
 # Where a layer has norms: before attention and MLP, before and after them, or only after them.
 Norms = Literal["before", "around", "after"]
 # Which layers are not rotated: none; those with a 0 in no_rope_layers, or every n-th (listed);
 # those without a window if other layers have one (global).
 Unrotated = Literal["none", "listed", "global"]
 # How a checkpoint names and splits its matrices.
-TensorLayout = Literal["llama", "phi3", "mixtral", "glm", "glm4", "gptoss"]
+TensorLayout = Literal[
+    "llama", "phi3", "mixtral", "glm", "glm4", "gptoss", "deepseek", "ernie", "hunyuan"
+]
+# Which layers have an MLP instead of a mixture: none; as many as first_k_dense_replace, from layer
+# 0 on (first); those that mlp_layer_types calls dense (typed); those outside
+# moe_layer_start_index to moe_layer_end_index, in steps of moe_layer_interval (ranged).
+Dense = Literal["none", "first", "typed", "ranged"]
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """How one family's mixtures of experts differ from a softmax over all experts.
+
+    `count`, `per_token` and `inner` replace absent fields, which `count_field` and so on name.
+    `scoring` makes scores of the router's logits. With `correction` experts are chosen by their
+    scores plus a stored bias, and weighted by the scores. With `grouped` (always, or where
+    topk_method is group_limited_greedy) only the best groups of experts are chosen from: topk_group
+    of n_group, with the defaults `groups`; a group's score is the sum of its `group_best` best
+    scores. `renormalise` None follows norm_topk_prob, `renormalised` if it is absent. `factor` is
+    the default of routed_scaling_factor, which multiplies weights; None: nothing does.
+    `shared_field` names the number of experts that compute every token, `shared` if it is absent or
+    there is no such field. `dense_layers` is the default of first_k_dense_replace.
+    """
+
+    count: int | None = None
+    per_token: int | None = None
+    inner: int | None = None
+    count_field: str = "n_routed_experts"
+    chosen_field: str = "num_experts_per_tok"
+    inner_field: str = "moe_intermediate_size"
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    correction: bool = False
+    grouped: Literal["never", "always", "named"] = "never"
+    groups: tuple[int, int] = (1, 1)
+    group_best: int = 1
+    renormalise: bool | None = None
+    renormalised: bool = False
+    factor: float | None = None
+    shared_field: str | None = None
+    shared: int = 0
+    dense: Dense = "none"
+    dense_layers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Latents:
+    """Attention over latents (MLA): defaults of q_lora_rank, qk_nope_head_dim and v_head_dim."""
+
+    query_rank: int = 1536
+    plain: int = 128
+    value: int = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +79,14 @@ class Architecture:
     `qkv_bias`, `o_bias` None follow config.json's attention_bias; `qkv_bias_field`, `o_bias_field`
     name fields of their own. `gemma` stands for what all Gemmas share: norms times (1 + weight),
     scaled embeddings, a tanh GELU, and query_pre_attn_scalar if there are norms before and after.
-    `wide_qk_norm`: Q and K norms cover all heads together. `partial_rotary` is the share of a head
-    that is rotated if config.json has none; None: always all of it. `interleaved` rotation pairs
-    neighbours. `scaled_queries`: scaled by position, as in llama_4_scaling_beta. `multipliers`:
-    Granite's four fields. `global_every` n: every n-th layer sees all keys if config.json does not
-    say. `vocab_size`, `num_heads` and `num_kv_heads` replace absent fields.
+    `wide_qk_norm`: Q and K norms cover all heads together; `rotated_qk_norm`: they come after the
+    rotation. `partial_rotary` is the share of a head that is rotated if config.json has none; None:
+    always all of it. `interleaved` rotation pairs neighbours. `scaled_queries`: scaled by position,
+    as in llama_4_scaling_beta. `multipliers`: Granite's four fields. `global_every` n: every n-th
+    layer sees all keys if config.json does not say. `vocab_size`, `num_heads` and `num_kv_heads`
+    replace absent fields. `qk_norm_field` names the switch of `qk_norm`. `mixture` replaces
+    `experts`. `latents`: attention is over latents. `draft_layers` is the default of
+    num_nextn_predict_layers. `required` has fields that must be absent or have one of these values.
     """
 
     qkv_bias: bool | None = None
@@ -41,7 +95,9 @@ class Architecture:
     o_bias_field: str | None = None
     mlp_bias_field: str = "mlp_bias"
     qk_norm: bool = False
+    qk_norm_field: str | None = None
     wide_qk_norm: bool = False
+    rotated_qk_norm: bool = False
     windows: Windows = "none"
     head_dim: int | None = None
     max_position_embeddings: int = 32768
@@ -65,6 +121,10 @@ class Architecture:
     experts: Literal["none", "mixtral", "qwen", "gptoss"] = "none"
     sinks: bool = False
     shared_expert: bool = False
+    mixture: Mixture | None = None
+    latents: Latents | None = None
+    draft_layers: int = 0
+    required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     vocab_size: int | None = None
     num_heads: int | None = None
     num_kv_heads: int | None = None
@@ -99,6 +159,49 @@ _GLM = Architecture(
     partial_rotary=0.5,
     interleaved=True,
     rms_norm_eps=0.00000015625,
+)
+# DeepSeek-V3's routing.
+_SIGMOID = Mixture(
+    scoring="sigmoid",
+    correction=True,
+    grouped="always",
+    group_best=2,
+    renormalised=True,
+    factor=1.0,
+    shared_field="n_shared_experts",
+    shared=1,
+)
+_GLM4_MOE = Architecture(
+    o_bias=False,
+    qk_norm_field="use_qk_norm",
+    num_kv_heads=8,
+    max_position_embeddings=131072,
+    layout="deepseek",
+    partial_rotary=0.5,
+    rms_norm_eps=1e-5,
+    mixture=replace(_SIGMOID, count=128, per_token=8, inner=1408, dense="first", dense_layers=1),
+    draft_layers=1,
+)
+_HUNYUAN = Architecture(
+    qk_norm=True,
+    rotated_qk_norm=True,
+    max_position_embeddings=2048,
+    layout="hunyuan",
+    rms_norm_eps=1e-5,
+)
+_LATENT = Architecture(
+    qkv_bias=False,
+    o_bias=False,
+    layout="deepseek",
+    interleaved=True,
+    latents=Latents(),
+    required={
+        "attention_bias": (False,),
+        "rope_interleave": (True,),
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+        "moe_layer_freq": (1,),
+    },
 )
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -255,4 +358,144 @@ ARCHITECTURES: dict[str, Architecture] = {
         sinks=True,
     ),
     "Qwen3MoeForCausalLM": Architecture(qk_norm=True, experts="qwen", windows="switched"),
+    "Glm4MoeForCausalLM": _GLM4_MOE,
+    "SolarOpenForCausalLM": replace(
+        _GLM4_MOE,
+        qk_norm_field=None,
+        head_dim=128,
+        partial_rotary=1.0,
+        rope_theta=1_000_000.0,
+        mixture=replace(_SIGMOID, count=128, per_token=8, inner=1280),
+        draft_layers=0,
+    ),
+    "Dots1ForCausalLM": Architecture(
+        qk_norm=True,
+        windows="late",
+        sliding_window=4096,
+        max_position_embeddings=2048,
+        layout="deepseek",
+        num_kv_heads=32,
+        mixture=replace(_SIGMOID, inner=1408, renormalised=False, shared=0, dense="first"),
+    ),
+    "MiniMaxM2ForCausalLM": Architecture(
+        qkv_bias=False,
+        o_bias=False,
+        qk_norm=True,
+        wide_qk_norm=True,
+        head_dim=128,
+        num_kv_heads=8,
+        max_position_embeddings=196608,
+        layout="mixtral",
+        rope_theta=5_000_000.0,
+        partial_rotary=1.0,
+        mixture=Mixture(
+            count=256,
+            per_token=8,
+            count_field="num_local_experts",
+            inner_field="intermediate_size",
+            scoring="sigmoid",
+            correction=True,
+            renormalise=True,
+        ),
+        required={
+            "scoring_func": ("sigmoid",),
+            "use_routing_bias": (True,),
+            "shared_intermediate_size": (0,),
+        },
+    ),
+    "OlmoeForCausalLM": Architecture(
+        qk_norm=True,
+        wide_qk_norm=True,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        mixture=Mixture(
+            count=64, per_token=8, count_field="num_experts", inner_field="intermediate_size"
+        ),
+        required={"clip_qkv": (None,)},
+    ),
+    "Ernie4_5_MoeForCausalLM": Architecture(
+        qkv_bias=False,
+        o_bias=False,
+        num_kv_heads=4,
+        max_position_embeddings=131072,
+        layout="ernie",
+        interleaved=True,
+        rope_theta=500_000.0,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        mixture=Mixture(
+            count=64,
+            per_token=6,
+            inner=1536,
+            count_field="moe_num_experts",
+            chosen_field="moe_k",
+            correction=True,
+            renormalise=True,
+            shared_field="moe_num_shared_experts",
+            shared=2,
+            dense="ranged",
+        ),
+        required={"use_bias": (False,)},
+    ),
+    "HunYuanDenseV1ForCausalLM": _HUNYUAN,
+    "HunYuanMoEV1ForCausalLM": replace(
+        _HUNYUAN,
+        mixture=Mixture(
+            count=1,
+            per_token=1,
+            count_field="num_experts",
+            chosen_field="moe_topk",
+            inner_field="intermediate_size",
+            renormalise=True,
+            shared=1,
+        ),
+    ),
+    "DeepseekV2ForCausalLM": replace(
+        _LATENT,
+        max_position_embeddings=2048,
+        mixture=Mixture(
+            count=64,
+            inner=1407,
+            grouped="named",
+            renormalise=False,
+            factor=1.0,
+            shared_field="n_shared_experts",
+            shared=2,
+            dense="first",
+        ),
+        required={
+            "attention_bias": (False,),
+            "scoring_func": ("softmax",),
+            "topk_method": ("greedy", "group_limited_greedy"),
+            "norm_topk_prob": (False,),
+            "moe_layer_freq": (1,),
+        },
+    ),
+    "DeepseekV3ForCausalLM": replace(
+        _LATENT,
+        max_position_embeddings=4096,
+        mixture=replace(
+            _SIGMOID,
+            count=256,
+            per_token=8,
+            inner=2048,
+            groups=(8, 4),
+            factor=2.5,
+            dense="first",
+            dense_layers=3,
+        ),
+        draft_layers=1,
+    ),
+    "Glm4MoeLiteForCausalLM": replace(
+        _LATENT,
+        max_position_embeddings=202752,
+        rms_norm_eps=1e-5,
+        latents=Latents(query_rank=768, plain=192, value=256),
+        mixture=replace(_SIGMOID, count=64, per_token=4, inner=1536, factor=1.8, dense="typed"),
+    ),
 }
+
+
+def keeps_latents(architecture: str) -> bool:
+    """Whether the native implementation of an architecture attends to latents."""
+    return architecture in ARCHITECTURES and ARCHITECTURES[architecture].latents is not None

@@ -66,16 +66,10 @@ class Checkpoint:
 def load_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
     """Opens a folder or a hub id.
 
-    Raises CheckpointError for a file that is missing or broken, and ConfigError if config.json asks
-    for the checkpoint's own code.
+    Raises CheckpointError for a file that is missing or broken.
     """
     folder = _find_folder(model, revision)
     config = read_json(folder / "config.json")
-    if config.get("auto_map"):
-        raise ConfigError(
-            f"{folder / 'config.json'}: auto_map asks to run the checkpoint's own code, which is "
-            "never done; use a checkpoint of an architecture that transformers contains"
-        )
     generation = folder / "generation_config.json"
     return Checkpoint(folder, config, read_json(generation) if generation.is_file() else {})
 

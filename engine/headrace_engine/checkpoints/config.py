@@ -7,14 +7,31 @@ decoder does not support raises ConfigError with file and field; it is never ign
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from .architectures import ARCHITECTURES, MULTIMODAL, TEXT_PART, Architecture, TensorLayout
+from .architectures import (
+    ARCHITECTURES,
+    MULTIMODAL,
+    TEXT_PART,
+    Architecture,
+    Latents,
+    Mixture,
+    TensorLayout,
+)
 from .checkpoint import Checkpoint
 from .fields import Fields
-from .rope import QueryScaling, RopeConfig, read_local_rope, read_query_scaling, read_rope
+from .rope import (
+    QueryScaling,
+    RopeConfig,
+    read_local_rope,
+    read_query_scaling,
+    read_rope,
+    yarn_mscale,
+)
 
 __all__ = ["ARCHITECTURES", "ExpertsConfig", "ModelConfig", "RopeConfig"]
 
 Activation = Literal["silu", "gelu_tanh"]
+# The native kernels keep the scores of this many groups of experts.
+MAX_EXPERT_GROUPS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +47,13 @@ class ClampedSwiGLU:
 class ExpertsConfig:
     """A mixture of experts instead of the MLP, in the layers whose entry of `sparse` is true.
 
-    `per_token` experts of `count` compute each token; their weights are the softmax over all,
-    divided by their sum if `renormalise`. `shared_size` is the inner size of an expert that
-    computes every token, or None. With `bias` router and experts have biases; `swiglu` is their
-    activation if it differs from the model's.
+    `per_token` experts of `count` compute each token. Their weights are the softmax over all, or
+    with `sigmoid` each logit's logistic function; divided by their sum if `renormalise`, and times
+    `factor`. With `correction` a stored bias is added to the scores that choose. Only the
+    `kept_groups` best of `groups` groups are chosen from; a group's score is the sum of its
+    `group_best` best ones. `shared_size` is the inner size of an expert that computes every token,
+    or None; `shared_gate`: a stored vector gates it. With `bias` router and experts have biases;
+    `swiglu` is their activation if it differs from the model's.
     """
 
     count: int
@@ -44,6 +64,45 @@ class ExpertsConfig:
     sparse: tuple[bool, ...]
     bias: bool = False
     swiglu: ClampedSwiGLU | None = None
+    sigmoid: bool = False
+    correction: bool = False
+    groups: int = 1
+    kept_groups: int = 1
+    group_best: int = 1
+    factor: float = 1.0
+    shared_gate: bool = True
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether experts are chosen and weighted by the softmax of their logits alone."""
+        return not (self.sigmoid or self.correction or self.groups > 1 or self.factor != 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Attention over latents: MLA (DeepSeek-V2, https://arxiv.org/abs/2405.04434).
+
+    The cache has a latent of `rank` elements for each position, from which the keys and values of
+    all heads are made, and a rotated key of `rotary` elements that all heads share. A head's query
+    and key have `plain` elements more, its values have `value`. Queries are made from `query_rank`
+    elements, or from the hidden state.
+    """
+
+    rank: int
+    rotary: int
+    plain: int
+    value: int
+    query_rank: int | None
+
+    @property
+    def width(self) -> int:
+        """Elements of a position in the cache."""
+        return self.rank + self.rotary
+
+    @property
+    def query_width(self) -> int:
+        """Elements of a head's query."""
+        return self.plain + self.rotary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +114,11 @@ class ModelConfig:
     not rotated. `scale` multiplies attention scores, `embedding_scale` embeddings, rounded to their
     dtype if `rounds_embedding_scale`; logits are divided by `logits_divisor`. With `offset_norms`
     norms multiply by 1 + weight; `input_norms` are before attention and MLP, `output_norms` after
-    them; with `wide_qk_norm` those of Q and K cover all heads together. With `sinks` each head's
-    softmax includes a sink logit. `kv_scales` has an entry a layer, read from the weights.
+    them; with `wide_qk_norm` those of Q and K cover all heads together; with `rotated_qk_norm`
+    those come after the rotation. With `sinks` each head's softmax includes a sink logit. With
+    `latent` one KV head of that width is cached, of which values are the first elements.
+    `kv_scales` has an entry a layer, read from the weights. The checkpoint has `draft_layers` more
+    layers, which are not read.
     """
 
     vocab_size: int
@@ -89,12 +151,27 @@ class ModelConfig:
     input_norms: bool = True
     output_norms: bool = False
     wide_qk_norm: bool = False
+    rotated_qk_norm: bool = False
     attention_softcap: float | None = None
     logits_softcap: float | None = None
     logits_divisor: float | None = None
     experts: ExpertsConfig | None = None
     sinks: bool = False
     kv_scales: tuple[tuple[float, float], ...] | None = None
+    draft_layers: int = 0
+    latent: LatentConfig | None = None
+
+    @property
+    def rotary_dim(self) -> int:
+        """The elements of a head that a rotary embedding is made for."""
+        return self.head_dim if self.latent is None else self.latent.rotary
+
+    @property
+    def cached_elements(self) -> int:
+        """Elements that a layer caches for a position."""
+        if self.latent is not None:
+            return self.latent.width
+        return 2 * self.num_kv_heads * self.head_dim
 
     def kv_scale(self, layer: int) -> tuple[float, float]:
         """The divisor of a layer's keys and values in a cache of 8-bit floats."""
@@ -136,19 +213,28 @@ class ModelConfig:
 def _read(fields: Fields, family: Architecture) -> ModelConfig:
     hidden = fields.integer("hidden_size")
     heads = fields.integer("num_attention_heads", family.num_heads)
-    head_dim = fields.integer("head_dim", default=family.head_dim or hidden // heads)
-    kv_heads = fields.integer("num_key_value_heads", default=family.num_kv_heads or heads)
+    latent = None if family.latents is None else _latent(fields, family.latents)
+    if latent is None:
+        head_dim = fields.integer("head_dim", default=family.head_dim or hidden // heads)
+        kv_heads = fields.integer("num_key_value_heads", default=family.num_kv_heads or heads)
+    else:
+        head_dim, kv_heads = latent.width, 1
+    rotary = head_dim if latent is None else latent.rotary
     if heads % kv_heads:
         raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
     if head_dim % 2:
         raise fields.error("head_dim", "even")
     positions = fields.integer("max_position_embeddings", default=family.max_position_embeddings)
     windows = _windows(fields, family)
+    for name, allowed in family.required.items():
+        fields.require(name, allowed, default=allowed[0])
+    experts = _experts(fields, family)
+    rope = read_rope(fields, family, rotary, positions)
     residual = fields.number("residual_multiplier", 1.0) if family.multipliers else 1.0
     return ModelConfig(
         vocab_size=fields.integer("vocab_size", family.vocab_size),
         hidden_size=hidden,
-        intermediate_size=fields.integer("intermediate_size"),
+        intermediate_size=_intermediate_size(fields, family, experts),
         num_layers=fields.integer("num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -157,19 +243,22 @@ def _read(fields: Fields, family: Architecture) -> ModelConfig:
         # is scaled too, norms give the same results, and no step needs extra work.
         rms_norm_eps=fields.number("rms_norm_eps", family.rms_norm_eps) / residual**2,
         max_position_embeddings=positions,
-        rope=read_rope(fields, family, head_dim, positions),
+        rope=rope,
         local_rope=read_local_rope(fields, family, head_dim, positions),
         tie_word_embeddings=fields.flag("tie_word_embeddings", family.tie_word_embeddings),
         qkv_bias=_bias(fields, family.qkv_bias, family.qkv_bias_field),
         o_bias=_bias(fields, family.o_bias, family.o_bias_field),
         mlp_bias=fields.flag(family.mlp_bias_field),
-        qk_norm=family.qk_norm,
+        qk_norm=family.qk_norm
+        if family.qk_norm_field is None
+        else fields.flag(family.qk_norm_field),
         wide_qk_norm=family.wide_qk_norm,
+        rotated_qk_norm=family.rotated_qk_norm,
         windows=windows,
         unrotated=_unrotated(fields, family, windows),
         interleaved=family.interleaved,
         query_scaling=read_query_scaling(fields) if family.scaled_queries else None,
-        scale=_scale(fields, family, head_dim),
+        scale=_scale(fields, family, head_dim) if latent is None else _latent_scale(latent, rope),
         layout=family.layout,
         activation=_activation(fields, family),
         embedding_scale=_embedding_scale(fields, family, residual),
@@ -184,8 +273,10 @@ def _read(fields: Fields, family: Architecture) -> ModelConfig:
             else None
         ),
         logits_divisor=fields.number("logits_scaling", 1.0) if family.multipliers else None,
-        experts=_experts(fields, family),
+        experts=experts,
+        latent=latent,
         sinks=family.sinks,
+        draft_layers=fields.count("num_nextn_predict_layers", family.draft_layers),
     )
 
 
@@ -200,12 +291,38 @@ def _has_gemma_fields(family: Architecture) -> bool:
     return family.gemma and family.norms == "around"
 
 
+def _intermediate_size(fields: Fields, family: Architecture, experts: ExpertsConfig | None) -> int:
+    """The inner size of MLPs; that of experts if there are no MLPs."""
+    if family.mixture is not None and experts is not None and all(experts.sparse):
+        return experts.intermediate_size
+    return fields.integer("intermediate_size")
+
+
 def _scale(fields: Fields, family: Architecture, head_dim: int) -> float:
     if family.multipliers:
         return fields.number("attention_multiplier", 1.0)
     if not _has_gemma_fields(family):
         return float(head_dim**-0.5)
     return float(fields.number("query_pre_attn_scalar", 256.0) ** -0.5)
+
+
+def _latent(fields: Fields, family: Latents) -> LatentConfig:
+    return LatentConfig(
+        rank=fields.integer("kv_lora_rank", 512),
+        rotary=fields.integer("qk_rope_head_dim", 64),
+        plain=fields.integer("qk_nope_head_dim", family.plain),
+        value=fields.integer("v_head_dim", family.value),
+        query_rank=fields.optional_integer("q_lora_rank", family.query_rank),
+    )
+
+
+def _latent_scale(latent: LatentConfig, rope: RopeConfig) -> float:
+    """With YaRN's second factor, which is not part of cos and sin."""
+    weight = rope.parameters.get("mscale_all_dim")
+    scale = float(latent.query_width**-0.5)
+    if rope.rope_type == "default" or not weight:
+        return scale
+    return scale * yarn_mscale(rope.parameters["factor"], weight) ** 2
 
 
 def _embedding_scale(fields: Fields, family: Architecture, residual: float) -> float | None:
@@ -252,19 +369,25 @@ def _windows(fields: Fields, family: Architecture) -> tuple[int | None, ...]:
     if family.windows == "none":
         return (None,) * layers
     if family.windows == "all":
-        return (fields.window("sliding_window", family.sliding_window),) * layers
+        return (fields.optional_integer("sliding_window", family.sliding_window),) * layers
     if family.windows == "typed":
-        window = fields.window("sliding_window", family.sliding_window)
+        window = fields.optional_integer("sliding_window", family.sliding_window)
         if window is not None:
             _require_layer_types(fields, layers)
         return _named(fields, window, [False] * layers)
+    if family.windows == "late":
+        first = fields.count("max_window_layers", layers)
+        sliding = [index >= first for index in range(layers)]
+        return _named(
+            fields, fields.optional_integer("sliding_window", family.sliding_window), sliding
+        )
     if family.windows == "interleaved":
-        window = fields.window("sliding_window", family.sliding_window)
+        window = fields.optional_integer("sliding_window", family.sliding_window)
         if window is None and family.local_rope_theta is not None:
             raise fields.error("sliding_window", "a whole number above 0")
         return _named(fields, window, _interleaved(fields, family, layers))
     used = fields.flag("use_sliding_window")
-    window = fields.window("sliding_window", 4096) if used else None
+    window = fields.optional_integer("sliding_window", 4096) if used else None
     if family.windows == "switched":
         return (window,) * layers
     if window is not None and family.windows == "named":
@@ -295,6 +418,8 @@ def _named(fields: Fields, window: int | None, sliding: list[bool]) -> tuple[int
 
 
 def _experts(fields: Fields, family: Architecture) -> ExpertsConfig | None:
+    if family.mixture is not None:
+        return _checked(fields, _mixture(fields, family.mixture))
     if family.experts == "none":
         return None
     if family.experts == "mixtral":
@@ -324,6 +449,79 @@ def _experts(fields: Fields, family: Architecture) -> ExpertsConfig | None:
             sparse=_sparse(fields),
         ),
     )
+
+
+def _mixture(fields: Fields, family: Mixture) -> ExpertsConfig:
+    inner = fields.integer(family.inner_field, family.inner)
+    shared = family.shared
+    if family.shared_field is not None:
+        shared = fields.count(family.shared_field, family.shared)
+    renormalise = family.renormalise
+    method = fields.get("topk_method", None)
+    grouped = family.grouped == "always" or (
+        family.grouped == "named" and method == "group_limited_greedy"
+    )
+    found = ExpertsConfig(
+        count=fields.same_integer(family.count_field, family.count),
+        per_token=fields.same_integer(family.chosen_field, family.per_token),
+        intermediate_size=inner,
+        renormalise=fields.flag("norm_topk_prob", family.renormalised)
+        if renormalise is None
+        else renormalise,
+        shared_size=shared * inner or None,
+        sparse=_mixture_layers(fields, family),
+        sigmoid=family.scoring == "sigmoid",
+        correction=family.correction,
+        groups=fields.integer("n_group", family.groups[0]) if grouped else 1,
+        kept_groups=fields.integer("topk_group", family.groups[1]) if grouped else 1,
+        group_best=family.group_best,
+        factor=1.0
+        if family.factor is None
+        else fields.number("routed_scaling_factor", family.factor),
+        shared_gate=False,
+    )
+    groups, kept = found.groups, found.kept_groups
+    if (
+        groups > MAX_EXPERT_GROUPS
+        or found.count % groups
+        or found.count // groups < family.group_best
+    ):
+        raise fields.error(
+            "n_group",
+            f"a divisor of the number of experts {found.count}, at most {MAX_EXPERT_GROUPS}, with "
+            f"groups of at least {family.group_best}",
+        )
+    if kept > groups or kept * (found.count // groups) < found.per_token:
+        raise fields.error(
+            "topk_group",
+            f"at most n_group ({groups}), with at least {found.per_token} experts in these groups",
+        )
+    # One group is no choice.
+    return replace(found, groups=1, kept_groups=1) if kept == groups else found
+
+
+def _mixture_layers(fields: Fields, family: Mixture) -> tuple[bool, ...]:
+    """Whether each layer has a mixture."""
+    layers = range(fields.integer("num_hidden_layers"))
+    if family.dense == "none":
+        return (True,) * len(layers)
+    if family.dense == "first":
+        first = fields.count("first_k_dense_replace", family.dense_layers)
+        return tuple(index >= first for index in layers)
+    if family.dense == "typed":
+        kinds = fields.get("mlp_layer_types", ["dense", *["sparse"] * (len(layers) - 1)])
+        if not isinstance(kinds, list) or len(kinds) != len(layers):
+            raise fields.error("mlp_layer_types", f"a list of {len(layers)} names")
+        if not set(kinds) <= {"dense", "sparse"}:
+            raise fields.error("mlp_layer_types", "made of dense and sparse")
+        return tuple(kind == "sparse" for kind in kinds)
+    step = fields.integer("moe_layer_interval", 1)
+    start = fields.count("moe_layer_start_index", 1)
+    end = fields.get("moe_layer_end_index", -1)
+    if isinstance(end, bool) or not isinstance(end, int) or end < -1:
+        raise fields.error("moe_layer_end_index", "a layer, or -1 for the last")
+    last = len(layers) - 1 if end == -1 else end
+    return tuple(start <= index <= last and (index + 1) % step == 0 for index in layers)
 
 
 def _every_layer(fields: Fields, count: int, per_token: int) -> ExpertsConfig:

@@ -38,6 +38,21 @@ class Fields:
             raise self.error(name, "a whole number above 0")
         return value
 
+    def same_integer(self, name: str, default: int | None) -> int:
+        """A whole number, which may be repeated in a list: once for each layer."""
+        values = self.get(name, None)
+        if isinstance(values, list) and values:
+            if values != values[:1] * len(values):
+                raise self.error(name, "the same number for all layers")
+            return Fields(self.path, {name: values[0]}, self._prefix).integer(name)
+        return self.integer(name, default)
+
+    def count(self, name: str, default: int) -> int:
+        value = self.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+            raise self.error(name, "a whole number, 0 or above")
+        return value
+
     def number(self, name: str, default: float | None = None) -> float:
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
@@ -66,8 +81,8 @@ class Fields:
             raise self.error(name, "true or false")
         return value
 
-    def window(self, name: str, default: int | None) -> int | None:
-        """A window size; null means no window, and only an absent field takes the default."""
+    def optional_integer(self, name: str, default: int | None) -> int | None:
+        """A whole number, or None; null means None, and only an absent field takes the default."""
         if name not in self._content:
             return default
         return None if self._content[name] is None else self.integer(name)

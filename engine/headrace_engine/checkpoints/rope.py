@@ -4,6 +4,7 @@ Supports the new form (rope_parameters; Gemma-3 has one object for each kind of 
 one (rope_scaling beside rope_theta). Raises ConfigError for scaling that is not supported.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,11 @@ class QueryScaling:
     context: int
 
 
+def yarn_mscale(scale: float, weight: float) -> float:
+    """YaRN's factor of attention scores' temperature, https://arxiv.org/abs/2309.00071."""
+    return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
+
+
 def read_query_scaling(fields: Fields) -> QueryScaling:
     rope = Fields(fields.path, fields.object("rope_parameters"), prefix="rope_parameters.")
     return QueryScaling(
@@ -102,11 +108,15 @@ def _read(
         kind = "longrope"
     if kind not in ROPE_TYPES:
         raise rope.error("rope_type", f"one of {', '.join(ROPE_TYPES)}")
-    partial = _partial(fields, rope, family)
+    theta = rope.number("rope_theta", theta)
+    if kind == "dynamic" and rope.get("alpha", None) is not None:
+        # Hunyuan's: the same for all lengths.
+        kind, theta = "default", theta * rope.number("alpha") ** (head_dim / (head_dim - 2))
+    partial = _partial(fields, rope, family, head_dim)
     merged = _with_original(fields, parameters, positions)
     checked = Fields(fields.path, merged, prefix=f"{name}.")
     _check_scaling(checked, kind)
-    found = RopeConfig(kind, rope.number("rope_theta", theta), merged, partial)
+    found = RopeConfig(kind, theta, merged, partial)
     rotated = found.rotated(head_dim)
     if rotated % 2:
         raise rope.error("partial_rotary_factor", "such that an even number of elements is rotated")
@@ -116,12 +126,15 @@ def _read(
     return RopeConfig(kind, found.theta, {**merged, **factors}, partial)
 
 
-def _partial(fields: Fields, rope: Fields, family: Architecture) -> float:
+def _partial(fields: Fields, rope: Fields, family: Architecture, head_dim: int) -> float:
     if family.partial_rotary is None:
         for source in (rope, fields):
             source.require("partial_rotary_factor", (1, 1.0), default=1.0)
         return 1.0
-    outside = fields.number("partial_rotary_factor", family.partial_rotary)
+    default = family.partial_rotary
+    if fields.get("rotary_dim", None) is not None:  # MiniMax-M2's checkpoints
+        default = fields.integer("rotary_dim") / head_dim
+    outside = fields.number("partial_rotary_factor", default)
     partial = rope.number("partial_rotary_factor", outside)
     if partial > 1.0:
         raise rope.error("partial_rotary_factor", "a number above 0 and at most 1")

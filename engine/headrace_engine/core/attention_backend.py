@@ -16,7 +16,9 @@ LayerCache = tuple[torch.Tensor, ...]
 class KVSpec:
     """Shape of one layer's keys and values.
 
-    `dtype` is the model's, `cache_dtype` the cache's (None: the same).
+    `dtype` is the model's, `cache_dtype` the cache's (None: the same). `latent` above 0: values
+    are the first `latent` elements of the keys of the only KV head; only keys are stored, and
+    LatentBackend computes.
     """
 
     num_kv_heads: int
@@ -25,6 +27,7 @@ class KVSpec:
     dtype: torch.dtype
     device: torch.device
     cache_dtype: torch.dtype | None = None
+    latent: int = 0
 
     @property
     def stored(self) -> torch.dtype:
@@ -96,6 +99,23 @@ class AttentionBackend(Protocol):
         `value` are [T, Hkv, D] with rotary applied; Hq is a multiple of Hkv. Returns [T, Hq, D] in
         the query's dtype.
         """
+
+
+@runtime_checkable
+class LatentBackend(Protocol):
+    """A backend that attends to latents, which are the keys and the values of all heads (MLA)."""
+
+    def forward_latent(
+        self,
+        query: torch.Tensor,
+        latents: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        params: LayerParams,
+        rank: int,
+    ) -> torch.Tensor:
+        """Like AttentionBackend.forward, for keys `latents` [T, D] that all heads share, of which
+        values are the first `rank` elements. query [T, H, D]; returns [T, H, rank]."""
 
 
 @runtime_checkable

@@ -69,13 +69,14 @@ class ExpertWeights:
 @dataclass(frozen=True, slots=True)
 class MixtureParts:
     """A mixture's parts. Its MLPs are gated by SiLU, by GELU's tanh approximation with `gelu`, or
-    as `config` says."""
+    as `config` says. `correction` float32 [E] as for choose_experts."""
 
     router: Linear
     weights: ExpertWeights
     shared: SharedExpert | None
     config: ExpertsConfig
     gelu: bool = False
+    correction: torch.Tensor | None = None
 
 
 @runtime_checkable

@@ -76,27 +76,63 @@ class GatedMLP:
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """An MLP that computes every token, scaled by the sigmoid of `gate` [H -> 1]."""
+    """An MLP that computes every token, scaled by the sigmoid of `gate` [H -> 1], if it has one."""
 
     mlp: GatedMLP
-    gate: Linear
+    gate: Linear | None
 
     def __call__(self, x: torch.Tensor, lora: LayerLoRA | None = None) -> torch.Tensor:
-        return torch.sigmoid(self.opening(x, lora)) * self.inner(x, lora)
+        opening = self.opening(x, lora)
+        inner = self.inner(x, lora)
+        return inner if opening is None else torch.sigmoid(opening) * inner
 
     def inner(self, x: torch.Tensor, lora: LayerLoRA | None) -> torch.Tensor:
         return self.mlp(x, None if lora is None else lora.shared)
 
-    def opening(self, x: torch.Tensor, lora: LayerLoRA | None) -> torch.Tensor:
+    def opening(self, x: torch.Tensor, lora: LayerLoRA | None) -> torch.Tensor | None:
+        if self.gate is None:
+            return None
         gate = self.gate(x)
         if lora is not None:
             lora.add("shared_gate", x, gate)
         return gate
 
 
+def choose_experts(
+    config: ExpertsConfig, logits: torch.Tensor, correction: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights float32 [T, K], experts int64 [T, K]) for a router's logits [T, E].
+
+    `correction` float32 [E] is added to the scores that choose, not to the weights (DeepSeek-V3,
+    https://arxiv.org/abs/2412.19437, section 2.1.2).
+    """
+    wide = logits.float()
+    scores = torch.sigmoid(wide) if config.sigmoid else F.softmax(wide, dim=-1)
+    if correction is None and config.groups == 1:
+        weights, chosen = scores.topk(config.per_token, dim=-1)
+    else:
+        ranked = scores if correction is None else scores + correction
+        if config.groups > 1:
+            ranked = _of_best_groups(config, ranked)
+        chosen = ranked.topk(config.per_token, dim=-1).indices
+        weights = scores.gather(-1, chosen)
+    if config.renormalise:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return (weights if config.factor == 1.0 else weights * config.factor), chosen
+
+
+def _of_best_groups(config: ExpertsConfig, ranked: torch.Tensor) -> torch.Tensor:
+    """The scores [T, E] with -inf outside the best groups of adjacent experts."""
+    grouped = ranked.view(len(ranked), config.groups, -1)
+    totals = grouped.topk(config.group_best, dim=-1).values.sum(-1)
+    kept = totals.topk(config.kept_groups, dim=-1).indices
+    dropped = torch.ones_like(totals, dtype=torch.bool).scatter_(-1, kept, False)
+    return grouped.masked_fill(dropped[..., None], -torch.inf).flatten(1)
+
+
 @dataclass(frozen=True, slots=True)
 class SparseMoe:
-    """Sends each token through the experts to which the router gives the highest probabilities.
+    """Sends each token through the experts that the router chooses.
 
     Waits for the device to learn how many rows each expert has.
     """
@@ -105,6 +141,7 @@ class SparseMoe:
     experts: Sequence[GatedMLP]
     shared: SharedExpert | None
     config: ExpertsConfig
+    correction: torch.Tensor | None = None
 
     @property
     def can_be_recorded(self) -> bool:
@@ -129,11 +166,7 @@ class SparseMoe:
         logits = self.router(x)
         if lora is not None:
             lora.add("router", x, logits)
-        probabilities = F.softmax(logits, dim=-1, dtype=torch.float32)
-        weights, chosen = probabilities.topk(self.config.per_token, dim=-1)
-        if self.config.renormalise:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return weights, chosen
+        return choose_experts(self.config, logits, self.correction)
 
     def _compute(
         self, rows: torch.Tensor, chosen: torch.Tensor, lora: ExpertRows | None

@@ -19,6 +19,13 @@ _MODULE = re.compile(r"(?:model|language_model\.model|model\.language_model)\.la
 _EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
 # PEFT wraps two parameters of one module one inside the other; their shapes tell which is which.
 _FUSED_EXPERTS = re.compile(r"mlp\.experts(?:\.base_layer)?")
+# Llama's names for modules that checkpoints name otherwise.
+_RENAMED = {
+    "block_sparse_moe.gate": "mlp.gate",
+    "mlp.gate.wg": "mlp.gate",
+    "mlp.shared_experts.": "mlp.shared_expert.",
+    "mlp.shared_mlp.": "mlp.shared_expert.",
+}
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
@@ -55,7 +62,9 @@ def parse(path: str) -> ModulePath | None:
     found = _MODULE.fullmatch(path)
     if found is None:
         return None
-    layer, name = int(found[1]), found[2].replace("block_sparse_moe.gate", "mlp.gate")
+    layer, name = int(found[1]), found[2]
+    for stored, usual in _RENAMED.items():
+        name = name.replace(stored, usual)
     expert = _EXPERT.fullmatch(name)
     if expert is None:
         return ModulePath(layer, name)

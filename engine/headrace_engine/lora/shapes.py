@@ -11,10 +11,10 @@ from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
-from ..checkpoints.config import ExpertsConfig, ModelConfig
+from ..checkpoints.config import ExpertsConfig, LatentConfig, ModelConfig
 
 LinearName = Literal[
-    "qkv", "o", "gate_up", "down",
+    "qkv", "query_up", "o", "gate_up", "down",
     "shared_gate_up", "shared_down", "shared_gate",
     "router", "experts_gate_up", "experts_down",
 ]  # fmt: skip
@@ -89,12 +89,9 @@ def lora_shapes(config: ModelConfig, cut: Cut = _whole) -> tuple[LayerShapes, ..
 
 def _layer(config: ModelConfig, index: int, cut: Cut) -> LayerShapes:
     hidden = config.hidden_size
-    heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    qkv = {"q_proj": heads, "k_proj": kv, "v_proj": kv}
-    shapes: dict[LinearName, LinearShape] = {
-        "qkv": _linear(hidden, qkv, "self_attn", cut, "qkv_proj" if config.merged_qkv else None),
-        "o": _linear(heads, {"o_proj": hidden}, "self_attn", cut),
-    }
+    shapes = (
+        _latent_shapes(config, config.latent, cut) if config.latent else _attention(config, cut)
+    )
     experts = config.experts
     if experts is not None and experts.sparse[index]:
         # In gpt-oss's experts gates and ups are interleaved in one module; adapters do not name
@@ -107,6 +104,33 @@ def _layer(config: ModelConfig, index: int, cut: Cut) -> LayerShapes:
         shapes["gate_up"] = _linear(hidden, gated, "mlp", cut, merged)
         shapes["down"] = _linear(inner, {"down_proj": hidden}, "mlp", cut)
     return shapes
+
+
+def _attention(config: ModelConfig, cut: Cut) -> dict[LinearName, LinearShape]:
+    hidden = config.hidden_size
+    heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    qkv = {"q_proj": heads, "k_proj": kv, "v_proj": kv}
+    return {
+        "qkv": _linear(hidden, qkv, "self_attn", cut, "qkv_proj" if config.merged_qkv else None),
+        "o": _linear(heads, {"o_proj": hidden}, "self_attn", cut),
+    }
+
+
+def _latent_shapes(
+    config: ModelConfig, latent: LatentConfig, cut: Cut
+) -> dict[LinearName, LinearShape]:
+    """Without kv_b_proj, which is not a layer here: queries and results are multiplied by it."""
+    hidden, queries = config.hidden_size, config.num_heads * latent.query_width
+    first, shapes = {"q_proj": queries}, dict[LinearName, LinearShape]()
+    if latent.query_rank is not None:
+        first = {"q_a_proj": latent.query_rank}
+        shapes["query_up"] = _linear(latent.query_rank, {"q_b_proj": queries}, "self_attn", cut)
+    first["kv_a_proj_with_mqa"] = latent.width
+    values = config.num_heads * latent.value
+    return shapes | {
+        "qkv": _linear(hidden, first, "self_attn", cut),
+        "o": _linear(values, {"o_proj": hidden}, "self_attn", cut),
+    }
 
 
 def mixture_shapes(
@@ -127,7 +151,8 @@ def mixture_shapes(
         gated = {"gate_proj": shared, "up_proj": shared}
         shapes["shared_gate_up"] = _linear(hidden, gated, block, cut)
         shapes["shared_down"] = _linear(shared, {"down_proj": hidden}, block, cut)
-        shapes["shared_gate"] = _linear(hidden, {"shared_expert_gate": 1}, "mlp", cut)
+        if experts.shared_gate:
+            shapes["shared_gate"] = _linear(hidden, {"shared_expert_gate": 1}, "mlp", cut)
     return shapes
 
 

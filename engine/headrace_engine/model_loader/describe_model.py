@@ -18,7 +18,7 @@ from ..core.errors import ConfigError, EngineError
 from ..models.context import pick_context
 from ..models.encoder.encoder_families import encoder_family
 from ..models.quantization.registry import find_format
-from ..models.registry import NATIVE
+from ..models.registry import NATIVE, check_code
 from .loader import pick_device, pick_dtype
 
 
@@ -42,6 +42,7 @@ class Description:
 
 def describe(checkpoint: Checkpoint) -> Description:
     """Raises ConfigError or CheckpointError naming what cannot be served."""
+    check_code(checkpoint)
     device = pick_device("auto")
     dtype = pick_dtype("auto", checkpoint, device)
     quantized = find_format(checkpoint, "none", device) is not None
@@ -74,7 +75,7 @@ def describe(checkpoint: Checkpoint) -> Description:
 
 def _kv_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """KV bytes of a token in all layers; layers with a window keep only the last tokens."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    return config.num_layers * config.cached_elements * dtype.itemsize
 
 
 def main(folder: str) -> None:

@@ -8,6 +8,7 @@ import logging
 import torch
 
 from .. import attention
+from ..checkpoints.architectures import keeps_latents
 from ..checkpoints.checkpoint import Checkpoint, load_checkpoint
 from ..core.config import EngineConfig
 from ..core.errors import ConfigError
@@ -58,7 +59,12 @@ def place_model(config: EngineConfig, shard: Shard | None = None) -> PlacedModel
     dtype = pick_dtype(config.dtype, checkpoint, device)
     wanted, deterministic = config.attention_backend, config.deterministic
     stored = pick_cache_dtype(config.kv_cache_dtype)
-    backend = attention.select(wanted, device, dtype, config.block_size, deterministic, stored)
+    latents = config.model_implementation != "transformers" and keeps_latents(
+        checkpoint.architecture
+    )
+    backend = attention.select(
+        wanted, device, dtype, config.block_size, deterministic, stored, latents
+    )
     # The reference backend uses plain torch everywhere; the others use native kernels.
     ops = TorchOps() if backend.name == "reference" else make_ops(device, deterministic)
     _check_adapters(config, ops)

@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from ..checkpoints.config import ModelConfig
 from ..core.attention_backend import AttentionMetadata, LayerCache
 from ..core.kv_cache_groups import KVLayout
 from ..lora.batch import LoRABatch
@@ -52,10 +53,17 @@ def of_layers(
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The shape of one layer's keys and values."""
+    """The shape of one layer's keys and values. `latent` above 0: values are the first `latent`
+    elements of keys, and are not stored."""
 
     num_kv_heads: int
     head_dim: int
+    latent: int = 0
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> "KVShape":
+        latent = 0 if config.latent is None else config.latent.rank
+        return cls(config.num_kv_heads, config.head_dim, latent)
 
 
 class CausalModel(Protocol):

@@ -20,6 +20,8 @@ def check_deterministic(
         raise ConfigError(f"deterministic takes no tensor parallelism: {REMEDY}")
     if options.device.type == "cuda":
         _check_cuda(float8)
+        if config.latent is not None:
+            raise ConfigError(f"deterministic takes no attention to latents (MLA): {REMEDY}")
     elif not fused:
         raise ConfigError(
             "deterministic on a CPU needs a model whose whole step the native kernels compute, in "

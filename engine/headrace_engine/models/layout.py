@@ -1,8 +1,8 @@
 """Where a checkpoint stores a tensor, given Llama's name for it.
 
-Phi-3 and GLM store Q, K, V as one matrix, and gate and up as one; Mixtral has other names for
-experts, GLM-4 for norms; gpt-oss stores all experts of a layer as one tensor, with gates and ups
-interleaved.
+Phi-3 and GLM store Q, K, V as one matrix, and gate and up as one. Mixtral, DeepSeek, ERNIE and
+Hunyuan have other names for parts of mixtures, GLM-4 and Hunyuan for norms. gpt-oss stores all
+experts of a layer as one tensor, with gates and ups interleaved.
 """
 
 import re
@@ -24,7 +24,24 @@ _GLM4 = {
     "pre_feedforward_layernorm": "post_attention_layernorm",
     "post_feedforward_layernorm": "post_mlp_layernorm",
 }
-_MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+_MIXTRAL = {
+    "gate_proj": "w1",
+    "down_proj": "w2",
+    "up_proj": "w3",
+    "gate.e_score_correction_bias": "e_score_correction_bias",
+}
+_SHARED = (".mlp.shared_expert.", ".mlp.shared_experts.")
+_CORRECTION = ("e_score_correction_bias", "moe_statics.e_score_correction_bias")
+_RENAMED = {
+    "deepseek": dict([_SHARED]),
+    "hunyuan": {
+        ".mlp.shared_expert.": ".mlp.shared_mlp.",
+        ".mlp.gate.weight": ".mlp.gate.wg.weight",
+        ".q_norm.": ".query_layernorm.",
+        ".k_norm.": ".key_layernorm.",
+    },
+    "ernie": dict([_SHARED, (f".mlp.gate.{_CORRECTION[0]}", f".mlp.{_CORRECTION[1]}")]),
+}
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.(weight|bias)$")
 
 
@@ -92,6 +109,8 @@ class TensorLayout:
             for usual, stored in _MIXTRAL.items():
                 tail = tail.replace(usual, stored)
             return Piece(f"{head}.block_sparse_moe.{tail}")
+        for usual, stored in _RENAMED.get(self._layout, {}).items():
+            name = name.replace(usual, stored)
         return Piece(self._text_part + name)
 
     def _merged(self, name: str) -> Piece:

@@ -2,7 +2,8 @@
 (https://arxiv.org/abs/1909.08053).
 
 QKV, gate and up are split by their outputs, O and down by their inputs, the embedding and the head
-by the vocabulary. This module only decides; others join the parts again.
+by the vocabulary. Latents have no heads: each rank makes and keeps all of them. This module only
+decides; others join the parts again.
 """
 
 import re
@@ -18,7 +19,7 @@ from ..layers.float8_weight import Float8Weight
 from ..layers.mxfp4_weight import MXFP4Weight
 from ..layers.quantized_weight import QuantizedWeight
 
-_BY_OUTPUT = re.compile(r"\.((q_proj|gate_proj|up_proj)\.(weight|bias)|sinks)$")
+_BY_OUTPUT = re.compile(r"\.((q_proj|q_b_proj|kv_b_proj|gate_proj|up_proj)\.(weight|bias)|sinks)$")
 _BY_HEAD = re.compile(r"\.(k_proj|v_proj)\.(weight|bias)$")
 _BY_INPUT = re.compile(r"\.(o_proj|down_proj)\.weight$")
 # Biases of layers whose outputs are summed over the ranks: only one rank adds them.

@@ -136,6 +136,7 @@ class PlacedModel:
                 self.dtype,
                 self.device,
                 self.cache_dtype,
+                shape.latent,
             )
             for shape in map(shapes.__getitem__, self.layout.of_places)
         ]

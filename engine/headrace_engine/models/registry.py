@@ -65,8 +65,30 @@ TRANSFORMERS = ("headrace_engine.models.transformers.transformers_model", "load"
 ENCODER = ("headrace_engine.models.encoder.transformers_encoder", "load")
 
 
+def check_code(checkpoint: Checkpoint) -> None:
+    """Raises ConfigError if only code in the checkpoint (`auto_map`) could compute the model.
+
+    That code is never imported. `auto_map` alone does not matter: native models and those that
+    transformers has need no such code.
+    """
+    code = checkpoint.config.get("auto_map")
+    if not code or checkpoint.architecture in NATIVE:
+        return
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = checkpoint.config.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"{checkpoint.folder / 'config.json'}: {checkpoint.architecture} (model_type {kind!r}) "
+            "is known neither here nor to the installed transformers, and auto_map names code of "
+            "the checkpoint, which is never run; use a checkpoint in the format of transformers, "
+            "or an architecture of docs/models.md"
+        )
+
+
 def load_model(config: EngineConfig, checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
     """Loads the weights. Raises ConfigError or CheckpointError naming what cannot be served."""
+    check_code(checkpoint)
     wanted, name = config.model_implementation, checkpoint.architecture
     native = wanted != "transformers" and name in NATIVE
     if options.load_format == "dummy" and not native:

@@ -103,8 +103,8 @@ class TorchOps:
         if norm is not None:
             query = self.rms_norm(query, norm.query, shape.eps)
             key = self.rms_norm(key, norm.key, shape.eps)
-        rotate = _rotate_pairs if shape.interleaved else _rotate
-        return rotate(query, cos, sin), rotate(key, cos, sin), value
+        query = rotate_heads(query, cos, sin, interleaved=shape.interleaved)
+        return query, rotate_heads(key, cos, sin, interleaved=shape.interleaved), value
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -187,6 +187,13 @@ def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
 def soft_cap(x: torch.Tensor, cap: float | None) -> torch.Tensor:
     """Squashes x into (-cap, cap) by tanh; returns x itself if there is no cap."""
     return x if cap is None else torch.tanh(x / cap) * cap
+
+
+def rotate_heads(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool
+) -> torch.Tensor:
+    """Rotates heads x [T, H, D] as `rotate_qkv` does."""
+    return _rotate_pairs(x, cos, sin) if interleaved else _rotate(x, cos, sin)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -55,6 +55,7 @@ class GroupedMoe:
         self._dependent_launches = dependent_launches or DependentLaunches()
         self._router, self._shared, self._config = parts.router, parts.shared, parts.config
         self._gelu, self._deterministic = parts.gelu, deterministic
+        self._correction = parts.correction
         swiglu = parts.config.swiglu
         self._gating: dict[str, float] = {
             "GELU": parts.gelu,
@@ -152,8 +153,12 @@ class GroupedMoe:
             **self._dependent_launches.small,
         }  # fmt: skip
         route_kernel[(programs,)](
-            routing.weights, choices, counts, *layout, logits, slots, tokens, capacity,
-            RENORMALISE=config.renormalise, PADDED=slots is not None, ALONE=alone, **sizes,
+            routing.weights, choices, counts, *layout, logits, slots,
+            self._correction, tokens, capacity,
+            RENORMALISE=config.renormalise, SIGMOID=config.sigmoid,
+            CORRECTED=self._correction is not None, GROUPS=config.groups,
+            KEPT_GROUPS=config.kept_groups, GROUP_BEST=config.group_best, FACTOR=config.factor,
+            PADDED=slots is not None, ALONE=alone, **sizes,
         )  # fmt: skip
         if not alone:
             place_kernel[(programs,)](*layout, choices, counts, tokens, programs, capacity, **sizes)
@@ -223,7 +228,8 @@ class GroupedMoe:
         mix_kernel[(len(x), -(-width // block))](
             output, computed, weights, common, gate, slots,
             WIDTH=width, PER_TOKEN=self._config.per_token, SHARED=shared is not None,
-            PADDED=slots is not None, BLOCK=block, **self._dependent_launches.small, num_warps=4,
+            OPENED=gate is not None, PADDED=slots is not None, BLOCK=block,
+            **self._dependent_launches.small, num_warps=4,
         )  # fmt: skip
         return output
 

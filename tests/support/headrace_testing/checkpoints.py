@@ -45,6 +45,27 @@ _EXPERTS: dict[str, Any] = {
     "mlp_only_layers": [0],
     "num_hidden_layers": 3,
 }
+_ROUTED: dict[str, Any] = {
+    **_GROUPED,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.7,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 3,
+}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 20,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +257,68 @@ SHAPES: dict[str, Shape] = {
         },
     ),
     "qwen2-moe": Shape("Qwen2MoeConfig", {**_GROUPED, **_EXPERTS, "norm_topk_prob": True}),
+    "glm4-moe": Shape(
+        "Glm4MoeConfig", {**_ROUTED, "head_dim": 32, "use_qk_norm": True, "attention_bias": True}
+    ),
+    "solar-open": Shape("SolarOpenConfig", {**_ROUTED, "head_dim": 32, "n_shared_experts": 2}),
+    "dots1": Shape(
+        "Dots1Config",
+        {**_ROUTED, "head_dim": 32, "sliding_window": 10, "max_window_layers": 2},
+    ),
+    "hunyuan": Shape(
+        "HunYuanDenseV1Config",
+        {
+            **_GROUPED,
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 10000.0,
+                "factor": 1.0,
+                "alpha": 50.0,
+            },
+        },
+    ),
+    "hunyuan-moe": Shape(
+        "HunYuanMoEV1Config", {**_GROUPED, "head_dim": 32, "num_experts": 6, "moe_topk": 2}
+    ),
+    "deepseek-v2": Shape(
+        "DeepseekV2Config",
+        {**_ROUTED, **_LATENT, "topk_method": "group_limited_greedy", "norm_topk_prob": False},
+    ),
+    "deepseek-v2-lite": Shape(
+        "DeepseekV2Config",
+        {**_ROUTED, **_LATENT, "q_lora_rank": None, "norm_topk_prob": False},
+    ),
+    "deepseek-v3": Shape(
+        "DeepseekV3Config",
+        {
+            **_ROUTED,
+            **_LATENT,
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
+        },
+    ),
+    "glm4-moe-lite": Shape("Glm4MoeLiteConfig", {**_ROUTED, **_LATENT}),
+    "minimax-m2": Shape(
+        "MiniMaxM2Config",
+        {
+            **_GROUPED,
+            "head_dim": 32,
+            "rotary_dim": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "olmoe": Shape("OlmoeConfig", {**_GROUPED, "num_experts": 6, "num_experts_per_tok": 2}),
+    "ernie4_5-moe": Shape(
+        "Ernie4_5_MoeConfig",
+        {
+            **_GROUPED,
+            "num_hidden_layers": 3,
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_intermediate_size": 48,
+        },
+    ),
     "qwen3-moe": Shape("Qwen3MoeConfig", {**_GROUPED, **_EXPERTS, "head_dim": 32}),
 }
 
@@ -266,6 +349,9 @@ def make_model(name: str, seed: int = 0, **changes: Any) -> Any:
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
                 _initialise(parameter_name, parameter)
+            for buffer_name, buffer in model.named_buffers():
+                if buffer_name.endswith("e_score_correction_bias"):
+                    buffer.copy_(0.3 * torch.randn_like(buffer))
     return model.eval()
 
 

@@ -2,7 +2,7 @@
 matrices that a checkpoint has of them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -38,7 +38,8 @@ class FloatRouter:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """`skewed` routes all rows to the same experts. `swiglu` brings biases, as in gpt-oss."""
+    """`skewed` routes all rows to the same experts. `swiglu` brings biases, as in gpt-oss; `groups`
+    above 0 DeepSeek-V3's routing, with half of the groups kept, and no gate for a shared expert."""
 
     experts: int
     per_token: int
@@ -49,13 +50,20 @@ class Mixture:
     gelu: bool = False
     skewed: bool = False
     swiglu: ClampedSwiGLU | None = None
+    groups: int = 0
     dtype: torch.dtype = torch.float32
 
     @property
     def config(self) -> ExpertsConfig:
-        return ExpertsConfig(
+        plain = ExpertsConfig(
             self.experts, self.per_token, self.inner, self.renormalise, self.shared, (True,),
             self.swiglu is not None, self.swiglu,
+        )  # fmt: skip
+        if not self.groups:
+            return plain
+        return replace(
+            plain, sigmoid=True, correction=True, factor=2.5, shared_gate=False,
+            groups=self.groups, kept_groups=max(1, self.groups // 2), group_best=2,
         )  # fmt: skip
 
     def rows(self, tokens: int, device: torch.device) -> torch.Tensor:
@@ -92,13 +100,14 @@ class Mixture:
         shared = None if self.shared is None else self._shared(device, self.shared, make)
         router = FloatRouter(make(self._router(device), None))
         weights = weights or self.weights(device)
-        return MixtureParts(router, weights, shared, self.config, self.gelu)
+        correction = _random((self.experts,), 0.5, 10, device) if self.groups else None
+        return MixtureParts(router, weights, shared, self.config, self.gelu, correction)
 
     def one_by_one(self, device: torch.device, weights: ExpertWeights | None = None) -> SparseMoe:
         """The same mixture as `parts`, computed one expert at a time."""
         parts = self.parts(device, weights=weights)
         mlps = [self._expert(parts.weights, index) for index in range(self.experts)]
-        return SparseMoe(parts.router, mlps, parts.shared, parts.config)
+        return SparseMoe(parts.router, mlps, parts.shared, parts.config, parts.correction)
 
     def _router(self, device: torch.device) -> torch.Tensor:
         made = _random((self.experts, self.hidden), 2 * self.hidden**-0.5, 4, device)
@@ -111,7 +120,7 @@ class Mixture:
         down = _random((self.hidden, inner), inner**-0.5, 6, device)
         gate = _random((1, self.hidden), 0.3, 7, device)
         mlp = self._mlp(gate_up.to(device, self.dtype), down.to(device, self.dtype), make)
-        return SharedExpert(mlp, make(gate.to(device, self.dtype), None))
+        return SharedExpert(mlp, None if self.groups else make(gate.to(device, self.dtype), None))
 
     def _expert(self, weights: ExpertWeights, index: int) -> GatedMLP:
         gate_up, down = (

@@ -118,7 +118,10 @@ def test_a_model_without_a_native_implementation_is_a_warning(tmp_path: Path) ->
     ("fields", "message"),
     [
         ({"quantization_config": {"quant_method": "secret"}}, "quant_method"),
-        ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
+        (
+            {"architectures": ["Y"], "model_type": "y", "auto_map": {"AutoModel": "x.Y"}},
+            "auto_map names code of the checkpoint, which is never run",
+        ),
     ],
 )
 @pytest.mark.usefixtures("ask_here")

@@ -66,6 +66,10 @@ def close(runner: ModelRunner) -> None:
         ("mixtral", 2),
         ("qwen2-moe", 2),
         ("gpt-oss", 2),
+        ("glm4-moe", 2),
+        ("minimax-m2", 2),
+        ("deepseek-v2-lite", 2),
+        ("deepseek-v3", 4),
     ],
 )
 def test_greedy_tokens_equal_transformers(

@@ -54,6 +54,7 @@ def test_a_batch_with_and_without_adapters_gives_the_tokens_of_merged_weights(
         ("glm4", ("q_proj", "o_proj", "gate_up_proj", "down_proj")),
         ("qwen3-moe", ("q_proj", "k_proj", "v_proj", "o_proj")),
         ("gpt-oss", ("q_proj", "v_proj", "o_proj")),
+        ("deepseek-v3", ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")),
     ],
 )
 def test_every_kind_of_native_decoder_takes_adapters(
@@ -69,7 +70,7 @@ def test_every_kind_of_native_decoder_takes_adapters(
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("shape", ["qwen2-moe", "mixtral"])
+@pytest.mark.parametrize("shape", ["qwen2-moe", "mixtral", "glm4-moe"])
 def test_adapters_change_the_experts_of_mixtures(
     shape: str, backend: str, checkpoint: CheckpointMaker, tmp_path: Path
 ) -> None:

@@ -25,6 +25,8 @@ SIZES: dict[str, Any] = {
 }
 # Families that some fields have no default for.
 NEEDED: dict[str, dict[str, Any]] = {
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
+    "Dots1ForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2},
     "Exaone4ForCausalLM": {"layer_types": ["sliding_attention", "full_attention"] * 4},
     "Ministral3ForCausalLM": {
         "rope_parameters": {
@@ -71,6 +73,10 @@ def test_absent_fields_are_as_in_transformers(name: str, tmp_path: Path) -> None
         ("Ministral3ForCausalLM", {"rope_parameters": {}}, "llama_4_scaling_beta must be"),
         ("Glm4ForCausalLM", {"partial_rotary_factor": 2}, "partial_rotary_factor must be"),
         ("Olmo2ForCausalLM", {"hidden_act": "gelu"}, "hidden_act must be one of silu"),
+        ("Glm4MoeForCausalLM", {"n_group": 3}, "n_group must be a divisor of the number of .* 128"),
+        ("Glm4MoeForCausalLM", {"n_group": 32, "topk_group": 1}, "topk_group must be at most"),
+        ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "clip_qkv must be one of None"),
+        ("Ernie4_5_MoeForCausalLM", {"use_bias": True}, "use_bias must be one of False"),
         (
             "Mistral3ForConditionalGeneration",
             {"text_config": {"model_type": "llama"}},

@@ -59,6 +59,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2-moe": {"num_experts": 21, "num_experts_per_tok": 4},
     "qwen3-moe": {},
     "gpt-oss": {},
+    "glm4-moe": {},
+    "minimax-m2": {},
+    "ernie4_5-moe": {},
 }
 
 

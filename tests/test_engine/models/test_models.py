@@ -66,13 +66,26 @@ NATIVE = [
     "qwen2-moe",
     "qwen3-moe",
     "gpt-oss",
+    "glm4-moe",
+    "solar-open",
+    "dots1",
+    "minimax-m2",
+    "olmoe",
+    "ernie4_5-moe",
+    "deepseek-v2",
+    "deepseek-v2-lite",
+    "deepseek-v3",
+    "glm4-moe-lite",
+    "hunyuan",
+    "hunyuan-moe",
 ]
 FOREIGN = ["gpt_neox", "gpt2"]
 MANY = ("llama", "mistral", "gemma2", "gpt_neox")
 # Small variations of others.
 FEW = (
     "smollm3", "olmo2", "olmo3", "granite", "ministral3", "mistral3-multimodal", "glm",
-    "glm4", "exaone4", "ernie4_5", "seed_oss",
+    "glm4", "exaone4", "ernie4_5", "seed_oss", "solar-open", "olmoe",
+    "deepseek-v2-lite", "glm4-moe-lite", "hunyuan", "hunyuan-moe",
 )  # fmt: skip
 
 CheckpointMaker = Callable[[str], Path]
@@ -131,7 +144,9 @@ def test_float32_logits_equal_transformers(
     assert max(abs(value - float(exact[token])) for token, value in found.logprobs[0].top) < 1e-3
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2-window", "gemma3", "mixtral", "gpt-oss"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2-window", "gemma3", "mixtral", "gpt-oss", "glm4-moe", "deepseek-v3"]
+)
 def test_preempted_sequences_continue_with_the_same_tokens(
     name: str, backend: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
 ) -> None:
@@ -146,7 +161,9 @@ def test_preempted_sequences_continue_with_the_same_tokens(
     assert engine.stats().preemptions > 0
 
 
-@pytest.mark.parametrize("name", ["qwen3", "phi3", "gemma2", "qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "phi3", "gemma2", "qwen3-moe", "gpt-oss", "minimax-m2", "deepseek-v2"]
+)
 def test_prefix_hits_change_no_token(
     name: str, backend: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
 ) -> None:
@@ -160,7 +177,7 @@ def test_prefix_hits_change_no_token(
     assert engine.stats().prefix_hit_tokens >= 5 * 28
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "glm4-moe-lite"])
 def test_forked_choices_share_blocks_and_give_the_same_tokens(
     name: str, backend: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
 ) -> None:
@@ -206,6 +223,7 @@ def test_sampled_tokens_depend_on_seed_and_choice_only(
         "granite",
         "mixtral",
         "gpt-oss",
+        "deepseek-v3",
     ],
 )
 def test_bfloat16_logits_are_as_close_as_those_of_transformers(

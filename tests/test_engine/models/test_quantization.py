@@ -72,7 +72,7 @@ def test_stored_numbers_are_computed_with(form: str, tmp_path: Path) -> None:
     check(*save_quantized(tmp_path, "llama", FORMATS[form]))
 
 
-@pytest.mark.parametrize("name", ["phi3", "mixtral", "gemma3", "qwen2"])
+@pytest.mark.parametrize("name", ["phi3", "mixtral", "gemma3", "qwen2", "glm4-moe", "deepseek-v3"])
 def test_every_layout_of_matrices_can_be_quantised(name: str, tmp_path: Path) -> None:
     """One matrix for QKV, experts, more norms, and biases beside packed weights."""
     form = awq(16) if name != "qwen2" else Format(gptq().config, gptq().round, without_bias)

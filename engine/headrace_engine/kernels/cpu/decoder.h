@@ -25,7 +25,7 @@ struct headrace_linear {
 // gate_up and down are the MLP, or the expert that computes every row. Its result is multiplied by
 // the sigmoid of the row times shared_gate [hidden], or by 1 if that is null; without weights
 // there is none. experts_gate_up and experts_down have num_experts layers of one shape, or are
-// null.
+// null. correction [num_experts] is added to the scores that choose experts; it may be null.
 struct headrace_decoder_layer {
   const float* input_norm;
   const float* attention_output_norm;
@@ -36,6 +36,7 @@ struct headrace_decoder_layer {
   const float* cos;
   const float* sin;
   const float* shared_gate;
+  const float* correction;
   const headrace_linear* experts_gate_up;
   const headrace_linear* experts_down;
   headrace_linear qkv;
@@ -51,7 +52,11 @@ struct headrace_decoder_layer {
 
 // `inner` is the largest inner size of an MLP or of an expert that computes every row. Softcaps
 // are 0 if there are none. `activation` of the gates: 0 SiLU, 1 the tanh GELU, 2 gpt-oss's clamped
-// SwiGLU, with swiglu_alpha and swiglu_limit.
+// SwiGLU, with swiglu_alpha and swiglu_limit. With plain_routing experts are chosen by the softmax
+// of their logits; otherwise scores are that softmax or with `sigmoid` the logistic function. A
+// group of adjacent experts counts by the sum of its group_best (1 or 2) best corrected scores;
+// only those of the kept_groups best of at most 64 groups are chosen. Weights are the scores,
+// times expert_factor.
 struct headrace_decoder {
   const headrace_decoder_layer* layers;
   const void* embedding;  // [vocab, hidden], bfloat16 or else float32
@@ -71,6 +76,11 @@ struct headrace_decoder {
   int64_t experts_per_token;
   int64_t expert_inner;
   int64_t renormalize;  // whether the chosen experts' weights are scaled to a sum of 1
+  int64_t plain_routing;
+  int64_t sigmoid;
+  int64_t expert_groups;
+  int64_t kept_groups;
+  int64_t group_best;
   int64_t activation;
   int64_t block_size;
   int64_t is_bfloat16;
@@ -82,6 +92,7 @@ struct headrace_decoder {
   float embedding_scale;
   float swiglu_alpha;
   float swiglu_limit;
+  float expert_factor;
 };
 
 // `caches` has one pointer a layer. So has `layers` if layers have different block tables and

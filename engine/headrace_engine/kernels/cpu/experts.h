@@ -47,7 +47,7 @@ class Experts {
   // Adds the results of the experts for `rows` rows of x to the residuals.
   void add(const headrace_decoder_layer& layer, const Element* x, int64_t rows,
            const Scratch& scratch, float* residual, int64_t residual_stride) {
-    route(layer.router, x, rows, scratch);
+    route(layer, x, rows, scratch);
     sort(rows * decoder_.experts_per_token);
     gather(x, rows);
     const headrace_linear &gate_up = layer.experts_gate_up[0], &down = layer.experts_down[0];
@@ -65,14 +65,20 @@ class Experts {
   }
 
  private:
-  void route(const headrace_linear& router, const Element* x, int64_t rows, const Scratch& scratch) {
+  void route(const headrace_decoder_layer& layer, const Element* x, int64_t rows,
+             const Scratch& scratch) {
     const int64_t stride = padded(count_);
-    apply_linear<Math>(pool_, router, nullptr, {x, decoder_.hidden, rows}, scratch,
+    apply_linear<Math>(pool_, layer.router, nullptr, {x, decoder_.hidden, rows}, scratch,
                        [&](int64_t row, int64_t panel, const Sums& sums) {
                          store_panel(logits_ + row * stride, panel, sums);
                        });
     each_row(pool_, rows, count_ * decoder_.experts_per_token,
-             [&](int64_t r) { choose(r, logits_ + r * stride); });
+             [&](int64_t r) {
+               if (decoder_.plain_routing)
+                 choose(r, logits_ + r * stride);
+               else
+                 choose_scored(r, logits_ + r * stride, layer.correction);
+             });
   }
 
   // Chooses the largest logits of a row, one after the other, with their softmax over all experts.
@@ -92,6 +98,77 @@ class Experts {
     }
     const float scale = 1 / (decoder_.renormalize ? kept : total);
     for (int64_t k = 0; k < per_token; ++k) weights[k] *= scale;
+  }
+
+  // Chooses the best corrected scores, one after the other, of the best groups. Scores are not
+  // negative: a negative one is that of an expert which must not be chosen. NaN is the best score,
+  // and makes the row NaN.
+  void choose_scored(int64_t row, float* scores, const float* correction) {
+    const int64_t per_token = decoder_.experts_per_token;
+    int32_t* chosen = chosen_ + row * per_token;
+    float* weights = weights_ + row * per_token;
+    score(scores);
+    if (decoder_.expert_groups > 1) drop_groups(scores, correction);
+    float kept = 0;
+    for (int64_t k = 0; k < per_token; ++k) {
+      int64_t best = 0;
+      float most = -__builtin_inff();
+      for (int64_t i = 0; i < count_; ++i) {
+        if (scores[i] < 0) continue;
+        const float found = corrected(scores, correction, i);
+        if (found <= most) continue;
+        best = i;
+        most = found;
+      }
+      chosen[k] = int32_t(best);
+      weights[k] = scores[best];
+      kept += weights[k];
+      scores[best] = -1;
+    }
+    const float scale = decoder_.expert_factor / (decoder_.renormalize ? kept : 1);
+    for (int64_t k = 0; k < per_token; ++k) weights[k] *= scale;
+  }
+
+  static float corrected(const float* scores, const float* correction, int64_t index) {
+    return correction ? scores[index] + correction[index] : scores[index];
+  }
+
+  // Turns a row's logits into scores.
+  void score(float* logits) const {
+    if (decoder_.sigmoid) {
+      for (int64_t i = 0; i < count_; ++i) logits[i] = 1 / (1 + exp2(splat(-logits[i] * kLog2e))[0]);
+      return;
+    }
+    const float best = logits[find_largest(logits, count_)], total = total_weight(logits, best);
+    for (int64_t i = 0; i < count_; ++i)
+      logits[i] = exp2(splat((logits[i] - best) * kLog2e))[0] / total;
+  }
+
+  // Makes the scores of all experts outside the best groups negative; of equal groups the first is
+  // better.
+  void drop_groups(float* scores, const float* correction) const {
+    const int64_t groups = decoder_.expert_groups, size = count_ / groups;
+    float totals[64];
+    for (int64_t g = 0; g < groups; ++g) {
+      float first = -__builtin_inff(), second = first;
+      for (int64_t i = g * size; i < (g + 1) * size; ++i) {
+        const float found = corrected(scores, correction, i);
+        if (found > first) {
+          second = first;
+          first = found;
+        } else if (found > second) {
+          second = found;
+        }
+      }
+      totals[g] = decoder_.group_best > 1 ? first + second : first;
+    }
+    for (int64_t g = 0; g < groups; ++g) {
+      int64_t better = 0;
+      for (int64_t other = 0; other < groups; ++other)
+        better += totals[other] > totals[g] || (totals[other] == totals[g] && other < g);
+      if (better < decoder_.kept_groups) continue;
+      for (int64_t i = g * size; i < (g + 1) * size; ++i) scores[i] = -1;
+    }
   }
 
   float total_weight(const float* logits, float best) const {

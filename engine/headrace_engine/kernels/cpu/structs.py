@@ -67,6 +67,7 @@ class DecoderLayer(ctypes.Structure):
         ("cos", _POINTER),
         ("sin", _POINTER),
         ("shared_gate", _POINTER),
+        ("correction", _POINTER),
         ("experts_gate_up", _POINTER),
         ("experts_down", _POINTER),
         ("qkv", Linear),
@@ -103,6 +104,11 @@ class Decoder(ctypes.Structure):
         ("experts_per_token", _INT),
         ("expert_inner", _INT),
         ("renormalize", _INT),
+        ("plain_routing", _INT),
+        ("sigmoid", _INT),
+        ("expert_groups", _INT),
+        ("kept_groups", _INT),
+        ("group_best", _INT),
         ("activation", _INT),
         ("block_size", _INT),
         ("is_bfloat16", _INT),
@@ -114,6 +120,7 @@ class Decoder(ctypes.Structure):
         ("embedding_scale", _FLOAT),
         ("swiglu_alpha", _FLOAT),
         ("swiglu_limit", _FLOAT),
+        ("expert_factor", _FLOAT),
     ]
 
 

@@ -13,7 +13,7 @@ from .softmax import capped, softmax_step, with_sinks
 
 
 @jit
-def _extent(
+def extent(
     length: tl.tensor,
     least_part: tl.tensor,
     MAX_SPLITS: tl.constexpr,
@@ -30,7 +30,7 @@ def _extent(
 
 
 @jit
-def _merge(
+def merge_parts(
     output: tl.tensor,
     partial: tl.tensor,
     log_sums: tl.tensor,
@@ -138,7 +138,7 @@ def _merge_if_last(
     before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
     if before == count - 1:
         for head in range(0, GROUP):
-            _merge(
+            merge_parts(
                 output, partial, log_sums, sinks, place * GROUP + head, kv_head * GROUP + head,
                 count, HEAD_DIM, MAX_SPLITS, DIM, SINKS,
             )  # fmt: skip
@@ -199,7 +199,7 @@ def decode_kernel(
         prefetch(table + tl.minimum(split * least_part // BLOCK_SIZE, table_stride - 1))
     await_earlier(DEPENDENT)
     length = tl.load(seq_lens + sequence)
-    first, begin, part = _extent(length, least_part, MAX_SPLITS, KEYS, WINDOW)
+    first, begin, part = extent(length, least_part, MAX_SPLITS, KEYS, WINDOW)
     start = begin + split * part
     end = tl.minimum(start + part, length)
     rows = tl.arange(0, ROWS)
@@ -261,9 +261,9 @@ def merge_kernel(
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     length = tl.load(seq_lens + sequence)
-    _, begin, part = _extent(length, least_part, MAX_SPLITS, KEYS, WINDOW)
+    _, begin, part = extent(length, least_part, MAX_SPLITS, KEYS, WINDOW)
     count = tl.cdiv(length - begin, part)
-    _merge(
+    merge_parts(
         output, partial, log_sums, sinks, sequence * HEADS + head, head, count,
         HEAD_DIM, MAX_SPLITS, DIM, SINKS,
     )  # fmt: skip

@@ -191,13 +191,14 @@ def mix_kernel(
     WIDTH: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     SHARED: tl.constexpr,
+    OPENED: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
     """Program (token, BLOCK elements): the weighted sum of computed [T, PER_TOKEN, WIDTH], in the
-    order of the weights; with SHARED also shared [T, WIDTH] times the logistic function of gate
-    [T]. With PADDED rows with slots [T] below 0 are 0."""
+    order of the weights; with SHARED also shared [T, WIDTH], with OPENED times the logistic
+    function of gate [T]. With PADDED rows with slots [T] below 0 are 0."""
     await_earlier(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -213,7 +214,9 @@ def mix_kernel(
         mixed += weight * part.to(tl.float32)
     if SHARED:
         common = tl.load(shared + row * WIDTH + at, mask=mask & given, other=0.0)
-        opened = tl.sigmoid(tl.load(gate + row).to(tl.float32)).to(common.dtype).to(tl.float32)
-        added = (opened * common.to(tl.float32)).to(common.dtype).to(tl.float32)
+        added = common.to(tl.float32)
+        if OPENED:
+            opened = tl.sigmoid(tl.load(gate + row).to(tl.float32)).to(common.dtype).to(tl.float32)
+            added = (opened * added).to(common.dtype).to(tl.float32)
         mixed = mixed.to(common.dtype).to(tl.float32) + added
     tl.store(output + row * WIDTH + at, mixed, mask=mask)

@@ -66,6 +66,10 @@ DECODE: dict[tuple[bool, bool, int], Launch] = {
 }
 
 LARGEST_HEAD = 256
+# Latents have more elements. A tile has up to this many heads; by whether elements have 4 bytes.
+LATENT = {False: Launch(64, 32, 8, 2), True: Launch(16, 16, 4, 1)}
+# Few tokens make few programs: their keys are cut in at most this many parts, divided by tokens.
+LATENT_SPLITS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,6 +371,18 @@ def split_keys(sequences: int, tile: int) -> int:
     """The keys of a part if `sequences` decode at once, in tiles of `tile` keys."""
     finer = [keys for most, keys in FINER_SPLITS if sequences <= most]
     return max(tile, finer[0] if finer else SPLIT_KEYS)
+
+
+def latent_launch(element_bytes: int, heads: int) -> Launch:
+    """The launch for attention of `heads` heads to latents."""
+    table = LATENT[element_bytes == 4]
+    return replace(table, rows=min(table.rows, tile_extent(heads)))
+
+
+def latent_splits(tokens: int, max_seq_len: int, least_part: int) -> int:
+    """The most parts of a token's keys, a power of two."""
+    wanted = min(max(1, LATENT_SPLITS // tokens), -(-max_seq_len // least_part))
+    return power_of_two(wanted)
 
 
 def merge_warps(sequences: int, head_dim: int) -> int:

@@ -1,6 +1,6 @@
 """Assigns tokens to experts and sorts them, on the device.
 
-The router's probabilities become pairs of a token and an expert; a counting sort orders pairs by
+The router's logits become pairs of a token and an expert; a counting sort orders pairs by
 expert, and each expert's pairs are split into tiles. The host knows only the largest possible
 number of tiles, so a recorded step is valid for any routing. No atomics: the order is always the
 same.
@@ -47,6 +47,35 @@ def _lay_out(
         tl.store(live, tl.sum(blocks, 0))
 
 
+@jit
+def _of_best_groups(
+    ranked: tl.tensor,
+    lanes: tl.tensor,
+    GROUPS: tl.constexpr,
+    KEPT_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """ranked [TOKENS, BLOCK] with -inf outside the best groups of SIZE adjacent experts."""
+    groups = (lanes // SIZE)[None, :]
+    totals = tl.where(groups < GROUPS, ranked, float("-inf"))
+    for group in tl.static_range(GROUPS):
+        own = tl.where(groups == group, ranked, float("-inf"))
+        total = tl.max(own, 1)[:, None]
+        if GROUP_BEST > 1:
+            first = tl.min(tl.where(own == total, lanes[None, :], BLOCK), 1)[:, None]
+            total += tl.max(tl.where(lanes[None, :] == first, float("-inf"), own), 1)[:, None]
+        totals = tl.where(groups == group, total, totals)
+    kept = groups < 0
+    for _ in tl.static_range(KEPT_GROUPS):
+        most = tl.max(totals, 1)[:, None]
+        best = tl.min(tl.where(totals == most, groups, BLOCK), 1)[:, None]
+        kept = kept | (groups == best)
+        totals = tl.where(groups == best, float("-inf"), totals)
+    return tl.where(kept, ranked, float("-inf"))
+
+
 @jit_unspecialized("tokens", "capacity")
 def route_kernel(
     weights: tl.tensor,
@@ -57,11 +86,18 @@ def route_kernel(
     live: tl.tensor,
     logits: tl.tensor,
     slots: tl.tensor,
+    correction: tl.tensor,
     tokens: tl.tensor,
     capacity: tl.tensor,
     EXPERTS: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    CORRECTED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
+    FACTOR: tl.constexpr,
     PADDED: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -71,10 +107,12 @@ def route_kernel(
 ) -> None:
     """Program (`TOKENS` tokens): logits [T, EXPERTS] to weights [T, PER_TOKEN].
 
-    Of equal probabilities the expert with the lower number wins; a row of NaN has weights of NaN.
-    With PADDED rows with slots [T] below 0 have no expert. With ALONE one program has all tokens
-    and sorts them. Otherwise each writes the input of place_kernel: choices uint8 [T, EXPERTS], k +
-    1 for a row's k-th expert, else 0; counts [programs, EXPERTS].
+    With CORRECTED correction [EXPERTS] is added to the scores that choose. With GROUPS above 1 only
+    the KEPT_GROUPS best groups are chosen from. Of equal scores the expert with the lower number
+    wins; a row of NaN has weights of NaN. With PADDED rows with slots [T] below 0 have no expert.
+    With ALONE one program has all tokens and sorts them. Otherwise each writes the input of
+    place_kernel: choices uint8 [T, EXPERTS], k + 1 for a row's k-th expert, else 0; counts
+    [programs, EXPERTS].
     """
     await_earlier(DEPENDENT)
     rows = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -84,19 +122,31 @@ def route_kernel(
     spot = rows.to(tl.int64)[:, None] * EXPERTS + lanes[None, :]
     wide = tl.load(logits + spot, mask=given & real, other=0.0).to(tl.float32)
     wide = tl.where(real, wide, float("-inf"))
-    shares = tl.exp(wide - tl.max(wide, 1)[:, None])
-    shares = shares / tl.sum(shares, 1)[:, None]
+    if SIGMOID:
+        shares = tl.sigmoid(wide)
+    else:
+        shares = tl.exp(wide - tl.max(wide, 1)[:, None])
+        shares = shares / tl.sum(shares, 1)[:, None]
+    ranked = shares
+    if CORRECTED:
+        ranked += tl.load(correction + lanes, mask=lanes < EXPERTS, other=0.0)[None, :]
     # Every pair needs a different expert, even if the model returned NaN.
-    left = tl.where(real, tl.where(shares == shares, shares, 0.0), -1.0)
+    left = tl.where(real, tl.where(ranked == ranked, ranked, 0.0), float("-inf"))
+    if GROUPS > 1:
+        left = _of_best_groups(
+            left, lanes, GROUPS, KEPT_GROUPS, GROUP_BEST, EXPERTS // GROUPS, BLOCK
+        )
     choice = tl.zeros([TOKENS, BLOCK], tl.int32)
     for k in tl.static_range(PER_TOKEN):
         best = tl.max(left, 1)[:, None]
         expert = tl.min(tl.where(left == best, lanes[None, :], BLOCK), 1)
         picked = lanes[None, :] == expert[:, None]
         choice = tl.where(picked, k + 1, choice)
-        left = tl.where(picked, -1.0, left)
+        left = tl.where(picked, float("-inf"), left)
     if RENORMALISE:
         shares = shares / tl.sum(tl.where(choice > 0, shares, 0.0), 1)[:, None]
+    if FACTOR != 1.0:
+        shares = shares * FACTOR
     if PADDED:
         given = given & (tl.load(slots + rows, mask=rows < tokens, other=-1) >= 0)[:, None]
     choice = tl.where(given, choice, 0)

@@ -10,13 +10,21 @@ import torch
 from torch.nn import functional as F
 
 from ...checkpoints.config import ModelConfig
-from ...core.attention_backend import AttentionBackend, AttentionMetadata, LayerCache, LayerParams
+from ...core.attention_backend import (
+    AttentionBackend,
+    AttentionMetadata,
+    LatentBackend,
+    LayerCache,
+    LayerParams,
+)
+from ...core.errors import ConfigError
 from ...lora.batch import LayerLoRA
 from ...lora.shapes import LayerShapes, lora_shapes
 from ...operators.base import DependentOps, Float32NormOps, HeadShape, Ops, QKNorm, soft_cap
 from ...operators.qkv import QKVAttention, QKVRows
 from ..base import ForwardBatch, KVShape
 from .decoder_weights import DecoderLayer, DecoderWeights
+from .latent import LatentAttention
 from .positions import LayerPositions, PositionTables
 
 
@@ -35,8 +43,9 @@ class Decoder:
         self.dependent_launches = ops.dependent_launches if isinstance(ops, DependentOps) else None
         self._config, self._attention = config, attention
         self.vocab_size = config.vocab_size
-        self.kv_shapes = (KVShape(config.num_kv_heads, config.head_dim),) * config.num_layers
+        self.kv_shapes = (KVShape.of(config),) * config.num_layers
         self._qkv_attention = attention if isinstance(attention, QKVAttention) else None
+        self._latent_attention = _latent_attention(config, ops, attention)
         self._positions = positions
         self.heads = HeadShape(
             config.num_heads,
@@ -141,7 +150,7 @@ class Decoder:
         qkv = layer.qkv(hidden)
         if lora is not None:
             lora.add("qkv", hidden, qkv)
-        return self._attend_qkv(layer, qkv, at, cache, metadata)
+        return self._attend_qkv(layer, qkv, at, cache, metadata, lora)
 
     def _attend_qkv(
         self,
@@ -150,20 +159,42 @@ class Decoder:
         at: LayerPositions,
         cache: LayerCache,
         metadata: AttentionMetadata,
+        lora: LayerLoRA | None = None,
     ) -> torch.Tensor:
+        if self._latent_attention is not None and layer.latent is not None:
+            return self._latent_attention(
+                layer.latent, qkv, at, cache, metadata, layer.params, lora
+            )
         if layer.wide_qk_norm is not None:
             qkv = self._norm_rows(qkv, layer.wide_qk_norm)
         if at.query_scale is not None:
             qkv[:, : self.heads.sizes[0]] *= at.query_scale
         rows = QKVRows(qkv, at.cos, at.sin, self.heads, layer.qk_norm)
-        if self._qkv_attention is not None:
+        if self._qkv_attention is not None and layer.rotated_qk_norm is None:
             attended = self._qkv_attention.forward_qkv(rows, cache, metadata, layer.params)
             return attended.reshape(attended.shape[0], -1)
         query, key, value = self._ops.rotate_qkv(
             rows.qkv, rows.cos, rows.sin, rows.shape, rows.norm
         )
+        if layer.rotated_qk_norm is not None:
+            query = self._normed(query, layer.rotated_qk_norm.query)
+            key = self._normed(key, layer.rotated_qk_norm.key)
         attended = self._attention.forward(query, key, value, cache, metadata, layer.params)
         return attended.reshape(attended.shape[0], -1)
+
+
+def _latent_attention(
+    config: ModelConfig, ops: Ops, attention: AttentionBackend
+) -> LatentAttention | None:
+    """None if the model's attention is not over latents."""
+    if config.latent is None:
+        return None
+    if not isinstance(attention, LatentBackend):
+        raise ConfigError(
+            f"attention_backend {attention.name} does not attend to latents (MLA): use "
+            "attention_backend auto"
+        )
+    return LatentAttention(ops, attention, config.interleaved)
 
 
 def _rounded(scale: float | None, dtype: torch.dtype) -> float | None:

@@ -2,7 +2,7 @@
 
 from dataclasses import astuple, dataclass
 
-from ...checkpoints.config import ExpertsConfig, ModelConfig
+from ...checkpoints.config import ExpertsConfig, LatentConfig, ModelConfig
 from ...checkpoints.tensor_files import Shape
 
 
@@ -44,28 +44,52 @@ def _layer_tensors(config: ModelConfig, index: int) -> dict[str, Shape]:
     q, kv = config.num_heads * dim, config.num_kv_heads * dim
     norms = astuple(NormNames.of(config))
     found: dict[str, Shape] = {name: (hidden,) for name in norms if name is not None}
-    found |= _matrix("self_attn.q_proj", q, hidden, config.qkv_bias)
-    found |= _matrix("self_attn.k_proj", kv, hidden, config.qkv_bias)
-    found |= _matrix("self_attn.v_proj", kv, hidden, config.qkv_bias)
-    found |= _matrix("self_attn.o_proj", hidden, q, config.o_bias)
+    if config.latent is None:
+        found |= _matrix("self_attn.q_proj", q, hidden, config.qkv_bias)
+        found |= _matrix("self_attn.k_proj", kv, hidden, config.qkv_bias)
+        found |= _matrix("self_attn.v_proj", kv, hidden, config.qkv_bias)
+        found |= _matrix("self_attn.o_proj", hidden, q, config.o_bias)
+    else:
+        found |= _latent_tensors(config.latent, config.num_heads, hidden)
     if config.qk_norm:
         widths = (q, kv) if config.wide_qk_norm else (dim, dim)
         found["self_attn.q_norm.weight"], found["self_attn.k_norm.weight"] = zip(widths)
     if config.sinks:
         found["self_attn.sinks"] = (config.num_heads,)
     if config.experts is not None and config.experts.sparse[index]:
-        return found | _moe_tensors(config.experts, hidden)
+        return found | _moe_tensors(config, config.experts)
     return found | _mlp_tensors("mlp", hidden, config.intermediate_size, config.mlp_bias)
 
 
-def _moe_tensors(experts: ExpertsConfig, hidden: int) -> dict[str, Shape]:
-    inner, bias = experts.intermediate_size, experts.bias
+def _latent_tensors(latent: LatentConfig, heads: int, hidden: int) -> dict[str, Shape]:
+    queries, found = heads * latent.query_width, dict[str, Shape]()
+    if latent.query_rank is None:
+        found["self_attn.q_proj.weight"] = (queries, hidden)
+    else:
+        found["self_attn.q_a_proj.weight"] = (latent.query_rank, hidden)
+        found["self_attn.q_a_layernorm.weight"] = (latent.query_rank,)
+        found["self_attn.q_b_proj.weight"] = (queries, latent.query_rank)
+    expanded = heads * (latent.plain + latent.value)
+    return found | {
+        "self_attn.kv_a_proj_with_mqa.weight": (latent.width, hidden),
+        "self_attn.kv_a_layernorm.weight": (latent.rank,),
+        "self_attn.kv_b_proj.weight": (expanded, latent.rank),
+        "self_attn.o_proj.weight": (hidden, heads * latent.value),
+    }
+
+
+def _moe_tensors(config: ModelConfig, experts: ExpertsConfig) -> dict[str, Shape]:
+    hidden, inner, bias = config.hidden_size, experts.intermediate_size, experts.bias
     found = _matrix("mlp.gate", experts.count, hidden, bias)
+    if experts.correction:
+        row = (experts.count,)  # of which ERNIE stores a matrix
+        found["mlp.gate.e_score_correction_bias"] = (1, *row) if config.layout == "ernie" else row
     for index in range(experts.count):
         found |= _mlp_tensors(f"mlp.experts.{index}", hidden, inner, bias)
     if experts.shared_size is not None:
         found |= _mlp_tensors("mlp.shared_expert", hidden, experts.shared_size)
-        found["mlp.shared_expert_gate.weight"] = (1, hidden)
+        if experts.shared_gate:
+            found["mlp.shared_expert_gate.weight"] = (1, hidden)
     return found
 
 
@@ -83,5 +107,11 @@ def _matrix(name: str, rows: int, columns: int, bias: bool) -> dict[str, Shape]:
 
 
 def ignored_tensors(config: ModelConfig) -> tuple[str, ...]:
-    """Names that are not read: a tied output matrix may be stored a second time."""
-    return ("lm_head.weight",) if config.tie_word_embeddings else ()
+    """Names that are not read, and prefixes of such names, which end in a dot.
+
+    A tied output matrix may be stored a second time; layers that predict further tokens follow the
+    decoder's own.
+    """
+    drafts = range(config.num_layers, config.num_layers + config.draft_layers)
+    ignored = tuple(f"model.layers.{index}." for index in drafts)
+    return ("lm_head.weight", *ignored) if config.tie_word_embeddings else ignored

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from ...checkpoints.config import ClampedSwiGLU, ExpertsConfig, ModelConfig
+from ...checkpoints.config import ClampedSwiGLU, ExpertsConfig, LatentConfig, ModelConfig
 from ...core.attention_backend import LayerParams
 from ...layers.expert_weights import ExpertWeights, MixtureOps, MixtureParts, Names
 from ...layers.feed_forward import (
@@ -26,13 +26,15 @@ from ...operators.base import Ops, QKNorm, gelu_tanh_mul
 from ..linear.linear_maker import LinearMaker
 from ..weights.weights import WeightReader
 from .decoder_tensors import NormNames, expected_tensors, ignored_tensors
+from .latent import LatentWeights
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """One layer's weights. `input_norm` and `mlp_norm` come after the residual sums, None for OLMo;
     `attention_output_norm` and `mlp_output_norm` before them (Gemma, OLMo). `wide_qk_norm` has the
-    weights of all heads together."""
+    weights of all heads together; `rotated_qk_norm` comes after the rotation. With `latent` `qkv`
+    makes (queries or what they are made from, latent, rotated key)."""
 
     input_norm: torch.Tensor | None
     mlp_norm: torch.Tensor | None
@@ -44,6 +46,8 @@ class DecoderLayer:
     o: Linear
     mlp: FeedForward
     params: LayerParams
+    rotated_qk_norm: QKNorm | None = None
+    latent: LatentWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,8 @@ class TensorSource(Protocol):
     """Reads tensors by Llama's names."""
 
     def read(self, name: str) -> torch.Tensor: ...
+
+    def read_float32(self, name: str) -> torch.Tensor: ...
 
 
 class LinearSource(Protocol):
@@ -119,9 +125,11 @@ class _LayerReader:
             mlp_norm=self._norm_of(prefix, norms.before_mlp),
             attention_output_norm=self._norm_of(prefix, norms.after_attention),
             mlp_output_norm=self._norm_of(prefix, norms.after_mlp),
-            qkv=self._linear(attention, ("q_proj", "k_proj", "v_proj"), config.qkv_bias),
-            qk_norm=None if config.wide_qk_norm else qk_norm,
+            qkv=self._linear(attention, _first_product(config), config.qkv_bias),
+            latent=None if config.latent is None else self._latent(attention, config.latent),
+            qk_norm=None if config.wide_qk_norm or config.rotated_qk_norm else qk_norm,
             wide_qk_norm=qk_norm if config.wide_qk_norm else None,
+            rotated_qk_norm=qk_norm if config.rotated_qk_norm else None,
             o=self._linear(attention, ("o_proj",), config.o_bias),
             mlp=self._feed_forward(f"{prefix}mlp.", index),
             params=LayerParams(
@@ -147,12 +155,26 @@ class _LayerReader:
             query=self.norm(f"{prefix}q_norm.weight"), key=self.norm(f"{prefix}k_norm.weight")
         )
 
+    def _latent(self, prefix: str, latent: LatentConfig) -> LatentWeights:
+        expanded = self._reader.read(f"{prefix}kv_b_proj.weight")
+        heads = expanded.view(-1, latent.plain + latent.value, latent.rank)
+        has_query = latent.query_rank is not None
+        return LatentWeights(
+            config=latent,
+            query=self._linear(prefix, ("q_b_proj",), False) if has_query else None,
+            query_norm=self.norm(f"{prefix}q_a_layernorm.weight") if has_query else None,
+            norm=self.norm(f"{prefix}kv_a_layernorm.weight"),
+            keys=heads[:, : latent.plain].contiguous(),
+            values=heads[:, latent.plain :].transpose(1, 2).contiguous(),
+        )
+
     def _feed_forward(self, prefix: str, index: int) -> FeedForward:
         experts = self._config.experts
         if experts is None or not experts.sparse[index]:
             return self._mlp(prefix, self._config.mlp_bias)
         router = self._linear(prefix, ("gate",), experts.bias, exact=True)
-        grouped = self._grouped(prefix, router, experts)
+        correction = self._correction(prefix) if experts.correction else None
+        grouped = self._grouped(prefix, router, experts, correction)
         if grouped is not None:
             return grouped
         return SparseMoe(
@@ -163,9 +185,19 @@ class _LayerReader:
             ],
             shared=self._shared(prefix, experts),
             config=experts,
+            correction=correction,
         )
 
-    def _grouped(self, prefix: str, router: Linear, experts: ExpertsConfig) -> FeedForward | None:
+    def _correction(self, prefix: str) -> torch.Tensor:
+        return self._reader.read_float32(f"{prefix}gate.e_score_correction_bias").flatten()
+
+    def _grouped(
+        self,
+        prefix: str,
+        router: Linear,
+        experts: ExpertsConfig,
+        correction: torch.Tensor | None,
+    ) -> FeedForward | None:
         """The experts as one mixture, if the operators support grouped products of such weights."""
         ops, found = self._ops, [f"{prefix}experts.{one}." for one in range(experts.count)]
         if not isinstance(ops, MixtureOps):
@@ -180,7 +212,7 @@ class _LayerReader:
                 self._biases(found, "gate_proj", "up_proj"), self._biases(found, "down_proj")
             )
         gelu, shared = self._config.activation == "gelu_tanh", self._shared(prefix, experts)
-        return ops.mixture(MixtureParts(router, weights, shared, experts, gelu))
+        return ops.mixture(MixtureParts(router, weights, shared, experts, gelu, correction))
 
     def _biases(self, experts: Sequence[str], *matrices: str) -> torch.Tensor:
         """The experts' biases, [E, out]."""
@@ -190,10 +222,10 @@ class _LayerReader:
     def _shared(self, prefix: str, experts: ExpertsConfig) -> SharedExpert | None:
         if experts.shared_size is None:
             return None
-        return SharedExpert(
-            mlp=self._mlp(f"{prefix}shared_expert."),
-            gate=self._linears.make((f"{prefix}shared_expert_gate.weight",), exact=True),
-        )
+        mlp, gate = self._mlp(f"{prefix}shared_expert."), None
+        if experts.shared_gate:
+            gate = self._linears.make((f"{prefix}shared_expert_gate.weight",), exact=True)
+        return SharedExpert(mlp, gate)
 
     def _mlp(
         self, prefix: str, bias: bool = False, swiglu: ClampedSwiGLU | None = None
@@ -218,6 +250,14 @@ class _LayerReader:
             tuple(f"{prefix}{name}.bias" for name in names) if bias else (),
             exact,
         )
+
+
+def _first_product(config: ModelConfig) -> tuple[str, ...]:
+    """The matrices of a layer's first product, which are stacked."""
+    if config.latent is None:
+        return ("q_proj", "k_proj", "v_proj")
+    query = "q_proj" if config.latent.query_rank is None else "q_a_proj"
+    return (query, "kv_a_proj_with_mqa")
 
 
 def _names(prefix: str, *matrices: str) -> Names:

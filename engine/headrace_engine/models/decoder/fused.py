@@ -49,7 +49,7 @@ class FusedDecoder:
         self._config, self._ops, self._attention = config, ops, attention
         self._positions = positions
         self.vocab_size = config.vocab_size
-        self.kv_shapes = (KVShape(config.num_kv_heads, config.head_dim),) * config.num_layers
+        self.kv_shapes = (KVShape.of(config),) * config.num_layers
         self._weights = FusedWeights(config, reader, ops.executor, positions, quantize)
         self._decoder = self._weights.describe()
         self._caches: tuple[Sequence[LayerCache], ctypes.Array[ctypes.c_void_p]] | None = None
@@ -104,6 +104,9 @@ def fits(config: ModelConfig, attention: CpuBackend, dtype: torch.dtype) -> bool
     widths = [config.hidden_size, config.intermediate_size]
     if config.experts is not None:
         widths += [config.experts.intermediate_size, config.experts.shared_size or 0]
-    return attention.is_native(dtype, config.head_dim) and not any(
-        width % LANES for width in widths
+    usual = config.latent is None and not config.rotated_qk_norm
+    return (
+        usual
+        and attention.is_native(dtype, config.head_dim)
+        and not any(width % LANES for width in widths)
     )

@@ -40,6 +40,9 @@ class PackedLayers:
     def read(self, name: str) -> torch.Tensor:
         return self._weights.tensors[name]
 
+    def read_float32(self, name: str) -> torch.Tensor:
+        return self._weights.tensors[name].float()
+
     def make(
         self, weights: tuple[str, ...], biases: tuple[str, ...] = (), exact: bool = False
     ) -> Linear:

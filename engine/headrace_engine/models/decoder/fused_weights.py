@@ -85,6 +85,12 @@ class FusedWeights:
             described.experts_per_token = config.experts.per_token
             described.expert_inner = config.experts.intermediate_size
             described.renormalize = config.experts.renormalise
+            described.plain_routing = config.experts.is_plain
+            described.sigmoid = config.experts.sigmoid
+            described.expert_groups = config.experts.groups
+            described.kept_groups = config.experts.kept_groups
+            described.group_best = config.experts.group_best
+            described.expert_factor = config.experts.factor
             if config.experts.swiglu is not None:
                 described.swiglu_alpha = config.experts.swiglu.alpha
                 described.swiglu_limit = config.experts.swiglu.limit
@@ -128,6 +134,10 @@ class FusedWeights:
         self, layer: structs.DecoderLayer, prefix: str, experts: ExpertsConfig
     ) -> None:
         layer.router = self._packed((f"{prefix}gate",), experts.bias, quantize=False)
+        if experts.correction:
+            name = f"{prefix}gate.e_score_correction_bias"
+            self.tensors[name] = self._reader.read_float32(name)
+            layer.correction = self._keep(self.tensors[name])
         names = [f"{prefix}experts.{one}." for one in range(experts.count)]
         mlps = [self._mlp(name, experts.bias) for name in names]
         layer.experts_gate_up = self._array([mlp.gate_up for mlp in mlps])
@@ -136,6 +146,8 @@ class FusedWeights:
             return
         shared = self._mlp(f"{prefix}shared_expert.")
         layer.gate_up, layer.down = shared.gate_up, shared.down
+        if not experts.shared_gate:
+            return
         gate = self._read(f"{prefix}shared_expert_gate.weight")
         layer.shared_gate = self._keep(gate.float())
 

@@ -50,10 +50,10 @@ class PositionTables:
     def _table(self, rope: RopeConfig | None) -> RotaryTable:
         config = self._config
         if rope is None:
-            width = config.rope.rotated(config.head_dim)
+            width = config.rope.rotated(config.rotary_dim)
             return RotaryTable.unrotated(width, self._length, self._device)
         context = config.max_position_embeddings
-        return RotaryTable(rope, config.head_dim, context, self._length, self._device)
+        return RotaryTable(rope, config.rotary_dim, context, self._length, self._device)
 
 
 def _query_scales(

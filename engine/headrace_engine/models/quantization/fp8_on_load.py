@@ -15,7 +15,8 @@ from ...layers.float8_weight import Float8Weight, round_weight
 from .base import FLOATS, TensorSpec
 
 _LINEAR = re.compile(
-    r"\.(q_proj|k_proj|v_proj|qkv_proj|o_proj|gate_proj|up_proj|gate_up_proj|down_proj|w[123])$"
+    r"\.(q_proj|k_proj|v_proj|qkv_proj|o_proj|gate_proj|up_proj|gate_up_proj|down_proj|w[123]"
+    r"|q_a_proj|q_b_proj|kv_a_proj_with_mqa)$"
 )
 
 

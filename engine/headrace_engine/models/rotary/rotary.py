@@ -9,7 +9,7 @@ from typing import Self
 
 import torch
 
-from ...checkpoints.rope import RopeConfig
+from ...checkpoints.rope import RopeConfig, yarn_mscale
 
 Frequencies = tuple[torch.Tensor, float]
 
@@ -126,12 +126,8 @@ def _yarn_factor(rope: RopeConfig, factor: float) -> float:
         return float(given)
     mscale, all_dim = rope.parameters.get("mscale"), rope.parameters.get("mscale_all_dim")
     if mscale and all_dim:
-        return _mscale(factor, mscale) / _mscale(factor, all_dim)
-    return _mscale(factor, 1.0)
-
-
-def _mscale(scale: float, weight: float) -> float:
-    return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
+        return yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
+    return yarn_mscale(factor, 1.0)
 
 
 def _longrope(rope: RopeConfig, dim: int, context: int, positions: int) -> Frequencies:

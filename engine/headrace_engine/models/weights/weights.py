@@ -80,7 +80,7 @@ class WeightReader:
         """Compares the files' headers with the expected names and shapes.
 
         The tensors must later be read in the order of `expected`. Tensors in `ignored` may exist
-        and are not read.
+        and are not read; names in it that end in a dot are prefixes.
         """
         self._expected = expected
         for name, shape in expected.items():
@@ -113,12 +113,14 @@ class WeightReader:
         # The other parts of a multimodal model lie beside its decoder and are not read.
         stored = self._locate(EMBEDDING).stored
         part = stored.removesuffix(EMBEDDING) if stored.endswith(EMBEDDING) else ""
+        prefixes = tuple(name for name in ignored if name.endswith("."))
         extra = [
             name
             for name in tensors
             if name not in wanted
             and name.startswith(part)
             and name not in ignored
+            and not name.startswith(prefixes)
             and not name.endswith(HARMLESS)
             and not self._is_empty_bias(name)
         ]
@@ -145,6 +147,10 @@ class WeightReader:
 
     def read(self, name: str) -> torch.Tensor:
         return self.stack((name,))
+
+    def read_float32(self, name: str) -> torch.Tensor:
+        """A tensor that is too coarse in the model's dtype."""
+        return self._part(name).to(device=self.device, dtype=torch.float32, copy=True)
 
     def view(self, name: str) -> torch.Tensor:
         """A tensor for reading only: pages of the mapped file if no conversion is needed."""
