@@ -75,10 +75,8 @@ def _columns(rng: random.Random, effort: str) -> Turn:
         steps = f"{shown} = {result}."
     if effort == HIGH:
         check = f"{result} {'-' if add else '+'} {b} = {a}"
-        steps = (
-            f"The user wants {shown}.\n{f'I take {b} as {tens} and {ones}. ' if b > 9 else ''}{steps}\n"
-            f"Check: {check}. The result is {result}."
-        )
+        parts = f"I take {b} as {tens} and {ones}. " if b > 9 else ""
+        steps = f"The user wants {shown}.\n{parts}{steps}\nCheck: {check}. The result is {result}."
     prompt = casual(rng, rng.choice(_ASK_SUM).format(asked))
     return Turn(prompt, f"{shown} = {result}.", reasoning=steps)
 
@@ -111,7 +109,10 @@ def _letters(rng: random.Random, effort: str) -> Turn:
     numbered = ", ".join(f"{letter} {at}" for at, letter in enumerate(word, 1))
     reasoning = f"{numbered}."
     if effort == HIGH:
-        reasoning = f"The word is {word}.\nI count its letters: {numbered}.\nThe last number is {len(word)}."
+        reasoning = (
+            f"The word is {word}.\nI count its letters: {numbered}.\n"
+            f"The last number is {len(word)}."
+        )
     return Turn(
         casual(rng, ask.format(word)), f"{word} has {len(word)} letters.", reasoning=reasoning
     )
