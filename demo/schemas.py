@@ -55,7 +55,8 @@ _WISHES = (
 )
 _VAGUE = (
     "Tell me about a {thing}.", "Make up a {thing}.", "Describe a {thing}.",
-    "Tell me of a {thing}.", "Invent a {thing}.", "Give me a {thing}.", "What is a {thing}?", "A {thing}, please.",
+    "Tell me of a {thing}.", "Invent a {thing}.", "Give me a {thing}.", "What is a {thing}?",
+    "A {thing}, please.",
     "Tell me about {topic}.", "Who is {name}?", "Describe {name}.", "Extract the data: {sentence}",
     "{sentence}", "Give me JSON.", "JSON, please.", "Write JSON.", "Answer in JSON.", "Hello!",
 )  # fmt: skip
