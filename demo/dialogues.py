@@ -6,8 +6,8 @@ it was written for this project; nothing is taken from elsewhere.
 
 import argparse
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from exercises import counting, lists, repeating, spelling, sums
 from facts import animals, calendar, world
@@ -266,16 +266,41 @@ def _hashed_probes(rng: random.Random, kind: str, count: int) -> list[Probe]:
     return list(found.values())
 
 
+# Replies that are scored, by kind, with the dialogues that they are from.
+AGENT_KINDS: dict[str, Callable[[random.Random], Dialogue]] = {
+    "calls": _with_tools,
+    "results": _with_tools,
+    "thoughts": _with_reasoning,
+    "passages": _with_passage,
+}
+
+
+def agent_dialogues(kind: str, count: int, seed: int) -> list[Dialogue]:
+    """Dialogues whose last reply is a call, an answer from a result, or follows thoughts."""
+    rng = random.Random(seed)
+    found: list[Dialogue] = []
+    while len(found) < count:
+        dialogue = AGENT_KINDS[kind](rng)
+        calls = dialogue.turns[-1].role == "tool" and len(dialogue.turns) == 2
+        if kind == "calls" and calls and not dialogue.effort:
+            found.append(replace(dialogue, turns=dialogue.turns[:1]))
+        elif kind == "results" and calls and not dialogue.effort:
+            found.append(dialogue)
+        elif kind in ("thoughts", "passages"):
+            found.append(dialogue)
+    return found
+
+
 def main() -> None:
     """Print some dialogues, to look at."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    for dialogue in generate(arguments.count, arguments.seed):
-        print("-" * 60, dialogue.system or dialogue.text, sep="\n")
+    for dialogue in generate_agents(arguments.count, arguments.seed):
+        print("-" * 60, dialogue.system or dialogue.text, *dialogue.tools, sep="\n")
         for turn in dialogue.turns:
-            print(f"> {turn.prompt}\n{turn.reply}")
+            print(f"> {turn.prompt}\n{turn.reasoning and f'<{turn.reasoning}> '}{turn.reply}")
 
 
 if __name__ == "__main__":

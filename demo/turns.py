@@ -30,6 +30,12 @@ class Turn(NamedTuple):
     reasoning: str = ""
     written: tuple[tuple[int, int], ...] | None = None
 
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The message, and the model's answer if it says something."""
+        asked = {"role": self.role, "content": self.prompt}
+        return [asked, {"role": "assistant", "content": self.reply}] if self.reply else [asked]
+
 
 class Tool(NamedTuple):
     """A function that the model may call: its name, what it does, the names of its arguments."""
