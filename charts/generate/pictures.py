@@ -36,6 +36,7 @@ BATCH_REQUESTS = 1500
 TENANTS = ("team-a", "team-b")
 # The phase in which an engine is killed.
 KILLED_IN = 2
+GRAMMARS = 8
 # So few that the fourth phase is refused in part.
 QUEUE_BOUND = "100"
 
@@ -85,6 +86,7 @@ def local(folder: Path) -> None:
             for number, phase in enumerate(PHASES):
                 loads = [begin_load(up.url, secret, *phase) for secret in secrets]
                 refused(http, secrets[1])
+                constrained(http, secrets[0], number)
                 if number == KILLED_IN:
                     engine_of(up).kill()
                 for one in loads:
@@ -141,6 +143,14 @@ def refused(http: httpx.Client, key: str) -> None:
     body = {"prompt": "Once upon a time", "max_tokens": 400, "stream": True}
     with http.stream("POST", "/v1/completions", json=body, headers=headers) as stream:
         next(stream.iter_lines())
+
+
+def constrained(http: httpx.Client, key: str, number: int) -> None:
+    """Answers by schemas that no gateway has seen before."""
+    for each in range(GRAMMARS):
+        schema = {"enum": [f"answer {number}.{each}"]}
+        body = {"prompt": "Say", "max_tokens": 16, "structured_outputs": {"json": schema}}
+        http.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
 
 
 if __name__ == "__main__":

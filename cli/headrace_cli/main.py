@@ -22,7 +22,7 @@ from .commands import queues as queue_commands
 from .commands import redis as redis_commands
 from .commands import sealing as sealing_commands
 from .commands import top as top_commands
-from .commands.running_options import DATA_DIR, ApiUrl, DataFolder
+from .commands.running_options import DATA_DIR, ApiKey, ApiUrl, AskedModel, DataFolder
 from .commands.up_command import UpCommand, passed_on, process_words
 from .errors import CliError, UsageError
 from .extras import need
@@ -212,11 +212,9 @@ def _become(module: str, args: list[str], extra: str, *packages: str) -> NoRetur
 def chat(
     url: ApiUrl = None,
     data_dir: DataFolder = DATA_DIR,
-    model: Annotated[str | None, typer.Option(help="Default: the first that is served.")] = None,
+    model: AskedModel = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as bearer token.")
-    ] = None,
+    api_key: ApiKey = None,
     once: Annotated[
         str | None, typer.Option(help="Send this one message, print the answer, end.")
     ] = None,

@@ -1,5 +1,6 @@
 """Every program of examples/ runs as its README says: with `headrace up`, or without a server."""
 
+import json
 import os
 import subprocess
 import sys
@@ -22,15 +23,26 @@ PRINTED = {
     "anthropic_messages": "",
     "langchain_chat": "['",
     "litellm_chat": "",
+    "agent": "What is 123 * 45? 123 * 45 = 5535.",
+    "rag": "Where does Anna live? Anna lives in Lisbon.",
     "batch": "sum-7 7 + 1 = 8.",
     "offline": "1 + 2 = 3.",
 }
 
 
-def run(name: str, up: UpProcess) -> str:
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
+    folder = tmp_path_factory.mktemp("embedder")
+    with UpProcess(folder, "--model", "headrace-demo-embeddings") as up:
+        up.until_served()
+        yield up
+
+
+def run(name: str, **servers: UpProcess) -> str:
+    urls = {f"{server}_BASE_URL": f"{up.url}/v1" for server, up in servers.items()}
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / f"{name}.py")],
-        env=os.environ | {"OPENAI_BASE_URL": f"{up.url}/v1", "OPENAI_API_KEY": "none"},
+        env=os.environ | {"OPENAI_API_KEY": "none"} | urls,
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -41,20 +53,45 @@ def run(name: str, up: UpProcess) -> str:
 
 
 @pytest.mark.parametrize("name", PRINTED)
-def test_the_example_runs(name: str, served: UpProcess) -> None:
+def test_the_example_runs(name: str, served: UpProcess, request: pytest.FixtureRequest) -> None:
     package = PACKAGES.get(name)
     if package is not None and find_spec(package) is None:
         missing(f"no {package}")
 
-    printed = run(name, served)
+    servers = {"OPENAI": served}
+    if "EMBEDDINGS_BASE_URL" in (EXAMPLES / f"{name}.py").read_text():
+        servers["EMBEDDINGS"] = request.getfixturevalue("embedder")
+    printed = run(name, **servers)
 
     assert printed.strip()
     assert PRINTED[name] in printed
 
 
+@pytest.mark.parametrize("notebook", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_the_notebook_runs_and_is_kept_without_outputs(notebook: Path) -> None:
+    cells = [
+        cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"
+    ]
+    program = "\n".join("".join(cell["source"]) for cell in cells)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=EXAMPLES,
+        env=os.environ | {"MPLBACKEND": "agg"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert "continuous, chunked prefill" in done.stdout
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+
+
 def test_every_example_is_run_and_listed() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")}
+    files = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")}
     listed = (EXAMPLES / "README.md").read_text()
 
     assert names == set(PRINTED)
-    assert [name for name in names if f"({name}.py)" not in listed] == []
+    assert [name for name in files if f"({name})" not in listed] == []

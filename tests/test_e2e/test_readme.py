@@ -11,6 +11,7 @@ import pytest
 
 from headrace_common.text.checkpoint import demo_folder
 from headrace_testing import readme
+from headrace_testing.documents import blocks
 from headrace_testing.headrace_up import HEADRACE, UpProcess
 from headrace_testing.readme import block
 
@@ -52,6 +53,11 @@ def test_the_resumed_stream_is_the_whole_answer(served: UpProcess) -> None:
 def test_the_sdk_example(served: UpProcess) -> None:
     printed = run(sys.executable, "-c", here(block("python", "import OpenAI"), served))
     assert len(printed.split()) > 10
+
+
+def test_the_program_of_those_who_come_from_openai(served: UpProcess) -> None:
+    (example,) = [each for each in blocks() if each.page.name == "coming-from-openai.md"]
+    assert run(sys.executable, "-c", here(example.text, served)) == "headrace-demo\n"
 
 
 def test_the_terminal_chat(served: UpProcess) -> None:

@@ -13,7 +13,7 @@ from ..errors import UsageError
 from ..extras import need
 from ..running import api_url
 from ..tables import Output
-from .running_options import DATA_DIR, ApiUrl, DataFolder
+from .running_options import DATA_DIR, ApiKey, ApiUrl, AskedModel, DataFolder
 
 app = typer.Typer()
 Value = TypeVar("Value")
@@ -26,10 +26,8 @@ _REQUESTS = 64
 def bench(
     url: ApiUrl = None,
     data_dir: DataFolder = DATA_DIR,
-    model: Annotated[str | None, typer.Option(help="Default: the first that is served.")] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as bearer token.")
-    ] = None,
+    model: AskedModel = None,
+    api_key: ApiKey = None,
     concurrency: Annotated[
         int | None,
         typer.Option(min=1, help="Most requests in flight; default: 16, with a rate no limit."),

@@ -17,3 +17,9 @@ ApiUrl = Annotated[
         help=f"OpenAI API; default: of a running `headrace up`, else {DEFAULT_URL}/v1.",
     ),
 ]
+AskedModel = Annotated[
+    str | None, typer.Option("--model", help="Default: the first that is served.")
+]
+ApiKey = Annotated[
+    str | None, typer.Option("--api-key", envvar="OPENAI_API_KEY", help="Sent as bearer token.")
+]

@@ -9,7 +9,7 @@ from rich.console import Console
 from ..extras import need
 from ..running import api_url
 from ..tables import Output
-from .running_options import DATA_DIR, ApiUrl, DataFolder
+from .running_options import DATA_DIR, ApiKey, ApiUrl, DataFolder
 
 app = typer.Typer()
 
@@ -18,9 +18,7 @@ app = typer.Typer()
 def top(
     url: ApiUrl = None,
     data_dir: DataFolder = DATA_DIR,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as bearer token.")
-    ] = None,
+    api_key: ApiKey = None,
     once: Annotated[bool, typer.Option("--once", help="Print one table, then end.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a line of JSON for each snapshot.")

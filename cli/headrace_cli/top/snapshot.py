@@ -43,9 +43,14 @@ class KvBlocks(_Part):
 
 
 class Sequence(_Part):
-    """A sequence in an engine's batch."""
+    """A sequence in an engine's batch. `tenant` is None if it is not the caller's.
+
+    `computed` positions have KV.
+    """
 
     state: Literal["waiting", "prefill", "decode", "preempted", "swapped"] | str
+    tenant: str | None = None
+    computed: int = 0
 
 
 class EngineRow(_Part):

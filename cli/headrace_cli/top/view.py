@@ -1,6 +1,7 @@
 """Draws a snapshot as tables. Pure."""
 
 from collections import Counter
+from collections.abc import Iterator
 from datetime import UTC, datetime
 
 from rich.console import Group, RenderableType
@@ -8,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..tables import without_controls
-from .snapshot import EngineRow, KvBlocks, ModelRow, Snapshot
+from .snapshot import EngineRow, KvBlocks, ModelRow, Sequence, Snapshot
 
 _BAR = 10
 _STATES = {"ready": "green", "starting": "yellow", "draining": "yellow"}
@@ -32,6 +33,8 @@ def draw(snapshot: Snapshot, note: str = "") -> RenderableType:
     if note:
         parts.append(_said(note, style="red"))
     parts += [Text(), _models(snapshot), Text(), _engines(snapshot)]
+    if any(sequence.tenant is not None for sequence in _sequences(snapshot)):
+        parts += [Text(), _tenants(snapshot)]
     if snapshot.engines_left_out:
         parts.append(Text(f"and {snapshot.engines_left_out} more engines", style="dim"))
     return Group(*parts)
@@ -77,6 +80,28 @@ def _engines(snapshot: Snapshot) -> Table:
             _whole(engine.preemptions), *_kv(engine.kv),
         )  # fmt: skip
     return table
+
+
+def _tenants(snapshot: Snapshot) -> Table:
+    """The caller's sequences in all engines, and those of others: their tenants have no names."""
+    found: dict[str | None, list[Sequence]] = {}
+    for sequence in _sequences(snapshot):
+        found.setdefault(sequence.tenant, []).append(sequence)
+    table = _table("tenant", "prefill", "decode", "wait", "preempt", "KV tokens")
+    for tenant in sorted(found, key=lambda name: name is None):
+        states = Counter(sequence.state for sequence in found[tenant])
+        table.add_row(
+            Text("others", style="dim") if tenant is None else _said(tenant),
+            Text(str(states["prefill"])), Text(str(states["decode"])),
+            Text(str(states["waiting"])), Text(str(states["preempted"] + states["swapped"])),
+            Text(str(sum(sequence.computed for sequence in found[tenant]))),
+        )  # fmt: skip
+    return table
+
+
+def _sequences(snapshot: Snapshot) -> Iterator[Sequence]:
+    for engine in snapshot.engines:
+        yield from engine.sequences
 
 
 def _batch(engine: EngineRow, states: Counter[str]) -> tuple[Text, Text]:

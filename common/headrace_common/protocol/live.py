@@ -131,9 +131,14 @@ class LiveStore(Protocol):
         """Asks these engines to write snapshots for the next seconds."""
 
 
+# The order of the numbers in messages.
+_BLOCKS = ("total", "used", "shared", "cached", "free", "block_tokens")
+_LENGTHS = ("prompt", "computed", "output", "max_output", "step_tokens")
+_COUNTS = ("running", "waiting", "preemptions", "sequences_left_out")
+
+
 def encode_snapshot(snapshot: EngineSnapshot) -> bytes:
     """Packs a snapshot; raises MessageError if it exceeds the size limit of messages."""
-    kv = snapshot.kv
     tenants = list(dict.fromkeys(one.tenant for one in snapshot.sequences))
     places = {tenant: place for place, tenant in enumerate(tenants)}
     return pack_message(
@@ -145,12 +150,9 @@ def encode_snapshot(snapshot: EngineSnapshot) -> bytes:
                 snapshot.step_seconds,
                 snapshot.output_rate,
                 snapshot.prompt_rate,
-                snapshot.running,
-                snapshot.waiting,
-                snapshot.preemptions,
-                snapshot.sequences_left_out,
+                *_of(snapshot, _COUNTS),
             ],
-            [kv.total, kv.used, kv.shared, kv.cached, kv.free, kv.block_tokens],
+            _of(snapshot.kv, _BLOCKS),
             tenants,
             [
                 [
@@ -158,11 +160,7 @@ def encode_snapshot(snapshot: EngineSnapshot) -> bytes:
                     places[one.tenant],
                     one.choice,
                     STATES.index(one.state),
-                    one.prompt,
-                    one.computed,
-                    one.output,
-                    one.max_output,
-                    one.step_tokens,
+                    *_of(one, _LENGTHS),
                     round(one.age, 4),
                 ]
                 for one in snapshot.sequences
@@ -186,27 +184,25 @@ def decode_snapshot(data: bytes) -> EngineSnapshot:
         step_seconds=_number(head[2]),
         output_rate=_number(head[3]),
         prompt_rate=_number(head[4]),
-        running=count(head[5]),
-        waiting=count(head[6]),
-        preemptions=count(head[7]),
-        kv=_blocks([count(value) for value in blocks]),
+        kv=_blocks(blocks),
         sequences=tuple(_sequence(item, names) for item in sequences),
-        sequences_left_out=count(head[8]),
+        **_counts(_COUNTS, head[5:]),
     )
 
 
-def _blocks(values: list[int]) -> KVBlocks:
-    total, used, shared, cached, free, block_tokens = values[:6]
-    if used + cached + free != total or shared > used:
+def _of(source: object, names: Sequence[str]) -> list[int]:
+    return [getattr(source, name) for name in names]
+
+
+def _counts(names: Sequence[str], values: Sequence[object]) -> dict[str, int]:
+    return {name: count(value) for name, value in zip(names, values, strict=False)}
+
+
+def _blocks(values: list[object]) -> KVBlocks:
+    found = KVBlocks(**_counts(_BLOCKS, values))
+    if found.used + found.cached + found.free != found.total or found.shared > found.used:
         raise MessageError("engine snapshot: numbers of KV blocks that contradict each other")
-    return KVBlocks(
-        total=total,
-        used=used,
-        shared=shared,
-        cached=cached,
-        free=free,
-        block_tokens=block_tokens,
-    )
+    return found
 
 
 def _sequence(item: object, tenants: list[str]) -> SequenceSnapshot:
@@ -219,12 +215,8 @@ def _sequence(item: object, tenants: list[str]) -> SequenceSnapshot:
         tenant=tenants[place],
         choice=count(values[2]),
         state=STATES[state],
-        prompt=count(values[4]),
-        computed=count(values[5]),
-        output=count(values[6]),
-        max_output=count(values[7]),
-        step_tokens=count(values[8]),
         age=_number(values[9]),
+        **_counts(_LENGTHS, values[4:]),
     )
 
 

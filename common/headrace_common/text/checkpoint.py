@@ -1,7 +1,7 @@
 """Finds and reads a checkpoint's small files: tokenizer and configuration, no weights.
 
-They are in a folder, in a hub repository that is downloaded on demand, or in the bundled demo
-model.
+They are in a folder, in a hub repository that is downloaded on demand, or in one of the bundled
+demo models.
 """
 
 import json
@@ -13,7 +13,9 @@ from typing import Any
 
 from ..errors import HeadraceError
 
-DEMO_MODEL = "headrace-demo"
+DEMO_MODEL, DEMO_EMBEDDINGS = "headrace-demo", "headrace-demo-embeddings"
+# Folders of the models that are part of the package.
+_BUNDLED = {DEMO_MODEL: "demo_model", DEMO_EMBEDDINGS: "demo_embeddings"}
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -102,7 +104,7 @@ def read_files(source: str | Path, revision: str | None = None) -> CheckpointFil
 def resolve(source: str | Path, revision: str | None = None) -> Path:
     """The folder with the tokenizer's files, which are downloaded first if `source` is a hub id.
 
-    DEMO_MODEL is the bundled model's name. Raises ModelNotFound if there is no such folder or hub
+    DEMO_MODEL and DEMO_EMBEDDINGS are the bundled models' names. Raises ModelNotFound if there is no such folder or hub
     repository, HubUnreachable if the hub cannot be reached.
     """
     folder = Path(local_source(str(source))).expanduser()
@@ -114,13 +116,13 @@ def resolve(source: str | Path, revision: str | None = None) -> Path:
 
 
 def local_source(source: str) -> str:
-    """The bundled demo model's folder for its name; any other source unchanged."""
-    return str(demo_folder()) if source == DEMO_MODEL else source
+    """A bundled model's folder for its name; any other source unchanged."""
+    return str(demo_folder(source)) if source in _BUNDLED else source
 
 
-def demo_folder() -> Path:
-    """The folder of the model that is part of the package."""
-    return Path(str(files("headrace_common") / "demo_model"))
+def demo_folder(model: str = DEMO_MODEL) -> Path:
+    """The folder of a model that is part of the package."""
+    return Path(str(files("headrace_common") / _BUNDLED[model]))
 
 
 def _download(repository: str, revision: str | None) -> Path:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict
 
 from ..core.errors import ConfigError, RequestError
+from .arguments import NO_MEDIA
 from .tokenizer import ChatTokenizer
 
 
@@ -28,9 +29,9 @@ Prompt = str | TextPrompt | TokensPrompt
 _NAMES = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
 # Fields that vLLM has and Headrace refuses, with what to use.
 UNSUPPORTED_PROMPT = {
-    "multi_modal_data": "images, audio and video are not supported: send text",
-    "multi_modal_uuids": "images, audio and video are not supported: send text",
-    "mm_processor_kwargs": "images, audio and video are not supported: send text",
+    "multi_modal_data": NO_MEDIA,
+    "multi_modal_uuids": NO_MEDIA,
+    "mm_processor_kwargs": NO_MEDIA,
     "prompt_embeds": "send prompt or prompt_token_ids",
     "encoder_prompt": "models with an encoder and a decoder are not supported",
     "decoder_prompt": "models with an encoder and a decoder are not supported",

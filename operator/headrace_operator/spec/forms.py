@@ -111,8 +111,8 @@ AbsolutePath = Annotated[
 LocalPath = Annotated[
     str,
     Form(
-        r"^(headrace-demo|/\S+)$",
-        "headrace-demo or an absolute path inside the image",
+        r"^(headrace-demo|headrace-demo-embeddings|/\S+)$",
+        "headrace-demo, headrace-demo-embeddings or an absolute path inside the image",
         max_length=1024,
     ),
 ]

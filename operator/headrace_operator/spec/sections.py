@@ -94,7 +94,8 @@ class UriModel(SpecSection):
 
 class LocalModel(SpecSection):
     path: LocalPath
-    """Folder of the checkpoint inside the engine's image, or headrace-demo: the bundled model."""
+    """Folder of the checkpoint inside the engine's image, or a bundled model: headrace-demo or
+    headrace-demo-embeddings."""
 
 
 class ModelSpec(SpecSection):

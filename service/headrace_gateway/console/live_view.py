@@ -1,7 +1,7 @@
 """The state of all models and engines that a console shows, and its JSON for one watcher.
 
-Has no side effects. A watcher sees the models that its key allows, and request ids of its own
-tenant only.
+Has no side effects. A watcher sees the models that its key allows, and of other tenants
+neither request ids nor names.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -141,6 +141,7 @@ def _sequence(sequence: SequenceSnapshot, watcher: Watcher) -> dict[str, Any]:
     own = watcher.tenant in (None, sequence.tenant)
     return {
         "request": sequence.request_id if own else None,
+        "tenant": sequence.tenant if sequence.tenant == watcher.tenant else None,
         "choice": sequence.choice,
         "state": sequence.state,
         "prompt": sequence.prompt,

@@ -1,4 +1,4 @@
-"""Request bodies, as pydantic checks them.
+"""Bodies of requests, as pydantic checks them, and of answers, as they are documented.
 
 Imports limits.
 """

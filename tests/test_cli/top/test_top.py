@@ -91,6 +91,24 @@ def test_engines_of_several_models_name_them() -> None:
     assert words(lines, "engine-0")[1] == "other"
 
 
+def test_the_caller_s_sequences_are_parted_from_those_of_others() -> None:
+    states = [
+        ("team-a", "decode", 40),
+        (None, "prefill", 8),
+        ("team-a", "waiting", 0),
+        (None, "swapped", 2),
+    ]
+    sequences = [
+        {"state": state, "tenant": tenant, "computed": computed}
+        for tenant, state, computed in states
+    ]
+    lines = drawn(engine(sequences=sequences))
+
+    assert words(lines, "team-a") == ["team-a", "0", "1", "1", "0", "40"]
+    assert words(lines, "others") == ["others", "1", "0", "0", "1", "10"]
+    assert not any(line.startswith("tenant ") for line in drawn(engine()))
+
+
 def test_a_name_cannot_write_to_the_terminal() -> None:
     lines = drawn(engine(name="[red]\x1b[2Jx"))
 

@@ -7,6 +7,7 @@ import pytest
 from headrace_common.text import checkpoint
 from headrace_common.text.chat_template import find_chat_template
 from headrace_common.text.checkpoint import (
+    DEMO_EMBEDDINGS,
     DEMO_MODEL,
     CheckpointFiles,
     TokenizerError,
@@ -17,14 +18,15 @@ from headrace_common.text.tokenizer import Tokenizer
 from headrace_testing.tokenizers import byte_level_tokenizer, write_checkpoint
 
 
-def test_the_demo_model_is_found_by_name_from_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", [DEMO_MODEL, DEMO_EMBEDDINGS])
+def test_a_bundled_model_is_found_by_name_from_any_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / DEMO_MODEL).mkdir()
+    (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path)
 
-    assert (resolve(DEMO_MODEL) / "config.json").is_file()
-    assert resolve(f"./{DEMO_MODEL}") == Path(DEMO_MODEL)
+    assert (resolve(name) / "config.json").is_file()
+    assert resolve(f"./{name}") == Path(name)
 
 
 def test_files_from_memory_make_the_same_tokenizer_and_template(tmp_path: Path) -> None:

@@ -73,9 +73,14 @@ def test_ids_of_requests_are_shown_to_their_tenant_only() -> None:
     }
 
 
-def test_tenants_are_never_named() -> None:
-    found = engine(sequences=(make_sequence(tenant="secret tenant"),))
-    assert "secret tenant" not in json.dumps(shown(found))
+def test_only_the_watcher_s_own_tenant_is_named() -> None:
+    found = engine(sequences=SEQUENCES)
+    watcher = Watcher(models=frozenset({MODEL}), tenant="b")
+    named = [one["tenant"] for one in shown(found, watcher=watcher)["engines"][0]["sequences"]]
+
+    assert named == [None, "b"]
+    secret = engine(sequences=(make_sequence(tenant="secret tenant"),))
+    assert "secret tenant" not in json.dumps([shown(secret), shown(secret, watcher=watcher)])
 
 
 def test_models_that_a_key_does_not_allow_are_not_shown() -> None:

@@ -8,8 +8,9 @@ from headrace_common.protocol.batches import Batch
 
 from ...batches.batch_service import CreateBatch
 from ...batches.views import batch_body
+from ...schemas.answers import BatchObject, BatchPage
 from ..services import Services, services_of
-from .documents import body_of
+from .documents import answer_of, body_of
 from .pages import page
 
 MAX_BATCHES_LISTED = 100
@@ -17,7 +18,7 @@ MAX_BATCHES_LISTED = 100
 router = APIRouter()
 
 
-@router.post("/v1/batches", openapi_extra=body_of(CreateBatch))
+@router.post("/v1/batches", openapi_extra=body_of(CreateBatch), **answer_of(BatchObject))
 async def create_batch(request: Request) -> dict[str, Any]:
     """Begins to run the requests of a file."""
     services = services_of(request)
@@ -26,7 +27,7 @@ async def create_batch(request: Request) -> dict[str, Any]:
     return batch_body(await services.batches.create(services.read_access, key_id, body))
 
 
-@router.get("/v1/batches")
+@router.get("/v1/batches", **answer_of(BatchPage))
 async def list_batches(
     request: Request,
     limit: Annotated[int, Query(ge=1, le=MAX_BATCHES_LISTED)] = 20,
@@ -38,13 +39,13 @@ async def list_batches(
     return page(batches, lambda batch: batch.request.id, batch_body, after=after, limit=limit)
 
 
-@router.get("/v1/batches/{batch_id}")
+@router.get("/v1/batches/{batch_id}", **answer_of(BatchObject))
 async def retrieve_batch(batch_id: str, request: Request) -> dict[str, Any]:
     """Returns a batch with its progress."""
     return batch_body(await _find(batch_id, services_of(request)))
 
 
-@router.post("/v1/batches/{batch_id}/cancel")
+@router.post("/v1/batches/{batch_id}/cancel", **answer_of(BatchObject))
 async def cancel_batch(batch_id: str, request: Request) -> dict[str, Any]:
     """Ends a batch; results that exist by then are kept."""
     services = services_of(request)

@@ -19,6 +19,7 @@ from ...parsing.template_variables import (
     with_verbosity,
     without_thinking,
 )
+from ...schemas.answers import ChatCompletion
 from ...schemas.completions import (
     ChatRequest,
     check_prompt_logprobs,
@@ -26,14 +27,16 @@ from ...schemas.completions import (
     thinking_limit,
 )
 from ..services import Services, services_of
-from .documents import body_of
+from .documents import answer_of, body_of
 
 CHAT = Operation(name="chat")
 
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
+@router.post(
+    "/v1/chat/completions", openapi_extra=body_of(ChatRequest), **answer_of(ChatCompletion)
+)
 async def create_chat_completion(request: Request) -> Response:
     """Answers a conversation, whole or as a stream of server-sent events."""
     services = services_of(request)

@@ -8,9 +8,10 @@ from headrace_common.sampling.params import SamplingParams
 
 from ...generation.operations import Call, Operation
 from ...openai.prompt_echo_options import PromptEchoOptions
+from ...schemas.answers import Completion
 from ...schemas.completions import CompletionRequest, check_prompt_logprobs, check_stream_options
 from ..services import services_of
-from .documents import body_of
+from .documents import answer_of, body_of
 
 COMPLETION = Operation(name="text_completion")
 DEFAULT_MAX_TOKENS = 16
@@ -18,7 +19,7 @@ DEFAULT_MAX_TOKENS = 16
 router = APIRouter()
 
 
-@router.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
+@router.post("/v1/completions", openapi_extra=body_of(CompletionRequest), **answer_of(Completion))
 async def create_completion(request: Request) -> Response:
     """Continues one prompt or several (text or token ids), whole or as server-sent events."""
     services = services_of(request)

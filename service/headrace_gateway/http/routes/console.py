@@ -10,7 +10,9 @@ from ...console.live_stream import LiveStream
 from ...console.live_view import LiveView, Watcher, live_content
 from ...console.page_files import INDEX
 from ...errors import ApiError, invalid
+from ...schemas.answers import KilledEngine, RecentRequests
 from ..services import Services, services_of
+from .documents import answer_of
 
 MAX_EVENTS = 1_000_000
 _POLICY = "; ".join(
@@ -79,7 +81,7 @@ async def live(
     )
 
 
-@router.get("/console/requests")
+@router.get("/console/requests", **answer_of(RecentRequests))
 async def recent_requests(request: Request) -> dict[str, Any]:
     """Returns the caller's last requests and what became of them, the newest first."""
     services = services_of(request)
@@ -87,7 +89,12 @@ async def recent_requests(request: Request) -> dict[str, Any]:
     return {"time": services.pipeline.admission.clock(), "requests": found}
 
 
-@router.post("/console/engines/{engine_id}/kill", status_code=HTTPStatus.ACCEPTED)
+@router.post(
+    "/console/engines/{engine_id}/kill",
+    status_code=HTTPStatus.ACCEPTED,
+    response_model=None,
+    responses={HTTPStatus.ACCEPTED: {"model": KilledEngine}},
+)
 async def kill_engine(
     engine_id: str, request: Request, x_headrace_console: Annotated[str | None, Header()] = None
 ) -> dict[str, str]:

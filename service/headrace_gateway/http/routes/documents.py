@@ -6,6 +6,8 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
+from ...schemas.answers import RequestObject
+
 _REF = "#/components/schemas/{model}"
 _TEXT = {"type": ["string", "null"]}
 _STRING = {"type": "string"}
@@ -76,6 +78,11 @@ def body_of(kind: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
+def answer_of(kind: Any) -> dict[str, Any]:
+    """Returns what describes a route's answer. It is not checked while it is served."""
+    return {"response_model": None, "responses": {200: {"model": kind}}}
+
+
 def _amend(app: FastAPI, amend: Callable[[dict[str, Any]], None]) -> None:
     """Has `amend` change the application's OpenAPI document when it is made, once."""
     generate = app.openapi
@@ -113,10 +120,15 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
     null = {"type": "null"}
     required = schema.get("required", ())
     fields = {
-        name: field if name in required else {"anyOf": [field, null]}
+        name: field if name in required else {"anyOf": [_without_null(field), null]}
         for name, field in schema["properties"].items()
     }
     return {**schema, "properties": fields, "additionalProperties": null}
+
+
+def _without_null(field: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the field without a default of null, which its own schema may not allow."""
+    return {name: value for name, value in field.items() if name != "default" or value is not None}
 
 
 def document_errors(app: FastAPI) -> None:
@@ -130,12 +142,12 @@ def document_errors(app: FastAPI) -> None:
                 responses = operation["responses"]
                 responses.pop("422", None)
                 responses.update(_errors(path, writes=method in ("post", "delete")))
-                if path in _STREAMING and method == "get":
-                    operation["responses"]["200"]["content"] = _whole_or_events()
                 if path == "/console/live":
                     _document_live(responses)
+                if path in _GENERATING or (path in _STREAMING and method == "get"):
+                    responses["200"]["content"]["text/event-stream"] = {"schema": _EVENT}
                 if path in _GENERATING:
-                    _document_answers(responses)
+                    _document_accepted(responses, path)
 
     _amend(app, amend)
 
@@ -150,22 +162,19 @@ def _errors(path: str, *, writes: bool) -> dict[str, Any]:
     }
 
 
-def _document_answers(responses: dict[str, Any]) -> None:
-    responses["200"]["content"] = _whole_or_events()
-    accepted = {"application/json": {"schema": {"type": "object"}}}
-    responses["202"] = {"description": "The request runs in the background.", "content": accepted}
+def _document_accepted(responses: dict[str, Any], path: str) -> None:
+    content = responses["200"]["content"]["application/json"]
+    if path != "/v1/responses":
+        content = {"schema": {"$ref": _REF.format(model=RequestObject.__name__)}}
+    responses["202"] = {
+        "description": "The request runs in the background.",
+        "content": {"application/json": content},
+    }
 
 
 def _document_live(responses: dict[str, Any]) -> None:
     responses["200"]["content"] = {"text/event-stream": {"schema": _EVENT}}
     responses["429"] = {**responses["503"], "description": "Too many consoles watch."}
-
-
-def _whole_or_events() -> dict[str, Any]:
-    return {
-        "application/json": {"schema": {"type": "object"}},
-        "text/event-stream": {"schema": _EVENT},
-    }
 
 
 def _header(name: str, meaning: str, schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,13 +4,14 @@ from fastapi import APIRouter, Request, Response
 
 from ...generation.embedding_pipeline import embed
 from ...generation.embeddings import EmbeddingRequest
+from ...schemas.answers import EmbeddingList
 from ..services import services_of
-from .documents import body_of
+from .documents import answer_of, body_of
 
 router = APIRouter()
 
 
-@router.post("/v1/embeddings", openapi_extra=body_of(EmbeddingRequest))
+@router.post("/v1/embeddings", openapi_extra=body_of(EmbeddingRequest), **answer_of(EmbeddingList))
 async def create_embedding(request: Request) -> Response:
     """Returns one vector for each input (text or token ids)."""
     services = services_of(request)

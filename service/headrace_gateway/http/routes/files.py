@@ -13,7 +13,9 @@ from headrace_common.protocol.redis.files import RedisFiles
 from ...batches.batch_service import SHORTEST_TTL_S
 from ...batches.views import file_body
 from ...errors import invalid
+from ...schemas.answers import DeletedFile, File, FilePage
 from ..services import services_of
+from .documents import answer_of
 from .pages import page
 
 MAX_FILES_LISTED = 10_000
@@ -42,7 +44,7 @@ _FORM: dict[str, Any] = {
 router = APIRouter()
 
 
-@router.post("/v1/files", openapi_extra=_FORM)
+@router.post("/v1/files", openapi_extra=_FORM, **answer_of(File))
 async def upload_file(request: Request) -> dict[str, Any]:
     """Stores a JSON Lines file of requests for a batch."""
     services = services_of(request)
@@ -57,7 +59,7 @@ async def upload_file(request: Request) -> dict[str, Any]:
     return file_body(await batches.upload(services.pipeline.tenant, name, purpose, content, ttl))
 
 
-@router.get("/v1/files")
+@router.get("/v1/files", **answer_of(FilePage))
 async def list_files(
     request: Request,
     purpose: str | None = None,
@@ -77,14 +79,14 @@ async def list_files(
     return page(files, lambda file: file.id, file_body, after=after, limit=limit)
 
 
-@router.get("/v1/files/{file_id}")
+@router.get("/v1/files/{file_id}", **answer_of(File))
 async def retrieve_file(file_id: str, request: Request) -> dict[str, Any]:
     """Returns a file's description."""
     services = services_of(request)
     return file_body(await services.batches.file(file_id, services.read_access))
 
 
-@router.delete("/v1/files/{file_id}")
+@router.delete("/v1/files/{file_id}", **answer_of(DeletedFile))
 async def delete_file(file_id: str, request: Request) -> dict[str, Any]:
     """Deletes a file. A batch that has begun with it continues."""
     services = services_of(request)

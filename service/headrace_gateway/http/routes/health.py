@@ -11,7 +11,9 @@ from fastapi import APIRouter, Request
 from headrace_common.errors import BackendUnavailable
 
 from ...errors import ApiError, unavailable
+from ...schemas.answers import Health, Version
 from ..services import Services, services_of
+from .documents import answer_of
 
 router = APIRouter()
 
@@ -20,9 +22,9 @@ ANONYMOUS = "Not ready."
 
 
 @router.head("/health", include_in_schema=False)
-@router.get("/health")
+@router.get("/health", **answer_of(Health))
 @router.head("/health/live", include_in_schema=False)
-@router.get("/health/live")
+@router.get("/health/live", **answer_of(Health))
 async def live(request: Request) -> dict[str, str]:
     """Whether this process can continue; says nothing about the engines."""
     broken = services_of(request).liveness()
@@ -32,7 +34,7 @@ async def live(request: Request) -> dict[str, str]:
 
 
 @router.head("/health/ready", include_in_schema=False)
-@router.get("/health/ready")
+@router.get("/health/ready", **answer_of(Health))
 async def ready(request: Request, model: str | None = None) -> dict[str, str]:
     """Whether a request for `model`, or for any model, would be served now.
 
@@ -50,7 +52,7 @@ async def ready(request: Request, model: str | None = None) -> dict[str, str]:
 
 
 @router.head("/version", include_in_schema=False)
-@router.get("/version")
+@router.get("/version", **answer_of(Version))
 async def version(request: Request) -> dict[str, str]:
     return {"version": services_of(request).version}
 

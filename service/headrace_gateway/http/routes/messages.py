@@ -18,16 +18,17 @@ from ...anthropic.schemas import NOT_IN_MESSAGES, CountTokensRequest, MessagesRe
 from ...generation.operations import Call, Operation
 from ...generation.prompts import ChatOptions
 from ...models.models import ServedModel
+from ...schemas.answers import MessageObject, TokenCount
 from ...schemas.chat_messages import Message
 from ..services import services_of
-from .documents import body_of
+from .documents import answer_of, body_of
 
 MESSAGES = Operation(name="messages")
 
 router = APIRouter()
 
 
-@router.post("/v1/messages", openapi_extra=body_of(MessagesRequest))
+@router.post("/v1/messages", openapi_extra=body_of(MessagesRequest), **answer_of(MessageObject))
 async def create_message(request: Request) -> Response:
     """Answers a conversation, whole or as a stream of server-sent events."""
     services = services_of(request)
@@ -44,7 +45,9 @@ async def create_message(request: Request) -> Response:
     return await services.pipeline.generate(MESSAGES, request, body, call)
 
 
-@router.post("/v1/messages/count_tokens", openapi_extra=body_of(CountTokensRequest))
+@router.post(
+    "/v1/messages/count_tokens", openapi_extra=body_of(CountTokensRequest), **answer_of(TokenCount)
+)
 async def count_tokens(request: Request, response: Response) -> dict[str, int]:
     """Returns the number of tokens of a conversation's prompt."""
     services = services_of(request)

@@ -10,7 +10,9 @@ from fastapi import APIRouter, Query, Request
 from ...anthropic.errors import is_anthropics
 from ...anthropic.models import listed, model_info, page_of
 from ...models.models import ServedModel
+from ...schemas.answers import AnthropicModel, AnthropicModelList, Model, ModelList
 from ..services import Services, services_of
+from .documents import answer_of
 
 MAX_LISTED = 1000
 
@@ -18,7 +20,7 @@ router = APIRouter()
 
 
 @router.head("/v1/models", include_in_schema=False)
-@router.get("/v1/models")
+@router.get("/v1/models", **answer_of(ModelList | AnthropicModelList))
 async def list_models(
     request: Request,
     limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 20,
@@ -34,7 +36,7 @@ async def list_models(
     return {"object": "list", "data": [await _card(services, model) for model in models]}
 
 
-@router.get("/v1/models/{model_id:path}")
+@router.get("/v1/models/{model_id:path}", **answer_of(Model | AnthropicModel))
 async def retrieve_model(model_id: str, request: Request) -> dict[str, Any]:
     """Returns one served model."""
     services = services_of(request)

@@ -76,7 +76,11 @@ def _operation(
         yield "</tbody></table>"
     yield "<p>Answers:</p><ul>"
     for status, answer in operation["responses"].items():
-        yield f"<li><code>{escape(status)}</code> {escape(answer.get('description', ''))}</li>"
+        media = answer.get("content", {}).get("application/json", {})
+        kind = f" ({escape(_type(media['schema']))})" if media.get("schema") else ""
+        yield (
+            f"<li><code>{escape(status)}</code> {escape(answer.get('description', ''))}{kind}</li>"
+        )
     yield "</ul></details>"
 
 

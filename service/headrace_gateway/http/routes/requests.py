@@ -1,25 +1,27 @@
 """/v1/requests/{id}: requests that outlive their connection, by the id in their events."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Header, Request, Response
 
 from ...resumable.event_ids import START, parse_event_id, parse_position
 from ...resumable.stored_requests import RequestSnapshot, request_content
+from ...schemas.answers import RequestObject
 from ...streaming.disconnecting_response import answering
 from ..services import services_of
+from .documents import answer_of
 
 router = APIRouter()
 
 
-@router.get("/v1/requests/{request_id}", response_model=dict[str, Any])
+@router.get("/v1/requests/{request_id}", **answer_of(RequestObject))
 async def retrieve_request(request_id: str, request: Request) -> Response:
     """Returns a request's state; once it has completed, with its answer."""
     services = services_of(request)
     return _present(await services.resumable.snapshot(request_id, services.read_access))
 
 
-@router.delete("/v1/requests/{request_id}", response_model=dict[str, Any])
+@router.delete("/v1/requests/{request_id}", **answer_of(RequestObject))
 async def cancel_request(request_id: str, request: Request) -> Response:
     """Ends a request, whether it waits or runs. One that has ended is not changed."""
     services = services_of(request)

@@ -29,10 +29,11 @@ from ...parsing.template_variables import (
 )
 from ...resumable.event_ids import START, Position, parse_event_id
 from ...resumable.stored_requests import RequestSnapshot
+from ...schemas.answers import DeletedResponse, InputItems, InputTokens, ResponseObject
 from ...schemas.chat_messages import Message
 from ...streaming.disconnecting_response import answering
 from ..services import Services, services_of
-from .documents import body_of
+from .documents import answer_of, body_of
 from .pages import page
 
 MAX_LISTED = 100
@@ -57,7 +58,7 @@ def present(snapshot: RequestSnapshot) -> dict[str, Any]:
 RESPONSES = Operation(name="responses", accepted=lambda snapshot: JSONResponse(present(snapshot)))
 
 
-@router.post("/v1/responses", openapi_extra=body_of(ResponsesRequest))
+@router.post("/v1/responses", openapi_extra=body_of(ResponsesRequest), **answer_of(ResponseObject))
 async def create_response(request: Request) -> Response:
     """Answers an input: whole, as a stream of typed events, or in the background."""
     services = services_of(request)
@@ -92,7 +93,9 @@ async def create_response(request: Request) -> Response:
     return await services.pipeline.generate(RESPONSES, request, body, call)
 
 
-@router.post("/v1/responses/input_tokens", openapi_extra=body_of(ResponsesRequest))
+@router.post(
+    "/v1/responses/input_tokens", openapi_extra=body_of(ResponsesRequest), **answer_of(InputTokens)
+)
 async def count_input_tokens(request: Request, response: Response) -> dict[str, Any]:
     """Returns the number of tokens of such a response's prompt."""
     services = services_of(request)
@@ -109,7 +112,7 @@ async def count_input_tokens(request: Request, response: Response) -> dict[str, 
     return {"object": "response.input_tokens", "input_tokens": count}
 
 
-@router.get("/v1/responses/{response_id}", response_model=None)
+@router.get("/v1/responses/{response_id}", **answer_of(ResponseObject))
 async def retrieve_response(
     response_id: str,
     request: Request,
@@ -132,7 +135,7 @@ async def retrieve_response(
     return answering(request.scope["state"], response)
 
 
-@router.post("/v1/responses/{response_id}/cancel")
+@router.post("/v1/responses/{response_id}/cancel", **answer_of(ResponseObject))
 async def cancel_response(response_id: str, request: Request) -> dict[str, Any]:
     """Ends a response, whether it waits or runs. One that has ended is not changed."""
     services = services_of(request)
@@ -142,7 +145,7 @@ async def cancel_response(response_id: str, request: Request) -> dict[str, Any]:
     )
 
 
-@router.delete("/v1/responses/{response_id}")
+@router.delete("/v1/responses/{response_id}", **answer_of(DeletedResponse))
 async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
     """Ends a response and removes it."""
     services = services_of(request)
@@ -151,7 +154,7 @@ async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-@router.get("/v1/responses/{response_id}/input_items")
+@router.get("/v1/responses/{response_id}/input_items", **answer_of(InputItems))
 async def list_input_items(
     response_id: str,
     request: Request,

@@ -11,9 +11,10 @@ from ...errors import invalid
 from ...generation.prompts import ChatOptions
 from ...models.models import ServedModel
 from ...parsing.chat_output import tooling
+from ...schemas.answers import Detokenized, Tokenized, TokenizerInfo
 from ...schemas.completions import DetokenizeRequest, TokenizeRequest
 from ..services import Services, services_of
-from .documents import body_of
+from .documents import answer_of, body_of
 
 # Token ids that are written at a time.
 PIECE = 16_384
@@ -21,7 +22,7 @@ PIECE = 16_384
 router = APIRouter()
 
 
-@router.post("/tokenize", response_model=dict[str, Any], openapi_extra=body_of(TokenizeRequest))
+@router.post("/tokenize", openapi_extra=body_of(TokenizeRequest), **answer_of(Tokenized))
 async def tokenize(request: Request) -> Response:
     """Returns the token ids of a prompt, or of a chat as the model would see it."""
     services = services_of(request)
@@ -39,7 +40,7 @@ async def tokenize(request: Request) -> Response:
     return Response(content, headers=headers, media_type="application/json")
 
 
-@router.post("/detokenize", response_model=dict[str, Any], openapi_extra=body_of(DetokenizeRequest))
+@router.post("/detokenize", openapi_extra=body_of(DetokenizeRequest), **answer_of(Detokenized))
 async def detokenize(request: Request) -> Response:
     """Returns the text of token ids."""
     services = services_of(request)
@@ -55,7 +56,7 @@ async def detokenize(request: Request) -> Response:
     return Response(content, headers=headers, media_type="application/json")
 
 
-@router.get("/tokenizer_info")
+@router.get("/tokenizer_info", **answer_of(TokenizerInfo))
 async def tokenizer_info(request: Request, model: str | None = None) -> dict[str, Any]:
     """Returns special tokens by name, such as `eos_token`, and the chat template."""
     found = await services_of(request).models.find(model)
