@@ -31,6 +31,7 @@ from .preemption import Preemption
 from .prefill import PrefillScheduler
 from .prefill_budget import PrefillBudget
 from .sequence_group import SequenceGroup, open_group
+from .snapshots import SnapshotScheduler
 from .spec_decode import DraftScheduler
 from .state import SchedulerState
 from .stop_checker import StopRule
@@ -60,7 +61,8 @@ class Scheduler:
             config.max_num_batched_tokens,
         )
         self._watermark = int(config.watermark * limits.num_blocks)
-        assert limits.kv_groups.count == 1 or not limits.num_host_blocks, "groups are not swapped"
+        swapped = limits.kv_groups.count == 1 and not limits.kv_groups.state
+        assert swapped or not limits.num_host_blocks, "groups and states are not swapped"
         host = (
             HostBlockTables(limits.num_host_blocks, self.kv_cache)
             if limits.num_host_blocks
@@ -83,6 +85,7 @@ class Scheduler:
         self._buffered = BufferedOutputs(self._state, limits)
         self._prefill_budget = PrefillBudget(config.itl_target, self._costs)
         self._draft_scheduler = DraftScheduler(self.kv_cache, self._watermark)
+        self._snapshots = SnapshotScheduler.of(self.kv_cache, self._watermark)
         self._arrivals = 0
         self._step_prefill = 0
         self._step_decode = 0
@@ -273,8 +276,14 @@ class Scheduler:
         tokens = decodes + prefill
         if drafts and (rest := self._token_budget - tokens):
             tokens += self._draft_scheduler.add(drafts, scheduled, decodes, rest, copies)
+        if self._snapshots is not None:
+            self._snapshots.take(scheduled)
         moves = NO_MOVES if swapping is None else swapping.take()
-        return SchedulerOutput(tuple(scheduled), tuple(copies), tokens, *moves, prefill, ahead)
+        states = self.kv_cache.state
+        zeroed = () if states is None else states.take_zeroed()
+        return SchedulerOutput(
+            tuple(scheduled), tuple(copies), tokens, *moves, prefill, ahead, zeroed
+        )
 
     def _end_and_preempt(self, ahead: bool) -> list[Sequence] | None:
         """Ends expired requests and preempts sequences; returns the decodes that need a block.
@@ -284,6 +293,8 @@ class Scheduler:
         state, policy = self._state, self._policy
         if self._swapping is not None:
             self._swapping.host.settle()
+        if self.kv_cache.state is not None:
+            self.kv_cache.state.settle()
         for request_id, reason in policy.expired():
             state.end(state.groups[request_id], reason)
         if policy.preempts and (state.waiting or state.swapped):
@@ -301,7 +312,7 @@ class Scheduler:
         outputs: list[SequenceOutput] = []
         sampled = iter(result.sampled)
         size, groups = self._limits.block_size, self._state.groups
-        slides = self.kv_cache.groups.window is not None
+        slides, states = self.kv_cache.groups.window is not None, self.kv_cache.state
         for sequence, start, length, samples, drafts, _ in scheduler_output.scheduled:
             tokens = next(sampled) if samples else None
             if sequence.state is not State.RUNNING:
@@ -309,13 +320,23 @@ class Scheduler:
             group = groups[sequence.request.request_id]
             if drafts and tokens is not None:
                 tokens = self._accept(group, sequence, tokens)
-                length += len(tokens) - 1
+                accepted = len(tokens) - 1
+                if states is None:
+                    length += accepted
+                elif accepted == len(drafts):
+                    states.verified(sequence, accepted=True)
+                    length += accepted
+                else:  # the state is that before the run, so all of it is computed again
+                    states.verified(sequence, accepted=False)
+                    length = 0
             end = sequence.num_computed_tokens = start + length
             if end % size < length:  # the run filled a block
                 self.kv_cache.register(sequence, start, end)
             if drafts:
                 self.kv_cache.truncate(sequence)
-            if sequence is group.leader and end >= sequence.prompt_length:
+            if states is not None:
+                self.kv_cache.keep_snapshots(sequence)
+            if sequence is group.leader and end >= self._prefill.fork_at(group):
                 self._fork_followers(group, sequence)
             if slides:  # after the fork: followers may need blocks outside of the leader's window
                 self.kv_cache.release_outside_window(sequence)
@@ -325,6 +346,11 @@ class Scheduler:
                     if tokens is None
                     else self._append(group, sequence, tokens)
                 )
+                if not length and sequence.state is State.RUNNING:
+                    del self._state.decoding[sequence]
+                    self._state.prefilling[sequence] = None
+        if states is not None:
+            states.settle()
         self._policy.stepped(scheduler_output)
         self._last_step = scheduler_output if self._state.groups else None
         return self._buffered.filter(outputs)
@@ -438,7 +464,7 @@ class Scheduler:
             if position >= room:
                 self._state.waiting.push((group.key, follower.choice), follower)
                 continue
-            self.kv_cache.fork(leader, follower, leader.prompt_length)
+            self.kv_cache.fork(leader, follower, self._prefill.shared_at_fork(group))
             follower.cached_tokens = leader.cached_tokens
             follower.transition(State.RUNNING)
             phase = self._state.prefilling if follower.output_length else self._state.decoding
