@@ -70,6 +70,8 @@ class Architecture:
     num_kv_heads: int | None = None
 
 
+# The decoders with recurrent layers; models.hybrid reads their config.json.
+RECURRENT = ("Lfm2ForCausalLM", "Qwen3NextForCausalLM")
 # The decoders of multimodal models by their text_config's model_type; the first if it has none.
 MULTIMODAL: dict[str, dict[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},

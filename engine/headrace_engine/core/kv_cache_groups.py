@@ -10,7 +10,7 @@ all groups (as vLLM's hybrid KV cache manager). Nothing is allocated here.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from sys import maxsize
 
 # Each group costs a block table in every step.
@@ -98,6 +98,10 @@ class KVLayout:
         known = [window for window in windows if window is not None]
         widest = max(known) if known and len(known) == len(windows) else None
         return cls(KVGroups.alike(widest), (0,) * len(windows), tuple(range(len(windows))))
+
+    def with_state(self, blocks: int) -> "KVLayout":
+        """The layout for a model whose recurrent state takes `blocks` blocks."""
+        return replace(self, groups=replace(self.groups, state=blocks))
 
     @property
     def of_places(self) -> tuple[int, ...]:

@@ -298,19 +298,20 @@ class KVCacheManager:
         assert not child.block_table and parent.num_computed_tokens >= length
         if self.state is not None and length:
             assert parent.num_computed_tokens == length < len(child.token_ids), "no such state"
-            self.state.share(parent, child)
         child.block_table = parent.block_table[: self.rows_for(length) * self.groups.count]
         self._share(parent, child)
+        if self.state is not None and length:
+            self.state.share(parent, child)
         child.block_hashes = parent.block_hashes[: length // self.block_size]
         child.num_computed_tokens = min(length, len(child.token_ids) - 1)
 
     def branch(self, parent: Sequence, child: Sequence) -> None:
         """Shares all blocks of the parent; both know the same computed tokens."""
         assert not child.block_table
-        if self.state is not None:
-            self.state.share(parent, child)
         child.block_table = parent.block_table.copy()
         self._share(parent, child)
+        if self.state is not None:
+            self.state.share(parent, child)
         child.block_hashes = parent.block_hashes[: parent.num_computed_tokens // self.block_size]
         child.num_computed_tokens = parent.num_computed_tokens
 

@@ -237,6 +237,28 @@ SHAPES: dict[str, Shape] = {
     ),
     "qwen2-moe": Shape("Qwen2MoeConfig", {**_GROUPED, **_EXPERTS, "norm_topk_prob": True}),
     "qwen3-moe": Shape("Qwen3MoeConfig", {**_GROUPED, **_EXPERTS, "head_dim": 32}),
+    "lfm2": Shape(
+        "Lfm2Config",
+        {
+            **_GROUPED,
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "block_multiple_of": 16,
+        },
+    ),
+    "qwen3-next": Shape(
+        "Qwen3NextConfig",
+        {
+            **_GROUPED,
+            **_EXPERTS,
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        },
+    ),
 }
 
 _LINES = (
