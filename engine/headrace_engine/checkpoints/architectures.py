@@ -71,7 +71,12 @@ class Architecture:
 
 
 # The decoders with recurrent layers; models.hybrid reads their config.json.
-RECURRENT = ("Lfm2ForCausalLM", "Qwen3NextForCausalLM")
+RECURRENT = (
+    "Lfm2ForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+)
 # The decoders of multimodal models by their text_config's model_type; the first if it has none.
 MULTIMODAL: dict[str, dict[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},

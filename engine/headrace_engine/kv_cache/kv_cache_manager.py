@@ -332,9 +332,12 @@ class KVCacheManager:
         sequence.released = first
 
     def register(self, sequence: Sequence, start: int, end: int) -> None:
-        """Adds the blocks that the computed run [start, end) filled to the prefix cache."""
+        """Adds the blocks that the run [start, end) fills to the prefix cache, and the snapshots up
+        to the computed tokens."""
         if not self.prefix_caching:
             return
+        if sequence.snapshots:
+            self._keep_snapshots(sequence)
         count, full = self.groups.count, self.groups.full
         for row in range(start // self.block_size, end // self.block_size):
             key = self.block_hash(sequence, row)
@@ -342,10 +345,8 @@ class KVCacheManager:
                 block = sequence.block_table[row * count + group]
                 self.pool.register(block, key + self._marks[group])
 
-    def keep_snapshots(self, sequence: Sequence) -> None:
-        """Adds the snapshots up to the computed tokens to the prefix cache, after their step."""
-        if self.state is None or not sequence.snapshots:
-            return
+    def _keep_snapshots(self, sequence: Sequence) -> None:
+        assert self.state is not None, "only recurrent states have snapshots"
         end = sequence.num_computed_tokens
         taken = [each for each in sequence.snapshots if each[0] <= end]
         sequence.snapshots = [each for each in sequence.snapshots if each[0] > end]

@@ -90,6 +90,8 @@ class Scheduler:
         self._step_prefill = 0
         self._step_decode = 0
         self._last_step: SchedulerOutput | None = None
+        # Whose state the present update set back to that before its drafts.
+        self._rolled_back: list[Sequence] = []
 
     @property
     def has_work(self) -> bool:
@@ -312,7 +314,7 @@ class Scheduler:
         outputs: list[SequenceOutput] = []
         sampled = iter(result.sampled)
         size, groups = self._limits.block_size, self._state.groups
-        slides, states = self.kv_cache.groups.window is not None, self.kv_cache.state
+        slides = self.kv_cache.groups.window is not None
         for sequence, start, length, samples, drafts, _ in scheduler_output.scheduled:
             tokens = next(sampled) if samples else None
             if sequence.state is not State.RUNNING:
@@ -320,22 +322,12 @@ class Scheduler:
             group = groups[sequence.request.request_id]
             if drafts and tokens is not None:
                 tokens = self._accept(group, sequence, tokens)
-                accepted = len(tokens) - 1
-                if states is None:
-                    length += accepted
-                elif accepted == len(drafts):
-                    states.verified(sequence, accepted=True)
-                    length += accepted
-                else:  # the state is that before the run, so all of it is computed again
-                    states.verified(sequence, accepted=False)
-                    length = 0
+                length = self._computed_length(sequence, length, drafts, tokens)
             end = sequence.num_computed_tokens = start + length
             if end % size < length:  # the run filled a block
                 self.kv_cache.register(sequence, start, end)
             if drafts:
                 self.kv_cache.truncate(sequence)
-            if states is not None:
-                self.kv_cache.keep_snapshots(sequence)
             if sequence is group.leader and end >= self._prefill.fork_at(group):
                 self._fork_followers(group, sequence)
             if slides:  # after the fork: followers may need blocks outside of the leader's window
@@ -346,11 +338,7 @@ class Scheduler:
                     if tokens is None
                     else self._append(group, sequence, tokens)
                 )
-                if not length and sequence.state is State.RUNNING:
-                    del self._state.decoding[sequence]
-                    self._state.prefilling[sequence] = None
-        if states is not None:
-            states.settle()
+        self._settle_states()
         self._policy.stepped(scheduler_output)
         self._last_step = scheduler_output if self._state.groups else None
         return self._buffered.filter(outputs)
@@ -411,6 +399,38 @@ class Scheduler:
         tokens = group.rule.cut(tokens, sequence.output_length)
         sequence.token_ids.extend(token.token_id for token in tokens[:-1])
         return tokens
+
+    def _computed_length(
+        self,
+        sequence: Sequence,
+        length: int,
+        drafts: tuple[int, ...],
+        tokens: tuple[SampledToken, ...],
+    ) -> int:
+        """How much of a run of `length` tokens and `drafts` counts as computed.
+
+        With a recurrent state nothing does if a draft was rejected: the state is again that before
+        the run, and the accepted tokens are computed again like a prompt.
+        """
+        accepted, states = len(tokens) - 1, self.kv_cache.state
+        if states is None:
+            return length + accepted
+        whole = accepted == len(drafts)
+        states.verified(sequence, accepted=whole)
+        if not whole:
+            self._rolled_back.append(sequence)
+        return length + accepted if whole else 0
+
+    def _settle_states(self) -> None:
+        """Ends a step for recurrent states: sequences that were rolled back prefill again."""
+        if self.kv_cache.state is None:
+            return
+        self.kv_cache.state.settle()
+        for sequence in self._rolled_back:
+            if sequence.state is State.RUNNING:
+                del self._state.decoding[sequence]
+                self._state.prefilling[sequence] = None
+        self._rolled_back.clear()
 
     def _append(
         self, group: SequenceGroup, sequence: Sequence, tokens: tuple[SampledToken, ...]

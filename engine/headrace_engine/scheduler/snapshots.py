@@ -1,4 +1,4 @@
-"""Decides where a step copies recurrent states, so that later prompts find them in the prefix cache.
+"""Decides where steps copy recurrent states, so that later prompts find them in the prefix cache.
 
 A snapshot takes as much memory as the KV of some thousand tokens, so there cannot be one after
 every block. They are taken at the last block border of a prompt, where the next turn of a

@@ -45,6 +45,12 @@ _EXPERTS: dict[str, Any] = {
     "mlp_only_layers": [0],
     "num_hidden_layers": 3,
 }
+_DELTA: dict[str, Any] = {
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,10 +259,23 @@ SHAPES: dict[str, Shape] = {
             **_EXPERTS,
             "num_hidden_layers": 4,
             "head_dim": 32,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 8,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
+            **_DELTA,
+        },
+    ),
+    "qwen3_5": Shape(
+        "Qwen3_5TextConfig", {**_GROUPED, "num_hidden_layers": 4, "head_dim": 32, **_DELTA}
+    ),
+    "qwen3_5-multimodal": Shape(
+        "Qwen3_5Config",
+        {
+            "text_config": {**_GROUPED, "num_hidden_layers": 4, "head_dim": 32, **_DELTA},
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 16,
+                "num_heads": 2,
+                "intermediate_size": 16,
+                "out_hidden_size": 64,
+            },
         },
     ),
 }

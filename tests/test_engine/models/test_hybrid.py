@@ -1,5 +1,5 @@
-"""Decoders with recurrent layers give transformers' greedy tokens, in chunks, under preemption, after
-prefix hits on every block border, forked, in beams, after drafts and with steps ahead.
+"""Decoders with recurrent layers give transformers' greedy tokens: in chunks, under preemption,
+after prefix hits on every block border, forked, in beams, after drafts and with steps ahead.
 
 Left out: devices other than the CPU.
 """
@@ -19,7 +19,7 @@ from headrace_testing.checkpoints import GreedyPath, Reference
 from headrace_testing.engines import cpu_backends, engine_config, greedy, make_runner, request, run
 
 LENGTH = 12
-FAMILIES = ("lfm2", "qwen3-next")
+FAMILIES = ("lfm2", "qwen3-next", "qwen3_5", "qwen3_5-multimodal")
 NGRAM = SpeculativeConfig(
     method="ngram", prompt_lookup_min=1, num_speculative_tokens=3, adaptive=False
 )

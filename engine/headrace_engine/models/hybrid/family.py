@@ -1,5 +1,5 @@
-"""What the families of hybrid decoders have in common: fields of config.json, and the tensors of the
-vocabulary."""
+"""What the families of hybrid decoders have in common: fields of config.json, and the vocabulary's
+tensors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +31,8 @@ class Parts:
 
 
 class Family:
-    """The shape of one checkpoint, read from its config.json."""
+    """The shape of one checkpoint, read from its config.json. The names of the decoder's tensors
+    begin with `prefix`."""
 
     architecture: ClassVar[Architecture]
     head_dim: int
@@ -39,6 +40,7 @@ class Family:
 
     def __init__(self, fields: Fields) -> None:
         self.fields = fields
+        self.prefix = "model."
         self.hidden = fields.integer("hidden_size")
         self.vocab = fields.integer("vocab_size")
         self.layers = fields.integer("num_hidden_layers")
@@ -54,7 +56,7 @@ class Family:
 
     def head(self, tensors: Tensors) -> Linear:
         """The output matrix, which may be the embedding."""
-        name = "model.embed_tokens" if self.tied else "lm_head"
+        name = f"{self.prefix}embed_tokens" if self.tied else "lm_head"
         return tensors.linear({name: self.vocab}, self.hidden)
 
 

@@ -13,15 +13,21 @@ from ..weights.weights import WeightReader
 from .decoder import HybridDecoder
 from .family import Family, Parts
 from .lfm2 import Lfm2
+from .qwen3_5 import Qwen35
 from .qwen3_next import Qwen3Next
 from .tensors import ExpectedTensors, StoredTensors
 
 FAMILIES: dict[str, type[Family]] = {
     "Lfm2ForCausalLM": Lfm2,
     "Qwen3NextForCausalLM": Qwen3Next,
+    "Qwen3_5ForCausalLM": Qwen35,
+    "Qwen3_5ForConditionalGeneration": Qwen35,
 }
-# Tensors of other parts, which are not read: heads that predict several tokens.
-IGNORED = ("mtp.",)
+# Tensors of other parts, which are not read: heads that predict several tokens, and images.
+IGNORED = ("mtp.", "model.visual.")
+HEAD = "lm_head.weight"
+# The prefix of a multimodal model's decoder.
+TEXT_PART = "model.language_model."
 
 
 def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
@@ -32,11 +38,16 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
     rope = family.rope()
     length = pick_context(options.positions, family.positions, rope.rope_type, rope.parameters)
     parts = Parts(options.attention, options.ops, options.dtype)
+    stored = scan(checkpoint.folder)
+    if any(name.startswith(TEXT_PART) for name in stored):
+        family.prefix = TEXT_PART
+        # A multimodal config.json may contradict itself, the files are right.
+        family.tied = HEAD not in stored
     expected = ExpectedTensors()
     family.build(expected, parts)
-    ignored = [name for name in scan(checkpoint.folder) if name.startswith(IGNORED)]
+    ignored = [name for name in stored if name.startswith(IGNORED)]
     if family.tied:
-        ignored.append("lm_head.weight")
+        ignored.append(HEAD)
     with LoadProgress() as progress:
         where = (checkpoint.folder, options.dtype, options.device)
         reader = WeightReader(*where, plain_layout, progress)

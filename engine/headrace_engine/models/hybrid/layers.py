@@ -124,9 +124,7 @@ class Convolution:
         channels, size = self.weight.shape
         return StateTensor((channels, size - 1), self.weight.dtype)
 
-    def __call__(
-        self, x: torch.Tensor, window: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, x: torch.Tensor, window: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return causal_conv(x, window, self.weight, self.bias)
 
 

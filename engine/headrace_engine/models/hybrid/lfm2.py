@@ -40,21 +40,23 @@ class Lfm2(Family):
 
     def build(self, tensors: Tensors, parts: Parts) -> HybridWeights:
         hidden, eps = self.hidden, self.eps
-        embedding = tensors.tensor("model.embed_tokens.weight", self.vocab, hidden)
+        embedding = tensors.tensor(f"{self.prefix}embed_tokens.weight", self.vocab, hidden)
         blocks: list[ResidualPart] = []
         attentions = states = 0
         for index, kind in enumerate(self.types):
-            prefix = f"model.layers.{index}."
+            prefix = f"{self.prefix}layers.{index}."
             norm = tensors.tensor(f"{prefix}operator_norm.weight", hidden)
             if kind == "conv":
                 blocks.append(ResidualPart(norm, self._convolution(tensors, prefix, states)))
                 states += 1
             else:
-                blocks.append(ResidualPart(norm, self._attention(tensors, parts, prefix, attentions)))
+                blocks.append(
+                    ResidualPart(norm, self._attention(tensors, parts, prefix, attentions))
+                )
                 attentions += 1
             norm = tensors.tensor(f"{prefix}ffn_norm.weight", hidden)
             blocks.append(ResidualPart(norm, self._mlp(tensors, parts, f"{prefix}feed_forward.")))
-        norm = tensors.tensor("model.embedding_norm.weight", hidden)
+        norm = tensors.tensor(f"{self.prefix}embedding_norm.weight", hidden)
         window = Convolution(parts.empty(hidden, self.window), None).state
         return HybridWeights(
             embedding=embedding,
@@ -78,9 +80,7 @@ class Lfm2(Family):
             output=tensors.linear({f"{prefix}out_proj": hidden}, hidden, self.bias),
         )
 
-    def _attention(
-        self, tensors: Tensors, parts: Parts, prefix: str, index: int
-    ) -> AttentionLayer:
+    def _attention(self, tensors: Tensors, parts: Parts, prefix: str, index: int) -> AttentionLayer:
         hidden, dim, prefix = self.hidden, self.head_dim, f"{prefix}self_attn."
         q, kv = self.heads * dim, self.kv_heads * dim
         return AttentionLayer(
@@ -99,7 +99,9 @@ class Lfm2(Family):
         )
 
     def _mlp(self, tensors: Tensors, parts: Parts, prefix: str) -> FeedForwardLayer:
-        gate_up = tensors.linear({f"{prefix}w1": self.inner, f"{prefix}w3": self.inner}, self.hidden)
+        gate_up = tensors.linear(
+            {f"{prefix}w1": self.inner, f"{prefix}w3": self.inner}, self.hidden
+        )
         down = tensors.linear({f"{prefix}w2": self.hidden}, self.inner)
         return FeedForwardLayer(GatedMLP(gate_up, down, parts.ops.silu_mul))
 

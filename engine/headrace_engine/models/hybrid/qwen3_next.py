@@ -29,7 +29,6 @@ class Qwen3Next(Family):
     """The shape of one checkpoint. Raises ConfigError for fields that are not supported."""
 
     architecture = Architecture(rms_norm_eps=1e-6, partial_rotary=0.25)
-    prefix = "model."
 
     def __init__(self, fields: Fields) -> None:
         super().__init__(fields)
