@@ -4,11 +4,12 @@ after prefix hits on every block border, forked, in beams, after drafts and with
 Left out: devices other than the CPU.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from headrace_common.sampling.params import SamplingParams
 from headrace_engine.core.errors import ConfigError
@@ -16,7 +17,7 @@ from headrace_engine.core.speculative_config import SpeculativeConfig
 from headrace_engine.engine.engine import Engine
 from headrace_engine.model_runner.model_runner import ModelRunner
 from headrace_testing.checkpoints import GreedyPath, Reference
-from headrace_testing.engines import cpu_backends, engine_config, greedy, make_runner, request, run
+from headrace_testing.engines import engine_config, greedy, make_runner, request, run
 
 LENGTH = 12
 FAMILIES = ("lfm2", "qwen3-next", "qwen3_5", "qwen3_5-multimodal")
@@ -33,19 +34,14 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="module", params=cpu_backends())
-def backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture(scope="module")
 def paths(name: str, reference: ReferenceMaker) -> list[GreedyPath]:
     return reference(name).clear_paths(8, LENGTH)
 
 
 @pytest.fixture(scope="module")
-def runner(name: str, backend: str, checkpoint: CheckpointMaker) -> Iterator[ModelRunner]:
-    return make_runner(checkpoint(name), attention_backend=backend)
+def runner(name: str, checkpoint: CheckpointMaker) -> ModelRunner:
+    return make_runner(checkpoint(name), attention_backend="cpu")
 
 
 def serve(runner: ModelRunner, paths: list[GreedyPath], **options: Any) -> Engine:
@@ -68,11 +64,9 @@ def test_greedy_tokens_equal_transformers(
 
 
 def test_preempted_sequences_continue_with_the_same_tokens(
-    name: str, backend: str, checkpoint: CheckpointMaker, paths: list[GreedyPath]
+    name: str, runner: ModelRunner, checkpoint: CheckpointMaker, paths: list[GreedyPath]
 ) -> None:
-    folder, state = checkpoint(name), make_runner(checkpoint(name)).kv_groups.state
-    options: dict[str, Any] = {"attention_backend": backend, "num_blocks": 30 + 3 * state}
-    small = make_runner(folder, **options)
+    small = make_runner(checkpoint(name), num_blocks=30 + 3 * runner.kv_groups.state)
     engine = serve(small, paths, max_num_batched_tokens=32, watermark=0.0)
     assert engine.stats().preemptions > 0
 
@@ -103,23 +97,19 @@ def test_tenants_share_no_state(runner: ModelRunner, paths: list[GreedyPath]) ->
     assert engine.stats().prefix_hit_tokens == (len(path.prompt) - 1) // 4 * 4
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_forked_choices_give_the_same_tokens(
-    ahead: bool, runner: ModelRunner, paths: list[GreedyPath]
-) -> None:
-    engine = Engine(engine_config(Path("unused"), async_scheduling=ahead), runner)
-    requests = [request(str(at), path.prompt, greedy(LENGTH, n=3)) for at, path in enumerate(paths)]
+def test_forked_choices_give_the_same_tokens(runner: ModelRunner, paths: list[GreedyPath]) -> None:
+    engine = Engine(engine_config(Path("unused")), runner)
+    requests = [request(str(at), path.prompt, greedy(LENGTH, n=2)) for at, path in enumerate(paths)]
     outputs = run(engine, requests)
     for at, path in enumerate(paths):
-        for choice in range(3):
+        for choice in range(2):
             assert tuple(outputs[str(at), choice].token_ids) == path.output
 
 
 def test_steps_ahead_give_the_same_tokens(
-    name: str, backend: str, checkpoint: CheckpointMaker, paths: list[GreedyPath]
+    name: str, checkpoint: CheckpointMaker, paths: list[GreedyPath]
 ) -> None:
-    options: dict[str, Any] = {"attention_backend": backend, "async_scheduling": True}
-    serve(make_runner(checkpoint(name), **options), paths)
+    serve(make_runner(checkpoint(name), async_scheduling=True), paths)
 
 
 def test_rejected_drafts_leave_no_trace(runner: ModelRunner, paths: list[GreedyPath]) -> None:
@@ -132,8 +122,6 @@ def test_rejected_drafts_leave_no_trace(runner: ModelRunner, paths: list[GreedyP
 def test_beams_equal_transformers(
     name: str, runner: ModelRunner, reference: ReferenceMaker, paths: list[GreedyPath]
 ) -> None:
-    import torch
-
     prompt = paths[2].prompt
     found = reference(name).model.generate(
         torch.tensor([prompt]),

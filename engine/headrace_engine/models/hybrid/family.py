@@ -7,14 +7,15 @@ from typing import ClassVar
 
 import torch
 
+from ...attention.reference import ReferenceBackend
 from ...checkpoints.architectures import Architecture
 from ...checkpoints.fields import Fields
 from ...checkpoints.rope import RopeConfig, read_rope
 from ...core.attention_backend import AttentionBackend
 from ...layers.layers import Linear
-from ...operators.base import Ops
+from ...operators.base import Ops, TorchOps
 from .decoder import HybridWeights
-from .tensors import Tensors
+from .tensors import ExpectedTensors, Tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +25,6 @@ class Parts:
     attention: AttentionBackend
     ops: Ops
     dtype: torch.dtype
-
-    def empty(self, *shape: int) -> torch.Tensor:
-        """A tensor of the model's dtype without memory."""
-        return torch.empty(shape, dtype=self.dtype, device="meta")
 
 
 class Family:
@@ -53,6 +50,11 @@ class Family:
     def build(self, tensors: Tensors, parts: Parts) -> HybridWeights:
         """Asks `tensors` for all tensors of the checkpoint, and makes the decoder's weights."""
         raise NotImplementedError
+
+    def shape(self, dtype: torch.dtype) -> HybridWeights:
+        """The decoder with weights that take no memory: for the shapes of its KV and states."""
+        backend = ReferenceBackend()
+        return self.build(ExpectedTensors(dtype), Parts(backend, TorchOps(), dtype))
 
     def head(self, tensors: Tensors) -> Linear:
         """The output matrix, which may be the embedding."""

@@ -43,7 +43,7 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
         family.prefix = TEXT_PART
         # A multimodal config.json may contradict itself, the files are right.
         family.tied = HEAD not in stored
-    expected = ExpectedTensors()
+    expected = ExpectedTensors(options.dtype)
     family.build(expected, parts)
     ignored = [name for name in stored if name.startswith(IGNORED)]
     if family.tied:

@@ -118,14 +118,13 @@ class Convolution:
     weight: torch.Tensor
     bias: torch.Tensor | None
 
-    @property
-    def state(self) -> StateTensor:
-        """The inputs that the next token needs."""
-        channels, size = self.weight.shape
-        return StateTensor((channels, size - 1), self.weight.dtype)
-
     def __call__(self, x: torch.Tensor, window: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return causal_conv(x, window, self.weight, self.bias)
+
+
+def conv_state(channels: int, size: int, dtype: torch.dtype) -> StateTensor:
+    """The inputs of a convolution that the next token needs."""
+    return StateTensor((channels, size - 1), dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +216,7 @@ class GatedDeltaLayer:
         shape = self.shape
         convolved, window = self.convolution(mixed, state[0])
         widths = [shape.key_width, shape.key_width, shape.value_width]
-        query, key, value = F.silu(convolved).float().split(widths, dim=-1)
+        query, key, value = torch.split(F.silu(convolved).float(), widths, dim=-1)
         repeats = shape.value_heads // shape.key_heads
         query, key = (
             _normed(part.reshape(len(mixed), -1, shape.key_dim)).repeat_interleave(repeats, dim=1)

@@ -8,7 +8,7 @@ from ...operators.base import HeadShape, QKNorm
 from ..base import KVShape
 from .decoder import HybridWeights, ResidualPart
 from .family import Family, Parts, layer_types
-from .layers import AttentionLayer, Convolution, FeedForwardLayer, ShortConvLayer
+from .layers import AttentionLayer, Convolution, FeedForwardLayer, ShortConvLayer, conv_state
 from .tensors import Tensors
 
 LFM2 = Architecture(
@@ -57,7 +57,6 @@ class Lfm2(Family):
             norm = tensors.tensor(f"{prefix}ffn_norm.weight", hidden)
             blocks.append(ResidualPart(norm, self._mlp(tensors, parts, f"{prefix}feed_forward.")))
         norm = tensors.tensor(f"{self.prefix}embedding_norm.weight", hidden)
-        window = Convolution(parts.empty(hidden, self.window), None).state
         return HybridWeights(
             embedding=embedding,
             parts=blocks,
@@ -65,7 +64,7 @@ class Lfm2(Family):
             lm_head=self.head(tensors),
             eps=eps,
             kv_shapes=(KVShape(self.kv_heads, self.head_dim),) * attentions,
-            state_tensors=(window,),
+            state_tensors=(conv_state(hidden, self.window, parts.dtype),),
             num_state_layers=states,
         )
 

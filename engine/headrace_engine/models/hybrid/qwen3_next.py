@@ -21,6 +21,7 @@ from .layers import (
     DeltaShape,
     FeedForwardLayer,
     GatedDeltaLayer,
+    conv_state,
 )
 from .tensors import Tensors
 
@@ -87,7 +88,7 @@ class Qwen3Next(Family):
             sparse = self.experts is not None and self.experts.sparse[index]
             make = self._mixture if sparse else self._mlp
             blocks.append(ResidualPart(norm, FeedForwardLayer(make(tensors, parts, prefix))))
-        window = Convolution(parts.empty(self.delta.channels, self.window), None)
+        window = conv_state(self.delta.channels, self.window, parts.dtype)
         return HybridWeights(
             embedding=embedding,
             parts=blocks,
@@ -95,7 +96,7 @@ class Qwen3Next(Family):
             lm_head=self.head(tensors),
             eps=self.eps,
             kv_shapes=(KVShape(self.kv_heads, self.head_dim),) * attentions,
-            state_tensors=(window.state, self.delta.state),
+            state_tensors=(window, self.delta.state),
             num_state_layers=states,
         )
 
@@ -191,11 +192,11 @@ class JointProjections:
         self, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         shape, rows = self.shape, len(x)
-        heads = shape.value_heads // shape.key_heads
-        values = heads * shape.value_dim
+        values = shape.value_width // shape.key_heads
         joint = self.qkvz(x).view(rows, shape.key_heads, -1)
-        query, key, value, gate = joint.split([shape.key_dim] * 2 + [values] * 2, dim=-1)
-        beta, decay = self.ba(x).view(rows, shape.key_heads, -1).split([heads] * 2, dim=-1)
+        widths = [shape.key_dim, shape.key_dim, values, values]
+        query, key, value, gate = torch.split(joint, widths, dim=-1)
+        beta, decay = self.ba(x).view(rows, shape.key_heads, -1).chunk(2, dim=-1)
         mixed = torch.cat([part.flatten(1) for part in (query, key, value)], dim=-1)
         gates = gate.reshape(rows, shape.value_heads, shape.value_dim)
         return mixed, gates, beta.flatten(1), decay.flatten(1)

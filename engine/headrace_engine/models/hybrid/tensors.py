@@ -28,12 +28,13 @@ class Tensors(Protocol):
 class ExpectedTensors:
     """Collects names and shapes; its tensors have no memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         self.shapes: dict[str, Shape] = {}
+        self._dtype = dtype
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         self.shapes[name] = shape
-        return torch.empty(shape, device="meta")
+        return torch.empty(shape, dtype=self._dtype, device="meta")
 
     def linear(
         self, matrices: Mapping[str, int], inputs: int, bias: bool = False, exact: bool = False
