@@ -130,6 +130,13 @@ class Architecture:
     num_kv_heads: int | None = None
 
 
+# The decoders with recurrent layers; models.hybrid reads their config.json.
+RECURRENT = (
+    "Lfm2ForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+)
 # The decoders of multimodal models by their text_config's model_type; the first if it has none.
 MULTIMODAL: dict[str, dict[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},

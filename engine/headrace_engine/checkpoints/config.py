@@ -446,7 +446,7 @@ def _experts(fields: Fields, family: Architecture) -> ExpertsConfig | None:
             ),
             renormalise=fields.flag("norm_topk_prob"),
             shared_size=shared,
-            sparse=_sparse(fields),
+            sparse=sparse_layers(fields),
         ),
     )
 
@@ -542,7 +542,8 @@ def _checked(fields: Fields, experts: ExpertsConfig) -> ExpertsConfig:
     return experts
 
 
-def _sparse(fields: Fields) -> tuple[bool, ...]:
+def sparse_layers(fields: Fields) -> tuple[bool, ...]:
+    """For each layer: whether it has a mixture, by decoder_sparse_step and mlp_only_layers."""
     step = fields.integer("decoder_sparse_step", 1)
     dense = fields.get("mlp_only_layers", [])
     if not isinstance(dense, list):

@@ -1,4 +1,5 @@
-"""Groups of layers that keep the KV of the same positions: of all, or of a sliding window.
+"""Groups of layers that keep the KV of the same positions: of all, or of a sliding window; and the
+blocks that a sequence's recurrent state takes.
 
 A block holds the KV of one group's layers. All blocks have the same size, so that one pool serves
 all groups (as vLLM's hybrid KV cache manager). Nothing is allocated here.
@@ -9,7 +10,7 @@ all groups (as vLLM's hybrid KV cache manager). Nothing is allocated here.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from sys import maxsize
 
 # Each group costs a block table in every step.
@@ -23,11 +24,13 @@ FILLED_UP = 1.25
 class KVGroups:
     """The first `full` groups keep all positions; the `sliding` groups after them keep `window`.
 
-    The window includes the position itself. `window` is None without sliding groups."""
+    The window includes the position itself. `window` is None without sliding groups. A sequence's
+    recurrent state, of all layers together, takes `state` blocks; 0: the model has none."""
 
     full: int = 1
     sliding: int = 0
     window: int | None = None
+    state: int = 0
 
     @classmethod
     def alike(cls, window: int | None) -> "KVGroups":
@@ -47,11 +50,12 @@ class KVGroups:
         """The fewest blocks that suffice to compute a sequence of `length` positions."""
         rows = -(-length // block_size)
         if self.window is None:
-            return self.full * rows
-        return self.full * rows + self.sliding * min(rows, self.kept(block_size))
+            return self.full * rows + self.state
+        return self.full * rows + self.sliding * min(rows, self.kept(block_size)) + self.state
 
     def capacity(self, num_blocks: int, block_size: int) -> int:
         """The most positions of one sequence that fit `num_blocks` blocks."""
+        num_blocks = max(0, num_blocks - self.state)
         rows = num_blocks // self.count
         if self.window is not None and rows >= (kept := self.kept(block_size)):
             spare = num_blocks - self.sliding * kept
@@ -94,6 +98,10 @@ class KVLayout:
         known = [window for window in windows if window is not None]
         widest = max(known) if known and len(known) == len(windows) else None
         return cls(KVGroups.alike(widest), (0,) * len(windows), tuple(range(len(windows))))
+
+    def with_state(self, blocks: int) -> "KVLayout":
+        """The layout for a model whose recurrent state takes `blocks` blocks."""
+        return replace(self, groups=replace(self.groups, state=blocks))
 
     @property
     def of_places(self) -> tuple[int, ...]:

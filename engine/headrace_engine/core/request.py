@@ -108,6 +108,12 @@ class Sequence:
     `released` rows of `block_table` the blocks of sliding windows have been released (see
     kv_cache_manager). `adjusted` says whether the request's parameters change logits before a
     token is chosen.
+
+    Models with recurrent layers have a state after `num_computed_tokens`, in `state_blocks`; the
+    scheduled step writes it there. It reads the state before its run from `state_source`, or in
+    place if that is empty. `saved_state` is the state before drafts that are not verified yet.
+    `snapshots` are positions and blocks in which steps that are not finished leave copies of the
+    state.
     """
 
     request: EngineRequest
@@ -120,6 +126,10 @@ class Sequence:
     cached_tokens: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
     host_blocks: list[int] = field(default_factory=list)
+    state_blocks: list[int] = field(default_factory=list)
+    state_source: list[int] = field(default_factory=list)
+    saved_state: list[int] = field(default_factory=list)
+    snapshots: list[tuple[int, list[int]]] = field(default_factory=list)
     grammar_cursor: "GrammarCursor | None" = None
     thinking_cursor: "ThinkingCursor | None" = None
     adjusted: bool = field(init=False)
@@ -165,5 +175,5 @@ class SequenceView:
             sequence.state,
             len(sequence.token_ids),
             sequence.num_computed_tokens,
-            len(sequence.block_table),
+            len(sequence.block_table) + len(sequence.state_blocks),
         )

@@ -69,6 +69,8 @@ class SchedulerOutput:
     `num_tokens` counts drafts too; `prefill_tokens` of them belong to prompts or are recomputed.
     Before the forward pass blocks are copied in this order: `swap_out` (device, host), `swap_in`
     (host, device), `copies` (source, destination) for copy-on-write. A block may be in both swaps.
+    `zeroed` blocks held recurrent state and get KV now; they are zeroed before `copies`, since bits
+    of a state may be infinite or NaN as KV.
     `ahead` means that the result of the step before was not known yet, so runs may end with a
     PENDING token.
     """
@@ -80,6 +82,7 @@ class SchedulerOutput:
     swap_in: tuple[tuple[int, int], ...] = ()
     prefill_tokens: int = 0
     ahead: bool = False
+    zeroed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ only blocks of the last row have unused slots.
 Blocks of sliding groups that no later position sees are released. Their entries in the table then
 repeat a later block of the same group and sequence, which attention may read but always masks.
 `Sequence.released` counts these rows.
+
+The recurrent state of a sequence (see state_blocks) is in blocks of the same pool.
 """
 
 from array import array
@@ -23,6 +25,7 @@ from hashlib import sha256
 from ..core.kv_cache_groups import KVGroups
 from ..core.request import Sequence
 from .block_pool import BlockPool
+from .state_blocks import StateBlocks
 
 Copies = list[tuple[int, int]]
 
@@ -31,10 +34,11 @@ class KVCacheManager:
     """The block tables of one pool. Without `prefix_caching` only forks share blocks.
 
     `groups` are the groups of the model's layers (None: one group that keeps all positions).
-    `max_run` is the most positions of a sequence that a step computes.
+    `max_run` is the most positions of a sequence that a step computes. `state` has the blocks of
+    recurrent states; None if the model has none.
     """
 
-    __slots__ = ("_marks", "block_size", "groups", "max_run", "pool", "prefix_caching")
+    __slots__ = ("_marks", "block_size", "groups", "max_run", "pool", "prefix_caching", "state")
 
     def __init__(
         self,
@@ -45,6 +49,8 @@ class KVCacheManager:
         max_run: int = 1,
     ) -> None:
         self.pool = BlockPool(num_blocks)
+        size = 0 if groups is None else groups.state
+        self.state = StateBlocks(self.pool, size) if size else None
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.groups = groups or KVGroups()
@@ -63,6 +69,8 @@ class KVCacheManager:
         """The blocks that the sequence has a reference to, first rows first."""
         table, count, full = sequence.block_table, self.groups.count, self.groups.full
         released = sequence.released * count
+        if self.state is not None:
+            return table + self.state.blocks_of(sequence)
         if not released:
             return table
         kept = [table[row + group] for row in range(0, released, count) for group in range(full)]
@@ -73,7 +81,8 @@ class KVCacheManager:
 
         It never covers the last known token, since that must be computed for its logits. It is
         empty for requests with prompt_logprobs, which need the logits of the whole prompt. Sliding
-        groups have the blocks that the next position sees. Valid until a block is allocated.
+        groups have the blocks that the next position sees. With recurrent layers it ends where a
+        snapshot of the state is cached. Valid until a block is allocated.
         """
         if not self.prefix_caching or sequence.request.params.prompt_logprobs is not None:
             return []
@@ -81,11 +90,29 @@ class KVCacheManager:
         if groups.window is not None and sequence.request.forks:
             # The other sequences begin at the end of the prompt and see the window before it.
             rows = min(rows, sequence.prompt_length // self.block_size)
+        if self.state is not None and sequence.request.forks:
+            # They begin with the state before the prompt's last token, which is computed first.
+            rows = min(rows, (sequence.prompt_length - 2) // self.block_size)
         kept: list[int] = []
         if groups.full:
             kept = self._leading_full(sequence, rows)
             rows = len(kept) // groups.full
+        if self.state is not None:
+            rows = self._rows_with_state(sequence, rows)
+            return kept[: rows * groups.count]
         return kept if groups.window is None else self._with_sliding(sequence, kept, rows)
+
+    def _rows_with_state(self, sequence: Sequence, rows: int) -> int:
+        """The most rows, up to `rows`, after which a snapshot of the state is cached."""
+        while rows > 0 and not self._cached_state(sequence, rows):
+            rows -= 1
+        return max(0, rows)
+
+    def _cached_state(self, sequence: Sequence, rows: int) -> list[int]:
+        """The snapshot after `rows` rows; empty if none is cached."""
+        if self.state is None or not rows:
+            return []
+        return self.state.lookup(self.block_hash(sequence, rows - 1))
 
     def _leading_full(self, sequence: Sequence, rows: int) -> list[int]:
         """The cached blocks of groups that keep all positions, in the first `rows` rows.
@@ -147,6 +174,8 @@ class KVCacheManager:
         """Free blocks needed for all known tokens: new ones, and matched ones that are free."""
         groups, rows = self.groups, self.rows_for(len(sequence.token_ids))
         needed = groups.full * rows - self._in_use(matched, range(groups.full), 0)
+        if self.state is not None:
+            needed += self.state.to_start(self._cached_state(sequence, self.rows_of(matched)))
         if groups.window is None:
             return needed
         first, sliding = self._released_rows(matched), range(groups.full, groups.count)
@@ -163,6 +192,8 @@ class KVCacheManager:
         """Blocks still needed for all known tokens, without copies of shared blocks."""
         groups, rows = self.groups, self.rows_of(sequence.block_table)
         missing = max(0, self.rows_for(len(sequence.token_ids)) - rows)
+        if self.state is not None:
+            return missing * groups.count + self.state.to_write(sequence)
         if groups.window is None:
             return missing * groups.count
         room = groups.kept(self.block_size, self.max_run) - (rows - sequence.released)
@@ -175,10 +206,26 @@ class KVCacheManager:
         sequence.released = self._released_rows(matched)
         for block in self.blocks_of(sequence):
             self.pool.share(block)
+        if self.state is not None:
+            self.state.start(sequence, self._cached_state(sequence, self.rows_of(matched)))
         sequence.num_computed_tokens = self.rows_of(matched) * self.block_size
 
     def needing_rows(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """The sequences that have no unshared row for their next position."""
+        """The sequences that have no unshared row for their next position, or no unshared state."""
+        if self.state is not None:
+            return [each for each in sequences if self._next_row(each) or self.state.to_write(each)]
+        return self._without_row(sequences)
+
+    def to_extend(self, needing: list[Sequence]) -> int:
+        """Free blocks that sequences of `needing_rows` need for their next position."""
+        if self.state is None:
+            return len(needing) * self.groups.count
+        return sum(self._next_row(each) + self.state.to_write(each) for each in needing)
+
+    def _next_row(self, sequence: Sequence) -> int:
+        return len(self._without_row((sequence,))) * self.groups.count
+
+    def _without_row(self, sequences: Iterable[Sequence]) -> list[Sequence]:
         count, ref_counts, hashes = self.groups.count, self.pool.ref_counts, self.pool.hashes
         size, several = self.block_size, count > 1
         return [
@@ -197,6 +244,8 @@ class KVCacheManager:
     def fit(self, sequence: Sequence, end: int) -> int:
         """The largest end, up to `end`, of a run of new positions for which blocks are free."""
         free = self.pool.num_free - self._shared_next(sequence)
+        if self.state is not None:
+            free -= self.state.to_write(sequence)
         if free < 0:
             return sequence.num_computed_tokens
         return min(end, self.reach(sequence, free))
@@ -207,7 +256,8 @@ class KVCacheManager:
         return (len(sequence.block_table) // count + free // count) * self.block_size
 
     def extend(self, sequence: Sequence, end: int, copies: Copies) -> None:
-        """Makes new positions up to `end` writable; appends the copies to make before that.
+        """Makes new positions up to `end`, and the state after them, writable; appends the copies
+        to make before that.
 
         A block that others share is copied. A cached block without other users leaves the prefix
         cache instead: a copy would cost a block and gain nothing. No source of a copy is the
@@ -221,22 +271,37 @@ class KVCacheManager:
         for index in range(row, len(table)):
             source = table[index]
             if pool.ref_counts[source] > 1:
-                table[index] = pool.allocate()
+                table[index] = self._allocate()
                 copies.append((source, table[index]))
                 pool.release(source)
             else:
                 pool.forget(source)
         for _ in range(self.rows_for(end) * count - len(table)):
-            table.append(pool.allocate())
+            table.append(self._allocate())
+        if self.state is not None:
+            self.state.make_writable(sequence)
+
+    def _allocate(self) -> int:
+        """A block for KV."""
+        block = self.pool.allocate()
+        if self.state is not None:
+            self.state.leaves(block)
+        return block
 
     def fork(self, parent: Sequence, child: Sequence, length: int) -> None:
         """Shares the blocks of the first `length` tokens, which both know and the parent computed.
 
-        A child that knows no further tokens computes the last one again, to get its own logits.
+        A child that knows no further tokens computes the last one again, to get its own logits. A
+        recurrent state is shared as it is, so then the parent has computed just these tokens, and
+        the child knows more.
         """
-        assert not child.block_table and parent.num_computed_tokens >= length > 0
+        assert not child.block_table and parent.num_computed_tokens >= length
+        if self.state is not None and length:
+            assert parent.num_computed_tokens == length < len(child.token_ids), "no such state"
         child.block_table = parent.block_table[: self.rows_for(length) * self.groups.count]
         self._share(parent, child)
+        if self.state is not None and length:
+            self.state.share(parent, child)
         child.block_hashes = parent.block_hashes[: length // self.block_size]
         child.num_computed_tokens = min(length, len(child.token_ids) - 1)
 
@@ -245,6 +310,8 @@ class KVCacheManager:
         assert not child.block_table
         child.block_table = parent.block_table.copy()
         self._share(parent, child)
+        if self.state is not None:
+            self.state.share(parent, child)
         child.block_hashes = parent.block_hashes[: parent.num_computed_tokens // self.block_size]
         child.num_computed_tokens = parent.num_computed_tokens
 
@@ -265,15 +332,26 @@ class KVCacheManager:
         sequence.released = first
 
     def register(self, sequence: Sequence, start: int, end: int) -> None:
-        """Adds the blocks that the computed run [start, end) filled to the prefix cache."""
+        """Adds the blocks that the run [start, end) fills to the prefix cache, and the snapshots up
+        to the computed tokens."""
         if not self.prefix_caching:
             return
+        if sequence.snapshots:
+            self._keep_snapshots(sequence)
         count, full = self.groups.count, self.groups.full
         for row in range(start // self.block_size, end // self.block_size):
             key = self.block_hash(sequence, row)
             for group in range(full if row < sequence.released else count):
                 block = sequence.block_table[row * count + group]
                 self.pool.register(block, key + self._marks[group])
+
+    def _keep_snapshots(self, sequence: Sequence) -> None:
+        assert self.state is not None, "only recurrent states have snapshots"
+        end = sequence.num_computed_tokens
+        taken = [each for each in sequence.snapshots if each[0] <= end]
+        sequence.snapshots = [each for each in sequence.snapshots if each[0] > end]
+        for position, blocks in taken:
+            self.state.keep(blocks, self.block_hash(sequence, position // self.block_size - 1))
 
     def truncate(self, sequence: Sequence) -> None:
         """Releases the blocks after the computed tokens, which held rejected drafts."""
@@ -284,6 +362,8 @@ class KVCacheManager:
 
     def free(self, sequence: Sequence) -> None:
         """Releases all blocks, last first, so that a prefix is evicted from its end."""
+        if self.state is not None:
+            self.state.free(sequence)
         for block in reversed(self.blocks_of(sequence)):
             self.pool.release(block)
         sequence.block_table = []

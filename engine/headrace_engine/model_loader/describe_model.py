@@ -12,11 +12,13 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from ..checkpoints.architectures import RECURRENT
 from ..checkpoints.checkpoint import Checkpoint, load_checkpoint
 from ..checkpoints.config import ModelConfig
 from ..core.errors import ConfigError, EngineError
 from ..models.context import pick_context
 from ..models.encoder.encoder_families import encoder_family
+from ..models.hybrid.hybrid import read_family
 from ..models.quantization.registry import find_format
 from ..models.registry import NATIVE, check_code
 from .loader import pick_device, pick_dtype
@@ -58,6 +60,8 @@ def describe(checkpoint: Checkpoint) -> Description:
     )
     if checkpoint.architecture not in NATIVE:
         return found
+    if checkpoint.architecture in RECURRENT:
+        return _with_state(found, checkpoint, dtype)
     try:
         config = ModelConfig.from_hf(checkpoint)
     except ConfigError as error:
@@ -70,6 +74,20 @@ def describe(checkpoint: Checkpoint) -> Description:
         implementation="native",
         max_model_len=pick_context(None, positions, rope.rope_type, rope.parameters),
         kv_bytes_per_token=_kv_bytes(config, dtype),
+    )
+
+
+def _with_state(found: Description, checkpoint: Checkpoint, dtype: torch.dtype) -> Description:
+    family = read_family(checkpoint)
+    shape, rope = family.shape(dtype), family.rope()
+    kv = sum(2 * each.num_kv_heads * each.head_dim for each in shape.kv_shapes)
+    state = shape.num_state_layers * sum(tensor.num_bytes for tensor in shape.state_tensors)
+    return replace(
+        found,
+        implementation="native",
+        max_model_len=pick_context(None, family.positions, rope.rope_type, rope.parameters),
+        kv_bytes_per_token=kv * dtype.itemsize,
+        note=f"each sequence has a recurrent state of {state} bytes",
     )
 
 

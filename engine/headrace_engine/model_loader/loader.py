@@ -4,12 +4,14 @@ Decides where and how to compute; runs nothing.
 """
 
 import logging
+from collections.abc import Callable
 
 import torch
 
 from .. import attention
 from ..checkpoints.architectures import keeps_latents
 from ..checkpoints.checkpoint import Checkpoint, load_checkpoint
+from ..core.attention_backend import KVSpec
 from ..core.config import EngineConfig
 from ..core.errors import ConfigError
 from ..core.kv_cache_groups import KVLayout
@@ -17,7 +19,7 @@ from ..core.pooler_config import PoolerConfig
 from ..layers.fp8_cache import CACHE_DTYPES
 from ..lora.batch import LoRAOps
 from ..lora.shapes import AdaptableModel, LayerShapes
-from ..models.base import CausalModel
+from ..models.base import CausalModel, KVShape, RecurrentModel, state_layout
 from ..models.encoder.encoder_families import encoder_family
 from ..models.encoder.pooler_config import (
     check_overrides,
@@ -83,6 +85,11 @@ def place_model(config: EngineConfig, shard: Shard | None = None) -> PlacedModel
     )
     with torch.inference_mode():
         loaded = load_model(config, checkpoint, options)
+
+    def block_bytes(shape: KVShape) -> int:
+        heads, dim = shape.num_kv_heads, shape.head_dim
+        return backend.block_bytes(KVSpec(heads, dim, config.block_size, dtype, device, stored))
+
     placed = PlacedModel(
         model=loaded.model,
         attention=backend,
@@ -91,7 +98,7 @@ def place_model(config: EngineConfig, shard: Shard | None = None) -> PlacedModel
         dtype=dtype,
         eos_token_ids=frozenset(checkpoint.eos_token_ids),
         max_model_len=loaded.max_model_len,
-        layout=_layout(config, loaded),
+        layout=_layout(config, loaded, block_bytes),
         pooler_config=pooler_config,
         cache_dtype=stored,
         lora_shapes=_lora_shapes(config, loaded.model),
@@ -103,16 +110,34 @@ def place_model(config: EngineConfig, shard: Shard | None = None) -> PlacedModel
     return placed
 
 
-def _layout(config: EngineConfig, loaded: LoadedModel) -> KVLayout:
+def _layout(
+    config: EngineConfig, loaded: LoadedModel, block_bytes: Callable[[KVShape], int]
+) -> KVLayout:
     """Layers that keep different positions get separate blocks, if all blocks have the same
     size."""
     shapes = loaded.model.kv_shapes
     windows = loaded.windows or (None,) * len(shapes)
     hybrid = KVLayout.of(windows, hybrid=len(set(shapes)) == 1)
+    if isinstance(loaded.model, RecurrentModel):
+        return _with_state(config, loaded.model, block_bytes)
     if hybrid.groups.count > 1 and config.disable_hybrid_kv_cache_manager:
         logger.info("layers share block tables: those with a window keep all KV, too")
         return KVLayout.of(windows, hybrid=False)
     return hybrid
+
+
+def _with_state(
+    config: EngineConfig, model: RecurrentModel, block_bytes: Callable[[KVShape], int]
+) -> KVLayout:
+    """One block table for all layers with KV, and blocks of the same pool for the states."""
+    if config.swap_space:
+        raise ConfigError(
+            f"swap_space is {config.swap_space}, but models with recurrent layers are not swapped: "
+            "leave it out, and preempted requests are computed again"
+        )
+    shapes = model.kv_shapes
+    state = state_layout(model, block_bytes(shapes[0]))
+    return KVLayout.of((None,) * len(shapes)).with_state(state.blocks)
 
 
 def _is_tuned(config: EngineConfig, placed: PlacedModel) -> bool:

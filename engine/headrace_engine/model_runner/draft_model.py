@@ -34,6 +34,11 @@ class DraftModel:
     def __init__(self, config: EngineConfig) -> None:
         """Loads the model of `config`. Only the first rank has a draft model, unsplit."""
         self._placed = place_model(config)
+        if self._placed.layout.groups.state:
+            raise ConfigError(
+                f"speculative_config.model {config.model} has recurrent layers, whose state cannot "
+                "follow drafts: use a draft model without, or method ngram"
+            )
         self.block_size = config.block_size
         self.max_model_len = self._placed.max_model_len
         self.vocab_size = self._placed.model.vocab_size

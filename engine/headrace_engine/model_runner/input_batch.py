@@ -12,6 +12,7 @@ import torch
 
 from ..core.attention_backend import AttentionMetadata
 from ..core.kv_cache_groups import ONE_GROUP, KVLayout
+from ..core.recurrent_state import StateBatch, StateRun
 from ..core.step_plan import SampleRow, ScheduledSequence, SchedulerOutput
 from ..device.transfer import Transfer
 from ..models.base import ForwardBatch, of_groups, of_layers
@@ -83,12 +84,14 @@ def build(
         max_seq_len=int((starts + lengths).max()),
     )
     groups = of_groups(metadata, layout)
+    states = _states(scheduled, query_start, device) if layout.groups.state else None
     forward = ForwardBatch(
         input_ids=tensors[4],
         positions=tensors[5],
         logits_rows=tensors[6],
         metadata=groups[0],
         layers=of_layers(groups, layout),
+        states=states,
     )
     sampling = _sampling(scheduled) if future_tokens is None else future_tokens.sampling
     places, sources = tensors[7:] if linked else (None, None)
@@ -186,6 +189,31 @@ def _block_tables(
     tables = np.zeros((groups, *shape), dtype=np.int64)
     tables[:, filled] = blocks.reshape(-1, groups).T
     return tables
+
+
+def _states(
+    scheduled: tuple[ScheduledSequence, ...], query_start: Ints, device: torch.device
+) -> StateBatch:
+    """The recurrent states of the batch; runs are cut where snapshots are taken."""
+    runs: list[StateRun] = []
+    targets = [item.sequence.state_blocks for item in scheduled]
+    for index, item in enumerate(scheduled):
+        begin, end = int(query_start[index]), int(query_start[index + 1])
+        offset, writes = begin - item.start, {end: [index]}
+        for position, blocks in item.sequence.snapshots:
+            if item.start < position <= item.start + item.length:
+                writes.setdefault(position + offset, []).append(len(targets))
+                targets.append(blocks)
+        for cut in sorted(writes):
+            runs.append(StateRun(index, begin, cut, tuple(writes[cut])))
+            begin = cut
+    sources = [item.sequence.state_source or item.sequence.state_blocks for item in scheduled]
+    return StateBatch(
+        sources=torch.tensor(sources, device=device),
+        fresh=torch.tensor([item.start == 0 for item in scheduled], device=device),
+        targets=torch.tensor(targets, device=device),
+        runs=tuple(runs),
+    )
 
 
 def _leading_decodes(lengths: Ints) -> int:

@@ -138,6 +138,8 @@ class ModelRunner:
         with torch.inference_mode():
             if self.host_kv_cache is not None:
                 step.swapping = self.host_kv_cache.swap(scheduler_output)
+            if scheduler_output.zeroed:
+                self._placed.zero_blocks(self._caches, scheduler_output.zeroed)
             if scheduler_output.copies:
                 self._placed.copy_blocks(self._caches, scheduler_output.copies)
             step.take_inputs()
@@ -173,6 +175,8 @@ class ModelRunner:
         if length < self.block_size:
             step = ScheduledSequence(sequence, length, 1, samples=True)
             self.execute(SchedulerOutput((step,), (), 1))
+        if self.kv_groups.state:
+            self._placed.zero_blocks(self._caches, (0,))
         if self._lora is not None:
             with torch.inference_mode():
                 self._lora.warm_up()
@@ -241,6 +245,7 @@ class ModelRunner:
         """Prefills of token 0, all in the same blocks; up to `drafts` tokens are drafts."""
         assert num_blocks * self.block_size >= length, "a dummy sequence must fit its blocks"
         table = [block for block in range(num_blocks) for _ in range(self.kv_groups.count)]
+        state = [0] * self.kv_groups.state
         drafts = min(drafts, length - 1)
         known = length - drafts
         request = EngineRequest(
@@ -252,7 +257,7 @@ class ModelRunner:
         )
         scheduled = [
             ScheduledSequence(
-                Sequence(request, index, [0] * known, block_table=table),
+                Sequence(request, index, [0] * known, block_table=table, state_blocks=state),
                 0,
                 known,
                 samples=True,

@@ -10,6 +10,7 @@ import torch
 from ..checkpoints.config import ModelConfig
 from ..core.attention_backend import AttentionMetadata, LayerCache
 from ..core.kv_cache_groups import KVLayout
+from ..core.recurrent_state import StateBatch, StateLayout, StateTensor
 from ..lora.batch import LoRABatch
 
 
@@ -22,6 +23,7 @@ class ForwardBatch:
     logits_rows int64 [R]   tokens whose logits are wanted.
     lora                    the adapters of its rows; None: no row has one.
     layers                  each layer's metadata, where not all have the same blocks.
+    states                  the recurrent states of its sequences; None: the model has none.
     """
 
     input_ids: torch.Tensor
@@ -30,6 +32,7 @@ class ForwardBatch:
     metadata: AttentionMetadata
     lora: LoRABatch | None = None
     layers: tuple[AttentionMetadata, ...] = ()
+    states: StateBatch | None = None
 
     def metadata_of(self, layer: int) -> AttentionMetadata:
         return self.layers[layer] if self.layers else self.metadata
@@ -79,6 +82,24 @@ class CausalModel(Protocol):
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
         """Computes logits [R, vocab_size]; writes the keys and values of all T tokens into
         `caches`."""
+
+
+@runtime_checkable
+class RecurrentModel(CausalModel, Protocol):
+    """A model with layers that have a state for each sequence. `kv_shapes` are of the others."""
+
+    @property
+    def state_tensors(self) -> tuple[StateTensor, ...]:
+        """The state of one recurrent layer."""
+
+    @property
+    def num_state_layers(self) -> int: ...
+
+
+def state_layout(model: RecurrentModel, block_bytes: int) -> StateLayout:
+    """Where the states of the model's layers lie in blocks of `block_bytes` a layer with KV."""
+    places = len(model.kv_shapes)
+    return StateLayout(model.state_tensors, model.num_state_layers, places, block_bytes)
 
 
 @runtime_checkable

@@ -93,7 +93,15 @@ class PlacedModel:
 
     def sequence_blocks(self, block_size: int, max_model_len: int) -> int:
         """The number of blocks that the longest sequence needs if none is freed."""
-        return -(-max_model_len // block_size) * self.layout.groups.count
+        groups = self.layout.groups
+        return -(-max_model_len // block_size) * groups.count + groups.state
+
+    def zero_blocks(self, caches: tuple[LayerCache, ...], blocks: tuple[int, ...]) -> None:
+        """Zeroes whole blocks in all layers, before KV is written into what held a state."""
+        index = torch.tensor(blocks, device=self.device)
+        for layer in self.layout.of_places:
+            for part in caches[layer]:
+                part.view(torch.uint8).index_fill_(0, index, 0)
 
     def copy_blocks(
         self, caches: tuple[LayerCache, ...], copies: tuple[tuple[int, int], ...]

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from ..checkpoints.architectures import ARCHITECTURES, MULTIMODAL
+from ..checkpoints.architectures import ARCHITECTURES, MULTIMODAL, RECURRENT
 from ..checkpoints.checkpoint import Checkpoint
 from ..core.attention_backend import AttentionBackend
 from ..core.config import EngineConfig, LoadFormat
@@ -61,6 +61,7 @@ class Loader(Protocol):
 NATIVE: dict[str, tuple[str, str]] = dict.fromkeys(
     (*ARCHITECTURES, *MULTIMODAL), ("headrace_engine.models.native", "load")
 )
+NATIVE |= dict.fromkeys(RECURRENT, ("headrace_engine.models.hybrid.hybrid", "load"))
 TRANSFORMERS = ("headrace_engine.models.transformers.transformers_model", "load")
 ENCODER = ("headrace_engine.models.encoder.transformers_encoder", "load")
 

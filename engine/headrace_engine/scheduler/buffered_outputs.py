@@ -132,8 +132,10 @@ class BufferedOutputs:
                 "fewer"
             )
         length = len(request.prompt_token_ids)
-        shared = length // limits.block_size
-        rows = shared + (limits.num_blocks // limits.kv_groups.count - 1 - shared) // width
+        shared = (length - bool(limits.kv_groups.state)) // limits.block_size
+        # Each beam has a state, and one that they share is read while they write theirs.
+        blocks = limits.num_blocks - (width + 1) * limits.kv_groups.state
+        rows = shared + (blocks // limits.kv_groups.count - 1 - shared) // width
         room = rows * limits.block_size - length
         if room < (request.params.max_tokens or 1):
             raise RequestError(

@@ -35,11 +35,8 @@ class Preemption:
         preemption is needed and `preempting` is False, returns None and changes nothing.
         """
         kv, state = self._kv, self._state
-        row = kv.groups.count
         needy = kv.needing_rows(state.decoding)
-        while (spare := kv.pool.num_free - len(needy) * row) < 0 or (
-            spare < row and self._prefill_starves()
-        ):
+        while (spare := kv.pool.num_free - kv.to_extend(needy)) < 0 or self._prefill_starves(spare):
             if not preempting:
                 return None
             self.preempt(max(state.running(), key=state.key))
@@ -97,20 +94,21 @@ class Preemption:
             alone=len(found) == state.num_running,
         )
 
-    def _prefill_starves(self) -> bool:
-        state = self._state
-        if not state.prefilling:
+    def _prefill_starves(self, spare: int) -> bool:
+        """Whether the first prefill cannot continue with `spare` blocks, and others come later."""
+        state, groups = self._state, self._kv.groups
+        if not state.prefilling or spare >= groups.count + groups.state:
             return False
         first = min(state.prefilling, key=state.key)
         last = max(state.running(), key=state.key)
         group = state.group_of(first)
         if last is first or (group.co_scheduled and last in group.sequences):
             return False
-        return bool(self._kv.needing_rows((first,)))
+        return spare < self._kv.to_extend(self._kv.needing_rows((first,)))
 
     def _growth(self, sequence: Sequence) -> int:
         """The number of blocks that the sequence still needs for all its known tokens."""
-        least = len(self._kv.needing_rows((sequence,))) * self._kv.groups.count
+        least = self._kv.to_extend(self._kv.needing_rows((sequence,)))
         return max(self._kv.growth(sequence), least)
 
 

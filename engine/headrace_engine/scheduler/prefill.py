@@ -9,6 +9,7 @@ from ..core.step_plan import ScheduledSequence
 from ..kv_cache.kv_cache_manager import Copies
 from .preemption import Preemption
 from .request_queue import Key, LazyHeap, Queue
+from .sequence_group import SequenceGroup
 from .state import SchedulerState
 from .swapping import Swapping
 
@@ -143,7 +144,7 @@ class PrefillScheduler:
         scored = self._is_scored(sequence)
         if scored:
             budget = min(budget, MAX_SCORED - sum(item.scores for item in scheduled))
-        end = self._kv.fit(sequence, min(known, start + budget))
+        end = self._kv.fit(sequence, self._until_fork(sequence, min(known, start + budget)))
         if end <= start:
             return 0
         self._kv.extend(sequence, end, copies)
@@ -153,6 +154,27 @@ class PrefillScheduler:
             run = run._replace(scores=max(0, min(end, sequence.prompt_length - 1) - start))
         scheduled.append(run)
         return end - start
+
+    def fork_at(self, group: SequenceGroup) -> int:
+        """The number of tokens that the leader computes before its followers start."""
+        return max(1, self.shared_at_fork(group))
+
+    def shared_at_fork(self, group: SequenceGroup) -> int:
+        """The number of tokens whose KV and state followers share with their leader.
+
+        With a recurrent state the leader stops before the prompt's last token: a follower computes
+        it again, and the state after it would be too late.
+        """
+        return len(group.request.prompt_token_ids) - (self._kv.state is not None)
+
+    def _until_fork(self, sequence: Sequence, end: int) -> int:
+        """Ends the run of a leader where its followers start, if they share its state."""
+        if self._kv.state is None:
+            return end
+        group = self._state.group_of(sequence)
+        if sequence is not group.leader or not group.followers:
+            return end
+        return min(end, self.fork_at(group))
 
     def _is_scored(self, sequence: Sequence) -> bool:
         if sequence.request.params.prompt_logprobs is None:
@@ -187,9 +209,10 @@ class PrefillScheduler:
         group, kv = self._state.group_of(sequence), self._kv
         needed = kv.blocks_to_start(sequence, matched)
         if group.co_scheduled:
-            shared = sequence.prompt_length // kv.block_size
+            shared = self.shared_at_fork(group) // kv.block_size
             rows = sum(kv.rows_for(len(each.token_ids)) - shared for each in group.followers)
             needed += (rows + group.width - len(group.sequences)) * kv.groups.count
+            needed += group.width * kv.groups.state
         return needed
 
     def _start(self, sequence: Sequence, matched: list[int]) -> None:

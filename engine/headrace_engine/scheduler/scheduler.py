@@ -31,6 +31,7 @@ from .preemption import Preemption
 from .prefill import PrefillScheduler
 from .prefill_budget import PrefillBudget
 from .sequence_group import SequenceGroup, open_group
+from .snapshots import SnapshotScheduler
 from .spec_decode import DraftScheduler
 from .state import SchedulerState
 from .stop_checker import StopRule
@@ -60,7 +61,8 @@ class Scheduler:
             config.max_num_batched_tokens,
         )
         self._watermark = int(config.watermark * limits.num_blocks)
-        assert limits.kv_groups.count == 1 or not limits.num_host_blocks, "groups are not swapped"
+        swapped = limits.kv_groups.count == 1 and not limits.kv_groups.state
+        assert swapped or not limits.num_host_blocks, "groups and states are not swapped"
         host = (
             HostBlockTables(limits.num_host_blocks, self.kv_cache)
             if limits.num_host_blocks
@@ -83,10 +85,13 @@ class Scheduler:
         self._buffered = BufferedOutputs(self._state, limits)
         self._prefill_budget = PrefillBudget(config.itl_target, self._costs)
         self._draft_scheduler = DraftScheduler(self.kv_cache, self._watermark)
+        self._snapshots = SnapshotScheduler.of(self.kv_cache, self._watermark)
         self._arrivals = 0
         self._step_prefill = 0
         self._step_decode = 0
         self._last_step: SchedulerOutput | None = None
+        # Whose state the present update set back to that before its drafts.
+        self._rolled_back: list[Sequence] = []
 
     @property
     def has_work(self) -> bool:
@@ -273,8 +278,14 @@ class Scheduler:
         tokens = decodes + prefill
         if drafts and (rest := self._token_budget - tokens):
             tokens += self._draft_scheduler.add(drafts, scheduled, decodes, rest, copies)
+        if self._snapshots is not None:
+            self._snapshots.take(scheduled)
         moves = NO_MOVES if swapping is None else swapping.take()
-        return SchedulerOutput(tuple(scheduled), tuple(copies), tokens, *moves, prefill, ahead)
+        states = self.kv_cache.state
+        zeroed = () if states is None else states.take_zeroed()
+        return SchedulerOutput(
+            tuple(scheduled), tuple(copies), tokens, *moves, prefill, ahead, zeroed
+        )
 
     def _end_and_preempt(self, ahead: bool) -> list[Sequence] | None:
         """Ends expired requests and preempts sequences; returns the decodes that need a block.
@@ -284,6 +295,8 @@ class Scheduler:
         state, policy = self._state, self._policy
         if self._swapping is not None:
             self._swapping.host.settle()
+        if self.kv_cache.state is not None:
+            self.kv_cache.state.settle()
         for request_id, reason in policy.expired():
             state.end(state.groups[request_id], reason)
         if policy.preempts and (state.waiting or state.swapped):
@@ -309,13 +322,13 @@ class Scheduler:
             group = groups[sequence.request.request_id]
             if drafts and tokens is not None:
                 tokens = self._accept(group, sequence, tokens)
-                length += len(tokens) - 1
+                length = self._computed_length(sequence, length, drafts, tokens)
             end = sequence.num_computed_tokens = start + length
             if end % size < length:  # the run filled a block
                 self.kv_cache.register(sequence, start, end)
             if drafts:
                 self.kv_cache.truncate(sequence)
-            if sequence is group.leader and end >= sequence.prompt_length:
+            if sequence is group.leader and end >= self._prefill.fork_at(group):
                 self._fork_followers(group, sequence)
             if slides:  # after the fork: followers may need blocks outside of the leader's window
                 self.kv_cache.release_outside_window(sequence)
@@ -325,6 +338,7 @@ class Scheduler:
                     if tokens is None
                     else self._append(group, sequence, tokens)
                 )
+        self._settle_states()
         self._policy.stepped(scheduler_output)
         self._last_step = scheduler_output if self._state.groups else None
         return self._buffered.filter(outputs)
@@ -386,6 +400,38 @@ class Scheduler:
         sequence.token_ids.extend(token.token_id for token in tokens[:-1])
         return tokens
 
+    def _computed_length(
+        self,
+        sequence: Sequence,
+        length: int,
+        drafts: tuple[int, ...],
+        tokens: tuple[SampledToken, ...],
+    ) -> int:
+        """How much of a run of `length` tokens and `drafts` counts as computed.
+
+        With a recurrent state nothing does if a draft was rejected: the state is again that before
+        the run, and the accepted tokens are computed again like a prompt.
+        """
+        accepted, states = len(tokens) - 1, self.kv_cache.state
+        if states is None:
+            return length + accepted
+        whole = accepted == len(drafts)
+        states.verified(sequence, accepted=whole)
+        if not whole:
+            self._rolled_back.append(sequence)
+        return length + accepted if whole else 0
+
+    def _settle_states(self) -> None:
+        """Ends a step for recurrent states: sequences that were rolled back prefill again."""
+        if self.kv_cache.state is None:
+            return
+        self.kv_cache.state.settle()
+        for sequence in self._rolled_back:
+            if sequence.state is State.RUNNING:
+                del self._state.decoding[sequence]
+                self._state.prefilling[sequence] = None
+        self._rolled_back.clear()
+
     def _append(
         self, group: SequenceGroup, sequence: Sequence, tokens: tuple[SampledToken, ...]
     ) -> SequenceOutput:
@@ -438,7 +484,7 @@ class Scheduler:
             if position >= room:
                 self._state.waiting.push((group.key, follower.choice), follower)
                 continue
-            self.kv_cache.fork(leader, follower, leader.prompt_length)
+            self.kv_cache.fork(leader, follower, self._prefill.shared_at_fork(group))
             follower.cached_tokens = leader.cached_tokens
             follower.transition(State.RUNNING)
             phase = self._state.prefilling if follower.output_length else self._state.decoding

@@ -29,13 +29,20 @@ class DraftScheduler:
         for item in scheduled[:decodes]:
             sequence = item.sequence
             tokens = drafts.get(sequence, ())[:rest]
-            spare = max(0, self._kv.pool.num_free - self._watermark)
+            spare = max(0, self._kv.pool.num_free - self._watermark - self._kv.groups.state)
             tokens = tokens[: self._kv.reach(sequence, spare) - item.start - 1]
-            if not tokens:
+            # A state that is read from other blocks in this step cannot be saved as well.
+            if not tokens or sequence.state_source or not self._can_save():
                 plain.append(item)
                 continue
             self._kv.extend(sequence, item.start + 1 + len(tokens), copies)
+            if self._kv.state is not None:
+                self._kv.state.save(sequence)
             drafted.append(item._replace(drafts=tokens))
             rest -= len(tokens)
         scheduled[:decodes] = plain + drafted
         return budget - rest
+
+    def _can_save(self) -> bool:
+        """Whether the state before drafts can be kept beside the one after them."""
+        return self._kv.pool.num_free - self._watermark >= self._kv.groups.state

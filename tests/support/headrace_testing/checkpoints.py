@@ -66,6 +66,12 @@ _LATENT: dict[str, Any] = {
     "qk_nope_head_dim": 24,
     "v_head_dim": 20,
 }
+_DELTA: dict[str, Any] = {
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +326,41 @@ SHAPES: dict[str, Shape] = {
         },
     ),
     "qwen3-moe": Shape("Qwen3MoeConfig", {**_GROUPED, **_EXPERTS, "head_dim": 32}),
+    "lfm2": Shape(
+        "Lfm2Config",
+        {
+            **_GROUPED,
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "block_multiple_of": 16,
+        },
+    ),
+    "qwen3-next": Shape(
+        "Qwen3NextConfig",
+        {
+            **_GROUPED,
+            **_EXPERTS,
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            **_DELTA,
+        },
+    ),
+    "qwen3_5": Shape(
+        "Qwen3_5TextConfig", {**_GROUPED, "num_hidden_layers": 4, "head_dim": 32, **_DELTA}
+    ),
+    "qwen3_5-multimodal": Shape(
+        "Qwen3_5Config",
+        {
+            "text_config": {**_GROUPED, "num_hidden_layers": 4, "head_dim": 32, **_DELTA},
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 16,
+                "num_heads": 2,
+                "intermediate_size": 16,
+                "out_hidden_size": 64,
+            },
+        },
+    ),
 }
 
 _LINES = (

@@ -3,6 +3,8 @@
 Its "KV" of a position is (token, position, digest of all tokens up to there). In each step it
 makes the step's copies, writes the computed positions, and then looks up every position of each
 scheduled sequence through its block table: an aliased, stale or wrongly cached block shows at once.
+A recurrent state is such a value in each of its blocks. All states are read before any is written,
+and no block that is read may be written for another sequence.
 The next token is a hash of seed, choice and all tokens so far, so tests can predict a run.
 """
 
@@ -27,6 +29,8 @@ from headrace_engine.speculative.draft_proposer import Drafter
 from .fake_grammar import allowed_tokens, allows, refused_tokens
 
 _MASK = 2**62 - 1
+# What a recurrent state looks like as KV.
+_STATE = -7
 # Adapters that the runner accepts; they do not change its tokens.
 ADAPTERS = ("a", "b", "c")
 
@@ -79,6 +83,8 @@ class FakeRunner:
         self.late: set[Sequence] = set()
         self._kv = np.full((num_blocks, block_size, 3), -1, dtype=np.int64)
         self._host = np.full((num_host_blocks, block_size, 3), -1, dtype=np.int64)
+        # Of blocks that hold a state: which of its blocks it is, and the value.
+        self._states: dict[int, tuple[int, int]] = {}
 
     @property
     def capacity(self) -> int:
@@ -90,7 +96,11 @@ class FakeRunner:
         self.steps.append(scheduler_output)
         _copy(self._kv, self._host, scheduler_output.swap_out)
         _copy(self._host, self._kv, scheduler_output.swap_in)
+        for block in scheduler_output.zeroed:
+            self._kv[block] = -1
         _copy(self._kv, self._kv, scheduler_output.copies)
+        if self.kv_groups.state:
+            self._advance_states(scheduler_output)
         for item in scheduler_output.scheduled:
             self._write(item)
         for item in scheduler_output.scheduled:
@@ -247,6 +257,39 @@ class FakeRunner:
                 slot = table[position // self.block_size], position % self.block_size
                 self._kv[slot] = values[position]
 
+    def _advance_states(self, scheduler_output: SchedulerOutput) -> None:
+        """Checks the states before the runs and writes those after them, and snapshots."""
+        read: dict[int, Sequence] = {}
+        written: dict[int, tuple[int, int]] = {}
+        owners: dict[int, Sequence] = {}
+        for item in scheduler_output.scheduled:
+            sequence, start, size = item.sequence, item.start, self.kv_groups.state
+            values = kv_values([*sequence.token_ids, *item.drafts])
+            source = sequence.state_source or sequence.state_blocks
+            if start:
+                found = [self._states.get(block) for block in source]
+                wanted = [(index, values[start - 1][2]) for index in range(size)]
+                assert found == wanted, (
+                    f"{sequence.request.request_id}/{sequence.choice}: not the state after {start}"
+                )
+                read |= dict.fromkeys(source, sequence)
+            end = start + item.length + len(item.drafts)
+            taken = [each for each in sequence.snapshots if start < each[0] <= end]
+            for position, blocks in [*taken, (end, sequence.state_blocks)]:
+                assert len(blocks) == size, "a state has not its blocks"
+                for index, block in enumerate(blocks):
+                    assert block not in written, "two states are written into one block"
+                    written[block] = index, values[position - 1][2]
+                    owners[block] = sequence
+        for block, owner in owners.items():
+            assert read.get(block, owner) is owner, "a state is overwritten before it is read"
+        for item in scheduler_output.scheduled:
+            new = set(item.sequence.block_table[item.start // self.block_size :])
+            assert not new & (read.keys() | written.keys()), "KV is written over a state"
+        for block, value in written.items():
+            self._states[block] = value
+            self._kv[block] = _STATE
+
     def _check(self, item: ScheduledSequence) -> None:
         sequence, end = item.sequence, item.start + item.length + len(item.drafts)
         rows, groups = -(-end // self.block_size), self.kv_groups
@@ -257,6 +300,7 @@ class FakeRunner:
         for group, table in enumerate(self._tables(sequence)):
             slides = group >= groups.full
             held += table[sequence.released if slides else 0 :]
+            assert not (self._kv[table] == _STATE).any(), "KV was not zeroed after a state"
             first = item.start - (groups.window or 0) + 1 if slides else 0
             found = self._kv[table].reshape(-1, 3)[:end]
             wrong = np.flatnonzero((found != wanted).any(axis=1))

@@ -66,6 +66,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         most_drafts=st.sampled_from([0, 2, 9]),
         window=st.sampled_from([None, None, 1, 6, 11]),
         kinds=st.sampled_from([(0, 1), (1, 1), (1, 3), (2, 1)]),
+        state=st.sampled_from([0, 0, 1, 3]),
         max_loras=st.sampled_from([None, 1, 2]),
         pipelined=st.booleans(),
     )
@@ -83,16 +84,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         most_drafts: int,
         window: int | None,
         kinds: tuple[int, int],
+        state: int,
         max_loras: int | None,
         pipelined: bool,
     ) -> None:
         self.most_drafts = most_drafts
-        groups = KVGroups() if window is None else KVGroups(*kinds, window)
+        groups = KVGroups(state=state) if window is None else KVGroups(*kinds, window)
         self.runner = FakeRunner(
-            num_blocks=rows * groups.count,
+            num_blocks=rows * groups.count + groups.state,
             block_size=block_size,
             max_model_len=60,
-            num_host_blocks=num_host_blocks if groups.count == 1 else 0,
+            num_host_blocks=num_host_blocks if groups.count == 1 and not groups.state else 0,
             prompt_seconds=1.0,
             block_seconds=block_seconds,
             kv_groups=groups,
@@ -207,8 +209,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         width, params = request.params.branches, request.params
         size, length = self.runner.block_size, len(request.prompt_token_ids)
         blocks = -(-(length + (params.max_tokens or 0)) // size)
-        own = width * (blocks - length // size)
-        return width <= self.max_running and length // size + own < self.rows
+        state = self.runner.kv_groups.state
+        shared = (length - bool(state)) // size
+        rows = self.rows + state - (width + 1) * state
+        own = width * (blocks - shared)
+        return width <= self.max_running and shared + own < rows
 
     def resumed(self, request: EngineRequest, lengths: list[int]) -> EngineRequest:
         """The request as another engine left it: each choice got some of its tokens, or all."""
@@ -348,6 +353,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(adapters) <= (self.max_loras or 0), "more adapters run than there are slots"
         blocks_of = self.scheduler.kv_cache.blocks_of
         references = Counter(block for sequence in running for block in blocks_of(sequence))
+        states = self.scheduler.kv_cache.state
+        references.update([] if states is None else states.unsettled)
         assert pool.ref_counts == [references[block] for block in range(pool.num_blocks)]
         assert pool.num_shared == sum(count > 1 for count in references.values())
         free = free_blocks(pool)
@@ -392,7 +399,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_salts(self, running: list[Sequence]) -> None:
         salt_of: dict[int, tuple[bytes, str | None]] = {}
         for sequence in running:
-            for block in sequence.block_table:
+            for block in sequence.block_table + sequence.state_blocks:
                 salt = sequence.request.cache_salt, sequence.request.lora
                 assert salt_of.setdefault(block, salt) == salt, "tenants or adapters share a block"
 

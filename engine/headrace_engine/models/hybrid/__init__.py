@@ -1,0 +1,1 @@
+"""Decoders with recurrent layers, in torch: state memory, recurrences, layers and families."""

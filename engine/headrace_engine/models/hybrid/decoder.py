@@ -1,0 +1,69 @@
+"""A decoder of residual parts of any kind, in any order: attention, recurrent layers and MLPs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from ...core.attention_backend import LayerCache
+from ...core.recurrent_state import StateLayout, StateTensor
+from ...layers.layers import Linear
+from ...operators.base import Float32NormOps, Ops
+from ..base import ForwardBatch, KVShape, state_layout
+from ..rotary.rotary import RotaryTable
+from .layers import HybridLayer, HybridStep
+from .state_memory import StateMemory
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualPart:
+    """Adds layer(norm(x)) to x."""
+
+    norm: torch.Tensor
+    layer: HybridLayer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HybridWeights:
+    """A decoder's weights. `kv_shapes` are of the layers with KV, `state_tensors` the state of each
+    of the `num_state_layers` recurrent ones."""
+
+    embedding: torch.Tensor
+    parts: Sequence[ResidualPart]
+    norm: torch.Tensor
+    lm_head: Linear
+    eps: float
+    kv_shapes: tuple[KVShape, ...]
+    state_tensors: tuple[StateTensor, ...]
+    num_state_layers: int
+
+
+class HybridDecoder:
+    """A decoder whose layers keep KV or a recurrent state. Its steps are computed in torch."""
+
+    def __init__(self, weights: HybridWeights, ops: Ops, rotary: RotaryTable | None) -> None:
+        self._weights, self._rotary = weights, rotary
+        narrower = weights.norm.dtype is not weights.embedding.dtype
+        self._ops: Ops = Float32NormOps(ops) if narrower else ops
+        self.vocab_size = len(weights.embedding)
+        self.kv_shapes = weights.kv_shapes
+        self.state_tensors = weights.state_tensors
+        self.num_state_layers = weights.num_state_layers
+        self._layout: StateLayout | None = None
+
+    def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
+        weights, step = self._weights, self._step(batch, caches)
+        x = F.embedding(batch.input_ids, weights.embedding)
+        for part in weights.parts:
+            x = x + part.layer(self._ops.rms_norm(x, part.norm, weights.eps), step)
+        rows = x.index_select(0, batch.logits_rows)
+        return weights.lm_head(self._ops.rms_norm(rows, weights.norm, weights.eps))
+
+    def _step(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> HybridStep:
+        assert batch.states is not None, "the batch has no states"
+        if self._layout is None:
+            self._layout = state_layout(self, sum(part[0].nbytes for part in caches[0]))
+        memory = StateMemory(self._layout, caches, batch.states)
+        cos, sin = (None, None) if self._rotary is None else self._rotary.lookup(batch.positions)
+        return HybridStep(batch, caches, memory, cos, sin)

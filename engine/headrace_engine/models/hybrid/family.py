@@ -1,0 +1,73 @@
+"""What the families of hybrid decoders have in common: fields of config.json, and the vocabulary's
+tensors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ...attention.reference import ReferenceBackend
+from ...checkpoints.architectures import Architecture
+from ...checkpoints.fields import Fields
+from ...checkpoints.rope import RopeConfig, read_rope
+from ...core.attention_backend import AttentionBackend
+from ...layers.layers import Linear
+from ...operators.base import Ops, TorchOps
+from .decoder import HybridWeights
+from .tensors import ExpectedTensors, Tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What layers compute with."""
+
+    attention: AttentionBackend
+    ops: Ops
+    dtype: torch.dtype
+
+
+class Family:
+    """The shape of one checkpoint, read from its config.json. The names of the decoder's tensors
+    begin with `prefix`."""
+
+    architecture: ClassVar[Architecture]
+    head_dim: int
+    tied: bool
+
+    def __init__(self, fields: Fields) -> None:
+        self.fields = fields
+        self.prefix = "model."
+        self.hidden = fields.integer("hidden_size")
+        self.vocab = fields.integer("vocab_size")
+        self.layers = fields.integer("num_hidden_layers")
+        longest = self.architecture.max_position_embeddings
+        self.positions = fields.integer("max_position_embeddings", longest)
+
+    def rope(self) -> RopeConfig:
+        return read_rope(self.fields, self.architecture, self.head_dim, self.positions)
+
+    def build(self, tensors: Tensors, parts: Parts) -> HybridWeights:
+        """Asks `tensors` for all tensors of the checkpoint, and makes the decoder's weights."""
+        raise NotImplementedError
+
+    def shape(self, dtype: torch.dtype) -> HybridWeights:
+        """The decoder with weights that take no memory: for the shapes of its KV and states."""
+        backend = ReferenceBackend()
+        return self.build(ExpectedTensors(dtype), Parts(backend, TorchOps(), dtype))
+
+    def head(self, tensors: Tensors) -> Linear:
+        """The output matrix, which may be the embedding."""
+        name = f"{self.prefix}embed_tokens" if self.tied else "lm_head"
+        return tensors.linear({name: self.vocab}, self.hidden)
+
+
+def layer_types(fields: Fields, known: tuple[str, ...], default: Sequence[str]) -> list[str]:
+    """The kind of each layer."""
+    kinds = fields.get("layer_types", default)
+    if not isinstance(kinds, list) or len(kinds) != len(default) or not set(kinds) <= set(known):
+        raise fields.error("layer_types", f"a list of {len(default)} names: {', '.join(known)}")
+    for kind in known:
+        if kind not in kinds:
+            raise fields.error("layer_types", f"with at least one {kind}")
+    return kinds

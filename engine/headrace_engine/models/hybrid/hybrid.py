@@ -1,0 +1,82 @@
+"""Loads a hybrid decoder from a checkpoint."""
+
+from ...checkpoints.checkpoint import Checkpoint
+from ...checkpoints.fields import Fields
+from ...checkpoints.loading import LoadProgress
+from ...checkpoints.tensor_files import scan
+from ...core.errors import ConfigError
+from ..context import pick_context
+from ..layout import plain_layout
+from ..registry import LoadedModel, LoadOptions
+from ..rotary.rotary import RotaryTable
+from ..weights.weights import WeightReader
+from .decoder import HybridDecoder
+from .family import Family, Parts
+from .lfm2 import Lfm2
+from .qwen3_5 import Qwen35
+from .qwen3_next import Qwen3Next
+from .tensors import ExpectedTensors, StoredTensors
+
+FAMILIES: dict[str, type[Family]] = {
+    "Lfm2ForCausalLM": Lfm2,
+    "Qwen3NextForCausalLM": Qwen3Next,
+    "Qwen3_5ForCausalLM": Qwen35,
+    "Qwen3_5ForConditionalGeneration": Qwen35,
+}
+# Tensors of other parts, which are not read: heads that predict several tokens, and images.
+IGNORED = ("mtp.", "model.visual.")
+HEAD = "lm_head.weight"
+# The prefix of a multimodal model's decoder.
+TEXT_PART = "model.language_model."
+
+
+def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
+    """Loads the decoder. Raises ConfigError or CheckpointError naming the wrong field, file or
+    tensor."""
+    _check_options(checkpoint, options)
+    family = read_family(checkpoint)
+    rope = family.rope()
+    length = pick_context(options.positions, family.positions, rope.rope_type, rope.parameters)
+    parts = Parts(options.attention, options.ops, options.dtype)
+    stored = scan(checkpoint.folder)
+    if any(name.startswith(TEXT_PART) for name in stored):
+        family.prefix = TEXT_PART
+        # A multimodal config.json may contradict itself, the files are right.
+        family.tied = HEAD not in stored
+    expected = ExpectedTensors(options.dtype)
+    family.build(expected, parts)
+    ignored = [name for name in stored if name.startswith(IGNORED)]
+    if family.tied:
+        ignored.append(HEAD)
+    with LoadProgress() as progress:
+        where = (checkpoint.folder, options.dtype, options.device)
+        reader = WeightReader(*where, plain_layout, progress)
+        reader.check(expected.shapes, ignored)
+        weights = family.build(StoredTensors(reader, options.ops), parts)
+    rotary = RotaryTable(rope, family.head_dim, family.positions, length, options.device)
+    model = HybridDecoder(weights, options.ops, rotary)
+    return LoadedModel(model, length, (None,) * len(model.kv_shapes))
+
+
+def read_family(checkpoint: Checkpoint) -> Family:
+    """The checkpoint's shape. Raises ConfigError for fields that are not supported."""
+    fields = Fields(checkpoint.folder / "config.json", checkpoint.config)
+    return FAMILIES[checkpoint.architecture](fields)
+
+
+def _check_options(checkpoint: Checkpoint, options: LoadOptions) -> None:
+    """Raises ConfigError for what recurrent layers do not support."""
+    refused = {
+        "tensor_parallel_size above 1": options.shard is not None,
+        "task embed": options.hidden_states,
+        "deterministic": options.deterministic,
+        "load_format dummy": options.load_format == "dummy",
+        f"quantization {options.quantization}": options.quantization != "none",
+        "a quantised checkpoint": bool(checkpoint.config.get("quantization_config")),
+    }
+    for name, wanted in refused.items():
+        if wanted:
+            raise ConfigError(
+                f"{checkpoint.folder}: {checkpoint.architecture} has recurrent layers, which do "
+                f"not support {name}: use one process, unquantised weights and task generate"
+            )

@@ -1,0 +1,116 @@
+"""LFM2: gated short convolutions and attention."""
+
+from ...checkpoints.architectures import Architecture
+from ...checkpoints.fields import Fields
+from ...core.attention_backend import LayerParams
+from ...layers.feed_forward import GatedMLP
+from ...operators.base import HeadShape, QKNorm
+from ..base import KVShape
+from .decoder import HybridWeights, ResidualPart
+from .family import Family, Parts, layer_types
+from .layers import AttentionLayer, Convolution, FeedForwardLayer, ShortConvLayer, conv_state
+from .tensors import Tensors
+
+LFM2 = Architecture(
+    max_position_embeddings=128_000,
+    rope_theta=1_000_000.0,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=True,
+)
+
+
+class Lfm2(Family):
+    """The shape of one checkpoint. Raises ConfigError for fields that are not supported."""
+
+    architecture = LFM2
+
+    def __init__(self, fields: Fields) -> None:
+        super().__init__(fields)
+        self.heads = fields.integer("num_attention_heads", 32)
+        self.kv_heads = fields.integer("num_key_value_heads", 8)
+        self.head_dim = fields.integer("head_dim", self.hidden // self.heads)
+        self.eps = fields.number("norm_eps", 1e-5)
+        self.tied = fields.flag("tie_embedding", fields.flag("tie_word_embeddings", True))
+        self.window = fields.integer("conv_L_cache", 3)
+        self.bias = fields.flag("conv_bias")
+        listed = fields.get("full_attn_idxs", list(range(self.layers)))
+        default = ["full_attention" if at in listed else "conv" for at in range(self.layers)]
+        self.types = layer_types(fields, ("full_attention", "conv"), default)
+        self.inner = _inner(fields)
+
+    def build(self, tensors: Tensors, parts: Parts) -> HybridWeights:
+        hidden, eps = self.hidden, self.eps
+        embedding = tensors.tensor(f"{self.prefix}embed_tokens.weight", self.vocab, hidden)
+        blocks: list[ResidualPart] = []
+        attentions = states = 0
+        for index, kind in enumerate(self.types):
+            prefix = f"{self.prefix}layers.{index}."
+            norm = tensors.tensor(f"{prefix}operator_norm.weight", hidden)
+            if kind == "conv":
+                blocks.append(ResidualPart(norm, self._convolution(tensors, prefix, states)))
+                states += 1
+            else:
+                blocks.append(
+                    ResidualPart(norm, self._attention(tensors, parts, prefix, attentions))
+                )
+                attentions += 1
+            norm = tensors.tensor(f"{prefix}ffn_norm.weight", hidden)
+            blocks.append(ResidualPart(norm, self._mlp(tensors, parts, f"{prefix}feed_forward.")))
+        norm = tensors.tensor(f"{self.prefix}embedding_norm.weight", hidden)
+        return HybridWeights(
+            embedding=embedding,
+            parts=blocks,
+            norm=norm,
+            lm_head=self.head(tensors),
+            eps=eps,
+            kv_shapes=(KVShape(self.kv_heads, self.head_dim),) * attentions,
+            state_tensors=(conv_state(hidden, self.window, parts.dtype),),
+            num_state_layers=states,
+        )
+
+    def _convolution(self, tensors: Tensors, prefix: str, index: int) -> ShortConvLayer:
+        hidden, prefix = self.hidden, f"{prefix}conv."
+        weight = tensors.tensor(f"{prefix}conv.weight", hidden, 1, self.window)
+        bias = tensors.tensor(f"{prefix}conv.bias", hidden) if self.bias else None
+        return ShortConvLayer(
+            index=index,
+            input=tensors.linear({f"{prefix}in_proj": 3 * hidden}, hidden, self.bias),
+            convolution=Convolution(weight[:, 0], bias),
+            output=tensors.linear({f"{prefix}out_proj": hidden}, hidden, self.bias),
+        )
+
+    def _attention(self, tensors: Tensors, parts: Parts, prefix: str, index: int) -> AttentionLayer:
+        hidden, dim, prefix = self.hidden, self.head_dim, f"{prefix}self_attn."
+        q, kv = self.heads * dim, self.kv_heads * dim
+        return AttentionLayer(
+            index=index,
+            query=tensors.linear({f"{prefix}q_proj": q}, hidden),
+            key_value=tensors.linear({f"{prefix}k_proj": kv, f"{prefix}v_proj": kv}, hidden),
+            output=tensors.linear({f"{prefix}out_proj": hidden}, q),
+            heads=HeadShape(self.heads, self.kv_heads, dim, self.eps),
+            norm=QKNorm(
+                query=tensors.tensor(f"{prefix}q_layernorm.weight", dim),
+                key=tensors.tensor(f"{prefix}k_layernorm.weight", dim),
+            ),
+            params=LayerParams(scale=dim**-0.5),
+            attention=parts.attention,
+            ops=parts.ops,
+        )
+
+    def _mlp(self, tensors: Tensors, parts: Parts, prefix: str) -> FeedForwardLayer:
+        gate_up = tensors.linear(
+            {f"{prefix}w1": self.inner, f"{prefix}w3": self.inner}, self.hidden
+        )
+        down = tensors.linear({f"{prefix}w2": self.hidden}, self.inner)
+        return FeedForwardLayer(GatedMLP(gate_up, down, parts.ops.silu_mul))
+
+
+def _inner(fields: Fields) -> int:
+    """The MLP's inner size, as transformers derives it."""
+    size = fields.integer("block_ff_dim", fields.integer("intermediate_size", 12288))
+    if not fields.flag("block_auto_adjust_ff_dim", True):
+        return size
+    size = int(2 * size / 3)
+    size = int(fields.number("block_ffn_dim_multiplier", 1.0) * size)
+    multiple = fields.integer("block_multiple_of", 256)
+    return -(-size // multiple) * multiple

@@ -1,0 +1,60 @@
+"""Qwen 3.5, without experts and without images: gated delta nets and gated attention."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ...checkpoints.architectures import Architecture
+from ...checkpoints.config import ExpertsConfig
+from ...checkpoints.fields import Fields
+from ...layers.layers import Linear
+from .layers import DeltaProjections, DeltaShape
+from .qwen3_next import Qwen3Next
+from .tensors import Tensors
+
+
+class Qwen35(Qwen3Next):
+    """The shape of one checkpoint. Raises ConfigError for fields that are not supported.
+
+    Text has one position for each token, so the three parts of its rotary embedding are one.
+    """
+
+    architecture = Architecture(
+        rms_norm_eps=1e-6, partial_rotary=0.25, max_position_embeddings=32768
+    )
+
+    def __init__(self, fields: Fields) -> None:
+        if isinstance(fields.get("text_config", None), dict):
+            fields = Fields(fields.path, fields.object("text_config"), prefix="text_config.")
+        super().__init__(fields)
+        self.inner = fields.integer("intermediate_size", 12288)
+
+    def _experts(self) -> ExpertsConfig | None:
+        return None
+
+    def projections(self, tensors: Tensors, prefix: str) -> DeltaProjections:
+        shape, hidden = self.delta, self.hidden
+        heads = shape.value_heads
+        return SeparateProjections(
+            qkv=tensors.linear({f"{prefix}in_proj_qkv": shape.channels}, hidden),
+            gate=tensors.linear({f"{prefix}in_proj_z": shape.value_width}, hidden),
+            ba=tensors.linear({f"{prefix}in_proj_b": heads, f"{prefix}in_proj_a": heads}, hidden),
+            shape=shape,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SeparateProjections:
+    """Queries, keys and values of all heads; their gates; betas and decays."""
+
+    qkv: Linear
+    gate: Linear
+    ba: Linear
+    shape: DeltaShape
+
+    def __call__(
+        self, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        beta, decay = self.ba(x).chunk(2, dim=-1)
+        gate = self.gate(x).view(len(x), -1, self.shape.value_dim)
+        return self.qkv(x), gate, beta, decay

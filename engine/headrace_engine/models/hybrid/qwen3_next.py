@@ -1,0 +1,202 @@
+"""Qwen3-Next: gated delta nets, gated attention and mixtures of experts."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ...checkpoints.architectures import Architecture
+from ...checkpoints.config import ExpertsConfig, sparse_layers
+from ...checkpoints.fields import Fields
+from ...core.attention_backend import LayerParams
+from ...layers.feed_forward import GatedMLP, SharedExpert, SparseMoe
+from ...layers.layers import Linear
+from ...operators.base import HeadShape, QKNorm
+from ..base import KVShape
+from .decoder import HybridWeights, ResidualPart
+from .family import Family, Parts, layer_types
+from .layers import (
+    AttentionLayer,
+    Convolution,
+    DeltaProjections,
+    DeltaShape,
+    FeedForwardLayer,
+    GatedDeltaLayer,
+    conv_state,
+)
+from .tensors import Tensors
+
+
+class Qwen3Next(Family):
+    """The shape of one checkpoint. Raises ConfigError for fields that are not supported."""
+
+    architecture = Architecture(rms_norm_eps=1e-6, partial_rotary=0.25)
+
+    def __init__(self, fields: Fields) -> None:
+        super().__init__(fields)
+        fields.require("hidden_act", ("silu", "swish"), default="silu")
+        self.heads = fields.integer("num_attention_heads", 16)
+        self.kv_heads = fields.integer("num_key_value_heads", 2)
+        self.head_dim = fields.integer("head_dim", 256)
+        self.bias = fields.flag("attention_bias")
+        self.eps = fields.number("rms_norm_eps", 1e-6)
+        self.tied = fields.flag("tie_word_embeddings")
+        self.window = fields.integer("linear_conv_kernel_dim", 4)
+        self.delta = DeltaShape(
+            key_heads=fields.integer("linear_num_key_heads", 16),
+            value_heads=fields.integer("linear_num_value_heads", 32),
+            key_dim=fields.integer("linear_key_head_dim", 128),
+            value_dim=fields.integer("linear_value_head_dim", 128),
+        )
+        if self.delta.value_heads % self.delta.key_heads:
+            raise fields.error("linear_num_value_heads", "a multiple of linear_num_key_heads")
+        every = fields.integer("full_attention_interval", 4)
+        kinds = ("linear_attention", "full_attention")
+        default = [kinds[(index + 1) % every == 0] for index in range(self.layers)]
+        self.types = layer_types(fields, kinds, default)
+        self.experts = self._experts()
+        self.inner = fields.integer("intermediate_size", 5632)
+
+    def _experts(self) -> ExpertsConfig | None:
+        fields = self.fields
+        found = ExpertsConfig(
+            count=fields.integer("num_experts", 512),
+            per_token=fields.integer("num_experts_per_tok", 10),
+            intermediate_size=fields.integer("moe_intermediate_size", 512),
+            renormalise=fields.flag("norm_topk_prob", True),
+            shared_size=fields.integer("shared_expert_intermediate_size", 512),
+            sparse=sparse_layers(fields),
+        )
+        if found.per_token > found.count:
+            raise fields.error("num_experts_per_tok", f"at most num_experts ({found.count})")
+        return found
+
+    def build(self, tensors: Tensors, parts: Parts) -> HybridWeights:
+        blocks: list[ResidualPart] = []
+        embedding = tensors.tensor(f"{self.prefix}embed_tokens.weight", self.vocab, self.hidden)
+        attentions = states = 0
+        for index, kind in enumerate(self.types):
+            prefix = f"{self.prefix}layers.{index}."
+            norm = self.norm(tensors, f"{prefix}input_layernorm", self.hidden)
+            if kind == "linear_attention":
+                blocks.append(ResidualPart(norm, self._delta_net(tensors, prefix, states)))
+                states += 1
+            else:
+                layer = self._attention(tensors, parts, prefix, attentions)
+                blocks.append(ResidualPart(norm, layer))
+                attentions += 1
+            norm = self.norm(tensors, f"{prefix}post_attention_layernorm", self.hidden)
+            sparse = self.experts is not None and self.experts.sparse[index]
+            make = self._mixture if sparse else self._mlp
+            blocks.append(ResidualPart(norm, FeedForwardLayer(make(tensors, parts, prefix))))
+        window = conv_state(self.delta.channels, self.window, parts.dtype)
+        return HybridWeights(
+            embedding=embedding,
+            parts=blocks,
+            norm=self.norm(tensors, f"{self.prefix}norm", self.hidden),
+            lm_head=self.head(tensors),
+            eps=self.eps,
+            kv_shapes=(KVShape(self.kv_heads, self.head_dim),) * attentions,
+            state_tensors=(window, self.delta.state),
+            num_state_layers=states,
+        )
+
+    def norm(self, tensors: Tensors, name: str, width: int) -> torch.Tensor:
+        """A norm's weights; 1 is added to the stored ones, in float32."""
+        return tensors.tensor(f"{name}.weight", width).float() + 1.0
+
+    def projections(self, tensors: Tensors, prefix: str) -> DeltaProjections:
+        """The products before a gated delta net."""
+        shape = self.delta
+        joint = shape.channels + shape.value_width
+        return JointProjections(
+            qkvz=tensors.linear({f"{prefix}in_proj_qkvz": joint}, self.hidden),
+            ba=tensors.linear({f"{prefix}in_proj_ba": 2 * shape.value_heads}, self.hidden),
+            shape=shape,
+        )
+
+    def _delta_net(self, tensors: Tensors, prefix: str, index: int) -> GatedDeltaLayer:
+        shape, prefix = self.delta, f"{prefix}linear_attn."
+        heads, channels = shape.value_heads, shape.channels
+        dt_bias = tensors.tensor(f"{prefix}dt_bias", heads).float()
+        a_log = tensors.tensor(f"{prefix}A_log", heads).float()
+        weight = tensors.tensor(f"{prefix}conv1d.weight", channels, 1, self.window)
+        return GatedDeltaLayer(
+            index=index,
+            projections=self.projections(tensors, prefix),
+            convolution=Convolution(weight[:, 0], None),
+            a_log=a_log,
+            dt_bias=dt_bias,
+            norm=tensors.tensor(f"{prefix}norm.weight", shape.value_dim),
+            eps=self.eps,
+            output=tensors.linear({f"{prefix}out_proj": self.hidden}, shape.value_width),
+            shape=shape,
+        )
+
+    def _attention(self, tensors: Tensors, parts: Parts, prefix: str, index: int) -> AttentionLayer:
+        hidden, dim, prefix, bias = self.hidden, self.head_dim, f"{prefix}self_attn.", self.bias
+        q, kv = self.heads * dim, self.kv_heads * dim
+        return AttentionLayer(
+            index=index,
+            query=tensors.linear({f"{prefix}q_proj": 2 * q}, hidden, bias),
+            key_value=tensors.linear({f"{prefix}k_proj": kv, f"{prefix}v_proj": kv}, hidden, bias),
+            output=tensors.linear({f"{prefix}o_proj": hidden}, q, bias),
+            heads=HeadShape(self.heads, self.kv_heads, dim, self.eps),
+            norm=QKNorm(
+                query=self.norm(tensors, f"{prefix}q_norm", dim).to(parts.dtype),
+                key=self.norm(tensors, f"{prefix}k_norm", dim).to(parts.dtype),
+            ),
+            params=LayerParams(scale=dim**-0.5),
+            attention=parts.attention,
+            ops=parts.ops,
+            gated=True,
+        )
+
+    def _mlp(self, tensors: Tensors, parts: Parts, prefix: str) -> GatedMLP:
+        return self._gated(tensors, parts, f"{prefix}mlp.", self.inner)
+
+    def _gated(self, tensors: Tensors, parts: Parts, prefix: str, inner: int) -> GatedMLP:
+        gates = {f"{prefix}gate_proj": inner, f"{prefix}up_proj": inner}
+        gate_up = tensors.linear(gates, self.hidden)
+        down = tensors.linear({f"{prefix}down_proj": self.hidden}, inner)
+        return GatedMLP(gate_up, down, parts.ops.silu_mul)
+
+    def _mixture(self, tensors: Tensors, parts: Parts, prefix: str) -> SparseMoe:
+        experts, prefix = self.experts, f"{prefix}mlp."
+        assert experts is not None and experts.shared_size is not None
+        router = tensors.linear({f"{prefix}gate": experts.count}, self.hidden, exact=True)
+        inner = experts.intermediate_size
+        return SparseMoe(
+            router=router,
+            experts=[
+                self._gated(tensors, parts, f"{prefix}experts.{one}.", inner)
+                for one in range(experts.count)
+            ],
+            shared=SharedExpert(
+                mlp=self._gated(tensors, parts, f"{prefix}shared_expert.", experts.shared_size),
+                gate=tensors.linear({f"{prefix}shared_expert_gate": 1}, self.hidden, exact=True),
+            ),
+            config=experts,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class JointProjections:
+    """Qwen3-Next's: the rows of each key head are its query, key, and the values and gates of its
+    value heads; then its betas and decays."""
+
+    qkvz: Linear
+    ba: Linear
+    shape: DeltaShape
+
+    def __call__(
+        self, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        shape, rows = self.shape, len(x)
+        values = shape.value_width // shape.key_heads
+        joint = self.qkvz(x).view(rows, shape.key_heads, -1)
+        widths = [shape.key_dim, shape.key_dim, values, values]
+        query, key, value, gate = torch.split(joint, widths, dim=-1)
+        beta, decay = self.ba(x).view(rows, shape.key_heads, -1).chunk(2, dim=-1)
+        mixed = torch.cat([part.flatten(1) for part in (query, key, value)], dim=-1)
+        gates = gate.reshape(rows, shape.value_heads, shape.value_dim)
+        return mixed, gates, beta.flatten(1), decay.flatten(1)

@@ -1,0 +1,152 @@
+"""Decoders with recurrent layers give transformers' greedy tokens: in chunks, under preemption,
+after prefix hits on every block border, forked, in beams, after drafts and with steps ahead.
+
+Left out: devices other than the CPU.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace_common.sampling.params import SamplingParams
+from headrace_engine.core.errors import ConfigError
+from headrace_engine.core.speculative_config import SpeculativeConfig
+from headrace_engine.engine.engine import Engine
+from headrace_engine.model_runner.model_runner import ModelRunner
+from headrace_testing.checkpoints import GreedyPath, Reference
+from headrace_testing.engines import engine_config, greedy, make_runner, request, run
+
+LENGTH = 12
+FAMILIES = ("lfm2", "qwen3-next", "qwen3_5", "qwen3_5-multimodal")
+NGRAM = SpeculativeConfig(
+    method="ngram", prompt_lookup_min=1, num_speculative_tokens=3, adaptive=False
+)
+
+CheckpointMaker = Callable[[str], Path]
+ReferenceMaker = Callable[[str], Reference]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def paths(name: str, reference: ReferenceMaker) -> list[GreedyPath]:
+    return reference(name).clear_paths(8, LENGTH)
+
+
+@pytest.fixture(scope="module")
+def runner(name: str, checkpoint: CheckpointMaker) -> ModelRunner:
+    return make_runner(checkpoint(name), attention_backend="cpu")
+
+
+def serve(runner: ModelRunner, paths: list[GreedyPath], **options: Any) -> Engine:
+    """Runs all prompts at once, checks every token and that no block is left in use."""
+    engine = Engine(engine_config(Path("unused"), **options), runner)
+    requests = [request(str(at), path.prompt, greedy(LENGTH)) for at, path in enumerate(paths)]
+    outputs = run(engine, requests)
+    for at, path in enumerate(paths):
+        assert tuple(outputs[str(at), 0].token_ids) == path.output, f"prompt {at}"
+    assert engine.stats().blocks_used == 0
+    return engine
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 16, 64, 512])
+def test_greedy_tokens_equal_transformers(
+    chunk: int, runner: ModelRunner, paths: list[GreedyPath]
+) -> None:
+    assert len({path.output for path in paths}) > 4, "the model must not ignore its prompt"
+    serve(runner, paths, max_num_batched_tokens=chunk, max_num_seqs=min(chunk, 8))
+
+
+def test_preempted_sequences_continue_with_the_same_tokens(
+    name: str, runner: ModelRunner, checkpoint: CheckpointMaker, paths: list[GreedyPath]
+) -> None:
+    small = make_runner(checkpoint(name), num_blocks=30 + 3 * runner.kv_groups.state)
+    engine = serve(small, paths, max_num_batched_tokens=32, watermark=0.0)
+    assert engine.stats().preemptions > 0
+
+
+def test_prefix_hits_on_every_block_border_change_no_token(
+    name: str, runner: ModelRunner, reference: ReferenceMaker
+) -> None:
+    """A prompt leaves a snapshot at its last block border; later prompts begin there."""
+    prefix, size = tuple(range(10, 43)), runner.block_size
+    engine = Engine(engine_config(Path("unused")), runner)
+    for blocks in range(1, 9):
+        shared = prefix[: blocks * size]
+        run(engine, [request("first", (*shared, 5), greedy(1))])
+        (path,) = reference(name).clear_paths(1, LENGTH, lambda _: 6, shared)
+        found = run(engine, [request("next", path.prompt, greedy(LENGTH))])["next", 0]
+        assert tuple(found.token_ids) == path.output
+        assert found.cached_tokens == blocks * size
+
+
+def test_tenants_share_no_state(runner: ModelRunner, paths: list[GreedyPath]) -> None:
+    engine = Engine(engine_config(Path("unused")), runner)
+    path = max(paths, key=lambda each: len(each.prompt))
+    for salt in (b"a", b"b", b"a"):
+        one = request("r", path.prompt, greedy(LENGTH))
+        object.__setattr__(one, "cache_salt", salt)
+        found = run(engine, [one])["r", 0]
+        assert tuple(found.token_ids) == path.output
+    assert engine.stats().prefix_hit_tokens == (len(path.prompt) - 1) // 4 * 4
+
+
+def test_forked_choices_give_the_same_tokens(runner: ModelRunner, paths: list[GreedyPath]) -> None:
+    engine = Engine(engine_config(Path("unused")), runner)
+    requests = [request(str(at), path.prompt, greedy(LENGTH, n=2)) for at, path in enumerate(paths)]
+    outputs = run(engine, requests)
+    for at, path in enumerate(paths):
+        for choice in range(2):
+            assert tuple(outputs[str(at), choice].token_ids) == path.output
+
+
+def test_steps_ahead_give_the_same_tokens(
+    name: str, checkpoint: CheckpointMaker, paths: list[GreedyPath]
+) -> None:
+    serve(make_runner(checkpoint(name), async_scheduling=True), paths)
+
+
+def test_rejected_drafts_leave_no_trace(runner: ModelRunner, paths: list[GreedyPath]) -> None:
+    engine = serve(runner, paths, speculative_config=NGRAM)
+    speculation = engine.stats().speculation
+    assert speculation is not None
+    assert speculation.draft_tokens > speculation.accepted_tokens
+
+
+def test_beams_equal_transformers(
+    name: str, runner: ModelRunner, reference: ReferenceMaker, paths: list[GreedyPath]
+) -> None:
+    prompt = paths[2].prompt
+    found = reference(name).model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=8,
+        num_beams=3,
+        do_sample=False,
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=8, use_beam_search=True, best_of=3)
+    engine = Engine(engine_config(Path("unused")), runner)
+    output = run(engine, [request("beams", prompt, params)])["beams", 0]
+    assert output.token_ids == found[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"swap_space": 0.1},
+        {"deterministic": True},
+        {"quantization": "int8"},
+        {"enable_lora": True},
+    ],
+)
+def test_what_is_not_supported_is_refused(
+    options: dict[str, Any], checkpoint: CheckpointMaker
+) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        make_runner(checkpoint("lfm2"), attention_backend="cpu", **options)
