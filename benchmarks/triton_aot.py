@@ -61,6 +61,15 @@ QWEN_30B = ModelShape(
     hidden=2048, inner=6144, kv_heads=4, qk_norm=True,
     experts=ExpertsConfig(128, 8, 768, True, None, (True,)),
 )  # fmt: skip
+# The queries, keys and values of other operators are those of one KV head.
+DEEPSEEK_V3 = ModelShape(
+    hidden=7168, inner=18432, heads=128, kv_heads=1, head_dim=576, latent=512, rotated=64,
+    interleaved=True,
+    experts=ExpertsConfig(
+        256, 8, 2048, True, 2048, (True,), sigmoid=True, correction=True, groups=8, kept_groups=4,
+        group_best=2, factor=2.5, shared_gate=False,
+    ),
+)  # fmt: skip
 SHAPES = {
     "8b": LLAMA_8B,
     "8b-fp8": replace(LLAMA_8B, cache_dtype=torch.float8_e4m3fn),
@@ -103,6 +112,9 @@ SHAPES = {
             32, 4, 2880, True, None, (True,), bias=True, swiglu=ClampedSwiGLU(1.702, 7.0)
         ),
     ),
+    "deepseek-v3": DEEPSEEK_V3,
+    "deepseek-v3-fp8": replace(DEEPSEEK_V3, cache_dtype=torch.float8_e4m3fn),
+    "deepseek-v3-float32": replace(DEEPSEEK_V3, dtype=torch.float32),
     "qwen3-moe-float32": replace(QWEN_30B, dtype=torch.float32),
 }  # fmt: skip
 

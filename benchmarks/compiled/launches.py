@@ -51,7 +51,7 @@ def model_launches(capability: int, shape: ModelShape) -> list[KernelLaunch]:
     """Every kernel that steps of such a model launch on a device of this capability, as 90."""
 
     def run() -> None:
-        _attend(capability, shape)
+        (_attend_latents if shape.latent else _attend)(capability, shape)
         _operate(shape)
         _adapt(shape)
         if shape.cache_dtype is not None:
@@ -228,6 +228,21 @@ def _attend(capability: int, shape: ModelShape) -> None:
         for heads in (shape.heads, shape.kv_heads)
     )
     backend.forward(query, key, key, cache, prefill, shape.params)
+
+
+def _attend_latents(capability: int, shape: ModelShape) -> None:
+    """Decodes whose keys are cut in parts, and a prompt."""
+    backend = attention.TritonBackend(divmod(capability, 10))
+    width = shape.head_dim
+    spec = KVSpec(1, width, 16, shape.dtype, META, shape.cache_dtype, shape.latent)
+    cache = backend.allocate(2, spec)
+    for tokens, metadata in (
+        (shape.decodes, decode_metadata(shape.decodes, shape.context)),
+        (shape.tokens, prefill_metadata(shape)),
+    ):
+        query = made(tokens, shape.heads, width, dtype=shape.dtype)
+        latents = made(tokens, width, dtype=shape.dtype)
+        backend.forward_latent(query, latents, cache, metadata, shape.params, shape.latent)
 
 
 def _operate(shape: ModelShape) -> None:

@@ -29,7 +29,8 @@ from .packed_weights import mxfp4_experts, quantized_experts
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """The part of a model's shape that kernels are compiled for. `tokens` prefill, `decodes`
-    decode; both with contexts of `context` keys."""
+    decode; both with contexts of `context` keys. `latent` above 0: attention is over latents, whose
+    first `latent` elements are the values."""
 
     hidden: int = 4096
     inner: int = 14336
@@ -47,6 +48,7 @@ class ModelShape:
     tokens: int = 1024
     decodes: int = 1
     context: int = 1024
+    latent: int = 0
 
     @property
     def qkv_width(self) -> int:
@@ -152,7 +154,9 @@ def _mixture(shape: ModelShape, experts: ExpertsConfig, group: int | None) -> Mi
         up = PlainLinear(weight(2 * experts.shared_size, hidden), None)
         down = PlainLinear(weight(hidden, experts.shared_size), None)
         mlp = GatedMLP(up, down, triton_ops.TritonOps().silu_mul)
-        shared = SharedExpert(mlp, PlainLinear(weight(1, hidden), None))
+        gate = PlainLinear(weight(1, hidden), None) if experts.shared_gate else None
+        shared = SharedExpert(mlp, gate)
     weights = ExpertWeights(grouped(2 * inner, hidden), grouped(hidden, inner))
     router = PlainLinear(weight(experts.count, hidden), None)
-    return MixtureParts(router, weights, shared, experts)
+    correction = made(experts.count) if experts.correction else None
+    return MixtureParts(router, weights, shared, experts, correction=correction)

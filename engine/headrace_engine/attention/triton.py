@@ -162,7 +162,7 @@ class TritonBackend:
             WIDTH=width, BLOCK=power_of_two(width), BITS=stored.as_bytes, LARGEST=stored.largest,
             num_warps=4,
         )  # fmt: skip
-        launch = latent_launch(query.element_size(), heads)
+        launch = latent_launch(self._capability[0], query.element_size(), heads)
         least_part = split_keys(tokens, launch.keys)
         splits = latent_splits(tokens, metadata.max_seq_len, least_part)
         parts, sums = None, None

@@ -66,8 +66,14 @@ DECODE: dict[tuple[bool, bool, int], Launch] = {
 }
 
 LARGEST_HEAD = 256
-# Latents have more elements. A tile has up to this many heads; by whether elements have 4 bytes.
-LATENT = {False: Launch(64, 32, 8, 2), True: Launch(16, 16, 4, 1)}
+# Latents have more elements. A tile has up to this many heads; by Hopper and newer, and whether
+# elements have 4 bytes. Others, which have less shared memory, spill larger tiles.
+LATENT = {
+    (False, False): Launch(32, 16, 8, 1),
+    (False, True): Launch(16, 16, 8, 1),
+    (True, False): Launch(64, 32, 8, 2),
+    (True, True): Launch(16, 16, 8, 1),
+}
 # Few tokens make few programs: their keys are cut in at most this many parts, divided by tokens.
 LATENT_SPLITS = 64
 
@@ -373,9 +379,9 @@ def split_keys(sequences: int, tile: int) -> int:
     return max(tile, finer[0] if finer else SPLIT_KEYS)
 
 
-def latent_launch(element_bytes: int, heads: int) -> Launch:
+def latent_launch(major: int, element_bytes: int, heads: int) -> Launch:
     """The launch for attention of `heads` heads to latents."""
-    table = LATENT[element_bytes == 4]
+    table = LATENT[major >= HOPPER, element_bytes == 4]
     return replace(table, rows=min(table.rows, tile_extent(heads)))
 
 
