@@ -132,6 +132,7 @@ class Architecture:
 
 # The decoders with recurrent layers; models.hybrid reads their config.json.
 RECURRENT = (
+    "GraniteMoeHybridForCausalLM",
     "Lfm2ForCausalLM",
     "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",

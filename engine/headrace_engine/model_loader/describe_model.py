@@ -79,13 +79,13 @@ def describe(checkpoint: Checkpoint) -> Description:
 
 def _with_state(found: Description, checkpoint: Checkpoint, dtype: torch.dtype) -> Description:
     family = read_family(checkpoint)
-    shape, rope = family.shape(dtype), family.rope()
+    shape = family.shape(dtype)
     kv = sum(2 * each.num_kv_heads * each.head_dim for each in shape.kv_shapes)
     state = shape.num_state_layers * sum(tensor.num_bytes for tensor in shape.state_tensors)
     return replace(
         found,
         implementation="native",
-        max_model_len=pick_context(None, family.positions, rope.rope_type, rope.parameters),
+        max_model_len=family.context(None),
         kv_bytes_per_token=kv * dtype.itemsize,
         note=f"each sequence has a recurrent state of {state} bytes",
     )

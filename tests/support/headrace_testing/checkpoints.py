@@ -345,6 +345,26 @@ SHAPES: dict[str, Shape] = {
             **_DELTA,
         },
     ),
+    "granite-hybrid": Shape(
+        "GraniteMoeHybridConfig",
+        {
+            **_GROUPED,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 48,
+            "position_embedding_type": "nope",
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 2.0,
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 16,
+            "mamba_chunk_size": 16,
+        },
+    ),
     "qwen3_5": Shape(
         "Qwen3_5TextConfig", {**_GROUPED, "num_hidden_layers": 4, "head_dim": 32, **_DELTA}
     ),

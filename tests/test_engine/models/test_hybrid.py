@@ -20,7 +20,7 @@ from headrace_testing.checkpoints import GreedyPath, Reference
 from headrace_testing.engines import engine_config, greedy, make_runner, request, run
 
 LENGTH = 12
-FAMILIES = ("lfm2", "qwen3-next", "qwen3_5", "qwen3_5-multimodal")
+FAMILIES = ("lfm2", "qwen3-next", "qwen3_5", "qwen3_5-multimodal", "granite-hybrid")
 NGRAM = SpeculativeConfig(
     method="ngram", prompt_lookup_min=1, num_speculative_tokens=3, adaptive=False
 )
@@ -41,7 +41,7 @@ def paths(name: str, reference: ReferenceMaker) -> list[GreedyPath]:
 
 @pytest.fixture(scope="module")
 def runner(name: str, checkpoint: CheckpointMaker) -> ModelRunner:
-    return make_runner(checkpoint(name), attention_backend="cpu")
+    return make_runner(checkpoint(name), attention_backend="cpu", threads=1)
 
 
 def serve(runner: ModelRunner, paths: list[GreedyPath], **options: Any) -> Engine:
@@ -66,7 +66,7 @@ def test_greedy_tokens_equal_transformers(
 def test_preempted_sequences_continue_with_the_same_tokens(
     name: str, runner: ModelRunner, checkpoint: CheckpointMaker, paths: list[GreedyPath]
 ) -> None:
-    small = make_runner(checkpoint(name), num_blocks=30 + 3 * runner.kv_groups.state)
+    small = make_runner(checkpoint(name), threads=1, num_blocks=30 + 3 * runner.kv_groups.state)
     engine = serve(small, paths, max_num_batched_tokens=32, watermark=0.0)
     assert engine.stats().preemptions > 0
 
@@ -109,7 +109,7 @@ def test_forked_choices_give_the_same_tokens(runner: ModelRunner, paths: list[Gr
 def test_steps_ahead_give_the_same_tokens(
     name: str, checkpoint: CheckpointMaker, paths: list[GreedyPath]
 ) -> None:
-    serve(make_runner(checkpoint(name), async_scheduling=True), paths)
+    serve(make_runner(checkpoint(name), threads=1, async_scheduling=True), paths)
 
 
 def test_rejected_drafts_leave_no_trace(runner: ModelRunner, paths: list[GreedyPath]) -> None:
@@ -149,4 +149,4 @@ def test_what_is_not_supported_is_refused(
     options: dict[str, Any], checkpoint: CheckpointMaker
 ) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
-        make_runner(checkpoint("lfm2"), attention_backend="cpu", **options)
+        make_runner(checkpoint("lfm2"), attention_backend="cpu", threads=1, **options)

@@ -18,10 +18,11 @@ from .state_memory import StateMemory
 
 @dataclass(frozen=True, slots=True)
 class ResidualPart:
-    """Adds layer(norm(x)) to x."""
+    """Adds layer(norm(x)), times `multiplier`, to x."""
 
     norm: torch.Tensor
     layer: HybridLayer
+    multiplier: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +38,14 @@ class HybridWeights:
     kv_shapes: tuple[KVShape, ...]
     state_tensors: tuple[StateTensor, ...]
     num_state_layers: int
+    embedding_scale: float = 1.0
+    logits_divisor: float = 1.0
 
 
 class HybridDecoder:
     """A decoder whose layers keep KV or a recurrent state. Its steps are computed in torch."""
 
-    def __init__(self, weights: HybridWeights, ops: Ops, rotary: RotaryTable | None) -> None:
+    def __init__(self, weights: HybridWeights, ops: Ops, rotary: RotaryTable) -> None:
         self._weights, self._rotary = weights, rotary
         narrower = weights.norm.dtype is not weights.embedding.dtype
         self._ops: Ops = Float32NormOps(ops) if narrower else ops
@@ -54,16 +57,17 @@ class HybridDecoder:
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
         weights, step = self._weights, self._step(batch, caches)
-        x = F.embedding(batch.input_ids, weights.embedding)
+        x = F.embedding(batch.input_ids, weights.embedding) * weights.embedding_scale
         for part in weights.parts:
-            x = x + part.layer(self._ops.rms_norm(x, part.norm, weights.eps), step)
+            added = part.layer(self._ops.rms_norm(x, part.norm, weights.eps), step)
+            x = x + added * part.multiplier
         rows = x.index_select(0, batch.logits_rows)
-        return weights.lm_head(self._ops.rms_norm(rows, weights.norm, weights.eps))
+        logits = weights.lm_head(self._ops.rms_norm(rows, weights.norm, weights.eps))
+        return logits / weights.logits_divisor
 
     def _step(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> HybridStep:
         assert batch.states is not None, "the batch has no states"
         if self._layout is None:
             self._layout = state_layout(self, sum(part[0].nbytes for part in caches[0]))
         memory = StateMemory(self._layout, caches, batch.states)
-        cos, sin = (None, None) if self._rotary is None else self._rotary.lookup(batch.positions)
-        return HybridStep(batch, caches, memory, cos, sin)
+        return HybridStep(batch, caches, memory, *self._rotary.lookup(batch.positions))

@@ -14,6 +14,8 @@ from ...checkpoints.rope import RopeConfig, read_rope
 from ...core.attention_backend import AttentionBackend
 from ...layers.layers import Linear
 from ...operators.base import Ops, TorchOps
+from ..context import pick_context
+from ..rotary.rotary import RotaryTable
 from .decoder import HybridWeights
 from .tensors import ExpectedTensors, Tensors
 
@@ -44,8 +46,22 @@ class Family:
         longest = self.architecture.max_position_embeddings
         self.positions = fields.integer("max_position_embeddings", longest)
 
-    def rope(self) -> RopeConfig:
+    def rope(self) -> RopeConfig | None:
+        """The rotary embedding; None if there is none."""
         return read_rope(self.fields, self.architecture, self.head_dim, self.positions)
+
+    def context(self, wanted: int | None) -> int:
+        """The longest context to serve (see pick_context)."""
+        rope = self.rope()
+        kind, parameters = ("default", {}) if rope is None else (rope.rope_type, rope.parameters)
+        return pick_context(wanted, self.positions, kind, parameters)
+
+    def rotary(self, length: int, device: torch.device) -> RotaryTable:
+        """Rotations of the positions below `length`."""
+        rope = self.rope()
+        if rope is None:
+            return RotaryTable.unrotated(self.head_dim, length, device)
+        return RotaryTable(rope, self.head_dim, self.positions, length, device)
 
     def build(self, tensors: Tensors, parts: Parts) -> HybridWeights:
         """Asks `tensors` for all tensors of the checkpoint, and makes the decoder's weights."""

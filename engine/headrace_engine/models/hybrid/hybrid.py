@@ -5,19 +5,19 @@ from ...checkpoints.fields import Fields
 from ...checkpoints.loading import LoadProgress
 from ...checkpoints.tensor_files import scan
 from ...core.errors import ConfigError
-from ..context import pick_context
 from ..layout import plain_layout
 from ..registry import LoadedModel, LoadOptions
-from ..rotary.rotary import RotaryTable
 from ..weights.weights import WeightReader
 from .decoder import HybridDecoder
 from .family import Family, Parts
+from .granite_hybrid import GraniteHybrid
 from .lfm2 import Lfm2
 from .qwen3_5 import Qwen35
 from .qwen3_next import Qwen3Next
 from .tensors import ExpectedTensors, StoredTensors
 
 FAMILIES: dict[str, type[Family]] = {
+    "GraniteMoeHybridForCausalLM": GraniteHybrid,
     "Lfm2ForCausalLM": Lfm2,
     "Qwen3NextForCausalLM": Qwen3Next,
     "Qwen3_5ForCausalLM": Qwen35,
@@ -35,8 +35,7 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
     tensor."""
     _check_options(checkpoint, options)
     family = read_family(checkpoint)
-    rope = family.rope()
-    length = pick_context(options.positions, family.positions, rope.rope_type, rope.parameters)
+    length = family.context(options.positions)
     parts = Parts(options.attention, options.ops, options.dtype)
     stored = scan(checkpoint.folder)
     if any(name.startswith(TEXT_PART) for name in stored):
@@ -53,8 +52,7 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
         reader = WeightReader(*where, plain_layout, progress)
         reader.check(expected.shapes, ignored)
         weights = family.build(StoredTensors(reader, options.ops), parts)
-    rotary = RotaryTable(rope, family.head_dim, family.positions, length, options.device)
-    model = HybridDecoder(weights, options.ops, rotary)
+    model = HybridDecoder(weights, options.ops, family.rotary(length, options.device))
     return LoadedModel(model, length, (None,) * len(model.kv_shapes))
 
 

@@ -13,7 +13,9 @@ from torch.nn import functional as F
 
 from ...core.attention_backend import AttentionBackend, LayerCache, LayerParams
 from ...core.recurrent_state import StateTensor
+from ...layers.feed_forward import FeedForward
 from ...layers.layers import Linear
+from ...lora.batch import LayerLoRA
 from ...operators.base import HeadShape, Ops, QKNorm
 from ..base import ForwardBatch
 from .recurrences import causal_conv, gated_delta_rule
@@ -22,13 +24,13 @@ from .state_memory import StateMemory
 
 @dataclass(frozen=True, slots=True)
 class HybridStep:
-    """One step; cos and sin [T, rotated / 2] are None in models without rotary embedding."""
+    """One step, with cos and sin [T, rotated / 2] of its tokens."""
 
     batch: ForwardBatch
     caches: Sequence[LayerCache]
     memory: StateMemory
-    cos: torch.Tensor | None
-    sin: torch.Tensor | None
+    cos: torch.Tensor
+    sin: torch.Tensor
 
 
 class HybridLayer(Protocol):
@@ -38,10 +40,26 @@ class HybridLayer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class FeedForwardSum:
+    """The sum of several feed-forward parts of the same input."""
+
+    parts: tuple[FeedForward, ...]
+
+    @property
+    def can_be_recorded(self) -> bool:
+        return all(part.can_be_recorded for part in self.parts)
+
+    def __call__(
+        self, x: torch.Tensor, lora: LayerLoRA | None = None, slots: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return sum((part(x, lora, slots) for part in self.parts[1:]), self.parts[0](x, lora, slots))
+
+
+@dataclass(frozen=True, slots=True)
 class FeedForwardLayer:
     """A gated MLP or a mixture of experts."""
 
-    feed_forward: Callable[[torch.Tensor], torch.Tensor]
+    feed_forward: FeedForward
 
     def __call__(self, x: torch.Tensor, step: HybridStep) -> torch.Tensor:
         return self.feed_forward(x)
@@ -72,7 +90,6 @@ class AttentionLayer:
             heads = query.view(len(x), -1, 2 * self.heads.head_dim)
             query, gate = (part.flatten(1) for part in heads.chunk(2, dim=-1))
         qkv = torch.cat((query, self.key_value(x)), dim=-1)
-        assert step.cos is not None and step.sin is not None
         q, k, v = self.ops.rotate_qkv(qkv, step.cos, step.sin, self.heads, self.norm)
         metadata = step.batch.metadata_of(self.index)
         cache = step.caches[self.index]

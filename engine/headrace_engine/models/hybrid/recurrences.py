@@ -46,3 +46,26 @@ def gated_delta_rule(
         state = state + key[at][..., None] * change[:, None]
         outputs[at] = torch.einsum("hkv,hk->hv", state, query[at])
     return outputs, state
+
+
+def state_space(
+    values: torch.Tensor,
+    steps: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    skip: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The recurrence of Mamba-2, https://arxiv.org/abs/2405.21060, in float32.
+
+    values [n, H, P], steps [n, H], a and skip [H], b and c [n, H, N], state [H, P, N]. Returns
+    [n, H, P] and the state after the run.
+    """
+    outputs = values * skip[:, None]
+    factors = torch.exp(steps * a)
+    for at in range(len(values)):
+        change = (steps[at][:, None] * values[at])[..., None] * b[at][:, None]
+        state = state * factors[at][:, None, None] + change
+        outputs[at] += torch.einsum("hpn,hn->hp", state, c[at])
+    return outputs, state

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from ...checkpoints.tensor_files import Shape
-from ...layers.layers import Linear, PlainLinear
+from ...layers.layers import Linear, PlainLinear, make_linear
 from ...operators.base import Ops
 from ..linear.linear_maker import LinearMaker
 from ..weights.weights import WeightReader
@@ -23,6 +23,9 @@ class Tensors(Protocol):
     ) -> Linear:
         """One layer of the named modules, stacked: name -> number of outputs. With `exact` its
         weights are never quantised."""
+
+    def stacked(self, name: str, count: int, outputs: int, inputs: int) -> list[Linear]:
+        """The layers of one module whose weight is [count, outputs, inputs]."""
 
 
 class ExpectedTensors:
@@ -45,6 +48,10 @@ class ExpectedTensors:
             self.tensor(f"{name}.bias", outputs)
         return PlainLinear(torch.empty(0), None)
 
+    def stacked(self, name: str, count: int, outputs: int, inputs: int) -> list[Linear]:
+        self.tensor(f"{name}.weight", count, outputs, inputs)
+        return [PlainLinear(torch.empty(0), None) for _ in range(count)]
+
 
 class StoredTensors:
     """Reads weights, in the order in which they were expected."""
@@ -60,6 +67,9 @@ class StoredTensors:
     ) -> Linear:
         biases = _names(list(matrices), "bias") if bias else ()
         return self._linears.make(_names(list(matrices), "weight"), biases, exact)
+
+    def stacked(self, name: str, count: int, outputs: int, inputs: int) -> list[Linear]:
+        return [make_linear(weight) for weight in self._reader.read(f"{name}.weight")]
 
 
 def _names(modules: Sequence[str], kind: str) -> tuple[str, ...]:

@@ -1,0 +1,147 @@
+"""Granite 4-H: Mamba-2 layers and attention, with a mixture of experts beside a shared MLP."""
+
+from math import inf
+
+from ...checkpoints.architectures import Architecture
+from ...checkpoints.config import ExpertsConfig
+from ...checkpoints.fields import Fields
+from ...checkpoints.rope import RopeConfig
+from ...core.attention_backend import LayerParams
+from ...layers.feed_forward import FeedForward, GatedMLP, SparseMoe
+from ...operators.base import HeadShape
+from ..base import KVShape
+from .decoder import HybridWeights, ResidualPart
+from .family import Family, Parts, layer_types
+from .layers import AttentionLayer, FeedForwardLayer, FeedForwardSum
+from .mamba2 import Mamba2Shape, read_mamba2
+from .tensors import Tensors
+
+# As JSON has it, and as transformers writes it.
+_NO_LIMITS = ([0.0, inf], [0.0, {"__float__": "Infinity"}])
+# Older names of the kinds of layers.
+_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
+
+
+class GraniteHybrid(Family):
+    """The shape of one checkpoint. Raises ConfigError for fields that are not supported."""
+
+    architecture = Architecture(max_position_embeddings=2048)
+
+    def __init__(self, fields: Fields) -> None:
+        super().__init__(fields)
+        fields.require("hidden_act", ("silu", "swish"), default="silu")
+        fields.require("position_embedding_type", (None, "nope", "rope"), default=None)
+        if fields.get("time_step_limit", [0.0, inf]) not in _NO_LIMITS:
+            raise fields.error("time_step_limit", "[0, Infinity]")
+        self.rotated = fields.get("position_embedding_type", None) == "rope"
+        self.heads = fields.integer("num_attention_heads", 32)
+        self.kv_heads = fields.integer("num_key_value_heads", self.heads)
+        self.head_dim = self.hidden // self.heads
+        self.bias = fields.flag("attention_bias")
+        self.eps = fields.number("rms_norm_eps", 1e-6)
+        self.tied = fields.flag("tie_word_embeddings")
+        self.mamba = Mamba2Shape.of(fields, self.hidden)
+        self.conv_bias = fields.flag("mamba_conv_bias", True)
+        self.proj_bias = fields.flag("mamba_proj_bias")
+        self.inner = fields.integer("shared_intermediate_size", 1024)
+        self.residual = fields.number("residual_multiplier", 1.0)
+        self.types = _types(fields, self.layers)
+        self.experts = self._experts()
+
+    def rope(self) -> RopeConfig | None:
+        return super().rope() if self.rotated else None
+
+    def _experts(self) -> ExpertsConfig | None:
+        fields = self.fields
+        if fields.get("num_local_experts", 8) == 0:
+            return None
+        count = fields.integer("num_local_experts", 8)
+        chosen = fields.integer("num_experts_per_tok", 2)
+        if chosen > count:
+            raise fields.error("num_experts_per_tok", f"at most num_local_experts ({count})")
+        return ExpertsConfig(
+            count=count,
+            per_token=chosen,
+            intermediate_size=fields.integer("intermediate_size", 11008),
+            renormalise=True,
+            shared_size=None,
+            sparse=(True,) * self.layers,
+        )
+
+    def build(self, tensors: Tensors, parts: Parts) -> HybridWeights:
+        hidden, fields = self.hidden, self.fields
+        embedding = tensors.tensor(f"{self.prefix}embed_tokens.weight", self.vocab, hidden)
+        blocks: list[ResidualPart] = []
+        attentions = states = 0
+        for index, kind in enumerate(self.types):
+            prefix = f"{self.prefix}layers.{index}."
+            norm = tensors.tensor(f"{prefix}input_layernorm.weight", hidden)
+            if kind == "linear_attention":
+                mamba = read_mamba2(
+                    tensors, f"{prefix}mamba.", states, hidden, self.mamba, self.eps,
+                    conv_bias=self.conv_bias, proj_bias=self.proj_bias,
+                )  # fmt: skip
+                blocks.append(ResidualPart(norm, mamba, self.residual))
+                states += 1
+            else:
+                attention = self._attention(tensors, parts, prefix, attentions)
+                blocks.append(ResidualPart(norm, attention, self.residual))
+                attentions += 1
+            norm = tensors.tensor(f"{prefix}post_attention_layernorm.weight", hidden)
+            layer = FeedForwardLayer(self._feed_forward(tensors, parts, prefix))
+            blocks.append(ResidualPart(norm, layer, self.residual))
+        return HybridWeights(
+            embedding=embedding,
+            parts=blocks,
+            norm=tensors.tensor(f"{self.prefix}norm.weight", hidden),
+            lm_head=self.head(tensors),
+            eps=self.eps,
+            kv_shapes=(KVShape(self.kv_heads, self.head_dim),) * attentions,
+            state_tensors=self.mamba.states(parts.dtype),
+            num_state_layers=states,
+            embedding_scale=fields.number("embedding_multiplier", 1.0),
+            logits_divisor=fields.number("logits_scaling", 1.0),
+        )
+
+    def _attention(self, tensors: Tensors, parts: Parts, prefix: str, index: int) -> AttentionLayer:
+        hidden, dim, prefix, bias = self.hidden, self.head_dim, f"{prefix}self_attn.", self.bias
+        q, kv = self.heads * dim, self.kv_heads * dim
+        return AttentionLayer(
+            index=index,
+            query=tensors.linear({f"{prefix}q_proj": q}, hidden, bias),
+            key_value=tensors.linear({f"{prefix}k_proj": kv, f"{prefix}v_proj": kv}, hidden, bias),
+            output=tensors.linear({f"{prefix}o_proj": hidden}, q, bias),
+            heads=HeadShape(self.heads, self.kv_heads, dim, self.eps),
+            norm=None,
+            params=LayerParams(scale=self.fields.number("attention_multiplier", 1.0)),
+            attention=parts.attention,
+            ops=parts.ops,
+        )
+
+    def _feed_forward(self, tensors: Tensors, parts: Parts, prefix: str) -> FeedForward:
+        hidden, activation = self.hidden, parts.ops.silu_mul
+        experts, mixture = self.experts, None
+        if experts is not None:
+            moe, inner = f"{prefix}block_sparse_moe.", experts.intermediate_size
+            router = tensors.linear({f"{moe}router.layer": experts.count}, hidden, exact=True)
+            gate_ups = tensors.stacked(f"{moe}input_linear", experts.count, 2 * inner, hidden)
+            downs = tensors.stacked(f"{moe}output_linear", experts.count, hidden, inner)
+            mlps = [GatedMLP(*both, activation) for both in zip(gate_ups, downs, strict=True)]
+            mixture = SparseMoe(router, mlps, None, experts)
+        shared = f"{prefix}shared_mlp."
+        mlp = GatedMLP(
+            tensors.linear({f"{shared}input_linear": 2 * self.inner}, hidden),
+            tensors.linear({f"{shared}output_linear": hidden}, self.inner),
+            activation,
+        )
+        return mlp if mixture is None else FeedForwardSum((mixture, mlp))
+
+
+def _types(fields: Fields, layers: int) -> list[str]:
+    name = "layer_types" if "layer_types" in fields else "layers_block_type"
+    kinds = fields.get(name, ["linear_attention"] * layers)
+    if not isinstance(kinds, list):
+        raise fields.error(name, f"a list of {layers} names")
+    current = [_KINDS.get(kind, kind) for kind in kinds]
+    wanted = ("linear_attention", "full_attention")
+    return layer_types(Fields(fields.path, {"layer_types": current}), wanted, [""] * layers)
