@@ -66,7 +66,10 @@ class Console:
         assert self.answer.get_attribute("aria-busy") == "true", "the answer has ended already"
 
     def until_answered(self) -> None:
+        """Waits for the end of an answer. Fails if it ends with an error."""
         expect(self.answer).to_have_attribute("aria-busy", "false", timeout=TIMEOUT_MS)
+        failure = self.answer.locator(".notice.bad")
+        assert not failure.count(), failure.first.text_content()
 
     def ask(self, text: str) -> str:
         """Sends a message and returns the whole answer."""
