@@ -123,7 +123,7 @@ def choose_experts(
 
 def _of_best_groups(config: ExpertsConfig, ranked: torch.Tensor) -> torch.Tensor:
     """The scores [T, E] with -inf outside the best groups of adjacent experts."""
-    grouped = ranked.view(len(ranked), config.groups, -1)
+    grouped = ranked.view(len(ranked), config.groups, config.count // config.groups)
     totals = grouped.topk(config.group_best, dim=-1).values.sum(-1)
     kept = totals.topk(config.kept_groups, dim=-1).indices
     dropped = torch.ones_like(totals, dtype=torch.bool).scatter_(-1, kept, False)

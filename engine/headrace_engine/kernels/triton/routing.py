@@ -60,20 +60,20 @@ def _of_best_groups(
     """ranked [TOKENS, BLOCK] with -inf outside the best groups of SIZE adjacent experts."""
     groups = (lanes // SIZE)[None, :]
     totals = tl.where(groups < GROUPS, ranked, float("-inf"))
-    for group in tl.static_range(GROUPS):
+    for group in range(GROUPS):  # not unrolled: it would compile for minutes
         own = tl.where(groups == group, ranked, float("-inf"))
         total = tl.max(own, 1)[:, None]
         if GROUP_BEST > 1:
             first = tl.min(tl.where(own == total, lanes[None, :], BLOCK), 1)[:, None]
             total += tl.max(tl.where(lanes[None, :] == first, float("-inf"), own), 1)[:, None]
         totals = tl.where(groups == group, total, totals)
-    kept = groups < 0
-    for _ in tl.static_range(KEPT_GROUPS):
+    kept = tl.zeros_like(ranked)
+    for _ in range(KEPT_GROUPS):
         most = tl.max(totals, 1)[:, None]
         best = tl.min(tl.where(totals == most, groups, BLOCK), 1)[:, None]
-        kept = kept | (groups == best)
+        kept = tl.where(groups == best, 1.0, kept)
         totals = tl.where(groups == best, float("-inf"), totals)
-    return tl.where(kept, ranked, float("-inf"))
+    return tl.where(kept > 0.0, ranked, float("-inf"))
 
 
 @jit_unspecialized("tokens", "capacity")
