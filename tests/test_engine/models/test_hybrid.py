@@ -144,6 +144,7 @@ def test_beams_equal_transformers(
         {"deterministic": True},
         {"quantization": "int8"},
         {"enable_lora": True},
+        {"tensor_parallel_size": 2},
     ],
 )
 def test_what_is_not_supported_is_refused(
