@@ -50,7 +50,7 @@ class StateLayout:
         return layer % self.places
 
     def part(self, layer: int) -> slice:
-        """Which of a sequence's state blocks the layer uses."""
+        """The part of a sequence's state blocks that the layer uses."""
         first = layer // self.places * self.layer_blocks
         return slice(first, first + self.layer_blocks)
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from ..checkpoints.architectures import RECURRENT
 from ..checkpoints.checkpoint import load_checkpoint
 from ..checkpoints.config import ModelConfig
 from ..core.config import EngineConfig
@@ -67,6 +68,11 @@ def _check_model(config: EngineConfig) -> None:
         raise ConfigError(
             f"tensor_parallel_size {size} needs one of the native models, and {name} is served "
             "through transformers: use tensor_parallel_size 1"
+        )
+    if name in RECURRENT:
+        raise ConfigError(
+            f"tensor_parallel_size {size} does not support recurrent layers, which {name} has: use "
+            "tensor_parallel_size 1"
         )
     check_divisible(ModelConfig.from_hf(checkpoint), size)
 

@@ -1,9 +1,9 @@
 """Decides where steps copy recurrent states, so that later prompts find them in the prefix cache.
 
 A snapshot takes as much memory as the KV of some thousand tokens, so there cannot be one after
-every block. They are taken at the last block border of a prompt, where the next turn of a
-conversation begins to differ, and every so many tokens as its own memory could hold KV of: so
-snapshots take at most about as much memory as the KV before them.
+every block. One is taken at the last block border of a prompt, where the next turn of a
+conversation begins to differ. Others follow at the distance whose KV takes as much memory as a
+snapshot, so that snapshots take at most about as much memory as the KV before them.
 """
 
 from collections.abc import Sequence as Runs

@@ -66,7 +66,8 @@ def test_greedy_tokens_equal_transformers(
 def test_preempted_sequences_continue_with_the_same_tokens(
     name: str, runner: ModelRunner, checkpoint: CheckpointMaker, paths: list[GreedyPath]
 ) -> None:
-    small = make_runner(checkpoint(name), threads=1, num_blocks=30 + 3 * runner.kv_groups.state)
+    blocks = 20 + 4 * runner.kv_groups.state
+    small = make_runner(checkpoint(name), attention_backend="cpu", threads=1, num_blocks=blocks)
     engine = serve(small, paths, max_num_batched_tokens=32, watermark=0.0)
     assert engine.stats().preemptions > 0
 
@@ -143,6 +144,7 @@ def test_beams_equal_transformers(
         {"deterministic": True},
         {"quantization": "int8"},
         {"enable_lora": True},
+        {"tensor_parallel_size": 2},
     ],
 )
 def test_what_is_not_supported_is_refused(

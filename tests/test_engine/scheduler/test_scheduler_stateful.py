@@ -1,8 +1,8 @@
 """The scheduler and its blocks under random arrivals, aborts, preemptions, drafts and policies.
 
 Hypothesis drives an engine with a pool so small that sequences preempt each other. The fake runner
-checks each step's KV; the invariants check the block counts between steps. Time is simulated. Not
-covered: the real runner.
+checks each step's KV and recurrent states; the invariants check the block counts between steps.
+Time is simulated. Not covered: the real runner.
 """
 
 from collections import Counter
@@ -89,7 +89,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         pipelined: bool,
     ) -> None:
         self.most_drafts = most_drafts
-        groups = KVGroups(state=state) if window is None else KVGroups(*kinds, window)
+        one = window is None or state > 0
+        groups = KVGroups(state=state) if one else KVGroups(*kinds, window)
         self.runner = FakeRunner(
             num_blocks=rows * groups.count + groups.state,
             block_size=block_size,
