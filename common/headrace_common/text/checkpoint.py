@@ -104,8 +104,8 @@ def read_files(source: str | Path, revision: str | None = None) -> CheckpointFil
 def resolve(source: str | Path, revision: str | None = None) -> Path:
     """The folder with the tokenizer's files, which are downloaded first if `source` is a hub id.
 
-    DEMO_MODEL and DEMO_EMBEDDINGS are the bundled models' names. Raises ModelNotFound if there is no such folder or hub
-    repository, HubUnreachable if the hub cannot be reached.
+    DEMO_MODEL and DEMO_EMBEDDINGS are the bundled models' names. Raises ModelNotFound if there is
+    no such folder or hub repository, HubUnreachable if the hub cannot be reached.
     """
     folder = Path(local_source(str(source))).expanduser()
     if folder.is_dir():
