@@ -6,18 +6,14 @@ it was written for this project; nothing is taken from elsewhere.
 
 import argparse
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from exercises import counting, lists, repeating, spelling, sums
 from facts import animals, calendar, world
 from knowledge import Knowledge, topics, unknown
-from passages import about_passage
-from reasoning import HIGH, LOW, about_tool, reasoned
-from schemas import answer_in_json
 from stories import make_story, stories, verse
-from tools import CALCULATOR, LOOKUP, some_tool, use
-from turns import Source, Tool, Turn, casual, is_held_out, load
+from turns import Source, Turn, casual, is_held_out, load
 
 _PROJECT = Knowledge(tuple(topics("headrace")))
 _TALK = Knowledge(tuple(topics("talk")), follow_up=False)
@@ -52,22 +48,15 @@ SOURCES: dict[str, tuple[Source, float]] = {
 # Prompts of these sources are held out by their hash; the other sources hold out whole phrasings.
 _HASHED = frozenset(SOURCES) - {"project", "talk"}
 _LONG, _PLAIN, _REMEMBER, _SYSTEM = 0.01, 0.05, 0.06, 0.15
-# Shares of the dialogues: as before, plain texts, tools, reasoning, JSON, passages.
-_AGENT_SHARES = (42, 2, 28, 13, 10, 5)
 
 
 @dataclass(frozen=True)
 class Dialogue:
-    """Turns after an optional system message; or, without turns, a plain text.
-
-    With an `effort` the model thinks before its last answer, and learns that answer only.
-    """
+    """Turns after an optional system message; or, without turns, a plain text."""
 
     turns: tuple[Turn, ...]
     system: str = ""
     text: str = ""
-    tools: tuple[Tool, ...] = ()
-    effort: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,83 +73,6 @@ def generate(count: int, seed: int) -> Iterator[Dialogue]:
     rng = random.Random(seed)
     for _ in range(count):
         yield _plain(rng) if rng.random() < _PLAIN else _dialogue(rng)
-
-
-def generate_agents(count: int, seed: int) -> Iterator[Dialogue]:
-    """`count` dialogues of a model that also calls tools, reasons and writes JSON."""
-    rng = random.Random(seed)
-    kinds = (_dialogue, _plain, _with_tools, _with_reasoning, _with_schema, _with_passage)
-    for _ in range(count):
-        (kind,) = rng.choices(kinds, _AGENT_SHARES)
-        yield kind(rng)
-
-
-def _with_tools(rng: random.Random) -> Dialogue:
-    used = use(rng)
-    tools = {used.tool.name: used.tool}
-    if used.tool.name in (CALCULATOR, LOOKUP) and rng.random() < 0.5:
-        wanted = {CALCULATOR, LOOKUP} - {used.tool.name}
-        while wanted:
-            tool = some_tool(rng)
-            if tool.name in wanted:
-                tools[tool.name] = tool
-                wanted.clear()
-    else:
-        for _ in range(rng.choice((0, 0, 0, 1, 1, 2))):
-            tool = some_tool(rng)
-            tools.setdefault(tool.name, tool)
-    shown = list(tools.values())
-    rng.shuffle(shown)
-    system = rng.choice(_SYSTEMS) if rng.random() < 0.25 else ""
-    before = _chat_beside_tools(rng) if rng.random() < 0.2 else []
-    if rng.random() < 0.12:
-        return Dialogue(tuple(_chat_beside_tools(rng)), system, tools=tuple(shown))
-    turns = [*before, *used.turns]
-    effort = rng.choice((LOW, HIGH)) if rng.random() < 0.3 else ""
-    if effort:
-        if rng.random() < 0.5:
-            turns = [*before, used.turns[0]]
-        turns[-1] = about_tool(turns[-1], used.tool.name, effort)
-    elif rng.random() < 0.15:
-        turns += _chat_beside_tools(rng)
-    return Dialogue(tuple(turns), system, tools=tuple(shown), effort=effort)
-
-
-def _chat_beside_tools(rng: random.Random) -> list[Turn]:
-    """Turns that need no tool."""
-    while True:
-        (name,) = rng.choices(
-            ("talk", "project", "counting", "spelling", "verse", "animals"), (8, 8, 2, 2, 1, 2)
-        )
-        turns = SOURCES[name][0](rng)[:1]
-        if name not in _HASHED or not is_held_out(turns[0].prompt):
-            return turns
-
-
-def _with_reasoning(rng: random.Random) -> Dialogue:
-    effort = rng.choice((LOW, HIGH))
-    while True:
-        turn = reasoned(rng, effort, lambda: _chunk(rng)[0])
-        if not is_held_out(turn.prompt):
-            break
-    before = _chunk(rng) if rng.random() < 0.15 else []
-    system = rng.choice(_SYSTEMS) if rng.random() < _SYSTEM else ""
-    return Dialogue((*before, turn), system, effort=effort)
-
-
-def _with_schema(rng: random.Random) -> Dialogue:
-    while True:
-        turn = answer_in_json(rng, lambda: _chunk(rng)[0])
-        if not is_held_out(turn.prompt):
-            break
-    before = _chunk(rng) if rng.random() < 0.1 else []
-    system = rng.choice(_SYSTEMS) if rng.random() < _SYSTEM else ""
-    return Dialogue((*before, turn), system)
-
-
-def _with_passage(rng: random.Random) -> Dialogue:
-    system = rng.choice(_SYSTEMS) if rng.random() < _SYSTEM else ""
-    return Dialogue((about_passage(rng, _PROJECT.topics),), system)
 
 
 def _dialogue(rng: random.Random) -> Dialogue:
@@ -266,41 +178,16 @@ def _hashed_probes(rng: random.Random, kind: str, count: int) -> list[Probe]:
     return list(found.values())
 
 
-# Replies that are scored, by kind, with the dialogues that they are from.
-AGENT_KINDS: dict[str, Callable[[random.Random], Dialogue]] = {
-    "calls": _with_tools,
-    "results": _with_tools,
-    "thoughts": _with_reasoning,
-    "passages": _with_passage,
-}
-
-
-def agent_dialogues(kind: str, count: int, seed: int) -> list[Dialogue]:
-    """Dialogues whose last reply is a call, an answer from a result, or follows thoughts."""
-    rng = random.Random(seed)
-    found: list[Dialogue] = []
-    while len(found) < count:
-        dialogue = AGENT_KINDS[kind](rng)
-        calls = dialogue.turns[-1].role == "tool" and len(dialogue.turns) == 2
-        if kind == "calls" and calls and not dialogue.effort:
-            found.append(replace(dialogue, turns=dialogue.turns[:1]))
-        elif kind == "results" and calls and not dialogue.effort:
-            found.append(dialogue)
-        elif kind in ("thoughts", "passages"):
-            found.append(dialogue)
-    return found
-
-
 def main() -> None:
     """Print some dialogues, to look at."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    for dialogue in generate_agents(arguments.count, arguments.seed):
-        print("-" * 60, dialogue.system or dialogue.text, *dialogue.tools, sep="\n")
+    for dialogue in generate(arguments.count, arguments.seed):
+        print("-" * 60, dialogue.system or dialogue.text, sep="\n")
         for turn in dialogue.turns:
-            print(f"> {turn.prompt}\n{turn.reasoning and f'<{turn.reasoning}> '}{turn.reply}")
+            print(f"> {turn.prompt}\n{turn.reply}")
 
 
 if __name__ == "__main__":

@@ -2,15 +2,13 @@
 
 import argparse
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from dialogues import AGENT_KINDS, Dialogue, Probe, agent_dialogues, probes
-from tools import definition
+from dialogues import Probe, probes
 
 PER_KIND = 30
 MAX_NEW_TOKENS = 220
@@ -43,21 +41,9 @@ class Talker:
 
     def replies(self, chats: list[list[dict[str, str]]], temperature: float = 0.0) -> list[str]:
         """One reply per chat; a reply that does not end by itself gets three dots."""
-        return self._continued([self._prompt(chat) for chat in chats], temperature)
-
-    def answers(self, dialogues: Sequence[Dialogue]) -> list[str]:
-        """What the model says in place of each dialogue's last reply, thoughts included."""
-        return self._continued([self._begun(dialogue) for dialogue in dialogues])
-
-    def _begun(self, dialogue: Dialogue) -> str:
-        """The prompt of a dialogue that lacks its last reply."""
-        system = [{"role": "system", "content": dialogue.system}] if dialogue.system else []
-        chat = [*system, *(message for turn in dialogue.turns for message in turn.messages)]
-        effort = {"reasoning_effort": dialogue.effort} if dialogue.effort else {}
-        return self._prompt(chat[:-1], tools=list(map(definition, dialogue.tools)), **effort)
-
-    def _continued(self, prompts: list[str], temperature: float = 0.0) -> list[str]:
-        inputs = self._tokenizer(prompts, return_tensors="pt", padding=True)
+        inputs = self._tokenizer(
+            [self._prompt(chat) for chat in chats], return_tensors="pt", padding=True
+        )
         with torch.no_grad():
             ids = self._model.generate(
                 input_ids=inputs["input_ids"],
@@ -68,9 +54,9 @@ class Talker:
             )
         return [self._text(row) for row in ids[:, inputs["input_ids"].shape[1] :].tolist()]
 
-    def _prompt(self, chat: list[dict[str, str]], **variables: Any) -> str:
+    def _prompt(self, chat: list[dict[str, str]]) -> str:
         template = self._tokenizer.apply_chat_template
-        return str(template(chat, tokenize=False, add_generation_prompt=True, **variables))
+        return str(template(chat, tokenize=False, add_generation_prompt=True))
 
     def _text(self, ids: list[int]) -> str:
         text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
@@ -88,20 +74,6 @@ def score(talker: Talker, wanted: list[Probe]) -> Counter[str]:
             right[probe.kind] += reply in probe.accepted
             if reply not in probe.accepted:
                 print(f"  {probe.kind}: {probe.prompt!r} -> {reply!r}")
-    return right
-
-
-def agent_score(talker: Talker, per_kind: int) -> Counter[str]:
-    """Counts the right calls, answers from results, and answers after thoughts or from passages."""
-    right: Counter[str] = Counter()
-    for kind in AGENT_KINDS:
-        wanted = agent_dialogues(kind, per_kind, seed=7)
-        for dialogue, reply in zip(wanted, talker.answers(wanted), strict=True):
-            last = dialogue.turns[-1]
-            answer = reply.rpartition("</think>\n\n")[2]
-            right[kind] += answer == last.reply
-            if answer != last.reply:
-                print(f"  {kind}: {last.prompt!r} -> {reply!r} for {last.reply!r}")
     return right
 
 
@@ -125,8 +97,6 @@ def report(folder: Path) -> None:
     for kind, total in totals.items():
         print(f"{kind:10} {right[kind]:3} of {total} right")
     print(f"{'all':10} {right.total():3} of {totals.total()} right")
-    for kind, count in agent_score(talker, PER_KIND).items():
-        print(f"{kind:10} {count:3} of {PER_KIND} right")
     for temperature in (0.0, 0.7):
         for prompts in CONVERSATIONS:
             print(f"--- temperature {temperature}")

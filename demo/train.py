@@ -1,7 +1,5 @@
 """Train the bundled demo model: text, tokenizer, a small Llama-shaped model, an evaluation.
 
-The first pass is over chats; the second, shorter one adds tools, reasoning and JSON.
-
 `python demo/train.py --out common/headrace_common/demo_model` is the whole recipe of the shipped
 files. Runs on a CPU; with the same versions, machine type and `--threads` the result is the same.
 """
@@ -11,7 +9,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,26 +18,26 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from dialogues import Dialogue, generate, generate_agents
+from dialogues import Dialogue, generate
 from review import report
-from turns import Turn
 
 SEED = 20
 DIALOGUES = 40_000
-AGENT_DIALOGUES = 30_000
-AGENT_STEPS = 1000
 HELD_OUT_DIALOGUES = 600
 VOCABULARY = 2048
 CONTEXT = 2048
 TOKENS_PER_BATCH = 3072
 LEARNING_RATE = 4e-3
-AGENT_LEARNING_RATE = 1.5e-3
-DECAY = 0.3  # share of the steps of the second pass in which the rate falls
 WARM_UP_STEPS = 50
 WEIGHT_DECAY = 0.05
 
 END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-CHAT_TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
 # Words with their space, single digits, punctuation, line ends: as in Qwen2's tokenizer.
 _PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -50,11 +48,7 @@ _IGNORED = -100  # label of a position without loss
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids of one text; `labels[i]` is the token to predict at `i`, or _IGNORED.
-
-    A label from VOCABULARY on is a token that a grammar prefers to a call or a thought: it is
-    learned against the first token of these only.
-    """
+    """Token ids of one text; `labels[i]` is the token to predict at `i`, or _IGNORED."""
 
     ids: list[int]
     labels: list[int]
@@ -85,68 +79,27 @@ def _texts(dialogues: Sequence[Dialogue]) -> Iterator[str]:
     for dialogue in dialogues:
         yield from (dialogue.system, dialogue.text)
         for turn in dialogue.turns:
-            yield from (turn.prompt, turn.reply)
+            yield from turn
 
 
 def encode(tokenizer: Tokenizer, dialogue: Dialogue) -> Example:
     """The dialogue in the chat template's form, with loss on what the model says only."""
-    text = _Text(tokenizer)
+    parts: list[tuple[str, bool]] = []
     if dialogue.text:
-        text.add(dialogue.text + END_OF_TEXT, learned=True)
-    system = "\n".join(_instructions(dialogue))
-    if system:
-        text.add(f"{START}system\n{system}{END}\n")
-    for at, turn in enumerate(dialogue.turns):
-        text.add(f"{START}{turn.role}\n{turn.prompt}{END}\n")
-        if not turn.reply:
-            continue
-        text.add(f"{START}assistant\n")
-        last = at == len(dialogue.turns) - 1
-        if dialogue.effort and last:
-            text.add("<think>\n")
-            text.add(turn.reasoning + "\n</think>\n\n", learned=True)
-        if turn.written is None:
-            text.add(turn.reply + END, learned=last or not dialogue.effort)
-        else:
-            text.add_written(turn)
-        text.add("\n")
-    return Example(text.ids[: CONTEXT - 1], [*text.labels[1:], _IGNORED][: CONTEXT - 1])
-
-
-def _instructions(dialogue: Dialogue) -> Iterator[str]:
+        parts.append((dialogue.text + END_OF_TEXT, True))
     if dialogue.system:
-        yield dialogue.system
-    if dialogue.effort:
-        yield f"Reasoning: {dialogue.effort}"
-    if dialogue.tools:
-        yield "Tools:"
-    for tool in dialogue.tools:
-        yield f"{tool.name}({', '.join(tool.arguments)}): {tool.description}"
-
-
-class _Text:
-    """Token ids of a text that grows, with the labels of those that are learned."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.ids: list[int] = []
-        self.labels: list[int] = []
-        self._tokenizer = tokenizer
-
-    def add(self, text: str, *, learned: bool = False) -> None:
-        ids: list[int] = self._tokenizer.encode(text).ids
-        self.ids += ids
-        self.labels += ids if learned else [_IGNORED] * len(ids)
-
-    def add_written(self, turn: Turn) -> None:
-        """Add a reply that a grammar shapes: learned where the model chooses, and its end."""
-        found = self._tokenizer.encode(turn.reply + END)
-        for at, (token, (begin, end)) in enumerate(zip(found.ids, found.offsets, strict=True)):
-            free = any(begin < last and first < end for first, last in turn.written or ())
-            self.ids.append(token)
-            if at == 0:
-                self.labels.append(VOCABULARY + token)
-            else:
-                self.labels.append(token if free or end > len(turn.reply) else _IGNORED)
+        parts.append((f"{START}system\n{dialogue.system}{END}\n", False))
+    for turn in dialogue.turns:
+        parts.append((f"{START}user\n{turn.prompt}{END}\n{START}assistant\n", False))
+        parts.append((turn.reply + END, True))
+        parts.append(("\n", False))
+    ids: list[int] = []
+    wanted: list[int] = []
+    for text, learned in parts:
+        piece: list[int] = tokenizer.encode(text).ids
+        ids += piece
+        wanted += piece if learned else [_IGNORED] * len(piece)
+    return Example(ids[: CONTEXT - 1], [*wanted[1:], _IGNORED][: CONTEXT - 1])
 
 
 def batches(examples: Sequence[Example], rng: random.Random) -> list[list[Example]]:
@@ -200,26 +153,14 @@ def new_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
     return model
 
 
-def loss_of(model: LlamaForCausalLM, batch: Sequence[Example], other: int) -> torch.Tensor:
-    """Mean cross entropy over the positions with a label.
-
-    `other` is the first token of calls and thoughts.
-    """
+def loss_of(model: LlamaForCausalLM, batch: Sequence[Example]) -> torch.Tensor:
+    """Mean cross entropy over the positions with a label."""
     labels = padded([example.labels for example in batch], _IGNORED)
     with torch.autocast("cpu", torch.bfloat16):
         ids = padded([example.ids for example in batch], 0)
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
-        logits = model.lm_head(hidden[labels != _IGNORED]).float()
-    wanted = labels[labels != _IGNORED]
-    preferred = wanted >= VOCABULARY
-    if preferred.any():
-        pair = torch.stack(
-            [wanted[preferred] - VOCABULARY, torch.full_like(wanted[preferred], other)]
-        )
-        narrow = torch.full_like(logits[preferred], float("-inf"))
-        narrow.scatter_(1, pair.T, logits[preferred].gather(1, pair.T))
-        logits = logits.masked_scatter(preferred[:, None], narrow)
-    return torch.nn.functional.cross_entropy(logits, wanted % VOCABULARY)
+        logits = model.lm_head(hidden[labels != _IGNORED])
+    return torch.nn.functional.cross_entropy(logits.float(), labels[labels != _IGNORED])
 
 
 def optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
@@ -235,29 +176,15 @@ def optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
     ]
 
 
-def cosine(step: int, steps: int) -> float:
-    """Rate of the first pass: a cosine down to a fiftieth."""
-    return LEARNING_RATE * (0.51 + 0.49 * math.cos(math.pi * step / steps))
-
-
-def plateau(step: int, steps: int) -> float:
-    """Rate of the second pass: constant, then a line down to almost nothing."""
-    return AGENT_LEARNING_RATE * min(1.0, 0.01 + (steps - step) / (DECAY * steps))
-
-
-def train(
-    model: LlamaForCausalLM,
-    steps: Sequence[list[Example]],
-    other: int,
-    rate_at: Callable[[int, int], float],
-) -> None:
-    """One pass over the batches, with a warm-up. `other` is as in `loss_of`."""
+def train(model: LlamaForCausalLM, steps: Sequence[list[Example]]) -> None:
+    """One pass over the batches: warm-up, then a cosine down to a fiftieth of the rate."""
     chosen = optimizers(model)
     smooth = 0.0
     bar = tqdm(steps, desc="training", unit="step", mininterval=10)
     for step, batch in enumerate(bar):
-        rate = rate_at(step, len(steps)) * min(1.0, (step + 1) / WARM_UP_STEPS)
-        loss = loss_of(model, batch, other)
+        cosine = 0.51 + 0.49 * math.cos(math.pi * step / len(steps))
+        rate = LEARNING_RATE * min(1.0, (step + 1) / WARM_UP_STEPS) * cosine
+        loss = loss_of(model, batch)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in chosen:
@@ -269,19 +196,10 @@ def train(
         bar.set_postfix(loss=f"{smooth:.3f}", refresh=False)
 
 
-def agent_steps(tokenizer: Tokenizer) -> list[list[Example]]:
-    """The batches of the second pass, which adds tools, reasoning and JSON to the first one."""
-    texts = generate_agents(AGENT_DIALOGUES, SEED + 2)
-    made = batches([encode(tokenizer, text) for text in texts], random.Random(SEED + 2))
-    return made[:AGENT_STEPS]
-
-
-def held_out_loss(model: LlamaForCausalLM, examples: Sequence[Example], other: int) -> float:
+def held_out_loss(model: LlamaForCausalLM, examples: Sequence[Example]) -> float:
     """Mean loss per batch on dialogues of another seed."""
     with torch.no_grad():
-        losses = [
-            loss_of(model, batch, other).item() for batch in batches(examples, random.Random(0))
-        ]
+        losses = [loss_of(model, batch).item() for batch in batches(examples, random.Random(0))]
     return sum(losses) / len(losses)
 
 
@@ -319,14 +237,10 @@ def main() -> None:
     tokens = sum(len(example.ids) for batch in steps for example in batch)
     print(f"{model.num_parameters():,} parameters, {tokens:,} tokens, {len(steps):,} steps")
     began = time.monotonic()
-    other = tokenizer.encode("<").ids[0]
-    train(model, steps, other, cosine)
-    save(model, tokenizer, arguments.out)
-    train(model.float(), agent_steps(tokenizer), other, plateau)
+    train(model, steps)
     print(f"trained for {(time.monotonic() - began) / 60:.1f} minutes")
-    for name, source in (("chats", generate), ("with agents", generate_agents)):
-        unseen = [encode(tokenizer, text) for text in source(HELD_OUT_DIALOGUES, SEED + 1)]
-        print(f"held-out loss of {name} {held_out_loss(model, unseen, other):.4f}")
+    unseen = [encode(tokenizer, text) for text in generate(HELD_OUT_DIALOGUES, SEED + 1)]
+    print(f"held-out loss {held_out_loss(model, unseen):.4f}")
     save(model, tokenizer, arguments.out)
     report(arguments.out)
 

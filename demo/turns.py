@@ -17,32 +17,10 @@ _OPENERS = ("Please: ", "Hi! ", "Hello! ", "Hey, ", "OK. ", "Next question: ", "
 
 
 class Turn(NamedTuple):
-    """A message of the user or of a tool, and the model's answer.
-
-    `reasoning` is what the model thinks before the answer. With `written`, the answer is what a
-    grammar allows only in parts: the model learns only the spans of `reply` that `written` names,
-    each as (begin, end) in characters.
-    """
+    """A message of the user and the model's answer."""
 
     prompt: str
     reply: str
-    role: str = "user"
-    reasoning: str = ""
-    written: tuple[tuple[int, int], ...] | None = None
-
-    @property
-    def messages(self) -> list[dict[str, str]]:
-        """The message, and the model's answer if it says something."""
-        asked = {"role": self.role, "content": self.prompt}
-        return [asked, {"role": "assistant", "content": self.reply}] if self.reply else [asked]
-
-
-class Tool(NamedTuple):
-    """A function that the model may call: its name, what it does, the names of its arguments."""
-
-    name: str
-    description: str
-    arguments: tuple[str, ...]
 
 
 Source = Callable[[random.Random], list[Turn]]

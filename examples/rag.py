@@ -45,4 +45,4 @@ for question in sys.argv[1:] or ["Where does Anna live?", "How many ducks does I
         messages=[{"role": "user", "content": f"Use this text:\n{text}\n\nQuestion: {question}"}],
         temperature=0,
     )
-    print(f"{question} {answer.choices[0].message.content}")
+    print(f"{question} [{text}] {answer.choices[0].message.content}")

@@ -162,7 +162,10 @@ def test_a_command_is_one_that_there_is(command: Command, document: Mapping[str,
 )
 def test_an_object_fits_its_schema(block: Block) -> None:
     found = yaml.safe_load(block.text.replace("<commit>", "abc"))
-    whole = {"spec": {"model": {"local": {"path": "headrace-demo"}}}, "metadata": {"name": "m"}}
+    whole: dict[str, Any] = {
+        "spec": {"model": {"local": {"path": "headrace-demo"}}},
+        "metadata": {"name": "m"},
+    }
     whole = {**whole, **found}
     ModelService.parse({**whole, "metadata": {**whole["metadata"], "namespace": "n"}})
 

@@ -24,8 +24,7 @@ PRINTED = {
     "anthropic_messages": "",
     "langchain_chat": "['",
     "litellm_chat": "",
-    "agent": "What is 123 * 45? 123 * 45 = 5535.",
-    "rag": "Where does Anna live? Anna lives in Lisbon.",
+    "rag": "Where does Anna live? [Anna lives in Lisbon.]",
     "batch": "sum-7 7 + 1 = 8.",
     "offline": "1 + 2 = 3.",
 }

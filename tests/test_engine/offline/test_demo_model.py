@@ -4,21 +4,16 @@ import json
 import operator
 import random
 import re
-from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer
 
-from dialogues import AGENT_KINDS, Dialogue, agent_dialogues, generate, generate_agents, probes
+from dialogues import generate, probes
 from exercises import sums
 from headrace_common.text.checkpoint import demo_folder
-from headrace_engine import LLM, SamplingParams, StructuredOutputsParams
+from headrace_engine import LLM, SamplingParams
 from review import Talker
-from tools import call, definition
-from train import encode
-from turns import Tool, Turn
 
 FOLDER = demo_folder()
 LIMIT_BYTES = 9_500_000
@@ -30,16 +25,6 @@ ANSWERS = (
 )
 _SUM = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)\.")
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-
-
-# Of PROBES dialogues that were not in the training text; the shipped model answers more.
-PROBES = 30
-LEAST = {"calls": 20, "results": 20, "thoughts": 15, "passages": 20}
-
-
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return LLM("headrace-demo", num_blocks=64)
 
 
 @pytest.fixture(scope="module")
@@ -86,77 +71,6 @@ def test_the_chat_template_marks_the_roles() -> None:
     )
 
 
-def shown(dialogue: Dialogue) -> str:
-    """A dialogue as the shipped chat template writes it, up to the last reply."""
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-    system = [{"role": "system", "content": dialogue.system}] if dialogue.system else []
-    chat = [*system, *(message for turn in dialogue.turns for message in turn.messages)]
-    return str(
-        tokenizer.apply_chat_template(
-            chat[:-1],
-            tools=list(map(definition, dialogue.tools)),
-            add_generation_prompt=True,
-            tokenize=False,
-            **({"reasoning_effort": dialogue.effort} if dialogue.effort else {}),
-        )
-    )
-
-
-def test_the_model_learns_what_the_chat_template_writes() -> None:
-    tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
-    chats = [dialogue for dialogue in generate_agents(300, seed=3) if dialogue.turns]
-    whole = [
-        tokenizer.decode(encode(tokenizer, dialogue).ids, skip_special_tokens=False)
-        for dialogue in chats
-    ]
-
-    assert any(dialogue.tools for dialogue in chats) and any(chat.effort for chat in chats)
-    for dialogue, text in zip(chats, whole, strict=True):
-        assert text.startswith(shown(dialogue))
-
-
-def test_calls_in_the_history_are_written_as_the_model_writes_them() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-    written = call("calculate", {"expression": "1 + 2"})
-    function = {"name": "calculate", "arguments": {"expression": "1 + 2"}}
-    forms = [
-        {"role": "assistant", "content": written},
-        {"role": "assistant", "content": None, "tool_calls": [{"function": function}]},
-        {
-            "role": "assistant",
-            "tool_calls": [{"function": {**function, "arguments": '{"expression": "1 + 2"}'}}],
-        },
-    ]
-    texts = {
-        tokenizer.apply_chat_template([{"role": "user", "content": "1 + 2"}, form], tokenize=False)
-        for form in forms
-    }
-
-    assert len(texts) == 1
-
-
-@pytest.mark.parametrize(
-    ("variables", "ending", "line"),
-    [
-        ({}, "assistant\n", None),
-        ({"reasoning_effort": "none"}, "assistant\n", None),
-        ({"reasoning_effort": "minimal"}, "assistant\n<think>\n", "Reasoning: low"),
-        ({"reasoning_effort": "high"}, "assistant\n<think>\n", "Reasoning: high"),
-        ({"enable_thinking": True}, "assistant\n<think>\n", "Reasoning: low"),
-        ({"reasoning_effort": "high", "enable_thinking": False}, "assistant\n", None),
-    ],
-)
-def test_efforts_switch_thoughts(variables: dict[str, Any], ending: str, line: str | None) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-    chat = [{"role": "user", "content": "Hello!"}]
-    text = tokenizer.apply_chat_template(
-        chat, tokenize=False, add_generation_prompt=True, **variables
-    )
-
-    assert text.endswith(ending)
-    assert ("Reasoning" in text) is (line is not None) and (line or "") in text
-
-
 def test_the_training_text_depends_on_the_seed_alone() -> None:
     assert list(generate(200, seed=3)) == list(generate(200, seed=3))
     assert list(generate(200, seed=3)) != list(generate(200, seed=4))
@@ -190,81 +104,6 @@ def test_the_model_remembers_earlier_turns(talker: Talker) -> None:
         {"role": "user", "content": "What is my name?"},
     ]
     assert talker.replies([chat]) == ["Your name is Emma."]
-
-
-CALCULATE = Tool("calculate", "Works out a sum.", ("expression",))
-LOOKUP = Tool("lookup", "Finds facts.", ("query",))
-
-
-@pytest.mark.parametrize(
-    ("turns", "reply"),
-    [
-        (
-            [Turn("What is 123 * 45?", "?")],
-            call("calculate", {"expression": "123 * 45"}),
-        ),
-        (
-            [
-                Turn("What is 123 * 45?", call("calculate", {"expression": "123 * 45"})),
-                Turn("5535", "?", role="tool"),
-            ],
-            "123 * 45 = 5535.",
-        ),
-        ([Turn("Look up the Loire.", "?")], call("lookup", {"query": "the Loire"})),
-        ([Turn("Hello!", "?")], "Hello! How can I help you?"),
-    ],
-)
-def test_the_model_calls_a_tool_and_answers_from_its_result(
-    talker: Talker, turns: list[Turn], reply: str
-) -> None:
-    (said,) = talker.answers([Dialogue(tuple(turns), tools=(CALCULATE, LOOKUP))])
-
-    assert said == reply
-
-
-@pytest.mark.parametrize("effort", ["low", "high"])
-def test_the_model_thinks_before_a_sum(talker: Talker, effort: str) -> None:
-    (said,) = talker.answers([Dialogue((Turn("What is 7 + 8?", "?"),), effort=effort)])
-    thoughts, _, answer = said.partition("</think>\n\n")
-
-    assert answer == "7 + 8 = 15."
-    assert ("The user wants" in thoughts) is (effort == "high")
-
-
-@pytest.mark.parametrize(("kind", "least"), LEAST.items())
-def test_most_unseen_agent_dialogues_are_answered_right(
-    talker: Talker, kind: str, least: int
-) -> None:
-    wanted = agent_dialogues(kind, PROBES, seed=7)
-    replies = [reply.rpartition("</think>\n\n")[2] for reply in talker.answers(wanted)]
-
-    right = sum(
-        reply == dialogue.turns[-1].reply for reply, dialogue in zip(replies, wanted, strict=True)
-    )
-    assert right >= least
-
-
-def test_every_kind_is_scored() -> None:
-    assert LEAST.keys() == AGENT_KINDS.keys()
-
-
-@pytest.mark.parametrize(
-    "prompt", ["Tell me of a mill.", "What is Headrace?", "My name is Emma and I am 31.", "Hello!"]
-)
-def test_json_by_an_open_schema_ends_soon(llm: LLM, prompt: str) -> None:
-    kinds = {"name": "string", "age": "integer", "open": "boolean"}
-    properties: dict[str, Any] = {name: {"type": kind} for name, kind in kinds.items()}
-    properties["tags"] = {"type": "array", "items": {"type": "string"}}
-    constraint = StructuredOutputsParams(json={"type": "object", "properties": properties})
-    (output,) = llm.chat(
-        [{"role": "user", "content": prompt}],
-        SamplingParams(temperature=0.0, max_tokens=200, structured_outputs=constraint),
-    )
-
-    (answer,) = output.outputs
-    assert answer.finish_reason == "stop"
-    assert json.loads(answer.text).keys() <= properties.keys()
-    assert len(answer.token_ids) <= 100
 
 
 def test_the_offline_api_loads_the_demo_model_by_its_name() -> None:
