@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace_common.text.checkpoint import DEMO_EMBEDDINGS
 from headrace_testing.headrace_up import UpProcess
 from headrace_testing.needs import missing
 
@@ -33,8 +34,8 @@ PRINTED = {
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
     folder = tmp_path_factory.mktemp("embedder")
-    with UpProcess(folder, "--model", "headrace-demo-embeddings") as up:
-        up.until_served()
+    with UpProcess(folder, "--model", DEMO_EMBEDDINGS) as up:
+        up.until_served(DEMO_EMBEDDINGS)
         yield up
 
 

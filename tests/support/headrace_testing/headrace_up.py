@@ -71,9 +71,9 @@ class UpProcess:
     def pid(self) -> int:
         return self._popen.pid
 
-    def until_served(self) -> None:
+    def until_served(self, model: str = MODEL) -> None:
         """Waits for the line that tells a person where the API is."""
-        line = f"{MODEL} is served at {self.url}/v1"
+        line = f"{model} is served at {self.url}/v1"
         until(lambda: line in self.printed or self._popen.poll() is not None, "up to serve")
         assert line in self.printed, self.printed
 
