@@ -101,10 +101,16 @@ export async function* serverSentEvents(response) {
           event = { id: null, event: "message", data: [] };
         } else takeField(event, line);
       }
+      await drawn(); // a fast stream must not keep the page from answering clicks
     }
   } finally {
     reader.cancel().catch(() => {});
   }
+}
+
+/** Lets the browser draw and handle input. */
+function drawn() {
+  return new Promise((resolve) => setTimeout(resolve));
 }
 
 function takeField(event, line) {
