@@ -28,7 +28,7 @@ from headrace_testing.headrace_up import UpProcess
 from headrace_testing.processes import until
 
 VIEWS = ("chat", "live", "requests")
-LONG = 1900
+LONG = 600
 # Slow enough that a busy browser sees answers before they end.
 SLOW = ("--model-implementation", "transformers")
 
@@ -66,13 +66,13 @@ def console(watched: WatchedPage, up: UpProcess) -> Iterator[Console]:
 
 def test_a_chat_streams_the_answer_of_the_api(console: Console, up: UpProcess) -> None:
     console.open()
-    body = console.long_story(1000)
+    body = console.long_story(300)
     console.send(STORY)
     console.until_streaming()
     console.until_answered()
     assert console.text == undisturbed(up.url, body) != ""
     assert re.match(
-        r"first token after [\d.]+ m?s · [\d.,]+ tokens/s · 1,000 tokens · prompt 16",
+        r"first token after [\d.]+ m?s · [\d.,]+ tokens/s · 300 tokens · prompt 16",
         console.figures,
     )
 
@@ -307,7 +307,7 @@ def test_a_stream_of_a_killed_engine_ends_with_the_same_bytes(
 ) -> None:
     """Only with the keyboard: the person writes, sends, kills the engine and confirms."""
     console.open()
-    body = console.long_story(LONG)
+    body = console.long_story(3 * LONG)
     expected = undisturbed(up.url, body)
     page = console.page
     page.locator("#message").focus()
