@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -167,7 +168,7 @@ def test_whole_steps_are_measured_from_hopper_on_and_in_one_process(
     config = engine_config(Path(runner._config.model), max_num_seqs=40)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     on_device = replace(runner._placed, device=torch.device("cuda"))
-    for placed in (runner._placed, replace(on_device, model=object())):  # type: ignore[arg-type]
+    for placed in (runner._placed, replace(on_device, model=Mock(kv_shapes=()))):
         start.tune_with(Autotuner(LastWins()), placed, config)
     assert measured == []
     start.tune_with(Autotuner(LastWins()), on_device, config)
