@@ -8,7 +8,7 @@ import logging
 
 import torch
 
-from ..core.attention_backend import AttentionBackend, LatentBackend, ReadsSomeBlocks
+from ..core.attention_backend import AttentionBackend, ReadsSomeBlocks, latent_backend
 from ..core.errors import ConfigError
 from ..layers.fp8_cache import is_fp8
 
@@ -55,7 +55,8 @@ def select(
         )
     _check_cache(name, cache_dtype)
     backend = _make(name, device, dtype)
-    _check_latents(backend, latents)
+    if latents:
+        latent_backend(backend)
     return backend
 
 
@@ -72,7 +73,8 @@ def _automatic(
             _check_cache(name, cache_dtype)
             backend = _make(name, device, dtype)
             _check_blocks(backend, block_size)
-            _check_latents(backend, latents)
+            if latents:
+                latent_backend(backend)
         except ConfigError as error:
             refused.append(str(error))
             continue
@@ -99,14 +101,6 @@ def _check_cache(name: str, cache_dtype: torch.dtype | None) -> None:
         raise ConfigError(
             "attention_backend flash reads no KV cache in fp8: use attention_backend triton, or "
             "kv_cache_dtype auto"
-        )
-
-
-def _check_latents(backend: AttentionBackend, latents: bool) -> None:
-    if latents and not isinstance(backend, LatentBackend):
-        raise ConfigError(
-            f"attention_backend {backend.name} does not attend to latents (MLA): use "
-            "attention_backend auto"
         )
 
 

@@ -9,6 +9,8 @@ from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 
+from .errors import ConfigError
+
 LayerCache = tuple[torch.Tensor, ...]
 
 
@@ -116,6 +118,16 @@ class LatentBackend(Protocol):
     ) -> torch.Tensor:
         """Like AttentionBackend.forward, for keys `latents` [T, D] that all heads share, of which
         values are the first `rank` elements. query [T, H, D]; returns [T, H, rank]."""
+
+
+def latent_backend(backend: AttentionBackend) -> LatentBackend:
+    """The backend itself. Raises ConfigError if it does not attend to latents."""
+    if not isinstance(backend, LatentBackend):
+        raise ConfigError(
+            f"attention_backend {backend.name} does not attend to latents (MLA): use "
+            "attention_backend auto"
+        )
+    return backend
 
 
 @runtime_checkable

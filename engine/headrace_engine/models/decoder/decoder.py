@@ -13,11 +13,10 @@ from ...checkpoints.config import ModelConfig
 from ...core.attention_backend import (
     AttentionBackend,
     AttentionMetadata,
-    LatentBackend,
     LayerCache,
     LayerParams,
+    latent_backend,
 )
-from ...core.errors import ConfigError
 from ...lora.batch import LayerLoRA
 from ...lora.shapes import LayerShapes, lora_shapes
 from ...operators.base import DependentOps, Float32NormOps, HeadShape, Ops, QKNorm, soft_cap
@@ -189,12 +188,7 @@ def _latent_attention(
     """None if the model's attention is not over latents."""
     if config.latent is None:
         return None
-    if not isinstance(attention, LatentBackend):
-        raise ConfigError(
-            f"attention_backend {attention.name} does not attend to latents (MLA): use "
-            "attention_backend auto"
-        )
-    return LatentAttention(ops, attention, config.interleaved)
+    return LatentAttention(ops, latent_backend(attention), config.interleaved)
 
 
 def _rounded(scale: float | None, dtype: torch.dtype) -> float | None:
