@@ -20,7 +20,8 @@ import torch
 
 from gpu_benchmark.engine import Bench
 from gpu_benchmark.shapes import SHAPES
-from headrace_engine.cuda_graphs.cuda_graphs import CaptureSizes, GraphedModel, Run
+from headrace_engine.cuda_graphs.capture import Run
+from headrace_engine.cuda_graphs.cuda_graphs import CaptureSizes, GraphedModel
 from headrace_engine.cuda_graphs.static_batch import StaticBatch
 from headrace_engine.engine.engine import Engine
 from headrace_engine.model_runner.async_execution import StreamExecutor

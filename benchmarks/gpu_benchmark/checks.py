@@ -62,6 +62,7 @@ def compare_kinds(task: Task, report: Report, jobs: list[Job], deterministic: bo
         _, tokens = bench.serve(jobs)
         del bench
         outputs.append(in_order(tokens))
+        gc.unfreeze()
         gc.collect()  # an engine and its graphs refer to each other
         if task.sizes.device == "cuda":
             torch.cuda.empty_cache()

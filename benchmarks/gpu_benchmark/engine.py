@@ -1,6 +1,7 @@
 """Drives Headrace's engine for gpu.py: a model with random weights, decoding batches, and profiles
 of the device."""
 
+import gc
 import json
 import random
 import time
@@ -44,6 +45,8 @@ class Bench:
         self.warm_up_seconds = time.perf_counter() - begun
         self.engine = Engine(self.config, self.runner)
         self._made = 0
+        gc.collect()
+        gc.freeze()  # as a serving engine does
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -119,17 +122,19 @@ class Bench:
         self.finish()
 
     def profile(self, steps: int, trace: Path) -> list[Event]:
-        """Profiles the device in some steps; writes `trace` for chrome://tracing or Perfetto."""
+        """Profiles the device in some steps, after one that finds it idle; writes `trace` for
+        chrome://tracing or Perfetto."""
         on_gpu = self.device.type == "cuda"
         kinds = [torch.profiler.ProfilerActivity.CPU]
         kinds += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
         make: Any = torch.profiler.profile
         with make(activities=kinds) as profiler:
-            for _ in range(steps):
+            for _ in range(steps + 1):
                 self.engine.step()
             self.synchronize()
         profiler.export_chrome_trace(str(trace))
-        return device_events(json.loads(trace.read_text()), on_gpu)
+        events = device_events(json.loads(trace.read_text()), on_gpu)
+        return events[len(events) // (steps + 1) :]
 
 
 def device_events(trace: dict[str, Any], on_gpu: bool) -> list[Event]:

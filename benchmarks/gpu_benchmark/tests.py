@@ -19,6 +19,7 @@ COMPILED = (
     "test_small_batch_gemm.py",
     "test_triton_ops.py",
     "test_triton_attention.py",
+    "test_latents.py",
     "test_experts.py",
     "test_triton_lora.py",
     "test_triton_sampling.py",

@@ -55,6 +55,7 @@ class TritonBackend:
 
     name: ClassVar[str] = "triton"
     skips_padding: ClassVar[Literal[True]] = True
+    counts_decodes: ClassVar[Literal[True]] = True
 
     def __init__(
         self, capability: tuple[int, int] | None = None, deterministic: bool = False
@@ -215,8 +216,10 @@ class TritonBackend:
         metadata: AttentionMetadata,
         params: LayerParams,
     ) -> torch.Tensor:
-        query = _dense_heads(query)
-        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        query, counted = _dense_heads(query), metadata.decode_count is not None
+        # Padding tokens of a recorded step belong to no sequence.
+        make = torch.zeros_like if counted else torch.empty_like
+        output = make(query, memory_format=torch.contiguous_format)
         decodes = 0 if self._deterministic else metadata.num_decodes
         if decodes:
             self._decode(output, query, cache, metadata, params)
@@ -239,7 +242,11 @@ class TritonBackend:
         chosen = self._launches.decode(rows)
         chosen = chosen or self.decode_launch(query.element_size(), dim, rows)
         launch = chosen.tile
-        cut = {"least_part": chosen.part, "MAX_SPLITS": MAX_SPLITS, "KEYS": launch.keys}
+        cut = {
+            "least_part": chosen.part, "decode_count": metadata.decode_count,
+            "MAX_SPLITS": MAX_SPLITS, "KEYS": launch.keys,
+            "COUNTED": metadata.decode_count is not None,
+        }  # fmt: skip
         splits = _most_splits(metadata.max_seq_len, params.sliding_window, launch, chosen.part)
         whole = splits == 1
         merges = chosen.merges and not whole
@@ -283,14 +290,17 @@ class TritonBackend:
         rows = max(launch.rows, power_of_two(group))
         stored = storage(cache[0].dtype, self._capability)
         runs = len(metadata.seq_lens) - decodes
-        tiles = (len(query) - decodes) // (rows // group) + runs
+        counted = metadata.decode_count is not None
+        prompts = len(query) if counted else len(query) - decodes
+        tiles = prompts // (rows // group) + runs
         prefill_kernel[(tiles, kv_heads)](
             output, query, *stored.views(cache), metadata.block_tables, metadata.query_start,
-            metadata.seq_lens, params.sinks, decodes, runs, params.scale * params.key_scale,
-            params.value_scale,
+            metadata.seq_lens, params.sinks, metadata.decode_count, decodes, runs,
+            params.scale * params.key_scale, params.value_scale,
             query.stride(0), query.stride(1), metadata.block_tables.stride(0),
             **_constants(query, cache, params, stored), ROWS=rows, KEYS=launch.keys,
-            MASKED=self._deterministic, num_warps=launch.warps, num_stages=launch.stages,
+            MASKED=self._deterministic, COUNTED=counted,
+            num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
 
 

@@ -20,10 +20,12 @@ from ..kernels.triton.launch import (
 from .autotuner import Autotuner, Run
 from .layers import dtype_name
 
-# Bytes of the layer's KV, and how many batches of sequences use it in turn: more than caches hold.
-POOL_BYTES = 512 << 20
-ROTATIONS = 8
-DECODE_CONTEXT, PREFILL_TOKENS = 1024, 4096
+# Bytes of the layer's KV, more than caches hold, and how many batches of sequences use it in turn.
+POOL_BYTES = 1 << 30
+MOST_ROTATIONS = 32
+# Average keys of a sequence; the shortest has half as many, the longest half as many again.
+DECODE_CONTEXT = 1024
+PREFILL_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +76,11 @@ class _AttentionBenchmark:
         return tuple((bound, self._decode(tuner, bound)) for bound in bounds)
 
     def _decode(self, tuner: Autotuner, sequences: int) -> DecodeLaunch:
-        context = min(DECODE_CONTEXT, self._shape.max_model_len)
-        batches = [self._metadata(sequences, 1, context) for _ in range(ROTATIONS)]
+        longest = min(2 * DECODE_CONTEXT, self._shape.max_model_len)
+        lengths = [
+            longest * (sequences + 2 * one + 1) // (4 * sequences) for one in range(sequences)
+        ]
+        batches = self._batches(lengths, longest)
         table = self._backend.decode_launch(
             self._spec.dtype.itemsize, self._spec.head_dim, sequences
         )
@@ -96,14 +101,14 @@ class _AttentionBenchmark:
             name: partial(self._run, AttentionLaunches(decodes=((most, launch),)), query, batches)
             for name, launch in named.items()
         }
-        keys = sum(len(one.seq_lens) * one.max_seq_len for one in batches)
+        keys = sum(int(one.seq_lens.sum()) for one in batches)
         return named[tuner.choose(what, runs, keys * self._token_bytes)]
 
     def prefill(self, tuner: Autotuner) -> Launch:
         shape = self._shape
         tokens = min(PREFILL_TOKENS, shape.max_model_len, shape.max_num_batched_tokens)
         table = self._backend.prefill_launch(self._spec.dtype.itemsize, self._spec.head_dim)
-        batches = [self._metadata(1, tokens, tokens)]
+        batches = [self._metadata([tokens], tokens, tokens, self._random_blocks())]
         query = self._query(batches[0])
         named = {_tile_name(launch): launch for launch in prefill_candidates(table)}
         runs: dict[str, Run] = {
@@ -123,20 +128,48 @@ class _AttentionBenchmark:
         params, cache = self._params, self._cache
         return [self._backend.attend(query, cache, one, params) for one in batches][0]
 
-    def _metadata(self, sequences: int, tokens: int, keys: int) -> AttentionMetadata:
-        """Metadata of sequences with `tokens` new tokens and `keys` keys each."""
-        device, whole = self._spec.device, torch.int32
-        blocks = -(-keys // self._spec.block_size)
-        tables = torch.randint(0, self._blocks, (sequences, blocks), dtype=whole, device=device)
+    def _batches(self, lengths: list[int], longest: int) -> list[AttentionMetadata]:
+        """Batches of decodes that read the whole pool in turn."""
+        order = self._random_blocks()
+        used = sum(self._num_blocks(length) for length in lengths)
+        count = min(MOST_ROTATIONS, max(1, self._blocks // used))
+        return [
+            self._metadata(_shuffled(lengths), 1, longest, order.roll(-batch * used))
+            for batch in range(count)
+        ]
+
+    def _random_blocks(self) -> torch.Tensor:
+        """All blocks of the pool, in random order."""
+        return torch.randperm(self._blocks).to(torch.int32)
+
+    def _num_blocks(self, keys: int) -> int:
+        return -(-keys // self._spec.block_size)
+
+    def _metadata(
+        self, lengths: list[int], tokens: int, longest: int, order: torch.Tensor
+    ) -> AttentionMetadata:
+        """Metadata of sequences of `lengths` keys, at most `longest`, with `tokens` new tokens
+        each. They get the blocks of `order`, which they share only if the pool has too few: a cache
+        would serve what two sequences read."""
+        device, whole, sequences = self._spec.device, torch.int32, len(lengths)
+        tables = torch.zeros(sequences, self._num_blocks(longest), dtype=whole)
+        taken = 0
+        for row, count in zip(tables, map(self._num_blocks, lengths), strict=True):
+            row[:count] = order[torch.arange(taken, taken + count) % len(order)]
+            taken += count
         return AttentionMetadata(
             query_start=torch.arange(sequences + 1, dtype=whole, device=device) * tokens,
-            seq_lens=torch.full((sequences,), keys, dtype=whole, device=device),
-            block_tables=tables,
+            seq_lens=torch.tensor(lengths, dtype=whole, device=device),
+            block_tables=tables.to(device),
             slots=torch.zeros(sequences * tokens, dtype=torch.int64, device=device),
             num_decodes=sequences if tokens == 1 else 0,
             max_query_len=tokens,
-            max_seq_len=keys,
+            max_seq_len=longest,
         )
+
+
+def _shuffled(lengths: list[int]) -> list[int]:
+    return [lengths[place] for place in torch.randperm(len(lengths))]
 
 
 def _filled(cache: LayerCache) -> LayerCache:

@@ -22,8 +22,9 @@ Run = Callable[[], torch.Tensor]
 # Compiles what some candidates need, so that no measurement waits for it.
 Prepare = Callable[[Iterable[Run]], None]
 
-# Another candidate must take less than this share of the first one's time.
-GAIN = 0.98
+# Another candidate must take less than this share of the first one's time; a whole step, which
+# takes milliseconds, varies less.
+GAIN, STEP_GAIN = 0.98, 0.995
 # Relative error against the first one's result; rounding of 16-bit floats causes a few thousandths.
 TOLERANCE = 2e-2
 REPEATS = 3
@@ -138,11 +139,12 @@ class Autotuner:
         read_bytes: int = 0,
         *,
         tolerance: float = TOLERANCE,
+        gain: float = GAIN,
     ) -> str:
         """Returns the name of the candidate to use for `kernel`. No result may differ from the
         first one's by more than `tolerance`, in norm; with 0 all must have the same bits, also when
-        replayed."""
-        choice = replace(self._choice(kernel, candidates, tolerance), read_bytes=read_bytes)
+        replayed. Another candidate than the first must take less than `gain` of its time."""
+        choice = replace(self._choice(kernel, candidates, tolerance, gain), read_bytes=read_bytes)
         self.choices.append(choice)
         logger.info(
             "kernel tuned",
@@ -155,7 +157,9 @@ class Autotuner:
         )
         return choice.chosen
 
-    def _choice(self, kernel: str, candidates: Mapping[str, Run], tolerance: float) -> Choice:
+    def _choice(
+        self, kernel: str, candidates: Mapping[str, Run], tolerance: float, gain: float
+    ) -> Choice:
         first = next(iter(candidates))
         if (known := self._known.get(kernel)) in candidates:
             assert known is not None
@@ -164,7 +168,7 @@ class Autotuner:
             return Choice(kernel, first)
         seconds, refused = self._measure(kernel, candidates, tolerance)
         fastest = min(seconds, key=lambda name: seconds[name], default=first)
-        if first in seconds and seconds[fastest] > GAIN * seconds[first]:
+        if first in seconds and seconds[fastest] > gain * seconds[first]:
             fastest = first
         micros = {name: round(one * 1e6, 2) for name, one in seconds.items()}
         return Choice(kernel, fastest, micros, refused)

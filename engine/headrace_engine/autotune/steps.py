@@ -21,7 +21,7 @@ from ..models.decoder.norm_fusion import NormFusingDecoder
 from ..models.decoder.parallel_decoder import ParallelDecoder
 from ..models.placed_model import PlacedModel
 from ..operators.triton import TritonOps
-from .autotuner import Autotuner, Run
+from .autotuner import STEP_GAIN, Autotuner, Run
 
 # Steps of up to this many sequences use the measured way; larger ones launch kernels one after the
 # other.
@@ -86,7 +86,7 @@ def _choose_overlap(
     runs: dict[str, Run] = {
         one: partial(benchmark.run, StepLaunch(CANDIDATES[one], fused)) for one in overlaps
     }
-    return tuner.choose(name, runs, benchmark.read_bytes, tolerance=0.0)
+    return tuner.choose(name, runs, benchmark.read_bytes, tolerance=0.0, gain=STEP_GAIN)
 
 
 def _choose_norms(tuner: Autotuner, benchmark: "StepBenchmark", overlap: str) -> StepLaunch:
@@ -100,8 +100,9 @@ def _choose_norms(tuner: Autotuner, benchmark: "StepBenchmark", overlap: str) ->
     ways = {SEPARATE: separate, FUSED: StepLaunch(CANDIDATES[best], fused_norms=True)}
     runs: dict[str, Run] = {one: partial(benchmark.run, way) for one, way in ways.items()}
     chosen = tuner.choose(
-        f"{benchmark.name}, norms", runs, benchmark.read_bytes, tolerance=ROUNDING
-    )
+        f"{benchmark.name}, norms", runs, benchmark.read_bytes,
+        tolerance=ROUNDING, gain=STEP_GAIN,
+    )  # fmt: skip
     return ways[chosen]
 
 

@@ -61,7 +61,9 @@ class AttentionMetadata:
     seq_lens      int32 [S]         keys of each sequence, this step's included.
     block_tables  int32 [S, B]      block ids, padded with 0 after ceil(seq_len / block_size).
     slots         int64 [T]         block * block_size + offset, where each token's KV is written.
-    The first `num_decodes` sequences have one query token each.
+    The first `num_decodes` sequences have one query token each. A recorded step may have
+    `decode_count`, int32 [1]: so many are decodes, at most `num_decodes`, and the sequences after
+    them, at most as many as `seq_lens` has more than `num_decodes`, may have any number of tokens.
     """
 
     query_start: torch.Tensor
@@ -71,6 +73,7 @@ class AttentionMetadata:
     num_decodes: int
     max_query_len: int
     max_seq_len: int
+    decode_count: torch.Tensor | None = None
 
 
 class AttentionBackend(Protocol):
@@ -138,6 +141,14 @@ class SkipsPadding(Protocol):
     value back from the device."""
 
     skips_padding: ClassVar[Literal[True]]
+
+
+@runtime_checkable
+class CountsDecodes(SkipsPadding, Protocol):
+    """A backend that reads a step's `decode_count` on the device: so one recording serves every
+    mixture of prompts and decodes."""
+
+    counts_decodes: ClassVar[Literal[True]]
 
 
 @runtime_checkable

@@ -2,26 +2,30 @@
 
 A graph has fixed addresses and grids. So there is one graph for each of some batch sizes and each
 of a few bounds on the context. A step is copied into the buffers of the smallest graph that fits.
-With adapters there are two graphs of each: with adapters and without. The model computes every
-other step without graphs.
+With adapters there are two graphs of each: with adapters and without. Steps that compute prompts
+have other graphs (`mixed_steps`); the model computes every other step without graphs.
 """
 
 import logging
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any, Protocol
 
 import torch
 
-from ..core.attention_backend import AttentionBackend, LayerCache, SkipsPadding
+from ..core.attention_backend import (
+    AttentionBackend,
+    CountsDecodes,
+    LayerCache,
+    SkipsPadding,
+)
 from ..core.config import EngineConfig
 from ..core.kv_cache_groups import ONE_GROUP, KVLayout
 from ..kernels.triton.dependent_launch import DependentLaunches
 from ..lora.batch import StaticLoRA
 from ..models.base import CausalModel, ForwardBatch, SharedModel
 from ..models.decoder.decoder import Decoder
+from .capture import Capture, CudaCapture, MeteredCapture, Run, at_least
+from .mixed_steps import MixedSizes, MixedSteps, StaticMixedBatch
 from .static_batch import StaticBatch
 
 logger = logging.getLogger(__name__)
@@ -31,59 +35,6 @@ SMALL_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 LARGE_STEP = 128
 # Upper bounds on contexts: the grids of attention grow with the bound.
 CONTEXTS = (1024, 2048, 4096)
-
-Run = Callable[[], torch.Tensor]
-# Bytes of free device memory.
-Free = Callable[[], int]
-
-
-class Capture(Protocol):
-    def __call__(self, run: Run) -> Run:
-        """Records what `run` launches; each call of the result launches it again, into the same
-        output."""
-
-
-class CudaCapture:
-    """Records CUDA graphs. All share one memory pool, because only one of them runs at a time."""
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, run: Run) -> Run:
-        run()  # compiles kernels and grows scratch memory, which must not be recorded
-        torch.cuda.synchronize()
-        make_graph: Any = torch.cuda.CUDAGraph
-        graph = make_graph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            output = run()
-
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return output
-
-        return replay
-
-
-class MeteredCapture:
-    """Wraps another capture and notes in `free_after` the free memory after each recording."""
-
-    def __init__(self, capture: Capture, free: Free) -> None:
-        self._capture, self._free = capture, free
-        self.free_after: list[int] = []
-
-    def __call__(self, run: Run) -> Run:
-        if not self.free_after:
-            run()  # memory that stays allocated without graphs does not count
-            self.free_after.append(self._free())
-        made = self._capture(run)
-        self.free_after.append(self._free())
-        return made
-
-    def extrapolated(self, recordings: int) -> int:
-        """Estimates the bytes of that many recordings: the first makes the pool that all share, and
-        each further one takes as much as the largest of the measured ones."""
-        first, *further = [max(0, before - after) for before, after in pairwise(self.free_after)]
-        return first + (recordings - 1) * max(further, default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,20 +57,24 @@ class CaptureSizes:
 
     def batch_size(self, count: int) -> int | None:
         """The smallest size for `count` sequences; None if there is none."""
-        return _at_least(self.batch_sizes, count)
+        return at_least(self.batch_sizes, count)
 
     def context(self, length: int) -> int | None:
-        return _at_least(self.contexts, length)
+        return at_least(self.contexts, length)
 
 
-def _at_least(steps: tuple[int, ...], wanted: int) -> int | None:
-    place = bisect_left(steps, wanted)
-    return steps[place] if place < len(steps) else None
+@dataclass(frozen=True, slots=True)
+class MixedBatch:
+    """Buffers for steps with prompts, and the sizes to record."""
+
+    sizes: MixedSizes
+    buffers: StaticMixedBatch
 
 
 class GraphedModel:
-    """A model whose pure decodes over `caches` are replayed. Each step overwrites the logits of the
-    one before. The constructor makes all recordings, the largest first, as they share memory."""
+    """A model whose steps over `caches` are replayed: pure decodes, and with `mixed` short steps
+    with prompts. Each step overwrites the logits of the one before. The constructor makes all
+    recordings, the largest first, as they share memory."""
 
     def __init__(
         self,
@@ -128,12 +83,16 @@ class GraphedModel:
         sizes: CaptureSizes,
         batch: StaticBatch,
         capture: Capture,
+        mixed: MixedBatch | None = None,
     ) -> None:
         self._model, self._caches = model, caches
         self.vocab_size, self.kv_shapes = model.vocab_size, model.kv_shapes
         self._sizes, self._batch = sizes, batch
         self._dependent_launches = _dependent_launches(model)
         self._logits: torch.Tensor | None = None
+        self._mixed: MixedSteps | None = None
+        if mixed is not None:
+            self._mixed = MixedSteps(model, caches, mixed.sizes, mixed.buffers, capture, self._keep)
         self._graphs = {
             (size, context, adapted): capture(self._step(size, context, adapted))
             for size in reversed(sizes.batch_sizes)
@@ -142,22 +101,19 @@ class GraphedModel:
         }
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
+        logits = self._replayed(batch) if caches is self._caches else None
+        return self._model.forward(batch, caches) if logits is None else logits
+
+    def _replayed(self, batch: ForwardBatch) -> torch.Tensor | None:
+        """The logits of a step; None if it has no graph."""
+        if not _only_decodes(batch):
+            return None if self._mixed is None else self._mixed.forward(batch)
         size = self._sizes.batch_size(len(batch.input_ids))
         context = self._sizes.context(batch.metadata.max_seq_len)
-        if size is None or context is None or not self._replays(batch, caches):
-            return self._model.forward(batch, caches)
+        if size is None or context is None or not self._batch.takes(batch):
+            return None
         self._batch.fill(batch, size)
         return self._graphs[size, context, batch.lora is not None]()[: len(batch.input_ids)]
-
-    def _replays(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> bool:
-        """Whether every sequence of the batch has one token, and its logits are wanted."""
-        count, metadata = len(batch.input_ids), batch.metadata
-        return (
-            metadata.num_decodes == len(metadata.seq_lens) == count
-            and len(batch.logits_rows) == count
-            and self._batch.takes(batch)
-            and caches is self._caches
-        )
 
     def _step(self, size: int, context: int, adapted: bool) -> Run:
         view = self._batch.view(size, context, adapted)
@@ -177,6 +133,13 @@ class GraphedModel:
         return self._logits[: len(logits)].copy_(logits)
 
 
+def _only_decodes(batch: ForwardBatch) -> bool:
+    """Whether every sequence of the batch has one token, and its logits are wanted."""
+    count, metadata = len(batch.input_ids), batch.metadata
+    sequences = metadata.num_decodes == len(metadata.seq_lens)
+    return sequences and metadata.num_decodes == count == len(batch.logits_rows)
+
+
 def _dependent_launches(model: CausalModel) -> DependentLaunches:
     """The model's own settings, or defaults."""
     own = model.dependent_launches if isinstance(model, Decoder) else None
@@ -185,7 +148,7 @@ def _dependent_launches(model: CausalModel) -> DependentLaunches:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRecorder:
-    """The inputs for recording a model's pure decodes over `caches`.
+    """The inputs for recording a model's steps over `caches`.
 
     Contexts have up to `max_model_len` tokens. With `lora` None, no decodes with adapters are
     recorded.
@@ -211,9 +174,31 @@ class DecodeRecorder:
         blocks = -(-self.max_model_len // self.config.block_size)
         return StaticBatch(self.config.max_num_seqs, blocks, self.device, self.lora, self.layout)
 
-    def record(self, sizes: CaptureSizes, batch: StaticBatch, capture: Capture) -> GraphedModel:
+    def mixed_batch(self) -> MixedBatch | None:
+        """Buffers for steps with prompts; None if these cannot be recorded."""
+        if self.config.deterministic or not isinstance(self.attention, CountsDecodes):
+            return None
+        if any(shape.latent for shape in self.model.kv_shapes):
+            return None
+        config = self.config
+        sizes = MixedSizes.up_to(config.max_num_batched_tokens, self.max_model_len)
+        if not sizes.tokens:
+            return None
+        blocks = -(-self.max_model_len // config.block_size)
+        buffers = StaticMixedBatch(
+            sizes.tokens[-1], config.max_num_seqs, blocks, self.device, self.layout
+        )
+        return MixedBatch(sizes, buffers)
+
+    def record(
+        self,
+        sizes: CaptureSizes,
+        batch: StaticBatch,
+        capture: Capture,
+        mixed: MixedBatch | None = None,
+    ) -> GraphedModel:
         with torch.inference_mode():
-            return GraphedModel(self.model, self.caches, sizes, batch, capture)
+            return GraphedModel(self.model, self.caches, sizes, batch, capture, mixed)
 
     def refusal(self) -> str | None:
         """Why decodes cannot be recorded; None if they can."""
@@ -239,12 +224,16 @@ def record_graphs(recorder: DecodeRecorder) -> CausalModel:
         if recorder.device.type == "cuda":
             logger.info("no CUDA graphs", extra={"reason": reason})
         return model
-    sizes = recorder.sizes
-    graphed = recorder.record(sizes, recorder.static_batch(), CudaCapture())
-    adapted = recorder.lora is not None
+    sizes, mixed = recorder.sizes, recorder.mixed_batch()
+    graphed = recorder.record(sizes, recorder.static_batch(), CudaCapture(), mixed)
     logger.info(
         "CUDA graphs recorded",
-        extra={"sizes": sizes.batch_sizes, "contexts": sizes.contexts, "lora": adapted},
+        extra={
+            "sizes": sizes.batch_sizes,
+            "contexts": sizes.contexts,
+            "lora": recorder.lora is not None,
+            "tokens": () if mixed is None else mixed.sizes.tokens,
+        },
     )
     return graphed
 
@@ -252,8 +241,8 @@ def record_graphs(recorder: DecodeRecorder) -> CausalModel:
 def measure_graphs(recorder: DecodeRecorder) -> int:
     """Estimates the bytes that `record_graphs` will take of this process's device.
 
-    It records the two largest steps and drops them. The caches may have any size, because nothing
-    reads or writes them.
+    It records the largest step with prompts and the two largest decodes and drops them. The caches
+    may have any size, because nothing reads or writes them.
 
     Returns 0 if nothing is recorded. Processes that share a model do this together.
     """
@@ -265,9 +254,14 @@ def measure_graphs(recorder: DecodeRecorder) -> int:
         return 0
     metered = MeteredCapture(CudaCapture(), lambda: free_bytes(device))
     sizes, batch = recorder.sizes, recorder.static_batch()
-    recorder.record(sizes.top(), batch, metered)
+    mixed, num_bytes = recorder.mixed_batch(), batch.num_bytes
     steps = len(sizes.batch_sizes) * len(sizes.contexts) * len(batch.kinds)
-    return batch.num_bytes + metered.extrapolated(steps)
+    if mixed is None:
+        recorder.record(sizes.top(), batch, metered)
+    else:
+        recorder.record(sizes.top(), batch, metered, replace(mixed, sizes=mixed.sizes.top()))
+        steps, num_bytes = steps + mixed.sizes.count, num_bytes + mixed.buffers.num_bytes
+    return num_bytes + metered.extrapolated(steps)
 
 
 def free_bytes(device: torch.device) -> int:

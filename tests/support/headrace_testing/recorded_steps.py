@@ -4,7 +4,7 @@ import torch
 
 from headrace_engine.attention.reference import ReferenceBackend
 from headrace_engine.core.attention_backend import AttentionMetadata, LayerCache, LayerParams
-from headrace_engine.cuda_graphs.cuda_graphs import Run
+from headrace_engine.cuda_graphs.capture import Run
 
 
 class PaddedReference(ReferenceBackend):
@@ -22,11 +22,11 @@ class PaddedReference(ReferenceBackend):
         params: LayerParams,
     ) -> torch.Tensor:
         kept = int((metadata.slots >= 0).sum())
-        tokens = int(metadata.query_start[-1])
-        assert metadata.seq_lens[kept:].eq(0).all() or kept == tokens
+        sequences = int((metadata.query_start[:-1] < kept).sum())
+        assert metadata.seq_lens[sequences:].eq(0).all()
         real = AttentionMetadata(
-            metadata.query_start[: kept + 1] if kept < tokens else metadata.query_start,
-            metadata.seq_lens[:kept] if kept < tokens else metadata.seq_lens,
+            metadata.query_start[: sequences + 1],
+            metadata.seq_lens[:sequences],
             metadata.block_tables,
             metadata.slots[:kept],
             metadata.num_decodes,
@@ -37,6 +37,12 @@ class PaddedReference(ReferenceBackend):
         rows = (query[:kept], key[:kept], value[:kept])
         output[:kept] = super().forward(*rows, cache, real, params)
         return output
+
+
+class CountedReference(PaddedReference):
+    """Recorded steps may have prompts."""
+
+    counts_decodes = True
 
 
 class Replays:

@@ -137,6 +137,36 @@ def test_any_mix_equals_the_reference(
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
 
 
+class CountedScene(Scene):
+    """Steps as they are recorded: padded, and the device says how many sequences decode."""
+
+    def metadata(self, which: list[int], starts: list[int], ends: list[int]) -> AttentionMetadata:
+        made, prompts = super().metadata(which, starts, ends), 4
+        tokens = len(made.slots)
+        count = torch.tensor([made.num_decodes], dtype=torch.int32, device=DEVICE)
+        rows = tokens + prompts - len(made.seq_lens)
+        return replace(
+            made,
+            query_start=torch.nn.functional.pad(made.query_start, (0, rows), value=tokens),
+            seq_lens=torch.nn.functional.pad(made.seq_lens, (0, rows)),
+            block_tables=torch.nn.functional.pad(made.block_tables, (0, 0, 0, rows)),
+            num_decodes=tokens,
+            decode_count=count,
+        )
+
+
+@pytest.mark.parametrize("merges", [None, True, False])
+@pytest.mark.parametrize("name", ["mixed", "decode", "prefill", "sinks in a window"])
+def test_a_recorded_step_finds_on_the_device_how_many_sequences_decode(
+    name: str, merges: bool | None
+) -> None:
+    backend, tile = TritonBackend(HOPPER), Launch(16, 16, 4, 2)
+    if merges is not None:
+        backend.use(AttentionLaunches(decodes=((64, DecodeLaunch(tile, 16, merges)),)))
+    found, exact = CountedScene(CASES[name], backend, torch.float32, DEVICE).step()
+    torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=2e-5)
+
+
 def test_garbage_after_a_sequence_is_never_read() -> None:
     scene = Scene(CASES["mixed"], TritonBackend(HOPPER), torch.float32, DEVICE)
     used = {block for table in scene.tables for block in table}

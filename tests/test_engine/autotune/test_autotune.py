@@ -156,7 +156,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     }.items():  # fmt: skip
         monkeypatch.setattr(launches, name, value)
     for name, size in {
-        "ROTATIONS": 1, "PREFILL_TOKENS": 4, "DECODE_CONTEXT": 40,
+        "MOST_ROTATIONS": 1, "PREFILL_TOKENS": 4, "DECODE_CONTEXT": 40,
     }.items():  # fmt: skip
         monkeypatch.setattr(tuned_attention, name, size)
     monkeypatch.setattr(start, "POOL_BYTES", 1 << 16)

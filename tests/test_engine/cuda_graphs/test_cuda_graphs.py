@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from headrace_engine import attention
 from headrace_engine.core.attention_backend import AttentionMetadata
+from headrace_engine.cuda_graphs.capture import MeteredCapture
 from headrace_engine.cuda_graphs.cuda_graphs import (
     CaptureSizes,
     DecodeRecorder,
     GraphedModel,
-    MeteredCapture,
     measure_graphs,
     record_graphs,
 )

@@ -30,6 +30,17 @@ def extent(
 
 
 @jit
+def length_of(
+    sequence: tl.tensor, seq_lens: tl.tensor, decode_count: tl.tensor, COUNTED: tl.constexpr
+) -> tl.tensor:
+    """The keys of a decode; with COUNTED 0 for the sequences after the first `decode_count`."""
+    length = tl.load(seq_lens + sequence)
+    if COUNTED:
+        length = tl.where(sequence < tl.load(decode_count), length, 0)
+    return length
+
+
+@jit
 def merge_parts(
     output: tl.tensor,
     partial: tl.tensor,
@@ -163,6 +174,7 @@ def decode_kernel(
     query_head_stride: tl.tensor,
     table_stride: tl.tensor,
     least_part: tl.tensor,
+    decode_count: tl.tensor,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -179,6 +191,7 @@ def decode_kernel(
     WHOLE: tl.constexpr,
     MERGE: tl.constexpr,
     SINKS: tl.constexpr,
+    COUNTED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
     """Program (sequence, KV head, part). Caches are [blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM]. With
@@ -187,7 +200,8 @@ def decode_kernel(
     Writes `output` if WHOLE says that no sequence has a second part, otherwise `partial` float32
     [S, Hq, MAX_SPLITS, HEAD_DIM], and the log2 of the parts' sums to `log_sums` [S, Hq,
     MAX_SPLITS]. With MERGE the last program of a sequence and KV head merges its parts, always in
-    their order; `arrived` int32 [S, KV_HEADS] is zeros before and after.
+    their order; `arrived` int32 [S, KV_HEADS] is zeros before and after. With COUNTED only the
+    first `decode_count`, int32 [1], sequences are decodes; outputs of the others are zeros.
     """
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -198,7 +212,7 @@ def decode_kernel(
         prefetch(seq_lens + sequence)
         prefetch(table + tl.minimum(split * least_part // BLOCK_SIZE, table_stride - 1))
     await_earlier(DEPENDENT)
-    length = tl.load(seq_lens + sequence)
+    length = length_of(sequence, seq_lens, decode_count, COUNTED)
     first, begin, part = extent(length, least_part, MAX_SPLITS, KEYS, WINDOW)
     start = begin + split * part
     end = tl.minimum(start + part, length)
@@ -247,6 +261,7 @@ def merge_kernel(
     seq_lens: tl.tensor,
     sinks: tl.tensor,
     least_part: tl.tensor,
+    decode_count: tl.tensor,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
@@ -254,13 +269,14 @@ def merge_kernel(
     KEYS: tl.constexpr,
     DIM: tl.constexpr,
     SINKS: tl.constexpr,
+    COUNTED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
     """Program (sequence, query head): merges its parts."""
     await_earlier(DEPENDENT)
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    length = tl.load(seq_lens + sequence)
+    length = length_of(sequence, seq_lens, decode_count, COUNTED)
     _, begin, part = extent(length, least_part, MAX_SPLITS, KEYS, WINDOW)
     count = tl.cdiv(length - begin, part)
     merge_parts(

@@ -12,10 +12,13 @@ from dataclasses import dataclass, replace
 # Sequences are split for decoding if they have more keys than SPLIT_KEYS; never into more than
 # MAX_SPLITS parts, so parts of long sequences are larger. Batches up to these sizes are split
 # finer, because they do not make a program for each multiprocessor. These are sizes of recorded
-# batches: padding up to one does not change the split.
-SPLIT_KEYS = 256
-FINER_SPLITS = ((4, 64), (16, 128))
+# batches: padding up to one does not change the split. More parts than the device needs cost it
+# a third of its bandwidth (docs/decisions/0045).
+SPLIT_KEYS = 2048
+FINER_SPLITS = ((4, 64), (16, 256), (64, 512))
 MAX_SPLITS = 32
+# Up to this many sequences, the programs that merge parts are too few to hide each other's waits.
+FEW_MERGES = 16
 
 # The compute capability of the oldest supported devices.
 AMPERE = (8, 0)
@@ -395,7 +398,7 @@ def merge_warps(sequences: int, head_dim: int) -> int:
     """Warps of a program that merges the parts of a head. If there are few programs, each has so
     many warps that a thread has few numbers and loads them all before it needs the first; many
     programs hide each other's waits."""
-    if sequences > FINER_SPLITS[-1][0]:
+    if sequences > FEW_MERGES:
         return 4
     return min(16, MAX_SPLITS * tile_extent(head_dim) // 256)
 

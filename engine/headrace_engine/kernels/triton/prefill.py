@@ -91,6 +91,7 @@ def prefill_kernel(
     query_start: tl.tensor,
     seq_lens: tl.tensor,
     sinks: tl.tensor,
+    decode_count: tl.tensor,
     num_decodes: tl.tensor,
     num_runs: tl.tensor,
     scale: tl.tensor,
@@ -112,9 +113,11 @@ def prefill_kernel(
     HALF: tl.constexpr,
     SINKS: tl.constexpr,
     MASKED: tl.constexpr,
+    COUNTED: tl.constexpr,
 ) -> None:
-    """Program (tile of query tokens, KV head), over the runs after the first `num_decodes`. With
-    SINKS the heads' softmax includes `sinks` float32 [Hq].
+    """Program (tile of query tokens, KV head), over the runs after the first `num_decodes`, or with
+    COUNTED after the first `decode_count`, int32 [1]. With SINKS the heads' softmax includes
+    `sinks` float32 [Hq].
 
     Tiles of keys that all rows see are not masked, which rounds differently; with MASKED all are.
 
@@ -123,6 +126,8 @@ def prefill_kernel(
     TOKENS: tl.constexpr = ROWS // GROUP
     # The last tiles of a run see the most keys, so they begin first.
     backwards = tl.num_programs(0) - 1 - tl.program_id(0)
+    if COUNTED:
+        num_decodes = tl.load(decode_count)
     run, number = _owner(query_start, backwards, num_decodes, num_runs, TOKENS)
     kv_head = tl.program_id(1)
     begin = tl.load(query_start + run)

@@ -198,5 +198,7 @@ def _rounded(scale: float | None, dtype: torch.dtype) -> float | None:
 
 def samples_every_row(batch: ForwardBatch) -> bool:
     """Whether every row is a decode that samples, in the order of the rows."""
-    count = len(batch.logits_rows)
-    return batch.metadata.num_decodes == len(batch.input_ids) == count
+    count, metadata = len(batch.logits_rows), batch.metadata
+    if metadata.decode_count is not None:
+        return False
+    return metadata.num_decodes == len(batch.input_ids) == count
