@@ -61,9 +61,9 @@ class AttentionMetadata:
     seq_lens      int32 [S]         keys of each sequence, this step's included.
     block_tables  int32 [S, B]      block ids, padded with 0 after ceil(seq_len / block_size).
     slots         int64 [T]         block * block_size + offset, where each token's KV is written.
-    The first `num_decodes` sequences have one query token each. A recorded step may have
-    `decode_count`, int32 [1]: so many are decodes, at most `num_decodes`, and the sequences after
-    them, at most as many as `seq_lens` has more than `num_decodes`, may have any number of tokens.
+    The first `num_decodes` sequences have one query token each. In a recorded step `num_decodes` is
+    a bound, and `decode_count`, int32 [1], is their number; the sequences after them, at most
+    S - `num_decodes`, may have any number of tokens.
     """
 
     query_start: torch.Tensor

@@ -49,7 +49,7 @@ class MixedSizes:
 
 class StaticMixedBatch:
     """Buffers of fixed addresses for a step of up to `tokens` tokens, of up to `sequences`
-    sequences, at most MOST_PROMPTS of which compute prompts.
+    sequences. No more than MOST_PROMPTS of them may compute prompts.
 
     Padding tokens belong to no sequence, and their slots are below 0. Padding sequences have no
     tokens. `blocks` is the length of a block table.
